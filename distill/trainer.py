@@ -1,0 +1,149 @@
+"""Distillation from cached distributions: an SFTTrainer whose loss never sees the target.
+
+Legend: B rows, T padded length, N response positions of the batch, H hidden size, C cached tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+from trl import SFTTrainer
+
+from distill.logit_cache import CachedAnswer
+from distill.losses import coarse_forward_kl
+
+LOSS_CHUNK = 1024  # response positions whose logits exist at once
+
+
+def training_rows(answers: Iterable[CachedAnswer], head_rows: Tensor | None) -> Dataset:
+    """One row an answer: input_ids [P + R], the prompt's length, and the cached top tokens, flat [R * C].
+
+    head_rows: for each target id its row in the draft's head [V], -1 where it has none; None when they
+    are equal. Nested lists would read ten times slower than the flat columns.
+    """
+
+    def rows() -> Iterable[dict[str, Any]]:
+        for answer in answers:
+            ids = answer.top_ids if head_rows is None else head_rows[answer.top_ids]
+            yield {
+                "index": answer.index,
+                "prompt_length": len(answer.prompt_ids),
+                "input_ids": torch.cat([answer.prompt_ids, answer.response_ids]).tolist(),
+                "top_ids": ids.flatten().tolist(),
+                "top_logprobs": answer.top_logprobs.flatten().tolist(),
+            }
+
+    return Dataset.from_list(list(rows()))
+
+
+class DistillationCollator:
+    """Right-padded batches; every response token brings the distribution it was drawn from."""
+
+    def __init__(self, pad_token_id: int) -> None:
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        width = max(len(row["input_ids"]) for row in rows)
+        input_ids = torch.full((len(rows), width), self.pad_token_id)
+        attention_mask = torch.zeros((len(rows), width), dtype=torch.long)
+        labels = torch.full((len(rows), width), -100)
+        positions, top_ids, top_logprobs = [], [], []
+        for b, row in enumerate(rows):
+            length, prompt = len(row["input_ids"]), row["prompt_length"]
+            input_ids[b, :length] = torch.tensor(row["input_ids"])
+            attention_mask[b, :length] = 1
+            labels[b, prompt:length] = input_ids[b, prompt:length]
+            # the logits that predict token t stand at position t - 1
+            positions.append(b * width + torch.arange(prompt - 1, length - 1))
+            top_ids.append(torch.tensor(row["top_ids"]).view(length - prompt, -1))
+            top_logprobs.append(torch.tensor(row["top_logprobs"]).view(length - prompt, -1))
+        return {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "labels": labels,  # only counted by the trainer, never used as targets
+            "positions": torch.cat(positions),
+            "top_ids": torch.cat(top_ids),
+            "top_logprobs": torch.cat(top_logprobs),
+            "index": torch.tensor([row["index"] for row in rows]),
+        }
+
+
+def attach_distillation_forward(model: PreTrainedModel) -> None:
+    """Make `model.forward` return the summed loss over response positions instead of logits.
+
+    Inside forward, so that DDP's gradient hooks, PEFT's adapters and autocast all see it. The head is
+    applied to response positions only, LOSS_CHUNK at a time, and recomputed in the backward pass, so
+    that no [N, K] tensor outlives its chunk.
+    """
+    body, head = model.base_model, model.get_output_embeddings()
+
+    def chunk_loss(hidden: Tensor, top_ids: Tensor, top_logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        loss, agreed = coarse_forward_kl(head(hidden), top_ids, top_logprobs)
+        return loss.sum(), agreed.sum()
+
+    def forward(
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        positions: Tensor,
+        top_ids: Tensor,
+        top_logprobs: Tensor,
+        **_: Any,
+    ) -> ModelOutput:
+        states = body(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        hidden = states.last_hidden_state.flatten(0, 1)[positions]
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        agreed = torch.zeros((), dtype=torch.long, device=hidden.device)
+        for at in range(0, len(positions), LOSS_CHUNK):
+            part = slice(at, at + LOSS_CHUNK)
+            more, same = checkpoint(
+                chunk_loss, hidden[part], top_ids[part], top_logprobs[part], use_reentrant=False
+            )
+            loss, agreed = loss + more, agreed + same
+        return ModelOutput(loss=loss, agreed=agreed)
+
+    model.forward = forward
+
+
+class DistillationTrainer(SFTTrainer):
+    """Forward KL on response tokens against cached distributions (sequence-level data of 2310.08461)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        model: Any = self.model
+        attach_distillation_forward(
+            model.get_base_model() if hasattr(model, "get_base_model") else model
+        )
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        index = inputs.pop("index")
+        outputs = model(**inputs)
+        tokens = len(inputs["positions"])
+        mean = float(outputs.loss.detach()) / max(tokens, 1)
+        if not torch.isfinite(outputs.loss):
+            raise ValueError(
+                f"The loss is {mean} at step {self.state.global_step + 1}, on answers "
+                f"{index.tolist()} of the cache; training stopped before the weights took it. Lower "
+                "learning_rate, or look at those answers; the last checkpoint is whole."
+            )
+        mode = "train" if model.training else "eval"
+        self._metrics[mode]["kl"].append(mean)
+        self._metrics[mode]["greedy_agreement"].append(float(outputs.agreed) / max(tokens, 1))
+        self._total_train_tokens += tokens if mode == "train" else 0
+        count = tokens if num_items_in_batch is None else num_items_in_batch
+        loss = outputs.loss / count
+        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+            loss = loss * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss

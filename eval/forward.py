@@ -1,0 +1,352 @@
+"""One forward pass for every decoder of the project: preallocated KV, rollback by position, ragged rows.
+
+Legend: B rows, T new positions a row, S cache slots, H hidden size, V rows of the output head.
+A row's position is its slot in the cache, so rolling back is nothing but a smaller `start`: the slots
+beyond it are masked and then overwritten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+# Families whose blocks are RMSNorm, rotary attention with grouped keys, SwiGLU, and nothing else.
+LEAN_FAMILIES = ("llama", "qwen2", "qwen3")
+# Rotary variants whose angles depend on the position alone, so that they can be tabulated once.
+TABULATED_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass
+class KVCache:
+    """Keys and values of B rows: a list over layers of [B, key heads, S, head size] tensors."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    @property
+    def slots(self) -> int:
+        return self.keys[0].shape[2]
+
+    @property
+    def rows(self) -> int:
+        return self.keys[0].shape[0]
+
+    def bytes_per_token(self) -> int:
+        """Bytes that one token of one row takes in this cache."""
+        per_layer = [t[0, :, 0].numel() * t.element_size() for t in self.keys + self.values]
+        return sum(per_layer)
+
+    def copy_row(self, row: int, other: KVCache, length: int) -> None:
+        """Take the first `length` slots of `other`'s only row as this cache's row `row`."""
+        for mine, theirs in zip(self.keys + self.values, other.keys + other.values, strict=True):
+            mine[row, :, :length] = theirs[0, :, :length]
+
+    def keep_rows(self, rows: Tensor) -> KVCache:
+        """A cache with only the given rows (indices [B']), in that order."""
+        return KVCache([k[rows] for k in self.keys], [v[rows] for v in self.values])
+
+
+def causal_bias(start: Tensor, width: int, length: int, dtype: torch.dtype) -> Tensor:
+    """What is added to attention scores [B, T=width, S=length]: 0 where a position may look, else -inf.
+
+    start: first new position of each row [B]. Slots past a row's own position hold stale or unwritten
+    keys and are masked.
+    """
+    positions = start[:, None] + torch.arange(width, device=start.device)
+    hidden = torch.arange(length, device=start.device) > positions[..., None]
+    return torch.zeros(hidden.shape, dtype=dtype, device=start.device).masked_fill_(
+        hidden, float("-inf")
+    )
+
+
+class Decoder(Protocol):
+    """What generation needs of a model, draft or target."""
+
+    embedding: Tensor
+    device: torch.device
+    dtype: torch.dtype
+    context_length: int
+
+    def new_cache(self, rows: int, slots: int) -> KVCache:
+        """An empty cache for `rows` rows of at most `slots` positions."""
+        ...
+
+    def forward(
+        self, tokens: Tensor, start: int | Tensor, cache: KVCache, last_only: bool = False
+    ) -> Tensor:
+        """Logits [B, T, V] (or [B, 1, V] of the last position) of `tokens` [B, T] at start, start+1, …
+
+        start: position of the first new token, one for all rows (int) or one a row [B]. Their keys
+        and values are written to `cache`.
+        """
+        ...
+
+
+def build_decoder(
+    model: PreTrainedModel, context_length: int, embedding: Tensor | None = None
+) -> Decoder:
+    """The fastest decoder this model can have; the model itself may be dropped afterwards.
+
+    context_length: positions a row will ever have (prompt and answer). embedding: a tensor equal to
+    the model's input embedding, shared instead of the model's own (a pruned draft reads its target's).
+    """
+    config = model.config.get_text_config()
+    limit = config.max_position_embeddings
+    if context_length > limit:
+        raise ValueError(
+            f"A context of {context_length} tokens was asked for, but the model has "
+            f"{limit} positions; shorten max_new_tokens or the prompts."
+        )
+    if _is_lean(model):
+        return LeanDecoder(model, context_length, embedding)
+    return StockDecoder(model, context_length)
+
+
+def _is_lean(model: PreTrainedModel) -> bool:
+    config: Any = model.config
+    if config.model_type not in LEAN_FAMILIES or config.hidden_act != "silu":
+        return False
+    full_attention = all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or [])
+    return full_attention and config.rope_parameters["rope_type"] in TABULATED_ROPE
+
+
+class _Layer(NamedTuple):
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+def _joined_bias(*parts: nn.Linear) -> Tensor | None:
+    biases = [part.bias for part in parts if part.bias is not None]
+    return torch.cat(biases) if biases else None
+
+
+class LeanDecoder:
+    """The weights of a Llama-like model with q/k/v and gate/up fused and no module overhead.
+
+    Same arithmetic as the stock model in the same dtype up to the order of sums (tests compare them).
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, context_length: int, embedding: Tensor | None = None
+    ) -> None:
+        config: Any = model.config
+        body: Any = model.model
+        self.context_length = context_length
+        self.embedding = body.embed_tokens.weight.detach() if embedding is None else embedding
+        self.device, self.dtype = self.embedding.device, self.embedding.dtype
+        self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
+        self.group = self.heads // self.key_heads
+        self.eps = config.rms_norm_eps
+        self.layers: list[_Layer] = []
+        for layer in body.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            self.head_size = attention.head_dim
+            query_norm = getattr(attention, "q_norm", None)  # only Qwen3 has them
+            key_norm = getattr(attention, "k_norm", None)
+            q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
+            self.layers.append(
+                _Layer(
+                    input_norm=layer.input_layernorm.weight.detach(),
+                    qkv=torch.cat([q.weight, k.weight, v.weight]).detach(),
+                    qkv_bias=_joined_bias(q, k, v),
+                    query_norm=None if query_norm is None else query_norm.weight.detach(),
+                    key_norm=None if key_norm is None else key_norm.weight.detach(),
+                    output=attention.o_proj.weight.detach(),
+                    output_bias=attention.o_proj.bias,
+                    post_norm=layer.post_attention_layernorm.weight.detach(),
+                    gate_up=torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach(),
+                    gate_up_bias=_joined_bias(mlp.gate_proj, mlp.up_proj),
+                    down=mlp.down_proj.weight.detach(),
+                    down_bias=mlp.down_proj.bias,
+                )
+            )
+        self.final_norm = body.norm.weight.detach()
+        head = model.get_output_embeddings()
+        tied = head.weight is body.embed_tokens.weight
+        self.head_weight = self.embedding if tied else head.weight.detach()
+        self.head_bias = head.bias
+        positions = torch.arange(context_length, device=self.device)[None]
+        cos, sin = body.rotary_emb(self.embedding[:1, :1], positions)
+        half = self.head_size // 2
+        # rotate_half(x) * sin == roll(x) * signed sin: one copy less for every layer
+        self.cos = cos[0]
+        self.sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+
+    def new_cache(self, rows: int, slots: int) -> KVCache:
+        shape = (rows, self.key_heads, slots, self.head_size)
+        # zeros, not empty: a masked slot still enters a product, and 0 * nan is nan
+        return KVCache(
+            [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in self.layers],
+            [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in self.layers],
+        )
+
+    @torch.inference_mode()
+    def forward(
+        self, tokens: Tensor, start: int | Tensor, cache: KVCache, last_only: bool = False
+    ) -> Tensor:
+        rows, width = tokens.shape
+        if isinstance(start, int):
+            length = start + width
+            cos, sin = self.cos[start:length], self.sin[start:length]
+            mask = None
+            if width > 1:
+                first = torch.tensor([start], device=self.device)
+                mask = causal_bias(first, width, length, self.dtype)
+        else:
+            length = int(start.max()) + width
+            positions = start[:, None] + torch.arange(width, device=self.device)
+            cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
+            mask = causal_bias(start, width, length, self.dtype)
+            row_index = torch.arange(rows, device=self.device)[:, None]
+
+        if mask is not None:
+            mask = mask.repeat(1, self.group, 1)[:, None]
+
+        x = F.embedding(tokens, self.embedding)
+        size = (x.shape[-1],)
+        turned = self.heads + self.key_heads
+        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
+            h = F.rms_norm(x, size, layer.input_norm, self.eps)
+            qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(rows, width, -1, self.head_size)
+            qkv = qkv.transpose(1, 2)
+            qk, v = qkv[:, :turned], qkv[:, turned:]
+            if layer.query_norm is not None and layer.key_norm is not None:
+                q = F.rms_norm(qk[:, : self.heads], (self.head_size,), layer.query_norm, self.eps)
+                k = F.rms_norm(qk[:, self.heads :], (self.head_size,), layer.key_norm, self.eps)
+                qk = torch.cat([q, k], dim=1)
+            qk = qk * cos + torch.roll(qk, self.head_size // 2, -1) * sin
+            q, k = qk[:, : self.heads], qk[:, self.heads :]
+            if isinstance(start, int):
+                keys[:, :, start:length] = k
+                values[:, :, start:length] = v
+            else:
+                keys[row_index, :, positions] = k.transpose(1, 2)
+                values[row_index, :, positions] = v.transpose(1, 2)
+            # the heads that share a key head are folded into the query length: no repeated keys
+            q = q.reshape(rows, self.key_heads, self.group * width, self.head_size)
+            h = F.scaled_dot_product_attention(
+                q, keys[:, :, :length], values[:, :, :length], attn_mask=mask
+            )
+            h = h.view(rows, self.heads, width, self.head_size).transpose(1, 2)
+            h = h.reshape(rows, width, self.heads * self.head_size)
+            x = x + F.linear(h, layer.output, layer.output_bias)
+            h = F.rms_norm(x, size, layer.post_norm, self.eps)
+            gate, up = F.linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+            x = x + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+        if last_only:
+            x = x[:, -1:]
+        return F.linear(
+            F.rms_norm(x, size, self.final_norm, self.eps), self.head_weight, self.head_bias
+        )
+
+
+class _Slots:
+    """Where the running forward of a StockDecoder writes: `start` as in Decoder.forward."""
+
+    def __init__(self, start: int | Tensor, rows: int, width: int, device: torch.device) -> None:
+        self.ragged = isinstance(start, Tensor)
+        first = start if isinstance(start, Tensor) else torch.full((rows,), start, device=device)
+        self.first = first
+        self.positions = first[:, None] + torch.arange(width, device=device)
+        self.length = (int(first.max()) if self.ragged else int(start)) + width
+
+
+class _SlotLayer(CacheLayerMixin):
+    """One layer of a KVCache in the shape that transformers' attention modules write to."""
+
+    def __init__(self, keys: Tensor, values: Tensor, slots: _Slots) -> None:
+        super().__init__()
+        self.keys, self.values, self.slots = keys, values, slots
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise AssertionError("the cache is allocated by StockDecoder.new_cache")
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None and self.values is not None
+        rows = torch.arange(self.keys.shape[0], device=self.keys.device)[:, None]
+        self.keys[rows, :, self.slots.positions] = key_states.transpose(1, 2)
+        self.values[rows, :, self.slots.positions] = value_states.transpose(1, 2)
+        return self.keys[:, :, : self.slots.length], self.values[:, :, : self.slots.length]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.slots.length, 0
+
+    def get_seq_length(self) -> int:
+        return self.slots.length - self.slots.positions.shape[1]
+
+    def get_max_length(self) -> int:
+        assert self.keys is not None
+        return self.keys.shape[2]
+
+
+class StockDecoder:
+    """Any causal LM of transformers behind the same interface, its own modules doing the arithmetic."""
+
+    def __init__(self, model: PreTrainedModel, context_length: int) -> None:
+        config: Any = model.config.get_text_config()
+        kinds = getattr(config, "layer_types", None) or []
+        if any("linear" in kind or "mamba" in kind for kind in kinds):
+            raise ValueError(
+                f"{config.model_type} has recurrent layers, whose state cannot be rolled back by "
+                "position; use a target and a draft with attention layers only."
+            )
+        window = getattr(config, "sliding_window", None)
+        if any("sliding" in kind for kind in kinds) and window and context_length > window:
+            raise ValueError(
+                f"A context of {context_length} tokens exceeds the sliding window of {window} of "
+                f"{config.model_type}; shorten max_new_tokens or the prompts."
+            )
+        self.model, self.config = model, config
+        self.embedding = model.get_input_embeddings().weight.detach()
+        self.device, self.dtype = self.embedding.device, self.embedding.dtype
+        self.context_length = context_length
+
+    def new_cache(self, rows: int, slots: int) -> KVCache:
+        config = self.config
+        head_size = getattr(config, "head_dim", None) or (
+            config.hidden_size // config.num_attention_heads
+        )
+        shape = (rows, config.num_key_value_heads, slots, head_size)
+        layers = range(config.num_hidden_layers)
+        return KVCache(
+            [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in layers],
+            [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in layers],
+        )
+
+    @torch.inference_mode()
+    def forward(
+        self, tokens: Tensor, start: int | Tensor, cache: KVCache, last_only: bool = False
+    ) -> Tensor:
+        rows, width = tokens.shape
+        slots = _Slots(start, rows, width, self.device)
+        layers = [
+            _SlotLayer(k, v, slots) for k, v in zip(cache.keys, cache.values, strict=True)
+        ]
+        mask = causal_bias(slots.first, width, slots.length, self.dtype)[:, None]
+        return self.model(
+            input_ids=tokens,
+            position_ids=slots.positions,
+            attention_mask=mask,
+            past_key_values=Cache(layers=layers),
+            use_cache=True,
+            logits_to_keep=1 if last_only else 0,
+        ).logits

@@ -1,0 +1,89 @@
+"""Batched generation by the target alone: rows of their own lengths, finished rows replaced at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from eval.forward import Decoder
+from eval.verification import Sampling, sample, warp
+
+
+@dataclass
+class Answer:
+    """The target's answer to prompt number `index`: tokens, a stop token included when emitted.
+
+    captured: whatever `capture` returned for the distributions these tokens were drawn from.
+    """
+
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    captured: list[tuple[Tensor, ...]] = field(default_factory=list)
+
+
+def generate_batched(
+    target: Decoder,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    stops: frozenset[int],
+    sampling: Sampling,
+    batch_size: int,
+    seed: int,
+    capture: Callable[[Tensor], tuple[Tensor, ...]] | None = None,
+) -> Iterator[Answer]:
+    """Answers as they finish, not in order. `prompts` are token ids, none of them empty.
+
+    A row that ends is given to the next prompt at once, so that no step is spent on finished rows.
+    capture: called on the raw logits [B, V] of each step; row b of each tensor it returns goes to
+    the answer that holds row b. Sampled tokens depend on the seed and the order of the prompts.
+    """
+    # longest first: rows that run together have similar lengths, and attention reads less
+    queue = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    generator = torch.Generator(device=target.device).manual_seed(seed)
+    slots = max((len(prompt) for prompt in prompts), default=0) + max_new_tokens
+    cache = target.new_cache(min(batch_size, len(prompts)), slots)
+    single = target.new_cache(1, slots)
+    answers = [Answer(queue.pop()) for _ in range(cache.rows)]
+    # each row's token to feed next, and its position
+    tokens = torch.zeros(cache.rows, dtype=torch.long, device=target.device)
+    positions = torch.zeros(cache.rows, dtype=torch.long, device=target.device)
+
+    def admit(row: int) -> None:
+        """All of the prompt but its last token goes into the cache: that one steps with the others."""
+        prompt = prompts[answers[row].index]
+        if len(prompt) > 1:
+            head = torch.tensor([prompt[:-1]], device=target.device)
+            target.forward(head, 0, single, last_only=True)
+            cache.copy_row(row, single, len(prompt) - 1)
+        tokens[row], positions[row] = prompt[-1], len(prompt) - 1
+
+    for row in range(cache.rows):
+        admit(row)
+    while answers:
+        logits = target.forward(tokens[:, None], positions, cache)[:, -1]
+        positions += 1
+        tokens = (
+            logits.argmax(-1) if sampling.greedy else sample(warp(logits, sampling), generator)
+        )
+        captured = capture(logits) if capture else ()
+        ended = []
+        for row, token in enumerate(tokens.tolist()):
+            answer = answers[row]
+            answer.tokens.append(token)
+            if captured:
+                answer.captured.append(tuple(part[row] for part in captured))
+            if token in stops or len(answer.tokens) == max_new_tokens:
+                yield answer
+                if queue:
+                    answers[row] = Answer(queue.pop())
+                    admit(row)
+                else:
+                    ended.append(row)
+        if ended:
+            left = [row for row in range(len(answers)) if row not in ended]
+            answers = [answers[row] for row in left]
+            kept = torch.tensor(left, dtype=torch.long, device=target.device)
+            cache, tokens, positions = cache.keep_rows(kept), tokens[kept], positions[kept]

@@ -1,0 +1,103 @@
+"""Accept, reject, resample: the rules that keep the target's distribution (arXiv 2211.17192, 2302.01318).
+
+Pure functions on tensors. Legend: B rows, G drafted tokens, V vocabulary. p is the target's
+distribution and q the draft's, both after every warper, both over the *target's* ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The deployed sampling. temperature 0 is greedy, whatever top_k and top_p say."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature {self.temperature} is not >= 0; use 0 for greedy decoding.")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k {self.top_k} keeps no token; use at least 1, or null for all.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p {self.top_p} is not in (0, 1]; use 1 to keep every token.")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def warp(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Probabilities [..., V] in fp32: temperature, then top-k, then top-p, then softmax.
+
+    The order and the ties are those of transformers' warpers: top-k keeps every token as likely as
+    the k-th; top-p keeps the smallest set of the most likely tokens whose mass reaches top_p.
+    Temperature 0 gives the one-hot distribution of the argmax.
+    """
+    if sampling.greedy:
+        best = logits.argmax(-1, keepdim=True)
+        return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, best, 1.0)
+    scores = logits.float() / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < scores.shape[-1]:
+        kth = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
+        scores = scores.masked_fill(scores < kth, float("-inf"))
+    if sampling.top_p < 1:
+        ordered, ids = scores.sort(dim=-1)  # ascending, so that the most likely one always stays
+        outside = ordered.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        outside[..., -1] = False
+        scores = scores.masked_fill(torch.zeros_like(outside).scatter_(-1, ids, outside), float("-inf"))
+    return scores.softmax(-1)
+
+
+def sample(probabilities: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """One id for each row of [..., V], without leaving the device: argmax of p / Exp(1)."""
+    noise = torch.empty_like(probabilities).exponential_(generator=generator)
+    # exponential_ may return 0 in fp32: 0/0 would win over every real token as nan
+    return (probabilities / noise.clamp_min_(torch.finfo(torch.float32).tiny)).argmax(-1)
+
+
+def verify_greedy(target_tokens: Tensor, draft_tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Accepted counts [B] and the next token [B] when everybody is greedy.
+
+    target_tokens: argmax p at each of the G+1 positions [B, G+1]. draft_tokens: [B, G].
+    """
+    agreed = (target_tokens[:, :-1] == draft_tokens).long().cumprod(dim=1)
+    accepted = agreed.sum(dim=1)
+    return accepted, target_tokens.gather(1, accepted[:, None])[:, 0]
+
+
+def verify_sampled(
+    p: Tensor, q: Tensor, draft_tokens: Tensor, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
+    """Accepted counts [B] and the next token [B] by exact rejection sampling.
+
+    p: [B, G+1, V]; q: [B, G, V], the very distributions the draft tokens [B, G] were sampled from.
+    Token x is accepted with probability min(1, p(x)/q(x)). At the first rejection the next token is
+    drawn from max(p - q, 0) normalised; after a full acceptance from p (the bonus token). Each
+    emitted token then has distribution p exactly, given the ones before it.
+    """
+    rows, drafted = draft_tokens.shape
+    index = draft_tokens[..., None]
+    p_drafted = p[:, :drafted].gather(2, index)[..., 0]
+    q_drafted = q.gather(2, index)[..., 0]
+    uniform = torch.rand((rows, drafted), device=p.device, dtype=p.dtype, generator=generator)
+    # strictly below: a token with p(x) = 0 must never pass, also when the uniform number is 0
+    accepted = (uniform * q_drafted < p_drafted).long().cumprod(dim=1).sum(dim=1)
+    at = accepted[:, None, None].expand(-1, 1, p.shape[2])
+    p_next = p.gather(1, at)[:, 0]
+    q_or_none = torch.cat([q, torch.zeros_like(q[:, :1])], dim=1) if drafted else torch.zeros_like(p)
+    residual = (p_next - q_or_none.gather(1, at)[:, 0]).clamp_min_(0)
+    # p = q up to rounding leaves no residual, and such a rejection has probability ~0: p is right then
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
+    return accepted, sample(residual, generator)
+
+
+def agreement(p: Tensor, q: Tensor) -> Tensor:
+    """alpha at each position: sum_x min(p(x), q(x)) over [..., V], in fp32 (1 - total variation)."""
+    return torch.minimum(p, q).sum(-1)

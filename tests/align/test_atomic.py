@@ -1,0 +1,265 @@
+"""Nothing half-written is ever seen, and nothing is lost, whenever the writer dies."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+from align.atomic import atomic_file, atomic_folder, locked, remove
+
+ROOT = Path(__file__).resolve().parents[2]
+OLD, NEW = {"a": "old", "b": "old"}, {"a": "new", "b": "new"}
+
+
+def run_script(text, *arguments):
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(text), *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def fill(folder, files):
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+
+def contents(folder):
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_appears_whole_and_alone(tmp_path):
+    path = tmp_path / "deep" / "report.json"
+    with atomic_file(path) as file:
+        file.write("é")
+        assert not path.exists()
+    assert path.read_bytes() == "é".encode()
+    with atomic_file(path, "wb") as file:
+        file.write(b"\x00")
+        assert path.read_bytes() == "é".encode()
+    assert path.read_bytes() == b"\x00"
+    assert names(path.parent) == ["report.json"]
+
+
+def test_an_error_leaves_the_earlier_file(tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text("old")
+    with pytest.raises(KeyboardInterrupt), atomic_file(path) as file:  # noqa: PT012
+        file.write("half")
+        file.flush()
+        raise KeyboardInterrupt
+    assert contents(tmp_path) == {"report.json": "old"}
+
+
+def test_a_folder_appears_whole_and_replaces_the_earlier_one(tmp_path):
+    path = tmp_path / "draft"
+    for files in (OLD, NEW):
+        with atomic_folder(path) as folder:
+            fill(folder, files)
+        assert contents(path) == files
+    assert names(tmp_path) == ["draft"]
+
+
+def test_an_error_leaves_the_earlier_folder(tmp_path):
+    path = tmp_path / "draft"
+    with atomic_folder(path) as folder:
+        fill(folder, OLD)
+    with pytest.raises(RuntimeError, match="stop"), atomic_folder(path) as folder:  # noqa: PT012
+        fill(folder, NEW)
+        raise RuntimeError("stop")
+    assert contents(path) == OLD
+    assert names(tmp_path) == ["draft"]
+
+
+def test_a_folder_takes_the_place_of_a_file_or_a_link(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "link").symlink_to(elsewhere)
+    (tmp_path / "file").touch()
+    for name in ("link", "file"):
+        with atomic_folder(tmp_path / name) as folder:
+            fill(folder, NEW)
+        assert contents(tmp_path / name) == NEW
+    assert contents(elsewhere) == {}
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_kill_9_while_writing(tmp_path, kind):
+    path = tmp_path / "draft"
+    script = """
+        import os, signal, sys
+        from align.atomic import atomic_file, atomic_folder
+        if sys.argv[2] == "file":
+            with atomic_file(sys.argv[1]) as file:
+                file.write("half")
+                file.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
+        with atomic_folder(sys.argv[1]) as folder:
+            (folder / "a").write_text("half")
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    killed = run_script(script, path, kind)
+    assert killed.returncode == -signal.SIGKILL
+    assert not path.exists()
+    assert len(names(tmp_path)) == 1  # the litter that the next writer clears
+    if kind == "file":
+        with atomic_file(path) as file:
+            file.write("new")
+    else:
+        with atomic_folder(path) as folder:
+            fill(folder, NEW)
+    assert names(tmp_path) == ["draft"]
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_kill_9_at_every_step_of_a_replacement(tmp_path, step):
+    """Steps: before and after the first rename, and so on up to the deletion of the earlier folder."""
+    path = tmp_path / "draft"
+    with atomic_folder(path) as folder:
+        fill(folder, OLD)
+    script = """
+        import os, shutil, signal, sys
+        from pathlib import Path
+        from align.atomic import atomic_folder
+        left = int(sys.argv[2])
+        def step():
+            global left
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        rename = Path.rename
+        def counted(path, target):
+            step()
+            renamed = rename(path, target)
+            step()
+            return renamed
+        Path.rename = counted
+        with atomic_folder(sys.argv[1]) as folder:
+            for name in "ab":
+                (folder / name).write_text("new")
+    """
+    killed = run_script(script, path, step)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    if path.exists():
+        assert contents(path) == (OLD if step < 2 else NEW)
+    with pytest.raises(RuntimeError, match="stop"), atomic_folder(path):
+        raise RuntimeError("stop")  # the recovery alone must not depend on what is written next
+    assert contents(path) == (OLD if step < 3 else NEW)
+    assert names(tmp_path) == ["draft"]
+
+
+def test_a_live_writer_is_left_alone(tmp_path):
+    path = tmp_path / "draft"
+    with atomic_folder(path) as outer, atomic_file(tmp_path / "report") as file:
+        fill(outer, NEW)
+        file.write("new")
+        with atomic_folder(path) as inner:
+            fill(inner, OLD)
+        with atomic_file(tmp_path / "report") as other:
+            other.write("old")
+        assert contents(path) == OLD
+    assert contents(path) == NEW
+    assert (tmp_path / "report").read_text() == "new"
+
+
+def test_other_files_beside_are_left_alone(tmp_path):
+    kept = [".draft.partial", ".draft.tuned.0123abcd.partial", "draft.partial", ".draft.lock"]
+    for name in kept:
+        (tmp_path / name).touch()
+    with atomic_folder(tmp_path / "draft") as folder:
+        fill(folder, NEW)
+    assert names(tmp_path) == sorted([*kept, "draft"])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_explained_and_loses_nothing(tmp_path):
+    path = tmp_path / "cache.bin"
+    path.write_text("old")
+    with (
+        pytest.raises(OSError, match=r"disk is full: .*cache\.bin.*untouched.*Free some space"),
+        atomic_file(path),
+        open("/dev/full", "w", buffering=1) as full,
+    ):
+        full.write("x\n")
+    assert contents(tmp_path) == {"cache.bin": "old"}
+
+
+def test_a_full_disk_reported_by_a_library_is_explained(tmp_path):
+    class SafetensorLikeError(Exception):
+        pass
+
+    with (
+        pytest.raises(OSError, match="disk is full"),
+        atomic_folder(tmp_path / "draft"),
+    ):
+        raise SafetensorLikeError("I/O error: No space left on device (os error 28)")
+    assert names(tmp_path) == []
+
+
+def test_remove(tmp_path):
+    (tmp_path / "folder").mkdir()
+    fill(tmp_path / "folder", OLD)
+    (tmp_path / "file").touch()
+    for name in ("folder", "file", "missing"):
+        remove(tmp_path / name)
+    assert names(tmp_path) == []
+
+
+def test_a_lock_is_held_by_one_at_a_time(tmp_path):
+    inside, most = 0, 0
+
+    def work():
+        nonlocal inside, most
+        for _ in range(20):
+            with locked(tmp_path / "entry"):
+                inside += 1
+                most = max(most, inside)
+                inside -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1
+
+
+def test_a_killed_holder_frees_its_lock(tmp_path):
+    script = """
+        import os, signal, sys
+        from align.atomic import locked
+        with locked(sys.argv[1]):
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    assert run_script(script, tmp_path / "entry").returncode == -signal.SIGKILL
+    with locked(tmp_path / "entry"):
+        pass
+
+
+def test_waiting_for_a_lock_is_said(tmp_path, capsys):
+    release = threading.Event()
+    held = threading.Event()
+
+    def hold():
+        with locked(tmp_path / "entry"):
+            held.set()
+            release.wait(30)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait(30)
+    threading.Timer(2.5, release.set).start()
+    with locked(tmp_path / "entry"):
+        pass
+    holder.join()
+    assert "Waiting for another process" in capsys.readouterr().err

@@ -1,0 +1,108 @@
+"""A small made-up evaluation that the tests of the report and of the model card share."""
+
+import copy
+import random
+
+import pytest
+
+from eval.metrics import Agreement, PromptRun, StepCosts
+from eval.report import DraftMeasurement, RunInfo, build_report
+
+
+def made_up_run(rng, prompt_id, alpha, gamma, blocks=10):
+    """Decoded with a draft whose every token is accepted with probability alpha; no overhead."""
+    accepted = []
+    for _ in range(blocks):
+        run = 0
+        while run < gamma and rng.random() < alpha:
+            run += 1
+        accepted.append(run)
+    emitted = [a + 1 for a in accepted]
+    seconds = 0.001 * gamma + 0.011 if gamma else 0.010
+    return PromptRun(
+        prompt_id=prompt_id,
+        category="even" if int(prompt_id) % 2 == 0 else "odd",
+        prompt_tokens=20,
+        tokens=[rng.randrange(50_000) for _ in range(1 + sum(emitted))],
+        prefill_seconds=0.03,
+        block_seconds=[seconds] * blocks,
+        block_tokens=emitted,
+        drafted=[gamma] * blocks,
+        accepted=accepted,
+        last_truncated=False,
+    )
+
+
+def made_up_measurement(name, alpha, prompts=40, **changes):
+    rng = random.Random(name)
+    fields = {
+        "name": name,
+        "path": f"outputs/code/{name}",
+        "form": "compact",
+        "vocabulary": {"relation": "identical", "strategy": "none", "coverage": 1.0},
+        "agreement": [
+            Agreement(str(i), "even" if i % 2 == 0 else "odd", rng.gauss(alpha, 0.05) * 30, 30)
+            for i in range(prompts + 10)
+        ],
+        "runs": [made_up_run(rng, str(i), alpha, gamma=3) for i in range(prompts)],
+        "baseline_runs": [made_up_run(rng, str(i), 0, 0, blocks=30) for i in range(prompts)],
+        "costs": StepCosts(0.001, 0.010, {1: 0.010, 2: 0.0105, 3: 0.011, 4: 0.011, 5: 0.012}, 60),
+        "memory": {
+            "target_bytes": 270_000_000,
+            "draft_bytes": 27_000_000,
+            "kv_bytes_per_token": {"target": 23_040, "draft": 1_536},
+        },
+        "full_form_bytes": 85_000_000,
+        "lossless": {
+            "prompts": prompts,
+            "identical": prompts - 2,
+            "tie_divergences": 2,
+            "unexplained": 0,
+        },
+    }
+    return DraftMeasurement(**(fields | changes))
+
+
+@pytest.fixture(scope="session")
+def run_info():
+    return RunInfo(
+        target="org/target-135m",
+        engine="draftsmith",
+        device="2 CPU cores",
+        dtype="bfloat16",
+        decoding={
+            "temperature": 0.0,
+            "top_k": 0,
+            "top_p": 1.0,
+            "max_new_tokens": 64,
+            "gamma": 3,
+            "gamma_policy": "fixed",
+            "verification": "exact",
+        },
+        prompts={
+            "source": "org/prompts",
+            "n": 50,
+            "sha256": "ab" * 32,
+            "overlap_with_training": 0.0,
+        },
+        provenance={"command": "accelerate launch distill/train.py --recipe code", "seed": 0},
+        over_stock_generate={"mean": 1.1, "ci95": [1.05, 1.15], "n": 40},
+    )
+
+
+@pytest.fixture
+def measurement():
+    """Makes a `DraftMeasurement`: measurement(name, alpha, prompts=40, **fields to change)."""
+    return made_up_measurement
+
+
+@pytest.fixture(scope="session")
+def built_report(run_info):
+    drafts = [made_up_measurement("untuned", 0.35), made_up_measurement("tuned", 0.6)]
+    return build_report(run_info, drafts)
+
+
+@pytest.fixture
+def sample_report(built_report):
+    """A report of the drafts `untuned` and `tuned`, to be changed at will."""
+    return copy.deepcopy(built_report)
