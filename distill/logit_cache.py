@@ -108,7 +108,9 @@ class LogitCache:
                     tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                     recorded = (file.metadata() or {}).get("sha256")
             except SafetensorError as error:
-                raise CacheError(f"{path} is damaged ({error}); delete it and run again.") from error
+                raise CacheError(
+                    f"{path} is damaged ({error}); delete it and run again."
+                ) from error
             if recorded != _content_hash(tensors):
                 raise CacheError(
                     f"{path} does not match its checksum: bits changed since it was written; delete "

@@ -155,3 +155,55 @@ def _until(answers: list[CachedAnswer], tokens: int) -> Iterator[CachedAnswer]:
             return
         tokens -= len(answer.response_ids)
         yield answer
+
+
+def head_rows(token_ids: Tensor | None, vocab_size: int) -> Tensor | None:
+    """For each target id its row in a trimmed head [V], -1 where it has none; None for a whole head."""
+    if token_ids is None:
+        return None
+    rows = torch.full((vocab_size,), -1)
+    rows[token_ids] = torch.arange(len(token_ids))
+    return rows
+
+
+SUPPRESSION = (0.0, 5.0, 10.0, 20.0, 40.0, 80.0)  # logits below the fitted ones, tried in order
+CALIBRATION_TOKENS = 4_000
+
+
+@torch.no_grad()
+def full_vocabulary(
+    tuned: PreTrainedModel,
+    token_ids: Tensor,
+    full_head: Tensor,
+    answers: Iterable[CachedAnswer],
+) -> PreTrainedModel:
+    """The tuned draft under a head over the target's whole vocabulary, for engines that need one.
+
+    Rows of trimmed tokens are the fitted ones from before training, lowered by a constant: without it
+    they would win now and then against states that training has moved. A head has no bias here, so the
+    constant is the least-squares row w with w·h = -1 over the draft's own states h; the smallest
+    multiple is taken at which the greedy choice is the trimmed head's on 999 of 1000 positions.
+    """
+    states = []
+    for answer in _until(list(answers), CALIBRATION_TOKENS):
+        ids = torch.cat([answer.prompt_ids, answer.response_ids])[None].to(tuned.device)
+        hidden = tuned.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+        states.append(hidden[0, len(answer.prompt_ids) - 1 :].float())
+    h = torch.cat(states)
+    trimmed = torch.ones(len(full_head), dtype=torch.bool, device=h.device)
+    trimmed[token_ids] = False
+    lower = torch.linalg.lstsq(h.double(), -torch.ones(len(h), 1).double().to(h.device)).solution
+    tuned_rows = tuned.get_output_embeddings().weight.float()
+    best = (h @ tuned_rows.T).amax(-1)
+    outside = full_head[trimmed].float()
+    for strength in SUPPRESSION:
+        rows = outside + strength * lower.T.float()
+        if float(((h @ rows.T).amax(-1) < best).float().mean()) >= 0.999:
+            break
+    head = torch.empty_like(full_head, dtype=torch.float32)
+    head[trimmed], head[token_ids] = rows, tuned_rows
+    model = copy.deepcopy(tuned)
+    model.lm_head = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")
+    model.lm_head.weight = nn.Parameter(head)
+    model.config.vocab_size = head.shape[0]
+    return model

@@ -6,20 +6,25 @@ Legend: B rows, T padded length, N response positions of the batch, H hidden siz
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ModelOutput
-from trl import SFTTrainer
+from trl import SFTConfig, SFTTrainer
 
+from align.atomic import atomic_file
 from distill.logit_cache import CachedAnswer
 from distill.losses import coarse_forward_kl
+from distill.recipe import Recipe, RecipeError
 
 LOSS_CHUNK = 1024  # response positions whose logits exist at once
+COMPLETE = "complete"  # the last file of a checkpoint
 
 
 def training_rows(answers: Iterable[CachedAnswer], head_rows: Tensor | None) -> Dataset:
@@ -35,6 +40,7 @@ def training_rows(answers: Iterable[CachedAnswer], head_rows: Tensor | None) -> 
             yield {
                 "index": answer.index,
                 "prompt_length": len(answer.prompt_ids),
+                "length": len(answer.prompt_ids) + len(answer.response_ids),
                 "input_ids": torch.cat([answer.prompt_ids, answer.response_ids]).tolist(),
                 "top_ids": ids.flatten().tolist(),
                 "top_logprobs": answer.top_logprobs.flatten().tolist(),
@@ -147,3 +153,81 @@ class DistillationTrainer(SFTTrainer):
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        # written last: a checkpoint without it was cut short and is never resumed from
+        with atomic_file(folder / COMPLETE) as file:
+            file.write(f"{self.state.global_step}\n")
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The latest checkpoint that was written to its end, None when there is none."""
+    whole = [p.parent for p in folder.glob(f"checkpoint-*/{COMPLETE}")]
+    return max(whole, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
+
+
+def training_config(recipe: Recipe) -> SFTConfig:
+    """The recipe's SFTConfig. Raises RecipeError for values that transformers refuses."""
+    ours = {
+        "gradient_checkpointing": False,
+        "train_sampling_strategy": "group_by_length",
+        "report_to": "none",
+    }
+    try:
+        return SFTConfig(
+            **(ours | {k: v for k, v in recipe.training.items() if k != "resume_from_checkpoint"}),
+            output_dir=str(recipe.folder),
+            max_length=None,
+            remove_unused_columns=False,
+            dataset_kwargs={"skip_prepare_dataset": True},
+        )
+    except (ValueError, TypeError) as error:
+        raise RecipeError(f"SFTConfig refuses the recipe: {error}") from error
+
+
+def distil(
+    model: PreTrainedModel,
+    answers: Iterable[CachedAnswer],
+    head_rows: Tensor | None,
+    tokenizer: PreTrainedTokenizerBase,
+    recipe: Recipe,
+) -> PreTrainedModel:
+    """The draft after training, in fp32. The input embedding is the target's and stays as it is.
+
+    Goes on from the last whole checkpoint in the recipe's folder, or from resume_from_checkpoint.
+    """
+    model = model.float()
+    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        model.get_input_embeddings().weight.requires_grad_(False)
+    adapters = None
+    if recipe.use_peft:
+        modules = recipe.lora_target_modules
+        adapters = LoraConfig(
+            r=recipe.lora_r,
+            lora_alpha=recipe.lora_alpha,
+            lora_dropout=recipe.lora_dropout,
+            target_modules=modules if modules == "all-linear" else modules.split(","),
+            task_type="CAUSAL_LM",
+        )
+    trainer = DistillationTrainer(
+        model=model,
+        args=training_config(recipe),
+        train_dataset=training_rows(answers, head_rows),
+        data_collator=DistillationCollator(pad_id(tokenizer)),
+        processing_class=tokenizer,
+        peft_config=adapters,
+    )
+    resume = recipe.training.get("resume_from_checkpoint") or last_checkpoint(recipe.folder)
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    tuned: Any = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+    if recipe.use_peft:
+        tuned = tuned.merge_and_unload(safe_merge=True)
+    del tuned.forward  # the instance's own: the class's forward, which gives logits, is back
+    return tuned.eval()
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """A token to pad with; padding is masked by length, so any id does."""
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0

@@ -112,7 +112,9 @@ def _is_lean(model: PreTrainedModel) -> bool:
     config: Any = model.config
     if config.model_type not in LEAN_FAMILIES or config.hidden_act != "silu":
         return False
-    full_attention = all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or [])
+    full_attention = all(
+        kind == "full_attention" for kind in getattr(config, "layer_types", None) or []
+    )
     return full_attention and config.rope_parameters["rope_type"] in TABULATED_ROPE
 
 
@@ -338,9 +340,7 @@ class StockDecoder:
     ) -> Tensor:
         rows, width = tokens.shape
         slots = _Slots(start, rows, width, self.device)
-        layers = [
-            _SlotLayer(k, v, slots) for k, v in zip(cache.keys, cache.values, strict=True)
-        ]
+        layers = [_SlotLayer(k, v, slots) for k, v in zip(cache.keys, cache.values, strict=True)]
         mask = causal_bias(slots.first, width, slots.length, self.dtype)[:, None]
         return self.model(
             input_ids=tokens,

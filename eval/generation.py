@@ -65,9 +65,7 @@ def generate_batched(
     while answers:
         logits = target.forward(tokens[:, None], positions, cache)[:, -1]
         positions += 1
-        tokens = (
-            logits.argmax(-1) if sampling.greedy else sample(warp(logits, sampling), generator)
-        )
+        tokens = logits.argmax(-1) if sampling.greedy else sample(warp(logits, sampling), generator)
         captured = capture(logits) if capture else ()
         ended = []
         for row, token in enumerate(tokens.tolist()):

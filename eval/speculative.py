@@ -10,9 +10,10 @@ import time
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from eval.forward import Decoder
+from eval.forward import Decoder, KVCache
 from eval.metrics import PromptRun
 from eval.prompts import Prompt
 from eval.verification import Sampling, sample, verify_greedy, verify_sampled, warp
@@ -20,20 +21,29 @@ from eval.verification import Sampling, sample, verify_greedy, verify_sampled, w
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft ready to run. token_ids: target id of each row of its head [K], None when they are equal."""
+    """A draft ready to run.
+
+    token_ids: target id of each row of a trimmed head [K], None when rows are ids. rows: how many of
+    the head's first rows may be drafted (the rest is padding), None for all.
+    """
 
     decoder: Decoder
     token_ids: Tensor | None = None
+    rows: int | None = None
+
+    def forward(self, tokens: Tensor, start: int, cache: KVCache, last_only: bool) -> Tensor:
+        """Logits [B, T, K] over what may be drafted."""
+        return self.decoder.forward(tokens, start, cache, last_only)[..., : self.rows]
 
     def to_target_ids(self, rows: Tensor) -> Tensor:
         return rows if self.token_ids is None else self.token_ids[rows]
 
     def over_target_ids(self, q: Tensor, vocab_size: int) -> Tensor:
-        """q [..., K] scattered over the target's vocabulary [..., V], zero where the draft has no row."""
+        """q [..., K] over the target's vocabulary [..., V], zero where the draft has no row."""
         if self.token_ids is None:
             missing = vocab_size - q.shape[-1]
             assert missing >= 0
-            return torch.nn.functional.pad(q, (0, missing)) if missing else q
+            return F.pad(q, (0, missing)) if missing else q
         full = torch.zeros((*q.shape[:-1], vocab_size), dtype=q.dtype, device=q.device)
         return full.index_copy_(-1, self.token_ids, q)
 
@@ -117,7 +127,7 @@ def decode_speculative(
         drafted: list[Tensor] = []
         q: list[Tensor] = []
         for i in range(length):
-            logits = draft.decoder.forward(step, seen, draft_cache, last_only=True)[:, -1]
+            logits = draft.forward(step, seen, draft_cache, last_only=True)[:, -1]
             seen += step.shape[1]
             if greedy:
                 step = draft.to_target_ids(logits.argmax(-1))[:, None]
@@ -157,7 +167,7 @@ def decode_speculative(
 
         # 6. Roll back by position: what the draft fed itself beyond the accepted tokens is stale.
         seen = min(seen, start + n + 1)
-        unseen = tokens[seen - len(ids) :]
+        unseen = [*ids, *tokens][seen:]
     return run
 
 

@@ -22,7 +22,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
-            raise ValueError(f"temperature {self.temperature} is not >= 0; use 0 for greedy decoding.")
+            raise ValueError(
+                f"temperature {self.temperature} is not >= 0; use 0 for greedy decoding."
+            )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k {self.top_k} keeps no token; use at least 1, or null for all.")
         if not 0 < self.top_p <= 1:
@@ -51,7 +53,9 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
         ordered, ids = scores.sort(dim=-1)  # ascending, so that the most likely one always stays
         outside = ordered.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
         outside[..., -1] = False
-        scores = scores.masked_fill(torch.zeros_like(outside).scatter_(-1, ids, outside), float("-inf"))
+        scores = scores.masked_fill(
+            torch.zeros_like(outside).scatter_(-1, ids, outside), float("-inf")
+        )
     return scores.softmax(-1)
 
 
@@ -91,7 +95,9 @@ def verify_sampled(
     accepted = (uniform * q_drafted < p_drafted).long().cumprod(dim=1).sum(dim=1)
     at = accepted[:, None, None].expand(-1, 1, p.shape[2])
     p_next = p.gather(1, at)[:, 0]
-    q_or_none = torch.cat([q, torch.zeros_like(q[:, :1])], dim=1) if drafted else torch.zeros_like(p)
+    q_or_none = (
+        torch.cat([q, torch.zeros_like(q[:, :1])], dim=1) if drafted else torch.zeros_like(p)
+    )
     residual = (p_next - q_or_none.gather(1, at)[:, 0]).clamp_min_(0)
     # p = q up to rounding leaves no residual, and such a rejection has probability ~0: p is right then
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)

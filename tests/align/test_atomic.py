@@ -123,7 +123,8 @@ def test_kill_9_while_writing(tmp_path, kind):
 
 @pytest.mark.parametrize("step", range(6))
 def test_kill_9_at_every_step_of_a_replacement(tmp_path, step):
-    """Steps: before and after the first rename, and so on up to the deletion of the earlier folder."""
+    """Steps: before and after the first rename, and so on up to the deletion of the earlier "
+    "folder."""
     path = tmp_path / "draft"
     with atomic_folder(path) as folder:
         fill(folder, OLD)

@@ -1,0 +1,1 @@
+"""From domain prompts to a tuned draft."""

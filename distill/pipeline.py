@@ -1,0 +1,399 @@
+"""The main job's stages, each of which finds what an interrupted run left and goes on from there."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sys
+import time
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from align.atomic import atomic_file, atomic_folder
+from align.check import Verdict, check_pair
+from align.sources import load_model, resolve_checkpoint
+from align.token_bytes import token_keys
+from align.trim import byte_units
+from distill.answers import answer_prompts, hash_prompts
+from distill.logit_cache import LogitCache
+from distill.prepare import PreparedDraft, full_vocabulary, head_rows, prune_and_fit
+from distill.prompts import evaluation_prompts, training_prompts, tuning_split
+from distill.publish import write_card
+from distill.recipe import Recipe, RecipeError, dump
+from distill.trainer import distil, training_config
+from eval.cost import ceiling_speedup, price
+from eval.drafts import (
+    Candidate,
+    Target,
+    compact_candidate,
+    load_candidate,
+    load_compact,
+    load_target,
+    model_bytes,
+    save_compact,
+)
+from eval.evaluation import PromptSet, context_length, evaluate_drafts
+from eval.prompts import prompts_sha256, render_all, write_prompts
+from eval.report import write_report
+from eval.speculative import Decoding, Draft
+from eval.speed import step_costs
+from eval.verification import Sampling
+
+# What two runs of one folder may differ in.
+FREE_KEYS = {"dry_run", "resume_from_checkpoint", "output_dir", "logging_steps", "save_steps"}
+PACKAGES = "torch transformers trl peft accelerate datasets evaluate gguf safetensors".split()
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Run:
+    """One run of a recipe in its output folder. Stages are called in order by distill/train.py."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self.folder = recipe, recipe.folder
+        training_config(recipe)  # a value that transformers refuses is found now, not after minutes
+        self.sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
+        self.started = time.time()
+        if not recipe.dry_run:
+            self._claim_folder()
+
+    def _claim_folder(self) -> None:
+        """Refuse a folder of another recipe; write down this one."""
+        path, text = self.folder / "recipe.yaml", dump(self.recipe)
+        if path.exists():
+            found, asked = yaml.safe_load(path.read_text()) or {}, yaml.safe_load(text)
+            changed = sorted(
+                key
+                for key in (found.keys() | asked.keys()) - FREE_KEYS
+                if found.get(key) != asked.get(key)
+            )
+            if changed:
+                detail = "; ".join(f"{k}: {found.get(k)!r} -> {asked.get(k)!r}" for k in changed)
+                raise RecipeError(
+                    f"{self.folder} holds a run of another recipe ({detail}). Give --output_dir a new "
+                    "folder, or delete that one."
+                )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as file:
+            file.write(text)
+
+    # --- check
+
+    def check_vocabularies(self) -> None:
+        """vocab_check.json; a pair with no lossless strategy stops here."""
+        recipe = self.recipe
+        self.verdict: Verdict = check_pair(recipe.target, recipe.draft or recipe.target)
+        print(f"vocabulary: {self.verdict.relation}, strategy {self.verdict.strategy}")
+        if self.verdict.fatal or recipe.strategy not in ("auto", self.verdict.strategy):
+            findings = " ".join(map(str, self.verdict.findings))
+            raise ValueError(
+                f"strategy {recipe.strategy!r} cannot be used: the draft's vocabulary is "
+                f"{self.verdict.relation}, for which {self.verdict.strategy!r} is lossless. {findings}"
+            )
+        if not recipe.dry_run:
+            with atomic_file(self.folder / "vocab_check.json") as file:
+                json.dump(self.verdict.to_json(), file, indent=2)
+
+    # --- prompts
+
+    def collect_prompts(self) -> None:
+        """Training, tuning and evaluation prompts that do not overlap, rendered to ids."""
+        recipe = self.recipe
+        evaluation = evaluation_prompts(recipe.eval_prompts, recipe.max_eval_prompts, recipe.seed)
+        limit = recipe.max_train_prompts + recipe.tuning_prompts
+        prompts, self.overlap = training_prompts(
+            recipe.train_prompts, evaluation, limit, recipe.seed
+        )
+        tuning, training = tuning_split(prompts, recipe.tuning_prompts)
+        self.evaluation = self._rendered(recipe.eval_prompts, evaluation, recipe.max_new_tokens)
+        self.tuning = self._rendered(recipe.train_prompts, tuning, recipe.max_new_tokens)
+        self.training = self._rendered(recipe.train_prompts, training, recipe.answer_max_new_tokens)
+        tokens = sum(map(len, self.training.ids))
+        print(
+            f"prompts: {len(training)} to train on ({tokens} tokens), {len(tuning)} to choose gamma, "
+            f"{len(evaluation)} to evaluate; {self.overlap.dropped} dropped as near-duplicates"
+        )
+        if not recipe.dry_run:
+            for name, part in (("train", training), ("tuning", tuning), ("eval", evaluation)):
+                write_prompts(self._made("prompts") / f"{name}.jsonl", part)
+
+    def _rendered(self, source: str, prompts: list[Any], new_tokens: int) -> PromptSet:
+        config = self.target.model.config.get_text_config()
+        limit = config.max_position_embeddings - self.recipe.max_gamma - 1
+        ids = render_all(prompts, self.target.tokenizer, limit, new_tokens)
+        return PromptSet(source, prompts, ids)
+
+    def _made(self, name: str) -> Path:
+        (self.folder / name).mkdir(parents=True, exist_ok=True)
+        return self.folder / name
+
+    # --- models
+
+    @cached_property
+    def target(self) -> Target:
+        """The target, with a decoder for short contexts; `_fit_contexts` makes it as long as needed."""
+        device = torch.device("cuda" if self._on_gpu else "cpu")
+        return load_target(self.recipe.target, getattr(torch, self.recipe.dtype), device, 64)
+
+    @property
+    def _on_gpu(self) -> bool:
+        return torch.cuda.is_available() and not self.recipe.training.get("use_cpu", False)
+
+    def _fit_contexts(self) -> None:
+        from eval.forward import build_decoder
+
+        recipe = self.recipe
+        new = max(recipe.max_new_tokens, recipe.answer_max_new_tokens)
+        ids = self.evaluation.ids + self.training.ids + self.tuning.ids
+        length = context_length(ids, new, recipe.max_gamma)
+        if self.target.decoder.context_length < length:
+            self.target.decoder = build_decoder(self.target.model, length)
+
+    @cached_property
+    def target_hashes(self) -> dict[str, str]:
+        """What decides p: weights, tokenizer, chat template."""
+        folder = resolve_checkpoint(self.recipe.target)
+        weights = hashlib.sha256()
+        for path in sorted(folder.glob("*.safetensors")):
+            weights.update(file_sha256(path).encode())
+        template = self.target.tokenizer.chat_template or ""
+        return {
+            "target weights": weights.hexdigest(),
+            "tokenizer": file_sha256(folder / "tokenizer.json"),
+            "chat template": hashlib.sha256(str(template).encode()).hexdigest(),
+            "dtype": self.recipe.dtype,
+        }
+
+    # --- answers
+
+    @property
+    def vocab_size(self) -> int:
+        return self.target.decoder.embedding.shape[0]
+
+    def answer_prompts(self) -> None:
+        """The target's answers and distributions, in `answers/`."""
+        recipe = self.recipe
+        self._fit_contexts()
+        ids = self.training.ids * recipe.answers_per_prompt
+        clock = time.time()
+        self.cache: LogitCache = answer_prompts(
+            self.target.decoder,
+            ids,
+            self.folder / "answers",
+            self.target_hashes,
+            self.vocab_size,
+            self.target.stops,
+            Sampling(recipe.answer_temperature),
+            recipe.answer_max_new_tokens,
+            recipe.answer_batch_size,
+            recipe.cache_top_k,
+            recipe.seed,
+        )
+        # by index: the order on disk is the order in which answers finished
+        self.answers = sorted(self.cache, key=lambda answer: answer.index)
+        tokens = sum(len(answer.response_ids) for answer in self.answers)
+        seconds = time.time() - clock
+        print(
+            f"answers: {tokens} tokens in {seconds:.0f} s, {self.cache.bytes_per_token():.0f} B each"
+        )
+
+    # --- the draft
+
+    def prepare_draft(self) -> None:
+        """The untuned draft: the sibling as it is, or `prepared/` from the pruned target."""
+        recipe = self.recipe
+        if recipe.draft is not None:
+            model = load_model(recipe.draft, torch.float32)
+            self.prepared = PreparedDraft(model, None, None, 0.0)
+            return
+        folder, embedding = (
+            self.folder / "prepared",
+            self.target.model.get_input_embeddings().weight,
+        )
+        if not (folder / "complete").exists():
+            tokenizer = self.target.tokenizer
+            forced = self.target.stops | set(tokenizer.all_special_ids)
+            prepared = prune_and_fit(
+                self.target.model,
+                self.answers,
+                recipe.num_draft_layers,
+                recipe.fit_tokens,
+                recipe.draft_vocab_size,
+                forced | set(byte_units(token_keys(tokenizer))),
+            )
+            save_compact(folder, prepared.model, prepared.token_ids, embedding)
+            full_head = prepared.full_head
+            assert full_head is not None
+            with atomic_file(folder / "full_head.safetensors", "wb") as file:
+                from safetensors.torch import save
+
+                file.write(save({"full_head": full_head}, {"lost_mass": str(prepared.lost_mass)}))
+            with atomic_file(folder / "complete") as file:
+                file.write("\n")
+        from safetensors import safe_open
+
+        model, token_ids = load_compact(folder, embedding.detach())
+        with safe_open(folder / "full_head.safetensors", "pt") as weights:
+            full_head = weights.get_tensor("full_head")
+            lost = float(weights.metadata()["lost_mass"])
+        self.prepared = PreparedDraft(model, token_ids, full_head, lost)
+        print(f"draft: {recipe.num_draft_layers} layers, trimmed head loses {lost:.2%} of p's mass")
+
+    def distil_draft(self) -> None:
+        """`self.tuned`: the draft in fp32 after training, read back when training had ended before."""
+        done = self.folder / "tuned"
+        if not (done / "model.safetensors").exists():
+            tuned = distil(
+                self.prepared.model,
+                self.answers,
+                head_rows(self.prepared.token_ids, self.vocab_size),
+                self.target.tokenizer,
+                self.recipe,
+            )
+            with atomic_folder(done) as partial:
+                state = {k: v.contiguous() for k, v in tuned.state_dict().items()}
+                tied = tuned.get_output_embeddings().weight is tuned.get_input_embeddings().weight
+                if tied:
+                    state.pop("lm_head.weight")
+                save_file(state, partial / "model.safetensors")
+        else:
+            tuned = self.prepared.model.float()
+            tuned.load_state_dict(load_file(done / "model.safetensors"), strict=False)
+        self.tuned = tuned
+
+    def export_draft(self) -> None:
+        """`draft/`: a checkpoint for every engine, and `draft/compact/` for our decoder."""
+        dtype, folder = getattr(torch, self.recipe.dtype), self.folder / "draft"
+        prepared = self.prepared
+        self.tuned.to(dtype)
+        full = self.tuned
+        if prepared.token_ids is not None:
+            assert prepared.full_head is not None
+            full = full_vocabulary(self.tuned, prepared.token_ids, prepared.full_head, self.answers)
+            full = full.to(dtype)
+        with atomic_folder(folder) as partial:
+            full.save_pretrained(partial)
+            self.target.tokenizer.save_pretrained(partial)
+            if self.recipe.draft is None:
+                embedding = self.target.model.get_input_embeddings().weight
+                save_compact(partial / "compact", self.tuned, prepared.token_ids, embedding)
+
+    # --- evaluation
+
+    def candidates(self) -> list[Candidate]:
+        recipe = self.recipe
+        full = (self.folder / "draft" / "model.safetensors").stat().st_size
+        if recipe.draft is None:
+            return [
+                compact_candidate("untuned", self.folder / "prepared", self.target, full),
+                compact_candidate("tuned", self.folder / "draft" / "compact", self.target, full),
+            ]
+        return [
+            load_candidate("untuned", recipe.draft, self.target),
+            load_candidate("tuned", str(self.folder / "draft"), self.target),
+        ]
+
+    def evaluate(self) -> dict[str, Any]:
+        """The report, written to `report/`, and the model card made from it."""
+        recipe = self.recipe
+        self._fit_contexts()
+        provenance = self._provenance()
+        report = evaluate_drafts(
+            self.target,
+            self.candidates(),
+            self.evaluation,
+            self.tuning,
+            Decoding(self.sampling, self.target.stops, recipe.max_new_tokens, recipe.seed),
+            recipe.gamma,
+            recipe.max_gamma,
+            recipe.speed_prompts,
+            self.overlap.exact + self.overlap.near,
+            provenance,
+        )
+        write_report(self.folder / "report", report)
+        with atomic_file(self.folder / "provenance.json") as file:
+            json.dump(provenance, file, indent=2)
+        write_card(self.folder)
+        return report
+
+    def _provenance(self) -> dict[str, Any]:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=False,  # an installed wheel has no repository
+        ).stdout.strip()
+        return {
+            "command": sys.argv,
+            "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
+            | {"python": platform.python_version()},
+            "git_commit": commit or None,
+            "seed": self.recipe.seed,
+            "hashes": self.target_hashes
+            | {
+                "train_prompts": prompts_sha256(self.training.prompts),
+                "eval_prompts": prompts_sha256(self.evaluation.prompts),
+                "train_ids": hash_prompts(self.training.ids),
+            },
+            "overlap": self.overlap.to_json(),
+            "lost_mass": self.prepared.lost_mass,
+            "seconds": round(time.time() - self.started, 1),
+        }
+
+    # --- dry run
+
+    def price(self) -> int:
+        """Print what the run would take and whether it can pay; exit status 1 when no gamma can."""
+        recipe, target = self.recipe, self.target
+        self._fit_contexts()
+        if recipe.draft is not None:
+            draft = load_candidate("draft", recipe.draft, target).draft
+        else:
+            from distill.prepare import build_pruned
+            from eval.forward import build_decoder
+
+            rows: int = recipe.draft_vocab_size or self.vocab_size
+            head: Tensor = target.model.get_output_embeddings().weight[:rows].detach().clone()
+            model = build_pruned(target.model, recipe.num_draft_layers, head)
+            embedding = target.decoder.embedding
+            draft = Draft(build_decoder(model, target.decoder.context_length, embedding))
+        mean = sum(map(len, self.evaluation.ids)) // len(self.evaluation.ids)
+        costs = step_costs(target.decoder, draft, mean, recipe.max_gamma, self.sampling)
+        answers = len(self.training.ids) * recipe.answers_per_prompt
+        tokens = answers * recipe.answer_max_new_tokens
+        # one batched step of the target, timed as it will run
+        batch = recipe.answer_batch_size
+        cache = target.decoder.new_cache(batch, mean + 1)
+        token = torch.zeros((batch, 1), dtype=torch.long, device=target.decoder.device)
+        start = torch.full((batch,), mean, device=target.decoder.device)
+        target.decoder.forward(token, start, cache)
+        clock = time.perf_counter()
+        target.decoder.forward(token, start, cache)
+        step = time.perf_counter() - clock
+        minutes = tokens / batch * step / 60
+        kept = tokens * (recipe.cache_top_k * (4 if self.vocab_size <= 2**16 else 6) + 4)
+        print(
+            f"answers: at most {tokens} tokens, about {minutes:.0f} min, {kept / 1e6:.0f} MB on disk"
+        )
+        print(f"target: {model_bytes(target.model) / 1e6:.0f} MB")
+        print(price(costs))
+        if ceiling_speedup(costs) <= 1:
+            print(
+                "error: no draft length can pay with this draft; use a smaller one.",
+                file=sys.stderr,
+            )
+            return 1
+        return 0

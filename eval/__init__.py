@@ -1,0 +1,1 @@
+"""Speculative decoding, what it is worth, and the report that says so."""

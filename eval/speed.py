@@ -1,0 +1,265 @@
+"""Everything that is measured on a pair: agreement, step costs, interleaved timing, losslessness."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from tqdm import tqdm
+from transformers import GenerationConfig
+
+from eval import metrics
+from eval.drafts import Candidate, Target
+from eval.forward import Decoder, build_decoder
+from eval.generation import generate_batched
+from eval.metrics import Agreement, Measured, PromptRun, StepCosts
+from eval.prompts import Prompt
+from eval.speculative import Decoding, Draft, decode_baseline, decode_speculative
+from eval.verification import Sampling, agreement, warp
+
+COST_REPEATS = 30
+STOCK_PROMPTS = 8
+ALPHA_BATCH = 48
+
+
+def target_texts(target: Target, prompts: list[list[int]], how: Decoding) -> list[list[int]]:
+    """The target's own answer to each prompt, batched: the text that alpha is taken on."""
+    answers: list[list[int]] = [[] for _ in prompts]
+    bar = tqdm(total=len(prompts), desc="target texts", unit="prompt")
+    for answer in generate_batched(
+        target.decoder,
+        prompts,
+        how.max_new_tokens,
+        how.stops,
+        how.sampling,
+        ALPHA_BATCH,
+        how.seed,
+    ):
+        answers[answer.index] = answer.tokens
+        bar.update()
+    bar.close()
+    return answers
+
+
+@torch.inference_mode()
+def measure_agreement(
+    target: Target,
+    drafts: Sequence[Draft],
+    prompts: Sequence[Prompt],
+    prompt_ids: Sequence[list[int]],
+    texts: Sequence[list[int]],
+    sampling: Sampling,
+) -> list[list[Agreement]]:
+    """alpha of each draft on each prompt, teacher-forced: [drafts][prompts]. One target pass for all."""
+    found: list[list[Agreement]] = [[] for _ in drafts]
+    rows = zip(prompts, prompt_ids, texts, strict=True)
+    for prompt, ids, text in tqdm(list(rows), desc="alpha", unit="prompt"):
+        sequence = torch.tensor([[*ids, *text[:-1]]], device=target.decoder.device)
+        p = warp(_teacher_forced(target.decoder, sequence, len(ids)), sampling)
+        for draft, agreements in zip(drafts, found, strict=True):
+            logits = _teacher_forced(draft.decoder, sequence, len(ids))[..., : draft.rows]
+            q = draft.over_target_ids(warp(logits, sampling), p.shape[-1])
+            alpha = agreement(p, q)
+            agreements.append(
+                Agreement(prompt.id, prompt.category, float(alpha.sum()), alpha.numel())
+            )
+    return found
+
+
+def _teacher_forced(decoder: Decoder, sequence: torch.Tensor, prompt_length: int) -> torch.Tensor:
+    """Logits [1, R, V] that predict each token after the prompt."""
+    cache = decoder.new_cache(1, sequence.shape[1])
+    first = decoder.forward(sequence[:, :prompt_length], 0, cache, last_only=True)
+    if sequence.shape[1] == prompt_length:
+        return first
+    rest = decoder.forward(sequence[:, prompt_length:], prompt_length, cache)
+    return torch.cat([first, rest], dim=1)
+
+
+def step_costs(
+    target: Decoder, draft: Draft, context_length: int, max_gamma: int, sampling: Sampling
+) -> StepCosts:
+    """Median seconds of isolated steps at one context length, the widths interleaved.
+
+    A step is what the decoder does for it: forward, head, and the choice of a token.
+    """
+    synchronise = torch.cuda.synchronize if target.device.type == "cuda" else lambda: None
+
+    def step(decoder: Decoder, rows: int | None, width: int, cache: object) -> Callable[[], None]:
+        tokens = torch.ones((1, width), dtype=torch.long, device=decoder.device)
+
+        def run() -> None:
+            logits = decoder.forward(tokens, context_length, cache)[..., :rows]  # type: ignore[arg-type]
+            (logits.argmax(-1) if sampling.greedy else warp(logits, sampling)).sum().item()
+
+        return run
+
+    slots = context_length + max_gamma + 1
+    target_cache, draft_cache = target.new_cache(1, slots), draft.decoder.new_cache(1, slots)
+    steps = {0: step(draft.decoder, draft.rows, 1, draft_cache)}
+    for width in range(1, max_gamma + 2):
+        steps[width] = step(target, None, width, target_cache)
+    seconds: dict[int, list[float]] = {width: [] for width in steps}
+    for repeat in range(COST_REPEATS + 3):
+        for width, run in steps.items():
+            synchronise()
+            clock = time.perf_counter()
+            run()
+            synchronise()
+            if repeat >= 3:
+                seconds[width].append(time.perf_counter() - clock)
+    median = {width: statistics.median(values) for width, values in seconds.items()}
+    draft_step = median.pop(0)
+    return StepCosts(draft_step, median[1], median, context_length)
+
+
+def choose_gamma(
+    target: Target,
+    draft: Draft,
+    prompts: Sequence[Prompt],
+    prompt_ids: Sequence[list[int]],
+    how: Decoding,
+    max_gamma: int,
+) -> int:
+    """The draft length with the least wall time per token on prompts that are not evaluated."""
+    totals = dict.fromkeys(range(1, max_gamma + 1), 0.0)
+    tokens = dict.fromkeys(totals, 0)
+    rows = list(zip(prompts, prompt_ids, strict=True))
+    decode_speculative(target.decoder, draft, *rows[0], how, 1)  # warm-up
+    for prompt, ids in tqdm(rows, desc="choose gamma", unit="prompt"):
+        for gamma in totals:
+            run = decode_speculative(target.decoder, draft, prompt, ids, how, gamma)
+            totals[gamma] += run.seconds
+            tokens[gamma] += len(run.tokens)
+    return min(totals, key=lambda gamma: totals[gamma] / tokens[gamma])
+
+
+def interleave(
+    target: Target,
+    candidates: Sequence[Candidate],
+    prompts: Sequence[Prompt],
+    prompt_ids: Sequence[list[int]],
+    how: Decoding,
+    gamma: int,
+) -> tuple[list[PromptRun], list[list[PromptRun]]]:
+    """Every prompt decoded without a draft and with each, one after the other: baseline, [drafts].
+
+    The order rotates from prompt to prompt, so that no contender always runs on a cool machine.
+    """
+    decoders: list[Callable[[Prompt, list[int]], PromptRun]] = [
+        lambda prompt, ids: decode_baseline(target.decoder, prompt, ids, how)
+    ]
+    for candidate in candidates:
+        decoders.append(
+            lambda prompt, ids, draft=candidate.draft: decode_speculative(  # type: ignore[misc]
+                target.decoder, draft, prompt, ids, how, gamma
+            )
+        )
+    for decode in decoders:  # warm-up, not counted
+        decode(prompts[0], prompt_ids[0])
+    runs: list[list[PromptRun]] = [[] for _ in decoders]
+    rows = list(zip(prompts, prompt_ids, strict=True))
+    for turn, (prompt, ids) in enumerate(tqdm(rows, desc="speed", unit="prompt")):
+        for i in range(len(decoders)):
+            which = (turn + i) % len(decoders)
+            runs[which].append(decoders[which](prompt, ids))
+    return runs[0], runs[1:]
+
+
+def over_stock_generate(
+    target: Target, prompts: Sequence[Prompt], prompt_ids: Sequence[list[int]], how: Decoding
+) -> Measured:
+    """Tokens/s of our baseline / of transformers' `generate` on the same model, interleaved.
+
+    Both greedy: the cost of a step hardly depends on how its token is chosen.
+    """
+    greedy = Decoding(Sampling(), how.stops, how.max_new_tokens, how.seed)
+    config = GenerationConfig(
+        max_new_tokens=how.max_new_tokens,
+        do_sample=False,
+        eos_token_id=sorted(how.stops),
+        pad_token_id=min(how.stops),
+    )
+    rows = []
+    some = list(zip(prompts, prompt_ids, strict=True))[:STOCK_PROMPTS]
+    for turn, (prompt, ids) in enumerate([some[0], *some]):
+        tokens = torch.tensor([ids], device=target.decoder.device)
+        clock = time.perf_counter()
+        output = target.model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), generation_config=config
+        )
+        stock_seconds = time.perf_counter() - clock
+        ours = decode_baseline(target.decoder, prompt, ids, greedy)
+        if turn > 0:  # the first is warm-up
+            emitted = output.shape[1] - len(ids)
+            rows.append((len(ours.tokens), ours.seconds, emitted, stock_seconds))
+    return metrics.measure(
+        "over_stock_generate", rows, lambda t: (t[..., 0] / t[..., 1]) / (t[..., 2] / t[..., 3])
+    )
+
+
+class LosslessCheck:
+    """Compares greedy tokens with and without a draft, and explains every first divergence or counts it.
+
+    A divergence is a tie when the two tokens' logits lie no further apart than wide and single
+    forwards of the target differ at that very position, and the prompt's outputs agree in fp32.
+    """
+
+    def __init__(self, target: Target, how: Decoding, gamma: int) -> None:
+        self.target, self.how, self.gamma = target, how, gamma
+        self.exact: Decoder | None = None
+
+    def ledger(
+        self,
+        draft: Draft,
+        prompts: Sequence[Prompt],
+        prompt_ids: Sequence[list[int]],
+        baseline: Sequence[PromptRun],
+        runs: Sequence[PromptRun],
+    ) -> dict[str, int]:
+        """`{prompts, identical, tie_divergences, unexplained}` of greedy runs of one draft."""
+        counts = {"prompts": len(runs), "identical": 0, "tie_divergences": 0, "unexplained": 0}
+        for prompt, ids, base, run in zip(prompts, prompt_ids, baseline, runs, strict=True):
+            if base.tokens == run.tokens:
+                counts["identical"] += 1
+            elif self._is_tie(ids, base.tokens, run.tokens) and self._agrees_exactly(
+                draft, prompt, ids
+            ):
+                counts["tie_divergences"] += 1
+            else:
+                counts["unexplained"] += 1
+        return counts
+
+    def _is_tie(self, ids: list[int], base: list[int], run: list[int]) -> bool:
+        pairs = zip(base, run, strict=False)
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if at is None:  # one is a prefix of the other: lengths can never differ by a tie
+            return False
+        context = [*ids, *base[:at]]
+        single, wide = (self._last_logits(ids, context, width) for width in (1, self.gamma + 1))
+        error = float((single - wide).abs().max())
+        return abs(float(single[base[at]] - single[run[at]])) <= error
+
+    def _last_logits(self, ids: list[int], context: list[int], width: int) -> torch.Tensor:
+        """Logits [V] after `context`, the prompt prefilled and the answer fed `width` at a time."""
+        decoder = self.target.decoder
+        sequence = torch.tensor([context], device=decoder.device)
+        cache = decoder.new_cache(1, len(context) + width)
+        logits = decoder.forward(sequence[:, : len(ids)], 0, cache, last_only=True)
+        for at in range(len(ids), len(context), width):
+            block = sequence[:, at : at + width]
+            missing = width - block.shape[1]  # a draft's rejected tokens fill the block when served
+            block = torch.nn.functional.pad(block, (0, missing), value=context[-1])
+            logits = decoder.forward(block, at, cache)[:, : width - missing][:, -1:]
+        return logits[0, -1].float()
+
+    def _agrees_exactly(self, draft: Draft, prompt: Prompt, ids: list[int]) -> bool:
+        if self.exact is None:
+            model = copy.deepcopy(self.target.model).float()
+            self.exact = build_decoder(model, self.target.decoder.context_length)
+        base = decode_baseline(self.exact, prompt, ids, self.how)
+        run = decode_speculative(self.exact, draft, prompt, ids, self.how, self.gamma)
+        return base.tokens == run.tokens

@@ -1,0 +1,136 @@
+"""Wheels made by hand, an index that is a folder, and checkpoints of a few kilobytes."""
+
+import hashlib
+import json
+import zipfile
+
+import pytest
+
+from align.token_bytes import _byte_alphabet
+
+
+@pytest.fixture
+def index(tmp_path_factory):
+    """The package index: a folder of wheels."""
+    return tmp_path_factory.mktemp("index")
+
+
+@pytest.fixture(autouse=True)
+def no_network(tmp_path, index, monkeypatch):
+    """Every test has its own cache, and pip finds only the wheels in `index`."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def make_wheel(index):
+    """make_wheel(name, version, {path: bytes}) puts a wheel into the index."""
+
+    def make(name, version, files):
+        info = f"{name}-{version}.dist-info"
+        files = files | {
+            f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+            f"{info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            f"{info}/RECORD": b"",
+        }
+        with zipfile.ZipFile(index / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+            for path, content in files.items():
+                wheel.writestr(path, content)
+
+    return make
+
+
+@pytest.fixture
+def sha256():
+    return lambda content: hashlib.sha256(content).hexdigest()
+
+
+@pytest.fixture
+def spell():
+    """Bytes in GPT-2's alphabet, as a byte-level vocabulary writes them."""
+    alphabet = {ord(v): chr(k) for k, v in _byte_alphabet().items() if v != "\uffff"}
+    return lambda content: "".join(alphabet.get(byte, chr(byte)) for byte in content)
+
+
+def byte_level(vocabulary, added=()):
+    """A tokenizer.json: byte-level BPE without merges, then added tokens (id, content, special)."""
+    part = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": i, "content": content, **flags, "special": special}
+            for i, content, special in added
+        ],
+        "normalizer": None,
+        "pre_tokenizer": part,
+        "post_processor": None,
+        "decoder": part,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": vocabulary,
+            "merges": [],
+        },
+    }
+
+
+@pytest.fixture
+def byte_level_json():
+    return byte_level
+
+
+@pytest.fixture
+def write_tokenizer():
+    """Writes a checkpoint without weights: letters a, b, c… as tokens, <s> and </s> after them."""
+
+    def write(
+        folder,
+        tokens="abcdefgh",
+        added=("<s>", "</s>"),
+        rows=None,
+        special=True,
+        eos="</s>",
+        template="{{ messages[0].content }}",
+        config=None,
+        generation_config=None,
+        tokenizer_config=None,
+    ):
+        folder.mkdir(parents=True)
+        vocabulary = {token: i for i, token in enumerate(tokens) if token is not None}
+        added = [(len(tokens) + i, content, special) for i, content in enumerate(added)]
+        ids = {content: i for i, content, _ in added}
+        files = {
+            "tokenizer.json": byte_level(vocabulary, added),
+            "tokenizer_config.json": {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": "<s>",
+                "eos_token": eos,
+            }
+            | (tokenizer_config or {}),
+            "config.json": {
+                "model_type": "llama",
+                "vocab_size": rows or len(tokens) + len(added),
+                "eos_token_id": ids.get(eos),
+                "tie_word_embeddings": True,
+            }
+            | (config or {}),
+            "generation_config.json": {"eos_token_id": ids.get(eos)} | (generation_config or {}),
+        }
+        for name, content in files.items():
+            (folder / name).write_text(json.dumps(content))
+        if template is not None:
+            (folder / "chat_template.jinja").write_text(template)
+        return str(folder)
+
+    return write

@@ -1,0 +1,184 @@
+"""A token's key is the bytes it stands for, whatever alphabet the vocabulary is written in."""
+
+import time
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from align.token_bytes import backend_keys, token_keys
+
+TEXTS = [
+    "",
+    " ",
+    "x , y",
+    "\r\n\t\t    indented\x00",
+    "é é ﬁ \u00a0\u200b\ufeff",
+    "👩‍👩‍👧 日本語 עברית",
+    "1,234,567 § 12(b)(ii) “quoted”",
+    "literal ▁ Ġ <0x0A> <|im_end|>",
+    "a" * 10_000,
+]
+
+
+@pytest.fixture(scope="module")
+def byte_level_tokenizer():
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_byte_level_keys_spell_the_text(byte_level_tokenizer, text):
+    keys = token_keys(byte_level_tokenizer)
+    ids = byte_level_tokenizer(text).input_ids
+    assert b"".join(keys[i][1] for i in ids) == text.encode()
+
+
+def test_byte_level_keys_hold_every_byte_once(byte_level_tokenizer):
+    keys = token_keys(byte_level_tokenizer)
+    assert len(keys) == len(byte_level_tokenizer)
+    assert sorted(key for key in keys if len(key[1]) == 1) == [
+        ("normal", bytes([byte])) for byte in range(256)
+    ]
+    assert keys[0] == ("special", b"<|end|>")
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_tokenizer():
+    """As Llama 2's: ▁ for a space, bytes for what has no token."""
+    pieces = [
+        "<unk>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "a",
+        "▁a",
+        "é",
+        "▁▁",
+    ]
+    merges = [("▁", "a"), ("▁", "▁")]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    tokenizer.add_tokens(["▁▁", "<tool>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("text", [text for text in TEXTS if "▁" not in text])
+def test_sentencepiece_keys_spell_the_text(sentencepiece_tokenizer, text):
+    keys = token_keys(sentencepiece_tokenizer)
+    ids = sentencepiece_tokenizer(text).input_ids
+    assert b"".join(keys[i][1] for i in ids) == text.encode()
+
+
+def test_sentencepiece_keys(sentencepiece_tokenizer):
+    keys = token_keys(sentencepiece_tokenizer)
+    tokens = sentencepiece_tokenizer.get_vocab()
+    assert keys[tokens["<0x41>"]] == ("normal", b"A")
+    assert keys[tokens["▁a"]] == ("normal", b" a")
+    assert keys[tokens["é"]] == ("normal", "é".encode())
+    assert keys[tokens["</s>"]] == ("special", b"</s>")
+    assert keys[tokens["▁▁"]] == ("normal", b"  ")  # an added token that is a piece as well
+    assert keys[tokens["<tool>"]] == ("normal", b"<tool>")
+
+
+def test_unigram_vocabularies_are_lists():
+    backend = {
+        "model": {"type": "Unigram", "vocab": [["<unk>", 0.0], ["▁the", -1.0], ["<0x0A>", -2.0]]},
+        "decoder": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"},
+        "added_tokens": [{"id": 0, "content": "<unk>", "special": True}],
+    }
+    keys = [("special", b"<unk>"), ("normal", b" the"), ("normal", b"<0x0A>")]
+    assert backend_keys(backend) == keys
+    backend["model"]["byte_fallback"] = True
+    assert backend_keys(backend)[2] == ("normal", b"\n")
+
+
+def test_marks_of_the_other_kind_are_literal_in_a_byte_level_vocabulary(byte_level_json, spell):
+    texts = ["▁the", "<0x41>", " the", "é"]
+    backend = byte_level_json({spell(text.encode()): i for i, text in enumerate(texts)})
+    assert backend_keys(backend) == [("normal", text.encode()) for text in texts]
+
+
+def test_added_tokens_are_literal_in_a_byte_level_vocabulary(byte_level_json):
+    backend = byte_level_json({"Ġ": 0}, [(1, "Ġé", False), (2, "<|end|>", True), (3, "  ", False)])
+    assert backend_keys(backend) == [
+        ("normal", b" "),
+        ("normal", "Ġé".encode()),
+        ("special", b"<|end|>"),
+        ("normal", b"  "),
+    ]
+
+
+def test_holes_are_none_whatever_the_order_of_the_vocabulary(byte_level_json):
+    assert backend_keys(byte_level_json({"c": 4, "a": 0, "b": 2}, [(5, "</s>", True)])) == [
+        ("normal", b"a"),
+        None,
+        ("normal", b"b"),
+        None,
+        ("normal", b"c"),
+        ("special", b"</s>"),
+    ]
+    assert backend_keys(byte_level_json({})) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        ("<unused12>", "unused"),
+        ("[unused1]", "unused"),
+        ("<|reserved_special_token_3|>", "unused"),
+        ("[PAD151936]", "unused"),
+        ("<SPECIAL_20>", "unused"),
+        ("<|placeholder1|>", "unused"),
+        ("<|dummy_0|>", "unused"),
+        ("<pad>", "special"),
+        ("[PAD]", "special"),
+        ("<|im_start|>", "special"),
+        ("<h1>", "special"),
+    ],
+)
+def test_placeholders_are_unused(byte_level_json, content, kind):
+    assert backend_keys(byte_level_json({}, [(0, content, True)])) == [(kind, content.encode())]
+    expected = "unused" if kind == "unused" else "normal"
+    assert backend_keys(byte_level_json({content: 0})) == [(expected, content.encode())]
+
+
+def test_tokens_that_do_not_spell_bytes_are_refused():
+    backend = {
+        "model": {"type": "WordPiece", "vocab": {"un": 0, "##do": 1}},
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+    }
+    with pytest.raises(ValueError, match=r"'WordPiece'.*neither byte-level BPE nor SentencePiece"):
+        backend_keys(backend)
+
+
+def test_a_slow_tokenizer_is_refused():
+    class SlowTokenizer:
+        is_fast = False
+
+    with pytest.raises(ValueError, match="SlowTokenizer has no fast form"):
+        token_keys(SlowTokenizer())
+
+
+def test_a_large_vocabulary_takes_little_time(byte_level_json):
+    backend = byte_level_json({f"Ġtoken{i}": i for i in range(262_144)})
+    started = time.perf_counter()
+    assert backend_keys(backend)[-1] == ("normal", b" token262143")
+    assert time.perf_counter() - started < 2
