@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import yaml
+from accelerate import PartialState
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -58,11 +60,18 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def use_all_cores() -> None:
+    """Give this process its share of the cores: accelerate starts each one with a single thread."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // PartialState().num_processes))
+
+
 class Run:
     """One run of a recipe in its output folder. Stages are called in order by distill/train.py."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.folder = recipe, recipe.folder
+        use_all_cores()
         training_config(recipe)  # a value that transformers refuses is found now, not after minutes
         self.sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
         self.started = time.time()

@@ -82,9 +82,10 @@ def _read_file(path: Path, spec: str) -> list[Prompt]:
         # -sig: editors on Windows write a mark first
         lines = data.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
-        number = data.count(b"\n", 0, error.start) + 1
+        number = error.object.count(b"\n", 0, error.start) + 1
         raise PromptError(
-            f"{spec!r}, line {number}: not UTF-8 (byte 0x{data[error.start]:02x}); save it as UTF-8."
+            f"{spec!r}, line {number}: not UTF-8 (byte 0x{error.object[error.start]:02x}); save "
+            "the file as UTF-8."
         ) from error
     prompts = []
     for number, line in enumerate(lines, start=1):

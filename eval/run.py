@@ -1,0 +1,133 @@
+"""Measure drafts for a target with the full speculative decoder, and write the report.
+
+    python -m eval.run --target T --draft D --prompts P --output_dir DIR
+    python -m eval.run --target T --draft a=PATH --draft b=PATH --prompts P --output_dir DIR
+    python -m eval.run --run DIR          a training run again, from what its folder holds
+
+Exit status: 0; 1 when --fail_under_alpha or --fail_under_speedup is not met by the lower bound of the
+last draft's 95% interval; 2 for input that cannot be used.
+"""
+
+import sys
+from pathlib import Path
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+
+import torch
+
+from eval.drafts import load_candidate, load_target
+from eval.evaluation import PromptSet, context_length, evaluate_drafts
+from eval.forward import build_decoder
+from eval.prompts import load_prompts, render_all
+from eval.report import print_summary, write_report
+from eval.speculative import Decoding
+from eval.verification import Sampling
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m eval.run", description=__doc__.split("\n")[0])
+    parser.add_argument("--target", help="Hub id, folder, GGUF or pypi: file")
+    parser.add_argument("--draft", action="append", default=[], help="[NAME=]SPEC, repeatable")
+    parser.add_argument("--prompts", help="Hub data set, pypi: file or .jsonl")
+    parser.add_argument("--run", type=Path, help="output folder of a training run")
+    parser.add_argument("--output_dir", type=Path, help="default: the run's folder, or outputs/eval")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top_k", type=int)
+    parser.add_argument("--top_p", type=float, default=1.0)
+    parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--gamma", type=int, help="default: chosen on prompts set aside")
+    parser.add_argument("--max_gamma", type=int, default=6)
+    parser.add_argument("--max_prompts", type=int, help="draw so many of the prompts")
+    parser.add_argument("--speed_prompts", type=int, default=40)
+    parser.add_argument("--tuning_prompts", type=int, default=8, help="set aside to choose gamma")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--fail_under_alpha", type=float)
+    parser.add_argument("--fail_under_speedup", type=float)
+    args = parser.parse_args(argv)
+    if args.run is not None:
+        _take_from_run(args)
+    if not (args.target and args.draft and args.prompts):
+        parser.error("give --target, --draft and --prompts, or --run DIR")
+    return args
+
+
+def _take_from_run(args: argparse.Namespace) -> None:
+    """Target, drafts, prompts and sampling of a finished training run, where not given anew."""
+    import yaml
+
+    if not (args.run / "recipe.yaml").is_file() or not (args.run / "draft").is_dir():
+        raise ValueError(
+            f"{args.run} is not the folder of a finished training run (no recipe.yaml or no draft/); "
+            "finish the run, or give --target, --draft and --prompts."
+        )
+    recipe = yaml.safe_load((args.run / "recipe.yaml").read_text(encoding="utf-8"))
+    args.target = args.target or recipe["target"]
+    untuned = recipe["draft"] or args.run / "prepared"
+    args.draft = args.draft or [f"untuned={untuned}", f"tuned={args.run / 'draft'}"]
+    args.prompts = args.prompts or str(args.run / "prompts" / "eval.jsonl")
+    args.output_dir = args.output_dir or args.run
+    for key in ("temperature", "top_k", "top_p", "max_new_tokens", "dtype"):
+        setattr(args, key, recipe[key])
+
+
+def main(argv: list[str]) -> int:
+    try:
+        args = parse(argv)
+        sampling = Sampling(args.temperature, args.top_k, args.top_p)
+        target = load_target(args.target, getattr(torch, args.dtype), torch.device(args.device), 64)
+        prompts = load_prompts(args.prompts, args.max_prompts, args.seed)
+        room = target.model.config.get_text_config().max_position_embeddings - args.max_gamma - 1
+        ids = render_all(prompts, target.tokenizer, room, args.max_new_tokens)
+        # without a training run's own, the first prompts choose gamma and are not evaluated
+        aside = 0 if args.gamma else min(args.tuning_prompts, len(prompts) - 1)
+        if not args.gamma and aside < 1:
+            raise ValueError("One prompt cannot both choose gamma and be evaluated; give --gamma.")
+        length = context_length(ids, args.max_new_tokens, max(args.max_gamma, args.gamma or 0))
+        target.decoder = build_decoder(target.model, length)
+        candidates = []
+        for text in args.draft:
+            name, equals, spec = text.partition("=")
+            if not equals or "==" in text.split("/")[0]:  # a pypi: spec has == of its own
+                name, spec = Path(text).name, text
+            candidates.append(load_candidate(name, spec, target))
+        report = evaluate_drafts(
+            target,
+            candidates,
+            PromptSet(args.prompts, prompts[aside:], ids[aside:]),
+            PromptSet(args.prompts, prompts[:aside], ids[:aside]),
+            Decoding(sampling, target.stops, args.max_new_tokens, args.seed),
+            args.gamma,
+            args.max_gamma,
+            args.speed_prompts,
+            None,
+            {"command": sys.argv, "torch": torch.__version__, "seed": args.seed},
+        )
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    folder = (args.output_dir or Path("outputs/eval")) / "report"
+    write_report(folder, report)
+    print_summary(report)
+    print(f"\nReport: {folder / 'report.md'}")
+    return gate(report, args.fail_under_alpha, args.fail_under_speedup)
+
+
+def gate(report: dict, alpha: float | None, speedup: float | None) -> int:
+    """1 when a lower bound of the last draft is under its floor, else 0."""
+    draft = list(report["drafts"].values())[-1]
+    status = 0
+    for name, floor in (("alpha", alpha), ("speedup", speedup)):
+        low = draft[name]["ci95"][0]
+        if floor is not None and low < floor:
+            print(f"FAIL: lower bound of {name} is {low:.3f}, under {floor}", file=sys.stderr)
+            status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

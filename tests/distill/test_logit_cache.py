@@ -1,0 +1,84 @@
+import json
+
+import pytest
+import torch
+
+from distill.logit_cache import CachedAnswer, CacheError, LogitCache
+
+PARTS = {"target weights": "abc", "tokenizer": "def"}
+
+
+def answer(index, prompt=5, response=7, count=4, seed=0):
+    generator = torch.Generator().manual_seed(seed + index)
+    return CachedAnswer(
+        index=index,
+        prompt_ids=torch.randint(0, 60_000, (prompt,), generator=generator),
+        response_ids=torch.randint(0, 60_000, (response,), generator=generator),
+        top_ids=torch.randint(0, 60_000, (response, count), generator=generator),
+        top_logprobs=-torch.rand(response, count, generator=generator),
+    )
+
+
+def test_round_trip_in_both_id_widths(tmp_path):
+    for vocab_size in (60_001, 200_000):
+        cache = LogitCache(tmp_path / str(vocab_size), PARTS, vocab_size)
+        cache.append([answer(3, 5, 7), answer(0, 1, 1)])
+        cache.append([answer(1, 2, 9)])
+        found = {a.index: a for a in cache}
+        assert sorted(found) == [0, 1, 3]
+        for index, sizes in ((3, (5, 7)), (0, (1, 1)), (1, (2, 9))):
+            made = answer(index, *sizes)
+            assert torch.equal(found[index].prompt_ids, made.prompt_ids)
+            assert torch.equal(found[index].response_ids, made.response_ids)
+            assert torch.equal(found[index].top_ids, made.top_ids)
+            # fp16 keeps 11 bits of a number below one
+            torch.testing.assert_close(
+                found[index].top_logprobs.float(), made.top_logprobs, atol=5e-4, rtol=0
+            )
+
+
+def test_at_most_64_bytes_of_distribution_a_token(tmp_path):
+    cache = LogitCache(tmp_path, PARTS, 49_152)
+    cache.append([answer(i, 20, 2_000, count=15) for i in range(3)])
+    assert cache.bytes_per_token() < 66  # 15 entries of 4 bytes, the token's own id, the headers
+
+
+def test_a_cache_of_another_target_is_refused_by_name(tmp_path):
+    LogitCache(tmp_path, PARTS, 100).append([answer(0)])
+    with pytest.raises(CacheError, match=r"another tokenizer \(tokenizer: def -> xyz\)"):
+        LogitCache(tmp_path, PARTS | {"tokenizer": "xyz"}, 100)
+
+
+def test_a_damaged_key_is_an_error(tmp_path):
+    LogitCache(tmp_path, PARTS, 100)
+    (tmp_path / "key.json").write_text(json.dumps(PARTS)[:-5])
+    with pytest.raises(CacheError, match="not readable JSON"):
+        LogitCache(tmp_path, PARTS, 100)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut"])
+def test_a_damaged_shard_is_an_error(tmp_path, damage):
+    cache = LogitCache(tmp_path, PARTS, 100)
+    cache.append([answer(0)])
+    (shard,) = cache.shards()
+    data = bytearray(shard.read_bytes())
+    if damage == "flip":
+        data[-3] ^= 4
+    else:
+        del data[-10:]
+    shard.write_bytes(bytes(data))
+    with pytest.raises(CacheError, match="run again"):
+        list(cache)
+
+
+def test_a_shard_cut_short_while_writing_is_never_seen(tmp_path, monkeypatch):
+    cache = LogitCache(tmp_path, PARTS, 100)
+    cache.append([answer(0)])
+
+    def full_disk(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("distill.logit_cache.save", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        cache.append([answer(1)])
+    assert [a.index for a in cache] == [0]

@@ -1,0 +1,177 @@
+import shutil
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from distill.logit_cache import CachedAnswer
+from distill.losses import coarse_forward_kl
+from distill.recipe import build_recipe
+from distill.trainer import (
+    DistillationCollator,
+    attach_distillation_forward,
+    distil,
+    last_checkpoint,
+    training_rows,
+)
+
+VOCAB = 50
+
+
+def tiny_model(seed=0):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def tokenizer():
+    words = {f"w{i}": i for i in range(VOCAB)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), pad_token="w0", eos_token="w1"
+    )
+
+
+def made_answers(count=24):
+    generator = torch.Generator().manual_seed(5)
+    answers = []
+    for index in range(count):
+        prompt, response = 3 + index % 4, 4 + index % 7
+        logp = torch.randn(response, VOCAB, generator=generator).log_softmax(-1)
+        top, ids = logp.topk(6, dim=-1)
+        answers.append(
+            CachedAnswer(
+                index,
+                torch.randint(2, VOCAB, (prompt,), generator=generator),
+                torch.randint(2, VOCAB, (response,), generator=generator),
+                ids,
+                top,
+            )
+        )
+    return answers
+
+
+def recipe_in(folder, **changes):
+    return build_recipe(
+        {
+            "target": "unused",
+            "train_prompts": "unused",
+            "eval_prompts": "unused",
+            "output_dir": str(folder),
+            "learning_rate": 1e-2,
+            "max_steps": 8,
+            "per_device_train_batch_size": 4,
+            "logging_steps": 1,
+            "save_steps": 4,
+            "use_cpu": True,
+            "bf16": False,
+            "disable_tqdm": True,
+        }
+        | changes
+    )
+
+
+def test_batched_loss_is_the_sum_of_single_answers():
+    model, answers = tiny_model(), made_answers(5)
+    rows = list(training_rows(answers, None))
+    expected = 0.0
+    for answer in answers:
+        ids = torch.cat([answer.prompt_ids, answer.response_ids])[None]
+        logits = model(ids).logits[0, len(answer.prompt_ids) - 1 : -1]
+        expected += coarse_forward_kl(logits, answer.top_ids, answer.top_logprobs)[0].sum()
+    attach_distillation_forward(model)
+    batch = DistillationCollator(pad_token_id=7)(rows)
+    batch.pop("index")
+    # fp32 sums in another order
+    torch.testing.assert_close(model(**batch).loss, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_labels_count_the_response_tokens_only():
+    answers = made_answers(3)
+    batch = DistillationCollator(0)(list(training_rows(answers, None)))
+    assert int((batch["labels"] != -100).sum()) == sum(len(a.response_ids) for a in answers)
+    assert len(batch["positions"]) == len(batch["top_ids"])
+
+
+def test_chunks_change_nothing(monkeypatch):
+    batch = DistillationCollator(0)(list(training_rows(made_answers(6), None)))
+    batch.pop("index")
+    model = tiny_model()
+    attach_distillation_forward(model)
+    whole = model(**batch).loss
+    whole.backward()
+    gradient = model.lm_head.weight.grad.clone()
+    model.zero_grad()
+    monkeypatch.setattr("distill.trainer.LOSS_CHUNK", 5)
+    chunked = model(**batch).loss
+    chunked.backward()
+    torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model.lm_head.weight.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("use_peft", [False, True])
+def test_training_lowers_the_loss_and_leaves_a_plain_model(tmp_path, tokenizer, use_peft):
+    answers = made_answers()
+    batch = DistillationCollator(0)(list(training_rows(answers, None)))
+    batch.pop("index")
+
+    def loss(model):
+        with torch.no_grad():
+            attach_distillation_forward(model)
+            value = float(model(**batch).loss)
+        del model.forward
+        return value
+
+    before = loss(tiny_model())
+    embedding = tiny_model().model.embed_tokens.weight
+    tuned = distil(
+        tiny_model(),
+        answers,
+        None,
+        tokenizer,
+        recipe_in(tmp_path, use_peft=use_peft, lora_r=4, lora_alpha=8, max_steps=20),
+    )
+    assert loss(tuned) < 0.97 * before
+    assert type(tuned) is LlamaForCausalLM
+    assert torch.equal(tuned.model.embed_tokens.weight, embedding)
+    assert tuned(torch.tensor([[2, 3]])).logits.shape == (1, 2, VOCAB)
+
+
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path, tokenizer):
+    answers = made_answers()
+    straight = distil(tiny_model(), answers, None, tokenizer, recipe_in(tmp_path / "straight"))
+    folder = tmp_path / "killed"
+    distil(tiny_model(), answers, None, tokenizer, recipe_in(folder))
+    shutil.rmtree(folder / "checkpoint-8")
+    assert last_checkpoint(folder).name == "checkpoint-4"
+    resumed = distil(tiny_model(), answers, None, tokenizer, recipe_in(folder))
+    for name, weight in straight.state_dict().items():
+        assert torch.equal(weight, resumed.state_dict()[name]), name
+
+
+def test_a_checkpoint_cut_short_is_not_resumed_from(tmp_path):
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-4" / "complete").write_text("4\n")
+    (tmp_path / "checkpoint-12").mkdir()
+    (tmp_path / "checkpoint-12" / "model.safetensors").write_bytes(b"half")
+    assert last_checkpoint(tmp_path).name == "checkpoint-4"
+    assert last_checkpoint(tmp_path / "none") is None
+
+
+def test_a_loss_that_is_not_a_number_names_the_answers(tmp_path, tokenizer):
+    answers = made_answers(8)
+    for answer in answers:
+        answer.top_logprobs[:] = float("nan")
+    with pytest.raises(ValueError, match=r"loss is nan at step 1, on answers \[.*\] of the cache"):
+        distil(tiny_model(), answers, None, tokenizer, recipe_in(tmp_path))
