@@ -12,12 +12,15 @@ from torch import Tensor
 
 
 def byte_units(keys: list[tuple[str, bytes] | None]) -> list[int]:
-    """Ids of the tokens that spell a single byte: with them a trimmed draft can still spell anything."""
+    """Ids of the tokens that spell a single byte: with them a trimmed draft can still spell
+    anything.
+    """
     return [i for i, key in enumerate(keys) if key is not None and len(key[1]) == 1]
 
 
 def choose_tokens(mass: Tensor, size: int, forced: Iterable[int]) -> Tensor:
-    """The `size` ids [K], ascending, that hold the most of the target's mass; `forced` are always kept.
+    """The `size` ids [K], ascending, that hold the most of the target's mass; `forced` are always
+    kept.
 
     mass: how much probability the target gave each token on the domain [V].
     """
@@ -25,9 +28,9 @@ def choose_tokens(mass: Tensor, size: int, forced: Iterable[int]) -> Tensor:
     keep[torch.tensor(sorted(set(forced)), dtype=torch.long)] = True
     if not int(keep.sum()) <= size <= len(mass):
         raise ValueError(
-            f"draft_vocab_size {size} must be at least {int(keep.sum())} (stops, special tokens and the "
-            f"256 byte units are always kept) and at most {len(mass)}, the target's vocabulary; "
-            "choose a size between, or null to keep the whole head."
+            f"draft_vocab_size {size} must be at least {int(keep.sum())} (stops, special tokens "
+            f"and the byte units are always kept) and at most {len(mass)}, the target's "
+            "vocabulary; choose a size between, or null to keep the whole head."
         )
     ranked = mass.masked_fill(keep, -1).argsort(descending=True, stable=True)
     keep[ranked[: size - int(keep.sum())]] = True

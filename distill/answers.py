@@ -19,7 +19,7 @@ ANSWERS_PER_SHARD = 64  # at most so many answers are lost to a kill
 
 
 def top_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Ids [B, C] and natural-log probabilities [B, C] of the C most likely tokens of logits [B, V]."""
+    """Ids and natural-log probabilities [B, C] of the C most likely tokens of logits [B, V]."""
     top, ids = logits.topk(count, dim=-1)
     # the normaliser in fp32 over all V: what the kept tokens lack of 1 is the mass of the rest
     return ids, top.float() - logits.float().logsumexp(-1, keepdim=True)
@@ -88,8 +88,9 @@ def answer_prompts(
     bar.close()
     if all(len(answer.response_ids) <= 1 for answer in cache):
         raise ValueError(
-            f"All {len(prompts)} answers of the target are empty: it stops at its first token, and there "
-            "is nothing to distil. Check the chat template and whether prompts should be `messages`."
+            f"All {len(prompts)} answers of the target are empty: it stops at its first token, "
+            "and there is nothing to distil. Check the chat template, and whether the prompts "
+            "should be `messages`."
         )
     return cache
 

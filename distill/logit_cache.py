@@ -1,8 +1,8 @@
 """The target's answers and its distributions over their tokens, as compact shards on disk.
 
 A shard is one safetensors file of whole answers. For each response token it keeps the ids and log
-probabilities of the target's most likely tokens (raw logits, before any warper): 4 bytes an entry up to
-65,536 ids, 6 above. What is left of the mass needs no space: it is one minus their sum.
+probabilities of the target's most likely tokens (raw logits, before any warper): 4 bytes an entry
+up to 65,536 ids, 6 above. What is left of the mass needs no space: it is one minus their sum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from align.atomic import atomic_file
 
 @dataclass
 class CachedAnswer:
-    """One answer. prompt_ids [P], response_ids [R]; top_ids and top_logprobs [R, C], most likely first."""
+    """One answer. prompt_ids [P], response_ids [R]; top_ids and top_logprobs [R, C], most likely
+    first.
+    """
 
     index: int
     prompt_ids: Tensor
@@ -54,7 +56,7 @@ class LogitCache:
     """A folder of shards that all belong to one fingerprint. Appending is safe against a kill."""
 
     def __init__(self, folder: Path, parts: dict[str, Any], vocab_size: int) -> None:
-        """parts: what the cache depends on, by name; an existing cache of other parts is refused."""
+        """parts: what the cache depends on, by name; a cache of other parts is refused."""
         self.folder = folder
         self.id_type = torch.uint16 if vocab_size <= 2**16 else torch.int32
         key = folder / "key.json"
@@ -70,9 +72,9 @@ class LogitCache:
             if changed:
                 detail = "; ".join(f"{n}: {found.get(n)} -> {parts.get(n)}" for n in changed)
                 raise CacheError(
-                    f"{folder} holds distributions made with another {', '.join(changed)} ({detail}); "
-                    "they would teach the draft the wrong target. Use another output_dir or delete "
-                    "that folder."
+                    f"{folder} holds distributions made with another {', '.join(changed)} "
+                    f"({detail}); they would teach the draft the wrong target. Use another "
+                    "output_dir or delete that folder."
                 )
         else:
             folder.mkdir(parents=True, exist_ok=True)
@@ -95,7 +97,8 @@ class LogitCache:
             "top_ids": torch.cat([a.top_ids for a in answers]).to(self.id_type),
             "top_logprobs": torch.cat([a.top_logprobs for a in answers]).to(torch.float16),
         }
-        # named by content, not by count: a shard deleted by hand must not make the next one overwrite
+        # named by content, not by count: a shard deleted by hand must not make the next one
+        # overwrite
         name = f"shard-{answers[0].index:08d}.safetensors"
         with atomic_file(self.folder / name, "wb") as file:
             file.write(save(tensors, metadata={"sha256": _content_hash(tensors)}))
@@ -113,8 +116,8 @@ class LogitCache:
                 ) from error
             if recorded != _content_hash(tensors):
                 raise CacheError(
-                    f"{path} does not match its checksum: bits changed since it was written; delete "
-                    "it and run again, its answers are made anew."
+                    f"{path} does not match its checksum: bits changed since it was written; "
+                    "delete it and run again, its answers are made anew."
                 )
             lengths = zip(
                 tensors["prompt_length"].tolist(), tensors["response_length"].tolist(), strict=True

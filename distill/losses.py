@@ -1,4 +1,5 @@
-"""Losses that pull the draft q towards the target p, as pure functions of logits and cached targets.
+"""Losses that pull the draft q towards the target p, as pure functions of logits and cached
+targets.
 
 Legend: N response positions, V the draft's vocabulary, C cached tokens a position.
 """
@@ -12,10 +13,12 @@ from torch import Tensor
 def coarse_forward_kl(
     logits: Tensor, cached_ids: Tensor, cached_logprobs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """KL(p || q) [N] between p and q merged into C + 1 buckets: each cached token, and all the rest.
+    """KL(p || q) [N] between p and q merged into C + 1 buckets: each cached token, and all the
+    rest.
 
-    logits: the draft's [N, V]. cached_ids: the target's most likely tokens as rows of the draft's head
-    [N, C], -1 where the draft has no such row. cached_logprobs: their log p [N, C], natural log.
+    logits: the draft's [N, V]. cached_ids: the target's most likely tokens as rows of the draft's
+    head [N, C], -1 where the draft has no such row. cached_logprobs: their log p [N, C], natural
+    log.
 
     p is first restricted to what the draft can say: the mass of cached tokens it has no row for is
     dropped and the remainder renormalised. The bucket of the rest is what keeps the loss from
@@ -23,9 +26,9 @@ def coarse_forward_kl(
     buckets can only lower a KL divergence, so this is a lower bound of KL over the full vocabulary,
     and tight when the cached tokens hold nearly all mass.
 
-    Returns the divergences and whether argmax q is the target's most likely token that the draft has
-    [N, bool]. Positions whose cached tokens all lack a row still learn to keep out of nowhere: their
-    only bucket is the rest, and their loss is 0.
+    Returns the divergences and whether argmax q is the target's most likely token that the draft
+    has [N, bool]. Positions whose cached tokens all lack a row still learn to keep out of nowhere:
+    their only bucket is the rest, and their loss is 0.
     """
     logits = logits.float()
     log_normaliser = logits.logsumexp(-1, keepdim=True)
@@ -36,8 +39,8 @@ def coarse_forward_kl(
     p_rest = (1 - p.sum(-1)).clamp_min(0)
     p = p.masked_fill(~known, 0)
     kept = p.sum(-1) + p_rest
-    # fp16 storage can push a sum of logprobs a hair above 1; nothing is kept of a position only when
-    # every cached token lacks a row and they hold all the mass
+    # fp16 storage can push a sum of logprobs a hair above 1; nothing is kept of a position only
+    # when every cached token lacks a row and they hold all the mass
     kept = kept.clamp_min(torch.finfo(torch.float16).tiny)
     p, p_rest = p / kept[:, None], p_rest / kept
 

@@ -1,4 +1,4 @@
-"""The main job's stages, each of which finds what an interrupted run left and goes on from there."""
+"""The main job's stages; each finds what an interrupted run left and goes on from there."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def file_sha256(path: Path) -> str:
 
 def use_all_cores() -> None:
     """Give this process its share of the cores: accelerate starts each one with a single thread."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None  # not on a Mac
+    cores = len(mine) if mine else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // PartialState().num_processes))
 
 
@@ -91,8 +92,8 @@ class Run:
             if changed:
                 detail = "; ".join(f"{k}: {found.get(k)!r} -> {asked.get(k)!r}" for k in changed)
                 raise RecipeError(
-                    f"{self.folder} holds a run of another recipe ({detail}). Give --output_dir a new "
-                    "folder, or delete that one."
+                    f"{self.folder} holds a run of another recipe ({detail}). Give --output_dir a "
+                    "new folder, or delete that one."
                 )
         self.folder.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as file:
@@ -109,7 +110,8 @@ class Run:
             findings = " ".join(map(str, self.verdict.findings))
             raise ValueError(
                 f"strategy {recipe.strategy!r} cannot be used: the draft's vocabulary is "
-                f"{self.verdict.relation}, for which {self.verdict.strategy!r} is lossless. {findings}"
+                f"{self.verdict.relation}, for which {self.verdict.strategy!r} is lossless. "
+                f"{findings}"
             )
         if not recipe.dry_run:
             with atomic_file(self.folder / "vocab_check.json") as file:
@@ -131,8 +133,9 @@ class Run:
         self.training = self._rendered(recipe.train_prompts, training, recipe.answer_max_new_tokens)
         tokens = sum(map(len, self.training.ids))
         print(
-            f"prompts: {len(training)} to train on ({tokens} tokens), {len(tuning)} to choose gamma, "
-            f"{len(evaluation)} to evaluate; {self.overlap.dropped} dropped as near-duplicates"
+            f"prompts: {len(training)} to train on ({tokens} tokens), "
+            f"{len(tuning)} to choose gamma, {len(evaluation)} to evaluate; "
+            f"{self.overlap.dropped} dropped as near-duplicates"
         )
         if not recipe.dry_run:
             for name, part in (("train", training), ("tuning", tuning), ("eval", evaluation)):
@@ -152,7 +155,9 @@ class Run:
 
     @cached_property
     def target(self) -> Target:
-        """The target, with a decoder for short contexts; `_fit_contexts` makes it as long as needed."""
+        """The target, with a decoder for short contexts; `_fit_contexts` makes it as long as
+        needed.
+        """
         device = torch.device("cuda" if self._on_gpu else "cpu")
         return load_target(self.recipe.target, getattr(torch, self.recipe.dtype), device, 64)
 
@@ -185,6 +190,11 @@ class Run:
             "dtype": self.recipe.dtype,
         }
 
+    @property
+    def embedding(self) -> Tensor:
+        """The target's input embedding [V, H], which a pruned draft shares."""
+        return self.target.decoder.embedding
+
     # --- answers
 
     @property
@@ -215,7 +225,8 @@ class Run:
         tokens = sum(len(answer.response_ids) for answer in self.answers)
         seconds = time.time() - clock
         print(
-            f"answers: {tokens} tokens in {seconds:.0f} s, {self.cache.bytes_per_token():.0f} B each"
+            f"answers: {tokens} tokens in {seconds:.0f} s, "
+            f"{self.cache.bytes_per_token():.0f} B each"
         )
 
     # --- the draft
@@ -227,10 +238,7 @@ class Run:
             model = load_model(recipe.draft, torch.float32)
             self.prepared = PreparedDraft(model, None, None, 0.0)
             return
-        folder, embedding = (
-            self.folder / "prepared",
-            self.target.model.get_input_embeddings().weight,
-        )
+        folder, embedding = self.folder / "prepared", self.embedding
         if not (folder / "complete").exists():
             tokenizer = self.target.tokenizer
             forced = self.target.stops | set(tokenizer.all_special_ids)
@@ -253,7 +261,7 @@ class Run:
                 file.write("\n")
         from safetensors import safe_open
 
-        model, token_ids = load_compact(folder, embedding.detach())
+        model, token_ids = load_compact(folder, embedding)
         with safe_open(folder / "full_head.safetensors", "pt") as weights:
             full_head = weights.get_tensor("full_head")
             lost = float(weights.metadata()["lost_mass"])
@@ -261,7 +269,7 @@ class Run:
         print(f"draft: {recipe.num_draft_layers} layers, trimmed head loses {lost:.2%} of p's mass")
 
     def distil_draft(self) -> None:
-        """`self.tuned`: the draft in fp32 after training, read back when training had ended before."""
+        """`self.tuned`: the draft in fp32 after training, read back when that had ended before."""
         done = self.folder / "tuned"
         if not (done / "model.safetensors").exists():
             tuned = distil(
@@ -296,7 +304,7 @@ class Run:
             full.save_pretrained(partial)
             self.target.tokenizer.save_pretrained(partial)
             if self.recipe.draft is None:
-                embedding = self.target.model.get_input_embeddings().weight
+                embedding = self.embedding
                 save_compact(partial / "compact", self.tuned, prepared.token_ids, embedding)
 
     # --- evaluation
@@ -395,7 +403,8 @@ class Run:
         minutes = tokens / batch * step / 60
         kept = tokens * (recipe.cache_top_k * (4 if self.vocab_size <= 2**16 else 6) + 4)
         print(
-            f"answers: at most {tokens} tokens, about {minutes:.0f} min, {kept / 1e6:.0f} MB on disk"
+            f"answers: at most {tokens} tokens, about {minutes:.0f} min, "
+            f"{kept / 1e6:.0f} MB on disk"
         )
         print(f"target: {model_bytes(target.model) / 1e6:.0f} MB")
         print(price(costs))

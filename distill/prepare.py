@@ -1,4 +1,5 @@
-"""The draft before training: a sibling as it is, or the target pruned in depth with its head refitted.
+"""The draft before training: a sibling as it is, or the target pruned in depth with its head
+refitted.
 
 Legend: H hidden size, V the target's vocabulary, K rows of the draft's head.
 """
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from align.trim import choose_tokens, lost_mass
 from distill.logit_cache import CachedAnswer
+from eval.forward import input_embedding
 
 PRUNABLE = ("llama", "qwen2", "qwen3", "mistral")
 FIT_RIDGE = 1e-4  # relative to the mean diagonal: only keeps the solve well conditioned
@@ -56,7 +58,8 @@ def prune_and_fit(
     head_size: int | None,
     forced_tokens: Iterable[int],
 ) -> PreparedDraft:
-    """The target's first `num_layers` layers under a head fitted to the target's own by least squares.
+    """The target's first `num_layers` layers under a head fitted to the target's own by least
+    squares.
 
     The fit maps the RMS-normalised state after the last kept layer to the state the target's head
     reads, over about `fit_tokens` response positions; folded into the head it costs nothing to run.
@@ -90,7 +93,9 @@ def prune_and_fit(
 
 
 def build_pruned(target: PreTrainedModel, num_layers: int, head: Tensor) -> PreTrainedModel:
-    """A model of the target's first layers that shares its embedding, under `head` [K, H] of its own."""
+    """A model of the target's first layers that shares its embedding, under `head` [K, H] of its
+    own.
+    """
     config = copy.deepcopy(target.config)
     config.num_hidden_layers = num_layers
     config.tie_word_embeddings = False
@@ -103,7 +108,7 @@ def build_pruned(target: PreTrainedModel, num_layers: int, head: Tensor) -> PreT
         for name, tensor in target.model.state_dict().items()
         if not name.startswith("layers.") or int(name.split(".")[1]) < num_layers
     }
-    kept["embed_tokens.weight"] = target.get_input_embeddings().weight.detach()
+    kept["embed_tokens.weight"] = input_embedding(target)
     # the fitted projection starts from the plain normalised state
     kept["norm.weight"] = torch.ones_like(kept["norm.weight"])
     model.model.load_state_dict(kept, assign=True)
@@ -158,7 +163,9 @@ def _until(answers: list[CachedAnswer], tokens: int) -> Iterator[CachedAnswer]:
 
 
 def head_rows(token_ids: Tensor | None, vocab_size: int) -> Tensor | None:
-    """For each target id its row in a trimmed head [V], -1 where it has none; None for a whole head."""
+    """For each target id its row in a trimmed head [V], -1 where it has none; None for a whole
+    head.
+    """
     if token_ids is None:
         return None
     rows = torch.full((vocab_size,), -1)
@@ -179,10 +186,11 @@ def full_vocabulary(
 ) -> PreTrainedModel:
     """The tuned draft under a head over the target's whole vocabulary, for engines that need one.
 
-    Rows of trimmed tokens are the fitted ones from before training, lowered by a constant: without it
-    they would win now and then against states that training has moved. A head has no bias here, so the
-    constant is the least-squares row w with w·h = -1 over the draft's own states h; the smallest
-    multiple is taken at which the greedy choice is the trimmed head's on 999 of 1000 positions.
+    Rows of trimmed tokens are the fitted ones from before training, lowered by a constant: without
+    it they would win now and then against states that training has moved. A head has no bias here,
+    so the constant is the least-squares row w with w·h = -1 over the draft's own states h; the
+    smallest multiple is taken at which the greedy choice is the trimmed head's on 999 of 1000
+    positions.
     """
     states = []
     for answer in _until(list(answers), CALIBRATION_TOKENS):

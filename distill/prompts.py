@@ -37,8 +37,8 @@ class Overlap:
     """What training shares with evaluation after the split.
 
     exact, near: training prompts equal to, or near-duplicates of, an evaluation prompt (0 by
-    construction). dropped: how many were removed for it. max_jaccard: the closest pair that is left,
-    by exact Jaccard similarity of word shingles.
+    construction). dropped: how many were removed for it. max_jaccard: the closest pair that is
+    left, by exact Jaccard similarity of word shingles.
     """
 
     exact: int
@@ -119,8 +119,8 @@ def tuning_split(prompts: list[Prompt], count: int) -> tuple[list[Prompt], list[
     """The first `count` prompts, set aside for choosing gamma, and the rest to train on."""
     if len(prompts) <= count:
         raise ValueError(
-            f"{len(prompts)} training prompts are not enough to set {count} aside for choosing gamma; "
-            "give more prompts or lower tuning_prompts."
+            f"{len(prompts)} training prompts are not enough to set {count} aside for choosing "
+            "gamma; give more prompts or lower tuning_prompts."
         )
     return prompts[:count], prompts[count:]
 
@@ -231,7 +231,7 @@ def licence_prompts(held_out: bool) -> list[Prompt]:
     """
     folder = resolve_folder_in_wheel(LICENCE_FOLDER)
     documents = dict(_licence_texts(folder))
-    prompts = []
+    prompts: list[Prompt] = []
     for name in _split(documents, held_out):
         prompts.extend(_clause_prompts(name, documents[name]))
     return prompts

@@ -28,10 +28,11 @@ COMPLETE = "complete"  # the last file of a checkpoint
 
 
 def training_rows(answers: Iterable[CachedAnswer], head_rows: Tensor | None) -> Dataset:
-    """One row an answer: input_ids [P + R], the prompt's length, and the cached top tokens, flat [R * C].
+    """One row an answer: input_ids [P + R], the prompt's length, and the cached top tokens, flat [R
+    * C].
 
-    head_rows: for each target id its row in the draft's head [V], -1 where it has none; None when they
-    are equal. Nested lists would read ten times slower than the flat columns.
+    head_rows: for each target id its row in the draft's head [V], -1 where it has none; None when
+    they are equal. Nested lists would read ten times slower than the flat columns.
     """
 
     def rows() -> Iterable[dict[str, Any]]:
@@ -84,9 +85,9 @@ class DistillationCollator:
 def attach_distillation_forward(model: PreTrainedModel) -> None:
     """Make `model.forward` return the summed loss over response positions instead of logits.
 
-    Inside forward, so that DDP's gradient hooks, PEFT's adapters and autocast all see it. The head is
-    applied to response positions only, LOSS_CHUNK at a time, and recomputed in the backward pass, so
-    that no [N, K] tensor outlives its chunk.
+    Inside forward, so that DDP's gradient hooks, PEFT's adapters and autocast all see it. The head
+    is applied to response positions only, LOSS_CHUNK at a time, and recomputed in the backward
+    pass, so that no [N, K] tensor outlives its chunk.
     """
     body, head = model.base_model, model.get_output_embeddings()
 
@@ -118,7 +119,9 @@ def attach_distillation_forward(model: PreTrainedModel) -> None:
 
 
 class DistillationTrainer(SFTTrainer):
-    """Forward KL on response tokens against cached distributions (sequence-level data of 2310.08461)."""
+    """Forward KL on response tokens against cached distributions (sequence-level data of
+    2310.08461).
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -141,8 +144,8 @@ class DistillationTrainer(SFTTrainer):
         if not torch.isfinite(outputs.loss):
             raise ValueError(
                 f"The loss is {mean} at step {self.state.global_step + 1}, on answers "
-                f"{index.tolist()} of the cache; training stopped before the weights took it. Lower "
-                "learning_rate, or look at those answers; the last checkpoint is whole."
+                f"{index.tolist()} of the cache; training stopped before the weights took "
+                "it. Lower learning_rate, or look at those answers; the last checkpoint is whole."
             )
         mode = "train" if model.training else "eval"
         self._metrics[mode]["kl"].append(mean)
@@ -170,7 +173,7 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 def training_config(recipe: Recipe) -> SFTConfig:
     """The recipe's SFTConfig. Raises RecipeError for values that transformers refuses."""
-    ours = {
+    ours: dict[str, Any] = {
         "gradient_checkpointing": False,
         "train_sampling_strategy": "group_by_length",
         "report_to": "none",

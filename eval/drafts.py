@@ -1,7 +1,7 @@
 """Targets and drafts as the decoder runs them, the compact form of a pruned draft included.
 
-The compact form (`draft/compact/`) holds the draft's own tensors only: its layers, its norm, its head
-over `token_ids`. The input embedding is the target's, shared in memory and named by its hash.
+The compact form (`draft/compact/`) holds the draft's own tensors only: its layers, its norm, its
+head over `token_ids`. The input embedding is the target's, shared in memory and named by its hash.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def model_bytes(model: PreTrainedModel) -> int:
 
 @dataclass
 class Target:
-    """The target in both forms: `model` for stock generation and fp32 checks, `decoder` for ours."""
+    """The target twice: `model` for stock generation and fp32 checks, `decoder` for ours."""
 
     spec: str
     model: PreTrainedModel
@@ -82,7 +82,8 @@ class Candidate:
 
 def load_target(spec: str, dtype: torch.dtype, device: torch.device, context_length: int) -> Target:
     """The target of a spec, ready to decode contexts of `context_length` tokens."""
-    model, tokenizer = load_model(spec, dtype).to(device), load_tokenizer(spec)
+    loaded: Any = load_model(spec, dtype)
+    model, tokenizer = loaded.to(device), load_tokenizer(spec)
     decoder = build_decoder(model, context_length)
     return Target(spec, model, tokenizer, decoder, stop_tokens(model, tokenizer))
 
@@ -109,14 +110,15 @@ def load_compact(folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tens
     about = read_json(folder / "compact.json")
     if about.get("format") != COMPACT:
         raise ValueError(
-            f"{folder} has format {about.get('format')!r}, not {COMPACT!r}; it was written by another "
-            "version: make the draft again, or use the full form beside it."
+            f"{folder} has format {about.get('format')!r}, not {COMPACT!r}; it was written by "
+            "another version: make the draft again, or use the full form beside it."
         )
     if about["embedding_sha256"] != tensor_sha256(embedding):
         raise ValueError(
             f"{folder} was made for another target: its input embedding has hash "
-            f"{about['embedding_sha256'][:12]}…, this target's is {tensor_sha256(embedding)[:12]}…. "
-            "Use the target it was made for, in the same dtype, or the full form beside it."
+            f"{about['embedding_sha256'][:12]}…, this target's is "
+            f"{tensor_sha256(embedding)[:12]}…. Use the target it was made for, in the same "
+            "dtype, or the full form beside it."
         )
     tensors = load_file(folder / "model.safetensors", device=str(embedding.device))
     token_ids = tensors.pop("token_ids", None)
@@ -173,7 +175,8 @@ def load_candidate(name: str, spec: str, target: Target) -> Candidate:
             f"Draft {spec!r} cannot draft for {target.spec!r} without loss: "
             + " ".join(str(f) for f in verdict.findings if f.severity == "fatal")
         )
-    model = load_model(spec, target.decoder.dtype).to(target.decoder.device)
+    loaded: Any = load_model(spec, target.decoder.dtype)
+    model = loaded.to(target.decoder.device)
     size = model_bytes(model)
     return Candidate(
         name=name,
@@ -191,7 +194,9 @@ def load_candidate(name: str, spec: str, target: Target) -> Candidate:
 
 
 def sibling_draft(model: PreTrainedModel, target: Target, shared_ids: int) -> Draft:
-    """A checkpoint over the target's ids; head rows from `shared_ids` on are padding, never drafted."""
+    """A checkpoint over the target's ids; head rows from `shared_ids` on are padding, never
+    drafted.
+    """
     decoder = build_decoder(model, target.decoder.context_length)
     rows = model.get_output_embeddings().weight.shape[0]
     return Draft(decoder, rows=None if rows == shared_ids else shared_ids)

@@ -54,8 +54,8 @@ def evaluate_drafts(
     """The report (eval/report.py) of every candidate on the same prompts.
 
     gamma: the draft length for all of them; None chooses the fastest of the last candidate on
-    `tuning`, which must not be evaluation prompts. overlap: evaluation prompts that were trained on,
-    None when that is not known.
+    `tuning`, which must not be evaluation prompts. overlap: evaluation prompts that were trained
+    on, None when that is not known.
     """
     policy = "fixed"
     if gamma is None:

@@ -1,8 +1,9 @@
-"""One forward pass for every decoder of the project: preallocated KV, rollback by position, ragged rows.
+"""One forward pass for every decoder of the project: preallocated KV, rollback by position, ragged
+rows.
 
 Legend: B rows, T new positions a row, S cache slots, H hidden size, V rows of the output head.
-A row's position is its slot in the cache, so rolling back is nothing but a smaller `start`: the slots
-beyond it are masked and then overwritten.
+A row's position is its slot in the cache, so rolling back is nothing but a smaller `start`: the
+slots beyond it are masked and then overwritten.
 """
 
 from __future__ import annotations
@@ -53,16 +54,23 @@ class KVCache:
 
 
 def causal_bias(start: Tensor, width: int, length: int, dtype: torch.dtype) -> Tensor:
-    """What is added to attention scores [B, T=width, S=length]: 0 where a position may look, else -inf.
+    """What is added to attention scores [B, T=width, S=length]: 0 where a position may look, else
+    -inf.
 
-    start: first new position of each row [B]. Slots past a row's own position hold stale or unwritten
-    keys and are masked.
+    start: first new position of each row [B]. Slots past a row's own position hold stale or
+    unwritten keys and are masked.
     """
     positions = start[:, None] + torch.arange(width, device=start.device)
     hidden = torch.arange(length, device=start.device) > positions[..., None]
     return torch.zeros(hidden.shape, dtype=dtype, device=start.device).masked_fill_(
         hidden, float("-inf")
     )
+
+
+def input_embedding(model: PreTrainedModel) -> Tensor:
+    """The input embedding [V, H] of a model, outside of autograd."""
+    embedding: Any = model.get_input_embeddings()
+    return embedding.weight.detach()
 
 
 class Decoder(Protocol):
@@ -80,7 +88,8 @@ class Decoder(Protocol):
     def forward(
         self, tokens: Tensor, start: int | Tensor, cache: KVCache, last_only: bool = False
     ) -> Tensor:
-        """Logits [B, T, V] (or [B, 1, V] of the last position) of `tokens` [B, T] at start, start+1, …
+        """Logits [B, T, V] (or [B, 1, V] of the last position) of `tokens` [B, T] at start,
+        start+1, …
 
         start: position of the first new token, one for all rows (int) or one a row [B]. Their keys
         and values are written to `cache`.
@@ -94,7 +103,8 @@ def build_decoder(
     """The fastest decoder this model can have; the model itself may be dropped afterwards.
 
     context_length: positions a row will ever have (prompt and answer). embedding: a tensor equal to
-    the model's input embedding, shared instead of the model's own (a pruned draft reads its target's).
+    the model's input embedding, shared instead of the model's own (a pruned draft reads its
+    target's).
     """
     config = model.config.get_text_config()
     limit = config.max_position_embeddings
@@ -134,14 +144,15 @@ class _Layer(NamedTuple):
 
 
 def _joined_bias(*parts: nn.Linear) -> Tensor | None:
-    biases = [part.bias for part in parts if part.bias is not None]
+    biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
     return torch.cat(biases) if biases else None
 
 
 class LeanDecoder:
     """The weights of a Llama-like model with q/k/v and gate/up fused and no module overhead.
 
-    Same arithmetic as the stock model in the same dtype up to the order of sums (tests compare them).
+    Same arithmetic as the stock model in the same dtype up to the order of sums (tests compare
+    them).
     """
 
     def __init__(
@@ -283,7 +294,8 @@ class _SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         rows = torch.arange(self.keys.shape[0], device=self.keys.device)[:, None]
         self.keys[rows, :, self.slots.positions] = key_states.transpose(1, 2)
         self.values[rows, :, self.slots.positions] = value_states.transpose(1, 2)
@@ -301,7 +313,9 @@ class _SlotLayer(CacheLayerMixin):
 
 
 class StockDecoder:
-    """Any causal LM of transformers behind the same interface, its own modules doing the arithmetic."""
+    """Any causal LM of transformers behind the same interface, its own modules doing the
+    arithmetic.
+    """
 
     def __init__(self, model: PreTrainedModel, context_length: int) -> None:
         config: Any = model.config.get_text_config()
@@ -318,7 +332,7 @@ class StockDecoder:
                 f"{config.model_type}; shorten max_new_tokens or the prompts."
             )
         self.model, self.config = model, config
-        self.embedding = model.get_input_embeddings().weight.detach()
+        self.embedding = input_embedding(model)
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
         self.context_length = context_length
 
@@ -340,7 +354,9 @@ class StockDecoder:
     ) -> Tensor:
         rows, width = tokens.shape
         slots = _Slots(start, rows, width, self.device)
-        layers = [_SlotLayer(k, v, slots) for k, v in zip(cache.keys, cache.values, strict=True)]
+        layers: Any = [
+            _SlotLayer(k, v, slots) for k, v in zip(cache.keys, cache.values, strict=True)
+        ]
         mask = causal_bias(slots.first, width, slots.length, self.dtype)[:, None]
         return self.model(
             input_ids=tokens,

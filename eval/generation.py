@@ -1,4 +1,6 @@
-"""Batched generation by the target alone: rows of their own lengths, finished rows replaced at once."""
+"""Batched generation by the target alone: rows of their own lengths, finished rows replaced at
+once.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def generate_batched(
     positions = torch.zeros(cache.rows, dtype=torch.long, device=target.device)
 
     def admit(row: int) -> None:
-        """All of the prompt but its last token goes into the cache: that one steps with the others."""
+        """Cache all of the prompt but its last token, which steps with the other rows."""
         prompt = prompts[answers[row].index]
         if len(prompt) > 1:
             head = torch.tensor([prompt[:-1]], device=target.device)

@@ -4,8 +4,8 @@
     python -m eval.run --target T --draft a=PATH --draft b=PATH --prompts P --output_dir DIR
     python -m eval.run --run DIR          a training run again, from what its folder holds
 
-Exit status: 0; 1 when --fail_under_alpha or --fail_under_speedup is not met by the lower bound of the
-last draft's 95% interval; 2 for input that cannot be used.
+Exit status: 0; 1 when --fail_under_alpha or --fail_under_speedup is not met by the lower bound of
+the last draft's 95% interval; 2 for input that cannot be used.
 """
 
 import sys
@@ -33,7 +33,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--draft", action="append", default=[], help="[NAME=]SPEC, repeatable")
     parser.add_argument("--prompts", help="Hub data set, pypi: file or .jsonl")
     parser.add_argument("--run", type=Path, help="output folder of a training run")
-    parser.add_argument("--output_dir", type=Path, help="default: the run's folder, or outputs/eval")
+    parser.add_argument("--output_dir", type=Path, help="default: the run's, or outputs/eval")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top_k", type=int)
     parser.add_argument("--top_p", type=float, default=1.0)
@@ -62,8 +62,8 @@ def _take_from_run(args: argparse.Namespace) -> None:
 
     if not (args.run / "recipe.yaml").is_file() or not (args.run / "draft").is_dir():
         raise ValueError(
-            f"{args.run} is not the folder of a finished training run (no recipe.yaml or no draft/); "
-            "finish the run, or give --target, --draft and --prompts."
+            f"{args.run} is not the folder of a finished training run (no recipe.yaml or no "
+            "draft/); finish the run, or give --target, --draft and --prompts."
         )
     recipe = yaml.safe_load((args.run / "recipe.yaml").read_text(encoding="utf-8"))
     args.target = args.target or recipe["target"]

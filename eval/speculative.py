@@ -23,8 +23,8 @@ from eval.verification import Sampling, sample, verify_greedy, verify_sampled, w
 class Draft:
     """A draft ready to run.
 
-    token_ids: target id of each row of a trimmed head [K], None when rows are ids. rows: how many of
-    the head's first rows may be drafted (the rest is padding), None for all.
+    token_ids: target id of each row of a trimmed head [K], None when rows are ids. rows: how many
+    of the head's first rows may be drafted (the rest is padding), None for all.
     """
 
     decoder: Decoder
@@ -59,7 +59,9 @@ class Decoding:
 
 
 def _cut(tokens: list[int], room: int, stops: frozenset[int]) -> tuple[list[int], bool]:
-    """The tokens up to the first stop (included) or the room that is left, and whether any were lost."""
+    """The tokens up to the first stop (included) or the room that is left, and whether any were
+    lost.
+    """
     kept = tokens[:room]
     for i, token in enumerate(kept):
         if token in stops:

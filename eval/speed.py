@@ -1,4 +1,4 @@
-"""Everything that is measured on a pair: agreement, step costs, interleaved timing, losslessness."""
+"""What is measured on a pair: agreement, step costs, interleaved timing, losslessness."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -53,7 +54,9 @@ def measure_agreement(
     texts: Sequence[list[int]],
     sampling: Sampling,
 ) -> list[list[Agreement]]:
-    """alpha of each draft on each prompt, teacher-forced: [drafts][prompts]. One target pass for all."""
+    """alpha of each draft on each prompt, teacher-forced: [drafts][prompts]. One target pass for
+    all.
+    """
     found: list[list[Agreement]] = [[] for _ in drafts]
     rows = zip(prompts, prompt_ids, texts, strict=True)
     for prompt, ids, text in tqdm(list(rows), desc="alpha", unit="prompt"):
@@ -183,12 +186,13 @@ def over_stock_generate(
         eos_token_id=sorted(how.stops),
         pad_token_id=min(how.stops),
     )
+    stock: Any = target.model  # transformers wraps `generate` in a type that mypy cannot call
     rows = []
     some = list(zip(prompts, prompt_ids, strict=True))[:STOCK_PROMPTS]
     for turn, (prompt, ids) in enumerate([some[0], *some]):
         tokens = torch.tensor([ids], device=target.decoder.device)
         clock = time.perf_counter()
-        output = target.model.generate(
+        output = stock.generate(
             tokens, attention_mask=torch.ones_like(tokens), generation_config=config
         )
         stock_seconds = time.perf_counter() - clock
@@ -202,7 +206,8 @@ def over_stock_generate(
 
 
 class LosslessCheck:
-    """Compares greedy tokens with and without a draft, and explains every first divergence or counts it.
+    """Compares greedy tokens with and without a draft, and explains every first divergence or
+    counts it.
 
     A divergence is a tie when the two tokens' logits lie no further apart than wide and single
     forwards of the target differ at that very position, and the prompt's outputs agree in fp32.

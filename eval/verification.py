@@ -1,4 +1,5 @@
-"""Accept, reject, resample: the rules that keep the target's distribution (arXiv 2211.17192, 2302.01318).
+"""Accept, reject, resample: the rules that keep the target's distribution (arXiv 2211.17192,
+2302.01318).
 
 Pure functions on tensors. Legend: B rows, G drafted tokens, V vocabulary. p is the target's
 distribution and q the draft's, both after every warper, both over the *target's* ids.
@@ -99,11 +100,12 @@ def verify_sampled(
         torch.cat([q, torch.zeros_like(q[:, :1])], dim=1) if drafted else torch.zeros_like(p)
     )
     residual = (p_next - q_or_none.gather(1, at)[:, 0]).clamp_min_(0)
-    # p = q up to rounding leaves no residual, and such a rejection has probability ~0: p is right then
+    # p = q up to rounding leaves no residual, and such a rejection has probability ~0: p is right
+    # then
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
     return accepted, sample(residual, generator)
 
 
 def agreement(p: Tensor, q: Tensor) -> Tensor:
-    """alpha at each position: sum_x min(p(x), q(x)) over [..., V], in fp32 (1 - total variation)."""
+    """alpha at each position: sum_x min(p(x), q(x)) over [..., V], in fp32 (1 - TV)."""
     return torch.minimum(p, q).sum(-1)

@@ -79,6 +79,6 @@ def test_a_shard_cut_short_while_writing_is_never_seen(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("distill.logit_cache.save", full_disk)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match="disk is full"):
         cache.append([answer(1)])
     assert [a.index for a in cache] == [0]

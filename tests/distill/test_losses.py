@@ -51,9 +51,7 @@ def test_is_the_full_kl_when_everything_is_cached():
     logits = torch.randn(20, 12)
     top_p, ids = p.topk(11, dim=-1)
     loss, _ = coarse_forward_kl(logits, ids, top_p.log())
-    full = torch.nn.functional.kl_div(
-        logits.log_softmax(-1), p, reduction="none"
-    ).sum(-1)
+    full = torch.nn.functional.kl_div(logits.log_softmax(-1), p, reduction="none").sum(-1)
     torch.testing.assert_close(loss, full, atol=1e-4, rtol=0)
 
 

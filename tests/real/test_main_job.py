@@ -1,0 +1,138 @@
+"""The main job on the embedded target, shortened: the same command, fewer prompts and steps."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from eval.report import check_report
+
+pytestmark = pytest.mark.real
+
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = {
+    "max_train_prompts": 100,
+    "answer_max_new_tokens": 32,
+    "max_eval_prompts": 12,
+    "speed_prompts": 4,
+    "tuning_prompts": 2,
+    "max_gamma": 2,
+    "max_new_tokens": 32,
+    "fit_tokens": 2000,
+    "max_steps": 12,
+    "warmup_steps": 2,
+    "save_steps": 6,
+}
+
+
+def command(folder, **changes):
+    arguments = SHORT | {"output_dir": str(folder)} | changes
+    flags = [word for key, value in arguments.items() for word in (f"--{key}", str(value))]
+    return [sys.executable, "distill/train.py", "--recipe", "code", *flags]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """One short run that is killed while the target answers and then started again."""
+    folder = tmp_path_factory.mktemp("run") / "code"
+    process = subprocess.Popen(
+        command(folder), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 300
+    while not list(folder.glob("answers/shard-*")) and process.poll() is None:
+        assert time.monotonic() < deadline, "no answer was cached in five minutes"
+        time.sleep(0.2)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    cached = {p.name: p.stat().st_mtime_ns for p in folder.glob("answers/shard-*")}
+    assert cached
+    done = subprocess.run(command(folder), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name, written in cached.items():  # what was answered before the kill is not answered again
+        assert (folder / "answers" / name).stat().st_mtime_ns == written
+    return folder
+
+
+def test_it_leaves_what_the_contract_promises(run):
+    for name in (
+        "recipe.yaml",
+        "provenance.json",
+        "vocab_check.json",
+        "draft/config.json",
+        "draft/model.safetensors",
+        "draft/tokenizer.json",
+        "draft/README.md",
+        "draft/compact/model.safetensors",
+        "report/report.json",
+        "report/report.md",
+    ):
+        assert (run / name).is_file(), name
+    assert list(run.glob("checkpoint-*/complete"))
+
+
+def test_the_report_is_whole_and_lossless(run):
+    report = json.loads((run / "report" / "report.json").read_text())
+    check_report(report)
+    assert list(report["drafts"]) == ["untuned", "tuned"]
+    for draft in report["drafts"].values():
+        assert draft["lossless"]["prompts"] == SHORT["speed_prompts"]
+        assert draft["lossless"]["unexplained"] == 0
+        assert draft["memory"]["overhead"] < 0.15
+    assert report["prompts"]["overlap_with_training"] == 0
+    assert report["drafts"]["tuned"]["alpha"]["n"] == SHORT["max_eval_prompts"]
+    assert report["gain"][0]["alpha"]["mean"] > 0
+
+
+def test_the_full_form_agrees_with_the_target_in_transformers_alone(run):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from align.sources import load_model
+    from distill.recipe import load_recipe
+
+    draft = AutoModelForCausalLM.from_pretrained(run / "draft", dtype=torch.bfloat16).eval()
+    tokenizer = AutoTokenizer.from_pretrained(run / "draft")
+    target = load_model(load_recipe(["--recipe", "code"]).target, torch.bfloat16)
+    prompts = [json.loads(line) for line in (run / "prompts" / "eval.jsonl").open()]
+    agreed = total = 0
+    for prompt in prompts:
+        ids = tokenizer(prompt["prompt"], return_tensors="pt").input_ids
+        text = target.generate(ids, max_new_tokens=SHORT["max_new_tokens"], do_sample=False)
+        with torch.no_grad():
+            p, q = (model(text).logits[0, ids.shape[1] - 1 : -1] for model in (target, draft))
+        agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
+        total += len(p)
+    low, high = json.loads((run / "report" / "report.json").read_text())["drafts"]["tuned"][
+        "alpha"
+    ]["ci95"]
+    assert low <= agreed / total <= high
+
+
+def test_another_recipe_is_refused_in_the_same_folder(run):
+    before = (run / "recipe.yaml").read_bytes()
+    done = subprocess.run(
+        command(run, learning_rate=0.5), cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "holds a run of another recipe (learning_rate: 0.001 -> 0.5)" in done.stderr
+    assert (run / "recipe.yaml").read_bytes() == before
+
+
+def test_the_run_can_be_measured_again_and_gates_a_ci(run, tmp_path):
+    arguments = ["--run", str(run), "--output_dir", str(tmp_path), "--gamma", "1"]
+    arguments += ["--speed_prompts", "2", "--max_prompts", "4", "--max_gamma", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "eval.run", *arguments, "--fail_under_alpha", "0.99"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert "lower bound of alpha" in done.stderr
+    check_report(json.loads((tmp_path / "report" / "report.json").read_text()))
