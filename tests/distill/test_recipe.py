@@ -1,0 +1,248 @@
+import re
+import typing
+from pathlib import Path
+
+import pytest
+import yaml
+
+from distill.recipe import (
+    FIXED,
+    OWN,
+    RECIPES,
+    Recipe,
+    RecipeError,
+    build_recipe,
+    comments,
+    dump,
+    find_recipe,
+    help_text,
+    load_recipe,
+    recipe_files,
+    yaml_text,
+)
+
+ALL = sorted(p for p in RECIPES.rglob("*.yaml") if p.parent != RECIPES / "accelerate")
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
+SHORT = "target: org/target\ntrain_prompts: train.jsonl\neval_prompts: eval.jsonl\n"
+
+
+@pytest.fixture
+def loaded(tmp_path):
+    """Loads a recipe with the lines that are given and the keys that every one needs."""
+
+    def load(lines="", *arguments):
+        path = tmp_path / "mine.yaml"
+        path.write_text(SHORT + lines, encoding="utf-8")
+        return load_recipe(["--recipe", str(path), *arguments])
+
+    return load
+
+
+def test_every_recipe_file_is_found():
+    assert sorted(recipe_files().values()) == ALL
+    assert len(ALL) >= 6
+    assert sorted(recipe_files()) == sorted(set(recipe_files()))
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda p: str(p.relative_to(RECIPES)))
+def test_every_recipe_parses_and_dumps_to_itself(path, tmp_path):
+    recipe = load_recipe(["--recipe", str(path)])
+    again = tmp_path / "recipe.yaml"
+    again.write_text(dump(recipe), encoding="utf-8")
+    assert load_recipe(["--recipe", str(again)]) == recipe
+    # other programs read recipe.yaml as YAML 1.1
+    assert build_recipe(yaml.safe_load(dump(recipe))) == recipe
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda p: str(p.relative_to(RECIPES)))
+def test_every_recipe_opens_with_its_command_hardware_time_and_measurement(path):
+    head = path.read_text(encoding="utf-8").partition("\nname:")[0]
+    name = next(name for name, file in recipe_files().items() if file == path)
+    assert head.splitlines()[0].startswith("# accelerate launch ")
+    assert re.search(rf"--recipe {re.escape(name)}$", head.splitlines()[0])
+    assert "# Hardware: " in head
+    assert "# Time: " in head
+    assert "measured" in head.lower()
+
+
+def test_embedded_recipes_need_no_hub_and_no_gpu():
+    for name in ("code", "code/lora", "legal"):
+        recipe = load_recipe(["--recipe", name])
+        assert recipe.target.startswith("pypi:")
+        assert "#sha256=" in recipe.target
+        assert recipe.draft is None
+        assert recipe.train_prompts.startswith("embedded:")
+        assert recipe.eval_prompts.startswith(("embedded:", "pypi:"))
+        assert recipe.training["use_cpu"] is True
+        assert recipe.temperature == 0
+    assert load_recipe(["--recipe", "code/lora"]).use_peft
+
+
+def test_hub_recipes_are_marked_as_not_measured():
+    for name in recipe_files():
+        if load_recipe(["--recipe", name]).draft is not None:
+            assert "Not yet measured" in find_recipe(name).read_text(encoding="utf-8")
+
+
+def test_the_accelerate_configurations_are_ones():
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    files = sorted((RECIPES / "accelerate").glob("*.yaml"))
+    loaded = {path.stem: load_config_from_file(str(path)) for path in files}
+    assert loaded["cpu"].use_cpu
+    assert loaded["cpu"].num_processes == 1
+    assert loaded["multi_gpu"].distributed_type.value == "MULTI_GPU"
+    assert loaded["multi_gpu"].num_processes > 1
+
+
+def test_names_paths_and_overrides(tmp_path, monkeypatch):
+    assert find_recipe("code") == RECIPES / "code" / "default.yaml"
+    assert find_recipe("code/lora") == RECIPES / "code" / "lora.yaml"
+    monkeypatch.chdir(tmp_path)  # recipes are found from any folder
+    recipe = load_recipe(["--recipe", "code", "--learning_rate", "1e-4", "--num_draft_layers=3"])
+    assert recipe.training["learning_rate"] == 1e-4
+    assert recipe.num_draft_layers == 3
+    (tmp_path / "sql.yaml").write_text(SHORT)
+    assert load_recipe(["--recipe=sql.yaml"]).name == "sql"
+    assert load_recipe(["--recipe", "sql.yaml"]).folder == Path("outputs/sql")
+    assert load_recipe(["--recipe", "sql.yaml", "--output_dir", "there"]).folder == Path("there")
+
+
+def test_command_line_values_take_the_type_of_their_key(loaded):
+    recipe = loaded("", "--name", "7", "--max_steps", "-1", "--lr_scheduler_kwargs", "{a: 1}")
+    assert recipe.name == "7"
+    assert recipe.training == {"max_steps": -1, "lr_scheduler_kwargs": {"a": 1}}
+    assert loaded("draft: org/draft\n", "--draft", "null").draft is None
+    assert loaded("", "--report_to", "[tensorboard]").training["report_to"] == ["tensorboard"]
+
+
+def test_values_are_read_as_in_yaml_1_2(loaded):
+    recipe = loaded("learning_rate: 1e-3\nsave_strategy: no\nweight_decay: 0\nwarmup_steps: .1\n")
+    assert recipe.training["learning_rate"] == 1e-3
+    assert recipe.training["save_strategy"] == "no"
+    assert recipe.training["warmup_steps"] == 0.1
+
+
+def test_text_that_looks_like_something_else_survives_the_dump(loaded):
+    for text in ("1e-3", "no", "null", "010", "1_000", "true", "é"):
+        recipe = loaded(f'domain: "{text}"\n')
+        assert recipe.domain == text
+        again = dump(recipe).partition("\nname")[2]
+        assert loaded("name" + again) == recipe
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--recipe", "cod"], "Did you mean 'code'.*legal"),
+        (["--recipe", "accelerate/cpu"], "No recipe"),
+        (["--recipe", "code", "--lerning_rate", "1"], "'lerning_rate'.*'learning_rate'"),
+        (["--recipe", "code", "--learning-rate", "1"], "'learning_rate'"),
+        (["--recipe", "code", "--lora_rank", "8"], "Did you mean 'lora_"),
+        (["--recipe", "code", "--qqqqqq", "8"], "docs/recipes.md"),
+        (["--recipe", "code", "--seed"], "--seed has no value"),
+        (["--recipe", "code", "--use_cpu", "--seed", "1"], "--use_cpu has no value"),
+        (["--recipe", "code", "learning_rate", "1"], "'learning_rate' is not a key"),
+        ([], "No recipe was given.*code"),
+    ],
+)
+def test_mistakes_on_the_command_line(arguments, message):
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(arguments)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("lora_r: 16.5", "lora_r is 16.5 .*must be a whole number"),
+        ("lora_r: 64.0", "must be a whole number"),
+        ("lora_r: '64'", "in quotes|text"),
+        ("learning_rate: true", r"learning_rate is true .*must be a number"),
+        ("learning_rate: '1e-3'", "in quotes"),
+        ("learning_rate: .nan", "must be a number"),
+        ("learning_rate: -0.1", "at least 0"),
+        ("max_steps: many", "max_steps is many"),
+        ("max_steps: 0", "1 or more, or -1"),
+        ("num_train_epochs: 0", "more than 0"),
+        ("per_device_train_batch_size: 0", "at least 1"),
+        ("use_peft: 1", "true or false"),
+        ("use_peft: yes", "true or false"),
+        ("bf16: 1", "true or false or null"),
+        ("dtype: int8", "one of bfloat16, float16, float32"),
+        ("strategy: best", "one of auto, direct, padded"),
+        ("lr_scheduler_type: linaer", "one of linear, cosine"),
+        ("report_to: [1]", "report_to"),
+        ("max_train_prompts: null", "whole number"),
+        ("max_train_prompts: -5", "at least 1"),
+        ("speed_prompts: 0", "at least 1"),
+        ("gamma: 0", "at least 1"),
+        ("gamma: 9", "max_gamma"),
+        ("temperature: -1", "at least 0"),
+        ("top_p: 1.5", "at most 1"),
+        ("top_k: 20", "temperature 0"),
+        ("lora_dropout: 1", "less than 1"),
+        ("lora_target_modules: q_proj,lm_head", "tied"),
+        ("name: ../elsewhere", "names a folder"),
+        ("domain: ''", "empty"),
+        ("seed: 1\nseed: 2", "'seed' stands twice"),
+        ("packing: true", "packing cannot be set: .*cached"),
+        ("max_length: 512", "never cut"),
+        ("hub_token: secret", "distill.publish"),
+        ("training: {}", "Unknown key 'training'"),
+        ("- a list", "cannot be read as YAML"),
+    ],
+)
+def test_mistakes_in_a_file_say_value_reason_and_remedy(loaded, line, message):
+    with pytest.raises(RecipeError, match=message):
+        loaded(line)
+
+
+@pytest.mark.parametrize("text", ["", "just words", "- a\n- b", "1: 2"])
+def test_a_file_that_is_no_recipe(tmp_path, text):
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError, match="is not a recipe"):
+        load_recipe(["--recipe", str(path)])
+
+
+def test_a_file_that_is_not_utf_8(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_bytes(b"name: \xff\xfe")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        load_recipe(["--recipe", str(path)])
+
+
+def test_what_a_run_cannot_do_without():
+    with pytest.raises(RecipeError, match="train_prompts, eval_prompts"):
+        build_recipe({"target": "org/target"})
+
+
+def test_the_fields_that_are_fixed_exist_and_are_not_ours():
+    from trl import SFTConfig
+
+    assert set(FIXED) <= set(typing.get_type_hints(SFTConfig))
+    assert not set(OWN) & set(FIXED)
+
+
+def test_every_key_is_explained_in_help_and_docs():
+    assert [*comments()] == [*OWN]
+    shown = help_text()
+    written = DOCS.read_text(encoding="utf-8")
+    needed = {"target", "train_prompts", "eval_prompts"}
+    for key, comment in comments().items():
+        default = yaml_text(OWN[key].default) if key not in needed else "required"
+        assert f"  --{key} ({default})  {comment}" in shown
+        cell = "required" if key in needed else f"`{default}`"
+        assert f"| `{key}` | {cell} | {comment} |\n" in written
+    documented = re.findall(r"^\| `(\w+)` \| (?:`|required)", written, flags=re.MULTILINE)
+    assert documented == [*OWN]
+
+
+def test_docs_name_every_field_that_is_refused():
+    written = DOCS.read_text(encoding="utf-8").partition("| refused |")[2]
+    assert set(re.findall(r"`(\w+)`", written)) == set(FIXED)
+
+
+def test_the_seed_is_one_for_everything(loaded):
+    assert loaded().seed == Recipe("t", "a", "b").seed == 42
+    assert loaded("seed: 7").seed == 7
