@@ -72,7 +72,7 @@ class Recipe:
     name: str = "run"  # of the run and its output folder; left out: the name of the recipe's file
     domain: str = "general"  # what the draft is for, in words (goes to the model card)
     draft: str | None = None  # a sibling to tune; null prunes the target in depth
-    output_dir: str | None = None  # null: outputs/<name>
+    output_dir: str | None = None  # null: outputs/ and the name
     max_train_prompts: int = 2000  # at most so many prompts, drawn with the seed
     max_eval_prompts: int | None = None  # at most so many prompts; null: all of them
     strategy: Literal["auto", "direct", "padded"] = "auto"  # how vocabularies are bridged

@@ -1,0 +1,219 @@
+import gzip
+import json
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from align.sources import SourceError
+from eval.prompts import (
+    Prompt,
+    PromptError,
+    draw,
+    load_prompts,
+    prompts_sha256,
+    render,
+    render_all,
+    write_prompts,
+)
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}"
+    "{{ raise_exception('no tools here') }}{% endif %}{{ m.role }} {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+WORDS = "<s> <unk> user assistant system select name from t : ?".split()
+
+
+@pytest.fixture
+def tokenizer():
+    """Words by white space; <s> comes first unless special tokens are left out."""
+    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", unk_token="<unk>")
+    made.chat_template = TEMPLATE
+    return made
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes prompts.jsonl (bytes, or rows) and gives its path."""
+
+    def write(content, name="prompts.jsonl"):
+        path = tmp_path / name
+        if not isinstance(content, bytes):
+            content = "".join(json.dumps(row) + "\n" for row in content).encode()
+        path.write_bytes(content)
+        return str(path)
+
+    return write
+
+
+def test_a_users_own_file(written):
+    rows = [
+        {"prompt": "select", "category": "report", "answer": "ignored"},
+        {"id": 7, "messages": [{"role": "user", "content": "select ?"}], "prompt": None},
+        {"task_id": "HumanEval/0", "prompt": "\n def f():\n", "entry_point": "f"},
+    ]
+    assert load_prompts(written(rows)) == [
+        Prompt("1", "select", None, "report"),
+        Prompt("7", None, [{"role": "user", "content": "select ?"}]),
+        Prompt("HumanEval/0", "\n def f():\n"),
+    ]
+
+
+def test_gzip_blank_lines_byte_order_mark_and_line_separators(written):
+    text = '\ufeff{"prompt": "a\u2028b\x85c"}\r\n\r\n{"prompt": "d"}'
+    plain = load_prompts(written(text.encode()))
+    assert [p.prompt for p in plain] == ["a\u2028b\x85c", "d"]
+    assert [p.id for p in plain] == ["1", "3"]
+    assert load_prompts(written(gzip.compress(text.encode()), "p.jsonl.gz")) == plain
+
+
+def test_the_answer_that_a_conversation_brings_is_left_to_the_target(written):
+    turns = [{"role": "user", "content": "select ?"}, {"role": "assistant", "content": "name"}]
+    assert load_prompts(written([{"messages": turns}]))[0].messages == turns[:1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "holds no prompt"),
+        (b"\n \n", "holds no prompt"),
+        (b'{"prompt": "a"}\n{"prompt": "b\xff"}\n', "line 2: not UTF-8 .byte 0xff.*save"),
+        (b'\xef\xbb\xbf{"prompt": "a"}\n\xff', "line 2: not UTF-8"),
+        (b'{"prompt": "a"}\nprompt: b\n', "line 2: not JSON"),
+        (b'{"prompt": "a"}\n{"prompt": "b"', "line 2: not JSON"),
+        (b'["a"]\n', "line 1: .*not an object"),
+        (b'{"text": "a"}\n', "line 1 has neither .*text.*give exactly one"),
+        (b'{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "line 1 has both"),
+        (b'{"prompt": "  "}', "line 1: `prompt` is '  '"),
+        (b'{"prompt": 3}', "line 1: `prompt` is 3"),
+        (b'{"messages": []}', "line 1: `messages` is"),
+        (b'{"messages": "hello"}', "line 1: `messages` is 'hello'"),
+        (b'{"messages": [{"role": "user"}]}', "`role` and `content`"),
+        (b'{"messages": [{"role": "user", "content": ["part"]}]}', "`role` and `content`"),
+        (b'{"messages": [{"role": "user", "content": " "}]}', "nothing to answer"),
+        (b'{"messages": [{"role": "assistant", "content": "a"}]}', "nothing to answer"),
+        (b'{"prompt": "a", "category": ["x"]}', r"`category` is \['x'\]"),
+        (b'{"prompt": "a", "id": true}', "`id` is True"),
+        (b'{"prompt": "\\ud800"}', "lone surrogate"),
+        (b'{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}', "'x' stands twice"),
+    ],
+)
+def test_mistakes_name_file_line_reason_and_remedy(written, content, message):
+    spec = written(content)
+    with pytest.raises(PromptError, match=message) as raised:
+        load_prompts(spec)
+    assert spec in str(raised.value)
+
+
+@pytest.mark.parametrize("damage", [slice(0, 20), slice(5, None)])
+def test_a_damaged_archive(written, damage):
+    whole = gzip.compress(b'{"prompt": "a"}\n' * 50)
+    with pytest.raises(PromptError, match="cannot be read"):
+        load_prompts(written(whole[damage], "p.jsonl.gz"))
+
+
+def test_a_file_that_is_missing(tmp_path):
+    with pytest.raises(SourceError, match=r"absent\.jsonl"):
+        load_prompts(str(tmp_path / "absent.jsonl"))
+
+
+def test_a_folder_is_no_prompt_file(tmp_path):
+    with pytest.raises(SourceError, match="not a file"):
+        load_prompts(str(tmp_path))
+
+
+def test_a_data_set_of_the_hub(monkeypatch):
+    from datasets import Dataset
+
+    rows = Dataset.from_list([{"prompt": f"p{i}", "task_id": f"t{i}"} for i in range(20)])
+    asked = []
+    monkeypatch.setattr("datasets.load_dataset", lambda n, split: asked.append((n, split)) or rows)
+    everything = load_prompts("org/set:test")
+    assert everything == [Prompt(f"t{i}", f"p{i}") for i in range(20)]
+    assert load_prompts("org/set", limit=5, seed=1) == draw(everything, 5, 1)
+    assert asked == [("org/set", "test"), ("org/set", "train")]
+
+
+def test_a_data_set_that_cannot_be_loaded(monkeypatch):
+    def offline(name, split):
+        raise ConnectionError("no route to the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset", offline)
+    with pytest.raises(PromptError, match=r"org/set.*no route to the Hub.*\.jsonl"):
+        load_prompts("org/set")
+
+
+def test_a_limit_draws_with_the_seed_and_keeps_the_order(written):
+    spec = written([{"prompt": f"p{i}"} for i in range(50)])
+    drawn = load_prompts(spec, limit=10, seed=3)
+    numbers = [int(p.id) for p in drawn]
+    assert numbers == sorted(numbers)
+    assert len(set(numbers)) == 10
+    assert drawn == load_prompts(spec, limit=10, seed=3)
+    assert drawn != load_prompts(spec, limit=10, seed=4)
+    assert len(load_prompts(spec, limit=99)) == len(load_prompts(spec)) == 50
+
+
+def test_written_prompts_are_read_back(tmp_path):
+    prompts = [
+        Prompt("a/1", "é\u2028\n", None, "x"),
+        Prompt("2", None, [{"role": "system", "content": ""}, {"role": "user", "content": "?"}]),
+    ]
+    path = tmp_path / "out" / "prompts.jsonl"
+    write_prompts(path, prompts)
+    assert load_prompts(str(path)) == prompts
+    assert prompts_sha256(load_prompts(str(path))) == prompts_sha256(prompts)
+
+
+def test_the_hash_sees_every_change_and_the_order():
+    a, b = Prompt("1", "a"), Prompt("2", "b")
+    others = [
+        [b, a],
+        [a],
+        [a, Prompt("2", "c")],
+        [a, Prompt("3", "b")],
+        [a, Prompt("2", "b", None, "x")],
+    ]
+    hashes = {prompts_sha256(prompts) for prompts in [[a, b], *others]}
+    assert len(hashes) == 1 + len(others)
+    assert prompts_sha256([a, b]) == prompts_sha256([Prompt("1", "a"), Prompt("2", "b")])
+
+
+def test_a_prompt_is_completed_as_it_stands(tokenizer):
+    ids = render(Prompt("1", "select name"), tokenizer)
+    assert [WORDS[i] for i in ids] == ["<s>", "select", "name"]
+
+
+def test_messages_get_the_template_and_one_bos(tokenizer):
+    ids = render(Prompt("1", None, [{"role": "user", "content": "select ?"}]), tokenizer)
+    assert [WORDS[i] for i in ids] == ["<s>", "user", "select", "?", "assistant"]
+
+
+def test_messages_without_a_template(tokenizer):
+    tokenizer.chat_template = None
+    with pytest.raises(PromptError, match=r"'q7'.*no chat template"):
+        render(Prompt("q7", None, [{"role": "user", "content": "select"}]), tokenizer)
+
+
+def test_messages_that_the_template_refuses(tokenizer):
+    with pytest.raises(PromptError, match=r"'q7'.*no tools here"):
+        render(Prompt("q7", None, [{"role": "tool", "content": "select"}]), tokenizer)
+
+
+def test_a_prompt_that_does_not_fit_is_an_error_and_never_cut(tokenizer):
+    prompts = [Prompt("short", "select"), Prompt("long", "select name from t ?")]
+    assert [len(ids) for ids in render_all(prompts, tokenizer, 10, 4)] == [2, 6]
+    with pytest.raises(PromptError, match=r"'long' has 6 tokens.*4 to generate.*context of 9"):
+        render_all(prompts, tokenizer, 9, 4)
+
+
+def test_a_prompt_without_a_token(tokenizer):
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A")
+    with pytest.raises(PromptError, match="'odd' renders to no token"):
+        render_all([Prompt("odd", "\n")], tokenizer, 10, 4)
