@@ -140,7 +140,7 @@ def test_training_lowers_the_loss_and_leaves_a_plain_model(tmp_path, tokenizer, 
         answers,
         None,
         tokenizer,
-        recipe_in(tmp_path, use_peft=use_peft, lora_r=4, lora_alpha=8, max_steps=20),
+        recipe_in(tmp_path, use_peft=use_peft, lora_r=4, lora_alpha=8, max_steps=60),
     )
     assert loss(tuned) < 0.97 * before
     assert type(tuned) is LlamaForCausalLM

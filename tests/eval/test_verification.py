@@ -29,7 +29,9 @@ def outcome(p, q, verify, seed, drawn_from=None):
     """First two emitted tokens [ROWS, 2] and accepted counts; positions do not depend on tokens."""
     generator = torch.Generator().manual_seed(seed)
     many_q = q.expand(ROWS, *q.shape)
-    drafted = sample((drawn_from if drawn_from is not None else q).expand(ROWS, *q.shape), generator)
+    drafted = sample(
+        (drawn_from if drawn_from is not None else q).expand(ROWS, *q.shape), generator
+    )
     accepted, following = verify(p.expand(ROWS, *p.shape), many_q, drafted, generator)
     first = torch.where(accepted > 0, drafted[:, 0], following)
     second = torch.where(accepted > 1, drafted[:, 1], following)
@@ -122,7 +124,8 @@ def test_greedy_cases(target, draft, accepted, following):
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(0.7, None, 1.0), (1.3, 7, 1.0), (1.0, None, 0.8), (0.6, 9, 0.5)]
+    ("temperature", "top_k", "top_p"),
+    [(0.7, None, 1.0), (1.3, 7, 1.0), (1.0, None, 0.8), (0.6, 9, 0.5)],
 )
 def test_warping_is_that_of_transformers(temperature, top_k, top_p):
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
