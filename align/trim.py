@@ -12,15 +12,12 @@ from torch import Tensor
 
 
 def byte_units(keys: list[tuple[str, bytes] | None]) -> list[int]:
-    """Ids of the tokens that spell a single byte: with them a trimmed draft can still spell
-    anything.
-    """
+    """Ids of the tokens that spell a single byte: a trimmed draft can still spell anything."""
     return [i for i, key in enumerate(keys) if key is not None and len(key[1]) == 1]
 
 
 def choose_tokens(mass: Tensor, size: int, forced: Iterable[int]) -> Tensor:
-    """The `size` ids [K], ascending, that hold the most of the target's mass; `forced` are always
-    kept.
+    """The `size` ids [K], ascending, with the most of the target's mass; `forced` always kept.
 
     mass: how much probability the target gave each token on the domain [V].
     """

@@ -24,9 +24,7 @@ from align.atomic import atomic_file
 
 @dataclass
 class CachedAnswer:
-    """One answer. prompt_ids [P], response_ids [R]; top_ids and top_logprobs [R, C], most likely
-    first.
-    """
+    """One answer: prompt_ids [P], response_ids [R]; top_ids, top_logprobs [R, C], best first."""
 
     index: int
     prompt_ids: Tensor

@@ -1,5 +1,4 @@
-"""Losses that pull the draft q towards the target p, as pure functions of logits and cached
-targets.
+"""Losses that pull the draft q towards the target p: pure functions of logits, cached targets.
 
 Legend: N response positions, V the draft's vocabulary, C cached tokens a position.
 """
@@ -13,8 +12,7 @@ from torch import Tensor
 def coarse_forward_kl(
     logits: Tensor, cached_ids: Tensor, cached_logprobs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """KL(p || q) [N] between p and q merged into C + 1 buckets: each cached token, and all the
-    rest.
+    """KL(p || q) [N], both merged into C + 1 buckets: each cached token, and all the rest.
 
     logits: the draft's [N, V]. cached_ids: the target's most likely tokens as rows of the draft's
     head [N, C], -1 where the draft has no such row. cached_logprobs: their log p [N, C], natural

@@ -155,9 +155,7 @@ class Run:
 
     @cached_property
     def target(self) -> Target:
-        """The target, with a decoder for short contexts; `_fit_contexts` makes it as long as
-        needed.
-        """
+        """The target; its decoder is for short contexts until `_fit_contexts` lengthens it."""
         device = torch.device("cuda" if self._on_gpu else "cpu")
         return load_target(self.recipe.target, getattr(torch, self.recipe.dtype), device, 64)
 

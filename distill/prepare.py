@@ -1,5 +1,4 @@
-"""The draft before training: a sibling as it is, or the target pruned in depth with its head
-refitted.
+"""The draft before training: a sibling as is, or the target pruned in depth, head refitted.
 
 Legend: H hidden size, V the target's vocabulary, K rows of the draft's head.
 """
@@ -58,8 +57,7 @@ def prune_and_fit(
     head_size: int | None,
     forced_tokens: Iterable[int],
 ) -> PreparedDraft:
-    """The target's first `num_layers` layers under a head fitted to the target's own by least
-    squares.
+    """The target's first `num_layers` layers under a head fitted by least squares to its own.
 
     The fit maps the RMS-normalised state after the last kept layer to the state the target's head
     reads, over about `fit_tokens` response positions; folded into the head it costs nothing to run.
@@ -93,9 +91,7 @@ def prune_and_fit(
 
 
 def build_pruned(target: PreTrainedModel, num_layers: int, head: Tensor) -> PreTrainedModel:
-    """A model of the target's first layers that shares its embedding, under `head` [K, H] of its
-    own.
-    """
+    """The target's first layers, sharing its embedding, under a `head` [K, H] of their own."""
     config = copy.deepcopy(target.config)
     config.num_hidden_layers = num_layers
     config.tie_word_embeddings = False
@@ -163,9 +159,7 @@ def _until(answers: list[CachedAnswer], tokens: int) -> Iterator[CachedAnswer]:
 
 
 def head_rows(token_ids: Tensor | None, vocab_size: int) -> Tensor | None:
-    """For each target id its row in a trimmed head [V], -1 where it has none; None for a whole
-    head.
-    """
+    """Each target id's row in a trimmed head [V], -1 where it has none; None for a whole head."""
     if token_ids is None:
         return None
     rows = torch.full((vocab_size,), -1)

@@ -28,8 +28,7 @@ COMPLETE = "complete"  # the last file of a checkpoint
 
 
 def training_rows(answers: Iterable[CachedAnswer], head_rows: Tensor | None) -> Dataset:
-    """One row an answer: input_ids [P + R], the prompt's length, and the cached top tokens, flat [R
-    * C].
+    """One row an answer: input_ids [P + R], the prompt's length, cached top tokens, flat [R * C].
 
     head_rows: for each target id its row in the draft's head [V], -1 where it has none; None when
     they are equal. Nested lists would read ten times slower than the flat columns.
@@ -119,9 +118,7 @@ def attach_distillation_forward(model: PreTrainedModel) -> None:
 
 
 class DistillationTrainer(SFTTrainer):
-    """Forward KL on response tokens against cached distributions (sequence-level data of
-    2310.08461).
-    """
+    """Forward KL on response tokens against the cache (sequence-level data of 2310.08461)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -194,9 +194,7 @@ def load_candidate(name: str, spec: str, target: Target) -> Candidate:
 
 
 def sibling_draft(model: PreTrainedModel, target: Target, shared_ids: int) -> Draft:
-    """A checkpoint over the target's ids; head rows from `shared_ids` on are padding, never
-    drafted.
-    """
+    """A checkpoint over the target's ids; head rows from `shared_ids` on are undrafted padding."""
     decoder = build_decoder(model, target.decoder.context_length)
     rows = model.get_output_embeddings().weight.shape[0]
     return Draft(decoder, rows=None if rows == shared_ids else shared_ids)

@@ -1,5 +1,4 @@
-"""One forward pass for every decoder of the project: preallocated KV, rollback by position, ragged
-rows.
+"""One forward pass for all decoders: preallocated KV, rollback by position, ragged rows.
 
 Legend: B rows, T new positions a row, S cache slots, H hidden size, V rows of the output head.
 A row's position is its slot in the cache, so rolling back is nothing but a smaller `start`: the
@@ -54,8 +53,7 @@ class KVCache:
 
 
 def causal_bias(start: Tensor, width: int, length: int, dtype: torch.dtype) -> Tensor:
-    """What is added to attention scores [B, T=width, S=length]: 0 where a position may look, else
-    -inf.
+    """Added to attention scores [B, T=width, S=length]: 0 where a position may look, else -inf.
 
     start: first new position of each row [B]. Slots past a row's own position hold stale or
     unwritten keys and are masked.
@@ -88,8 +86,7 @@ class Decoder(Protocol):
     def forward(
         self, tokens: Tensor, start: int | Tensor, cache: KVCache, last_only: bool = False
     ) -> Tensor:
-        """Logits [B, T, V] (or [B, 1, V] of the last position) of `tokens` [B, T] at start,
-        start+1, …
+        """Logits [B, T, V] (or [B, 1, V], the last) of `tokens` [B, T] at start, start+1, …
 
         start: position of the first new token, one for all rows (int) or one a row [B]. Their keys
         and values are written to `cache`.
@@ -313,9 +310,7 @@ class _SlotLayer(CacheLayerMixin):
 
 
 class StockDecoder:
-    """Any causal LM of transformers behind the same interface, its own modules doing the
-    arithmetic.
-    """
+    """Any causal LM of transformers behind the same interface, computed by its own modules."""
 
     def __init__(self, model: PreTrainedModel, context_length: int) -> None:
         config: Any = model.config.get_text_config()

@@ -1,6 +1,4 @@
-"""Batched generation by the target alone: rows of their own lengths, finished rows replaced at
-once.
-"""
+"""Batched generation by the target alone: ragged rows, finished ones replaced at once."""
 
 from __future__ import annotations
 

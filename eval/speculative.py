@@ -59,9 +59,7 @@ class Decoding:
 
 
 def _cut(tokens: list[int], room: int, stops: frozenset[int]) -> tuple[list[int], bool]:
-    """The tokens up to the first stop (included) or the room that is left, and whether any were
-    lost.
-    """
+    """The tokens up to the first stop (included) or the room left, and whether any were lost."""
     kept = tokens[:room]
     for i, token in enumerate(kept):
         if token in stops:

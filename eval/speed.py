@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from eval import metrics
 from eval.drafts import Candidate, Target
-from eval.forward import Decoder, build_decoder
+from eval.forward import Decoder, KVCache, build_decoder
 from eval.generation import generate_batched
 from eval.metrics import Agreement, Measured, PromptRun, StepCosts
 from eval.prompts import Prompt
@@ -54,9 +54,7 @@ def measure_agreement(
     texts: Sequence[list[int]],
     sampling: Sampling,
 ) -> list[list[Agreement]]:
-    """alpha of each draft on each prompt, teacher-forced: [drafts][prompts]. One target pass for
-    all.
-    """
+    """alpha of each draft on each prompt [drafts][prompts], teacher-forced, in one target pass."""
     found: list[list[Agreement]] = [[] for _ in drafts]
     rows = zip(prompts, prompt_ids, texts, strict=True)
     for prompt, ids, text in tqdm(list(rows), desc="alpha", unit="prompt"):
@@ -91,11 +89,11 @@ def step_costs(
     """
     synchronise = torch.cuda.synchronize if target.device.type == "cuda" else lambda: None
 
-    def step(decoder: Decoder, rows: int | None, width: int, cache: object) -> Callable[[], None]:
+    def step(decoder: Decoder, rows: int | None, width: int, cache: KVCache) -> Callable[[], None]:
         tokens = torch.ones((1, width), dtype=torch.long, device=decoder.device)
 
         def run() -> None:
-            logits = decoder.forward(tokens, context_length, cache)[..., :rows]  # type: ignore[arg-type]
+            logits = decoder.forward(tokens, context_length, cache)[..., :rows]
             (logits.argmax(-1) if sampling.greedy else warp(logits, sampling)).sum().item()
 
         return run
@@ -155,12 +153,13 @@ def interleave(
     decoders: list[Callable[[Prompt, list[int]], PromptRun]] = [
         lambda prompt, ids: decode_baseline(target.decoder, prompt, ids, how)
     ]
-    for candidate in candidates:
-        decoders.append(
-            lambda prompt, ids, draft=candidate.draft: decode_speculative(  # type: ignore[misc]
-                target.decoder, draft, prompt, ids, how, gamma
-            )
+
+    def drafted_by(draft: Draft) -> Callable[[Prompt, list[int]], PromptRun]:
+        return lambda prompt, ids: decode_speculative(
+            target.decoder, draft, prompt, ids, how, gamma
         )
+
+    decoders += [drafted_by(candidate.draft) for candidate in candidates]
     for decode in decoders:  # warm-up, not counted
         decode(prompts[0], prompt_ids[0])
     runs: list[list[PromptRun]] = [[] for _ in decoders]
@@ -206,8 +205,7 @@ def over_stock_generate(
 
 
 class LosslessCheck:
-    """Compares greedy tokens with and without a draft, and explains every first divergence or
-    counts it.
+    """Compares greedy tokens with and without a draft; explains or counts each first divergence.
 
     A divergence is a tie when the two tokens' logits lie no further apart than wide and single
     forwards of the target differ at that very position, and the prompt's outputs agree in fp32.

@@ -1,5 +1,4 @@
-"""Accept, reject, resample: the rules that keep the target's distribution (arXiv 2211.17192,
-2302.01318).
+"""Accept, reject, resample, keeping the target's distribution (arXiv 2211.17192, 2302.01318).
 
 Pure functions on tensors. Legend: B rows, G drafted tokens, V vocabulary. p is the target's
 distribution and q the draft's, both after every warper, both over the *target's* ids.
