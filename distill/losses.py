@@ -1,17 +1,22 @@
-"""Losses that pull the draft q towards the target p: pure functions of logits, cached targets.
+"""The loss that pulls the draft q towards the target p, from the target's cached distributions.
 
-Legend: N response positions, V the draft's vocabulary, C cached tokens a position.
+Legend: N response positions, V rows of the draft's head, H hidden size, C cached tokens a position.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+CHUNK = 1024  # response positions whose logits exist at once
 
 
 def coarse_forward_kl(
     logits: Tensor, cached_ids: Tensor, cached_logprobs: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """KL(p || q) [N], both merged into C + 1 buckets: each cached token, and all the rest.
 
     logits: the draft's [N, V]. cached_ids: the target's most likely tokens as rows of the draft's
@@ -24,28 +29,93 @@ def coarse_forward_kl(
     buckets can only lower a KL divergence, so this is a lower bound of KL over the full vocabulary,
     and tight when the cached tokens hold nearly all mass.
 
-    Returns the divergences and whether argmax q is the target's most likely token that the draft
-    has [N, bool]. Positions whose cached tokens all lack a row still learn to keep out of nowhere:
-    their only bucket is the rest, and their loss is 0.
+    Returns the divergences, whether argmax q is the target's most likely token that the draft has
+    [N, bool], and the gradient of each divergence in its logits [N, V], in closed form: q - p on a
+    cached token, q (1 - p_rest / q_rest) on any other. Positions whose cached tokens all lack a
+    row have nothing but the rest: loss and gradient are 0.
     """
-    logits = logits.float()
-    log_normaliser = logits.logsumexp(-1, keepdim=True)
+    top, best = logits.max(-1, keepdim=True)
+    shifted = logits.float() - top.float()  # both converted first: mixed dtypes subtract slowly
     known = cached_ids >= 0
     ids = cached_ids.clamp_min(0)
-    log_q = (logits.gather(1, ids) - log_normaliser).masked_fill(~known, float("-inf"))
+    log_q = shifted.gather(1, ids)
+    q = shifted.exp_()
+    normaliser = q.sum(-1, keepdim=True)
+    log_q -= normaliser.log()
+    q /= normaliser
+
     p = cached_logprobs.float().exp()
     p_rest = (1 - p.sum(-1)).clamp_min(0)
     p = p.masked_fill(~known, 0)
     kept = p.sum(-1) + p_rest
-    # fp16 storage can push a sum of logprobs a hair above 1; nothing is kept of a position only
-    # when every cached token lacks a row and they hold all the mass
-    kept = kept.clamp_min(torch.finfo(torch.float16).tiny)
-    p, p_rest = p / kept[:, None], p_rest / kept
+    # what fp16 storage leaves of a position that the draft cannot say at all is rounding error
+    share = torch.where(kept > 1e-3, 1 / kept, 0)
+    p, p_rest = p * share[:, None], p_rest * share
 
-    q_cached = log_q.exp().sum(-1).clamp_max(1 - 1e-6)
-    log_q_rest = torch.log1p(-q_cached)
-    cross = (p * log_q.masked_fill(~known, 0)).sum(-1) + p_rest * log_q_rest
+    q_cached = log_q.exp().masked_fill(~known, 0)
+    q_rest = 1 - q_cached.sum(-1).clamp_max(1 - 1e-6)
+    cross = (p * log_q.masked_fill(~known, 0)).sum(-1) + p_rest * q_rest.log()
     entropy = torch.special.entr(p).sum(-1) + torch.special.entr(p_rest)
-    best = cached_logprobs.float().masked_fill(~known, float("-inf"))
-    agreed = logits.argmax(-1) == ids.gather(1, best.argmax(-1, keepdim=True))[:, 0]
-    return -cross - entropy, agreed & known.any(-1)
+    likeliest = cached_logprobs.float().masked_fill(~known, float("-inf")).argmax(-1, keepdim=True)
+    agreed = (best == ids.gather(1, likeliest))[:, 0] & known.any(-1)
+
+    pull = (p_rest / q_rest)[:, None]
+    gradient = q.mul_((p.sum(-1) + p_rest)[:, None] - pull)
+    gradient.scatter_add_(1, ids, (q_cached * pull - p).masked_fill_(~known, 0))
+    return -cross - entropy, agreed, gradient
+
+
+class _HeadLoss(torch.autograd.Function):
+    """The head and its loss in one: gradients are taken while a chunk's logits exist.
+
+    Neither are [N, V] logits ever whole, nor is the head computed a second time in the backward
+    pass (2410.10989 fuses cross-entropy in this way).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, cached_ids: Tensor, cached_logprobs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        device = hidden.device.type
+        dtype = hidden.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        hidden_needs, weight_needs = ctx.needs_input_grad[:2]
+        hidden_gradient = torch.zeros_like(hidden) if hidden_needs else None
+        weight_gradient = torch.zeros_like(weight) if weight_needs else None
+        total = torch.zeros((), device=hidden.device)
+        agreed = torch.zeros((), dtype=torch.long, device=hidden.device)
+        with torch.autocast(device, enabled=False):
+            head = weight.to(dtype)
+            for at in range(0, len(hidden), CHUNK):
+                part = slice(at, at + CHUNK)
+                states = hidden[part].to(dtype)
+                loss, same, gradient = coarse_forward_kl(
+                    F.linear(states, head), cached_ids[part], cached_logprobs[part]
+                )
+                total += loss.sum()
+                agreed += same.sum()
+                gradient = gradient.to(dtype)
+                if hidden_gradient is not None:
+                    hidden_gradient[part] = gradient @ head
+                if weight_gradient is not None:
+                    weight_gradient += gradient.T @ states
+        ctx.save_for_backward(hidden_gradient, weight_gradient)
+        ctx.mark_non_differentiable(agreed)
+        return total, agreed
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = (part if part is None else part * scale for part in ctx.saved_tensors)
+        return (*gradients, None, None)
+
+
+def head_loss(
+    hidden: Tensor, weight: Tensor, cached_ids: Tensor, cached_logprobs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The summed `coarse_forward_kl` of the logits `hidden @ weight.T`, and how many agreed.
+
+    hidden: what the head reads at response positions [N, H]. weight: the head [V, H]. The products
+    run in autocast's dtype where that is on. Differentiable once, in hidden and weight.
+    """
+    return _HeadLoss.apply(hidden, weight, cached_ids, cached_logprobs)

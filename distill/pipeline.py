@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from align.atomic import atomic_file, atomic_folder
 from align.check import Verdict, check_pair
+from align.process import use_machine
 from align.sources import load_model, resolve_checkpoint
 from align.token_bytes import token_keys
 from align.trim import byte_units
@@ -60,19 +60,12 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def use_all_cores() -> None:
-    """Give this process its share of the cores: accelerate starts each one with a single thread."""
-    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None  # not on a Mac
-    cores = len(mine) if mine else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // PartialState().num_processes))
-
-
 class Run:
     """One run of a recipe in its output folder. Stages are called in order by distill/train.py."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.folder = recipe, recipe.folder
-        use_all_cores()
+        use_machine(PartialState().num_processes)
         training_config(recipe)  # a value that transformers refuses is found now, not after minutes
         self.sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
         self.started = time.time()

@@ -13,17 +13,15 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ModelOutput
 from trl import SFTConfig, SFTTrainer
 
 from align.atomic import atomic_file
 from distill.logit_cache import CachedAnswer
-from distill.losses import coarse_forward_kl
+from distill.losses import head_loss
 from distill.recipe import Recipe, RecipeError
 
-LOSS_CHUNK = 1024  # response positions whose logits exist at once
 COMPLETE = "complete"  # the last file of a checkpoint
 
 
@@ -85,14 +83,15 @@ def attach_distillation_forward(model: PreTrainedModel) -> None:
     """Make `model.forward` return the summed loss over response positions instead of logits.
 
     Inside forward, so that DDP's gradient hooks, PEFT's adapters and autocast all see it. The head
-    is applied to response positions only, LOSS_CHUNK at a time, and recomputed in the backward
-    pass, so that no [N, K] tensor outlives its chunk.
+    is applied to response positions only. Raises ValueError for a head that is more than a product.
     """
     body, head = model.base_model, model.get_output_embeddings()
-
-    def chunk_loss(hidden: Tensor, top_ids: Tensor, top_logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        loss, agreed = coarse_forward_kl(head(hidden), top_ids, top_logprobs)
-        return loss.sum(), agreed.sum()
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    if head.bias is not None or softcap:
+        raise ValueError(
+            f"The draft's head has {'a bias' if head.bias is not None else f'softcap {softcap}'}, "
+            "which the loss here does not know; use another draft, or none: the target is pruned."
+        )
 
     def forward(
         input_ids: Tensor,
@@ -104,14 +103,7 @@ def attach_distillation_forward(model: PreTrainedModel) -> None:
     ) -> ModelOutput:
         states = body(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         hidden = states.last_hidden_state.flatten(0, 1)[positions]
-        loss = hidden.new_zeros((), dtype=torch.float32)
-        agreed = torch.zeros((), dtype=torch.long, device=hidden.device)
-        for at in range(0, len(positions), LOSS_CHUNK):
-            part = slice(at, at + LOSS_CHUNK)
-            more, same = checkpoint(
-                chunk_loss, hidden[part], top_ids[part], top_logprobs[part], use_reentrant=False
-            )
-            loss, agreed = loss + more, agreed + same
+        loss, agreed = head_loss(hidden, head.weight, top_ids, top_logprobs)
         return ModelOutput(loss=loss, agreed=agreed)
 
     model.forward = forward
@@ -219,12 +211,16 @@ def distil(
         processing_class=tokenizer,
         peft_config=adapters,
     )
+    if trainer.args.device.type == "cpu":
+        # torch's fused attention takes twice the time of two products there, its backward thrice
+        model.set_attn_implementation("eager")
     resume = recipe.training.get("resume_from_checkpoint") or last_checkpoint(recipe.folder)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     tuned: Any = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     if recipe.use_peft:
         tuned = tuned.merge_and_unload(safe_merge=True)
     del tuned.forward  # the instance's own: the class's forward, which gives logits, is back
+    tuned.set_attn_implementation("sdpa")
     return tuned.eval()
 
 

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from eval.forward import Decoder
-from eval.verification import Sampling, sample, warp
+from eval.verification import Sampling, likeliest, sample, warp
+
+
+SLACK = 32  # free slots: a step reads every slot of the cache, and resizing it reads all of it
 
 
 @dataclass
@@ -43,9 +46,9 @@ def generate_batched(
     # longest first: rows that run together have similar lengths, and attention reads less
     queue = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     generator = torch.Generator(device=target.device).manual_seed(seed)
-    slots = max((len(prompt) for prompt in prompts), default=0) + max_new_tokens
-    cache = target.new_cache(min(batch_size, len(prompts)), slots)
-    single = target.new_cache(1, slots)
+    longest = max((len(prompt) for prompt in prompts), default=0)
+    cache = target.new_cache(min(batch_size, len(prompts)), longest + SLACK)
+    single = target.new_cache(1, longest)
     answers = [Answer(queue.pop()) for _ in range(cache.rows)]
     # each row's token to feed next, and its position
     tokens = torch.zeros(cache.rows, dtype=torch.long, device=target.device)
@@ -63,9 +66,12 @@ def generate_batched(
     for row in range(cache.rows):
         admit(row)
     while answers:
+        needed = int(positions.max()) + 1
+        if not needed <= cache.slots <= needed + 2 * SLACK:
+            cache = cache.resized(needed + SLACK)
         logits = target.forward(tokens[:, None], positions, cache)[:, -1]
         positions += 1
-        tokens = logits.argmax(-1) if sampling.greedy else sample(warp(logits, sampling), generator)
+        tokens = likeliest(logits) if sampling.greedy else sample(warp(logits, sampling), generator)
         captured = capture(logits) if capture else ()
         ended = []
         for row, token in enumerate(tokens.tolist()):

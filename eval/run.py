@@ -18,6 +18,7 @@ import argparse
 
 import torch
 
+from align.process import use_machine
 from eval.drafts import load_candidate, load_target
 from eval.evaluation import PromptSet, context_length, evaluate_drafts
 from eval.forward import build_decoder
@@ -78,6 +79,7 @@ def _take_from_run(args: argparse.Namespace) -> None:
 def main(argv: list[str]) -> int:
     try:
         args = parse(argv)
+        use_machine()
         sampling = Sampling(args.temperature, args.top_k, args.top_p)
         target = load_target(args.target, getattr(torch, args.dtype), torch.device(args.device), 64)
         prompts = load_prompts(args.prompts, args.max_prompts, args.seed)

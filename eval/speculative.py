@@ -16,7 +16,7 @@ from torch import Tensor
 from eval.forward import Decoder, KVCache
 from eval.metrics import PromptRun
 from eval.prompts import Prompt
-from eval.verification import Sampling, sample, verify_greedy, verify_sampled, warp
+from eval.verification import Sampling, likeliest, sample, verify_greedy, verify_sampled, warp
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def decode_baseline(target: Decoder, prompt: Prompt, ids: list[int], how: Decodi
 
     def choose(logits: Tensor) -> Tensor:
         if how.sampling.greedy:
-            return logits.argmax(-1)
+            return likeliest(logits)
         return sample(warp(logits, how.sampling), generator)
 
     clock = time.perf_counter()
@@ -110,7 +110,7 @@ def decode_speculative(
     clock = time.perf_counter()
     target_cache = target.new_cache(1, slots)
     logits = target.forward(torch.tensor([ids], device=device), 0, target_cache, last_only=True)
-    first = logits.argmax(-1) if greedy else sample(warp(logits, how.sampling), generator)
+    first = likeliest(logits) if greedy else sample(warp(logits, how.sampling), generator)
     tokens: list[int] = first[0].tolist()
     now = time.perf_counter()
     run = _empty_run(prompt, ids, tokens, now - clock)
@@ -130,7 +130,7 @@ def decode_speculative(
             logits = draft.forward(step, seen, draft_cache, last_only=True)[:, -1]
             seen += step.shape[1]
             if greedy:
-                step = draft.to_target_ids(logits.argmax(-1))[:, None]
+                step = draft.to_target_ids(likeliest(logits))[:, None]
             else:
                 q.append(warp(logits, how.sampling))
                 step = draft.to_target_ids(sample(q[i], generator))[:, None]
@@ -142,7 +142,7 @@ def decode_speculative(
         start = len(ids) + len(tokens) - 1
         logits = target.forward(block, start, target_cache)
         if greedy:
-            accepted, following = verify_greedy(logits.argmax(-1), block[:, 1:])
+            accepted, following = verify_greedy(likeliest(logits), block[:, 1:])
         else:
             p = warp(logits, how.sampling)
             q_full = (

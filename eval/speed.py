@@ -19,7 +19,7 @@ from eval.generation import generate_batched
 from eval.metrics import Agreement, Measured, PromptRun, StepCosts
 from eval.prompts import Prompt
 from eval.speculative import Decoding, Draft, decode_baseline, decode_speculative
-from eval.verification import Sampling, agreement, warp
+from eval.verification import Sampling, agreement, likeliest, warp
 
 COST_REPEATS = 30
 STOCK_PROMPTS = 8
@@ -94,7 +94,7 @@ def step_costs(
 
         def run() -> None:
             logits = decoder.forward(tokens, context_length, cache)[..., :rows]
-            (logits.argmax(-1) if sampling.greedy else warp(logits, sampling)).sum().item()
+            (likeliest(logits) if sampling.greedy else warp(logits, sampling)).sum().item()
 
         return run
 

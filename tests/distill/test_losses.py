@@ -1,7 +1,9 @@
+import math
+
 import pytest
 import torch
 
-from distill.losses import coarse_forward_kl
+from distill.losses import coarse_forward_kl, head_loss
 
 
 def plain(logits, p, cached_ids, full_ids_of_rows):
@@ -20,10 +22,8 @@ def plain(logits, p, cached_ids, full_ids_of_rows):
         buckets_q.append(1 - sum(buckets_q))
         total = sum(buckets_p)
         pairs = zip(buckets_p, buckets_q, strict=True)
-        losses.append(
-            sum(a / total * torch.log(torch.tensor(a / total / b)) for a, b in pairs if a > 0)
-        )
-    return torch.tensor(losses)
+        losses.append(sum(a / total * math.log(a / total / b) for a, b in pairs if a > 0))
+    return torch.tensor(losses, dtype=torch.float64)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def case():
 
 def test_equals_a_plain_reference_on_a_trimmed_head(case):
     logits, p, top_ids, top_logp, row_ids, rows = case
-    loss, _ = coarse_forward_kl(logits, rows[top_ids], top_logp)
+    loss, _, _ = coarse_forward_kl(logits, rows[top_ids], top_logp)
     # fp32 sums of a few terms of size one
     torch.testing.assert_close(loss, plain(logits, p, top_ids, row_ids).float(), atol=1e-5, rtol=0)
 
@@ -50,7 +50,7 @@ def test_is_the_full_kl_when_everything_is_cached():
     p = torch.randn(20, 12).softmax(-1)
     logits = torch.randn(20, 12)
     top_p, ids = p.topk(11, dim=-1)
-    loss, _ = coarse_forward_kl(logits, ids, top_p.log())
+    loss, _, _ = coarse_forward_kl(logits, ids, top_p.log())
     full = torch.nn.functional.kl_div(logits.log_softmax(-1), p, reduction="none").sum(-1)
     torch.testing.assert_close(loss, full, atol=1e-4, rtol=0)
 
@@ -62,50 +62,95 @@ def test_never_exceeds_the_full_kl():
     full = torch.nn.functional.kl_div(logits.log_softmax(-1), p, reduction="none").sum(-1)
     for cached in (1, 3, 10):
         top_p, ids = p.topk(cached, dim=-1)
-        loss, _ = coarse_forward_kl(logits, ids, top_p.log())
+        loss, _, _ = coarse_forward_kl(logits, ids, top_p.log())
         assert (loss <= full + 1e-5).all()
         assert (loss >= -1e-5).all()
 
 
 def test_is_zero_and_stationary_at_p():
     torch.manual_seed(3)
-    logits = torch.randn(9, 15, requires_grad=True)
-    top, ids = logits.detach().log_softmax(-1).topk(5, dim=-1)
-    loss, agreed = coarse_forward_kl(logits, ids, top)
-    loss.sum().backward()
+    logits = torch.randn(9, 15)
+    top, ids = logits.log_softmax(-1).topk(5, dim=-1)
+    loss, agreed, gradient = coarse_forward_kl(logits, ids, top)
     assert loss.abs().max() < 1e-5
-    assert logits.grad.abs().max() < 1e-5
+    assert gradient.abs().max() < 1e-5
     assert agreed.all()
 
 
-def test_gradient_is_that_of_finite_differences(case):
-    logits, _, top_ids, top_logp, _, rows = case
-    logits = logits[:4].double().requires_grad_()
+def test_gradient_is_that_of_the_plain_reference(case):
+    logits, p, top_ids, top_logp, row_ids, rows = case
+    _, _, gradient = coarse_forward_kl(logits, rows[top_ids], top_logp)
+    step = 1e-4
+    for row, column in ((0, 0), (1, 7), *enumerate(rows[top_ids[:, 0]].clamp_min(0).tolist())):
+        nudge = torch.zeros(logits.shape, dtype=torch.float64)
+        nudge[row, column] = step
+        ends = [
+            plain(
+                (logits.double() + sign * nudge)[row : row + 1],
+                p[row : row + 1],
+                top_ids[row : row + 1],
+                row_ids,
+            )
+            for sign in (1, -1)
+        ]
+        slope = float(ends[0] - ends[1]) / (2 * step)
+        # central differences in fp64 against one fp32 pass
+        assert float(gradient[row, column]) == pytest.approx(slope, abs=1e-5)
 
-    def total(values):
-        return coarse_forward_kl(values, rows[top_ids[:4]], top_logp[:4])[0].sum()
 
-    total(logits).backward()
-    step = torch.zeros_like(logits)
-    step[2, 7] = 1e-3
-    with torch.no_grad():
-        slope = (total(logits + step) - total(logits - step)) / 2e-3
-    assert logits.grad[2, 7] == pytest.approx(float(slope), abs=1e-3)
-
-
-def test_positions_whose_cached_tokens_all_lack_a_row_stay_finite():
-    logits = torch.randn(2, 5, requires_grad=True)
+def test_positions_whose_cached_tokens_all_lack_a_row_teach_nothing():
     ids = torch.full((2, 3), -1)
-    logp = torch.tensor([[0.5, 0.3, 0.1]] * 2).log()
-    loss, agreed = coarse_forward_kl(logits, ids, logp)
-    loss.sum().backward()
-    assert torch.isfinite(loss).all()
-    assert torch.isfinite(logits.grad).all()
+    logp = torch.tensor([[0.5, 0.3, 0.2]] * 2).log()
+    loss, agreed, gradient = coarse_forward_kl(torch.randn(2, 5), ids, logp)
+    assert loss.abs().max() < 1e-6
+    assert gradient.abs().max() < 1e-6
     assert not agreed.any()
+
+
+def test_a_draft_that_is_sure_of_the_wrong_token_still_has_a_finite_gradient():
+    logits = torch.tensor([[0.0, 200.0, 0.0, 0.0]])
+    logp = torch.tensor([[0.6, 0.3]]).log()
+    loss, _, gradient = coarse_forward_kl(logits, torch.tensor([[0, 1]]), logp)
+    assert torch.isfinite(loss).all()
+    assert torch.isfinite(gradient).all()
+    assert gradient[0, 0] < 0 < gradient[0, 1]
+
+
+def test_head_loss_has_the_gradients_of_autograd_through_the_logits(case, monkeypatch):
+    _, _, top_ids, top_logp, row_ids, rows = case
+    ids, logp = rows[top_ids], top_logp.float()
+    hidden, weight = torch.randn(len(ids), 8), torch.randn(len(row_ids), 8)
+
+    def through_logits(hidden, weight):
+        log_q = (hidden @ weight.T).log_softmax(-1)
+        known = ids >= 0
+        p = logp.exp()
+        rest = 1 - p.sum(-1)
+        p = p * known
+        total = p.sum(-1) + rest
+        p, rest = p / total[:, None], rest / total
+        log_q = log_q.gather(1, ids.clamp_min(0))
+        q_rest = 1 - (log_q.exp() * known).sum(-1)
+        cross = (p * log_q).sum(-1) + rest * q_rest.log()
+        return -(cross + torch.special.entr(p).sum(-1) + torch.special.entr(rest)).sum()
+
+    leaves = [part.clone().requires_grad_() for part in (hidden, weight)]
+    expected = through_logits(*leaves)
+    (3 * expected).backward()
+    monkeypatch.setattr("distill.losses.CHUNK", 7)
+    ours = [part.clone().requires_grad_() for part in (hidden, weight)]
+    loss, _ = head_loss(*ours, ids, logp)
+    (3 * loss).backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-4)
+    for got, want in zip(ours, leaves, strict=True):
+        torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=1e-4)
+    frozen = [hidden.clone().requires_grad_(), weight]  # LoRA trains no head
+    head_loss(*frozen, ids, logp)[0].backward()
+    torch.testing.assert_close(frozen[0].grad, leaves[0].grad / 3, rtol=1e-4, atol=1e-4)
 
 
 def test_agreement_is_with_the_best_token_the_draft_has():
     logits = torch.tensor([[0.0, 5.0, 1.0]])
     ids = torch.tensor([[-1, 1, 2]])
-    _, agreed = coarse_forward_kl(logits, ids, torch.tensor([[0.6, 0.3, 0.1]]).log())
+    _, agreed, _ = coarse_forward_kl(logits, ids, torch.tensor([[0.6, 0.3, 0.1]]).log())
     assert agreed.tolist() == [True]

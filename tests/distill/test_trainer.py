@@ -113,7 +113,7 @@ def test_chunks_change_nothing(monkeypatch):
     whole.backward()
     gradient = model.lm_head.weight.grad.clone()
     model.zero_grad()
-    monkeypatch.setattr("distill.trainer.LOSS_CHUNK", 5)
+    monkeypatch.setattr("distill.losses.CHUNK", 5)
     chunked = model(**batch).loss
     chunked.backward()
     torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-5)
