@@ -137,10 +137,10 @@ def _fit_projection(
             ids = torch.cat([answer.prompt_ids, answer.response_ids])[None].to(target.device)
             target.model(input_ids=ids[:, :-1], use_cache=False)
             response = slice(len(answer.prompt_ids) - 1, None)
-            x = F.rms_norm(seen["early"][0, response].double(), (size,), eps=1e-6).cpu()
-            y = seen["final"][0, response].double().cpu()
-            gram += x.T @ x
-            cross += x.T @ y
+            x = F.rms_norm(seen["early"][0, response].float(), (size,), eps=1e-6)
+            y = seen["final"][0, response].float()
+            gram += (x.T @ x).cpu()
+            cross += (x.T @ y).cpu()
             bar.update(len(x))
     finally:
         for hook in hooks:

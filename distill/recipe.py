@@ -84,6 +84,7 @@ class Recipe:
     answer_max_new_tokens: int = 128  # longest answer, in tokens
     answer_batch_size: int = 48  # prompts answered at once
     cache_top_k: int = 15  # most likely tokens kept of each distribution
+    teacher_temperature: float = 1.0  # the draft learns p ** (1 / this); below 1 suits greedy use
     use_peft: bool = False  # LoRA instead of full fine-tuning
     lora_r: int = 64  # rank of the adapters
     lora_alpha: int = 128  # the adapters are scaled by lora_alpha / lora_r
@@ -125,7 +126,7 @@ _AT_LEAST = {
         "adam_beta1 adam_beta2 max_grad_norm seed data_seed dataloader_num_workers"
     ),
 }
-_MORE_THAN_0 = "num_train_epochs logging_steps save_steps adam_epsilon top_p"
+_MORE_THAN_0 = "teacher_temperature num_train_epochs logging_steps save_steps adam_epsilon top_p"
 _LESS_THAN_1 = "lora_dropout adam_beta1 adam_beta2"
 
 

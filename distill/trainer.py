@@ -25,15 +25,22 @@ from distill.recipe import Recipe, RecipeError
 COMPLETE = "complete"  # the last file of a checkpoint
 
 
-def training_rows(answers: Iterable[CachedAnswer], head_rows: Tensor | None) -> Dataset:
+def training_rows(
+    answers: Iterable[CachedAnswer], head_rows: Tensor | None, teacher_temperature: float = 1.0
+) -> Dataset:
     """One row an answer: input_ids [P + R], the prompt's length, cached top tokens, flat [R * C].
 
     head_rows: for each target id its row in the draft's head [V], -1 where it has none; None when
-    they are equal. Nested lists would read ten times slower than the flat columns.
+    they are equal. teacher_temperature: other than 1 it sharpens (or flattens) p over the cached
+    tokens, and nothing is left for the rest, whose powers cannot be known. Nested lists would read
+    ten times slower than the flat columns.
     """
 
     def rows() -> Iterable[dict[str, Any]]:
         for answer in answers:
+            logprobs = answer.top_logprobs
+            if teacher_temperature != 1:
+                logprobs = (logprobs.float() / teacher_temperature).log_softmax(-1)
             ids = answer.top_ids if head_rows is None else head_rows[answer.top_ids]
             yield {
                 "index": answer.index,
@@ -41,7 +48,7 @@ def training_rows(answers: Iterable[CachedAnswer], head_rows: Tensor | None) -> 
                 "length": len(answer.prompt_ids) + len(answer.response_ids),
                 "input_ids": torch.cat([answer.prompt_ids, answer.response_ids]).tolist(),
                 "top_ids": ids.flatten().tolist(),
-                "top_logprobs": answer.top_logprobs.flatten().tolist(),
+                "top_logprobs": logprobs.flatten().tolist(),
             }
 
     return Dataset.from_list(list(rows()))
@@ -206,7 +213,7 @@ def distil(
     trainer = DistillationTrainer(
         model=model,
         args=training_config(recipe),
-        train_dataset=training_rows(answers, head_rows),
+        train_dataset=training_rows(answers, head_rows, recipe.teacher_temperature),
         data_collator=DistillationCollator(pad_id(tokenizer)),
         processing_class=tokenizer,
         peft_config=adapters,

@@ -11,7 +11,6 @@ from torch import Tensor
 from eval.forward import Decoder
 from eval.verification import Sampling, likeliest, sample, warp
 
-
 SLACK = 32  # free slots: a step reads every slot of the cache, and resizing it reads all of it
 
 

@@ -97,6 +97,28 @@ def test_batched_loss_is_the_sum_of_single_answers():
     torch.testing.assert_close(model(**batch).loss, expected, rtol=1e-5, atol=1e-4)
 
 
+def test_a_teacher_temperature_sharpens_the_cached_tokens_and_leaves_no_rest():
+    answers = made_answers(3)
+    plain, sharp = (list(training_rows(answers, None, t)) for t in (1.0, 0.5))
+    for row, sharpened in zip(plain, sharp, strict=True):
+        p = torch.tensor(row["top_logprobs"]).exp().view(-1, 6)
+        squared = p**2 / (p**2).sum(-1, keepdim=True)
+        got = torch.tensor(sharpened["top_logprobs"]).exp().view(-1, 6)
+        torch.testing.assert_close(got, squared, rtol=1e-4, atol=1e-5)
+        assert sharpened["top_ids"] == row["top_ids"]
+
+
+def test_a_head_that_is_more_than_a_product_is_refused():
+    model = tiny_model()
+    model.lm_head = torch.nn.Linear(16, VOCAB, bias=True)
+    with pytest.raises(ValueError, match="head has a bias, which the loss here does not know"):
+        attach_distillation_forward(model)
+    model = tiny_model()
+    model.config.final_logit_softcapping = 30.0
+    with pytest.raises(ValueError, match=r"head has softcap 30.0"):
+        attach_distillation_forward(model)
+
+
 def test_labels_count_the_response_tokens_only():
     answers = made_answers(3)
     batch = DistillationCollator(0)(list(training_rows(answers, None)))
