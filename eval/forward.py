@@ -234,7 +234,7 @@ class LeanDecoder:
                 first = torch.tensor([start], device=self.device)
                 mask = causal_bias(first, width, length, self.dtype)
         else:
-            # products of whole tensors need no copy of a slice: generate_batched keeps `slots` tight
+            # products of whole tensors copy no slice, and generate_batched keeps `slots` tight
             length = cache.slots if many else int(start.max()) + width
             positions = start[:, None] + torch.arange(width, device=self.device)
             cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]

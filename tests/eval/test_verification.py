@@ -5,9 +5,13 @@ import torch
 from scipy.stats import chi2
 
 from eval.verification import (
+    Sampling,
+    agreement,
     likeliest,
     sample,
+    verify_greedy,
     verify_sampled,
+    warp,
 )
 
 ROWS = 200_000
@@ -93,6 +97,77 @@ def test_a_q_that_was_not_sampled_from_is_caught():
 def test_a_token_the_target_never_says_is_never_accepted(monkeypatch):
     p = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
     q = torch.tensor([[[1.0, 0.0]]])
+    monkeypatch.setattr(torch, "rand", lambda *a, **k: torch.zeros(1, 1))  # `<=` would accept
+    accepted, following = verify_sampled(p, q, torch.tensor([[0]]))
+    assert accepted.tolist() == [0]
+    assert following.tolist() == [1]
+
+
+def test_equal_distributions_accept_everything():
+    p, _ = distributions(50, seed=3)
+    tokens, accepted = outcome(p, p[:2], verify_sampled, seed=2)
+    assert (accepted == 2).all()
+    assert p_value(tokens, p) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "accepted", "following"),
+    [
+        ([1, 2, 3], [1, 2], 2, 3),
+        ([1, 2, 3], [1, 9], 1, 2),
+        ([1, 2, 3], [9, 2], 0, 1),
+        ([7], [], 0, 7),
+    ],
+)
+def test_greedy_cases(target, draft, accepted, following):
+    n, token = verify_greedy(torch.tensor([target]), torch.tensor([draft], dtype=torch.long))
+    assert (n.tolist(), token.tolist()) == ([accepted], [following])
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(0.7, None, 1.0), (1.3, 7, 1.0), (1.0, None, 0.8), (0.6, 9, 0.5)],
+)
+def test_warping_is_that_of_transformers(temperature, top_k, top_p):
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(6, 40)
+    expected = TemperatureLogitsWarper(temperature)(None, logits)
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(None, expected)
+    if top_p < 1:
+        expected = TopPLogitsWarper(top_p)(None, expected)
+    found = warp(logits, Sampling(temperature, top_k, top_p))
+    torch.testing.assert_close(found, expected.softmax(-1), atol=1e-6, rtol=0)
+
+
+def test_greedy_is_one_hot_and_agreement_counts_equal_choices():
+    logits = torch.tensor([[1.0, 3.0, 2.0], [5.0, 1.0, 0.0]])
+    one_hot = warp(logits, Sampling())
+    assert one_hot.tolist() == [[0, 1, 0], [1, 0, 0]]
+    assert agreement(one_hot, one_hot.flip(0)).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("bad", [{"temperature": -1}, {"top_k": 0}, {"top_p": 0}, {"top_p": 1.5}])
+def test_impossible_sampling_is_refused(bad):
+    with pytest.raises(ValueError, match="use"):
+        Sampling(**({"temperature": 1.0} | bad))
+
+
+def test_samples_have_the_distribution_and_never_an_impossible_token():
+    p = torch.tensor([0.0, 0.05, 0.0, 0.6, 0.15, 0.2, 0.0])
+    drawn = sample(p.expand(ROWS, -1), torch.Generator().manual_seed(11))
+    counts = torch.bincount(drawn, minlength=len(p))
+    assert counts[p == 0].sum() == 0
+    expected = ROWS * p[p > 0]
+    statistic = float(((counts[p > 0] - expected) ** 2 / expected).sum())
+    assert chi2.sf(statistic, len(expected) - 1) > 1e-4
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53, 1.0])
+def test_the_ends_of_the_uniform_interval_are_possible_tokens(monkeypatch, uniform):
+    p = torch.tensor([0.0, 0.0, 0.3, 0.7, 0.0, 0.0])
     monkeypatch.setattr(
         "torch.rand", lambda size, generator, **how: torch.full(size, uniform, **how)
     )
