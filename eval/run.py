@@ -15,17 +15,27 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
+from typing import Any
 
 import torch
 
 from align.process import use_machine
-from eval.drafts import load_candidate, load_target
+from eval.drafts import Target, load_candidate, load_target
 from eval.evaluation import PromptSet, context_length, evaluate_drafts
 from eval.forward import build_decoder
 from eval.prompts import load_prompts, render_all
 from eval.report import print_summary, write_report
 from eval.speculative import Decoding
 from eval.verification import Sampling
+
+# of a run's recipe where --run is given, else these
+DEFAULTS: dict[str, Any] = {
+    "temperature": 0.0,
+    "top_k": None,
+    "top_p": 1.0,
+    "max_new_tokens": 128,
+    "dtype": "bfloat16",
+}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -35,23 +45,27 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", help="Hub data set, pypi: file or .jsonl")
     parser.add_argument("--run", type=Path, help="output folder of a training run")
     parser.add_argument("--output_dir", type=Path, help="default: the run's, or outputs/eval")
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperature", type=float)
     parser.add_argument("--top_k", type=int)
-    parser.add_argument("--top_p", type=float, default=1.0)
-    parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--top_p", type=float)
+    parser.add_argument("--max_new_tokens", type=int)
     parser.add_argument("--gamma", type=int, help="default: chosen on prompts set aside")
     parser.add_argument("--max_gamma", type=int, default=6)
     parser.add_argument("--max_prompts", type=int, help="draw so many of the prompts")
     parser.add_argument("--speed_prompts", type=int, default=40)
     parser.add_argument("--tuning_prompts", type=int, default=8, help="set aside to choose gamma")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--fail_under_alpha", type=float)
     parser.add_argument("--fail_under_speedup", type=float)
     args = parser.parse_args(argv)
+    args.tuning = None
     if args.run is not None:
         _take_from_run(args)
+    for key, value in DEFAULTS.items():
+        if getattr(args, key) is None:
+            setattr(args, key, value)
     if not (args.target and args.draft and args.prompts):
         parser.error("give --target, --draft and --prompts, or --run DIR")
     return args
@@ -71,9 +85,30 @@ def _take_from_run(args: argparse.Namespace) -> None:
     untuned = recipe["draft"] or args.run / "prepared"
     args.draft = args.draft or [f"untuned={untuned}", f"tuned={args.run / 'draft'}"]
     args.prompts = args.prompts or str(args.run / "prompts" / "eval.jsonl")
+    args.tuning = args.run / "prompts" / "tuning.jsonl"
     args.output_dir = args.output_dir or args.run
-    for key in ("temperature", "top_k", "top_p", "max_new_tokens", "dtype"):
-        setattr(args, key, recipe[key])
+    for key in DEFAULTS:
+        if getattr(args, key) is None:
+            setattr(args, key, recipe[key])
+
+
+def _prompt_sets(args: argparse.Namespace, target: Target) -> tuple[PromptSet, PromptSet]:
+    """Prompts to evaluate and prompts to choose gamma on, which are never the same."""
+    prompts = load_prompts(args.prompts, args.max_prompts, args.seed)
+    if args.tuning is not None:
+        tuning = load_prompts(str(args.tuning))
+    else:
+        # without a training run's own, the first prompts choose gamma and are not evaluated
+        aside = 0 if args.gamma else min(args.tuning_prompts, len(prompts) - 1)
+        if not args.gamma and aside < 1:
+            raise ValueError("One prompt cannot both choose gamma and be evaluated; give --gamma.")
+        tuning, prompts = prompts[:aside], prompts[aside:]
+    room = target.model.config.get_text_config().max_position_embeddings - args.max_gamma - 1
+    sets = (
+        PromptSet(args.prompts, part, render_all(part, target.tokenizer, room, args.max_new_tokens))
+        for part in (prompts, tuning)
+    )
+    return next(sets), next(sets)
 
 
 def main(argv: list[str]) -> int:
@@ -82,14 +117,10 @@ def main(argv: list[str]) -> int:
         use_machine()
         sampling = Sampling(args.temperature, args.top_k, args.top_p)
         target = load_target(args.target, getattr(torch, args.dtype), torch.device(args.device), 64)
-        prompts = load_prompts(args.prompts, args.max_prompts, args.seed)
-        room = target.model.config.get_text_config().max_position_embeddings - args.max_gamma - 1
-        ids = render_all(prompts, target.tokenizer, room, args.max_new_tokens)
-        # without a training run's own, the first prompts choose gamma and are not evaluated
-        aside = 0 if args.gamma else min(args.tuning_prompts, len(prompts) - 1)
-        if not args.gamma and aside < 1:
-            raise ValueError("One prompt cannot both choose gamma and be evaluated; give --gamma.")
-        length = context_length(ids, args.max_new_tokens, max(args.max_gamma, args.gamma or 0))
+        evaluation, tuning = _prompt_sets(args, target)
+        length = context_length(
+            evaluation.ids + tuning.ids, args.max_new_tokens, max(args.max_gamma, args.gamma or 0)
+        )
         target.decoder = build_decoder(target.model, length)
         candidates = []
         for text in args.draft:
@@ -100,8 +131,8 @@ def main(argv: list[str]) -> int:
         report = evaluate_drafts(
             target,
             candidates,
-            PromptSet(args.prompts, prompts[aside:], ids[aside:]),
-            PromptSet(args.prompts, prompts[:aside], ids[:aside]),
+            evaluation,
+            tuning,
             Decoding(sampling, target.stops, args.max_new_tokens, args.seed),
             args.gamma,
             args.max_gamma,

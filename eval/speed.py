@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from eval.verification import Sampling, agreement, likeliest, warp
 COST_REPEATS = 30
 STOCK_PROMPTS = 8
 ALPHA_BATCH = 48
+TUNING_TOKENS = 64  # of an answer are enough to compare draft lengths
 
 
 def target_texts(target: Target, prompts: list[list[int]], how: Decoding) -> list[list[int]]:
@@ -126,6 +129,7 @@ def choose_gamma(
     max_gamma: int,
 ) -> int:
     """The draft length with the least wall time per token on prompts that are not evaluated."""
+    how = dataclasses.replace(how, max_new_tokens=min(how.max_new_tokens, TUNING_TOKENS))
     totals = dict.fromkeys(range(1, max_gamma + 1), 0.0)
     tokens = dict.fromkeys(totals, 0)
     rows = list(zip(prompts, prompt_ids, strict=True))
@@ -213,7 +217,13 @@ class LosslessCheck:
 
     def __init__(self, target: Target, how: Decoding, gamma: int) -> None:
         self.target, self.how, self.gamma = target, how, gamma
-        self.exact: Decoder | None = None
+        self.exact_texts: dict[str, list[int]] = {}  # prompt id -> the target's text in fp32
+
+    @cached_property
+    def exact(self) -> Decoder:
+        """The target in fp32."""
+        model = copy.deepcopy(self.target.model).float()
+        return build_decoder(model, self.target.decoder.context_length)
 
     def ledger(
         self,
@@ -224,17 +234,20 @@ class LosslessCheck:
         runs: Sequence[PromptRun],
     ) -> dict[str, int]:
         """`{prompts, identical, tie_divergences, unexplained}` of greedy runs of one draft."""
-        counts = {"prompts": len(runs), "identical": 0, "tie_divergences": 0, "unexplained": 0}
-        for prompt, ids, base, run in zip(prompts, prompt_ids, baseline, runs, strict=True):
-            if base.tokens == run.tokens:
-                counts["identical"] += 1
-            elif self._is_tie(ids, base.tokens, run.tokens) and self._agrees_exactly(
-                draft, prompt, ids
-            ):
-                counts["tie_divergences"] += 1
-            else:
-                counts["unexplained"] += 1
-        return counts
+        rows = list(zip(prompts, prompt_ids, baseline, runs, strict=True))
+        other = [row for row in rows if row[2].tokens != row[3].tokens]
+        near = [
+            (prompt, ids)
+            for prompt, ids, base, run in other
+            if self._is_tie(ids, base.tokens, run.tokens)
+        ]
+        ties = sum(self._agree_exactly(draft, near))
+        return {
+            "prompts": len(rows),
+            "identical": len(rows) - len(other),
+            "tie_divergences": ties,
+            "unexplained": len(other) - ties,
+        }
 
     def _is_tie(self, ids: list[int], base: list[int], run: list[int]) -> bool:
         pairs = zip(base, run, strict=False)
@@ -259,10 +272,16 @@ class LosslessCheck:
             logits = decoder.forward(block, at, cache)[:, : width - missing][:, -1:]
         return logits[0, -1].float()
 
-    def _agrees_exactly(self, draft: Draft, prompt: Prompt, ids: list[int]) -> bool:
-        if self.exact is None:
-            model = copy.deepcopy(self.target.model).float()
-            self.exact = build_decoder(model, self.target.decoder.context_length)
-        base = decode_baseline(self.exact, prompt, ids, self.how)
-        run = decode_speculative(self.exact, draft, prompt, ids, self.how, self.gamma)
-        return base.tokens == run.tokens
+    def _agree_exactly(self, draft: Draft, rows: list[tuple[Prompt, list[int]]]) -> list[bool]:
+        """For each prompt, whether its fp32 text with the draft is the one without."""
+        new = [(prompt, ids) for prompt, ids in rows if prompt.id not in self.exact_texts]
+        if new:
+            exact = dataclasses.replace(self.target, decoder=self.exact)
+            texts = target_texts(exact, [ids for _, ids in new], self.how)
+            for (prompt, _), text in zip(new, texts, strict=True):
+                self.exact_texts[prompt.id] = text
+        agreed = []
+        for prompt, ids in tqdm(rows, desc="check ties in fp32", unit="prompt", disable=not rows):
+            run = decode_speculative(self.exact, draft, prompt, ids, self.how, self.gamma)
+            agreed.append(run.tokens == self.exact_texts[prompt.id])
+        return agreed

@@ -1,0 +1,165 @@
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from distill.logit_cache import CachedAnswer
+from distill.prepare import build_pruned, domain_mass, full_vocabulary, head_rows, prune_and_fit
+
+VOCAB, LAYERS = 60, 4
+
+
+@pytest.fixture(scope="module")
+def target():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        model.model.norm.weight.mul_(torch.rand(16) + 0.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def answers(target):
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for index in range(20):
+        prompt, response = 3 + index % 3, 6 + index % 5
+        ids = torch.randint(2, VOCAB, (prompt + response,), generator=generator)
+        with torch.no_grad():
+            logits = target(ids[None]).logits[0, prompt - 1 : -1]
+        top, top_ids = logits.log_softmax(-1).topk(8, dim=-1)
+        made.append(CachedAnswer(index, ids[:prompt], ids[prompt:], top_ids, top))
+    return made
+
+
+def states(target, answers, num_layers):
+    """RMS-normalised states after the last kept layer and final normalised states, [N, H] each."""
+    early, final = [], []
+    for answer in answers:
+        ids = torch.cat([answer.prompt_ids, answer.response_ids])[None]
+        with torch.no_grad():
+            out = target(ids[:, :-1], output_hidden_states=True)
+        response = slice(len(answer.prompt_ids) - 1, None)
+        early.append(F.rms_norm(out.hidden_states[num_layers][0, response], (16,), eps=1e-6))
+        final.append(out.hidden_states[-1][0, response])
+    return torch.cat(early), torch.cat(final)
+
+
+def test_the_fitted_head_is_the_least_squares_one(target, answers):
+    draft = prune_and_fit(target, answers, 2, 10**9, None, [0])
+    x, y = states(target, answers, 2)
+    fitted = torch.linalg.lstsq(x.double(), y.double()).solution
+    want = x.double() @ fitted @ target.lm_head.weight.double().T
+    with torch.no_grad():
+        ids = torch.cat([answers[0].prompt_ids, answers[0].response_ids])[None]
+        got = draft.model(ids[:, :-1]).logits[0, len(answers[0].prompt_ids) - 1 :]
+    # fp32 sums, and a ridge of 1e-4 of the mean diagonal
+    torch.testing.assert_close(got, want[: len(got)].float(), atol=3e-3, rtol=1e-2)
+    assert draft.lost_mass == 0.0
+    assert draft.token_ids is None
+
+
+def test_a_pruned_draft_is_the_targets_first_layers_on_its_embedding(target):
+    pruned = build_pruned(target, 3, target.lm_head.weight.detach().clone())
+    assert (
+        pruned.get_input_embeddings().weight.data_ptr()
+        == target.model.embed_tokens.weight.data_ptr()
+    )
+    for mine, theirs in zip(pruned.model.layers, target.model.layers, strict=False):
+        for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(a, b)
+            assert a.data_ptr() != b.data_ptr()  # training it must not touch the target
+    assert len(pruned.model.layers) == 3
+    assert pruned.config.num_hidden_layers == 3
+
+
+def hook_count(model):
+    return sum(len(module._forward_hooks) for module in model.modules())
+
+
+def test_the_target_is_left_as_it_was(target, answers):
+    before = {name: weight.clone() for name, weight in target.state_dict().items()}
+    config, hooks = target.config.to_dict(), hook_count(target)
+    prune_and_fit(target, answers, 1, 100, 30, [0])
+    assert target.config.to_dict() == config
+    assert all(torch.equal(weight, before[name]) for name, weight in target.state_dict().items())
+    assert hook_count(target) == hooks
+
+
+def test_a_trimmed_head_keeps_the_domains_tokens_and_the_forced_ones(target, answers):
+    mass = domain_mass(answers, VOCAB)
+    assert float(mass.sum()) == pytest.approx(
+        sum(float(a.top_logprobs.exp().sum()) for a in answers), rel=1e-5
+    )
+    rare = int(mass.argmin())
+    draft = prune_and_fit(target, answers, 2, 100, 20, [rare])
+    whole = prune_and_fit(target, answers, 2, 100, None, [rare])
+    assert len(draft.token_ids) == 20
+    assert rare in draft.token_ids.tolist()
+    others = mass.clone()
+    others[rare] = -1
+    assert set(others.topk(19).indices.tolist()) < set(draft.token_ids.tolist())
+    assert draft.lost_mass == pytest.approx(1 - float(mass[draft.token_ids].sum() / mass.sum()))
+    assert torch.equal(draft.model.lm_head.weight, whole.model.lm_head.weight[draft.token_ids])
+
+
+def test_head_rows_are_the_inverse_of_token_ids():
+    ids = torch.tensor([2, 5, 9])
+    rows = head_rows(ids, 12)
+    assert rows[ids].tolist() == [0, 1, 2]
+    assert int((rows == -1).sum()) == 9
+    assert head_rows(None, 12) is None
+
+
+def test_the_full_form_makes_the_compact_forms_greedy_choices(target, answers):
+    target = copy.deepcopy(target)
+    with torch.no_grad():  # states of real models share a component, along which to lower
+        target.model.embed_tokens.weight[:, 0] = 0.2  # others: 0.02
+    draft = prune_and_fit(target, answers, 2, 10**9, 25, [0, 1])
+    tuned = draft.model
+    with torch.no_grad():  # training moves the states: the fitted rows outside would win now
+        for parameter in tuned.model.layers.parameters():
+            parameter.add_(0.3 * parameter.std().nan_to_num() * torch.randn_like(parameter))
+    full = full_vocabulary(tuned, draft.token_ids, draft.full_head, answers)
+    assert full.config.vocab_size == full.lm_head.weight.shape[0] == VOCAB
+    agreed = total = 0
+    for answer in answers:
+        ids = torch.cat([answer.prompt_ids, answer.response_ids])[None]
+        with torch.no_grad():
+            compact = draft.token_ids[tuned(ids[:, :-1]).logits[0].argmax(-1)]
+            whole = full(ids[:, :-1]).logits[0].argmax(-1)
+        agreed += int((compact == whole)[len(answer.prompt_ids) - 1 :].sum())
+        total += len(answer.response_ids)
+    assert agreed / total >= 0.999
+    assert tuned.lm_head.weight.shape[0] == 25  # the compact one is left as it was
+
+
+@pytest.mark.parametrize("layers", [0, LAYERS, LAYERS + 1])
+def test_a_number_of_layers_that_prunes_nothing_is_refused(target, answers, layers):
+    with pytest.raises(ValueError, match=f"num_draft_layers {layers} must be at least 1 and below"):
+        prune_and_fit(target, answers, layers, 100, None, [])
+
+
+def test_a_family_that_cannot_be_pruned_names_the_way_out(answers):
+    config = GemmaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        head_dim=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    with pytest.raises(ValueError, match=r"type 'gemma' cannot be pruned .* name a sibling"):
+        prune_and_fit(GemmaForCausalLM(config), answers, 1, 100, None, [])

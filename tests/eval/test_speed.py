@@ -1,0 +1,194 @@
+"""What is measured on a pair, on tiny models whose answers are known."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eval.drafts import Candidate, Target
+from eval.forward import build_decoder
+from eval.prompts import Prompt
+from eval.speculative import Decoding, Draft, decode_baseline
+from eval.speed import (
+    LosslessCheck,
+    choose_gamma,
+    interleave,
+    measure_agreement,
+    over_stock_generate,
+    step_costs,
+    target_texts,
+)
+from eval.verification import Sampling
+
+VOCAB = 40
+NEVER = frozenset({VOCAB + 1})
+PROMPTS = [Prompt(f"p{i}", prompt="unused") for i in range(3)]
+IDS = [[3, 14, 15], [9, 2], [6, 5, 35, 8]]
+GREEDY = Decoding(Sampling(), NEVER, 20)
+
+
+def tiny(seed, dtype=torch.float32):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # far from flat, so that text does not just repeat
+            parameter.mul_(4 if parameter.ndim > 1 else 1)
+    return model.to(dtype)
+
+
+def target_of(model):
+    return Target("tiny", model, None, build_decoder(model, 100), NEVER)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return target_of(tiny(0))
+
+
+def baselines(target):
+    return [
+        decode_baseline(target.decoder, prompt, ids, GREEDY)
+        for prompt, ids in zip(PROMPTS, IDS, strict=True)
+    ]
+
+
+def changed(run, at):
+    tokens = list(run.tokens)
+    tokens[at] = (tokens[at] + 1) % VOCAB
+    return dataclasses.replace(run, tokens=tokens)
+
+
+def test_texts_are_the_targets_own_whatever_the_batch(target):
+    assert target_texts(target, IDS, GREEDY) == [run.tokens for run in baselines(target)]
+
+
+def test_alpha_is_one_for_the_target_itself_and_counts_agreeing_positions(target):
+    texts = target_texts(target, IDS, GREEDY)
+    other = build_decoder(tiny(1), 100)
+    drafts = [Draft(target.decoder), Draft(other)]
+    found = measure_agreement(target, drafts, PROMPTS, IDS, texts, Sampling())
+    assert [row.alpha_sum for row in found[0]] == [20.0] * 3
+    for row, ids, text in zip(found[1], IDS, texts, strict=True):
+        agreed = 0
+        for at, token in enumerate(text):
+            context = torch.tensor([ids + text[:at]])
+            logits = other.forward(context, 0, other.new_cache(1, 100))[0, -1]
+            agreed += int(logits.argmax()) == token
+        assert row.alpha_sum == agreed
+        assert row.positions == 20
+
+
+def test_sampled_alpha_is_the_overlap_of_the_distributions(target):
+    texts = target_texts(target, IDS, GREEDY)
+    other = build_decoder(tiny(1), 100)
+    (found,) = measure_agreement(
+        target, [Draft(other)], PROMPTS, IDS, texts, Sampling(temperature=0.7)
+    )
+    ids, text = IDS[0], texts[0]
+    overlap = 0.0
+    for at in range(len(text)):
+        context = torch.tensor([ids + text[:at]])
+        p, q = (
+            (d.forward(context, 0, d.new_cache(1, 100))[0, -1].double() / 0.7).softmax(-1)
+            for d in (target.decoder, other)
+        )
+        overlap += float(torch.minimum(p, q).sum())
+    assert found[0].alpha_sum == pytest.approx(overlap, abs=1e-4)
+
+
+def test_identical_runs_are_identical(target):
+    base = baselines(target)
+    counts = LosslessCheck(target, GREEDY, 3).ledger(
+        Draft(target.decoder), PROMPTS, IDS, base, base
+    )
+    assert counts == {"prompts": 3, "identical": 3, "tie_divergences": 0, "unexplained": 0}
+
+
+def test_another_token_where_nothing_ties_is_unexplained(target):
+    base = baselines(target)
+    runs = [base[0], changed(base[1], 7), base[2]]
+    counts = LosslessCheck(target, GREEDY, 3).ledger(
+        Draft(target.decoder), PROMPTS, IDS, base, runs
+    )
+    assert counts == {"prompts": 3, "identical": 2, "tie_divergences": 0, "unexplained": 1}
+
+
+def test_a_text_that_is_cut_short_is_unexplained(target):
+    base = baselines(target)
+    runs = [dataclasses.replace(base[0], tokens=base[0].tokens[:-1]), *base[1:]]
+    counts = LosslessCheck(target, GREEDY, 3).ledger(
+        Draft(target.decoder), PROMPTS, IDS, base, runs
+    )
+    assert counts["unexplained"] == 1
+
+
+class Duplicated:
+    """A target whose logits for two tokens are always equal up to the noise of wide forwards."""
+
+    def __init__(self, decoder, noise):
+        self.decoder, self.noise = decoder, noise
+        self.device, self.context_length = decoder.device, decoder.context_length
+        self.new_cache = decoder.new_cache
+
+    def forward(self, tokens, start, cache, last_only=False):
+        logits = self.decoder.forward(tokens, start, cache, last_only).clone()
+        best = logits.argmax(-1, keepdim=True)
+        partner = (best + 1) % VOCAB
+        gap = self.noise if tokens.shape[1] > 1 else -self.noise  # the order hangs on the width
+        return logits.scatter(-1, partner, logits.gather(-1, best) + gap)
+
+
+def test_a_tie_is_explained_only_when_fp32_agrees(target):
+    tied = dataclasses.replace(target, decoder=Duplicated(target.decoder, 1e-3))
+    base = baselines(tied)
+    runs = [changed(base[0], 5), *base[1:]]  # the partner of the likeliest token, at a gap of 1e-3
+    check = LosslessCheck(tied, GREEDY, 3)
+    draft = Draft(target.decoder)
+    assert check.ledger(draft, PROMPTS, IDS, base, runs)["tie_divergences"] == 1
+    # the same divergence, but an exact decoder that itself gives other tokens with a draft
+    check = LosslessCheck(tied, GREEDY, 3)
+    check.exact = Duplicated(target.decoder, 1e-3)
+    assert check.ledger(draft, PROMPTS, IDS, base, runs)["unexplained"] == 1
+
+
+def test_costs_are_positive_and_hold_every_width(target):
+    costs = step_costs(target.decoder, Draft(target.decoder), 30, 3, Sampling())
+    assert sorted(costs.target_verify) == [1, 2, 3, 4]
+    assert min(costs.target_verify.values()) > 0
+    assert costs.draft_step > 0
+
+
+def test_gamma_is_one_of_those_tried(target):
+    chosen = choose_gamma(target, Draft(target.decoder), PROMPTS, IDS, GREEDY, 3)
+    assert chosen in (1, 2, 3)
+
+
+def test_every_prompt_is_decoded_by_everybody(target):
+    good, bad = Draft(target.decoder), Draft(build_decoder(tiny(1), 100))
+    candidates = [
+        Candidate(name, "unused", "full", {}, draft, 0, None)
+        for name, draft in (("good", good), ("bad", bad))
+    ]
+    base, runs = interleave(target, candidates, PROMPTS, IDS, GREEDY, 2)
+    expected = [run.tokens for run in baselines(target)]
+    for decoded in (base, *runs):
+        assert [run.tokens for run in decoded] == expected
+        assert all(run.seconds > 0 for run in decoded)
+
+
+def test_stock_generate_is_timed_on_the_same_prompts(target):
+    measured = over_stock_generate(target, PROMPTS, IDS, Decoding(Sampling(), frozenset({0}), 8))
+    assert measured["n"] == 3
+    assert measured["mean"] > 0
