@@ -19,8 +19,16 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 # Families whose blocks are RMSNorm, rotary attention with grouped keys, SwiGLU, and nothing else.
 LEAN_FAMILIES = ("llama", "qwen2", "qwen3")
 # Rotary variants whose angles depend on the position alone, so that they can be tabulated once.
-BATCHED_ROWS = 8  # from so many rows on, attention is two batched products on a CPU
 TABULATED_ROPE = ("default", "linear", "llama3", "yarn")
+
+BATCHED_ROWS = 8  # from so many rows on, attention is two batched products on a CPU
+
+# A token that is verified among others must have, to the bit, the logits that it has alone: else
+# bf16 decides near-ties in another way, and half of all texts part from the target's own. A CPU's
+# kernels sum in an order that hangs on the shapes; these keep them to shapes that agree.
+SLOT_BLOCK = 64  # attention runs over a multiple of so many slots, the last ones masked
+APART = 16  # up to so many positions of one row attend one by one, as rows of their own
+ROW_SUMS = 1024  # oneDNN sums more terms of a single row in another order than of two
 
 
 @dataclass
@@ -158,6 +166,21 @@ def _joined_bias(*parts: nn.Linear) -> Tensor | None:
     return torch.cat(biases) if biases else None
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear of [B, T, K], with the same bits for a row alone as among others on a CPU.
+
+    See ROW_SUMS. Two rows take no longer than one: the weights are read once.
+    """
+    alone = x.shape[0] * x.shape[1] == 1 and x.shape[2] > ROW_SUMS
+    if alone and x.dtype == torch.bfloat16 and x.device.type == "cpu":
+        return F.linear(torch.cat([x, x], dim=1), weight, bias)[:, :1]
+    return F.linear(x, weight, bias)
+
+
+def _whole_blocks(slots: int) -> int:
+    return -(-slots // SLOT_BLOCK) * SLOT_BLOCK
+
+
 class LeanDecoder:
     """The weights of a Llama-like model with q/k/v and gate/up fused and no module overhead.
 
@@ -212,7 +235,7 @@ class LeanDecoder:
         self.sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
-        shape = (rows, self.key_heads, slots, self.head_size)
+        shape = (rows, self.key_heads, _whole_blocks(slots), self.head_size)
         # zeros, not empty: a masked slot still enters a product, and 0 * nan is nan
         return KVCache(
             [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in self.layers],
@@ -227,29 +250,36 @@ class LeanDecoder:
         many = rows >= BATCHED_ROWS and self.device.type == "cpu"
         attention = batched_attention if many else F.scaled_dot_product_attention
         if isinstance(start, int):
-            length = start + width
-            cos, sin = self.cos[start:length], self.sin[start:length]
-            mask = None
-            if width > 1:
-                first = torch.tensor([start], device=self.device)
-                mask = causal_bias(first, width, length, self.dtype)
+            end = start + width
+            cos, sin = self.cos[start:end], self.sin[start:end]
+            first = torch.tensor([start], device=self.device)
         else:
             # products of whole tensors copy no slice, and generate_batched keeps `slots` tight
-            length = cache.slots if many else int(start.max()) + width
+            end = cache.slots if many else int(start.max()) + width
             positions = start[:, None] + torch.arange(width, device=self.device)
             cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
-            mask = causal_bias(start, width, length, self.dtype)
             row_index = torch.arange(rows, device=self.device)[:, None]
-
+            first = start
+        length = min(_whole_blocks(end), cache.slots) if self.device.type == "cpu" else end
+        mask = None
+        if width > 1 or length > end or not isinstance(start, int):
+            mask = causal_bias(first, width, length, self.dtype)
+        # a few positions of one row: each attends as it would alone, as a row of its own
+        apart = rows == 1 and 1 < width <= APART and self.device.type == "cpu"
         if mask is not None:
-            mask = mask.repeat(1, self.group, 1)[:, None]
+            heads_first = (width, 1, self.group, length)
+            mask = (
+                mask[0, :, None, None].expand(heads_first).contiguous()
+                if apart
+                else mask.repeat(1, self.group, 1)[:, None]
+            )
 
         x = F.embedding(tokens, self.embedding)
         size = (x.shape[-1],)
         turned = self.heads + self.key_heads
         for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
             h = F.rms_norm(x, size, layer.input_norm, self.eps)
-            qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(rows, width, -1, self.head_size)
+            qkv = _linear(h, layer.qkv, layer.qkv_bias).view(rows, width, -1, self.head_size)
             qkv = qkv.transpose(1, 2)
             qk, v = qkv[:, :turned], qkv[:, turned:]
             if layer.query_norm is not None and layer.key_norm is not None:
@@ -259,23 +289,29 @@ class LeanDecoder:
             qk = qk * cos + torch.roll(qk, self.head_size // 2, -1) * sin
             q, k = qk[:, : self.heads], qk[:, self.heads :]
             if isinstance(start, int):
-                keys[:, :, start:length] = k
-                values[:, :, start:length] = v
+                keys[:, :, start:end] = k
+                values[:, :, start:end] = v
             else:
                 keys[row_index, :, positions] = k.transpose(1, 2)
                 values[row_index, :, positions] = v.transpose(1, 2)
-            # the heads that share a key head are folded into the query length: no repeated keys
-            q = q.reshape(rows, self.key_heads, self.group * width, self.head_size)
-            h = attention(q, keys[:, :, :length], values[:, :, :length], mask)
-            h = h.view(rows, self.heads, width, self.head_size).transpose(1, 2)
+            keys, values = keys[:, :, :length], values[:, :, :length]
+            if apart:
+                q = q.reshape(self.key_heads, self.group, width, self.head_size).permute(2, 0, 1, 3)
+                keys, values = (kv.expand(width, -1, -1, -1) for kv in (keys, values))
+                h = attention(q, keys, values, mask)
+            else:
+                # heads that share a key head are folded into the query length: no repeated keys
+                q = q.reshape(rows, self.key_heads, self.group * width, self.head_size)
+                h = attention(q, keys, values, mask)
+                h = h.view(rows, self.heads, width, self.head_size).transpose(1, 2)
             h = h.reshape(rows, width, self.heads * self.head_size)
-            x = x + F.linear(h, layer.output, layer.output_bias)
+            x = x + _linear(h, layer.output, layer.output_bias)
             h = F.rms_norm(x, size, layer.post_norm, self.eps)
-            gate, up = F.linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+            gate, up = _linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+            x = x + _linear(F.silu(gate) * up, layer.down, layer.down_bias)
         if last_only:
             x = x[:, -1:]
-        return F.linear(
+        return _linear(
             F.rms_norm(x, size, self.final_norm, self.eps), self.head_weight, self.head_bias
         )
 
