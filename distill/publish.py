@@ -119,7 +119,7 @@ def model_card(run_folder: Path | str) -> str:
     report, recipe = read_report(folder / REPORT), _recipe(folder)
     name, draft = list(report["drafts"].items())[-1]
     target = public_name(report["target"])
-    gamma = report["decoding"]["gamma"]
+    fixed = draft["payoff"]["best_gamma"]  # by the report's alpha and step costs
     temperature = report["decoding"]["temperature"]
     domain = str(recipe.get("domain", "")).strip()
     purpose = f" on {domain} text" if domain else ""
@@ -157,8 +157,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained("{target}")
 target = AutoModelForCausalLM.from_pretrained("{target}")
 draft = AutoModelForCausalLM.from_pretrained("PATH_OR_ID_OF_THIS_DRAFT")
-# The defaults draft 20 tokens and stop on low confidence; this is what was measured.
-draft.generation_config.num_assistant_tokens = {gamma}
+# The defaults draft 20 tokens and stop on low confidence; this is the best fixed length.
+draft.generation_config.num_assistant_tokens = {fixed}
 draft.generation_config.num_assistant_tokens_schedule = "constant"
 draft.generation_config.assistant_confidence_threshold = 0
 
@@ -175,7 +175,7 @@ output = target.generate(**inputs, assistant_model=draft, {_sampling(temperature
                 {
                     "method": "draft_model",
                     "model": "PATH_OR_ID_OF_THIS_DRAFT",
-                    "num_speculative_tokens": gamma,
+                    "num_speculative_tokens": fixed,
                 }
             )
             + "'",

@@ -11,7 +11,7 @@ import torch
 from eval.drafts import Candidate, Target
 from eval.prompts import Prompt, draw, prompts_sha256
 from eval.report import DraftMeasurement, RunInfo, build_report
-from eval.speculative import Decoding
+from eval.speculative import Decoding, DraftLength
 from eval.speed import (
     LosslessCheck,
     choose_gamma,
@@ -53,16 +53,18 @@ def evaluate_drafts(
 ) -> dict[str, Any]:
     """The report (eval/report.py) of every candidate on the same prompts.
 
-    gamma: the draft length for all of them; None chooses the fastest of the last candidate on
+    gamma: a fixed draft length for all of them; None chooses the last candidate's fastest on
     `tuning`, which must not be evaluation prompts. overlap: evaluation prompts that were trained
     on, None when that is not known.
     """
-    policy = "fixed"
-    if gamma is None:
-        gamma = choose_gamma(
+    if gamma is not None:
+        length, policy = DraftLength(gamma), "fixed"
+    else:
+        length = choose_gamma(
             target, candidates[-1].draft, tuning.prompts, tuning.ids, how, max_gamma
         )
-        policy = f"fixed, fastest of 1 to {max_gamma} on {len(tuning.prompts)} other prompts"
+        kind = f"stops below {length.stop_below:g}" if length.stop_below else "fixed"
+        policy = f"{kind}, fastest on {len(tuning.prompts)} other prompts"
 
     texts = target_texts(target, evaluation.ids, how)
     drafts = [candidate.draft for candidate in candidates]
@@ -71,7 +73,7 @@ def evaluate_drafts(
     )
 
     timed = evaluation.drawn(speed_prompts, how.seed)
-    baseline, runs = interleave(target, candidates, timed.prompts, timed.ids, how, gamma)
+    baseline, runs = interleave(target, candidates, timed.prompts, timed.ids, how, length)
     stock = over_stock_generate(target, timed.prompts, timed.ids, how)
 
     greedy = Decoding(Sampling(), how.stops, how.max_new_tokens, how.seed)
@@ -79,14 +81,14 @@ def evaluate_drafts(
         greedy_baseline, greedy_runs = baseline, runs
     else:  # losslessness is always measured greedily
         greedy_baseline, greedy_runs = interleave(
-            target, candidates, timed.prompts, timed.ids, greedy, gamma
+            target, candidates, timed.prompts, timed.ids, greedy, length
         )
-    check = LosslessCheck(target, greedy, gamma)
+    check = LosslessCheck(target, greedy, length)
 
     mean_context = sum(run.prompt_tokens + len(run.tokens) // 2 for run in baseline) // len(
         baseline
     )
-    longest = max(max_gamma, gamma)
+    longest = max(max_gamma, length.gamma)
     measurements = []
     for i, candidate in enumerate(candidates):
         measurements.append(
@@ -125,7 +127,7 @@ def evaluate_drafts(
             "top_k": how.sampling.top_k,
             "top_p": how.sampling.top_p,
             "max_new_tokens": how.max_new_tokens,
-            "gamma": gamma,
+            "gamma": length.gamma,
             "gamma_policy": policy,
             "verification": "greedy match" if how.sampling.greedy else "rejection sampling",
         },

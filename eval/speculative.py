@@ -49,6 +49,22 @@ class Draft:
 
 
 @dataclass(frozen=True)
+class DraftLength:
+    """How many tokens a block drafts: at most gamma, and no more once the draft doubts them.
+
+    stop_below: another token is drafted only while the product of the draft's probabilities of the
+    tokens drafted so far is at least this; 0 drafts gamma tokens every time. Whatever was drafted
+    is verified: the decision depends on the past alone, so the output stays the target's.
+    """
+
+    gamma: int
+    stop_below: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.gamma}" + (f", stop below {self.stop_below:g}" if self.stop_below else "")
+
+
+@dataclass(frozen=True)
 class Decoding:
     """How text is decoded: the deployed sampling, the stop tokens, the longest answer, the seed."""
 
@@ -97,10 +113,15 @@ def decode_baseline(target: Decoder, prompt: Prompt, ids: list[int], how: Decodi
 
 
 def decode_speculative(
-    target: Decoder, draft: Draft, prompt: Prompt, ids: list[int], how: Decoding, gamma: int
+    target: Decoder,
+    draft: Draft,
+    prompt: Prompt,
+    ids: list[int],
+    how: Decoding,
+    length: DraftLength,
 ) -> PromptRun:
-    """The target with a draft of fixed length gamma, cut where fewer tokens are still wanted."""
-    assert gamma >= 1
+    """The target with a draft of that length, cut where fewer tokens are still wanted."""
+    assert length.gamma >= 1
     greedy = how.sampling.greedy
     generator = torch.Generator(device=target.device).manual_seed(how.seed)
     slots = len(ids) + how.max_new_tokens
@@ -122,18 +143,23 @@ def decode_speculative(
     while tokens[-1] not in how.stops and len(tokens) < how.max_new_tokens:
         clock = now
         # 3. Draft. The last wanted token comes from the target itself, so one less is drafted.
-        length = min(gamma, how.max_new_tokens - len(tokens) - 1)
+        room = how.max_new_tokens - len(tokens) - 1
+        confidence = 1.0
         step = torch.tensor([unseen], device=device)
         drafted: list[Tensor] = []
         q: list[Tensor] = []
-        for i in range(length):
+        while len(drafted) < min(length.gamma, room) and confidence >= length.stop_below:
             logits = draft.forward(step, seen, draft_cache, last_only=True)[:, -1]
             seen += step.shape[1]
             if greedy:
-                step = draft.to_target_ids(likeliest(logits))[:, None]
+                chosen = likeliest(logits)
             else:
                 q.append(warp(logits, how.sampling))
-                step = draft.to_target_ids(sample(q[i], generator))[:, None]
+                chosen = sample(q[-1], generator)
+            if length.stop_below:
+                probabilities = logits.float().softmax(-1) if greedy else q[-1]
+                confidence *= float(probabilities[0, chosen])
+            step = draft.to_target_ids(chosen)[:, None]
             drafted.append(step)
 
         # 4. Verify the last token and the draft in one target call.
@@ -161,9 +187,9 @@ def decode_speculative(
         now = time.perf_counter()
         run.block_seconds.append(now - clock)
         run.block_tokens.append(len(emitted))
-        run.drafted.append(length)
+        run.drafted.append(len(drafted))
         run.accepted.append(n)
-        run.last_truncated = truncated or length < gamma
+        run.last_truncated = truncated or len(drafted) == room < length.gamma
 
         # 6. Roll back by position: what the draft fed itself beyond the accepted tokens is stale.
         seen = min(seen, start + n + 1)

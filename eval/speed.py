@@ -20,12 +20,13 @@ from eval.forward import Decoder, KVCache, build_decoder
 from eval.generation import generate_batched
 from eval.metrics import Agreement, Measured, PromptRun, StepCosts
 from eval.prompts import Prompt
-from eval.speculative import Decoding, Draft, decode_baseline, decode_speculative
+from eval.speculative import Decoding, Draft, DraftLength, decode_baseline, decode_speculative
 from eval.verification import Sampling, agreement, likeliest, warp
 
 COST_REPEATS = 30
-STOCK_PROMPTS = 8
+STOCK_PROMPTS = 6
 ALPHA_BATCH = 48
+STOP_BELOW = (0.2, 0.4, 0.6)  # a token in hand pays from about (draft + width) / target on
 TUNING_TOKENS = 64  # of an answer are enough to compare draft lengths
 
 
@@ -127,19 +128,24 @@ def choose_gamma(
     prompt_ids: Sequence[list[int]],
     how: Decoding,
     max_gamma: int,
-) -> int:
-    """The draft length with the least wall time per token on prompts that are not evaluated."""
+) -> DraftLength:
+    """The draft length with the least wall time per token on prompts that are not evaluated.
+
+    Fixed lengths from 1 to max_gamma, and max_gamma with each of STOP_BELOW.
+    """
     how = dataclasses.replace(how, max_new_tokens=min(how.max_new_tokens, TUNING_TOKENS))
-    totals = dict.fromkeys(range(1, max_gamma + 1), 0.0)
+    lengths = [DraftLength(gamma) for gamma in range(1, max_gamma + 1)]
+    lengths += [DraftLength(max_gamma, stop_below) for stop_below in STOP_BELOW]
+    totals = dict.fromkeys(lengths, 0.0)
     tokens = dict.fromkeys(totals, 0)
     rows = list(zip(prompts, prompt_ids, strict=True))
-    decode_speculative(target.decoder, draft, *rows[0], how, 1)  # warm-up
+    decode_speculative(target.decoder, draft, *rows[0], how, lengths[0])  # warm-up
     for prompt, ids in tqdm(rows, desc="choose gamma", unit="prompt"):
-        for gamma in totals:
-            run = decode_speculative(target.decoder, draft, prompt, ids, how, gamma)
-            totals[gamma] += run.seconds
-            tokens[gamma] += len(run.tokens)
-    return min(totals, key=lambda gamma: totals[gamma] / tokens[gamma])
+        for length in lengths:
+            run = decode_speculative(target.decoder, draft, prompt, ids, how, length)
+            totals[length] += run.seconds
+            tokens[length] += len(run.tokens)
+    return min(lengths, key=lambda length: totals[length] / tokens[length])
 
 
 def interleave(
@@ -148,7 +154,7 @@ def interleave(
     prompts: Sequence[Prompt],
     prompt_ids: Sequence[list[int]],
     how: Decoding,
-    gamma: int,
+    length: DraftLength,
 ) -> tuple[list[PromptRun], list[list[PromptRun]]]:
     """Every prompt decoded without a draft and with each, one after the other: baseline, [drafts].
 
@@ -160,7 +166,7 @@ def interleave(
 
     def drafted_by(draft: Draft) -> Callable[[Prompt, list[int]], PromptRun]:
         return lambda prompt, ids: decode_speculative(
-            target.decoder, draft, prompt, ids, how, gamma
+            target.decoder, draft, prompt, ids, how, length
         )
 
     decoders += [drafted_by(candidate.draft) for candidate in candidates]
@@ -215,8 +221,8 @@ class LosslessCheck:
     forwards of the target differ at that very position, and the prompt's outputs agree in fp32.
     """
 
-    def __init__(self, target: Target, how: Decoding, gamma: int) -> None:
-        self.target, self.how, self.gamma = target, how, gamma
+    def __init__(self, target: Target, how: Decoding, length: DraftLength) -> None:
+        self.target, self.how, self.length = target, how, length
         self.exact_texts: dict[str, list[int]] = {}  # prompt id -> the target's text in fp32
 
     @cached_property
@@ -255,7 +261,9 @@ class LosslessCheck:
         if at is None:  # one is a prefix of the other: lengths can never differ by a tie
             return False
         context = [*ids, *base[:at]]
-        single, wide = (self._last_logits(ids, context, width) for width in (1, self.gamma + 1))
+        single, wide = (
+            self._last_logits(ids, context, width) for width in (1, self.length.gamma + 1)
+        )
         error = float((single - wide).abs().max())
         return abs(float(single[base[at]] - single[run[at]])) <= error
 
@@ -282,6 +290,6 @@ class LosslessCheck:
                 self.exact_texts[prompt.id] = text
         agreed = []
         for prompt, ids in tqdm(rows, desc="check ties in fp32", unit="prompt", disable=not rows):
-            run = decode_speculative(self.exact, draft, prompt, ids, self.how, self.gamma)
+            run = decode_speculative(self.exact, draft, prompt, ids, self.how, self.length)
             agreed.append(run.tokens == self.exact_texts[prompt.id])
         return agreed

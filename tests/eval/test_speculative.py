@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eval.forward import LeanDecoder, StockDecoder, build_decoder
 from eval.generation import generate_batched
 from eval.prompts import Prompt
-from eval.speculative import Decoding, Draft, decode_baseline, decode_speculative
+from eval.speculative import Decoding, Draft, DraftLength, decode_baseline, decode_speculative
 from eval.verification import Sampling
 
 VOCAB = 61
@@ -83,7 +83,7 @@ NAMES = ["self", "good", "random", "adversarial", "trimmed", "padded", "stock"]
 def test_greedy_tokens_are_the_targets_own(target, drafts, name, gamma):
     how = Decoding(Sampling(), NEVER, 60)
     expected = decode_baseline(target, PROMPT, IDS, how)
-    run = decode_speculative(target, drafts[name], PROMPT, IDS, how, gamma)
+    run = decode_speculative(target, drafts[name], PROMPT, IDS, how, DraftLength(gamma))
     assert run.tokens == expected.tokens
     assert 1 + sum(run.block_tokens) == len(run.tokens) == 60
     whole = zip(run.accepted[:-1], run.block_tokens[:-1], strict=True)
@@ -98,12 +98,44 @@ def test_greedy_tokens_are_the_targets_own(target, drafts, name, gamma):
         assert accepted == 0
 
 
+@pytest.mark.parametrize("stop_below", [0.005, 0.05, 0.3])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_draft_that_stops_in_doubt_changes_no_token(target, drafts, name, stop_below):
+    how = Decoding(Sampling(), NEVER, 60)
+    expected = decode_baseline(target, PROMPT, IDS, how)
+    run = decode_speculative(target, drafts[name], PROMPT, IDS, how, DraftLength(6, stop_below))
+    assert run.tokens == expected.tokens
+    assert min(run.drafted[:-1]) >= 1  # the first token is always drafted
+    assert not run.last_truncated or len(run.tokens) == 60
+
+
+def test_doubt_shortens_drafts_as_the_product_of_probabilities_says(target, drafts):
+    how = Decoding(Sampling(), NEVER, 60)
+    run = decode_speculative(target, drafts["good"], PROMPT, IDS, how, DraftLength(6, 0.02))
+    assert len(set(run.drafted[:-1])) > 2
+    decoder, at = drafts["good"].decoder, 1
+    for drafted, emitted in zip(run.drafted[:-2], run.block_tokens[:-2], strict=True):
+        context, confidence = IDS + run.tokens[:at], 1.0
+        expected = 0
+        while expected < 6 and confidence >= 0.02:
+            expected += 1
+            cache = decoder.new_cache(1, 200)
+            q = decoder.forward(torch.tensor([context]), 0, cache, last_only=True)[0, -1].softmax(
+                -1
+            )
+            context, confidence = [*context, int(q.argmax())], confidence * float(q.max())
+        assert drafted == expected
+        at += emitted
+
+
 @pytest.mark.parametrize("longest", range(1, 13))
 def test_cut_at_the_longest_answer(target, drafts, longest):
     how = Decoding(Sampling(), NEVER, longest)
     expected = decode_baseline(target, PROMPT, IDS, how).tokens
     for draft in drafts.values():
-        assert decode_speculative(target, draft, PROMPT, IDS, how, 4).tokens == expected
+        assert (
+            decode_speculative(target, draft, PROMPT, IDS, how, DraftLength(4)).tokens == expected
+        )
 
 
 def test_a_stop_inside_a_draft_ends_the_text(target, drafts):
@@ -114,7 +146,7 @@ def test_a_stop_inside_a_draft_ends_the_text(target, drafts):
         assert decode_baseline(target, PROMPT, IDS, how).tokens == expected
         for draft in drafts.values():
             for gamma in (1, 3, 8):
-                run = decode_speculative(target, draft, PROMPT, IDS, how, gamma)
+                run = decode_speculative(target, draft, PROMPT, IDS, how, DraftLength(gamma))
                 assert run.tokens == expected
 
 
@@ -147,8 +179,8 @@ def test_ragged_batches_give_the_tokens_of_single_rows(target, batch_size):
         assert [int(best) for (best,) in answers[index].captured] == answers[index].tokens
 
 
-@pytest.mark.parametrize("gamma", [1, 3])
-def test_sampled_tokens_have_the_targets_distribution(gamma):
+@pytest.mark.parametrize("length", [DraftLength(1), DraftLength(3), DraftLength(3, 0.4)], ids=str)
+def test_sampled_tokens_have_the_targets_distribution(length):
     from scipy.stats import chi2
 
     vocab, runs = 6, 4000
@@ -158,7 +190,7 @@ def test_sampled_tokens_have_the_targets_distribution(gamma):
     counts = torch.zeros(vocab, vocab)
     for seed in range(runs):
         how = Decoding(sampling, NEVER, 3, seed)
-        tokens = decode_speculative(target, draft, PROMPT, ids, how, gamma).tokens
+        tokens = decode_speculative(target, draft, PROMPT, ids, how, length).tokens
         counts[tokens[1], tokens[2]] += 1  # the first token never sees a draft
 
     def p(context):

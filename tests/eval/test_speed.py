@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eval.drafts import Candidate, Target
 from eval.forward import build_decoder
 from eval.prompts import Prompt
-from eval.speculative import Decoding, Draft, decode_baseline
+from eval.speculative import Decoding, Draft, DraftLength, decode_baseline
 from eval.speed import (
     LosslessCheck,
     choose_gamma,
@@ -110,7 +110,7 @@ def test_sampled_alpha_is_the_overlap_of_the_distributions(target):
 
 def test_identical_runs_are_identical(target):
     base = baselines(target)
-    counts = LosslessCheck(target, GREEDY, 3).ledger(
+    counts = LosslessCheck(target, GREEDY, DraftLength(3)).ledger(
         Draft(target.decoder), PROMPTS, IDS, base, base
     )
     assert counts == {"prompts": 3, "identical": 3, "tie_divergences": 0, "unexplained": 0}
@@ -119,7 +119,7 @@ def test_identical_runs_are_identical(target):
 def test_another_token_where_nothing_ties_is_unexplained(target):
     base = baselines(target)
     runs = [base[0], changed(base[1], 7), base[2]]
-    counts = LosslessCheck(target, GREEDY, 3).ledger(
+    counts = LosslessCheck(target, GREEDY, DraftLength(3)).ledger(
         Draft(target.decoder), PROMPTS, IDS, base, runs
     )
     assert counts == {"prompts": 3, "identical": 2, "tie_divergences": 0, "unexplained": 1}
@@ -128,7 +128,7 @@ def test_another_token_where_nothing_ties_is_unexplained(target):
 def test_a_text_that_is_cut_short_is_unexplained(target):
     base = baselines(target)
     runs = [dataclasses.replace(base[0], tokens=base[0].tokens[:-1]), *base[1:]]
-    counts = LosslessCheck(target, GREEDY, 3).ledger(
+    counts = LosslessCheck(target, GREEDY, DraftLength(3)).ledger(
         Draft(target.decoder), PROMPTS, IDS, base, runs
     )
     assert counts["unexplained"] == 1
@@ -154,11 +154,11 @@ def test_a_tie_is_explained_only_when_fp32_agrees(target):
     tied = dataclasses.replace(target, decoder=Duplicated(target.decoder, 1e-3))
     base = baselines(tied)
     runs = [changed(base[0], 5), *base[1:]]  # the partner of the likeliest token, at a gap of 1e-3
-    check = LosslessCheck(tied, GREEDY, 3)
+    check = LosslessCheck(tied, GREEDY, DraftLength(3))
     draft = Draft(target.decoder)
     assert check.ledger(draft, PROMPTS, IDS, base, runs)["tie_divergences"] == 1
     # the same divergence, but an exact decoder that itself gives other tokens with a draft
-    check = LosslessCheck(tied, GREEDY, 3)
+    check = LosslessCheck(tied, GREEDY, DraftLength(3))
     check.exact = Duplicated(target.decoder, 1e-3)
     assert check.ledger(draft, PROMPTS, IDS, base, runs)["unexplained"] == 1
 
@@ -172,7 +172,8 @@ def test_costs_are_positive_and_hold_every_width(target):
 
 def test_gamma_is_one_of_those_tried(target):
     chosen = choose_gamma(target, Draft(target.decoder), PROMPTS, IDS, GREEDY, 3)
-    assert chosen in (1, 2, 3)
+    assert chosen.gamma in (1, 2, 3)
+    assert chosen.stop_below == 0 or chosen.gamma == 3
 
 
 def test_every_prompt_is_decoded_by_everybody(target):
@@ -181,7 +182,7 @@ def test_every_prompt_is_decoded_by_everybody(target):
         Candidate(name, "unused", "full", {}, draft, 0, None)
         for name, draft in (("good", good), ("bad", bad))
     ]
-    base, runs = interleave(target, candidates, PROMPTS, IDS, GREEDY, 2)
+    base, runs = interleave(target, candidates, PROMPTS, IDS, GREEDY, DraftLength(2))
     expected = [run.tokens for run in baselines(target)]
     for decoded in (base, *runs):
         assert [run.tokens for run in decoded] == expected
