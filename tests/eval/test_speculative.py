@@ -98,7 +98,7 @@ def test_greedy_tokens_are_the_targets_own(target, drafts, name, gamma):
         assert accepted == 0
 
 
-@pytest.mark.parametrize("stop_below", [0.005, 0.05, 0.3])
+@pytest.mark.parametrize("stop_below", [1e-4, 1e-3, 0.01, 0.3])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_draft_that_stops_in_doubt_changes_no_token(target, drafts, name, stop_below):
     how = Decoding(Sampling(), NEVER, 60)
@@ -111,13 +111,13 @@ def test_a_draft_that_stops_in_doubt_changes_no_token(target, drafts, name, stop
 
 def test_doubt_shortens_drafts_as_the_product_of_probabilities_says(target, drafts):
     how = Decoding(Sampling(), NEVER, 60)
-    run = decode_speculative(target, drafts["good"], PROMPT, IDS, how, DraftLength(6, 0.02))
-    assert len(set(run.drafted[:-1])) > 2
+    run = decode_speculative(target, drafts["good"], PROMPT, IDS, how, DraftLength(6, 1e-3))
+    assert len(set(run.drafted[:-1])) > 1  # these models are sure of 4% at most
     decoder, at = drafts["good"].decoder, 1
     for drafted, emitted in zip(run.drafted[:-2], run.block_tokens[:-2], strict=True):
         context, confidence = IDS + run.tokens[:at], 1.0
         expected = 0
-        while expected < 6 and confidence >= 0.02:
+        while expected < 6 and confidence >= 1e-3:
             expected += 1
             cache = decoder.new_cache(1, 200)
             q = decoder.forward(torch.tensor([context]), 0, cache, last_only=True)[0, -1].softmax(
@@ -179,7 +179,7 @@ def test_ragged_batches_give_the_tokens_of_single_rows(target, batch_size):
         assert [int(best) for (best,) in answers[index].captured] == answers[index].tokens
 
 
-@pytest.mark.parametrize("length", [DraftLength(1), DraftLength(3), DraftLength(3, 0.4)], ids=str)
+@pytest.mark.parametrize("length", [DraftLength(1), DraftLength(3), DraftLength(3, 0.25)], ids=str)
 def test_sampled_tokens_have_the_targets_distribution(length):
     from scipy.stats import chi2
 
