@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from align.atomic import atomic_file, atomic_folder
 from eval.metrics import Measured
-from eval.report import DEFINITIONS, read_report
+from eval.report import DEFINITIONS, gamma_text, read_report
 
 RECIPE = "recipe.yaml"
 PROVENANCE = "provenance.json"
@@ -241,7 +241,7 @@ def _numbers(report: dict[str, Any], name: str, draft: dict[str, Any]) -> str:
         "| | mean | 95% interval | prompts |",
         "| --- | --- | --- | --- |",
         row("alpha", draft["alpha"]),
-        row(f"tau (gamma {report['decoding']['gamma']})", draft["tau"]),
+        row(f"tau (gamma {gamma_text(report['decoding'])})", draft["tau"]),
         row("speed-up", draft["speedup"], "x"),
     ]
     rows += [

@@ -264,15 +264,21 @@ class LeanDecoder:
         mask = None
         if width > 1 or length > end or not isinstance(start, int):
             mask = causal_bias(first, width, length, self.dtype)
-        # a few positions of one row: each attends as it would alone, as a row of its own
-        apart = rows == 1 and 1 < width <= APART and self.device.type == "cpu"
-        if mask is not None:
-            heads_first = (width, 1, self.group, length)
-            mask = (
-                mask[0, :, None, None].expand(heads_first).contiguous()
-                if apart
-                else mask.repeat(1, self.group, 1)[:, None]
-            )
+        # a few positions of one row: each attends as it would alone, as a row of its own and over
+        # as many slots
+        apart: list[tuple[int, int, int, Tensor]] = []  # first, end of positions, slots, mask
+        if rows == 1 and 1 < width <= APART and self.device.type == "cpu":
+            assert mask is not None
+            at = 0
+            while at < width:
+                slots = min(_whole_blocks(end - width + at + 1), cache.slots)
+                to = min(width, slots - (end - width))
+                shape = (to - at, 1, self.group, slots)
+                part = mask[0, at:to, None, None, :slots].expand(shape).contiguous()
+                apart.append((at, to, slots, part))
+                at = to
+        elif mask is not None:
+            mask = mask.repeat(1, self.group, 1)[:, None]
 
         x = F.embedding(tokens, self.embedding)
         size = (x.shape[-1],)
@@ -294,15 +300,22 @@ class LeanDecoder:
             else:
                 keys[row_index, :, positions] = k.transpose(1, 2)
                 values[row_index, :, positions] = v.transpose(1, 2)
-            keys, values = keys[:, :, :length], values[:, :, :length]
             if apart:
                 q = q.reshape(self.key_heads, self.group, width, self.head_size).permute(2, 0, 1, 3)
-                keys, values = (kv.expand(width, -1, -1, -1) for kv in (keys, values))
-                h = attention(q, keys, values, mask)
+                parts = [
+                    attention(
+                        q[at:to],
+                        keys[:, :, :slots].expand(to - at, -1, -1, -1),
+                        values[:, :, :slots].expand(to - at, -1, -1, -1),
+                        part,
+                    )
+                    for at, to, slots, part in apart
+                ]
+                h = parts[0] if len(parts) == 1 else torch.cat(parts)
             else:
                 # heads that share a key head are folded into the query length: no repeated keys
                 q = q.reshape(rows, self.key_heads, self.group * width, self.head_size)
-                h = attention(q, keys, values, mask)
+                h = attention(q, keys[:, :, :length], values[:, :, :length], mask)
                 h = h.view(rows, self.heads, width, self.head_size).transpose(1, 2)
             h = h.reshape(rows, width, self.heads * self.head_size)
             x = x + _linear(h, layer.output, layer.output_bias)

@@ -485,6 +485,11 @@ def read_report(path: Path | str) -> dict[str, Any]:
 # Show
 
 
+def gamma_text(decoding: dict[str, Any]) -> str:
+    """The draft length as a table shows it: `3`, or `≤ 6` where drafts may stop before."""
+    return f"{'' if decoding['gamma_policy'].startswith('fixed') else '≤ '}{decoding['gamma']}"
+
+
 def _short(value: Measured, digits: int = 2) -> str:
     low, high = value["ci95"]
     return f"{value['mean']:.{digits}f} [{low:.{digits}f},{high:.{digits}f}]"
@@ -520,7 +525,7 @@ def result_rows(report: dict[str, Any]) -> list[tuple[str, list[str], str | None
         row("alpha", lambda d: _short(d["alpha"]), "alpha"),
         row("tau", lambda d: _short(d["tau"]), "tau"),
         row(
-            f"accepted/drafted, γ {report['decoding']['gamma']}",
+            f"accepted/drafted, γ {gamma_text(report['decoding'])}",
             lambda d: _percent(d["accepted_over_drafted"]),
         ),
         row("speed-up", lambda d: _short(d["speedup"]), "speedup"),
