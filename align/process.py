@@ -18,8 +18,8 @@ def use_machine(processes: int = 1) -> None:
     `accelerate launch` starts every process with a single thread. And glibc hands tensors of a few
     megabytes back to the kernel when they die, to ask for them again a moment later: the faults
     then take longer than the arithmetic (sampling for 48 rows of 49k logits: 48 ms, not 5).
-    MKL otherwise lets the order of its sums hang on where in memory a tensor lies, so that a verified
-    token now and then had other last bits than the same token alone.
+    MKL otherwise lets the order of its sums hang on where in memory a tensor lies: now and then a
+    verified token then had other last bits than the same token alone.
     processes: how many of them share this machine.
     """
     # read by MKL at its first call; what is set already is the user's choice

@@ -25,9 +25,10 @@ SHORT = {
     "max_gamma": 2,
     "max_new_tokens": 32,
     "fit_tokens": 2000,
-    "max_steps": 12,
-    "warmup_steps": 2,
-    "save_steps": 6,
+    "max_steps": 48,
+    "warmup_steps": 4,
+    "learning_rate": 0.002,
+    "save_steps": 24,
 }
 
 
@@ -119,7 +120,7 @@ def test_another_recipe_is_refused_in_the_same_folder(run):
         command(run, learning_rate=0.5), cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert "holds a run of another recipe (learning_rate: 0.001 -> 0.5)" in done.stderr
+    assert "holds a run of another recipe (learning_rate: 0.002 -> 0.5)" in done.stderr
     assert (run / "recipe.yaml").read_bytes() == before
 
 
