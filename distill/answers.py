@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -97,8 +98,6 @@ def answer_prompts(
 
 def hash_prompts(prompts: list[list[int]]) -> str:
     """sha256 over token ids, so that another tokenizer or template never meets the same cache."""
-    import hashlib
-
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(torch.tensor([len(prompt), *prompt], dtype=torch.int64).numpy().tobytes())

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import yaml
 from accelerate import PartialState
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from align.atomic import atomic_file, atomic_folder
@@ -27,7 +28,13 @@ from align.token_bytes import token_keys
 from align.trim import byte_units
 from distill.answers import answer_prompts, hash_prompts
 from distill.logit_cache import LogitCache
-from distill.prepare import PreparedDraft, full_vocabulary, head_rows, prune_and_fit
+from distill.prepare import (
+    PreparedDraft,
+    build_pruned,
+    full_vocabulary,
+    head_rows,
+    prune_and_fit,
+)
 from distill.prompts import evaluation_prompts, training_prompts, tuning_split
 from distill.publish import write_card
 from distill.recipe import Recipe, RecipeError, dump
@@ -44,6 +51,7 @@ from eval.drafts import (
     save_compact,
 )
 from eval.evaluation import PromptSet, context_length, evaluate_drafts
+from eval.forward import build_decoder
 from eval.prompts import prompts_sha256, render_all, write_prompts
 from eval.report import write_report
 from eval.speculative import Decoding, Draft
@@ -157,8 +165,6 @@ class Run:
         return torch.cuda.is_available() and not self.recipe.training.get("use_cpu", False)
 
     def _fit_contexts(self) -> None:
-        from eval.forward import build_decoder
-
         recipe = self.recipe
         new = max(recipe.max_new_tokens, recipe.answer_max_new_tokens)
         ids = self.evaluation.ids + self.training.ids + self.tuning.ids
@@ -190,7 +196,7 @@ class Run:
 
     @property
     def vocab_size(self) -> int:
-        return self.target.decoder.embedding.shape[0]
+        return self.embedding.shape[0]
 
     def answer_prompts(self) -> None:
         """The target's answers and distributions, in `answers/`."""
@@ -245,13 +251,9 @@ class Run:
             full_head = prepared.full_head
             assert full_head is not None
             with atomic_file(folder / "full_head.safetensors", "wb") as file:
-                from safetensors.torch import save
-
                 file.write(save({"full_head": full_head}, {"lost_mass": str(prepared.lost_mass)}))
             with atomic_file(folder / "complete") as file:
                 file.write("\n")
-        from safetensors import safe_open
-
         model, token_ids = load_compact(folder, embedding)
         with safe_open(folder / "full_head.safetensors", "pt") as weights:
             full_head = weights.get_tensor("full_head")
@@ -370,14 +372,10 @@ class Run:
         if recipe.draft is not None:
             draft = load_candidate("draft", recipe.draft, target).draft
         else:
-            from distill.prepare import build_pruned
-            from eval.forward import build_decoder
-
             rows: int = recipe.draft_vocab_size or self.vocab_size
             head: Tensor = target.model.get_output_embeddings().weight[:rows].detach().clone()
             model = build_pruned(target.model, recipe.num_draft_layers, head)
-            embedding = target.decoder.embedding
-            draft = Draft(build_decoder(model, target.decoder.context_length, embedding))
+            draft = Draft(build_decoder(model, target.decoder.context_length, self.embedding))
         mean = sum(map(len, self.evaluation.ids)) // len(self.evaluation.ids)
         costs = step_costs(target.decoder, draft, mean, recipe.max_gamma, self.sampling)
         answers = len(self.training.ids) * recipe.answers_per_prompt

@@ -217,8 +217,9 @@ def over_stock_generate(
 class LosslessCheck:
     """Compares greedy tokens with and without a draft; explains or counts each first divergence.
 
-    A divergence is a tie when the two tokens' logits lie no further apart than wide and single
-    forwards of the target differ at that very position, and the prompt's outputs agree in fp32.
+    A divergence is a tie when the two tokens' logits lie no further apart than the target's two
+    forwards at that very position differ, each replayed in its run's own blocks, and the prompt's
+    outputs agree in fp32.
     """
 
     def __init__(self, target: Target, how: Decoding, length: DraftLength) -> None:
@@ -242,11 +243,7 @@ class LosslessCheck:
         """`{prompts, identical, tie_divergences, unexplained}` of greedy runs of one draft."""
         rows = list(zip(prompts, prompt_ids, baseline, runs, strict=True))
         other = [row for row in rows if row[2].tokens != row[3].tokens]
-        near = [
-            (prompt, ids)
-            for prompt, ids, base, run in other
-            if self._is_tie(ids, base.tokens, run.tokens)
-        ]
+        near = [(prompt, ids) for prompt, ids, base, run in other if self._is_tie(ids, base, run)]
         ties = sum(self._agree_exactly(draft, near))
         return {
             "prompts": len(rows),
@@ -255,29 +252,31 @@ class LosslessCheck:
             "unexplained": len(other) - ties,
         }
 
-    def _is_tie(self, ids: list[int], base: list[int], run: list[int]) -> bool:
-        pairs = zip(base, run, strict=False)
+    def _is_tie(self, ids: list[int], base: PromptRun, run: PromptRun) -> bool:
+        pairs = zip(base.tokens, run.tokens, strict=False)
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         if at is None:  # one is a prefix of the other: lengths can never differ by a tie
             return False
-        context = [*ids, *base[:at]]
-        single, wide = (
-            self._last_logits(ids, context, width) for width in (1, self.length.gamma + 1)
-        )
+        single, wide = (self._logits_at(at, ids, one) for one in (base, run))
         error = float((single - wide).abs().max())
-        return abs(float(single[base[at]] - single[run[at]])) <= error
+        return abs(float(single[base.tokens[at]] - single[run.tokens[at]])) <= error
 
-    def _last_logits(self, ids: list[int], context: list[int], width: int) -> torch.Tensor:
-        """Logits [V] after `context`, the prompt prefilled and the answer fed `width` at a time."""
+    def _logits_at(self, at: int, ids: list[int], run: PromptRun) -> torch.Tensor:
+        """The target's logits [V] for token number `at` of a run, fed in the run's own blocks."""
         decoder = self.target.decoder
-        sequence = torch.tensor([context], device=decoder.device)
-        cache = decoder.new_cache(1, len(context) + width)
-        logits = decoder.forward(sequence[:, : len(ids)], 0, cache, last_only=True)
-        for at in range(len(ids), len(context), width):
-            block = sequence[:, at : at + width]
-            missing = width - block.shape[1]  # a draft's rejected tokens fill the block when served
-            block = torch.nn.functional.pad(block, (0, missing), value=context[-1])
-            logits = decoder.forward(block, at, cache)[:, : width - missing][:, -1:]
+        cache = decoder.new_cache(1, len(ids) + len(run.tokens) + self.length.gamma + 1)
+        logits = decoder.forward(torch.tensor([ids], device=decoder.device), 0, cache, True)
+        done = 1
+        for drafted, emitted in zip(run.drafted, run.block_tokens, strict=True):
+            if at < done:
+                break
+            block = run.tokens[done - 1 : done + drafted]
+            # what the run drafted beyond its text is not known and changes nothing before it
+            block += block[-1:] * (drafted + 1 - len(block))
+            start = len(ids) + done - 1
+            logits = decoder.forward(torch.tensor([block], device=decoder.device), start, cache)
+            logits = logits[:, : max(at - done + 1, 1)]
+            done += emitted
         return logits[0, -1].float()
 
     def _agree_exactly(self, draft: Draft, rows: list[tuple[Prompt, list[int]]]) -> list[bool]:

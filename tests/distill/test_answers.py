@@ -1,6 +1,5 @@
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from distill.answers import answer_prompts, top_logprobs
 from distill.logit_cache import CacheError
@@ -12,21 +11,8 @@ PROMPTS = [[3, 4, 5], [6], [7, 8], [9, 10, 11, 12], [13, 2]]
 
 
 @pytest.fixture(scope="module")
-def model():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-    )
-    made = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.mul_(4 if parameter.ndim > 1 else 1)
-    return made
+def model(tiny_llama):
+    return tiny_llama(spread=4, vocab_size=VOCAB)
 
 
 def answered(

@@ -3,7 +3,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import GemmaConfig, GemmaForCausalLM
 
 from distill.logit_cache import CachedAnswer
 from distill.prepare import build_pruned, domain_mass, full_vocabulary, head_rows, prune_and_fit
@@ -12,18 +12,10 @@ VOCAB, LAYERS = 60, 4
 
 
 @pytest.fixture(scope="module")
-def target():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
+def target(tiny_llama):
+    model = tiny_llama(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=LAYERS, tie_word_embeddings=True
     )
-    model = LlamaForCausalLM(config).eval()
     with torch.no_grad():
         model.model.norm.weight.mul_(torch.rand(16) + 0.5)
     return model

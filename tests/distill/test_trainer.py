@@ -4,7 +4,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from distill.logit_cache import CachedAnswer
 from distill.losses import coarse_forward_kl
@@ -20,19 +20,11 @@ from distill.trainer import (
 VOCAB = 50
 
 
-def tiny_model(seed=0):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config).eval()
+@pytest.fixture
+def tiny_model(tiny_llama):
+    """Makes the same model each time."""
+    shape = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "pad_token_id": 0}
+    return lambda: tiny_llama(**shape)
 
 
 @pytest.fixture
@@ -82,7 +74,7 @@ def recipe_in(folder, **changes):
     )
 
 
-def test_batched_loss_is_the_sum_of_single_answers():
+def test_batched_loss_is_the_sum_of_single_answers(tiny_model):
     model, answers = tiny_model(), made_answers(5)
     rows = list(training_rows(answers, None))
     expected = 0.0
@@ -108,7 +100,7 @@ def test_a_teacher_temperature_sharpens_the_cached_tokens_and_leaves_no_rest():
         assert sharpened["top_ids"] == row["top_ids"]
 
 
-def test_a_head_that_is_more_than_a_product_is_refused():
+def test_a_head_that_is_more_than_a_product_is_refused(tiny_model):
     model = tiny_model()
     model.lm_head = torch.nn.Linear(16, VOCAB, bias=True)
     with pytest.raises(ValueError, match="head has a bias, which the loss here does not know"):
@@ -126,7 +118,7 @@ def test_labels_count_the_response_tokens_only():
     assert len(batch["positions"]) == len(batch["top_ids"])
 
 
-def test_chunks_change_nothing(monkeypatch):
+def test_chunks_change_nothing(monkeypatch, tiny_model):
     batch = DistillationCollator(0)(list(training_rows(made_answers(6), None)))
     batch.pop("index")
     model = tiny_model()
@@ -143,7 +135,9 @@ def test_chunks_change_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("use_peft", [False, True])
-def test_training_lowers_the_loss_and_leaves_a_plain_model(tmp_path, tokenizer, use_peft):
+def test_training_lowers_the_loss_and_leaves_a_plain_model(
+    tmp_path, tokenizer, use_peft, tiny_model
+):
     answers = made_answers()
     batch = DistillationCollator(0)(list(training_rows(answers, None)))
     batch.pop("index")
@@ -170,7 +164,7 @@ def test_training_lowers_the_loss_and_leaves_a_plain_model(tmp_path, tokenizer, 
     assert tuned(torch.tensor([[2, 3]])).logits.shape == (1, 2, VOCAB)
 
 
-def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path, tokenizer):
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path, tokenizer, tiny_model):
     answers = made_answers()
     straight = distil(tiny_model(), answers, None, tokenizer, recipe_in(tmp_path / "straight"))
     folder = tmp_path / "killed"
@@ -191,7 +185,7 @@ def test_a_checkpoint_cut_short_is_not_resumed_from(tmp_path):
     assert last_checkpoint(tmp_path / "none") is None
 
 
-def test_a_loss_that_is_not_a_number_names_the_answers(tmp_path, tokenizer):
+def test_a_loss_that_is_not_a_number_names_the_answers(tmp_path, tokenizer, tiny_model):
     answers = made_answers(8)
     for answer in answers:
         answer.top_logprobs[:] = float("nan")

@@ -97,7 +97,7 @@ def drawn(*lengths):
     return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
-def close(got, want):
+def assert_close(got, want):
     # fp32: the order of sums differs
     torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
 
@@ -111,7 +111,7 @@ def test_a_text_fed_in_blocks_has_the_logits_of_one_forward(model, width):
         parts = [decoder.forward(torch.tensor([text[:5]]), 0, cache)]
         for at in range(5, len(text), width):
             parts.append(decoder.forward(torch.tensor([text[at : at + width]]), at, cache))
-        close(torch.cat(parts, dim=1)[0], want)
+        assert_close(torch.cat(parts, dim=1)[0], want)
 
 
 @pytest.mark.parametrize("count", [2, BATCHED_ROWS, BATCHED_ROWS + 3])
@@ -129,7 +129,7 @@ def test_ragged_rows_have_the_logits_of_each_row_alone(model, count, width):
         tails = [(row[head:] + [0] * width)[:width] for row, head in zip(rows, heads, strict=True)]
         got = decoder.forward(torch.tensor(tails), torch.tensor(heads), cache)
         for i, (row, head) in enumerate(zip(rows, heads, strict=True)):
-            close(got[i, : len(row) - head], want[i][head:])
+            assert_close(got[i, : len(row) - head], want[i][head:])
 
 
 def test_rolling_back_is_starting_again_at_an_earlier_position(model):
@@ -139,8 +139,10 @@ def test_rolling_back_is_starting_again_at_an_earlier_position(model):
         cache = decoder.new_cache(1, CONTEXT)
         decoder.forward(torch.tensor([text[:8]]), 0, cache)
         decoder.forward(torch.tensor([rejected]), 8, cache)  # six drafted tokens, none accepted
-        close(decoder.forward(torch.tensor([text[8:10]]), 8, cache)[0], want[8:10])
-        close(decoder.forward(torch.tensor([text[10:]]), torch.tensor([10]), cache)[0], want[10:])
+        assert_close(decoder.forward(torch.tensor([text[8:10]]), 8, cache)[0], want[8:10])
+        assert_close(
+            decoder.forward(torch.tensor([text[10:]]), torch.tensor([10]), cache)[0], want[10:]
+        )
 
 
 def test_last_only_is_the_last_position(model):
@@ -149,7 +151,7 @@ def test_last_only_is_the_last_position(model):
         whole = decoder.forward(torch.tensor([text]), 0, decoder.new_cache(1, CONTEXT))
         last = decoder.forward(torch.tensor([text]), 0, decoder.new_cache(1, CONTEXT), True)
         assert last.shape == (1, 1, VOCAB)
-        close(last[:, 0], whole[:, -1])
+        assert_close(last[:, 0], whole[:, -1])
 
 
 def test_a_bf16_decoder_is_as_close_to_fp32_as_transformers_is():

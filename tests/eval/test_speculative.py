@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.forward import LeanDecoder, StockDecoder, build_decoder
 from eval.generation import generate_batched
@@ -18,23 +17,11 @@ IDS = [3, 14, 15, 9, 2]
 NEVER = frozenset({VOCAB + 1})
 
 
-def tiny(seed, vocab=VOCAB):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
+@pytest.fixture(scope="module")
+def tiny(tiny_llama):
+    return lambda seed, vocab=VOCAB: tiny_llama(
+        seed, spread=4, vocab_size=vocab, num_key_value_heads=2
     )
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # far from flat, so that text does not just repeat
-            parameter.mul_(4 if parameter.ndim > 1 else 1)
-    return model
 
 
 class SecondChoice:
@@ -51,12 +38,12 @@ class SecondChoice:
 
 
 @pytest.fixture(scope="module")
-def target():
+def target(tiny):
     return build_decoder(tiny(0), 200)
 
 
 @pytest.fixture(scope="module")
-def drafts(target):
+def drafts(target, tiny):
     good = copy.deepcopy(tiny(0))
     with torch.no_grad():
         for parameter in good.parameters():
@@ -180,7 +167,7 @@ def test_ragged_batches_give_the_tokens_of_single_rows(target, batch_size):
 
 
 @pytest.mark.parametrize("length", [DraftLength(1), DraftLength(3), DraftLength(3, 0.25)], ids=str)
-def test_sampled_tokens_have_the_targets_distribution(length):
+def test_sampled_tokens_have_the_targets_distribution(tiny, length):
     from scipy.stats import chi2
 
     vocab, runs = 6, 4000

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.drafts import Candidate, Target
 from eval.forward import build_decoder
@@ -28,33 +27,17 @@ IDS = [[3, 14, 15], [9, 2], [6, 5, 35, 8]]
 GREEDY = Decoding(Sampling(), NEVER, 20)
 
 
-def tiny(seed, dtype=torch.float32):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-        bos_token_id=None,
+@pytest.fixture(scope="module")
+def tiny(tiny_llama):
+    return lambda seed: tiny_llama(
+        seed, spread=4, vocab_size=VOCAB, eos_token_id=None, bos_token_id=None
     )
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # far from flat, so that text does not just repeat
-            parameter.mul_(4 if parameter.ndim > 1 else 1)
-    return model.to(dtype)
-
-
-def target_of(model):
-    return Target("tiny", model, None, build_decoder(model, 100), NEVER)
 
 
 @pytest.fixture(scope="module")
-def target():
-    return target_of(tiny(0))
+def target(tiny):
+    model = tiny(0)
+    return Target("tiny", model, None, build_decoder(model, 100), NEVER)
 
 
 def baselines(target):
@@ -74,7 +57,7 @@ def test_texts_are_the_targets_own_whatever_the_batch(target):
     assert target_texts(target, IDS, GREEDY) == [run.tokens for run in baselines(target)]
 
 
-def test_alpha_is_one_for_the_target_itself_and_counts_agreeing_positions(target):
+def test_alpha_is_one_for_the_target_itself_and_counts_agreeing_positions(target, tiny):
     texts = target_texts(target, IDS, GREEDY)
     other = build_decoder(tiny(1), 100)
     drafts = [Draft(target.decoder), Draft(other)]
@@ -90,7 +73,7 @@ def test_alpha_is_one_for_the_target_itself_and_counts_agreeing_positions(target
         assert row.positions == 20
 
 
-def test_sampled_alpha_is_the_overlap_of_the_distributions(target):
+def test_sampled_alpha_is_the_overlap_of_the_distributions(target, tiny):
     texts = target_texts(target, IDS, GREEDY)
     other = build_decoder(tiny(1), 100)
     (found,) = measure_agreement(
@@ -153,7 +136,9 @@ class Duplicated:
 def test_a_tie_is_explained_only_when_fp32_agrees(target):
     tied = dataclasses.replace(target, decoder=Duplicated(target.decoder, 1e-3))
     base = baselines(tied)
-    runs = [changed(base[0], 5), *base[1:]]  # the partner of the likeliest token, at a gap of 1e-3
+    # the partner of the likeliest token, at a gap of 1e-3, in blocks of two
+    wide = dataclasses.replace(changed(base[0], 5), drafted=[1] * 19)
+    runs = [wide, *base[1:]]
     check = LosslessCheck(tied, GREEDY, DraftLength(3))
     draft = Draft(target.decoder)
     assert check.ledger(draft, PROMPTS, IDS, base, runs)["tie_divergences"] == 1
@@ -176,7 +161,7 @@ def test_gamma_is_one_of_those_tried(target):
     assert chosen.stop_below == 0 or chosen.gamma == 3
 
 
-def test_every_prompt_is_decoded_by_everybody(target):
+def test_every_prompt_is_decoded_by_everybody(target, tiny):
     good, bad = Draft(target.decoder), Draft(build_decoder(tiny(1), 100))
     candidates = [
         Candidate(name, "unused", "full", {}, draft, 0, None)
