@@ -20,7 +20,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from align.checks import (
     Finding,
@@ -131,6 +131,27 @@ def compare(target: Side, draft: Side, weights: bool = False, corpus: str | None
         engines=tuple(_engines(target, draft, strategy, bool(differing))),
         findings=tuple(findings),
     )
+
+
+def choose_strategy(verdict: Verdict, asked: str, tuned: bool) -> Strategy:
+    """The strategy a run takes: the verdict's under "auto", else the one asked for.
+
+    tuned: the draft will be tuned. Raises ValueError when none is lossless, or not the one asked.
+    """
+    best = verdict.tuned_strategy if tuned else verdict.strategy
+    if best is None:
+        fatal = " ".join(str(f) for f in verdict.findings if f.severity == "fatal")
+        raise ValueError(
+            f"Draft {verdict.draft!r} cannot draft for {verdict.target!r} without loss: {fatal}"
+        )
+    by_id = ("direct", "padded", "remap")
+    if asked in by_id and asked != verdict.strategy:
+        why = " ".join(str(f) for f in verdict.findings if f.severity in ("error", "warning"))
+        raise ValueError(
+            f"strategy {asked!r} would corrupt: the draft's vocabulary is {verdict.relation}; use "
+            f"{best!r}, or auto. {why}"
+        )
+    return best if asked == "auto" else cast(Strategy, asked)
 
 
 def _strategy(

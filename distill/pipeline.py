@@ -40,6 +40,7 @@ from distill.publish import write_card
 from distill.recipe import Recipe, RecipeError, dump
 from distill.trainer import distil, training_config
 from eval.cost import ceiling_speedup, price
+from eval.drafting import Draft
 from eval.drafts import (
     Candidate,
     Target,
@@ -54,7 +55,7 @@ from eval.evaluation import PromptSet, context_length, evaluate_drafts
 from eval.forward import build_decoder
 from eval.prompts import prompts_sha256, render_all, write_prompts
 from eval.report import write_report
-from eval.speculative import Decoding, Draft
+from eval.speculative import Decoding
 from eval.speed import step_costs
 from eval.verification import Sampling
 

@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 import torch
 
+from eval.drafting import Draft
 from eval.drafts import Candidate, Target
 from eval.forward import build_decoder
 from eval.prompts import Prompt
-from eval.speculative import Decoding, Draft, DraftLength, decode_baseline
+from eval.speculative import Decoding, DraftLength, decode_baseline
 from eval.speed import (
     LosslessCheck,
     choose_gamma,
