@@ -144,8 +144,9 @@ def choose_strategy(verdict: Verdict, asked: str, tuned: bool) -> Strategy:
         raise ValueError(
             f"Draft {verdict.draft!r} cannot draft for {verdict.target!r} without loss: {fatal}"
         )
-    by_id = ("direct", "padded", "remap")
-    if asked in by_id and asked != verdict.strategy:
+    if asked in ("remap", "transplant") and verdict.strategy in ("direct", "padded"):
+        return verdict.strategy  # it has the target's rows already
+    if asked in ("direct", "padded", "remap") and asked != verdict.strategy:
         why = " ".join(str(f) for f in verdict.findings if f.severity in ("error", "warning"))
         raise ValueError(
             f"strategy {asked!r} would corrupt: the draft's vocabulary is {verdict.relation}; use "

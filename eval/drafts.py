@@ -27,7 +27,7 @@ from eval.drafting import Draft, StringDraft
 from eval.forward import Decoder, build_decoder
 
 EMBEDDING = "model.embed_tokens.weight"
-COMPACT = "draftsmith-compact/1"
+COMPACT = "draftsmith-compact/2"
 LONGER = 2  # a text in a draft's own ids has at most so many times the target's, as a rule
 
 
@@ -98,7 +98,11 @@ def save_compact(
     """Write the compact form; `embedding` is the target's, of which only the hash is kept."""
     tensors = {k: v.contiguous() for k, v in model.state_dict().items() if k != EMBEDDING}
     if token_ids is not None:
-        tensors["token_ids"] = token_ids.to(torch.int32)
+        # as other engines store them: the target's id less the row's number, and who has a row
+        rows = torch.arange(len(token_ids), device=token_ids.device)
+        tensors["d2t"] = (token_ids - rows).int()
+        tensors["t2d"] = torch.zeros(len(embedding), dtype=torch.bool)
+        tensors["t2d"][token_ids.cpu()] = True
     with atomic_folder(folder) as partial:
         model.config.save_pretrained(partial)
         save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
@@ -125,7 +129,16 @@ def load_compact(folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tens
             "dtype, or the full form beside it."
         )
     tensors = load_file(folder / "model.safetensors", device=str(embedding.device))
-    token_ids = tensors.pop("token_ids", None)
+    token_ids = None
+    if "d2t" in tensors:
+        d2t = tensors.pop("d2t").long()
+        token_ids = d2t + torch.arange(len(d2t), device=d2t.device)
+        named = tensors.pop("t2d").nonzero()[:, 0]
+        if not torch.equal(named, token_ids.sort().values):
+            raise ValueError(
+                f"TOK-015: d2t and t2d of {folder} name different ids, so its drafts would be "
+                "other tokens than meant; make the draft again."
+            )
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=embedding.dtype)
@@ -134,7 +147,7 @@ def load_compact(folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tens
     model.load_state_dict({**tensors, EMBEDDING: embedding}, assign=True)
     # rotary tables are no parameters: build them for real
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(embedding.device)
-    return model.eval(), None if token_ids is None else token_ids.long()
+    return model.eval(), token_ids
 
 
 def compact_candidate(

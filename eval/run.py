@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from align.process import use_machine
+from align.sources import read_json
 from eval.drafts import Target, load_candidate, load_target
 from eval.evaluation import PromptSet, context_length, evaluate_drafts
 from eval.forward import build_decoder
@@ -54,6 +55,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--max_prompts", type=int, help="draw so many of the prompts")
     parser.add_argument("--speed_prompts", type=int, default=40)
     parser.add_argument("--tuning_prompts", type=int, default=8, help="set aside to choose gamma")
+    parser.add_argument("--strategy", default="auto", help="how vocabularies are bridged")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=42)
@@ -86,6 +88,8 @@ def _take_from_run(args: argparse.Namespace) -> None:
     args.draft = args.draft or [f"untuned={untuned}", f"tuned={args.run / 'draft'}"]
     args.prompts = args.prompts or str(args.run / "prompts" / "eval.jsonl")
     args.tuning = args.run / "prompts" / "tuning.jsonl"
+    if args.strategy == "auto":
+        args.strategy = read_json(args.run / "vocab_check.json").get("used", "auto")
     args.output_dir = args.output_dir or args.run
     for key in DEFAULTS:
         if getattr(args, key) is None:
@@ -127,7 +131,7 @@ def main(argv: list[str]) -> int:
             name, equals, spec = text.partition("=")
             if not equals or "==" in text.split("/")[0]:  # a pypi: spec has == of its own
                 name, spec = Path(text).name, text
-            candidates.append(load_candidate(name, spec, target))
+            candidates.append(load_candidate(name, spec, target, args.strategy))
         report = evaluate_drafts(
             target,
             candidates,
