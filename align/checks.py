@@ -1,5 +1,6 @@
 """What is compared of two sides. The number of a check is the code of its findings:
 
+TOK-000  files that are missing or cannot be read (align/side.py)
 TOK-001  the same id stands for different tokens
 TOK-002  ids against the rows of embedding and head
 TOK-003  ids without a token, tokens spelt alike

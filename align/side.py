@@ -180,8 +180,16 @@ def read_side(spec: str, weights: bool = False) -> Side:
 
     weights: also fetch the weights of a Hub checkpoint, whose headers tell the real rows and biases
     (headers of local weights are always read).
-    Raises ValueError for input that is missing or ill-formed.
+    Raises SourceError, with code TOK-000 or TOK-013, for input that is missing or ill-formed.
     """
+    try:
+        return _read(spec, weights)
+    except SourceError as error:
+        coded = str(error).startswith("TOK-")
+        raise SourceError(str(error) if coded else f"TOK-000: {error}") from error
+
+
+def _read(spec: str, weights: bool) -> Side:
     _refuse_adapter_with_rows(Path(spec).expanduser())
     folder = resolve_checkpoint(spec, weights=weights)
     if (folder / "tokenizer.json").is_file():

@@ -460,8 +460,44 @@ def test_ill_formed_files_exit_with_2(tmp_path, write_tokenizer, capsys, name, t
     assert main(["--target", target, "--draft", draft]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("error: ")
+    assert captured.err.startswith("error: TOK-000: ")
     assert str(tmp_path / "draft") in captured.err
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "has no tokenizer"),
+        ({"tokenizer.model": b"\x00damaged"}, "cannot be read"),
+        ({"vocab.json": b'{"a": 0}'}, "TOK-000"),  # half of an old pair of files
+    ],
+)
+def test_missing_or_unreadable_tokenizers_exit_with_2(
+    tmp_path, write_tokenizer, capsys, files, message
+):
+    target = write_tokenizer(tmp_path / "target")
+    draft = write_tokenizer(tmp_path / "draft")
+    (tmp_path / "draft" / "tokenizer.json").unlink()
+    for name, content in files.items():
+        (tmp_path / "draft" / name).write_bytes(content)
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["--target", target, "--draft", draft]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: TOK-000: ")
+    assert message in error
+    assert sorted(tmp_path.rglob("*")) == before  # nothing is written
+
+
+def test_a_slow_only_tokenizer_exits_with_2(tmp_path, write_tokenizer, capsys, monkeypatch):
+    class SlowTokenizer:
+        is_fast = False
+
+    target = write_tokenizer(tmp_path / "target")
+    draft = write_tokenizer(tmp_path / "draft")
+    (tmp_path / "draft" / "tokenizer.json").unlink()
+    monkeypatch.setattr("align.side.load_tokenizer", lambda spec: SlowTokenizer())
+    assert main(["--target", target, "--draft", draft]) == 2
+    assert "has only a slow tokenizer (SlowTokenizer)" in capsys.readouterr().err
 
 
 def test_exit_codes_and_json(tmp_path, write_tokenizer, capsys):
