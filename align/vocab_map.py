@@ -133,7 +133,9 @@ class Reader:
         """A text from its start."""
         bos = self.target.special_ids.get("bos_token")
         own = ids[1:] if ids and ids[0] == bos else ids
-        return [*self.draft.prefix, *self.read(own)]
+        read = [*self.draft.prefix, *self.read(own)]
+        # a model needs something to begin with: without a BOS, texts follow the end of another
+        return read or [self.draft.special_ids.get("eos_token") or 0]
 
     def read(self, ids: Sequence[int]) -> list[int]:
         """A stretch of text that goes on."""

@@ -185,6 +185,8 @@ class TokenSession:
         # what it fed itself beyond the accepted tokens is stale and will be overwritten
         self.seen = min(self.seen, len(self.context) + accepted)
         self.context += emitted if self.draft.reader is None else self.draft.reader.read(emitted)
+        # what it cannot spell adds nothing, and it needs a token to read for its next logits
+        self.seen = min(self.seen, len(self.context) - 1)
 
 
 @dataclass(frozen=True)
@@ -241,8 +243,8 @@ class StringSession:
     """The text in both tokenisations, aligned by byte offset.
 
     `target_ids` and `target_ends`: the text and where each token ends, in bytes. `ids` and `ends`:
-    the same bytes in the draft's tokens, but for half a character at the end. `cached`: what the
-    draft has fed itself.
+    the same bytes in the draft's tokens, but for half a character at the end, which is `held`.
+    `cached`: what the draft has fed itself.
     """
 
     def __init__(
@@ -255,6 +257,7 @@ class StringSession:
         self.draft, self.sampling, self.generator = draft, sampling, generator
         self.cache = draft.decoder.new_cache(1, draft.decoder.context_length)
         self.cached: list[int] = []
+        self.same = 0  # so many tokens of both are known to agree
         self.target_ids: list[int] = []
         self.target_ends: list[int] = []
         self.ids = list(draft.draft.prefix)
@@ -276,20 +279,23 @@ class StringSession:
         offset = self.target_ends[settled - 1] if settled > 0 else 0
         kept = bisect_right(self.ends, offset)
         del self.ids[kept:], self.ends[kept:]
+        self.same = min(self.same, kept)
         # 2. Cut the rest anew; half a character waits for its other half.
         self.held = b""
         rest = self.target_ids[settled:]
         for special, group in groupby(rest, key=self.draft.special.get):
-            stretch = self.draft.target.bytes_of(list(group))
+            stretch = list(group)
             if special is not None:
-                offset += len(stretch)
-                self.ids.append(special)
-                self.ends.append(offset)
+                for i in stretch:
+                    offset += len(self.draft.target.bytes_of([i]))
+                    self.ids.append(special)
+                    self.ends.append(offset)
                 self.held = b""
                 continue
-            whole = len(stretch) - unfinished(stretch)
-            self.held = stretch[whole:]
-            for i in self.draft.draft.encode(stretch[:whole]):
+            data = self.draft.target.bytes_of(stretch)
+            whole = len(data) - unfinished(data)
+            self.held = data[whole:]
+            for i in self.draft.draft.encode(data[:whole]):
                 offset += len(self.draft.draft.bytes_of([i]))
                 self.ids.append(i)
                 self.ends.append(offset)
@@ -301,10 +307,10 @@ class StringSession:
     def propose(self, count: int, stop_below: float = 0.0) -> Proposal:
         draft, device = self.draft, self.draft.decoder.device
         # 1. Go back to the last place where the cache holds the text as it is cut now.
-        pairs = zip(self.cached, self.ids, strict=False)
-        same = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        seen = min(len(self.cached), len(self.ids)) if same is None else same
-        seen = min(seen, len(self.ids) - 1)  # the last token is fed again for its logits
+        both = min(len(self.cached), len(self.ids))
+        while self.same < both and self.cached[self.same] == self.ids[self.same]:
+            self.same += 1
+        seen = min(self.same, len(self.ids) - 1)  # the last token is fed again for its logits
         room = draft.decoder.context_length - len(self.ids) + 1
         drafted: list[int] = []
         confidence = 1.0

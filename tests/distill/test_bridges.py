@@ -17,6 +17,7 @@ from distill.recipe import RecipeError, build_recipe
 from distill.trainer import DistillationCollator, training_rows
 from eval.drafts import load_candidate, load_target
 from eval.report import check_report
+from eval.run import main
 
 WORDS = "the cat sat on a mat and the dog ran to the red barn while rain fell on old stones"
 TEXTS = [" ".join(WORDS.split()[i:] + WORDS.split()[:i]) for i in range(18)]
@@ -131,6 +132,32 @@ def test_a_draft_of_another_tokenizer_is_tuned(folder, tmp_path, draft, asked, u
     assert written.relation == ("intersection" if used == "intersection" else "identical")
     saved = json.loads((recipe.folder / "vocab_check.json").read_text())
     assert saved["used"] == used
+    # measured again, the untuned draft is bridged as it was
+    assert main(["--run", str(recipe.folder), "--gamma", "1", "--output_dir", str(tmp_path)]) == 0
+    again = json.loads((tmp_path / "report" / "report.json").read_text())["drafts"]
+    for name in ("untuned", "tuned"):
+        assert again[name]["vocabulary"] == blocks[name]["vocabulary"]
+        assert again[name]["alpha"] == blocks[name]["alpha"]
+
+
+def test_a_dry_run_prices_a_foreign_draft_and_writes_nothing(folder, tmp_path):
+    run = Run(job(folder, tmp_path / "run", dry_run=True))
+    run.check_vocabularies()
+    run.collect_prompts()
+    assert run.price() in (0, 1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_coverage_curve_is_printed(folder, tmp_path, capsys):
+    run = Run(job(folder, tmp_path / "run", draft=None, num_draft_layers=1))
+    run.check_vocabularies()
+    run.collect_prompts()
+    run.answer_prompts()
+    capsys.readouterr()
+    run.print_coverage()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["draft_vocab_size", "lost", "mass"]
+    assert lines[-1].split() == ["300", "0.000%"]
 
 
 def test_a_map_of_other_tokenizers_stops_the_run(folder, tmp_path):

@@ -411,8 +411,8 @@ def test_special_tokens_that_both_have_are_no_text(tmp_path, tiny_llama):
     target = make_side(tmp_path / "t", ["a", "b"], added=[("<|x|>", True)])
     draft = make_side(tmp_path / "d", ["b", "a", "<", "|", "x", ">"], added=[("<|x|>", True)])
     model = build_decoder(tiny_llama(1, vocab_size=7), 50)
-    session = StringDraft(model, target, draft).start([0, 2, 1], 0, 0, Sampling(), None)
-    assert session.ids == [1, 6, 0]
+    session = StringDraft(model, target, draft).start([0, 2, 2, 1], 0, 0, Sampling(), None)
+    assert session.ids == [1, 6, 6, 0]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -430,6 +430,22 @@ def test_alpha_is_taken_before_every_token(bridged, name):
             cut = drafts[name].to_target_ids(torch.arange(42))
             assert cut.tolist() == [*range(42)]
             torch.testing.assert_close(q[0, i], logits.softmax(-1), atol=1e-5, rtol=1e-4)
+
+
+def test_a_draft_that_cannot_spell_every_token_reads_on_without_them(tmp_path, tiny_llama):
+    target = make_side(tmp_path / "t", [*"abcdefgh"])
+    draft = make_side(tmp_path / "d", [*"hgfeab"])  # no c, no d
+    own = build_decoder(tiny_llama(0, spread=6, vocab_size=8), 80)
+    model = build_decoder(tiny_llama(1, spread=6, vocab_size=6), 160)
+    how = Decoding(Sampling(1.5), NEVER, 40, seed=3)
+    for ids in ([0, 2, 5], [2, 3, 3]):  # the second is nothing at all to the draft
+        for bridge in (intersection((target, draft), model), StringDraft(model, target, draft)):
+            run = decode_speculative(own, bridge, PROMPT, ids, how, DraftLength(3))
+            assert len(run.tokens) == 40
+            assert sum(run.accepted) > 0
+            assert {2, 3} & set(run.tokens)
+            q = bridge.teacher_forced(ids, run.tokens, 8, how.sampling)
+            assert q[..., 2:4].sum() == 0
 
 
 def test_where_its_context_ends_a_draft_says_nothing(bridged):
