@@ -116,17 +116,17 @@ def rows_suffice(side: Side) -> bool:
     return all(r >= side.count for r in rows)
 
 
-def coverages(target: Side, draft: Side, texts: list[str] | None) -> dict[str, float]:
+def coverages(target: Side, draft: Side, texts: list[str]) -> dict[str, float]:
     """Share of one side's tokens that the other has: by count, and by frequency in texts."""
     shares = {}
     for name, one, other in (("target", target, draft), ("draft", draft, target)):
         shares[f"{name}_by_count"] = len(one.used & other.used) / max(len(one.used), 1)
-        if texts is not None:
-            covered = total = 0
-            for encoding in one.tokenizer.encode_batch(texts, add_special_tokens=False):
-                total += len(encoding.ids)
-                covered += sum(one.keys[i] in other.used for i in encoding.ids)
-            shares[f"{name}_by_frequency"] = covered / max(total, 1)
+        covered = total = 0
+        for encoding in one.tokenizer.encode_batch(texts, add_special_tokens=False):
+            total += len(encoding.ids)
+            covered += sum(one.keys[i] in other.used for i in encoding.ids)
+        by_count = shares[f"{name}_by_count"]
+        shares[f"{name}_by_frequency"] = covered / total if total else by_count
     return shares
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from align.sources import SourceError, load_tokenizer, read_json, resolve_checkpoint
-from align.token_bytes import Key, backend_keys
+from align.token_bytes import Key, backend_keys, byte_pieces
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -125,13 +125,18 @@ class Side:
         return with_specials[:at]
 
     @cached_property
+    def id_of(self) -> dict[Key, int]:
+        """The id of each key in use; of tokens spelt alike the one that texts are encoded with."""
+        # a byte piece stands for a byte only where no written piece does, wherever it is listed
+        # (Gemma's "\n" is 107, its "<0x0A>" 248); tokens added later are matched first
+        pieces = byte_pieces(self.backend)
+        order = [*sorted(pieces), *(i for i in range(len(self.keys)) if i not in pieces)]
+        return {key: i for i in order if (key := self.keys[i]) is not None and is_used(key)}
+
+    @cached_property
     def longest_match(self) -> tuple[dict[bytes, int], int]:
         """Bytes -> id of every normal token, and the length of the longest."""
-        # the last of equals is the one that texts are encoded with: byte pieces stand before the
-        # written ones, and tokens added later are matched first
-        ids = {
-            key[1]: i for i, key in enumerate(self.keys) if key and key[0] == "normal" and key[1]
-        }
+        ids = {spelt: i for (kind, spelt), i in self.id_of.items() if kind == "normal" and spelt}
         return ids, max(map(len, ids), default=0)
 
     def bytes_of(self, ids: Sequence[int]) -> bytes:

@@ -90,6 +90,18 @@ def backend_keys(backend: dict[str, Any]) -> list[Key | None]:
     return keys
 
 
+def byte_pieces(backend: dict[str, Any]) -> set[int]:
+    """Ids of SentencePiece's `<0x41>`: what a byte is written with where no piece spells it."""
+    model = backend["model"]
+    fallback = "ByteFallback" in set(_component_types(backend.get("decoder")))
+    if not (fallback or model.get("byte_fallback")):
+        return set()
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, list):
+        return {i for i, (piece, _) in enumerate(vocabulary) if _BYTE_PIECE.fullmatch(piece)}
+    return {i for piece, i in vocabulary.items() if _BYTE_PIECE.fullmatch(piece)}
+
+
 def unfinished(data: bytes) -> int:
     """How many bytes at the end of `data` begin a UTF-8 character that is not complete."""
     for length in range(1, min(3, len(data)) + 1):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from align.atomic import atomic_file
 from align.checks import Relation, differing_ids, relation_of
-from align.side import Side, is_used, safetensors_header
+from align.side import Side, safetensors_header
 from align.sources import SourceError
 from align.token_bytes import Key
 
@@ -55,19 +55,13 @@ def build_map(target: Side, draft: Side) -> VocabMap:
             f"{draft.spec!r} share none that spells text, so a map of tokens would be empty; use "
             "strategy string, which needs no shared token."
         )
-    ids_of = _ids_by_key(target), _ids_by_key(draft)
-    to_target = torch.tensor([_look_up(ids_of[0], key) for key in draft.keys])
-    to_draft = torch.tensor([_look_up(ids_of[1], key) for key in target.keys])
+    to_target = torch.tensor([_look_up(target.id_of, key) for key in draft.keys])
+    to_draft = torch.tensor([_look_up(draft.id_of, key) for key in target.keys])
     # an end of text is one whatever it is called
     mine, theirs = (side.special_ids.get("eos_token") for side in (target, draft))
     if mine is not None and theirs is not None and to_draft[mine] < 0 and to_target[theirs] < 0:
         to_draft[mine], to_target[theirs] = theirs, mine
     return VocabMap(relation, to_target, to_draft, target.sha256, draft.sha256)
-
-
-def _ids_by_key(side: Side) -> dict[Key, int]:
-    # the last of equals is the one that texts are encoded with (Side.longest_match)
-    return {key: i for i, key in enumerate(side.keys) if key is not None and is_used(key)}
 
 
 def _look_up(ids: dict[Key, int], key: Key | None) -> int:

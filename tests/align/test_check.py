@@ -89,7 +89,9 @@ def test_equal_sizes_of_different_vocabularies(pair):
     verdict = pair(tokens="abcdefgX")
     assert verdict.relation == "intersection"
     assert "'h' for the target, 'X' for the draft" in found(verdict, "TOK-001")
-    assert verdict.coverages == {"target_by_count": 0.9, "draft_by_count": 0.9}
+    by_count = {name: v for name, v in verdict.coverages.items() if name.endswith("count")}
+    assert by_count == {"target_by_count": 0.9, "draft_by_count": 0.9}
+    assert 0.8 < verdict.coverage < 0.95  # weighted by use in English text
 
 
 def test_a_draft_with_too_few_rows_cannot_read_the_target(pair):

@@ -135,6 +135,24 @@ def test_byte_pieces_and_written_ones_are_many_to_one(sentencepiece, byte_level)
     assert found.to_draft[found.to_target[piece]] == written  # the one that texts are written with
 
 
+def test_a_byte_piece_listed_after_the_written_one_does_not_win(
+    sentencepiece, byte_level, tmp_path
+):
+    backend = json.loads(json.dumps(sentencepiece.backend))
+    vocabulary = backend["model"]["vocab"]  # as in Gemma's, where "\n" comes before the bytes
+    vocabulary["<0x0A>"], vocabulary["\n"] = vocabulary["\n"], vocabulary["<0x0A>"]
+    folder = tmp_path / "gemma"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer_config.json"):
+        (folder / name).write_text((sentencepiece.folder / name).read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(backend))
+    side = read_side(str(folder))
+    found = build_map(side, byte_level)
+    newline = byte_level.spell(b"\n")
+    assert found.to_target[newline].tolist() == [vocabulary["\n"]] == side.encode(b"\n")
+    assert side.spell(b"\n") == side.encode(b"\n")
+
+
 def test_any_order_of_the_vocabulary_gives_the_same_map(byte_level, sentencepiece, tmp_path):
     backend = json.loads(json.dumps(byte_level.backend))
     backend["model"]["vocab"] = dict(sorted(backend["model"]["vocab"].items(), key=lambda x: x[0]))
