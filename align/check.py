@@ -20,7 +20,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from align.checks import (
     Finding,
@@ -140,6 +140,7 @@ def choose_strategy(verdict: Verdict, asked: str, tuned: bool) -> Strategy:
 
     tuned: the draft will be tuned. Raises ValueError when none is lossless, or not the one asked.
     """
+    assert asked in ("auto", *get_args(Strategy)), asked
     best = verdict.tuned_strategy if tuned else verdict.strategy
     if best is None:
         fatal = " ".join(str(f) for f in verdict.findings if f.severity == "fatal")

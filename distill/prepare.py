@@ -70,6 +70,11 @@ def prune_and_fit(
             f"A target of type {config.model_type!r} cannot be pruned in depth here "
             f"({', '.join(PRUNABLE)} can); name a sibling with --draft."
         )
+    if target.get_output_embeddings().bias is not None:
+        raise ValueError(
+            "TOK-012: the target's head has a bias, which a refitted or trimmed head would lack; "
+            "name a sibling with --draft."
+        )
     if not 1 <= num_layers < config.num_hidden_layers:
         raise ValueError(
             f"num_draft_layers {num_layers} must be at least 1 and below the target's "

@@ -83,7 +83,7 @@ class DistillationCollator:
             length, predicting = len(row["input_ids"]), torch.tensor(row["positions"])
             input_ids[b, :length] = torch.tensor(row["input_ids"])
             attention_mask[b, :length] = 1
-            labels[b, predicting] = 1
+            labels[b, predicting] = 1  # any value but -100 counts
             positions.append(b * width + predicting)
             top_ids.append(torch.tensor(row["top_ids"]).view(len(predicting), -1))
             top_logprobs.append(torch.tensor(row["top_logprobs"]).view(len(predicting), -1))
@@ -107,9 +107,10 @@ def attach_distillation_forward(model: PreTrainedModel) -> None:
     body, head = model.base_model, model.get_output_embeddings()
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     if head.bias is not None or softcap:
+        what = "a bias" if head.bias is not None else f"softcap {softcap}"
         raise ValueError(
-            f"The draft's head has {'a bias' if head.bias is not None else f'softcap {softcap}'}, "
-            "which the loss here does not know; use another draft, or none: the target is pruned."
+            f"TOK-012: the draft's head has {what}, which the loss here does not know; use "
+            "another draft, or none: the target is pruned."
         )
 
     def forward(

@@ -15,10 +15,11 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
+from align.check import Strategy
 from align.process import use_machine
 from align.sources import read_json
 from eval.drafts import Target, load_candidate, load_target
@@ -55,7 +56,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--max_prompts", type=int, help="draw so many of the prompts")
     parser.add_argument("--speed_prompts", type=int, default=40)
     parser.add_argument("--tuning_prompts", type=int, default=8, help="set aside to choose gamma")
-    parser.add_argument("--strategy", default="auto", help="how vocabularies are bridged")
+    parser.add_argument(
+        "--strategy",
+        default="auto",
+        choices=["auto", *get_args(Strategy)],
+        help="how vocabularies are bridged (docs/vocabulary.md)",
+    )
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=42)

@@ -155,3 +155,10 @@ def test_a_family_that_cannot_be_pruned_names_the_way_out(answers):
     )
     with pytest.raises(ValueError, match=r"type 'gemma' cannot be pruned .* name a sibling"):
         prune_and_fit(GemmaForCausalLM(config), answers, 1, 100, None, [])
+
+
+def test_a_head_bias_is_refused(target, answers):
+    biased = copy.deepcopy(target)
+    biased.lm_head.bias = torch.nn.Parameter(torch.zeros(VOCAB))
+    with pytest.raises(ValueError, match=r"TOK-012: the target's head has a bias.*--draft"):
+        prune_and_fit(biased, answers, 2, 100, 20, [0])
