@@ -17,7 +17,7 @@ STRINGS = [
     "",
     " ",
     "\r\n",
-    *(" " * n for n in (2, 3, 7, 16, 31, 32)),
+    *(" " * n for n in range(2, 33)),
     "\t\tindented\n\t    deeper\n",
     "x , y",
     "caf\u00e9",

@@ -5,17 +5,19 @@ import json
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
 
 from align.check import check_pair
 from align.checks import VOCAB_MAP
 from align.side import read_side
+from align.sources import load_model
 from align.vocab_map import MapError, Reader, build_map
 from distill.logit_cache import CachedAnswer
 from distill.pipeline import Run
 from distill.recipe import RecipeError, build_recipe
 from distill.trainer import DistillationCollator, training_rows
 from eval.drafts import load_candidate, load_target
+from eval.forward import StockDecoder
 from eval.report import check_report
 from eval.run import main
 
@@ -138,6 +140,40 @@ def test_a_draft_of_another_tokenizer_is_tuned(folder, tmp_path, draft, asked, u
     for name in ("untuned", "tuned"):
         assert again[name]["vocabulary"] == blocks[name]["vocabulary"]
         assert again[name]["alpha"] == blocks[name]["alpha"]
+
+
+def test_a_gemma_target_with_a_llama_draft(folder, tmp_path):
+    words = PreTrainedTokenizerFast.from_pretrained(folder / "target")
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            vocab_size=len(words) + 4,  # rows of padding as well
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            sliding_window=128,
+            layer_types=["sliding_attention", "full_attention"],
+            eos_token_id=0,
+            pad_token_id=0,
+        )
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(12 if parameter.ndim > 1 else 1)
+    model.generation_config.eos_token_id = 0
+    model.save_pretrained(tmp_path / "gemma")
+    words.save_pretrained(tmp_path / "gemma")
+    run, report = run_it(job(folder, tmp_path / "run", target=str(tmp_path / "gemma")))
+    assert isinstance(run.target.decoder, StockDecoder)
+    assert run.strategy == "transplant"
+    blocks = report["drafts"]
+    assert all(block["lossless"]["identical"] == 3 for block in blocks.values())
+    assert blocks["tuned"]["vocabulary"]["relation"] == "identical"  # padding rows included
+    saved = load_model(str(tmp_path / "run" / "draft"), torch.float32)
+    assert saved.get_output_embeddings().weight.shape[0] == len(words) + 4
 
 
 def test_a_dry_run_prices_a_foreign_draft_and_writes_nothing(folder, tmp_path):
