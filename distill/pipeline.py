@@ -335,6 +335,7 @@ class Run:
                 self.draft_tokenizer,
                 self.recipe,
                 reader,
+                new_rows=self.strategy == "transplant",
             )
             with atomic_folder(done) as partial:
                 state = {k: v.contiguous() for k, v in tuned.state_dict().items()}

@@ -206,13 +206,17 @@ def distil(
     tokenizer: PreTrainedTokenizerBase,
     recipe: Recipe,
     reader: Reader | None = None,
+    new_rows: bool = False,
 ) -> PreTrainedModel:
-    """The draft after training, in fp32. The input embedding is the target's and stays as it is.
+    """The draft after training, in fp32.
 
+    An input embedding that is not the head as well stays as it is, unless it has `new_rows` that
+    were never trained (a transplant). reader: as for `training_rows`.
     Goes on from the last whole checkpoint in the recipe's folder, or from resume_from_checkpoint.
     """
     model = model.float()
-    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    if not tied and not new_rows:
         model.get_input_embeddings().weight.requires_grad_(False)
     adapters = None
     if recipe.use_peft:

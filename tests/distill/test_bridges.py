@@ -132,6 +132,17 @@ def test_a_draft_of_another_tokenizer_is_tuned(folder, tmp_path, draft, asked, u
     assert (recipe.folder / VOCAB_MAP).is_file()
     written = check_pair(recipe.target, str(recipe.folder / "draft"))
     assert written.relation == ("intersection" if used == "intersection" else "identical")
+    # an embedding apart from the head is trained only where it has rows that never were
+    before, after = (
+        load_model(str(spec), torch.float32).get_input_embeddings().weight
+        for spec in (recipe.draft, recipe.folder / "draft")
+    )
+    if used == "intersection":
+        assert after.equal(before)
+    else:
+        mapped = run.vocab_map.mapped
+        same = after[run.vocab_map.to_target[mapped]].equal(before[mapped])
+        assert same == (used == "remap")
     saved = json.loads((recipe.folder / "vocab_check.json").read_text())
     assert saved["used"] == used
     # measured again, the untuned draft is bridged as it was
