@@ -2,9 +2,9 @@
 
     python tests/benchmarks/decoding.py outputs/code
 
-The argument is the folder of a finished run: its target, its tuned draft (compact for ours, whole for
-transformers, which needs the whole vocabulary), its evaluation prompts. Greedy, batch size
-1, the same fixed draft length for both, confidence thresholds off. Every prompt is decoded in four
+The argument is the folder of a finished run: its target, its tuned draft (compact for ours, whole
+for transformers, which needs the whole vocabulary), its evaluation prompts. Greedy, batch size 1,
+the same fixed draft length for both, confidence thresholds off. Every prompt is decoded in four
 ways, in turns. Prints tokens/s ratios with 95% bootstrap intervals over prompts.
 """
 
