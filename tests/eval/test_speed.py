@@ -161,6 +161,25 @@ def test_gamma_is_one_of_those_tried(target):
     assert chosen.stop_below == 0 or chosen.gamma == 3
 
 
+def test_the_fastest_length_outlives_the_slower_halves(target, monkeypatch):
+    timed = []
+
+    def decode(_target, _draft, prompt, _ids, how, length):
+        timed.append(length)
+        seconds = 1 + abs(length.gamma - 4) + 10 * length.stop_below
+        run = changed(baselines(target)[0], 0)
+        return dataclasses.replace(run, prefill_seconds=seconds, block_seconds=[])
+
+    monkeypatch.setattr("eval.speed.decode_speculative", decode)
+    prompts = [Prompt(f"t{i}", prompt="unused") for i in range(8)]
+    chosen = choose_gamma(target, Draft(target.decoder), prompts, [[1]] * 8, GREEDY, 6)
+    assert chosen == DraftLength(4)
+    after_warm_up = timed[1:]
+    # two prompts with all nine, two with five, two with three, two with two
+    assert len(after_warm_up) == 2 * (9 + 5 + 3 + 2)
+    assert after_warm_up.count(DraftLength(4)) == 8
+
+
 def test_every_prompt_is_decoded_by_everybody(target, tiny):
     good, bad = Draft(target.decoder), Draft(build_decoder(tiny(1), 100))
     candidates = [
