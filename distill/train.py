@@ -17,7 +17,7 @@ from accelerate import PartialState
 
 from distill.pipeline import Run
 from distill.recipe import help_text, load_recipe
-from eval.report import print_summary
+from eval.text_report import print_summary
 
 
 def main(argv: list[str]) -> int:

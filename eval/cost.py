@@ -63,6 +63,56 @@ def ceiling_speedup(costs: StepCosts) -> float:
     return best_gamma(1.0, costs)[1]
 
 
+class CurvePoint(TypedDict):
+    """Expected speed-up at one draft length, at the measured alpha and at alpha = 1."""
+
+    gamma: int
+    predicted: float
+    ceiling: float
+
+
+def gamma_curve(alpha: float, costs: StepCosts) -> list[CurvePoint]:
+    """The expected speed-up at every length that was timed."""
+    return [
+        {
+            "gamma": gamma,
+            "predicted": expected_speedup(alpha, gamma, costs),
+            "ceiling": expected_speedup(1.0, gamma, costs),
+        }
+        for gamma in range(1, costs.max_gamma + 1)
+    ]
+
+
+class Waterfall(TypedDict):
+    """The speed-up as one cost after the other is counted, times the plain target."""
+
+    all_accepted: float
+    tau: float
+    after_draft_steps: float
+    predicted: float
+    decode: float
+    wall: float
+
+
+def waterfall(
+    tau: float, gamma: float, costs: StepCosts, decode_speedup: float, speedup: float
+) -> Waterfall:
+    """From what `gamma` drafted tokens a call could give, down to the wall clock.
+
+    tau is the ideal: drafting free, and a wide target call as cheap as one on a single token.
+    """
+    drafting = gamma * costs.draft_step / costs.target_step
+    width = float(costs.verify(gamma + 1.0)) / costs.target_step
+    return {
+        "all_accepted": gamma + 1.0,
+        "tau": tau,
+        "after_draft_steps": tau / (1 + drafting),
+        "predicted": tau / (width + drafting),
+        "decode": decode_speedup,
+        "wall": speedup,
+    }
+
+
 def break_even_alpha(costs: StepCosts) -> float | None:
     """The smallest alpha at which some draft length reaches 1x; None if not even alpha = 1 does."""
     if ceiling_speedup(costs) <= 1:

@@ -9,7 +9,7 @@ prose what is in each number and what is not.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypedDict
 
 import numpy as np
@@ -82,13 +82,18 @@ class PromptRun:
 class Agreement:
     """sum_x min(p, q) summed over the positions of one target-generated answer, teacher-forced.
 
-    At temperature 0 a position adds 1 where argmax p = argmax q, else 0.
+    At temperature 0 a position adds 1 where argmax p = argmax q, else 0. values: what each position
+    added. guesses: argmax q at each, as a target id. rules: at temperatures to compare, the sums
+    that `rule_acceptance` (eval/speed.py) gives; empty where they were not taken.
     """
 
     prompt_id: str
     category: str | None
     alpha_sum: float
     positions: int
+    values: list[float] = field(default_factory=list)
+    guesses: list[int] = field(default_factory=list)
+    rules: dict[float, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass
@@ -237,6 +242,11 @@ def _same_prompts(ids: Sequence[str], other_ids: Sequence[str]) -> None:
 def alpha(agreements: Sequence[Agreement]) -> Measured:
     """Mean over positions of sum_x min(p, q) (arXiv 2211.17192, theorem 3.5)."""
     return measure("alpha", [_agreement_row(a) for a in agreements if a.positions], _ratio)
+
+
+def share(name: str, rows: Sequence[tuple[float, float]]) -> Measured:
+    """Sum over count of one row (sum, count) a prompt; each sum within 0 and its count."""
+    return measure(name, [(min(max(total, 0.0), count), count) for total, count in rows], _ratio)
 
 
 def _agreement_row(agreement: Agreement) -> tuple[float, float]:

@@ -24,8 +24,9 @@ from eval.drafts import Target, load_candidate, load_target
 from eval.evaluation import PromptSet, context_length, evaluate_drafts
 from eval.forward import build_decoder
 from eval.prompts import load_prompts, render_all
-from eval.report import print_summary, write_report
+from eval.report import write_report
 from eval.speculative import Decoding
+from eval.text_report import print_summary
 from eval.verification import Sampling
 
 # of a run's recipe where --run is given, else these

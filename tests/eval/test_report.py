@@ -9,16 +9,13 @@ import pytest
 from rich.console import Console
 
 from eval.report import (
-    DEFINITIONS,
     ReportError,
     build_report,
     check_report,
-    headline,
-    print_summary,
     read_report,
-    render_markdown,
     write_report,
 )
+from eval.text_report import DEFINITIONS, headline, print_summary, render_markdown
 
 CONTRACT = {
     "": "schema target engine device dtype baseline decoding prompts drafts gain provenance",
@@ -95,7 +92,7 @@ def test_written_and_read_again(sample_report, tmp_path):
     write_report(tmp_path / "report", sample_report)
     assert read_report(tmp_path / "report" / "report.json") == sample_report
     names = sorted(path.name for path in (tmp_path / "report").iterdir())
-    assert names == ["report.json", "report.md"]
+    assert names == ["report.html", "report.json", "report.md"]
 
 
 def test_absent_and_cut_off_reports_are_refused(sample_report, tmp_path):
@@ -127,12 +124,12 @@ def test_a_report_without_one_of_the_fields_fails(sample_report, path):
         ("drafts.tuned.alpha.mean", float("nan"), "drafts.tuned.alpha.mean is nan"),
         ("drafts.tuned.itl_ms.baseline.p95", float("inf"), "p95 is inf"),
         ("drafts.tuned.alpha.mean", 1.2, "within 0 and 1"),
-        ("drafts.tuned.alpha.mean", None, "a mean and an interval"),
+        ("drafts.tuned.alpha.mean", None, "mean should be a number"),
         ("drafts.tuned.alpha", 0.6, "should be an object"),
         ("drafts.tuned.alpha.ci95", [0.7, 0.5], "runs backwards"),
         ("drafts.tuned.alpha.ci95", [0.5], "two numbers"),
-        ("drafts.tuned.alpha.n", 0, "counts prompts"),
-        ("drafts.tuned.tau.mean", 0.9, "at least 1 token"),
+        ("drafts.tuned.alpha.n", 0, "n is 0, but should be at least 1"),
+        ("drafts.tuned.tau.mean", 0.9, "should be at least 1"),
         ("drafts.tuned.per_position", [], "nothing was drafted"),
         ("drafts.tuned.speedup.mean", 9.0, "its tokens_per_s give"),
         ("drafts.tuned.memory.overhead", 0.05, "its bytes give"),
@@ -154,7 +151,13 @@ def test_a_mutated_report_fails(sample_report, path, value, message):
 def test_a_draft_that_is_not_lossless_is_said_loudly_and_cannot_be_hidden(
     run_info, measurement, tmp_path
 ):
-    broken = {"prompts": 40, "identical": 36, "tie_divergences": 1, "unexplained": 3}
+    broken = {
+        "prompts": 40,
+        "identical": 36,
+        "tie_divergences": 1,
+        "unexplained": 3,
+        "divergences": [],
+    }
     report = build_report(run_info, [measurement("tuned", 0.6, lossless=broken)])
     assert report["warnings"][0].startswith("NOT LOSSLESS: with draft tuned, 3 of 40")
     assert "OUTPUT CHANGED" in headline(report)

@@ -61,7 +61,7 @@ def test_alpha_is_one_for_the_target_itself_and_counts_agreeing_positions(target
     texts = target_texts(target, IDS, GREEDY)
     other = build_decoder(tiny(1), 100)
     drafts = [Draft(target.decoder), Draft(other)]
-    found = measure_agreement(target, drafts, PROMPTS, IDS, texts, Sampling())
+    found, _ = measure_agreement(target, drafts, PROMPTS, IDS, texts, Sampling())
     assert [row.alpha_sum for row in found[0]] == [20.0] * 3
     for row, ids, text in zip(found[1], IDS, texts, strict=True):
         agreed = 0
@@ -76,7 +76,7 @@ def test_alpha_is_one_for_the_target_itself_and_counts_agreeing_positions(target
 def test_sampled_alpha_is_the_overlap_of_the_distributions(target, tiny):
     texts = target_texts(target, IDS, GREEDY)
     other = build_decoder(tiny(1), 100)
-    (found,) = measure_agreement(
+    (found,), _ = measure_agreement(
         target, [Draft(other)], PROMPTS, IDS, texts, Sampling(temperature=0.7)
     )
     ids, text = IDS[0], texts[0]
@@ -96,7 +96,13 @@ def test_identical_runs_are_identical(target):
     counts = LosslessCheck(target, GREEDY, DraftLength(3)).ledger(
         Draft(target.decoder), PROMPTS, IDS, base, base
     )
-    assert counts == {"prompts": 3, "identical": 3, "tie_divergences": 0, "unexplained": 0}
+    assert counts == {
+        "prompts": 3,
+        "identical": 3,
+        "tie_divergences": 0,
+        "unexplained": 0,
+        "divergences": [],
+    }
 
 
 def test_another_token_where_nothing_ties_is_unexplained(target):
@@ -105,7 +111,12 @@ def test_another_token_where_nothing_ties_is_unexplained(target):
     counts = LosslessCheck(target, GREEDY, DraftLength(3)).ledger(
         Draft(target.decoder), PROMPTS, IDS, base, runs
     )
+    (entry,) = counts.pop("divergences")
     assert counts == {"prompts": 3, "identical": 2, "tie_divergences": 0, "unexplained": 1}
+    assert (entry["prompt"], entry["position"], entry["tie"]) == ("p1", 7, False)
+    assert entry["target"] == [base[1].tokens[7]]
+    assert entry["drafted"] == [runs[1].tokens[7]]
+    assert entry["gap"] > entry["error"] >= 0
 
 
 def test_a_text_that_is_cut_short_is_unexplained(target):
