@@ -147,7 +147,7 @@ def _grouped(
     """For each group, one row (sum of values, positions) a prompt that has some."""
     rows: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     for agreement, names in zip(agreements, groups, strict=True):
-        sums: Counter[Any] = Counter()
+        sums: dict[Any, float] = defaultdict(float)
         counts: Counter[Any] = Counter()
         for value, name in zip(agreement.values, names, strict=True):
             sums[name] += value

@@ -41,8 +41,8 @@ from eval.text_report import (
 
 STYLE = Path(__file__).with_name("page.css")
 COLOURS = 5  # --s0 … --s4 of page.css; the last draft, which the headline is about, takes the first
-WIDTH, HEIGHT = 480, 250  # of a chart, in its own units
-LEFT, RIGHT, TOP, BOTTOM = 40, 10, 12, 34  # margins around its plot
+WIDTH, HEIGHT = 480, 260  # of a chart, in its own units
+LEFT, RIGHT, TOP, BOTTOM = 46, 10, 12, 42  # margins around its plot
 
 
 # ---------------------------------------------------------------------------------------------
@@ -417,7 +417,7 @@ def _interval(value: Measured, shown: Callable[[float], str]) -> str:
 def _figures(report: dict[str, Any]) -> str:
     """The headline numbers of the last draft, what they were for the first beside them."""
     name, draft = list(report["drafts"].items())[-1]
-    gains = next((e for e in report["gain"] if e["draft"] == name), {})
+    gains: dict[str, Any] = next((e for e in report["gain"] if e["draft"] == name), {})
 
     def gained(key: str) -> str:
         return f"{signed(gains[key])} over {gains['over']}" if gains.get(key) else ""
@@ -434,7 +434,7 @@ def _figures(report: dict[str, Any]) -> str:
             gained("speedup"),
         )
     ]
-    for label, key in (("α", "alpha"), ("τ, tokens a target call", "tau")):
+    for label, key in (("α", "alpha"), ("τ, tokens a call", "tau")):
         if value := draft[key]:
             cards.append(_card(label, two(value["mean"]), _interval(value, two), gained(key)))
     if counters := draft["counters"]:
@@ -458,10 +458,10 @@ def _figures(report: dict[str, Any]) -> str:
     if memory := draft["memory"]:
         cards.append(
             _card(
-                "Memory of the draft",
+                "Draft memory",
                 f"+{memory['overhead']:.1%}",
-                f"{size(memory['draft_bytes'])} beside {size(memory['target_bytes'])}",
-                f"{draft['form']} form",
+                f"{size(memory['draft_bytes'])}",
+                f"{draft['form']} form; target {size(memory['target_bytes'])}",
             )
         )
     if efficiency := draft["decode_efficiency"]:
@@ -632,21 +632,22 @@ def render_page(report: dict[str, Any]) -> str:
         table = _table((counter_table(drafts)[0], counters))
         body.append(_section("Counters of the server", table, note=note))
     if draft["waterfall"]:
+        verdicts = [
+            _paragraph(f"{n}: {d['payoff']['verdict']}") for n, d in drafts.items() if d["payoff"]
+        ]
         body.append(
             _section(
                 f"Where the speed-up of {name} goes",
                 waterfall_chart(draft),
+                element("div", *verdicts, class_="below"),
                 note="Times the plain target's speed; the line stands at 1×.",
                 wide=False,
             )
         )
     if any(d["gamma_curve"] for d in drafts.values()):
-        verdicts = [
-            _paragraph(f"{n}: {d['payoff']['verdict']}") for n, d in drafts.items() if d["payoff"]
-        ]
-        body.append(
-            _section("Speed-up by gamma", gamma_chart(drafts, colours), *verdicts, wide=False)
-        )
+        note = "Expected from alpha and the step costs, with positions taken as independent."
+        chart = gamma_chart(drafts, colours)
+        body.append(_section("Speed-up by gamma", chart, note=note, wide=False))
     body += _acceptance(drafts, colours)
     if any(d["memory"] for d in drafts.values()):
         body.append(_section("Memory", memory_chart(drafts, colours), wide=False))
@@ -654,14 +655,14 @@ def render_page(report: dict[str, Any]) -> str:
     if rules_table(drafts)[1]:
         body.append(_section("Verification rules", _table(rules_table(drafts)), note=RULES_NOTE))
     body.append(_lossless(report))
-    for title, table in (
+    for heading, rows in (
         ("By category", category_table(drafts)),
         ("Other prompts", other_table(drafts)),
         ("Cost and latency", cost_table(drafts)),
         ("Drafts", draft_table(drafts)),
     ):
-        if table[1]:
-            body.append(_section(title, _table(table)))
+        if rows[1]:
+            body.append(_section(heading, _table(rows)))
     definitions = [
         part
         for term, text in DEFINITIONS.items()

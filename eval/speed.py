@@ -362,6 +362,7 @@ class LosslessCheck:
         self, prompt: Prompt, ids: list[int], base: PromptRun, run: PromptRun
     ) -> dict[str, Any]:
         """The first divergence of a text; `tie` says whether its gap is within the error."""
+        found: dict[str, Any]
         pairs = zip(base.tokens, run.tokens, strict=False)
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         if at is None:  # one is a prefix of the other: lengths can never differ by a tie

@@ -193,6 +193,60 @@ def test_warnings_about_loops_overhead_baseline_overlap_and_no_gain(run_info, me
     assert "gain (again over tuned) holds 0" in text
 
 
+def setting(run_info, **changes):
+    decoding = run_info.decoding | {k: v for k, v in changes.items() if k in run_info.decoding}
+    prompts = run_info.prompts | {k: v for k, v in changes.items() if k in run_info.prompts}
+    return dataclasses.replace(run_info, decoding=decoding, prompts=prompts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stop_tokens": 0, "ended_by_stop": 0.0}, "No token ends a text, as with ignore_eos"),
+        ({"ended_by_stop": 0.0}, "Not one answer ended by itself within 64 tokens"),
+        ({"bits_per_token": 15.5}, "The prompts look random"),
+        ({"verification": "typical acceptance"}, "LOSSY: verification by 'typical acceptance'"),
+        ({"overlap_with_training": None}, "not known whether evaluation prompts were trained on"),
+    ],
+)
+def test_settings_that_flatter_are_warned_about(run_info, measurement, changes, message):
+    fair = build_report(run_info, [measurement("tuned", 0.6)])["warnings"]
+    found = build_report(setting(run_info, **changes), [measurement("tuned", 0.6)])["warnings"]
+    assert fair == []
+    assert len(found) == 1
+    assert message in found[0]
+
+
+def test_few_drafts_are_warned_about(run_info, measurement):
+    draft = measurement("tuned", 0.6)
+    few = [
+        dataclasses.replace(
+            run,
+            tokens=run.tokens[: 1 + sum(run.block_tokens[:5])],
+            block_seconds=run.block_seconds[:5],
+            block_tokens=run.block_tokens[:5],
+            drafted=run.drafted[:5],
+            accepted=run.accepted[:5],
+        )
+        for run in draft.runs
+    ]
+    report = build_report(run_info, [dataclasses.replace(draft, runs=few)])
+    assert report["drafts"]["tuned"]["per_position"][0]["drafts"] == 200
+    assert "tuned: acceptance rests on 200 drafts" in "".join(report["warnings"])
+
+
+def test_a_null_field_needs_a_reason(sample_report):
+    draft = sample_report["drafts"]["tuned"]
+    draft["c"] = None
+    with pytest.raises(
+        ReportError, match=r"drafts.tuned.c is null, and .*missing does not say why"
+    ):
+        check_report(sample_report)
+    draft["missing"].append({"field": "c", "reason": "a server does not tell"})
+    check_report(sample_report)
+    assert "- tuned, c: a server does not tell" in render_markdown(sample_report)
+
+
 def test_one_draft_has_no_gain_and_three_are_compared_with_the_first(run_info, measurement):
     one = build_report(run_info, [measurement("tuned", 0.6)])
     assert one["gain"] == []
