@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
@@ -90,6 +91,8 @@ def _cell(value: Any, heading: bool) -> str:
         text = "".join(element("code", p) if i % 2 else p for i, p in enumerate(pieces))
     if heading:
         return element("th", text, scope="row")
+    if "`" not in str(value):  # an interval stays on one line, below its mean where it must
+        text = re.sub(r"\[[^\]]*\]$", lambda m: element("span", m[0], class_="ci"), text)
     numeric = text[:1] in "+-−≤0123456789" or text.startswith("not measured")
     return element("td", text, class_="number") if numeric else element("td", text)
 
