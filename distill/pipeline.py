@@ -30,7 +30,6 @@ from distill.answers import answer_prompts, hash_prompts
 from distill.logit_cache import LogitCache
 from distill.prepare import (
     PreparedDraft,
-    build_pruned,
     full_vocabulary,
     head_rows,
     prune_and_fit,
@@ -39,7 +38,6 @@ from distill.prompts import evaluation_prompts, training_prompts, tuning_split
 from distill.publish import write_card
 from distill.recipe import Recipe, RecipeError, dump
 from distill.trainer import distil, training_config
-from eval.cost import ceiling_speedup, price
 from eval.drafts import (
     Candidate,
     Target,
@@ -47,15 +45,13 @@ from eval.drafts import (
     load_candidate,
     load_compact,
     load_target,
-    model_bytes,
     save_compact,
 )
 from eval.evaluation import PromptSet, context_length, evaluate_drafts
 from eval.forward import build_decoder
 from eval.prompts import prompts_sha256, render_all, write_prompts
 from eval.report import write_report
-from eval.speculative import Decoding, Draft
-from eval.speed import step_costs
+from eval.speculative import Decoding
 from eval.verification import Sampling
 
 # What two runs of one folder may differ in.
@@ -156,7 +152,7 @@ class Run:
 
     @cached_property
     def target(self) -> Target:
-        """The target; its decoder is for short contexts until `_fit_contexts` lengthens it."""
+        """The target; its decoder is for short contexts until `fit_contexts` lengthens it."""
         device = torch.device("cuda" if self._on_gpu else "cpu")
         return load_target(self.recipe.target, getattr(torch, self.recipe.dtype), device, 64)
 
@@ -164,7 +160,8 @@ class Run:
     def _on_gpu(self) -> bool:
         return torch.cuda.is_available() and not self.recipe.training.get("use_cpu", False)
 
-    def _fit_contexts(self) -> None:
+    def fit_contexts(self) -> None:
+        """Make the target's decoder long enough for every prompt and its answer."""
         recipe = self.recipe
         new = max(recipe.max_new_tokens, recipe.answer_max_new_tokens)
         ids = self.evaluation.ids + self.training.ids + self.tuning.ids
@@ -201,7 +198,7 @@ class Run:
     def answer_prompts(self) -> None:
         """The target's answers and distributions, in `answers/`."""
         recipe = self.recipe
-        self._fit_contexts()
+        self.fit_contexts()
         ids = self.training.ids * recipe.answers_per_prompt
         clock = time.time()
         self.cache: LogitCache = answer_prompts(
@@ -318,7 +315,7 @@ class Run:
     def evaluate(self) -> dict[str, Any]:
         """The report, written to `report/`, and the model card made from it."""
         recipe = self.recipe
-        self._fit_contexts()
+        self.fit_contexts()
         provenance = self._provenance()
         report = evaluate_drafts(
             self.target,
@@ -362,45 +359,3 @@ class Run:
             "lost_mass": self.prepared.lost_mass,
             "seconds": round(time.time() - self.started, 1),
         }
-
-    # --- dry run
-
-    def price(self) -> int:
-        """Print what the run would take and whether it can pay; exit status 1 when no gamma can."""
-        recipe, target = self.recipe, self.target
-        self._fit_contexts()
-        if recipe.draft is not None:
-            draft = load_candidate("draft", recipe.draft, target).draft
-        else:
-            rows: int = recipe.draft_vocab_size or self.vocab_size
-            head: Tensor = target.model.get_output_embeddings().weight[:rows].detach().clone()
-            model = build_pruned(target.model, recipe.num_draft_layers, head)
-            draft = Draft(build_decoder(model, target.decoder.context_length, self.embedding))
-        mean = sum(map(len, self.evaluation.ids)) // len(self.evaluation.ids)
-        costs = step_costs(target.decoder, draft, mean, recipe.max_gamma, self.sampling)
-        answers = len(self.training.ids) * recipe.answers_per_prompt
-        tokens = answers * recipe.answer_max_new_tokens
-        # one batched step of the target, timed as it will run
-        batch = recipe.answer_batch_size
-        cache = target.decoder.new_cache(batch, mean + 1)
-        token = torch.zeros((batch, 1), dtype=torch.long, device=target.decoder.device)
-        start = torch.full((batch,), mean, device=target.decoder.device)
-        target.decoder.forward(token, start, cache)
-        clock = time.perf_counter()
-        target.decoder.forward(token, start, cache)
-        step = time.perf_counter() - clock
-        minutes = tokens / batch * step / 60
-        kept = tokens * (recipe.cache_top_k * (4 if self.vocab_size <= 2**16 else 6) + 4)
-        print(
-            f"answers: at most {tokens} tokens, about {minutes:.0f} min, "
-            f"{kept / 1e6:.0f} MB on disk"
-        )
-        print(f"target: {model_bytes(target.model) / 1e6:.0f} MB")
-        print(price(costs))
-        if ceiling_speedup(costs) <= 1:
-            print(
-                "error: no draft length can pay with this draft; use a smaller one.",
-                file=sys.stderr,
-            )
-            return 1
-        return 0

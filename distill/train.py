@@ -15,6 +15,7 @@ if not __package__:
 
 from accelerate import PartialState
 
+from distill.dry_run import price_run
 from distill.pipeline import Run
 from distill.recipe import help_text, load_recipe
 from eval.text_report import print_summary
@@ -29,7 +30,7 @@ def main(argv: list[str]) -> int:
         run.check_vocabularies()
         run.collect_prompts()
         if run.recipe.dry_run:
-            return run.price()
+            return price_run(run)
         # one process answers and prepares, the others wait and read what it left on disk
         with PartialState().main_process_first():
             run.answer_prompts()

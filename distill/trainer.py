@@ -5,6 +5,7 @@ Legend: B rows, T padded length, N response positions of the batch, H hidden siz
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from align.atomic import atomic_file
 from distill.logit_cache import CachedAnswer
 from distill.losses import head_loss
 from distill.recipe import Recipe, RecipeError
+
+# trl asks transformers for it by its old name; there is nothing a user could do about that
+warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
 
 COMPLETE = "complete"  # the last file of a checkpoint
 
@@ -170,7 +174,7 @@ def last_checkpoint(folder: Path) -> Path | None:
 def training_config(recipe: Recipe) -> SFTConfig:
     """The recipe's SFTConfig. Raises RecipeError for values that transformers refuses."""
     ours: dict[str, Any] = {
-        "gradient_checkpointing": False,
+        "activation_checkpointing": False,
         "train_sampling_strategy": "group_by_length",
         "report_to": "none",
     }
@@ -186,17 +190,14 @@ def training_config(recipe: Recipe) -> SFTConfig:
         raise RecipeError(f"SFTConfig refuses the recipe: {error}") from error
 
 
-def distil(
+def build_trainer(
     model: PreTrainedModel,
     answers: Iterable[CachedAnswer],
     head_rows: Tensor | None,
     tokenizer: PreTrainedTokenizerBase,
     recipe: Recipe,
-) -> PreTrainedModel:
-    """The draft after training, in fp32. The input embedding is the target's and stays as it is.
-
-    Goes on from the last whole checkpoint in the recipe's folder, or from resume_from_checkpoint.
-    """
+) -> DistillationTrainer:
+    """A trainer of the draft in fp32. The input embedding is the target's and stays as it is."""
     model = model.float()
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         model.get_input_embeddings().weight.requires_grad_(False)
@@ -221,6 +222,21 @@ def distil(
     if trainer.args.device.type == "cpu":
         # torch's fused attention takes twice the time of two products there, its backward thrice
         model.set_attn_implementation("eager")
+    return trainer
+
+
+def distil(
+    model: PreTrainedModel,
+    answers: Iterable[CachedAnswer],
+    head_rows: Tensor | None,
+    tokenizer: PreTrainedTokenizerBase,
+    recipe: Recipe,
+) -> PreTrainedModel:
+    """The draft after training, in fp32.
+
+    Goes on from the last whole checkpoint in the recipe's folder, or from resume_from_checkpoint.
+    """
+    trainer = build_trainer(model, answers, head_rows, tokenizer, recipe)
     resume = recipe.training.get("resume_from_checkpoint") or last_checkpoint(recipe.folder)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     tuned: Any = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)

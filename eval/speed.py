@@ -29,6 +29,7 @@ RULE_TEMPERATURES = (0.6, 1.0)  # at which the verification rules are compared
 RULE_PROMPTS = 40  # of the evaluation's are enough to compare them
 SURPRISE_PROMPTS = 8
 STOCK_PROMPTS = 6
+STOCK_TOKENS = 64
 ALPHA_BATCH = 48
 STOP_BELOW = (0.2, 0.4, 0.6)  # a token in hand pays from about (draft + width) / target on
 TUNING_TOKENS = 64  # of an answer are enough to compare draft lengths
@@ -229,21 +230,29 @@ def choose_gamma(
 ) -> DraftLength:
     """The draft length with the least wall time per token on prompts that are not evaluated.
 
-    Fixed lengths from 1 to max_gamma, and max_gamma with each of STOP_BELOW.
+    Fixed lengths from 1 to max_gamma, and max_gamma with each of STOP_BELOW. After every quarter of
+    the prompts the slower half drops out: what is left decides between near equals.
     """
     how = dataclasses.replace(how, max_new_tokens=min(how.max_new_tokens, TUNING_TOKENS))
     lengths = [DraftLength(gamma) for gamma in range(1, max_gamma + 1)]
     lengths += [DraftLength(max_gamma, stop_below) for stop_below in STOP_BELOW]
-    totals = dict.fromkeys(lengths, 0.0)
-    tokens = dict.fromkeys(totals, 0)
+    seconds = dict.fromkeys(lengths, 0.0)
+    tokens = dict.fromkeys(lengths, 0)
+
+    def per_token(length: DraftLength) -> float:
+        return seconds[length] / tokens[length]
+
     rows = list(zip(prompts, prompt_ids, strict=True))
+    quarter = -(-len(rows) // 4)
     decode_speculative(target.decoder, draft, *rows[0], how, lengths[0])  # warm-up
-    for prompt, ids in tqdm(rows, desc="choose gamma", unit="prompt"):
+    for done, (prompt, ids) in enumerate(tqdm(rows, desc="choose gamma", unit="prompt"), 1):
         for length in lengths:
             run = decode_speculative(target.decoder, draft, prompt, ids, how, length)
-            totals[length] += run.seconds
+            seconds[length] += run.seconds
             tokens[length] += len(run.tokens)
-    return min(lengths, key=lambda length: totals[length] / tokens[length])
+        if done % quarter == 0:
+            lengths = sorted(lengths, key=per_token)[: -(-len(lengths) // 2)]
+    return min(lengths, key=per_token)
 
 
 def interleave(
@@ -286,9 +295,10 @@ def over_stock_generate(
 
     Both greedy: the cost of a step hardly depends on how its token is chosen.
     """
-    greedy = Decoding(Sampling(), how.stops, how.max_new_tokens, how.seed)
+    length = min(how.max_new_tokens, STOCK_TOKENS)
+    greedy = Decoding(Sampling(), how.stops, length, how.seed)
     config = GenerationConfig(
-        max_new_tokens=how.max_new_tokens,
+        max_new_tokens=greedy.max_new_tokens,
         do_sample=False,
         eos_token_id=sorted(how.stops),
         pad_token_id=min(how.stops),
