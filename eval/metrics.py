@@ -325,6 +325,30 @@ def per_position(runs: Sequence[PromptRun]) -> list[PositionAcceptance]:
     return result
 
 
+def replayed_blocks(agreed: Sequence[bool], gamma: int) -> list[int]:
+    """Accepted tokens of each whole block that greedy decoding with `gamma` tokens would take.
+
+    agreed: for each token of the target's answer, whether the draft's likeliest is the same,
+    teacher-forced. Exact for greedy decoding: up to its first wrong token a draft has seen nothing
+    but the target's text, and what it drafts beyond does not count.
+    """
+    accepted, at = [], 1  # the first token comes from the prefill
+    while at + gamma < len(agreed):
+        right = 0
+        while right < gamma and agreed[at + right]:
+            right += 1
+        accepted.append(right)
+        at += right + 1
+    return accepted
+
+
+def replayed_tau(agreements: Sequence[Agreement], gamma: int) -> Measured:
+    """tau of greedy decoding with drafts of `gamma` tokens, from the log of alpha alone."""
+    blocks = [replayed_blocks([v == 1.0 for v in a.values], gamma) for a in agreements]
+    rows = [(sum(block) + len(block), len(block)) for block in blocks if block]
+    return measure("replayed tau", rows, _ratio)
+
+
 # ---------------------------------------------------------------------------------------------
 # Cost and speed
 

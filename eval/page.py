@@ -240,13 +240,18 @@ def gamma_chart(drafts: dict[str, Any], colours: dict[str, str]) -> str:
         plot.text(plot.x(gamma), HEIGHT - BOTTOM + 14, str(gamma), text_anchor="middle")
     plot.line(0.5, 1, longest + 0.5, 1, class_="unit")
     lines = [(curves[last], "ceiling", "var(--muted)", "ceiling")]
-    lines += [(curve, "predicted", colours[name], "curve") for name, curve in curves.items()]
+    for name, curve in curves.items():
+        replayed = curve[0]["replayed"] is not None
+        lines.append((curve, "predicted", colours[name], "thin" if replayed else "curve"))
+        if replayed:
+            whole = [point for point in curve if point["replayed"] is not None]
+            lines.append((whole, "replayed", colours[name], "curve"))
     for curve, key, colour, kind in lines:
         points = " ".join(f"{plot.x(p['gamma']):.1f},{plot.y(p[key]):.1f}" for p in curve)
         plot.marks.append(element("polyline", points=points, class_=kind, style=f"stroke:{colour}"))
     for name, gamma, value, title in measured:
         plot.dot(gamma, value, colours[name], f"{title}: {short(value)}")
-    legend = [("swatch line", colours[name], f"{name}, predicted") for name in curves]
+    legend = [("swatch line", colours[name], name) for name in curves]
     legend += [("swatch line dashed", "var(--muted)", f"{last} at alpha 1")]
     legend += [("swatch round", "var(--ink)", "measured, 95% interval")]
     return plot.drawn("Speed-up by gamma", "gamma: drafted tokens a call") + _legend(legend)
@@ -648,7 +653,10 @@ def render_page(report: dict[str, Any]) -> str:
             )
         )
     if any(d["gamma_curve"] for d in drafts.values()):
-        note = "Expected from alpha and the step costs, with positions taken as independent."
+        note = (
+            "Expected from the step costs: solid with the tau that greedy decoding has by the log "
+            "of alpha, thin with positions taken as independent (all there is when sampling)."
+        )
         chart = gamma_chart(drafts, colours)
         body.append(_section("Speed-up by gamma", chart, note=note, wide=False))
     body += _acceptance(drafts, colours)

@@ -177,7 +177,7 @@ def _draft_block(draft: DraftMeasurement, info: RunInfo) -> dict[str, Any]:
         },
         "payoff": payoff(costs, alpha["mean"]),
         "waterfall": waterfall(tau["mean"], gamma, costs, decode["mean"], speedup["mean"]),
-        "gamma_curve": gamma_curve(alpha["mean"], costs),
+        "gamma_curve": gamma_curve(alpha["mean"], _replayed(draft, info), costs),
         "gamma_sweep": draft.gamma_sweep,
         "lossless": draft.lossless,
         "by_category": metrics.by_category(draft.agreement, runs, baseline),
@@ -187,6 +187,22 @@ def _draft_block(draft: DraftMeasurement, info: RunInfo) -> dict[str, Any]:
         "missing": [],
         "per_prompt": _per_prompt(draft),
     }
+
+
+def _replayed(draft: DraftMeasurement, info: RunInfo) -> dict[int, float]:
+    """tau by gamma from the log of alpha, which is exact only for greedy decoding."""
+    if info.decoding["temperature"] > 0:
+        return {}
+    lengths = range(1, draft.costs.max_gamma + 1)
+    blocks = {
+        gamma: [
+            accepted + 1
+            for agreement in draft.agreement
+            for accepted in metrics.replayed_blocks([v == 1 for v in agreement.values], gamma)
+        ]
+        for gamma in lengths
+    }
+    return {gamma: sum(tokens) / len(tokens) for gamma, tokens in blocks.items() if tokens}
 
 
 def _both(
@@ -219,6 +235,7 @@ def _per_prompt(draft: DraftMeasurement) -> list[dict[str, Any]]:
             "seconds": run.seconds,
             "baseline_tokens": len(base.tokens),
             "baseline_seconds": base.seconds,
+            "calls": len(run.block_tokens),
             "blocks": run.whole_blocks,
             "block_tokens": sum(run.block_tokens[: run.whole_blocks]),
             "drafted": sum(run.drafted[: run.whole_blocks]),

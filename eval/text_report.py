@@ -227,12 +227,14 @@ def curve_table(drafts: dict[str, Any]) -> tuple[list[str], Rows]:
                     name,
                     point["gamma"],
                     f"{point['predicted']:.2f}",
+                    "" if point["replayed"] is None else f"{point['replayed']:.2f}",
                     f"{point['ceiling']:.2f}",
                     short(measured["speedup"]) if measured else "",
                     short(measured["tau"]) if measured else "",
                 ]
             )
-    return ["draft", "gamma", "predicted", "at alpha 1", "measured speed-up", "measured tau"], rows
+    header = "draft|gamma|from alpha|replayed|at alpha 1|measured speed-up|measured tau"
+    return header.split("|"), rows
 
 
 def waterfall_table(drafts: dict[str, Any]) -> tuple[list[str], Rows]:
