@@ -329,17 +329,21 @@ def replayed_blocks(agreed: Sequence[bool], gamma: int) -> list[int]:
     """Accepted tokens of each whole block that greedy decoding with `gamma` tokens would take.
 
     agreed: for each token of the target's answer, whether the draft's likeliest is the same,
-    teacher-forced. Exact for greedy decoding: up to its first wrong token a draft has seen nothing
-    but the target's text, and what it drafts beyond does not count.
+    teacher-forced. Exact for greedy decoding of an answer that ends at the length limit: up to its
+    first wrong token a draft has seen nothing but the target's text, and what it drafts beyond does
+    not count.
     """
     accepted, at = [], 1  # the first token comes from the prefill
-    while at + gamma < len(agreed):
+    cut = False
+    while at < len(agreed):
+        drafted = min(gamma, len(agreed) - at - 1)
         right = 0
-        while right < gamma and agreed[at + right]:
+        while right < drafted and agreed[at + right]:
             right += 1
         accepted.append(right)
         at += right + 1
-    return accepted
+        cut = drafted < gamma
+    return accepted[:-1] if cut else accepted
 
 
 def replayed_tau(agreements: Sequence[Agreement], gamma: int) -> Measured:

@@ -9,7 +9,7 @@ The same pure functions as a report's (eval/metrics.py), on token ids alone.
 import datasets
 import evaluate
 
-from eval.metrics import Agreement, alpha, replayed_tau
+from eval.metrics import Agreement, NothingToMeasure, alpha, replayed_tau
 
 DESCRIPTION = """
 How often a draft model's likeliest token is the one that the target model said, and how many
@@ -61,8 +61,8 @@ class Acceptance(evaluate.Metric):
                 )
             values = [float(a == b) for a, b in zip(drafted, said, strict=True)]
             answers.append(Agreement(str(i), None, sum(values), len(values), values))
-        long_enough = any(len(answer.values) > gamma + 1 for answer in answers)
-        return {
-            "alpha": alpha(answers),
-            "tau": replayed_tau(answers, gamma) if long_enough else None,
-        }
+        try:
+            tau = replayed_tau(answers, gamma)
+        except NothingToMeasure:
+            tau = None
+        return {"alpha": alpha(answers), "tau": tau}

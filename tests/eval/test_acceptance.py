@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("1011011", 2, [0, 2]),  # prefill, the wrong one corrected, 3 tokens, one left
         ("0111", 3, []),  # no room for a draft of 3 and the bonus token
         ("01111", 3, [3]),
+        ("1100000", 3, [1, 0, 0, 0]),  # shorter drafts near the end count, the last one does not
         ("1000000", 1, [0, 0, 0, 0, 0]),
         ("", 2, []),
     ],
@@ -34,7 +35,7 @@ drafted, said = [[1, 2, 3, 4, 5], [1, 9, 3]], [[1, 2, 3, 4, 5], [1, 2, 3]]
 found = metric.compute(predictions=drafted, references=said, gamma=3)
 assert found["alpha"]["mean"] == 7 / 8, found
 assert found["alpha"]["n"] == 2
-assert found["tau"] == {"mean": 4.0, "ci95": [4.0, 4.0], "n": 1}, found
+assert found["tau"] == {"mean": 2.5, "ci95": [1.0, 4.0], "n": 2}, found
 found = metric.compute(predictions=[[1, 2]], references=[[1, 3]])
 assert found["alpha"]["mean"] == 0.5 and found["tau"] is None
 for bad, words in (({"predictions": [[1]], "references": [[1, 2]]}, "1 predictions for 2 tokens"),
