@@ -122,10 +122,12 @@ def build_atlas(
     answers: Sequence[Answer],
     spell: Callable[[int], bytes],
     costs: StepCosts,
+    shown: Sequence[str],
 ) -> dict[str, Any]:
     """The `atlas` block of a draft: classes, output position, entropy, rules, heat map.
 
     answers: those of the agreements' prompts, every position kept. spell: the bytes of a token id.
+    shown: the prompts of the heat map.
     """
     by_prompt = {answer.prompt_id: answer for answer in answers}
     answers = [by_prompt[agreement.prompt_id] for agreement in agreements]
@@ -137,7 +139,7 @@ def build_atlas(
         "by_output_position": _by_output_position(agreements),
         "by_entropy": _by_entropy(agreements, answers),
         "verification_rules": _by_rule(agreements),
-        "heat_map": _heat_map(agreements, answers, spell),
+        "heat_map": _heat_map(agreements, answers, spell, shown),
     }
 
 
@@ -269,20 +271,29 @@ def _by_rule(agreements: Sequence[Agreement]) -> list[dict[str, Any]]:
     ]
 
 
+def telling_prompts(agreements: Sequence[Agreement]) -> list[str]:
+    """The prompts whose answers have the lowest, the middle and the highest alpha."""
+    long = [a for a in agreements if a.positions >= HEAT_TOKENS]
+    order = [a.prompt_id for a in sorted(long, key=lambda a: a.alpha_sum / a.positions)]
+    return list(dict.fromkeys([order[0], order[len(order) // 2], order[-1]])) if order else []
+
+
 def _heat_map(
-    agreements: Sequence[Agreement], answers: Sequence[Answer], spell: Callable[[int], bytes]
+    agreements: Sequence[Agreement],
+    answers: Sequence[Answer],
+    spell: Callable[[int], bytes],
+    shown: Sequence[str],
 ) -> list[dict[str, Any]]:
-    """The answers with the lowest, the middle and the highest alpha, token by token."""
-    long = [i for i, a in enumerate(agreements) if a.positions >= HEAT_TOKENS]
-    order = sorted(long, key=lambda i: agreements[i].alpha_sum / agreements[i].positions)
-    shown = {order[0]: 0, order[len(order) // 2]: 0, order[-1]: 0} if order else {}
+    """The answers shown, token by token."""
+    rows = {a.prompt_id: (a, b) for a, b in zip(agreements, answers, strict=True)}
     return [
         {
-            "prompt": answers[i].prompt_id,
-            "alpha": agreements[i].alpha_sum / agreements[i].positions,
-            "tokens": [text_of(piece) for piece in answers[i].pieces],
-            "values": [round(value, 3) for value in agreements[i].values],
-            "guesses": [text_of(spell(guess)) for guess in agreements[i].guesses],
+            "prompt": prompt,
+            "alpha": agreement.alpha_sum / agreement.positions,
+            "tokens": [text_of(piece) for piece in answer.pieces],
+            "values": [round(value, 3) for value in agreement.values],
+            "guesses": [text_of(spell(guess)) for guess in agreement.guesses],
         }
-        for i in shown
+        for prompt in shown
+        for agreement, answer in [rows[prompt]]
     ]

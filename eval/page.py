@@ -97,6 +97,14 @@ def _cell(value: Any, heading: bool) -> str:
     return element("td", text, class_="number") if numeric else element("td", text)
 
 
+def _transposed(table: tuple[list[str], Rows]) -> tuple[list[str], Rows]:
+    """One column a draft: many facts on few drafts fit a narrow page that way."""
+    header, *rows = (
+        [str(cell) for cell in column] for column in zip(table[0], *table[1], strict=True)
+    )
+    return ["", *header[1:]], [list(row) for row in rows]
+
+
 def _details(title: str, *inside: str) -> str:
     return element("details", element("summary", escape(title)), *inside)
 
@@ -669,8 +677,8 @@ def render_page(report: dict[str, Any]) -> str:
     for heading, rows in (
         ("By category", category_table(drafts)),
         ("Other prompts", other_table(drafts)),
-        ("Cost and latency", cost_table(drafts)),
-        ("Drafts", draft_table(drafts)),
+        ("Cost and latency", _transposed(cost_table(drafts))),
+        ("Drafts", _transposed(draft_table(drafts))),
     ):
         if rows[1]:
             body.append(_section(heading, _table(rows)))

@@ -15,7 +15,7 @@ from typing import Any
 
 from align.atomic import atomic_file
 from eval import metrics
-from eval.atlas import Answer, build_atlas
+from eval.atlas import Answer, build_atlas, telling_prompts
 from eval.cost import gamma_curve, payoff, waterfall
 from eval.metrics import Agreement, Measured, PromptRun, StepCosts
 from eval.page import render_page
@@ -105,6 +105,7 @@ def build_report(info: RunInfo, drafts: Sequence[DraftMeasurement]) -> dict[str,
     names = [draft.name for draft in drafts]
     if len(set(names)) < len(names):
         raise ReportError(f"two drafts of one report have the same name: {', '.join(names)}")
+    shown = telling_prompts(drafts[-1].agreement)
     report = {
         "schema": SCHEMA,
         "target": info.target,
@@ -117,7 +118,7 @@ def build_report(info: RunInfo, drafts: Sequence[DraftMeasurement]) -> dict[str,
         },
         "decoding": info.decoding,
         "prompts": info.prompts,
-        "drafts": {draft.name: _draft_block(draft, info) for draft in drafts},
+        "drafts": {draft.name: _draft_block(draft, info, shown) for draft in drafts},
         "gain": [gain(draft, over=drafts[0]) for draft in drafts[1:]],
         "provenance": info.provenance,
     }
@@ -132,7 +133,7 @@ def finished(report: dict[str, Any]) -> dict[str, Any]:
     return report
 
 
-def _draft_block(draft: DraftMeasurement, info: RunInfo) -> dict[str, Any]:
+def _draft_block(draft: DraftMeasurement, info: RunInfo, shown: Sequence[str]) -> dict[str, Any]:
     runs, baseline, costs = draft.runs, draft.baseline_runs, draft.costs
     metrics.check_runs(runs)
     metrics.check_runs(baseline)
@@ -181,7 +182,7 @@ def _draft_block(draft: DraftMeasurement, info: RunInfo) -> dict[str, Any]:
         "gamma_sweep": draft.gamma_sweep,
         "lossless": draft.lossless,
         "by_category": metrics.by_category(draft.agreement, runs, baseline),
-        "atlas": build_atlas(draft.agreement, info.answers, info.spell, costs),
+        "atlas": build_atlas(draft.agreement, info.answers, info.spell, costs, shown),
         "other_prompts": draft.other_prompts,
         "counters": None,
         "missing": [],

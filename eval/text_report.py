@@ -179,14 +179,19 @@ def setting_rows(report: dict[str, Any]) -> Rows:
         ["engine, device, dtype", f"{report['engine']}, {report['device']}, {report['dtype']}"],
         ["batch size", 1],
     ]
-    rows += [[key.replace("_", " "), value] for key, value in decoding.items()]
+    rows += [[key.replace("_", " "), _or_none(value)] for key, value in decoding.items()]
     rows += [
         ["prompts", f"{prompts['source']}, {prompts['n']}"],
         ["prompts sha256", prompts["sha256"]],
-        ["overlap with training", prompts["overlap_with_training"]],
-        ["bits per prompt token", f"{prompts['bits_per_token']}, random: {prompts['random_bits']}"],
+        ["overlap with training", _or_none(prompts["overlap_with_training"])],
+        ["bits per prompt token", _or_none(prompts["bits_per_token"])],
+        ["bits of a random token", _or_none(prompts["random_bits"])],
     ]
     return rows
+
+
+def _or_none(value: Any) -> Any:
+    return "none" if value is None else value
 
 
 def gain_table(report: dict[str, Any]) -> tuple[list[str], Rows]:

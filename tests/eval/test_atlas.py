@@ -2,7 +2,7 @@
 
 import pytest
 
-from eval.atlas import Answer, build_atlas, classify, scheme_of
+from eval.atlas import Answer, build_atlas, classify, scheme_of, telling_prompts
 from eval.metrics import Agreement, StepCosts
 
 COSTS = StepCosts(0.001, 0.010, {1: 0.010, 2: 0.0105, 3: 0.011, 4: 0.011, 5: 0.012}, 60)
@@ -96,7 +96,8 @@ def atlas():
             {0.6: {"exact": 16.0, "greedy_match": 12.0, "target_probability": 8.0}},
         ),
     ]
-    return build_atlas(agreements, answers[::-1], lambda token: f" <{token}>".encode(), COSTS)
+    shown = telling_prompts(agreements)
+    return build_atlas(agreements, answers[::-1], lambda t: f" <{t}>".encode(), COSTS, shown)
 
 
 def test_counts_alpha_and_lost_speedup_of_classes(atlas):
@@ -140,3 +141,10 @@ def test_the_heat_map_leaves_out_answers_that_show_too_little(atlas):
     (text,) = atlas["heat_map"]
     assert text["prompt"] == "b"
     assert len(text["tokens"]) == len(text["values"]) == len(text["guesses"]) == 20
+
+
+def test_the_heat_map_shows_the_lowest_the_middle_and_the_highest():
+    alphas = {"a": 12, "b": 3, "c": 20, "d": 5, "short": 0}
+    agreements = [Agreement(k, None, v, 4 if k == "short" else 20) for k, v in alphas.items()]
+    assert telling_prompts(agreements) == ["b", "a", "c"]
+    assert telling_prompts(agreements[:1]) == ["a"]

@@ -71,6 +71,17 @@ def test_numbers_of_the_made_up_run(sample_report):
     ]
 
 
+def test_heat_maps_of_all_drafts_show_the_same_answers(sample_report):
+    shown = [
+        [text["prompt"] for text in draft["atlas"]["heat_map"]]
+        for draft in sample_report["drafts"].values()
+    ]
+    assert shown[0] == shown[1]
+    assert len(shown[1]) == 3
+    alphas = [text["alpha"] for text in sample_report["drafts"]["tuned"]["atlas"]["heat_map"]]
+    assert alphas == sorted(alphas)
+
+
 def test_per_prompt_rows_give_the_means_again(sample_report):
     draft = sample_report["drafts"]["tuned"]
     rows = draft["per_prompt"]
