@@ -76,7 +76,8 @@ def measure_agreement(
         sequence = torch.tensor([[*ids, *text[:-1]]], device=target.decoder.device)
         scores = _teacher_forced(target.decoder, sequence, len(ids))
         entropy.append(entropy_bits(scores)[0].tolist())
-        p = warp(scores, sampling)
+        chosen = likeliest(scores)
+        p = None if sampling.greedy else warp(scores, sampling)
         compared = {
             t: dataclasses.replace(sampling, temperature=t)
             for t in (RULE_TEMPERATURES if number % every == 0 else ())
@@ -84,10 +85,15 @@ def measure_agreement(
         p_at = {t: warp(scores, other) for t, other in compared.items()}
         for draft, agreements in zip(drafts, found, strict=True):
             logits = _teacher_forced(draft.decoder, sequence, len(ids))[..., : draft.rows]
-            q = draft.over_target_ids(warp(logits, sampling), p.shape[-1])
-            alpha = agreement(p, q)[0]
+            vocab_size = scores.shape[-1]
+            guesses = draft.to_target_ids(likeliest(logits))
+            if p is None:  # one-hot distributions overlap where they are the same
+                alpha = (guesses == chosen).float()[0]
+            else:
+                q = draft.over_target_ids(warp(logits, sampling), vocab_size)
+                alpha = agreement(p, q)[0]
             rules = {
-                t: rule_acceptance(p_at[t], draft.over_target_ids(warp(logits, other), p.shape[-1]))
+                t: rule_acceptance(p_at[t], draft.over_target_ids(warp(logits, other), vocab_size))
                 for t, other in compared.items()
             }
             agreements.append(
@@ -97,7 +103,7 @@ def measure_agreement(
                     float(alpha.sum()),
                     alpha.numel(),
                     alpha.tolist(),
-                    draft.to_target_ids(likeliest(logits))[0].tolist(),
+                    guesses[0].tolist(),
                     rules,
                 )
             )
@@ -106,10 +112,10 @@ def measure_agreement(
 
 def entropy_bits(logits: torch.Tensor) -> torch.Tensor:
     """Entropy in bits of softmax(logits) over [..., V]."""
-    scores = logits.float()
-    log_total = scores.logsumexp(-1)
-    mean = (scores.softmax(-1) * scores).nan_to_num(nan=0.0).sum(-1)  # 0 * -inf counts as 0
-    return ((log_total - mean) / math.log(2)).clamp_min_(0)
+    # finite, since 0 * -inf is nan: a masked token adds nothing
+    scores = logits.float().clamp_min(torch.finfo(torch.float32).min)
+    mean = torch.linalg.vecdot(scores.softmax(-1), scores)
+    return ((scores.logsumexp(-1) - mean) / math.log(2)).clamp_min(0)
 
 
 def rule_acceptance(p: torch.Tensor, q: torch.Tensor) -> dict[str, float]:

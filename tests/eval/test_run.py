@@ -95,6 +95,25 @@ def test_the_replayed_tau_is_the_one_that_decoding_has(folder, tmp_path):
     )
 
 
+def test_a_sampled_run_is_reported_whole(folder, tmp_path):
+    more = ("--draft", f"d={folder / 'draft'}", "--gamma", "2", "--temperature", "0.8")
+    assert run(folder, tmp_path, *more) == 0
+    report = read_report(tmp_path / "report" / "report.json")
+    draft = report["drafts"]["d"]
+    assert report["decoding"]["verification"] == "rejection sampling"
+    assert not any("LOSSY" in warning for warning in report["warnings"])
+    assert 0 < draft["alpha"]["mean"] < 1
+    assert {point["replayed"] for point in draft["gamma_curve"]} == {None}
+    assert draft["lossless"]["identical"] == 8  # measured greedily
+    values = [value for text in draft["atlas"]["heat_map"] for value in text["values"]]
+    assert any(0 < value < 1 for value in values)
+    classes = draft["atlas"]["classes"]
+    tokens = sum(row["positions"] for row in draft["per_prompt"])
+    assert sum(entry["positions"] for entry in classes) == tokens
+    rejected = sum(entry["rejected"] for entry in classes)
+    assert rejected == pytest.approx((1 - draft["alpha"]["mean"]) * tokens, abs=0.5)
+
+
 def test_gate_and_bad_input(folder, tmp_path, capsys):
     bad = ("--draft", f"bad={folder / 'draft'}", "--gamma", "1", "--max_prompts", "3")
     assert run(folder, tmp_path, *bad, "--fail_under_alpha", "0.99") == 1

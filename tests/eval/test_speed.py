@@ -14,6 +14,7 @@ from eval.speed import (
     LosslessCheck,
     bits_per_token,
     choose_gamma,
+    entropy_bits,
     interleave,
     measure_agreement,
     over_stock_generate,
@@ -109,6 +110,14 @@ def test_the_log_of_alpha_keeps_positions_guesses_and_entropy(target, tiny):
         )
         p = logits[0, -1].double().softmax(-1)
         assert bits[0] == pytest.approx(float(-(p * p.log2()).sum()), abs=1e-4)
+
+
+def test_entropy_of_known_distributions():
+    impossible = float("-inf")
+    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [5.0, 5.0, impossible, impossible]])
+    assert entropy_bits(logits).tolist() == pytest.approx([2.0, 1.0])
+    sure = torch.tensor([[9.0, impossible, impossible]])
+    assert entropy_bits(sure).tolist() == [0.0]
 
 
 def test_three_rules_by_their_formulas():
