@@ -317,7 +317,11 @@ def _setting_warnings(report: dict[str, Any]) -> list[str]:
 
 
 def _draft_warnings(name: str, draft: dict[str, Any]) -> list[str]:
-    found: list[str] = []
+    found = [
+        f"{name}: measured in part only, {entry['reason']}"
+        for entry in draft["missing"]
+        if entry["field"] == "prompts"
+    ]
     speedup = draft["speedup"]
     low, high = speedup["ci95"]
     if low <= 1 <= high:

@@ -118,7 +118,8 @@ def percent(value: Measured | None) -> str:
 def result_rows(report: dict[str, Any]) -> list[tuple[str, list[str], str | None]]:
     """The main table: (label, one cell a draft, gain of the second draft or None).
 
-    The gain column has something to say only where exactly two drafts are compared.
+    The gain column has something to say only where exactly two drafts are compared. A row that
+    nothing was measured for is left out.
     """
     drafts = list(report["drafts"].values())
     gains = report["gain"][0] if len(drafts) == 2 else {}
@@ -127,7 +128,7 @@ def result_rows(report: dict[str, Any]) -> list[tuple[str, list[str], str | None
         gained = signed(gains[key]) if key in gains else None
         return label, [cell(draft) for draft in drafts], gained
 
-    return [
+    rows = [
         row("alpha", lambda d: short(d["alpha"]), "alpha"),
         row("tau", lambda d: short(d["tau"]), "tau"),
         row(
@@ -149,6 +150,7 @@ def result_rows(report: dict[str, Any]) -> list[tuple[str, list[str], str | None
             lambda d: f"{d['alpha']['n'] if d['alpha'] else '-'}, {d['speedup']['n']}",
         ),
     ]
+    return [one for one in rows if set(one[1]) != {NOT_MEASURED}]
 
 
 def lossless_line(name: str, lossless: dict[str, int]) -> str:
@@ -443,10 +445,14 @@ def counter_table(drafts: dict[str, Any]) -> tuple[list[str], Rows]:
 
 
 def missing_rows(drafts: dict[str, Any]) -> list[str]:
-    """One line for each field that could not be measured, with the reason."""
-    return [
-        f"{name}, {m['field']}: {m['reason']}" for name, d in drafts.items() for m in d["missing"]
-    ]
+    """One line for each reason why something could not be measured, with the fields it left out."""
+    lines = []
+    for name, draft in drafts.items():
+        reasons: dict[str, list[str]] = {}
+        for entry in draft["missing"]:
+            reasons.setdefault(entry["reason"], []).append(entry["field"])
+        lines += [f"{name}, {', '.join(fields)}: {why}" for why, fields in reasons.items()]
+    return lines
 
 
 # ---------------------------------------------------------------------------------------------

@@ -174,7 +174,8 @@ def test_a_whole_report_of_two_servers(fake):
     assert to_vllm(draft)["mean_acceptance_length"] == 3.0
     for rendered in (render_markdown(report), render_page(report)):
         assert "Counters of the server" in rendered
-        assert "a server does not give the distributions" in rendered
+        assert "served, alpha, atlas: a server does not give the distributions" in rendered
+        assert "decode efficiency" not in rendered.split("What the numbers mean")[0]
 
 
 def test_the_same_requests_to_both(fake):
@@ -227,7 +228,8 @@ def test_a_server_that_dies_midway_leaves_what_was_measured(fake):
     assert draft["missing"][0]["field"] == "prompts"
     assert draft["missing"][0]["reason"].startswith("after 2 of 3 prompts: http://127.0.0.1")
     assert "broke off" in draft["missing"][0]["reason"]
-    assert "after 2 of 3 prompts" in render_page(report)
+    assert "served: measured in part only, after 2 of 3 prompts" in "".join(report["warnings"])
+    assert "served: measured in part only, after 2 of 3 prompts" in render_page(report)
 
 
 def test_a_server_that_dies_at_once_leaves_nothing(fake):
