@@ -672,7 +672,11 @@ def render_page(report: dict[str, Any]) -> str:
         body.append(_section("Memory", memory_chart(drafts, colours), wide=False))
     body += _atlas(drafts)
     if rules_table(drafts)[1]:
-        body.append(_section("Verification rules", _table(rules_table(drafts)), note=RULES_NOTE))
+        body.append(
+            _section(
+                "Verification rules and temperatures", _table(rules_table(drafts)), note=RULES_NOTE
+            )
+        )
     body.append(_lossless(report))
     for heading, rows in (
         ("By category", category_table(drafts)),

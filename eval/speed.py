@@ -25,9 +25,10 @@ from eval.speculative import Decoding, Draft, DraftLength, decode_baseline, deco
 from eval.verification import Sampling, agreement, likeliest, warp
 
 COST_REPEATS = 30
-RULE_TEMPERATURES = (0.6, 1.0)  # at which the verification rules are compared
+RULE_TEMPERATURES = (0.6, 1.0)  # beside 0, at which the verification rules are compared
 RULE_PROMPTS = 40  # of the evaluation's are enough to compare them
-SURPRISE_PROMPTS = 8
+SURPRISE_PROMPTS = 8  # and so many tokens of each tell text from noise
+SURPRISE_TOKENS = 256
 STOCK_PROMPTS = 6
 STOCK_TOKENS = 64
 ALPHA_BATCH = 48
@@ -96,6 +97,8 @@ def measure_agreement(
                 t: rule_acceptance(p_at[t], draft.over_target_ids(warp(logits, other), vocab_size))
                 for t, other in compared.items()
             }
+            if compared:  # greedily all rules are one: the same token or not
+                rules[0.0] = dict.fromkeys(rules[1.0], float((guesses == chosen).sum()))
             agreements.append(
                 Agreement(
                     prompt.id,
@@ -143,11 +146,11 @@ def bits_per_token(target: Target, prompt_ids: Sequence[list[int]]) -> float:
     for ids in prompt_ids[:SURPRISE_PROMPTS]:
         if len(ids) < 2:
             continue
-        tokens = torch.tensor([ids], device=target.decoder.device)
+        tokens = torch.tensor([ids[:SURPRISE_TOKENS]], device=target.decoder.device)
         logits = _teacher_forced(target.decoder, tokens[:, :-1], 1)
         chosen = logits.float().log_softmax(-1).gather(-1, tokens[:, 1:, None])
         bits -= float(chosen.sum()) / math.log(2)
-        count += len(ids) - 1
+        count += tokens.shape[1] - 1
     return bits / max(count, 1)
 
 

@@ -551,7 +551,7 @@ def render_markdown(report: dict[str, Any]) -> str:
             parts += _section(f"Rejection atlas, {name}", atlas_table(draft))
             for key in ("by_output_position", "by_entropy"):
                 parts.append(_table(*depth_table(draft, key)))
-    parts += _section("Verification rules", rules_table(drafts), RULES_NOTE)
+    parts += _section("Verification rules and temperatures", rules_table(drafts), RULES_NOTE)
     parts += _section("Other prompts", other_table(drafts))
     parts += _section("Cost and latency", cost_table(drafts))
     parts += _section("Tie ledger", ledger_table(drafts))

@@ -135,10 +135,13 @@ def test_rules_of_the_target_as_its_own_draft(target):
         target, [Draft(target.decoder)], PROMPTS, IDS, texts, Sampling()
     )
     for row in found:
-        assert sorted(row.rules) == [0.6, 1.0]
-        for sums in row.rules.values():
+        assert sorted(row.rules) == [0.0, 0.6, 1.0]
+        for temperature, sums in row.rules.items():
             assert sums["exact"] == pytest.approx(row.positions, abs=1e-4)
-            assert 0 < sums["target_probability"] <= sums["greedy_match"] < sums["exact"]
+            if temperature == 0:
+                assert sums["greedy_match"] == sums["target_probability"] == row.positions
+            else:
+                assert 0 < sums["target_probability"] <= sums["greedy_match"] < sums["exact"]
 
 
 def test_random_tokens_are_as_surprising_as_they_must_be(target):
