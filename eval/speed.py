@@ -25,7 +25,7 @@ from eval.speculative import Decoding, Draft, DraftLength, decode_baseline, deco
 from eval.verification import Sampling, agreement, likeliest, warp
 
 COST_REPEATS = 30
-RULE_TEMPERATURES = (0.6, 1.0)  # beside 0, at which the verification rules are compared
+RULE_TEMPERATURES = (0.0, 0.6, 1.0)  # at which the verification rules are compared
 RULE_PROMPTS = 40  # of the evaluation's are enough to compare them
 SURPRISE_PROMPTS = 8  # and so many tokens of each tell text from noise
 SURPRISE_TOKENS = 256
@@ -77,28 +77,15 @@ def measure_agreement(
         sequence = torch.tensor([[*ids, *text[:-1]]], device=target.decoder.device)
         scores = _teacher_forced(target.decoder, sequence, len(ids))
         entropy.append(entropy_bits(scores)[0].tolist())
-        chosen = likeliest(scores)
-        p = None if sampling.greedy else warp(scores, sampling)
-        compared = {
-            t: dataclasses.replace(sampling, temperature=t)
-            for t in (RULE_TEMPERATURES if number % every == 0 else ())
-        }
-        p_at = {t: warp(scores, other) for t, other in compared.items()}
+        temperatures = RULE_TEMPERATURES if number % every == 0 else ()
+        samplings = [dataclasses.replace(sampling, temperature=t) for t in temperatures]
+        p, *p_compared = (warp(scores, one) for one in (sampling, *samplings))
         for draft, agreements in zip(drafts, found, strict=True):
-            logits = _teacher_forced(draft.decoder, sequence, len(ids))[..., : draft.rows]
-            vocab_size = scores.shape[-1]
-            guesses = draft.to_target_ids(likeliest(logits))
-            if p is None:  # one-hot distributions overlap where they are the same
-                alpha = (guesses == chosen).float()[0]
-            else:
-                q = draft.over_target_ids(warp(logits, sampling), vocab_size)
-                alpha = agreement(p, q)[0]
-            rules = {
-                t: rule_acceptance(p_at[t], draft.over_target_ids(warp(logits, other), vocab_size))
-                for t, other in compared.items()
-            }
-            if compared:  # greedily all rules are one: the same token or not
-                rules[0.0] = dict.fromkeys(rules[1.0], float((guesses == chosen).sum()))
+            q, *q_compared = _draft_forced(
+                draft, sequence, len(ids), scores.shape[-1], (sampling, *samplings)
+            )
+            alpha = agreement(p, q)[0]
+            compared = zip(temperatures, p_compared, q_compared, strict=True)
             agreements.append(
                 Agreement(
                     prompt.id,
@@ -106,11 +93,33 @@ def measure_agreement(
                     float(alpha.sum()),
                     alpha.numel(),
                     alpha.tolist(),
-                    guesses[0].tolist(),
-                    rules,
+                    likeliest(q)[0].tolist(),
+                    {t: rule_acceptance(*both) for t, *both in compared},
                 )
             )
     return found, entropy
+
+
+def _draft_forced(
+    draft: Draft,
+    sequence: torch.Tensor,
+    prompt_length: int,
+    vocab_size: int,
+    samplings: Sequence[Sampling],
+) -> list[torch.Tensor]:
+    """q [1, R, V] before each token after the prompt, at each sampling, from one pass."""
+    logits = _teacher_forced(draft.decoder, sequence, prompt_length)[..., : draft.rows]
+    return [draft.over_target_ids(warp(logits, one), vocab_size) for one in samplings]
+
+
+def _teacher_forced(decoder: Decoder, sequence: torch.Tensor, prompt_length: int) -> torch.Tensor:
+    """Logits [1, R, V] that predict each token after the prompt."""
+    cache = decoder.new_cache(1, sequence.shape[1])
+    first = decoder.forward(sequence[:, :prompt_length], 0, cache, last_only=True)
+    if sequence.shape[1] == prompt_length:
+        return first
+    rest = decoder.forward(sequence[:, prompt_length:], prompt_length, cache)
+    return torch.cat([first, rest], dim=1)
 
 
 def entropy_bits(logits: torch.Tensor) -> torch.Tensor:
@@ -180,16 +189,6 @@ def sweep_gamma(
         }
         for length, mine in zip(lengths, runs, strict=True)
     ]
-
-
-def _teacher_forced(decoder: Decoder, sequence: torch.Tensor, prompt_length: int) -> torch.Tensor:
-    """Logits [1, R, V] that predict each token after the prompt."""
-    cache = decoder.new_cache(1, sequence.shape[1])
-    first = decoder.forward(sequence[:, :prompt_length], 0, cache, last_only=True)
-    if sequence.shape[1] == prompt_length:
-        return first
-    rest = decoder.forward(sequence[:, prompt_length:], prompt_length, cache)
-    return torch.cat([first, rest], dim=1)
 
 
 def step_costs(
