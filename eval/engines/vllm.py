@@ -406,7 +406,7 @@ def _build(
             "target": model,
             "engine": "vllm",
             "device": urlsplit(server.url).hostname,
-            "dtype": "of the server",
+            "dtype": "dtype of the server",
             "baseline": {
                 "tokens_per_s": draft["tokens_per_s"]["baseline"],
                 "over_stock_generate": None,
