@@ -18,7 +18,7 @@ from accelerate import PartialState
 from distill.dry_run import price_run
 from distill.pipeline import Run
 from distill.recipe import help_text, load_recipe
-from eval.report import print_summary
+from eval.text_report import print_summary
 
 
 def main(argv: list[str]) -> int:
@@ -39,7 +39,9 @@ def main(argv: list[str]) -> int:
         if PartialState().is_main_process:
             run.export_draft()
             print_summary(run.evaluate())
-            print(f"\nDraft: {run.folder / 'draft'}\nReport: {run.folder / 'report' / 'report.md'}")
+            print(
+                f"\nDraft: {run.folder / 'draft'}\nReport: {run.folder / 'report' / 'report.html'}"
+            )
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -73,6 +73,7 @@ def test_it_leaves_what_the_contract_promises(run):
         "draft/compact/model.safetensors",
         "report/report.json",
         "report/report.md",
+        "report/report.html",
     ):
         assert (run / name).is_file(), name
     assert list(run.glob("checkpoint-*/complete"))
