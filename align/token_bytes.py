@@ -90,6 +90,18 @@ def backend_keys(backend: dict[str, Any]) -> list[Key | None]:
     return keys
 
 
+def unfinished(data: bytes) -> int:
+    """How many bytes at the end of `data` begin a UTF-8 character that is not complete."""
+    for length in range(1, min(3, len(data)) + 1):
+        byte = data[-length]
+        if byte >= 0xC0:
+            wanted = 2 + (byte >= 0xE0) + (byte >= 0xF0)
+            return length if length < wanted else 0
+        if byte < 0x80:
+            return 0
+    return 0
+
+
 def _component_types(component: dict[str, Any] | None) -> Iterator[str]:
     """The type names of a decoder and of its parts."""
     if component is not None:

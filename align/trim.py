@@ -34,6 +34,19 @@ def choose_tokens(mass: Tensor, size: int, forced: Iterable[int]) -> Tensor:
     return keep.nonzero()[:, 0]
 
 
+def coverage_curve(mass: Tensor, forced: Iterable[int]) -> list[tuple[int, float]]:
+    """(head size, lost mass) for trimmed heads from the smallest possible to the whole vocabulary.
+
+    mass: as for `choose_tokens` [V]. The sizes double; the lost mass never grows.
+    """
+    kept = set(forced)
+    size, sizes = 1 << max(len(kept) - 1, 1).bit_length(), []
+    while size < len(mass):
+        sizes.append(size)
+        size *= 2
+    return [(k, lost_mass(mass, choose_tokens(mass, k, kept))) for k in [*sizes, len(mass)]]
+
+
 def lost_mass(mass: Tensor, kept: Tensor) -> float:
     """Share of the target's mass on tokens that the trimmed head cannot draft: a cap on alpha."""
     return 1 - float(mass[kept].sum() / mass.sum())

@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
-from align.sources import load_model
 from distill.logit_cache import CachedAnswer
 from distill.pipeline import Run
-from distill.prepare import build_pruned, head_rows
+from distill.prepare import build_pruned
 from distill.trainer import build_trainer, training_config
 from eval.cost import ceiling_speedup, price
+from eval.drafting import Draft
 from eval.drafts import compact_decoder, load_candidate, model_bytes
 from eval.metrics import StepCosts
-from eval.speculative import Draft
 from eval.speed import ALPHA_BATCH, step_costs
 
 TIMED_STEPS = 4  # of training; the first one is warm-up
@@ -35,7 +34,7 @@ def price_run(run: Run) -> int:
     run.fit_contexts()
     model, token_ids = _unfitted_draft(run)
     if recipe.draft is not None:
-        draft = load_candidate("draft", recipe.draft, target).draft
+        draft = load_candidate("draft", recipe.draft, target, run.strategy).draft
     else:
         draft = Draft(compact_decoder(model, target.decoder.context_length, run.embedding))
     context = sum(map(len, run.evaluation.ids)) // len(run.evaluation.ids)
@@ -72,7 +71,7 @@ def _unfitted_draft(run: Run) -> tuple[PreTrainedModel, Tensor | None]:
     """The draft in its shape, the head's rows any: which tokens it keeps, answers alone can say."""
     recipe = run.recipe
     if recipe.draft is not None:
-        return load_model(recipe.draft, torch.float32), None
+        return run.sibling(recipe.draft), None
     head: Tensor = run.target.model.get_output_embeddings().weight.detach()
     rows = recipe.draft_vocab_size
     token_ids = None if rows is None else torch.arange(rows)
@@ -132,9 +131,10 @@ def _training_step(run: Run, model: PreTrainedModel, token_ids: Tensor | None) -
         trainer = build_trainer(
             model,
             made_up,
-            head_rows(token_ids, run.vocab_size),
-            run.target.tokenizer,
+            run.trained_rows(token_ids),
+            run.draft_tokenizer,
             dataclasses.replace(recipe, output_dir=folder, training=few),
+            run.reader,
         )
         clock = _StepClock()
         trainer.add_callback(clock)

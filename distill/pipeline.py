@@ -14,22 +14,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import yaml
 from accelerate import PartialState
 from safetensors import safe_open
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from align.atomic import atomic_file, atomic_folder
-from align.check import Verdict, check_pair
+from align.check import choose_strategy, compare
+from align.checks import VOCAB_MAP
 from align.process import use_machine
-from align.sources import load_model, resolve_checkpoint
+from align.side import read_side
+from align.sources import load_model, load_tokenizer, resolve_checkpoint
 from align.token_bytes import token_keys
-from align.trim import byte_units
+from align.transplant import transplant
+from align.trim import byte_units, coverage_curve
+from align.vocab_map import Reader, VocabMap, build_map, load_map, save_map
 from distill.answers import answer_prompts, hash_prompts
 from distill.logit_cache import LogitCache
 from distill.prepare import (
     PreparedDraft,
+    domain_mass,
     full_vocabulary,
     head_rows,
     prune_and_fit,
@@ -55,7 +62,14 @@ from eval.speculative import Decoding
 from eval.verification import Sampling
 
 # What two runs of one folder may differ in.
-FREE_KEYS = {"dry_run", "resume_from_checkpoint", "output_dir", "logging_steps", "save_steps"}
+FREE_KEYS = {
+    "dry_run",
+    "coverage_curve",
+    "resume_from_checkpoint",
+    "output_dir",
+    "logging_steps",
+    "save_steps",
+}
 PACKAGES = "torch transformers trl peft accelerate datasets evaluate gguf safetensors".split()
 
 
@@ -99,20 +113,31 @@ class Run:
     # --- check
 
     def check_vocabularies(self) -> None:
-        """vocab_check.json; a pair with no lossless strategy stops here."""
+        """vocab_check.json and the map; a pair with no lossless strategy stops here."""
         recipe = self.recipe
-        self.verdict: Verdict = check_pair(recipe.target, recipe.draft or recipe.target)
-        print(f"vocabulary: {self.verdict.relation}, strategy {self.verdict.strategy}")
-        if self.verdict.fatal or recipe.strategy not in ("auto", self.verdict.strategy):
-            findings = " ".join(map(str, self.verdict.findings))
+        target = read_side(recipe.target)
+        draft = target if recipe.draft is None else read_side(recipe.draft)
+        self.sides, self.verdict = (target, draft), compare(target, draft)
+        self.strategy = choose_strategy(self.verdict, recipe.strategy, tuned=True)
+        print(f"vocabulary: {self.verdict.relation}, strategy {self.strategy}")
+        if self.strategy == "string":
             raise ValueError(
-                f"strategy {recipe.strategy!r} cannot be used: the draft's vocabulary is "
-                f"{self.verdict.relation}, for which {self.verdict.strategy!r} is lossless. "
-                f"{findings}"
+                f"The draft {recipe.draft!r} can only draft by text, since its head "
+                f"({draft.logit_changes or 'with a bias'}) rules a transplant out, and cannot be "
+                "tuned so; use another draft, or none: the target is pruned then."
             )
+        self.vocab_map: VocabMap | None = None
+        if self.strategy in ("remap", "transplant", "intersection"):
+            path = self.folder / VOCAB_MAP
+            if path.exists():
+                self.vocab_map = load_map(path, target, draft)
+            else:
+                self.vocab_map = build_map(target, draft)
+                if not recipe.dry_run:
+                    save_map(path, self.vocab_map)
         if not recipe.dry_run:
             with atomic_file(self.folder / "vocab_check.json") as file:
-                json.dump(self.verdict.to_json(), file, indent=2)
+                json.dump(self.verdict.to_json() | {"used": self.strategy}, file, indent=2)
 
     # --- prompts
 
@@ -229,20 +254,17 @@ class Run:
         """The untuned draft: the sibling as it is, or `prepared/` from the pruned target."""
         recipe = self.recipe
         if recipe.draft is not None:
-            model = load_model(recipe.draft, torch.float32)
-            self.prepared = PreparedDraft(model, None, None, 0.0)
+            self.prepared = PreparedDraft(self.sibling(recipe.draft), None, None, 0.0)
             return
         folder, embedding = self.folder / "prepared", self.embedding
         if not (folder / "complete").exists():
-            tokenizer = self.target.tokenizer
-            forced = self.target.stops | set(tokenizer.all_special_ids)
             prepared = prune_and_fit(
                 self.target.model,
                 self.answers,
                 recipe.num_draft_layers,
                 recipe.fit_tokens,
                 recipe.draft_vocab_size,
-                forced | set(byte_units(token_keys(tokenizer))),
+                self._forced_tokens(),
             )
             save_compact(folder, prepared.model, prepared.token_ids, embedding)
             full_head = prepared.full_head
@@ -258,6 +280,57 @@ class Run:
         self.prepared = PreparedDraft(model, token_ids, full_head, lost)
         print(f"draft: {recipe.num_draft_layers} layers, trimmed head loses {lost:.2%} of p's mass")
 
+    def sibling(self, spec: str) -> PreTrainedModel:
+        """The draft of that spec in fp32, on the target's ids where the strategy re-homes it."""
+        model = load_model(spec, torch.float32)
+        if self.strategy in ("remap", "transplant"):
+            assert self.vocab_map is not None
+            model = transplant(model, self.vocab_map, *self.sides, self.vocab_size)
+        return model
+
+    def _forced_tokens(self) -> set[int]:
+        """Ids that a trimmed head always keeps: stops, special tokens, the byte units."""
+        tokenizer = self.target.tokenizer
+        return {
+            *self.target.stops,
+            *tokenizer.all_special_ids,
+            *byte_units(token_keys(tokenizer)),
+        }
+
+    def print_coverage(self) -> None:
+        """What share of the target's mass on the answers trimmed heads of each size would lose."""
+        mass = domain_mass(self.answers, self.vocab_size)
+        print("draft_vocab_size  lost mass")
+        for size, lost in coverage_curve(mass, self._forced_tokens()):
+            print(f"{size:>16}  {lost:.3%}")
+
+    def trained_rows(self, token_ids: Tensor | None) -> Tensor | None:
+        """Row of the draft's head for each target id [V], -1 where it has none; None if equal.
+
+        token_ids: those of a trimmed head [K].
+        """
+        if self.strategy == "intersection":
+            assert self.vocab_map is not None
+            known = self.vocab_map.to_draft[: self.vocab_size]
+            return F.pad(known, (0, self.vocab_size - len(known)), value=-1)
+        if self.strategy == "padded":
+            return head_rows(torch.arange(self.verdict.shared_ids), self.vocab_size)
+        return head_rows(token_ids, self.vocab_size)
+
+    @property
+    def reader(self) -> Reader | None:
+        """How a draft in ids of its own reads the target's."""
+        if self.strategy != "intersection":
+            return None
+        assert self.vocab_map is not None
+        return Reader(self.vocab_map, *self.sides)
+
+    @property
+    def draft_tokenizer(self) -> PreTrainedTokenizerBase:
+        """What the draft's ids mean: the target's tokenizer, but for a draft that drafts by map."""
+        own = self.strategy == "intersection" and self.recipe.draft is not None
+        return load_tokenizer(str(self.recipe.draft)) if own else self.target.tokenizer
+
     def distil_draft(self) -> None:
         """`self.tuned`: the draft in fp32 after training, read back when that had ended before."""
         done = self.folder / "tuned"
@@ -265,9 +338,10 @@ class Run:
             tuned = distil(
                 self.prepared.model,
                 self.answers,
-                head_rows(self.prepared.token_ids, self.vocab_size),
-                self.target.tokenizer,
+                self.trained_rows(self.prepared.token_ids),
+                self.draft_tokenizer,
                 self.recipe,
+                self.reader,
             )
             with atomic_folder(done) as partial:
                 state = {k: v.contiguous() for k, v in tuned.state_dict().items()}
@@ -292,7 +366,7 @@ class Run:
             full = full.to(dtype)
         with atomic_folder(folder) as partial:
             full.save_pretrained(partial)
-            self.target.tokenizer.save_pretrained(partial)
+            self.draft_tokenizer.save_pretrained(partial)
             if self.recipe.draft is None:
                 embedding = self.embedding
                 save_compact(partial / "compact", self.tuned, prepared.token_ids, embedding)
@@ -308,8 +382,8 @@ class Run:
                 compact_candidate("tuned", self.folder / "draft" / "compact", self.target, full),
             ]
         return [
-            load_candidate("untuned", recipe.draft, self.target),
-            load_candidate("tuned", str(self.folder / "draft"), self.target),
+            load_candidate("untuned", recipe.draft, self.target, self.strategy),
+            load_candidate("tuned", str(self.folder / "draft"), self.target, self.strategy),
         ]
 
     def evaluate(self) -> dict[str, Any]:

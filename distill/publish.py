@@ -149,6 +149,7 @@ def model_card(run_folder: Path | str) -> str:
         draft["payoff"]["verdict"],
         *_list("Read these first:", report["warnings"]),
         "## How to load it",
+        *_own_ids(draft),
         "With transformers (assisted generation):",
         _code(
             "python",
@@ -258,6 +259,18 @@ def _numbers(report: dict[str, Any], name: str, draft: dict[str, Any]) -> str:
         + f"{lossless['unexplained']} unexplained.\n\n"
         + "\n".join(f"- **{key}**: {DEFINITIONS[key]}" for key in ("alpha", "tau", "speed-up"))
     )
+
+
+def _own_ids(draft: dict[str, Any]) -> list[str]:
+    """What a reader must know of a draft that speaks other ids than its target."""
+    if draft["vocabulary"]["strategy"] not in ("intersection", "string"):
+        return []
+    return [
+        "**This draft has a tokenizer of its own**, so ids must be mapped. draftsmith does that "
+        "without loss. transformers needs `tokenizer=` and `assistant_tokenizer=` in the call "
+        "below, and vLLM `use_heterogeneous_vocab`; use both greedily only. Tune the draft with "
+        "`strategy: transplant` for one that every engine loads as it is."
+    ]
 
 
 def _break_even(draft: dict[str, Any]) -> str:

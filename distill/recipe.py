@@ -65,6 +65,9 @@ class RecipeError(ValueError):
     """A recipe that cannot be used: says which key or file, why, and what to do."""
 
 
+Bridge = Literal["auto", "direct", "padded", "remap", "transplant", "intersection"]
+
+
 @dataclass
 class Recipe:
     """What a run does. The comments are the help text of `--help` and of docs/recipes.md."""
@@ -78,7 +81,7 @@ class Recipe:
     output_dir: str | None = None  # null: outputs/ and the name
     max_train_prompts: int = 2000  # at most so many prompts, drawn with the seed
     max_eval_prompts: int | None = None  # at most so many prompts; null: all of them
-    strategy: Literal["auto", "direct", "padded"] = "auto"  # how vocabularies are bridged
+    strategy: Bridge = "auto"  # how vocabularies are bridged; auto re-homes a foreign draft
     num_draft_layers: int = 2  # layers kept of a pruned target
     draft_vocab_size: int | None = None  # rows of a pruned draft's head; null keeps all
     fit_tokens: int = 30_000  # answer tokens that the head is fitted on
@@ -103,6 +106,7 @@ class Recipe:
     tuning_prompts: int = 8  # training prompts set aside for choosing gamma
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # while decoding
     dry_run: bool = False  # check and price the run, then stop
+    coverage_curve: bool = False  # print what trimmed heads would lose, then stop
     training: dict[str, Any] = field(default_factory=dict)  # any other field of trl.SFTConfig
 
     @property

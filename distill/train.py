@@ -34,6 +34,9 @@ def main(argv: list[str]) -> int:
         # one process answers and prepares, the others wait and read what it left on disk
         with PartialState().main_process_first():
             run.answer_prompts()
+            if run.recipe.coverage_curve:
+                run.print_coverage()
+                return 0
             run.prepare_draft()
         run.distil_draft()
         if PartialState().is_main_process:

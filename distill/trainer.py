@@ -5,6 +5,7 @@ Legend: B rows, T padded length, N response positions of the batch, H hidden siz
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers.utils import ModelOutput
 from trl import SFTConfig, SFTTrainer
 
 from align.atomic import atomic_file
+from align.vocab_map import Reader
 from distill.logit_cache import CachedAnswer
 from distill.losses import head_loss
 from distill.recipe import Recipe, RecipeError
@@ -30,14 +32,18 @@ COMPLETE = "complete"  # the last file of a checkpoint
 
 
 def training_rows(
-    answers: Iterable[CachedAnswer], head_rows: Tensor | None, teacher_temperature: float = 1.0
+    answers: Iterable[CachedAnswer],
+    head_rows: Tensor | None,
+    teacher_temperature: float = 1.0,
+    reader: Reader | None = None,
 ) -> Dataset:
-    """One row an answer: input_ids [P + R], the prompt's length, cached top tokens, flat [R * C].
+    """One row an answer: input_ids [P + R], the positions [R] that predict, cached tokens [R * C].
 
     head_rows: for each target id its row in the draft's head [V], -1 where it has none; None when
     they are equal. teacher_temperature: other than 1 it sharpens (or flattens) p over the cached
-    tokens, and nothing is left for the rest, whose powers cannot be known. Nested lists would read
-    ten times slower than the flat columns.
+    tokens, and nothing is left for the rest, whose powers cannot be known. reader: how a draft with
+    ids of its own reads the text; the end of what it read of a token is where it predicts the next.
+    Nested lists would read ten times slower than the flat columns.
     """
 
     def rows() -> Iterable[dict[str, Any]]:
@@ -46,11 +52,18 @@ def training_rows(
             if teacher_temperature != 1:
                 logprobs = (logprobs.float() / teacher_temperature).log_softmax(-1)
             ids = answer.top_ids if head_rows is None else head_rows[answer.top_ids]
+            prompt, response = answer.prompt_ids.tolist(), answer.response_ids.tolist()
+            pieces = [prompt, *([i] for i in response)]
+            if reader is not None:
+                pieces = [reader.begin(prompt), *(reader.pieces(i) for i in response)]
+            ends = itertools.accumulate(map(len, pieces[:-1]))
+            input_ids = [i for piece in pieces for i in piece]
             yield {
                 "index": answer.index,
-                "prompt_length": len(answer.prompt_ids),
-                "length": len(answer.prompt_ids) + len(answer.response_ids),
-                "input_ids": torch.cat([answer.prompt_ids, answer.response_ids]).tolist(),
+                "length": len(input_ids),
+                "input_ids": input_ids,
+                # the logits that predict token t stand at position t - 1
+                "positions": [end - 1 for end in ends],
                 "top_ids": ids.flatten().tolist(),
                 "top_logprobs": logprobs.flatten().tolist(),
             }
@@ -71,14 +84,13 @@ class DistillationCollator:
         labels = torch.full((len(rows), width), -100)
         positions, top_ids, top_logprobs = [], [], []
         for b, row in enumerate(rows):
-            length, prompt = len(row["input_ids"]), row["prompt_length"]
+            length, predicting = len(row["input_ids"]), torch.tensor(row["positions"])
             input_ids[b, :length] = torch.tensor(row["input_ids"])
             attention_mask[b, :length] = 1
-            labels[b, prompt:length] = input_ids[b, prompt:length]
-            # the logits that predict token t stand at position t - 1
-            positions.append(b * width + torch.arange(prompt - 1, length - 1))
-            top_ids.append(torch.tensor(row["top_ids"]).view(length - prompt, -1))
-            top_logprobs.append(torch.tensor(row["top_logprobs"]).view(length - prompt, -1))
+            labels[b, predicting] = 1
+            positions.append(b * width + predicting)
+            top_ids.append(torch.tensor(row["top_ids"]).view(len(predicting), -1))
+            top_logprobs.append(torch.tensor(row["top_logprobs"]).view(len(predicting), -1))
         return {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
@@ -196,6 +208,7 @@ def build_trainer(
     head_rows: Tensor | None,
     tokenizer: PreTrainedTokenizerBase,
     recipe: Recipe,
+    reader: Reader | None = None,
 ) -> DistillationTrainer:
     """A trainer of the draft in fp32. The input embedding is the target's and stays as it is."""
     model = model.float()
@@ -214,7 +227,7 @@ def build_trainer(
     trainer = DistillationTrainer(
         model=model,
         args=training_config(recipe),
-        train_dataset=training_rows(answers, head_rows, recipe.teacher_temperature),
+        train_dataset=training_rows(answers, head_rows, recipe.teacher_temperature, reader),
         data_collator=DistillationCollator(pad_id(tokenizer)),
         processing_class=tokenizer,
         peft_config=adapters,
@@ -231,12 +244,13 @@ def distil(
     head_rows: Tensor | None,
     tokenizer: PreTrainedTokenizerBase,
     recipe: Recipe,
+    reader: Reader | None = None,
 ) -> PreTrainedModel:
     """The draft after training, in fp32.
 
     Goes on from the last whole checkpoint in the recipe's folder, or from resume_from_checkpoint.
     """
-    trainer = build_trainer(model, answers, head_rows, tokenizer, recipe)
+    trainer = build_trainer(model, answers, head_rows, tokenizer, recipe, reader)
     resume = recipe.training.get("resume_from_checkpoint") or last_checkpoint(recipe.folder)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     tuned: Any = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)

@@ -18,13 +18,17 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from align.atomic import atomic_folder
-from align.check import check_pair
+from align.check import Strategy, choose_strategy, compare
+from align.side import Side, read_side
 from align.sources import load_model, load_tokenizer, read_json
+from align.transplant import transplant
+from align.vocab_map import Reader, build_map
+from eval.drafting import Draft, StringDraft
 from eval.forward import Decoder, build_decoder
-from eval.speculative import Draft
 
 EMBEDDING = "model.embed_tokens.weight"
-COMPACT = "draftsmith-compact/1"
+COMPACT = "draftsmith-compact/2"
+LONGER = 2  # a text in a draft's own ids has at most so many times the target's, as a rule
 
 
 def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -75,7 +79,7 @@ class Candidate:
     path: str
     form: str
     vocabulary: dict[str, Any]
-    draft: Draft
+    draft: Draft | StringDraft
     draft_bytes: int
     full_form_bytes: int | None
 
@@ -94,7 +98,11 @@ def save_compact(
     """Write the compact form; `embedding` is the target's, of which only the hash is kept."""
     tensors = {k: v.contiguous() for k, v in model.state_dict().items() if k != EMBEDDING}
     if token_ids is not None:
-        tensors["token_ids"] = token_ids.to(torch.int32)
+        # as other engines store them: the target's id less the row's number, and who has a row
+        rows = torch.arange(len(token_ids), device=token_ids.device)
+        tensors["d2t"] = (token_ids - rows).int()
+        tensors["t2d"] = torch.zeros(len(embedding), dtype=torch.bool)
+        tensors["t2d"][token_ids.cpu()] = True
     with atomic_folder(folder) as partial:
         model.config.save_pretrained(partial)
         save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
@@ -121,7 +129,16 @@ def load_compact(folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tens
             "dtype, or the full form beside it."
         )
     tensors = load_file(folder / "model.safetensors", device=str(embedding.device))
-    token_ids = tensors.pop("token_ids", None)
+    token_ids = None
+    if "d2t" in tensors:
+        d2t = tensors.pop("d2t").long()
+        token_ids = d2t + torch.arange(len(d2t), device=d2t.device)
+        named = tensors.pop("t2d").nonzero()[:, 0]
+        if not torch.equal(named, token_ids.sort().values):
+            raise ValueError(
+                f"TOK-015: d2t and t2d of {folder} name different ids, so its drafts would be "
+                "other tokens than meant; make the draft again."
+            )
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=embedding.dtype)
@@ -130,7 +147,7 @@ def load_compact(folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tens
     model.load_state_dict({**tensors, EMBEDDING: embedding}, assign=True)
     # rotary tables are no parameters: build them for real
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(embedding.device)
-    return model.eval(), None if token_ids is None else token_ids.long()
+    return model.eval(), token_ids
 
 
 def compact_decoder(model: PreTrainedModel, context_length: int, embedding: Tensor) -> Decoder:
@@ -166,10 +183,11 @@ def compact_candidate(
     )
 
 
-def load_candidate(name: str, spec: str, target: Target) -> Candidate:
+def load_candidate(name: str, spec: str, target: Target, strategy: str = "auto") -> Candidate:
     """A draft by its spec: the compact form where the folder has one, else a checkpoint as it is.
 
-    Raises ValueError when no lossless strategy exists for the pair.
+    strategy: how its vocabulary is bridged (align/check.py); "auto" takes the verdict's.
+    Raises ValueError when no lossless strategy exists for the pair, or the one asked for is none.
     """
     folder = Path(spec)
     full = folder / "model.safetensors"
@@ -179,14 +197,16 @@ def load_candidate(name: str, spec: str, target: Target) -> Candidate:
         )
     if (folder / "compact.json").is_file():
         return compact_candidate(name, folder, target, None)
-    verdict = check_pair(target.spec, spec)
-    if verdict.fatal:
-        raise ValueError(
-            f"Draft {spec!r} cannot draft for {target.spec!r} without loss: "
-            + " ".join(str(f) for f in verdict.findings if f.severity == "fatal")
-        )
+    left, right = read_side(target.spec), read_side(spec)
+    verdict = compare(left, right)
+    chosen = choose_strategy(verdict, strategy, tuned=False)
     loaded: Any = load_model(spec, target.decoder.dtype)
     model = loaded.to(target.decoder.device)
+    shared_ids = verdict.shared_ids
+    if chosen in ("remap", "transplant"):
+        rows = target.decoder.embedding.shape[0]
+        model = transplant(model, build_map(left, right), left, right, rows)
+        shared_ids = left.count
     size = model_bytes(model)
     return Candidate(
         name=name,
@@ -194,17 +214,44 @@ def load_candidate(name: str, spec: str, target: Target) -> Candidate:
         form="full",
         vocabulary={
             "relation": verdict.relation,
-            "strategy": verdict.strategy,
+            "strategy": chosen,
             "coverage": verdict.coverage,
         },
-        draft=sibling_draft(model, target, verdict.shared_ids),
+        draft=bridged_draft(model, target, left, right, chosen, shared_ids),
         draft_bytes=size,
         full_form_bytes=size,
     )
 
 
-def sibling_draft(model: PreTrainedModel, target: Target, shared_ids: int) -> Draft:
-    """A checkpoint over the target's ids; head rows from `shared_ids` on are undrafted padding."""
-    decoder = build_decoder(model, target.decoder.context_length)
+def bridged_draft(
+    model: PreTrainedModel,
+    target: Target,
+    target_side: Side,
+    draft_side: Side,
+    strategy: Strategy,
+    shared_ids: int,
+) -> Draft | StringDraft:
+    """A checkpoint as a draft under a strategy of align/check.py.
+
+    Under "remap" and "transplant" it has the target's rows already. shared_ids: as in `Verdict`.
+    Raises MapError when the strategy cannot bridge the two.
+    """
     rows = model.get_output_embeddings().weight.shape[0]
-    return Draft(decoder, rows=None if rows == shared_ids else shared_ids)
+    if strategy not in ("intersection", "string"):
+        decoder = build_decoder(model, target.decoder.context_length)
+        return Draft(decoder, rows=None if rows == shared_ids else shared_ids)
+    limit = model.config.get_text_config().max_position_embeddings
+    decoder = build_decoder(model, min(limit, LONGER * target.decoder.context_length))
+    if strategy == "string":
+        count = draft_side.count
+        return StringDraft(decoder, target_side, draft_side, None if rows == count else count)
+    vocab_map = build_map(target_side, draft_side)
+    mapped = vocab_map.mapped
+    token_ids = vocab_map.to_target[mapped]
+    return Draft(
+        decoder,
+        token_ids=token_ids.to(decoder.device),
+        rows=mapped.to(decoder.device),
+        reader=Reader(vocab_map, target_side, draft_side),
+        feed=vocab_map.to_draft[token_ids].to(decoder.device),
+    )

@@ -12,10 +12,11 @@ import torch
 from align.token_bytes import token_keys
 from eval import metrics
 from eval.atlas import Answer, text_of
+from eval.drafting import Draft, StringDraft
 from eval.drafts import Candidate, Target
 from eval.prompts import Prompt, draw, prompts_sha256
 from eval.report import DraftMeasurement, RunInfo, build_report
-from eval.speculative import Decoding, Draft, DraftLength
+from eval.speculative import Decoding, DraftLength
 from eval.speed import (
     LosslessCheck,
     bits_per_token,
@@ -200,7 +201,7 @@ def _spelt(ledger: dict[str, Any], spell: Callable[[int], bytes]) -> dict[str, A
 
 
 def _outside(
-    target: Target, drafts: Sequence[Draft], others: PromptSet, how: Decoding
+    target: Target, drafts: Sequence[Draft | StringDraft], others: PromptSet, how: Decoding
 ) -> list[dict[str, Any]]:
     """alpha of each draft on prompts of other domains."""
     texts = target_texts(target, others.ids, how)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from eval.drafting import Draft
 from eval.drafts import Candidate, Target
 from eval.forward import KVCache
-from eval.speculative import Draft
 
 LOOKUP = "prompt-lookup"  # what eval.run --draft calls it
 LONGEST = 3

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from align.process import use_machine
+from align.sources import read_json
 from eval.drafts import Candidate, Target, load_candidate, load_target
 from eval.engines.vllm import Server, measure_servers
 from eval.evaluation import PromptSet, context_length, evaluate_drafts
@@ -80,6 +81,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--engine", choices=["torch", "vllm"], default="torch")
     parser.add_argument("--base_url", help="engine vllm: the server that speculates")
     parser.add_argument("--baseline_url", help="engine vllm: the same target without a draft")
+    parser.add_argument("--strategy", default="auto", help="how vocabularies are bridged")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=42)
@@ -115,6 +117,8 @@ def _take_from_run(args: argparse.Namespace) -> None:
     args.draft = args.draft or [f"untuned={untuned}", f"tuned={args.run / 'draft'}"]
     args.prompts = args.prompts or str(args.run / "prompts" / "eval.jsonl")
     args.tuning = args.run / "prompts" / "tuning.jsonl"
+    if args.strategy == "auto":
+        args.strategy = read_json(args.run / "vocab_check.json").get("used", "auto")
     args.output_dir = args.output_dir or args.run
     for key in DEFAULTS:
         if getattr(args, key) is None:
@@ -154,7 +158,9 @@ def _candidates(args: argparse.Namespace, target: Target) -> list[Candidate]:
             name, spec = Path(text).name, text
         rival = spec == LOOKUP
         found.append(
-            lookup_candidate(name, target) if rival else load_candidate(name, spec, target)
+            lookup_candidate(name, target)
+            if rival
+            else load_candidate(name, spec, target, args.strategy)
         )
     return found
 

@@ -10,42 +10,21 @@ import time
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from eval.forward import Decoder, KVCache
+from eval.drafting import Draft, StringDraft
+from eval.forward import Decoder
 from eval.metrics import PromptRun
 from eval.prompts import Prompt
-from eval.verification import Sampling, likeliest, sample, verify_greedy, verify_sampled, warp
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A draft ready to run.
-
-    token_ids: target id of each row of a trimmed head [K], None when rows are ids. rows: how many
-    of the head's first rows may be drafted (the rest is padding), None for all.
-    """
-
-    decoder: Decoder
-    token_ids: Tensor | None = None
-    rows: int | None = None
-
-    def forward(self, tokens: Tensor, start: int, cache: KVCache, last_only: bool) -> Tensor:
-        """Logits [B, T, K] over what may be drafted."""
-        return self.decoder.forward(tokens, start, cache, last_only)[..., : self.rows]
-
-    def to_target_ids(self, rows: Tensor) -> Tensor:
-        return rows if self.token_ids is None else self.token_ids[rows]
-
-    def over_target_ids(self, q: Tensor, vocab_size: int) -> Tensor:
-        """q [..., K] over the target's vocabulary [..., V], zero where the draft has no row."""
-        if self.token_ids is None:
-            missing = vocab_size - q.shape[-1]
-            assert missing >= 0
-            return F.pad(q, (0, missing)) if missing else q
-        full = torch.zeros((*q.shape[:-1], vocab_size), dtype=q.dtype, device=q.device)
-        return full.index_copy_(-1, self.token_ids, q)
+from eval.verification import (
+    Sampling,
+    likeliest,
+    sample,
+    verify_greedy,
+    verify_sampled,
+    verify_without_q,
+    warp,
+)
 
 
 @dataclass(frozen=True)
@@ -114,7 +93,7 @@ def decode_baseline(target: Decoder, prompt: Prompt, ids: list[int], how: Decodi
 
 def decode_speculative(
     target: Decoder,
-    draft: Draft,
+    draft: Draft | StringDraft,
     prompt: Prompt,
     ids: list[int],
     how: Decoding,
@@ -136,52 +115,34 @@ def decode_speculative(
     now = time.perf_counter()
     run = _empty_run(prompt, ids, tokens, now - clock)
 
-    # 2. What the draft has not seen yet; it is fed at the start of each round.
-    draft_cache = draft.decoder.new_cache(1, slots)
-    unseen, seen = [*ids, tokens[0]], 0
+    # 2. The draft takes in the text so far; it reads what is new at the start of each round.
+    vocab_size = logits.shape[-1]
+    session = draft.start([*ids, tokens[0]], slots, vocab_size, how.sampling, generator)
 
     while tokens[-1] not in how.stops and len(tokens) < how.max_new_tokens:
         clock = now
         # 3. Draft. The last wanted token comes from the target itself, so one less is drafted.
         room = how.max_new_tokens - len(tokens) - 1
-        confidence = 1.0
-        step = torch.tensor([unseen], device=device)
-        drafted: list[Tensor] = []
-        q: list[Tensor] = []
-        while len(drafted) < min(length.gamma, room) and confidence >= length.stop_below:
-            logits = draft.forward(step, seen, draft_cache, last_only=True)[:, -1]
-            seen += step.shape[1]
-            if greedy:
-                chosen = likeliest(logits)
-            else:
-                q.append(warp(logits, how.sampling))
-                chosen = sample(q[-1], generator)
-            if length.stop_below:
-                probabilities = logits.float().softmax(-1) if greedy else q[-1]
-                confidence *= float(probabilities[0, chosen])
-            step = draft.to_target_ids(chosen)[:, None]
-            drafted.append(step)
+        proposal = session.propose(min(length.gamma, room), length.stop_below)
 
         # 4. Verify the last token and the draft in one target call.
         last = torch.tensor([tokens[-1:]], device=device)
-        block = torch.cat([last, *drafted], dim=1)
+        block = torch.cat([last, proposal.tokens], dim=1)
         start = len(ids) + len(tokens) - 1
         logits = target.forward(block, start, target_cache)
         if greedy:
-            accepted, following = verify_greedy(likeliest(logits), block[:, 1:])
+            accepted, following = verify_greedy(likeliest(logits), proposal.tokens)
         else:
             p = warp(logits, how.sampling)
-            q_full = (
-                draft.over_target_ids(torch.stack(q, dim=1), p.shape[-1])
-                if q
-                else p.new_zeros((1, 0, p.shape[-1]))
-            )
-            accepted, following = verify_sampled(p, q_full, block[:, 1:], generator)
+            if proposal.q is None:
+                accepted, following = verify_without_q(p, proposal.tokens, generator)
+            else:
+                accepted, following = verify_sampled(p, proposal.q, proposal.tokens, generator)
 
         # 5. One transfer a block: the draft's tokens, how many stand, and the target's next one.
-        *proposal, n, correction = torch.cat([block[0, 1:], accepted, following]).tolist()
+        *drafted, n, correction = torch.cat([block[0, 1:], accepted, following]).tolist()
         emitted, truncated = _cut(
-            [*proposal[:n], correction], how.max_new_tokens - len(tokens), how.stops
+            [*drafted[:n], correction], how.max_new_tokens - len(tokens), how.stops
         )
         tokens.extend(emitted)
         now = time.perf_counter()
@@ -191,9 +152,8 @@ def decode_speculative(
         run.accepted.append(n)
         run.last_truncated = truncated or len(drafted) == room < length.gamma
 
-        # 6. Roll back by position: what the draft fed itself beyond the accepted tokens is stale.
-        seen = min(seen, start + n + 1)
-        unseen = [*ids, *tokens][seen:]
+        # 6. The draft goes back to what stands. The target's own cache rolls back by position.
+        session.extend(emitted, n)
     return run
 
 

@@ -12,16 +12,18 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig
 
 from eval import metrics
+from eval.drafting import Draft, StringDraft
 from eval.drafts import Candidate, Target
 from eval.forward import Decoder, KVCache, build_decoder
 from eval.generation import generate_batched
 from eval.metrics import Agreement, Measured, PromptRun, StepCosts
 from eval.prompts import Prompt
-from eval.speculative import Decoding, Draft, DraftLength, decode_baseline, decode_speculative
+from eval.speculative import Decoding, DraftLength, decode_baseline, decode_speculative
 from eval.verification import Sampling, agreement, likeliest, warp
 
 COST_REPEATS = 30
@@ -58,7 +60,7 @@ def target_texts(target: Target, prompts: list[list[int]], how: Decoding) -> lis
 @torch.inference_mode()
 def measure_agreement(
     target: Target,
-    drafts: Sequence[Draft],
+    drafts: Sequence[Draft | StringDraft],
     prompts: Sequence[Prompt],
     prompt_ids: Sequence[list[int]],
     texts: Sequence[list[int]],
@@ -81,8 +83,9 @@ def measure_agreement(
         samplings = [dataclasses.replace(sampling, temperature=t) for t in temperatures]
         p, *p_compared = (warp(scores, one) for one in (sampling, *samplings))
         for draft, agreements in zip(drafts, found, strict=True):
-            q, *q_compared = _draft_forced(
-                draft, sequence, len(ids), scores.shape[-1], (sampling, *samplings)
+            q, *q_compared = (
+                draft.teacher_forced(ids, text, scores.shape[-1], one)
+                for one in (sampling, *samplings)
             )
             alpha = agreement(p, q)[0]
             compared = zip(temperatures, p_compared, q_compared, strict=True)
@@ -100,19 +103,7 @@ def measure_agreement(
     return found, entropy
 
 
-def _draft_forced(
-    draft: Draft,
-    sequence: torch.Tensor,
-    prompt_length: int,
-    vocab_size: int,
-    samplings: Sequence[Sampling],
-) -> list[torch.Tensor]:
-    """q [1, R, V] before each token after the prompt, at each sampling, from one pass."""
-    logits = _teacher_forced(draft.decoder, sequence, prompt_length)[..., : draft.rows]
-    return [draft.over_target_ids(warp(logits, one), vocab_size) for one in samplings]
-
-
-def _teacher_forced(decoder: Decoder, sequence: torch.Tensor, prompt_length: int) -> torch.Tensor:
+def _teacher_forced(decoder: Decoder, sequence: Tensor, prompt_length: int) -> Tensor:
     """Logits [1, R, V] that predict each token after the prompt."""
     cache = decoder.new_cache(1, sequence.shape[1])
     first = decoder.forward(sequence[:, :prompt_length], 0, cache, last_only=True)
@@ -165,7 +156,7 @@ def bits_per_token(target: Target, prompt_ids: Sequence[list[int]]) -> float:
 
 def sweep_gamma(
     target: Target,
-    draft: Draft,
+    draft: Draft | StringDraft,
     prompts: Sequence[Prompt],
     prompt_ids: Sequence[list[int]],
     how: Decoding,
@@ -192,7 +183,11 @@ def sweep_gamma(
 
 
 def step_costs(
-    target: Decoder, draft: Draft, context_length: int, max_gamma: int, sampling: Sampling
+    target: Decoder,
+    draft: Draft | StringDraft,
+    context_length: int,
+    max_gamma: int,
+    sampling: Sampling,
 ) -> StepCosts:
     """Median seconds of isolated steps at one context length, the widths interleaved.
 
@@ -200,20 +195,22 @@ def step_costs(
     """
     synchronise = torch.cuda.synchronize if target.device.type == "cuda" else lambda: None
 
-    def step(decoder: Decoder, rows: int | None, width: int, cache: KVCache) -> Callable[[], None]:
+    def step(
+        decoder: Decoder, cut: Callable[[Tensor], Tensor], width: int, cache: KVCache
+    ) -> Callable[[], None]:
         tokens = torch.ones((1, width), dtype=torch.long, device=decoder.device)
 
         def run() -> None:
-            logits = decoder.forward(tokens, context_length, cache)[..., :rows]
+            logits = cut(decoder.forward(tokens, context_length, cache))
             (likeliest(logits) if sampling.greedy else warp(logits, sampling)).sum().item()
 
         return run
 
     slots = context_length + max_gamma + 1
     target_cache, draft_cache = target.new_cache(1, slots), draft.decoder.new_cache(1, slots)
-    steps = {0: step(draft.decoder, draft.rows, 1, draft_cache)}
+    steps = {0: step(draft.decoder, draft.cut, 1, draft_cache)}
     for width in range(1, max_gamma + 2):
-        steps[width] = step(target, None, width, target_cache)
+        steps[width] = step(target, lambda logits: logits, width, target_cache)
     seconds: dict[int, list[float]] = {width: [] for width in steps}
     for repeat in range(COST_REPEATS + 3):
         for width, run in steps.items():
@@ -230,7 +227,7 @@ def step_costs(
 
 def choose_gamma(
     target: Target,
-    draft: Draft,
+    draft: Draft | StringDraft,
     prompts: Sequence[Prompt],
     prompt_ids: Sequence[list[int]],
     how: Decoding,
@@ -279,7 +276,7 @@ def interleave(
         lambda prompt, ids: decode_baseline(target.decoder, prompt, ids, how)
     ]
 
-    def drafted_by(draft: Draft) -> Callable[[Prompt, list[int]], PromptRun]:
+    def drafted_by(draft: Draft | StringDraft) -> Callable[[Prompt, list[int]], PromptRun]:
         return lambda prompt, ids: decode_speculative(
             target.decoder, draft, prompt, ids, how, length
         )
@@ -350,7 +347,7 @@ class LosslessCheck:
 
     def ledger(
         self,
-        draft: Draft,
+        draft: Draft | StringDraft,
         prompts: Sequence[Prompt],
         prompt_ids: Sequence[list[int]],
         baseline: Sequence[PromptRun],
@@ -395,7 +392,7 @@ class LosslessCheck:
             found = {"position": at, "gap": gap, "error": error, "tie": gap <= error}
         return {"prompt": prompt.id, "target": tokens[0], "drafted": tokens[1]} | found
 
-    def _logits_at(self, at: int, ids: list[int], run: PromptRun) -> torch.Tensor:
+    def _logits_at(self, at: int, ids: list[int], run: PromptRun) -> Tensor:
         """The target's logits [V] for token number `at` of a run, fed in the run's own blocks."""
         decoder = self.target.decoder
         cache = decoder.new_cache(1, len(ids) + len(run.tokens) + self.length.gamma + 1)
@@ -413,7 +410,9 @@ class LosslessCheck:
             done += emitted
         return logits[0, -1].float()
 
-    def _agree_exactly(self, draft: Draft, rows: list[tuple[Prompt, list[int]]]) -> list[bool]:
+    def _agree_exactly(
+        self, draft: Draft | StringDraft, rows: list[tuple[Prompt, list[int]]]
+    ) -> list[bool]:
         """For each prompt, whether its fp32 text with the draft is the one without."""
         new = [(prompt, ids) for prompt, ids in rows if prompt.id not in self.exact_texts]
         if new:

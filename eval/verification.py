@@ -88,6 +88,13 @@ def verify_greedy(target_tokens: Tensor, draft_tokens: Tensor) -> tuple[Tensor, 
     return accepted, target_tokens.gather(1, accepted[:, None])[:, 0]
 
 
+def passes(p: Tensor, q: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Whether each token passes, given its p(x) and q(x) [...]: with probability min(1, p/q)."""
+    uniform = torch.rand(p.shape, device=p.device, dtype=p.dtype, generator=generator)
+    # strictly below: a token with p(x) = 0 must never pass, also when the uniform number is 0
+    return uniform * q < p
+
+
 def verify_sampled(
     p: Tensor, q: Tensor, draft_tokens: Tensor, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -98,13 +105,11 @@ def verify_sampled(
     drawn from max(p - q, 0) normalised; after a full acceptance from p (the bonus token). Each
     emitted token then has distribution p exactly, given the ones before it.
     """
-    rows, drafted = draft_tokens.shape
+    drafted = draft_tokens.shape[1]
     index = draft_tokens[..., None]
     p_drafted = p[:, :drafted].gather(2, index)[..., 0]
     q_drafted = q.gather(2, index)[..., 0]
-    uniform = torch.rand((rows, drafted), device=p.device, dtype=p.dtype, generator=generator)
-    # strictly below: a token with p(x) = 0 must never pass, also when the uniform number is 0
-    accepted = (uniform * q_drafted < p_drafted).long().cumprod(dim=1).sum(dim=1)
+    accepted = passes(p_drafted, q_drafted, generator).long().cumprod(dim=1).sum(dim=1)
     at = accepted[:, None, None].expand(-1, 1, p.shape[2])
     p_next = p.gather(1, at)[:, 0]
     q_or_none = (
@@ -115,6 +120,19 @@ def verify_sampled(
     # then
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
     return accepted, sample(residual, generator)
+
+
+def verify_without_q(
+    p: Tensor, draft_tokens: Tensor, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `verify_sampled` for drafts whose distribution over target ids nobody knows.
+
+    Token x is accepted with probability p(x); at the first rejection the next one is drawn from p
+    without x, normalised. Exact however x came about, as long as it hangs on the past alone: it is
+    the rule for a q that is one-hot at x. Accepts sum q p in place of sum min(q, p).
+    """
+    at_x = torch.zeros_like(p[:, :-1]).scatter_(2, draft_tokens[..., None], 1.0)
+    return verify_sampled(p, at_x, draft_tokens, generator)
 
 
 def agreement(p: Tensor, q: Tensor) -> Tensor:

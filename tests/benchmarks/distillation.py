@@ -69,7 +69,7 @@ def plain_loop(target, recipe, batches):
             p = target.model(**inputs, use_cache=False).logits
         with torch.autocast(target.device.type, torch.bfloat16):
             q = draft(**inputs, use_cache=False).logits
-        answered = batch["labels"][:, 1:] != -100
+        answered = batch["labels"][:, :-1] != -100
         log_p = p[:, :-1][answered].float().log_softmax(-1)
         log_q = q[:, :-1][answered].float().log_softmax(-1)
         finish(draft, optimizer, F.kl_div(log_q, log_p, log_target=True, reduction="batchmean"))

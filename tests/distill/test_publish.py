@@ -71,6 +71,13 @@ def test_the_card_tells_how_to_load_the_draft(run_folder):
     assert json.loads(config[1])["num_speculative_tokens"] == 3
 
 
+def test_the_card_of_a_draft_with_ids_of_its_own_says_so(run_folder, sample_report):
+    assert "a tokenizer of its own" not in model_card(run_folder)
+    sample_report["drafts"]["tuned"]["vocabulary"]["strategy"] = "intersection"
+    write_report(run_folder / "report", sample_report)
+    assert "a tokenizer of its own" in model_card(run_folder)
+
+
 def test_the_card_names_no_folder_of_this_machine(run_folder):
     card = model_card(run_folder)
     assert "/home/me" not in card

@@ -169,7 +169,7 @@ def test_mistakes_on_the_command_line(arguments, message):
         ("use_peft: yes", "true or false"),
         ("bf16: 1", "true or false or null"),
         ("dtype: int8", "one of bfloat16, float16, float32"),
-        ("strategy: best", "one of auto, direct, padded"),
+        ("strategy: best", "one of auto, direct, padded, remap, transplant, intersection"),
         ("lr_scheduler_type: linaer", "one of linear, cosine"),
         ("report_to: [1]", "report_to"),
         ("max_train_prompts: null", "whole number"),

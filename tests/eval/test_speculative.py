@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 
+from eval.drafting import Draft
 from eval.forward import LeanDecoder, StockDecoder, build_decoder
 from eval.generation import generate_batched
 from eval.prompts import Prompt
-from eval.speculative import Decoding, Draft, DraftLength, decode_baseline, decode_speculative
+from eval.speculative import Decoding, DraftLength, decode_baseline, decode_speculative
 from eval.verification import Sampling
 
 VOCAB = 61
@@ -29,7 +30,7 @@ class SecondChoice:
 
     def __init__(self, decoder):
         self.decoder = decoder
-        self.new_cache = decoder.new_cache
+        self.new_cache, self.device = decoder.new_cache, decoder.device
 
     def forward(self, *args, **kwargs):
         logits = self.decoder.forward(*args, **kwargs)

@@ -6,10 +6,11 @@ import math
 import pytest
 import torch
 
+from eval.drafting import Draft
 from eval.drafts import Candidate, Target
 from eval.forward import build_decoder
 from eval.prompts import Prompt
-from eval.speculative import Decoding, Draft, DraftLength, decode_baseline
+from eval.speculative import Decoding, DraftLength, decode_baseline
 from eval.speed import (
     LosslessCheck,
     bits_per_token,

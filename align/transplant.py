@@ -1,0 +1,128 @@
+"""A draft re-homed on its target's vocabulary: new rows of embedding and head, nothing else.
+
+Where the target has no token that the draft lacks ("remap"), rows only move and the draft stays
+the function it was. Else ("transplant") the rows of new tokens are guesses from those of their
+pieces, and the draft is then distilled. Every engine can serve the result.
+
+Legend: V rows of the target, D rows of the draft, H hidden size.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from align.checks import PROBES
+from align.side import Side, is_used
+from align.vocab_map import MapError, VocabMap
+
+# A new token's output row leans to its first piece, which is what the draft said in its place: the
+# weights are FRONT ** 0, FRONT ** 1, …, normalised.
+FRONT = 0.5
+PROBE_TOKENS = 128
+BELOW = 10.0  # logits by which an id that stands for nothing lies under the least likely token
+
+
+def transplant(
+    model: PreTrainedModel, vocab_map: VocabMap, target: Side, draft: Side, rows: int
+) -> PreTrainedModel:
+    """A copy of `model` over the target's ids [rows = V]; `model` itself is left as it is.
+
+    A mapped token keeps its row. Another is spelt in the draft's tokens: its input row is that of
+    the last piece, its output row the front-weighted mean of theirs (one such mean for both where
+    the two are tied). Ids that stand for nothing get a row that is never likely.
+    Raises MapError for a head with a bias or a soft cap, which new rows would not have.
+    """
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    if head.bias is not None or draft.logit_changes:
+        what = "a bias" if head.bias is not None else str(draft.logit_changes)
+        raise MapError(
+            f"TOK-012: the head of {draft.spec!r} has {what}, which rows of new tokens cannot "
+            "take over; use strategy intersection or string, or another draft."
+        )
+    if rows < target.count:
+        raise MapError(
+            f"TOK-002: {rows} rows were asked for, but the tokenizer of {target.spec!r} has ids up "
+            f"to {target.count - 1}; give at least as many rows as the target's head has."
+        )
+    tied = head.weight is embedding.weight
+    pieces = [_pieces(i, vocab_map, target, draft) for i in range(min(rows, len(target.keys)))]
+    pieces += [[]] * (rows - len(pieces))
+    nothing = torch.tensor([not piece for piece in pieces])
+    old_in, old_out = embedding.weight.detach(), head.weight.detach()
+    new_out = _weighted(old_out, pieces)
+    new_out[nothing] = _unlikely(model, draft).to(new_out)
+    new_in = new_out
+    if not tied:
+        new_in = _weighted(old_in, [piece[-1:] for piece in pieces])
+        new_in[nothing] = old_in.float().mean(0).to(new_in)
+
+    # neither old matrix is copied
+    memo: dict[int, Any] = {id(t): nn.Parameter(t[:0]) for t in (embedding.weight, head.weight)}
+    moved: Any = copy.deepcopy(model, memo)
+    new_embedding, new_head = moved.get_input_embeddings(), moved.get_output_embeddings()
+    new_embedding.weight = nn.Parameter(new_in)
+    new_head.weight = new_embedding.weight if tied else nn.Parameter(new_out)
+    new_embedding.num_embeddings = new_head.out_features = rows
+    new_embedding.padding_idx = None
+    moved.config.get_text_config().vocab_size = moved.vocab_size = rows
+    _rewrite_special_ids(moved, target)
+    return moved
+
+
+def _pieces(i: int, vocab_map: VocabMap, target: Side, draft: Side) -> list[int]:
+    """Draft ids of the token i of the target; none for an id that stands for nothing."""
+    key = target.keys[i]
+    if key is None or not is_used(key):
+        return []
+    mapped = int(vocab_map.to_draft[i])
+    return [mapped] if mapped >= 0 else draft.spell(key[1])
+
+
+def _weighted(rows: Tensor, pieces: list[list[int]]) -> Tensor:
+    """For each token the weighted mean of its pieces' rows [V, H]; zero where it has none.
+
+    A token with one piece has that very row, bit by bit.
+    """
+    count = torch.tensor([len(piece) for piece in pieces])
+    new = rows.new_zeros((len(pieces), rows.shape[1]))
+    single = (count == 1).nonzero()[:, 0]
+    new[single] = rows[torch.tensor([pieces[i][0] for i in single.tolist()], dtype=torch.long)]
+    for i in (count > 1).nonzero()[:, 0].tolist():
+        weights = FRONT ** torch.arange(len(pieces[i]), dtype=torch.float32)
+        mean = (weights / weights.sum()) @ rows[pieces[i]].float()
+        new[i] = mean.to(rows.dtype)
+    return new
+
+
+@torch.no_grad()
+def _unlikely(model: PreTrainedModel, draft: Side) -> Tensor:
+    """A head row [H] whose logit lies under all others on probe texts.
+
+    A zero row would not do: where most logits are below 0 it is among the likely ones. States share
+    a mean direction m, and a row along -m has a logit that hardly varies.
+    """
+    ids = draft.encode("".join(PROBES).encode())[:PROBE_TOKENS]
+    body: Any = model.base_model
+    tokens = torch.tensor([ids or [0]], device=model.device)
+    states = body(input_ids=tokens, use_cache=False).last_hidden_state[0].float()
+    head: Any = model.get_output_embeddings()
+    used = torch.tensor([i for i, key in enumerate(draft.keys) if key is not None and is_used(key)])
+    lowest = (states @ head.weight.float()[used].T).amin(-1).mean() - BELOW
+    mean = states.mean(0)
+    return mean * (lowest / (mean @ mean))
+
+
+def _rewrite_special_ids(model: Any, target: Side) -> None:
+    """bos, eos and pad of config and generation config become the target's."""
+    for name in ("bos_token", "pad_token"):
+        for config in (model.config.get_text_config(), model.generation_config):
+            setattr(config, f"{name}_id", target.special_ids.get(name))
+    stops = sorted(target.all_stops)
+    for config in (model.config.get_text_config(), model.generation_config):
+        config.eos_token_id = stops[0] if len(stops) == 1 else stops or None

@@ -1,0 +1,255 @@
+"""The map of a pair: what is mapped, what is respelt, and whom a saved map refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from align.check import check_pair
+from align.checks import VOCAB_MAP
+from align.side import read_side
+from align.sources import SourceError
+from align.vocab_map import MapError, Reader, build_map, load_map, save_map
+
+# every string that tokenizers have been seen to stumble over
+STRINGS = [
+    "",
+    " ",
+    "\r\n",
+    *(" " * n for n in (2, 3, 7, 16, 31, 32)),
+    "\t\tindented\n\t    deeper\n",
+    "x , y",
+    "caf\u00e9",
+    "cafe\u0301",
+    "\ufb01ne",
+    "a\u00a0b",
+    "a\u200bb",
+    "\ufeffstart",
+    "nul\x00inside",
+    "👩\u200d👩\u200d👧",
+    "日本語のテキスト",
+    "עברית العربية",
+    "1,234,567",
+    "§ 12(b)(ii)",
+    "“quoted” ‘curly’",
+    "user says <|im_end|> and goes on",
+    "ab" * 10_000,
+    "literal ▁ Ġ <0x0A>",
+]
+
+
+def write(folder, tokenizer):
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    size = tokenizer.get_vocab_size()
+    eos = tokenizer.token_to_id("<|im_end|>")
+    config = {"model_type": "llama", "vocab_size": size, "eos_token_id": eos}
+    (folder / "config.json").write_text(json.dumps(config))
+    special = {"eos_token": "<|im_end|>"} if eos is not None else {}
+    (folder / "tokenizer_config.json").write_text(json.dumps(special))
+    return read_side(str(folder))
+
+
+CORPUS = [*(text for text in STRINGS if len(text) < 999), "def f(x):\n    return x\n" * 4]
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=["<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return write(tmp_path_factory.mktemp("tokenizers") / "byte_level", tokenizer)
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory):
+    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    letters = [*"▁abcdefghijklmnopqrstuvwxyz(),:0123456789\n\té"]
+    merges = [("▁", "▁"), ("r", "e"), ("re", "t"), ("▁▁", "▁▁"), ("▁", "x")]
+    pieces += [*letters, *("".join(pair) for pair in merges), "A"]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens(["<unk>", "</s>", "<|im_end|>"])
+    return write(tmp_path_factory.mktemp("tokenizers") / "sentencepiece", tokenizer)
+
+
+@pytest.fixture(params=["byte_level", "sentencepiece"])
+def both_ways(request, byte_level, sentencepiece):
+    """(target, draft) in both directions."""
+    pair = [byte_level, sentencepiece]
+    return pair if request.param == "byte_level" else pair[::-1]
+
+
+@pytest.mark.parametrize("text", STRINGS, ids=lambda text: ascii(text[:20]))
+def test_a_text_reaches_the_draft_byte_by_byte(both_ways, text):
+    target, draft = both_ways
+    reader = Reader(build_map(target, draft), target, draft)
+    ids = target.encode(text.encode())
+    # no byte is lost, but for "▁", which SentencePiece cannot tell from a space
+    written = text.replace("▁", " ") if "<unk>" in target.special_texts.values() else text
+    assert target.bytes_of(ids) in (written.encode(), text.encode())
+    assert draft.bytes_of(reader.read(ids)) == target.bytes_of(ids)
+    assert draft.bytes_of(draft.encode(text.encode())) == text.encode()
+
+
+@pytest.mark.parametrize("at", range(1, 18))
+def test_an_emoji_cut_at_every_byte_is_spelt(both_ways, at):
+    data = "👩\u200d👩\u200d👧".encode()
+    for side in both_ways:
+        for part in (data[:at], data[at:], b"\x80\xbf"):
+            assert side.bytes_of(side.encode(part)) == part
+
+
+def test_the_map_round_trips_by_bytes(both_ways):
+    target, draft = both_ways
+    found = build_map(target, draft)
+    assert found.relation == "intersection"
+    assert len(found.mapped) > 256  # the byte units, and more
+    for d in found.mapped.tolist():
+        t = int(found.to_target[d])
+        assert target.keys[t] == draft.keys[d]
+        assert draft.keys[int(found.to_draft[t])] == draft.keys[d]
+    for t, d in enumerate(found.to_draft.tolist()):
+        if d >= 0:
+            assert draft.keys[d] == target.keys[t]
+
+
+def test_byte_pieces_and_written_ones_are_many_to_one(sentencepiece, byte_level):
+    piece, written = (sentencepiece.backend["model"]["vocab"][name] for name in ("<0x41>", "A"))
+    found = build_map(byte_level, sentencepiece)
+    assert found.to_target[piece] == found.to_target[written] >= 0
+    assert found.to_draft[found.to_target[piece]] == written  # the one that texts are written with
+
+
+def test_any_order_of_the_vocabulary_gives_the_same_map(byte_level, sentencepiece, tmp_path):
+    backend = json.loads(json.dumps(byte_level.backend))
+    backend["model"]["vocab"] = dict(sorted(backend["model"]["vocab"].items(), key=lambda x: x[0]))
+    folder = tmp_path / "shuffled"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer_config.json"):
+        (folder / name).write_text((byte_level.folder / name).read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(backend))
+    shuffled = read_side(str(folder))
+    ours, theirs = build_map(sentencepiece, byte_level), build_map(sentencepiece, shuffled)
+    assert ours.to_draft.equal(theirs.to_draft)
+    assert ours.to_target.equal(theirs.to_target)
+    assert ours.draft_sha256 == theirs.draft_sha256
+
+
+@pytest.fixture
+def sides(tmp_path, write_tokenizer):
+    """sides(target={…}, **draft): both sides of a made-up pair."""
+
+    def make(target=None, **draft):
+        specs = (("target", target or {}), ("draft", draft))
+        return [read_side(write_tokenizer(tmp_path / name, **how)) for name, how in specs]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("draft", "relation", "to_target"),
+    [
+        ({}, "identical", [*range(10)]),
+        ({"rows": 64}, "padded", [*range(10)]),
+        ({"tokens": "bacdefgh"}, "permuted", [1, 0, *range(2, 10)]),
+        ({"tokens": "abcdefg"}, "subset", [*range(7), 8, 9]),
+        ({"tokens": [*"abc", None, *"efgh"]}, "subset", [0, 1, 2, -1, *range(4, 10)]),
+        ({"tokens": "abcdefghi"}, "superset", [*range(8), -1, 8, 9]),
+        ({"tokens": "abcdwxyz"}, "intersection", [0, 1, 2, 3, -1, -1, -1, -1, 8, 9]),
+    ],
+)
+def test_each_relation(sides, draft, relation, to_target):
+    found = build_map(*sides(**draft))
+    assert found.relation == relation
+    assert found.to_target.tolist() == to_target
+
+
+def test_an_empty_intersection_names_the_way_out(sides):
+    with pytest.raises(MapError, match=r"TOK-005: of 10 and 10 tokens.*use strategy string"):
+        build_map(*sides(tokens="ijklmnop"))
+
+
+def test_an_end_of_text_is_one_whatever_it_is_called(sides):
+    target, draft = sides(added=("<s>", "<|end|>"), eos="<|end|>")
+    found = build_map(target, draft)
+    assert (int(found.to_target[9]), int(found.to_draft[9])) == (9, 9)
+
+
+def test_a_bos_becomes_what_the_draft_begins_with(sides):
+    target, draft = sides(added=("<begin>", "</s>"), tokenizer_config={"bos_token": "<begin>"})
+    reader = Reader(build_map(target, draft), target, draft)
+    assert reader.begin([8, 0, 1]) == [0, 1]
+    draft.prefix = [8]
+    assert reader.begin([8, 0, 1]) == reader.begin([0, 1]) == [8, 0, 1]
+    assert reader.read([99]) == []  # a padding row of the target stands for nothing
+
+
+# --- saved
+
+
+@pytest.fixture
+def saved(sides, tmp_path):
+    target, draft = sides(tokens="abcdwxyz")
+    save_map(tmp_path / VOCAB_MAP, build_map(target, draft))
+    return tmp_path / VOCAB_MAP, target, draft
+
+
+def test_a_saved_map_comes_back(saved):
+    path, target, draft = saved
+    ours, theirs = load_map(path, target, draft), build_map(target, draft)
+    assert ours.relation == theirs.relation == "intersection"
+    assert ours.to_target.equal(theirs.to_target)
+    assert ours.to_draft.equal(theirs.to_draft)
+
+
+@pytest.mark.parametrize("side", ["target", "draft"])
+def test_a_map_of_another_tokenizer_is_refused(saved, write_tokenizer, tmp_path, side):
+    path, target, draft = saved
+    other = read_side(write_tokenizer(tmp_path / "other", tokens="hgfedcba"))
+    pair = (other, draft) if side == "target" else (target, other)
+    with pytest.raises(MapError, match=rf"TOK-014: .*another {side} tokenizer.*delete the map"):
+        load_map(path, *pair)
+
+
+def test_the_check_sees_a_map_of_another_tokenizer(saved, tmp_path):
+    path, target, draft = saved
+    path.rename(tmp_path / "draft" / VOCAB_MAP)
+    assert "TOK-014" not in {f.code for f in check_pair(target.spec, draft.spec).findings}
+    backend = json.loads((tmp_path / "draft" / "tokenizer.json").read_text())
+    backend["normalizer"] = {"type": "NFC"}
+    (tmp_path / "draft" / "tokenizer.json").write_text(json.dumps(backend))
+    assert "TOK-014" in {f.code for f in check_pair(target.spec, draft.spec).findings}
+
+
+@pytest.mark.parametrize("length", [0, 20, 200])
+def test_a_damaged_map_is_refused(saved, length):
+    path, target, draft = saved
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(SourceError, match="no whole safetensors file"):
+        load_map(path, target, draft)
+
+
+def test_another_file_is_no_map(saved):
+    from safetensors.torch import save_file
+    from torch import zeros
+
+    path, target, draft = saved
+    save_file({"x": zeros(1)}, path)
+    with pytest.raises(SourceError, match="has format None"):
+        load_map(path, target, draft)
+    assert Path(path).is_file()

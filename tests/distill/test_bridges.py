@@ -1,0 +1,185 @@
+"""The main job with a draft of another tokenizer, on models of a few kilobytes: every bridge."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from align.check import check_pair
+from align.checks import VOCAB_MAP
+from align.side import read_side
+from align.vocab_map import MapError, Reader, build_map
+from distill.logit_cache import CachedAnswer
+from distill.pipeline import Run
+from distill.recipe import RecipeError, build_recipe
+from distill.trainer import DistillationCollator, training_rows
+from eval.drafts import load_candidate, load_target
+from eval.report import check_report
+
+WORDS = "the cat sat on a mat and the dog ran to the red barn while rain fell on old stones"
+TEXTS = [" ".join(WORDS.split()[i:] + WORDS.split()[:i]) for i in range(18)]
+
+
+def tokenizer(texts, size, end):
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[end],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=end, pad_token=end)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_llama):
+    """target/, draft/ with other tokens, moved/ with the target's in another order, and prompts."""
+    folder = tmp_path_factory.mktemp("pair")
+    for name, texts, size, end in (
+        ("target", TEXTS, 300, "</s>"),
+        ("draft", [t[::2] for t in TEXTS] + TEXTS[:1], 290, "<|end|>"),
+    ):
+        words = tokenizer(texts, size, end)
+        words.save_pretrained(folder / name)
+        model = tiny_llama(len(name), spread=3, vocab_size=len(words), eos_token_id=0)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(8)  # sure of itself, so that there is something to learn
+        model.generation_config.eos_token_id = 0
+        model.save_pretrained(folder / name)
+    words = PreTrainedTokenizerFast.from_pretrained(folder / "target")
+    backend = json.loads(words.backend_tokenizer.to_str())
+    vocabulary = backend["model"]["vocab"]
+    size = len(vocabulary)
+    turned = {token: i if i == 0 else size - i for token, i in vocabulary.items()}
+    backend["model"]["vocab"] = turned
+    (folder / "moved").mkdir()
+    for path in (folder / "target").iterdir():
+        (folder / "moved" / path.name).write_bytes(path.read_bytes())
+    (folder / "moved" / "tokenizer.json").write_text(json.dumps(backend))
+    for name, count in (("train", 12), ("eval", 6)):
+        start = 0 if name == "train" else 12
+        rows = [{"prompt": " ".join(t.split()[:6])} for t in TEXTS[start : start + count]]
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def job(folder, output, **changes):
+    return build_recipe(
+        {
+            "target": str(folder / "target"),
+            "draft": str(folder / "draft"),
+            "train_prompts": str(folder / "train.jsonl"),
+            "eval_prompts": str(folder / "eval.jsonl"),
+            "output_dir": str(output),
+            "dtype": "float32",
+            "answer_max_new_tokens": 24,
+            "max_new_tokens": 16,
+            "tuning_prompts": 1,
+            "speed_prompts": 3,
+            "max_gamma": 2,
+            "cache_top_k": 30,
+            "learning_rate": 5e-3,
+            "max_steps": 40,
+            "per_device_train_batch_size": 4,
+            "use_cpu": True,
+            "bf16": False,
+            "disable_tqdm": True,
+        }
+        | changes
+    )
+
+
+def run_it(recipe):
+    run = Run(recipe)
+    run.check_vocabularies()
+    run.collect_prompts()
+    run.answer_prompts()
+    run.prepare_draft()
+    run.distil_draft()
+    run.export_draft()
+    return run, run.evaluate()
+
+
+@pytest.mark.parametrize(
+    ("draft", "asked", "used"),
+    [
+        ("draft", "auto", "transplant"),
+        ("draft", "intersection", "intersection"),
+        ("moved", "auto", "remap"),
+    ],
+)
+def test_a_draft_of_another_tokenizer_is_tuned(folder, tmp_path, draft, asked, used):
+    recipe = job(folder, tmp_path / "run", draft=str(folder / draft), strategy=asked)
+    run, report = run_it(recipe)
+    check_report(report)
+    assert run.strategy == used
+    blocks = report["drafts"]
+    assert blocks["untuned"]["vocabulary"]["strategy"] == used
+    # the tuned draft speaks the target's ids, unless it drafts by map
+    expected = "intersection" if used == "intersection" else "direct"
+    assert blocks["tuned"]["vocabulary"]["strategy"] == expected
+    assert all(block["lossless"]["unexplained"] == 0 for block in blocks.values())
+    assert all(block["lossless"]["identical"] == 3 for block in blocks.values())
+    assert blocks["tuned"]["alpha"]["mean"] > blocks["untuned"]["alpha"]["mean"]
+    assert (recipe.folder / VOCAB_MAP).is_file()
+    written = check_pair(recipe.target, str(recipe.folder / "draft"))
+    assert written.relation == ("intersection" if used == "intersection" else "identical")
+    saved = json.loads((recipe.folder / "vocab_check.json").read_text())
+    assert saved["used"] == used
+
+
+def test_a_map_of_other_tokenizers_stops_the_run(folder, tmp_path):
+    recipe = job(folder, tmp_path / "run")
+    Run(recipe).check_vocabularies()
+    header = (recipe.folder / VOCAB_MAP).read_bytes()
+    old = read_side(recipe.draft).sha256.encode()
+    (recipe.folder / VOCAB_MAP).write_bytes(header.replace(old, b"0" * 64))
+    with pytest.raises(MapError, match="TOK-014"):
+        Run(recipe).check_vocabularies()
+
+
+@pytest.mark.parametrize("asked", ["direct", "padded", "remap"])
+def test_a_strategy_that_would_corrupt_is_refused(folder, tmp_path, asked):
+    recipe = job(folder, tmp_path / "run", strategy=asked)
+    with pytest.raises(ValueError, match=rf"strategy '{asked}' would corrupt.*use 'transplant'"):
+        Run(recipe).check_vocabularies()
+    assert not (recipe.folder / VOCAB_MAP).exists()
+
+
+def test_text_alone_cannot_be_tuned(folder, tmp_path):
+    with pytest.raises(RecipeError, match="strategy is string"):
+        job(folder, tmp_path / "run", strategy="string")
+
+
+@pytest.mark.parametrize("strategy", ["auto", "intersection", "string", "transplant"])
+def test_a_draft_is_loaded_under_any_strategy(folder, strategy):
+    target = load_target(str(folder / "target"), torch.float32, torch.device("cpu"), 64)
+    candidate = load_candidate("x", str(folder / "draft"), target, strategy)
+    used = candidate.vocabulary["strategy"]
+    assert used == ("intersection" if strategy == "auto" else strategy)
+    larger = candidate.draft_bytes > load_candidate("y", str(folder / "draft"), target).draft_bytes
+    assert larger == (strategy == "transplant")
+
+
+def test_rows_by_map_predict_at_the_end_of_what_was_read(folder):
+    target, draft = read_side(str(folder / "target")), read_side(str(folder / "draft"))
+    reader = Reader(build_map(target, draft), target, draft)
+    ids = target.encode(TEXTS[3].encode())
+    prompt, response = ids[:5], ids[5:]
+    top = torch.tensor(response)[:, None]
+    answer = CachedAnswer(
+        0, torch.tensor(prompt), torch.tensor(response), top, torch.zeros(top.shape)
+    )
+    rows = build_map(target, draft).to_draft
+    (row,) = training_rows([answer], rows, 1.0, reader)
+    assert draft.bytes_of(row["input_ids"]) == target.bytes_of(ids)
+    for i, at in enumerate(row["positions"]):
+        assert draft.bytes_of(row["input_ids"][: at + 1]) == target.bytes_of(ids[: 5 + i])
+    assert row["top_ids"] == [int(rows[i]) for i in response]
+    batch = DistillationCollator(0)([row])
+    assert int((batch["labels"] != -100).sum()) == len(batch["positions"]) == len(response)
