@@ -20,7 +20,7 @@ from accelerate import PartialState
 from safetensors import safe_open
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from align.atomic import atomic_file, atomic_folder
 from align.check import choose_strategy, compare
@@ -36,7 +36,6 @@ from distill.answers import answer_prompts, hash_prompts
 from distill.logit_cache import LogitCache
 from distill.prepare import (
     PreparedDraft,
-    build_pruned,
     domain_mass,
     full_vocabulary,
     head_rows,
@@ -46,8 +45,6 @@ from distill.prompts import evaluation_prompts, training_prompts, tuning_split
 from distill.publish import write_card
 from distill.recipe import Recipe, RecipeError, dump
 from distill.trainer import distil, training_config
-from eval.cost import ceiling_speedup, price
-from eval.drafting import Draft, StringDraft
 from eval.drafts import (
     Candidate,
     Target,
@@ -55,7 +52,6 @@ from eval.drafts import (
     load_candidate,
     load_compact,
     load_target,
-    model_bytes,
     save_compact,
 )
 from eval.evaluation import PromptSet, context_length, evaluate_drafts
@@ -63,7 +59,6 @@ from eval.forward import build_decoder
 from eval.prompts import prompts_sha256, render_all, write_prompts
 from eval.report import write_report
 from eval.speculative import Decoding
-from eval.speed import step_costs
 from eval.verification import Sampling
 
 # What two runs of one folder may differ in.
@@ -182,7 +177,7 @@ class Run:
 
     @cached_property
     def target(self) -> Target:
-        """The target; its decoder is for short contexts until `_fit_contexts` lengthens it."""
+        """The target; its decoder is for short contexts until `fit_contexts` lengthens it."""
         device = torch.device("cuda" if self._on_gpu else "cpu")
         return load_target(self.recipe.target, getattr(torch, self.recipe.dtype), device, 64)
 
@@ -190,7 +185,8 @@ class Run:
     def _on_gpu(self) -> bool:
         return torch.cuda.is_available() and not self.recipe.training.get("use_cpu", False)
 
-    def _fit_contexts(self) -> None:
+    def fit_contexts(self) -> None:
+        """Make the target's decoder long enough for every prompt and its answer."""
         recipe = self.recipe
         new = max(recipe.max_new_tokens, recipe.answer_max_new_tokens)
         ids = self.evaluation.ids + self.training.ids + self.tuning.ids
@@ -227,7 +223,7 @@ class Run:
     def answer_prompts(self) -> None:
         """The target's answers and distributions, in `answers/`."""
         recipe = self.recipe
-        self._fit_contexts()
+        self.fit_contexts()
         ids = self.training.ids * recipe.answers_per_prompt
         clock = time.time()
         self.cache: LogitCache = answer_prompts(
@@ -258,11 +254,7 @@ class Run:
         """The untuned draft: the sibling as it is, or `prepared/` from the pruned target."""
         recipe = self.recipe
         if recipe.draft is not None:
-            model = load_model(recipe.draft, torch.float32)
-            if self.strategy in ("remap", "transplant"):
-                assert self.vocab_map is not None
-                model = transplant(model, self.vocab_map, *self.sides, self.vocab_size)
-            self.prepared = PreparedDraft(model, None, None, 0.0)
+            self.prepared = PreparedDraft(self.sibling(recipe.draft), None, None, 0.0)
             return
         folder, embedding = self.folder / "prepared", self.embedding
         if not (folder / "complete").exists():
@@ -288,6 +280,14 @@ class Run:
         self.prepared = PreparedDraft(model, token_ids, full_head, lost)
         print(f"draft: {recipe.num_draft_layers} layers, trimmed head loses {lost:.2%} of p's mass")
 
+    def sibling(self, spec: str) -> PreTrainedModel:
+        """The draft of that spec in fp32, on the target's ids where the strategy re-homes it."""
+        model = load_model(spec, torch.float32)
+        if self.strategy in ("remap", "transplant"):
+            assert self.vocab_map is not None
+            model = transplant(model, self.vocab_map, *self.sides, self.vocab_size)
+        return model
+
     def _forced_tokens(self) -> set[int]:
         """Ids that a trimmed head always keeps: stops, special tokens, the byte units."""
         tokenizer = self.target.tokenizer
@@ -304,15 +304,26 @@ class Run:
         for size, lost in coverage_curve(mass, self._forced_tokens()):
             print(f"{size:>16}  {lost:.3%}")
 
-    def _trained_rows(self) -> Tensor | None:
-        """Row of the draft's head for each target id [V], -1 where it has none; None if equal."""
+    def trained_rows(self, token_ids: Tensor | None) -> Tensor | None:
+        """Row of the draft's head for each target id [V], -1 where it has none; None if equal.
+
+        token_ids: those of a trimmed head [K].
+        """
         if self.strategy == "intersection":
             assert self.vocab_map is not None
             known = self.vocab_map.to_draft[: self.vocab_size]
             return F.pad(known, (0, self.vocab_size - len(known)), value=-1)
         if self.strategy == "padded":
             return head_rows(torch.arange(self.verdict.shared_ids), self.vocab_size)
-        return head_rows(self.prepared.token_ids, self.vocab_size)
+        return head_rows(token_ids, self.vocab_size)
+
+    @property
+    def reader(self) -> Reader | None:
+        """How a draft in ids of its own reads the target's."""
+        if self.strategy != "intersection":
+            return None
+        assert self.vocab_map is not None
+        return Reader(self.vocab_map, *self.sides)
 
     @property
     def draft_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -324,17 +335,13 @@ class Run:
         """`self.tuned`: the draft in fp32 after training, read back when that had ended before."""
         done = self.folder / "tuned"
         if not (done / "model.safetensors").exists():
-            reader = None
-            if self.strategy == "intersection":
-                assert self.vocab_map is not None
-                reader = Reader(self.vocab_map, *self.sides)
             tuned = distil(
                 self.prepared.model,
                 self.answers,
-                self._trained_rows(),
+                self.trained_rows(self.prepared.token_ids),
                 self.draft_tokenizer,
                 self.recipe,
-                reader,
+                self.reader,
                 new_rows=self.strategy == "transplant",
             )
             with atomic_folder(done) as partial:
@@ -383,7 +390,7 @@ class Run:
     def evaluate(self) -> dict[str, Any]:
         """The report, written to `report/`, and the model card made from it."""
         recipe = self.recipe
-        self._fit_contexts()
+        self.fit_contexts()
         provenance = self._provenance()
         report = evaluate_drafts(
             self.target,
@@ -427,47 +434,3 @@ class Run:
             "lost_mass": self.prepared.lost_mass,
             "seconds": round(time.time() - self.started, 1),
         }
-
-    # --- dry run
-
-    def price(self) -> int:
-        """Print what the run would take and whether it can pay; exit status 1 when no gamma can."""
-        recipe, target = self.recipe, self.target
-        self._fit_contexts()
-        if recipe.draft is not None:
-            draft: Draft | StringDraft = load_candidate(
-                "draft", recipe.draft, target, self.strategy
-            ).draft
-        else:
-            rows: int = recipe.draft_vocab_size or self.vocab_size
-            head: Tensor = target.model.get_output_embeddings().weight[:rows].detach().clone()
-            model = build_pruned(target.model, recipe.num_draft_layers, head)
-            draft = Draft(build_decoder(model, target.decoder.context_length, self.embedding))
-        mean = sum(map(len, self.evaluation.ids)) // len(self.evaluation.ids)
-        costs = step_costs(target.decoder, draft, mean, recipe.max_gamma, self.sampling)
-        answers = len(self.training.ids) * recipe.answers_per_prompt
-        tokens = answers * recipe.answer_max_new_tokens
-        # one batched step of the target, timed as it will run
-        batch = recipe.answer_batch_size
-        cache = target.decoder.new_cache(batch, mean + 1)
-        token = torch.zeros((batch, 1), dtype=torch.long, device=target.decoder.device)
-        start = torch.full((batch,), mean, device=target.decoder.device)
-        target.decoder.forward(token, start, cache)
-        clock = time.perf_counter()
-        target.decoder.forward(token, start, cache)
-        step = time.perf_counter() - clock
-        minutes = tokens / batch * step / 60
-        kept = tokens * (recipe.cache_top_k * (4 if self.vocab_size <= 2**16 else 6) + 4)
-        print(
-            f"answers: at most {tokens} tokens, about {minutes:.0f} min, "
-            f"{kept / 1e6:.0f} MB on disk"
-        )
-        print(f"target: {model_bytes(target.model) / 1e6:.0f} MB")
-        print(price(costs))
-        if ceiling_speedup(costs) <= 1:
-            print(
-                "error: no draft length can pay with this draft; use a smaller one.",
-                file=sys.stderr,
-            )
-            return 1
-        return 0

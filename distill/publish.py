@@ -25,7 +25,8 @@ from safetensors import SafetensorError, safe_open
 
 from align.atomic import atomic_file, atomic_folder
 from eval.metrics import Measured
-from eval.report import DEFINITIONS, gamma_text, read_report
+from eval.report import read_report
+from eval.text_report import DEFINITIONS, gamma_text
 
 RECIPE = "recipe.yaml"
 PROVENANCE = "provenance.json"
@@ -146,7 +147,7 @@ def model_card(run_folder: Path | str) -> str:
         "## What it is worth",
         _numbers(report, name, draft),
         draft["payoff"]["verdict"],
-        *_list("Read these first:", report.get("warnings", [])),
+        *_list("Read these first:", report["warnings"]),
         "## How to load it",
         *_own_ids(draft),
         "With transformers (assisted generation):",

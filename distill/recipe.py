@@ -53,6 +53,9 @@ _FIXED = {
     "an interrupted run goes on from whole checkpoints only": (
         "save_only_model enable_jit_checkpoint ignore_data_skip"
     ),
+    "transformers calls it activation_checkpointing now": (
+        "gradient_checkpointing gradient_checkpointing_kwargs"
+    ),
     "the launcher sets it": "local_rank",
 }
 FIXED = {key: reason for reason, keys in _FIXED.items() for key in keys.split()}

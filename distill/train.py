@@ -15,9 +15,10 @@ if not __package__:
 
 from accelerate import PartialState
 
+from distill.dry_run import price_run
 from distill.pipeline import Run
 from distill.recipe import help_text, load_recipe
-from eval.report import print_summary
+from eval.text_report import print_summary
 
 
 def main(argv: list[str]) -> int:
@@ -29,7 +30,7 @@ def main(argv: list[str]) -> int:
         run.check_vocabularies()
         run.collect_prompts()
         if run.recipe.dry_run:
-            return run.price()
+            return price_run(run)
         # one process answers and prepares, the others wait and read what it left on disk
         with PartialState().main_process_first():
             run.answer_prompts()
@@ -41,7 +42,9 @@ def main(argv: list[str]) -> int:
         if PartialState().is_main_process:
             run.export_draft()
             print_summary(run.evaluate())
-            print(f"\nDraft: {run.folder / 'draft'}\nReport: {run.folder / 'report' / 'report.md'}")
+            print(
+                f"\nDraft: {run.folder / 'draft'}\nReport: {run.folder / 'report' / 'report.html'}"
+            )
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

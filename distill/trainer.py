@@ -6,6 +6,7 @@ Legend: B rows, T padded length, N response positions of the batch, H hidden siz
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from align.vocab_map import Reader
 from distill.logit_cache import CachedAnswer
 from distill.losses import head_loss
 from distill.recipe import Recipe, RecipeError
+
+# trl asks transformers for it by its old name; there is nothing a user could do about that
+warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
 
 COMPLETE = "complete"  # the last file of a checkpoint
 
@@ -183,7 +187,7 @@ def last_checkpoint(folder: Path) -> Path | None:
 def training_config(recipe: Recipe) -> SFTConfig:
     """The recipe's SFTConfig. Raises RecipeError for values that transformers refuses."""
     ours: dict[str, Any] = {
-        "gradient_checkpointing": False,
+        "activation_checkpointing": False,
         "train_sampling_strategy": "group_by_length",
         "report_to": "none",
     }
@@ -199,7 +203,7 @@ def training_config(recipe: Recipe) -> SFTConfig:
         raise RecipeError(f"SFTConfig refuses the recipe: {error}") from error
 
 
-def distil(
+def build_trainer(
     model: PreTrainedModel,
     answers: Iterable[CachedAnswer],
     head_rows: Tensor | None,
@@ -207,12 +211,11 @@ def distil(
     recipe: Recipe,
     reader: Reader | None = None,
     new_rows: bool = False,
-) -> PreTrainedModel:
-    """The draft after training, in fp32.
+) -> DistillationTrainer:
+    """A trainer of the draft in fp32.
 
     An input embedding that is not the head as well stays as it is, unless it has `new_rows` that
     were never trained (a transplant). reader: as for `training_rows`.
-    Goes on from the last whole checkpoint in the recipe's folder, or from resume_from_checkpoint.
     """
     model = model.float()
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -239,6 +242,23 @@ def distil(
     if trainer.args.device.type == "cpu":
         # torch's fused attention takes twice the time of two products there, its backward thrice
         model.set_attn_implementation("eager")
+    return trainer
+
+
+def distil(
+    model: PreTrainedModel,
+    answers: Iterable[CachedAnswer],
+    head_rows: Tensor | None,
+    tokenizer: PreTrainedTokenizerBase,
+    recipe: Recipe,
+    reader: Reader | None = None,
+    new_rows: bool = False,
+) -> PreTrainedModel:
+    """The draft after training, in fp32. The arguments are those of `build_trainer`.
+
+    Goes on from the last whole checkpoint in the recipe's folder, or from resume_from_checkpoint.
+    """
+    trainer = build_trainer(model, answers, head_rows, tokenizer, recipe, reader, new_rows)
     resume = recipe.training.get("resume_from_checkpoint") or last_checkpoint(recipe.folder)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     tuned: Any = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)

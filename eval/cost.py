@@ -40,8 +40,7 @@ def iid_tau(alpha: float, gamma: int) -> float:
 
 def expected_speedup(alpha: float, gamma: int, costs: StepCosts) -> float:
     """Decode-phase speed-up over the plain target at batch 1, without overhead."""
-    block = gamma * costs.draft_step + float(costs.verify(gamma + 1.0))
-    return iid_tau(alpha, gamma) * costs.target_step / block
+    return speedup_at(iid_tau(alpha, gamma), gamma, costs)
 
 
 def best_gamma(alpha: float, costs: StepCosts) -> tuple[int, float]:
@@ -61,6 +60,67 @@ def best_gamma(alpha: float, costs: StepCosts) -> tuple[int, float]:
 def ceiling_speedup(costs: StepCosts) -> float:
     """The speed-up of a perfect draft (alpha = 1) at its best length: no training can pass it."""
     return best_gamma(1.0, costs)[1]
+
+
+class CurvePoint(TypedDict):
+    """Expected speed-up at one draft length.
+
+    predicted: from alpha, positions taken as independent. replayed: from the tau that greedy
+    decoding with this length has by the log of alpha; None when sampling. ceiling: at alpha = 1.
+    """
+
+    gamma: int
+    predicted: float
+    replayed: float | None
+    ceiling: float
+
+
+def speedup_at(tau: float, gamma: int, costs: StepCosts) -> float:
+    """Decode-phase speed-up of tau tokens a call with drafts of gamma tokens, without overhead."""
+    return tau * costs.target_step / (gamma * costs.draft_step + float(costs.verify(gamma + 1.0)))
+
+
+def gamma_curve(alpha: float, taus: dict[int, float], costs: StepCosts) -> list[CurvePoint]:
+    """The expected speed-up at every length that was timed; taus: replayed ones, by length."""
+    return [
+        {
+            "gamma": gamma,
+            "predicted": expected_speedup(alpha, gamma, costs),
+            "replayed": speedup_at(taus[gamma], gamma, costs) if gamma in taus else None,
+            "ceiling": expected_speedup(1.0, gamma, costs),
+        }
+        for gamma in range(1, costs.max_gamma + 1)
+    ]
+
+
+class Waterfall(TypedDict):
+    """The speed-up as one cost after the other is counted, times the plain target."""
+
+    all_accepted: float
+    tau: float
+    after_draft_steps: float
+    predicted: float
+    decode: float
+    wall: float
+
+
+def waterfall(
+    tau: float, gamma: float, costs: StepCosts, decode_speedup: float, speedup: float
+) -> Waterfall:
+    """From what `gamma` drafted tokens a call could give, down to the wall clock.
+
+    tau is the ideal: drafting free, and a wide target call as cheap as one on a single token.
+    """
+    drafting = gamma * costs.draft_step / costs.target_step
+    width = float(costs.verify(gamma + 1.0)) / costs.target_step
+    return {
+        "all_accepted": gamma + 1.0,
+        "tau": tau,
+        "after_draft_steps": tau / (1 + drafting),
+        "predicted": tau / (width + drafting),
+        "decode": decode_speedup,
+        "wall": speedup,
+    }
 
 
 def break_even_alpha(costs: StepCosts) -> float | None:

@@ -150,13 +150,23 @@ def load_compact(folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tens
     return model.eval(), token_ids
 
 
+def compact_decoder(model: PreTrainedModel, context_length: int, embedding: Tensor) -> Decoder:
+    """The decoder of a pruned draft, which reads its target's embedding [V, H].
+
+    On a CPU in eight bits: one step of a draft is hardly more than reading its weights, and what
+    rounding them costs in alpha is far less than the time it saves (docs/lab-notes.md).
+    """
+    on_cpu = embedding.device.type == "cpu"
+    return build_decoder(model, context_length, embedding, int8=on_cpu)
+
+
 def compact_candidate(
     name: str, folder: Path, target: Target, full_form_bytes: int | None
 ) -> Candidate:
     """A pruned draft in its compact form, which speaks the target's ids by construction."""
     embedding = target.decoder.embedding
     model, token_ids = load_compact(folder, embedding)
-    decoder = build_decoder(model, target.decoder.context_length, embedding=embedding)
+    decoder = compact_decoder(model, target.decoder.context_length, embedding)
     vocab = embedding.shape[0]
     return Candidate(
         name=name,
@@ -168,7 +178,7 @@ def compact_candidate(
             "coverage": 1.0 if token_ids is None else len(token_ids) / vocab,
         },
         draft=Draft(decoder, token_ids),
-        draft_bytes=model_bytes(model) - embedding.numel() * embedding.element_size(),
+        draft_bytes=decoder.own_bytes(),
         full_form_bytes=full_form_bytes,
     )
 

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from align.token_bytes import token_keys
+from eval import metrics
+from eval.atlas import Answer, text_of
+from eval.drafting import Draft, StringDraft
 from eval.drafts import Candidate, Target
 from eval.prompts import Prompt, draw, prompts_sha256
 from eval.report import DraftMeasurement, RunInfo, build_report
 from eval.speculative import Decoding, DraftLength
 from eval.speed import (
     LosslessCheck,
+    bits_per_token,
     choose_gamma,
     interleave,
     measure_agreement,
     over_stock_generate,
     step_costs,
+    sweep_gamma,
     target_texts,
 )
 from eval.verification import Sampling
@@ -50,12 +57,15 @@ def evaluate_drafts(
     speed_prompts: int,
     overlap: int | None,
     provenance: dict[str, Any],
+    sweep_prompts: int = 0,
+    others: PromptSet | None = None,
 ) -> dict[str, Any]:
     """The report (eval/report.py) of every candidate on the same prompts.
 
     gamma: a fixed draft length for all of them; None chooses the last candidate's fastest on
     `tuning`, which must not be evaluation prompts. overlap: evaluation prompts that were trained
-    on, None when that is not known.
+    on, None when that is not known. sweep_prompts: measure every fixed length on so many of the
+    timed prompts. others: prompts outside the domain, to take alpha on as well.
     """
     if gamma is not None:
         length, policy = DraftLength(gamma), "fixed"
@@ -68,9 +78,20 @@ def evaluate_drafts(
 
     texts = target_texts(target, evaluation.ids, how)
     drafts = [candidate.draft for candidate in candidates]
-    agreements = measure_agreement(
+    agreements, entropy = measure_agreement(
         target, drafts, evaluation.prompts, evaluation.ids, texts, how.sampling
     )
+    spell = speller(target)
+    answers = [
+        Answer(
+            prompt.id,
+            [spell(token) for token in text],
+            bits,
+            b"" if prompt.prompt is None else prompt.prompt.encode(),
+        )
+        for prompt, text, bits in zip(evaluation.prompts, texts, entropy, strict=True)
+    ]
+    outside = _outside(target, drafts, others, how) if others else [None] * len(drafts)
 
     timed = evaluation.drawn(speed_prompts, how.seed)
     baseline, runs = interleave(target, candidates, timed.prompts, timed.ids, how, length)
@@ -89,6 +110,7 @@ def evaluate_drafts(
         baseline
     )
     longest = max(max_gamma, length.gamma)
+    swept = timed.drawn(sweep_prompts, how.seed)
     measurements = []
     for i, candidate in enumerate(candidates):
         measurements.append(
@@ -112,9 +134,18 @@ def evaluate_drafts(
                     },
                 },
                 full_form_bytes=candidate.full_form_bytes,
-                lossless=check.ledger(
-                    candidate.draft, timed.prompts, timed.ids, greedy_baseline, greedy_runs[i]
+                lossless=_spelt(
+                    check.ledger(
+                        candidate.draft, timed.prompts, timed.ids, greedy_baseline, greedy_runs[i]
+                    ),
+                    spell,
                 ),
+                gamma_sweep=sweep_gamma(
+                    target, candidate.draft, swept.prompts, swept.ids, how, max_gamma
+                )
+                if sweep_prompts
+                else [],
+                other_prompts=outside[i],
             )
         )
     info = RunInfo(
@@ -130,17 +161,53 @@ def evaluate_drafts(
             "gamma": length.gamma,
             "gamma_policy": policy,
             "verification": "greedy match" if how.sampling.greedy else "rejection sampling",
+            "stop_tokens": len(how.stops),
+            "ended_by_stop": sum(run.tokens[-1] in how.stops for run in baseline) / len(baseline),
         },
         prompts={
             "source": evaluation.source,
             "n": len(evaluation.prompts),
             "sha256": prompts_sha256(evaluation.prompts),
             "overlap_with_training": overlap,
+            "bits_per_token": round(bits_per_token(target, evaluation.ids), 2),
+            "random_bits": round(math.log2(target.decoder.embedding.shape[0]), 2),
         },
         provenance=provenance,
         over_stock_generate=stock,
+        answers=answers,
+        spell=spell,
     )
     return build_report(info, measurements)
+
+
+def speller(target: Target) -> Callable[[int], bytes]:
+    """The bytes of a token id of the target; none for padding rows that no token has."""
+    keys = token_keys(target.tokenizer)
+
+    def spell(token: int) -> bytes:
+        key = keys[token] if token < len(keys) else None
+        return key[1] if key else b""
+
+    return spell
+
+
+def _spelt(ledger: dict[str, Any], spell: Callable[[int], bytes]) -> dict[str, Any]:
+    """The ledger with the divergences' tokens as text."""
+    entries = [
+        entry | {side: text_of(b"".join(map(spell, entry[side]))) for side in ("target", "drafted")}
+        for entry in ledger["divergences"]
+    ]
+    return ledger | {"divergences": entries}
+
+
+def _outside(
+    target: Target, drafts: Sequence[Draft | StringDraft], others: PromptSet, how: Decoding
+) -> list[dict[str, Any]]:
+    """alpha of each draft on prompts of other domains."""
+    texts = target_texts(target, others.ids, how)
+    found, _ = measure_agreement(target, drafts, others.prompts, others.ids, texts, how.sampling)
+    about = {"source": others.source, "sha256": prompts_sha256(others.prompts)}
+    return [about | {"alpha": metrics.alpha(agreement)} for agreement in found]
 
 
 def device_name(device: torch.device) -> str:

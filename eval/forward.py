@@ -7,6 +7,8 @@ slots beyond it are masked and then overwritten.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -28,6 +30,8 @@ BATCHED_ROWS = 8  # from so many rows on, attention is two batched products on a
 # kernels sum in an order that hangs on the shapes; these keep them to shapes that agree.
 SLOT_BLOCK = 64  # attention runs over a multiple of so many slots, the last ones masked
 APART = 16  # up to so many positions of one row attend one by one, as rows of their own
+INT8_TERMS = 16  # torch's kernel reads the terms of a product sixteen at a time, past the end too
+INT8_ROWS = 16  # for more rows than this, unpacking an int8 weight first is faster
 ROW_SUMS = 1024  # oneDNN sums more terms of a single row in another order than of two
 
 
@@ -100,6 +104,10 @@ class Decoder(Protocol):
     dtype: torch.dtype
     context_length: int
 
+    def own_bytes(self) -> int:
+        """Bytes of its weights as they are held, the embedding not counted."""
+        ...
+
     def new_cache(self, rows: int, slots: int) -> KVCache:
         """An empty cache for `rows` rows of at most `slots` positions."""
         ...
@@ -116,13 +124,17 @@ class Decoder(Protocol):
 
 
 def build_decoder(
-    model: PreTrainedModel, context_length: int, embedding: Tensor | None = None
+    model: PreTrainedModel,
+    context_length: int,
+    embedding: Tensor | None = None,
+    int8: bool = False,
 ) -> Decoder:
     """The fastest decoder this model can have; the model itself may be dropped afterwards.
 
     context_length: positions a row will ever have (prompt and answer). embedding: a tensor equal to
     the model's input embedding, shared instead of the model's own (a pruned draft reads its
-    target's).
+    target's). int8: the layers and the head in eight bits where the lean decoder has kernels for
+    their shapes; other logits than the model's, so for drafts only.
     """
     config = model.config.get_text_config()
     limit = config.max_position_embeddings
@@ -132,7 +144,7 @@ def build_decoder(
             f"{limit} positions; shorten max_new_tokens or the prompts."
         )
     if _is_lean(model):
-        return LeanDecoder(model, context_length, embedding)
+        return LeanDecoder(model, context_length, embedding, int8 and _fits_int8(model))
     return StockDecoder(model, context_length)
 
 
@@ -146,18 +158,44 @@ def _is_lean(model: PreTrainedModel) -> bool:
     return full_attention and config.rope_parameters["rope_type"] in TABULATED_ROPE
 
 
+def _fits_int8(model: PreTrainedModel) -> bool:
+    """Whether every product sums a multiple of INT8_TERMS terms."""
+    config: Any = model.config
+    attention: Any = model.get_submodule("model.layers.0.self_attn")
+    heads = config.num_attention_heads * attention.head_dim
+    return all(k % INT8_TERMS == 0 for k in (config.hidden_size, heads, config.intermediate_size))
+
+
+class Int8Weight(NamedTuple):
+    """A weight [N, K] in eight bits: values int8 [N, K], and the unit of each row, scales [N]."""
+
+    values: Tensor
+    scales: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Int8Weight:
+        """Each row rounded to 255 levels up to its largest value."""
+        largest = weight.abs().amax(1).clamp_min(torch.finfo(weight.dtype).tiny)
+        scales = (largest / 127).to(weight.dtype)
+        values = (weight.float() / scales[:, None].float()).round().clamp(-127, 127)
+        return cls(values.to(torch.int8), scales)
+
+
+Weight = Tensor | Int8Weight
+
+
 class _Layer(NamedTuple):
     input_norm: Tensor
-    qkv: Tensor
+    qkv: Weight
     qkv_bias: Tensor | None
     query_norm: Tensor | None
     key_norm: Tensor | None
-    output: Tensor
+    output: Weight
     output_bias: Tensor | None
     post_norm: Tensor
-    gate_up: Tensor
+    gate_up: Weight
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Weight
     down_bias: Tensor | None
 
 
@@ -166,11 +204,17 @@ def _joined_bias(*parts: nn.Linear) -> Tensor | None:
     return torch.cat(biases) if biases else None
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """F.linear of [B, T, K], with the same bits for a row alone as among others on a CPU.
 
-    See ROW_SUMS. Two rows take no longer than one: the weights are read once.
+    See ROW_SUMS. Two rows take no longer than one: the weights are read once. (An Int8Weight, which
+    only a draft has, makes no such promise.)
     """
+    if isinstance(weight, Int8Weight):
+        if x.shape[0] * x.shape[1] > INT8_ROWS:
+            return F.linear(x, weight.values.to(x.dtype) * weight.scales[:, None], bias)
+        y = torch._weight_int8pack_mm(x.flatten(0, 1), *weight).view(*x.shape[:2], -1)
+        return y if bias is None else y + bias
     alone = x.shape[0] * x.shape[1] == 1 and x.shape[2] > ROW_SUMS
     if alone and x.dtype == torch.bfloat16 and x.device.type == "cpu":
         return F.linear(torch.cat([x, x], dim=1), weight, bias)[:, :1]
@@ -189,10 +233,15 @@ class LeanDecoder:
     """
 
     def __init__(
-        self, model: PreTrainedModel, context_length: int, embedding: Tensor | None = None
+        self,
+        model: PreTrainedModel,
+        context_length: int,
+        embedding: Tensor | None = None,
+        int8: bool = False,
     ) -> None:
         config: Any = model.config
         body: Any = model.model
+        as_read: Callable[[Tensor], Weight] = Int8Weight.of if int8 else Tensor.detach
         self.context_length = context_length
         self.embedding = body.embed_tokens.weight.detach() if embedding is None else embedding
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
@@ -209,23 +258,25 @@ class LeanDecoder:
             self.layers.append(
                 _Layer(
                     input_norm=layer.input_layernorm.weight.detach(),
-                    qkv=torch.cat([q.weight, k.weight, v.weight]).detach(),
+                    qkv=as_read(torch.cat([q.weight, k.weight, v.weight]).detach()),
                     qkv_bias=_joined_bias(q, k, v),
                     query_norm=None if query_norm is None else query_norm.weight.detach(),
                     key_norm=None if key_norm is None else key_norm.weight.detach(),
-                    output=attention.o_proj.weight.detach(),
+                    output=as_read(attention.o_proj.weight.detach()),
                     output_bias=attention.o_proj.bias,
                     post_norm=layer.post_attention_layernorm.weight.detach(),
-                    gate_up=torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach(),
+                    gate_up=as_read(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach()),
                     gate_up_bias=_joined_bias(mlp.gate_proj, mlp.up_proj),
-                    down=mlp.down_proj.weight.detach(),
+                    down=as_read(mlp.down_proj.weight.detach()),
                     down_bias=mlp.down_proj.bias,
                 )
             )
         self.final_norm = body.norm.weight.detach()
         head = model.get_output_embeddings()
         tied = head.weight is body.embed_tokens.weight
-        self.head_weight = self.embedding if tied else head.weight.detach()
+        self.head_weight: Weight = as_read(head.weight.detach())
+        if tied and not int8:
+            self.head_weight = self.embedding
         self.head_bias = head.bias
         positions = torch.arange(context_length, device=self.device)[None]
         cos, sin = body.rotary_emb(self.embedding[:1, :1], positions)
@@ -233,6 +284,12 @@ class LeanDecoder:
         # rotate_half(x) * sin == roll(x) * signed sin: one copy less for every layer
         self.cos = cos[0]
         self.sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+
+    def own_bytes(self) -> int:
+        held: list[Weight | None] = [*itertools.chain(*self.layers), self.final_norm]
+        held += [self.head_bias, None if self.head_weight is self.embedding else self.head_weight]
+        tensors = (t for w in held if w is not None for t in ([w] if isinstance(w, Tensor) else w))
+        return sum(t.numel() * t.element_size() for t in tensors)
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
         shape = (rows, self.key_heads, _whole_blocks(slots), self.head_size)
@@ -406,6 +463,11 @@ class StockDecoder:
         self.embedding = input_embedding(model)
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
         self.context_length = context_length
+
+    def own_bytes(self) -> int:
+        shared = self.embedding.data_ptr()
+        own = (p for p in self.model.parameters() if p.data_ptr() != shared)
+        return sum(p.numel() * p.element_size() for p in own)
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
         config = self.config

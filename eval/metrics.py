@@ -9,7 +9,7 @@ prose what is in each number and what is not.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypedDict
 
 import numpy as np
@@ -82,13 +82,18 @@ class PromptRun:
 class Agreement:
     """sum_x min(p, q) summed over the positions of one target-generated answer, teacher-forced.
 
-    At temperature 0 a position adds 1 where argmax p = argmax q, else 0.
+    At temperature 0 a position adds 1 where argmax p = argmax q, else 0. values: what each position
+    added. guesses: argmax q at each, as a target id. rules: at temperatures to compare, the sums
+    that `rule_acceptance` (eval/speed.py) gives; empty where they were not taken.
     """
 
     prompt_id: str
     category: str | None
     alpha_sum: float
     positions: int
+    values: list[float] = field(default_factory=list)
+    guesses: list[int] = field(default_factory=list)
+    rules: dict[float, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass
@@ -239,6 +244,11 @@ def alpha(agreements: Sequence[Agreement]) -> Measured:
     return measure("alpha", [_agreement_row(a) for a in agreements if a.positions], _ratio)
 
 
+def share(name: str, rows: Sequence[tuple[float, float]]) -> Measured:
+    """Sum over count of one row (sum, count) a prompt; each sum within 0 and its count."""
+    return measure(name, [(min(max(total, 0.0), count), count) for total, count in rows], _ratio)
+
+
 def _agreement_row(agreement: Agreement) -> tuple[float, float]:
     total, positions = agreement.alpha_sum, agreement.positions
     # bf16 or fp32 sums of probabilities may pass 1 in the last digits
@@ -313,6 +323,34 @@ def per_position(runs: Sequence[PromptRun]) -> list[PositionAcceptance]:
             {"position": i, "drafts": drafts, "marginal": marginal, "conditional": conditional}
         )
     return result
+
+
+def replayed_blocks(agreed: Sequence[bool], gamma: int) -> list[int]:
+    """Accepted tokens of each whole block that greedy decoding with `gamma` tokens would take.
+
+    agreed: for each token of the target's answer, whether the draft's likeliest is the same,
+    teacher-forced. Exact for greedy decoding of an answer that ends at the length limit: up to its
+    first wrong token a draft has seen nothing but the target's text, and what it drafts beyond does
+    not count.
+    """
+    accepted, at = [], 1  # the first token comes from the prefill
+    cut = False
+    while at < len(agreed):
+        drafted = min(gamma, len(agreed) - at - 1)
+        right = 0
+        while right < drafted and agreed[at + right]:
+            right += 1
+        accepted.append(right)
+        at += right + 1
+        cut = drafted < gamma
+    return accepted[:-1] if cut else accepted
+
+
+def replayed_tau(agreements: Sequence[Agreement], gamma: int) -> Measured:
+    """tau of greedy decoding with drafts of `gamma` tokens, from the log of alpha alone."""
+    blocks = [replayed_blocks([v == 1.0 for v in a.values], gamma) for a in agreements]
+    rows = [(sum(block) + len(block), len(block)) for block in blocks if block]
+    return measure("replayed tau", rows, _ratio)
 
 
 # ---------------------------------------------------------------------------------------------

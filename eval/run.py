@@ -2,10 +2,13 @@
 
     python -m eval.run --target T --draft D --prompts P --output_dir DIR
     python -m eval.run --target T --draft a=PATH --draft b=PATH --prompts P --output_dir DIR
+    python -m eval.run --target T --draft prompt-lookup --draft D …   a rival without a model
     python -m eval.run --run DIR          a training run again, from what its folder holds
+    python -m eval.run --engine vllm --base_url URL --baseline_url URL --prompts P
 
 Exit status: 0; 1 when --fail_under_alpha or --fail_under_speedup is not met by the lower bound of
-the last draft's 95% interval; 2 for input that cannot be used.
+the last draft's 95% interval; 2 for input that cannot be used, and for a server that failed midway
+(what was measured by then is in the report).
 """
 
 import sys
@@ -22,13 +25,18 @@ import torch
 from align.check import Strategy
 from align.process import use_machine
 from align.sources import read_json
-from eval.drafts import Target, load_candidate, load_target
+from eval.drafts import Candidate, Target, load_candidate, load_target
+from eval.engines.vllm import Server, measure_servers
 from eval.evaluation import PromptSet, context_length, evaluate_drafts
 from eval.forward import build_decoder
-from eval.prompts import load_prompts, render_all
-from eval.report import print_summary, write_report
+from eval.lookup import LOOKUP, lookup_candidate
+from eval.prompts import Prompt, load_prompts, render_all
+from eval.report import write_report
 from eval.speculative import Decoding
+from eval.text_report import print_summary
 from eval.verification import Sampling
+
+OTHER_PROMPTS = 40
 
 # of a run's recipe where --run is given, else these
 DEFAULTS: dict[str, Any] = {
@@ -43,7 +51,12 @@ DEFAULTS: dict[str, Any] = {
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.run", description=__doc__.split("\n")[0])
     parser.add_argument("--target", help="Hub id, folder, GGUF or pypi: file")
-    parser.add_argument("--draft", action="append", default=[], help="[NAME=]SPEC, repeatable")
+    parser.add_argument(
+        "--draft",
+        action="append",
+        default=[],
+        help=f"[NAME=]SPEC, repeatable; SPEC {LOOKUP} needs no model",
+    )
     parser.add_argument("--prompts", help="Hub data set, pypi: file or .jsonl")
     parser.add_argument("--run", type=Path, help="output folder of a training run")
     parser.add_argument("--output_dir", type=Path, help="default: the run's, or outputs/eval")
@@ -56,6 +69,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--max_prompts", type=int, help="draw so many of the prompts")
     parser.add_argument("--speed_prompts", type=int, default=40)
     parser.add_argument("--tuning_prompts", type=int, default=8, help="set aside to choose gamma")
+    parser.add_argument(
+        "--gamma_sweep",
+        type=int,
+        default=0,
+        metavar="N",
+        help="measure every fixed draft length on N of the timed prompts",
+    )
+    parser.add_argument(
+        "--other_prompts", help=f"take alpha on {OTHER_PROMPTS} prompts of another domain as well"
+    )
+    parser.add_argument("--engine", choices=["torch", "vllm"], default="torch")
+    parser.add_argument("--base_url", help="engine vllm: the server that speculates")
+    parser.add_argument("--baseline_url", help="engine vllm: the same target without a draft")
     parser.add_argument(
         "--strategy",
         default="auto",
@@ -74,7 +100,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for key, value in DEFAULTS.items():
         if getattr(args, key) is None:
             setattr(args, key, value)
-    if not (args.target and args.draft and args.prompts):
+    if args.engine == "vllm":
+        if not (args.base_url and args.baseline_url and args.prompts):
+            parser.error("engine vllm needs --base_url, --baseline_url and --prompts")
+    elif not (args.target and args.draft and args.prompts):
         parser.error("give --target, --draft and --prompts, or --run DIR")
     return args
 
@@ -113,60 +142,111 @@ def _prompt_sets(args: argparse.Namespace, target: Target) -> tuple[PromptSet, P
         if not args.gamma and aside < 1:
             raise ValueError("One prompt cannot both choose gamma and be evaluated; give --gamma.")
         tuning, prompts = prompts[:aside], prompts[aside:]
-    room = target.model.config.get_text_config().max_position_embeddings - args.max_gamma - 1
-    sets = (
-        PromptSet(args.prompts, part, render_all(part, target.tokenizer, room, args.max_new_tokens))
-        for part in (prompts, tuning)
+    return _rendered(args, target, args.prompts, prompts), _rendered(
+        args, target, args.prompts, tuning
     )
-    return next(sets), next(sets)
+
+
+def _rendered(
+    args: argparse.Namespace, target: Target, source: str, prompts: list[Prompt]
+) -> PromptSet:
+    room = target.model.config.get_text_config().max_position_embeddings - args.max_gamma - 1
+    ids = render_all(prompts, target.tokenizer, room, args.max_new_tokens)
+    return PromptSet(source, prompts, ids)
+
+
+def _candidates(args: argparse.Namespace, target: Target) -> list[Candidate]:
+    """Every --draft [NAME=]SPEC, in their order."""
+    found = []
+    for text in args.draft:
+        name, equals, spec = text.partition("=")
+        if not equals or "==" in text.split("/")[0]:  # a pypi: spec has == of its own
+            name, spec = Path(text).name, text
+        rival = spec == LOOKUP
+        found.append(
+            lookup_candidate(name, target)
+            if rival
+            else load_candidate(name, spec, target, args.strategy)
+        )
+    return found
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    """The report of our own decoder."""
+    use_machine()
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    target = load_target(args.target, getattr(torch, args.dtype), torch.device(args.device), 64)
+    evaluation, tuning = _prompt_sets(args, target)
+    others = None
+    if args.other_prompts is not None:
+        strangers = load_prompts(args.other_prompts, OTHER_PROMPTS, args.seed)
+        others = _rendered(args, target, args.other_prompts, strangers)
+    length = context_length(
+        evaluation.ids + tuning.ids + (others.ids if others else []),
+        args.max_new_tokens,
+        max(args.max_gamma, args.gamma or 0),
+    )
+    target.decoder = build_decoder(target.model, length)
+    return evaluate_drafts(
+        target,
+        _candidates(args, target),
+        evaluation,
+        tuning,
+        Decoding(sampling, target.stops, args.max_new_tokens, args.seed),
+        args.gamma,
+        args.max_gamma,
+        args.speed_prompts,
+        None,
+        {"command": sys.argv, "torch": torch.__version__, "seed": args.seed},
+        args.gamma_sweep,
+        others,
+    )
+
+
+def _measure_servers(args: argparse.Namespace) -> dict[str, Any]:
+    """The report of vLLM behind --base_url, against --baseline_url."""
+    return measure_servers(
+        Server(args.base_url),
+        Server(args.baseline_url),
+        load_prompts(args.prompts, args.max_prompts or args.speed_prompts, args.seed),
+        args.prompts,
+        Sampling(args.temperature, args.top_k, args.top_p),
+        args.max_new_tokens,
+        args.seed,
+        {"command": sys.argv, "seed": args.seed},
+    )
 
 
 def main(argv: list[str]) -> int:
     try:
         args = parse(argv)
-        use_machine()
-        sampling = Sampling(args.temperature, args.top_k, args.top_p)
-        target = load_target(args.target, getattr(torch, args.dtype), torch.device(args.device), 64)
-        evaluation, tuning = _prompt_sets(args, target)
-        length = context_length(
-            evaluation.ids + tuning.ids, args.max_new_tokens, max(args.max_gamma, args.gamma or 0)
-        )
-        target.decoder = build_decoder(target.model, length)
-        candidates = []
-        for text in args.draft:
-            name, equals, spec = text.partition("=")
-            if not equals or "==" in text.split("/")[0]:  # a pypi: spec has == of its own
-                name, spec = Path(text).name, text
-            candidates.append(load_candidate(name, spec, target, args.strategy))
-        report = evaluate_drafts(
-            target,
-            candidates,
-            evaluation,
-            tuning,
-            Decoding(sampling, target.stops, args.max_new_tokens, args.seed),
-            args.gamma,
-            args.max_gamma,
-            args.speed_prompts,
-            None,
-            {"command": sys.argv, "torch": torch.__version__, "seed": args.seed},
-        )
+        report = _measure_servers(args) if args.engine == "vllm" else _measure(args)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     folder = (args.output_dir or Path("outputs/eval")) / "report"
     write_report(folder, report)
     print_summary(report)
-    print(f"\nReport: {folder / 'report.md'}")
-    return gate(report, args.fail_under_alpha, args.fail_under_speedup)
-
-
-def gate(report: dict, alpha: float | None, speedup: float | None) -> int:
-    """1 when a lower bound of the last draft is under its floor, else 0."""
+    print(f"\nReport: {folder / 'report.html'}")
     draft = list(report["drafts"].values())[-1]
+    broken_off = [entry["reason"] for entry in draft["missing"] if entry["field"] == "prompts"]
+    if broken_off:
+        print(f"error: measured in part only, {broken_off[0]}", file=sys.stderr)
+        return 2
+    return gate(draft, args.fail_under_alpha, args.fail_under_speedup)
+
+
+def gate(draft: dict[str, Any], alpha: float | None, speedup: float | None) -> int:
+    """1 when a lower bound of the draft's 95% intervals is under its floor, or unknown; else 0."""
     status = 0
     for name, floor in (("alpha", alpha), ("speedup", speedup)):
-        low = draft[name]["ci95"][0]
-        if floor is not None and low < floor:
+        if floor is None:
+            continue
+        if draft[name] is None:
+            print(f"FAIL: {name} was not measured, so it cannot be {floor}", file=sys.stderr)
+            status = 1
+        elif draft[name]["ci95"][0] < floor:
+            low = draft[name]["ci95"][0]
             print(f"FAIL: lower bound of {name} is {low:.3f}, under {floor}", file=sys.stderr)
             status = 1
     return status

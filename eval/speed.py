@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +27,12 @@ from eval.speculative import Decoding, DraftLength, decode_baseline, decode_spec
 from eval.verification import Sampling, agreement, likeliest, warp
 
 COST_REPEATS = 30
+RULE_TEMPERATURES = (0.0, 0.6, 1.0)  # at which the verification rules are compared
+RULE_PROMPTS = 40  # of the evaluation's are enough to compare them
+SURPRISE_PROMPTS = 8  # and so many tokens of each tell text from noise
+SURPRISE_TOKENS = 256
 STOCK_PROMPTS = 6
+STOCK_TOKENS = 64
 ALPHA_BATCH = 48
 STOP_BELOW = (0.2, 0.4, 0.6)  # a token in hand pays from about (draft + width) / target on
 TUNING_TOKENS = 64  # of an answer are enough to compare draft lengths
@@ -59,19 +65,42 @@ def measure_agreement(
     prompt_ids: Sequence[list[int]],
     texts: Sequence[list[int]],
     sampling: Sampling,
-) -> list[list[Agreement]]:
-    """alpha of each draft on each prompt [drafts][prompts], teacher-forced, in one target pass."""
+) -> tuple[list[list[Agreement]], list[list[float]]]:
+    """alpha of each draft on each prompt [drafts][prompts], teacher-forced, in one target pass.
+
+    Also the entropy in bits of the target's distribution at temperature 1, at each position
+    [prompts][positions].
+    """
     found: list[list[Agreement]] = [[] for _ in drafts]
+    entropy: list[list[float]] = []
+    every = -(-len(prompts) // RULE_PROMPTS)
     rows = zip(prompts, prompt_ids, texts, strict=True)
-    for prompt, ids, text in tqdm(list(rows), desc="alpha", unit="prompt"):
+    for number, (prompt, ids, text) in enumerate(tqdm(list(rows), desc="alpha", unit="prompt")):
         sequence = torch.tensor([[*ids, *text[:-1]]], device=target.decoder.device)
-        p = warp(_teacher_forced(target.decoder, sequence, len(ids)), sampling)
+        scores = _teacher_forced(target.decoder, sequence, len(ids))
+        entropy.append(entropy_bits(scores)[0].tolist())
+        temperatures = RULE_TEMPERATURES if number % every == 0 else ()
+        samplings = [dataclasses.replace(sampling, temperature=t) for t in temperatures]
+        p, *p_compared = (warp(scores, one) for one in (sampling, *samplings))
         for draft, agreements in zip(drafts, found, strict=True):
-            alpha = agreement(p, draft.teacher_forced(ids, text, p.shape[-1], sampling))
-            agreements.append(
-                Agreement(prompt.id, prompt.category, float(alpha.sum()), alpha.numel())
+            q, *q_compared = (
+                draft.teacher_forced(ids, text, scores.shape[-1], one)
+                for one in (sampling, *samplings)
             )
-    return found
+            alpha = agreement(p, q)[0]
+            compared = zip(temperatures, p_compared, q_compared, strict=True)
+            agreements.append(
+                Agreement(
+                    prompt.id,
+                    prompt.category,
+                    float(alpha.sum()),
+                    alpha.numel(),
+                    alpha.tolist(),
+                    likeliest(q)[0].tolist(),
+                    {t: rule_acceptance(*both) for t, *both in compared},
+                )
+            )
+    return found, entropy
 
 
 def _teacher_forced(decoder: Decoder, sequence: Tensor, prompt_length: int) -> Tensor:
@@ -82,6 +111,75 @@ def _teacher_forced(decoder: Decoder, sequence: Tensor, prompt_length: int) -> T
         return first
     rest = decoder.forward(sequence[:, prompt_length:], prompt_length, cache)
     return torch.cat([first, rest], dim=1)
+
+
+def entropy_bits(logits: torch.Tensor) -> torch.Tensor:
+    """Entropy in bits of softmax(logits) over [..., V]."""
+    # finite, since 0 * -inf is nan: a masked token adds nothing
+    scores = logits.float().clamp_min(torch.finfo(torch.float32).min)
+    mean = torch.linalg.vecdot(scores.softmax(-1), scores)
+    return ((scores.logsumexp(-1) - mean) / math.log(2)).clamp_min(0)
+
+
+def rule_acceptance(p: torch.Tensor, q: torch.Tensor) -> dict[str, float]:
+    """Accepted drafted tokens under three exact rules, summed over the positions of [..., V].
+
+    exact: rejection sampling, sum min(p, q) (arXiv 2211.17192). greedy_match: the draft proposes
+    argmax q, accepted where the target samples it, p(argmax q). target_probability: x drawn from q
+    is accepted with probability p(x), else the next token is drawn from p without x, sum q p.
+    """
+    guess = likeliest(q)[..., None]
+    return {
+        "exact": float(agreement(p, q).sum()),
+        "greedy_match": float(p.gather(-1, guess).sum()),
+        "target_probability": float((p * q).sum()),
+    }
+
+
+@torch.inference_mode()
+def bits_per_token(target: Target, prompt_ids: Sequence[list[int]]) -> float:
+    """Mean surprise of the target, in bits, at the tokens of a few of the prompts.
+
+    Tokens drawn at random cost log2(V) bits at least on average, whatever the model.
+    """
+    bits, count = 0.0, 0
+    for ids in prompt_ids[:SURPRISE_PROMPTS]:
+        if len(ids) < 2:
+            continue
+        tokens = torch.tensor([ids[:SURPRISE_TOKENS]], device=target.decoder.device)
+        logits = _teacher_forced(target.decoder, tokens[:, :-1], 1)
+        chosen = logits.float().log_softmax(-1).gather(-1, tokens[:, 1:, None])
+        bits -= float(chosen.sum()) / math.log(2)
+        count += tokens.shape[1] - 1
+    return bits / max(count, 1)
+
+
+def sweep_gamma(
+    target: Target,
+    draft: Draft | StringDraft,
+    prompts: Sequence[Prompt],
+    prompt_ids: Sequence[list[int]],
+    how: Decoding,
+    max_gamma: int,
+) -> list[dict[str, Any]]:
+    """Measured speed-up and tau of every fixed draft length from 1 to max_gamma, interleaved."""
+    lengths = [DraftLength(gamma) for gamma in range(1, max_gamma + 1)]
+    rows = list(zip(prompts, prompt_ids, strict=True))
+    decode_speculative(target.decoder, draft, *rows[0], how, lengths[0])  # warm-up
+    baseline: list[PromptRun] = []
+    runs: list[list[PromptRun]] = [[] for _ in lengths]
+    for prompt, ids in tqdm(rows, desc="gamma sweep", unit="prompt"):
+        baseline.append(decode_baseline(target.decoder, prompt, ids, how))
+        for length, mine in zip(lengths, runs, strict=True):
+            mine.append(decode_speculative(target.decoder, draft, prompt, ids, how, length))
+    return [
+        {
+            "gamma": length.gamma,
+            "tau": metrics.tau(mine),
+            "speedup": metrics.speedup(mine, baseline),
+        }
+        for length, mine in zip(lengths, runs, strict=True)
+    ]
 
 
 def step_costs(
@@ -137,21 +235,29 @@ def choose_gamma(
 ) -> DraftLength:
     """The draft length with the least wall time per token on prompts that are not evaluated.
 
-    Fixed lengths from 1 to max_gamma, and max_gamma with each of STOP_BELOW.
+    Fixed lengths from 1 to max_gamma, and max_gamma with each of STOP_BELOW. After every quarter of
+    the prompts the slower half drops out: what is left decides between near equals.
     """
     how = dataclasses.replace(how, max_new_tokens=min(how.max_new_tokens, TUNING_TOKENS))
     lengths = [DraftLength(gamma) for gamma in range(1, max_gamma + 1)]
     lengths += [DraftLength(max_gamma, stop_below) for stop_below in STOP_BELOW]
-    totals = dict.fromkeys(lengths, 0.0)
-    tokens = dict.fromkeys(totals, 0)
+    seconds = dict.fromkeys(lengths, 0.0)
+    tokens = dict.fromkeys(lengths, 0)
+
+    def per_token(length: DraftLength) -> float:
+        return seconds[length] / tokens[length]
+
     rows = list(zip(prompts, prompt_ids, strict=True))
+    quarter = -(-len(rows) // 4)
     decode_speculative(target.decoder, draft, *rows[0], how, lengths[0])  # warm-up
-    for prompt, ids in tqdm(rows, desc="choose gamma", unit="prompt"):
+    for done, (prompt, ids) in enumerate(tqdm(rows, desc="choose gamma", unit="prompt"), 1):
         for length in lengths:
             run = decode_speculative(target.decoder, draft, prompt, ids, how, length)
-            totals[length] += run.seconds
+            seconds[length] += run.seconds
             tokens[length] += len(run.tokens)
-    return min(lengths, key=lambda length: totals[length] / tokens[length])
+        if done % quarter == 0:
+            lengths = sorted(lengths, key=per_token)[: -(-len(lengths) // 2)]
+    return min(lengths, key=per_token)
 
 
 def interleave(
@@ -194,9 +300,10 @@ def over_stock_generate(
 
     Both greedy: the cost of a step hardly depends on how its token is chosen.
     """
-    greedy = Decoding(Sampling(), how.stops, how.max_new_tokens, how.seed)
+    length = min(how.max_new_tokens, STOCK_TOKENS)
+    greedy = Decoding(Sampling(), how.stops, length, how.seed)
     config = GenerationConfig(
-        max_new_tokens=how.max_new_tokens,
+        max_new_tokens=greedy.max_new_tokens,
         do_sample=False,
         eos_token_id=sorted(how.stops),
         pad_token_id=min(how.stops),
@@ -245,27 +352,45 @@ class LosslessCheck:
         prompt_ids: Sequence[list[int]],
         baseline: Sequence[PromptRun],
         runs: Sequence[PromptRun],
-    ) -> dict[str, int]:
-        """`{prompts, identical, tie_divergences, unexplained}` of greedy runs of one draft."""
+    ) -> dict[str, Any]:
+        """`{prompts, identical, tie_divergences, unexplained, divergences}` of greedy runs.
+
+        divergences: where each text parts, as token ids, and what the two forwards say there.
+        """
         rows = list(zip(prompts, prompt_ids, baseline, runs, strict=True))
         other = [row for row in rows if row[2].tokens != row[3].tokens]
-        near = [(prompt, ids) for prompt, ids, base, run in other if self._is_tie(ids, base, run)]
-        ties = sum(self._agree_exactly(draft, near))
+        entries = [self._divergence(*row) for row in other]
+        near = [i for i, entry in enumerate(entries) if entry["tie"]]
+        agreed = self._agree_exactly(draft, [other[i][:2] for i in near])
+        for i, exact in zip(near, agreed, strict=True):
+            entries[i]["tie"] = exact
+        ties = sum(entry["tie"] for entry in entries)
         return {
             "prompts": len(rows),
             "identical": len(rows) - len(other),
             "tie_divergences": ties,
             "unexplained": len(other) - ties,
+            "divergences": entries,
         }
 
-    def _is_tie(self, ids: list[int], base: PromptRun, run: PromptRun) -> bool:
+    def _divergence(
+        self, prompt: Prompt, ids: list[int], base: PromptRun, run: PromptRun
+    ) -> dict[str, Any]:
+        """The first divergence of a text; `tie` says whether its gap is within the error."""
+        found: dict[str, Any]
         pairs = zip(base.tokens, run.tokens, strict=False)
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         if at is None:  # one is a prefix of the other: lengths can never differ by a tie
-            return False
-        single, wide = (self._logits_at(at, ids, one) for one in (base, run))
-        error = float((single - wide).abs().max())
-        return abs(float(single[base.tokens[at]] - single[run.tokens[at]])) <= error
+            shorter = min(len(base.tokens), len(run.tokens))
+            tokens = [text[shorter : shorter + 1] for text in (base.tokens, run.tokens)]
+            found = {"position": shorter, "gap": None, "error": None, "tie": False}
+        else:
+            single, wide = (self._logits_at(at, ids, one) for one in (base, run))
+            error = float((single - wide).abs().max())
+            gap = abs(float(single[base.tokens[at]] - single[run.tokens[at]]))
+            tokens = [[base.tokens[at]], [run.tokens[at]]]
+            found = {"position": at, "gap": gap, "error": error, "tie": gap <= error}
+        return {"prompt": prompt.id, "target": tokens[0], "drafted": tokens[1]} | found
 
     def _logits_at(self, at: int, ids: list[int], run: PromptRun) -> Tensor:
         """The target's logits [V] for token number `at` of a run, fed in the run's own blocks."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from eval.atlas import Answer
 from eval.metrics import Agreement, PromptRun, StepCosts
 from eval.report import DraftMeasurement, RunInfo, build_report
 
@@ -63,6 +64,57 @@ def made_up_run(rng, prompt_id, alpha, gamma, blocks=10):
     )
 
 
+PIECES = [
+    *["    ", "total", " =", " ", "0", "\n", "    ", "for", " value", " in", " values", ":", "\n"],
+    *[
+        "       ",
+        " total",
+        " +=",
+        " value",
+        "  #",
+        " add",
+        " <up>",
+        "\n",
+        "    ",
+        "return",
+        " total",
+    ],
+    *[" /", " len", "(", "values", ")", "\n"],
+]
+
+
+def spell(token):
+    """The bytes of a made-up token id: the pieces above, over and over."""
+    return PIECES[token % len(PIECES)].encode()
+
+
+def made_up_answers(prompts):
+    rng = random.Random(1)
+    return [
+        Answer(
+            str(i),
+            [piece.encode() for piece in PIECES],
+            [rng.choice([0.01, 0.3, 0.7, 1.5, 3.0, 5.0]) for _ in PIECES],
+            b"def mean(values):\n",
+        )
+        for i in range(prompts)
+    ]
+
+
+def made_up_agreement(rng, prompt_id, alpha):
+    """At temperature 0, with the three rules on every tenth prompt."""
+    agreed = min(max(round(rng.gauss(alpha, 0.05) * len(PIECES)), 0), len(PIECES))
+    values = [1.0] * agreed + [0.0] * (len(PIECES) - agreed)
+    rng.shuffle(values)
+    guesses = [i if value else (i + 3) for i, value in enumerate(values)]
+    rules = {
+        t: {"exact": 0.9 * agreed, "greedy_match": 0.8 * agreed, "target_probability": 0.7 * agreed}
+        for t in ((0.6, 1.0) if int(prompt_id) % 10 == 0 else ())
+    }
+    category = "even" if int(prompt_id) % 2 == 0 else "odd"
+    return Agreement(prompt_id, category, float(agreed), len(PIECES), values, guesses, rules)
+
+
 def made_up_measurement(name, alpha, prompts=40, **changes):
     rng = random.Random(name)
     fields = {
@@ -70,10 +122,7 @@ def made_up_measurement(name, alpha, prompts=40, **changes):
         "path": f"outputs/code/{name}",
         "form": "compact",
         "vocabulary": {"relation": "identical", "strategy": "none", "coverage": 1.0},
-        "agreement": [
-            Agreement(str(i), "even" if i % 2 == 0 else "odd", rng.gauss(alpha, 0.05) * 30, 30)
-            for i in range(prompts + 10)
-        ],
+        "agreement": [made_up_agreement(rng, str(i), alpha) for i in range(prompts + 10)],
         "runs": [made_up_run(rng, str(i), alpha, gamma=3) for i in range(prompts)],
         "baseline_runs": [made_up_run(rng, str(i), 0, 0, blocks=30) for i in range(prompts)],
         "costs": StepCosts(0.001, 0.010, {1: 0.010, 2: 0.0105, 3: 0.011, 4: 0.011, 5: 0.012}, 60),
@@ -88,6 +137,18 @@ def made_up_measurement(name, alpha, prompts=40, **changes):
             "identical": prompts - 2,
             "tie_divergences": 2,
             "unexplained": 0,
+            "divergences": [
+                {
+                    "prompt": str(i),
+                    "position": 7 + i,
+                    "target": " value",
+                    "drafted": "|`<b>`",
+                    "gap": 0.01,
+                    "error": 0.03,
+                    "tie": True,
+                }
+                for i in range(2)
+            ],
         },
     }
     return DraftMeasurement(**(fields | changes))
@@ -107,16 +168,22 @@ def run_info():
             "max_new_tokens": 64,
             "gamma": 3,
             "gamma_policy": "fixed",
-            "verification": "exact",
+            "verification": "greedy match",
+            "stop_tokens": 2,
+            "ended_by_stop": 0.4,
         },
         prompts={
             "source": "org/prompts",
             "n": 50,
             "sha256": "ab" * 32,
             "overlap_with_training": 0.0,
+            "bits_per_token": 3.1,
+            "random_bits": 15.6,
         },
         provenance={"command": "accelerate launch distill/train.py --recipe code", "seed": 0},
         over_stock_generate={"mean": 1.1, "ci95": [1.05, 1.15], "n": 40},
+        answers=made_up_answers(50),
+        spell=spell,
     )
 
 

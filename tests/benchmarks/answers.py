@@ -2,8 +2,8 @@
 
     python tests/benchmarks/answers.py
 
-The embedded code recipe's target, prompts, temperature and batch size, on the device that is there,
-in turns. Stock generates batch by batch, padded on the left, every row until the last one has
+The embedded code recipe's target, prompts and temperature, 48 rows, on the device that is there, in
+turns. Stock generates batch by batch, padded on the left, every row until the last one has
 ended, and captures nothing. Prints tokens/s (up to each answer's own end) and their ratio with a
 95% bootstrap interval over rounds.
 """
@@ -73,7 +73,7 @@ def ours(target, ids, recipe):
 
 def main():
     use_machine()
-    recipe = load_recipe(["--recipe", "code"])
+    recipe = load_recipe(["--recipe", "code", "--answer_batch_size", "48"])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = load_target(recipe.target, torch.bfloat16, device, 1024)
     size = BATCHES * recipe.answer_batch_size

@@ -1,5 +1,7 @@
 """The decoders against transformers: the same weights, one plain forward over the whole text."""
 
+import copy
+
 import pytest
 import torch
 from transformers import (
@@ -15,6 +17,8 @@ from transformers import (
 
 from eval.forward import (
     BATCHED_ROWS,
+    INT8_ROWS,
+    Int8Weight,
     KVCache,
     LeanDecoder,
     StockDecoder,
@@ -204,3 +208,54 @@ def test_what_a_decoder_cannot_do_is_said():
     recurrent.config.layer_types = ["linear_attention"] * 3
     with pytest.raises(ValueError, match="recurrent layers, whose state cannot be rolled back"):
         build_decoder(recurrent, CONTEXT)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama with biases", "qwen2", "qwen3"])
+def test_eight_bits_are_the_rounded_weights(kind):
+    model = made(kind)
+    decoder = build_decoder(model, CONTEXT, int8=True)
+    rounded = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, module in rounded.named_modules():
+            if isinstance(module, torch.nn.Linear):
+                values, scales = Int8Weight.of(module.weight)
+                assert values.abs().max() == 127, name
+                unit = scales[:, None] / 2 + 1e-9
+                assert ((values * scales[:, None] - module.weight).abs() <= unit).all()
+                # a new one: the head of a tied model is not its embedding any more
+                module.weight = torch.nn.Parameter(values * scales[:, None])
+    text = torch.randint(0, VOCAB, (1, INT8_ROWS + 4), generator=torch.Generator().manual_seed(1))
+    want = rounded(text).logits
+    assert not torch.allclose(want, model(text).logits, atol=1e-4)
+    cache = decoder.new_cache(1, CONTEXT)
+    assert_close(decoder.forward(text[:, :-2], 0, cache), want[:, :-2])  # weights unpacked
+    assert_close(decoder.forward(text[:, -2:], INT8_ROWS + 2, cache), want[:, -2:])
+
+
+def test_eight_bits_need_sizes_that_the_kernel_can_read():
+    config = LlamaConfig(**(SHAPE | {"intermediate_size": 40}))
+    model = LlamaForCausalLM(config).eval()
+    text = torch.arange(3)[None]
+    logits = build_decoder(model, CONTEXT, int8=True)
+    plain = build_decoder(model, CONTEXT)
+    assert torch.equal(
+        logits.forward(text, 0, logits.new_cache(1, 4)),
+        plain.forward(text, 0, plain.new_cache(1, 4)),
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_own_bytes_leave_out_the_embedding(kind):
+    model = made(kind)
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    embedding = model.get_input_embeddings().weight
+    expected = total - embedding.numel() * embedding.element_size()
+    assert build_decoder(model, CONTEXT).own_bytes() == expected
+
+
+def test_own_bytes_in_eight_bits():
+    model = made("llama")
+    linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    norms = [p for n, p in model.named_parameters() if "norm" in n]
+    expected = sum(w.numel() + 4 * w.shape[0] for w in linear) + 4 * sum(w.numel() for w in norms)
+    assert build_decoder(model, CONTEXT, int8=True).own_bytes() == expected

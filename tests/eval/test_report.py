@@ -9,16 +9,13 @@ import pytest
 from rich.console import Console
 
 from eval.report import (
-    DEFINITIONS,
     ReportError,
     build_report,
     check_report,
-    headline,
-    print_summary,
     read_report,
-    render_markdown,
     write_report,
 )
+from eval.text_report import DEFINITIONS, headline, print_summary, render_markdown
 
 CONTRACT = {
     "": "schema target engine device dtype baseline decoding prompts drafts gain provenance",
@@ -74,6 +71,17 @@ def test_numbers_of_the_made_up_run(sample_report):
     ]
 
 
+def test_heat_maps_of_all_drafts_show_the_same_answers(sample_report):
+    shown = [
+        [text["prompt"] for text in draft["atlas"]["heat_map"]]
+        for draft in sample_report["drafts"].values()
+    ]
+    assert shown[0] == shown[1]
+    assert len(shown[1]) == 3
+    alphas = [text["alpha"] for text in sample_report["drafts"]["tuned"]["atlas"]["heat_map"]]
+    assert alphas == sorted(alphas)
+
+
 def test_per_prompt_rows_give_the_means_again(sample_report):
     draft = sample_report["drafts"]["tuned"]
     rows = draft["per_prompt"]
@@ -95,7 +103,7 @@ def test_written_and_read_again(sample_report, tmp_path):
     write_report(tmp_path / "report", sample_report)
     assert read_report(tmp_path / "report" / "report.json") == sample_report
     names = sorted(path.name for path in (tmp_path / "report").iterdir())
-    assert names == ["report.json", "report.md"]
+    assert names == ["report.html", "report.json", "report.md"]
 
 
 def test_absent_and_cut_off_reports_are_refused(sample_report, tmp_path):
@@ -127,12 +135,12 @@ def test_a_report_without_one_of_the_fields_fails(sample_report, path):
         ("drafts.tuned.alpha.mean", float("nan"), "drafts.tuned.alpha.mean is nan"),
         ("drafts.tuned.itl_ms.baseline.p95", float("inf"), "p95 is inf"),
         ("drafts.tuned.alpha.mean", 1.2, "within 0 and 1"),
-        ("drafts.tuned.alpha.mean", None, "a mean and an interval"),
+        ("drafts.tuned.alpha.mean", None, "mean should be a number"),
         ("drafts.tuned.alpha", 0.6, "should be an object"),
         ("drafts.tuned.alpha.ci95", [0.7, 0.5], "runs backwards"),
         ("drafts.tuned.alpha.ci95", [0.5], "two numbers"),
-        ("drafts.tuned.alpha.n", 0, "counts prompts"),
-        ("drafts.tuned.tau.mean", 0.9, "at least 1 token"),
+        ("drafts.tuned.alpha.n", 0, "n is 0, but should be at least 1"),
+        ("drafts.tuned.tau.mean", 0.9, "should be at least 1"),
         ("drafts.tuned.per_position", [], "nothing was drafted"),
         ("drafts.tuned.speedup.mean", 9.0, "its tokens_per_s give"),
         ("drafts.tuned.memory.overhead", 0.05, "its bytes give"),
@@ -154,7 +162,13 @@ def test_a_mutated_report_fails(sample_report, path, value, message):
 def test_a_draft_that_is_not_lossless_is_said_loudly_and_cannot_be_hidden(
     run_info, measurement, tmp_path
 ):
-    broken = {"prompts": 40, "identical": 36, "tie_divergences": 1, "unexplained": 3}
+    broken = {
+        "prompts": 40,
+        "identical": 36,
+        "tie_divergences": 1,
+        "unexplained": 3,
+        "divergences": [],
+    }
     report = build_report(run_info, [measurement("tuned", 0.6, lossless=broken)])
     assert report["warnings"][0].startswith("NOT LOSSLESS: with draft tuned, 3 of 40")
     assert "OUTPUT CHANGED" in headline(report)
@@ -188,6 +202,60 @@ def test_warnings_about_loops_overhead_baseline_overlap_and_no_gain(run_info, me
     assert "only 0.80 of stock generate" in text
     assert "overlap with the training data: 0.25" in text
     assert "gain (again over tuned) holds 0" in text
+
+
+def setting(run_info, **changes):
+    decoding = run_info.decoding | {k: v for k, v in changes.items() if k in run_info.decoding}
+    prompts = run_info.prompts | {k: v for k, v in changes.items() if k in run_info.prompts}
+    return dataclasses.replace(run_info, decoding=decoding, prompts=prompts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stop_tokens": 0, "ended_by_stop": 0.0}, "No token ends a text, as with ignore_eos"),
+        ({"ended_by_stop": 0.0}, "Not one answer ended by itself within 64 tokens"),
+        ({"bits_per_token": 15.5}, "The prompts look random"),
+        ({"verification": "typical acceptance"}, "LOSSY: verification by 'typical acceptance'"),
+        ({"overlap_with_training": None}, "not known whether evaluation prompts were trained on"),
+    ],
+)
+def test_settings_that_flatter_are_warned_about(run_info, measurement, changes, message):
+    fair = build_report(run_info, [measurement("tuned", 0.6)])["warnings"]
+    found = build_report(setting(run_info, **changes), [measurement("tuned", 0.6)])["warnings"]
+    assert fair == []
+    assert len(found) == 1
+    assert message in found[0]
+
+
+def test_few_drafts_are_warned_about(run_info, measurement):
+    draft = measurement("tuned", 0.6)
+    few = [
+        dataclasses.replace(
+            run,
+            tokens=run.tokens[: 1 + sum(run.block_tokens[:5])],
+            block_seconds=run.block_seconds[:5],
+            block_tokens=run.block_tokens[:5],
+            drafted=run.drafted[:5],
+            accepted=run.accepted[:5],
+        )
+        for run in draft.runs
+    ]
+    report = build_report(run_info, [dataclasses.replace(draft, runs=few)])
+    assert report["drafts"]["tuned"]["per_position"][0]["drafts"] == 200
+    assert "tuned: acceptance rests on 200 drafts" in "".join(report["warnings"])
+
+
+def test_a_null_field_needs_a_reason(sample_report):
+    draft = sample_report["drafts"]["tuned"]
+    draft["c"] = None
+    with pytest.raises(
+        ReportError, match=r"drafts.tuned.c is null, and .*missing does not say why"
+    ):
+        check_report(sample_report)
+    draft["missing"].append({"field": "c", "reason": "a server does not tell"})
+    check_report(sample_report)
+    assert "- tuned, c: a server does not tell" in render_markdown(sample_report)
 
 
 def test_one_draft_has_no_gain_and_three_are_compared_with_the_first(run_info, measurement):

@@ -1,6 +1,7 @@
 """What is measured on a pair, on tiny models whose answers are known."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -12,11 +13,15 @@ from eval.prompts import Prompt
 from eval.speculative import Decoding, DraftLength, decode_baseline
 from eval.speed import (
     LosslessCheck,
+    bits_per_token,
     choose_gamma,
+    entropy_bits,
     interleave,
     measure_agreement,
     over_stock_generate,
+    rule_acceptance,
     step_costs,
+    sweep_gamma,
     target_texts,
 )
 from eval.verification import Sampling
@@ -62,7 +67,7 @@ def test_alpha_is_one_for_the_target_itself_and_counts_agreeing_positions(target
     texts = target_texts(target, IDS, GREEDY)
     other = build_decoder(tiny(1), 100)
     drafts = [Draft(target.decoder), Draft(other)]
-    found = measure_agreement(target, drafts, PROMPTS, IDS, texts, Sampling())
+    found, _ = measure_agreement(target, drafts, PROMPTS, IDS, texts, Sampling())
     assert [row.alpha_sum for row in found[0]] == [20.0] * 3
     for row, ids, text in zip(found[1], IDS, texts, strict=True):
         agreed = 0
@@ -77,7 +82,7 @@ def test_alpha_is_one_for_the_target_itself_and_counts_agreeing_positions(target
 def test_sampled_alpha_is_the_overlap_of_the_distributions(target, tiny):
     texts = target_texts(target, IDS, GREEDY)
     other = build_decoder(tiny(1), 100)
-    (found,) = measure_agreement(
+    (found,), _ = measure_agreement(
         target, [Draft(other)], PROMPTS, IDS, texts, Sampling(temperature=0.7)
     )
     ids, text = IDS[0], texts[0]
@@ -92,12 +97,90 @@ def test_sampled_alpha_is_the_overlap_of_the_distributions(target, tiny):
     assert found[0].alpha_sum == pytest.approx(overlap, abs=1e-4)
 
 
+def test_the_log_of_alpha_keeps_positions_guesses_and_entropy(target, tiny):
+    texts = target_texts(target, IDS, GREEDY)
+    other = build_decoder(tiny(1), 100)
+    (found,), entropy = measure_agreement(target, [Draft(other)], PROMPTS, IDS, texts, Sampling())
+    for row, bits, ids, text in zip(found, entropy, IDS, texts, strict=True):
+        assert len(row.values) == len(row.guesses) == len(bits) == row.positions
+        assert [value == 1 for value in row.values] == [
+            guess == token for guess, token in zip(row.guesses, text, strict=True)
+        ]
+        logits = target.decoder.forward(
+            torch.tensor([ids]), 0, target.decoder.new_cache(1, 100), last_only=True
+        )
+        p = logits[0, -1].double().softmax(-1)
+        assert bits[0] == pytest.approx(float(-(p * p.log2()).sum()), abs=1e-4)
+
+
+def test_entropy_of_known_distributions():
+    impossible = float("-inf")
+    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [5.0, 5.0, impossible, impossible]])
+    assert entropy_bits(logits).tolist() == pytest.approx([2.0, 1.0])
+    sure = torch.tensor([[9.0, impossible, impossible]])
+    assert entropy_bits(sure).tolist() == [0.0]
+
+
+def test_three_rules_by_their_formulas():
+    p = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.9, 0.0]])
+    q = torch.tensor([[0.2, 0.6, 0.2], [0.0, 1.0, 0.0]])
+    found = rule_acceptance(p, q)
+    assert found["exact"] == pytest.approx(0.7 + 0.9)
+    assert found["greedy_match"] == pytest.approx(0.3 + 0.9)
+    assert found["target_probability"] == pytest.approx(0.1 + 0.18 + 0.04 + 0.9)
+
+
+def test_rules_of_the_target_as_its_own_draft(target):
+    texts = target_texts(target, IDS, GREEDY)
+    (found,), _ = measure_agreement(
+        target, [Draft(target.decoder)], PROMPTS, IDS, texts, Sampling()
+    )
+    for row in found:
+        assert sorted(row.rules) == [0.0, 0.6, 1.0]
+        for temperature, sums in row.rules.items():
+            assert sums["exact"] == pytest.approx(row.positions, abs=1e-4)
+            if temperature == 0:
+                assert sums["greedy_match"] == sums["target_probability"] == row.positions
+            else:
+                assert 0 < sums["target_probability"] <= sums["greedy_match"] < sums["exact"]
+
+
+def test_random_tokens_are_as_surprising_as_they_must_be(target):
+    # a model that knows nothing: the bits of a uniform choice, exactly
+    class Flat:
+        device = target.decoder.device
+        new_cache = staticmethod(target.decoder.new_cache)
+
+        @staticmethod
+        def forward(tokens, start, cache, last_only=False):
+            return torch.zeros((1, 1 if last_only else tokens.shape[1], VOCAB))
+
+    flat = dataclasses.replace(target, decoder=Flat())
+    assert bits_per_token(flat, IDS) == pytest.approx(math.log2(VOCAB))
+    own = [ids + text for ids, text in zip(IDS, target_texts(target, IDS, GREEDY), strict=True)]
+    assert bits_per_token(target, own) < math.log2(VOCAB)
+
+
+def test_a_sweep_measures_every_length(target):
+    points = sweep_gamma(target, Draft(target.decoder), PROMPTS, IDS, GREEDY, 3)
+    assert [point["gamma"] for point in points] == [1, 2, 3]
+    # the target as its own draft: all is accepted, so gamma + 1 tokens a call
+    assert [point["tau"]["mean"] for point in points] == [2, 3, 4]
+    assert all(point["speedup"]["mean"] > 0 for point in points)
+
+
 def test_identical_runs_are_identical(target):
     base = baselines(target)
     counts = LosslessCheck(target, GREEDY, DraftLength(3)).ledger(
         Draft(target.decoder), PROMPTS, IDS, base, base
     )
-    assert counts == {"prompts": 3, "identical": 3, "tie_divergences": 0, "unexplained": 0}
+    assert counts == {
+        "prompts": 3,
+        "identical": 3,
+        "tie_divergences": 0,
+        "unexplained": 0,
+        "divergences": [],
+    }
 
 
 def test_another_token_where_nothing_ties_is_unexplained(target):
@@ -106,7 +189,12 @@ def test_another_token_where_nothing_ties_is_unexplained(target):
     counts = LosslessCheck(target, GREEDY, DraftLength(3)).ledger(
         Draft(target.decoder), PROMPTS, IDS, base, runs
     )
+    (entry,) = counts.pop("divergences")
     assert counts == {"prompts": 3, "identical": 2, "tie_divergences": 0, "unexplained": 1}
+    assert (entry["prompt"], entry["position"], entry["tie"]) == ("p1", 7, False)
+    assert entry["target"] == [base[1].tokens[7]]
+    assert entry["drafted"] == [runs[1].tokens[7]]
+    assert entry["gap"] > entry["error"] >= 0
 
 
 def test_a_text_that_is_cut_short_is_unexplained(target):
@@ -160,6 +248,25 @@ def test_gamma_is_one_of_those_tried(target):
     chosen = choose_gamma(target, Draft(target.decoder), PROMPTS, IDS, GREEDY, 3)
     assert chosen.gamma in (1, 2, 3)
     assert chosen.stop_below == 0 or chosen.gamma == 3
+
+
+def test_the_fastest_length_outlives_the_slower_halves(target, monkeypatch):
+    timed = []
+
+    def decode(_target, _draft, prompt, _ids, how, length):
+        timed.append(length)
+        seconds = 1 + abs(length.gamma - 4) + 10 * length.stop_below
+        run = changed(baselines(target)[0], 0)
+        return dataclasses.replace(run, prefill_seconds=seconds, block_seconds=[])
+
+    monkeypatch.setattr("eval.speed.decode_speculative", decode)
+    prompts = [Prompt(f"t{i}", prompt="unused") for i in range(8)]
+    chosen = choose_gamma(target, Draft(target.decoder), prompts, [[1]] * 8, GREEDY, 6)
+    assert chosen == DraftLength(4)
+    after_warm_up = timed[1:]
+    # two prompts with all nine, two with five, two with three, two with two
+    assert len(after_warm_up) == 2 * (9 + 5 + 3 + 2)
+    assert after_warm_up.count(DraftLength(4)) == 8
 
 
 def test_every_prompt_is_decoded_by_everybody(target, tiny):

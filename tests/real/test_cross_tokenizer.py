@@ -171,7 +171,7 @@ def test_every_bridge_end_to_end(run):
     answers = target_texts(target, ids, how)
     strategies = ("intersection", "string")
     drafts = [load_candidate(name, SMOL, target, name).draft for name in strategies]
-    agreements = measure_agreement(target, drafts, prompts, ids, answers, how.sampling)
+    agreements, _ = measure_agreement(target, drafts, prompts, ids, answers, how.sampling)
     exact = load_target(GEMMA, torch.float32, torch.device("cpu"), target.decoder.context_length)
     for name, draft, rows in zip(strategies, drafts, agreements, strict=True):
         found[name] = alpha(rows)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -72,6 +73,7 @@ def test_it_leaves_what_the_contract_promises(run):
         "draft/compact/model.safetensors",
         "report/report.json",
         "report/report.md",
+        "report/report.html",
     ):
         assert (run / name).is_file(), name
     assert list(run.glob("checkpoint-*/complete"))
@@ -122,6 +124,26 @@ def test_another_recipe_is_refused_in_the_same_folder(run):
     assert done.returncode == 2
     assert "holds a run of another recipe (learning_rate: 0.002 -> 0.5)" in done.stderr
     assert (run / "recipe.yaml").read_bytes() == before
+
+
+def test_a_dry_run_prices_the_run_and_writes_nothing(tmp_path):
+    done = subprocess.run(
+        command(tmp_path / "dry", dry_run="true", use_peft="true", num_train_epochs=2),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for line in (
+        r"answers \(3200 tokens at most\): \d+\.\d min",
+        r"training \(48 steps\): \d+\.\d min",
+        r"evaluation: \d+\.\d min",
+        r"memory: \d+\.\d GiB at the peak",
+        r"Can pay: a perfect draft would reach \d\.\d\dx",
+    ):
+        assert re.search(line, done.stdout), (line, done.stdout)
+    assert not (tmp_path / "dry").exists()
 
 
 def test_the_run_can_be_measured_again_and_gates_a_ci(run, tmp_path):

@@ -1,0 +1,1 @@
+"""Engines other than our own decoder, measured from outside."""

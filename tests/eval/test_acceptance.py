@@ -1,0 +1,77 @@
+"""The `evaluate` metric loads from its folder, offline, and counts as the report does."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eval.metrics import replayed_blocks
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("agreed", "gamma", "blocks"),
+    [
+        ("1111111", 2, [2, 2]),  # prefill, 3, 3 tokens
+        ("1011011", 2, [0, 2]),  # prefill, the wrong one corrected, 3 tokens, one left
+        ("0111", 3, []),  # no room for a draft of 3 and the bonus token
+        ("01111", 3, [3]),
+        ("1100000", 3, [1, 0, 0, 0]),  # shorter drafts near the end count, the last one does not
+        ("1000000", 1, [0, 0, 0, 0, 0]),
+        ("", 2, []),
+    ],
+)
+def test_blocks_by_replay(agreed, gamma, blocks):
+    assert replayed_blocks([mark == "1" for mark in agreed], gamma) == blocks
+
+
+SCRIPT = """
+import evaluate
+metric = evaluate.load("eval/acceptance")
+drafted, said = [[1, 2, 3, 4, 5], [1, 9, 3]], [[1, 2, 3, 4, 5], [1, 2, 3]]
+found = metric.compute(predictions=drafted, references=said, gamma=3)
+assert found["alpha"]["mean"] == 7 / 8, found
+assert found["alpha"]["n"] == 2
+assert found["tau"] == {"mean": 2.5, "ci95": [1.0, 4.0], "n": 2}, found
+found = metric.compute(predictions=[[1, 2]], references=[[1, 3]])
+assert found["alpha"]["mean"] == 0.5 and found["tau"] is None
+for bad, words in (({"predictions": [[1]], "references": [[1, 2]]}, "1 predictions for 2 tokens"),
+                   ({"predictions": [[1]], "references": [[1]], "gamma": 0}, "at least 1 token")):
+    try:
+        metric.compute(**bad)
+    except ValueError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(bad)
+"""
+
+
+def test_loads_from_its_folder_without_a_network(tmp_path):
+    # a process of its own: evaluate reads these variables when it is imported
+    offline = {"HF_HUB_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    caches = {"HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        cwd=ROOT,
+        env=os.environ | offline | caches,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_nobody_else_imports_evaluate_early():
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from eval.run import main; import sys; sys.exit('evaluate' in sys.modules)",
+        ],
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0

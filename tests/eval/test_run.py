@@ -1,0 +1,126 @@
+"""`python -m eval.run` on tiny checkpoints on disk: drafts side by side, rivals, sweep, gate."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+from eval.report import read_report
+from eval.run import main
+
+WORDS = ["def", "return", "the", "total", "value", "for", "in", "if"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_llama):
+    """Checkpoints `target` and `draft` of one byte-level tokenizer, and two prompt files."""
+    root = tmp_path_factory.mktemp("run")
+    alphabet = sorted(ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*alphabet, "</s>"])}
+    backend = Tokenizer(BPE(vocabulary, []))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    for noise, name in ((0.0, "target"), (0.1, "draft")):
+        model = tiny_llama(spread=4, vocab_size=len(vocabulary), eos_token_id=vocabulary["</s>"])
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight += noise * weight.std() * torch.randn(weight.shape)
+        model.generation_config.eos_token_id = vocabulary["</s>"]
+        model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    for name, lead in (("prompts", "def total(value):\n"), ("others", "The value")):
+        rows = [
+            {"prompt": f"{lead} {WORDS[i % 8]} {i}", "category": "odd" if i % 2 else "even"}
+            for i in range(8)
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (root / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    return root
+
+
+def run(folder, out, *more):
+    what = ["--target", str(folder / "target"), "--prompts", str(folder / "prompts.jsonl")]
+    short = ["--max_new_tokens", "24", "--max_gamma", "3", "--dtype", "float32", "--device", "cpu"]
+    return main([*what, *short, "--output_dir", str(out), *more])
+
+
+def test_drafts_rivals_sweep_and_other_prompts_in_one_report(folder, tmp_path, capsys):
+    status = run(
+        folder,
+        tmp_path,
+        *("--draft", "prompt-lookup"),
+        *("--draft", f"bad={folder / 'draft'}"),
+        *("--draft", f"self={folder / 'target'}"),
+        *("--gamma", "2", "--gamma_sweep", "3"),
+        *("--other_prompts", str(folder / "others.jsonl")),
+        *("--fail_under_alpha", "0.99"),
+    )
+    assert status == 0
+    report = read_report(tmp_path / "report" / "report.json")
+    assert list(report["drafts"]) == ["prompt-lookup", "bad", "self"]
+    own = report["drafts"]["self"]
+    # the target drafting for itself: all is accepted, in every way of looking at it
+    assert own["alpha"]["mean"] == own["accepted_over_drafted"]["mean"] == 1
+    assert own["tau"]["mean"] == 3
+    assert own["other_prompts"]["alpha"]["mean"] == 1
+    assert all(entry["rejected"] == 0 for entry in own["atlas"]["classes"])
+    assert all(row["exact"]["mean"] == pytest.approx(1, abs=1e-4)
+               for row in own["atlas"]["verification_rules"])  # fmt: skip
+    assert [point["tau"]["mean"] for point in own["gamma_sweep"]] == [2, 3, 4]
+    assert [entry["draft"] for entry in report["gain"]] == ["bad", "self"]
+    assert {d["lossless"]["unexplained"] for d in report["drafts"].values()} == {0}
+    # by category: answers have 24 tokens, alpha is taken on all of them
+    assert own["by_category"]["odd"]["alpha"]["n"] == 4
+    page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
+    assert "Other prompts" in page
+    assert "prompt-lookup" in capsys.readouterr().out
+
+
+def test_the_replayed_tau_is_the_one_that_decoding_has(folder, tmp_path):
+    """In fp32, fixed gamma, answers that end at the limit: the log of alpha says it all."""
+    assert run(folder, tmp_path, "--draft", f"d={folder / 'draft'}", "--gamma", "3") == 0
+    draft = read_report(tmp_path / "report" / "report.json")["drafts"]["d"]
+    assert draft["alpha"]["n"] == draft["tau"]["n"] == 8
+    assert 0.2 < draft["alpha"]["mean"] < 0.95
+    costs = draft["costs"]
+    (point,) = (point for point in draft["gamma_curve"] if point["gamma"] == 3)
+    block = 3 * costs["draft_step_ms"] + costs["target_verify_ms"]["4"]
+    assert point["replayed"] == pytest.approx(
+        draft["tau"]["mean"] * costs["target_step_ms"] / block, rel=1e-6
+    )
+
+
+def test_a_sampled_run_is_reported_whole(folder, tmp_path):
+    more = ("--draft", f"d={folder / 'draft'}", "--gamma", "2", "--temperature", "0.8")
+    assert run(folder, tmp_path, *more) == 0
+    report = read_report(tmp_path / "report" / "report.json")
+    draft = report["drafts"]["d"]
+    assert report["decoding"]["verification"] == "rejection sampling"
+    assert not any("LOSSY" in warning for warning in report["warnings"])
+    assert 0 < draft["alpha"]["mean"] < 1
+    assert {point["replayed"] for point in draft["gamma_curve"]} == {None}
+    assert draft["lossless"]["identical"] == 8  # measured greedily
+    values = [value for text in draft["atlas"]["heat_map"] for value in text["values"]]
+    assert any(0 < value < 1 for value in values)
+    classes = draft["atlas"]["classes"]
+    tokens = sum(row["positions"] for row in draft["per_prompt"])
+    assert sum(entry["positions"] for entry in classes) == tokens
+    rejected = sum(entry["rejected"] for entry in classes)
+    assert rejected == pytest.approx((1 - draft["alpha"]["mean"]) * tokens, abs=0.5)
+
+
+def test_gate_and_bad_input(folder, tmp_path, capsys):
+    bad = ("--draft", f"bad={folder / 'draft'}", "--gamma", "1", "--max_prompts", "3")
+    assert run(folder, tmp_path, *bad, "--fail_under_alpha", "0.99") == 1
+    assert "lower bound of alpha" in capsys.readouterr().err
+    assert run(folder, tmp_path, *bad, "--fail_under_speedup", "1000") == 1
+    assert "lower bound of speedup" in capsys.readouterr().err
+    assert run(folder, tmp_path, *bad, "--other_prompts", str(tmp_path / "none.jsonl")) == 2
+    assert "none.jsonl" in capsys.readouterr().err
+    assert run(folder, tmp_path, "--draft", "x=prompt-lookup", "--draft", "x=prompt-lookup") == 2
+    assert "same name" in capsys.readouterr().err

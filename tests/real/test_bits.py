@@ -1,0 +1,50 @@
+"""On a CPU a token has the same logits, to the bit, whether it is verified alone or in a block."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.real
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A process of its own: MKL reads how it is to sum when it is first used.
+SCRIPT = """
+from align.process import use_machine
+use_machine()
+import torch
+from distill.prompts import evaluation_prompts
+from distill.recipe import load_recipe
+from eval.drafts import load_target
+from eval.prompts import render_all
+
+recipe = load_recipe(["--recipe", "code"])
+target = load_target(recipe.target, torch.bfloat16, torch.device("cpu"), 600)
+decoder = target.decoder
+prompts = evaluation_prompts(recipe.eval_prompts, 3, 1)
+for ids in render_all(prompts, target.tokenizer, 600, 70):
+    cache = decoder.new_cache(1, len(ids) + 80)
+    logits = decoder.forward(torch.tensor([ids]), 0, cache, last_only=True)
+    text, alone = list(ids), []
+    for at in range(len(ids), len(ids) + 60):
+        text.append(int(logits[0, -1].max(-1).indices))
+        logits = decoder.forward(torch.tensor([text[-1:]]), at, cache)
+        alone.append(logits[0, 0].clone())
+    for width in (2, 3, 4, 7):
+        cache = decoder.new_cache(1, len(ids) + 80)
+        decoder.forward(torch.tensor([ids]), 0, cache, last_only=True)
+        for at in range(len(ids), len(text) - width + 1, width):
+            block = decoder.forward(torch.tensor([text[at : at + width]]), at, cache)[0]
+            for i, row in enumerate(block):
+                assert torch.equal(row, alone[at - len(ids) + i]), (len(ids), width, at + i)
+print("equal")
+"""
+
+
+def test_a_block_of_any_width_gives_the_bits_of_single_steps():
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip().endswith("equal"), done.stdout + done.stderr[-3000:]
