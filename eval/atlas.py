@@ -60,9 +60,11 @@ _PROSE = re.compile(
 _SCHEMES = {"code": _CODE, "prose": _PROSE}
 _KEYWORDS = frozenset(keyword.kwlist) - {"True", "False", "None"}
 _FENCED = re.compile(r"```[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+# A line that prose does not have: one is enough, as docstrings and comments are prose to the eye.
 _CODE_LINE = re.compile(
-    r"\s*(?:(?:def|class|return|import|from|if|elif|else|for|while|try|except|with|assert|raise)\b"
-    r".*[:\w)\]}'\"]|[\w.\[\]'\"]+(?:, ?\w+)*\s*[-+*/%|&]?=.*|[\w.]+\(.*\)|[)\]}]+,?|@\w.*|#.*)"
+    rb"^[ \t]*(?:(?:async )?def \w+\(|class \w+\b.*:|import \w|from [\w.]+ import |@\w+|return\b"
+    rb"|(?:if|elif|for|while|with)\b.*:[ \t]*$|[\w.\[\]]+ [-+*/]?= |[\w.]+\(.*\)[ \t]*$)",
+    re.MULTILINE,
 )
 
 
@@ -81,14 +83,9 @@ class Answer:
 
 
 def scheme_of(answers: Sequence[Answer]) -> str:
-    """`code` where over half of all lines of the answers look like Python, else `prose`."""
-    lines = [
-        line
-        for answer in answers
-        for line in b"".join(answer.pieces).decode("utf-8", "replace").splitlines()
-        if line.strip()
-    ]
-    return "code" if 2 * sum(bool(_CODE_LINE.fullmatch(x)) for x in lines) > len(lines) else "prose"
+    """`code` where over half of the texts, prompts included, hold a line of Python, else `prose`."""
+    code = sum(bool(_CODE_LINE.search(a.before + b"".join(a.pieces))) for a in answers)
+    return "code" if 2 * code > len(answers) else "prose"
 
 
 def classify(answer: Answer, scheme: str) -> list[str]:

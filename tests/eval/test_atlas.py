@@ -76,6 +76,10 @@ def test_code_is_told_from_prose():
     prose = answer("The Licensor grants to You a licence.\nIt may be ended at any time (see 4).\n")
     assert scheme_of([code]) == "code"
     assert scheme_of([prose]) == "prose"
+    # an answer that is all docstring goes on from code
+    docstring = answer("the sum", " of all.", before='def total(items):\n    """Returns ')
+    assert scheme_of([docstring, docstring, prose]) == "code"
+    assert scheme_of([docstring, prose]) == "prose"
 
 
 @pytest.fixture
