@@ -83,7 +83,7 @@ class Answer:
 
 
 def scheme_of(answers: Sequence[Answer]) -> str:
-    """`code` where over half of the texts, prompts included, hold a line of Python, else `prose`."""
+    """`code` where over half of the texts, prompts included, hold a Python line, else `prose`."""
     code = sum(bool(_CODE_LINE.search(a.before + b"".join(a.pieces))) for a in answers)
     return "code" if 2 * code > len(answers) else "prose"
 
