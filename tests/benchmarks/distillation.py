@@ -2,7 +2,7 @@
 
     python tests/benchmarks/distillation.py
 
-Both train the embedded code recipe's draft (the target's first two layers) on the same batches of
+Both train the embedded code recipe's draft (the target's first layers) on the same batches of
 the target's answers, on the device that is there, in turns. The plain loop is what one writes
 first: stock forwards of target and draft over prompt and answer, the draft's head over the whole
 vocabulary, KL of the whole distributions. Prints tokens/s of answer tokens and their ratio with a
@@ -41,14 +41,14 @@ def cached_loop(target, recipe, batches, token_ids):
         head.clone() if token_ids is None else head[token_ids],
     ).float()
     draft.get_input_embeddings().weight.requires_grad_(False)
-    if target.device.type == "cpu":
+    if target.decoder.device.type == "cpu":
         draft.set_attn_implementation("eager")
     attach_distillation_forward(draft.train())
     optimizer = adamw(draft)
 
     def step(number):
-        batch = {k: v.to(target.device) for k, v in batches[number].items() if k != "index"}
-        with torch.autocast(target.device.type, torch.bfloat16):
+        batch = {k: v.to(target.decoder.device) for k, v in batches[number].items() if k != "index"}
+        with torch.autocast(target.decoder.device.type, torch.bfloat16):
             loss = draft(**batch).loss
         finish(draft, optimizer, loss / len(batch["positions"]))
 
@@ -63,11 +63,11 @@ def plain_loop(target, recipe, batches):
     optimizer = adamw(draft)
 
     def step(number):
-        batch = {k: v.to(target.device) for k, v in batches[number].items() if k != "index"}
+        batch = {k: v.to(target.decoder.device) for k, v in batches[number].items() if k != "index"}
         inputs = {k: batch[k] for k in ("input_ids", "attention_mask")}
         with torch.no_grad():
             p = target.model(**inputs, use_cache=False).logits
-        with torch.autocast(target.device.type, torch.bfloat16):
+        with torch.autocast(target.decoder.device.type, torch.bfloat16):
             q = draft(**inputs, use_cache=False).logits
         answered = batch["labels"][:, :-1] != -100
         log_p = p[:, :-1][answered].float().log_softmax(-1)
