@@ -44,7 +44,7 @@ from distill.prepare import (
 from distill.prompts import evaluation_prompts, training_prompts, tuning_split
 from distill.publish import write_card
 from distill.recipe import Recipe, RecipeError, dump
-from distill.trainer import distil, training_config
+from distill.trainer import build_trainer, distil, training_config
 from eval.drafts import (
     Candidate,
     Target,
@@ -335,7 +335,7 @@ class Run:
         """`self.tuned`: the draft in fp32 after training, read back when that had ended before."""
         done = self.folder / "tuned"
         if not (done / "model.safetensors").exists():
-            tuned = distil(
+            trainer = build_trainer(
                 self.prepared.model,
                 self.answers,
                 self.trained_rows(self.prepared.token_ids),
@@ -344,6 +344,7 @@ class Run:
                 self.reader,
                 new_rows=self.strategy == "transplant",
             )
+            tuned = distil(trainer, self.recipe)
             with atomic_folder(done) as partial:
                 state = {k: v.contiguous() for k, v in tuned.state_dict().items()}
                 tied = tuned.get_output_embeddings().weight is tuned.get_input_embeddings().weight

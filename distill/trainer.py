@@ -245,20 +245,11 @@ def build_trainer(
     return trainer
 
 
-def distil(
-    model: PreTrainedModel,
-    answers: Iterable[CachedAnswer],
-    head_rows: Tensor | None,
-    tokenizer: PreTrainedTokenizerBase,
-    recipe: Recipe,
-    reader: Reader | None = None,
-    new_rows: bool = False,
-) -> PreTrainedModel:
-    """The draft after training, in fp32. The arguments are those of `build_trainer`.
+def distil(trainer: DistillationTrainer, recipe: Recipe) -> PreTrainedModel:
+    """The trainer's draft after training, in fp32.
 
     Goes on from the last whole checkpoint in the recipe's folder, or from resume_from_checkpoint.
     """
-    trainer = build_trainer(model, answers, head_rows, tokenizer, recipe, reader, new_rows)
     resume = recipe.training.get("resume_from_checkpoint") or last_checkpoint(recipe.folder)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     tuned: Any = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)

@@ -7,6 +7,7 @@ vocabulary, K rows of the draft's head that may be drafted, G drafted tokens.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -107,9 +108,9 @@ class Draft:
         return TokenSession(self, ids, slots, vocab_size, sampling, generator)
 
     def teacher_forced(
-        self, ids: list[int], text: list[int], vocab_size: int, sampling: Sampling
-    ) -> Tensor:
-        """q [1, R, V] before each token of `text` [R], given `ids` and the text so far."""
+        self, ids: list[int], text: list[int], vocab_size: int, samplings: Sequence[Sampling]
+    ) -> Iterator[Tensor]:
+        """q [1, R, V] before each token of `text` [R], at each sampling, from one pass."""
         if self.reader is None:
             pieces = [ids, *([i] for i in text[:-1])]
         else:
@@ -118,7 +119,9 @@ class Draft:
         # where its own ids outrun its context a draft has nothing to say
         fits = int((ends < self.decoder.context_length).sum())
         if fits == 0:
-            return torch.zeros((1, len(text), vocab_size), device=self.decoder.device)
+            for _ in samplings:
+                yield torch.zeros((1, len(text), vocab_size), device=self.decoder.device)
+            return
         read = [i for piece in pieces[:fits] for i in piece]
         prompt = len(pieces[0])
         cache = self.decoder.new_cache(1, len(read))
@@ -128,8 +131,9 @@ class Draft:
             rest = self.decoder.forward(tokens[:, prompt:], prompt, cache)
             logits = torch.cat([logits, rest], dim=1)
         logits = logits[:, (ends[:fits] - prompt + 1).to(logits.device)]
-        q = self.over_target_ids(warp(self.cut(logits), sampling), vocab_size)
-        return F.pad(q, (0, 0, 0, len(text) - fits))
+        for sampling in samplings:
+            q = self.over_target_ids(warp(self.cut(logits), sampling), vocab_size)
+            yield F.pad(q, (0, 0, 0, len(text) - fits))
 
 
 class TokenSession:
@@ -223,20 +227,21 @@ class StringDraft:
         return StringSession(self, ids, sampling, generator)
 
     def teacher_forced(
-        self, ids: list[int], text: list[int], vocab_size: int, sampling: Sampling
-    ) -> Tensor:
-        """[1, R, V], one-hot at the token drafted before each token of `text` [R].
+        self, ids: list[int], text: list[int], vocab_size: int, samplings: Sequence[Sampling]
+    ) -> Iterator[Tensor]:
+        """[1, R, V] at each sampling, one-hot at the token drafted before each of `text` [R].
 
         So sum min(p, .) is p of that token: the chance that `verify_without_q` accepts it.
         """
-        generator = torch.Generator(device=self.decoder.device).manual_seed(0)
-        session = self.start(ids, 0, vocab_size, sampling, generator)
-        found = torch.zeros((1, len(text), vocab_size), device=self.decoder.device)
-        for i, token in enumerate(text):
-            tokens = session.propose(ALPHA_STEPS).tokens[0, :1]
-            found[0, i, tokens] = 1
-            session.extend([token], 0)
-        return found
+        for sampling in samplings:
+            generator = torch.Generator(device=self.decoder.device).manual_seed(0)
+            session = self.start(ids, 0, vocab_size, sampling, generator)
+            found = torch.zeros((1, len(text), vocab_size), device=self.decoder.device)
+            for i, token in enumerate(text):
+                tokens = session.propose(ALPHA_STEPS).tokens[0, :1]
+                found[0, i, tokens] = 1
+                session.extend([token], 0)
+            yield found
 
 
 class StringSession:

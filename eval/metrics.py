@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -242,6 +242,15 @@ def _same_prompts(ids: Sequence[str], other_ids: Sequence[str]) -> None:
 def alpha(agreements: Sequence[Agreement]) -> Measured:
     """Mean over positions of sum_x min(p, q) (arXiv 2211.17192, theorem 3.5)."""
     return measure("alpha", [_agreement_row(a) for a in agreements if a.positions], _ratio)
+
+
+def both(
+    metric: Callable[[Sequence[PromptRun]], Any],
+    baseline: Sequence[PromptRun],
+    runs: Sequence[PromptRun],
+) -> dict[str, Any]:
+    """A metric of the runs without a draft and with it."""
+    return {"baseline": metric(baseline), "speculative": metric(runs)}
 
 
 def share(name: str, rows: Sequence[tuple[float, float]]) -> Measured:

@@ -165,10 +165,10 @@ def _draft_block(draft: DraftMeasurement, info: RunInfo, shown: Sequence[str]) -
         "speedup": speedup,
         "decode_speedup": decode,
         "decode_efficiency": metrics.decode_efficiency(runs, baseline, costs),
-        "tokens_per_s": _both(metrics.tokens_per_s, baseline, runs),
-        "ttft_ms": _both(metrics.ttft_ms, baseline, runs),
-        "itl_ms": _both(metrics.itl_ms, baseline, runs),
-        "loop_share": _both(metrics.loop_share, baseline, runs),
+        "tokens_per_s": metrics.both(metrics.tokens_per_s, baseline, runs),
+        "ttft_ms": metrics.both(metrics.ttft_ms, baseline, runs),
+        "itl_ms": metrics.both(metrics.itl_ms, baseline, runs),
+        "loop_share": metrics.both(metrics.loop_share, baseline, runs),
         "memory": {
             "target_bytes": memory["target_bytes"],
             "draft_bytes": memory["draft_bytes"],
@@ -204,14 +204,6 @@ def _replayed(draft: DraftMeasurement, info: RunInfo) -> dict[int, float]:
         for gamma in lengths
     }
     return {gamma: sum(tokens) / len(tokens) for gamma, tokens in blocks.items() if tokens}
-
-
-def _both(
-    metric: Callable[[Sequence[PromptRun]], Any],
-    baseline: Sequence[PromptRun],
-    runs: Sequence[PromptRun],
-) -> dict[str, Any]:
-    return {"baseline": metric(baseline), "speculative": metric(runs)}
 
 
 def _per_prompt(draft: DraftMeasurement) -> list[dict[str, Any]]:

@@ -83,9 +83,8 @@ def measure_agreement(
         samplings = [dataclasses.replace(sampling, temperature=t) for t in temperatures]
         p, *p_compared = (warp(scores, one) for one in (sampling, *samplings))
         for draft, agreements in zip(drafts, found, strict=True):
-            q, *q_compared = (
-                draft.teacher_forced(ids, text, scores.shape[-1], one)
-                for one in (sampling, *samplings)
+            q, *q_compared = draft.teacher_forced(
+                ids, text, scores.shape[-1], (sampling, *samplings)
             )
             alpha = agreement(p, q)[0]
             compared = zip(temperatures, p_compared, q_compared, strict=True)

@@ -366,10 +366,10 @@ def _build(
         "form": "served",
         "vocabulary": {"relation": "of the server", "strategy": "of the server", "coverage": None},
         "speedup": metrics.speedup(runs, baseline),
-        "tokens_per_s": _both(metrics.tokens_per_s, baseline, runs),
-        "ttft_ms": _both(metrics.ttft_ms, baseline, runs),
-        "itl_ms": _both(metrics.itl_ms, baseline, runs),
-        "loop_share": _both(metrics.loop_share, baseline, runs),
+        "tokens_per_s": metrics.both(metrics.tokens_per_s, baseline, runs),
+        "ttft_ms": metrics.both(metrics.ttft_ms, baseline, runs),
+        "itl_ms": metrics.both(metrics.itl_ms, baseline, runs),
+        "loop_share": metrics.both(metrics.loop_share, baseline, runs),
         "gamma_sweep": [],
         "lossless": _ledger(greedy),
         "by_category": {
@@ -436,10 +436,6 @@ def _build(
             "provenance": provenance,
         }
     )
-
-
-def _both(metric: Any, baseline: list[PromptRun], runs: list[PromptRun]) -> dict[str, Any]:
-    return {"baseline": metric(baseline), "speculative": metric(runs)}
 
 
 def _counters_block(log: Log) -> tuple[dict[str, Any] | None, str | None]:

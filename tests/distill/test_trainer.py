@@ -12,6 +12,7 @@ from distill.recipe import build_recipe
 from distill.trainer import (
     DistillationCollator,
     attach_distillation_forward,
+    build_trainer,
     distil,
     last_checkpoint,
     training_rows,
@@ -32,6 +33,13 @@ def tokenizer():
     words = {f"w{i}": i for i in range(VOCAB)}
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), pad_token="w0", eos_token="w1"
+    )
+
+
+@pytest.fixture
+def train(tokenizer):
+    return lambda model, answers, recipe: distil(
+        build_trainer(model, answers, None, tokenizer, recipe), recipe
     )
 
 
@@ -135,9 +143,7 @@ def test_chunks_change_nothing(monkeypatch, tiny_model):
 
 
 @pytest.mark.parametrize("use_peft", [False, True])
-def test_training_lowers_the_loss_and_leaves_a_plain_model(
-    tmp_path, tokenizer, use_peft, tiny_model
-):
+def test_training_lowers_the_loss_and_leaves_a_plain_model(tmp_path, train, use_peft, tiny_model):
     answers = made_answers()
     batch = DistillationCollator(0)(list(training_rows(answers, None)))
     batch.pop("index")
@@ -151,27 +157,22 @@ def test_training_lowers_the_loss_and_leaves_a_plain_model(
 
     before = loss(tiny_model())
     embedding = tiny_model().model.embed_tokens.weight
-    tuned = distil(
-        tiny_model(),
-        answers,
-        None,
-        tokenizer,
-        recipe_in(tmp_path, use_peft=use_peft, lora_r=4, lora_alpha=8, max_steps=60),
-    )
+    recipe = recipe_in(tmp_path, use_peft=use_peft, lora_r=4, lora_alpha=8, max_steps=60)
+    tuned = train(tiny_model(), answers, recipe)
     assert loss(tuned) < 0.97 * before
     assert type(tuned) is LlamaForCausalLM
     assert torch.equal(tuned.model.embed_tokens.weight, embedding)
     assert tuned(torch.tensor([[2, 3]])).logits.shape == (1, 2, VOCAB)
 
 
-def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path, tokenizer, tiny_model):
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path, train, tiny_model):
     answers = made_answers()
-    straight = distil(tiny_model(), answers, None, tokenizer, recipe_in(tmp_path / "straight"))
+    straight = train(tiny_model(), answers, recipe_in(tmp_path / "straight"))
     folder = tmp_path / "killed"
-    distil(tiny_model(), answers, None, tokenizer, recipe_in(folder))
+    train(tiny_model(), answers, recipe_in(folder))
     shutil.rmtree(folder / "checkpoint-8")
     assert last_checkpoint(folder).name == "checkpoint-4"
-    resumed = distil(tiny_model(), answers, None, tokenizer, recipe_in(folder))
+    resumed = train(tiny_model(), answers, recipe_in(folder))
     for name, weight in straight.state_dict().items():
         assert torch.equal(weight, resumed.state_dict()[name]), name
 
@@ -185,9 +186,9 @@ def test_a_checkpoint_cut_short_is_not_resumed_from(tmp_path):
     assert last_checkpoint(tmp_path / "none") is None
 
 
-def test_a_loss_that_is_not_a_number_names_the_answers(tmp_path, tokenizer, tiny_model):
+def test_a_loss_that_is_not_a_number_names_the_answers(tmp_path, train, tiny_model):
     answers = made_answers(8)
     for answer in answers:
         answer.top_logprobs[:] = float("nan")
     with pytest.raises(ValueError, match=r"loss is nan at step 1, on answers \[.*\] of the cache"):
-        distil(tiny_model(), answers, None, tokenizer, recipe_in(tmp_path))
+        train(tiny_model(), answers, recipe_in(tmp_path))

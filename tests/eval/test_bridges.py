@@ -419,7 +419,7 @@ def test_special_tokens_that_both_have_are_no_text(tmp_path, tiny_llama):
 def test_alpha_is_taken_before_every_token(bridged, name):
     target, drafts = bridged
     ids, text = [0, 13, 27], [4, 30, 2, 2, 28, 9]
-    q = drafts[name].teacher_forced(ids, text, 42, Sampling(1.0))
+    (q,) = drafts[name].teacher_forced(ids, text, 42, [Sampling(1.0)])
     assert q.shape == (1, 6, 42)
     assert ((q.sum(-1) - 1).abs() < 1e-5).all()
     if name.startswith("self by"):
@@ -444,13 +444,13 @@ def test_a_draft_that_cannot_spell_every_token_reads_on_without_them(tmp_path, t
             assert len(run.tokens) == 40
             assert sum(run.accepted) > 0
             assert {2, 3} & set(run.tokens)
-            q = bridge.teacher_forced(ids, run.tokens, 8, how.sampling)
+            (q,) = bridge.teacher_forced(ids, run.tokens, 8, [how.sampling])
             assert q[..., 2:4].sum() == 0
 
 
 def test_where_its_context_ends_a_draft_says_nothing(bridged):
     _, drafts = bridged
-    q = drafts["short of room"].teacher_forced([0] * 18, [26, 27, 28, 29], 42, Sampling(1.0))
+    (q,) = drafts["short of room"].teacher_forced([0] * 18, [26, 27, 28, 29], 42, [Sampling(1.0)])
     assert q.sum(-1)[0].round().tolist() == [1, 1, 0, 0]
 
 
