@@ -12,6 +12,7 @@ from eval.forward import Decoder
 from eval.verification import Sampling, likeliest, sample, warp
 
 SLACK = 32  # free slots: a step reads every slot of the cache, and resizing it reads all of it
+PREFILL_ROWS = 4  # prompts read at once: each weight that is read serves all their tokens
 
 
 @dataclass
@@ -47,23 +48,32 @@ def generate_batched(
     generator = torch.Generator(device=target.device).manual_seed(seed)
     longest = max((len(prompt) for prompt in prompts), default=0)
     cache = target.new_cache(min(batch_size, len(prompts)), longest + SLACK)
-    single = target.new_cache(1, longest)
-    answers = [Answer(queue.pop()) for _ in range(cache.rows)]
-    # each row's token to feed next, and its position
+    prefilled = target.new_cache(min(PREFILL_ROWS, len(prompts)), longest)
+    waiting: list[int] = []  # prompts in the rows of `prefilled`, the last of them first
+    # each row's answer, its token to feed next, and that token's position
+    answers: list[Answer] = []
     tokens = torch.zeros(cache.rows, dtype=torch.long, device=target.device)
     positions = torch.zeros(cache.rows, dtype=torch.long, device=target.device)
 
-    def admit(row: int) -> None:
-        """Cache all of the prompt but its last token, which steps with the other rows."""
-        prompt = prompts[answers[row].index]
-        if len(prompt) > 1:
-            head = torch.tensor([prompt[:-1]], device=target.device)
-            target.forward(head, 0, single, last_only=True)
-            cache.copy_row(row, single, len(prompt) - 1)
-        tokens[row], positions[row] = prompt[-1], len(prompt) - 1
+    def admit(row: int) -> Answer:
+        """Cache all of a prompt but its last token, which steps with the other rows."""
+        if not waiting:
+            waiting[:] = queue[-prefilled.rows :]
+            del queue[-prefilled.rows :]
+            width = max(len(prompts[i]) for i in waiting) - 1
+            if width > 0:
+                # what pads a head is overwritten before it is read
+                heads = [(prompts[i][:-1] + [0] * width)[:width] for i in waiting]
+                heads += heads[:1] * (prefilled.rows - len(heads))
+                target.forward(torch.tensor(heads, device=target.device), 0, prefilled, True)
+        index = waiting.pop()
+        head = len(prompts[index]) - 1
+        cache.copy_row(row, prefilled, len(waiting), head)
+        tokens[row], positions[row] = prompts[index][-1], head
+        return Answer(index)
 
     for row in range(cache.rows):
-        admit(row)
+        answers.append(admit(row))
     while answers:
         needed = int(positions.max()) + 1
         if not needed <= cache.slots <= needed + 2 * SLACK:
@@ -80,9 +90,8 @@ def generate_batched(
                 answer.captured.append(tuple(part[row] for part in captured))
             if token in stops or len(answer.tokens) == max_new_tokens:
                 yield answer
-                if queue:
-                    answers[row] = Answer(queue.pop())
-                    admit(row)
+                if waiting or queue:
+                    answers[row] = admit(row)
                 else:
                     ended.append(row)
         if ended:

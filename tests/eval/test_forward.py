@@ -129,7 +129,7 @@ def test_ragged_rows_have_the_logits_of_each_row_alone(model, count, width):
         for i, (row, head) in enumerate(zip(rows, heads, strict=True)):
             if head:
                 decoder.forward(torch.tensor([row[:head]]), 0, single)
-                cache.copy_row(i, single, head)
+                cache.copy_row(i, single, 0, head)
         tails = [(row[head:] + [0] * width)[:width] for row, head in zip(rows, heads, strict=True)]
         got = decoder.forward(torch.tensor(tails), torch.tensor(heads), cache)
         for i, (row, head) in enumerate(zip(rows, heads, strict=True)):
@@ -175,7 +175,9 @@ def test_products_of_whole_rows_are_the_attention_of_torch():
     q, k, v = (torch.randn(9, 2, n, 8) for n in (6, 12, 12))
     bias = causal_bias(torch.arange(9), 3, 12, torch.float32).repeat(1, 2, 1)[:, None]
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-    torch.testing.assert_close(batched_attention(q, k, v, bias), want, atol=1e-5, rtol=1e-5)
+    every_head = bias.expand(-1, 2, -1, -1).flatten(0, 1)
+    got = batched_attention(q, k, v, every_head)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
 def test_a_shared_embedding_is_used_in_place():
