@@ -84,7 +84,7 @@ class Recipe:
     strategy: Bridge = "auto"  # how vocabularies are bridged; auto re-homes a foreign draft
     num_draft_layers: int = 2  # layers kept of a pruned target
     draft_vocab_size: int | None = None  # rows of a pruned draft's head; null keeps all
-    fit_tokens: int = 30_000  # answer tokens that the head is fitted on
+    fit_tokens: int = 20_000  # answer tokens that the head is fitted on
     answer_temperature: float = 0.0  # how the target answers the training prompts
     answers_per_prompt: int = 1  # answers drawn for each training prompt
     answer_max_new_tokens: int = 128  # longest answer, in tokens
