@@ -28,7 +28,7 @@ from eval.metrics import measure
 from eval.verification import Sampling
 
 ROOT = Path(__file__).resolve().parents[2]
-ROUNDS = 12
+ROUNDS = 32
 STEPS = 20  # in a round
 BLOCK = 4  # steps of a proposal
 CONTEXT = 200
@@ -120,17 +120,19 @@ def step_ratio():
     for sampling, stop_below in itertools.product(samplings, (0.0, NEVER_STOPS)):
         rows = []
         for turn in range(ROUNDS + 1):
-            seconds = [0.0, 0.0]
-            for arm in (0, 1) if turn % 2 else (1, 0):
-                draft, vocab_size = arms[arm]
+            sessions = []
+            for draft, vocab_size in arms:
                 generator = torch.Generator().manual_seed(turn)
                 session = draft.start(ids, CONTEXT + STEPS + 8, vocab_size, sampling, generator)
                 session.propose(1)  # reads the context
-                clock = time.perf_counter()
-                for _ in range(STEPS // BLOCK):
-                    session.seen = CONTEXT - 1
-                    assert session.propose(BLOCK, stop_below).tokens.shape[1] == BLOCK
-                seconds[arm] = time.perf_counter() - clock
+                sessions.append(session)
+            seconds = [0.0, 0.0]
+            for block in range(STEPS // BLOCK):
+                for arm in (0, 1) if (turn + block) % 2 else (1, 0):
+                    clock = time.perf_counter()
+                    sessions[arm].seen = CONTEXT - 1
+                    assert sessions[arm].propose(BLOCK, stop_below).tokens.shape[1] == BLOCK
+                    seconds[arm] += time.perf_counter() - clock
             if turn > 0:  # the first is warm-up
                 rows.append(seconds)
         ratio = measure("step", rows, lambda t: t[..., 1] / t[..., 0])
