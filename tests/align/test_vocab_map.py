@@ -12,6 +12,7 @@ from align.side import read_side
 from align.sources import SourceError
 from align.vocab_map import MapError, Reader, build_map, load_map, save_map
 
+
 def write(folder, tokenizer):
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
