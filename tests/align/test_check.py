@@ -274,6 +274,17 @@ def test_a_prefix_space_on_one_side(edited, spelling):
     assert "TOK-005" not in codes(verdict)  # the space in front is known and taken off
 
 
+def test_offsets_that_leave_out_spaces_on_one_side(edited, spelling):
+    def trim(backend):
+        backend["post_processor"] = backend["pre_tokenizer"]
+
+    verdict = edited(trim, target={"tokens": spelling}, tokens=spelling)
+    assert (verdict.relation, verdict.strategy) == ("identical", "direct")
+    (finding,) = [f for f in verdict.findings if f.code == "TOK-005"]
+    assert finding.severity == "info"
+    assert "are the same and begin or end elsewhere by the draft's offsets" in finding.message
+
+
 def test_a_bos_on_one_side(edited):
     def bos(backend):
         sequence = {"id": "A", "type_id": 0}
