@@ -155,6 +155,12 @@ def choose_strategy(verdict: Verdict, asked: str, tuned: bool) -> Strategy:
             f"strategy {asked!r} would corrupt: the draft's vocabulary is {verdict.relation}; use "
             f"{best!r}, or auto. {why}"
         )
+    if asked == "transplant" and verdict.tuned_strategy not in ("transplant", "remap"):
+        why = " ".join(str(f) for f in verdict.findings if f.code == "TOK-012")
+        raise ValueError(
+            f"strategy 'transplant' cannot take the head of {verdict.draft!r} over; use strategy "
+            f"{verdict.strategy!r}, or another draft. {why}"
+        )
     return best if asked == "auto" else cast(Strategy, asked)
 
 

@@ -5,7 +5,7 @@ TOK-001  the same id stands for different tokens
 TOK-002  ids against the rows of embedding and head
 TOK-003  ids without a token, tokens spelt alike
 TOK-004  the pipelines: model, merges, normaliser, pre-tokenizer, decoder
-TOK-005  probe texts: encodings, round trips, coverage
+TOK-005  probe texts: encodings, offsets, round trips, coverage
 TOK-006  bos, eos, pad and unk ids, and what is put before and after a text
 TOK-007  the tokens that end a text, as tokenizer, config and generation config say
 TOK-008  the same added token, flagged otherwise on the other side
@@ -312,6 +312,23 @@ def _check_probes(target: Side, draft: Side, relation: Relation) -> Iterator[Fin
                 f"tokenizer (the first: {other[0]!r}).",
                 "nothing: the target's tokenizer encodes for both; acceptance is lower untuned",
             )
+        moved = [text for text in PROBES if _offsets_differ(text, target, draft)]
+        if moved:
+            yield Finding(
+                "TOK-005",
+                "info",
+                f"The tokens of {len(moved)} of {len(PROBES)} probe texts are the same and begin or "
+                f"end elsewhere by the draft's offsets (the first: {moved[0]!r}).",
+                "nothing here, where texts are aligned by the bytes of their tokens; a mask cut by "
+                "offsets elsewhere would move",
+            )
+
+
+def _offsets_differ(text: str, target: Side, draft: Side) -> bool:
+    mine, theirs = (
+        side.plain_tokenizer.encode(text, add_special_tokens=False) for side in (target, draft)
+    )
+    return mine.ids == theirs.ids and mine.offsets != theirs.offsets
 
 
 def _check_special_ids(target: Side, draft: Side) -> Iterator[Finding]:

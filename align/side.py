@@ -24,6 +24,7 @@ _HEAD_BIASES = ("lm_head.bias", "embed_out.bias")
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 ADAPTER = "adapter_model.safetensors"
+_ANY_TEXT = "".join(map(chr, range(0x180))) + "\U0010ffff"
 
 
 @dataclass
@@ -99,11 +100,13 @@ class Side:
         from tokenizers import Tokenizer
 
         try:
-            return Tokenizer.from_str(json.dumps(self.backend | {"truncation": None}))
+            made = Tokenizer.from_str(json.dumps(self.backend | {"truncation": None}))
+            made.encode(_ANY_TEXT)  # an unk_token that has no id is noticed when it is needed
         except Exception as error:  # the Rust library raises Exception itself
             raise SourceError(
-                f"The tokenizer of {self.spec} is ill-formed ({error}); restore its files."
+                f"TOK-000: The tokenizer of {self.spec} is ill-formed ({error}); restore its files."
             ) from error
+        return made
 
     @cached_property
     def plain_tokenizer(self) -> Tokenizer:

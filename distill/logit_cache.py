@@ -69,8 +69,9 @@ class LogitCache:
             changed = sorted(name for name in parts | found if parts.get(name) != found.get(name))
             if changed:
                 detail = "; ".join(f"{n}: {found.get(n)} -> {parts.get(n)}" for n in changed)
+                code = "TOK-014: " if "tokenizer" in changed else ""
                 raise CacheError(
-                    f"{folder} holds distributions made with another {', '.join(changed)} "
+                    f"{code}{folder} holds distributions made with another {', '.join(changed)} "
                     f"({detail}); they would teach the draft the wrong target. Use another "
                     "output_dir or delete that folder."
                 )

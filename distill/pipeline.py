@@ -88,13 +88,12 @@ class Run:
         self.sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
         self.started = time.time()
         if not recipe.dry_run:
-            self._claim_folder()
+            self._refuse_another_run()
 
-    def _claim_folder(self) -> None:
-        """Refuse a folder of another recipe; write down this one."""
-        path, text = self.folder / "recipe.yaml", dump(self.recipe)
+    def _refuse_another_run(self) -> None:
+        path = self.folder / "recipe.yaml"
         if path.exists():
-            found, asked = yaml.safe_load(path.read_text()) or {}, yaml.safe_load(text)
+            found, asked = yaml.safe_load(path.read_text()) or {}, yaml.safe_load(dump(self.recipe))
             changed = sorted(
                 key
                 for key in (found.keys() | asked.keys()) - FREE_KEYS
@@ -106,36 +105,36 @@ class Run:
                     f"{self.folder} holds a run of another recipe ({detail}). Give --output_dir a "
                     "new folder, or delete that one."
                 )
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with atomic_file(path) as file:
-            file.write(text)
 
     # --- check
 
     def check_vocabularies(self) -> None:
-        """vocab_check.json and the map; a pair with no lossless strategy stops here."""
+        """recipe.yaml, vocab_check.json and the map; a pair that cannot be tuned leaves nothing."""
         recipe = self.recipe
         target = read_side(recipe.target)
         draft = target if recipe.draft is None else read_side(recipe.draft)
         self.sides, self.verdict = (target, draft), compare(target, draft)
         self.strategy = choose_strategy(self.verdict, recipe.strategy, tuned=True)
         print(f"vocabulary: {self.verdict.relation}, strategy {self.strategy}")
-        if self.strategy == "string":
+        if draft.head_bias or draft.logit_changes:
             raise ValueError(
-                f"The draft {recipe.draft!r} can only draft by text, since its head "
-                f"({draft.logit_changes or 'with a bias'}) rules a transplant out, and cannot be "
-                "tuned so; use another draft, or none: the target is pruned then."
+                f"TOK-012: the head of {draft.spec!r} has "
+                f"{'a bias' if draft.head_bias else draft.logit_changes}, which neither the loss "
+                "nor new or trimmed rows take over, so it can draft as it is (eval.run) but not be "
+                "tuned here; name another draft with --draft."
             )
         self.vocab_map: VocabMap | None = None
+        path = self.folder / VOCAB_MAP
         if self.strategy in ("remap", "transplant", "intersection"):
-            path = self.folder / VOCAB_MAP
             if path.exists():
                 self.vocab_map = load_map(path, target, draft)
             else:
                 self.vocab_map = build_map(target, draft)
-                if not recipe.dry_run:
-                    save_map(path, self.vocab_map)
         if not recipe.dry_run:
+            with atomic_file(self.folder / "recipe.yaml") as file:
+                file.write(dump(recipe))
+            if self.vocab_map is not None and not path.exists():
+                save_map(path, self.vocab_map)
             with atomic_file(self.folder / "vocab_check.json") as file:
                 json.dump(self.verdict.to_json() | {"used": self.strategy}, file, indent=2)
 

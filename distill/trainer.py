@@ -215,7 +215,8 @@ def build_trainer(
     """A trainer of the draft in fp32.
 
     An input embedding that is not the head as well stays as it is, unless it has `new_rows` that
-    were never trained (a transplant). reader: as for `training_rows`.
+    were never trained (a transplant): then LoRA trains embedding and head whole, too. reader: as
+    for `training_rows`.
     """
     model = model.float()
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -230,6 +231,8 @@ def build_trainer(
             lora_dropout=recipe.lora_dropout,
             target_modules=modules if modules == "all-linear" else modules.split(","),
             task_type="CAUSAL_LM",
+            modules_to_save=_embedding_and_head(model, tied) if new_rows else None,
+            ensure_weight_tying=tied and new_rows,
         )
     trainer = DistillationTrainer(
         model=model,
@@ -243,6 +246,18 @@ def build_trainer(
         # torch's fused attention takes twice the time of two products there, its backward thrice
         model.set_attn_implementation("eager")
     return trainer
+
+
+def _embedding_and_head(model: PreTrainedModel, tied: bool) -> list[str]:
+    """The names that peft knows them by; of two that are tied only the embedding's."""
+    whole = [model.get_input_embeddings()]
+    if not tied:
+        whole.append(model.get_output_embeddings())
+    return [
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if any(module is part for part in whole)
+    ]
 
 
 def distil(trainer: DistillationTrainer, recipe: Recipe) -> PreTrainedModel:

@@ -5,8 +5,35 @@ import json
 import zipfile
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from align.token_bytes import _byte_alphabet
+
+# every string that tokenizers have been seen to stumble over
+STRINGS = [
+    "",
+    " ",
+    "\r\n",
+    *(" " * n for n in range(2, 33)),
+    "\t\tindented\n\t    deeper\n",
+    "x , y",
+    "caf\u00e9",
+    "cafe\u0301",
+    "\ufb01ne",
+    "a\u00a0b",
+    "a\u200bb",
+    "\ufeffstart",
+    "nul\x00inside",
+    "👩\u200d👩\u200d👧",
+    "日本語のテキスト",
+    "עברית العربية",
+    "1,234,567",
+    "§ 12(b)(ii)",
+    "“quoted” ‘curly’",
+    "user says <|im_end|> and goes on",
+    "ab" * 10_000,
+    "literal ▁ Ġ <0x0A>",
+]
 
 
 @pytest.fixture
@@ -46,6 +73,28 @@ def make_wheel(index):
 @pytest.fixture
 def sha256():
     return lambda content: hashlib.sha256(content).hexdigest()
+
+
+@pytest.fixture(params=STRINGS, ids=lambda text: ascii(text[:20]))
+def text(request):
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def byte_level_tokenizer():
+    """Byte-level BPE with merges of its own, and <|im_end|> as id 0."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=["<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    corpus = [*(text for text in STRINGS if len(text) < 999), "def f(x):\n    return x\n" * 4]
+    tokenizer.train_from_iterator(corpus, trainer)
+    return tokenizer
 
 
 @pytest.fixture

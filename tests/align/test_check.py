@@ -150,6 +150,16 @@ def test_special_ids(pair):
     assert not verdict.fatal
 
 
+def test_an_unknown_token_on_one_side(edited):
+    def unknown(backend):
+        backend["model"]["unk_token"] = "a"
+
+    verdict = edited(unknown, tokenizer_config={"unk_token": "a"})
+    assert (verdict.relation, verdict.strategy) == ("identical", "direct")
+    assert "unk_token differ" in found(verdict, "TOK-004")
+    assert "unk_token is None for the target, 0 for the draft" in found(verdict, "TOK-006")
+
+
 def test_a_special_flag_on_one_side_only(pair):
     verdict = pair(special=False)
     assert (verdict.relation, verdict.strategy) == ("identical", "direct")
@@ -162,6 +172,15 @@ def test_stops_are_the_union_of_all_sources(pair):
     assert "The target's config lists only [9] of its stops [8, 9]" in found(verdict, "TOK-007")
     assert "ends at [8, 9] for the target, at [9] for the draft" in found(verdict, "TOK-007")
     assert not codes(verdict, "error", "fatal")
+
+
+def test_three_stops_in_one_list(pair):
+    verdict = pair(target={"config": {"eos_token_id": [7, 8, 9]}}, tokens="abcdefg")
+    assert "ends at [7, 8, 9] for the target" in found(verdict, "TOK-007")
+    assert "The target's tokenizer lists only [9] of its stops [7, 8, 9]" in found(
+        verdict, "TOK-007"
+    )
+    assert "stops [7] cannot be drafted" in found(verdict, "TOK-007")
 
 
 def test_a_stop_that_cannot_be_drafted(pair):
@@ -274,6 +293,17 @@ def test_a_prefix_space_on_one_side(edited, spelling):
     assert "TOK-005" not in codes(verdict)  # the space in front is known and taken off
 
 
+def test_offsets_that_leave_out_spaces_on_one_side(edited, spelling):
+    def trim(backend):
+        backend["post_processor"] = backend["pre_tokenizer"]
+
+    verdict = edited(trim, target={"tokens": spelling}, tokens=spelling)
+    assert (verdict.relation, verdict.strategy) == ("identical", "direct")
+    (finding,) = [f for f in verdict.findings if f.code == "TOK-005"]
+    assert finding.severity == "info"
+    assert "are the same and begin or end elsewhere by the draft's offsets" in finding.message
+
+
 def test_a_bos_on_one_side(edited):
     def bos(backend):
         sequence = {"id": "A", "type_id": 0}
@@ -344,7 +374,7 @@ def test_an_adapter_that_trains_rows_beside_its_model(pair, tmp_path, write_toke
     assert "['embed_tokens']" in found(check_pair(target, draft), "TOK-013")
 
 
-def test_an_adapter_with_rows_of_its_own_is_refused(tmp_path, write_tokenizer):
+def test_an_adapter_with_rows_of_its_own_is_refused(tmp_path, write_tokenizer, capsys):
     target = write_tokenizer(tmp_path / "t")
     save_file(
         {"base_model.model.model.embed_tokens.weight": torch.zeros(12, 2)},
@@ -352,6 +382,10 @@ def test_an_adapter_with_rows_of_its_own_is_refused(tmp_path, write_tokenizer):
     )
     with pytest.raises(SourceError, match=r"TOK-013: .*with 12 rows.*merge it"):
         check_pair(target, str(tmp_path / "d"))
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["--target", target, "--draft", str(tmp_path / "d")]) == 2
+    assert capsys.readouterr().err.startswith("error: TOK-013: ")
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def tables(ids, rows=10, **changes):
@@ -459,11 +493,23 @@ def test_ill_formed_files_exit_with_2(tmp_path, write_tokenizer, capsys, name, t
     target = write_tokenizer(tmp_path / "target")
     draft = write_tokenizer(tmp_path / "draft")
     (tmp_path / "draft" / name).write_text(text)
+    before = sorted(tmp_path.rglob("*"))
     assert main(["--target", target, "--draft", draft]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("error: TOK-000: ")
     assert str(tmp_path / "draft") in captured.err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_unknown_token_that_has_no_id_exits_with_2(tmp_path, write_tokenizer, capsys):
+    target, draft = write_tokenizer(tmp_path / "target"), write_tokenizer(tmp_path / "draft")
+    # as an added token it is found by name, but not by the model, which needs it
+    edit(tmp_path / "draft", lambda backend: backend["model"].update(unk_token="<s>"))
+    assert main(["--target", target, "--draft", draft]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: TOK-000: ")
+    assert "`<s>` not found in the vocabulary" in error
 
 
 @pytest.mark.parametrize(
@@ -498,8 +544,13 @@ def test_a_slow_only_tokenizer_exits_with_2(tmp_path, write_tokenizer, capsys, m
     draft = write_tokenizer(tmp_path / "draft")
     (tmp_path / "draft" / "tokenizer.json").unlink()
     monkeypatch.setattr("align.side.load_tokenizer", lambda spec: SlowTokenizer())
+    before = sorted(tmp_path.rglob("*"))
     assert main(["--target", target, "--draft", draft]) == 2
-    assert "has only a slow tokenizer (SlowTokenizer)" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("error: TOK-000: ")
+    assert "has only a slow tokenizer (SlowTokenizer)" in error
+    assert "add the tokenizer.json of its fast form" in error
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_exit_codes_and_json(tmp_path, write_tokenizer, capsys):

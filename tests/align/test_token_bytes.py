@@ -3,53 +3,30 @@
 import time
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from align.token_bytes import backend_keys, token_keys
 
-TEXTS = [
-    "",
-    " ",
-    "x , y",
-    "\r\n\t\t    indented\x00",
-    "é é ﬁ \u00a0\u200b\ufeff",
-    "👩‍👩‍👧 日本語 עברית",
-    "1,234,567 § 12(b)(ii) “quoted”",
-    "literal ▁ Ġ <0x0A> <|im_end|>",
-    "a" * 10_000,
-]
-
 
 @pytest.fixture(scope="module")
-def byte_level_tokenizer():
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+def fast_tokenizer(byte_level_tokenizer):
+    return PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer, eos_token="<|im_end|>")
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_byte_level_keys_spell_the_text(byte_level_tokenizer, text):
-    keys = token_keys(byte_level_tokenizer)
-    ids = byte_level_tokenizer(text).input_ids
+def test_byte_level_keys_spell_the_text(fast_tokenizer, text):
+    keys = token_keys(fast_tokenizer)
+    ids = fast_tokenizer(text).input_ids
     assert b"".join(keys[i][1] for i in ids) == text.encode()
 
 
-def test_byte_level_keys_hold_every_byte_once(byte_level_tokenizer):
-    keys = token_keys(byte_level_tokenizer)
-    assert len(keys) == len(byte_level_tokenizer)
+def test_byte_level_keys_hold_every_byte_once(fast_tokenizer):
+    keys = token_keys(fast_tokenizer)
+    assert len(keys) == len(fast_tokenizer)
     assert sorted(key for key in keys if len(key[1]) == 1) == [
         ("normal", bytes([byte])) for byte in range(256)
     ]
-    assert keys[0] == ("special", b"<|end|>")
+    assert keys[0] == ("special", b"<|im_end|>")
     assert len(set(keys)) == len(keys)
 
 
@@ -80,11 +57,11 @@ def sentencepiece_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
 
 
-@pytest.mark.parametrize("text", [text for text in TEXTS if "▁" not in text])
 def test_sentencepiece_keys_spell_the_text(sentencepiece_tokenizer, text):
     keys = token_keys(sentencepiece_tokenizer)
     ids = sentencepiece_tokenizer(text).input_ids
-    assert b"".join(keys[i][1] for i in ids) == text.encode()
+    # SentencePiece cannot tell a literal "▁" from a space
+    assert b"".join(keys[i][1] for i in ids) == text.replace("▁", " ").encode()
 
 
 def test_sentencepiece_keys(sentencepiece_tokenizer):

@@ -4,11 +4,13 @@
 
 1. `align.check` as a command on a byte-level vocabulary of 150k and a SentencePiece-like one of
    262k tokens, both with a merge for every token: seconds, bar 10.
-2. A draft step of a model of SmolLM2-135M's shape (random weights, bf16) by intersection, 85% of
-   its tokens mapped, over a plain step, interleaved; greedy and sampled: bar 1.05. Prints the ratio
-   with a 95% bootstrap interval over rounds.
+2. A draft step of a model of SmolLM2-135M's shape (random weights; bf16, as a run loads it) by
+   intersection, 85% of its tokens mapped, over a plain step, interleaved: bar 1.05. Greedy and
+   sampled, with a fixed draft length and with one that hangs on the draft's confidence, which runs
+   choose where it pays. Prints the ratio with a 95% bootstrap interval over rounds.
 """
 
+import itertools
 import json
 import subprocess
 import sys
@@ -26,9 +28,11 @@ from eval.metrics import measure
 from eval.verification import Sampling
 
 ROOT = Path(__file__).resolve().parents[2]
-ROUNDS = 12
+ROUNDS = 32
 STEPS = 20  # in a round
+BLOCK = 4  # steps of a proposal
 CONTEXT = 200
+NEVER_STOPS = 1e-99  # a confidence that is computed and compared, and always enough
 
 
 def words(count, letters):
@@ -111,19 +115,24 @@ def step_ratio():
     by_map = Draft(decoder, token_ids, mapped, feed=mapped)
     plain = Draft(decoder)
     ids = torch.randint(49_152, (CONTEXT,)).tolist()
-    for sampling in (Sampling(), Sampling(temperature=0.8)):
+    arms = ((plain, 49_152), (by_map, 262_144))
+    samplings = (Sampling(), Sampling(temperature=0.8))
+    for sampling, stop_below in itertools.product(samplings, (0.0, NEVER_STOPS)):
         rows = []
         for turn in range(ROUNDS + 1):
-            seconds = []
-            for draft, vocab_size in ((plain, 49_152), (by_map, 262_144)):
+            sessions = []
+            for draft, vocab_size in arms:
                 generator = torch.Generator().manual_seed(turn)
                 session = draft.start(ids, CONTEXT + STEPS + 8, vocab_size, sampling, generator)
                 session.propose(1)  # reads the context
-                clock = time.perf_counter()
-                for _ in range(STEPS // 4):  # blocks of four, as when decoding
-                    session.seen = CONTEXT - 1
-                    session.propose(4)
-                seconds.append(time.perf_counter() - clock)
+                sessions.append(session)
+            seconds = [0.0, 0.0]
+            for block in range(STEPS // BLOCK):
+                for arm in (0, 1) if (turn + block) % 2 else (1, 0):
+                    clock = time.perf_counter()
+                    sessions[arm].seen = CONTEXT - 1
+                    assert sessions[arm].propose(BLOCK, stop_below).tokens.shape[1] == BLOCK
+                    seconds[arm] += time.perf_counter() - clock
             if turn > 0:  # the first is warm-up
                 rows.append(seconds)
         ratio = measure("step", rows, lambda t: t[..., 1] / t[..., 0])
@@ -131,8 +140,9 @@ def step_ratio():
         milliseconds = 1e3 * sum(row[0] for row in rows) / ROUNDS / STEPS
         kind = "greedy" if sampling.greedy else "sampled"
         print(
-            f"draft step by map / plain, {kind}: {ratio['mean']:.3f} [{low:.3f}, {high:.3f}], "
-            f"n={ROUNDS} rounds of {STEPS} steps, plain {milliseconds:.2f} ms"
+            f"draft step by map / plain, {kind}{', confidence' * bool(stop_below)}: "
+            f"{ratio['mean']:.3f} [{low:.3f}, {high:.3f}], n={ROUNDS} rounds of {STEPS} steps, "
+            f"plain {milliseconds:.2f} ms"
         )
 
 

@@ -1,9 +1,12 @@
 """The main job with a draft of another tokenizer, on models of a few kilobytes: every bridge."""
 
 import json
+import re
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
 
@@ -13,7 +16,7 @@ from align.side import read_side
 from align.sources import load_model
 from align.vocab_map import MapError, Reader, build_map
 from distill.dry_run import price_run
-from distill.logit_cache import CachedAnswer
+from distill.logit_cache import CachedAnswer, CacheError
 from distill.pipeline import Run
 from distill.recipe import RecipeError, build_recipe
 from distill.trainer import DistillationCollator, training_rows
@@ -214,8 +217,126 @@ def test_a_map_of_other_tokenizers_stops_the_run(folder, tmp_path):
     header = (recipe.folder / VOCAB_MAP).read_bytes()
     old = read_side(recipe.draft).sha256.encode()
     (recipe.folder / VOCAB_MAP).write_bytes(header.replace(old, b"0" * 64))
-    with pytest.raises(MapError, match="TOK-014"):
+    kept = {path: path.read_bytes() for path in recipe.folder.iterdir()}
+    with pytest.raises(MapError, match=r"TOK-014: .*delete the map"):
         Run(recipe).check_vocabularies()
+    assert kept == {path: path.read_bytes() for path in recipe.folder.iterdir()}
+
+
+def edit_json(path, change):
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def without_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+
+
+def with_half_a_tokenizer(folder):
+    path = folder / "tokenizer.json"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def with_too_few_rows(folder):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name][:-3].clone()
+    save_file(tensors, path)
+    edit_json(folder / "config.json", lambda config: config.update(vocab_size=287))
+
+
+def with_an_adapter(folder):
+    rows = {"base_model.model.model.embed_tokens.weight": torch.zeros(293, 32)}
+    save_file(rows, folder / "adapter_model.safetensors")
+
+
+def with_a_bias(folder):
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | {"lm_head.bias": torch.zeros(290)}, path)
+
+
+def with_a_soft_cap(folder):
+    edit_json(folder / "config.json", lambda config: config.update(final_logit_softcapping=30.0))
+
+
+def with_no_shared_token(folder):
+    """Two bytes of the target's are spelt, by tokens that it has not."""
+
+    def change(backend):
+        backend["model"].update(vocab={"<|end|>": 0, "qz": 1, "zq": 2}, merges=[])
+
+    edit_json(folder / "tokenizer.json", change)
+
+
+BAD = [
+    (without_tokenizer, "auto", r"TOK-000: .*"),
+    (with_half_a_tokenizer, "auto", r"TOK-000: .*tokenizer.json cannot be read .*restore"),
+    (
+        with_too_few_rows,
+        "auto",
+        r"TOK-002 FATAL: .*ids up to 289, but its embedding has 287 rows.*resize its embeddings",
+    ),
+    (with_an_adapter, "auto", r"TOK-013: .*with 293 rows.*merge it into its base model"),
+    (with_a_bias, "auto", r"TOK-012: the head of .* has a bias.*name another draft"),
+    (with_a_bias, "transplant", r"'transplant' cannot take .*use strategy .*TOK-012 WARNING"),
+    (with_a_soft_cap, "auto", r"TOK-012: the head of .* has .*softcapping': 30.0.*another draft"),
+    (with_a_soft_cap, "transplant", r"'transplant' cannot take .*TOK-012 INFO: .*softcapping"),
+    (with_no_shared_token, "intersection", r"TOK-005: of 300 and 3 tokens .*use strategy string"),
+]
+
+
+@pytest.fixture
+def bad_draft(folder, tmp_path):
+    def make(spoil):
+        shutil.copytree(folder / "draft", tmp_path / "bad")
+        spoil(tmp_path / "bad")
+        return str(tmp_path / "bad")
+
+    return make
+
+
+@pytest.mark.parametrize(("spoil", "strategy", "message"), BAD)
+def test_a_draft_that_cannot_be_tuned_leaves_nothing_written(
+    folder, tmp_path, bad_draft, spoil, strategy, message
+):
+    recipe = job(folder, tmp_path / "run", draft=bad_draft(spoil), strategy=strategy)
+    with pytest.raises(ValueError, match=message):
+        Run(recipe).check_vocabularies()
+    assert not recipe.folder.exists()
+
+
+@pytest.mark.parametrize(("spoil", "strategy", "message"), [row for row in BAD if row[1] != "auto"])
+def test_a_strategy_that_cannot_be_measured_leaves_nothing_written(
+    folder, tmp_path, bad_draft, capsys, spoil, strategy, message
+):
+    bad = ["--draft", bad_draft(spoil), "--strategy", strategy, "--output_dir", str(tmp_path / "o")]
+    prompts = ["--prompts", str(folder / "eval.jsonl"), "--dtype", "float32"]
+    assert main(["--target", str(folder / "target"), *bad, *prompts]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "o").exists()
+
+
+def test_answers_of_another_tokenizer_stop_the_run(folder, tmp_path):
+    shutil.copytree(folder / "target", tmp_path / "target")
+    pruned = {"target": str(tmp_path / "target"), "draft": None, "num_draft_layers": 1}
+
+    def answer():
+        run = Run(job(folder, tmp_path / "run", **pruned))
+        run.check_vocabularies()
+        run.collect_prompts()
+        run.answer_prompts()
+
+    answer()
+    kept = {path: path.read_bytes() for path in (tmp_path / "run" / "answers").iterdir()}
+    edit_json(
+        tmp_path / "target" / "tokenizer.json",
+        lambda backend: backend.update(normalizer={"type": "NFC"}),
+    )
+    with pytest.raises(CacheError, match=r"TOK-014: .*another tokenizer.*delete that folder"):
+        answer()
+    assert kept == {path: path.read_bytes() for path in (tmp_path / "run" / "answers").iterdir()}
 
 
 @pytest.mark.parametrize("asked", ["direct", "padded", "remap"])

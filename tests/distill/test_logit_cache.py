@@ -45,8 +45,12 @@ def test_at_most_64_bytes_of_distribution_a_token(tmp_path):
 
 def test_a_cache_of_another_target_is_refused_by_name(tmp_path):
     LogitCache(tmp_path, PARTS, 100).append([answer(0)])
-    with pytest.raises(CacheError, match=r"another tokenizer \(tokenizer: def -> xyz\)"):
+    with pytest.raises(
+        CacheError, match=r"^TOK-014: .*another tokenizer \(tokenizer: def -> xyz\)"
+    ):
         LogitCache(tmp_path, PARTS | {"tokenizer": "xyz"}, 100)
+    with pytest.raises(CacheError, match=r"^/.*another target weights"):
+        LogitCache(tmp_path, PARTS | {"target weights": "xyz"}, 100)
 
 
 def test_a_damaged_key_is_an_error(tmp_path):

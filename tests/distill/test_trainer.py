@@ -165,6 +165,23 @@ def test_training_lowers_the_loss_and_leaves_a_plain_model(tmp_path, train, use_
     assert tuned(torch.tensor([[2, 3]])).logits.shape == (1, 2, VOCAB)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_lora_trains_the_new_rows_of_a_transplant_as_well(tmp_path, tokenizer, tiny_llama, tied):
+    def model():
+        return tiny_llama(vocab_size=VOCAB, pad_token_id=0, tie_word_embeddings=tied)
+
+    recipe = recipe_in(tmp_path, use_peft=True, lora_r=4, lora_alpha=8)
+    trainer = build_trainer(model(), made_answers(), None, tokenizer, recipe, new_rows=True)
+    tuned = distil(trainer, recipe)
+    assert type(tuned) is LlamaForCausalLM
+    assert tuned.state_dict().keys() == model().state_dict().keys()
+    assert (tuned.lm_head.weight is tuned.model.embed_tokens.weight) == tied
+    moved = (tuned.model.embed_tokens.weight - model().model.embed_tokens.weight).abs().amax(1)
+    read = torch.cat([torch.cat([a.prompt_ids, a.response_ids[:-1]]) for a in made_answers()])
+    assert (moved[read.unique()] > 0).all()
+    assert not tuned.lm_head.weight.equal(model().lm_head.weight)
+
+
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path, train, tiny_model):
     answers = made_answers()
     straight = train(tiny_model(), answers, recipe_in(tmp_path / "straight"))

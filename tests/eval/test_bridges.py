@@ -4,6 +4,7 @@ Every random choice that the real code makes is played through with its probabil
 distribution of what comes out is computed, not sampled.
 """
 
+import dataclasses
 import json
 import random
 from collections import defaultdict
@@ -11,12 +12,15 @@ from collections import defaultdict
 import pytest
 import torch
 
+import align.transplant
 from align.check import compare
 from align.side import read_side
+from align.sources import load_model
 from align.transplant import transplant
 from align.vocab_map import MapError, Reader, VocabMap, build_map
-from eval import drafting, speculative, verification
+from eval import drafting, drafts, speculative, verification
 from eval.drafting import Draft, StringDraft
+from eval.drafts import Target, load_candidate, load_compact, save_compact
 from eval.forward import build_decoder
 from eval.prompts import Prompt
 from eval.speculative import Decoding, DraftLength, decode_baseline, decode_speculative
@@ -26,12 +30,28 @@ PROMPT = Prompt("p", prompt="unused")
 NEVER = frozenset({99})
 SAMPLING = Sampling(temperature=1.3, top_k=3)
 TARGET = {"tokens": ["a", "b", "ab", "ba"], "merges": [["a", "b"], ["b", "a"]]}
+TARGET_ROWS = 6  # two of them padding
 # "aa" is the draft's alone, "ba" the target's, and "b" the draft has twice
 DRAFT = {
     "tokens": ["aa", "a", "b", "ab"],
     "merges": [["a", "a"], ["a", "b"]],
     "added": [("b", False)],
 }
+# name: relation, strategy, the draft's tokenizer, rows of its head
+BRIDGES = {
+    "direct": ("identical", "direct", TARGET, TARGET_ROWS),
+    "padded": ("padded", "padded", TARGET, 9),
+    "permuted": ("permuted", "remap", {"tokens": ["ba", "ab", "b", "a"]}, 5),
+    "subset": ("subset", "padded", {"tokens": ["a", "b", "ab"]}, 4),
+    "subset, moved": ("subset", "intersection", {"tokens": ["ab", "b", "a"]}, 3),
+    "superset": ("superset", "padded", {"tokens": ["a", "b", "ab", "ba", "aa"]}, 5),
+    "superset, moved": ("superset", "remap", {"tokens": ["aa", "ba", "ab", "b", "a"]}, 5),
+    "intersection": ("intersection", "intersection", DRAFT, 5),
+    "string": ("intersection", "string", DRAFT, 5),
+    "transplant": ("intersection", "transplant", DRAFT, 5),
+    "trimmed": ("identical", "direct", TARGET, TARGET_ROWS),
+}
+KEPT = [0, 1, 3]  # by the trimmed head
 
 
 def make_side(folder, tokens, merges=(), added=(), eos=None):
@@ -68,12 +88,6 @@ def make_side(folder, tokens, merges=(), added=(), eos=None):
     return read_side(str(folder))
 
 
-@pytest.fixture(scope="module")
-def sides(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sides")
-    return make_side(folder / "target", **TARGET), make_side(folder / "draft", **DRAFT)
-
-
 class Table:
     """A model whose logits are fixed for every context; a stale slot of its cache would show.
 
@@ -82,7 +96,8 @@ class Table:
 
     def __init__(self, rows, seed, certain=None):
         self.rows, self.seed, self.certain = rows, seed, certain
-        self.context_length, self.device, self.known = 32, torch.device("cpu"), {}
+        self.context_length, self.known = 32, {}
+        self.device, self.dtype = torch.device("cpu"), torch.float32
 
     def new_cache(self, rows, slots):
         return [None] * slots
@@ -91,6 +106,7 @@ class Table:
         if context not in self.known:
             rng = random.Random(f"{self.seed} {context}")
             row = torch.tensor([rng.gauss(0, 1.5) for _ in range(self.rows)])
+            row[len(TARGET["tokens"]) :] = float("-inf")  # padding
             if len(context) == self.certain:
                 row[1:] = float("-inf")
             self.known[context] = row
@@ -102,6 +118,24 @@ class Table:
             cache[start + i] = token
             rows.append(self.logits(tuple(cache[: start + i + 1])))
         return torch.stack(rows)[None][:, -1 if last_only else 0 :]
+
+
+class Remembered(Table):
+    """A real model in the same way: its own logits, each computed once."""
+
+    def __init__(self, model, context_length, embedding=None, int8=False):
+        super().__init__(model.get_output_embeddings().weight.shape[0], None)
+        self.model, self.context_length = model, context_length
+        self.embedding = model.get_input_embeddings().weight
+
+    def own_bytes(self):
+        return 0
+
+    @torch.no_grad()
+    def logits(self, context):
+        if context not in self.known:
+            self.known[context] = self.model(torch.tensor([context])).logits[0, -1]
+        return self.known[context]
 
 
 class Branches:
@@ -188,38 +222,88 @@ def total_variation(one, other):
     return 0.5 * sum(abs(one.get(k, 0) - other.get(k, 0)) for k in {*one, *other})
 
 
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory, tiny_llama):
+    """A folder with a target and a draft for each of BRIDGES: tokenizer, config, weights."""
+    folder = tmp_path_factory.mktemp("pairs")
+    no_stops = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    heads = {"target": TARGET_ROWS} | {name: pair[3] for name, pair in BRIDGES.items()}
+    for seed, (name, rows) in enumerate(heads.items()):
+        make_side(folder / name, **(BRIDGES[name][2] if name in BRIDGES else TARGET))
+        model = tiny_llama(seed, spread=5, vocab_size=rows, **no_stops)
+        model.save_pretrained(folder / name)
+        if name == "trimmed":
+            embedding = target_embedding()
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight[KEPT])
+            save_compact(folder / name / "compact", model, torch.tensor(KEPT), embedding)
+    return folder
+
+
+def target_embedding():
+    return torch.randn((TARGET_ROWS, 32), generator=torch.Generator().manual_seed(9))
+
+
 @pytest.fixture
 def target():
-    return Table(4, "target", certain=len(IDS))
-
-
-def intersection(sides, model):
-    vocab_map = build_map(*sides)
-    mapped = vocab_map.mapped
-    token_ids = vocab_map.to_target[mapped]
-    reader = Reader(vocab_map, *sides)
-    return Draft(model, token_ids, mapped, reader, vocab_map.to_draft[token_ids])
+    table = Table(TARGET_ROWS, "target", certain=len(IDS))
+    table.embedding = target_embedding()
+    return table
 
 
 @pytest.fixture
-def make_draft(sides):
-    return {
-        "direct": lambda: Draft(Table(4, "draft")),
-        "padded": lambda: Draft(Table(7, "draft"), rows=4),
-        "trimmed": lambda: Draft(Table(3, "draft"), token_ids=torch.tensor([0, 1, 3])),
-        "intersection": lambda: intersection(sides, Table(5, "draft")),
-        "string": lambda: StringDraft(Table(5, "draft"), *sides),
-    }
+def load(checkpoints, target, monkeypatch):
+    """load(name): the draft of that name, loaded as any run loads it, on decoders that remember."""
+    monkeypatch.setattr(drafts, "build_decoder", Remembered)
+
+    def load_it(name):
+        relation, strategy, _, _ = BRIDGES[name]
+        spec = str(checkpoints / "target")
+        whole = Target(spec, None, None, target, NEVER)
+        found = load_candidate(name, str(checkpoints / name), whole, strategy)
+        assert (found.vocabulary["relation"], found.vocabulary["strategy"]) == (relation, strategy)
+        return found.draft
+
+    return load_it
 
 
 @pytest.mark.parametrize("gamma", [1, 2])
-@pytest.mark.parametrize("strategy", ["direct", "padded", "trimmed", "intersection", "string"])
-def test_sampled_output_is_the_targets_exactly(branches, target, make_draft, strategy, gamma):
-    found, accepted, rejected = output(branches, target, make_draft[strategy](), gamma)
+@pytest.mark.parametrize("name", BRIDGES)
+def test_sampled_output_is_the_targets_exactly(branches, target, load, name, gamma):
+    found, accepted, rejected = output(branches, target, load(name), gamma)
     assert sum(found.values()) == pytest.approx(1, abs=1e-6)
     assert total_variation(found, own_output(target)) < 1e-6
     assert accepted > 0.1
     assert rejected > 0.1
+
+
+@pytest.mark.parametrize("gamma", range(1, 9))
+@pytest.mark.parametrize("name", BRIDGES)
+def test_greedy_output_is_the_targets(target, load, name, gamma):
+    draft, how = load(name), Decoding(Sampling(), NEVER, 24)
+    for ids in (IDS, [3], [2, 3, 3, 1]):
+        expected = decode_baseline(target, PROMPT, ids, how)
+        for length in (DraftLength(gamma), DraftLength(gamma, 0.05)):
+            run = decode_speculative(target, draft, PROMPT, ids, how, length)
+            assert run.tokens == expected.tokens
+            assert sum(run.drafted) > 0
+
+
+@pytest.mark.parametrize("name", [name for name in BRIDGES if name != "trimmed"])
+def test_no_strategy_changes_the_model_it_is_given(checkpoints, target, load, monkeypatch, name):
+    given = load_model(str(checkpoints / name), torch.float32)
+    before = {key: tensor.clone() for key, tensor in given.state_dict().items()}
+    configs = (given.config.to_dict(), given.generation_config.to_dict())
+    modules = [id(module) for module in given.modules()]
+    monkeypatch.setattr(drafts, "load_model", lambda spec, dtype: given)
+    how = Decoding(SAMPLING, NEVER, 24)
+    decode_speculative(target, load(name), PROMPT, IDS, how, DraftLength(2))
+    assert before.keys() == given.state_dict().keys()
+    assert all(tensor.equal(before[key]) for key, tensor in given.state_dict().items())
+    assert configs == (given.config.to_dict(), given.generation_config.to_dict())
+    assert modules == [id(module) for module in given.modules()]
+
+
+# --- mutants that change the output
 
 
 def unwarped(branches, monkeypatch):
@@ -250,6 +334,24 @@ def masked_after_the_warpers(branches, monkeypatch):
     )
 
 
+def scattered_backwards(branches, monkeypatch):
+    """q is scattered over the target's ids in another order than its tokens are."""
+    monkeypatch.setattr(
+        drafting.Draft,
+        "over_target_ids",
+        lambda self, q, size: torch.zeros((*q.shape[:-1], size)).index_add_(
+            -1, self.token_ids.flip(0), q
+        ),
+    )
+
+
+def tokens_shifted(branches, monkeypatch):
+    """Drafted tokens are named one row further on than q says."""
+    monkeypatch.setattr(
+        drafting.Draft, "to_target_ids", lambda self, rows: self.token_ids.roll(1)[rows]
+    )
+
+
 def no_residual(branches, monkeypatch):
     """After a rejection p is sampled, the rejected token included."""
 
@@ -271,32 +373,178 @@ def draft_probability_for_q(branches, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "mutant"),
+    ("name", "mutant"),
     [
         ("direct", unwarped),
         ("padded", unwarped),
-        ("trimmed", masked_after_the_warpers),
+        ("padded", masked_after_the_warpers),
+        ("permuted", unwarped),
+        ("subset", masked_after_the_warpers),
+        ("subset, moved", tokens_shifted),
+        ("superset", masked_after_the_warpers),
+        ("superset, moved", unwarped),
         ("intersection", masked_after_the_warpers),
         ("intersection", collisions_overwrite),
+        ("intersection", tokens_shifted),
         ("string", no_residual),
         ("string", draft_probability_for_q),
+        ("transplant", unwarped),
+        ("trimmed", masked_after_the_warpers),
+        ("trimmed", scattered_backwards),
     ],
 )
-def test_a_broken_bridge_is_caught(branches, target, make_draft, monkeypatch, strategy, mutant):
+def test_a_broken_bridge_is_caught(branches, target, load, monkeypatch, name, mutant):
+    draft = load(name)
     mutant(branches, monkeypatch)
-    found, _, _ = output(branches, target, make_draft[strategy](), 2)
+    found, _, _ = output(branches, target, draft, 2)
     assert total_variation(found, own_output(target)) > 1e-4
 
 
-def test_padding_that_is_drafted_is_caught(branches, target):
+def test_padding_that_is_drafted_is_caught(branches, target, load, monkeypatch):
+    draft = load("padded")
+    monkeypatch.setattr(drafting.Draft, "cut", lambda self, logits: logits)
     with pytest.raises(AssertionError):
-        output(branches, target, Draft(Table(7, "draft")), 2)
+        output(branches, target, draft, 2)
+
+
+# --- mutants that leave the output exact, and draft something else than the draft says
+
+
+def plain_q(name, model, context, sampling):
+    """q after `context` [V] by the stock model and the tables above, token by token."""
+    _, strategy, words, _ = BRIDGES[name]
+    own = [*words["tokens"], *(word for word, _ in words.get("added", []))]
+    if name == "trimmed":
+        own = [own[i] for i in KEPT]
+    alike = [[d for d, word in enumerate(own) if word == token] for token in TARGET["tokens"]]
+    # the last of those spelt alike is written; "ba" is the one token that a draft may lack
+    pieces = [found[-1:] or [alike[1][-1], alike[0][-1]] for found in alike]
+    q = torch.zeros(TARGET_ROWS)
+    if strategy == "transplant":
+        old_in, old_out = model.get_input_embeddings().weight, model.lm_head.weight
+        inputs = torch.stack([old_in[pieces[t][-1]] for t in context])
+        hidden = model.base_model(inputs_embeds=inputs[None]).last_hidden_state[0, -1]
+        rows = [
+            old_out[p[0]] if len(p) == 1 else (2 * old_out[p[0]] + old_out[p[1]]) / 3
+            for p in pieces
+        ]
+        q[: len(rows)] = warp(torch.stack([hidden @ row for row in rows]), sampling)
+        return q
+    by_id = strategy in ("direct", "padded")
+    read = [*context] if by_id else [d for t in context for d in pieces[t]]
+    logits = model(torch.tensor([read])).logits[0, -1]
+    shared = [(t, d) for t, found in enumerate(alike) for d in found]
+    for (t, _), share in zip(shared, warp(logits[[d for _, d in shared]], sampling), strict=True):
+        q[t] += share
+    return q
+
+
+@torch.no_grad()
+def check_q(name, folder, draft):
+    """What is drafted after every stretch of a text, and while it grows, is what the draft says."""
+    if name == "trimmed":
+        model, _ = load_compact(folder / name / "compact", target_embedding())
+    else:
+        model = load_model(str(folder / name), torch.float32)
+    text = [0, 3, 2, 3, 1, 0, 3, 3, 2, 1, 1, 0]
+    samplings = [SAMPLING, Sampling(1.0)]
+    found = draft.teacher_forced(IDS, text, TARGET_ROWS, samplings)
+    for sampling, forced in zip(samplings, found, strict=True):
+        generator = torch.Generator().manual_seed(0)
+        session = draft.start(IDS, 32, TARGET_ROWS, sampling, generator)
+        for at, token in enumerate(text):
+            expected = plain_q(name, model, [*IDS, *text[:at]], sampling)
+            proposal = session.propose(1)
+            session.extend([token], int(proposal.tokens[0, 0] == token))
+            for q in (forced[0, at], proposal.q[0, 0]):
+                torch.testing.assert_close(q, expected, atol=1e-5, rtol=1e-4)
+                assert q[expected == 0].sum() == 0
+
+
+BY_TOKEN = [name for name in BRIDGES if name != "string"]
+
+
+@pytest.mark.parametrize("name", BY_TOKEN)
+def test_q_is_the_drafts_own_over_the_shared_tokens(checkpoints, load, name):
+    check_q(name, checkpoints, load(name))
+
+
+def rows_not_moved(monkeypatch):
+    """The rows of embedding and head stay where they were, though the ids are the target's."""
+    monkeypatch.setattr(align.transplant, "_pieces", lambda i, *_: [i])
+
+
+def nothing_transplanted(monkeypatch):
+    """The draft's own rows are taken for the target's."""
+    monkeypatch.setattr(drafts, "transplant", lambda model, *_: model)
+
+
+def rows_the_target_lacks(monkeypatch):
+    """Rows that stand for nothing are drafted as well."""
+    monkeypatch.setattr(drafting.Draft, "cut", lambda self, logits: logits[..., :TARGET_ROWS])
+
+
+def bonus_unmapped(monkeypatch):
+    """A token that the draft lacks reaches it as nothing."""
+    pieces = Reader.pieces
+    monkeypatch.setattr(
+        Reader,
+        "pieces",
+        lambda self, i: pieces(self, i) if self.vocab_map.to_draft[i] >= 0 else [],
+    )
+
+
+def map_shifted(monkeypatch):
+    """Every token of the draft goes to the target's next one, in drafts and in q alike."""
+    build = drafts.build_map
+
+    def shifted(*sides):
+        found = build(*sides)
+        to_target = torch.where(found.to_target < 0, -1, (found.to_target + 1) % 4)
+        return dataclasses.replace(found, to_target=to_target, to_draft=found.to_draft.roll(1))
+
+    monkeypatch.setattr(drafts, "build_map", shifted)
+
+
+def fed_as_drafted(monkeypatch):
+    """What the draft reads of its own tokens is the target's id, not its own."""
+    monkeypatch.setattr(Reader, "read", lambda self, ids: [*ids])
+
+
+@pytest.mark.parametrize(
+    ("name", "mutant"),
+    [
+        ("padded", rows_the_target_lacks),
+        ("superset", rows_the_target_lacks),
+        ("permuted", rows_not_moved),
+        ("superset, moved", rows_not_moved),
+        ("subset, moved", bonus_unmapped),
+        ("intersection", bonus_unmapped),
+        ("intersection", map_shifted),
+        ("intersection", fed_as_drafted),
+        ("transplant", rows_the_target_lacks),
+        ("transplant", nothing_transplanted),
+        ("transplant", map_shifted),
+    ],
+)
+def test_a_draft_that_says_something_else_is_caught(checkpoints, load, monkeypatch, name, mutant):
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_q(name, checkpoints, load(name))
 
 
 # --- greedy, with real models and tokenizers
 
 LETTERS = [chr(ord("a") + i) for i in range(26)]
 PAIRS = [[a, b] for a in "aeiou" for b in "nrst"]
+
+
+def intersection(sides, model):
+    vocab_map = build_map(*sides)
+    mapped = vocab_map.mapped
+    token_ids = vocab_map.to_target[mapped]
+    reader = Reader(vocab_map, *sides)
+    return Draft(model, token_ids, mapped, reader, vocab_map.to_draft[token_ids])
 
 
 @pytest.fixture(scope="module")
