@@ -158,28 +158,28 @@ def test_drafts_that_stop_in_doubt_change_no_token(target, drafts, serial, name,
 
 
 def test_a_batch_drafts_on_while_its_rows_believe_in_it_on_average(target, drafts):
-    how = Decoding(Sampling(), NEVER, LONGEST)
-    prompts, rows = drawn(3)
-    runs = decode_batch(target, drafts["good"], prompts, rows, how, DraftLength(6, 1e-3))
+    how, below = Decoding(Sampling(), NEVER, LONGEST), 2e-3
+    prompts, rows = drawn(2)
+    runs = decode_batch(target, drafts["good"], prompts, rows, how, DraftLength(6, below))
     decoder = drafts["good"].decoder
     contexts = [[*ids, run.tokens[0]] for ids, run in zip(rows, runs, strict=True)]
     lengths = []
-    for block in range(5):
-        drafted, confidence, ahead = 0, [1.0] * 3, copy.deepcopy(contexts)
-        while drafted < 6 and sum(confidence) / 3 >= 1e-3:
+    for block in range(7):
+        drafted, confidence, ahead = 0, [1.0] * 2, copy.deepcopy(contexts)
+        while drafted < 6 and sum(confidence) / 2 >= below:
             drafted += 1
-            for row in range(3):
+            for row in range(2):
                 cache = decoder.new_cache(1, CONTEXT)
                 logits = decoder.forward(torch.tensor([ahead[row]]), 0, cache, last_only=True)
                 q = logits[0, -1].softmax(-1)
                 ahead[row].append(int(q.argmax()))
                 confidence[row] *= float(q.max())
-        assert [run.drafted[block] for run in runs] == [drafted] * 3
+        assert [run.drafted[block] for run in runs] == [drafted] * 2
         lengths.append(drafted)
         for context, run in zip(contexts, runs, strict=True):
             at = 1 + sum(run.block_tokens[:block])
             context += run.tokens[at : at + run.block_tokens[block]]
-    assert len(set(lengths)) > 1
+    assert len(set(lengths)) > 1, lengths
 
 
 @pytest.mark.parametrize("longest", [*range(1, 8), 12])
@@ -209,7 +209,7 @@ def test_a_row_stays_in_a_batch_for_as_long_as_it_decodes(target, drafts, serial
     for run in runs:
         assert run.prefill_seconds == last.prefill_seconds
         assert run.block_seconds == last.block_seconds[: len(run.block_seconds)]
-        assert run.drafted[:-1] == last.drafted[: len(run.drafted) - 1]
+        assert run.drafted == last.drafted[: len(run.drafted)]
         assert len(run.block_seconds) == len(run.block_tokens) == len(run.accepted)
 
 
@@ -381,5 +381,5 @@ def test_a_draft_with_a_vocabulary_of_its_own_has_no_batches(target):
     string = StringDraft(target, target=None, draft=None)
     mapped = Draft(target, token_ids=torch.arange(VOCAB), reader=object())
     for draft in (string, mapped):
-        with pytest.raises(ValueError, match=r"vocabulary of its own .* --strategy transplant"):
+        with pytest.raises(ValueError, match=r"vocabulary of its own .*--strategy transplant"):
             decode_batch(target, draft, *drawn(2), how, DraftLength(2))
