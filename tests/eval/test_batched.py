@@ -150,6 +150,20 @@ def test_a_batch_of_one_decodes_in_the_same_blocks(target, drafts, name, gamma):
             assert getattr(run, key) == getattr(alone, key), key
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_each_row_accepts_what_it_accepts_alone(target, drafts, name):
+    """As long as it has room for a whole draft; so a draft's cache is right, row by row."""
+    how, gamma = Decoding(Sampling(), NEVER, LONGEST), 3
+    prompts, rows = drawn(8)
+    runs = decode_batch(target, drafts[name], prompts, rows, how, DraftLength(gamma))
+    for prompt, ids, run in zip(prompts, rows, runs, strict=True):
+        alone = decode_speculative(target, drafts[name], prompt, ids, how, DraftLength(gamma))
+        ends = [1 + sum(alone.block_tokens[:i]) for i in range(len(alone.block_tokens))]
+        whole = sum(LONGEST - end - 1 >= gamma for end in ends)
+        assert whole >= 9
+        assert run.accepted[:whole] == alone.accepted[:whole]
+
+
 @pytest.mark.parametrize("stop_below", [1e-4, 1e-3, 0.01, 0.3])
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_that_stop_in_doubt_change_no_token(target, drafts, serial, name, stop_below):
