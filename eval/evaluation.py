@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from align.token_bytes import token_keys
 from eval import metrics
 from eval.atlas import Answer, text_of
+from eval.batched import shared_vocabulary
 from eval.drafting import Draft, StringDraft
 from eval.drafts import Candidate, Target
 from eval.prompts import Prompt, draw, prompts_sha256
@@ -23,6 +25,7 @@ from eval.speed import (
     choose_gamma,
     interleave,
     measure_agreement,
+    measure_batches,
     over_stock_generate,
     step_costs,
     sweep_gamma,
@@ -59,14 +62,19 @@ def evaluate_drafts(
     provenance: dict[str, Any],
     sweep_prompts: int = 0,
     others: PromptSet | None = None,
+    batch_sizes: Sequence[int] = (),
+    temperatures: Sequence[float] = (),
 ) -> dict[str, Any]:
     """The report (eval/report.py) of every candidate on the same prompts.
 
     gamma: a fixed draft length for all of them; None chooses the last candidate's fastest on
     `tuning`, which must not be evaluation prompts. overlap: evaluation prompts that were trained
     on, None when that is not known. sweep_prompts: measure every fixed length on so many of the
-    timed prompts. others: prompts outside the domain, to take alpha on as well.
+    timed prompts. others: prompts outside the domain, to take alpha on as well. batch_sizes,
+    temperatures: decode the timed prompts also in batches of each size, and at each temperature.
     """
+    timed = evaluation.drawn(speed_prompts, how.seed)
+    _check_batches(candidates, batch_sizes, len(timed.prompts))
     if gamma is not None:
         length, policy = DraftLength(gamma), "fixed"
     else:
@@ -93,17 +101,25 @@ def evaluate_drafts(
     ]
     outside = _outside(target, drafts, others, how) if others else [None] * len(drafts)
 
-    timed = evaluation.drawn(speed_prompts, how.seed)
-    baseline, runs = interleave(target, candidates, timed.prompts, timed.ids, how, length)
-    stock = over_stock_generate(target, timed.prompts, timed.ids, how)
-
     greedy = Decoding(Sampling(), how.stops, how.max_new_tokens, how.seed)
-    if how.sampling.greedy:
-        greedy_baseline, greedy_runs = baseline, runs
-    else:  # losslessness is always measured greedily
-        greedy_baseline, greedy_runs = interleave(
-            target, candidates, timed.prompts, timed.ids, greedy, length
+    decoded = {}
+    # losslessness is always measured greedily
+    for temperature in dict.fromkeys([how.sampling.temperature, 0.0, *temperatures]):
+        sampling = dataclasses.replace(how.sampling, temperature=temperature)
+        decoded[temperature] = interleave(
+            target,
+            candidates,
+            timed.prompts,
+            timed.ids,
+            dataclasses.replace(how, sampling=sampling),
+            length,
         )
+    baseline, runs = decoded[how.sampling.temperature]
+    greedy_baseline, greedy_runs = decoded[0.0]
+    stock = over_stock_generate(target, timed.prompts, timed.ids, how)
+    batched = measure_batches(
+        target, candidates, timed.prompts, timed.ids, how, length, batch_sizes
+    )
     check = LosslessCheck(target, greedy, length)
 
     mean_context = sum(run.prompt_tokens + len(run.tokens) // 2 for run in baseline) // len(
@@ -146,6 +162,8 @@ def evaluate_drafts(
                 if sweep_prompts
                 else [],
                 other_prompts=outside[i],
+                by_batch_size=batched[i],
+                by_temperature={t: (decoded[t][1][i], decoded[t][0]) for t in temperatures},
             )
         )
     info = RunInfo(
@@ -178,6 +196,22 @@ def evaluate_drafts(
         spell=spell,
     )
     return build_report(info, measurements)
+
+
+def _check_batches(candidates: Sequence[Candidate], sizes: Sequence[int], prompts: int) -> None:
+    """Raise ValueError, before anything is timed, for batches that cannot be measured."""
+    if not sizes:
+        return
+    if max(sizes) > prompts:
+        raise ValueError(
+            f"A batch of {max(sizes)} needs as many timed prompts, but there are {prompts}; raise "
+            "--speed_prompts, give more prompts, or ask for smaller --batch_sizes."
+        )
+    for candidate in candidates:
+        try:
+            shared_vocabulary(candidate.draft)
+        except ValueError as error:
+            raise ValueError(f"--batch_sizes cannot take draft {candidate.name}: {error}") from None
 
 
 def speller(target: Target) -> Callable[[int], bytes]:

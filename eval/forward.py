@@ -60,6 +60,11 @@ class KVCache:
         for mine, theirs in zip(self.keys + self.values, other.keys + other.values, strict=True):
             mine[row, :, :length] = theirs[other_row, :, :length]
 
+    def row(self, row: int) -> KVCache:
+        """That row as a cache of its own, in the same memory."""
+        own = slice(row, row + 1)
+        return KVCache([k[own] for k in self.keys], [v[own] for v in self.values])
+
     def resized(self, slots: int) -> KVCache:
         """A copy with that many slots, its first ones those of this cache."""
         kept = min(slots, self.slots)
@@ -117,8 +122,9 @@ class Decoder(Protocol):
     ) -> Tensor:
         """Logits [B, T, V] (or [B, 1, V], the last) of `tokens` [B, T] at start, start+1, …
 
-        start: position of the first new token, one for all rows (int) or one a row [B]. Their keys
-        and values are written to `cache`.
+        start: position of the first new token, one for all rows (int) or one a row [B], on the
+        host (which then waits for no device) or the device. Their keys and values are written to
+        `cache`.
         """
         ...
 
@@ -313,6 +319,7 @@ class LeanDecoder:
         else:
             # products of whole tensors copy no slice, and generate_batched keeps `slots` tight
             end = cache.slots if many else int(start.max()) + width
+            start = start.to(self.device)
             positions = start[:, None] + torch.arange(width, device=self.device)
             cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
             row_index = torch.arange(rows, device=self.device)[:, None]
@@ -404,11 +411,12 @@ class _Slots:
     """Where the running forward of a StockDecoder writes: `start` as in Decoder.forward."""
 
     def __init__(self, start: int | Tensor, rows: int, width: int, device: torch.device) -> None:
-        self.ragged = isinstance(start, Tensor)
-        first = start if isinstance(start, Tensor) else torch.full((rows,), start, device=device)
-        self.first = first
-        self.positions = first[:, None] + torch.arange(width, device=device)
-        self.length = (int(first.max()) if self.ragged else int(start)) + width
+        if isinstance(start, Tensor):
+            self.first = start.to(device)
+        else:
+            self.first = torch.full((rows,), start, device=device)
+        self.positions = self.first[:, None] + torch.arange(width, device=device)
+        self.length = (int(start.max()) if isinstance(start, Tensor) else start) + width
 
 
 class _SlotLayer(CacheLayerMixin):

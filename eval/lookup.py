@@ -23,13 +23,19 @@ LONGEST = 3
 
 @dataclass
 class LookupCache(KVCache):
-    """The text itself: all that a lookup has to remember."""
+    """The text of each row: all that a lookup has to remember."""
 
-    tokens: list[int] = field(default_factory=list)
+    texts: list[list[int]] = field(default_factory=list)
+
+    def row(self, row: int) -> LookupCache:
+        return LookupCache([], [], [self.texts[row]])
+
+    def keep_rows(self, rows: Tensor) -> LookupCache:
+        return LookupCache([], [], [self.texts[row] for row in rows.tolist()])
 
 
 class LookupDecoder:
-    """`Decoder` of one row whose logits say which token followed the last ones before."""
+    """`Decoder` whose logits say which token followed the last ones before."""
 
     def __init__(self, target: Target) -> None:
         decoder = target.decoder
@@ -40,24 +46,27 @@ class LookupDecoder:
         return 0
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
-        assert rows == 1
-        return LookupCache([], [])
+        return LookupCache([], [], [[] for _ in range(rows)])
 
     def forward(
         self, tokens: Tensor, start: int | Tensor, cache: KVCache, last_only: bool = False
     ) -> Tensor:
         assert isinstance(cache, LookupCache)
-        assert isinstance(start, int)
-        text = cache.tokens
-        text += [-1] * (start - len(text))  # a step that is only timed has no text before it
-        text[start:] = tokens[0].tolist()
-        first = len(text) - 1 if last_only else start
-        found = [following(text[: i + 1]) for i in range(first, len(text))]
-        logits = torch.zeros((1, len(found), self.embedding.shape[0]), device=self.device)
-        for i, token in enumerate(found):
-            if token is not None:
-                logits[0, i] = float("-inf")
-                logits[0, i, token] = 0.0
+        rows, width = tokens.shape
+        starts = [start] * rows if isinstance(start, int) else start.tolist()
+        first = width - 1 if last_only else 0
+        vocab = self.embedding.shape[0]
+        logits = torch.zeros((rows, width - first, vocab), device=self.device)
+        for row, (text, new, at) in enumerate(
+            zip(cache.texts, tokens.tolist(), starts, strict=True)
+        ):
+            text += [-1] * (at - len(text))  # a step that is only timed has no text before it
+            text[at:] = new
+            for i in range(first, width):
+                token = following(text[: at + i + 1])
+                if token is not None:
+                    logits[row, i - first] = float("-inf")
+                    logits[row, i - first, token] = 0.0
         return logits
 
 

@@ -50,9 +50,10 @@ class PositionAcceptance(TypedDict):
 
 @dataclass
 class PromptRun:
-    """One prompt decoded once at batch size 1, with a draft or without (the baseline).
+    """One prompt decoded once, with a draft or without (the baseline).
 
-    The first token comes from the prefill, each later one from a *block*: one target call.
+    Decoded alone, its seconds are its own; in a `Batch` they are those of all rows together. The
+    first token comes from the prefill, each later one from a *block*: one target call.
     `tokens` has 1 + sum(block_tokens) entries, EOS included where it was emitted.
     """
 
@@ -444,6 +445,43 @@ def decode_efficiency(
 def tokens_per_s(runs: Sequence[PromptRun]) -> Measured:
     """Emitted tokens per wall second, prefill included."""
     return measure("tokens_per_s", [(len(run.tokens), run.seconds) for run in runs], _ratio)
+
+
+# Prompts decoded together, all from the start on: the batch took as long as its slowest row.
+Batch = Sequence[PromptRun]
+
+
+class BatchNumbers(TypedDict):
+    """What batches of one size came to; a batch is what is resampled, n the number of batches."""
+
+    tokens_per_s: dict[str, Measured]
+    speedup: Measured
+    tau: Measured
+
+
+def by_batch(batches: Sequence[Batch], baseline: Sequence[Batch]) -> BatchNumbers:
+    """tokens_per_s, speedup and tau of batches decoded with a draft, and of the same without.
+
+    Raises ValueError where two batches of a pair hold other prompts.
+    """
+    rows: list[tuple[float, ...]] = []
+    for batch, base in zip(batches, baseline, strict=True):
+        pair(batch, base)
+        rows.append((*_batch_row(base), *_batch_row(batch)))
+    whole = [[_whole(run)[:2] for run in batch if run.whole_blocks] for batch in batches]
+    return {
+        "tokens_per_s": {
+            "baseline": measure("tokens_per_s", rows, lambda t: t[..., 1] / t[..., 0]),
+            "speculative": measure("tokens_per_s", rows, lambda t: t[..., 3] / t[..., 2]),
+        },
+        "speedup": measure("speedup", rows, _speedup),
+        "tau": measure("tau", [np.sum(batch, axis=0) for batch in whole if batch], _ratio),
+    }
+
+
+def _batch_row(batch: Batch) -> tuple[float, float]:
+    """Seconds and tokens."""
+    return max(run.seconds for run in batch), sum(len(run.tokens) for run in batch)
 
 
 def ttft_ms(runs: Sequence[PromptRun]) -> Measured:

@@ -16,10 +16,12 @@ from typing import Any
 
 from eval.metrics import Measured
 from eval.text_report import (
+    BATCH_NOTE,
     DEFINITIONS,
     RULES_NOTE,
     Rows,
     baseline_line,
+    batch_table,
     bucket_text,
     category_table,
     cost_table,
@@ -38,6 +40,7 @@ from eval.text_report import (
     short,
     signed,
     size,
+    temperature_table,
 )
 
 STYLE = Path(__file__).with_name("page.css")
@@ -677,6 +680,10 @@ def render_page(report: dict[str, Any]) -> str:
                 "Verification rules and temperatures", _table(rules_table(drafts)), note=RULES_NOTE
             )
         )
+    if temperature_table(drafts)[1]:
+        body.append(_section("Decoded at other temperatures", _table(temperature_table(drafts))))
+    if batch_table(drafts)[1]:
+        body.append(_section("By batch size", _table(batch_table(drafts)), note=BATCH_NOTE))
     body.append(_lossless(report))
     for heading, rows in (
         ("By category", category_table(drafts)),

@@ -72,7 +72,8 @@ class DraftMeasurement:
     memory: {target_bytes, draft_bytes, kv_bytes_per_token: {target, draft}} in the form measured;
     lossless: {prompts, identical, tie_divergences, unexplained, divergences}, measured greedily.
     gamma_sweep: measured points {gamma, tau, speedup}. other_prompts: {source, sha256, alpha} of
-    prompts outside the domain.
+    prompts outside the domain. by_batch_size: measured points (`measure_batches`, eval/speed.py).
+    by_temperature: (runs, baseline runs) by the temperature they were decoded at.
     """
 
     name: str
@@ -88,6 +89,10 @@ class DraftMeasurement:
     lossless: dict[str, Any]
     gamma_sweep: list[dict[str, Any]] = field(default_factory=list)
     other_prompts: dict[str, Any] | None = None
+    by_batch_size: list[dict[str, Any]] = field(default_factory=list)
+    by_temperature: dict[float, tuple[list[PromptRun], list[PromptRun]]] = field(
+        default_factory=dict
+    )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -180,6 +185,15 @@ def _draft_block(draft: DraftMeasurement, info: RunInfo, shown: Sequence[str]) -
         "waterfall": waterfall(tau["mean"], gamma, costs, decode["mean"], speedup["mean"]),
         "gamma_curve": gamma_curve(alpha["mean"], _replayed(draft, info), costs),
         "gamma_sweep": draft.gamma_sweep,
+        "by_batch_size": draft.by_batch_size,
+        "by_temperature": [
+            {
+                "temperature": temperature,
+                "tau": metrics.tau(some),
+                "speedup": metrics.speedup(some, base),
+            }
+            for temperature, (some, base) in draft.by_temperature.items()
+        ],
         "lossless": draft.lossless,
         "by_category": metrics.by_category(draft.agreement, runs, baseline),
         "atlas": build_atlas(draft.agreement, info.answers, info.spell, costs, shown),

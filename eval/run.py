@@ -79,6 +79,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--other_prompts", help=f"take alpha on {OTHER_PROMPTS} prompts of another domain as well"
     )
+    parser.add_argument(
+        "--batch_sizes",
+        type=_sizes,
+        default=[],
+        metavar="N,N,…",
+        help="decode the timed prompts also in batches of each size, as 1,2,4,8",
+    )
+    parser.add_argument(
+        "--decoded_temperatures",
+        type=_temperatures,
+        default=[],
+        metavar="T,T,…",
+        help="decode the timed prompts also at each temperature, as 0,0.6,1.0",
+    )
     parser.add_argument("--engine", choices=["torch", "vllm"], default="torch")
     parser.add_argument("--base_url", help="engine vllm: the server that speculates")
     parser.add_argument("--baseline_url", help="engine vllm: the same target without a draft")
@@ -106,6 +120,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     elif not (args.target and args.draft and args.prompts):
         parser.error("give --target, --draft and --prompts, or --run DIR")
     return args
+
+
+def _sizes(text: str) -> list[int]:
+    if not all(part.isdecimal() and int(part) for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} should be batch sizes, 1 or more, as 1,2,4,8")
+    return [int(part) for part in text.split(",")]
+
+
+def _temperatures(text: str) -> list[float]:
+    try:
+        return [Sampling(float(part)).temperature for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} should be temperatures: {error}") from None
 
 
 def _take_from_run(args: argparse.Namespace) -> None:
@@ -200,6 +227,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         {"command": sys.argv, "torch": torch.__version__, "seed": args.seed},
         args.gamma_sweep,
         others,
+        args.batch_sizes,
+        args.decoded_temperatures,
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eval.drafting import Draft, StringDraft
+from eval.drafting import Draft, Proposal, StringDraft
 from eval.forward import Decoder
 from eval.metrics import PromptRun
 from eval.prompts import Prompt
@@ -53,7 +53,7 @@ class Decoding:
     seed: int = 0
 
 
-def _cut(tokens: list[int], room: int, stops: frozenset[int]) -> tuple[list[int], bool]:
+def cut(tokens: list[int], room: int, stops: frozenset[int]) -> tuple[list[int], bool]:
     """The tokens up to the first stop (included) or the room left, and whether any were lost."""
     kept = tokens[:room]
     for i, token in enumerate(kept):
@@ -63,25 +63,40 @@ def _cut(tokens: list[int], room: int, stops: frozenset[int]) -> tuple[list[int]
     return kept, len(kept) < len(tokens)
 
 
+def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
+    """The target's own choice of a token after each of [..., V]."""
+    return likeliest(logits) if sampling.greedy else sample(warp(logits, sampling), generator)
+
+
+def verify(
+    logits: Tensor, proposal: Proposal, sampling: Sampling, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """How many of the drafted tokens stand [B] and the target's next one [B].
+
+    logits: the target's after the last token of the text and after each drafted one [B, G+1, V].
+    """
+    if sampling.greedy:
+        return verify_greedy(likeliest(logits), proposal.tokens)
+    p = warp(logits, sampling)
+    if proposal.q is None:
+        return verify_without_q(p, proposal.tokens, generator)
+    return verify_sampled(p, proposal.q, proposal.tokens, generator)
+
+
 def decode_baseline(target: Decoder, prompt: Prompt, ids: list[int], how: Decoding) -> PromptRun:
     """The target alone, one token a call, timed as `decode_speculative` is."""
     generator = torch.Generator(device=target.device).manual_seed(how.seed)
-
-    def choose(logits: Tensor) -> Tensor:
-        if how.sampling.greedy:
-            return likeliest(logits)
-        return sample(warp(logits, how.sampling), generator)
-
     clock = time.perf_counter()
     cache = target.new_cache(1, len(ids) + how.max_new_tokens)
     logits = target.forward(torch.tensor([ids], device=target.device), 0, cache, last_only=True)
-    token = choose(logits)
+    token = choose(logits, how.sampling, generator)
     tokens = token[0].tolist()
     now = time.perf_counter()
-    run = _empty_run(prompt, ids, tokens, now - clock)
+    run = empty_run(prompt, ids, tokens, now - clock)
     while tokens[-1] not in how.stops and len(tokens) < how.max_new_tokens:
         clock = now
-        token = choose(target.forward(token, len(ids) + len(tokens) - 1, cache))
+        logits = target.forward(token, len(ids) + len(tokens) - 1, cache)
+        token = choose(logits, how.sampling, generator)
         tokens.extend(token[0].tolist())
         now = time.perf_counter()
         run.block_seconds.append(now - clock)
@@ -101,7 +116,6 @@ def decode_speculative(
 ) -> PromptRun:
     """The target with a draft of that length, cut where fewer tokens are still wanted."""
     assert length.gamma >= 1
-    greedy = how.sampling.greedy
     generator = torch.Generator(device=target.device).manual_seed(how.seed)
     slots = len(ids) + how.max_new_tokens
     device = target.device
@@ -110,10 +124,9 @@ def decode_speculative(
     clock = time.perf_counter()
     target_cache = target.new_cache(1, slots)
     logits = target.forward(torch.tensor([ids], device=device), 0, target_cache, last_only=True)
-    first = likeliest(logits) if greedy else sample(warp(logits, how.sampling), generator)
-    tokens: list[int] = first[0].tolist()
+    tokens: list[int] = choose(logits, how.sampling, generator)[0].tolist()
     now = time.perf_counter()
-    run = _empty_run(prompt, ids, tokens, now - clock)
+    run = empty_run(prompt, ids, tokens, now - clock)
 
     # 2. The draft takes in the text so far; it reads what is new at the start of each round.
     vocab_size = logits.shape[-1]
@@ -130,18 +143,11 @@ def decode_speculative(
         block = torch.cat([last, proposal.tokens], dim=1)
         start = len(ids) + len(tokens) - 1
         logits = target.forward(block, start, target_cache)
-        if greedy:
-            accepted, following = verify_greedy(likeliest(logits), proposal.tokens)
-        else:
-            p = warp(logits, how.sampling)
-            if proposal.q is None:
-                accepted, following = verify_without_q(p, proposal.tokens, generator)
-            else:
-                accepted, following = verify_sampled(p, proposal.q, proposal.tokens, generator)
+        accepted, following = verify(logits, proposal, how.sampling, generator)
 
         # 5. One transfer a block: the draft's tokens, how many stand, and the target's next one.
         *drafted, n, correction = torch.cat([block[0, 1:], accepted, following]).tolist()
-        emitted, truncated = _cut(
+        emitted, truncated = cut(
             [*drafted[:n], correction], how.max_new_tokens - len(tokens), how.stops
         )
         tokens.extend(emitted)
@@ -157,7 +163,7 @@ def decode_speculative(
     return run
 
 
-def _empty_run(prompt: Prompt, ids: list[int], tokens: list[int], seconds: float) -> PromptRun:
+def empty_run(prompt: Prompt, ids: list[int], tokens: list[int], seconds: float) -> PromptRun:
     return PromptRun(
         prompt_id=prompt.id,
         category=prompt.category,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 import statistics
 import time
@@ -17,6 +18,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from eval import metrics
+from eval.batched import decode_batch
 from eval.drafting import Draft, StringDraft
 from eval.drafts import Candidate, Target
 from eval.forward import Decoder, KVCache, build_decoder
@@ -34,6 +36,7 @@ SURPRISE_TOKENS = 256
 STOCK_PROMPTS = 6
 STOCK_TOKENS = 64
 ALPHA_BATCH = 48
+WARM_UP_TOKENS = 8
 STOP_BELOW = (0.2, 0.4, 0.6)  # a token in hand pays from about (draft + width) / target on
 TUNING_TOKENS = 64  # of an answer are enough to compare draft lengths
 
@@ -290,6 +293,53 @@ def interleave(
             which = (turn + i) % len(decoders)
             runs[which].append(decoders[which](prompt, ids))
     return runs[0], runs[1:]
+
+
+def measure_batches(
+    target: Target,
+    candidates: Sequence[Candidate],
+    prompts: Sequence[Prompt],
+    prompt_ids: Sequence[list[int]],
+    how: Decoding,
+    length: DraftLength,
+    sizes: Sequence[int],
+) -> list[list[dict[str, Any]]]:
+    """What each draft brings at each batch size [candidates][sizes]: points of `by_batch_size`.
+
+    The prompts in their order, so many a batch, the last ones left out where they fill none; each
+    batch without a draft and with each, the order rotating as in `interleave`.
+    """
+    contenders = [None, *(candidate.draft for candidate in candidates)]
+    points: list[list[dict[str, Any]]] = [[] for _ in candidates]
+    short = dataclasses.replace(how, max_new_tokens=min(how.max_new_tokens, WARM_UP_TOKENS))
+    for size in sizes:
+        batches = [
+            (prompts[at : at + size], prompt_ids[at : at + size])
+            for at in range(0, len(prompts) - size + 1, size)
+        ]
+        for draft in contenders:
+            decode_batch(target.decoder, draft, *batches[0], short, length)
+        runs: list[list[list[PromptRun]]] = [[] for _ in contenders]
+        bar = tqdm(batches, desc=f"batch size {size}", unit="batch")
+        for turn, (some, some_ids) in enumerate(bar):
+            for i in range(len(contenders)):
+                which = (turn + i) % len(contenders)
+                runs[which].append(
+                    decode_batch(target.decoder, contenders[which], some, some_ids, how, length)
+                )
+        baseline, *drafted = runs
+        for mine, found in zip(drafted, points, strict=True):
+            both = zip(itertools.chain(*mine), itertools.chain(*baseline), strict=True)
+            same = [run.tokens == base.tokens for run, base in both]
+            found.append(
+                {
+                    "batch_size": size,
+                    "prompts": len(same),
+                    "identical": sum(same) if how.sampling.greedy else None,
+                    **metrics.by_batch(mine, baseline),
+                }
+            )
+    return points
 
 
 def over_stock_generate(

@@ -18,6 +18,11 @@ from rich.text import Text
 from eval.metrics import Measured
 
 NOT_MEASURED = "not measured"
+BATCH_NOTE = (
+    "The rows of a batch start together, and one that ends leaves. Without a draft: the same "
+    "batches. Tokens/s of all rows together; intervals over batches. In bf16 two forwards of other "
+    "shapes differ in the last bits, so texts may part at near-ties; in fp32 they are the same."
+)
 RULES_NOTE = (
     "Mean acceptance of one drafted token, from one teacher-forced log. Rejection sampling: "
     "sum min(p, q). Greedy match: the draft proposes argmax q, accepted where the target samples "
@@ -392,6 +397,47 @@ def rules_table(drafts: dict[str, Any]) -> tuple[list[str], Rows]:
     return header.split("|"), rows
 
 
+def temperature_table(drafts: dict[str, Any]) -> tuple[list[str], Rows]:
+    """tau and speed-up as decoded at other temperatures."""
+    rows = [
+        [
+            name,
+            f"{point['temperature']:g}",
+            short(point["tau"]),
+            short(point["speedup"]),
+            point["speedup"]["n"],
+        ]
+        for name, d in drafts.items()
+        for point in d["by_temperature"]
+    ]
+    return ["draft", "temperature", "tau", "speed-up", "prompts"], rows
+
+
+def batch_table(drafts: dict[str, Any]) -> tuple[list[str], Rows]:
+    """Speed by batch size."""
+    rows = [
+        [
+            name,
+            point["batch_size"],
+            short(point["tokens_per_s"]["baseline"], 1),
+            short(point["tokens_per_s"]["speculative"], 1),
+            short(point["speedup"]),
+            short(point["tau"]),
+            point["speedup"]["n"],
+            f"{point['identical']} of {point['prompts']}"
+            if point["identical"] is not None
+            else NOT_MEASURED,
+        ]
+        for name, d in drafts.items()
+        for point in d["by_batch_size"]
+    ]
+    header = (
+        "draft|batch size|tokens/s, no draft|tokens/s, drafted|speed-up|tau|batches|"
+        "texts as without a draft"
+    )
+    return header.split("|"), rows
+
+
 def ledger_table(drafts: dict[str, Any]) -> tuple[list[str], Rows]:
     """Every greedy text that parted from the target's own."""
     rows = [
@@ -552,6 +598,8 @@ def render_markdown(report: dict[str, Any]) -> str:
             for key in ("by_output_position", "by_entropy"):
                 parts.append(_table(*depth_table(draft, key)))
     parts += _section("Verification rules and temperatures", rules_table(drafts), RULES_NOTE)
+    parts += _section("Decoded at other temperatures", temperature_table(drafts))
+    parts += _section("By batch size", batch_table(drafts), BATCH_NOTE)
     parts += _section("Other prompts", other_table(drafts))
     parts += _section("Cost and latency", cost_table(drafts))
     parts += _section("Tie ledger", ledger_table(drafts))

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.atlas import Answer
-from eval.metrics import Agreement, PromptRun, StepCosts
+from eval.metrics import Agreement, PromptRun, StepCosts, by_batch
 from eval.report import DraftMeasurement, RunInfo, build_report
 
 
@@ -150,6 +150,20 @@ def made_up_measurement(name, alpha, prompts=40, **changes):
                 for i in range(2)
             ],
         },
+    }
+    base = fields["baseline_runs"]
+    pairs = [runs[at : at + 4] for runs in (fields["runs"], base) for at in range(0, prompts, 4)]
+    half = len(pairs) // 2
+    fields |= {
+        "by_batch_size": [
+            {
+                "batch_size": 4,
+                "prompts": prompts,
+                "identical": prompts - 1,
+                **by_batch(pairs[:half], pairs[half:]),
+            }
+        ],
+        "by_temperature": {0.6: (fields["runs"], base)},
     }
     return DraftMeasurement(**(fields | changes))
 

@@ -371,6 +371,8 @@ def _build(
         "itl_ms": metrics.both(metrics.itl_ms, baseline, runs),
         "loop_share": metrics.both(metrics.loop_share, baseline, runs),
         "gamma_sweep": [],
+        "by_batch_size": [],
+        "by_temperature": [],
         "lossless": _ledger(greedy),
         "by_category": {
             name: {

@@ -199,6 +199,11 @@ def test_a_cache_is_resized_and_thinned_without_touching_what_is_kept():
     thin = cache.keep_rows(torch.tensor([2, 0]))
     assert torch.equal(thin.keys[0], cache.keys[0][[2, 0]])
     assert cache.bytes_per_token() == 2 * 2 * 4 * 4
+    own = cache.row(1)
+    assert torch.equal(own.keys[0][0], cache.keys[0][1])
+    own.values[0].zero_()
+    assert not cache.values[0][1].any()
+    assert cache.values[0][[0, 2]].all()
 
 
 def test_what_a_decoder_cannot_do_is_said():

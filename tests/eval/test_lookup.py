@@ -49,7 +49,7 @@ def test_rolling_back_forgets_what_was_not_accepted(target):
     logits = decoder.forward(torch.tensor([[2]]), 4, cache)
     assert int(logits[0, -1].argmax()) == 3
     decoder.forward(torch.tensor([[9]]), 4, cache)
-    assert cache.tokens == [1, 2, 3, 1, 9]
+    assert cache.texts == [[1, 2, 3, 1, 9]]
     assert decoder.forward(torch.tensor([[7]]), 5, cache).unique().tolist() == [0.0]
 
 

@@ -53,6 +53,8 @@ def test_every_part_is_there(sample_report):
         "Rejection atlas of tuned",
         "What tuned gets wrong, in the text",
         "Verification rules",
+        "Decoded at other temperatures",
+        "By batch size",
         "Lossless: the tie ledger",
         "By category",
         "Cost and latency",

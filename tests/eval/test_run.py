@@ -81,6 +81,33 @@ def test_drafts_rivals_sweep_and_other_prompts_in_one_report(folder, tmp_path, c
     assert "prompt-lookup" in capsys.readouterr().out
 
 
+def test_batches_and_temperatures_stand_in_the_report_where_asked_for(folder, tmp_path):
+    status = run(
+        folder,
+        tmp_path,
+        *("--draft", "prompt-lookup", "--draft", f"self={folder / 'target'}", "--gamma", "2"),
+        *("--batch_sizes", "1,3", "--decoded_temperatures", "0,0.6,1.0"),
+    )
+    assert status == 0
+    report = read_report(tmp_path / "report" / "report.json")
+    own = report["drafts"]["self"]
+    assert [point["batch_size"] for point in own["by_batch_size"]] == [1, 3]
+    assert [point["speedup"]["n"] for point in own["by_batch_size"]] == [8, 2]
+    assert [point["identical"] for point in own["by_batch_size"]] == [8, 6]
+    assert [point["temperature"] for point in own["by_temperature"]] == [0, 0.6, 1]
+    # the target drafting for itself is believed at every temperature
+    assert {point["tau"]["mean"] for point in own["by_temperature"] + own["by_batch_size"]} == {3}
+    rival = report["drafts"]["prompt-lookup"]
+    deployed, *others = rival["by_temperature"]
+    assert (deployed["tau"], deployed["speedup"]) == (rival["tau"], rival["speedup"])
+    assert all(1 < point["tau"]["mean"] != rival["tau"]["mean"] for point in others)
+    page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
+    assert "Decoded at other temperatures" in page
+    assert "By batch size" in page
+    text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+    assert "## By batch size" in text
+
+
 def test_the_replayed_tau_is_the_one_that_decoding_has(folder, tmp_path):
     """In fp32, fixed gamma, answers that end at the limit: the log of alpha says it all."""
     assert run(folder, tmp_path, "--draft", f"d={folder / 'draft'}", "--gamma", "3") == 0
@@ -120,6 +147,15 @@ def test_gate_and_bad_input(folder, tmp_path, capsys):
     assert "lower bound of alpha" in capsys.readouterr().err
     assert run(folder, tmp_path, *bad, "--fail_under_speedup", "1000") == 1
     assert "lower bound of speedup" in capsys.readouterr().err
+    assert run(folder, tmp_path, *bad, "--batch_sizes", "2,4") == 2
+    assert "batch of 4 needs as many timed prompts, but there are 3" in capsys.readouterr().err
+    string = ("--strategy", "string", "--batch_sizes", "2")
+    assert run(folder, tmp_path, *bad, *string) == 2
+    assert "cannot take draft bad: A draft with a vocabulary of its own" in capsys.readouterr().err
+    for option, value in (("batch_sizes", "2,0"), ("decoded_temperatures", "0,-1")):
+        with pytest.raises(SystemExit):
+            run(folder, tmp_path, *bad, f"--{option}", value)
+        assert f"--{option}: '{value}' should be" in capsys.readouterr().err
     assert run(folder, tmp_path, *bad, "--other_prompts", str(tmp_path / "none.jsonl")) == 2
     assert "none.jsonl" in capsys.readouterr().err
     assert run(folder, tmp_path, "--draft", "x=prompt-lookup", "--draft", "x=prompt-lookup") == 2

@@ -18,6 +18,7 @@ from eval.speed import (
     entropy_bits,
     interleave,
     measure_agreement,
+    measure_batches,
     over_stock_generate,
     rule_acceptance,
     step_costs,
@@ -280,6 +281,25 @@ def test_every_prompt_is_decoded_by_everybody(target, tiny):
     for decoded in (base, *runs):
         assert [run.tokens for run in decoded] == expected
         assert all(run.seconds > 0 for run in decoded)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_batch_is_decoded_by_everybody(target, tiny, temperature):
+    good, bad = Draft(target.decoder), Draft(build_decoder(tiny(1), 100))
+    candidates = [
+        Candidate(name, "unused", "full", {}, draft, 0, None)
+        for name, draft in (("good", good), ("bad", bad))
+    ]
+    how = dataclasses.replace(GREEDY, sampling=Sampling(temperature))
+    points = measure_batches(target, candidates, PROMPTS, IDS, how, DraftLength(2), [1, 2])
+    assert [[point["batch_size"] for point in mine] for mine in points] == [[1, 2]] * 2
+    for alone, two in points:
+        assert (alone["prompts"], two["prompts"]) == (3, 2)  # the third fills no batch of two
+        assert (alone["speedup"]["n"], two["speedup"]["n"]) == (3, 1)
+        same = (3, 2) if temperature == 0 else (None, None)
+        assert (alone["identical"], two["identical"]) == same
+    assert points[0][0]["tau"]["mean"] == points[0][1]["tau"]["mean"] == 3
+    assert points[1][1]["tau"]["mean"] < 3
 
 
 def test_stock_generate_is_timed_on_the_same_prompts(target):
