@@ -14,6 +14,7 @@ from eval import metrics
 from eval.atlas import Answer, text_of
 from eval.drafting import Draft, StringDraft
 from eval.drafts import Candidate, Target
+from eval.forward import Decoder
 from eval.prompts import Prompt, draw, prompts_sha256
 from eval.report import DraftMeasurement, RunInfo, build_report
 from eval.speculative import Decoding, DraftLength
@@ -66,7 +67,11 @@ def evaluate_drafts(
     `tuning`, which must not be evaluation prompts. overlap: evaluation prompts that were trained
     on, None when that is not known. sweep_prompts: measure every fixed length on so many of the
     timed prompts. others: prompts outside the domain, to take alpha on as well.
+    Raises ValueError where a model's logits are no numbers.
     """
+    _refuse_no_numbers(target.spec, target.decoder, evaluation.ids[0])
+    for candidate in candidates:
+        _refuse_no_numbers(candidate.name, candidate.draft.decoder, evaluation.ids[0])
     if gamma is not None:
         length, policy = DraftLength(gamma), "fixed"
     else:
@@ -178,6 +183,25 @@ def evaluate_drafts(
         spell=spell,
     )
     return build_report(info, measurements)
+
+
+@torch.inference_mode()
+def _refuse_no_numbers(name: str, decoder: Decoder, ids: list[int]) -> None:
+    """Look at a model's logits [1, T, V] once: the argmax of NaN would pass for a token.
+
+    Minus infinity is a number here: it rules a token out.
+    """
+    # of another vocabulary: any of its ids will do
+    own = [i % decoder.embedding.shape[0] for i in ids][: decoder.context_length]
+    logits = decoder.forward(
+        torch.tensor([own], device=decoder.device), 0, decoder.new_cache(1, len(own))
+    )
+    if logits.isnan().any() or logits.isposinf().any():
+        dtype = str(decoder.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{name} gives logits that are no numbers in {dtype}: its weights are damaged, or too "
+            "large for float16; take a checkpoint that is whole, or --dtype bfloat16 or float32."
+        )
 
 
 def speller(target: Target) -> Callable[[int], bytes]:
