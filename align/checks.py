@@ -14,7 +14,7 @@ TOK-010  special strings inside a user's text
 TOK-011  whether a prompt's ids begin the ids of prompt and answer
 TOK-012  tied embeddings, head bias, soft cap and scale of the logits
 TOK-013  adapters that brought rows of their own
-TOK-014  maps made for other tokenizers
+TOK-014  maps and answers made for other tokenizers (the latter: distill/logit_cache.py)
 TOK-015  the id tables of a trimmed head
 TOK-016  behaviour of the models themselves (align/behaviour.py, with --weights)
 """
@@ -317,8 +317,8 @@ def _check_probes(target: Side, draft: Side, relation: Relation) -> Iterator[Fin
             yield Finding(
                 "TOK-005",
                 "info",
-                f"The tokens of {len(moved)} of {len(PROBES)} probe texts are the same and begin or "
-                f"end elsewhere by the draft's offsets (the first: {moved[0]!r}).",
+                f"The tokens of {len(moved)} of {len(PROBES)} probe texts are the same, but begin "
+                f"or end elsewhere by the draft's offsets (the first: {moved[0]!r}).",
                 "nothing here, where texts are aligned by the bytes of their tokens; a mask cut by "
                 "offsets elsewhere would move",
             )

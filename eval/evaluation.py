@@ -16,6 +16,7 @@ from eval.atlas import Answer, text_of
 from eval.batched import shared_vocabulary
 from eval.drafting import Draft, StringDraft
 from eval.drafts import Candidate, Target
+from eval.forward import Decoder
 from eval.prompts import Prompt, draw, prompts_sha256
 from eval.report import DraftMeasurement, RunInfo, build_report
 from eval.speculative import Decoding, DraftLength
@@ -72,9 +73,13 @@ def evaluate_drafts(
     on, None when that is not known. sweep_prompts: measure every fixed length on so many of the
     timed prompts. others: prompts outside the domain, to take alpha on as well. batch_sizes,
     temperatures: decode the timed prompts also in batches of each size, and at each temperature.
+    Raises ValueError where a model's logits are no numbers.
     """
     timed = evaluation.drawn(speed_prompts, how.seed)
     _check_batches(candidates, batch_sizes, len(timed.prompts))
+    _refuse_no_numbers(target.spec, target.decoder, evaluation.ids[0])
+    for candidate in candidates:
+        _refuse_no_numbers(candidate.name, candidate.draft.decoder, evaluation.ids[0])
     if gamma is not None:
         length, policy = DraftLength(gamma), "fixed"
     else:
@@ -212,6 +217,25 @@ def _check_batches(candidates: Sequence[Candidate], sizes: Sequence[int], prompt
             shared_vocabulary(candidate.draft)
         except ValueError as error:
             raise ValueError(f"--batch_sizes cannot take draft {candidate.name}: {error}") from None
+
+
+@torch.inference_mode()
+def _refuse_no_numbers(name: str, decoder: Decoder, ids: list[int]) -> None:
+    """Look at a model's logits [1, T, V] once: the argmax of NaN would pass for a token.
+
+    Minus infinity is a number here: it rules a token out.
+    """
+    # of another vocabulary: any of its ids will do
+    own = [i % decoder.embedding.shape[0] for i in ids][: decoder.context_length]
+    logits = decoder.forward(
+        torch.tensor([own], device=decoder.device), 0, decoder.new_cache(1, len(own))
+    )
+    if logits.isnan().any() or logits.isposinf().any():
+        dtype = str(decoder.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{name} gives logits that are no numbers in {dtype}: its weights are damaged, or too "
+            "large for float16; take a checkpoint that is whole, or --dtype bfloat16 or float32."
+        )
 
 
 def speller(target: Target) -> Callable[[int], bytes]:

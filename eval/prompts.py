@@ -3,7 +3,8 @@
 A spec is a Hub data set (`NAME` or `NAME:SPLIT`, split `train` if none is given), a `pypi:` file
 (`align.sources`), or a local `.jsonl` / `.jsonl.gz` file. A row has `prompt`, completed as it
 stands, or `messages`, rendered with the target's chat template; optionally `category`, and `id` or
-`task_id`. Its other fields are ignored.
+`task_id`. Its other fields are ignored. A `prompt` that ends in a Python function and brings no
+category gets the kind of its task (`eval.task_kinds`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from align.atomic import atomic_file
 from align.sources import resolve_file
+from eval.task_kinds import task_kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -143,6 +145,8 @@ def _parse(row: Any, where: str, number: str) -> Prompt:
     for name, value in (("id", identity), ("category", category)):
         if not isinstance(value, str | int | None) or isinstance(value, bool):
             raise PromptError(f"{where}: `{name}` is {value!r}; it must be text or a whole number.")
+    if category is None and prompt is not None:
+        category = task_kind(prompt)
     parsed = Prompt(str(identity), prompt, messages, None if category is None else str(category))
     try:
         parsed.text.encode()

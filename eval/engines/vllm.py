@@ -116,7 +116,7 @@ class Server:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.timeout = timeout
 
-    def _open(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def _open(self, path: str, body: dict[str, Any] | None = None, about: str = "") -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             self.url + path, data, {"Content-Type": "application/json"}
@@ -125,7 +125,7 @@ class Server:
             return urllib.request.urlopen(request, timeout=self.timeout)
         except urllib.error.HTTPError as error:
             said = error.read(300).decode("utf-8", "replace")
-            raise ServerError(f"{self.url}{path} answered {error.code}: {said}") from None
+            raise ServerError(f"{self.url}{path} answered {error.code}{about}: {said}") from None
         except (OSError, HTTPException) as error:
             raise self._failure(error) from None
 
@@ -177,7 +177,7 @@ class Server:
         blocks: list[tuple[float, list[int]]] = []
         prompt_tokens, finish = 0, None
         try:
-            with self._open(path, body) as response:
+            with self._open(path, body, f" to prompt {prompt.id!r}") as response:
                 for line in response:
                     if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
                         continue

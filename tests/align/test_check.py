@@ -301,7 +301,7 @@ def test_offsets_that_leave_out_spaces_on_one_side(edited, spelling):
     assert (verdict.relation, verdict.strategy) == ("identical", "direct")
     (finding,) = [f for f in verdict.findings if f.code == "TOK-005"]
     assert finding.severity == "info"
-    assert "are the same and begin or end elsewhere by the draft's offsets" in finding.message
+    assert "are the same, but begin or end elsewhere by the draft's offsets" in finding.message
 
 
 def test_a_bos_on_one_side(edited):

