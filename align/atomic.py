@@ -30,12 +30,12 @@ def atomic_file(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
     """Open a new file (mode "w", UTF-8, or "wb") that becomes `path` once the block ends well.
 
     Until then, and for good if the block raises, `path` is what it was before.
-    Raises OSError that says what to do when the disk is full.
+    Raises DiskFullError where there is no room.
     """
     assert mode in ("w", "wb"), mode
     path = Path(path)
     with ExitStack() as stack:
-        with _disk_full_explained(path):
+        with disk_full_explained(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             _clear_litter(path)
             partial = _create_locked(stack, path, lambda name: name.touch(exist_ok=False))
@@ -57,11 +57,11 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
 
     A folder that stood there is replaced as a whole; if the block raises, it stays. Should the
     process die between the two renames of a replacement, the next call puts the earlier one back.
-    Raises OSError that says what to do when the disk is full.
+    Raises DiskFullError where there is no room.
     """
     path = Path(path)
     with ExitStack() as stack:
-        with _disk_full_explained(path):
+        with disk_full_explained(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             _clear_litter(path)
             partial = _create_locked(stack, path, Path.mkdir)
@@ -193,8 +193,13 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
+class DiskFullError(OSError):
+    """The disk is full: what could not be written, and what to do."""
+
+
 @contextmanager
-def _disk_full_explained(path: Path) -> Iterator[None]:
+def disk_full_explained(path: Path) -> Iterator[None]:
+    """Raise DiskFullError, naming `path`, for whatever a full disk makes a library raise."""
     try:
         yield
     except Exception as error:
@@ -202,7 +207,7 @@ def _disk_full_explained(path: Path) -> Iterator[None]:
         code = error.errno if isinstance(error, OSError) else None
         if code not in (errno.ENOSPC, errno.EDQUOT) and "No space left on device" not in str(error):
             raise
-        raise OSError(
+        raise DiskFullError(
             code or errno.ENOSPC,
             f"The disk is full: {path} could not be written, and what stood there before is "
             "untouched. Free some space or choose another folder, then run the same command again",

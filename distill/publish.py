@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 from safetensors import SafetensorError, safe_open
 
-from align.atomic import atomic_file, atomic_folder
+from align.atomic import DiskFullError, atomic_file, atomic_folder
 from eval.metrics import Measured
 from eval.report import read_report
 from eval.text_report import DEFINITIONS, gamma_text
@@ -380,7 +380,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f"draft: {args.to}")
         if args.push_to_hub:
             print(f"pushed: {push_draft(args.run, args.push_to_hub)}")
-    except ValueError as error:
+    except (ValueError, DiskFullError) as error:
         parser.exit(2, f"error: {error}\n")
 
 

@@ -15,6 +15,7 @@ if not __package__:
 
 from accelerate import PartialState
 
+from align.atomic import DiskFullError
 from distill.dry_run import price_run
 from distill.pipeline import Run
 from distill.recipe import help_text, load_recipe
@@ -45,7 +46,7 @@ def main(argv: list[str]) -> int:
             print(
                 f"\nDraft: {run.folder / 'draft'}\nReport: {run.folder / 'report' / 'report.html'}"
             )
-    except ValueError as error:
+    except (ValueError, DiskFullError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ModelOutput
 from trl import SFTConfig, SFTTrainer
 
-from align.atomic import atomic_file
+from align.atomic import atomic_file, disk_full_explained
 from align.vocab_map import Reader
 from distill.logit_cache import CachedAnswer
 from distill.losses import head_loss
@@ -171,8 +171,9 @@ class DistillationTrainer(SFTTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        with disk_full_explained(folder):
+            super()._save_checkpoint(model, trial)
         # written last: a checkpoint without it was cut short and is never resumed from
         with atomic_file(folder / COMPLETE) as file:
             file.write(f"{self.state.global_step}\n")

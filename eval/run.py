@@ -22,6 +22,7 @@ from typing import Any, get_args
 
 import torch
 
+from align.atomic import DiskFullError
 from align.check import Strategy
 from align.process import use_machine
 from align.sources import read_json
@@ -250,11 +251,11 @@ def main(argv: list[str]) -> int:
     try:
         args = parse(argv)
         report = _measure_servers(args) if args.engine == "vllm" else _measure(args)
-    except ValueError as error:
+        folder = (args.output_dir or Path("outputs/eval")) / "report"
+        write_report(folder, report)
+    except (ValueError, DiskFullError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    folder = (args.output_dir or Path("outputs/eval")) / "report"
-    write_report(folder, report)
     print_summary(report)
     print(f"\nReport: {folder / 'report.html'}")
     draft = list(report["drafts"].values())[-1]

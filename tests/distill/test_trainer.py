@@ -1,3 +1,4 @@
+import errno
 import shutil
 
 import pytest
@@ -5,7 +6,9 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import SFTTrainer
 
+from align.atomic import DiskFullError
 from distill.logit_cache import CachedAnswer
 from distill.losses import coarse_forward_kl
 from distill.recipe import build_recipe
@@ -192,6 +195,16 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path, train, tin
     resumed = train(tiny_model(), answers, recipe_in(folder))
     for name, weight in straight.state_dict().items():
         assert torch.equal(weight, resumed.state_dict()[name]), name
+
+
+def test_a_disk_that_fills_at_a_checkpoint_is_explained(tmp_path, train, tiny_model, monkeypatch):
+    def fails(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(SFTTrainer, "_save_checkpoint", fails)
+    with pytest.raises(DiskFullError, match=r"disk is full: .*checkpoint-4 could not be written"):
+        train(tiny_model(), made_answers(), recipe_in(tmp_path))
+    assert last_checkpoint(tmp_path) is None
 
 
 def test_a_checkpoint_cut_short_is_not_resumed_from(tmp_path):
