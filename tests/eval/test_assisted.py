@@ -208,6 +208,39 @@ def test_other_tokens_are_not_explained_away(tiny_llama, monkeypatch):
     assert report["warnings"][0].startswith("NOT LOSSLESS")
 
 
+@pytest.mark.parametrize("in_fp32", [False, True])
+def test_a_tie_is_one_only_where_fp32_agrees(tiny_llama, in_fp32):
+    """A target whose wide forwards have other last bits, in bf16 alone or in fp32 as well."""
+    target, draft = stock(tiny_llama().bfloat16()), assistant(tiny_llama().bfloat16(), 4)
+    target.tokenizer = type("Ids", (), {"decode": staticmethod(str)})
+
+    def blur(model, args, output):
+        logits = output.logits
+        if logits.shape[1] > 1 and (in_fp32 or logits.dtype == torch.bfloat16):
+            logits += 0.02 * torch.linspace(0, 1, logits.shape[-1])
+
+    target.model.register_forward_hook(blur)
+    prompts = [Prompt(str(i), prompt="x") for i in range(6)]
+    timed = PromptSet("made up", prompts, [[5, 6, i] for i in range(6)])
+    how = Decoding(Sampling(), frozenset(), 24)
+    report = measure_assisted(target, [draft], timed, how, 4, {"command": "test"})
+    found = report["drafts"]["draft"]["lossless"]
+    ties, unexplained = found["tie_divergences"], found["unexplained"]
+    assert (ties == 0 < unexplained) if in_fp32 else (unexplained == 0 < ties)
+    assert all(entry["gap"] <= entry["error"] for entry in found["divergences"])
+
+
+def test_the_report_of_a_run_is_not_replaced(folder, tmp_path, capsys):
+    (tmp_path / "draft").mkdir()
+    recipe = {"target": str(folder / "target"), "draft": None, "temperature": 0.0, "top_k": None}
+    recipe |= {"top_p": 1.0, "max_new_tokens": 8, "dtype": "float32"}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    (tmp_path / "vocab_check.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        main(["--engine", "transformers", "--run", str(tmp_path), "--gamma", "2"])
+    assert "needs --output_dir, lest it replace the run's own report" in capsys.readouterr().err
+
+
 def test_a_checkpoint_s_own_generation_config_is_left_aside(folder, tmp_path, tiny_llama):
     model = tiny_llama(spread=4, vocab_size=257, eos_token_id=256)
     model.generation_config = GenerationConfig(repetition_penalty=5.0, eos_token_id=256)
