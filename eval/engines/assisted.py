@@ -98,7 +98,7 @@ def load_assistant(name: str, spec: str, target: StockTarget, gamma: int) -> Ass
         raise ValueError(
             f"Draft {name!r}: its vocabulary is {verdict.relation} to the target's, and what "
             f"transformers does across tokenizers changes the text; tune the draft for this target "
-            f"(python -m align.run) and give its draft/, or use --engine torch, which bridges them "
+            f"(distill/train.py) and give its draft/, or use --engine torch, which bridges them "
             f"without loss."
         )
     loaded: Any = load_model(spec, target.model.dtype)
