@@ -5,6 +5,7 @@
     python -m eval.run --target T --draft prompt-lookup --draft D …   a rival without a model
     python -m eval.run --run DIR          a training run again, from what its folder holds
     python -m eval.run --engine vllm --base_url URL --baseline_url URL --prompts P
+    python -m eval.run --engine transformers --gamma 3 --target T --draft D --prompts P
 
 Exit status: 0; 1 when --fail_under_alpha or --fail_under_speedup is not met by the lower bound of
 the last draft's 95% interval; 2 for input that cannot be used, and for a server that failed midway
@@ -21,12 +22,14 @@ import argparse
 from typing import Any, get_args
 
 import torch
+import transformers
 
 from align.atomic import DiskFullError
 from align.check import Strategy
 from align.process import use_machine
 from align.sources import read_json
 from eval.drafts import Candidate, Target, load_candidate, load_target
+from eval.engines.assisted import StockTarget, load_assistant, load_stock, measure_assisted
 from eval.engines.vllm import Server, measure_servers
 from eval.evaluation import PromptSet, context_length, evaluate_drafts
 from eval.forward import build_decoder
@@ -38,6 +41,7 @@ from eval.text_report import print_summary
 from eval.verification import Sampling
 
 OTHER_PROMPTS = 40
+TORCH_ONLY = ("gamma_sweep", "other_prompts", "batch_sizes", "decoded_temperatures")
 
 # of a run's recipe where --run is given, else these
 DEFAULTS: dict[str, Any] = {
@@ -94,7 +98,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="T,T,…",
         help="decode the timed prompts also at each temperature, as 0,0.6,1.0",
     )
-    parser.add_argument("--engine", choices=["torch", "vllm"], default="torch")
+    parser.add_argument("--engine", choices=["torch", "transformers", "vllm"], default="torch")
     parser.add_argument("--base_url", help="engine vllm: the server that speculates")
     parser.add_argument("--baseline_url", help="engine vllm: the same target without a draft")
     parser.add_argument(
@@ -120,7 +124,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
             parser.error("engine vllm needs --base_url, --baseline_url and --prompts")
     elif not (args.target and args.draft and args.prompts):
         parser.error("give --target, --draft and --prompts, or --run DIR")
+    if args.engine == "transformers":
+        _check_transformers(parser, args)
     return args
+
+
+def _check_transformers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if not args.gamma or args.gamma < 1:
+        parser.error("engine transformers needs --gamma, 1 or more: it chooses none")
+    if args.output_dir == args.run and args.run is not None:
+        parser.error("engine transformers needs --output_dir, lest it replace the run's own report")
+    for name in TORCH_ONLY:
+        if getattr(args, name):
+            parser.error(f"--{name} is of engine torch; leave it out with engine transformers")
+    if args.strategy != "auto" and args.run is None:
+        parser.error("--strategy is of engine torch: transformers bridges no vocabularies")
 
 
 def _sizes(text: str) -> list[int]:
@@ -159,7 +177,9 @@ def _take_from_run(args: argparse.Namespace) -> None:
             setattr(args, key, recipe[key])
 
 
-def _prompt_sets(args: argparse.Namespace, target: Target) -> tuple[PromptSet, PromptSet]:
+def _prompt_sets(
+    args: argparse.Namespace, target: Target | StockTarget
+) -> tuple[PromptSet, PromptSet]:
     """Prompts to evaluate and prompts to choose gamma on, which are never the same."""
     prompts = load_prompts(args.prompts, args.max_prompts, args.seed)
     if args.tuning is not None:
@@ -176,7 +196,7 @@ def _prompt_sets(args: argparse.Namespace, target: Target) -> tuple[PromptSet, P
 
 
 def _rendered(
-    args: argparse.Namespace, target: Target, source: str, prompts: list[Prompt]
+    args: argparse.Namespace, target: Target | StockTarget, source: str, prompts: list[Prompt]
 ) -> PromptSet:
     room = target.model.config.get_text_config().max_position_embeddings - args.max_gamma - 1
     ids = render_all(prompts, target.tokenizer, room, args.max_new_tokens)
@@ -185,18 +205,20 @@ def _rendered(
 
 def _candidates(args: argparse.Namespace, target: Target) -> list[Candidate]:
     """Every --draft [NAME=]SPEC, in their order."""
-    found = []
-    for text in args.draft:
-        name, equals, spec = text.partition("=")
-        if not equals or "==" in text.split("/")[0]:  # a pypi: spec has == of its own
-            name, spec = Path(text).name, text
-        rival = spec == LOOKUP
-        found.append(
-            lookup_candidate(name, target)
-            if rival
-            else load_candidate(name, spec, target, args.strategy)
-        )
-    return found
+    return [
+        lookup_candidate(name, target)
+        if spec == LOOKUP
+        else load_candidate(name, spec, target, args.strategy)
+        for name, spec in map(_named, args.draft)
+    ]
+
+
+def _named(text: str) -> tuple[str, str]:
+    """Name and spec of a [NAME=]SPEC."""
+    name, equals, spec = text.partition("=")
+    if not equals or "==" in text.split("/")[0]:  # a pypi: spec has == of its own
+        return Path(text).name, text
+    return name, spec
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -233,6 +255,27 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     )
 
 
+def _measure_assisted(args: argparse.Namespace) -> dict[str, Any]:
+    """The report of transformers' assisted generation, on the prompts that engine torch times."""
+    use_machine()
+    target = load_stock(args.target, getattr(torch, args.dtype), torch.device(args.device))
+    evaluation, _ = _prompt_sets(args, target)
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    return measure_assisted(
+        target,
+        [load_assistant(*named, target, args.gamma) for named in map(_named, args.draft)],
+        evaluation.drawn(args.speed_prompts, args.seed),
+        Decoding(sampling, target.stops, args.max_new_tokens, args.seed),
+        args.gamma,
+        {
+            "command": sys.argv,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "seed": args.seed,
+        },
+    )
+
+
 def _measure_servers(args: argparse.Namespace) -> dict[str, Any]:
     """The report of vLLM behind --base_url, against --baseline_url."""
     return measure_servers(
@@ -250,7 +293,12 @@ def _measure_servers(args: argparse.Namespace) -> dict[str, Any]:
 def main(argv: list[str]) -> int:
     try:
         args = parse(argv)
-        report = _measure_servers(args) if args.engine == "vllm" else _measure(args)
+        if args.engine == "vllm":
+            report = _measure_servers(args)
+        elif args.engine == "transformers":
+            report = _measure_assisted(args)
+        else:
+            report = _measure(args)
         folder = (args.output_dir or Path("outputs/eval")) / "report"
         write_report(folder, report)
     except (ValueError, DiskFullError) as error:

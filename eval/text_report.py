@@ -130,7 +130,7 @@ def result_rows(report: dict[str, Any]) -> list[tuple[str, list[str], str | None
     gains = report["gain"][0] if len(drafts) == 2 else {}
 
     def row(label: str, cell: Callable[[Any], str], key: str = "") -> tuple[Any, ...]:
-        gained = signed(gains[key]) if key in gains else None
+        gained = signed(gains[key]) if gains.get(key) else None
         return label, [cell(draft) for draft in drafts], gained
 
     rows = [

@@ -22,9 +22,10 @@ from urllib.parse import urlsplit
 from tqdm import tqdm
 
 from eval import metrics
+from eval.engines.outside import draft_block, emitted_run, first_divergence, ledger
 from eval.metrics import PromptRun
 from eval.prompts import Prompt, prompts_sha256
-from eval.report import ALWAYS_MEASURED, SCHEMA, finished
+from eval.report import SCHEMA, finished
 from eval.verification import Sampling
 
 TIMEOUT = 120.0  # seconds without a byte from a server
@@ -200,29 +201,7 @@ class Server:
                 f"{self.url} sent no token ids for prompt {prompt.id!r}; use a vLLM that knows "
                 f"return_token_ids (0.10.2 or later)."
             )
-        return Run(_as_prompt_run(prompt, prompt_tokens, blocks), finish == "stop")
-
-
-def _as_prompt_run(
-    prompt: Prompt, prompt_tokens: int, blocks: list[tuple[float, list[int]]]
-) -> PromptRun:
-    """The log of one answer. What each block drafted is not known, only the totals are."""
-    # a first message of several tokens: all of them came with the prefill's answer
-    (first_seconds, first), *rest = blocks
-    later = [(0.0, first[1:])] if first[1:] else []
-    later += rest
-    return PromptRun(
-        prompt_id=prompt.id,
-        category=prompt.category,
-        prompt_tokens=prompt_tokens,
-        tokens=[token for _, ids in blocks for token in ids],
-        prefill_seconds=first_seconds,
-        block_seconds=[seconds for seconds, _ in later],
-        block_tokens=[len(ids) for _, ids in later],
-        drafted=[0] * len(later),
-        accepted=[0] * len(later),
-        last_truncated=False,
-    )
+        return Run(emitted_run(prompt, prompt_tokens, blocks), finish == "stop")
 
 
 @dataclass
@@ -360,46 +339,12 @@ def _build(
             missing.insert(0, {"field": part, "reason": failure})
     done = prompts[: len(runs)]
     per_position = counters["acceptance_per_position"] if counters else []
-    nothing: dict[str, Any] = dict.fromkeys(ALWAYS_MEASURED)
-    draft = nothing | {
+    draft = draft_block(runs, baseline, _ledger(greedy)) | {
         "path": urlsplit(server.url).hostname,
         "form": "served",
         "vocabulary": {"relation": "of the server", "strategy": "of the server", "coverage": None},
-        "speedup": metrics.speedup(runs, baseline),
-        "tokens_per_s": metrics.both(metrics.tokens_per_s, baseline, runs),
-        "ttft_ms": metrics.both(metrics.ttft_ms, baseline, runs),
-        "itl_ms": metrics.both(metrics.itl_ms, baseline, runs),
-        "loop_share": metrics.both(metrics.loop_share, baseline, runs),
-        "gamma_sweep": [],
-        "by_batch_size": [],
-        "by_temperature": [],
-        "lossless": _ledger(greedy),
-        "by_category": {
-            name: {
-                "alpha": None,
-                "tau": None,
-                "speedup": metrics.speedup(
-                    [run for run in runs if run.category == name],
-                    [run for run in baseline if run.category == name],
-                ),
-            }
-            for name in sorted({run.category for run in runs if run.category is not None})
-        },
-        "other_prompts": None,
         "counters": counters,
         "missing": missing,
-        "per_prompt": [
-            {
-                "id": run.prompt_id,
-                "category": run.category,
-                "prompt_tokens": run.prompt_tokens,
-                "tokens": len(run.tokens),
-                "seconds": run.seconds,
-                "baseline_tokens": len(base.tokens),
-                "baseline_seconds": base.seconds,
-            }
-            for run, base in metrics.pair(runs, baseline)
-        ],
     }
     stopped = sum(one.stopped for one in log.baseline) / len(log.baseline)
     return finished(
@@ -485,8 +430,7 @@ def _ledger(log: Log) -> dict[str, Any]:
         one, other = plain.run.tokens, drafted.run.tokens
         if one == other:
             continue
-        pairs = enumerate(zip(one, other, strict=False))
-        at = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+        at = first_divergence(one, other)
         sides = [f"token {text[at]}" if at < len(text) else "end" for text in (one, other)]
         entries.append(
             {
@@ -499,11 +443,4 @@ def _ledger(log: Log) -> dict[str, Any]:
                 "tie": False,
             }
         )
-    prompts = len(log.baseline)
-    return {
-        "prompts": prompts,
-        "identical": prompts - len(entries),
-        "tie_divergences": 0,
-        "unexplained": len(entries),
-        "divergences": entries,
-    }
+    return ledger(len(log.baseline), entries)
