@@ -21,7 +21,7 @@ NOT_MEASURED = "not measured"
 RULES_NOTE = (
     "Mean acceptance of one drafted token, from one teacher-forced log. Rejection sampling: "
     "sum min(p, q). Greedy match: the draft proposes argmax q, accepted where the target samples "
-    "it: p(argmax q). Target's probability: x drawn from q, accepted with probability p(x): "
+    "it: p(argmax q). Target's p: x drawn from q, accepted with probability p(x): "
     "sum q p. All three leave the output as the target's."
 )
 
@@ -388,7 +388,7 @@ def rules_table(drafts: dict[str, Any]) -> tuple[list[str], Rows]:
         if d["atlas"]
         for row in d["atlas"]["verification_rules"]
     ]
-    header = "draft|temperature|rejection sampling|greedy match|target's probability|prompts"
+    header = "draft|temp.|rejection sampling|greedy match|target's p|prompts"
     return header.split("|"), rows
 
 
