@@ -332,7 +332,7 @@ def category_table(drafts: dict[str, Any]) -> tuple[list[str], Rows]:
         for name, d in drafts.items()
         for category, n in d["by_category"].items()
     ]
-    return ["category", "draft", "alpha", "tau", "speed-up", "prompts"], rows
+    return ["category", "draft", "alpha", "tau", "speed-up", "n"], rows
 
 
 def atlas_table(draft: dict[str, Any]) -> tuple[list[str], Rows]:
