@@ -96,7 +96,8 @@ def _cell(value: Any, heading: bool) -> str:
         return element("th", text, scope="row")
     if "`" not in str(value):  # an interval stays on one line, below its mean where it must
         text = re.sub(r"\[[^\]]*\]$", lambda m: element("span", m[0], class_="ci"), text)
-    numeric = text[:1] in "+-−≤0123456789" or text.startswith("not measured")
+    # a number and its unit stay together; a hash may begin with a digit and must break
+    numeric = re.match(r"[+\-−≤]?\d[\d.,]*(?!\w)|not measured", text)
     return element("td", text, class_="number") if numeric else element("td", text)
 
 
@@ -648,7 +649,7 @@ def render_page(report: dict[str, Any]) -> str:
     body.append(_result(report))
     if counters := counter_table(drafts)[1]:
         note = "By the server's own definitions (docs/metrics.md)."
-        table = _table((counter_table(drafts)[0], counters))
+        table = _table(_transposed((counter_table(drafts)[0], counters)))
         body.append(_section("Counters of the server", table, note=note))
     if draft["waterfall"]:
         verdicts = [

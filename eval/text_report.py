@@ -26,7 +26,7 @@ BATCH_NOTE = (
 RULES_NOTE = (
     "Mean acceptance of one drafted token, from one teacher-forced log. Rejection sampling: "
     "sum min(p, q). Greedy match: the draft proposes argmax q, accepted where the target samples "
-    "it: p(argmax q). Target's probability: x drawn from q, accepted with probability p(x): "
+    "it: p(argmax q). Target's p: x drawn from q, accepted with probability p(x): "
     "sum q p. All three leave the output as the target's."
 )
 
@@ -337,7 +337,7 @@ def category_table(drafts: dict[str, Any]) -> tuple[list[str], Rows]:
         for name, d in drafts.items()
         for category, n in d["by_category"].items()
     ]
-    return ["category", "draft", "alpha", "tau", "speed-up", "prompts"], rows
+    return ["category", "draft", "alpha", "tau", "speed-up", "n"], rows
 
 
 def atlas_table(draft: dict[str, Any]) -> tuple[list[str], Rows]:
@@ -393,7 +393,7 @@ def rules_table(drafts: dict[str, Any]) -> tuple[list[str], Rows]:
         if d["atlas"]
         for row in d["atlas"]["verification_rules"]
     ]
-    header = "draft|temperature|rejection sampling|greedy match|target's probability|prompts"
+    header = "draft|temp.|rejection sampling|greedy match|target's p|prompts"
     return header.split("|"), rows
 
 

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from eval.page import _ticks, element, render_page
+from eval.page import _cell, _ticks, element, render_page
 from eval.report import build_report
 
 VOID = {"meta"}
@@ -123,6 +123,26 @@ def test_any_number_of_drafts_is_drawn(run_info, measurement, drafts):
     names = [f"draft {i}" for i in range(drafts)]
     page = Outline(render_page(build_report(run_info, [measurement(n, 0.5) for n in names])))
     assert all(name in page.text for name in names)
+
+
+@pytest.mark.parametrize(
+    ("value", "whole"),
+    [
+        ("0.25 [0.24,0.27]", True),
+        ("+0.29", True),
+        ("−1.32", True),
+        ("2,304 B", True),
+        ("34% [29%,40%]", True),
+        ("1.34×", True),
+        ("not measured", True),
+        ("22703ebb9ab8e5e4710568ac218feb2e", False),  # a hash that did widen the page
+        ("4710568921812" * 5 + "a", False),
+        ("pypi:dist==0.1/model.gguf", False),
+        ("", False),
+    ],
+)
+def test_numbers_stay_on_a_line_and_hashes_do_not(value, whole):
+    assert ('class="number"' in _cell(value, heading=False)) == whole
 
 
 @pytest.mark.parametrize("top", [0.011, 0.4, 1.0, 1.08, 2.9, 7.3, 1234.0])
