@@ -273,6 +273,7 @@ def distil(trainer: DistillationTrainer, recipe: Recipe) -> PreTrainedModel:
         tuned = tuned.merge_and_unload(safe_merge=True)
     del tuned.forward  # the instance's own: the class's forward, which gives logits, is back
     tuned.set_attn_implementation("sdpa")
+    tuned.config.use_cache = True  # SFTTrainer turns it off
     return tuned.eval()
 
 

@@ -381,7 +381,8 @@ def _block(
 @torch.inference_mode()
 def _kv_bytes(model: Any) -> int:
     """Bytes that the cache takes for one token."""
-    cache = model(torch.ones((1, 1), dtype=torch.long, device=model.device)).past_key_values
+    token = torch.ones((1, 1), dtype=torch.long, device=model.device)
+    cache = model(token, use_cache=True).past_key_values
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 

@@ -164,6 +164,7 @@ def test_training_lowers_the_loss_and_leaves_a_plain_model(tmp_path, train, use_
     tuned = train(tiny_model(), answers, recipe)
     assert loss(tuned) < 0.97 * before
     assert type(tuned) is LlamaForCausalLM
+    assert tuned.config.use_cache  # what trains without a cache is served with one
     assert torch.equal(tuned.model.embed_tokens.weight, embedding)
     assert tuned(torch.tensor([[2, 3]])).logits.shape == (1, 2, VOCAB)
 
