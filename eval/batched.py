@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eval.drafting import Draft, Proposal, StringDraft
+from eval.drafting import Draft, Proposal, StringDraft, draw, likelihood
 from eval.forward import Decoder
 from eval.metrics import PromptRun
 from eval.prompts import Prompt
 from eval.speculative import Decoding, DraftLength, choose, cut, empty_run, verify
-from eval.verification import Sampling, likeliest, sample, warp
+from eval.verification import Sampling
 
 
 def decode_batch(
@@ -159,7 +159,7 @@ class BatchSession:
         What one token more costs, it costs all rows; what it brings is the mean of the chances that
         it is reached (`DraftLength.stop_below` for one row).
         """
-        draft, device, greedy = self.draft, self.draft.decoder.device, self.sampling.greedy
+        draft, device = self.draft, self.draft.decoder.device
         # what is new to a row is one token, or two after a full acceptance; all read as many
         width = max(len(text) - seen for text, seen in zip(self.texts, self.seen, strict=True))
         step = torch.tensor([text[-width:] for text in self.texts], device=device)
@@ -170,14 +170,11 @@ class BatchSession:
         while len(drafted) < count and not (stop_below and float(confidence.mean()) < stop_below):
             logits = draft.decoder.forward(step, start, self.cache, last_only=True)[:, -1]
             logits = draft.cut(logits)
-            if greedy:
-                chosen = likeliest(logits)
-            else:
-                q.append(warp(logits, self.sampling))
-                chosen = sample(q[-1], self.generator)
+            chosen, drawn_from = draw(logits, self.sampling, self.generator)
+            if drawn_from is not None:
+                q.append(drawn_from)
             if stop_below:
-                probabilities = logits.float().softmax(-1) if greedy else q[-1]
-                confidence = confidence * probabilities.gather(-1, chosen[:, None])[:, 0]
+                confidence = confidence * likelihood(chosen, logits, drawn_from)
             drafted.append(draft.to_target_ids(chosen)[:, None])
             start = start + step.shape[1]
             step = drafted[-1]

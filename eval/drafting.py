@@ -136,6 +136,25 @@ class Draft:
             yield F.pad(q, (0, 0, 0, len(text) - fits))
 
 
+def draw(
+    logits: Tensor, sampling: Sampling, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor | None]:
+    """A row [B] drafted from each of logits [B, K], and the q [B, K] it was drawn from.
+
+    q is None when greedy.
+    """
+    if sampling.greedy:
+        return likeliest(logits), None
+    q = warp(logits, sampling)
+    return sample(q, generator), q
+
+
+def likelihood(chosen: Tensor, logits: Tensor, q: Tensor | None) -> Tensor:
+    """The draft's own probability [B] of the rows that `draw` chose."""
+    probabilities = logits.float().softmax(-1) if q is None else q
+    return probabilities.gather(-1, chosen[:, None])[:, 0]
+
+
 class TokenSession:
     """`context` is the text in the draft's ids, `seen` how much of it the draft has fed itself."""
 
@@ -168,14 +187,11 @@ class TokenSession:
             whole = draft.decoder.forward(step, self.seen, self.cache, last_only=True)[:, -1]
             self.seen += step.shape[1]
             logits = draft.cut(whole)
-            if greedy:
-                chosen = likeliest(logits)
-            else:
-                q.append(warp(logits, self.sampling))
-                chosen = sample(q[-1], self.generator)
+            chosen, drawn_from = draw(logits, self.sampling, self.generator)
+            if drawn_from is not None:
+                q.append(drawn_from)
             if stop_below:
-                probabilities = logits.float().softmax(-1) if greedy else q[-1]
-                confidence *= float(probabilities[0, chosen]) * draft.reach(whole)
+                confidence *= float(likelihood(chosen, logits, drawn_from)) * draft.reach(whole)
             drafted.append(draft.to_target_ids(chosen)[:, None])
             step = drafted[-1] if draft.feed is None else draft.feed[chosen][:, None]
         tokens = torch.cat(drafted, dim=1) if drafted else step.new_zeros((1, 0))

@@ -9,8 +9,8 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ from eval.metrics import Agreement, Measured, PromptRun, StepCosts
 from eval.prompts import Prompt
 from eval.speculative import Decoding, DraftLength, decode_baseline, decode_speculative
 from eval.verification import Sampling, agreement, likeliest, warp
+
+P = TypeVar("P")
+Ids = TypeVar("Ids")
+R = TypeVar("R")
 
 COST_REPEATS = 30
 RULE_TEMPERATURES = (0.0, 0.6, 1.0)  # at which the verification rules are compared
@@ -270,29 +274,34 @@ def interleave(
     how: Decoding,
     length: DraftLength,
 ) -> tuple[list[PromptRun], list[list[PromptRun]]]:
-    """Every prompt decoded without a draft and with each, one after the other: baseline, [drafts].
-
-    The order rotates from prompt to prompt, so that no contender always runs on a cool machine.
-    """
+    """Every prompt decoded without a draft and with each: baseline, [drafts]."""
     decoders: list[Callable[[Prompt, list[int]], PromptRun]] = [
-        lambda prompt, ids: decode_baseline(target.decoder, prompt, ids, how)
+        partial(decode_baseline, target.decoder, how=how)
     ]
-
-    def drafted_by(draft: Draft | StringDraft) -> Callable[[Prompt, list[int]], PromptRun]:
-        return lambda prompt, ids: decode_speculative(
-            target.decoder, draft, prompt, ids, how, length
+    for candidate in candidates:
+        decoders.append(
+            partial(decode_speculative, target.decoder, candidate.draft, how=how, length=length)
         )
-
-    decoders += [drafted_by(candidate.draft) for candidate in candidates]
     for decode in decoders:  # warm-up, not counted
         decode(prompts[0], prompt_ids[0])
-    runs: list[list[PromptRun]] = [[] for _ in decoders]
     rows = list(zip(prompts, prompt_ids, strict=True))
-    for turn, (prompt, ids) in enumerate(tqdm(rows, desc="speed", unit="prompt")):
+    baseline, *drafted = in_turns(decoders, rows, "speed", "prompt")
+    return baseline, drafted
+
+
+def in_turns(
+    decoders: Sequence[Callable[[P, Ids], R]], rows: Sequence[tuple[P, Ids]], what: str, unit: str
+) -> list[list[R]]:
+    """What each decoder makes of each row [decoders][rows], row by row.
+
+    The order rotates from row to row, so that no contender always runs on a cool machine.
+    """
+    made: list[list[R]] = [[] for _ in decoders]
+    for turn, (prompts, ids) in enumerate(tqdm(rows, desc=what, unit=unit)):
         for i in range(len(decoders)):
             which = (turn + i) % len(decoders)
-            runs[which].append(decoders[which](prompt, ids))
-    return runs[0], runs[1:]
+            made[which].append(decoders[which](prompts, ids))
+    return made
 
 
 def measure_batches(
@@ -307,7 +316,7 @@ def measure_batches(
     """What each draft brings at each batch size [candidates][sizes]: points of `by_batch_size`.
 
     The prompts in their order, so many a batch, the last ones left out where they fill none; each
-    batch without a draft and with each, the order rotating as in `interleave`.
+    batch without a draft and with each.
     """
     contenders = [None, *(candidate.draft for candidate in candidates)]
     points: list[list[dict[str, Any]]] = [[] for _ in candidates]
@@ -319,15 +328,11 @@ def measure_batches(
         ]
         for draft in contenders:
             decode_batch(target.decoder, draft, *batches[0], short, length)
-        runs: list[list[list[PromptRun]]] = [[] for _ in contenders]
-        bar = tqdm(batches, desc=f"batch size {size}", unit="batch")
-        for turn, (some, some_ids) in enumerate(bar):
-            for i in range(len(contenders)):
-                which = (turn + i) % len(contenders)
-                runs[which].append(
-                    decode_batch(target.decoder, contenders[which], some, some_ids, how, length)
-                )
-        baseline, *drafted = runs
+        decoders = [
+            partial(decode_batch, target.decoder, draft, how=how, length=length)
+            for draft in contenders
+        ]
+        baseline, *drafted = in_turns(decoders, batches, f"batch size {size}", "batch")
         for mine, found in zip(drafted, points, strict=True):
             both = zip(itertools.chain(*mine), itertools.chain(*baseline), strict=True)
             same = [run.tokens == base.tokens for run, base in both]

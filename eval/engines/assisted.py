@@ -11,13 +11,13 @@ import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer
 
@@ -33,6 +33,7 @@ from eval.metrics import PromptRun
 from eval.prompts import Prompt, prompts_sha256
 from eval.report import SCHEMA, finished
 from eval.speculative import Decoding, empty_run
+from eval.speed import in_turns
 from eval.verification import Sampling
 
 NO_DISTRIBUTIONS = "generate does not give the draft's distributions: take it with --engine torch"
@@ -316,17 +317,12 @@ def _decodes(log: Sequence[Answer]) -> list[PromptRun]:
 def _interleave(
     target: StockTarget, assistants: Sequence[Assistant], timed: PromptSet, how: Decoding
 ) -> list[list[Answer]]:
-    """Every prompt without a draft and with each: [baseline, *drafts]; the order rotates."""
-    contenders = [None, *assistants]
+    """Every prompt without a draft and with each: [baseline, *drafts]."""
+    decoders = [partial(generate, target, assistant, how=how) for assistant in (None, *assistants)]
     rows = list(zip(timed.prompts, timed.ids, strict=True))
-    for assistant in contenders:  # warm-up, not counted
-        generate(target, assistant, *rows[0], how)
-    logs: list[list[Answer]] = [[] for _ in contenders]
-    for turn, (prompt, ids) in enumerate(tqdm(rows, desc="speed", unit="prompt")):
-        for i in range(len(contenders)):
-            which = (turn + i) % len(contenders)
-            logs[which].append(generate(target, contenders[which], prompt, ids, how))
-    return logs
+    for decode in decoders:  # warm-up, not counted
+        decode(*rows[0])
+    return in_turns(decoders, rows, "speed", "prompt")
 
 
 def _block(

@@ -22,25 +22,6 @@ CONTEXT = 80
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny_llama):
-    return lambda seed, vocab=VOCAB: tiny_llama(
-        seed, spread=4, vocab_size=vocab, num_key_value_heads=2
-    )
-
-
-class SecondChoice:
-    """An adversary: it always drafts what the target likes second best."""
-
-    def __init__(self, decoder):
-        self.decoder = decoder
-        self.new_cache, self.device = decoder.new_cache, decoder.device
-
-    def forward(self, *args, **kwargs):
-        logits = self.decoder.forward(*args, **kwargs)
-        return logits.scatter(-1, logits.argmax(-1, keepdim=True), float("-inf"))
-
-
-@pytest.fixture(scope="module")
 def target(tiny):
     return build_decoder(tiny(0), CONTEXT)
 
@@ -53,7 +34,7 @@ class Alone:
 
 
 @pytest.fixture(scope="module")
-def drafts(target, tiny):
+def drafts(target, tiny, adversary):
     generator = torch.Generator().manual_seed(5)
     good = copy.deepcopy(tiny(0))
     with torch.no_grad():
@@ -66,7 +47,7 @@ def drafts(target, tiny):
         "self": Draft(target),
         "good": Draft(build_decoder(good, CONTEXT)),
         "random": Draft(build_decoder(tiny(7), CONTEXT)),
-        "adversarial": Draft(SecondChoice(target)),
+        "adversarial": Draft(adversary(target)),
         "trimmed": Draft(build_decoder(trimmed, CONTEXT), token_ids=kept),
         "padded": Draft(build_decoder(tiny(9, VOCAB + 8), CONTEXT), rows=VOCAB),
         "stock": Draft(StockDecoder(good, CONTEXT)),
@@ -227,17 +208,15 @@ def test_a_row_stays_in_a_batch_for_as_long_as_it_decodes(target, drafts, serial
         assert len(run.block_seconds) == len(run.block_tokens) == len(run.accepted)
 
 
-def test_only_the_end_of_a_row_that_had_room_for_fewer_is_out_of_tau(target):
+def test_only_the_end_of_a_row_that_had_room_for_fewer_is_out_of_tau(target, adversary):
     """A row cut at the limit counts its last block, cut or not, only where it could not be cut."""
     how = Decoding(Sampling(), NEVER, 12)
     prompts, rows = drawn(2)
-    adversary = decode_batch(
-        target, Draft(SecondChoice(target)), prompts, rows, how, DraftLength(4)
-    )
+    runs = decode_batch(target, Draft(adversary(target)), prompts, rows, how, DraftLength(4))
     # a token a block: from the eighth block on fewer than four drafted tokens have room
-    assert [run.block_tokens for run in adversary] == [[1] * 11] * 2
-    assert [run.last_truncated for run in adversary] == [True] * 2
-    assert [run.drafted for run in adversary] == [[4] * 7 + [3, 2, 1, 0]] * 2
+    assert [run.block_tokens for run in runs] == [[1] * 11] * 2
+    assert [run.last_truncated for run in runs] == [True] * 2
+    assert [run.drafted for run in runs] == [[4] * 7 + [3, 2, 1, 0]] * 2
     own = decode_batch(target, Draft(target), prompts, rows, how, DraftLength(10))
     assert [run.last_truncated for run in own] == [False] * 2
     own = decode_batch(target, Draft(target), prompts, rows, how, DraftLength(11))

@@ -19,32 +19,12 @@ NEVER = frozenset({VOCAB + 1})
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny_llama):
-    return lambda seed, vocab=VOCAB: tiny_llama(
-        seed, spread=4, vocab_size=vocab, num_key_value_heads=2
-    )
-
-
-class SecondChoice:
-    """An adversary: it always drafts what the target likes second best."""
-
-    def __init__(self, decoder):
-        self.decoder = decoder
-        self.new_cache, self.device = decoder.new_cache, decoder.device
-
-    def forward(self, *args, **kwargs):
-        logits = self.decoder.forward(*args, **kwargs)
-        best = logits.argmax(-1, keepdim=True)
-        return logits.scatter(-1, best, float("-inf"))
-
-
-@pytest.fixture(scope="module")
 def target(tiny):
     return build_decoder(tiny(0), 200)
 
 
 @pytest.fixture(scope="module")
-def drafts(target, tiny):
+def drafts(target, tiny, adversary):
     good = copy.deepcopy(tiny(0))
     with torch.no_grad():
         for parameter in good.parameters():
@@ -56,7 +36,7 @@ def drafts(target, tiny):
         "self": Draft(target),
         "good": Draft(build_decoder(good, 200)),
         "random": Draft(build_decoder(tiny(7), 200)),
-        "adversarial": Draft(SecondChoice(target)),
+        "adversarial": Draft(adversary(target)),
         "trimmed": Draft(build_decoder(trimmed, 200), token_ids=kept),
         "padded": Draft(build_decoder(tiny(9, VOCAB + 8), 200), rows=VOCAB),
         "stock": Draft(StockDecoder(good, 200)),

@@ -1,0 +1,26 @@
+"""What tests of the decoders share: a tiny model whose text does not repeat, and an adversary."""
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_llama):
+    return lambda seed, vocab=61: tiny_llama(
+        seed, spread=4, vocab_size=vocab, num_key_value_heads=2
+    )
+
+
+@pytest.fixture(scope="session")
+def adversary():
+    """A decoder that always drafts what the given one, the target, likes second best."""
+
+    class SecondChoice:
+        def __init__(self, decoder):
+            self.decoder = decoder
+            self.new_cache, self.device = decoder.new_cache, decoder.device
+
+        def forward(self, *args, **kwargs):
+            logits = self.decoder.forward(*args, **kwargs)
+            return logits.scatter(-1, logits.argmax(-1, keepdim=True), float("-inf"))
+
+    return SecondChoice
