@@ -381,6 +381,16 @@ def over_stock_generate(
     )
 
 
+def tie(single: Tensor, wide: Tensor, target: int, drafted: int) -> dict[str, Any]:
+    """`{gap, error, tie}`: do two tokens' logits lie no further apart than two forwards differ?
+
+    single, wide: the logits [V] of both forwards at the position where two texts part.
+    """
+    gap = abs(float(single[target] - single[drafted]))
+    error = float((single - wide).abs().max())
+    return {"gap": gap, "error": error, "tie": gap <= error}
+
+
 class LosslessCheck:
     """Compares greedy tokens with and without a draft; explains or counts each first divergence.
 
@@ -418,33 +428,20 @@ class LosslessCheck:
         agreed = self._agree_exactly(draft, [other[i][:2] for i in near])
         for i, exact in zip(near, agreed, strict=True):
             entries[i]["tie"] = exact
-        ties = sum(entry["tie"] for entry in entries)
-        return {
-            "prompts": len(rows),
-            "identical": len(rows) - len(other),
-            "tie_divergences": ties,
-            "unexplained": len(other) - ties,
-            "divergences": entries,
-        }
+        return metrics.ledger(len(rows), entries)
 
     def _divergence(
         self, prompt: Prompt, ids: list[int], base: PromptRun, run: PromptRun
     ) -> dict[str, Any]:
         """The first divergence of a text; `tie` says whether its gap is within the error."""
-        found: dict[str, Any]
-        pairs = zip(base.tokens, run.tokens, strict=False)
-        at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        if at is None:  # one is a prefix of the other: lengths can never differ by a tie
-            shorter = min(len(base.tokens), len(run.tokens))
-            tokens = [text[shorter : shorter + 1] for text in (base.tokens, run.tokens)]
-            found = {"position": shorter, "gap": None, "error": None, "tie": False}
-        else:
-            single, wide = (self._logits_at(at, ids, one) for one in (base, run))
-            error = float((single - wide).abs().max())
-            gap = abs(float(single[base.tokens[at]] - single[run.tokens[at]]))
-            tokens = [[base.tokens[at]], [run.tokens[at]]]
-            found = {"position": at, "gap": gap, "error": error, "tie": gap <= error}
-        return {"prompt": prompt.id, "target": tokens[0], "drafted": tokens[1]} | found
+        texts = (base.tokens, run.tokens)
+        at = metrics.first_divergence(*texts)
+        target, drafted = (text[at : at + 1] for text in texts)
+        about = {"prompt": prompt.id, "position": at, "target": target, "drafted": drafted}
+        if at == min(map(len, texts)):  # lengths can never differ by a tie
+            return about | {"gap": None, "error": None, "tie": False}
+        single, wide = (self._logits_at(at, ids, one) for one in (base, run))
+        return about | tie(single, wide, target[0], drafted[0])
 
     def _logits_at(self, at: int, ids: list[int], run: PromptRun) -> Tensor:
         """The target's logits [V] for token number `at` of a run, fed in the run's own blocks."""

@@ -26,14 +26,14 @@ from align.side import read_side
 from align.sources import load_model, load_tokenizer
 from eval import metrics
 from eval.drafts import model_bytes, stop_tokens
-from eval.engines.outside import draft_block, emitted_run, first_divergence, ledger
+from eval.engines.outside import draft_block, emitted_run
 from eval.evaluation import PromptSet, device_name
 from eval.lookup import LOOKUP
 from eval.metrics import PromptRun
 from eval.prompts import Prompt, prompts_sha256
 from eval.report import SCHEMA, finished
 from eval.speculative import Decoding, empty_run
-from eval.speed import in_turns
+from eval.speed import in_turns, tie
 from eval.verification import Sampling
 
 NO_DISTRIBUTIONS = "generate does not give the draft's distributions: take it with --engine torch"
@@ -403,7 +403,7 @@ def _ledger(
             if entry["tie"]:
                 texts = [generate(exact, one, prompt, ids, how) for one in (None, exact_draft)]
                 entry["tie"] = texts[0].run.tokens == texts[1].run.tokens
-    return ledger(len(log), entries)
+    return metrics.ledger(len(log), entries)
 
 
 def _divergence(
@@ -417,7 +417,7 @@ def _divergence(
 ) -> dict[str, Any]:
     """Where two texts part; `tie` says whether the gap of the logits there is within the error."""
     texts = (plain.tokens, drafted.tokens)
-    at = first_divergence(*texts)
+    at = metrics.first_divergence(*texts)
     sides = [target.tokenizer.decode(text[at : at + 1]) for text in texts]
     about = {"prompt": prompt.id, "position": at, "target": sides[0], "drafted": sides[1]}
     if at == min(map(len, texts)):  # lengths can never differ by a tie
@@ -428,6 +428,4 @@ def _divergence(
         .float()
         for draft in (None, assistant.model)
     )
-    gap = abs(float(single[texts[0][at]] - single[texts[1][at]]))
-    error = float((single - wide).abs().max())
-    return about | {"gap": gap, "error": error, "tie": gap <= error}
+    return about | tie(single, wide, texts[0][at], texts[1][at])

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from tqdm import tqdm
 
 from eval import metrics
-from eval.engines.outside import draft_block, emitted_run, first_divergence, ledger
+from eval.engines.outside import draft_block, emitted_run
 from eval.metrics import PromptRun
 from eval.prompts import Prompt, prompts_sha256
 from eval.report import SCHEMA, finished
@@ -430,7 +430,7 @@ def _ledger(log: Log) -> dict[str, Any]:
         one, other = plain.run.tokens, drafted.run.tokens
         if one == other:
             continue
-        at = first_divergence(one, other)
+        at = metrics.first_divergence(one, other)
         sides = [f"token {text[at]}" if at < len(text) else "end" for text in (one, other)]
         entries.append(
             {
@@ -443,4 +443,4 @@ def _ledger(log: Log) -> dict[str, Any]:
                 "tie": False,
             }
         )
-    return ledger(len(log.baseline), entries)
+    return metrics.ledger(len(log.baseline), entries)

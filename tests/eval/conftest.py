@@ -24,3 +24,19 @@ def adversary():
             return logits.scatter(-1, logits.argmax(-1, keepdim=True), float("-inf"))
 
     return SecondChoice
+
+
+@pytest.fixture(scope="session")
+def accepts_as_named():
+    """Asserts that a draft has accepted as its name says, or a path of the verifier went unused."""
+
+    def check(name, drafted, accepted):
+        assert drafted > 0
+        if name == "self":
+            assert accepted == drafted
+        if name == "good":
+            assert 0 < accepted < drafted
+        if name == "adversarial":
+            assert accepted == 0
+
+    return check
