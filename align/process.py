@@ -9,7 +9,7 @@ import platform
 import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-_KEPT = 2**30  # bytes
+_KEPT = 2**28  # bytes
 
 
 def use_machine(processes: int = 1) -> None:
@@ -18,6 +18,8 @@ def use_machine(processes: int = 1) -> None:
     `accelerate launch` starts every process with a single thread. And glibc hands tensors of a few
     megabytes back to the kernel when they die, to ask for them again a moment later: the faults
     then take longer than the arithmetic (sampling for 48 rows of 49k logits: 48 ms, not 5).
+    Larger ones still go back: kept, they leave holes that nothing fits (heads of 600 MB in
+    training: 23 GiB after 30 steps, not 9).
     MKL otherwise lets the order of its sums hang on where in memory a tensor lies: now and then a
     verified token then had other last bits than the same token alone.
     processes: how many of them share this machine.
