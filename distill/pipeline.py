@@ -54,8 +54,9 @@ from eval.drafts import (
     load_target,
     save_compact,
 )
-from eval.evaluation import PromptSet, context_length, evaluate_drafts
+from eval.evaluation import Plan, PromptSet, context_length, evaluate_drafts
 from eval.forward import build_decoder
+from eval.journal import JOURNAL, Journal
 from eval.prompts import prompts_sha256, render_all, write_prompts
 from eval.report import write_report
 from eval.speculative import Decoding
@@ -392,22 +393,22 @@ class Run:
         recipe = self.recipe
         self.fit_contexts()
         provenance = self._provenance()
-        report = evaluate_drafts(
-            self.target,
-            self.candidates(),
-            self.evaluation,
-            self.tuning,
-            Decoding(self.sampling, self.target.stops, recipe.max_new_tokens, recipe.seed),
-            recipe.gamma,
-            recipe.max_gamma,
-            recipe.speed_prompts,
-            self.overlap.exact + self.overlap.near,
-            provenance,
-        )
-        write_report(self.folder / "report", report)
-        with atomic_file(self.folder / "provenance.json") as file:
-            json.dump(provenance, file, indent=2)
-        write_card(self.folder)
+        with Journal(self.folder / "report" / JOURNAL) as journal:
+            report = evaluate_drafts(
+                self.target,
+                self.candidates(),
+                self.evaluation,
+                self.tuning,
+                Decoding(self.sampling, self.target.stops, recipe.max_new_tokens, recipe.seed),
+                Plan(recipe.gamma, recipe.max_gamma, recipe.speed_prompts),
+                journal,
+                self.overlap.exact + self.overlap.near,
+                provenance,
+            )
+            write_report(self.folder / "report", report)
+            with atomic_file(self.folder / "provenance.json") as file:
+                json.dump(provenance, file, indent=2)
+            write_card(self.folder)
         return report
 
     def _provenance(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from align.atomic import DiskFullError
 from distill.dry_run import price_run
 from distill.pipeline import Run
 from distill.recipe import help_text, load_recipe
+from eval.journal import INTERRUPTED
 from eval.text_report import print_summary
 
 
@@ -49,6 +50,9 @@ def main(argv: list[str]) -> int:
     except (ValueError, DiskFullError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to go on.", file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 

@@ -88,7 +88,7 @@ def decode_batch(
         # 5. Verify every row's last token and draft in one target call.
         newest = torch.tensor([run.tokens[-1:] for run in rows], device=device)
         block = torch.cat([newest, proposal.tokens], dim=1)
-        start = _starts([run.prompt_tokens + len(run.tokens) - 1 for run in rows])
+        start = starts([run.prompt_tokens + len(run.tokens) - 1 for run in rows])
         logits = target.forward(block, start, cache)
         accepted, following = verify(logits, proposal, how.sampling, generator)
 
@@ -124,8 +124,11 @@ def _ended(run: PromptRun, how: Decoding) -> bool:
     return run.tokens[-1] in how.stops or len(run.tokens) == how.max_new_tokens
 
 
-def _starts(positions: list[int]) -> int | Tensor:
-    """`start` of Decoder.forward; one row alone steps just as in eval/speculative.py."""
+def starts(positions: list[int]) -> int | Tensor:
+    """`start` of Decoder.forward for rows at these positions.
+
+    One row alone steps just as in eval/speculative.py.
+    """
     return positions[0] if len(positions) == 1 else torch.tensor(positions)
 
 
@@ -163,7 +166,7 @@ class BatchSession:
         # what is new to a row is one token, or two after a full acceptance; all read as many
         width = max(len(text) - seen for text, seen in zip(self.texts, self.seen, strict=True))
         step = torch.tensor([text[-width:] for text in self.texts], device=device)
-        start = _starts([len(text) - width for text in self.texts])
+        start = starts([len(text) - width for text in self.texts])
         confidence = torch.ones(len(self.texts), device=device)
         drafted: list[Tensor] = []
         q: list[Tensor] = []

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,18 +16,20 @@ from eval import metrics
 from eval.atlas import Answer, text_of
 from eval.batched import shared_vocabulary
 from eval.drafting import Draft, StringDraft
-from eval.drafts import Candidate, Target
+from eval.drafts import Candidate, Target, tensor_sha256
 from eval.forward import Decoder
+from eval.journal import Journal
+from eval.lossless import LosslessCheck
+from eval.metrics import StepCosts
 from eval.prompts import Prompt, draw, prompts_sha256
 from eval.report import DraftMeasurement, RunInfo, build_report
 from eval.speculative import Decoding, DraftLength
 from eval.speed import (
-    LosslessCheck,
     bits_per_token,
     choose_gamma,
     interleave,
+    interleave_batches,
     measure_agreement,
-    measure_batches,
     over_stock_generate,
     step_costs,
     sweep_gamma,
@@ -50,49 +53,77 @@ class PromptSet:
         return PromptSet(self.source, [self.prompts[i] for i in keep], [self.ids[i] for i in keep])
 
 
+@dataclass(frozen=True)
+class Plan:
+    """How much an evaluation measures.
+
+    gamma: a fixed draft length for all drafts; None chooses the last one's fastest, up to
+    max_gamma. speed_prompts: how many are timed. sweep_prompts: measure every fixed length on so
+    many of those. batch_sizes, temperatures: decode them also in batches of each size, and at each
+    temperature.
+    """
+
+    gamma: int | None
+    max_gamma: int
+    speed_prompts: int
+    sweep_prompts: int = 0
+    batch_sizes: Sequence[int] = ()
+    temperatures: Sequence[float] = ()
+
+
 def evaluate_drafts(
     target: Target,
     candidates: Sequence[Candidate],
     evaluation: PromptSet,
     tuning: PromptSet,
     how: Decoding,
-    gamma: int | None,
-    max_gamma: int,
-    speed_prompts: int,
+    plan: Plan,
+    journal: Journal,
     overlap: int | None,
     provenance: dict[str, Any],
-    sweep_prompts: int = 0,
     others: PromptSet | None = None,
-    batch_sizes: Sequence[int] = (),
-    temperatures: Sequence[float] = (),
 ) -> dict[str, Any]:
     """The report (eval/report.py) of every candidate on the same prompts.
 
-    gamma: a fixed draft length for all of them; None chooses the last candidate's fastest on
-    `tuning`, which must not be evaluation prompts. overlap: evaluation prompts that were trained
-    on, None when that is not known. sweep_prompts: measure every fixed length on so many of the
-    timed prompts. others: prompts outside the domain, to take alpha on as well. batch_sizes,
-    temperatures: decode the timed prompts also in batches of each size, and at each temperature.
-    Raises ValueError where a model's logits are no numbers.
+    tuning: prompts to choose gamma on, which must not be evaluation prompts. journal: keeps what is
+    measured, for a process that takes over. overlap: evaluation prompts that were trained on, None
+    when that is not known. others: prompts outside the domain, to take alpha on as well. Raises
+    ValueError where a model's logits are no numbers.
     """
-    timed = evaluation.drawn(speed_prompts, how.seed)
-    _check_batches(candidates, batch_sizes, len(timed.prompts))
-    _refuse_no_numbers(target.spec, target.decoder, evaluation.ids[0])
-    for candidate in candidates:
-        _refuse_no_numbers(candidate.name, candidate.draft.decoder, evaluation.ids[0])
-    if gamma is not None:
-        length, policy = DraftLength(gamma), "fixed"
+    timed = evaluation.drawn(plan.speed_prompts, how.seed)
+    _check_batches(candidates, plan.batch_sizes, len(timed.prompts))
+    said = [
+        _refuse_no_numbers(name, decoder, evaluation.ids[0])
+        for name, decoder in (
+            (target.spec, target.decoder),
+            *((candidate.name, candidate.draft.decoder) for candidate in candidates),
+        )
+    ]
+    journal.begin(
+        said,
+        [(candidate.name, candidate.vocabulary) for candidate in candidates],
+        [part.ids for part in (evaluation, tuning, others) if part is not None],
+        dataclasses.asdict(how) | {"stops": sorted(how.stops)},
+        dataclasses.asdict(plan),
+        (device_name(target.decoder.device), str(target.decoder.dtype), torch.__version__),
+    )
+    if plan.gamma is not None:
+        length, policy = DraftLength(plan.gamma), "fixed"
     else:
-        length = choose_gamma(
-            target, candidates[-1].draft, tuning.prompts, tuning.ids, how, max_gamma
+        length = journal.once(
+            "choice of gamma",
+            lambda: choose_gamma(
+                target, candidates[-1].draft, tuning.prompts, tuning.ids, how, plan.max_gamma
+            ),
+            lambda fields: DraftLength(**fields),
         )
         kind = f"stops below {length.stop_below:g}" if length.stop_below else "fixed"
         policy = f"{kind}, fastest on {len(tuning.prompts)} other prompts"
 
-    texts = target_texts(target, evaluation.ids, how)
+    texts = journal.once("target texts", lambda: target_texts(target, evaluation.ids, how))
     drafts = [candidate.draft for candidate in candidates]
     agreements, entropy = measure_agreement(
-        target, drafts, evaluation.prompts, evaluation.ids, texts, how.sampling
+        target, drafts, evaluation.prompts, evaluation.ids, texts, how.sampling, journal
     )
     spell = speller(target)
     answers = [
@@ -104,12 +135,12 @@ def evaluate_drafts(
         )
         for prompt, text, bits in zip(evaluation.prompts, texts, entropy, strict=True)
     ]
-    outside = _outside(target, drafts, others, how) if others else [None] * len(drafts)
+    outside = _outside(target, drafts, others, how, journal) if others else [None] * len(drafts)
 
     greedy = Decoding(Sampling(), how.stops, how.max_new_tokens, how.seed)
     decoded = {}
     # losslessness is always measured greedily
-    for temperature in dict.fromkeys([how.sampling.temperature, 0.0, *temperatures]):
+    for temperature in dict.fromkeys([how.sampling.temperature, 0.0, *plan.temperatures]):
         sampling = dataclasses.replace(how.sampling, temperature=temperature)
         decoded[temperature] = interleave(
             target,
@@ -118,22 +149,43 @@ def evaluate_drafts(
             timed.ids,
             dataclasses.replace(how, sampling=sampling),
             length,
+            journal,
         )
     baseline, runs = decoded[how.sampling.temperature]
     greedy_baseline, greedy_runs = decoded[0.0]
-    stock = over_stock_generate(target, timed.prompts, timed.ids, how)
-    batched = measure_batches(
-        target, candidates, timed.prompts, timed.ids, how, length, batch_sizes
+    stock = journal.once(
+        "stock generate", lambda: over_stock_generate(target, timed.prompts, timed.ids, how)
     )
     check = LosslessCheck(target, greedy, length)
+    batched = _by_batch_size(
+        target, candidates, timed, how, length, plan.batch_sizes, check, spell, journal
+    )
+    alone = [([p], [ids]) for p, ids in zip(timed.prompts, timed.ids, strict=True)]
 
     mean_context = sum(run.prompt_tokens + len(run.tokens) // 2 for run in baseline) // len(
         baseline
     )
-    longest = max(max_gamma, length.gamma)
-    swept = timed.drawn(sweep_prompts, how.seed)
+    longest = max(plan.max_gamma, length.gamma)
+    swept = timed.drawn(plan.sweep_prompts, how.seed)
     measurements = []
     for i, candidate in enumerate(candidates):
+        costs = journal.once(
+            f"step costs of {candidate.name}",
+            partial(
+                step_costs, target.decoder, candidate.draft, mean_context, longest, how.sampling
+            ),
+            StepCosts.from_json,
+        )
+        lossless = journal.once(
+            f"texts of {candidate.name} compared",
+            partial(
+                check.ledger,
+                candidate.draft,
+                alone,
+                [[run] for run in greedy_baseline],
+                [[run] for run in greedy_runs[i]],
+            ),
+        )
         measurements.append(
             DraftMeasurement(
                 name=candidate.name,
@@ -143,9 +195,7 @@ def evaluate_drafts(
                 agreement=agreements[i],
                 runs=runs[i],
                 baseline_runs=baseline,
-                costs=step_costs(
-                    target.decoder, candidate.draft, mean_context, longest, how.sampling
-                ),
+                costs=costs,
                 memory={
                     "target_bytes": target.bytes,
                     "draft_bytes": candidate.draft_bytes,
@@ -155,20 +205,15 @@ def evaluate_drafts(
                     },
                 },
                 full_form_bytes=candidate.full_form_bytes,
-                lossless=_spelt(
-                    check.ledger(
-                        candidate.draft, timed.prompts, timed.ids, greedy_baseline, greedy_runs[i]
-                    ),
-                    spell,
-                ),
+                lossless=_spelt(lossless, spell),
                 gamma_sweep=sweep_gamma(
-                    target, candidate.draft, swept.prompts, swept.ids, how, max_gamma
+                    target, candidate, swept.prompts, swept.ids, how, plan.max_gamma, journal
                 )
-                if sweep_prompts
+                if plan.sweep_prompts
                 else [],
                 other_prompts=outside[i],
                 by_batch_size=batched[i],
-                by_temperature={t: (decoded[t][1][i], decoded[t][0]) for t in temperatures},
+                by_temperature={t: (decoded[t][1][i], decoded[t][0]) for t in plan.temperatures},
             )
         )
     info = RunInfo(
@@ -195,12 +240,51 @@ def evaluate_drafts(
             "bits_per_token": round(bits_per_token(target, evaluation.ids), 2),
             "random_bits": round(math.log2(target.decoder.embedding.shape[0]), 2),
         },
-        provenance=provenance,
+        provenance=provenance | {"resumed": journal.resumed},
         over_stock_generate=stock,
         answers=answers,
         spell=spell,
     )
     return build_report(info, measurements)
+
+
+def _by_batch_size(
+    target: Target,
+    candidates: Sequence[Candidate],
+    timed: PromptSet,
+    how: Decoding,
+    length: DraftLength,
+    sizes: Sequence[int],
+    check: LosslessCheck,
+    spell: Callable[[int], bytes],
+    journal: Journal,
+) -> list[list[dict[str, Any]]]:
+    """What each draft brings at each batch size [candidates][sizes]: points of `by_batch_size`.
+
+    The prompts in their order, so many a batch, the last ones left out where they fill none.
+    """
+    points: list[list[dict[str, Any]]] = [[] for _ in candidates]
+    for size in sizes:
+        batches = [
+            (timed.prompts[at : at + size], timed.ids[at : at + size])
+            for at in range(0, len(timed.prompts) - size + 1, size)
+        ]
+        baseline, *drafted = interleave_batches(target, candidates, batches, how, length, journal)
+        for candidate, mine, found in zip(candidates, drafted, points, strict=True):
+            lossless = None
+            if how.sampling.greedy:
+                stage = f"texts of {candidate.name} compared, batch size {size}"
+                ledger = partial(check.ledger, candidate.draft, batches, baseline, mine)
+                lossless = _spelt(journal.once(stage, ledger), spell)
+            found.append(
+                {
+                    "batch_size": size,
+                    "prompts": size * len(batches),
+                    "lossless": lossless,
+                    **metrics.by_batch(mine, baseline),
+                }
+            )
+    return points
 
 
 def _check_batches(candidates: Sequence[Candidate], sizes: Sequence[int], prompts: int) -> None:
@@ -220,10 +304,11 @@ def _check_batches(candidates: Sequence[Candidate], sizes: Sequence[int], prompt
 
 
 @torch.inference_mode()
-def _refuse_no_numbers(name: str, decoder: Decoder, ids: list[int]) -> None:
+def _refuse_no_numbers(name: str, decoder: Decoder, ids: list[int]) -> str:
     """Look at a model's logits [1, T, V] once: the argmax of NaN would pass for a token.
 
-    Minus infinity is a number here: it rules a token out.
+    Minus infinity is a number here: it rules a token out. Returns the logits' hash, by which the
+    model is known again.
     """
     # of another vocabulary: any of its ids will do
     own = [i % decoder.embedding.shape[0] for i in ids][: decoder.context_length]
@@ -236,6 +321,7 @@ def _refuse_no_numbers(name: str, decoder: Decoder, ids: list[int]) -> None:
             f"{name} gives logits that are no numbers in {dtype}: its weights are damaged, or too "
             "large for float16; take a checkpoint that is whole, or --dtype bfloat16 or float32."
         )
+    return tensor_sha256(logits)
 
 
 def speller(target: Target) -> Callable[[int], bytes]:
@@ -259,11 +345,18 @@ def _spelt(ledger: dict[str, Any], spell: Callable[[int], bytes]) -> dict[str, A
 
 
 def _outside(
-    target: Target, drafts: Sequence[Draft | StringDraft], others: PromptSet, how: Decoding
+    target: Target,
+    drafts: Sequence[Draft | StringDraft],
+    others: PromptSet,
+    how: Decoding,
+    journal: Journal,
 ) -> list[dict[str, Any]]:
     """alpha of each draft on prompts of other domains."""
-    texts = target_texts(target, others.ids, how)
-    found, _ = measure_agreement(target, drafts, others.prompts, others.ids, texts, how.sampling)
+    stage = "other prompts"
+    texts = journal.once(f"texts of {stage}", lambda: target_texts(target, others.ids, how))
+    found, _ = measure_agreement(
+        target, drafts, others.prompts, others.ids, texts, how.sampling, journal, f"alpha, {stage}"
+    )
     about = {"source": others.source, "sha256": prompts_sha256(others.prompts)}
     return [about | {"alpha": metrics.alpha(agreement)} for agreement in found]
 

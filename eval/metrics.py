@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, Self, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +68,10 @@ class PromptRun:
     accepted: list[int]  # of these, how many verification accepted
     last_truncated: bool  # the last block was cut by max_new_tokens or EOS
 
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        return cls(**fields)
+
     @property
     def seconds(self) -> float:
         """Wall time of the whole answer, prefill included."""
@@ -96,6 +100,11 @@ class Agreement:
     guesses: list[int] = field(default_factory=list)
     rules: dict[float, dict[str, float]] = field(default_factory=dict)
 
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        rules = {float(temperature): sums for temperature, sums in fields["rules"].items()}
+        return cls(**fields | {"rules": rules})
+
 
 @dataclass
 class StepCosts:
@@ -105,6 +114,11 @@ class StepCosts:
     target_step: float
     target_verify: dict[int, float]  # key: number of tokens in the call, 1..max_gamma+1
     context_length: int
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        verify = {int(width): seconds for width, seconds in fields["target_verify"].items()}
+        return cls(**fields | {"target_verify": verify})
 
     @property
     def max_gamma(self) -> int:

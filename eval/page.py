@@ -24,6 +24,7 @@ from eval.text_report import (
     batch_table,
     bucket_text,
     category_table,
+    changed_texts,
     cost_table,
     counter_table,
     draft_table,
@@ -31,6 +32,7 @@ from eval.text_report import (
     gamma_text,
     headline,
     ledger_table,
+    ledgers,
     lossless_line,
     missing_rows,
     other_table,
@@ -518,10 +520,11 @@ def _lossless(report: dict[str, Any]) -> str:
     lines = [
         element(
             "li",
-            escape(lossless_line(name, d["lossless"])),
-            class_="bad" if d["lossless"]["unexplained"] else "good",
+            escape(lossless_line(which, ledger)),
+            class_="bad" if ledger["unexplained"] else "good",
         )
         for name, d in drafts.items()
+        for which, ledger in ledgers(name, d)
     ]
     table = ledger_table(drafts)
     note = (
@@ -615,10 +618,9 @@ def render_page(report: dict[str, Any]) -> str:
     order = list(reversed(drafts))
     colours = {name: f"var(--s{order.index(name) % COLOURS})" for name in drafts}
     name, draft = list(drafts.items())[-1]
-    lossless = draft["lossless"]
     pill = (
-        element("span", f"{lossless['unexplained']} outputs changed", class_="pill bad")
-        if lossless["unexplained"]
+        element("span", f"{changed} outputs changed", class_="pill bad")
+        if (changed := changed_texts(draft))
         else element("span", "output unchanged", class_="pill good")
     )
     setting = (

@@ -20,7 +20,7 @@ from eval.cost import gamma_curve, payoff, waterfall
 from eval.metrics import Agreement, Measured, PromptRun, StepCosts
 from eval.page import render_page
 from eval.schema import SchemaError, report_schema, validate
-from eval.text_report import headline, render_markdown
+from eval.text_report import headline, ledgers, render_markdown
 
 SCHEMA = "draftsmith-report/1"
 
@@ -72,7 +72,7 @@ class DraftMeasurement:
     memory: {target_bytes, draft_bytes, kv_bytes_per_token: {target, draft}} in the form measured;
     lossless: {prompts, identical, tie_divergences, unexplained, divergences}, measured greedily.
     gamma_sweep: measured points {gamma, tau, speedup}. other_prompts: {source, sha256, alpha} of
-    prompts outside the domain. by_batch_size: measured points (`measure_batches`, eval/speed.py).
+    prompts outside the domain. by_batch_size: measured points (eval/evaluation.py).
     by_temperature: (runs, baseline runs) by the temperature they were decoded at.
     """
 
@@ -268,8 +268,11 @@ def warnings(report: dict[str, Any]) -> list[str]:
     """What a reader must know before quoting a number, the gravest first."""
     found: list[str] = []
     for name, draft in report["drafts"].items():
-        if unexplained := draft["lossless"]["unexplained"]:
-            found.append(_not_lossless(name, unexplained, draft["lossless"]["prompts"]))
+        found += [
+            _not_lossless(where, ledger)
+            for where, ledger in ledgers(name, draft)
+            if ledger["unexplained"]
+        ]
     found += _setting_warnings(report)
     for name, draft in report["drafts"].items():
         found += _draft_warnings(name, draft)
@@ -361,10 +364,11 @@ def _draft_warnings(name: str, draft: dict[str, Any]) -> list[str]:
     return found
 
 
-def _not_lossless(name: str, unexplained: int, prompts: int) -> str:
+def _not_lossless(where: str, ledger: dict[str, Any]) -> str:
     return (
-        f"NOT LOSSLESS: with draft {name}, {unexplained} of {prompts} prompts gave other tokens "
-        f"than the target alone, with no tie to explain it. Do not serve this draft."
+        f"NOT LOSSLESS: with draft {where}, {ledger['unexplained']} of {ledger['prompts']} prompts "
+        f"gave other tokens than the target alone, with no tie to explain it. Do not serve this "
+        f"draft."
     )
 
 
@@ -423,17 +427,15 @@ def _check_draft(name: str, draft: dict[str, Any], report: dict[str, Any]) -> No
             raise ReportError(
                 f"{where}.memory.overhead is {memory['overhead']}, but its bytes give {overhead}"
             )
-    lossless = draft["lossless"]
-    parts = [lossless[key] for key in ("identical", "tie_divergences", "unexplained")]
-    if lossless["prompts"] < 1 or sum(parts) != lossless["prompts"]:
-        raise ReportError(
-            f"{where}.lossless: {parts[0]} identical, {parts[1]} ties and {parts[2]} unexplained "
-            f"do not make up {lossless['prompts']} prompts (1 at least)"
-        )
-    if parts[2]:
-        warning = _not_lossless(name, parts[2], lossless["prompts"])
-        if warning not in report["warnings"]:
-            raise ReportError(f"{where} is not lossless and the report's warnings do not say so")
+    for which, ledger in ledgers(name, draft):
+        parts = [ledger[key] for key in ("identical", "tie_divergences", "unexplained")]
+        if ledger["prompts"] < 1 or sum(parts) != ledger["prompts"]:
+            raise ReportError(
+                f"report.drafts.{which}: {parts[0]} identical, {parts[1]} ties and {parts[2]} "
+                f"unexplained do not make up {ledger['prompts']} prompts (1 at least)"
+            )
+        if parts[2] and _not_lossless(which, ledger) not in report["warnings"]:
+            raise ReportError(f"{which} is not lossless and the report's warnings do not say so")
 
 
 def _check_interval(value: Measured, where: str) -> None:

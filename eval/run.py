@@ -9,7 +9,8 @@
 
 Exit status: 0; 1 when --fail_under_alpha or --fail_under_speedup is not met by the lower bound of
 the last draft's 95% interval; 2 for input that cannot be used, and for a server that failed midway
-(what was measured by then is in the report).
+(what was measured by then is in the report); 130 when interrupted. Whatever ended an evaluation
+early, the same command goes on from what it had measured (engines torch and transformers).
 """
 
 import sys
@@ -31,8 +32,9 @@ from align.sources import read_json
 from eval.drafts import Candidate, Target, load_candidate, load_target
 from eval.engines.assisted import StockTarget, load_assistant, load_stock, measure_assisted
 from eval.engines.vllm import Server, measure_servers
-from eval.evaluation import PromptSet, context_length, evaluate_drafts
+from eval.evaluation import Plan, PromptSet, context_length, evaluate_drafts
 from eval.forward import build_decoder
+from eval.journal import INTERRUPTED, JOURNAL, Journal
 from eval.lookup import LOOKUP, lookup_candidate
 from eval.prompts import Prompt, load_prompts, render_all
 from eval.report import write_report
@@ -221,7 +223,7 @@ def _named(text: str) -> tuple[str, str]:
     return name, spec
 
 
-def _measure(args: argparse.Namespace) -> dict[str, Any]:
+def _measure(args: argparse.Namespace, journal: Journal) -> dict[str, Any]:
     """The report of our own decoder."""
     use_machine()
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
@@ -243,19 +245,22 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         evaluation,
         tuning,
         Decoding(sampling, target.stops, args.max_new_tokens, args.seed),
-        args.gamma,
-        args.max_gamma,
-        args.speed_prompts,
+        Plan(
+            args.gamma,
+            args.max_gamma,
+            args.speed_prompts,
+            args.gamma_sweep,
+            args.batch_sizes,
+            args.decoded_temperatures,
+        ),
+        journal,
         None,
         {"command": sys.argv, "torch": torch.__version__, "seed": args.seed},
-        args.gamma_sweep,
         others,
-        args.batch_sizes,
-        args.decoded_temperatures,
     )
 
 
-def _measure_assisted(args: argparse.Namespace) -> dict[str, Any]:
+def _measure_assisted(args: argparse.Namespace, journal: Journal) -> dict[str, Any]:
     """The report of transformers' assisted generation, on the prompts that engine torch times."""
     use_machine()
     target = load_stock(args.target, getattr(torch, args.dtype), torch.device(args.device))
@@ -267,6 +272,7 @@ def _measure_assisted(args: argparse.Namespace) -> dict[str, Any]:
         evaluation.drawn(args.speed_prompts, args.seed),
         Decoding(sampling, target.stops, args.max_new_tokens, args.seed),
         args.gamma,
+        journal,
         {
             "command": sys.argv,
             "torch": torch.__version__,
@@ -293,17 +299,20 @@ def _measure_servers(args: argparse.Namespace) -> dict[str, Any]:
 def main(argv: list[str]) -> int:
     try:
         args = parse(argv)
-        if args.engine == "vllm":
-            report = _measure_servers(args)
-        elif args.engine == "transformers":
-            report = _measure_assisted(args)
-        else:
-            report = _measure(args)
         folder = (args.output_dir or Path("outputs/eval")) / "report"
-        write_report(folder, report)
+        with Journal(folder / JOURNAL) as journal:
+            if args.engine == "vllm":
+                report = _measure_servers(args)
+            elif args.engine == "transformers":
+                report = _measure_assisted(args, journal)
+            else:
+                report = _measure(args, journal)
+            write_report(folder, report)
     except (ValueError, DiskFullError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
     print_summary(report)
     print(f"\nReport: {folder / 'report.html'}")
     draft = list(report["drafts"].values())[-1]

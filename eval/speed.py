@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,8 +19,9 @@ from eval import metrics
 from eval.batched import decode_batch
 from eval.drafting import Draft, StringDraft
 from eval.drafts import Candidate, Target
-from eval.forward import Decoder, KVCache, build_decoder
+from eval.forward import Decoder, KVCache
 from eval.generation import generate_batched
+from eval.journal import Journal
 from eval.metrics import Agreement, Measured, PromptRun, StepCosts
 from eval.prompts import Prompt
 from eval.speculative import Decoding, DraftLength, decode_baseline, decode_speculative
@@ -72,24 +71,27 @@ def measure_agreement(
     prompt_ids: Sequence[list[int]],
     texts: Sequence[list[int]],
     sampling: Sampling,
+    journal: Journal,
+    stage: str = "alpha",
 ) -> tuple[list[list[Agreement]], list[list[float]]]:
     """alpha of each draft on each prompt [drafts][prompts], teacher-forced, in one target pass.
 
     Also the entropy in bits of the target's distribution at temperature 1, at each position
     [prompts][positions].
     """
-    found: list[list[Agreement]] = [[] for _ in drafts]
-    entropy: list[list[float]] = []
     every = -(-len(prompts) // RULE_PROMPTS)
-    rows = zip(prompts, prompt_ids, texts, strict=True)
-    for number, (prompt, ids, text) in enumerate(tqdm(list(rows), desc="alpha", unit="prompt")):
+
+    def measure(
+        number: int, row: tuple[Prompt, list[int], list[int]]
+    ) -> tuple[list[Agreement], list[float]]:
+        prompt, ids, text = row
         sequence = torch.tensor([[*ids, *text[:-1]]], device=target.decoder.device)
         scores = _teacher_forced(target.decoder, sequence, len(ids))
-        entropy.append(entropy_bits(scores)[0].tolist())
         temperatures = RULE_TEMPERATURES if number % every == 0 else ()
         samplings = [dataclasses.replace(sampling, temperature=t) for t in temperatures]
         p, *p_compared = (warp(scores, one) for one in (sampling, *samplings))
-        for draft, agreements in zip(drafts, found, strict=True):
+        agreements = []
+        for draft in drafts:
             q, *q_compared = draft.teacher_forced(
                 ids, text, scores.shape[-1], (sampling, *samplings)
             )
@@ -106,7 +108,12 @@ def measure_agreement(
                     {t: rule_acceptance(*both) for t, *both in compared},
                 )
             )
-    return found, entropy
+        return agreements, entropy_bits(scores)[0].tolist()
+
+    rows = list(zip(prompts, prompt_ids, texts, strict=True))
+    found = journal.each(stage, rows, measure, lambda row: row, "prompt")
+    agreed = [[Agreement.from_json(row[0][draft]) for row in found] for draft in range(len(drafts))]
+    return agreed, [row[1] for row in found]
 
 
 def _teacher_forced(decoder: Decoder, sequence: Tensor, prompt_length: int) -> Tensor:
@@ -162,22 +169,24 @@ def bits_per_token(target: Target, prompt_ids: Sequence[list[int]]) -> float:
 
 def sweep_gamma(
     target: Target,
-    draft: Draft | StringDraft,
+    candidate: Candidate,
     prompts: Sequence[Prompt],
     prompt_ids: Sequence[list[int]],
     how: Decoding,
     max_gamma: int,
+    journal: Journal,
 ) -> list[dict[str, Any]]:
     """Measured speed-up and tau of every fixed draft length from 1 to max_gamma, interleaved."""
     lengths = [DraftLength(gamma) for gamma in range(1, max_gamma + 1)]
+    decoders = [partial(decode_baseline, target.decoder, how=how)]
+    decoders += [
+        partial(decode_speculative, target.decoder, candidate.draft, how=how, length=length)
+        for length in lengths
+    ]
     rows = list(zip(prompts, prompt_ids, strict=True))
-    decode_speculative(target.decoder, draft, *rows[0], how, lengths[0])  # warm-up
-    baseline: list[PromptRun] = []
-    runs: list[list[PromptRun]] = [[] for _ in lengths]
-    for prompt, ids in tqdm(rows, desc="gamma sweep", unit="prompt"):
-        baseline.append(decode_baseline(target.decoder, prompt, ids, how))
-        for length, mine in zip(lengths, runs, strict=True):
-            mine.append(decode_speculative(target.decoder, draft, prompt, ids, how, length))
+    decoders[1](*rows[0])  # warm-up
+    stage = f"gamma sweep of {candidate.name}"
+    baseline, *runs = in_turns(decoders, rows, journal, stage, PromptRun.from_json, "prompt")
     return [
         {
             "gamma": length.gamma,
@@ -273,6 +282,7 @@ def interleave(
     prompt_ids: Sequence[list[int]],
     how: Decoding,
     length: DraftLength,
+    journal: Journal,
 ) -> tuple[list[PromptRun], list[list[PromptRun]]]:
     """Every prompt decoded without a draft and with each: baseline, [drafts]."""
     decoders: list[Callable[[Prompt, list[int]], PromptRun]] = [
@@ -285,66 +295,60 @@ def interleave(
     for decode in decoders:  # warm-up, not counted
         decode(prompts[0], prompt_ids[0])
     rows = list(zip(prompts, prompt_ids, strict=True))
-    baseline, *drafted = in_turns(decoders, rows, "speed", "prompt")
+    stage = f"speed at T={how.sampling.temperature:g}"
+    baseline, *drafted = in_turns(decoders, rows, journal, stage, PromptRun.from_json, "prompt")
     return baseline, drafted
 
 
 def in_turns(
-    decoders: Sequence[Callable[[P, Ids], R]], rows: Sequence[tuple[P, Ids]], what: str, unit: str
+    decoders: Sequence[Callable[[P, Ids], R]],
+    rows: Sequence[tuple[P, Ids]],
+    journal: Journal,
+    stage: str,
+    read: Callable[[Any], R],
+    unit: str,
 ) -> list[list[R]]:
     """What each decoder makes of each row [decoders][rows], row by row.
 
-    The order rotates from row to row, so that no contender always runs on a cool machine.
+    The order rotates from row to row, so that no contender always runs on a cool machine. read: a
+    result from its JSON.
     """
-    made: list[list[R]] = [[] for _ in decoders]
-    for turn, (prompts, ids) in enumerate(tqdm(rows, desc=what, unit=unit)):
+
+    def measure(turn: int, row: tuple[P, Ids]) -> list[R]:
+        made = {}
         for i in range(len(decoders)):
             which = (turn + i) % len(decoders)
-            made[which].append(decoders[which](prompts, ids))
-    return made
+            made[which] = decoders[which](*row)
+        return [made[which] for which in range(len(decoders))]
+
+    found = journal.each(stage, rows, measure, lambda row: [read(made) for made in row], unit)
+    return [[row[which] for row in found] for which in range(len(decoders))]
 
 
-def measure_batches(
+def interleave_batches(
     target: Target,
     candidates: Sequence[Candidate],
-    prompts: Sequence[Prompt],
-    prompt_ids: Sequence[list[int]],
+    batches: Sequence[tuple[Sequence[Prompt], Sequence[list[int]]]],
     how: Decoding,
     length: DraftLength,
-    sizes: Sequence[int],
-) -> list[list[dict[str, Any]]]:
-    """What each draft brings at each batch size [candidates][sizes]: points of `by_batch_size`.
+    journal: Journal,
+) -> list[list[list[PromptRun]]]:
+    """Every batch of prompts and their ids decoded without a draft and with each.
 
-    The prompts in their order, so many a batch, the last ones left out where they fill none; each
-    batch without a draft and with each.
+    Returns the runs [1 + drafts][batches][rows], the baseline's first.
     """
     contenders = [None, *(candidate.draft for candidate in candidates)]
-    points: list[list[dict[str, Any]]] = [[] for _ in candidates]
     short = dataclasses.replace(how, max_new_tokens=min(how.max_new_tokens, WARM_UP_TOKENS))
-    for size in sizes:
-        batches = [
-            (prompts[at : at + size], prompt_ids[at : at + size])
-            for at in range(0, len(prompts) - size + 1, size)
-        ]
-        for draft in contenders:
-            decode_batch(target.decoder, draft, *batches[0], short, length)
-        decoders = [
-            partial(decode_batch, target.decoder, draft, how=how, length=length)
-            for draft in contenders
-        ]
-        baseline, *drafted = in_turns(decoders, batches, f"batch size {size}", "batch")
-        for mine, found in zip(drafted, points, strict=True):
-            both = zip(itertools.chain(*mine), itertools.chain(*baseline), strict=True)
-            same = [run.tokens == base.tokens for run, base in both]
-            found.append(
-                {
-                    "batch_size": size,
-                    "prompts": len(same),
-                    "identical": sum(same) if how.sampling.greedy else None,
-                    **metrics.by_batch(mine, baseline),
-                }
-            )
-    return points
+    for draft in contenders:
+        decode_batch(target.decoder, draft, *batches[0], short, length)
+    decoders = [
+        partial(decode_batch, target.decoder, draft, how=how, length=length) for draft in contenders
+    ]
+
+    def read(batch: list[dict[str, Any]]) -> list[PromptRun]:
+        return [PromptRun.from_json(run) for run in batch]
+
+    return in_turns(decoders, batches, journal, f"batch size {len(batches[0][0])}", read, "batch")
 
 
 def over_stock_generate(
@@ -379,100 +383,3 @@ def over_stock_generate(
     return metrics.measure(
         "over_stock_generate", rows, lambda t: (t[..., 0] / t[..., 1]) / (t[..., 2] / t[..., 3])
     )
-
-
-def tie(single: Tensor, wide: Tensor, target: int, drafted: int) -> dict[str, Any]:
-    """`{gap, error, tie}`: do two tokens' logits lie no further apart than two forwards differ?
-
-    single, wide: the logits [V] of both forwards at the position where two texts part.
-    """
-    gap = abs(float(single[target] - single[drafted]))
-    error = float((single - wide).abs().max())
-    return {"gap": gap, "error": error, "tie": gap <= error}
-
-
-class LosslessCheck:
-    """Compares greedy tokens with and without a draft; explains or counts each first divergence.
-
-    A divergence is a tie when the two tokens' logits lie no further apart than the target's two
-    forwards at that very position differ, each replayed in its run's own blocks, and the prompt's
-    outputs agree in fp32.
-    """
-
-    def __init__(self, target: Target, how: Decoding, length: DraftLength) -> None:
-        self.target, self.how, self.length = target, how, length
-        self.exact_texts: dict[str, list[int]] = {}  # prompt id -> the target's text in fp32
-
-    @cached_property
-    def exact(self) -> Decoder:
-        """The target in fp32."""
-        model = copy.deepcopy(self.target.model).float()
-        return build_decoder(model, self.target.decoder.context_length)
-
-    def ledger(
-        self,
-        draft: Draft | StringDraft,
-        prompts: Sequence[Prompt],
-        prompt_ids: Sequence[list[int]],
-        baseline: Sequence[PromptRun],
-        runs: Sequence[PromptRun],
-    ) -> dict[str, Any]:
-        """`{prompts, identical, tie_divergences, unexplained, divergences}` of greedy runs.
-
-        divergences: where each text parts, as token ids, and what the two forwards say there.
-        """
-        rows = list(zip(prompts, prompt_ids, baseline, runs, strict=True))
-        other = [row for row in rows if row[2].tokens != row[3].tokens]
-        entries = [self._divergence(*row) for row in other]
-        near = [i for i, entry in enumerate(entries) if entry["tie"]]
-        agreed = self._agree_exactly(draft, [other[i][:2] for i in near])
-        for i, exact in zip(near, agreed, strict=True):
-            entries[i]["tie"] = exact
-        return metrics.ledger(len(rows), entries)
-
-    def _divergence(
-        self, prompt: Prompt, ids: list[int], base: PromptRun, run: PromptRun
-    ) -> dict[str, Any]:
-        """The first divergence of a text; `tie` says whether its gap is within the error."""
-        texts = (base.tokens, run.tokens)
-        at = metrics.first_divergence(*texts)
-        target, drafted = (text[at : at + 1] for text in texts)
-        about = {"prompt": prompt.id, "position": at, "target": target, "drafted": drafted}
-        if at == min(map(len, texts)):  # lengths can never differ by a tie
-            return about | {"gap": None, "error": None, "tie": False}
-        single, wide = (self._logits_at(at, ids, one) for one in (base, run))
-        return about | tie(single, wide, target[0], drafted[0])
-
-    def _logits_at(self, at: int, ids: list[int], run: PromptRun) -> Tensor:
-        """The target's logits [V] for token number `at` of a run, fed in the run's own blocks."""
-        decoder = self.target.decoder
-        cache = decoder.new_cache(1, len(ids) + len(run.tokens) + self.length.gamma + 1)
-        logits = decoder.forward(torch.tensor([ids], device=decoder.device), 0, cache, True)
-        done = 1
-        for drafted, emitted in zip(run.drafted, run.block_tokens, strict=True):
-            if at < done:
-                break
-            block = run.tokens[done - 1 : done + drafted]
-            # what the run drafted beyond its text is not known and changes nothing before it
-            block += block[-1:] * (drafted + 1 - len(block))
-            start = len(ids) + done - 1
-            logits = decoder.forward(torch.tensor([block], device=decoder.device), start, cache)
-            logits = logits[:, : max(at - done + 1, 1)]
-            done += emitted
-        return logits[0, -1].float()
-
-    def _agree_exactly(
-        self, draft: Draft | StringDraft, rows: list[tuple[Prompt, list[int]]]
-    ) -> list[bool]:
-        """For each prompt, whether its fp32 text with the draft is the one without."""
-        new = [(prompt, ids) for prompt, ids in rows if prompt.id not in self.exact_texts]
-        if new:
-            exact = dataclasses.replace(self.target, decoder=self.exact)
-            texts = target_texts(exact, [ids for _, ids in new], self.how)
-            for (prompt, _), text in zip(new, texts, strict=True):
-                self.exact_texts[prompt.id] = text
-        agreed = []
-        for prompt, ids in tqdm(rows, desc="check ties in fp32", unit="prompt", disable=not rows):
-            run = decode_speculative(self.exact, draft, prompt, ids, self.how, self.length)
-            agreed.append(run.tokens == self.exact_texts[prompt.id])
-        return agreed

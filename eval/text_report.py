@@ -21,7 +21,8 @@ NOT_MEASURED = "not measured"
 BATCH_NOTE = (
     "The rows of a batch start together, and one that ends leaves. Without a draft: the same "
     "batches. Tokens/s of all rows together; intervals over batches. In bf16 two forwards of other "
-    "shapes differ in the last bits, so texts may part at near-ties; in fp32 they are the same."
+    "shapes differ in the last bits, so texts may part at near-ties, each checked in the tie "
+    "ledger; in fp32 they are the same."
 )
 RULES_NOTE = (
     "Mean acceptance of one drafted token, from one teacher-forced log. Rejection sampling: "
@@ -79,7 +80,7 @@ def headline(report: dict[str, Any]) -> str:
         facts.append(f"alpha {short(draft['alpha'])}")
     if draft["memory"]:
         facts.append(f"memory +{draft['memory']['overhead']:.0%}")
-    facts.append("OUTPUT CHANGED" if draft["lossless"]["unexplained"] else "output unchanged")
+    facts.append("OUTPUT CHANGED" if changed_texts(draft) else "output unchanged")
     return f"Draft {name} {effect}: {', '.join(facts)}."
 
 
@@ -156,6 +157,21 @@ def result_rows(report: dict[str, Any]) -> list[tuple[str, list[str], str | None
         ),
     ]
     return [one for one in rows if set(one[1]) != {NOT_MEASURED}]
+
+
+def ledgers(name: str, draft: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Every comparison of a draft's greedy texts with the target's own, by what to call it."""
+    batched = [
+        (f"{name} in batches of {point['batch_size']}", point["lossless"])
+        for point in draft["by_batch_size"]
+        if point["lossless"]
+    ]
+    return [(name, draft["lossless"]), *batched]
+
+
+def changed_texts(draft: dict[str, Any]) -> int:
+    """How many texts came out other than the target's own, with no tie to explain it."""
+    return sum(ledger["unexplained"] for _, ledger in ledgers("", draft))
 
 
 def lossless_line(name: str, lossless: dict[str, int]) -> str:
@@ -424,9 +440,7 @@ def batch_table(drafts: dict[str, Any]) -> tuple[list[str], Rows]:
             short(point["speedup"]),
             short(point["tau"]),
             point["speedup"]["n"],
-            f"{point['identical']} of {point['prompts']}"
-            if point["identical"] is not None
-            else NOT_MEASURED,
+            _counted(point["lossless"]) if point["lossless"] else NOT_MEASURED,
         ]
         for name, d in drafts.items()
         for point in d["by_batch_size"]
@@ -438,11 +452,19 @@ def batch_table(drafts: dict[str, Any]) -> tuple[list[str], Rows]:
     return header.split("|"), rows
 
 
+def _counted(ledger: dict[str, Any]) -> str:
+    counts = [f"{ledger['identical']} of {ledger['prompts']}"]
+    for key, name in (("tie_divergences", "at a tie"), ("unexplained", "UNEXPLAINED")):
+        if ledger[key]:
+            counts.append(f"{ledger[key]} {name}")
+    return ", ".join(counts)
+
+
 def ledger_table(drafts: dict[str, Any]) -> tuple[list[str], Rows]:
     """Every greedy text that parted from the target's own."""
     rows = [
         [
-            name,
+            which,
             entry["prompt"],
             entry["position"],
             _code(entry["target"]),
@@ -452,7 +474,8 @@ def ledger_table(drafts: dict[str, Any]) -> tuple[list[str], Rows]:
             "tie" if entry["tie"] else "UNEXPLAINED",
         ]
         for name, d in drafts.items()
-        for entry in d["lossless"]["divergences"]
+        for which, ledger in ledgers(name, d)
+        for entry in ledger["divergences"]
     ]
     header = "draft|prompt|token|without a draft|with it|gap of logits|error of forwards|verdict"
     return header.split("|"), rows
@@ -538,9 +561,9 @@ def print_summary(report: dict[str, Any], console: Console | None = None) -> Non
     )
     console.print(Text(baseline_line(report) + ". Brackets: 95% interval over prompts."))
     for name, draft in report["drafts"].items():
-        lossless = draft["lossless"]
-        style = "red bold" if lossless["unexplained"] else "green"
-        console.print(Text(lossless_line(name, lossless), style=style))
+        for which, ledger in ledgers(name, draft):
+            style = "red bold" if ledger["unexplained"] else "green"
+            console.print(Text(lossless_line(which, ledger), style=style))
     for warning in report["warnings"]:
         console.print(Text(f"Warning: {warning}", style="yellow"))
     name, draft = list(report["drafts"].items())[-1]
@@ -580,7 +603,9 @@ def render_markdown(report: dict[str, Any]) -> str:
             ],
         ),
         "Brackets hold 95% intervals over prompts. " + baseline_line(report) + ".",
-        "\n".join(f"- {lossless_line(name, d['lossless'])}" for name, d in drafts.items()),
+        "\n".join(
+            f"- {lossless_line(*one)}" for name, d in drafts.items() for one in ledgers(name, d)
+        ),
     ]
     if len(drafts) > 2:
         parts += _section("Gain", gain_table(report))

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.atlas import Answer
-from eval.metrics import Agreement, PromptRun, StepCosts, by_batch
+from eval.metrics import Agreement, PromptRun, StepCosts, by_batch, ledger
 from eval.report import DraftMeasurement, RunInfo, build_report
 
 
@@ -132,12 +132,9 @@ def made_up_measurement(name, alpha, prompts=40, **changes):
             "kv_bytes_per_token": {"target": 23_040, "draft": 1_536},
         },
         "full_form_bytes": 85_000_000,
-        "lossless": {
-            "prompts": prompts,
-            "identical": prompts - 2,
-            "tie_divergences": 2,
-            "unexplained": 0,
-            "divergences": [
+        "lossless": ledger(
+            prompts,
+            [
                 {
                     "prompt": str(i),
                     "position": 7 + i,
@@ -149,7 +146,7 @@ def made_up_measurement(name, alpha, prompts=40, **changes):
                 }
                 for i in range(2)
             ],
-        },
+        ),
     }
     base = fields["baseline_runs"]
     pairs = [runs[at : at + 4] for runs in (fields["runs"], base) for at in range(0, prompts, 4)]
@@ -159,7 +156,7 @@ def made_up_measurement(name, alpha, prompts=40, **changes):
             {
                 "batch_size": 4,
                 "prompts": prompts,
-                "identical": prompts - 1,
+                "lossless": ledger(prompts, fields["lossless"]["divergences"][:1]),
                 **by_batch(pairs[:half], pairs[half:]),
             }
         ],

@@ -10,13 +10,14 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer
@@ -25,15 +26,17 @@ from align.check import compare
 from align.side import read_side
 from align.sources import load_model, load_tokenizer
 from eval import metrics
-from eval.drafts import model_bytes, stop_tokens
+from eval.drafts import model_bytes, stop_tokens, tensor_sha256
 from eval.engines.outside import draft_block, emitted_run
 from eval.evaluation import PromptSet, device_name
+from eval.journal import Journal
 from eval.lookup import LOOKUP
+from eval.lossless import tie
 from eval.metrics import PromptRun
 from eval.prompts import Prompt, prompts_sha256
 from eval.report import SCHEMA, finished
 from eval.speculative import Decoding, empty_run
-from eval.speed import in_turns, tie
+from eval.speed import in_turns
 from eval.verification import Sampling
 
 NO_DISTRIBUTIONS = "generate does not give the draft's distributions: take it with --engine torch"
@@ -151,6 +154,10 @@ class Answer:
     run: PromptRun
     decode: PromptRun
 
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        return cls(PromptRun.from_json(fields["run"]), PromptRun.from_json(fields["decode"]))
+
 
 def generate(
     target: StockTarget, assistant: Assistant | None, prompt: Prompt, ids: list[int], how: Decoding
@@ -245,13 +252,25 @@ def measure_assisted(
     timed: PromptSet,
     how: Decoding,
     gamma: int,
+    journal: Journal,
     provenance: dict[str, Any],
 ) -> dict[str, Any]:
-    """The report (eval/report.py) of every draft against stock `generate`, on the same prompts."""
-    baseline, *logs = _interleave(target, assistants, timed, how)
+    """The report (eval/report.py) of every draft against stock `generate`, on the same prompts.
+
+    journal: keeps the runs, for a process that takes over.
+    """
+    journal.begin(
+        [_said(model, timed.ids[0]) for model in (target.model, *(a.model for a in assistants))],
+        [assistant.name for assistant in assistants],
+        timed.ids,
+        asdict(how) | {"stops": sorted(how.stops)},
+        gamma,
+        (device_name(target.model.device), str(target.model.dtype), transformers.__version__),
+    )
+    baseline, *logs = _interleave(target, assistants, timed, how, journal)
     greedy = replace(how, sampling=Sampling())  # losslessness is always measured greedily
     texts = [baseline, *logs] if how.sampling.greedy else None
-    plain, *greedy_logs = texts or _interleave(target, assistants, timed, greedy)
+    plain, *greedy_logs = texts or _interleave(target, assistants, timed, greedy, journal)
     drafts = {}
     for assistant, log, greedy_log in zip(assistants, logs, greedy_logs, strict=True):
         lossless = _ledger(target, assistant, timed, greedy, plain, greedy_log)
@@ -301,9 +320,15 @@ def measure_assisted(
             },
             "drafts": drafts,
             "gain": gain,
-            "provenance": provenance,
+            "provenance": provenance | {"resumed": journal.resumed},
         }
     )
+
+
+@torch.inference_mode()
+def _said(model: Any, ids: list[int]) -> str:
+    """What a model is known by: the hash of its logits after a prompt."""
+    return tensor_sha256(model(torch.tensor([ids], device=model.device)).logits)
 
 
 def _runs(log: Sequence[Answer]) -> list[PromptRun]:
@@ -315,14 +340,19 @@ def _decodes(log: Sequence[Answer]) -> list[PromptRun]:
 
 
 def _interleave(
-    target: StockTarget, assistants: Sequence[Assistant], timed: PromptSet, how: Decoding
+    target: StockTarget,
+    assistants: Sequence[Assistant],
+    timed: PromptSet,
+    how: Decoding,
+    journal: Journal,
 ) -> list[list[Answer]]:
     """Every prompt without a draft and with each: [baseline, *drafts]."""
     decoders = [partial(generate, target, assistant, how=how) for assistant in (None, *assistants)]
     rows = list(zip(timed.prompts, timed.ids, strict=True))
     for decode in decoders:  # warm-up, not counted
         decode(*rows[0])
-    return in_turns(decoders, rows, "speed", "prompt")
+    stage = f"speed at T={how.sampling.temperature:g}"
+    return in_turns(decoders, rows, journal, stage, Answer.from_json, "prompt")
 
 
 def _block(
@@ -390,8 +420,10 @@ def _ledger(
     baseline: Sequence[Answer],
     log: Sequence[Answer],
 ) -> dict[str, Any]:
-    """Greedy texts compared. As in eval/speed.py, a divergence is a tie when the two tokens' logits
-    lie no further apart than both ways' logits at that position, and the texts agree in fp32.
+    """Greedy texts compared.
+
+    As in eval/lossless.py, a divergence is a tie when the two tokens' logits lie no further apart
+    than both ways' logits at that position, and the texts agree in fp32.
     """
     rows = zip(timed.prompts, timed.ids, _runs(baseline), _runs(log), strict=True)
     other = [row for row in rows if row[2].tokens != row[3].tokens]

@@ -2,6 +2,8 @@
 
 import pytest
 
+from eval.journal import Journal
+
 
 @pytest.fixture(scope="session")
 def tiny(tiny_llama):
@@ -40,3 +42,9 @@ def accepts_as_named():
             assert accepted == 0
 
     return check
+
+
+@pytest.fixture
+def journal(tmp_path):
+    """Where nothing has been measured yet."""
+    return Journal(tmp_path / "measured.jsonl")

@@ -181,6 +181,28 @@ def test_one_report_of_two_drafts(folder, tmp_path):
     assert tokens == {row["id"]: row["tokens"] for row in ours["drafts"]["bad"]["per_prompt"]}
 
 
+def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys):
+    drafts = ("--draft", f"bad={folder / 'draft'}", "--draft", f"self={folder / 'target'}")
+    whole = report_of(folder, tmp_path / "whole", *drafts)
+    calls = []
+
+    def interrupted(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 3 + 2 * 3 + 2:  # the warm-up, two prompts, and within the third
+            raise KeyboardInterrupt
+        return generate(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("eval.engines.assisted.generate", interrupted)
+        assert run(folder, tmp_path / "cut", *drafts) == 130
+    assert "Measured so far: speed at T=0 2/6." in capsys.readouterr().err
+    resumed = report_of(folder, tmp_path / "cut", *drafts)
+    assert resumed["provenance"]["resumed"]
+    for name, draft in resumed["drafts"].items():
+        assert draft["tau"] == whole["drafts"][name]["tau"]
+        assert draft["lossless"] == whole["drafts"][name]["lossless"]
+
+
 def test_a_sampled_report(folder, tmp_path):
     report = report_of(folder, tmp_path, "--draft", str(folder / "draft"), "--temperature", "0.8")
     assert report["decoding"]["verification"] == "rejection sampling"
@@ -189,7 +211,7 @@ def test_a_sampled_report(folder, tmp_path):
     assert not any("LOSSY" in warning for warning in report["warnings"])
 
 
-def test_other_tokens_are_not_explained_away(tiny_llama, monkeypatch):
+def test_other_tokens_are_not_explained_away(tiny_llama, monkeypatch, journal):
     """A verification that mostly takes the draft's word is found out."""
     target, draft = stock(tiny_llama(spread=4)), assistant(noisy(tiny_llama(spread=4), 10.0), 2)
     target.tokenizer = type("Ids", (), {"decode": staticmethod(str)})
@@ -203,13 +225,13 @@ def test_other_tokens_are_not_explained_away(tiny_llama, monkeypatch):
     prompts = [Prompt(str(i), prompt="x") for i in range(3)]
     timed = PromptSet("made up", prompts, [[5, 6, i] for i in range(3)])
     how = Decoding(Sampling(), frozenset(), 20)
-    report = measure_assisted(target, [draft], timed, how, 2, {})
+    report = measure_assisted(target, [draft], timed, how, 2, journal, {})
     assert report["drafts"]["draft"]["lossless"]["unexplained"] == 3
     assert report["warnings"][0].startswith("NOT LOSSLESS")
 
 
 @pytest.mark.parametrize("in_fp32", [False, True])
-def test_a_tie_is_one_only_where_fp32_agrees(tiny_llama, in_fp32):
+def test_a_tie_is_one_only_where_fp32_agrees(tiny_llama, journal, in_fp32):
     """A target whose wide forwards have other last bits, in bf16 alone or in fp32 as well."""
     target, draft = stock(tiny_llama().bfloat16()), assistant(tiny_llama().bfloat16(), 4)
     target.tokenizer = type("Ids", (), {"decode": staticmethod(str)})
@@ -223,7 +245,7 @@ def test_a_tie_is_one_only_where_fp32_agrees(tiny_llama, in_fp32):
     prompts = [Prompt(str(i), prompt="x") for i in range(6)]
     timed = PromptSet("made up", prompts, [[5, 6, i] for i in range(6)])
     how = Decoding(Sampling(), frozenset(), 24)
-    report = measure_assisted(target, [draft], timed, how, 4, {"command": "test"})
+    report = measure_assisted(target, [draft], timed, how, 4, journal, {"command": "test"})
     found = report["drafts"]["draft"]["lossless"]
     ties, unexplained = found["tie_divergences"], found["unexplained"]
     assert (ties == 0 < unexplained) if in_fp32 else (unexplained == 0 < ties)

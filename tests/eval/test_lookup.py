@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eval.drafts import Target
-from eval.evaluation import PromptSet, evaluate_drafts
+from eval.evaluation import Plan, PromptSet, evaluate_drafts
 from eval.forward import build_decoder
 from eval.lookup import LookupDecoder, following, lookup_candidate
 from eval.prompts import Prompt
@@ -79,10 +79,10 @@ def test_output_is_the_targets_own(target, length, temperature):
         assert accepted > 0
 
 
-def test_alpha_counts_the_tokens_it_would_have_got(target):
+def test_alpha_counts_the_tokens_it_would_have_got(target, journal):
     texts = target_texts(target, IDS, GREEDY)
     draft = lookup_candidate("rival", target).draft
-    (found,), _ = measure_agreement(target, [draft], PROMPTS, IDS, texts, Sampling())
+    (found,), _ = measure_agreement(target, [draft], PROMPTS, IDS, texts, Sampling(), journal)
     for row, ids, text in zip(found, IDS, texts, strict=True):
         right = [following(ids + text[:at]) for at in range(len(text))]
         # where nothing is found, the likeliest of equals is token 0
@@ -102,7 +102,7 @@ class Spelling:
             return json.dumps({"model": model, "decoder": {"type": "ByteLevel"}})
 
 
-def test_it_stands_in_a_report_like_any_draft(target):
+def test_it_stands_in_a_report_like_any_draft(target, journal):
     target.tokenizer = Spelling()
     candidates = [lookup_candidate("rival", target), lookup_candidate("again", target)]
     prompts = PromptSet("made up", PROMPTS, IDS)
@@ -112,12 +112,10 @@ def test_it_stands_in_a_report_like_any_draft(target):
         prompts,
         prompts,
         GREEDY,
-        None,
-        3,
-        3,
+        Plan(None, 3, 3, sweep_prompts=2),
+        journal,
         None,
         {"command": "test"},
-        sweep_prompts=2,
         others=PromptSet("elsewhere", PROMPTS[:2], IDS[:2]),
     )
     rival = report["drafts"]["rival"]

@@ -159,6 +159,24 @@ def test_a_mutated_report_fails(sample_report, path, value, message):
         check_report(sample_report)
 
 
+def test_a_word_changed_in_batches_only_is_said_as_loudly(run_info, measurement):
+    draft = measurement("tuned", 0.6)
+    (point,) = draft.by_batch_size
+    broken = point["lossless"] | {"identical": 38, "unexplained": 1}
+    draft = dataclasses.replace(draft, by_batch_size=[point | {"lossless": broken}])
+    report = build_report(run_info, [draft])
+    assert report["warnings"][0].startswith(
+        "NOT LOSSLESS: with draft tuned in batches of 4, 1 of 40"
+    )
+    assert "OUTPUT CHANGED" in headline(report)
+    assert "Lossless, tuned in batches of 4: 38 of 40 prompts identical, 1 part" in (
+        render_markdown(report)
+    )
+    report["warnings"] = []
+    with pytest.raises(ReportError, match="not lossless"):
+        check_report(report)
+
+
 def test_a_draft_that_is_not_lossless_is_said_loudly_and_cannot_be_hidden(
     run_info, measurement, tmp_path
 ):

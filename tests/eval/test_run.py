@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
+from eval import speed
 from eval.report import read_report
 from eval.run import main
 
@@ -95,7 +97,7 @@ def test_batches_and_temperatures_stand_in_the_report_where_asked_for(folder, tm
     own = report["drafts"]["self"]
     assert [point["batch_size"] for point in own["by_batch_size"]] == [1, 3]
     assert [point["speedup"]["n"] for point in own["by_batch_size"]] == [8, 2]
-    assert [point["identical"] for point in own["by_batch_size"]] == [8, 6]
+    assert [point["lossless"]["identical"] for point in own["by_batch_size"]] == [8, 6]
     assert [point["temperature"] for point in own["by_temperature"]] == [0, 0.6, 1]
     # the target drafting for itself is believed at every temperature
     assert {point["tau"]["mean"] for point in own["by_temperature"] + own["by_batch_size"]} == {3}
@@ -108,6 +110,83 @@ def test_batches_and_temperatures_stand_in_the_report_where_asked_for(folder, tm
     assert "By batch size" in page
     text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
     assert "## By batch size" in text
+
+
+class Interrupted:
+    """Decoders that are interrupted after so many calls; `calls` counts them."""
+
+    def __init__(self, monkeypatch, after=None):
+        self.calls, self.after = 0, after
+        for name in ("decode_speculative", "decode_batch", "decode_baseline"):
+            monkeypatch.setattr(f"eval.speed.{name}", partial(self.call, getattr(speed, name)))
+
+    def call(self, decode, *args, **kwargs):
+        if self.calls == self.after:
+            raise KeyboardInterrupt
+        self.calls += 1
+        return decode(*args, **kwargs)
+
+
+def untimed(report):
+    """What does not hang on the clock."""
+    return [
+        (
+            name,
+            *(draft[key] for key in ("alpha", "lossless", "other_prompts")),
+            draft["atlas"]["heat_map"],
+            draft["atlas"]["verification_rules"],
+            [(row["id"], row["tokens"], row["drafted"]) for row in draft["per_prompt"]],
+            [point["tau"] for key in ("by_batch_size", "by_temperature", "gamma_sweep")
+             for point in draft[key]],
+        )
+        for name, draft in report["drafts"].items()
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("after", [2, 30, 70, 85])
+def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys, after):
+    what = (
+        *("--draft", f"d={folder / 'draft'}", "--draft", f"self={folder / 'target'}"),
+        *("--gamma", "2", "--gamma_sweep", "2", "--other_prompts", str(folder / "others.jsonl")),
+        *("--batch_sizes", "2", "--decoded_temperatures", "0.7"),
+    )
+    with monkeypatch.context() as patched:
+        whole = Interrupted(patched)
+        assert run(folder, tmp_path / "whole", *what) == 0
+    out = tmp_path / "cut"
+    with monkeypatch.context() as patched:
+        cut = Interrupted(patched, after)
+        assert run(folder, out, *what) == 130
+    assert "Measured so far: target texts, alpha" in capsys.readouterr().err
+    assert not (out / "report" / "report.json").exists()
+    with monkeypatch.context() as patched:
+        rest = Interrupted(patched)
+        assert run(folder, out, *what) == 0
+    # only a row that was begun and the stages' warm-ups are decoded a second time
+    assert cut.calls + rest.calls <= whole.calls + 20
+    one, other = (read_report(at / "report" / "report.json") for at in (tmp_path / "whole", out))
+    assert other["provenance"]["resumed"] is True
+    assert one["provenance"]["resumed"] is False
+    assert untimed(one) == untimed(other)
+    assert sorted(p.name for p in (out / "report").iterdir()) == [
+        "report.html", "report.json", "report.md"
+    ]  # fmt: skip
+
+
+def test_other_weights_are_measured_anew(folder, tmp_path, monkeypatch, capsys):
+    draft = tmp_path / "draft"
+    shutil.copytree(folder / "draft", draft)
+    what = ("--draft", f"d={draft}", "--gamma", "2")
+    with monkeypatch.context() as patched:
+        Interrupted(patched, 12)
+        assert run(folder, tmp_path, *what) == 130
+    weights = load_file(draft / "model.safetensors")
+    weights["model.norm.weight"] *= 1.01
+    save_file(weights, draft / "model.safetensors", metadata={"format": "pt"})
+    assert run(folder, tmp_path, *what) == 0
+    assert "holds what was measured of other models" in capsys.readouterr().err
+    report = read_report(tmp_path / "report" / "report.json")
+    assert report["provenance"]["resumed"] is False
 
 
 def test_the_replayed_tau_is_the_one_that_decoding_has(folder, tmp_path):

@@ -20,6 +20,7 @@ from align.vocab_map import build_map
 from distill.prompts import stdlib_prompts
 from eval.drafts import load_candidate, load_target
 from eval.forward import StockDecoder, build_decoder
+from eval.journal import Journal
 from eval.metrics import alpha
 from eval.prompts import Prompt, load_prompts, render_all, write_prompts
 from eval.speculative import Decoding, DraftLength, decode_baseline, decode_speculative
@@ -151,7 +152,7 @@ def run(tmp_path_factory):
     return folder
 
 
-def test_every_bridge_end_to_end(run):
+def test_every_bridge_end_to_end(run, tmp_path):
     report = json.loads((run / "run" / "report" / "report.json").read_text())
     blocks = report["drafts"]
     assert blocks["untuned"]["vocabulary"]["strategy"] == "transplant"
@@ -171,7 +172,8 @@ def test_every_bridge_end_to_end(run):
     answers = target_texts(target, ids, how)
     strategies = ("intersection", "string")
     drafts = [load_candidate(name, SMOL, target, name).draft for name in strategies]
-    agreements, _ = measure_agreement(target, drafts, prompts, ids, answers, how.sampling)
+    journal = Journal(tmp_path / "measured.jsonl")
+    agreements, _ = measure_agreement(target, drafts, prompts, ids, answers, how.sampling, journal)
     exact = load_target(GEMMA, torch.float32, torch.device("cpu"), target.decoder.context_length)
     for name, draft, rows in zip(strategies, drafts, agreements, strict=True):
         found[name] = alpha(rows)
