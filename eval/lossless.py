@@ -76,16 +76,27 @@ class LosslessCheck:
         """
         rows = zip(batches, baseline, runs, strict=True)
         other = [row for row in rows if any(_texts_differ(*row[1:]))]
-        entries: list[dict[str, Any]] = []
-        bar = tqdm(other, desc="explain divergences", unit="batch", disable=not other)
-        for (prompts, ids), base, mine in bar:
-            found = self._divergences(prompts, ids, base, mine)
-            near = [row for row, entry in found.items() if entry["tie"]]
-            agreed = self._agree_exactly(draft, prompts, ids, near)
-            for row, exact in zip(near, agreed, strict=True):
-                found[row]["tie"] = exact
-            entries += found.values()
-        return metrics.ledger(sum(len(prompts) for prompts, _ in batches), entries)
+        found = [
+            self._divergences(prompts, ids, base, mine)
+            for (prompts, ids), base, mine in tqdm(
+                other, desc="replay", unit="batch", disable=not other
+            )
+        ]
+        near = []
+        for (batch, _, _), entries in zip(other, found, strict=True):
+            rows_near = [row for row, entry in entries.items() if entry["tie"]]
+            if rows_near:
+                near.append((batch, rows_near, entries))
+        self._read_exactly([(batch, rows_near) for batch, rows_near, _ in near])
+        bar = tqdm(near, desc="check ties in fp32", unit="batch", disable=not near)
+        for (prompts, ids), rows_near, entries in bar:
+            agreed = self._agree_exactly(draft, prompts, ids, rows_near)
+            for row, same in zip(rows_near, agreed, strict=True):
+                entries[row]["tie"] = same
+        return metrics.ledger(
+            sum(len(prompts) for prompts, _ in batches),
+            [entry for entries in found for entry in entries.values()],
+        )
 
     def _divergences(
         self,
@@ -152,6 +163,19 @@ class LosslessCheck:
             turn += 1
         return found
 
+    def _read_exactly(self, near: Sequence[tuple[Batch, Sequence[int]]]) -> None:
+        """The target's fp32 texts of these rows of batches, where not known yet."""
+        ids = {
+            prompts[row].id: ids[row]
+            for (prompts, ids), rows in near
+            for row in rows
+            if prompts[row].id not in self.exact_texts
+        }
+        if ids:
+            exact = dataclasses.replace(self.target, decoder=self.exact)
+            texts = target_texts(exact, list(ids.values()), self.how)
+            self.exact_texts |= zip(ids, texts, strict=True)
+
     def _agree_exactly(
         self,
         draft: Draft | StringDraft,
@@ -160,14 +184,6 @@ class LosslessCheck:
         rows: Sequence[int],
     ) -> list[bool]:
         """For these rows of a batch, whether the fp32 text with the draft is the one without."""
-        new = [row for row in rows if prompts[row].id not in self.exact_texts]
-        if new:
-            exact = dataclasses.replace(self.target, decoder=self.exact)
-            texts = target_texts(exact, [ids[row] for row in new], self.how)
-            for row, text in zip(new, texts, strict=True):
-                self.exact_texts[prompts[row].id] = text
-        if not rows:
-            return []
         if len(prompts) == 1:
             runs = [
                 decode_speculative(self.exact, draft, prompts[0], ids[0], self.how, self.length)

@@ -77,7 +77,7 @@ def measure_agreement(
     """alpha of each draft on each prompt [drafts][prompts], teacher-forced, in one target pass.
 
     Also the entropy in bits of the target's distribution at temperature 1, at each position
-    [prompts][positions].
+    [prompts][positions]. Raises ValueError where the target's logits are no numbers.
     """
     every = -(-len(prompts) // RULE_PROMPTS)
 
@@ -108,7 +108,14 @@ def measure_agreement(
                     {t: rule_acceptance(*both) for t, *both in compared},
                 )
             )
-        return agreements, entropy_bits(scores)[0].tolist()
+        bits = entropy_bits(scores)[0]
+        if not bits.isfinite().all():
+            raise ValueError(
+                f"{target.spec} gives logits that are no numbers in its answer to prompt "
+                f"{prompt.id}: its weights are damaged, or too large for float16; take a "
+                "checkpoint that is whole, or --dtype bfloat16 or float32."
+            )
+        return agreements, bits.tolist()
 
     rows = list(zip(prompts, prompt_ids, texts, strict=True))
     found = journal.each(stage, rows, measure, lambda row: row, "prompt")

@@ -80,6 +80,26 @@ def test_alpha_is_one_for_the_target_itself_and_counts_agreeing_positions(target
         assert row.positions == 20
 
 
+def test_logits_that_are_no_numbers_in_one_answer_are_refused(target, journal):
+    texts = target_texts(target, IDS, GREEDY)
+    rare = next(token for token in texts[1][:-1] if token not in [*IDS[0], *texts[0]])
+
+    class Poisoned:
+        device, new_cache = target.decoder.device, target.decoder.new_cache
+
+        @staticmethod
+        def forward(tokens, *args, **kwargs):
+            logits = target.decoder.forward(tokens, *args, **kwargs)
+            return logits.where(tokens[:, -logits.shape[1] :, None] != rare, float("nan"))
+
+    poisoned = dataclasses.replace(target, decoder=Poisoned())
+    with pytest.raises(ValueError, match="no numbers in its answer to prompt p1"):
+        measure_agreement(
+            poisoned, [Draft(target.decoder)], PROMPTS, IDS, texts, Sampling(), journal
+        )
+    assert len(journal.taken["alpha"]) == 1
+
+
 def test_sampled_alpha_is_the_overlap_of_the_distributions(target, tiny, journal):
     texts = target_texts(target, IDS, GREEDY)
     other = build_decoder(tiny(1), 100)
