@@ -31,6 +31,7 @@ from eval.text_report import (
     gain_table,
     gamma_text,
     headline,
+    ledger_note,
     ledger_table,
     ledgers,
     lossless_line,
@@ -527,15 +528,11 @@ def _lossless(report: dict[str, Any]) -> str:
         for which, ledger in ledgers(name, d)
     ]
     table = ledger_table(drafts)
-    note = (
-        "Greedy texts with and without the draft, token by token. A divergence is a tie where the "
-        "two logits lie no further apart than two forwards of the target differ, and fp32 agrees."
-    )
     return _section(
         "Lossless: the tie ledger",
         element("ul", *lines, class_="verdicts"),
         *([_table(table)] if table[1] else []),
-        note=note,
+        note=ledger_note(drafts),
     )
 
 

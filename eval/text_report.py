@@ -24,6 +24,11 @@ BATCH_NOTE = (
     "shapes differ in the last bits, so texts may part at near-ties, each checked in the tie "
     "ledger; in fp32 they are the same."
 )
+LEDGER_ROWS = 20
+LEDGER_NOTE = (
+    "Greedy texts with and without the draft, token by token. A divergence is a tie where the two "
+    "logits lie no further apart than two forwards of the target differ, and fp32 agrees."
+)
 RULES_NOTE = (
     "Mean acceptance of one drafted token, from one teacher-forced log. Rejection sampling: "
     "sum min(p, q). Greedy match: the draft proposes argmax q, accepted where the target samples "
@@ -461,7 +466,13 @@ def _counted(ledger: dict[str, Any]) -> str:
 
 
 def ledger_table(drafts: dict[str, Any]) -> tuple[list[str], Rows]:
-    """Every greedy text that parted from the target's own."""
+    """Greedy texts that parted from the target's own: the worst first, LEDGER_ROWS at most."""
+    entries = [
+        (which, entry)
+        for name, d in drafts.items()
+        for which, ledger in ledgers(name, d)
+        for entry in ledger["divergences"]
+    ]
     rows = [
         [
             which,
@@ -473,12 +484,25 @@ def ledger_table(drafts: dict[str, Any]) -> tuple[list[str], Rows]:
             "" if entry["error"] is None else f"{entry['error']:.4f}",
             "tie" if entry["tie"] else "UNEXPLAINED",
         ]
-        for name, d in drafts.items()
-        for which, ledger in ledgers(name, d)
-        for entry in ledger["divergences"]
+        for which, entry in sorted(entries, key=_doubt, reverse=True)[:LEDGER_ROWS]
     ]
     header = "draft|prompt|token|without a draft|with it|gap of logits|error of forwards|verdict"
     return header.split("|"), rows
+
+
+def _doubt(row: tuple[str, dict[str, Any]]) -> tuple[bool, float]:
+    """Unexplained texts stand above ties, and those whose gap nearly is the error above others."""
+    _, entry = row
+    return not entry["tie"], entry["gap"] / entry["error"] if entry["error"] else 0.0
+
+
+def ledger_note(drafts: dict[str, Any]) -> str:
+    """What the ledger's table says, and how many rows it leaves out."""
+    found = sum(
+        len(ledger["divergences"]) for name, d in drafts.items() for _, ledger in ledgers(name, d)
+    )
+    more = f" The {LEDGER_ROWS} least clear of {found} are shown; report.json has all."
+    return LEDGER_NOTE + (more if found > LEDGER_ROWS else "")
 
 
 def other_table(drafts: dict[str, Any]) -> tuple[list[str], Rows]:
@@ -627,7 +651,7 @@ def render_markdown(report: dict[str, Any]) -> str:
     parts += _section("By batch size", batch_table(drafts), BATCH_NOTE)
     parts += _section("Other prompts", other_table(drafts))
     parts += _section("Cost and latency", cost_table(drafts))
-    parts += _section("Tie ledger", ledger_table(drafts))
+    parts += _section("Tie ledger", ledger_table(drafts), ledger_note(drafts))
     parts += _section("Drafts", draft_table(drafts))
     parts += _section("By category", category_table(drafts))
     parts += [

@@ -8,6 +8,8 @@ import json
 import pytest
 from rich.console import Console
 
+from eval.metrics import ledger
+from eval.page import render_page
 from eval.report import (
     ReportError,
     build_report,
@@ -15,7 +17,13 @@ from eval.report import (
     read_report,
     write_report,
 )
-from eval.text_report import DEFINITIONS, headline, print_summary, render_markdown
+from eval.text_report import (
+    DEFINITIONS,
+    headline,
+    ledger_table,
+    print_summary,
+    render_markdown,
+)
 
 CONTRACT = {
     "": "schema target engine device dtype baseline decoding prompts drafts gain provenance",
@@ -157,6 +165,23 @@ def test_a_mutated_report_fails(sample_report, path, value, message):
     holder[int(key) if isinstance(holder, list) else key] = value
     with pytest.raises(ReportError, match=message):
         check_report(sample_report)
+
+
+def test_a_long_ledger_shows_the_worst_first_and_says_what_it_leaves_out(run_info, measurement):
+    draft = measurement("tuned", 0.6)
+    near = draft.lossless["divergences"][0]
+    ties = [near | {"prompt": f"t{i}", "gap": i / 100, "error": 0.4} for i in range(30)]
+    other = near | {"prompt": "changed", "gap": None, "error": None, "tie": False}
+    draft = dataclasses.replace(draft, lossless=ledger(40, [*ties, other]), by_batch_size=[])
+    report = build_report(run_info, [draft])
+    header, rows = ledger_table(report["drafts"])
+    prompts = [row[header.index("prompt")] for row in rows]
+    assert prompts == ["changed", *(f"t{i}" for i in range(29, 10, -1))]
+    for text in (render_markdown(report), render_page(report)):
+        assert "The 20 least clear of 31 are shown" in text
+    assert len(report["drafts"]["tuned"]["lossless"]["divergences"]) == 31
+    short = build_report(run_info, [measurement("tuned", 0.6)])
+    assert "least clear" not in render_markdown(short)
 
 
 def test_a_word_changed_in_batches_only_is_said_as_loudly(run_info, measurement):
