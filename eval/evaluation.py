@@ -102,7 +102,11 @@ def evaluate_drafts(
     journal.begin(
         said,
         [(candidate.name, candidate.vocabulary) for candidate in candidates],
-        [part.ids for part in (evaluation, tuning, others) if part is not None],
+        [
+            (part.ids, [(prompt.id, prompt.category) for prompt in part.prompts])
+            for part in (evaluation, tuning, others)
+            if part is not None
+        ],
         dataclasses.asdict(how) | {"stops": sorted(how.stops)},
         dataclasses.asdict(plan),
         (device_name(target.decoder.device), str(target.decoder.dtype), torch.__version__),

@@ -262,7 +262,7 @@ def measure_assisted(
     journal.begin(
         [_said(model, timed.ids[0]) for model in (target.model, *(a.model for a in assistants))],
         [assistant.name for assistant in assistants],
-        timed.ids,
+        (timed.ids, [(prompt.id, prompt.category) for prompt in timed.prompts]),
         asdict(how) | {"stops": sorted(how.stops)},
         gamma,
         (device_name(target.model.device), str(target.model.dtype), transformers.__version__),
