@@ -312,6 +312,7 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return INTERRUPTED
     print_summary(report)
     print(f"\nReport: {folder / 'report.html'}")
