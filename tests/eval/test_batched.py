@@ -224,8 +224,8 @@ def test_only_the_end_of_a_row_that_had_room_for_fewer_is_out_of_tau(target, adv
 
 
 def one_position_for_all(monkeypatch):
-    starts = batched._starts
-    monkeypatch.setattr(batched, "_starts", lambda at: starts([max(at)] * len(at)))
+    starts = batched.starts
+    monkeypatch.setattr(batched, "starts", lambda at: starts([max(at)] * len(at)))
 
 
 def one_acceptance_for_all(monkeypatch):
