@@ -131,8 +131,9 @@ class LosslessCheck:
     ) -> dict[int, Tensor]:
         """The target's logits [V] for token number `wanted[row]` of rows of a batch, replayed."""
         decoder = self.target.decoder
-        slots = max(map(len, ids)) + self.how.max_new_tokens + self.length.gamma
-        cache = decoder.new_cache(len(ids), slots)
+        # as many slots as decode_batch took: large batches attend to all of them
+        gamma = self.length.gamma if any(any(run.drafted) for run in runs) else 0
+        cache = decoder.new_cache(len(ids), max(map(len, ids)) + self.how.max_new_tokens + gamma)
         found: dict[int, Tensor] = {}
         for row, prompt in enumerate(ids):
             tokens = torch.tensor([prompt], device=decoder.device)
