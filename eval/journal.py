@@ -1,8 +1,8 @@
 """What an evaluation has measured by now, kept row by row, so that an interrupted one goes on.
 
-A journal is a file of JSON lines. The first tells what is being measured; each later one holds a
-row of a stage: `[stage, number, of how many, value]`. What follows a line that is not whole is
-measured again.
+A journal is a file of lines, each a crc32 and JSON. The first tells what is being measured; each
+later one holds a row of a stage: `[stage, number, of how many, value]`. What follows a line that is
+not as it was written is measured again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -64,7 +65,7 @@ class Journal:
         what: all that a row depends on, as JSON can hold it.
         """
         about = hashlib.sha256(json.dumps(what).encode()).hexdigest()
-        kept = [json.dumps(about)]
+        kept = [_line(about)]
         found, *lines = self._lines() or [about]
         if found != about:
             lines = []
@@ -78,23 +79,21 @@ class Journal:
             if number == len(rows):  # of two processes at one file the first counts
                 rows.append(value)
                 self.totals[stage] = total
-                kept.append(json.dumps([stage, number, total, value]))
+                kept.append(_line([stage, number, total, value]))
         self.resumed = bool(self.taken)
         if self.resumed:
             print(f"Measured before, and kept: {self.progress()}.", file=sys.stderr)
         with atomic_file(self.path) as file:
-            file.writelines(f"{line}\n" for line in kept)
+            file.writelines(kept)
 
     def _lines(self) -> list[Any]:
-        """The whole lines of the file."""
-        if not self.path.exists():
-            return []
-        found = []
-        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                break  # cut short by a kill or a full disk
+        """What the lines hold, up to the first that a kill, a full disk or a bit has damaged."""
+        found: list[Any] = []
+        for line in self.path.read_bytes().splitlines(True) if self.path.exists() else []:
+            checksum, _, text = line.partition(b" ")
+            if checksum != b"%08x" % zlib.crc32(text):
+                break
+            found.append(json.loads(text))
         return found
 
     def progress(self) -> str:
@@ -129,13 +128,11 @@ class Journal:
             disable=unit is None,
         )
         for number, row in bar:
-            line = json.dumps(
-                [stage, number, len(rows), measure(number, row)], default=dataclasses.asdict
-            )
+            # through JSON at once, so that a row is the same whenever it was measured
+            value = json.loads(json.dumps(measure(number, row), default=dataclasses.asdict))
             with disk_full_explained(self.path), self.path.open("a", encoding="utf-8") as file:
-                file.write(f"{line}\n")
-            # back from JSON as well, so that a row is the same whenever it was measured
-            self.taken.setdefault(stage, []).append(json.loads(line)[-1])
+                file.write(_line([stage, number, len(rows), value]))
+            self.taken.setdefault(stage, []).append(value)
             self.totals[stage] = len(rows)
         return [read(value) for value in self.taken.get(stage, [])]
 
@@ -147,3 +144,8 @@ class Journal:
     ) -> Any:
         """`each` of a stage that is one row."""
         return self.each(stage, [None], lambda _number, _row: measure(), read, None)[0]
+
+
+def _line(value: Any) -> str:
+    text = json.dumps(value) + "\n"
+    return f"{zlib.crc32(text.encode()):08x} {text}"

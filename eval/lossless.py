@@ -185,7 +185,7 @@ class LosslessCheck:
         rows: Sequence[int],
     ) -> list[bool]:
         """For these rows of a batch, whether the fp32 text with the draft is the one without."""
-        if len(prompts) == 1:
+        if len(prompts) == 1:  # decode_batch knows no draft with a vocabulary of its own
             runs = [
                 decode_speculative(self.exact, draft, prompts[0], ids[0], self.how, self.length)
             ]

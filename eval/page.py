@@ -524,8 +524,7 @@ def _lossless(report: dict[str, Any]) -> str:
             escape(lossless_line(which, ledger)),
             class_="bad" if ledger["unexplained"] else "good",
         )
-        for name, d in drafts.items()
-        for which, ledger in ledgers(name, d)
+        for which, ledger in ledgers(drafts)
     ]
     table = ledger_table(drafts)
     return _section(

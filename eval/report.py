@@ -266,13 +266,11 @@ def gain(draft: DraftMeasurement, over: DraftMeasurement) -> dict[str, Any]:
 
 def warnings(report: dict[str, Any]) -> list[str]:
     """What a reader must know before quoting a number, the gravest first."""
-    found: list[str] = []
-    for name, draft in report["drafts"].items():
-        found += [
-            _not_lossless(where, ledger)
-            for where, ledger in ledgers(name, draft)
-            if ledger["unexplained"]
-        ]
+    found = [
+        _not_lossless(where, ledger)
+        for where, ledger in ledgers(report["drafts"])
+        if ledger["unexplained"]
+    ]
     found += _setting_warnings(report)
     for name, draft in report["drafts"].items():
         found += _draft_warnings(name, draft)
@@ -427,7 +425,7 @@ def _check_draft(name: str, draft: dict[str, Any], report: dict[str, Any]) -> No
             raise ReportError(
                 f"{where}.memory.overhead is {memory['overhead']}, but its bytes give {overhead}"
             )
-    for which, ledger in ledgers(name, draft):
+    for which, ledger in ledgers({name: draft}):
         parts = [ledger[key] for key in ("identical", "tie_divergences", "unexplained")]
         if ledger["prompts"] < 1 or sum(parts) != ledger["prompts"]:
             raise ReportError(

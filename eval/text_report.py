@@ -164,19 +164,22 @@ def result_rows(report: dict[str, Any]) -> list[tuple[str, list[str], str | None
     return [one for one in rows if set(one[1]) != {NOT_MEASURED}]
 
 
-def ledgers(name: str, draft: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Every comparison of a draft's greedy texts with the target's own, by what to call it."""
-    batched = [
-        (f"{name} in batches of {point['batch_size']}", point["lossless"])
-        for point in draft["by_batch_size"]
-        if point["lossless"]
-    ]
-    return [(name, draft["lossless"]), *batched]
+def ledgers(drafts: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Every comparison of drafts' greedy texts with the target's own, by what to call it."""
+    found = []
+    for name, draft in drafts.items():
+        found.append((name, draft["lossless"]))
+        found += [
+            (f"{name} in batches of {point['batch_size']}", point["lossless"])
+            for point in draft["by_batch_size"]
+            if point["lossless"]
+        ]
+    return found
 
 
 def changed_texts(draft: dict[str, Any]) -> int:
     """How many texts came out other than the target's own, with no tie to explain it."""
-    return sum(ledger["unexplained"] for _, ledger in ledgers("", draft))
+    return sum(ledger["unexplained"] for _, ledger in ledgers({"": draft}))
 
 
 def lossless_line(name: str, lossless: dict[str, int]) -> str:
@@ -468,10 +471,7 @@ def _counted(ledger: dict[str, Any]) -> str:
 def ledger_table(drafts: dict[str, Any]) -> tuple[list[str], Rows]:
     """Greedy texts that parted from the target's own: the worst first, LEDGER_ROWS at most."""
     entries = [
-        (which, entry)
-        for name, d in drafts.items()
-        for which, ledger in ledgers(name, d)
-        for entry in ledger["divergences"]
+        (which, entry) for which, ledger in ledgers(drafts) for entry in ledger["divergences"]
     ]
     rows = [
         [
@@ -498,9 +498,7 @@ def _doubt(row: tuple[str, dict[str, Any]]) -> tuple[bool, float]:
 
 def ledger_note(drafts: dict[str, Any]) -> str:
     """What the ledger's table says, and how many rows it leaves out."""
-    found = sum(
-        len(ledger["divergences"]) for name, d in drafts.items() for _, ledger in ledgers(name, d)
-    )
+    found = sum(len(ledger["divergences"]) for _, ledger in ledgers(drafts))
     more = f" The {LEDGER_ROWS} least clear of {found} are shown; report.json has all."
     return LEDGER_NOTE + (more if found > LEDGER_ROWS else "")
 
@@ -584,10 +582,9 @@ def print_summary(report: dict[str, Any], console: Console | None = None) -> Non
         )
     )
     console.print(Text(baseline_line(report) + ". Brackets: 95% interval over prompts."))
-    for name, draft in report["drafts"].items():
-        for which, ledger in ledgers(name, draft):
-            style = "red bold" if ledger["unexplained"] else "green"
-            console.print(Text(lossless_line(which, ledger), style=style))
+    for which, ledger in ledgers(report["drafts"]):
+        style = "red bold" if ledger["unexplained"] else "green"
+        console.print(Text(lossless_line(which, ledger), style=style))
     for warning in report["warnings"]:
         console.print(Text(f"Warning: {warning}", style="yellow"))
     name, draft = list(report["drafts"].items())[-1]
@@ -627,9 +624,7 @@ def render_markdown(report: dict[str, Any]) -> str:
             ],
         ),
         "Brackets hold 95% intervals over prompts. " + baseline_line(report) + ".",
-        "\n".join(
-            f"- {lossless_line(*one)}" for name, d in drafts.items() for one in ledgers(name, d)
-        ),
+        "\n".join(f"- {lossless_line(*one)}" for one in ledgers(drafts)),
     ]
     if len(drafts) > 2:
         parts += _section("Gain", gain_table(report))

@@ -72,15 +72,26 @@ def test_measurements_of_anything_else_are_not_taken(tmp_path, capsys):
     assert squares(other, [1, 2])[1] == [0, 1]
 
 
-@pytest.mark.parametrize("damage", [b"", b'["squares", 2, 4', b"\xff\xfe\x00", b"{}{}\n"])
+@pytest.mark.parametrize("damage", [b"", b'00000000 ["squares", 2', b"\xff\xfe", b"3\n", b"{}{}\n"])
 def test_a_line_that_is_not_whole_is_measured_again(tmp_path, damage):
     path = tmp_path / "measured.jsonl"
     squares(begun(path), [1, 2, 3])
     whole = path.read_bytes()
-    path.write_bytes(whole[: whole.rindex(b"[")] + damage)
+    path.write_bytes(whole[: whole.rindex(b"\n", 0, -1) + 1] + damage)
     journal = begun(path)
     assert squares(journal, [1, 2, 3]) == ([1, 4, 9], [2])
     assert path.read_bytes() == whole
+
+
+def test_a_flipped_bit_is_never_read(tmp_path):
+    path = tmp_path / "measured.jsonl"
+    squares(begun(path), [1, 2, 3])
+    whole = path.read_bytes()
+    for at in range(len(whole) - 1):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        found, computed = squares(begun(path), [1, 2, 3])
+        assert found == [1, 4, 9]
+        assert computed  # at the least the row that was hit
 
 
 def test_a_file_of_rubbish_is_replaced(tmp_path):
@@ -144,4 +155,7 @@ def test_each_line_says_what_it_is(tmp_path):
     path = tmp_path / "measured.jsonl"
     squares(begun(path), [5, 6])
     _, *lines = path.read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [["squares", 0, 2, 25], ["squares", 1, 2, 36]]
+    assert [json.loads(line.partition(" ")[2]) for line in lines] == [
+        ["squares", 0, 2, 25],
+        ["squares", 1, 2, 36],
+    ]
