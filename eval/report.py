@@ -355,9 +355,15 @@ def _draft_warnings(name: str, draft: dict[str, Any]) -> list[str]:
         )
     efficiency = draft["decode_efficiency"]
     if efficiency and not USUAL_EFFICIENCY[0] <= efficiency["mean"] <= USUAL_EFFICIENCY[1]:
+        cause = (
+            "look for overhead in the loop or for a noisy machine"
+            if efficiency["mean"] < 1
+            else "single steps were timed in a slower moment than texts were decoded, so c and the "
+            "predicted speed-up look worse than they are; measure again on a quiet machine"
+        )
         found.append(
             f"{name}: the decode phase reaches {efficiency['mean']:.2f} of what its step costs "
-            f"predict; look for overhead in the loop or for a noisy machine."
+            f"predict; {cause}."
         )
     return found
 

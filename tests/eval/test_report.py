@@ -184,6 +184,23 @@ def test_a_long_ledger_shows_the_worst_first_and_says_what_it_leaves_out(run_inf
     assert "least clear" not in render_markdown(short)
 
 
+@pytest.mark.parametrize(
+    ("factor", "says"),
+    [(0.5, "look for overhead in the loop"), (1, None), (2, "timed in a slower moment")],
+)
+def test_an_unusual_efficiency_names_its_likely_cause(run_info, measurement, factor, says):
+    draft = measurement("tuned", 0.6)
+    costs = draft.costs
+    costs = dataclasses.replace(
+        costs,
+        draft_step=costs.draft_step * factor,
+        target_verify={w: s if w == 1 else s * factor for w, s in costs.target_verify.items()},
+    )
+    found = build_report(run_info, [dataclasses.replace(draft, costs=costs)])["warnings"]
+    about = [warning for warning in found if "its step costs predict" in warning]
+    assert [says in warning for warning in about] == ([True] if says else [])
+
+
 def test_a_word_changed_in_batches_only_is_said_as_loudly(run_info, measurement):
     draft = measurement("tuned", 0.6)
     (point,) = draft.by_batch_size
