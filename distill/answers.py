@@ -12,9 +12,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from distill.logit_cache import CachedAnswer, LogitCache
-from eval.forward import Decoder
-from eval.generation import generate_batched
-from eval.verification import Sampling
+from eval.decoding.forward import Decoder
+from eval.decoding.generation import generate_batched
+from eval.decoding.verification import Sampling
 
 ANSWERS_PER_SHARD = 64  # at most so many answers are lost to a kill
 

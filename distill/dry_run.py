@@ -19,11 +19,11 @@ from distill.logit_cache import CachedAnswer
 from distill.pipeline import Run
 from distill.prepare import build_pruned
 from distill.trainer import build_trainer, training_config
-from eval.cost import ceiling_speedup, price
-from eval.drafting import Draft
-from eval.drafts import compact_decoder, load_candidate, model_bytes
-from eval.metrics import StepCosts
-from eval.speed import ALPHA_BATCH, step_costs
+from eval.decoding.drafting import Draft
+from eval.decoding.drafts import compact_decoder, load_candidate, model_bytes
+from eval.measuring.cost import ceiling_speedup, price
+from eval.measuring.metrics import StepCosts
+from eval.measuring.timing import ALPHA_BATCH, step_costs
 
 TIMED_STEPS = 4  # of training; the first one is warm-up
 

@@ -45,7 +45,7 @@ from distill.prompts import evaluation_prompts, training_prompts, tuning_split
 from distill.publish import write_card
 from distill.recipe import Recipe, RecipeError, dump
 from distill.trainer import build_trainer, distil, training_config
-from eval.drafts import (
+from eval.decoding.drafts import (
     Candidate,
     Target,
     compact_candidate,
@@ -54,13 +54,13 @@ from eval.drafts import (
     load_target,
     save_compact,
 )
-from eval.evaluation import Plan, PromptSet, context_length, evaluate_drafts
-from eval.forward import build_decoder
-from eval.journal import JOURNAL, Journal
+from eval.decoding.forward import build_decoder
+from eval.decoding.loop import Decoding
+from eval.decoding.verification import Sampling
+from eval.measuring.evaluation import Plan, PromptSet, context_length, evaluate_drafts
+from eval.measuring.journal import JOURNAL, Journal
 from eval.prompts import prompts_sha256, render_all, write_prompts
-from eval.report import write_report
-from eval.speculative import Decoding
-from eval.verification import Sampling
+from eval.reporting.report import write_report
 
 # What two runs of one folder may differ in.
 FREE_KEYS = {

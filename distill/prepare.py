@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from align.trim import choose_tokens, lost_mass
 from distill.logit_cache import CachedAnswer
-from eval.forward import input_embedding
+from eval.decoding.forward import input_embedding
 
 PRUNABLE = ("llama", "qwen2", "qwen3", "mistral")
 FIT_RIDGE = 1e-4  # relative to the mean diagonal: only keeps the solve well conditioned

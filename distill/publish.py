@@ -24,9 +24,9 @@ import yaml
 from safetensors import SafetensorError, safe_open
 
 from align.atomic import DiskFullError, atomic_file, atomic_folder
-from eval.metrics import Measured
-from eval.report import read_report
-from eval.text_report import DEFINITIONS, gamma_text
+from eval.measuring.metrics import Measured
+from eval.reporting.report import read_report
+from eval.reporting.text import DEFINITIONS, gamma_text
 
 RECIPE = "recipe.yaml"
 PROVENANCE = "provenance.json"
@@ -40,7 +40,7 @@ class PublishError(ValueError):
 def check_run(run_folder: Path | str) -> dict[str, Any]:
     """The run's report, once draft, recipe and provenance are found to be whole.
 
-    Raises `PublishError` (or eval.report.ReportError) naming what is missing or broken.
+    Raises `PublishError` (or eval.reporting.report.ReportError) naming what is missing or broken.
     """
     folder = Path(run_folder)
     if not folder.is_dir():

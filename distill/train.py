@@ -19,8 +19,8 @@ from align.atomic import DiskFullError
 from distill.dry_run import price_run
 from distill.pipeline import Run
 from distill.recipe import help_text, load_recipe
-from eval.journal import INTERRUPTED
-from eval.text_report import print_summary
+from eval.measuring.journal import INTERRUPTED
+from eval.reporting.text import print_summary
 
 
 def main(argv: list[str]) -> int:

@@ -19,7 +19,7 @@ import argparse
 import json
 from typing import Any
 
-from eval.report import ReportError, read_report
+from eval.reporting.report import ReportError, read_report
 
 CUT = "cut last blocks are not counted here; the tool counts them, as far as they were accepted"
 

@@ -29,18 +29,18 @@ from align.atomic import DiskFullError
 from align.check import Strategy
 from align.process import use_machine
 from align.sources import read_json
-from eval.drafts import Candidate, Target, load_candidate, load_target
+from eval.decoding.drafts import Candidate, Target, load_candidate, load_target
+from eval.decoding.forward import build_decoder
+from eval.decoding.lookup import LOOKUP, lookup_candidate
+from eval.decoding.loop import Decoding
+from eval.decoding.verification import Sampling
 from eval.engines.assisted import StockTarget, load_assistant, load_stock, measure_assisted
 from eval.engines.vllm import Server, measure_servers
-from eval.evaluation import Plan, PromptSet, context_length, evaluate_drafts
-from eval.forward import build_decoder
-from eval.journal import INTERRUPTED, JOURNAL, Journal
-from eval.lookup import LOOKUP, lookup_candidate
+from eval.measuring.evaluation import Plan, PromptSet, context_length, evaluate_drafts
+from eval.measuring.journal import INTERRUPTED, JOURNAL, Journal
 from eval.prompts import Prompt, load_prompts, render_all
-from eval.report import write_report
-from eval.speculative import Decoding
-from eval.text_report import print_summary
-from eval.verification import Sampling
+from eval.reporting.report import write_report
+from eval.reporting.text import print_summary
 
 OTHER_PROMPTS = 40
 TORCH_ONLY = ("gamma_sweep", "other_prompts", "batch_sizes", "decoded_temperatures")

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval.atlas import Answer
-from eval.metrics import Agreement, PromptRun, StepCosts, by_batch, ledger
-from eval.report import DraftMeasurement, RunInfo, build_report
+from eval.measuring.atlas import Answer
+from eval.measuring.metrics import Agreement, PromptRun, StepCosts, by_batch, ledger
+from eval.reporting.report import DraftMeasurement, RunInfo, build_report
 
 
 @pytest.fixture(scope="session")

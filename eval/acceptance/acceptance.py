@@ -3,13 +3,13 @@
     metric = evaluate.load("eval/acceptance")
     metric.compute(predictions=draft_tokens, references=target_tokens, gamma=4)
 
-The same pure functions as a report's (eval/metrics.py), on token ids alone.
+The same pure functions as a report's (eval/measuring/metrics.py), on token ids alone.
 """
 
 import datasets
 import evaluate
 
-from eval.metrics import Agreement, NothingToMeasure, alpha, replayed_tau
+from eval.measuring.metrics import Agreement, NothingToMeasure, alpha, replayed_tau
 
 DESCRIPTION = """
 How often a draft model's likeliest token is the one that the target model said, and how many

@@ -25,19 +25,19 @@ from transformers.generation import BaseStreamer
 from align.check import compare
 from align.side import read_side
 from align.sources import load_model, load_tokenizer
-from eval import metrics
-from eval.drafts import model_bytes, stop_tokens, tensor_sha256
+from eval.decoding.drafts import model_bytes, stop_tokens, tensor_sha256
+from eval.decoding.lookup import LOOKUP
+from eval.decoding.loop import Decoding, empty_run
+from eval.decoding.verification import Sampling
 from eval.engines.outside import draft_block, emitted_run
-from eval.evaluation import PromptSet, device_name
-from eval.journal import Journal
-from eval.lookup import LOOKUP
-from eval.lossless import tie
-from eval.metrics import PromptRun
+from eval.measuring import metrics
+from eval.measuring.evaluation import PromptSet, device_name
+from eval.measuring.journal import Journal
+from eval.measuring.losslessness import tie
+from eval.measuring.metrics import PromptRun
+from eval.measuring.timing import in_turns
 from eval.prompts import Prompt, prompts_sha256
-from eval.report import SCHEMA, finished
-from eval.speculative import Decoding, empty_run
-from eval.speed import in_turns
-from eval.verification import Sampling
+from eval.reporting.report import SCHEMA, finished
 
 NO_DISTRIBUTIONS = "generate does not give the draft's distributions: take it with --engine torch"
 NO_STEPS = "single steps are not timed in generate: see --engine torch"
@@ -255,7 +255,7 @@ def measure_assisted(
     journal: Journal,
     provenance: dict[str, Any],
 ) -> dict[str, Any]:
-    """The report (eval/report.py) of every draft against stock `generate`, on the same prompts.
+    """The report of every draft against stock `generate`, on the same prompts.
 
     journal: keeps the runs, for a process that takes over.
     """
@@ -422,7 +422,7 @@ def _ledger(
 ) -> dict[str, Any]:
     """Greedy texts compared.
 
-    As in eval/lossless.py, a divergence is a tie when the two tokens' logits lie no further apart
+    As in our own check, a divergence is a tie when the two tokens' logits lie no further apart
     than both ways' logits at that position, and the texts agree in fp32.
     """
     rows = zip(timed.prompts, timed.ids, _runs(baseline), _runs(log), strict=True)

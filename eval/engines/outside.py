@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from eval import metrics
-from eval.metrics import PromptRun
+from eval.measuring import metrics
+from eval.measuring.metrics import PromptRun
 from eval.prompts import Prompt
-from eval.report import ALWAYS_MEASURED
+from eval.reporting.report import ALWAYS_MEASURED
 
 
 def emitted_run(

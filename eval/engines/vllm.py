@@ -21,12 +21,12 @@ from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
-from eval import metrics
+from eval.decoding.verification import Sampling
 from eval.engines.outside import draft_block, emitted_run
-from eval.metrics import PromptRun
+from eval.measuring import metrics
+from eval.measuring.metrics import PromptRun
 from eval.prompts import Prompt, prompts_sha256
-from eval.report import SCHEMA, finished
-from eval.verification import Sampling
+from eval.reporting.report import SCHEMA, finished
 
 TIMEOUT = 120.0  # seconds without a byte from a server
 NAME = "served"  # of the draft in the report

@@ -17,11 +17,11 @@ from align.process import use_machine
 from distill.answers import top_logprobs
 from distill.prompts import training_prompts
 from distill.recipe import load_recipe
-from eval.drafts import load_target
-from eval.generation import generate_batched
-from eval.metrics import measure
+from eval.decoding.drafts import load_target
+from eval.decoding.generation import generate_batched
+from eval.decoding.verification import Sampling
+from eval.measuring.metrics import measure
 from eval.prompts import render_all
-from eval.verification import Sampling
 
 ROUNDS = 4
 BATCHES = 2  # in a round

@@ -17,11 +17,11 @@ import yaml
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from align.process import use_machine
-from eval.drafts import load_candidate, load_target
-from eval.metrics import measure
+from eval.decoding.drafts import load_candidate, load_target
+from eval.decoding.loop import Decoding, DraftLength, decode_baseline, decode_speculative
+from eval.decoding.verification import Sampling
+from eval.measuring.metrics import measure
 from eval.prompts import load_prompts, render_all
-from eval.speculative import Decoding, DraftLength, decode_baseline, decode_speculative
-from eval.verification import Sampling
 
 PROMPTS = 24
 NEW_TOKENS = 64

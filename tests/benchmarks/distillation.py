@@ -24,10 +24,10 @@ from distill.prepare import build_pruned, domain_mass, head_rows
 from distill.prompts import training_prompts
 from distill.recipe import load_recipe
 from distill.trainer import DistillationCollator, attach_distillation_forward, training_rows
-from eval.drafts import load_target
-from eval.metrics import measure
+from eval.decoding.drafts import load_target
+from eval.decoding.verification import Sampling
+from eval.measuring.metrics import measure
 from eval.prompts import render_all
-from eval.verification import Sampling
 
 BATCHES = 12
 

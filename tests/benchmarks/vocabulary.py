@@ -22,10 +22,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from align.process import use_machine
-from eval.drafting import Draft
-from eval.forward import build_decoder
-from eval.metrics import measure
-from eval.verification import Sampling
+from eval.decoding.drafting import Draft
+from eval.decoding.forward import build_decoder
+from eval.decoding.verification import Sampling
+from eval.measuring.metrics import measure
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = 32

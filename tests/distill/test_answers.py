@@ -3,8 +3,8 @@ import torch
 
 from distill.answers import answer_prompts, top_logprobs
 from distill.logit_cache import CacheError
-from eval.forward import build_decoder
-from eval.verification import Sampling
+from eval.decoding.forward import build_decoder
+from eval.decoding.verification import Sampling
 
 VOCAB = 45
 PROMPTS = [[3, 4, 5], [6], [7, 8], [9, 10, 11, 12], [13, 2]]

@@ -20,9 +20,9 @@ from distill.logit_cache import CachedAnswer, CacheError
 from distill.pipeline import Run
 from distill.recipe import RecipeError, build_recipe
 from distill.trainer import DistillationCollator, training_rows
-from eval.drafts import load_candidate, load_target
-from eval.forward import StockDecoder
-from eval.report import check_report
+from eval.decoding.drafts import load_candidate, load_target
+from eval.decoding.forward import StockDecoder
+from eval.reporting.report import check_report
 from eval.run import main
 
 WORDS = "the cat sat on a mat and the dog ran to the red barn while rain fell on old stones"

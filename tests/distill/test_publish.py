@@ -20,7 +20,7 @@ from distill.publish import (
     public_name,
     push_draft,
 )
-from eval.report import write_report
+from eval.reporting.report import write_report
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from eval.journal import Journal
+from eval.measuring.journal import Journal
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.metrics import replayed_blocks
+from eval.measuring.metrics import replayed_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 

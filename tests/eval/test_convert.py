@@ -5,7 +5,7 @@ import json
 import pytest
 
 from eval.convert import main, to_sglang, to_spec_bench, to_vllm
-from eval.report import build_report, write_report
+from eval.reporting.report import build_report, write_report
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from eval import speed
-from eval.report import read_report
+from eval.measuring import timing as speed
+from eval.reporting.report import read_report
 from eval.run import main
 
 WORDS = ["def", "return", "the", "total", "value", "for", "in", "if"]
@@ -118,7 +118,9 @@ class Interrupted:
     def __init__(self, monkeypatch, after=None):
         self.calls, self.after = 0, after
         for name in ("decode_speculative", "decode_batch", "decode_baseline"):
-            monkeypatch.setattr(f"eval.speed.{name}", partial(self.call, getattr(speed, name)))
+            monkeypatch.setattr(
+                f"eval.measuring.timing.{name}", partial(self.call, getattr(speed, name))
+            )
 
     def call(self, decode, *args, **kwargs):
         if self.calls == self.after:

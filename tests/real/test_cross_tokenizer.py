@@ -18,14 +18,14 @@ from align.side import read_side
 from align.sources import resolve_folder_in_wheel
 from align.vocab_map import build_map
 from distill.prompts import stdlib_prompts
-from eval.drafts import load_candidate, load_target
-from eval.forward import StockDecoder, build_decoder
-from eval.journal import Journal
-from eval.metrics import alpha
+from eval.decoding.drafts import load_candidate, load_target
+from eval.decoding.forward import StockDecoder, build_decoder
+from eval.decoding.loop import Decoding, DraftLength, decode_baseline, decode_speculative
+from eval.decoding.verification import Sampling
+from eval.measuring.journal import Journal
+from eval.measuring.metrics import alpha
+from eval.measuring.timing import measure_agreement, target_texts
 from eval.prompts import Prompt, load_prompts, render_all, write_prompts
-from eval.speculative import Decoding, DraftLength, decode_baseline, decode_speculative
-from eval.speed import measure_agreement, target_texts
-from eval.verification import Sampling
 
 pytestmark = pytest.mark.real
 

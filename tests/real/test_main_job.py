@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.report import check_report
+from eval.reporting.report import check_report
 
 pytestmark = pytest.mark.real
 

@@ -24,13 +24,13 @@ import torch
 import yaml
 
 from align.sources import resolve_checkpoint
-from eval.drafts import load_candidate, load_target
+from eval.decoding.drafts import load_candidate, load_target
+from eval.decoding.loop import Decoding, DraftLength, decode_speculative
+from eval.decoding.verification import Sampling
 from eval.engines.vllm import Server
 from eval.prompts import load_prompts, render_all
-from eval.report import read_report
+from eval.reporting.report import read_report
 from eval.run import main
-from eval.speculative import Decoding, DraftLength, decode_speculative
-from eval.verification import Sampling
 
 PYTHON = os.environ.get("DRAFTSMITH_VLLM_PYTHON")
 RUN = os.environ.get("DRAFTSMITH_RUN")

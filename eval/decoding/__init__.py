@@ -1,0 +1,1 @@
+"""What a serving engine would have: forward passes, drafters, the loop, verification."""

@@ -1,0 +1,1 @@
+"""The kinds of drafter, one file each."""

@@ -1,0 +1,1 @@
+"""From models and prompts to numbers with intervals."""

@@ -1,0 +1,1 @@
+"""The report: its fields, its tables, its pages."""

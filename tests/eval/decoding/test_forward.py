@@ -1,0 +1,268 @@
+"""The decoders against transformers: the same weights, one plain forward over the whole text."""
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from eval.decoding.forward import (
+    BATCHED_ROWS,
+    INT8_ROWS,
+    Int8Weight,
+    KVCache,
+    LeanDecoder,
+    StockDecoder,
+    batched_attention,
+    build_decoder,
+    causal_bias,
+)
+
+VOCAB, CONTEXT = 53, 48
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def randomised(model):
+    """Norms and biases start as ones and zeros, which would hide a forgotten one."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def made(kind):
+    torch.manual_seed(0)
+    models = {
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
+        "llama with biases": lambda: LlamaForCausalLM(
+            LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
+        ),
+        "llama 3 rope": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE)),
+        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16)),
+        "gemma3": lambda: Gemma3ForCausalLM(
+            Gemma3TextConfig(**SHAPE, head_dim=8, sliding_window=CONTEXT, rope_theta=1e4)
+        ),
+    }
+    return randomised(models[kind]())
+
+
+KINDS = ["llama", "llama with biases", "llama 3 rope", "qwen2", "qwen3", "gemma3"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request):
+    return made(request.param)
+
+
+def decoders(model):
+    built = build_decoder(model, CONTEXT)
+    assert isinstance(
+        built, StockDecoder if model.config.model_type == "gemma3_text" else LeanDecoder
+    )
+    return [built, StockDecoder(model, CONTEXT)]
+
+
+def plain(model, rows):
+    """Logits of transformers' own forward of each row alone, no cache."""
+    with torch.no_grad():
+        return [model(torch.tensor([row]), use_cache=False).logits[0] for row in rows]
+
+
+def drawn(*lengths):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def assert_close(got, want):
+    # fp32: the order of sums differs
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("width", [1, 3, 7])
+def test_a_text_fed_in_blocks_has_the_logits_of_one_forward(model, width):
+    (text,) = drawn(23)
+    (want,) = plain(model, [text])
+    for decoder in decoders(model):
+        cache = decoder.new_cache(1, CONTEXT)
+        parts = [decoder.forward(torch.tensor([text[:5]]), 0, cache)]
+        for at in range(5, len(text), width):
+            parts.append(decoder.forward(torch.tensor([text[at : at + width]]), at, cache))
+        assert_close(torch.cat(parts, dim=1)[0], want)
+
+
+@pytest.mark.parametrize("count", [2, BATCHED_ROWS, BATCHED_ROWS + 3])
+@pytest.mark.parametrize("width", [1, 4])
+def test_ragged_rows_have_the_logits_of_each_row_alone(model, count, width):
+    rows = drawn(*[3 + 5 * i % 17 for i in range(count)])
+    want = plain(model, rows)
+    for decoder in decoders(model):
+        cache, single = decoder.new_cache(count, CONTEXT), decoder.new_cache(1, CONTEXT)
+        heads = [len(row) - width if len(row) > width else 0 for row in rows]
+        for i, (row, head) in enumerate(zip(rows, heads, strict=True)):
+            if head:
+                decoder.forward(torch.tensor([row[:head]]), 0, single)
+                cache.copy_row(i, single, 0, head)
+        tails = [(row[head:] + [0] * width)[:width] for row, head in zip(rows, heads, strict=True)]
+        got = decoder.forward(torch.tensor(tails), torch.tensor(heads), cache)
+        for i, (row, head) in enumerate(zip(rows, heads, strict=True)):
+            assert_close(got[i, : len(row) - head], want[i][head:])
+
+
+def test_rolling_back_is_starting_again_at_an_earlier_position(model):
+    text, rejected = drawn(15, 6)
+    (want,) = plain(model, [text])
+    for decoder in decoders(model):
+        cache = decoder.new_cache(1, CONTEXT)
+        decoder.forward(torch.tensor([text[:8]]), 0, cache)
+        decoder.forward(torch.tensor([rejected]), 8, cache)  # six drafted tokens, none accepted
+        assert_close(decoder.forward(torch.tensor([text[8:10]]), 8, cache)[0], want[8:10])
+        assert_close(
+            decoder.forward(torch.tensor([text[10:]]), torch.tensor([10]), cache)[0], want[10:]
+        )
+
+
+def test_last_only_is_the_last_position(model):
+    (text,) = drawn(11)
+    for decoder in decoders(model):
+        whole = decoder.forward(torch.tensor([text]), 0, decoder.new_cache(1, CONTEXT))
+        last = decoder.forward(torch.tensor([text]), 0, decoder.new_cache(1, CONTEXT), True)
+        assert last.shape == (1, 1, VOCAB)
+        assert_close(last[:, 0], whole[:, -1])
+
+
+def test_a_bf16_decoder_is_as_close_to_fp32_as_transformers_is():
+    (text,) = drawn(20)
+    model = made("llama")
+    (exact,) = plain(model, [text])
+    model = model.to(torch.bfloat16)
+    (stock,) = plain(model, [text])
+    decoder = build_decoder(model, CONTEXT)
+    ours = decoder.forward(torch.tensor([text]), 0, decoder.new_cache(1, CONTEXT))[0]
+    # bf16 keeps 8 bits: both are off by rounding, neither may be off by more than the other twice
+    assert (ours.float() - exact).abs().max() < 2 * (stock.float() - exact).abs().max()
+
+
+def test_products_of_whole_rows_are_the_attention_of_torch():
+    torch.manual_seed(2)
+    q, k, v = (torch.randn(9, 2, n, 8) for n in (6, 12, 12))
+    bias = causal_bias(torch.arange(9), 3, 12, torch.float32).repeat(1, 2, 1)[:, None]
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    every_head = bias.expand(-1, 2, -1, -1).flatten(0, 1)
+    got = batched_attention(q, k, v, every_head)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_shared_embedding_is_used_in_place():
+    model = made("llama")
+    shared = model.model.embed_tokens.weight.detach().clone()
+    decoder = build_decoder(model, CONTEXT, shared)
+    assert decoder.embedding is shared
+
+
+def test_a_cache_is_resized_and_thinned_without_touching_what_is_kept():
+    cache = KVCache([torch.randn(3, 2, 5, 4)], [torch.randn(3, 2, 5, 4)])
+    for slots in (5, 9):
+        longer = cache.resized(slots)
+        assert longer.slots == slots
+        assert torch.equal(longer.keys[0][:, :, :5], cache.keys[0])
+        assert torch.equal(longer.values[0][:, :, :5], cache.values[0])
+    shorter = cache.resized(2)
+    assert torch.equal(shorter.values[0], cache.values[0][:, :, :2])
+    thin = cache.keep_rows(torch.tensor([2, 0]))
+    assert torch.equal(thin.keys[0], cache.keys[0][[2, 0]])
+    assert cache.bytes_per_token() == 2 * 2 * 4 * 4
+    own = cache.row(1)
+    assert torch.equal(own.keys[0][0], cache.keys[0][1])
+    own.values[0].zero_()
+    assert not cache.values[0][1].any()
+    assert cache.values[0][[0, 2]].all()
+
+
+def test_what_a_decoder_cannot_do_is_said():
+    with pytest.raises(ValueError, match="65 tokens was asked for, but the model has 64 positions"):
+        build_decoder(made("llama"), 65)
+    with pytest.raises(ValueError, match="60 tokens exceeds the sliding window of 48"):
+        build_decoder(made("gemma3"), 60)
+    recurrent = made("gemma3")
+    recurrent.config.layer_types = ["linear_attention"] * 3
+    with pytest.raises(ValueError, match="recurrent layers, whose state cannot be rolled back"):
+        build_decoder(recurrent, CONTEXT)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama with biases", "qwen2", "qwen3"])
+def test_eight_bits_are_the_rounded_weights(kind):
+    model = made(kind)
+    decoder = build_decoder(model, CONTEXT, int8=True)
+    rounded = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, module in rounded.named_modules():
+            if isinstance(module, torch.nn.Linear):
+                values, scales = Int8Weight.of(module.weight)
+                assert values.abs().max() == 127, name
+                unit = scales[:, None] / 2 + 1e-9
+                assert ((values * scales[:, None] - module.weight).abs() <= unit).all()
+                # a new one: the head of a tied model is not its embedding any more
+                module.weight = torch.nn.Parameter(values * scales[:, None])
+    text = torch.randint(0, VOCAB, (1, INT8_ROWS + 4), generator=torch.Generator().manual_seed(1))
+    want = rounded(text).logits
+    assert not torch.allclose(want, model(text).logits, atol=1e-4)
+    cache = decoder.new_cache(1, CONTEXT)
+    assert_close(decoder.forward(text[:, :-2], 0, cache), want[:, :-2])  # weights unpacked
+    assert_close(decoder.forward(text[:, -2:], INT8_ROWS + 2, cache), want[:, -2:])
+
+
+def test_eight_bits_need_sizes_that_the_kernel_can_read():
+    config = LlamaConfig(**(SHAPE | {"intermediate_size": 40}))
+    model = LlamaForCausalLM(config).eval()
+    text = torch.arange(3)[None]
+    logits = build_decoder(model, CONTEXT, int8=True)
+    plain = build_decoder(model, CONTEXT)
+    assert torch.equal(
+        logits.forward(text, 0, logits.new_cache(1, 4)),
+        plain.forward(text, 0, plain.new_cache(1, 4)),
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_own_bytes_leave_out_the_embedding(kind):
+    model = made(kind)
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    embedding = model.get_input_embeddings().weight
+    expected = total - embedding.numel() * embedding.element_size()
+    assert build_decoder(model, CONTEXT).own_bytes() == expected
+
+
+def test_own_bytes_in_eight_bits():
+    model = made("llama")
+    linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    norms = [p for n, p in model.named_parameters() if "norm" in n]
+    expected = sum(w.numel() + 4 * w.shape[0] for w in linear) + 4 * sum(w.numel() for w in norms)
+    assert build_decoder(model, CONTEXT, int8=True).own_bytes() == expected

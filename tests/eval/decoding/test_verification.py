@@ -1,0 +1,195 @@
+"""The verification rules, by chi-square on joint distributions; broken variants must be caught."""
+
+import pytest
+import torch
+from scipy.stats import chi2
+
+from eval.decoding.verification import (
+    Sampling,
+    agreement,
+    likeliest,
+    sample,
+    verify_greedy,
+    verify_sampled,
+    warp,
+)
+
+ROWS = 200_000
+
+
+def distributions(vocab, seed):
+    """p [G+1, V] and q [G, V], far apart, with tokens that one of them never says."""
+    generator = torch.Generator().manual_seed(seed)
+    p = (1.5 * torch.randn(3, vocab, generator=generator)).softmax(-1)
+    q = (1.5 * torch.randn(2, vocab, generator=generator)).softmax(-1)
+    p[:, 0], q[:, 1] = 0, 0
+    return p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+
+
+def outcome(p, q, verify, seed, drawn_from=None):
+    """First two emitted tokens [ROWS, 2] and accepted counts; positions do not depend on tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    many_q = q.expand(ROWS, *q.shape)
+    drafted = sample(
+        (drawn_from if drawn_from is not None else q).expand(ROWS, *q.shape), generator
+    )
+    accepted, following = verify(p.expand(ROWS, *p.shape), many_q, drafted, generator)
+    first = torch.where(accepted > 0, drafted[:, 0], following)
+    second = torch.where(accepted > 1, drafted[:, 1], following)
+    # after a rejection at the first place the second token comes from the next call: p itself
+    fresh = sample(p[1].expand(ROWS, -1), generator)
+    return torch.stack([first, torch.where(accepted > 0, second, fresh)], 1), accepted
+
+
+def p_value(tokens, p):
+    vocab = p.shape[-1]
+    counts = torch.bincount(tokens[:, 0] * vocab + tokens[:, 1], minlength=vocab**2).double()
+    expected = ROWS * (p[0][:, None] * p[1][None]).flatten().double()
+    if counts[expected == 0].sum() > 0:
+        return 0.0
+    common = expected >= 5  # rarer cells are merged into one
+    statistic = ((counts - expected)[common] ** 2 / expected[common]).sum()
+    rest_counts, rest = counts[~common].sum(), expected[~common].sum()
+    if rest > 5:
+        statistic = statistic + (rest_counts - rest) ** 2 / rest
+    return float(chi2.sf(float(statistic), int(common.sum()) - 1 + int(rest > 5)))
+
+
+@pytest.mark.parametrize("vocab", [5, 50])
+def test_emitted_tokens_have_the_targets_joint_distribution(vocab):
+    p, q = distributions(vocab, seed=vocab)
+    tokens, accepted = outcome(p, q, verify_sampled, seed=1)
+    assert p_value(tokens, p) > 1e-4
+    assert set(accepted.unique().tolist()) == {0, 1, 2}
+
+
+def no_residual(p, q, drafted, generator):
+    accepted, _ = verify_sampled(p, q, drafted, generator)
+    rows = torch.arange(len(p))
+    return accepted, sample(p[rows, accepted], generator)
+
+
+def wrong_bonus(p, q, drafted, generator):
+    accepted, following = verify_sampled(p, q, drafted, generator)
+    late = sample(q[:, -1], generator)
+    return accepted, torch.where(accepted == 1, late, following)
+
+
+def always_accept(p, q, drafted, generator):
+    accepted, following = verify_sampled(p, q, drafted, generator)
+    return torch.full_like(accepted, 2), following
+
+
+@pytest.mark.parametrize("mutant", [no_residual, wrong_bonus, always_accept])
+def test_broken_rules_are_caught(mutant):
+    p, q = distributions(5, seed=5)
+    tokens, _ = outcome(p, q, mutant, seed=1)
+    assert p_value(tokens, p) < 1e-4
+
+
+def test_a_q_that_was_not_sampled_from_is_caught():
+    p, q = distributions(5, seed=5)
+    unwarped = (q.clamp_min(1e-9).log() / 2).softmax(-1)
+    tokens, _ = outcome(p, q, verify_sampled, seed=1, drawn_from=unwarped)
+    assert p_value(tokens, p) < 1e-4
+
+
+def test_a_token_the_target_never_says_is_never_accepted(monkeypatch):
+    p = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
+    q = torch.tensor([[[1.0, 0.0]]])
+    monkeypatch.setattr(torch, "rand", lambda *a, **k: torch.zeros(1, 1))  # `<=` would accept
+    accepted, following = verify_sampled(p, q, torch.tensor([[0]]))
+    assert accepted.tolist() == [0]
+    assert following.tolist() == [1]
+
+
+def test_equal_distributions_accept_everything():
+    p, _ = distributions(50, seed=3)
+    tokens, accepted = outcome(p, p[:2], verify_sampled, seed=2)
+    assert (accepted == 2).all()
+    assert p_value(tokens, p) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "accepted", "following"),
+    [
+        ([1, 2, 3], [1, 2], 2, 3),
+        ([1, 2, 3], [1, 9], 1, 2),
+        ([1, 2, 3], [9, 2], 0, 1),
+        ([7], [], 0, 7),
+    ],
+)
+def test_greedy_cases(target, draft, accepted, following):
+    n, token = verify_greedy(torch.tensor([target]), torch.tensor([draft], dtype=torch.long))
+    assert (n.tolist(), token.tolist()) == ([accepted], [following])
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(0.7, None, 1.0), (1.3, 7, 1.0), (1.0, None, 0.8), (0.6, 9, 0.5)],
+)
+def test_warping_is_that_of_transformers(temperature, top_k, top_p):
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(6, 40)
+    expected = TemperatureLogitsWarper(temperature)(None, logits)
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(None, expected)
+    if top_p < 1:
+        expected = TopPLogitsWarper(top_p)(None, expected)
+    found = warp(logits, Sampling(temperature, top_k, top_p))
+    torch.testing.assert_close(found, expected.softmax(-1), atol=1e-6, rtol=0)
+
+
+def test_greedy_is_one_hot_and_agreement_counts_equal_choices():
+    logits = torch.tensor([[1.0, 3.0, 2.0], [5.0, 1.0, 0.0]])
+    one_hot = warp(logits, Sampling())
+    assert one_hot.tolist() == [[0, 1, 0], [1, 0, 0]]
+    assert agreement(one_hot, one_hot.flip(0)).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("bad", [{"temperature": -1}, {"top_k": 0}, {"top_p": 0}, {"top_p": 1.5}])
+def test_impossible_sampling_is_refused(bad):
+    with pytest.raises(ValueError, match="use"):
+        Sampling(**({"temperature": 1.0} | bad))
+
+
+def test_samples_have_the_distribution_and_never_an_impossible_token():
+    p = torch.tensor([0.0, 0.05, 0.0, 0.6, 0.15, 0.2, 0.0])
+    drawn = sample(p.expand(ROWS, -1), torch.Generator().manual_seed(11))
+    counts = torch.bincount(drawn, minlength=len(p))
+    assert counts[p == 0].sum() == 0
+    expected = ROWS * p[p > 0]
+    statistic = float(((counts[p > 0] - expected) ** 2 / expected).sum())
+    assert chi2.sf(statistic, len(expected) - 1) > 1e-4
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53, 1.0])
+def test_the_ends_of_the_uniform_interval_are_possible_tokens(monkeypatch, uniform):
+    p = torch.tensor([0.0, 0.0, 0.3, 0.7, 0.0, 0.0])
+    monkeypatch.setattr(
+        "torch.rand", lambda size, generator, **how: torch.full(size, uniform, **how)
+    )
+    assert int(sample(p)) == (2 if uniform == 0 else 3)
+
+
+def test_the_tail_of_a_large_vocabulary_gets_its_share():
+    p = torch.full((1, 150_000), 1e-7)
+    p[0, 0] = 1 - p[0, 1:].sum()
+    drawn = sample(p.expand(4000, -1), torch.Generator().manual_seed(5))
+    tail = drawn[drawn > 0]
+    # 1.5% of 4000 draws, spread over the tail: its last half gets half of them
+    assert 30 <= len(tail) <= 95
+    assert 0.25 < float((tail > 75_000).float().mean()) < 0.75
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_equal_logits_the_first_is_the_likeliest(dtype):
+    logits = torch.zeros(3, 2, 5000, dtype=dtype)
+    logits[..., [17, 900, 4999]] = 2.0
+    assert (likeliest(logits) == 17).all()
+    torch.manual_seed(0)
+    drawn = torch.randn(40, 5000).to(dtype)  # in bf16 the largest is often not alone
+    first = [int((row == row.max()).nonzero()[0]) for row in drawn]
+    assert likeliest(drawn).tolist() == first

@@ -1,0 +1,323 @@
+"""`--engine transformers`: its counts by hand and against our decoder, its text, its refusals."""
+
+import json
+import re
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from eval import convert
+from eval.decoding.loop import Decoding
+from eval.decoding.verification import Sampling
+from eval.engines.assisted import (
+    Assistant,
+    StockTarget,
+    decode_phase,
+    generate,
+    load_stock,
+    measure_assisted,
+)
+from eval.measuring.evaluation import PromptSet
+from eval.measuring.metrics import check_runs
+from eval.prompts import Prompt
+from eval.reporting.page import render_page
+from eval.reporting.report import read_report
+from eval.run import main
+
+
+def save(folder, model, extra=()):
+    """A checkpoint with a byte-level tokenizer that ends texts by </s>."""
+    alphabet = sorted(ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*alphabet, "</s>", *extra])}
+    backend = Tokenizer(BPE(vocabulary, []))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    model.save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    tokenizer.save_pretrained(folder)
+
+
+def noisy(model, noise):
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += noise * weight.std() * torch.randn(weight.shape)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_llama):
+    """Checkpoints `target`, `draft`, and two that cannot draft for it; prompts."""
+    root = tmp_path_factory.mktemp("assisted")
+    shape = {"vocab_size": 257, "eos_token_id": 256}
+    save(root / "target", tiny_llama(spread=4, **shape))
+    save(root / "draft", noisy(tiny_llama(spread=4, **shape), 0.1))
+    save(root / "wide", tiny_llama(spread=4, **shape | {"vocab_size": 264}))
+    other = tiny_llama(**shape)
+    save(root / "other", other)
+    tokens = json.loads((root / "other" / "tokenizer.json").read_text())
+    vocabulary = tokens["model"]["vocab"]
+    ids = list(vocabulary.values())
+    tokens["model"]["vocab"] = dict(zip(vocabulary, [*reversed(ids[:256]), 256], strict=True))
+    (root / "other" / "tokenizer.json").write_text(json.dumps(tokens))
+    rows = [{"prompt": f"the value {i}", "category": "odd" if i % 2 else "even"} for i in range(6)]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+def run(folder, out, *more, engine="transformers"):
+    what = ["--target", str(folder / "target"), "--prompts", str(folder / "prompts.jsonl")]
+    short = ["--max_new_tokens", "24", "--dtype", "float32", "--device", "cpu", "--gamma", "3"]
+    return main([*what, *short, "--engine", engine, "--output_dir", str(out), *more])
+
+
+def report_of(folder, out, *more, engine="transformers"):
+    assert run(folder, out, *more, engine=engine) == 0
+    return read_report(out / "report" / "report.json")
+
+
+def stock(model, stops=frozenset()):
+    model.generation_config = GenerationConfig()
+    return StockTarget("tiny", model, None, stops)
+
+
+def assistant(model, gamma):
+    model.generation_config = GenerationConfig(
+        num_assistant_tokens=gamma,
+        num_assistant_tokens_schedule="constant",
+        assistant_confidence_threshold=0.0,
+    )
+    about = {"relation": "identical", "strategy": "direct", "coverage": 1.0}
+    return Assistant("draft", "tiny", model, about)
+
+
+def test_the_decode_phase_by_hand():
+    how = Decoding(Sampling(), frozenset([9]), 12)
+    calls = [  # drafted, emitted
+        ([1, 2, 3], [1, 2, 4]),  # the prefill's: not of the decode phase
+        ([5, 6, 7], [5, 6, 7, 8]),  # all accepted
+        ([1, 1, 1], [2]),  # none
+        ([3, 9], [3, 9]),  # both, the text ends in the draft: the target's next token is lost
+    ]
+    drafted, emitted = zip(*calls, strict=True)
+    found = decode_phase(Prompt("a"), [0, 0], how, 3, [1.0, 0.1, 0.2, 0.3], drafted, emitted)
+    check_runs([found])
+    assert found.tokens == [4, 5, 6, 7, 8, 2, 3, 9]
+    assert (found.prefill_seconds, found.block_seconds) == (1.0, [0.1, 0.2, 0.3])
+    assert found.block_tokens == [4, 1, 2]
+    assert found.drafted == [3, 3, 2]
+    assert found.accepted == [3, 0, 2]
+    assert found.last_truncated
+    assert found.whole_blocks == 2
+    # the same end where the draft did not see it: a whole block
+    drafted = (*drafted[:-1], [3, 1, 1])
+    ended = decode_phase(Prompt("a"), [0, 0], how, 3, [1.0, 0.1, 0.2, 0.3], drafted, emitted)
+    assert ended.accepted == [3, 0, 1]
+    assert ended.whole_blocks == 3
+    # cut by the length limit: only one token was drafted where three are due
+    how = Decoding(Sampling(), frozenset([9]), 5)
+    short = decode_phase(
+        Prompt("a"), [0], how, 3, [1.0, 0.1], [[1, 2, 3], [5]], [[1, 2, 4], [5, 6]]
+    )
+    assert short.last_truncated
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1, 10.0])
+@pytest.mark.parametrize("gamma", [1, 4])
+def test_lossless_in_fp32(tiny_llama, noise, gamma):
+    target, draft = (
+        stock(tiny_llama(spread=4)),
+        assistant(noisy(tiny_llama(spread=4), noise), gamma),
+    )
+    how = Decoding(Sampling(), frozenset(), 30)
+    plain = generate(target, None, Prompt("a"), [5, 6, 7], how)
+    drafted = generate(target, draft, Prompt("a"), [5, 6, 7], how)
+    assert drafted.run.tokens == plain.run.tokens
+    assert len(plain.run.tokens) == 30
+    decode = drafted.decode
+    check_runs([decode])
+    if noise == 0:  # the target itself: every token is accepted
+        assert decode.drafted[0] == decode.accepted[0] == gamma
+        assert decode.accepted == decode.drafted
+    # a stop amid the text ends both in the same place
+    stops = frozenset(plain.run.tokens[11:12])
+    how = Decoding(Sampling(), stops, 30)
+    texts = [generate(target, one, Prompt("a"), [5, 6, 7], how).run.tokens for one in (None, draft)]
+    assert texts[0] == texts[1] == plain.run.tokens[: plain.run.tokens.index(*stops) + 1]
+
+
+def test_the_target_as_its_own_draft_is_accepted_when_sampled(tiny_llama):
+    """At temperature 1: else transformers warps the draft's distribution twice."""
+    target, draft = stock(tiny_llama(spread=4)), assistant(tiny_llama(spread=4), 3)
+    how = Decoding(Sampling(1.0), frozenset(), 40)
+    decode = generate(target, draft, Prompt("a"), [5, 6, 7], how).decode
+    assert decode.accepted == decode.drafted
+    assert decode.drafted[:8] == [3] * 8
+
+
+def test_one_report_of_two_drafts(folder, tmp_path):
+    drafts = ("--draft", f"bad={folder / 'draft'}", "--draft", f"self={folder / 'target'}")
+    report = report_of(folder, tmp_path / "a", *drafts)
+    ours = report_of(folder, tmp_path / "b", *drafts, engine="torch")
+    assert report["engine"] == "transformers"
+    assert report["prompts"]["sha256"] == ours["prompts"]["sha256"]
+    own, bad = report["drafts"]["self"], report["drafts"]["bad"]
+    assert own["tau"]["mean"] == 4
+    assert own["accepted_over_drafted"]["mean"] == 1
+    assert 1 <= bad["tau"]["mean"] < 4
+    assert bad["tau"]["n"] == bad["speedup"]["n"] == 6
+    assert bad["by_category"]["odd"]["tau"]["n"] == 3
+    assert {draft["lossless"]["identical"] for draft in (own, bad)} == {6}
+    assert bad["memory"] == ours["drafts"]["bad"]["memory"]
+    assert bad["alpha"] is None
+    assert "--engine torch" in {e["field"]: e["reason"] for e in bad["missing"]}["alpha"]
+    assert report["gain"][0]["tau"]["mean"] == pytest.approx(4 - bad["tau"]["mean"])
+    assert "engine transformers" in render_page(report)
+    # the same texts as our decoder's
+    tokens = {row["id"]: row["tokens"] for row in bad["per_prompt"]}
+    assert tokens == {row["id"]: row["tokens"] for row in ours["drafts"]["bad"]["per_prompt"]}
+
+
+@pytest.mark.parametrize("tool", ["vllm", "sglang", "spec-bench"])
+def test_numbers_that_its_log_does_not_hold_are_not_converted(folder, tmp_path, capsys, tool):
+    report_of(folder, tmp_path, "--draft", str(folder / "draft"))
+    capsys.readouterr()
+    assert convert.main([str(tmp_path / "report" / "report.json"), "--to", tool]) == 2
+    output = capsys.readouterr()
+    assert "this report holds no log of target calls" in output.err
+    assert not output.out
+
+
+def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys):
+    drafts = ("--draft", f"bad={folder / 'draft'}", "--draft", f"self={folder / 'target'}")
+    whole = report_of(folder, tmp_path / "whole", *drafts)
+    calls = []
+
+    def interrupted(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 3 + 2 * 3 + 2:  # the warm-up, two prompts, and within the third
+            raise KeyboardInterrupt
+        return generate(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("eval.engines.assisted.generate", interrupted)
+        assert run(folder, tmp_path / "cut", *drafts) == 130
+    assert "Measured so far: speed at T=0 2/6." in capsys.readouterr().err
+    resumed = report_of(folder, tmp_path / "cut", *drafts)
+    assert resumed["provenance"]["resumed"]
+    for name, draft in resumed["drafts"].items():
+        assert draft["tau"] == whole["drafts"][name]["tau"]
+        assert draft["lossless"] == whole["drafts"][name]["lossless"]
+
+
+def test_a_sampled_report(folder, tmp_path):
+    report = report_of(folder, tmp_path, "--draft", str(folder / "draft"), "--temperature", "0.8")
+    assert report["decoding"]["verification"] == "rejection sampling"
+    draft = report["drafts"]["draft"]
+    assert draft["lossless"]["identical"] == 6  # measured greedily
+    assert not any("LOSSY" in warning for warning in report["warnings"])
+
+
+def test_other_tokens_are_not_explained_away(tiny_llama, monkeypatch, journal):
+    """A verification that mostly takes the draft's word is found out."""
+    target, draft = stock(tiny_llama(spread=4)), assistant(noisy(tiny_llama(spread=4), 10.0), 2)
+    target.tokenizer = type("Ids", (), {"decode": staticmethod(str)})
+    honest = type(target.model)._get_candidate_generator
+
+    def believed(self, *args, **given):
+        given["generation_config"].assistant_ensemble_weight = 0.1
+        return honest(self, *args, **given)
+
+    monkeypatch.setattr(type(target.model), "_get_candidate_generator", believed)
+    prompts = [Prompt(str(i), prompt="x") for i in range(3)]
+    timed = PromptSet("made up", prompts, [[5, 6, i] for i in range(3)])
+    how = Decoding(Sampling(), frozenset(), 20)
+    report = measure_assisted(target, [draft], timed, how, 2, journal, {})
+    assert report["drafts"]["draft"]["lossless"]["unexplained"] == 3
+    assert report["warnings"][0].startswith("NOT LOSSLESS")
+
+
+@pytest.mark.parametrize("in_fp32", [False, True])
+def test_a_tie_is_one_only_where_fp32_agrees(tiny_llama, journal, in_fp32):
+    """A target whose wide forwards have other last bits, in bf16 alone or in fp32 as well."""
+    target, draft = stock(tiny_llama().bfloat16()), assistant(tiny_llama().bfloat16(), 4)
+    target.tokenizer = type("Ids", (), {"decode": staticmethod(str)})
+
+    def blur(model, args, output):
+        logits = output.logits
+        if logits.shape[1] > 1 and (in_fp32 or logits.dtype == torch.bfloat16):
+            logits += 0.02 * torch.linspace(0, 1, logits.shape[-1])
+
+    target.model.register_forward_hook(blur)
+    prompts = [Prompt(str(i), prompt="x") for i in range(6)]
+    timed = PromptSet("made up", prompts, [[5, 6, i] for i in range(6)])
+    how = Decoding(Sampling(), frozenset(), 24)
+    report = measure_assisted(target, [draft], timed, how, 4, journal, {"command": "test"})
+    found = report["drafts"]["draft"]["lossless"]
+    ties, unexplained = found["tie_divergences"], found["unexplained"]
+    assert (ties == 0 < unexplained) if in_fp32 else (unexplained == 0 < ties)
+    assert all(entry["gap"] <= entry["error"] for entry in found["divergences"])
+
+
+def test_the_report_of_a_run_is_not_replaced(folder, tmp_path, capsys):
+    (tmp_path / "draft").mkdir()
+    recipe = {"target": str(folder / "target"), "draft": None, "temperature": 0.0, "top_k": None}
+    recipe |= {"top_p": 1.0, "max_new_tokens": 8, "dtype": "float32"}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    (tmp_path / "vocab_check.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        main(["--engine", "transformers", "--run", str(tmp_path), "--gamma", "2"])
+    assert "needs --output_dir, lest it replace the run's own report" in capsys.readouterr().err
+
+
+def test_a_checkpoint_s_own_generation_config_is_left_aside(folder, tmp_path, tiny_llama):
+    model = tiny_llama(spread=4, vocab_size=257, eos_token_id=256)
+    model.generation_config = GenerationConfig(repetition_penalty=5.0, eos_token_id=256)
+    save(tmp_path / "target", model)
+    how = Decoding(Sampling(), frozenset([256]), 24)
+    texts = [
+        generate(load_stock(str(where), torch.float32, torch.device("cpu")), None, Prompt("a"),
+                 [5, 6, 7], how).run.tokens
+        for where in (folder / "target", tmp_path / "target")
+    ]  # fmt: skip
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("draft", "says"),
+    [
+        ("other", "Draft 'other': its vocabulary is .* changes the text; tune the draft for this"),
+        ("wide", "Draft 'wide': its head has 264 rows, the target's 257.*resize_token_embeddings"),
+        ("prompt-lookup", "has no model to assist; use --engine torch"),
+    ],
+)
+def test_drafts_that_cannot_assist(folder, tmp_path, capsys, draft, says):
+    spec = draft if draft == "prompt-lookup" else str(folder / draft)
+    assert run(folder, tmp_path, "--draft", spec) == 2
+    assert re.search(says, capsys.readouterr().err)
+
+
+def test_the_compact_form_is_refused(folder, tmp_path, capsys):
+    compact = tmp_path / "draft" / "compact"
+    compact.mkdir(parents=True)
+    (compact / "compact.json").write_text("{}")
+    assert run(folder, tmp_path, "--draft", str(compact)) == 2
+    assert f"give the full form beside it, {compact.parent}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("--gamma", "0"), "needs --gamma, 1 or more"),
+        (("--batch_sizes", "2"), "--batch_sizes is of engine torch"),
+        (("--strategy", "string"), "--strategy is of engine torch"),
+    ],
+)
+def test_options_it_cannot_serve(folder, tmp_path, capsys, more, says):
+    with pytest.raises(SystemExit):
+        run(folder, tmp_path, "--draft", str(folder / "draft"), *more)
+    assert says in capsys.readouterr().err

@@ -1,0 +1,318 @@
+"""The client of vLLM servers against fake ones: what is counted, and every way they can fail."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from eval.convert import to_vllm
+from eval.decoding.verification import Sampling
+from eval.engines.vllm import Counters, Server, ServerError, measure_servers, parse_counters
+from eval.prompts import Prompt
+from eval.reporting.page import render_page
+from eval.reporting.report import read_report
+from eval.reporting.text import render_markdown
+from eval.run import main
+
+TEXT = list(range(100, 120))  # the target's answer to everything, 20 tokens
+PROMPTS = [
+    Prompt("a", prompt="one", category="x"),
+    Prompt("b", messages=[{"role": "user", "content": "two"}], category="y"),
+    Prompt("c", prompt="three", category="x"),
+]
+
+
+class Fake(ThreadingHTTPServer):
+    """A server that answers TEXT in blocks of `block` tokens; its faults are attributes."""
+
+    daemon_threads = True
+
+    def __init__(self, block=1, **faults):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.block, self.model, self.text = block, "org/target", TEXT
+        self.counted, self.metrics, self.token_ids = block > 1, True, True
+        self.dies_after, self.delay, self.traffic = None, 0.0, 0
+        self.refuses_after = 10**6
+        self.__dict__.update(faults)
+        self.drafts = self.drafted = self.accepted = self.answers = 0
+        self.requests = []
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+    def reply(self, text, status=200):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def do_GET(self):
+        fake = self.server
+        if self.path == "/v1/models":
+            self.reply(json.dumps({"data": [{"id": fake.model}]}))
+        elif not fake.metrics:
+            self.reply("not found", 404)
+        else:
+            lines = ["# HELP vllm:num_requests_running Running.", "vllm:num_requests_running 0.0"]
+            if fake.counted:
+                for name, value in (
+                    ("drafts", fake.drafts),
+                    ("draft_tokens", fake.drafted),
+                    ("accepted_tokens", fake.accepted),
+                ):
+                    lines.append(f'vllm:spec_decode_num_{name}_total{{engine="0"}} {value:.1f}')
+                    lines.append(f'vllm:spec_decode_num_{name}_created{{engine="0"}} 1.7e+09')
+                for i in range(3):
+                    place = fake.drafts if i < fake.block - 1 else 0
+                    lines.append(
+                        "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+                        f'{{engine="0",position="{i}"}} {place:.1f}'
+                    )
+            self.reply("\n".join(lines) + "\n")
+
+    def do_POST(self):
+        fake = self.server
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        fake.requests.append((self.path, body))
+        fake.answers += 1
+        time.sleep(fake.delay)
+        if fake.answers > fake.refuses_after:
+            return self.reply('{"error": {"message": "maximum context length is 8 tokens"}}', 400)
+        self.send_response(200)
+        self.end_headers()
+        text = fake.text[: body["max_tokens"]]
+        at = 0
+        while at < len(text):
+            width = 1 if at == 0 else fake.block
+            if fake.dies_after is not None and fake.answers > fake.dies_after and at > 5:
+                return  # in the middle of an answer
+            choice = {"text": "x", "finish_reason": None}
+            if fake.token_ids:
+                choice["token_ids"] = text[at : at + width]
+            self.event({"choices": [choice]})
+            if at and fake.block > 1:
+                fake.drafts += 1
+                fake.drafted += 3
+                fake.accepted += fake.block - 1
+            at += width
+        fake.drafts += fake.traffic
+        fake.drafted += fake.traffic
+        end = {"text": "", "finish_reason": "length", "token_ids": []}
+        self.event({"choices": [end]})
+        self.event({"choices": [], "usage": {"prompt_tokens": 7}})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def event(self, message):
+        self.wfile.write(f"data: {json.dumps(message)}\n\n".encode())
+
+
+@pytest.fixture
+def fake():
+    made = []
+
+    def make(block=1, **faults):
+        made.append(Fake(block, **faults))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.shutdown()
+        server.server_close()
+
+
+def measure(drafting, plain, prompts=PROMPTS, temperature=0.0, timeout=5.0):
+    return measure_servers(
+        Server(drafting.url + "/v1/", timeout),
+        Server(plain.url, timeout),
+        prompts,
+        "made up",
+        Sampling(temperature),
+        20,
+        0,
+        {"command": "test"},
+    )
+
+
+def test_counters_are_read_whatever_their_suffix_and_summed_over_engines():
+    text = """
+# TYPE vllm:spec_decode_num_drafts counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 10.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 2.0
+vllm:spec_decode_num_drafts_created{engine="0"} 1.7e+09
+vllm:spec_decode_num_draft_tokens 36
+vllm:spec_decode_num_accepted_tokens_total{engine="0"} 1.2e+01
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 4.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 8.0
+"""
+    assert parse_counters(text) == Counters(12.0, 36.0, 12.0, (8.0, 4.0))
+    assert parse_counters("vllm:num_requests_running 0.0\n") is None
+
+
+def test_a_whole_report_of_two_servers(fake):
+    drafting, plain = fake(3), fake(1)
+    report = measure(drafting, plain)
+    draft = report["drafts"]["served"]
+    # 20 tokens: the prefill's one, then 7 blocks of 3 at most, of which 2 drafted ones accepted
+    counters = draft["counters"]
+    assert counters["num_drafts"] == 3 * 7
+    assert counters["num_draft_tokens"] == 3 * 7 * 3
+    assert counters["mean_acceptance_length"] == {"mean": 3.0, "ci95": [3.0, 3.0], "n": 3}
+    assert counters["acceptance_rate"]["mean"] == pytest.approx(2 / 3)
+    assert counters["acceptance_per_position"] == [1.0, 1.0, 0.0]
+    assert draft["lossless"]["identical"] == draft["lossless"]["prompts"] == 3
+    assert draft["speedup"]["n"] == 3
+    assert set(draft["by_category"]) == {"x", "y"}
+    assert [row["tokens"] for row in draft["per_prompt"]] == [20, 20, 20]
+    assert report["decoding"]["gamma"] == 3
+    assert report["decoding"]["ended_by_stop"] == 0
+    assert {entry["field"] for entry in draft["missing"]} >= {"alpha", "tau", "c", "memory"}
+    assert to_vllm(draft)["mean_acceptance_length"] == 3.0
+    for rendered in (render_markdown(report), render_page(report)):
+        assert "Counters of the server" in rendered
+        assert "served, alpha, atlas: a server does not give the distributions" in rendered
+        assert "decode efficiency" not in rendered.split("What the numbers mean")[0]
+
+
+def test_the_same_requests_to_both(fake):
+    drafting, plain = fake(3), fake(1)
+    measure(drafting, plain, temperature=0.7)
+    one, other = (
+        sorted(json.dumps(request, sort_keys=True) for request in server.requests)
+        for server in (drafting, plain)
+    )
+    assert one == other
+    paths = [path for path, _ in drafting.requests]
+    assert paths.count("/v1/chat/completions") == 2  # sampled, and greedily for losslessness
+    bodies = [body for _, body in drafting.requests]
+    assert {body["temperature"] for body in bodies} == {0.7, 0.0}
+    assert not any("ignore_eos" in body for body in bodies)
+
+
+def test_other_tokens_are_not_explained_away(fake):
+    drafting, plain = fake(3, text=[*TEXT[:9], 7, *TEXT[10:]]), fake(1)
+    report = measure(drafting, plain)
+    ledger = report["drafts"]["served"]["lossless"]
+    assert ledger["unexplained"] == 3
+    assert ledger["divergences"][0]["position"] == 9
+    assert ledger["divergences"][0]["drafted"] == "token 7"
+    assert report["warnings"][0].startswith("NOT LOSSLESS")
+
+
+def test_a_server_that_is_down(fake):
+    drafting, plain = fake(3), fake(1)
+    plain.shutdown()
+    plain.server_close()
+    with pytest.raises(ServerError, match=r"127.0.0.1:\d+ cannot be reached.*start it"):
+        measure(drafting, plain)
+
+
+def test_an_address_that_is_none():
+    with pytest.raises(ServerError, match="is no address of a server"):
+        Server("localhost:8000")
+
+
+def test_a_server_that_is_too_slow(fake):
+    with pytest.raises(ServerError, match=r"sent nothing for 0.3 s: it is overloaded"):
+        measure(fake(3, delay=1.0), fake(1), timeout=0.3)
+
+
+def test_a_server_that_dies_midway_leaves_what_was_measured(fake):
+    report = measure(fake(3, dies_after=3), fake(1))  # the warm-up and two prompts
+    draft = report["drafts"]["served"]
+    assert draft["speedup"]["n"] == report["prompts"]["n"] == 2
+    assert draft["missing"][0]["field"] == "prompts"
+    assert draft["missing"][0]["reason"].startswith("after 2 of 3 prompts: http://127.0.0.1")
+    assert "broke off" in draft["missing"][0]["reason"]
+    assert "served: measured in part only, after 2 of 3 prompts" in "".join(report["warnings"])
+    assert "served: measured in part only, after 2 of 3 prompts" in render_page(report)
+
+
+def test_a_server_that_dies_at_once_leaves_nothing(fake):
+    with pytest.raises(ServerError, match=r"after 0 of 3 prompts: .* broke off"):
+        measure(fake(3, dies_after=1), fake(1))
+
+
+def test_a_prompt_that_the_server_refuses_ends_the_run_with_its_reason(fake):
+    report = measure(fake(3, refuses_after=3), fake(1))  # the warm-up and two prompts
+    assert report["prompts"]["n"] == 2
+    reason = report["drafts"]["served"]["missing"][0]["reason"]
+    assert reason.startswith("after 2 of 3 prompts: http://127.0.0.1")
+    assert "answered 400" in reason
+    assert "prompt 'c'" in reason
+    assert "maximum context length is 8 tokens" in reason
+
+
+def test_speculation_that_is_off(fake):
+    with pytest.raises(ServerError, match="speculation is off; start it with --speculative-config"):
+        measure(fake(1, counted=True), fake(1))
+
+
+def test_a_baseline_that_speculates(fake):
+    with pytest.raises(ServerError, match="speculates, too: a baseline must not"):
+        measure(fake(3), fake(2))
+
+
+@pytest.mark.parametrize("faults", [{"counted": False}, {"metrics": False}])
+def test_counters_that_are_missing_leave_the_speed(fake, faults):
+    draft = measure(fake(3, **faults), fake(1))["drafts"]["served"]
+    assert draft["counters"] is None
+    assert draft["speedup"]["mean"] > 0
+    reasons = {entry["field"]: entry["reason"] for entry in draft["missing"]}
+    assert "no counters vllm:spec_decode_*" in reasons["counters"]
+
+
+def test_counters_that_others_moved_are_not_used(fake):
+    draft = measure(fake(3, traffic=50), fake(1))["drafts"]["served"]
+    assert draft["counters"] is None
+    reasons = {entry["field"]: entry["reason"] for entry in draft["missing"]}
+    assert "others used the server" in reasons["counters"]
+
+
+def test_two_different_models_are_not_compared(fake):
+    with pytest.raises(ServerError, match="serve the same target twice"):
+        measure(fake(3), fake(1, model="org/other"))
+
+
+def test_a_server_without_token_ids(fake):
+    with pytest.raises(ServerError, match="sent no token ids"):
+        measure(fake(3, token_ids=False), fake(1))
+
+
+def command(drafting, plain, prompts, out, *more):
+    servers = ["--engine", "vllm", "--base_url", drafting.url, "--baseline_url", plain.url]
+    what = ["--prompts", str(prompts), "--output_dir", str(out), "--max_new_tokens", "20"]
+    return main([*servers, *what, *more])
+
+
+def test_command(fake, tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "say {i}"}}\n' for i in range(4)))
+    out = tmp_path / "out"
+    assert command(fake(3), fake(1), prompts, out, "--fail_under_speedup", "0.001") == 0
+    report = read_report(out / "report" / "report.json")
+    assert report["engine"] == "vllm"
+    assert report["target"] == "org/target"
+    assert (out / "report" / "report.html").is_file()
+    assert command(fake(3), fake(1), prompts, out, "--fail_under_speedup", "1000") == 1
+    assert command(fake(3), fake(1), prompts, out, "--fail_under_alpha", "0.1") == 1
+    assert "alpha was not measured" in capsys.readouterr().err
+    assert command(fake(3, dies_after=3), fake(1), prompts, out) == 2
+    assert "measured in part only, after 2 of 4 prompts" in capsys.readouterr().err
+    assert read_report(out / "report" / "report.json")["prompts"]["n"] == 2
+    assert command(fake(1, counted=True), fake(1), prompts, out) == 2
+    assert "speculation is off" in capsys.readouterr().err
+
+
+def test_command_without_its_servers(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--engine", "vllm", "--base_url", "http://localhost:1", "--prompts", "x"])
+    assert ended.value.code == 2
+    assert "--baseline_url" in capsys.readouterr().err

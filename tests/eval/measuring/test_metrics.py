@@ -1,0 +1,454 @@
+"""Every metric by a hand-computed example, against a slow reference, and by its coverage."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from eval.measuring import metrics
+from eval.measuring.metrics import Agreement, NothingToMeasure, PromptRun, StepCosts
+
+COSTS = StepCosts(
+    draft_step=0.1,
+    target_step=1.0,
+    target_verify={1: 1.0, 2: 1.1, 3: 1.2, 4: 1.4},
+    context_length=9,
+)
+
+
+def make_run(
+    prompt_id="a",
+    accepted=(1, 0, 2),
+    drafted=(2, 2, 2),
+    seconds=(2.0, 2.0, 2.0),
+    prefill=1.0,
+    cut=0,
+    category=None,
+):
+    """A run whose last block loses `cut` of its accepted + 1 tokens."""
+    emitted = [a + 1 for a in accepted]
+    if emitted:
+        emitted[-1] -= cut
+    return PromptRun(
+        prompt_id=prompt_id,
+        category=category,
+        prompt_tokens=5,
+        tokens=list(range(1 + sum(emitted))),
+        prefill_seconds=prefill,
+        block_seconds=list(seconds),
+        block_tokens=emitted,
+        drafted=list(drafted),
+        accepted=list(accepted),
+        last_truncated=bool(cut),
+    )
+
+
+def make_baseline(prompt_id="a", tokens=7, step=1.0, prefill=1.0, category=None):
+    calls = tokens - 1
+    return make_run(prompt_id, [0] * calls, [0] * calls, [step] * calls, prefill, category=category)
+
+
+def random_runs(rng, prompts=12, gamma=4):
+    runs = []
+    for i in range(prompts):
+        drafted = [rng.randint(0, gamma) for _ in range(rng.randint(1, 9))]
+        accepted = [rng.randint(0, d) for d in drafted]
+        cut = rng.randint(0, accepted[-1])
+        seconds = [rng.uniform(0.5, 2) for _ in drafted]
+        runs.append(make_run(f"p{i}", accepted, drafted, seconds, rng.uniform(0.5, 2), cut))
+    return runs
+
+
+# --- by hand ---------------------------------------------------------------------------------
+
+
+def test_alpha_is_the_mean_over_positions_not_over_prompts():
+    measured = metrics.alpha([Agreement("a", None, 9.0, 10), Agreement("b", None, 0.0, 90)])
+    assert measured["mean"] == pytest.approx(0.09)
+    assert measured["n"] == 2
+    assert measured["ci95"] == [pytest.approx(0.0), pytest.approx(0.9)]  # one of the two, twice
+
+
+def test_alpha_leaves_out_prompts_without_positions():
+    agreements = [Agreement("a", None, 1.0, 2), Agreement("b", None, 0.0, 0)]
+    assert metrics.alpha(agreements) == {"mean": 0.5, "ci95": [0.5, 0.5], "n": 1}
+
+
+def test_tau_counts_the_bonus_token_and_neither_prefill_nor_cut_block():
+    # whole blocks emit 2, 1 and 3 tokens: 6 in 3 calls
+    assert metrics.tau([make_run()])["mean"] == 2.0
+    # the last block is cut: 2 + 1 tokens in 2 calls
+    assert metrics.tau([make_run(cut=1)])["mean"] == 1.5
+
+
+def test_tau_of_the_baseline_is_one():
+    assert metrics.tau([make_baseline()])["mean"] == 1.0
+
+
+def test_accepted_over_drafted():
+    assert metrics.accepted_over_drafted([make_run()])["mean"] == pytest.approx(3 / 6)
+    assert metrics.accepted_over_drafted([make_run(cut=1)])["mean"] == pytest.approx(1 / 4)
+
+
+def test_per_position_over_drafts_that_reached_it():
+    # drafted 3, 1, 3, 2; accepted 3, 1, 0, 1
+    run = make_run(accepted=(3, 1, 0, 1), drafted=(3, 1, 3, 2), seconds=(1.0,) * 4)
+    first, second, third = metrics.per_position([run])
+    assert (first["drafts"], second["drafts"], third["drafts"]) == (4, 3, 2)
+    assert first["marginal"]["mean"] == pytest.approx(3 / 4)
+    assert first["conditional"]["mean"] == pytest.approx(3 / 4)
+    assert second["marginal"]["mean"] == pytest.approx(1 / 3)
+    assert second["conditional"]["mean"] == pytest.approx(1 / 2)  # of the 2 that passed the first
+    assert third["marginal"]["mean"] == pytest.approx(1 / 2)
+    assert third["conditional"]["mean"] == pytest.approx(1.0)
+
+
+def test_per_position_has_no_conditional_where_no_draft_got_that_far():
+    places = metrics.per_position([make_run(accepted=(0, 0, 0))])
+    assert [place["marginal"]["mean"] for place in places] == [0.0, 0.0]
+    assert places[1]["conditional"] is None
+
+
+def test_costs():
+    assert metrics.c(COSTS) == pytest.approx(0.1)
+    assert metrics.verify_ratio(COSTS, 2) == pytest.approx(1.2)
+    assert metrics.verify_ratio(COSTS, 2.5) == pytest.approx(1.3)  # between the timed widths
+    with pytest.raises(ValueError, match="timed up to 4 tokens, but 5 are needed"):
+        metrics.verify_ratio(COSTS, 4)
+
+
+def test_predicted_speedup():
+    # tau 2 at gamma 2: 2 * 1 / (2 * 0.1 + 1.2)
+    assert metrics.predicted_speedup([make_run()], COSTS)["mean"] == pytest.approx(2 / 1.4)
+
+
+def test_speedup_is_per_emitted_token_with_prefill():
+    # baseline: 7 tokens in 7 s; with the draft 7 tokens in 1 + 6 s, then in half of that
+    assert metrics.speedup([make_run()], [make_baseline()])["mean"] == pytest.approx(1.0)
+    fast = make_run(seconds=(0.9, 0.8, 0.8))
+    assert metrics.speedup([fast], [make_baseline()])["mean"] == pytest.approx(2.0)
+    longer = make_baseline(tokens=14)  # 14 tokens in 14 s: nothing changes per token
+    assert metrics.speedup([fast], [longer])["mean"] == pytest.approx(2.0)
+
+
+def test_decode_speedup_and_efficiency_leave_prefill_and_cut_block_out():
+    # whole blocks: 3 tokens in 2 s; baseline 1 token a second
+    run = make_run(seconds=(1.0, 1.0, 50.0), prefill=70.0, cut=1)
+    baseline = make_baseline(prefill=30.0)
+    assert metrics.decode_speedup([run], [baseline])["mean"] == pytest.approx(1.5)
+    # tau 1.5 at gamma 2 predicts 1.5 / 1.4
+    efficiency = metrics.decode_efficiency([run], [baseline], COSTS)
+    assert efficiency["mean"] == pytest.approx(1.4)
+
+
+def test_a_decoder_without_overhead_has_efficiency_one():
+    block = 2 * COSTS.draft_step + 1.2
+    runs = [make_run(str(i), seconds=(block,) * 3) for i in range(5)]
+    baseline = [make_baseline(str(i)) for i in range(5)]
+    efficiency = metrics.decode_efficiency(runs, baseline, COSTS)
+    assert efficiency["mean"] == pytest.approx(1.0)
+    assert efficiency["ci95"] == [pytest.approx(1.0), pytest.approx(1.0)]
+
+
+def test_latency_and_throughput():
+    run = make_run(seconds=(2.0, 2.0, 3.0), prefill=0.5)  # 7 tokens in 7.5 s
+    assert metrics.ttft_ms([run])["mean"] == pytest.approx(500)
+    assert metrics.tokens_per_s([run])["mean"] == pytest.approx(7 / 7.5)
+    # per token: 1 s, 1 s, 2 s, 1 s, 1 s, 1 s
+    itl = metrics.itl_ms([run])
+    assert itl["p50"] == pytest.approx(1000)
+    assert itl["p95"] == pytest.approx(np.percentile([1000, 1000, 2000, 1000, 1000, 1000], 95))
+    assert itl["tokens"] == 6
+
+
+@pytest.mark.parametrize(
+    ("tokens", "flagged"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9], 0),
+        ([7] * 7, 0),  # shorter than 8 tokens
+        ([7] * 8, 8),
+        ([1, 2, 3] * 2 + [9], 0),  # only twice
+        ([0, *[1, 2, 3] * 3, 9], 9),
+        ([0, *[1, 2, 3] * 3, 1, 2, 9], 11),  # the unfinished fourth repeat belongs to it
+        (list(range(64)) * 3, 192),
+        (list(range(65)) * 3, 0),  # too long a period
+        ([5] * 8 + [1, 2, 3] + [6] * 8, 16),
+        ([], 0),
+    ],
+)
+def test_looped(tokens, flagged):
+    assert metrics.looped(tokens).sum() == flagged
+
+
+def test_loop_share():
+    run = make_run(accepted=(9,), drafted=(9,), seconds=(1.0,))
+    run.tokens = [1, 2, 3, *[4] * 8]
+    assert metrics.loop_share([run])["mean"] == pytest.approx(8 / 11)
+
+
+def test_gains_are_paired_differences():
+    low = [Agreement(str(i), None, 0.1 * i, 1) for i in range(6)]
+    high = [Agreement(str(i), None, 0.1 * i + 0.2, 1) for i in reversed(range(6))]
+    gain = metrics.alpha_gain(high, over=low)
+    # every prompt gains the same, so pairing leaves no uncertainty
+    assert gain["mean"] == pytest.approx(0.2)
+    assert gain["ci95"] == [pytest.approx(0.2), pytest.approx(0.2)]
+
+    slow = [make_run("a"), make_run("b", accepted=(0, 0, 0))]
+    fast = [make_run("b", accepted=(1, 1, 1)), make_run("a", accepted=(2, 2, 2))]
+    base = [make_baseline("a"), make_baseline("b")]
+    assert metrics.tau_gain(fast, slow)["mean"] == pytest.approx(15 / 6 - 9 / 6)
+    speedups = metrics.speedup(fast, base)["mean"], metrics.speedup(slow, base)["mean"]
+    gain = metrics.speedup_gain(fast, base, slow, base)
+    assert gain["mean"] == pytest.approx(speedups[0] - speedups[1])
+
+
+def test_batches_take_as_long_as_their_last_row_and_are_resampled_whole():
+    drafted = [
+        [make_run("a"), make_run("b", (2,), (2,), (3.0,))],  # 7 + 4 tokens in 7 and 4 seconds
+        [make_run("c", (1, 1), (2, 2), (1.0, 2.0), 1.0, cut=1)],  # 4 tokens in 4 seconds
+    ]
+    alone = [[make_baseline("a", 7), make_baseline("b", 4)], [make_baseline("c", 4)]]
+    numbers = metrics.by_batch(drafted, alone)
+    assert numbers["tokens_per_s"]["speculative"]["mean"] == 15 / 11
+    assert numbers["tokens_per_s"]["baseline"]["mean"] == 15 / (7 + 4)
+    assert numbers["speedup"]["mean"] == 1
+    assert numbers["tau"]["mean"] == (6 + 3 + 2) / (3 + 1 + 1)
+    assert {numbers[key]["n"] for key in ("speedup", "tau")} == {2}
+    # what a bootstrap over two batches can draw: the first twice, both, the second twice
+    assert numbers["tau"]["ci95"] == [2, 9 / 4]
+    with pytest.raises(ValueError, match="on one side only, 'b'"):
+        metrics.by_batch(drafted, [alone[0][:1], alone[1]])
+
+
+def test_by_category():
+    agreements = [
+        Agreement("a", "x", 1.0, 2),
+        Agreement("b", "y", 1.0, 1),
+        Agreement("c", None, 0, 1),
+    ]
+    runs = [make_run("a", category="x"), make_run("b", (), (), (), category="y")]
+    baseline = [make_baseline("a", category="x"), make_baseline("b", tokens=1, category="y")]
+    numbers = metrics.by_category(agreements, runs, baseline)
+    assert list(numbers) == ["x", "y"]
+    assert numbers["x"]["alpha"]["mean"] == 0.5
+    assert numbers["x"]["tau"]["mean"] == 2.0
+    assert numbers["y"]["tau"] is None  # its only answer is one token long
+    assert numbers["y"]["speedup"]["n"] == 1
+
+
+# --- against a slow reference ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_acceptance_against_a_plain_loop(seed):
+    runs = random_runs(random.Random(seed))
+    tokens = calls = drafted = accepted = 0
+    blocks = []
+    for run in runs:
+        for i in range(len(run.block_tokens)):
+            if run.last_truncated and i == len(run.block_tokens) - 1:
+                continue
+            tokens += run.block_tokens[i]
+            calls += 1
+            drafted += run.drafted[i]
+            accepted += run.accepted[i]
+            blocks.append((run.drafted[i], run.accepted[i]))
+    assert metrics.tau(runs)["mean"] == pytest.approx(tokens / calls)
+    assert metrics.mean_drafted(runs) == pytest.approx(drafted / calls)
+    assert metrics.accepted_over_drafted(runs)["mean"] == pytest.approx(accepted / drafted)
+    # tau is one token plus what was accepted
+    assert metrics.tau(runs)["mean"] == pytest.approx(1 + accepted / calls)
+    for place in metrics.per_position(runs):
+        i = place["position"]
+        reached = [a for d, a in blocks if d >= i]
+        assert place["drafts"] == len(reached)
+        first = sum(a >= i for a in reached)
+        before = sum(a >= i - 1 for a in reached)
+        assert place["marginal"]["mean"] == pytest.approx(first / len(reached))
+        if before:
+            assert place["conditional"]["mean"] == pytest.approx(first / before)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_speed_against_a_plain_loop(seed):
+    rng = random.Random(seed)
+    runs = random_runs(rng)
+    baseline = [
+        make_baseline(run.prompt_id, rng.randint(2, 9), rng.uniform(0.5, 2)) for run in runs
+    ]
+    rng.shuffle(baseline)
+    seconds = sum(r.prefill_seconds + sum(r.block_seconds) for r in runs) / sum(
+        len(r.tokens) for r in runs
+    )
+    base = sum(r.prefill_seconds + sum(r.block_seconds) for r in baseline) / sum(
+        len(r.tokens) for r in baseline
+    )
+    speedup = metrics.speedup(runs, baseline)
+    assert speedup["mean"] == pytest.approx(base / seconds)
+    assert speedup["ci95"][0] < speedup["mean"] < speedup["ci95"][1]
+    tau, gamma = metrics.tau(runs)["mean"], metrics.mean_drafted(runs)
+    block = gamma * COSTS.draft_step + np.interp(gamma + 1, [1, 2, 3, 4], [1, 1.1, 1.2, 1.4])
+    wide = StepCosts(0.1, 1.0, {**COSTS.target_verify, 5: 1.5}, 9)
+    assert metrics.predicted_speedup(runs, wide)["mean"] == pytest.approx(tau / block)
+
+
+def slow_looped(tokens):
+    flags = [False] * len(tokens)
+    for period in range(1, 65):
+        for start in range(len(tokens)):
+            stop = start + period
+            while stop < len(tokens) and tokens[stop] == tokens[stop - period]:
+                stop += 1
+            if stop - start >= max(3 * period, 8) and stop <= len(tokens):
+                flags[start:stop] = [True] * (stop - start)
+    return flags
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_looped_against_a_plain_loop(seed):
+    rng = random.Random(seed)
+    tokens = []
+    while len(tokens) < 120:
+        pattern = [rng.randint(0, 3) for _ in range(rng.randint(1, 12))]
+        tokens += pattern * rng.choice([1, 1, 2, 3, 4])
+    assert metrics.looped(tokens).tolist() == slow_looped(tokens)
+
+
+def test_the_bootstrap_is_repeatable_and_draws_whole_rows():
+    columns = np.arange(12, dtype=float).reshape(6, 2)
+    totals = metrics.bootstrap_totals(columns)
+    assert totals.shape == (10_000, 2)
+    assert np.array_equal(totals, metrics.bootstrap_totals(columns))
+    # each row is (2k, 2k + 1): over 6 drawn rows the second column is always 6 more
+    assert np.array_equal(totals[:, 1] - totals[:, 0], np.full(10_000, 6.0))
+    assert totals.mean(axis=0) == pytest.approx(columns.sum(axis=0), rel=0.02)
+
+
+def test_the_bootstrap_of_many_prompts_is_chunked_without_changing_its_kind():
+    columns = np.ones((5_000, 2))
+    assert (metrics.bootstrap_totals(columns, resamples=1_000) == 5_000).all()
+
+
+# --- coverage --------------------------------------------------------------------------------
+
+
+def simulate(rng, alpha, gamma, prompts=60, blocks=15):
+    """Blocks in which every drafted token is accepted with probability alpha, independently."""
+    accepted = (rng.random((prompts, blocks, gamma)) < alpha).cumprod(axis=2).sum(axis=2)
+    return [
+        make_run(str(i), [int(a) for a in row], [gamma] * blocks, [1.0] * blocks)
+        for i, row in enumerate(accepted)
+    ]
+
+
+def test_intervals_cover_the_truth_about_95_times_in_100(monkeypatch):
+    monkeypatch.setattr(metrics, "bootstrap_totals", _fewer_resamples(metrics.bootstrap_totals))
+    rng = np.random.default_rng(1)
+    alpha, gamma, trials = 0.6, 3, 300
+    tau = sum(alpha**i for i in range(gamma + 1))
+    hits = {"tau": 0, "rate": 0, "third": 0}
+    for _ in range(trials):
+        runs = simulate(rng, alpha, gamma)
+        hits["tau"] += covers(metrics.tau(runs), tau)
+        hits["rate"] += covers(metrics.accepted_over_drafted(runs), (tau - 1) / gamma)
+        hits["third"] += covers(metrics.per_position(runs)[2]["marginal"], alpha**3)
+    for name, count in hits.items():
+        assert 0.91 <= count / trials <= 0.985, (name, count / trials)
+
+
+def test_intervals_cover_where_prompts_differ_in_difficulty(monkeypatch):
+    """A bootstrap over tokens would fail this: tokens of one prompt are alike."""
+    monkeypatch.setattr(metrics, "bootstrap_totals", _fewer_resamples(metrics.bootstrap_totals))
+    rng = np.random.default_rng(2)
+    trials, hits = 300, 0
+    for _ in range(trials):
+        easy = rng.beta(3, 2, size=80)  # mean 0.6
+        agreed = rng.binomial(40, easy)
+        agreements = [Agreement(str(i), None, float(k), 40) for i, k in enumerate(agreed)]
+        hits += covers(metrics.alpha(agreements), 0.6)
+    assert 0.91 <= hits / trials <= 0.985
+
+
+def _fewer_resamples(bootstrap):
+    return lambda columns: bootstrap(columns, resamples=800)
+
+
+def covers(measured, truth):
+    low, high = measured["ci95"]
+    return low <= truth <= high
+
+
+# --- degenerate input ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: metrics.alpha([]),
+        lambda: metrics.alpha([Agreement("a", None, 0.0, 0)]),
+        lambda: metrics.tau([]),
+        lambda: metrics.tau([make_run("a", (1,), (2,), (1.0,), cut=1)]),  # only a cut block
+        lambda: metrics.mean_drafted([]),
+        lambda: metrics.accepted_over_drafted([make_baseline()]),
+        lambda: metrics.per_position([make_baseline()]),
+        lambda: metrics.speedup([], []),
+        lambda: metrics.tokens_per_s([]),
+        lambda: metrics.itl_ms([make_baseline(tokens=1)]),
+        lambda: metrics.alpha_gain([], []),
+    ],
+)
+def test_nothing_to_measure_is_an_error(call):
+    with pytest.raises(NothingToMeasure):
+        call()
+
+
+def test_zero_time_is_an_error_not_infinity():
+    idle = make_run(seconds=(0.0, 0.0, 0.0), prefill=0.0)
+    with pytest.raises(ValueError, match="speedup is not a finite number"):
+        metrics.speedup([idle], [make_baseline()])
+    with pytest.raises(ValueError, match="a time is zero"):
+        metrics.check_runs([idle])
+    with pytest.raises(ValueError, match="positive seconds"):
+        metrics.c(StepCosts(0.1, 0.0, {1: 1.0}, 9))
+
+
+def test_other_prompts_on_both_sides_are_an_error():
+    with pytest.raises(ValueError, match="'a' among them"):
+        metrics.speedup([make_run("a")], [make_baseline("b")])
+    with pytest.raises(ValueError, match="same prompts"):
+        metrics.alpha_gain([Agreement("a", None, 1, 1)], [Agreement("b", None, 1, 1)])
+
+
+def test_impossible_agreement_is_an_error():
+    with pytest.raises(ValueError, match="alpha_sum 3"):
+        metrics.alpha([Agreement("a", None, 3.0, 2)])
+    rounding = metrics.alpha([Agreement("a", None, 2.0000001, 2)])
+    assert rounding["mean"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": [1, 2]}, "were emitted by calls"),
+        ({"drafted": [2, 2]}, "differ in length"),
+        ({"accepted": [1, 0, 3]}, "accepted 3 of 2"),
+        ({"accepted": [1, 0, 1]}, "one more is due"),
+        ({"block_seconds": [1.0, -1.0, 1.0]}, "a time is zero or negative"),
+    ],
+)
+def test_a_log_that_contradicts_itself_is_refused(change, message):
+    run = make_run()
+    for name, value in change.items():
+        setattr(run, name, value)
+    with pytest.raises(ValueError, match=message):
+        metrics.check_runs([run])
+
+
+def test_good_logs_pass_and_doubles_do_not():
+    runs = random_runs(random.Random(0))
+    metrics.check_runs(runs)
+    assert all(math.isfinite(run.seconds) for run in runs)
+    with pytest.raises(ValueError, match="occurs twice"):
+        metrics.check_runs([runs[0], runs[0]])
