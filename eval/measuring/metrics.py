@@ -9,11 +9,12 @@ prose what is in each number and what is not.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
+
+from eval.measuring.log import Agreement, Floats, PromptRun, StepCosts
 
 RESAMPLES = 10_000
 SEED = 20240817
@@ -23,8 +24,6 @@ SEED = 20240817
 LOOP_PERIOD = 64
 LOOP_REPEATS = 3
 LOOP_TOKENS = 8
-
-Floats = NDArray[np.float64]
 
 
 class NothingToMeasure(ValueError):
@@ -46,103 +45,6 @@ class PositionAcceptance(TypedDict):
     drafts: int
     marginal: Measured
     conditional: Measured | None
-
-
-@dataclass
-class PromptRun:
-    """One prompt decoded once, with a draft or without (the baseline).
-
-    Decoded alone, its seconds are its own; in a `Batch` they are those of all rows together. The
-    first token comes from the prefill, each later one from a *block*: one target call.
-    `tokens` has 1 + sum(block_tokens) entries, EOS included where it was emitted.
-    """
-
-    prompt_id: str
-    category: str | None
-    prompt_tokens: int
-    tokens: list[int]
-    prefill_seconds: float  # start -> first token emitted
-    block_seconds: list[float]  # decode phase, one entry a target call
-    block_tokens: list[int]  # tokens emitted by that call (baseline: all 1)
-    drafted: list[int]  # tokens drafted for that call (baseline: all 0)
-    accepted: list[int]  # of these, how many verification accepted
-    last_truncated: bool  # the last block was cut by max_new_tokens or EOS
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        return cls(**fields)
-
-    @property
-    def seconds(self) -> float:
-        """Wall time of the whole answer, prefill included."""
-        return self.prefill_seconds + sum(self.block_seconds)
-
-    @property
-    def whole_blocks(self) -> int:
-        """How many blocks count towards tau: all but a last one that was cut."""
-        return len(self.block_tokens) - int(self.last_truncated and bool(self.block_tokens))
-
-
-@dataclass
-class Agreement:
-    """sum_x min(p, q) summed over the positions of one target-generated answer, teacher-forced.
-
-    At temperature 0 a position adds 1 where argmax p = argmax q, else 0. values: what each position
-    added. guesses: argmax q at each, as a target id. rules: at temperatures to compare, the sums
-    that `rule_acceptance` (eval/measuring/timing.py) gives; empty where they were not taken.
-    """
-
-    prompt_id: str
-    category: str | None
-    alpha_sum: float
-    positions: int
-    values: list[float] = field(default_factory=list)
-    guesses: list[int] = field(default_factory=list)
-    rules: dict[float, dict[str, float]] = field(default_factory=dict)
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        rules = {float(temperature): sums for temperature, sums in fields["rules"].items()}
-        return cls(**fields | {"rules": rules})
-
-
-@dataclass
-class StepCosts:
-    """Seconds of isolated forwards at the run's mean context length, batch size 1."""
-
-    draft_step: float
-    target_step: float
-    target_verify: dict[int, float]  # key: number of tokens in the call, 1..max_gamma+1
-    context_length: int
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        verify = {int(width): seconds for width, seconds in fields["target_verify"].items()}
-        return cls(**fields | {"target_verify": verify})
-
-    @property
-    def max_gamma(self) -> int:
-        """The longest draft whose verification was timed."""
-        return max(self.target_verify) - 1
-
-    def verify(self, tokens: float | Floats) -> Floats:
-        """Seconds of a target call on `tokens` tokens; between timed widths, a straight line.
-
-        Raises ValueError for a width beyond the widest one timed.
-        """
-        widths = np.array(sorted(self.target_verify), dtype=np.float64)
-        widest = float(np.max(tokens))
-        if widest > widths[-1] + 1e-9:
-            raise ValueError(
-                f"target calls were timed up to {int(widths[-1])} tokens, but {widest:g} are "
-                f"needed; time them up to gamma + 1"
-            )
-        if self.target_step <= 0 or self.draft_step <= 0 or min(self.target_verify.values()) <= 0:
-            raise ValueError(f"step costs must be positive seconds, got {self}")
-        seconds = np.array([self.target_verify[int(width)] for width in widths])
-        if widths[0] > 1:
-            widths, seconds = np.r_[1.0, widths], np.r_[self.target_step, seconds]
-        return np.asarray(np.interp(tokens, widths, seconds), dtype=np.float64)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,0 +1,171 @@
+"""The raw log of an evaluation: what was decoded, agreed and timed, before any statistic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from eval.measuring.atlas import Answer
+
+Floats = NDArray[np.float64]
+
+
+@dataclass
+class PromptRun:
+    """One prompt decoded once, with a draft or without (the baseline).
+
+    Decoded alone, its seconds are its own; in a `Batch` they are those of all rows together. The
+    first token comes from the prefill, each later one from a *block*: one target call.
+    `tokens` has prefill_tokens + sum(block_tokens) entries, EOS included where it was emitted.
+    """
+
+    prompt_id: str
+    category: str | None
+    prompt_tokens: int
+    tokens: list[int]
+    prefill_seconds: float  # start -> first token emitted
+    block_seconds: list[float]  # decode phase, one entry a target call
+    block_tokens: list[int]  # tokens emitted by that call (baseline: all 1)
+    drafted: list[int]  # tokens drafted for that call (baseline: all 0)
+    accepted: list[int]  # of these, how many verification accepted
+    last_truncated: bool  # the last block was, or could have been, cut by max_new_tokens
+    group: str | None = None  # prompts of one document or source share it; None: its own
+    prefill_tokens: int = 1  # tokens that the prefill emitted: more where an engine drafts for it
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        return cls(**fields)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the whole answer, prefill included."""
+        return self.prefill_seconds + sum(self.block_seconds)
+
+    @property
+    def whole_blocks(self) -> int:
+        """How many blocks count towards tau: all but a last one that was cut."""
+        return len(self.block_tokens) - int(self.last_truncated and bool(self.block_tokens))
+
+
+@dataclass
+class Agreement:
+    """sum_x min(p, q) summed over the positions of one target-generated answer, teacher-forced.
+
+    At temperature 0 a position adds 1 where argmax p = argmax q, else 0. values: what each position
+    added. guesses: argmax q at each, as a target id. rules: at temperatures to compare, the sums
+    that `rule_acceptance` (eval/measuring/timing.py) gives; empty where they were not taken.
+    """
+
+    prompt_id: str
+    category: str | None
+    alpha_sum: float
+    positions: int
+    values: list[float] = field(default_factory=list)
+    guesses: list[int] = field(default_factory=list)
+    rules: dict[float, dict[str, float]] = field(default_factory=dict)
+    group: str | None = None
+    stopped: bool = False  # the answer ends with a stop token, not at the length limit
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        rules = {float(temperature): sums for temperature, sums in fields["rules"].items()}
+        return cls(**fields | {"rules": rules})
+
+
+@dataclass
+class StepCosts:
+    """Seconds of isolated forwards at the run's mean context length, batch size 1."""
+
+    draft_step: float
+    target_step: float
+    target_verify: dict[int, float]  # key: number of tokens in the call, 1..max_gamma+1
+    context_length: int
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        verify = {int(width): seconds for width, seconds in fields["target_verify"].items()}
+        return cls(**fields | {"target_verify": verify})
+
+    @property
+    def max_gamma(self) -> int:
+        """The longest draft whose verification was timed."""
+        return max(self.target_verify) - 1
+
+    def verify(self, tokens: float | Floats) -> Floats:
+        """Seconds of a target call on `tokens` tokens; between timed widths, a straight line.
+
+        Raises ValueError for a width beyond the widest one timed.
+        """
+        widths = np.array(sorted(self.target_verify), dtype=np.float64)
+        widest = float(np.max(tokens))
+        if widest > widths[-1] + 1e-9:
+            raise ValueError(
+                f"target calls were timed up to {int(widths[-1])} tokens, but {widest:g} are "
+                f"needed; time them up to gamma + 1"
+            )
+        if self.target_step <= 0 or self.draft_step <= 0 or min(self.target_verify.values()) <= 0:
+            raise ValueError(f"step costs must be positive seconds, got {self}")
+        seconds = np.array([self.target_verify[int(width)] for width in widths])
+        if widths[0] > 1:
+            widths, seconds = np.r_[1.0, widths], np.r_[self.target_step, seconds]
+        return np.asarray(np.interp(tokens, widths, seconds), dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class DraftLog:
+    """One draft on the prompts of a run; `runs` and `baseline` are interleaved, prompt by prompt.
+
+    What an engine cannot measure is None, and `missing` says why: report field -> reason.
+    gamma: the draft length chosen for this draft. memory: {target_bytes, draft_bytes,
+    kv_bytes_per_token: {target, draft}} in the form measured. lossless: the ledger of greedy texts.
+    gamma_sweep: measured points {gamma, tau, speedup}. other_prompts: {source, sha256, alpha}.
+    by_temperature: (runs, baseline runs) by the temperature they were decoded at. counters: a
+    server's own.
+    """
+
+    name: str
+    path: str
+    form: str
+    vocabulary: dict[str, Any]
+    runs: list[PromptRun]
+    baseline: list[PromptRun]
+    lossless: dict[str, Any]
+    gamma: int | None
+    gamma_policy: str
+    agreement: list[Agreement] | None = None
+    costs: StepCosts | None = None
+    memory: dict[str, Any] | None = None
+    full_form_bytes: int | None = None
+    gamma_sweep: list[dict[str, Any]] = field(default_factory=list)
+    other_prompts: dict[str, Any] | None = None
+    by_batch_size: list[dict[str, Any]] = field(default_factory=list)
+    by_temperature: dict[float, tuple[list[PromptRun], list[PromptRun]]] = field(
+        default_factory=dict
+    )
+    counters: dict[str, Any] | None = None
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """What all drafts of a run have in common; decoding and prompts as in the report.
+
+    over_stock_generate: tokens/s of the baseline over stock `generate`, {mean, ci95, n}, None where
+    the baseline is stock. answers: the texts that alpha was taken on. spell: bytes of a token id.
+    """
+
+    target: str
+    engine: str
+    device: str
+    dtype: str
+    decoding: dict[str, Any]
+    prompts: dict[str, Any]
+    provenance: dict[str, Any]
+    over_stock_generate: Any = None
+    answers: list[Answer] = field(default_factory=list)
+    spell: Callable[[int], bytes] = lambda token: b""
