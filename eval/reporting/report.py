@@ -44,12 +44,19 @@ class Part(BaseModel):
 
 
 class Measured(Part):
-    """95% percentile bootstrap intervals over prompts, by document where prompts name a group
-    (10,000 resamples, fixed seed); n is the number of prompts."""
+    """A number, its interval, and the prompts it rests on."""
 
     mean: float
-    ci95: tuple[float, float] = Field(description="the 95% interval")
-    n: Positive = Field(description="how many prompts it rests on")
+    ci95: tuple[float, float] = Field(
+        description="95%, percentile bootstrap over prompts, or over their documents where they "
+        "name a group (10,000 resamples, fixed seed); n is the number of prompts."
+    )
+    n: Positive
+
+    def __format__(self, form: str) -> str:
+        """`0.51 [0.49,0.53]` with the form `.2f`."""
+        low, high = self.ci95
+        return f"{self.mean:{form}} [{low:{form}},{high:{form}}]"
 
     @model_validator(mode="after")
     def _interval_runs_forwards(self) -> Self:
@@ -449,7 +456,7 @@ class DraftReport(Part):
 
 
 class Gain(Part):
-    """difference to the draft named, on the same prompts."""
+    """What a draft has more than another, on the same prompts."""
 
     draft: str
     over: str
@@ -512,7 +519,7 @@ class Findings(Part):
     decoding: DecodingSetting
     prompts: PromptsUsed
     drafts: dict[str, DraftReport] = Field(min_length=1, description="by name")
-    gain: list[Gain] = Field(description="each draft against the first, on the same prompts")
+    gain: list[Gain] = Field(description="difference to the draft named, on the same prompts.")
     provenance: dict[str, JsonValue]
 
     @property
