@@ -50,6 +50,9 @@ class Prompt:
         return "\n".join(message["content"] for message in self.messages or [])
 
 
+Batch = tuple[list[Prompt], list[list[int]]]  # prompts that are decoded together, and their ids
+
+
 @dataclass(frozen=True)
 class PromptSet:
     """Prompts with their token ids, and where they came from."""
@@ -67,7 +70,7 @@ class PromptSet:
         keep = _drawn(len(self.prompts), count, seed)
         return PromptSet(self.source, [self.prompts[i] for i in keep], [self.ids[i] for i in keep])
 
-    def batches(self, size: int) -> list[tuple[list[Prompt], list[list[int]]]]:
+    def batches(self, size: int) -> list[Batch]:
         """So many prompts at a time with their ids, the last ones left out where they fill none."""
         return [
             (self.prompts[at : at + size], self.ids[at : at + size])

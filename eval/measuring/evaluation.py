@@ -27,7 +27,6 @@ from eval.measuring.log import Agreement, DraftLog, PromptRun, RunLog, StepCosts
 from eval.measuring.losslessness import LosslessCheck
 from eval.measuring.timing import (
     ALONE,
-    Batch,
     Contender,
     choose_gamma,
     decode_in_turns,
@@ -35,7 +34,7 @@ from eval.measuring.timing import (
     step_costs,
     sweep_gamma,
 )
-from eval.prompts import PromptSet
+from eval.prompts import Batch, PromptSet
 from eval.reporting.report import Report
 
 
@@ -163,8 +162,9 @@ def evaluate(
                 gamma_sweep=sweep_gamma(target, name, drafter, swept, how, plan.max_gamma, journal)
                 if plan.sweep_prompts
                 else [],
-                other_prompts=others
-                and {
+                other_prompts=None
+                if others is None
+                else {
                     "source": others.source,
                     "sha256": others.sha256,
                     "alpha": metrics.alpha(outside[name]),

@@ -21,7 +21,7 @@ from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.measuring.agreement import target_texts
 from eval.measuring.log import PromptRun
-from eval.measuring.timing import Batch
+from eval.prompts import Batch
 
 
 def first_divergence(one: Sequence[int], other: Sequence[int]) -> int:
@@ -95,8 +95,8 @@ class LosslessCheck:
                     near.append((batch, ties))
         if near:
             self._read_exactly([(batch, list(ties)) for batch, ties in near])
-            for batch, ties in tqdm(near, desc="check ties in fp32", unit="batch"):
-                exact = decode(self.exact, drafter, *batch, self.how, length)
+            for (prompts, ids), ties in tqdm(near, desc="check ties in fp32", unit="batch"):
+                exact = decode(self.exact, drafter, prompts, ids, self.how, length)
                 for row, entry in ties.items():
                     entry["tie"] = exact[row].tokens == self.exact_texts[exact[row].prompt_id]
         return ledger(sum(len(prompts) for prompts, _ in batches), found)

@@ -21,7 +21,7 @@ from eval.decoding.verification import Sampling
 from eval.measuring import metrics
 from eval.measuring.journal import Journal
 from eval.measuring.log import PromptRun, StepCosts
-from eval.prompts import Prompt, PromptSet
+from eval.prompts import Batch, PromptSet
 
 R = TypeVar("R")
 
@@ -32,8 +32,6 @@ WARM_UP_TOKENS = 8
 STOP_BELOW = (0.2, 0.4, 0.6)  # a token in hand pays from about (draft + width) / target on
 TUNING_TOKENS = 64  # of an answer are enough to compare draft lengths
 
-# Prompts that are decoded together, and their ids.
-Batch = tuple[Sequence[Prompt], Sequence[list[int]]]
 # A contender: the target alone, or with a drafter of one draft length.
 Contender = tuple[Drafter | None, DraftLength]
 ALONE: Contender = (None, DraftLength(0))
@@ -90,9 +88,9 @@ def choose_gamma(
 
     batches = prompts.batches(1)
     decode(target.decoder, drafter, *batches[0], how, lengths[0])  # warm-up
-    for done, batch in enumerate(tqdm(batches, desc="choose gamma", unit="prompt"), 1):
+    for done, (rows, ids) in enumerate(tqdm(batches, desc="choose gamma", unit="prompt"), 1):
         for length in lengths:
-            (run,) = decode(target.decoder, drafter, *batch, how, length)
+            (run,) = decode(target.decoder, drafter, rows, ids, how, length)
             seconds[length] += run.seconds
             tokens[length] += len(run.tokens)
         if done & (done - 1) == 0 and len(lengths) > 2:
@@ -189,16 +187,17 @@ def over_stock_generate(
         pad_token_id=min(how.stops),
     )
     stock: Any = target.model  # transformers wraps `generate` in a type that mypy cannot call
-    rows = []
+    rows: list[tuple[float, ...]] = []
     some = prompts.batches(1)[:STOCK_PROMPTS]
-    for turn, batch in enumerate(tqdm([some[0], *some], desc="stock generate", unit="prompt")):
-        tokens = torch.tensor(batch[1], device=target.decoder.device)
+    bar = tqdm([some[0], *some], desc="stock generate", unit="prompt")
+    for turn, (prompt, ids) in enumerate(bar):
+        tokens = torch.tensor(ids, device=target.decoder.device)
         clock = time.perf_counter()
         output = stock.generate(
             tokens, attention_mask=torch.ones_like(tokens), generation_config=config
         )
         stock_seconds = time.perf_counter() - clock
-        (ours,) = decode(target.decoder, None, *batch, greedy, DraftLength(0))
+        (ours,) = decode(target.decoder, None, prompt, ids, greedy, DraftLength(0))
         if turn > 0:  # the first is warm-up
             emitted = output.shape[1] - tokens.shape[1]
             rows.append((len(ours.tokens), ours.seconds, emitted, stock_seconds))

@@ -147,7 +147,7 @@ def test_sampled_batches_keep_the_targets_distribution(tiny):
     """Counts of the third token over many seeds, with rows that draft unequal numbers."""
     from scipy.stats import chi2
 
-    vocab, runs = 6, 3000
+    vocab, runs = 6, 800
     target = build_decoder(tiny(0, vocab), 40)
     own = nearest_state.NearestState(vocab_size=vocab, vocabulary={}, layers=(2,))
     ids = [[1, 2, 1, 2, 1], [3, 3, 3]]
