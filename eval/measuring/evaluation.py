@@ -312,7 +312,7 @@ def _agreement(
     """Agreements by draft, entropy, and the target's texts they were taken on."""
     if prompts is None:
         return {}, [], []
-    texts = journal.once(f"texts, {stage}", lambda: target_texts(target, prompts.ids, how))
+    texts = journal.once(f"texts for {stage}", lambda: target_texts(target, prompts.ids, how))
     return *measure_agreement(target, drafters, prompts, texts, how, journal, stage), texts
 
 
