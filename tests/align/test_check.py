@@ -543,7 +543,7 @@ def test_a_slow_only_tokenizer_exits_with_2(tmp_path, write_tokenizer, capsys, m
     target = write_tokenizer(tmp_path / "target")
     draft = write_tokenizer(tmp_path / "draft")
     (tmp_path / "draft" / "tokenizer.json").unlink()
-    monkeypatch.setattr("align.side.load_tokenizer", lambda spec: SlowTokenizer())
+    monkeypatch.setattr("align.vocabulary.load_tokenizer", lambda spec: SlowTokenizer())
     before = sorted(tmp_path.rglob("*"))
     assert main(["--target", target, "--draft", draft]) == 2
     error = capsys.readouterr().err

@@ -9,9 +9,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 
 from align.check import check_pair
 from align.checks import VOCAB_MAP
-from align.side import read_side
 from align.sources import SourceError
-from align.vocab_map import MapError, Reader, build_map, load_map, save_map
+from align.vocab_map import MapError, Retokenizer, build_map, load_map, save_map
+from align.vocabulary import read_vocabulary
 
 
 def write(folder, tokenizer):
@@ -23,7 +23,7 @@ def write(folder, tokenizer):
     (folder / "config.json").write_text(json.dumps(config))
     special = {"eos_token": "<|im_end|>"} if eos is not None else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
-    return read_side(str(folder))
+    return read_vocabulary(str(folder))
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def rewritten(side, folder, change):
     for name in ("config.json", "tokenizer_config.json"):
         (folder / name).write_text((side.folder / name).read_text())
     (folder / "tokenizer.json").write_text(json.dumps(backend))
-    return read_side(str(folder))
+    return read_vocabulary(str(folder))
 
 
 @pytest.fixture(params=["byte_level", "sentencepiece"])
@@ -69,12 +69,12 @@ def both_ways(request, byte_level, sentencepiece):
 
 def test_a_text_reaches_the_draft_byte_by_byte(both_ways, text):
     target, draft = both_ways
-    reader = Reader(build_map(target, draft), target, draft)
+    retokenizer = Retokenizer(build_map(target, draft), target, draft)
     ids = target.encode(text.encode())
     # no byte is lost, but for "▁", which SentencePiece cannot tell from a space
     written = text.replace("▁", " ") if "<unk>" in target.special_texts.values() else text
     assert target.bytes_of(ids) in (written.encode(), text.encode())
-    assert draft.bytes_of(reader.read(ids)) == target.bytes_of(ids)
+    assert draft.bytes_of(retokenizer.continuation(ids)) == target.bytes_of(ids)
     assert draft.bytes_of(draft.encode(text.encode())) == text.encode()
 
 
@@ -93,12 +93,12 @@ def test_the_map_round_trips_by_bytes(both_ways):
     assert len(found.mapped) > 256  # the byte units, and more
     for d in found.mapped.tolist():
         t = int(found.to_target[d])
-        assert target.keys[t] == draft.keys[d]
-        assert draft.keys[int(found.to_draft[t])] == draft.keys[d]
+        assert target.tokens[t] == draft.tokens[d]
+        assert draft.tokens[int(found.to_draft[t])] == draft.tokens[d]
     for t, d in enumerate(found.to_draft.tolist()):
         if d >= 0:
-            assert draft.keys[d] == target.keys[t]
-            assert target.keys[int(found.to_target[d])] == target.keys[t]
+            assert draft.tokens[d] == target.tokens[t]
+            assert target.tokens[int(found.to_target[d])] == target.tokens[t]
 
 
 def test_byte_pieces_and_written_ones_are_many_to_one(sentencepiece, byte_level):
@@ -117,10 +117,10 @@ def test_a_byte_piece_listed_after_the_written_one_does_not_win(
 
     side = rewritten(sentencepiece, tmp_path / "gemma", swap)
     found = build_map(side, byte_level)
-    newline = byte_level.spell(b"\n")
+    newline = byte_level.longest_match(b"\n")
     written = side.backend["model"]["vocab"]["\n"]
     assert found.to_target[newline].tolist() == [written] == side.encode(b"\n")
-    assert side.spell(b"\n") == side.encode(b"\n")
+    assert side.longest_match(b"\n") == side.encode(b"\n")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -151,8 +151,10 @@ def test_a_space_that_sentencepiece_begins_texts_with_is_taken_off(
     raw = side.plain_tokenizer.encode(text, add_special_tokens=False).ids
     assert side.bytes_of(raw) == (b" " if text else b"") + written.encode()
     assert side.bytes_of(side.encode(text.encode())) in (written.encode(), text.encode())
-    reader = Reader(build_map(byte_level, side), byte_level, side)
-    assert side.bytes_of(reader.read(byte_level.encode(text.encode()))) == text.encode()
+    retokenizer = Retokenizer(build_map(byte_level, side), byte_level, side)
+    assert (
+        side.bytes_of(retokenizer.continuation(byte_level.encode(text.encode()))) == text.encode()
+    )
 
 
 @pytest.fixture
@@ -161,7 +163,7 @@ def sides(tmp_path, write_tokenizer):
 
     def make(target=None, **draft):
         specs = (("target", target or {}), ("draft", draft))
-        return [read_side(write_tokenizer(tmp_path / name, **how)) for name, how in specs]
+        return [read_vocabulary(write_tokenizer(tmp_path / name, **how)) for name, how in specs]
 
     return make
 
@@ -197,11 +199,11 @@ def test_an_end_of_text_is_one_whatever_it_is_called(sides):
 
 def test_a_bos_becomes_what_the_draft_begins_with(sides):
     target, draft = sides(added=("<begin>", "</s>"), tokenizer_config={"bos_token": "<begin>"})
-    reader = Reader(build_map(target, draft), target, draft)
-    assert reader.begin([8, 0, 1]) == [0, 1]
+    retokenizer = Retokenizer(build_map(target, draft), target, draft)
+    assert retokenizer.from_start([8, 0, 1]) == [0, 1]
     draft.prefix = [8]
-    assert reader.begin([8, 0, 1]) == reader.begin([0, 1]) == [8, 0, 1]
-    assert reader.read([99]) == []  # a padding row of the target stands for nothing
+    assert retokenizer.from_start([8, 0, 1]) == retokenizer.from_start([0, 1]) == [8, 0, 1]
+    assert retokenizer.continuation([99]) == []  # a padding row of the target stands for nothing
 
 
 # --- saved
@@ -225,7 +227,7 @@ def test_a_saved_map_comes_back(saved):
 @pytest.mark.parametrize("side", ["target", "draft"])
 def test_a_map_of_another_tokenizer_is_refused(saved, write_tokenizer, tmp_path, side):
     path, target, draft = saved
-    other = read_side(write_tokenizer(tmp_path / "other", tokens="hgfedcba"))
+    other = read_vocabulary(write_tokenizer(tmp_path / "other", tokens="hgfedcba"))
     pair = (other, draft) if side == "target" else (target, other)
     with pytest.raises(MapError, match=rf"TOK-014: .*another {side} tokenizer.*delete the map"):
         load_map(path, *pair)

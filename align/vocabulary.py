@@ -1,21 +1,21 @@
-"""One side of a pair, target or draft: what its tokenizer and config files say, no model loaded."""
+"""The vocabulary of a checkpoint: tokens, special ids, rows of the head. Loads no model."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 
 from align.sources import SourceError, load_tokenizer, read_json, resolve_checkpoint
-from align.token_bytes import Key, backend_keys, byte_pieces
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from align.token_bytes import Token, backend_tokens, byte_fallback_ids, is_used
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight")
@@ -28,27 +28,31 @@ _ANY_TEXT = "".join(map(chr, range(0x180))) + "\U0010ffff"
 
 
 @dataclass
-class Side:
-    """keys: of every id (align/token_bytes.py), None where no token has it.
+class Vocabulary:
+    """Of a target or a draft, as its tokenizer and config files have it.
 
+    tokens: of every id (align/token_bytes.py), None where there is none. backend: tokenizer.json.
     special_ids: of SPECIAL_NAMES; None if the name has no token. stops: who says so -> ids that end
     a text. config: the text model's. tensors: name -> shape, empty if no weights are at hand.
     """
 
     spec: str
     folder: Path
-    keys: list[Key | None]
+    tokens: list[Token | None]
     backend: dict[str, Any]
     special_ids: dict[str, int | None]
     special_texts: dict[str, str]
     stops: dict[str, set[int]]
     chat_template: str | None
     config: dict[str, Any]
-    config_rows: int | None
     tensors: dict[str, list[int]]
 
     def _rows_of(self, names: tuple[str, ...]) -> int | None:
         return next((s[0] for name, s in self.tensors.items() if name.endswith(names)), None)
+
+    @property
+    def config_rows(self) -> int | None:
+        return self.config.get("vocab_size")
 
     @property
     def embedding_rows(self) -> int | None:
@@ -59,6 +63,11 @@ class Side:
     def head_rows(self) -> int | None:
         rows = self._rows_of(_HEADS)
         return self.embedding_rows if rows is None else rows
+
+    @property
+    def rows_suffice(self) -> bool:
+        """Whether embedding and head have a row for every id in use."""
+        return all(r is None or r >= self.count for r in (self.embedding_rows, self.head_rows))
 
     @property
     def tied(self) -> bool | None:
@@ -78,12 +87,12 @@ class Side:
     @cached_property
     def count(self) -> int:
         """One more than the highest id in use."""
-        used = (i for i in range(len(self.keys) - 1, -1, -1) if is_used(self.keys[i]))
-        return next(used, -1) + 1
+        last_first = reversed(range(len(self.tokens)))
+        return next((i + 1 for i in last_first if is_used(self.tokens[i])), 0)
 
     @cached_property
-    def used(self) -> set[Key]:
-        return {key for key in self.keys if key is not None and key[0] != "unused"}
+    def used(self) -> set[Token]:
+        return {token for token in self.tokens if is_used(token)}
 
     @property
     def all_stops(self) -> set[int]:
@@ -97,10 +106,10 @@ class Side:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        from tokenizers import Tokenizer
-
         try:
-            made = Tokenizer.from_str(json.dumps(self.backend | {"truncation": None}))
+            made = Tokenizer.from_str(
+                json.dumps(self.backend | {"truncation": None, "padding": None})
+            )
             made.encode(_ANY_TEXT)  # an unk_token that has no id is noticed when it is needed
         except Exception as error:  # the Rust library raises Exception itself
             raise SourceError(
@@ -111,8 +120,6 @@ class Side:
     @cached_property
     def plain_tokenizer(self) -> Tokenizer:
         """As `tokenizer`, but special strings in a text are only text."""
-        from tokenizers import Tokenizer
-
         plain = Tokenizer.from_str(self.tokenizer.to_str())
         plain.encode_special_tokens = True
         return plain
@@ -120,39 +127,40 @@ class Side:
     @cached_property
     def prefix(self) -> list[int]:
         """The ids that the tokenizer puts before every text (a BOS)."""
-        with_specials = self.tokenizer.encode("a").ids
-        text = self.tokenizer.encode("a", add_special_tokens=False).ids
-        at = next(
-            (i for i in range(len(with_specials)) if with_specials[i : i + len(text)] == text), 0
+        ids, text = (
+            self.tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False)
         )
-        return with_specials[:at]
+        return ids[: next((i for i in range(len(ids)) if ids[i : i + len(text)] == text), 0)]
 
     @cached_property
-    def id_of(self) -> dict[Key, int]:
-        """The id of each key in use; of tokens spelt alike the one that texts are encoded with."""
-        # a byte piece stands for a byte only where no written piece does, wherever it is listed
+    def id_of(self) -> dict[Token, int]:
+        """The id of each token in use; of equal ones that which texts are encoded with."""
+        # a byte-fallback token stands for a byte only where no other does, wherever it is listed
         # (Gemma's "\n" is 107, its "<0x0A>" 248); tokens added later are matched first
-        pieces = byte_pieces(self.backend)
-        order = [*sorted(pieces), *(i for i in range(len(self.keys)) if i not in pieces)]
-        return {key: i for i in order if (key := self.keys[i]) is not None and is_used(key)}
+        fallback = byte_fallback_ids(self.backend)
+        order = [*sorted(fallback), *(i for i in range(len(self.tokens)) if i not in fallback)]
+        return {token: i for i in order if is_used(token := self.tokens[i])}
 
     @cached_property
-    def longest_match(self) -> tuple[dict[bytes, int], int]:
+    def _normal_ids(self) -> tuple[dict[bytes, int], int]:
         """Bytes -> id of every normal token, and the length of the longest."""
-        ids = {spelt: i for (kind, spelt), i in self.id_of.items() if kind == "normal" and spelt}
+        ids = {raw: i for (kind, raw), i in self.id_of.items() if kind == "normal" and raw}
         return ids, max(map(len, ids), default=0)
+
+    def token(self, i: int) -> Token | None:
+        """The token of any id, None where there is none."""
+        return self.tokens[i] if i < len(self.tokens) else None
 
     def bytes_of(self, ids: Sequence[int]) -> bytes:
         """The bytes that ids stand for; an id without a token stands for none."""
-        spelt = (self.keys[i] if i < len(self.keys) else None for i in ids)
-        return b"".join(key[1] for key in spelt if key is not None)
+        return b"".join(token.raw for i in ids if (token := self.token(i)) is not None)
 
-    def spell(self, data: bytes) -> list[int]:
-        """Ids of normal tokens that spell any bytes, each the longest that fits.
+    def longest_match(self, data: bytes) -> list[int]:
+        """Ids of normal tokens that stand for any bytes, each the longest that fits.
 
         A byte that no token begins with is left out.
         """
-        ids, longest = self.longest_match
+        ids, longest = self._normal_ids
         found, at = [], 0
         while at < len(data):
             for end in range(min(at + longest, len(data)), at, -1):
@@ -167,78 +175,71 @@ class Side:
     def encode(self, data: bytes) -> list[int]:
         """Ids of a stretch of text that stands anywhere, special strings in it taken as text.
 
-        The tokenizer's own where they spell the very bytes, else (a normaliser, half a character)
-        those of `spell`.
+        The tokenizer's own where they stand for the very bytes, else (a normaliser, half a
+        character) those of `longest_match`.
         """
         try:
             text = data.decode()
         except UnicodeDecodeError:
-            return self.spell(data)
+            return self.longest_match(data)
         ids = self.plain_tokenizer.encode(text, add_special_tokens=False).ids
-        spelt = self.bytes_of(ids)
-        if spelt == b" " + data and ids:  # SentencePiece begins every text with a space
-            first = self.bytes_of(ids[:1])
-            ids = self.spell(first[1:]) + ids[1:]
-            spelt = self.bytes_of(ids)
-        return ids if spelt == data else self.spell(data)
+        if ids and self.bytes_of(ids) == b" " + data:  # SentencePiece begins texts with a space
+            ids = self.longest_match(self.bytes_of(ids[:1])[1:]) + ids[1:]
+        return ids if self.bytes_of(ids) == data else self.longest_match(data)
 
 
-def read_side(spec: str, weights: bool = False) -> Side:
-    """One side of a pair by its spec (align/sources.py).
+def read_vocabulary(spec: str, weights: bool = False) -> Vocabulary:
+    """The vocabulary of a checkpoint by its spec (align/sources.py).
 
     weights: also fetch the weights of a Hub checkpoint, whose headers tell the real rows and biases
     (headers of local weights are always read).
     Raises SourceError, with code TOK-000 or TOK-013, for input that is missing or ill-formed.
     """
     try:
-        return _read(spec, weights)
+        _refuse_adapter_with_rows(Path(spec).expanduser() / ADAPTER)
+        folder = resolve_checkpoint(spec, weights=weights)
+        backend = _read_backend(spec, folder)
+        try:
+            return _parse(spec, folder, backend)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise SourceError(
+                f"The tokenizer or config files of {spec!r} are ill-formed "
+                f"({type(error).__name__}: {error}); restore them in {folder}."
+            ) from error
     except SourceError as error:
         coded = str(error).startswith("TOK-")
         raise SourceError(str(error) if coded else f"TOK-000: {error}") from error
 
 
-def _read(spec: str, weights: bool) -> Side:
-    _refuse_adapter_with_rows(Path(spec).expanduser())
-    folder = resolve_checkpoint(spec, weights=weights)
-    if (folder / "tokenizer.json").is_file():
-        backend = read_json(folder / "tokenizer.json")
-    else:  # transformers can build one from older files, but takes seconds to import
-        tokenizer = load_tokenizer(spec)
-        if not tokenizer.is_fast:
-            raise SourceError(
-                f"{spec!r} has only a slow tokenizer ({type(tokenizer).__name__}), which does not "
-                "say how its tokens are spelt; add the tokenizer.json of its fast form."
-            )
-        backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    try:
-        return _parse(spec, folder, backend)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise SourceError(
-            f"The tokenizer or config files of {spec!r} are ill-formed ({type(error).__name__}: "
-            f"{error}); restore them in {folder}."
-        ) from error
-
-
-def _refuse_adapter_with_rows(folder: Path) -> None:
+def _refuse_adapter_with_rows(path: Path) -> None:
     """A LoRA adapter beside or without its model, when it brings rows of embedding or head."""
-    path = folder / ADAPTER
-    if not path.is_file():
-        return
-    shapes = tensor_shapes(path)
-    rows = {n: s[0] for n, s in shapes.items() if n.endswith((*_EMBEDDINGS, *_HEADS))}
-    if rows:
-        name, count = next(iter(rows.items()))
+    shapes = _shapes(path) if path.is_file() else {}
+    for name, shape in shapes.items():
+        if name.endswith((*_EMBEDDINGS, *_HEADS)):
+            raise SourceError(
+                f"TOK-013: {path} is an adapter that brings its own rows of embedding or head "
+                f"({name} with {shape[0]} rows), so the vocabulary is not the base model's; merge "
+                "it into its base model (resize_token_embeddings, then peft's merge_and_unload), "
+                "save that with its tokenizer, and name the merged folder."
+            )
+
+
+def _read_backend(spec: str, folder: Path) -> dict[str, Any]:
+    if (folder / "tokenizer.json").is_file():
+        return read_json(folder / "tokenizer.json")
+    tokenizer = load_tokenizer(spec)  # built by transformers, which takes seconds to import
+    if not tokenizer.is_fast:
         raise SourceError(
-            f"TOK-013: {path} is an adapter that brings its own rows of embedding or head ({name} "
-            f"with {count} rows), so the vocabulary is not the base model's; merge it into its "
-            "base model (resize_token_embeddings, then peft's merge_and_unload), save that with "
-            "its tokenizer, and name the merged folder."
+            f"{spec!r} has only a slow tokenizer ({type(tokenizer).__name__}), which does not say "
+            "which bytes its tokens stand for; add the tokenizer.json of its fast form."
         )
+    backend: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
+    return backend
 
 
-def _parse(spec: str, folder: Path, backend: dict[str, Any]) -> Side:
+def _parse(spec: str, folder: Path, backend: dict[str, Any]) -> Vocabulary:
     try:
-        keys = backend_keys(backend)
+        tokens = backend_tokens(backend)
     except ValueError as error:
         raise SourceError(f"{spec!r}: {error}") from error
     top = read_json(folder / "config.json")
@@ -246,40 +247,36 @@ def _parse(spec: str, folder: Path, backend: dict[str, Any]) -> Side:
     generation = _read_optional(folder / "generation_config.json")
     names = _read_optional(folder / "special_tokens_map.json")
     names |= _read_optional(folder / "tokenizer_config.json")
-    ids = {token["content"]: token["id"] for token in backend.get("added_tokens", [])}
-    vocabulary = backend["model"]["vocab"]
-    if isinstance(vocabulary, dict):
-        ids = vocabulary | ids
+    pieces = backend["model"]["vocab"]
+    ids = dict(pieces) if isinstance(pieces, dict) else {}
+    ids |= {token["content"]: token["id"] for token in backend.get("added_tokens", [])}
     special_texts = {name: _content(names[name]) for name in SPECIAL_NAMES if names.get(name)}
     special_ids = {name: ids.get(text) for name, text in special_texts.items()}
-    eos = special_ids.get("eos_token")
     stops = {
-        "tokenizer": set() if eos is None else {eos},
+        "tokenizer": _as_set(special_ids.get("eos_token")),
         "config": _as_set(config.get("eos_token_id", top.get("eos_token_id"))),
         "generation_config": _as_set(generation.get("eos_token_id")),
     }
-    template = folder / "chat_template.jinja"
     chat_template = names.get("chat_template")
-    if template.is_file():
-        chat_template = template.read_text(encoding="utf-8")
+    if (folder / "chat_template.jinja").is_file():
+        chat_template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     elif isinstance(chat_template, list):  # several by name: the default one is what is rendered
         chat_template = next((t["template"] for t in chat_template if t["name"] == "default"), None)
     tensors: dict[str, list[int]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         if path.name != ADAPTER:
-            tensors |= tensor_shapes(path)
-    return Side(
-        spec=spec,
-        folder=folder,
-        keys=keys,
-        backend=backend,
-        special_ids=special_ids,
-        special_texts=special_texts,
-        stops=stops,
-        chat_template=chat_template,
-        config=config,
-        config_rows=config.get("vocab_size"),
-        tensors=tensors,
+            tensors |= _shapes(path)
+    return Vocabulary(
+        spec,
+        folder,
+        tokens,
+        backend,
+        special_ids,
+        special_texts,
+        stops,
+        chat_template,
+        config,
+        tensors,
     )
 
 
@@ -292,36 +289,21 @@ def _content(token: str | dict[str, Any]) -> str:
 
 
 def _as_set(ids: int | list[int] | None) -> set[int]:
-    if ids is None:
-        return set()
-    return {ids} if isinstance(ids, int) else set(ids)
+    return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
 
 
-def safetensors_header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file. Raises SourceError unless the file is whole."""
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """A safetensors file, its tensors as NumPy arrays. Raises SourceError unless it is whole."""
     try:
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > path.stat().st_size:
-                raise ValueError("it ends within its header")
-            header: dict[str, Any] = json.loads(file.read(length))
-        tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
-        end = max((tensor["data_offsets"][1] for tensor in tensors), default=0)
-        if 8 + length + end != path.stat().st_size:
-            raise ValueError("its length is not what its header says")
-    except (ValueError, struct.error) as error:
+        with safe_open(path, framework="numpy") as file:
+            yield file
+    except SafetensorError as error:
         raise SourceError(
             f"{path} is no whole safetensors file ({error}); fetch or copy it again."
         ) from error
-    return header
 
 
-def tensor_shapes(path: Path) -> dict[str, list[int]]:
-    """Name -> shape of every tensor of a safetensors file."""
-    header = safetensors_header(path)
-    return {name: t["shape"] for name, t in header.items() if name != "__metadata__"}
-
-
-def is_used(key: Key | None) -> bool:
-    """Whether a text may hold the token."""
-    return key is not None and key[0] != "unused"
+def _shapes(path: Path) -> dict[str, list[int]]:
+    with open_safetensors(path) as file:
+        return {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}
