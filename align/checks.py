@@ -1,22 +1,7 @@
-"""What is compared of two vocabularies. The number of a check is the code of its findings:
+"""What is compared of two vocabularies: checks 1 to 15.
 
-TOK-000  files that are missing or cannot be read (align/vocabulary.py)
-TOK-001  the same id stands for different tokens
-TOK-002  ids against the rows of embedding and head
-TOK-003  ids without a token, equal tokens
-TOK-004  the pipelines: model, merges, normaliser, pre-tokenizer, decoder
-TOK-005  probe texts: encodings, offsets, round trips, coverage
-TOK-006  bos, eos, pad and unk ids, and what is put before and after a text
-TOK-007  the tokens that end a text, as tokenizer, config and generation config say
-TOK-008  the same added token, flagged otherwise by the other
-TOK-009  rendered chat templates, double BOS
-TOK-010  special strings inside a user's text
-TOK-011  whether a prompt's ids begin the ids of prompt and answer
-TOK-012  tied embeddings, head bias, soft cap and scale of the logits
-TOK-013  adapters that brought rows of their own
-TOK-014  maps and answers made for other tokenizers (the latter: distill/logit_cache.py)
-TOK-015  the id tables of a trimmed head
-TOK-016  behaviour of the models themselves (align/behaviour.py, with --weights)
+The number of a check is the code of its findings, TOK-001 to TOK-015 (docs/vocabulary.md). TOK-000
+is for files that cannot be read (align/vocabulary.py), TOK-016 for the models (align/behaviour.py).
 """
 
 from __future__ import annotations

@@ -37,15 +37,21 @@ def is_used(token: Token | None) -> TypeGuard[Token]:
 def tokens_of(tokenizer: PreTrainedTokenizerBase) -> list[Token | None]:
     """The token of every id of a fast tokenizer; None for an id that no token has.
 
-    Raises ValueError for a tokenizer without a Rust backend, and as `backend_tokens` does.
+    Raises ValueError as `backend_of` and `backend_tokens` do.
     """
+    return backend_tokens(backend_of(tokenizer))
+
+
+def backend_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What its tokenizer.json would hold. Raises ValueError for one without a Rust backend."""
     if not tokenizer.is_fast:
         raise ValueError(
-            f"{type(tokenizer).__name__} has no fast form (tokenizer.json), and only that says how "
-            "tokens are spelt; convert it with transformers' convert_slow_tokenizer, or use a "
-            "model that has one."
+            f"{type(tokenizer).__name__} is a slow tokenizer, which does not say which bytes its "
+            "tokens stand for; add the tokenizer.json of its fast form, or use a model that has "
+            "one."
         )
-    return backend_tokens(json.loads(tokenizer.backend_tokenizer.to_str()))
+    backend: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
+    return backend
 
 
 def backend_tokens(backend: dict[str, Any]) -> list[Token | None]:

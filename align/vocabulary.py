@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from align.sources import SourceError, load_tokenizer, read_json, resolve_checkpoint
-from align.token_bytes import Token, backend_tokens, byte_fallback_ids, is_used
+from align.token_bytes import Token, backend_of, backend_tokens, byte_fallback_ids, is_used
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight")
@@ -198,17 +198,16 @@ def read_vocabulary(spec: str, weights: bool = False) -> Vocabulary:
     try:
         _refuse_adapter_with_rows(Path(spec).expanduser() / ADAPTER)
         folder = resolve_checkpoint(spec, weights=weights)
-        backend = _read_backend(spec, folder)
         try:
-            return _parse(spec, folder, backend)
+            return _parse(spec, folder)
         except (KeyError, TypeError, AttributeError) as error:
             raise SourceError(
                 f"The tokenizer or config files of {spec!r} are ill-formed "
                 f"({type(error).__name__}: {error}); restore them in {folder}."
             ) from error
-    except SourceError as error:
-        coded = str(error).startswith("TOK-")
-        raise SourceError(str(error) if coded else f"TOK-000: {error}") from error
+    except ValueError as error:
+        text = str(error) if isinstance(error, SourceError) else f"{spec!r}: {error}"
+        raise SourceError(text if text.startswith("TOK-") else f"TOK-000: {text}") from error
 
 
 def _refuse_adapter_with_rows(path: Path) -> None:
@@ -224,24 +223,12 @@ def _refuse_adapter_with_rows(path: Path) -> None:
             )
 
 
-def _read_backend(spec: str, folder: Path) -> dict[str, Any]:
+def _parse(spec: str, folder: Path) -> Vocabulary:
     if (folder / "tokenizer.json").is_file():
-        return read_json(folder / "tokenizer.json")
-    tokenizer = load_tokenizer(spec)  # built by transformers, which takes seconds to import
-    if not tokenizer.is_fast:
-        raise SourceError(
-            f"{spec!r} has only a slow tokenizer ({type(tokenizer).__name__}), which does not say "
-            "which bytes its tokens stand for; add the tokenizer.json of its fast form."
-        )
-    backend: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
-    return backend
-
-
-def _parse(spec: str, folder: Path, backend: dict[str, Any]) -> Vocabulary:
-    try:
-        tokens = backend_tokens(backend)
-    except ValueError as error:
-        raise SourceError(f"{spec!r}: {error}") from error
+        backend = read_json(folder / "tokenizer.json")
+    else:  # transformers can build one from older files, but takes seconds to import
+        backend = backend_of(load_tokenizer(spec))
+    tokens = backend_tokens(backend)
     top = read_json(folder / "config.json")
     config = top.get("text_config", top)
     generation = _read_optional(folder / "generation_config.json")

@@ -471,6 +471,19 @@ def test_a_corpus_that_cannot_be_read(pair, tmp_path, name, content, message):
         pair(corpus=str(tmp_path / name))
 
 
+def test_padding_that_a_tokenizer_file_asks_for_is_left_out(tmp_path, write_tokenizer):
+    """Of two texts encoded together the shorter would be filled up with a token that counts."""
+    spec = write_tokenizer(tmp_path / "t")
+    other = write_tokenizer(tmp_path / "d", tokens="abcdefgX")
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"text": "ah"}\n{"text": "aaaaaaaaaa"}\n')
+    plain = check_pair(spec, other, corpus=str(corpus))
+    padding = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 7, "pad_type_id": 0, "pad_token": "h"}
+    edit(tmp_path / "t", lambda backend: backend.update(padding=padding))
+    assert check_pair(spec, other, corpus=str(corpus)).coverages == plain.coverages
+
+
 # --- input and output
 
 
@@ -548,7 +561,7 @@ def test_a_slow_only_tokenizer_exits_with_2(tmp_path, write_tokenizer, capsys, m
     assert main(["--target", target, "--draft", draft]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: TOK-000: ")
-    assert "has only a slow tokenizer (SlowTokenizer)" in error
+    assert "SlowTokenizer is a slow tokenizer" in error
     assert "add the tokenizer.json of its fast form" in error
     assert sorted(tmp_path.rglob("*")) == before
 
