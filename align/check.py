@@ -122,7 +122,7 @@ def compare(
         shared_ids=min(target.count, draft.count),
         coverage=coverage,
         coverages=shares,
-        engines=tuple(_engines(pair, strategy)),
+        engines=tuple(EngineVerdict(n, *rule) for n, rule in _engines(pair, strategy).items()),
         findings=tuple(found),
     )
 
@@ -209,57 +209,47 @@ def _cost(strategy: Strategy, target: Vocabulary, draft: Vocabulary, coverage: f
     }[strategy]
 
 
-def _engines(pair: Pair, strategy: Strategy | None) -> Iterator[EngineVerdict]:
+def _engines(pair: Pair, strategy: Strategy | None) -> dict[str, tuple[Works, str]]:
     """Only what is known of each engine's own rule; all of them verify in the target's ids."""
+    rows = pair.target.config_rows, pair.draft.config_rows
+    sizes = f"config vocab_size {rows[0]} and {rows[1]}"
+    corrupts = f"{sizes}: only sizes are compared, so it corrupts"
+    resize = f"{sizes}: refused, though only padding differs; resize the draft's embeddings"
+    assisted = (
+        f"{sizes}: assisted generation wants tokenizer and assistant_tokenizer; greedy text is the "
+        "target's, sampled text is not (seen in 5.23)"
+    )
+    flag = f"{sizes}: refused unless use_heterogeneous_vocab, which is greedy"
+    own: tuple[Works, str] = ("yes", f"strategy {strategy}")
     if strategy is None:
-        yield EngineVerdict("draftsmith", "no", "no lossless strategy; see the fatal findings")
-    else:
-        yield EngineVerdict("draftsmith", "yes", f"strategy {strategy}")
-    sizes = pair.target.config_rows, pair.draft.config_rows
-    text = f"config vocab_size {sizes[0]} and {sizes[1]}"
+        own = ("no", "no lossless strategy; see the fatal findings")
     transformers: tuple[Works, str]
-    vllm: tuple[Works, str] = (
-        "greedy only",
-        f"{text}: refused unless use_heterogeneous_vocab, which is greedy",
-    )
-    if sizes[0] == sizes[1] and not pair.differing:
-        transformers, vllm = ("yes", "assistant_model=draft"), ("yes", "method draft_model")
-    elif sizes[0] == sizes[1]:
-        vllm = ("no", f"{text}: only sizes are compared, so it corrupts")
-        transformers = ("no", f"{vllm[1]} silently")
+    vllm: tuple[Works, str]
+    if rows[0] != rows[1]:
+        transformers = ("greedy only", assisted) if pair.differing else ("no", resize)
+        vllm = ("greedy only", flag)
     elif pair.differing:
-        transformers = (
-            "greedy only",
-            f"{text}: assisted generation wants tokenizer and assistant_tokenizer; greedy text is "
-            "the target's, sampled text is not (seen in 5.23)",
-        )
+        transformers, vllm = ("no", f"{corrupts} silently"), ("no", corrupts)
     else:
-        transformers = (
-            "no",
-            f"{text}: refused, though only padding differs; resize the draft's embeddings",
-        )
-    yield EngineVerdict("transformers", *transformers)
-    yield EngineVerdict("vLLM", *vllm)
-    problem = _llama_cpp_problem(pair.target, pair.draft)
-    yield EngineVerdict(
-        "llama.cpp", "no" if problem else "yes", problem or "-md with a GGUF of the draft"
-    )
+        transformers, vllm = ("yes", "assistant_model=draft"), ("yes", "method draft_model")
+    llama_cpp = _llama_cpp(pair.target, pair.draft)
+    return {"draftsmith": own, "transformers": transformers, "vLLM": vllm, "llama.cpp": llama_cpp}
 
 
-def _llama_cpp_problem(target: Vocabulary, draft: Vocabulary) -> str | None:
+def _llama_cpp(target: Vocabulary, draft: Vocabulary) -> tuple[Works, str]:
     """By the rules of llama.cpp's common/speculative.cpp."""
     sizes = [one.config_rows or len(one.tokens) for one in (target, draft)]
     if abs(sizes[0] - sizes[1]) > 128:
-        return f"vocabularies of {sizes[0]} and {sizes[1]}: more than 128 apart"
+        return "no", f"vocabularies of {sizes[0]} and {sizes[1]}: more than 128 apart"
     for name in ("bos_token", "eos_token"):
         if target.special_ids.get(name) != draft.special_ids.get(name):
-            return f"{name} ids differ"
+            return "no", f"{name} ids differ"
     both = list(zip(target.tokens, draft.tokens, strict=False))
     if any(is_used(a) and is_used(b) and a != b for a, b in both[5:]):
-        return "token texts differ"
+        return "no", "token texts differ"
     if any(a != b for a, b in both[:5]):
-        return "ids 0 to 4 differ, which it does not compare: it corrupts silently"
-    return None
+        return "no", "ids 0 to 4 differ, which it does not compare: it corrupts silently"
+    return "yes", "-md with a GGUF of the draft"
 
 
 def _sample() -> list[str]:

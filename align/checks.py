@@ -94,8 +94,13 @@ class Pair:
     draft: Vocabulary
 
     @property
+    def both(self) -> tuple[Vocabulary, Vocabulary]:
+        return self.target, self.draft
+
+    @property
     def each(self) -> tuple[Vocabulary, ...]:
-        return (self.target,) if self.draft is self.target else (self.target, self.draft)
+        """Once, where a target drafts for itself."""
+        return (self.target,) if self.draft is self.target else self.both
 
     @cached_property
     def differing(self) -> list[int]:
@@ -106,9 +111,9 @@ class Pair:
     @cached_property
     def relation(self) -> Relation:
         """The draft's vocabulary against the target's (subset: the draft has fewer tokens)."""
-        target, draft = self.target, self.draft
+        target, draft = self.both
         if not self.differing and {t.raw for t in target.used} == {t.raw for t in draft.used}:
-            rows = [(len(one.tokens), one.head_rows) for one in (target, draft)]
+            rows = [(len(one.tokens), one.head_rows) for one in self.both]
             return "identical" if rows[0] == rows[1] else "padded"
         if target.used == draft.used:
             return "permuted"
@@ -183,7 +188,7 @@ def _ids(pair: Pair, strategy: str | None) -> Iterator[Found]:
 
 
 def _rows(pair: Pair) -> Iterator[Found]:
-    target, draft = pair.target, pair.draft
+    target, draft = pair.both
     for one in pair.each:
         if not one.rows_suffice:
             yield fatal(
@@ -310,14 +315,14 @@ def _special_ids(pair: Pair) -> Iterator[Found]:
                 f"correct {name} in tokenizer_config.json",
             )
     for name in SPECIAL_NAMES:
-        mine, theirs = (one.special_ids.get(name) for one in (pair.target, pair.draft))
+        mine, theirs = (one.special_ids.get(name) for one in pair.both)
         if mine != theirs:
             yield warning(
                 f"{name} is {mine} for the target, {theirs} for the draft.",
                 "nothing: prompts are rendered with the target's tokenizer",
                 [i for i in (mine, theirs) if i is not None],
             )
-    added = [one.bytes_of(one.prefix) for one in (pair.target, pair.draft)]
+    added = [one.bytes_of(one.prefix) for one in pair.both]
     if added[0] != added[1]:
         yield info(
             f"Before every text the target's tokenizer puts {added[0].decode(errors='replace')!r}, "
@@ -328,7 +333,7 @@ def _special_ids(pair: Pair) -> Iterator[Found]:
 
 
 def _stops(pair: Pair, strategy: str | None) -> Iterator[Found]:
-    target, draft = pair.target, pair.draft
+    target, draft = pair.both
     wanted = target.all_stops
     if not wanted:
         yield error(
@@ -366,7 +371,7 @@ def _stops(pair: Pair, strategy: str | None) -> Iterator[Found]:
 def _flags(pair: Pair) -> Iterator[Found]:
     mine, theirs = (
         {token["content"]: token for token in one.backend.get("added_tokens", [])}
-        for one in (pair.target, pair.draft)
+        for one in pair.both
     )
     flags = {
         text: [f for f in _FLAGS if bool(mine[text].get(f)) != bool(theirs[text].get(f))]
@@ -398,9 +403,7 @@ def _rendered(vocabulary: Vocabulary, tools: bool) -> str:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
-    environment.filters["tojson"] = lambda value, **how: json.dumps(
-        value, ensure_ascii=False, **how
-    )
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: "1 January 2026"
     assert vocabulary.chat_template is not None
@@ -415,7 +418,7 @@ def _rendered(vocabulary: Vocabulary, tools: bool) -> str:
 def _templates(pair: Pair) -> Iterator[Found]:
     from jinja2 import TemplateError
 
-    target, draft = pair.target, pair.draft
+    target, draft = pair.both
     if target.chat_template is None:
         yield warning(
             "The target has no chat template: prompts given as messages cannot be rendered.",
@@ -455,7 +458,7 @@ def _templates(pair: Pair) -> Iterator[Found]:
 
 def _special_strings(pair: Pair) -> Iterator[Found]:
     """A user who writes a stop into a message should not end the turn."""
-    target, draft = pair.target, pair.draft
+    target, draft = pair.both
     for i in sorted(target.all_stops):
         token = target.token(i)
         if token is None:
