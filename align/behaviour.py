@@ -77,14 +77,14 @@ def _lost(q: Tensor, retokenizer: Retokenizer) -> Iterator[Found]:
 
 
 def _bonus(retokenizer: Retokenizer) -> Iterator[Found]:
-    """A token of the target alone must reach the draft as the same bytes."""
+    """A token of the target alone must be retokenized to the same bytes."""
     target, draft = retokenizer.target, retokenizer.draft
     alone = (retokenizer.vocab_map.to_draft < 0).nonzero()[:, 0].tolist()
     normal = ((i, token) for i in alone if (token := target.tokens[i]) and token.kind == "normal")
     lost = [i for i, token in normal if draft.bytes_of(retokenizer.of_token(i)) != token.raw]
     if lost:
         yield warning(
-            f"{len(lost)} tokens of the target cannot be spelt by the draft ({lost[0]} is "
+            f"{len(lost)} tokens of the target cannot be written in the draft's ({lost[0]} is "
             f"{show(target.tokens[lost[0]])}); it reads on without them.",
             "nothing for losslessness; acceptance falls after such tokens",
             lost,

@@ -31,8 +31,8 @@ from align.vocabulary import Vocabulary, read_vocabulary
 Works = Literal["yes", "greedy only", "no"]
 Strategy = Literal["direct", "padded", "remap", "intersection", "string", "transplant"]
 
-# Below it too much of a text must be respelt and too much of q is out of reach (the pairs that one
-# engine's authors publish: 25% accepted at 80% overlap, 15% at 70%).
+# Below it too much of a text is retokenized and too much of q lies on tokens that the target lacks
+# (the pairs that one engine's authors publish: 25% accepted at 80% overlap, 15% at 70%).
 ENOUGH_OVERLAP = 0.8
 SAMPLE_TOPICS = 12  # some 40 kB
 
@@ -55,7 +55,7 @@ class Verdict:
     shared_ids: under "direct" and "padded" the draft's logits are cut to so many.
     coverage: share of the target's tokens that the draft has too, weighted by how often they occur
     in the corpus given, else in the running Python's documentation; coverages: that share by count
-    and by frequency, seen from each side.
+    and by frequency, of the target's tokens and of the draft's.
     """
 
     target: str
@@ -196,11 +196,11 @@ def _cost(strategy: Strategy, target: Vocabulary, draft: Vocabulary, coverage: f
         )
     return {
         "direct": "nothing: the draft's ids are the target's",
-        "padded": "next to nothing: the draft's logits are cut to the ids that both sides have",
+        "padded": "next to nothing: the draft's logits are cut to the ids that both have",
         "remap": "nothing while decoding: rows of embedding and head are moved once, at export",
         "intersection": (
             f"a selection of logits a draft step; {1 - coverage:.0%} of the target's tokens are "
-            "never drafted, and are respelt for the draft"
+            "never drafted, and are retokenized for the draft"
         ),
         "string": (
             "text is encoded again twice a block, and without q the acceptance is sum q*p in place "

@@ -162,7 +162,7 @@ def all_findings(pair: Pair, strategy: str | None) -> list[Finding]:
 
 
 def _ids(pair: Pair, strategy: str | None) -> Iterator[Found]:
-    lost = "name a draft whose tokens spell the same characters, or none: the target is pruned then"
+    lost = "name a draft whose tokens write the same characters, or none: the target is pruned then"
     target, draft, differing = pair.target, pair.draft, pair.differing
     if differing:
         i = differing[0]
@@ -208,7 +208,7 @@ def _rows(pair: Pair) -> Iterator[Found]:
         yield warning(
             f"The draft's embedding has {rows} rows, so it cannot read the target's ids up to "
             f"{target.count - 1} as they are.",
-            "nothing: they are spelt in the draft's own tokens",
+            "nothing: they are retokenized for the draft",
             [target.count - 1],
         )
     if pair.relation == "padded":
@@ -233,9 +233,9 @@ def _holes(pair: Pair) -> Iterator[Found]:
             token = one.tokens[again[0]]
             assert token is not None
             yield warning(
-                f"{len(again)} tokens of {one.spec} are spelt like an earlier one ({again[0]} and "
-                f"{first[token]} are both {show(token)}).",
-                "nothing while drafting by id; a map by spelling sums their probabilities",
+                f"{len(again)} tokens of {one.spec} have the bytes of an earlier one ({again[0]} "
+                f"and {first[token]} are both {show(token)}).",
+                "nothing while drafting by id; a map by bytes sums their probabilities",
                 again,
             )
 
@@ -483,7 +483,7 @@ def _special_strings(pair: Pair) -> Iterator[Found]:
 
 
 def _prefix_stability(target: Vocabulary) -> Iterator[Found]:
-    """Answers are fed as ids and never encoded again; others' logits caches rest on this."""
+    """Answers are read as ids and never encoded again; others' logits caches rest on this."""
     pairs = [(text[: len(text) // 2], text) for text in PROBES]
     pairs += [("def add(a, b):\n", "def add(a, b):\n    return a + b\n"), ("The ", "The Licensee")]
     moved = []
@@ -549,7 +549,7 @@ def _maps(pair: Pair) -> Iterator[Found]:
         if other:
             yield error(
                 f"{path} was made for other tokenizers ({', '.join(other)} "
-                f"{str(made_for.get(other[0]))[:12]}… is neither side's).",
+                f"{str(made_for.get(other[0]))[:12]}… is neither tokenizer's).",
                 "delete the map; it is made again from the tokenizers",
             )
 

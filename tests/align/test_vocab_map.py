@@ -1,4 +1,4 @@
-"""The map of a pair: what is mapped, what is respelt, and whom a saved map refuses."""
+"""The map of a pair: what is mapped, what is retokenized, and whom a saved map refuses."""
 
 import json
 import random
@@ -49,13 +49,13 @@ def sentencepiece(tmp_path_factory):
     return write(tmp_path_factory.mktemp("tokenizers") / "sentencepiece", tokenizer)
 
 
-def rewritten(side, folder, change):
-    """The side once `change` was made to a copy of its tokenizer.json."""
-    backend = json.loads(json.dumps(side.backend))
+def rewritten(vocabulary, folder, change):
+    """The vocabulary once `change` was made to a copy of its tokenizer.json."""
+    backend = json.loads(json.dumps(vocabulary.backend))
     change(backend)
     folder.mkdir()
     for name in ("config.json", "tokenizer_config.json"):
-        (folder / name).write_text((side.folder / name).read_text())
+        (folder / name).write_text((vocabulary.folder / name).read_text())
     (folder / "tokenizer.json").write_text(json.dumps(backend))
     return read_vocabulary(str(folder))
 
@@ -79,11 +79,11 @@ def test_a_text_reaches_the_draft_byte_by_byte(both_ways, text):
 
 
 @pytest.mark.parametrize("at", range(1, 18))
-def test_an_emoji_cut_at_every_byte_is_spelt(both_ways, at):
+def test_an_emoji_cut_at_every_byte_is_written(both_ways, at):
     data = "👩\u200d👩\u200d👧".encode()
-    for side in both_ways:
+    for vocabulary in both_ways:
         for part in (data[:at], data[at:], b"\x80\xbf"):
-            assert side.bytes_of(side.encode(part)) == part
+            assert vocabulary.bytes_of(vocabulary.encode(part)) == part
 
 
 def test_the_map_round_trips_by_bytes(both_ways):
@@ -115,12 +115,12 @@ def test_a_byte_piece_listed_after_the_written_one_does_not_win(
         words = backend["model"]["vocab"]
         words["<0x0A>"], words["\n"] = words["\n"], words["<0x0A>"]
 
-    side = rewritten(sentencepiece, tmp_path / "gemma", swap)
-    found = build_map(side, byte_level)
+    vocabulary = rewritten(sentencepiece, tmp_path / "gemma", swap)
+    found = build_map(vocabulary, byte_level)
     newline = byte_level.longest_match(b"\n")
-    written = side.backend["model"]["vocab"]["\n"]
-    assert found.to_target[newline].tolist() == [written] == side.encode(b"\n")
-    assert side.longest_match(b"\n") == side.encode(b"\n")
+    written = vocabulary.backend["model"]["vocab"]["\n"]
+    assert found.to_target[newline].tolist() == [written] == vocabulary.encode(b"\n")
+    assert vocabulary.longest_match(b"\n") == vocabulary.encode(b"\n")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -131,7 +131,9 @@ def test_any_order_of_the_vocabulary_gives_the_same_map(both_ways, tmp_path, see
         assert items != list(backend["model"]["vocab"].items())
         backend["model"]["vocab"] = dict(items)
 
-    again = [rewritten(side, tmp_path / str(i), shuffle) for i, side in enumerate(both_ways)]
+    again = [
+        rewritten(vocabulary, tmp_path / str(i), shuffle) for i, vocabulary in enumerate(both_ways)
+    ]
     ours, theirs = build_map(*both_ways), build_map(*again)
     assert ours.to_draft.equal(theirs.to_draft)
     assert ours.to_target.equal(theirs.to_target)
@@ -146,20 +148,24 @@ def test_a_space_that_sentencepiece_begins_texts_with_is_taken_off(
         parts = [{"type": "Prepend", "prepend": "▁"}, backend["normalizer"]]
         backend["normalizer"] = {"type": "Sequence", "normalizers": parts}
 
-    side = rewritten(sentencepiece, tmp_path / "llama", prepend)
+    vocabulary = rewritten(sentencepiece, tmp_path / "llama", prepend)
     written = text.replace("▁", " ")
-    raw = side.plain_tokenizer.encode(text, add_special_tokens=False).ids
-    assert side.bytes_of(raw) == (b" " if text else b"") + written.encode()
-    assert side.bytes_of(side.encode(text.encode())) in (written.encode(), text.encode())
-    retokenizer = Retokenizer(build_map(byte_level, side), byte_level, side)
+    raw = vocabulary.plain_tokenizer.encode(text, add_special_tokens=False).ids
+    assert vocabulary.bytes_of(raw) == (b" " if text else b"") + written.encode()
+    assert vocabulary.bytes_of(vocabulary.encode(text.encode())) in (
+        written.encode(),
+        text.encode(),
+    )
+    retokenizer = Retokenizer(build_map(byte_level, vocabulary), byte_level, vocabulary)
     assert (
-        side.bytes_of(retokenizer.continuation(byte_level.encode(text.encode()))) == text.encode()
+        vocabulary.bytes_of(retokenizer.continuation(byte_level.encode(text.encode())))
+        == text.encode()
     )
 
 
 @pytest.fixture
-def sides(tmp_path, write_tokenizer):
-    """sides(target={…}, **draft): both sides of a made-up pair."""
+def pair_of(tmp_path, write_tokenizer):
+    """pair_of(target={…}, **draft): both vocabularies of a made-up pair."""
 
     def make(target=None, **draft):
         specs = (("target", target or {}), ("draft", draft))
@@ -180,25 +186,25 @@ def sides(tmp_path, write_tokenizer):
         ({"tokens": "abcdwxyz"}, "intersection", [0, 1, 2, 3, -1, -1, -1, -1, 8, 9]),
     ],
 )
-def test_each_relation(sides, draft, relation, to_target):
-    found = build_map(*sides(**draft))
+def test_each_relation(pair_of, draft, relation, to_target):
+    found = build_map(*pair_of(**draft))
     assert found.relation == relation
     assert found.to_target.tolist() == to_target
 
 
-def test_an_empty_intersection_names_the_way_out(sides):
+def test_an_empty_intersection_names_the_way_out(pair_of):
     with pytest.raises(MapError, match=r"TOK-005: of 10 and 10 tokens.*use strategy string"):
-        build_map(*sides(tokens="ijklmnop"))
+        build_map(*pair_of(tokens="ijklmnop"))
 
 
-def test_an_end_of_text_is_one_whatever_it_is_called(sides):
-    target, draft = sides(added=("<s>", "<|end|>"), eos="<|end|>")
+def test_an_end_of_text_is_one_whatever_it_is_called(pair_of):
+    target, draft = pair_of(added=("<s>", "<|end|>"), eos="<|end|>")
     found = build_map(target, draft)
     assert (int(found.to_target[9]), int(found.to_draft[9])) == (9, 9)
 
 
-def test_a_bos_becomes_what_the_draft_begins_with(sides):
-    target, draft = sides(added=("<begin>", "</s>"), tokenizer_config={"bos_token": "<begin>"})
+def test_a_bos_becomes_what_the_draft_begins_with(pair_of):
+    target, draft = pair_of(added=("<begin>", "</s>"), tokenizer_config={"bos_token": "<begin>"})
     retokenizer = Retokenizer(build_map(target, draft), target, draft)
     assert retokenizer.from_start([8, 0, 1]) == [0, 1]
     draft.prefix = [8]
@@ -210,8 +216,8 @@ def test_a_bos_becomes_what_the_draft_begins_with(sides):
 
 
 @pytest.fixture
-def saved(sides, tmp_path):
-    target, draft = sides(tokens="abcdwxyz")
+def saved(pair_of, tmp_path):
+    target, draft = pair_of(tokens="abcdwxyz")
     save_map(tmp_path / VOCAB_MAP, build_map(target, draft))
     return tmp_path / VOCAB_MAP, target, draft
 
@@ -224,12 +230,12 @@ def test_a_saved_map_comes_back(saved):
     assert ours.to_draft.equal(theirs.to_draft)
 
 
-@pytest.mark.parametrize("side", ["target", "draft"])
-def test_a_map_of_another_tokenizer_is_refused(saved, write_tokenizer, tmp_path, side):
+@pytest.mark.parametrize("whose", ["target", "draft"])
+def test_a_map_of_another_tokenizer_is_refused(saved, write_tokenizer, tmp_path, whose):
     path, target, draft = saved
     other = read_vocabulary(write_tokenizer(tmp_path / "other", tokens="hgfedcba"))
-    pair = (other, draft) if side == "target" else (target, other)
-    with pytest.raises(MapError, match=rf"TOK-014: .*another {side} tokenizer.*delete the map"):
+    pair = (other, draft) if whose == "target" else (target, other)
+    with pytest.raises(MapError, match=rf"TOK-014: .*another {whose} tokenizer.*delete the map"):
         load_map(path, *pair)
 
 
