@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from align.token_bytes import token_keys
+from align.token_bytes import tokens_of
 from eval.decoding.drafters.base import Drafter
 from eval.decoding.drafters.checkpoint import teacher_forced_logits
 from eval.decoding.loop import Decoding, DraftLength
@@ -318,7 +318,7 @@ def _agreement(
 
 def speller(target: Target) -> Callable[[int], bytes]:
     """The bytes of a token id of the target; none for padding rows that no token has."""
-    keys = token_keys(target.tokenizer)
+    keys = tokens_of(target.tokenizer)
 
     def spell(token: int) -> bytes:
         key = keys[token] if token < len(keys) else None

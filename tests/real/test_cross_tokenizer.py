@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from align.check import compare
-from align.side import read_side
 from align.sources import resolve_folder_in_wheel
 from align.vocab_map import build_map
+from align.vocabulary import read_vocabulary
 from distill.prompts import stdlib_prompts
 from eval.decoding.drafts import load_candidate, load_target
 from eval.decoding.forward import StockDecoder, build_decoder
@@ -55,7 +55,7 @@ def short(prompts, count):
 
 @pytest.fixture(scope="module")
 def sides():
-    return read_side(GEMMA), read_side(SMOL)
+    return read_vocabulary(GEMMA), read_vocabulary(SMOL)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_bytes_cover_more_than_markers(sides, texts):
     print("\n| text | by bytes | by marker |\n| --- | --- | --- |")
     for name, text in texts.items():
         ids = target.tokenizer.encode(text, add_special_tokens=False).ids
-        by_bytes = sum(target.keys[i] in draft.used for i in ids) / len(ids)
+        by_bytes = sum(target.tokens[i] in draft.used for i in ids) / len(ids)
         marked = sum(marker_key(pieces[0].get(i, ""), False) in by_marker for i in ids) / len(ids)
         print(f"| {name} | {by_bytes:.1%} | {marked:.1%} |")
         assert by_bytes > marked
@@ -112,7 +112,7 @@ def test_every_mapped_id_comes_back(sides):
     ends = (target.special_ids["eos_token"], draft.special_ids["eos_token"])
     for d, again in zip(found.mapped.tolist(), back.tolist(), strict=True):
         if d != ends[1]:
-            assert draft.keys[d] == draft.keys[again] == target.keys[int(found.to_target[d])]
+            assert draft.tokens[d] == draft.tokens[again] == target.tokens[int(found.to_target[d])]
     assert int(found.to_target[ends[1]]) == ends[0]
 
 

@@ -18,8 +18,6 @@ from torch import Tensor
 from eval.decoding.forward import HiddenStates
 from eval.decoding.verification import Sampling, argmax, warp
 
-Vocabulary = Mapping[str, Any]  # relation, strategy and coverage, as in the report
-
 
 class Proposal(NamedTuple):
     """tokens: in the target's ids [B, G].
@@ -70,7 +68,7 @@ class Drafter(ABC):
     vocab_size: int
     path: str = ""
     form: str = "full"
-    vocabulary: Vocabulary
+    vocabulary: Mapping[str, Any]
     bytes: int = 0
     full_form_bytes: int | None = None
     kv_bytes_per_token: int = 0

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from align.side import Side
-from align.vocab_map import Reader, build_map
+from align.vocab_map import Retokenizer, build_map
+from align.vocabulary import Vocabulary
 from eval.decoding.drafters.base import SeparateRows, Session
 from eval.decoding.drafters.checkpoint import CheckpointDrafter, TokenSession
 from eval.decoding.forward import HiddenStates
@@ -26,13 +26,13 @@ class MapDrafter(CheckpointDrafter):
     Raises MapError when the two share no token.
     """
 
-    target: Side
-    draft: Side
+    target: Vocabulary
+    draft: Vocabulary
 
     def __post_init__(self) -> None:
         super().__post_init__()
         vocab_map = build_map(self.target, self.draft)
-        self.reader = Reader(vocab_map, self.target, self.draft)
+        self.retokenizer = Retokenizer(vocab_map, self.target, self.draft)
         device = self.decoder.device
         token_ids = vocab_map.to_target[vocab_map.mapped]
         self.mapped = vocab_map.mapped.to(device)  # head rows that may be drafted [K]
@@ -40,7 +40,7 @@ class MapDrafter(CheckpointDrafter):
         self.own_ids = vocab_map.to_draft[token_ids].to(device)  # what is read for each [K]
 
     def read(self, ids: Sequence[int], begins: bool = False) -> list[int]:
-        return self.reader.begin(ids) if begins else self.reader.read(ids)
+        return self.retokenizer.from_start(ids) if begins else self.retokenizer.continuation(ids)
 
     def own_slots(self, slots: int) -> int:
         return self.decoder.context_length  # in its own ids a text may be longer

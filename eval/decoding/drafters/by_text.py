@@ -14,8 +14,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from align.side import Side
 from align.token_bytes import unfinished
+from align.vocabulary import Vocabulary
 from eval.decoding.drafters.base import Drafter, Proposal, SeparateRows, Session, timed_step
 from eval.decoding.drafters.checkpoint import teacher_forced_logits
 from eval.decoding.forward import Decoder, HiddenStates
@@ -32,8 +32,8 @@ class TextDrafter(Drafter):
     """rows: only the head's first so many may be drafted (the rest is padding), None for all."""
 
     decoder: Decoder
-    target: Side
-    draft: Side
+    target: Vocabulary
+    draft: Vocabulary
     rows: int | None = None
 
     def __post_init__(self) -> None:
@@ -42,8 +42,8 @@ class TextDrafter(Drafter):
     @cached_property
     def special(self) -> dict[int, int]:
         """Draft id of each special token of the target that both have."""
-        theirs = {key: i for i, key in enumerate(self.draft.keys) if key and key[0] == "special"}
-        return {i: theirs[key] for i, key in enumerate(self.target.keys) if key in theirs}
+        theirs = {key: i for i, key in enumerate(self.draft.tokens) if key and key[0] == "special"}
+        return {i: theirs[key] for i, key in enumerate(self.target.tokens) if key in theirs}
 
     def cut(self, logits: Tensor) -> Tensor:
         """Logits [..., D] over what may be drafted."""

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from align.check import choose_strategy, compare
-from align.side import read_side
 from align.sources import load_model, read_json
 from align.transplant import transplant
 from align.vocab_map import build_map
+from align.vocabulary import read_vocabulary
 from eval.decoding.drafters.base import Drafter
 from eval.decoding.drafters.by_map import MapDrafter
 from eval.decoding.drafters.by_text import TextDrafter
@@ -43,7 +43,7 @@ def _kind(name: str) -> Any:
 
 
 def _load_checkpoint(spec: str, target: Target, strategy: str) -> Drafter:
-    left, right = read_side(target.spec), read_side(spec)
+    left, right = read_vocabulary(target.spec), read_vocabulary(spec)
     verdict = compare(left, right)
     chosen = choose_strategy(verdict, strategy, tuned=False)
     loaded: Any = load_model(spec, target.decoder.dtype)

@@ -14,10 +14,10 @@ import torch
 
 import align.transplant
 from align.check import compare
-from align.side import read_side
 from align.sources import load_model
 from align.transplant import transplant
-from align.vocab_map import MapError, Reader, VocabMap, build_map
+from align.vocab_map import MapError, Retokenizer, VocabMap, build_map
+from align.vocabulary import read_vocabulary
 from eval.decoding import verification
 from eval.decoding.drafters import by_map, by_text, checkpoint, loading, pruned
 from eval.decoding.drafters.by_map import MapDrafter
@@ -98,7 +98,7 @@ def make_side(folder, tokens, merges=(), added=(), eos=None):
     (folder / "tokenizer.json").write_text(json.dumps(backend))
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": size}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos} if eos else {}))
-    return read_side(str(folder))
+    return read_vocabulary(str(folder))
 
 
 class Slots(list):
@@ -524,10 +524,10 @@ def rows_the_target_lacks(monkeypatch):
 
 def bonus_unmapped(monkeypatch):
     """A token that the draft lacks reaches it as nothing."""
-    pieces = Reader.pieces
+    pieces = Retokenizer.of_token
     monkeypatch.setattr(
-        Reader,
-        "pieces",
+        Retokenizer,
+        "of_token",
         lambda self, i: pieces(self, i) if self.vocab_map.to_draft[i] >= 0 else [],
     )
 
@@ -547,7 +547,7 @@ def map_shifted(monkeypatch):
 
 def fed_as_drafted(monkeypatch):
     """What the draft reads of its own tokens is the target's id, not its own."""
-    monkeypatch.setattr(Reader, "read", lambda self, ids: [*ids])
+    monkeypatch.setattr(Retokenizer, "continuation", lambda self, ids: [*ids])
 
 
 @pytest.mark.parametrize(
@@ -613,9 +613,9 @@ def lettered(tmp_path_factory):
 def bridged(lettered, tiny_llama):
     """The target's decoder, and drafts of one model by every strategy that fits the pair."""
     target, draft = lettered
-    own = build_decoder(tiny_llama(0, spread=4, vocab_size=len(target.keys)), 120)
-    model = tiny_llama(3, spread=4, vocab_size=len(draft.keys))
-    rehomed = transplant(model, build_map(target, draft), target, draft, len(target.keys))
+    own = build_decoder(tiny_llama(0, spread=4, vocab_size=len(target.tokens)), 120)
+    model = tiny_llama(3, spread=4, vocab_size=len(draft.tokens))
+    rehomed = transplant(model, build_map(target, draft), target, draft, len(target.tokens))
     return own, {
         "intersection": intersection(lettered, build_decoder(model, 240)),
         "string": by_text_of(target, draft, build_decoder(model, 240)),
