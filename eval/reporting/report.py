@@ -534,20 +534,26 @@ class Findings(Part):
     @model_validator(mode="after")
     def _gains_are_differences(self) -> Self:
         for i, entry in enumerate(self.gain):
-            for key in ("alpha", "tau", "speedup"):
-                self._check_gain(entry, key, f"gain[{i}].{key}")
+            for name in (entry.draft, entry.over):
+                if name not in self.drafts:
+                    raise ValueError(f"gain[{i}] compares with {name!r}, which is no draft of it")
+            mine, other = self.drafts[entry.draft], self.drafts[entry.over]
+            _check_difference(f"gain[{i}].alpha", entry.alpha, mine.alpha, other.alpha)
+            _check_difference(f"gain[{i}].tau", entry.tau, mine.tau, other.tau)
+            _check_difference(f"gain[{i}].speedup", entry.speedup, mine.speedup, other.speedup)
         return self
 
-    def _check_gain(self, entry: Gain, key: str, where: str) -> None:
-        gained = getattr(entry, key)
-        mine, other = (getattr(self.drafts[name], key) for name in (entry.draft, entry.over))
-        # A gain may rest on fewer prompts than either side's own number; then they may differ.
-        if gained and mine.n == other.n == gained.n:
-            apart = mine.mean - other.mean
-            if not math.isclose(gained.mean, apart, rel_tol=1e-6, abs_tol=1e-9):
-                raise ValueError(
-                    f"{where} is {gained.mean}, but the drafts' own numbers are {apart} apart"
-                )
+
+def _check_difference(
+    where: str, gained: Measured | None, mine: Measured | None, other: Measured | None
+) -> None:
+    # a gain may rest on fewer prompts than either side's own number; then they may differ
+    if gained and mine and other and mine.n == other.n == gained.n:
+        apart = mine.mean - other.mean
+        if not math.isclose(gained.mean, apart, rel_tol=1e-6, abs_tol=1e-9):
+            raise ValueError(
+                f"{where} is {gained.mean}, but the drafts' own numbers are {apart} apart"
+            )
 
 
 class Report(Findings):
