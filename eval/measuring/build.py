@@ -46,7 +46,7 @@ def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
         "decoding": run.decoding,
         "prompts": run.prompts,
         "drafts": {draft.name: _draft_block(draft, run, shown) for draft in drafts},
-        "gain": [_gain(draft, over=drafts[0]) for draft in drafts[1:]],
+        "gain": [metrics.gain(draft, over=drafts[0]) for draft in drafts[1:]],
         "provenance": run.provenance,
     }
     found = checked(Findings, fields)
@@ -139,20 +139,3 @@ def _per_prompt(log: DraftLog, blocks_known: bool) -> list[PromptSums]:
             }
         rows[run.prompt_id] = rows.get(run.prompt_id, about).model_copy(update=sums)
     return list(rows.values())
-
-
-def _gain(log: DraftLog, over: DraftLog) -> dict[str, Any]:
-    """Differences log - over in alpha, tau and speedup, paired on the same prompts."""
-    missing = log.missing.keys() | over.missing.keys()
-    alpha = tau = None
-    if log.agreement is not None and over.agreement is not None:
-        alpha = metrics.alpha_gain(log.agreement, over.agreement)
-    if "tau" not in missing:
-        tau = metrics.or_none(metrics.tau_gain, log.runs, over.runs)
-    return {
-        "draft": log.name,
-        "over": over.name,
-        "alpha": alpha,
-        "tau": tau,
-        "speedup": metrics.speedup_gain(log.runs, log.baseline, over.runs, over.baseline),
-    }

@@ -64,8 +64,7 @@ class Table:
     charted: bool = False
 
 
-# ---------------------------------------------------------------------------------------------
-# Cells
+# --- Cells ---
 
 
 def shown(value: Measured | float | None, form: str = ".2f") -> str:
@@ -110,12 +109,7 @@ def _confusions(found: list[Confusion]) -> str:
     return ", ".join(f"{quoted(e.target)} drafted as {quoted(e.draft)} ×{e.count}" for e in found)
 
 
-def _listed(values: list[float]) -> str:
-    return ", ".join(f"{value:.2f}" for value in values)
-
-
-# ---------------------------------------------------------------------------------------------
-# Lines beside the tables
+# --- Lines beside the tables ---
 
 
 def lossless_line(which: str, ledger: Ledger) -> str:
@@ -133,6 +127,11 @@ def baseline_line(report: Findings) -> str:
     return f"Baseline: {report.baseline.tokens_per_s:.1f} tokens/s{compared}"
 
 
+def verdict_lines(report: Findings) -> list[str]:
+    """Whether each draft pays, where its step costs were timed."""
+    return [f"{name}: {d.payoff.verdict}" for name, d in report.drafts.items() if d.payoff]
+
+
 def missing_lines(report: Findings) -> list[str]:
     """One line for each reason why something could not be measured, with the fields it left out."""
     lines = []
@@ -144,10 +143,24 @@ def missing_lines(report: Findings) -> list[str]:
     return lines
 
 
-# ---------------------------------------------------------------------------------------------
-# What the rows or columns show: label, fields of the report, and how they are written
+# --- What the rows or columns show: label, fields of the report, and how they are written ---
 
 Cells = list[tuple[str, str, Callable[..., str]]]
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_plain, value))
+    return format(value, ".2f") if isinstance(value, float | Measured) else str(value)
+
+
+def _fields(prefix: str, names: str) -> Cells:
+    """Fields under their own names."""
+    return [
+        (name.replace("_", " ").replace("speedup", "speed-up"), prefix + name, _plain)
+        for name in names.split()
+    ]
+
 
 RESULT: Cells = [
     ("alpha", "alpha", shown),
@@ -164,22 +177,12 @@ RESULT: Cells = [
     ("n of alpha", "alpha.n", str),
     ("n of speed-up", "speedup.n", str),
 ]
-COUNTERS: Cells = [
-    ("drafts", "counters.num_drafts", str),
-    ("draft tokens", "counters.num_draft_tokens", str),
-    ("accepted tokens", "counters.num_accepted_tokens", str),
-    ("mean acceptance length", "counters.mean_acceptance_length", shown),
-    ("acceptance rate", "counters.acceptance_rate", "{:.0%}".format),
-    ("acceptance per position", "counters.acceptance_per_position", _listed),
-]
-WATERFALL: Cells = [
-    ("every token accepted", "waterfall.all_accepted", shown),
-    ("tau", "waterfall.tau", shown),
-    ("after draft steps", "waterfall.after_draft_steps", shown),
-    ("after verify width", "waterfall.predicted", shown),
-    ("decode phase", "waterfall.decode", shown),
-    ("wall", "waterfall.wall", shown),
-]
+COUNTERS = _fields(
+    "counters.",
+    "num_drafts num_draft_tokens num_accepted_tokens mean_acceptance_length acceptance_rate "
+    "acceptance_per_position",
+)
+WATERFALL = _fields("waterfall.", "all_accepted tau after_draft_steps predicted decode wall")
 TWO_MS = "{:.1f} / {:.1f} ms".format
 COSTS: Cells = [
     ("draft step", "costs.draft_step_ms", "{:.2f} ms".format),
@@ -204,31 +207,23 @@ DRAFTS: Cells = [
     ("KV bytes a token of the target", "memory.kv_bytes_per_token.target", "{:,}".format),
     ("loop share", "loop_share.speculative.mean", "{:.1%}".format),
 ]
-POSITIONS: Cells = [
-    ("position", "position", str),
-    ("drafts", "drafts", str),
-    ("marginal", "marginal", shown),
-    ("conditional", "conditional", shown),
+OTHERS = _fields("other_prompts.", "alpha source alpha.n")
+POSITIONS = _fields("", "position drafts marginal conditional")
+CURVE = _fields("", "gamma predicted replayed ceiling")
+SWEEP = _fields("", "gamma tau speedup")
+TEMPERATURES = _fields("", "temperature tau speedup speedup.n")
+CATEGORIES = _fields("", "alpha tau speedup alpha.n speedup.n")
+BUCKETS = _fields("", "positions alpha")
+GAINS: Cells = [
+    ("over", "over", str),
+    *((label, field, "{:+.2f}".format) for label, field, _ in _fields("", "alpha tau speedup")),
 ]
-CURVE: Cells = [
-    ("gamma", "gamma", str),
-    ("from alpha", "predicted", shown),
-    ("replayed", "replayed", shown),
-    ("at alpha 1", "ceiling", shown),
-]
-SWEEP: Cells = [("gamma", "gamma", str), ("tau", "tau", shown), ("speed-up", "speedup", shown)]
 RULES: Cells = [
     ("temp.", "temperature", "{:g}".format),
     ("rejection sampling", "exact", shown),
     ("greedy match", "greedy_match", shown),
     ("target's p", "target_probability", shown),
     ("prompts", "exact.n", str),
-]
-TEMPERATURES: Cells = [
-    ("temperature", "temperature", "{:g}".format),
-    ("tau", "tau", shown),
-    ("speed-up", "speedup", shown),
-    ("prompts", "speedup.n", str),
 ]
 BATCHES: Cells = [
     ("batch size", "batch_size", str),
@@ -239,24 +234,6 @@ BATCHES: Cells = [
     ("batches", "speedup.n", str),
     ("texts as without a draft", "lossless", _counted),
 ]
-CATEGORIES: Cells = [
-    ("alpha", "alpha", shown),
-    ("tau", "tau", shown),
-    ("speed-up", "speedup", shown),
-    ("n of alpha", "alpha.n", str),
-    ("n of speed-up", "speedup.n", str),
-]
-GAINS: Cells = [
-    ("over", "over", str),
-    ("alpha", "alpha", "{:+.2f}".format),
-    ("tau", "tau", "{:+.2f}".format),
-    ("speed-up", "speedup", "{:+.2f}".format),
-]
-OTHERS: Cells = [
-    ("alpha on other prompts", "other_prompts.alpha", shown),
-    ("other prompts", "other_prompts.source", str),
-    ("n", "other_prompts.alpha.n", str),
-]
 CLASSES: Cells = [
     ("tokens", "positions", str),
     ("alpha", "alpha", shown),
@@ -264,7 +241,6 @@ CLASSES: Cells = [
     ("lost speed-up", "lost_speedup", "{:+.2f}".format),
     ("most often", "examples", _confusions),
 ]
-BUCKETS: Cells = [("tokens", "positions", str), ("alpha", "alpha", shown)]
 LEDGER: Cells = [
     ("prompt", "prompt", str),
     ("token", "position", str),

@@ -274,21 +274,26 @@ def test_loop_share():
     assert metrics.loop_share([run]).mean == pytest.approx(8 / 11)
 
 
-def test_gains_are_paired_differences():
-    low = [Agreement(str(i), None, 0.1 * i, 1) for i in range(6)]
-    high = [Agreement(str(i), None, 0.1 * i + 0.2, 1) for i in reversed(range(6))]
-    gain = metrics.alpha_gain(high, over=low)
-    # every prompt gains the same, so pairing leaves no uncertainty
-    assert gain.mean == pytest.approx(0.2)
-    assert gain.ci95 == pytest.approx((0.2, 0.2))
+def make_log(runs=(), baseline=(), agreement=None, **fields):
+    about = {"name": "a", "path": "", "form": "", "vocabulary": {}, "lossless": {}}
+    about |= {"gamma": 2, "gamma_policy": "fixed"}
+    return DraftLog(runs=runs, baseline=baseline, agreement=agreement, **(about | fields))
 
+
+def test_gains_are_paired_differences():
     slow = [make_run("a"), make_run("b", accepted=(0, 0, 0))]
     fast = [make_run("b", accepted=(1, 1, 1)), make_run("a", accepted=(2, 2, 2))]
     base = [make_baseline("a"), make_baseline("b")]
-    assert metrics.tau_gain(fast, slow).mean == pytest.approx(15 / 6 - 9 / 6)
+    low = [Agreement(str(i), None, 0.1 * i, 1) for i in range(6)]
+    high = [Agreement(str(i), None, 0.1 * i + 0.2, 1) for i in reversed(range(6))]
+    gain = metrics.gain(make_log(fast, base, high), make_log(slow, base, low, name="b"))
+    assert (gain["draft"], gain["over"]) == ("a", "b")
+    # every prompt gains the same, so pairing leaves no uncertainty
+    assert gain["alpha"].mean == pytest.approx(0.2)
+    assert gain["alpha"].ci95 == pytest.approx((0.2, 0.2))
+    assert gain["tau"].mean == pytest.approx(15 / 6 - 9 / 6)
     speedups = metrics.speedup(fast, base).mean, metrics.speedup(slow, base).mean
-    gain = metrics.speedup_gain(fast, base, slow, base)
-    assert gain.mean == pytest.approx(speedups[0] - speedups[1])
+    assert gain["speedup"].mean == pytest.approx(speedups[0] - speedups[1])
 
 
 def test_batches_take_as_long_as_their_last_row_and_are_resampled_whole():
@@ -317,18 +322,7 @@ def test_by_category():
     ]
     runs = [make_run("a", category="x"), make_run("b", (), (), (), category="y")]
     baseline = [make_baseline("a", category="x"), make_baseline("b", tokens=1, category="y")]
-    log = DraftLog(
-        name="a",
-        path="",
-        form="",
-        vocabulary={},
-        runs=runs,
-        baseline=baseline,
-        lossless={},
-        gamma=2,
-        gamma_policy="fixed",
-        agreement=agreements,
-    )
+    log = make_log(runs, baseline, agreements)
     numbers = metrics.by_category(log)
     assert list(numbers) == ["x", "y"]
     assert numbers["x"].alpha.mean == 0.5
@@ -554,7 +548,9 @@ def covers(measured, truth):
         lambda: metrics.speedup([], []),
         lambda: metrics.tokens_per_s([]),
         lambda: metrics.itl_ms([make_baseline(tokens=1)]),
-        lambda: metrics.alpha_gain([], []),
+        lambda: metrics.agreed(make_log()),
+        lambda: metrics.timed(make_log()),
+        lambda: metrics.memory(make_log()),
     ],
 )
 def test_nothing_to_measure_is_an_error(call):
@@ -576,7 +572,10 @@ def test_other_prompts_on_both_sides_are_an_error():
     with pytest.raises(ValueError, match="'a' among them"):
         metrics.speedup([make_run("a")], [make_baseline("b")])
     with pytest.raises(ValueError, match="same prompts"):
-        metrics.alpha_gain([Agreement("a", None, 1, 1)], [Agreement("b", None, 1, 1)])
+        metrics.gain(
+            make_log(agreement=[Agreement("a", None, 1, 1)]),
+            make_log(agreement=[Agreement("b", None, 1, 1)]),
+        )
 
 
 def test_impossible_agreement_is_an_error():
