@@ -4,8 +4,8 @@
     python -m eval.convert outputs/code/report/report.json --to spec-bench --draft untuned
     python -m eval.convert --schema > report.schema.json
 
-Prints JSON, with --schema the JSON Schema of a report. Each tool counts in another way (docs/metrics.md has the table); where our log cannot
-give a tool's number exactly, `differs` says why.
+Prints JSON, with --schema the JSON Schema of a report. Each tool counts in another way
+(docs/metrics.md has the table); where our log cannot give a number exactly, `differs` says why.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """What tests share: a tiny Llama, and a small made-up evaluation."""
 
-import copy
 import random
 
 import pytest
@@ -216,4 +215,4 @@ def built_report(run_info):
 @pytest.fixture
 def sample_report(built_report):
     """A report of the drafts `untuned` and `tuned`, to be changed at will."""
-    return copy.deepcopy(built_report)
+    return built_report.model_copy(deep=True)

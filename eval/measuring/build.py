@@ -10,7 +10,7 @@ from eval.measuring.atlas import build_atlas, telling_prompts
 from eval.measuring.cost import gamma_curve, payoff, waterfall
 from eval.measuring.log import DraftLog, RunLog
 from eval.measuring.metrics import NUMBERS, NothingToMeasure, agreed, timed
-from eval.reporting.report import Findings, PromptSums, Report, ReportError, checked
+from eval.reporting.report import SCHEMA, Findings, PromptSums, Report, ReportError, checked
 from eval.reporting.text import headline
 from eval.reporting.warnings import find_warnings
 
@@ -34,6 +34,7 @@ def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
         raise ReportError(f"two drafts of one report have the same name: {', '.join(names)}")
     shown = telling_prompts(drafts[-1].agreement or [])
     fields = {
+        "schema": SCHEMA,
         "target": run.target,
         "engine": run.engine,
         "device": run.device,
@@ -45,7 +46,7 @@ def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
         "decoding": run.decoding,
         "prompts": run.prompts,
         "drafts": {draft.name: _draft_block(draft, run, shown) for draft in drafts},
-        "gain": [_gain(draft, over=drafts[0]) for draft in drafts[1:]],
+        "gain": [metrics.gain(draft, over=drafts[0]) for draft in drafts[1:]],
         "provenance": run.provenance,
     }
     found = checked(Findings, fields)
@@ -138,20 +139,3 @@ def _per_prompt(log: DraftLog, blocks_known: bool) -> list[PromptSums]:
             }
         rows[run.prompt_id] = rows.get(run.prompt_id, about).model_copy(update=sums)
     return list(rows.values())
-
-
-def _gain(log: DraftLog, over: DraftLog) -> dict[str, Any]:
-    """Differences log - over in alpha, tau and speedup, paired on the same prompts."""
-    missing = log.missing.keys() | over.missing.keys()
-    alpha = tau = None
-    if log.agreement is not None and over.agreement is not None:
-        alpha = metrics.alpha_gain(log.agreement, over.agreement)
-    if "tau" not in missing:
-        tau = metrics.or_none(metrics.tau_gain, log.runs, over.runs)
-    return {
-        "draft": log.name,
-        "over": over.name,
-        "alpha": alpha,
-        "tau": tau,
-        "speedup": metrics.speedup_gain(log.runs, log.baseline, over.runs, over.baseline),
-    }

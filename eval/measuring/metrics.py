@@ -8,7 +8,7 @@ each other). docs/metrics.md says in prose what is in each number and what is no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,14 +37,15 @@ LOOP_REPEATS = 3
 LOOP_TOKENS = 8
 
 T = TypeVar("T")
+# Prompt id -> its group and its columns, whose totals a statistic is a function of
+Rows = dict[str, tuple[str | None, tuple[float, ...]]]
 
 
 class NothingToMeasure(ValueError):
     """The log holds nothing that the asked number could be computed from."""
 
 
-# ---------------------------------------------------------------------------------------------
-# The interval
+# --- The interval ---
 
 
 def bootstrap_totals(columns: Floats, resamples: int = RESAMPLES, seed: int = SEED) -> Floats:
@@ -108,18 +109,29 @@ def _by_group(columns: Floats, groups: Sequence[str | None]) -> Floats:
     return sums
 
 
-def _over(
-    name: str,
-    logs: Sequence[PromptRun] | Sequence[Agreement],
-    row: Callable[[Any], tuple[float, ...]],
-    statistic: Callable[[Floats], Floats] = ratio,
-) -> Measured:
-    """`measure` of one row a log, in the log's group."""
-    return measure(name, [row(log) for log in logs], statistic, [log.group for log in logs])
+def _measure(name: str, rows: Rows, statistic: Callable[[Floats], Floats] = ratio) -> Measured:
+    columns = [columns for _, columns in rows.values()]
+    return measure(name, columns, statistic, [group for group, _ in rows.values()])
 
 
-# ---------------------------------------------------------------------------------------------
-# The log
+def _difference(
+    name: str, mine: Rows, over: Rows, statistic: Callable[[Floats], Floats] = ratio
+) -> Measured | None:
+    """`statistic` of some rows minus that of others, both on the same resampled prompts."""
+    both = {
+        key: (group, (*columns, *over[key][1]))
+        for key, (group, columns) in mine.items()
+        if key in over
+    }
+
+    def apart(totals: Floats) -> Floats:
+        width = totals.shape[-1] // 2
+        return statistic(totals[..., :width]) - statistic(totals[..., width:])
+
+    return _measure(f"gain of {name}", both, apart) if both else None
+
+
+# --- The log ---
 
 
 def check_runs(runs: Sequence[PromptRun], blocks: bool = True) -> None:
@@ -174,7 +186,7 @@ def pair(
     return [(run, others[run.prompt_id]) for run in runs]
 
 
-def _same_prompts(ids: Sequence[str], other_ids: Sequence[str]) -> None:
+def _same_prompts(ids: Iterable[str], other_ids: Iterable[str]) -> None:
     odd = sorted(set(ids) ^ set(other_ids))
     if odd:
         raise ValueError(
@@ -183,13 +195,12 @@ def _same_prompts(ids: Sequence[str], other_ids: Sequence[str]) -> None:
         )
 
 
-# ---------------------------------------------------------------------------------------------
-# Acceptance
+# --- Acceptance ---
 
 
 def alpha(agreements: Sequence[Agreement]) -> Measured:
     """Mean over positions of sum_x min(p, q) (arXiv 2211.17192, theorem 3.5)."""
-    return _over("alpha", [a for a in agreements if a.positions], _agreement_row)
+    return _measure("alpha", _alpha_rows(agreements))
 
 
 def both(metric: Callable[[Sequence[PromptRun]], T], log: DraftLog) -> Both[T]:
@@ -203,27 +214,29 @@ def share(name: str, rows: Sequence[tuple[str | None, float, float]]) -> Share:
     return Share.model_validate(measure(name, sums, groups=[row[0] for row in rows]))
 
 
-def _agreement_row(agreement: Agreement) -> tuple[float, float]:
-    total, positions = agreement.alpha_sum, agreement.positions
-    # bf16 or fp32 sums of probabilities may pass 1 in the last digits
-    if not -1e-3 * positions <= total <= (1 + 1e-3) * positions:
-        raise ValueError(
-            f"prompt {agreement.prompt_id!r}: alpha_sum {total} is not within 0 and the "
-            f"{positions} positions it was summed over"
-        )
-    return min(max(total, 0.0), float(positions)), float(positions)
+def _alpha_rows(agreements: Sequence[Agreement]) -> Rows:
+    rows: Rows = {}
+    for one in agreements:
+        total, positions = one.alpha_sum, float(one.positions)
+        # bf16 or fp32 sums of probabilities may pass 1 in the last digits
+        if not -1e-3 * positions <= total <= (1 + 1e-3) * positions:
+            raise ValueError(
+                f"prompt {one.prompt_id!r}: alpha_sum {total} is not within 0 and the "
+                f"{one.positions} positions it was summed over"
+            )
+        if positions:
+            rows[one.prompt_id] = one.group, (min(max(total, 0.0), positions), positions)
+    return rows
 
 
-def _whole(run: PromptRun) -> tuple[float, float, float, float, float]:
+def _whole(run: PromptRun) -> tuple[float, ...]:
     """Tokens, target calls, drafted, accepted and seconds of a run's whole blocks."""
-    k = run.whole_blocks
-    return (
-        float(sum(run.block_tokens[:k])),
-        float(k),
-        float(sum(run.drafted[:k])),
-        float(sum(run.accepted[:k])),
-        float(sum(run.block_seconds[:k])),
-    )
+    parts = (run.block_tokens, [1] * run.whole_blocks, run.drafted, run.accepted, run.block_seconds)
+    return tuple(float(sum(part[: run.whole_blocks])) for part in parts)
+
+
+def _block_rows(runs: Sequence[PromptRun]) -> Rows:
+    return {run.prompt_id: (run.group, _whole(run)) for run in runs if run.whole_blocks}
 
 
 def tau(runs: Sequence[PromptRun]) -> Measured:
@@ -232,21 +245,21 @@ def tau(runs: Sequence[PromptRun]) -> Measured:
     The bonus token is in; what the prefill emitted and a last block that the length limit cut are
     out.
     """
-    return _over("tau", [run for run in runs if run.whole_blocks], lambda run: _whole(run)[:2])
+    return _measure("tau", _block_rows(runs))
 
 
 def mean_drafted(runs: Sequence[PromptRun]) -> float:
     """Drafted tokens per target call, over the blocks that tau is taken on."""
-    totals = [sum(column) for column in zip(*(_whole(run) for run in runs), strict=True)]
-    if not totals or not totals[1]:
+    totals = np.sum([_whole(run) for run in runs], axis=0)
+    if not runs or not totals[1]:
         raise NothingToMeasure("no target call of the decode phase is whole")
-    return totals[2] / totals[1]
+    return float(totals[2] / totals[1])
 
 
 def accepted_over_drafted(runs: Sequence[PromptRun]) -> Measured:
     """Accepted over drafted tokens, over the blocks that tau is taken on."""
-    some = [run for run in runs if any(run.drafted[: run.whole_blocks])]
-    return _over("accepted_over_drafted", some, lambda run: _whole(run)[3:1:-1])
+    rows = {key: row for key, row in _block_rows(runs).items() if row[1][2]}
+    return _measure("accepted_over_drafted", rows, lambda t: t[..., 3] / t[..., 2])
 
 
 def per_position(runs: Sequence[PromptRun]) -> list[PositionAcceptance]:
@@ -319,8 +332,7 @@ def replayed_tau(agreements: Sequence[Agreement], gamma: int) -> Measured:
     return measure("replayed tau", [row[1:] for row in rows], groups=[row[0] for row in rows])
 
 
-# ---------------------------------------------------------------------------------------------
-# Cost and speed
+# --- Cost and speed ---
 
 
 def c(costs: StepCosts) -> float:
@@ -344,33 +356,30 @@ def predicted_speedup(runs: Sequence[PromptRun], costs: StepCosts) -> Measured:
 
     The interval is that of tau and gamma; the step costs are taken as exact.
     """
-    return _over(
+    return _measure(
         "predicted_speedup",
-        [run for run in runs if run.whole_blocks],
-        lambda run: _whole(run)[:3],
+        _block_rows(runs),
         lambda t: _predicted(t[..., 0] / t[..., 1], t[..., 2] / t[..., 1], costs),
     )
 
 
-def _speed_row(run: PromptRun, baseline: PromptRun) -> tuple[float, ...]:
-    return baseline.seconds, len(baseline.tokens), run.seconds, len(run.tokens)
+def _speed_rows(runs: Sequence[PromptRun], baseline: Sequence[PromptRun]) -> Rows:
+    return {
+        run.prompt_id: (run.group, (base.seconds, len(base.tokens), run.seconds, len(run.tokens)))
+        for run, base in pair(runs, baseline)
+    }
 
 
-def _decode_row(run: PromptRun, baseline: PromptRun) -> tuple[float, ...]:
-    """The same of whole blocks alone, with their target calls and drafted tokens."""
-    tokens, calls, drafted, _, seconds = _whole(run)
-    base_tokens, _, _, _, base_seconds = _whole(baseline)
-    return base_seconds, base_tokens, seconds, tokens, calls, drafted
-
-
-def _paired(
-    name: str,
-    pairs: Sequence[tuple[PromptRun, PromptRun]],
-    row: Callable[[PromptRun, PromptRun], tuple[float, ...]],
-    statistic: Callable[[Floats], Floats],
-) -> Measured:
-    groups = [run.group for run, _ in pairs]
-    return measure(name, [row(*pair) for pair in pairs], statistic, groups)
+def _decode_rows(runs: Sequence[PromptRun], baseline: Sequence[PromptRun]) -> Rows:
+    """Seconds and tokens as above, of whole blocks alone; target calls and drafted tokens."""
+    rows: Rows = {}
+    for run, base in pair(runs, baseline):
+        if run.whole_blocks and base.whole_blocks:
+            tokens, calls, drafted, _, seconds = _whole(run)
+            base_tokens, *_, base_seconds = _whole(base)
+            columns = (base_seconds, base_tokens, seconds, tokens, calls, drafted)
+            rows[run.prompt_id] = run.group, columns
+    return rows
 
 
 def _speedup(totals: Floats) -> Floats:
@@ -379,18 +388,12 @@ def _speedup(totals: Floats) -> Floats:
 
 def speedup(runs: Sequence[PromptRun], baseline: Sequence[PromptRun]) -> Measured:
     """Wall seconds per emitted token without a draft over the same with it, prefill included."""
-    return _paired("speedup", pair(runs, baseline), _speed_row, _speedup)
-
-
-def _decoding(
-    runs: Sequence[PromptRun], baseline: Sequence[PromptRun]
-) -> list[tuple[PromptRun, PromptRun]]:
-    return [two for two in pair(runs, baseline) if all(run.whole_blocks for run in two)]
+    return _measure("speedup", _speed_rows(runs, baseline), _speedup)
 
 
 def decode_speedup(runs: Sequence[PromptRun], baseline: Sequence[PromptRun]) -> Measured:
     """`speedup` without the prefill, over the blocks that tau is taken on."""
-    return _paired("decode_speedup", _decoding(runs, baseline), _decode_row, _speedup)
+    return _measure("decode_speedup", _decode_rows(runs, baseline), _speedup)
 
 
 def decode_efficiency(
@@ -401,12 +404,18 @@ def decode_efficiency(
     def efficiency(t: Floats) -> Floats:
         return _speedup(t) / _predicted(t[..., 3] / t[..., 4], t[..., 5] / t[..., 4], costs)
 
-    return _paired("decode_efficiency", _decoding(runs, baseline), _decode_row, efficiency)
+    return _measure("decode_efficiency", _decode_rows(runs, baseline), efficiency)
+
+
+def _run_rows(
+    runs: Sequence[PromptRun], columns: Callable[[PromptRun], tuple[float, float]]
+) -> Rows:
+    return {run.prompt_id: (run.group, columns(run)) for run in runs}
 
 
 def tokens_per_s(runs: Sequence[PromptRun]) -> Measured:
     """Emitted tokens per wall second, prefill included."""
-    return _over("tokens_per_s", runs, lambda run: (len(run.tokens), run.seconds))
+    return _measure("tokens_per_s", _run_rows(runs, lambda run: (len(run.tokens), run.seconds)))
 
 
 # Prompts decoded together, all from the start on: the batch took as long as its slowest row.
@@ -441,7 +450,7 @@ def _batch_row(batch: Batch) -> tuple[float, float]:
 
 def ttft_ms(runs: Sequence[PromptRun]) -> Measured:
     """Milliseconds from the start to the first token, mean over prompts."""
-    return _over("ttft_ms", runs, lambda run: (1000 * run.prefill_seconds, 1))
+    return _measure("ttft_ms", _run_rows(runs, lambda run: (1000 * run.prefill_seconds, 1)))
 
 
 def itl_ms(runs: Sequence[PromptRun]) -> Latency:
@@ -454,8 +463,7 @@ def itl_ms(runs: Sequence[PromptRun]) -> Latency:
     return Latency(p50=float(p50), p95=float(p95), tokens=int(tokens.sum()))
 
 
-# ---------------------------------------------------------------------------------------------
-# Vanity check, comparison, categories
+# --- Vanity check, comparison, categories ---
 
 
 def looped(tokens: Sequence[int]) -> NDArray[np.bool_]:
@@ -479,61 +487,25 @@ def looped(tokens: Sequence[int]) -> NDArray[np.bool_]:
 
 def loop_share(runs: Sequence[PromptRun]) -> Measured:
     """Share of the emitted tokens that stand in repeated loops (see `looped`)."""
-    return _over("loop_share", runs, lambda run: (looped(run.tokens).sum(), len(run.tokens)))
+    rows = _run_rows(runs, lambda run: (float(looped(run.tokens).sum()), len(run.tokens)))
+    return _measure("loop_share", rows)
 
 
-# A prompt's group and its row
-Rows = dict[str, tuple[str | None, tuple[float, ...]]]
+def gain(log: DraftLog, over: DraftLog) -> dict[str, Any]:
+    """alpha, tau and speedup minus those of another draft, paired by prompt (fields of `Gain`).
 
-
-def _difference(
-    name: str, mine: Rows, over: Rows, statistic: Callable[[Floats], Floats] = ratio
-) -> Measured:
-    """`statistic` of some rows minus that of others, both on the same resampled prompts."""
-    shared = [key for key in mine if key in over]
-    rows = [(*mine[key][1], *over[key][1]) for key in shared]
-    width = len(rows[0]) // 2 if rows else 0
-    return measure(
-        name,
-        rows,
-        lambda t: statistic(t[..., :width]) - statistic(t[..., width:]),
-        [mine[key][0] for key in shared],
-    )
-
-
-def alpha_gain(agreements: Sequence[Agreement], over: Sequence[Agreement]) -> Measured:
-    """alpha minus the alpha of another draft, paired by prompt."""
-    _same_prompts([a.prompt_id for a in agreements], [a.prompt_id for a in over])
-    mine, others = (
-        {a.prompt_id: (a.group, _agreement_row(a)) for a in side if a.positions}
-        for side in (agreements, over)
-    )
-    return _difference("gain of alpha", dict(mine), dict(others))
-
-
-def tau_gain(runs: Sequence[PromptRun], over: Sequence[PromptRun]) -> Measured:
-    """tau minus the tau of another draft, on the prompts where both have a whole block."""
-    _same_prompts([run.prompt_id for run in runs], [run.prompt_id for run in over])
-    mine, others = (
-        {run.prompt_id: (run.group, _whole(run)[:2]) for run in side if run.whole_blocks}
-        for side in (runs, over)
-    )
-    return _difference("gain of tau", dict(mine), dict(others))
-
-
-def speedup_gain(
-    runs: Sequence[PromptRun],
-    baseline: Sequence[PromptRun],
-    over: Sequence[PromptRun],
-    over_baseline: Sequence[PromptRun],
-) -> Measured:
-    """speedup minus the speedup of another draft, paired by prompt."""
-    _same_prompts([run.prompt_id for run in runs], [run.prompt_id for run in over])
-    mine, others = (
-        {run.prompt_id: (run.group, _speed_row(run, base)) for run, base in pair(*side)}
-        for side in ((runs, baseline), (over, over_baseline))
-    )
-    return _difference("gain of speedup", dict(mine), dict(others), _speedup)
+    None where one of the two has no such number, or they share no prompt that has it.
+    """
+    rows = _speed_rows(log.runs, log.baseline), _speed_rows(over.runs, over.baseline)
+    _same_prompts(*rows)
+    found = {"speedup": _difference("speedup", *rows, _speedup), "alpha": None, "tau": None}
+    if log.agreement is not None and over.agreement is not None:
+        _same_prompts(*([a.prompt_id for a in one] for one in (log.agreement, over.agreement)))
+        agreed = _alpha_rows(log.agreement), _alpha_rows(over.agreement)
+        found["alpha"] = _difference("alpha", *agreed)
+    if "tau" not in log.missing | over.missing:
+        found["tau"] = _difference("tau", _block_rows(log.runs), _block_rows(over.runs))
+    return {"draft": log.name, "over": over.name, **found}
 
 
 def by_category(log: DraftLog) -> dict[str, CategoryNumbers]:
@@ -580,8 +552,7 @@ def ledger(prompts: int, divergences: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------------------------------
-# A draft's block of the report, number by number
+# --- A draft's block of the report, number by number ---
 
 
 def _known(value: T | None, what: str) -> T:

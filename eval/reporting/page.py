@@ -27,6 +27,7 @@ from eval.reporting.tables import (
     shown,
     size,
     tables,
+    verdict_lines,
 )
 
 COLOURS = 5  # --s0 … --s4 of page.css; the last draft, which the headline is about, takes the first
@@ -240,7 +241,7 @@ def render_page(report: Report) -> str:
             acceptance_charts=acceptance_charts(report.drafts, colours),
             memory=memory_rows(report.drafts, colours),
             atlases=[(n, report.drafts[n].atlas) for n in order if report.drafts[n].atlas],
-            verdicts=[(n, d.payoff.verdict) for n, d in report.drafts.items() if d.payoff],
+            verdicts=verdict_lines(report),
             ledgers=[(lossless_line(*one), one[1].unexplained) for one in report.ledgers()],
             tie_note=ledger_table(report).note,
             provenance=json.dumps(report.provenance, indent=2, ensure_ascii=False),

@@ -92,7 +92,7 @@ class Divergence(Part):
     target: str = Field(description="the token without a draft")
     drafted: str = Field(description="the token with it")
     gap: Quantity | None = Field(description="between the two tokens' logits")
-    error: Quantity | None = Field(description="between two forwards' logits at that position")
+    error: Quantity | None = Field(description="between two forwards' logits there")
     tie: bool
 
 
@@ -128,10 +128,8 @@ class PositionAcceptance(Part):
 
     position: Positive
     drafts: Count = Field(description="blocks that drafted at least so many tokens")
-    marginal: Share = Field(description="of these, the share whose tokens up to here all passed")
-    conditional: Share | None = Field(
-        description="the same among those that passed before; null where none did"
-    )
+    marginal: Share = Field(description="share of these whose tokens up to here all passed")
+    conditional: Share | None = Field(description="the same among those that passed up to here")
 
 
 class Costs(Part):
@@ -151,8 +149,8 @@ class Latency(Part):
     tokens: Count
 
 
-class KvBytes(Part):
-    """Bytes of KV cache that one token of context takes."""
+class OfBoth(Part):
+    """A count of the target's and of the draft's."""
 
     target: Count
     draft: Count
@@ -162,11 +160,10 @@ class Memory(Part):
     """Bytes in the form measured."""
 
     target_bytes: Positive
-    draft_bytes: Count = Field(description="what is shared with the target not counted")
-    kv_bytes_per_token: KvBytes
+    draft_bytes: Count
+    kv_bytes_per_token: OfBoth
     overhead: Quantity = Field(
-        description="bytes of the draft (what it shares with the target not counted) / bytes of "
-        "the target, in the form measured."
+        description="bytes of the draft (shared tensors not counted) / of the target, as measured."
     )
     full_form_bytes: Count | None = Field(description="of the form that other engines load")
 
@@ -204,39 +201,36 @@ class CurvePoint(Part):
 
     gamma: Positive
     predicted: Quantity = Field(description="from alpha, positions taken as independent")
-    replayed: Quantity | None = Field(
-        description="from the tau that greedy decoding has by the log of alpha; null when sampling"
-    )
+    replayed: Quantity | None = Field(description="from the replayed tau; null when sampling")
     ceiling: Quantity = Field(description="at alpha = 1")
 
 
-class SweepPoint(Part):
-    """Measured with one fixed draft length."""
+class Decoded(Part):
+    """What a run came to."""
 
-    gamma: Positive
     tau: TokensPerCall
     speedup: Measured
 
 
-class BatchPoint(Part):
+class SweepPoint(Decoded):
+    """Measured with one fixed draft length."""
+
+    gamma: Positive
+
+
+class TemperaturePoint(Decoded):
+    """Decoded at one temperature."""
+
+    temperature: Quantity
+
+
+class BatchPoint(Decoded):
     """Decoded in batches of one size; a batch is what is resampled, n the number of batches."""
 
     batch_size: Positive
     prompts: Positive
-    lossless: Ledger | None = Field(
-        description="against the same batch without a draft; null where sampled"
-    )
+    lossless: Ledger | None = Field(description="against the same batch alone; null if sampled")
     tokens_per_s: Both[Measured] = Field(description="of all rows together")
-    speedup: Measured
-    tau: TokensPerCall
-
-
-class TemperaturePoint(Part):
-    """Decoded at one temperature."""
-
-    temperature: Quantity
-    tau: TokensPerCall
-    speedup: Measured
 
 
 class CategoryNumbers(Part):
@@ -264,8 +258,8 @@ class TokenClass(Part):
     alpha: Share
     rejected: Quantity = Field(description="sum of 1 - alpha over its tokens")
     lost_speedup: float = Field(
-        description="what the expected speed-up at the best gamma would gain if the draft agreed "
-        "wherever the target's token is of that class."
+        description="what the expected speed-up at the best gamma would gain if the draft were "
+        "right throughout that class."
     )
     examples: list[Confusion]
 
@@ -335,29 +329,29 @@ class Missing(Part):
     reason: str
 
 
-def _absent_if_none(**more: Any) -> Any:
-    """A field that is left out where it has no value."""
-    return Field(default=None, exclude_if=lambda value: value is None, **more)
+# Left out where it was not measured
+Sum = Annotated[int | None, Field(ge=0, exclude_if=lambda value: value is None)]
+Amount = Annotated[float | None, Field(exclude_if=lambda value: value is None)]
 
 
 class PromptSums(Part):
-    """The sums that all means are made from; a part that was not measured is absent."""
+    """The sums that all means are made from."""
 
     id: str
     category: str | None
-    group: str | None = _absent_if_none(description="of the bootstrap")
-    alpha_sum: float | None = _absent_if_none()
-    positions: Count | None = _absent_if_none()
-    prompt_tokens: Count | None = _absent_if_none()
-    tokens: Count | None = _absent_if_none()
-    seconds: Quantity | None = _absent_if_none()
-    baseline_tokens: Count | None = _absent_if_none()
-    baseline_seconds: Quantity | None = _absent_if_none()
-    calls: Count | None = _absent_if_none(description="target calls of the decode phase")
-    blocks: Count | None = _absent_if_none(description="of these, the whole ones; so below")
-    block_tokens: Count | None = _absent_if_none()
-    drafted: Count | None = _absent_if_none()
-    accepted: Count | None = _absent_if_none()
+    group: Annotated[str | None, Field(exclude_if=lambda value: value is None)] = None
+    alpha_sum: Amount = None
+    positions: Sum = None
+    prompt_tokens: Sum = None
+    tokens: Sum = None
+    seconds: Amount = None
+    baseline_tokens: Sum = None
+    baseline_seconds: Amount = None
+    calls: Annotated[Sum, Field(description="target calls of the decode phase")] = None
+    blocks: Annotated[Sum, Field(description="of these, the whole ones; so below")] = None
+    block_tokens: Sum = None
+    drafted: Sum = None
+    accepted: Sum = None
 
 
 class DraftReport(Part):
@@ -366,9 +360,7 @@ class DraftReport(Part):
     path: str
     form: str
     vocabulary: Vocabulary
-    gamma: Count | None = Field(
-        description="longest draft, chosen for this draft alone; null: a server does not tell"
-    )
+    gamma: Count | None = Field(description="draft length chosen for it; null: a server's own")
     gamma_policy: str = Field(description="how a block's draft length is found")
     alpha: Share | None = Field(
         description="mean over positions of sum_x min(p, q) on text the target generated, "
@@ -387,9 +379,7 @@ class DraftReport(Part):
     per_position: Annotated[list[PositionAcceptance], Field(min_length=1)] | None
     costs: Costs | None
     c: Quantity | None = Field(description="seconds of one draft step / of one target step.")
-    verify_ratio: Quantity | None = Field(
-        description="seconds of a target call on gamma + 1 tokens / on one."
-    )
+    verify_ratio: Quantity | None = Field(description="a target call on gamma + 1 tokens / on one.")
     predicted_speedup: Measured | None = Field(
         description="tau * t_target(1) / (gamma * t_draft + t_target(gamma + 1)) from isolated "
         "forwards, gamma the mean drafted length."
@@ -400,14 +390,11 @@ class DraftReport(Part):
     )
     decode_speedup: Measured | None = Field(description="over the blocks of tau, prefill out")
     decode_efficiency: Measured | None = Field(
-        description="decode-phase speed-up / predicted speed-up; 1 means no overhead beyond the "
-        "two models."
+        description="decode-phase speed-up / predicted speed-up; 1: no overhead beyond the models."
     )
     tokens_per_s: Both[Measured] = Field(description="emitted tokens / seconds, prefill in")
     ttft_ms: Both[Measured] = Field(description="time to the first token.")
-    itl_ms: Both[Latency] = Field(
-        description="inter-token latency, a block's time spread evenly over its tokens."
-    )
+    itl_ms: Both[Latency] = Field(description="between tokens, a block's time spread over its own.")
     loop_share: Both[Share] | None = Field(
         description="share of emitted tokens in a pattern of at most 64 tokens that repeats at "
         "least 3 times over at least 8 tokens."
@@ -469,9 +456,7 @@ class Baseline(Part):
     """The target without a draft."""
 
     tokens_per_s: Measured
-    over_stock_generate: Measured | None = Field(
-        description="its tokens/s / those of stock `generate`; null where it is stock, or a server"
-    )
+    over_stock_generate: Measured | None = Field(description="tokens/s over stock `generate`'s")
 
 
 class DecodingSetting(Part):
@@ -484,12 +469,8 @@ class DecodingSetting(Part):
     gamma: Count | None = Field(description="the last draft's")
     gamma_policy: str
     verification: str
-    stop_tokens: Count | None = Field(
-        description="how many tokens end a text; 0: the end is ignored; null: a server knows"
-    )
-    ended_by_stop: float = Field(
-        ge=0, le=1, description="share of the baseline's answers that ended by themselves"
-    )
+    stop_tokens: Count | None = Field(description="0: the end is ignored; null: a server knows")
+    ended_by_stop: float = Field(ge=0, le=1, description="share of the baseline's answers")
 
 
 class PromptsUsed(Part):
@@ -499,18 +480,14 @@ class PromptsUsed(Part):
     n: Count
     sha256: str
     overlap_with_training: float | None
-    bits_per_token: float | None = Field(
-        description="mean surprise of the target at the prompts' tokens"
-    )
-    random_bits: float | None = Field(
-        description="log2 of the vocabulary: what random tokens take at least"
-    )
+    bits_per_token: float | None = Field(description="the target's mean surprise at a token")
+    random_bits: float | None = Field(description="log2 of the vocabulary: of a random token")
 
 
 class Findings(Part):
     """What an evaluation found, before anything is said about it."""
 
-    schema_name: Annotated[Literal["draftsmith-report/1"], Field(alias="schema")] = SCHEMA
+    schema_name: Annotated[Literal["draftsmith-report/1"], Field(alias="schema")]
     target: str
     engine: str
     device: str
@@ -534,20 +511,26 @@ class Findings(Part):
     @model_validator(mode="after")
     def _gains_are_differences(self) -> Self:
         for i, entry in enumerate(self.gain):
-            for key in ("alpha", "tau", "speedup"):
-                self._check_gain(entry, key, f"gain[{i}].{key}")
+            for name in (entry.draft, entry.over):
+                if name not in self.drafts:
+                    raise ValueError(f"gain[{i}] compares with {name!r}, which is no draft of it")
+            mine, other = self.drafts[entry.draft], self.drafts[entry.over]
+            _check_difference(f"gain[{i}].alpha", entry.alpha, mine.alpha, other.alpha)
+            _check_difference(f"gain[{i}].tau", entry.tau, mine.tau, other.tau)
+            _check_difference(f"gain[{i}].speedup", entry.speedup, mine.speedup, other.speedup)
         return self
 
-    def _check_gain(self, entry: Gain, key: str, where: str) -> None:
-        gained = getattr(entry, key)
-        mine, other = (getattr(self.drafts[name], key) for name in (entry.draft, entry.over))
-        # A gain may rest on fewer prompts than either side's own number; then they may differ.
-        if gained and mine.n == other.n == gained.n:
-            apart = mine.mean - other.mean
-            if not math.isclose(gained.mean, apart, rel_tol=1e-6, abs_tol=1e-9):
-                raise ValueError(
-                    f"{where} is {gained.mean}, but the drafts' own numbers are {apart} apart"
-                )
+
+def _check_difference(
+    where: str, gained: Measured | None, mine: Measured | None, other: Measured | None
+) -> None:
+    # a gain may rest on fewer prompts than either side's own number; then they may differ
+    if gained and mine and other and mine.n == other.n == gained.n:
+        apart = mine.mean - other.mean
+        if not math.isclose(gained.mean, apart, rel_tol=1e-6, abs_tol=1e-9):
+            raise ValueError(
+                f"{where} is {gained.mean}, but the drafts' own numbers are {apart} apart"
+            )
 
 
 class Report(Findings):

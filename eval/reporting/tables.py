@@ -5,6 +5,7 @@ A cell is plain text; paths and tokens in it stand in backquotes.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from eval.reporting.report import (
-    Atlas,
     Bucket,
+    Confusion,
     Divergence,
     DraftReport,
     Findings,
@@ -63,8 +64,7 @@ class Table:
     charted: bool = False
 
 
-# ---------------------------------------------------------------------------------------------
-# Cells
+# --- Cells ---
 
 
 def shown(value: Measured | float | None, form: str = ".2f") -> str:
@@ -105,8 +105,11 @@ def _counted(ledger: Ledger) -> str:
     return ", ".join(counts)
 
 
-# ---------------------------------------------------------------------------------------------
-# Lines beside the tables
+def _confusions(found: list[Confusion]) -> str:
+    return ", ".join(f"{quoted(e.target)} drafted as {quoted(e.draft)} ×{e.count}" for e in found)
+
+
+# --- Lines beside the tables ---
 
 
 def lossless_line(which: str, ledger: Ledger) -> str:
@@ -124,6 +127,11 @@ def baseline_line(report: Findings) -> str:
     return f"Baseline: {report.baseline.tokens_per_s:.1f} tokens/s{compared}"
 
 
+def verdict_lines(report: Findings) -> list[str]:
+    """Whether each draft pays, where its step costs were timed."""
+    return [f"{name}: {d.payoff.verdict}" for name, d in report.drafts.items() if d.payoff]
+
+
 def missing_lines(report: Findings) -> list[str]:
     """One line for each reason why something could not be measured, with the fields it left out."""
     lines = []
@@ -135,111 +143,147 @@ def missing_lines(report: Findings) -> list[str]:
     return lines
 
 
-# ---------------------------------------------------------------------------------------------
-# Tables with one column a draft: label, form of a cell, the fields it shows
+# --- What the rows or columns show: label, fields of the report, and how they are written ---
 
-Rows = list[tuple[str, Callable[..., str], str]]
-
-RESULT: Rows = [
-    ("alpha", shown, "alpha"),
-    ("tau", shown, "tau"),
-    ("gamma", gamma_text, "gamma gamma_policy"),
-    ("accepted/drafted", "{:.0%}".format, "accepted_over_drafted"),
-    ("speed-up", shown, "speedup"),
-    ("predicted speed-up", shown, "predicted_speedup"),
-    ("decode efficiency", shown, "decode_efficiency"),
-    ("tokens/s, no draft", "{:.1f}".format, "tokens_per_s.baseline.mean"),
-    ("tokens/s, drafted", "{:.1f}".format, "tokens_per_s.speculative.mean"),
-    ("c (draft/target)", "{:.3f}".format, "c"),
-    ("memory overhead", "{:.1%}".format, "memory.overhead"),
-    ("n of alpha", str, "alpha.n"),
-    ("n of speed-up", str, "speedup.n"),
-]
-COUNTERS: Rows = [
-    ("drafts", str, "counters.num_drafts"),
-    ("draft tokens", str, "counters.num_draft_tokens"),
-    ("accepted tokens", str, "counters.num_accepted_tokens"),
-    ("mean acceptance length", shown, "counters.mean_acceptance_length"),
-    ("acceptance rate", "{:.0%}".format, "counters.acceptance_rate"),
-    (
-        "acceptance per position",
-        lambda shares: ", ".join(f"{share:.2f}" for share in shares),
-        "counters.acceptance_per_position",
-    ),
-]
-WATERFALL: Rows = [
-    ("every token accepted", shown, "waterfall.all_accepted"),
-    ("tau", shown, "waterfall.tau"),
-    ("after draft steps", shown, "waterfall.after_draft_steps"),
-    ("after verify width", shown, "waterfall.predicted"),
-    ("decode phase", shown, "waterfall.decode"),
-    ("wall", shown, "waterfall.wall"),
-]
-COSTS: Rows = [
-    ("draft step", "{:.2f} ms".format, "costs.draft_step_ms"),
-    ("target step", "{:.2f} ms".format, "costs.target_step_ms"),
-    (
-        "target on gamma + 1",
-        lambda step, ratio: f"{step * ratio:.2f} ms",
-        "costs.target_step_ms verify_ratio",
-    ),
-    ("verify ratio", shown, "verify_ratio"),
-    (
-        "TTFT with / without",
-        "{:.1f} / {:.1f} ms".format,
-        "ttft_ms.speculative.mean ttft_ms.baseline.mean",
-    ),
-    (
-        "ITL p50 with / without",
-        "{:.1f} / {:.1f} ms".format,
-        "itl_ms.speculative.p50 itl_ms.baseline.p50",
-    ),
-    (
-        "ITL p95 with / without",
-        "{:.1f} / {:.1f} ms".format,
-        "itl_ms.speculative.p95 itl_ms.baseline.p95",
-    ),
-]
-DRAFTS: Rows = [
-    ("path", "`{}`".format, "path"),
-    ("form measured", str, "form"),
-    ("vocabulary", str, "vocabulary.relation"),
-    ("strategy", str, "vocabulary.strategy"),
-    ("draft length", str, "gamma_policy"),
-    ("draft", size, "memory.draft_bytes"),
-    ("full form", size, "memory.full_form_bytes"),
-    ("target", size, "memory.target_bytes"),
-    ("overhead", "{:.1%}".format, "memory.overhead"),
-    (
-        "KV bytes a token: draft, target",
-        "{:,}, {:,}".format,
-        "memory.kv_bytes_per_token.draft memory.kv_bytes_per_token.target",
-    ),
-    ("loop share", "{:.1%}".format, "loop_share.speculative.mean"),
-]
+Cells = list[tuple[str, str, Callable[..., str]]]
 
 
-def _cell(draft: DraftReport, form: Callable[..., str], paths: str) -> str:
-    values = []
-    for path in paths.split():
-        value: Any = draft
-        for name in path.split("."):
-            value = value and getattr(value, name)
-        values.append(value)
-    # a server's gamma is not known, which is not the same
-    return NOT_MEASURED if None in values and form is not gamma_text else form(*values)
+def _plain(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_plain, value))
+    return format(value, ".2f") if isinstance(value, float | Measured) else str(value)
 
 
-def _by_draft(
-    title: str, report: Findings, rows: Rows, note: str = "", charted: bool = False
-) -> Table:
-    """One column a draft; a row that nothing was measured for is left out."""
-    cells = [
-        [label, *(_cell(draft, form, paths) for draft in report.drafts.values())]
-        for label, form, paths in rows
+def _fields(prefix: str, names: str) -> Cells:
+    """Fields under their own names."""
+    return [
+        (name.replace("_", " ").replace("speedup", "speed-up"), prefix + name, _plain)
+        for name in names.split()
     ]
-    kept = [row for row in cells if set(row[1:]) != {NOT_MEASURED}]
-    return Table(title, ["", *report.drafts], kept, note, charted)
+
+
+RESULT: Cells = [
+    ("alpha", "alpha", shown),
+    ("tau", "tau", shown),
+    ("gamma", "gamma gamma_policy", gamma_text),
+    ("accepted/drafted", "accepted_over_drafted", "{:.0%}".format),
+    ("speed-up", "speedup", shown),
+    ("predicted speed-up", "predicted_speedup", shown),
+    ("decode efficiency", "decode_efficiency", shown),
+    ("tokens/s, no draft", "tokens_per_s.baseline.mean", "{:.1f}".format),
+    ("tokens/s, drafted", "tokens_per_s.speculative.mean", "{:.1f}".format),
+    ("c (draft/target)", "c", "{:.3f}".format),
+    ("memory overhead", "memory.overhead", "{:.1%}".format),
+    ("n of alpha", "alpha.n", str),
+    ("n of speed-up", "speedup.n", str),
+]
+COUNTERS = _fields(
+    "counters.",
+    "num_drafts num_draft_tokens num_accepted_tokens mean_acceptance_length acceptance_rate "
+    "acceptance_per_position",
+)
+WATERFALL = _fields("waterfall.", "all_accepted tau after_draft_steps predicted decode wall")
+TWO_MS = "{:.1f} / {:.1f} ms".format
+COSTS: Cells = [
+    ("draft step", "costs.draft_step_ms", "{:.2f} ms".format),
+    ("target step", "costs.target_step_ms", "{:.2f} ms".format),
+    ("target on gamma + 1", "costs.target_step_ms verify_ratio", lambda t, r: f"{t * r:.2f} ms"),
+    ("verify ratio", "verify_ratio", shown),
+    ("TTFT with / without", "ttft_ms.speculative.mean ttft_ms.baseline.mean", TWO_MS),
+    ("ITL p50 with / without", "itl_ms.speculative.p50 itl_ms.baseline.p50", TWO_MS),
+    ("ITL p95 with / without", "itl_ms.speculative.p95 itl_ms.baseline.p95", TWO_MS),
+]
+DRAFTS: Cells = [
+    ("path", "path", "`{}`".format),
+    ("form measured", "form", str),
+    ("vocabulary", "vocabulary.relation", str),
+    ("strategy", "vocabulary.strategy", str),
+    ("draft length", "gamma_policy", str),
+    ("draft", "memory.draft_bytes", size),
+    ("full form", "memory.full_form_bytes", size),
+    ("target", "memory.target_bytes", size),
+    ("overhead", "memory.overhead", "{:.1%}".format),
+    ("KV bytes a token of the draft", "memory.kv_bytes_per_token.draft", "{:,}".format),
+    ("KV bytes a token of the target", "memory.kv_bytes_per_token.target", "{:,}".format),
+    ("loop share", "loop_share.speculative.mean", "{:.1%}".format),
+]
+OTHERS = _fields("other_prompts.", "alpha source alpha.n")
+POSITIONS = _fields("", "position drafts marginal conditional")
+CURVE = _fields("", "gamma predicted replayed ceiling")
+SWEEP = _fields("", "gamma tau speedup")
+TEMPERATURES = _fields("", "temperature tau speedup speedup.n")
+CATEGORIES = _fields("", "alpha tau speedup alpha.n speedup.n")
+BUCKETS = _fields("", "positions alpha")
+GAINS: Cells = [
+    ("over", "over", str),
+    *((label, field, "{:+.2f}".format) for label, field, _ in _fields("", "alpha tau speedup")),
+]
+RULES: Cells = [
+    ("temp.", "temperature", "{:g}".format),
+    ("rejection sampling", "exact", shown),
+    ("greedy match", "greedy_match", shown),
+    ("target's p", "target_probability", shown),
+    ("prompts", "exact.n", str),
+]
+BATCHES: Cells = [
+    ("batch size", "batch_size", str),
+    ("tokens/s, no draft", "tokens_per_s.baseline", "{:.1f}".format),
+    ("tokens/s, drafted", "tokens_per_s.speculative", "{:.1f}".format),
+    ("speed-up", "speedup", shown),
+    ("tau", "tau", shown),
+    ("batches", "speedup.n", str),
+    ("texts as without a draft", "lossless", _counted),
+]
+CLASSES: Cells = [
+    ("tokens", "positions", str),
+    ("alpha", "alpha", shown),
+    ("rejected", "rejected", str),
+    ("lost speed-up", "lost_speedup", "{:+.2f}".format),
+    ("most often", "examples", _confusions),
+]
+LEDGER: Cells = [
+    ("prompt", "prompt", str),
+    ("token", "position", str),
+    ("without a draft", "target", quoted),
+    ("with it", "drafted", quoted),
+    ("gap of logits", "gap", "{:.4f}".format),
+    ("error of forwards", "error", "{:.4f}".format),
+    ("verdict", "tie", lambda tie: "tie" if tie else "UNEXPLAINED"),
+]
+
+
+def _cells(one: BaseModel, cells: Cells) -> list[str]:
+    """Empty where a field is null."""
+    found = []
+    for _, paths, form in cells:
+        values = []
+        for path in paths.split():
+            value: Any = one
+            for name in path.split("."):
+                value = None if value is None else getattr(value, name)
+            values.append(value)
+        # that the gamma of a server is not known has words of its own
+        found.append("" if None in values and form is not gamma_text else form(*values))
+    return found
+
+
+def _by_draft(title: str, report: Findings, cells: Cells, note: str = "") -> Table:
+    """One column a draft; a row that nothing was measured for is left out."""
+    columns = [_cells(draft, cells) for draft in report.drafts.values()]
+    rows = [
+        [label, *(cell or NOT_MEASURED for cell in row)]
+        for (label, _, _), *row in zip(cells, *columns, strict=True)
+        if any(row)
+    ]
+    return Table(title, ["", *report.drafts], rows, note)
+
+
+def _table(
+    title: str, before: str, rows: Iterable[tuple[str, BaseModel]], cells: Cells, note: str = ""
+) -> Table:
+    """rows: (text of the first column, whose header is `before`; what the cells are taken from)."""
+    header = [before, *(label for label, _, _ in cells)]
+    return Table(title, header, [[first, *_cells(one, cells)] for first, one in rows], note)
 
 
 def result_table(report: Findings) -> Table:
@@ -248,166 +292,29 @@ def result_table(report: Findings) -> Table:
     table = _by_draft("Result", report, RESULT, note)
     if len(report.drafts) != 2:
         return table
-    (gain,) = report.gain
-    gained = {"alpha": gain.alpha, "tau": gain.tau, "speed-up": gain.speedup}
-    rows = [
-        [*row, format(value, "+.2f") if (value := gained.get(row[0])) else ""] for row in table.rows
-    ]
+    gained = dict(zip((label for label, _, _ in GAINS), _cells(report.gain[0], GAINS), strict=True))
+    rows = [[*row, gained.get(row[0], "")] for row in table.rows]
     return Table(table.title, [*table.header, "gain"], rows, note)
 
 
-# ---------------------------------------------------------------------------------------------
-# All tables
+def ledger_table(report: Findings) -> Table:
+    """Greedy texts that parted from the target's own: the worst first, LEDGER_ROWS at most."""
+    entries = [(which, one) for which, ledger in report.ledgers() for one in ledger.divergences]
 
+    def doubt(row: tuple[str, Divergence]) -> tuple[bool, float]:
+        """Unexplained texts first, then those whose gap is the largest part of the error."""
+        _, one = row
+        return not one.tie, one.gap / one.error if one.gap and one.error else 0.0
 
-def tables(report: Report) -> list[Table]:
-    """In the order of report.md; a table that the report holds nothing for is left out."""
-    drafts = report.drafts.items()
-    found = [
-        result_table(report),
-        _table(
-            "Gain",
-            "draft|over|alpha|tau|speed-up",
-            (
-                [
-                    one.draft,
-                    one.over,
-                    *(shown(x, "+.2f") for x in (one.alpha, one.tau, one.speedup)),
-                ]
-                for one in report.gain
-                if len(drafts) > 2
-            ),
-        ),
-        _by_draft(
-            "Counters of the server",
-            report,
-            COUNTERS,
-            "By the server's own definitions (docs/metrics.md).",
-        ),
-        _by_draft("Where the speed-up goes", report, WATERFALL, charted=True),
-        _table(
-            "Speed-up by gamma",
-            "draft|gamma|from alpha|replayed|at alpha 1|measured speed-up|measured tau",
-            (row for name, draft in drafts for row in _curve(name, draft)),
-            charted=True,
-        ),
-        _table("Setting", "|", _setting(report)),
-        _table(
-            "Acceptance by position",
-            "draft|position|drafts|marginal|conditional",
-            (
-                [name, one.position, one.drafts, shown(one.marginal), _or_empty(one.conditional)]
-                for name, draft in drafts
-                for one in draft.per_position or []
-            ),
-            charted=True,
-        ),
-        *(
-            table
-            for name, draft in drafts
-            if draft.atlas
-            for table in _atlas_tables(name, draft.atlas)
-        ),
-        _table(
-            "Verification rules and temperatures",
-            "draft|temp.|rejection sampling|greedy match|target's p|prompts",
-            (
-                [
-                    name,
-                    f"{one.temperature:g}",
-                    *(shown(x) for x in (one.exact, one.greedy_match, one.target_probability)),
-                    one.exact.n,
-                ]
-                for name, draft in drafts
-                if draft.atlas
-                for one in draft.atlas.verification_rules
-            ),
-            "Mean acceptance of one drafted token, from one teacher-forced log. Rejection "
-            "sampling: sum min(p, q). Greedy match: the draft proposes argmax q, accepted where "
-            "the target samples it: p(argmax q). Target's p: x drawn from q, accepted with "
-            "probability p(x): sum q p. All three leave the output as the target's.",
-        ),
-        _table(
-            "Decoded at other temperatures",
-            "draft|temperature|tau|speed-up|prompts",
-            (
-                [name, f"{one.temperature:g}", shown(one.tau), shown(one.speedup), one.speedup.n]
-                for name, draft in drafts
-                for one in draft.by_temperature
-            ),
-        ),
-        _table(
-            "By batch size",
-            "draft|batch size|tokens/s, no draft|tokens/s, drafted|speed-up|tau|batches|"
-            "texts as without a draft",
-            (
-                [
-                    name,
-                    one.batch_size,
-                    shown(one.tokens_per_s.baseline, ".1f"),
-                    shown(one.tokens_per_s.speculative, ".1f"),
-                    shown(one.speedup),
-                    shown(one.tau),
-                    one.speedup.n,
-                    _counted(one.lossless) if one.lossless else NOT_MEASURED,
-                ]
-                for name, draft in drafts
-                for one in draft.by_batch_size
-            ),
-            "The rows of a batch start together, and one that ends leaves. Without a draft: the "
-            "same batches. Tokens/s of all rows together; intervals over batches. In bf16 two "
-            "forwards of other shapes differ in the last bits, so texts may part at near-ties, "
-            "each checked in the tie ledger; in fp32 they are the same.",
-        ),
-        _table(
-            "Other prompts",
-            "draft|alpha here|alpha on other prompts|other prompts|n",
-            (
-                [name, shown(draft.alpha), shown(other.alpha), other.source, other.alpha.n]
-                for name, draft in drafts
-                if (other := draft.other_prompts)
-            ),
-        ),
-        _by_draft("Cost and latency", report, COSTS),
-        ledger_table(report),
-        _by_draft("Drafts", report, DRAFTS),
-        _table(
-            "By category",
-            "category|draft|alpha|tau|speed-up|n",
-            (
-                [category, name, *map(_or_empty, numbers), next(x.n for x in numbers if x)]
-                for name, draft in drafts
-                for category, one in draft.by_category.items()
-                if any(numbers := (one.alpha, one.tau, one.speedup))
-            ),
-        ),
-    ]
-    return [table for table in found if table.rows]
-
-
-def _table(
-    title: str, header: str, rows: Iterable[list[Any]], note: str = "", charted: bool = False
-) -> Table:
-    return Table(title, header.split("|"), list(rows), note, charted)
-
-
-def _or_empty(value: Measured | None) -> str:
-    return "" if value is None else shown(value)
-
-
-def _curve(name: str, draft: DraftReport) -> Iterable[list[Any]]:
-    """Expected speed-up by draft length, and what a sweep measured."""
-    swept = {point.gamma: point for point in draft.gamma_sweep}
-    for point in draft.gamma_curve or []:
-        measured = swept.get(point.gamma)
-        yield [
-            name,
-            point.gamma,
-            shown(point.predicted),
-            "" if point.replayed is None else shown(point.replayed),
-            shown(point.ceiling),
-            *(map(shown, (measured.speedup, measured.tau)) if measured else ("", "")),
-        ]
+    note = (
+        "Greedy texts with and without the draft, token by token. A divergence is a tie where the "
+        "two logits lie no further apart than twice what two forwards of the target differ by, and "
+        "fp32 agrees."
+    )
+    if len(entries) > LEDGER_ROWS:
+        note += f" The {LEDGER_ROWS} least clear of {len(entries)} are shown; report.json has all."
+    worst = sorted(entries, key=doubt, reverse=True)[:LEDGER_ROWS]
+    return _table("Tie ledger", "draft", worst, LEDGER, note)
 
 
 def _setting(report: Findings) -> list[list[Any]]:
@@ -427,67 +334,93 @@ def _setting(report: Findings) -> list[list[Any]]:
     return [[label, "none" if value is None else value] for label, value in rows]
 
 
-def _atlas_tables(name: str, atlas: Atlas) -> list[Table]:
-    """The rejection atlas of one draft, the costliest class first, and alpha by place."""
-
-    def confused(one: TokenClass) -> str:
-        return ", ".join(
-            f"{quoted(e.target)} drafted as {quoted(e.draft)} ×{e.count}" for e in one.examples
-        )
-
-    classes = (
-        [c.name, c.positions, shown(c.alpha), c.rejected, f"+{c.lost_speedup:.2f}", confused(c)]
-        for c in atlas.classes
-    )
-    header = "class|tokens|alpha|rejected|lost speed-up|most often"
-    return [
-        _table(f"Rejection atlas, {name}", header, classes, charted=True),
-        *(
-            _table(
-                f"alpha by {unit}, {name}",
-                f"{unit}|tokens|alpha",
-                ([bounds(b), b.positions, shown(b.alpha)] for b in buckets),
-                charted=True,
-            )
+def _charted(report: Findings) -> list[Table]:
+    """Tables that report.html draws instead."""
+    drafts = report.drafts.items()
+    found = [
+        _by_draft("Where the speed-up goes", report, WATERFALL),
+        _table(
+            "Speed-up by gamma",
+            "draft",
+            ((name, one) for name, draft in drafts for one in draft.gamma_curve or []),
+            CURVE,
+        ),
+        _table(
+            "Measured by gamma",
+            "draft",
+            ((name, one) for name, draft in drafts for one in draft.gamma_sweep),
+            SWEEP,
+        ),
+        _table(
+            "Acceptance by position",
+            "draft",
+            ((name, one) for name, draft in drafts for one in draft.per_position or []),
+            POSITIONS,
+        ),
+    ]
+    for name, draft in drafts:
+        if atlas := draft.atlas:
+            classes = ((one.name, one) for one in atlas.classes)
+            found.append(_table(f"Rejection atlas, {name}", "class", classes, CLASSES))
             for unit, buckets in (
                 ("output position", atlas.by_output_position),
                 ("target's entropy in bits", atlas.by_entropy),
-            )
+            ):
+                rows = ((bounds(bucket), bucket) for bucket in buckets)
+                found.append(_table(f"alpha by {unit}, {name}", unit, rows, BUCKETS))
+    return [dataclasses.replace(table, charted=True) for table in found]
+
+
+def tables(report: Report) -> list[Table]:
+    """All tables; one that the report holds nothing for is left out."""
+    drafts = report.drafts.items()
+    several = report.gain if len(drafts) > 2 else []
+    found = [
+        result_table(report),
+        _table("Gain", "draft", ((one.draft, one) for one in several), GAINS),
+        _by_draft(
+            "Counters of the server",
+            report,
+            COUNTERS,
+            "By the server's own definitions (docs/metrics.md).",
         ),
+        *_charted(report),
+        _table(
+            "Verification rules and temperatures",
+            "draft",
+            ((name, one) for name, d in drafts if d.atlas for one in d.atlas.verification_rules),
+            RULES,
+            "Mean acceptance of one drafted token, from one teacher-forced log. Rejection "
+            "sampling: sum min(p, q). Greedy match: the draft proposes argmax q, accepted where "
+            "the target samples it: p(argmax q). Target's p: x drawn from q, accepted with "
+            "probability p(x): sum q p. All three leave the output as the target's.",
+        ),
+        _table(
+            "Decoded at other temperatures",
+            "draft",
+            ((name, one) for name, draft in drafts for one in draft.by_temperature),
+            TEMPERATURES,
+        ),
+        _table(
+            "By batch size",
+            "draft",
+            ((name, one) for name, draft in drafts for one in draft.by_batch_size),
+            BATCHES,
+            "The rows of a batch start together, and one that ends leaves. Without a draft: the "
+            "same batches. Tokens/s of all rows together; intervals over batches. In bf16 two "
+            "forwards of other shapes differ in the last bits, so texts may part at near-ties, "
+            "each checked in the tie ledger; in fp32 they are the same.",
+        ),
+        ledger_table(report),
+        _table(
+            "By category",
+            "category, draft",
+            ((f"{key}, {name}", one) for name, d in drafts for key, one in d.by_category.items()),
+            CATEGORIES,
+        ),
+        _by_draft("Other prompts", report, OTHERS),
+        _by_draft("Cost and latency", report, COSTS),
+        _by_draft("Drafts", report, DRAFTS),
+        Table("Setting", ["", ""], _setting(report)),
     ]
-
-
-def ledger_table(report: Findings) -> Table:
-    """Greedy texts that parted from the target's own: the worst first, LEDGER_ROWS at most."""
-    entries = [(which, one) for which, ledger in report.ledgers() for one in ledger.divergences]
-
-    def doubt(row: tuple[str, Divergence]) -> tuple[bool, float]:
-        """Unexplained texts first, then those whose gap is the largest part of the error."""
-        _, one = row
-        return not one.tie, one.gap / one.error if one.gap and one.error else 0.0
-
-    note = (
-        "Greedy texts with and without the draft, token by token. A divergence is a tie where the "
-        "two logits lie no further apart than twice what two forwards of the target differ by, and "
-        "fp32 agrees."
-    )
-    if len(entries) > LEDGER_ROWS:
-        note += f" The {LEDGER_ROWS} least clear of {len(entries)} are shown; report.json has all."
-    return _table(
-        "Tie ledger",
-        "draft|prompt|token|without a draft|with it|gap of logits|error of forwards|verdict",
-        (
-            [
-                which,
-                one.prompt,
-                one.position,
-                quoted(one.target),
-                quoted(one.drafted),
-                "" if one.gap is None else f"{one.gap:.4f}",
-                "" if one.error is None else f"{one.error:.4f}",
-                "tie" if one.tie else "UNEXPLAINED",
-            ]
-            for which, one in sorted(entries, key=doubt, reverse=True)[:LEDGER_ROWS]
-        ),
-        note,
-    )
+    return [table for table in found if table.rows]

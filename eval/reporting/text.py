@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
-
 from rich import box
 from rich.console import Console
 from rich.table import Table as Grid
@@ -18,11 +16,13 @@ from rich.text import Text
 from eval.reporting.report import Findings, Report
 from eval.reporting.tables import (
     DEFINITIONS,
+    Table,
     baseline_line,
     lossless_line,
     missing_lines,
     result_table,
     tables,
+    verdict_lines,
 )
 
 
@@ -78,17 +78,16 @@ def print_summary(report: Report, console: Console | None = None) -> None:
     for which, ledger in report.ledgers():
         lines.append((lossless_line(which, ledger), "red bold" if ledger.unexplained else "green"))
     lines += [(f"Warning: {warning}", "yellow") for warning in report.warnings]
-    name, draft = report.last
-    if draft.payoff:
-        lines.append((f"{name}: {draft.payoff.verdict}", ""))
+    lines += [(verdict, "") for verdict in verdict_lines(report)[-1:]]
     for line, style in [*lines, (report.headline, "bold")]:
         # Text, not markup: a path or a range in brackets must not be read as a style
         console.print(Text(line, style=style))
 
 
-def _grid(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+def _grid(table: Table) -> list[str]:
+    lines = [table.header, ["---"] * len(table.header), *table.rows]
+    rows = ["| " + " | ".join(map(str, line)) + " |" for line in lines]
+    return [f"## {table.title}", "\n".join(rows), *([table.note] if table.note else [])]
 
 
 def _list(title: str, lines: Sequence[str]) -> list[str]:
@@ -97,17 +96,18 @@ def _list(title: str, lines: Sequence[str]) -> list[str]:
 
 def render_markdown(report: Report) -> str:
     """report.md."""
-    parts = ["# Speculative decoding report", f"**{report.headline}**"]
-    parts += _list("Warnings", report.warnings)
-    parts += _list("Not measured", missing_lines(report))
-    for table in tables(report):
-        parts += [f"## {table.title}", _grid(table.header, table.rows)]
-        parts += [table.note] if table.note else []
-    parts += _list("Lossless", [lossless_line(*one) for one in report.ledgers()])
-    verdicts = [f"{n}: {d.payoff.verdict}" for n, d in report.drafts.items() if d.payoff]
-    parts += _list("Does it pay?", verdicts)
-    parts += _list(
-        "What the numbers mean", [f"**{term}**: {text}" for term, text in DEFINITIONS.items()]
-    )
-    provenance = json.dumps(report.provenance, indent=2)
-    return "\n\n".join([*parts, "## Provenance", f"```json\n{provenance}\n```"]) + "\n"
+    result, *others = tables(report)
+    parts = [
+        "# Speculative decoding report",
+        f"**{report.headline}**",
+        *_list("Warnings", report.warnings),
+        *_list("Not measured", missing_lines(report)),
+        *_grid(result),
+        *_list("Lossless", [lossless_line(*one) for one in report.ledgers()]),
+        *_list("Does it pay?", verdict_lines(report)),
+        *(part for table in others for part in _grid(table)),
+        *_list("What the numbers mean", [f"**{term}**: {x}" for term, x in DEFINITIONS.items()]),
+        "## Provenance",
+        f"```json\n{json.dumps(report.provenance, indent=2)}\n```",
+    ]
+    return "\n\n".join(parts) + "\n"
