@@ -1,0 +1,108 @@
+"""What the logs of engines that are measured from outside have in common, and cannot hold.
+
+Such an engine shows which tokens it emitted when, and not all that went on in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from eval.decoding.loop import Decoding
+from eval.measuring.log import PromptRun
+from eval.measuring.losslessness import first_divergence
+from eval.prompts import Prompt, prompts_sha256
+
+# Fields of a draft in the report, by what they are made from.
+DISTRIBUTIONS = "alpha atlas"
+BLOCKS = "tau mean_drafted accepted_over_drafted per_position decode_speedup"
+STEPS = "costs c verify_ratio predicted_speedup decode_efficiency payoff waterfall gamma_curve"
+REASONS = {
+    "transformers": {
+        DISTRIBUTIONS: "generate does not give the draft's distributions: take it with --engine "
+        "torch",
+        STEPS: "single steps are not timed in generate: see --engine torch",
+    },
+    "vllm": {
+        DISTRIBUTIONS: "a server does not give the distributions of target and draft",
+        BLOCKS: "the server counts cut blocks and no others apart: see counters for its own figure",
+        STEPS: "single steps cannot be timed through a server",
+        "memory": "a server does not tell what its models weigh",
+    },
+}
+
+
+def missing(engine: str) -> dict[str, str]:
+    """The report's fields that the engine leaves null, each with the reason."""
+    return {name: why for names, why in REASONS[engine].items() for name in names.split()}
+
+
+def prompt_run(
+    prompt: Prompt, prompt_tokens: int, seconds: Sequence[float], emitted: Sequence[list[int]]
+) -> PromptRun:
+    """The log of one answer from the tokens and seconds of its target calls, the prefill first.
+
+    What was drafted for them is left at 0: whoever knows it fills it in.
+    """
+    return PromptRun(
+        prompt_id=prompt.id,
+        category=prompt.category,
+        group=prompt.group,
+        prompt_tokens=prompt_tokens,
+        tokens=[token for block in emitted for token in block],
+        prefill_tokens=len(emitted[0]),
+        prefill_seconds=seconds[0],
+        block_seconds=list(seconds[1:]),
+        block_tokens=[len(block) for block in emitted[1:]],
+        drafted=[0] * len(emitted[1:]),
+        accepted=[0] * len(emitted[1:]),
+        last_truncated=False,
+    )
+
+
+def settings(
+    how: Decoding, ended: Sequence[bool], source: str, prompts: Sequence[Prompt], **own: Any
+) -> dict[str, dict[str, Any]]:
+    """`decoding` and `prompts` of a `RunLog`.
+
+    ended: whether each answer of the baseline ended by itself. own: what an engine says of its
+    decoding, gamma and gamma_policy at least.
+    """
+    return {
+        "decoding": {
+            **asdict(how.sampling),
+            "max_new_tokens": how.max_new_tokens,
+            "verification": "greedy match" if how.sampling.greedy else "rejection sampling",
+            "stop_tokens": len(how.stops),
+            "ended_by_stop": sum(ended) / len(ended),
+            **own,
+        },
+        "prompts": {
+            "source": source,
+            "n": len(prompts),
+            "sha256": prompts_sha256(prompts),
+            "overlap_with_training": None,
+            "bits_per_token": None,
+            "random_bits": None,
+        },
+    }
+
+
+def divergence(
+    baseline: PromptRun, run: PromptRun, text_of: Callable[[list[int]], str]
+) -> dict[str, Any]:
+    """The ledger's entry of two texts that differ, not explained (yet) as a tie.
+
+    text_of: of the token where they part; of no token where a text ends there.
+    """
+    at = first_divergence(baseline.tokens, run.tokens)
+    return {
+        "prompt": run.prompt_id,
+        "position": at,
+        "target": text_of(baseline.tokens[at : at + 1]),
+        "drafted": text_of(run.tokens[at : at + 1]),
+        "gap": None,
+        "error": None,
+        "tie": False,
+    }
