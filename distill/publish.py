@@ -49,6 +49,11 @@ def check_run(run_folder: Path | str) -> Report:
     check_draft(folder / "draft")
     read_yaml(_found(folder / RECIPE))
     read_json(_found(folder / PROVENANCE))
+    return _report(folder)
+
+
+def _report(folder: Path) -> Report:
+    """The report, which must have what the card says."""
     report = read_report(folder / REPORT)
     for field in ("alpha", "tau", "memory", "payoff"):
         if getattr(report.last[1], field) is None:
@@ -99,10 +104,10 @@ def _found(path: Path) -> Path:
 def model_card(run_folder: Path | str) -> str:
     """The model card (README.md) of the run's draft, from its report, recipe and provenance.
 
-    Raises `PublishError` or another ValueError where the run is not whole.
+    Raises `PublishError`, or another ValueError, for what is missing or broken.
     """
     folder = Path(run_folder)
-    report, recipe = check_run(folder), read_yaml(folder / RECIPE)
+    report, recipe = _report(folder), read_yaml(folder / RECIPE)
     name, draft = report.last
     domain = str(recipe.get("domain", "")).strip()
     target = public_name(report.target)
@@ -136,18 +141,14 @@ def model_card(run_folder: Path | str) -> str:
 
 def _numbers(report: Report, name: str, draft: DraftReport) -> list[tuple[str, Measured, str]]:
     """What the draft is worth: (label, number, unit)."""
-    assert draft.alpha and draft.tau
-    gains = [
-        (f"gain of alpha over `{gain.over}`", gain.alpha, "")
-        for gain in report.gain
-        if gain.draft == name and gain.alpha
-    ]
-    return [
+    gamma = gamma_text(draft.gamma, draft.gamma_policy)
+    found = [
         ("alpha", draft.alpha, ""),
-        (f"tau (gamma {gamma_text(draft.gamma, draft.gamma_policy)})", draft.tau, ""),
+        (f"tau (gamma {gamma})", draft.tau, ""),
         ("speed-up", draft.speedup, "x"),
-        *gains,
+        *((f"gain of alpha over `{g.over}`", g.alpha, "") for g in report.gain if g.draft == name),
     ]
+    return [(label, value, unit) for label, value, unit in found if value]
 
 
 def _result(report: Report, label: str, value: Measured, unit: str) -> EvalResult:

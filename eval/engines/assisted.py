@@ -29,7 +29,7 @@ from eval.decoding.drafts import model_bytes, stop_tokens, tensor_sha256
 from eval.decoding.lookup import LOOKUP
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
-from eval.engines.log import divergence, missing, prompt_run, settings
+from eval.engines.log import decoding, divergence, missing, prompt_run, prompts_used
 from eval.measuring.build import build_report
 from eval.measuring.evaluation import PromptSet, device_name
 from eval.measuring.journal import Journal
@@ -218,12 +218,19 @@ def measure_assisted(
         gamma,
         (device, dtype, transformers.__version__),
     )
-    decoded = _interleave(target, assistants, timed, how, journal)
+    rows = list(zip(timed.prompts, timed.ids, strict=True))
+
+    def in_all_ways(how: Decoding) -> list[list[PromptRun]]:
+        """Every prompt without a draft and with each: [baseline, *drafts]."""
+        ways = [partial(generate, target, one, how=how) for one in (None, *assistants)]
+        for way in ways:  # warm-up, not counted
+            way(*rows[0])
+        stage = f"speed at T={how.sampling.temperature:g}"
+        return in_turns(ways, rows, journal, stage, PromptRun.from_json, "prompt")
+
+    baseline, *runs = in_all_ways(how)
     greedy = replace(how, sampling=Sampling())  # losslessness is always measured greedily
-    greedily = decoded
-    if not how.sampling.greedy:
-        greedily = _interleave(target, assistants, timed, greedy, journal)
-    baseline, *runs = decoded
+    plain, *greedy_runs = [baseline, *runs] if how.sampling.greedy else in_all_ways(greedy)
     drafts = [
         DraftLog(
             name=assistant.name,
@@ -232,7 +239,7 @@ def measure_assisted(
             vocabulary=assistant.vocabulary,
             runs=drafted,
             baseline=baseline,
-            lossless=_compare(target, assistant, timed, greedy, greedily[0], texts),
+            lossless=_compare(target, assistant, timed, greedy, plain, compared),
             gamma=gamma,
             gamma_policy=GAMMA_POLICY,
             memory={
@@ -246,15 +253,20 @@ def measure_assisted(
             full_form_bytes=model_bytes(assistant.model),
             missing=missing("transformers"),
         )
-        for assistant, drafted, texts in zip(assistants, runs, greedily[1:], strict=True)
+        for assistant, drafted, compared in zip(assistants, runs, greedy_runs, strict=True)
     ]
-    ended = [run.tokens[-1] in how.stops for run in baseline]
     log = RunLog(
         target=target.spec,
         engine="transformers",
         device=device,
         dtype=dtype.removeprefix("torch."),
-        **settings(how, ended, timed.source, timed.prompts, gamma=gamma, gamma_policy=GAMMA_POLICY),
+        decoding=decoding(
+            how,
+            [run.tokens[-1] in how.stops for run in baseline],
+            gamma=gamma,
+            gamma_policy=GAMMA_POLICY,
+        ),
+        prompts=prompts_used(timed.source, timed.prompts),
         provenance=provenance | {"resumed": journal.resumed},
     )
     return build_report(log, drafts)
@@ -272,22 +284,6 @@ def _kv_bytes(model: Any) -> int:
     token = torch.ones((1, 1), dtype=torch.long, device=model.device)
     cache = model(token, use_cache=True).past_key_values
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-
-
-def _interleave(
-    target: StockTarget,
-    assistants: Sequence[Assistant],
-    timed: PromptSet,
-    how: Decoding,
-    journal: Journal,
-) -> list[list[PromptRun]]:
-    """Every prompt without a draft and with each: [baseline, *drafts]."""
-    decoders = [partial(generate, target, assistant, how=how) for assistant in (None, *assistants)]
-    rows = list(zip(timed.prompts, timed.ids, strict=True))
-    for decode in decoders:  # warm-up, not counted
-        decode(*rows[0])
-    stage = f"speed at T={how.sampling.temperature:g}"
-    return in_turns(decoders, rows, journal, stage, PromptRun.from_json, "prompt")
 
 
 def _compare(
@@ -313,7 +309,7 @@ def _compare(
     for prompt, ids, base, run in zip(timed.prompts, timed.ids, baseline, runs, strict=True):
         if base.tokens == run.tokens:
             continue
-        entry = divergence(base, run, target.tokenizer.decode)
+        entry = divergence(base, run, lambda token: str(target.tokenizer.decode(token)))
         at = entry["position"]
         if at < min(len(base.tokens), len(run.tokens)):  # lengths can never differ by a tie
             single, wide = (

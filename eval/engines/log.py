@@ -61,32 +61,25 @@ def prompt_run(
     )
 
 
-def settings(
-    how: Decoding, ended: Sequence[bool], source: str, prompts: Sequence[Prompt], **own: Any
-) -> dict[str, dict[str, Any]]:
-    """`decoding` and `prompts` of a `RunLog`.
+def decoding(how: Decoding, ended: Sequence[bool], **own: Any) -> dict[str, Any]:
+    """`RunLog.decoding`; ended: whether each answer of the baseline ended by itself.
 
-    ended: whether each answer of the baseline ended by itself. own: what an engine says of its
-    decoding, gamma and gamma_policy at least.
+    own: what an engine says of its own decoding, gamma and gamma_policy at least.
     """
     return {
-        "decoding": {
-            **asdict(how.sampling),
-            "max_new_tokens": how.max_new_tokens,
-            "verification": "greedy match" if how.sampling.greedy else "rejection sampling",
-            "stop_tokens": len(how.stops),
-            "ended_by_stop": sum(ended) / len(ended),
-            **own,
-        },
-        "prompts": {
-            "source": source,
-            "n": len(prompts),
-            "sha256": prompts_sha256(prompts),
-            "overlap_with_training": None,
-            "bits_per_token": None,
-            "random_bits": None,
-        },
+        **asdict(how.sampling),
+        "max_new_tokens": how.max_new_tokens,
+        "verification": "greedy match" if how.sampling.greedy else "rejection sampling",
+        "stop_tokens": len(how.stops),
+        "ended_by_stop": sum(ended) / len(ended),
+        **own,
     }
+
+
+def prompts_used(source: str, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """`RunLog.prompts`; what else is known of prompts takes the target's distributions."""
+    unknown = dict.fromkeys(("overlap_with_training", "bits_per_token", "random_bits"))
+    return {"source": source, "n": len(prompts), "sha256": prompts_sha256(prompts), **unknown}
 
 
 def divergence(

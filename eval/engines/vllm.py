@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
-from eval.engines.log import divergence, missing, prompt_run, settings
+from eval.engines.log import decoding, divergence, missing, prompt_run, prompts_used
 from eval.measuring.build import build_report
 from eval.measuring.log import DraftLog, Floats, PromptRun, RunLog
 from eval.measuring.losslessness import ledger
@@ -91,12 +91,17 @@ class Server:
     def _ask(
         self, path: str, body: dict[str, Any] | None = None, about: str = ""
     ) -> Iterator[HTTPResponse]:
-        """The response, while it comes in; whatever goes wrong with it is a ServerError."""
+        """The response, to be read within the block; what goes wrong there is a ServerError."""
         data = None if body is None else json.dumps(body).encode()
         request = Request(self.url + path, data, {"Content-Type": "application/json"})
         try:
             with urlopen(request, timeout=self.timeout) as response:
                 yield response
+        except json.JSONDecodeError as error:
+            raise ServerError(
+                f"{self.url}{path} sent what is not JSON ({error}); is this an OpenAI-compatible "
+                f"server?"
+            ) from None
         except HTTPError as error:
             answer = error.read(300).decode("utf-8", "replace")
             raise ServerError(f"{self.url}{path} answered {error.code}{about}: {answer}") from None
@@ -118,7 +123,7 @@ class Server:
         with self._ask("/v1/models") as response:
             try:
                 return str(json.load(response)["data"][0]["id"])
-            except (ValueError, LookupError, TypeError):
+            except (LookupError, TypeError):
                 raise ServerError(
                     f"{self.url}/v1/models does not list a model; is this an OpenAI-compatible "
                     f"server?"
@@ -156,10 +161,7 @@ class Server:
             for line in response:
                 if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
                     continue
-                try:
-                    message = json.loads(line.removeprefix(b"data: "))
-                except json.JSONDecodeError as error:
-                    raise ServerError(f"{self.url} sent what is not JSON ({error}).") from None
+                message = json.loads(line.removeprefix(b"data: "))
                 now = time.perf_counter()
                 prompt_tokens = (message.get("usage") or {}).get("prompt_tokens", prompt_tokens)
                 for choice in message.get("choices", []):
@@ -226,7 +228,7 @@ def measure_servers(
         runs=[drafted.run for _, drafted in pairs],
         baseline=[plain.run for plain, _ in pairs],
         lossless=_compare(greedy),
-        gamma=counters and (len(counters["acceptance_per_position"]) or None),
+        gamma=len(counters["acceptance_per_position"]) or None if counters else None,
         gamma_policy="of the server",
         counters=counters,
         missing={field: reason for field, reason in own.items() if reason},
@@ -236,17 +238,16 @@ def measure_servers(
         engine="vllm",
         device=speculative.host,
         dtype="dtype of the server",
-        **settings(
+        decoding=decoding(
             how,
             [plain.ended for plain, _ in pairs],
-            source,
-            done,
             gamma=draft.gamma,
             gamma_policy=draft.gamma_policy,
             # greedily the tokens themselves are compared; sampled, nobody can see the rule
             verification="greedy match" if sampling.greedy else "the server's own rule",
             stop_tokens=None,
         ),
+        prompts=prompts_used(source, done),
         provenance=provenance,
     )
     return build_report(run, [draft])
@@ -312,14 +313,10 @@ def _counters_block(pairs: Sequence[Pair]) -> tuple[dict[str, Any] | None, str |
         "num_drafts": round(drafts),
         "num_draft_tokens": round(drafted),
         "num_accepted_tokens": round(accepted),
-        "mean_acceptance_length": measure("mean_acceptance_length", lengths, _ratio),
-        "acceptance_rate": measure("acceptance_rate", rates, _ratio),
+        "mean_acceptance_length": measure("mean_acceptance_length", lengths),
+        "acceptance_rate": measure("acceptance_rate", rates),
         "acceptance_per_position": [count / drafts for count in accepted_at],
     }, None
-
-
-def _ratio(totals: Floats) -> Floats:
-    return totals[..., 0] / totals[..., 1]
 
 
 def _compare(pairs: Sequence[Pair]) -> dict[str, Any]:
