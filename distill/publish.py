@@ -121,7 +121,7 @@ def model_card(run_folder: Path | str) -> str:
                 *("speculative-decoding", "draft-model", "draftsmith"),
                 *([domain] if domain else []),
             ],
-            model_name=f"{target}-draft",
+            model_name=f"{Path(target).name}-draft",
             eval_results=[_result(report, *number) for number in numbers],
         ),
         template_path=str(TEMPLATE),
