@@ -39,6 +39,7 @@ class Prompt:
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     category: str | None = None
+    group: str | None = None
 
     @property
     def text(self) -> str:
