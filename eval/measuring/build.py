@@ -10,7 +10,7 @@ from eval.measuring.atlas import build_atlas, telling_prompts
 from eval.measuring.cost import gamma_curve, payoff, waterfall
 from eval.measuring.log import DraftLog, RunLog
 from eval.measuring.metrics import NUMBERS, NothingToMeasure, agreed, timed
-from eval.reporting.report import Findings, PromptSums, Report, ReportError, checked
+from eval.reporting.report import SCHEMA, Findings, PromptSums, Report, ReportError, checked
 from eval.reporting.text import headline
 from eval.reporting.warnings import find_warnings
 
@@ -34,6 +34,7 @@ def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
         raise ReportError(f"two drafts of one report have the same name: {', '.join(names)}")
     shown = telling_prompts(drafts[-1].agreement or [])
     fields = {
+        "schema": SCHEMA,
         "target": run.target,
         "engine": run.engine,
         "device": run.device,

@@ -510,7 +510,7 @@ class PromptsUsed(Part):
 class Findings(Part):
     """What an evaluation found, before anything is said about it."""
 
-    schema_name: Annotated[Literal["draftsmith-report/1"], Field(alias="schema")] = SCHEMA
+    schema_name: Annotated[Literal["draftsmith-report/1"], Field(alias="schema")]
     target: str
     engine: str
     device: str
