@@ -25,18 +25,17 @@ from transformers.generation import BaseStreamer
 from align.check import compare
 from align.side import read_side
 from align.sources import load_model, load_tokenizer
-from eval.decoding.drafts import model_bytes, stop_tokens, tensor_sha256
-from eval.decoding.lookup import LOOKUP
 from eval.decoding.loop import Decoding, seed_of
+from eval.decoding.target import model_bytes, stop_tokens, tensor_sha256
 from eval.decoding.verification import Sampling
 from eval.engines.log import decoding, divergence, missing, prompt_run, prompts_used
 from eval.measuring.build import build_report
-from eval.measuring.evaluation import PromptSet, device_name
+from eval.measuring.evaluation import device_name
 from eval.measuring.journal import Journal
 from eval.measuring.log import DraftLog, PromptRun, RunLog
 from eval.measuring.losslessness import ledger, tie
 from eval.measuring.timing import in_turns
-from eval.prompts import Prompt
+from eval.prompts import Prompt, PromptSet
 from eval.reporting.report import Report
 
 GAMMA_POLICY = "fixed; a drafted end of text ends a draft"
@@ -77,8 +76,8 @@ def load_assistant(name: str, spec: str, target: StockTarget, gamma: int) -> Ass
 
     Raises ValueError for what transformers cannot draft with, or not without loss.
     """
-    if spec == LOOKUP:
-        raise ValueError(f"Draft {name!r}: {LOOKUP} has no model to assist; use --engine torch.")
+    if spec == "prompt-lookup":
+        raise ValueError(f"Draft {name!r}: {spec} has no model to assist; use --engine torch.")
     if (Path(spec) / "compact.json").is_file():
         raise ValueError(
             f"Draft {name!r}: {spec} is the compact form, which our own decoder reads alone; give "
@@ -226,7 +225,7 @@ def measure_assisted(
         for way in ways:  # warm-up, not counted
             way(*rows[0])
         stage = f"speed at T={how.sampling.temperature:g}"
-        return in_turns(ways, rows, journal, stage, PromptRun.from_json, "prompt")
+        return in_turns(ways, rows, journal, stage, PromptRun.from_json)
 
     baseline, *runs = in_all_ways(how)
     greedy = replace(how, sampling=Sampling())  # losslessness is always measured greedily
@@ -266,7 +265,7 @@ def measure_assisted(
             gamma=gamma,
             gamma_policy=GAMMA_POLICY,
         ),
-        prompts=prompts_used(timed.source, timed.prompts),
+        prompts=prompts_used(timed),
         provenance=provenance | {"resumed": journal.resumed},
     )
     return build_report(log, drafts)

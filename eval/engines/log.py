@@ -12,7 +12,7 @@ from typing import Any
 from eval.decoding.loop import Decoding
 from eval.measuring.log import PromptRun
 from eval.measuring.losslessness import first_divergence
-from eval.prompts import Prompt, prompts_sha256
+from eval.prompts import Prompt, PromptSet
 
 # Fields of a draft in the report, by what they are made from.
 DISTRIBUTIONS = "alpha atlas"
@@ -76,10 +76,11 @@ def decoding(how: Decoding, ended: Sequence[bool], **own: Any) -> dict[str, Any]
     }
 
 
-def prompts_used(source: str, prompts: Sequence[Prompt]) -> dict[str, Any]:
+def prompts_used(prompts: PromptSet) -> dict[str, Any]:
     """`RunLog.prompts`; what else is known of prompts takes the target's distributions."""
     unknown = dict.fromkeys(("overlap_with_training", "bits_per_token", "random_bits"))
-    return {"source": source, "n": len(prompts), "sha256": prompts_sha256(prompts), **unknown}
+    about = {"source": prompts.source, "n": len(prompts.prompts), "sha256": prompts.sha256}
+    return about | unknown
 
 
 def divergence(

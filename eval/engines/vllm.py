@@ -32,7 +32,7 @@ from eval.measuring.build import build_report
 from eval.measuring.log import DraftLog, Floats, PromptRun, RunLog
 from eval.measuring.losslessness import ledger
 from eval.measuring.metrics import measure
-from eval.prompts import Prompt
+from eval.prompts import Prompt, PromptSet
 from eval.reporting.report import Report
 
 TIMEOUT = 120.0  # seconds without a byte from a server
@@ -247,7 +247,7 @@ def measure_servers(
             verification="greedy match" if sampling.greedy else "the server's own rule",
             stop_tokens=None,
         ),
-        prompts=prompts_used(source, done),
+        prompts=prompts_used(PromptSet(source, list(done), [])),
         provenance=provenance,
     )
     return build_report(run, [draft])

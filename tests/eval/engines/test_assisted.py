@@ -24,9 +24,8 @@ from eval.engines.assisted import (
     measure_assisted,
 )
 from eval.engines.log import prompt_run
-from eval.measuring.evaluation import PromptSet
 from eval.measuring.metrics import check_runs
-from eval.prompts import Prompt
+from eval.prompts import Prompt, PromptSet
 from eval.reporting.page import render_page
 from eval.reporting.report import read_report
 from eval.run import main
