@@ -58,7 +58,7 @@ def parse_counters(text: str) -> Floats | None:
     for match in COUNTER.finditer(text):
         place = COUNTERS.index(match["name"]), int(match["position"] or 0)
         sums[place] += float(match["value"])
-    if len({which for which, _ in sums} - {3}) < 3:
+    if not {0, 1, 2} <= {which for which, _ in sums}:
         return None
     return np.array([sums[place] for place in sorted(sums)])
 
@@ -97,7 +97,7 @@ class Server:
         try:
             with urlopen(request, timeout=self.timeout) as response:
                 yield response
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ServerError(
                 f"{self.url}{path} sent what is not JSON ({error}); is this an OpenAI-compatible "
                 f"server?"
