@@ -55,7 +55,7 @@ def check_run(run_folder: Path | str) -> Report:
 def _report(folder: Path) -> Report:
     """The report, which must have what the card says."""
     report = read_report(folder / REPORT)
-    for field in ("alpha", "tau", "memory", "payoff"):
+    for field in ("memory", "payoff"):
         if getattr(report.last[1], field) is None:
             raise PublishError(
                 f"{folder / REPORT} has no {field}, which the model card needs: evaluate the run "
@@ -122,7 +122,7 @@ def model_card(run_folder: Path | str) -> str:
                 *([domain] if domain else []),
             ],
             model_name=f"{Path(target).name}-draft",
-            eval_results=[_result(report, *number) for number in numbers],
+            eval_results=[_result(report, label, value) for label, value, _ in numbers],
         ),
         template_path=str(TEMPLATE),
         target=target,
@@ -151,7 +151,7 @@ def _numbers(report: Report, name: str, draft: DraftReport) -> list[tuple[str, M
     return [(label, value, unit) for label, value, unit in found if value]
 
 
-def _result(report: Report, label: str, value: Measured, unit: str) -> EvalResult:
+def _result(report: Report, label: str, value: Measured) -> EvalResult:
     """One number for the head of the card, where the Hub reads it."""
     source = public_name(report.prompts.source)
     return EvalResult(

@@ -28,12 +28,12 @@ from align.sources import load_model, load_tokenizer
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.target import model_bytes, stop_tokens, tensor_sha256
 from eval.decoding.verification import Sampling
-from eval.engines.log import decoding, divergence, missing, prompt_run, prompts_used
+from eval.engines.log import decoding, missing, prompt_run, prompts_used
 from eval.measuring.build import build_report
 from eval.measuring.evaluation import device_name
 from eval.measuring.journal import Journal
 from eval.measuring.log import DraftLog, PromptRun, RunLog
-from eval.measuring.losslessness import ledger, tie
+from eval.measuring.losslessness import divergence, ledger, tie
 from eval.measuring.timing import in_turns
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.report import Report

@@ -5,13 +5,12 @@ Such an engine shows which tokens it emitted when, and not all that went on in b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from eval.decoding.loop import Decoding
 from eval.measuring.log import PromptRun
-from eval.measuring.losslessness import first_divergence
 from eval.prompts import Prompt, PromptSet
 
 # Fields of a draft in the report, by what they are made from.
@@ -81,22 +80,3 @@ def prompts_used(prompts: PromptSet) -> dict[str, Any]:
     unknown = dict.fromkeys(("overlap_with_training", "bits_per_token", "random_bits"))
     about = {"source": prompts.source, "n": len(prompts.prompts), "sha256": prompts.sha256}
     return about | unknown
-
-
-def divergence(
-    baseline: PromptRun, run: PromptRun, text_of: Callable[[list[int]], str]
-) -> dict[str, Any]:
-    """The ledger's entry of two texts that differ, not explained (yet) as a tie.
-
-    text_of: of the token where they part; of no token where a text ends there.
-    """
-    at = first_divergence(baseline.tokens, run.tokens)
-    return {
-        "prompt": run.prompt_id,
-        "position": at,
-        "target": text_of(baseline.tokens[at : at + 1]),
-        "drafted": text_of(run.tokens[at : at + 1]),
-        "gap": None,
-        "error": None,
-        "tie": False,
-    }

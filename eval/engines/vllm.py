@@ -27,10 +27,10 @@ from tqdm import tqdm
 
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
-from eval.engines.log import decoding, divergence, missing, prompt_run, prompts_used
+from eval.engines.log import decoding, missing, prompt_run, prompts_used
 from eval.measuring.build import build_report
 from eval.measuring.log import DraftLog, Floats, PromptRun, RunLog
-from eval.measuring.losslessness import ledger
+from eval.measuring.losslessness import divergence, ledger
 from eval.measuring.metrics import measure
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.report import Report
