@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,60 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from align.sources import resolve_checkpoint
 from distill.logit_cache import CachedAnswer, LogitCache
+from distill.prompts import Prompts
+from distill.recipe import Recipe
+from eval.decoding.drafts import Target
 from eval.decoding.forward import Decoder
 from eval.decoding.generation import generate_batched
 from eval.decoding.verification import Sampling
 
 ANSWERS_PER_SHARD = 64  # at most so many answers are lost to a kill
+
+
+def answer(recipe: Recipe, prompts: Prompts, target: Target) -> list[CachedAnswer]:
+    """The target's answers to the training prompts and its distributions, kept in `answers/`."""
+    clock = time.time()
+    cache = answer_prompts(
+        target.decoder,
+        prompts.training.ids * recipe.answers_per_prompt,
+        recipe.folder / "answers",
+        _what_decides_p(recipe, target),
+        target.decoder.embedding.shape[0],
+        target.stops,
+        Sampling(recipe.answer_temperature),
+        recipe.answer_max_new_tokens,
+        recipe.answer_batch_size,
+        recipe.cache_top_k,
+        recipe.seed,
+    )
+    # by index: the order on disk is the order in which answers finished
+    answers = sorted(cache, key=lambda answer: answer.index)
+    tokens = sum(len(answer.response_ids) for answer in answers)
+    size = cache.bytes_on_disk() / max(tokens, 1)
+    print(f"answers: {tokens} tokens in {time.time() - clock:.0f} s, {size:.0f} B each")
+    return answers
+
+
+def _what_decides_p(recipe: Recipe, target: Target) -> dict[str, str]:
+    """Hashes of weights, tokenizer and chat template, and the dtype."""
+    folder = resolve_checkpoint(recipe.target)
+    weights = hashlib.sha256()
+    for path in tqdm(sorted(folder.glob("*.safetensors")), desc="hash weights", leave=False):
+        weights.update(_file_sha256(path).encode())
+    template = str(target.tokenizer.chat_template or "")
+    return {
+        "target weights": weights.hexdigest(),
+        "tokenizer": _file_sha256(folder / "tokenizer.json"),
+        "chat template": hashlib.sha256(template.encode()).hexdigest(),
+        "dtype": recipe.dtype,
+    }
+
+
+def _file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def top_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

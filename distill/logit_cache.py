@@ -37,11 +37,6 @@ class CacheError(ValueError):
     """A cache that must not be used: other contents than the run asks for, or damaged."""
 
 
-def fingerprint(parts: dict[str, Any]) -> str:
-    """One hash over everything that the cached distributions depend on."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
 def _content_hash(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
@@ -51,7 +46,7 @@ def _content_hash(tensors: dict[str, Tensor]) -> str:
 
 
 class LogitCache:
-    """A folder of shards that all belong to one fingerprint. Appending is safe against a kill."""
+    """A folder of shards that all depend on the same parts. Appending is safe against a kill."""
 
     def __init__(self, folder: Path, parts: dict[str, Any], vocab_size: int) -> None:
         """parts: what the cache depends on, by name; a cache of other parts is refused."""
@@ -133,8 +128,5 @@ class LogitCache:
                 )
                 prompt_at, response_at = prompt_at + p, response_at + r
 
-    def bytes_per_token(self) -> float:
-        """Bytes on disk for each response token, everything included."""
-        tokens = sum(len(answer.response_ids) for answer in self)
-        size = sum(path.stat().st_size for path in self.shards())
-        return size / max(tokens, 1)
+    def bytes_on_disk(self) -> int:
+        return sum(path.stat().st_size for path in self.shards())

@@ -23,8 +23,8 @@ def coarse_forward_kl(
     head [N, C], -1 where the draft has no such row. cached_logprobs: their log p [N, C], natural
     log.
 
-    p is first restricted to what the draft can say: the mass of cached tokens it has no row for is
-    dropped and the remainder renormalised. The bucket of the rest is what keeps the loss from
+    p is first restricted to tokens in the draft's head: the mass of cached tokens without a row
+    is dropped and the remainder renormalised. The bucket of the rest is what keeps the loss from
     inflating q on the cached tokens (a renormalised top-k teaches p/P_S; arXiv 2503.16870). Merging
     buckets can only lower a KL divergence, so this is a lower bound of KL over the full vocabulary,
     and tight when the cached tokens hold nearly all mass.
@@ -48,7 +48,7 @@ def coarse_forward_kl(
     p_rest = (1 - p.sum(-1)).clamp_min(0)
     p = p.masked_fill(~known, 0)
     kept = p.sum(-1) + p_rest
-    # what fp16 storage leaves of a position that the draft cannot say at all is rounding error
+    # what fp16 storage leaves of a position without any token of the draft's head is rounding error
     share = torch.where(kept > 1e-3, 1 / kept, 0)
     p, p_rest = p * share[:, None], p_rest * share
 
@@ -56,13 +56,30 @@ def coarse_forward_kl(
     q_rest = 1 - q_cached.sum(-1).clamp_max(1 - 1e-6)
     cross = (p * log_q.masked_fill(~known, 0)).sum(-1) + p_rest * q_rest.log()
     entropy = torch.special.entr(p).sum(-1) + torch.special.entr(p_rest)
-    likeliest = cached_logprobs.float().masked_fill(~known, float("-inf")).argmax(-1, keepdim=True)
-    agreed = (best == ids.gather(1, likeliest))[:, 0] & known.any(-1)
+    best_known = cached_logprobs.float().masked_fill(~known, float("-inf")).argmax(-1, keepdim=True)
+    agreed = (best == ids.gather(1, best_known))[:, 0] & known.any(-1)
 
     pull = (p_rest / q_rest)[:, None]
     gradient = q.mul_((p.sum(-1) + p_rest)[:, None] - pull)
     gradient.scatter_add_(1, ids, (q_cached * pull - p).masked_fill_(~known, 0))
     return -cross - entropy, agreed, gradient
+
+
+def sharpen(logprobs: Tensor, temperature: float) -> Tensor:
+    """Cached log p [N, C], best first, after p ** (1 / temperature); what they lack of 1 is rest.
+
+    The powers of the rest, of mass r, are not known, but none of its tokens is likelier than the
+    last cached one, p_C. So they sum to at most r min(r, p_C) ** (1 / temperature - 1), which is
+    what the rest gets here: never too little, so that q is not inflated on the cached tokens, and
+    little, since p_C is. temperature: at most 1. Above, the sum has no useful bound.
+    """
+    assert 0 < temperature <= 1, temperature
+    power = 1 / temperature
+    logprobs = logprobs.float()
+    log_rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp_min(0).log()
+    bound = log_rest + (power - 1) * torch.minimum(log_rest, logprobs[:, -1:])
+    powers = power * logprobs
+    return powers - torch.cat([powers, bound], dim=-1).logsumexp(-1, keepdim=True)
 
 
 class _HeadLoss(torch.autograd.Function):

@@ -6,22 +6,27 @@ Legend: H hidden size, V the target's vocabulary, K rows of the draft's head.
 from __future__ import annotations
 
 import copy
-import warnings
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from align.trim import choose_tokens, lost_mass
+from align.atomic import atomic_file
+from align.sources import read_json
+from align.trim import choose_tokens, coverage_curve, lost_mass
 from distill.logit_cache import CachedAnswer
+from distill.models import Pair, forced_tokens, load_sibling
+from distill.recipe import Recipe
+from eval.decoding.drafts import Target, load_compact, save_compact
 from eval.decoding.forward import input_embedding
 
-PRUNABLE = ("llama", "qwen2", "qwen3", "mistral")
 FIT_RIDGE = 1e-4  # relative to the mean diagonal: only keeps the solve well conditioned
 
 
@@ -30,7 +35,8 @@ class PreparedDraft:
     """A draft and how its head stands to the target's vocabulary.
 
     token_ids: target id of each head row [K], None when the head covers the whole vocabulary.
-    full_head: the fitted head over all of V [V, H] that `token_ids` was cut from, or None.
+    full_head: the fitted head over all of V [V, H] that `token_ids` was cut from; None for a
+    sibling, and in a finished run, which needs it no more.
     lost_mass: share of the target's mass that the head cannot draft.
     """
 
@@ -38,6 +44,46 @@ class PreparedDraft:
     token_ids: Tensor | None
     full_head: Tensor | None
     lost_mass: float
+
+
+def prepare_draft(
+    recipe: Recipe, pair: Pair, target: Target, answers: list[CachedAnswer]
+) -> PreparedDraft:
+    """The untuned draft: the sibling as it is, or `prepared/` from the pruned target."""
+    embedding = target.decoder.embedding
+    if recipe.draft is not None:
+        model = load_sibling(recipe.draft, pair, embedding.shape[0])
+        return PreparedDraft(model, None, None, 0.0)
+    folder = recipe.folder / "prepared"
+    about, head = folder / "prepared.json", folder / "full_head.safetensors"
+    if not about.exists() or not (head.exists() or (recipe.folder / "draft").exists()):
+        made = prune_and_fit(
+            target.model,
+            answers,
+            recipe.num_draft_layers,
+            recipe.fit_tokens,
+            recipe.draft_vocab_size,
+            forced_tokens(pair.target),
+        )
+        assert made.full_head is not None
+        save_compact(folder, made.model, made.token_ids, embedding)
+        with atomic_file(head, "wb") as file:
+            file.write(save({"full_head": made.full_head}))
+        with atomic_file(about) as file:
+            json.dump({"lost_mass": made.lost_mass}, file)
+    model, token_ids = load_compact(folder, embedding)
+    lost = read_json(about)["lost_mass"]
+    print(f"draft: {recipe.num_draft_layers} layers, trimmed head loses {lost:.2%} of p's mass")
+    full_head = load_file(head)["full_head"] if head.exists() else None
+    return PreparedDraft(model, token_ids, full_head, lost)
+
+
+def print_coverage(pair: Pair, target: Target, answers: list[CachedAnswer]) -> None:
+    """What share of the target's mass on the answers trimmed heads of each size would lose."""
+    mass = domain_mass(answers, target.decoder.embedding.shape[0])
+    print("draft_vocab_size  lost mass")
+    for size, lost in coverage_curve(mass, forced_tokens(pair.target)):
+        print(f"{size:>16}  {lost:.3%}")
 
 
 def domain_mass(answers: Iterable[CachedAnswer], vocab_size: int) -> Tensor:
@@ -52,7 +98,7 @@ def domain_mass(answers: Iterable[CachedAnswer], vocab_size: int) -> Tensor:
 @torch.no_grad()
 def prune_and_fit(
     target: PreTrainedModel,
-    answers: Iterable[CachedAnswer],
+    answers: list[CachedAnswer],
     num_layers: int,
     fit_tokens: int,
     head_size: int | None,
@@ -64,23 +110,11 @@ def prune_and_fit(
     reads, over about `fit_tokens` response positions; folded into the head it costs nothing to run.
     head_size: rows kept in the head (the domain's most likely tokens), None for all of them.
     """
-    config: Any = target.config
-    if config.model_type not in PRUNABLE:
-        raise ValueError(
-            f"A target of type {config.model_type!r} cannot be pruned in depth here "
-            f"({', '.join(PRUNABLE)} can); name a sibling with --draft."
-        )
     if target.get_output_embeddings().bias is not None:
         raise ValueError(
             "TOK-012: the target's head has a bias, which a refitted or trimmed head would lack; "
             "name a sibling with --draft."
         )
-    if not 1 <= num_layers < config.num_hidden_layers:
-        raise ValueError(
-            f"num_draft_layers {num_layers} must be at least 1 and below the target's "
-            f"{config.num_hidden_layers} layers; use a smaller number."
-        )
-    answers = list(answers)
     projection = _fit_projection(target, answers, num_layers, fit_tokens)
     target_head = target.get_output_embeddings().weight
     full_head = (target_head.float() @ projection).to(target_head.dtype)
@@ -125,7 +159,8 @@ def _fit_projection(
     target: PreTrainedModel, answers: list[CachedAnswer], num_layers: int, fit_tokens: int
 ) -> Tensor:
     """The matrix A [H, H] that minimises |A x - y|^2 from pruned to full final states, in fp32."""
-    size = target.config.hidden_size
+    config: Any = target.config
+    size, eps = config.hidden_size, config.rms_norm_eps
     gram = torch.zeros(size, size, dtype=torch.float64)
     cross = torch.zeros(size, size, dtype=torch.float64)
     seen: dict[str, Tensor] = {}
@@ -139,11 +174,11 @@ def _fit_projection(
     ]
     bar = tqdm(total=fit_tokens, desc="fit head", unit="token")
     try:
-        for answer in _until(answers, fit_tokens):
+        for answer in until(answers, fit_tokens):
             ids = torch.cat([answer.prompt_ids, answer.response_ids])[None].to(target.device)
             target.model(input_ids=ids[:, :-1], use_cache=False)
             response = slice(len(answer.prompt_ids) - 1, None)
-            x = F.rms_norm(seen["early"][0, response].float(), (size,), eps=1e-6)
+            x = F.rms_norm(seen["early"][0, response].float(), (size,), eps=eps)
             y = seen["final"][0, response].float()
             gram += (x.T @ x).cpu()
             cross += (x.T @ y).cpu()
@@ -156,69 +191,10 @@ def _fit_projection(
     return torch.linalg.solve(gram + ridge, cross).T.float()
 
 
-def _until(answers: list[CachedAnswer], tokens: int) -> Iterator[CachedAnswer]:
+def until(answers: list[CachedAnswer], tokens: int) -> Iterator[CachedAnswer]:
+    """The first answers, as many as hold so many response tokens."""
     for answer in answers:
         if tokens <= 0:
             return
         tokens -= len(answer.response_ids)
         yield answer
-
-
-def head_rows(token_ids: Tensor | None, vocab_size: int) -> Tensor | None:
-    """Each target id's row in a trimmed head [V], -1 where it has none; None for a whole head."""
-    if token_ids is None:
-        return None
-    rows = torch.full((vocab_size,), -1)
-    rows[token_ids] = torch.arange(len(token_ids))
-    return rows
-
-
-SUPPRESSION = (0.0, 5.0, 10.0, 20.0, 40.0, 80.0)  # logits below the fitted ones, tried in order
-CALIBRATION_TOKENS = 4_000
-
-
-@torch.no_grad()
-def full_vocabulary(
-    tuned: PreTrainedModel,
-    token_ids: Tensor,
-    full_head: Tensor,
-    answers: Iterable[CachedAnswer],
-) -> PreTrainedModel:
-    """The tuned draft under a head over the target's whole vocabulary, for engines that need one.
-
-    Rows of trimmed tokens are the fitted ones from before training, lowered by a constant: without
-    it they would win now and then against states that training has moved. A head has no bias here,
-    so the constant is the least-squares row w with w·h = -1 over the draft's own states h; the
-    smallest multiple is taken at which the greedy choice is the trimmed head's on 999 of 1000
-    positions.
-    """
-    states = []
-    for answer in _until(list(answers), CALIBRATION_TOKENS):
-        ids = torch.cat([answer.prompt_ids, answer.response_ids])[None].to(tuned.device)
-        hidden = tuned.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-        states.append(hidden[0, len(answer.prompt_ids) - 1 :].float())
-    h = torch.cat(states)
-    trimmed = torch.ones(len(full_head), dtype=torch.bool, device=h.device)
-    trimmed[token_ids] = False
-    lower = torch.linalg.lstsq(h.double(), -torch.ones(len(h), 1).double().to(h.device)).solution
-    tuned_rows = tuned.get_output_embeddings().weight.float()
-    best = (h @ tuned_rows.T).amax(-1)
-    outside = full_head[trimmed].float()
-    for strength in SUPPRESSION:
-        rows = outside + strength * lower.T.float()
-        kept = float(((h @ rows.T).amax(-1) < best).float().mean())
-        if kept >= 0.999:
-            break
-    else:
-        warnings.warn(
-            f"The full-vocabulary form makes another greedy choice than the compact one on "
-            f"{1 - kept:.1%} of positions; expect that much less alpha from it.",
-            stacklevel=2,
-        )
-    head = torch.empty_like(full_head, dtype=torch.float32)
-    head[trimmed], head[token_ids] = rows, tuned_rows
-    model = copy.deepcopy(tuned)
-    model.lm_head = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")
-    model.lm_head.weight = nn.Parameter(head)
-    model.config.vocab_size = head.shape[0]
-    return model

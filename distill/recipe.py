@@ -10,15 +10,16 @@ import dataclasses
 import difflib
 import enum
 import functools
-import math
+import io
 import re
-import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-import yaml
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
@@ -65,45 +66,49 @@ class RecipeError(ValueError):
     """A recipe that cannot be used: says which key or file, why, and what to do."""
 
 
-Bridge = Literal["auto", "direct", "padded", "remap", "transplant", "intersection"]
+Strategy = Literal["auto", "direct", "padded", "remap", "transplant", "intersection"]
+Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
 
 
 @dataclass
 class Recipe:
     """What a run does. The comments are the help text of `--help` and of docs/recipes.md."""
 
-    target: str  # model to speed up: Hub id, folder, GGUF file or pypi: file
-    train_prompts: str  # prompts to distil on: Hub data set, pypi: file, .jsonl, or embedded:…
-    eval_prompts: str  # prompts to evaluate on; near-duplicates of them are never trained on
-    name: str = "run"  # of the run and its output folder; left out: the name of the recipe's file
-    domain: str = "general"  # what the draft is for, in words (goes to the model card)
-    draft: str | None = None  # a sibling to tune; null prunes the target in depth
-    output_dir: str | None = None  # null: outputs/ and the name
-    max_train_prompts: int = 2000  # at most so many prompts, drawn with the seed
-    max_eval_prompts: int | None = None  # at most so many prompts; null: all of them
-    strategy: Bridge = "auto"  # how vocabularies are bridged; auto re-homes a foreign draft
-    num_draft_layers: int = 2  # layers kept of a pruned target
-    draft_vocab_size: int | None = None  # rows of a pruned draft's head; null keeps all
-    fit_tokens: int = 20_000  # answer tokens that the head is fitted on
-    answer_temperature: float = 0.0  # how the target answers the training prompts
-    answers_per_prompt: int = 1  # answers drawn for each training prompt
-    answer_max_new_tokens: int = 128  # longest answer, in tokens
-    answer_batch_size: int = 48  # prompts answered at once
-    cache_top_k: int = 15  # most likely tokens kept of each distribution
-    teacher_temperature: float = 1.0  # the draft learns p ** (1 / this); below 1 suits greedy use
+    target: Text  # model to speed up: Hub id, folder, GGUF file or pypi: file
+    train_prompts: Text  # prompts to distil on: Hub data set, pypi: file, .jsonl, or embedded:…
+    eval_prompts: Text  # prompts to evaluate on; near-duplicates of them are never trained on
+    name: Text = "run"  # of the run and its output folder; left out: the name of the recipe's file
+    domain: Text = "general"  # what the draft is for, in words (goes to the model card)
+    draft: Text | None = None  # a sibling to tune; null prunes the target in depth
+    output_dir: Text | None = None  # null: outputs/ and the name
+    max_train_prompts: Count = 2000  # at most so many prompts, drawn with the seed
+    max_eval_prompts: Count | None = None  # at most so many prompts; null: all of them
+    strategy: Strategy = "auto"  # how vocabularies are bridged; auto re-homes a foreign draft
+    num_draft_layers: Count = 2  # layers kept of a pruned target
+    draft_vocab_size: Count | None = None  # rows of a pruned draft's head; null keeps all
+    fit_tokens: Count = 20_000  # answer tokens that the head is fitted on
+    answer_temperature: NotNegative = 0.0  # how the target answers the training prompts
+    answers_per_prompt: Count = 1  # answers drawn for each training prompt
+    answer_max_new_tokens: Count = 128  # longest answer, in tokens
+    answer_batch_size: Count = 48  # prompts answered at once
+    cache_top_k: Count = 15  # most likely tokens kept of each distribution
+    teacher_temperature: Positive = 1.0  # the draft learns p ** (1 / this); 1 at most
     use_peft: bool = False  # LoRA instead of full fine-tuning
-    lora_r: int = 64  # rank of the adapters
-    lora_alpha: int = 128  # the adapters are scaled by lora_alpha / lora_r
-    lora_dropout: float = 0.0  # dropout on the adapters
-    lora_target_modules: str = "all-linear"  # every linear layer but the head, or a comma list
-    temperature: float = 0.0  # deployed sampling; 0 is greedy
-    top_k: int | None = None  # deployed top-k; null keeps every token
-    top_p: float = 1.0  # deployed top-p; 1 keeps every token
-    max_new_tokens: int = 128  # longest answer in the evaluation, in tokens
-    gamma: int | None = None  # draft length; null chooses it on prompts that are not evaluated
-    max_gamma: int = 6  # longest draft length tried
-    speed_prompts: int = 40  # evaluation prompts that are timed, drawn with the seed
-    tuning_prompts: int = 8  # training prompts set aside for choosing gamma
+    lora_r: Count = 64  # rank of the adapters
+    lora_alpha: Count = 128  # the adapters are scaled by lora_alpha / lora_r
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # dropout on the adapters
+    lora_target_modules: Text = "all-linear"  # every linear layer but the head, or a comma list
+    temperature: NotNegative = 0.0  # deployed sampling; 0 is greedy
+    top_k: Count | None = None  # deployed top-k; null keeps every token
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # deployed top-p; 1 keeps every token
+    max_new_tokens: Count = 128  # longest answer in the evaluation, in tokens
+    gamma: Count | None = None  # draft length; null chooses it on prompts that are not evaluated
+    max_gamma: Count = 6  # longest draft length tried
+    speed_prompts: Count = 40  # evaluation prompts that are timed, drawn with the seed
+    tuning_prompts: Count = 8  # training prompts set aside for choosing gamma
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # while decoding
     dry_run: bool = False  # check and price the run, then stop
     coverage_curve: bool = False  # print what trimmed heads would lose, then stop
@@ -113,6 +118,10 @@ class Recipe:
     def folder(self) -> Path:
         return Path(self.output_dir or f"outputs/{self.name}")
 
+    def values(self) -> dict[str, Any]:
+        """Every key of ours and those that were set of SFTConfig."""
+        return {name: getattr(self, name) for name in OWN} | self.training
+
     @property
     def seed(self) -> int:
         return int(self.training.get("seed", 42))
@@ -121,20 +130,14 @@ class Recipe:
 OWN = {f.name: f for f in dataclasses.fields(Recipe) if f.name != "training"}
 _REQUIRED = [key for key, f in OWN.items() if f.default is dataclasses.MISSING]
 
-_AT_LEAST = {
-    1: (
-        "max_train_prompts max_eval_prompts num_draft_layers draft_vocab_size fit_tokens "
-        "answers_per_prompt answer_max_new_tokens answer_batch_size cache_top_k lora_r lora_alpha "
-        "top_k max_new_tokens gamma max_gamma speed_prompts tuning_prompts "
-        "per_device_train_batch_size gradient_accumulation_steps save_total_limit"
-    ),
-    0: (
-        "answer_temperature lora_dropout temperature learning_rate warmup_steps weight_decay "
-        "adam_beta1 adam_beta2 max_grad_norm seed data_seed dataloader_num_workers"
-    ),
-}
-_MORE_THAN_0 = "teacher_temperature num_train_epochs logging_steps save_steps adam_epsilon top_p"
-_LESS_THAN_1 = "lora_dropout adam_beta1 adam_beta2"
+# Ranges of fields that SFTConfig itself takes as they come.
+_RANGES: list[tuple[str, Any]] = [
+    ("per_device_train_batch_size gradient_accumulation_steps save_total_limit", Field(ge=1)),
+    ("learning_rate warmup_steps weight_decay max_grad_norm", Field(ge=0)),
+    ("seed data_seed dataloader_num_workers", Field(ge=0)),
+    ("num_train_epochs logging_steps save_steps adam_epsilon", Field(gt=0)),
+    ("adam_beta1 adam_beta2", Field(ge=0, lt=1)),
+]
 
 
 def recipe_files() -> dict[str, Path]:
@@ -168,7 +171,7 @@ def load_recipe(argv: list[str]) -> Recipe:
             f"No recipe was given; add --recipe and one of {', '.join(recipe_files())}, or a path."
         )
     path = find_recipe(overrides.pop("recipe"))
-    values = {"name": path.stem} | _read(path)
+    values = {"name": path.stem} | read_yaml(path)
     for key, text in overrides.items():
         values[key] = _from_command_line(key, text)
     return build_recipe(values)
@@ -177,8 +180,14 @@ def load_recipe(argv: list[str]) -> Recipe:
 def build_recipe(values: dict[str, Any]) -> Recipe:
     """A checked Recipe of flat keys. Raises RecipeError for unknown and ill-typed ones."""
     for key, value in values.items():
-        _check_type(key, value, _type_of(key))
-        _check_range(key, value)
+        try:
+            _type_of(key).validate_python(value)
+        except ValidationError as error:
+            wrong = " or ".join(dict.fromkeys(part["msg"] for part in error.errors()))
+            raise RecipeError(
+                f"{key} is {yaml_text(value)} ({type(value).__name__}), but "
+                f"{re.sub('(Input|String) should', 'must', wrong)}; correct its value."
+            ) from error
     if lacking := [key for key in _REQUIRED if key not in values]:
         raise RecipeError(f"The recipe lacks {', '.join(lacking)}; no run is possible without.")
     training = {key: value for key, value in values.items() if key not in OWN}
@@ -188,9 +197,8 @@ def build_recipe(values: dict[str, Any]) -> Recipe:
 
 
 def dump(recipe: Recipe) -> str:
-    """The resolved recipe as YAML: every key of ours and those that were set of SFTConfig."""
-    values = {name: getattr(recipe, name) for name in OWN} | recipe.training
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    """The resolved recipe as YAML, which is a recipe too."""
+    return yaml_text(recipe.values()) + "\n"
 
 
 def comments() -> dict[str, str]:
@@ -206,56 +214,31 @@ def help_text() -> str:
     for key, comment in comments().items():
         default = "required" if key in _REQUIRED else yaml_text(OWN[key].default)
         lines.append(f"  --{key} ({default})  {comment}")
-    lines += [
-        "",
-        "and most fields of trl.SFTConfig (learning_rate, num_train_epochs, seed …).",
-    ]
-    lines.append(f"Recipes: {', '.join(recipe_files())}")
-    return "\n".join(lines)
+    lines += ["", "and most fields of trl.SFTConfig (learning_rate, num_train_epochs, seed …)."]
+    return "\n".join([*lines, f"Recipes: {', '.join(recipe_files())}"])
+
+
+def _yaml() -> YAML:
+    """YAML 1.2: `1e-3` is a number, `no` is text, `010` is ten, a key stands once."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False
+    return yaml
 
 
 def yaml_text(value: Any) -> str:
-    """A value as it stands in a recipe: `null`, `true`, `1.0e-05`."""
-    return yaml.dump(value, Dumper=_Dumper).removesuffix("...\n").strip()
+    """A value as it stands in a recipe: `null`, `true`, `1e-05`."""
+    text = io.StringIO()
+    _yaml().dump(value, text)
+    return text.getvalue().removesuffix("...\n").strip()
 
 
-# --- reading
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's plain scalars. YAML 1.1 reads `no` as false, `1e-3` as text and `010` as 8."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for i, key in enumerate(keys):
-            if key in keys[:i]:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice", node.value[i][0].start_mark
-                )
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes text that would be something else in YAML 1.1 or 1.2."""
-
-
-_FLOAT = re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?$")
-_Loader.yaml_implicit_resolvers = {}
-for _loader, _tag, _pattern, _first in (
-    (_Loader, "null", re.compile(r"(~|null|)$"), ["~", "n", ""]),
-    (_Loader, "bool", re.compile(r"(true|false)$"), list("tf")),
-    (_Loader, "int", re.compile(r"[-+]?(0|[1-9]\d*)$"), list("-+0123456789")),
-    (_Loader, "float", _FLOAT, list("-+.0123456789")),
-    (_Dumper, "float", _FLOAT, list("-+.0123456789")),
-):
-    _loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _pattern, _first)
-
-
-def _read(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The keys of a recipe's file, not checked. Raises RecipeError for what is no mapping."""
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
+        values = _yaml().load(path.read_text(encoding="utf-8"))
+    except (YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).partition("\nTo suppress")[0].split())
         raise RecipeError(f"{path} cannot be read as YAML ({reason}); correct it.") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise RecipeError(f"{path} is not a recipe; write a line `key: value` for every key.")
@@ -281,26 +264,48 @@ def _parse_arguments(argv: list[str]) -> dict[str, str]:
 def _from_command_line(key: str, text: str) -> Any:
     """The text as YAML reads it, or as it is where the key wants text: `--name 7`."""
     try:
-        value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
+        value = _yaml().load(text)
+    except YAMLError:
         return text
-    return value if _fits(value, _type_of(key)) or not _fits(text, _type_of(key)) else text
+    return text if not _fits(key, value) and _fits(key, text) else value
 
 
-# --- checking
+def _fits(key: str, value: Any) -> bool:
+    try:
+        _type_of(key).validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
 @functools.cache
-def _types() -> dict[str, Any]:
+def _types() -> dict[str, TypeAdapter[Any]]:
+    """Key -> its type, to be matched strictly: neither `true` nor `16.5` is a whole number."""
     from trl import SFTConfig  # seconds
 
     hints = typing.get_type_hints(SFTConfig)
-    training = {f.name: hints[f.name] for f in dataclasses.fields(SFTConfig) if f.init}
-    own = typing.get_type_hints(Recipe)
-    return {k: v for k, v in training.items() if k not in FIXED} | {k: own[k] for k in OWN}
+    kinds: dict[str, Any] = {
+        f.name: _of_members(hints[f.name])
+        for f in dataclasses.fields(SFTConfig)
+        if f.init and f.name not in FIXED
+    }
+    kinds |= {"max_steps": Literal[-1] | Annotated[int, Field(ge=1)]}
+    for keys, limits in _RANGES:
+        kinds |= {key: Annotated[kinds[key], limits] for key in keys.split()}
+    own = typing.get_type_hints(Recipe, include_extras=True)
+    kinds |= {key: own[key] for key in OWN}
+    strict = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+    return {key: TypeAdapter(kind, config=strict) for key, kind in kinds.items()}
 
 
-def _type_of(key: str) -> Any:
+def _of_members(kind: Any) -> Any:
+    """`SchedulerType | str` as transformers means it: the value of a member."""
+    options = typing.get_args(kind)
+    enums = [o for o in options if isinstance(o, type) and issubclass(o, enum.Enum)]
+    return Literal[tuple(member.value for e in enums for member in e)] if enums else kind
+
+
+def _type_of(key: str) -> TypeAdapter[Any]:
     if key in FIXED:
         raise RecipeError(f"{key} cannot be set: {FIXED[key]}. Remove it.")
     if key not in _types():
@@ -310,86 +315,15 @@ def _type_of(key: str) -> Any:
     return _types()[key]
 
 
-def _check_type(key: str, value: Any, kind: Any) -> None:
-    if not _fits(value, kind):
-        quoted = " in quotes" if isinstance(value, str) and _FLOAT.match(value) else ""
-        raise RecipeError(
-            f"{key} is {yaml_text(value)}{quoted} ({_name(type(value))}), but must be "
-            f"{_name(kind)}; correct its value."
-        )
-
-
-def _options(kind: Any) -> tuple[Any, ...]:
-    return typing.get_args(kind) if typing.get_origin(kind) in _UNIONS else (kind,)
-
-
-_UNIONS = (typing.Union, types.UnionType)
-_NAMES = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    list: "a list",
-    dict: "a mapping",
-    type(None): "null",
-}
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    options = _options(kind)
-    members = _members(options)
-    for option in options:
-        plain = typing.get_origin(option) or option
-        if option is str and members:
-            continue  # `SchedulerType | str` means the value of a member
-        if plain is float and type(value) in (int, float) and math.isfinite(value):
-            return True
-        if plain in _NAMES and type(value) is plain:
-            inner = typing.get_args(option)
-            return plain is not list or all(_fits(item, inner[0]) for item in value)
-    return any(type(value) is type(member) and value == member for member in members)
-
-
-def _members(options: tuple[Any, ...]) -> list[Any]:
-    members: list[Any] = []
-    for option in options:
-        if typing.get_origin(option) is Literal:
-            members += typing.get_args(option)
-        elif isinstance(option, type) and issubclass(option, enum.Enum):
-            members += [member.value for member in option]
-    return members
-
-
-def _name(kind: Any) -> str:
-    options = _options(kind)
-    members = [yaml_text(member) for member in _members(options)]
-    plain = [typing.get_origin(option) or option for option in options]
-    names = [_NAMES[p] for p in plain if p in _NAMES and not (p is str and members)]
-    return " or ".join([f"one of {', '.join(members)}"] * bool(members) + names)
-
-
-def _check_range(key: str, value: Any) -> None:
-    if value == "" and key in OWN:
-        raise RecipeError(f"{key} is empty; give a value or leave the key out.")
-    if not isinstance(value, int | float):
-        return
-    for least, keys in _AT_LEAST.items():
-        if key in keys.split() and value < least:
-            raise RecipeError(f"{key} is {value}, but must be at least {least}; raise it.")
-    if key in _MORE_THAN_0.split() and value <= 0:
-        raise RecipeError(f"{key} is {value}, but must be more than 0; raise it.")
-    if key in _LESS_THAN_1.split() and value >= 1:
-        raise RecipeError(f"{key} is {value}, but must be less than 1; lower it.")
-    if key == "top_p" and value > 1:
-        raise RecipeError(f"top_p is {value}, but must be at most 1; 1 keeps every token.")
-    if key == "max_steps" and (value < -1 or value == 0):
-        raise RecipeError(f"max_steps is {value}; give 1 or more, or -1 for num_train_epochs.")
-
-
 def _check_together(recipe: Recipe) -> None:
     if not re.fullmatch(r"[\w.-]*\w[\w.-]*", recipe.name):
         raise RecipeError(
             f"name is {recipe.name!r}, but names a folder; use letters, digits, '.', '-' and '_'."
+        )
+    if recipe.teacher_temperature > 1:
+        raise RecipeError(
+            f"teacher_temperature is {recipe.teacher_temperature}, but must be at most 1: above 1 "
+            "most of p would move to tokens that were not cached, and how much cannot be known."
         )
     if recipe.gamma is not None and recipe.gamma > recipe.max_gamma:
         raise RecipeError(

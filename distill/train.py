@@ -16,11 +16,49 @@ if not __package__:
 from accelerate import PartialState
 
 from align.atomic import DiskFullError
+from align.process import use_machine
+from distill.answers import answer
 from distill.dry_run import price_run
-from distill.pipeline import Run
-from distill.recipe import help_text, load_recipe
+from distill.evaluation import evaluate
+from distill.export import export_draft
+from distill.models import check_models, load_target
+from distill.prepare import prepare_draft, print_coverage
+from distill.prompts import collect_prompts
+from distill.recipe import Recipe, help_text, load_recipe
+from distill.run_folder import claim_folder, drop_what_is_spent, refuse_another_run
+from distill.trainer import distil_draft, training_config
 from eval.measuring.journal import INTERRUPTED
 from eval.reporting.text import print_summary
+
+
+def run(recipe: Recipe) -> int:
+    """The main job. Each stage finds what an interrupted run left and goes on from there."""
+    use_machine(PartialState().num_processes)
+    training_config(recipe)  # what transformers refuses is refused now, not after minutes
+    refuse_another_run(recipe)
+    pair = check_models(recipe)
+    prompts = collect_prompts(recipe, pair.target)
+    target = load_target(recipe, prompts)
+    if recipe.dry_run:
+        return price_run(recipe, pair, prompts, target)
+    claim_folder(recipe, pair, prompts)
+    # one process answers and prepares, the others wait and read what it left on disk
+    with PartialState().main_process_first():
+        answers = answer(recipe, prompts, target)
+        if recipe.coverage_curve:
+            print_coverage(pair, target, answers)
+            return 0
+        prepared = prepare_draft(recipe, pair, target, answers)
+    if not (recipe.folder / "draft").exists():
+        tuned = distil_draft(recipe, pair, target, prepared, answers)
+        if PartialState().is_main_process:
+            export_draft(recipe, pair, target, prepared, tuned, answers)
+    if PartialState().is_main_process:
+        print_summary(evaluate(recipe, pair, prompts, target, prepared))
+        drop_what_is_spent(recipe.folder)
+        print(f"\nDraft: {recipe.folder / 'draft'}")
+        print(f"Report: {recipe.folder / 'report' / 'report.html'}")
+    return 0
 
 
 def main(argv: list[str]) -> int:
@@ -28,32 +66,13 @@ def main(argv: list[str]) -> int:
         print(help_text())
         return 0
     try:
-        run = Run(load_recipe(argv))
-        run.check_vocabularies()
-        run.collect_prompts()
-        if run.recipe.dry_run:
-            return price_run(run)
-        # one process answers and prepares, the others wait and read what it left on disk
-        with PartialState().main_process_first():
-            run.answer_prompts()
-            if run.recipe.coverage_curve:
-                run.print_coverage()
-                return 0
-            run.prepare_draft()
-        run.distil_draft()
-        if PartialState().is_main_process:
-            run.export_draft()
-            print_summary(run.evaluate())
-            print(
-                f"\nDraft: {run.folder / 'draft'}\nReport: {run.folder / 'report' / 'report.html'}"
-            )
+        return run(load_recipe(argv))
     except (ValueError, DiskFullError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; run the same command again to go on.", file=sys.stderr)
         return INTERRUPTED
-    return 0
 
 
 if __name__ == "__main__":

@@ -15,15 +15,26 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from tqdm import tqdm
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerState,
+)
 from transformers.utils import ModelOutput
 from trl import SFTConfig, SFTTrainer
 
 from align.atomic import atomic_file, disk_full_explained
 from align.vocab_map import Reader
 from distill.logit_cache import CachedAnswer
-from distill.losses import head_loss
+from distill.losses import head_loss, sharpen
+from distill.models import Pair
+from distill.prepare import PreparedDraft
 from distill.recipe import Recipe, RecipeError
+from eval.decoding.drafts import Target
 
 # trl asks transformers for it by its old name; there is nothing a user could do about that
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
@@ -40,17 +51,16 @@ def training_rows(
     """One row an answer: input_ids [P + R], the positions [R] that predict, cached tokens [R * C].
 
     head_rows: for each target id its row in the draft's head [V], -1 where it has none; None when
-    they are equal. teacher_temperature: other than 1 it sharpens (or flattens) p over the cached
-    tokens, and nothing is left for the rest, whose powers cannot be known. reader: how a draft with
-    ids of its own reads the text; the end of what it read of a token is where it predicts the next.
-    Nested lists would read ten times slower than the flat columns.
+    they are equal. teacher_temperature: below 1 it sharpens p (losses.sharpen). reader: how a draft
+    with ids of its own reads the text; the end of what it read of a token is where it predicts the
+    next. Nested lists would read ten times slower than the flat columns.
     """
 
     def rows() -> Iterable[dict[str, Any]]:
         for answer in answers:
             logprobs = answer.top_logprobs
             if teacher_temperature != 1:
-                logprobs = (logprobs.float() / teacher_temperature).log_softmax(-1)
+                logprobs = sharpen(logprobs, teacher_temperature)
             ids = answer.top_ids if head_rows is None else head_rows[answer.top_ids]
             prompt, response = answer.prompt_ids.tolist(), answer.response_ids.tolist()
             pieces = [prompt, *([i] for i in response)]
@@ -81,20 +91,22 @@ class DistillationCollator:
         width = max(len(row["input_ids"]) for row in rows)
         input_ids = torch.full((len(rows), width), self.pad_token_id)
         attention_mask = torch.zeros((len(rows), width), dtype=torch.long)
-        labels = torch.full((len(rows), width), -100)
+        # only counted by the trainer, which leaves the first of each row out; any value counts
+        most = max(len(row["positions"]) for row in rows)
+        labels = torch.full((len(rows), 1 + most), -100)
         positions, top_ids, top_logprobs = [], [], []
         for b, row in enumerate(rows):
             length, predicting = len(row["input_ids"]), torch.tensor(row["positions"])
             input_ids[b, :length] = torch.tensor(row["input_ids"])
             attention_mask[b, :length] = 1
-            labels[b, predicting] = 1  # any value but -100 counts
+            labels[b, 1 : 1 + len(predicting)] = 1
             positions.append(b * width + predicting)
             top_ids.append(torch.tensor(row["top_ids"]).view(len(predicting), -1))
             top_logprobs.append(torch.tensor(row["top_logprobs"]).view(len(predicting), -1))
         return {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
-            "labels": labels,  # only counted by the trainer, never used as targets
+            "labels": labels,
             "positions": torch.cat(positions),
             "top_ids": torch.cat(top_ids),
             "top_logprobs": torch.cat(top_logprobs),
@@ -133,11 +145,41 @@ def attach_distillation_forward(model: PreTrainedModel) -> None:
     model.forward = forward
 
 
+class _Progress(TrainerCallback):
+    """A bar of steps that shows the latest loss, in place of a line of figures for every log."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        hidden = args.disable_tqdm or not state.is_world_process_zero
+        self.bar = tqdm(
+            total=state.max_steps,
+            initial=state.global_step,
+            desc="distil",
+            unit="step",
+            disable=hidden,
+        )
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.bar.update()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        if "kl" in logs:
+            self.bar.set_postfix_str(
+                f"KL {logs['kl']:.3f}, greedy agreement {logs['greedy_agreement']:.3f}, "
+                f"lr {logs['learning_rate']:.1e}"
+            )
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.bar.close()
+
+
 class DistillationTrainer(SFTTrainer):
     """Forward KL on response tokens against the cache (sequence-level data of 2310.08461)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.remove_callback(ProgressCallback)
+        self.remove_callback(PrinterCallback)
+        self.add_callback(_Progress)
         model: Any = self.model
         attach_distillation_forward(
             model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -174,9 +216,13 @@ class DistillationTrainer(SFTTrainer):
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         with disk_full_explained(folder):
             super()._save_checkpoint(model, trial)
+        (folder / "README.md").unlink(missing_ok=True)  # peft's
         # written last: a checkpoint without it was cut short and is never resumed from
         with atomic_file(folder / COMPLETE) as file:
             file.write(f"{self.state.global_step}\n")
+
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        """None: trl's knows neither target nor report. `write_card` makes the draft's own."""
 
 
 def last_checkpoint(folder: Path) -> Path | None:
@@ -220,9 +266,12 @@ def build_trainer(
     for `training_rows`.
     """
     model = model.float()
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    embedding = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight is embedding
     if not tied and not new_rows:
-        model.get_input_embeddings().weight.requires_grad_(False)
+        embedding.requires_grad_(False)
+        # it is read from where it came from; most of a small draft's checkpoint would be this
+        model._keys_to_ignore_on_save = {n for n, p in model.named_parameters() if p is embedding}
     adapters = None
     if recipe.use_peft:
         modules = recipe.lora_target_modules
@@ -261,20 +310,50 @@ def _embedding_and_head(model: PreTrainedModel, tied: bool) -> list[str]:
     ]
 
 
+def distil_draft(
+    recipe: Recipe,
+    pair: Pair,
+    target: Target,
+    prepared: PreparedDraft,
+    answers: list[CachedAnswer],
+) -> PreTrainedModel:
+    """The draft in fp32 after training on the answers."""
+    trainer = build_trainer(
+        prepared.model,
+        answers,
+        pair.trained_rows(target.decoder.embedding.shape[0], prepared.token_ids),
+        pair.load_tokenizer(),
+        recipe,
+        pair.reader,
+        pair.new_rows,
+    )
+    return distil(trainer, recipe)
+
+
 def distil(trainer: DistillationTrainer, recipe: Recipe) -> PreTrainedModel:
     """The trainer's draft after training, in fp32.
 
     Goes on from the last whole checkpoint in the recipe's folder, or from resume_from_checkpoint.
     """
-    resume = recipe.training.get("resume_from_checkpoint") or last_checkpoint(recipe.folder)
-    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    asked, last = recipe.training.get("resume_from_checkpoint"), last_checkpoint(recipe.folder)
+    if asked is None and last is not None and _is_final(last):
+        trainer._load_from_checkpoint(str(last))  # `train` would take a step more
+    else:
+        resume = asked or last
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     tuned: Any = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     if recipe.use_peft:
         tuned = tuned.merge_and_unload(safe_merge=True)
     del tuned.forward  # the instance's own: the class's forward, which gives logits, is back
+    tuned._keys_to_ignore_on_save = None
     tuned.set_attn_implementation("sdpa")
     tuned.config.use_cache = True  # SFTTrainer turns it off
     return tuned.eval()
+
+
+def _is_final(checkpoint: Path) -> bool:
+    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    return state.global_step >= state.max_steps
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -162,6 +162,11 @@ def main(argv: list[str]) -> int:
             raise ReportError(
                 f"no draft {name!r} in this report; it has {', '.join(report.drafts)}"
             )
+        if report.engine == "transformers":
+            raise ReportError(
+                "this report holds no log of target calls as other tools have it: assisted "
+                "generation drafts for the prefill, too; convert a report of engine torch"
+            )
         converted = TOOLS[args.to](report.drafts[name])
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

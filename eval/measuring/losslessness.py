@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -28,6 +28,25 @@ def first_divergence(one: Sequence[int], other: Sequence[int]) -> int:
     """The position where two texts that differ part; where one ends, that is its length."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def divergence(
+    baseline: PromptRun, run: PromptRun, text_of: Callable[[list[int]], Any]
+) -> dict[str, Any]:
+    """The ledger's entry of two texts that differ, not explained (yet) as a tie.
+
+    text_of: of the token where they part; of no token where a text ends there.
+    """
+    at = first_divergence(baseline.tokens, run.tokens)
+    return {
+        "prompt": run.prompt_id,
+        "position": at,
+        "target": text_of(baseline.tokens[at : at + 1]),
+        "drafted": text_of(run.tokens[at : at + 1]),
+        "gap": None,
+        "error": None,
+        "tie": False,
+    }
 
 
 def tie(single: Tensor, wide: Tensor, target: int, drafted: int) -> dict[str, Any]:
@@ -111,17 +130,11 @@ class LosslessCheck:
         """The first divergence of each row that has one; `tie`: as far as its logits say."""
         found: dict[int, dict[str, Any]] = {}
         near: dict[int, int] = {}  # a text that merely ends earlier can never be a tie
-        for row, both in enumerate(zip(baseline, runs, strict=True)):
-            texts = [run.tokens for run in both]
-            if texts[0] == texts[1]:
-                continue
-            at = first_divergence(*texts)
-            target, drafted = (text[at : at + 1] for text in texts)
-            found[row] = {"prompt": both[0].prompt_id, "position": at}
-            found[row] |= {"target": target, "drafted": drafted}
-            found[row] |= {"gap": None, "error": None, "tie": False}
-            if target and drafted:
-                near[row] = at
+        for row, (base, run) in enumerate(zip(baseline, runs, strict=True)):
+            if base.tokens != run.tokens:
+                found[row] = divergence(base, run, list)
+                if found[row]["target"] and found[row]["drafted"]:
+                    near[row] = found[row]["position"]
         if near:
             single = self._logits_at(near, batch[1], baseline, 0)
             wide = self._logits_at(near, batch[1], runs, length.gamma)

@@ -7,7 +7,6 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
 
 from align.check import check_pair
@@ -15,101 +14,31 @@ from align.checks import VOCAB_MAP
 from align.side import read_side
 from align.sources import load_model
 from align.vocab_map import MapError, Reader, build_map
-from distill.dry_run import price_run
+from distill.answers import answer
 from distill.logit_cache import CachedAnswer, CacheError
-from distill.pipeline import Run
-from distill.recipe import RecipeError, build_recipe
+from distill.models import check_models, load_target
+from distill.prompts import collect_prompts
+from distill.recipe import RecipeError
+from distill.run_folder import claim_folder
+from distill.train import run
 from distill.trainer import DistillationCollator, training_rows
-from eval.decoding.drafts import load_candidate, load_target
+from eval.decoding.drafts import load_candidate
+from eval.decoding.drafts import load_target as load_any_target
 from eval.decoding.forward import StockDecoder
 from eval.reporting.report import check_report
 from eval.run import main
 
-WORDS = "the cat sat on a mat and the dog ran to the red barn while rain fell on old stones"
-TEXTS = [" ".join(WORDS.split()[i:] + WORDS.split()[:i]) for i in range(18)]
-
-
-def tokenizer(texts, size, end):
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=[end],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=end, pad_token=end)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, tiny_llama):
-    """target/, draft/ with other tokens, moved/ with the target's in another order, and prompts."""
-    folder = tmp_path_factory.mktemp("pair")
-    for name, texts, size, end in (
-        ("target", TEXTS, 300, "</s>"),
-        ("draft", [t[::2] for t in TEXTS] + TEXTS[:1], 290, "<|end|>"),
-    ):
-        words = tokenizer(texts, size, end)
-        words.save_pretrained(folder / name)
-        model = tiny_llama(len(name), spread=3, vocab_size=len(words), eos_token_id=0)
-        with torch.no_grad():
-            model.lm_head.weight.mul_(8)  # sure of itself, so that there is something to learn
-        model.generation_config.eos_token_id = 0
-        model.save_pretrained(folder / name)
-    words = PreTrainedTokenizerFast.from_pretrained(folder / "target")
-    backend = json.loads(words.backend_tokenizer.to_str())
-    vocabulary = backend["model"]["vocab"]
-    size = len(vocabulary)
-    turned = {token: i if i == 0 else size - i for token, i in vocabulary.items()}
-    backend["model"]["vocab"] = turned
-    (folder / "moved").mkdir()
-    for path in (folder / "target").iterdir():
-        (folder / "moved" / path.name).write_bytes(path.read_bytes())
-    (folder / "moved" / "tokenizer.json").write_text(json.dumps(backend))
-    for name, count in (("train", 12), ("eval", 6)):
-        start = 0 if name == "train" else 12
-        rows = [{"prompt": " ".join(t.split()[:6])} for t in TEXTS[start : start + count]]
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return folder
-
-
-def job(folder, output, **changes):
-    return build_recipe(
-        {
-            "target": str(folder / "target"),
-            "draft": str(folder / "draft"),
-            "train_prompts": str(folder / "train.jsonl"),
-            "eval_prompts": str(folder / "eval.jsonl"),
-            "output_dir": str(output),
-            "dtype": "float32",
-            "answer_max_new_tokens": 24,
-            "max_new_tokens": 16,
-            "tuning_prompts": 1,
-            "speed_prompts": 3,
-            "max_gamma": 2,
-            "cache_top_k": 30,
-            "learning_rate": 5e-3,
-            "max_steps": 40,
-            "per_device_train_batch_size": 4,
-            "use_cpu": True,
-            "bf16": False,
-            "disable_tqdm": True,
-        }
-        | changes
-    )
-
 
 def run_it(recipe):
-    run = Run(recipe)
-    run.check_vocabularies()
-    run.collect_prompts()
-    run.answer_prompts()
-    run.prepare_draft()
-    run.distil_draft()
-    run.export_draft()
-    return run, run.evaluate()
+    assert run(recipe) == 0
+    return json.loads((recipe.folder / "report" / "report.json").read_text())
+
+
+def answered(recipe):
+    pair = check_models(recipe)
+    prompts = collect_prompts(recipe, pair.target)
+    target = load_target(recipe, prompts)
+    return pair, target, answer(recipe, prompts, target)
 
 
 @pytest.mark.parametrize(
@@ -120,14 +49,15 @@ def run_it(recipe):
         ("moved", "auto", "remap"),
     ],
 )
-def test_a_draft_of_another_tokenizer_is_tuned(folder, tmp_path, draft, asked, used):
-    recipe = job(folder, tmp_path / "run", draft=str(folder / draft), strategy=asked)
-    run, report = run_it(recipe)
+def test_a_draft_of_another_tokenizer_is_tuned(folder, job, tmp_path, draft, asked, used):
+    recipe = job(tmp_path / "run", draft=str(folder / draft), strategy=asked)
+    report = run_it(recipe)
     check_report(report)
-    assert run.strategy == used
+    pair = check_models(recipe)
+    assert pair.strategy == used
     blocks = report["drafts"]
     assert blocks["untuned"]["vocabulary"]["strategy"] == used
-    # the tuned draft speaks the target's ids, unless it drafts by map
+    # the tuned draft has the target's ids, unless it drafts by map
     expected = "intersection" if used == "intersection" else "direct"
     assert blocks["tuned"]["vocabulary"]["strategy"] == expected
     assert all(block["lossless"]["unexplained"] == 0 for block in blocks.values())
@@ -144,8 +74,8 @@ def test_a_draft_of_another_tokenizer_is_tuned(folder, tmp_path, draft, asked, u
     if used == "intersection":
         assert after.equal(before)
     else:
-        mapped = run.vocab_map.mapped
-        same = after[run.vocab_map.to_target[mapped]].equal(before[mapped])
+        mapped = pair.vocab_map.mapped
+        same = after[pair.vocab_map.to_target[mapped]].equal(before[mapped])
         assert same == (used == "remap")
     saved = json.loads((recipe.folder / "vocab_check.json").read_text())
     assert saved["used"] == used
@@ -157,7 +87,7 @@ def test_a_draft_of_another_tokenizer_is_tuned(folder, tmp_path, draft, asked, u
         assert again[name]["alpha"] == blocks[name]["alpha"]
 
 
-def test_a_gemma_target_with_a_llama_draft(folder, tmp_path):
+def test_a_gemma_target_with_a_llama_draft(folder, job, tmp_path):
     words = PreTrainedTokenizerFast.from_pretrained(folder / "target")
     torch.manual_seed(0)
     model = Gemma3ForCausalLM(
@@ -181,9 +111,12 @@ def test_a_gemma_target_with_a_llama_draft(folder, tmp_path):
     model.generation_config.eos_token_id = 0
     model.save_pretrained(tmp_path / "gemma")
     words.save_pretrained(tmp_path / "gemma")
-    run, report = run_it(job(folder, tmp_path / "run", target=str(tmp_path / "gemma")))
-    assert isinstance(run.target.decoder, StockDecoder)
-    assert run.strategy == "transplant"
+    recipe = job(tmp_path / "run", target=str(tmp_path / "gemma"))
+    report = run_it(recipe)
+    pair = check_models(recipe)
+    assert pair.strategy == "transplant"
+    target = load_target(recipe, collect_prompts(recipe, pair.target))
+    assert isinstance(target.decoder, StockDecoder)
     blocks = report["drafts"]
     assert all(block["lossless"]["identical"] == 3 for block in blocks.values())
     assert blocks["tuned"]["vocabulary"]["relation"] == "identical"  # padding rows included
@@ -191,36 +124,32 @@ def test_a_gemma_target_with_a_llama_draft(folder, tmp_path):
     assert saved.get_output_embeddings().weight.shape[0] == len(words) + 4
 
 
-def test_a_dry_run_prices_a_foreign_draft_and_writes_nothing(folder, tmp_path):
-    run = Run(job(folder, tmp_path / "run", dry_run=True))
-    run.check_vocabularies()
-    run.collect_prompts()
-    assert price_run(run) in (0, 1)
+def test_a_dry_run_prices_a_foreign_draft_and_writes_nothing(job, tmp_path):
+    assert run(job(tmp_path / "run", dry_run=True)) in (0, 1)
     assert not (tmp_path / "run").exists()
 
 
-def test_the_coverage_curve_is_printed(folder, tmp_path, capsys):
-    run = Run(job(folder, tmp_path / "run", draft=None, num_draft_layers=1))
-    run.check_vocabularies()
-    run.collect_prompts()
-    run.answer_prompts()
-    capsys.readouterr()
-    run.print_coverage()
+def test_the_coverage_curve_is_printed(job, tmp_path, capsys):
+    recipe = job(tmp_path / "run", draft=None, num_draft_layers=1, coverage_curve=True)
+    assert run(recipe) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["draft_vocab_size", "lost", "mass"]
+    head = next(i for i, line in enumerate(lines) if line.startswith("draft_vocab_size"))
+    assert lines[head].split() == ["draft_vocab_size", "lost", "mass"]
     assert lines[-1].split() == ["300", "0.000%"]
+    assert not (tmp_path / "run" / "prepared").exists()
 
 
-def test_a_map_of_other_tokenizers_stops_the_run(folder, tmp_path):
-    recipe = job(folder, tmp_path / "run")
-    Run(recipe).check_vocabularies()
+def test_a_map_of_other_tokenizers_stops_the_run(job, tmp_path):
+    recipe = job(tmp_path / "run")
+    pair = check_models(recipe)
+    claim_folder(recipe, pair, collect_prompts(recipe, pair.target))
     header = (recipe.folder / VOCAB_MAP).read_bytes()
     old = read_side(recipe.draft).sha256.encode()
     (recipe.folder / VOCAB_MAP).write_bytes(header.replace(old, b"0" * 64))
-    kept = {path: path.read_bytes() for path in recipe.folder.iterdir()}
+    kept = {path: path.read_bytes() for path in recipe.folder.glob("*.*")}
     with pytest.raises(MapError, match=r"TOK-014: .*delete the map"):
-        Run(recipe).check_vocabularies()
-    assert kept == {path: path.read_bytes() for path in recipe.folder.iterdir()}
+        run(recipe)
+    assert kept == {path: path.read_bytes() for path in recipe.folder.glob("*.*")}
 
 
 def edit_json(path, change):
@@ -299,11 +228,11 @@ def bad_draft(folder, tmp_path):
 
 @pytest.mark.parametrize(("spoil", "strategy", "message"), BAD)
 def test_a_draft_that_cannot_be_tuned_leaves_nothing_written(
-    folder, tmp_path, bad_draft, spoil, strategy, message
+    job, tmp_path, bad_draft, spoil, strategy, message
 ):
-    recipe = job(folder, tmp_path / "run", draft=bad_draft(spoil), strategy=strategy)
+    recipe = job(tmp_path / "run", draft=bad_draft(spoil), strategy=strategy)
     with pytest.raises(ValueError, match=message):
-        Run(recipe).check_vocabularies()
+        run(recipe)
     assert not recipe.folder.exists()
 
 
@@ -318,43 +247,37 @@ def test_a_strategy_that_cannot_be_measured_leaves_nothing_written(
     assert not (tmp_path / "o").exists()
 
 
-def test_answers_of_another_tokenizer_stop_the_run(folder, tmp_path):
+def test_answers_of_another_tokenizer_stop_the_run(folder, job, tmp_path):
     shutil.copytree(folder / "target", tmp_path / "target")
     pruned = {"target": str(tmp_path / "target"), "draft": None, "num_draft_layers": 1}
-
-    def answer():
-        run = Run(job(folder, tmp_path / "run", **pruned))
-        run.check_vocabularies()
-        run.collect_prompts()
-        run.answer_prompts()
-
-    answer()
+    recipe = job(tmp_path / "run", **pruned)
+    answered(recipe)
     kept = {path: path.read_bytes() for path in (tmp_path / "run" / "answers").iterdir()}
     edit_json(
         tmp_path / "target" / "tokenizer.json",
         lambda backend: backend.update(normalizer={"type": "NFC"}),
     )
     with pytest.raises(CacheError, match=r"TOK-014: .*another tokenizer.*delete that folder"):
-        answer()
+        answered(recipe)
     assert kept == {path: path.read_bytes() for path in (tmp_path / "run" / "answers").iterdir()}
 
 
 @pytest.mark.parametrize("asked", ["direct", "padded", "remap"])
-def test_a_strategy_that_would_corrupt_is_refused(folder, tmp_path, asked):
-    recipe = job(folder, tmp_path / "run", strategy=asked)
+def test_a_strategy_that_would_corrupt_is_refused(job, tmp_path, asked):
+    recipe = job(tmp_path / "run", strategy=asked)
     with pytest.raises(ValueError, match=rf"strategy '{asked}' would corrupt.*use 'transplant'"):
-        Run(recipe).check_vocabularies()
-    assert not (recipe.folder / VOCAB_MAP).exists()
+        run(recipe)
+    assert not recipe.folder.exists()
 
 
-def test_text_alone_cannot_be_tuned(folder, tmp_path):
+def test_text_alone_cannot_be_tuned(job, tmp_path):
     with pytest.raises(RecipeError, match="strategy is string"):
-        job(folder, tmp_path / "run", strategy="string")
+        job(tmp_path / "run", strategy="string")
 
 
 @pytest.mark.parametrize("strategy", ["auto", "intersection", "string", "transplant"])
 def test_a_draft_is_loaded_under_any_strategy(folder, strategy):
-    target = load_target(str(folder / "target"), torch.float32, torch.device("cpu"), 64)
+    target = load_any_target(str(folder / "target"), torch.float32, torch.device("cpu"), 64)
     candidate = load_candidate("x", str(folder / "draft"), target, strategy)
     used = candidate.vocabulary["strategy"]
     assert used == ("intersection" if strategy == "auto" else strategy)
@@ -362,10 +285,10 @@ def test_a_draft_is_loaded_under_any_strategy(folder, strategy):
     assert larger == (strategy == "transplant")
 
 
-def test_rows_by_map_predict_at_the_end_of_what_was_read(folder):
+def test_rows_by_map_predict_at_the_end_of_what_was_read(folder, texts):
     target, draft = read_side(str(folder / "target")), read_side(str(folder / "draft"))
     reader = Reader(build_map(target, draft), target, draft)
-    ids = target.encode(TEXTS[3].encode())
+    ids = target.encode(texts[3].encode())
     prompt, response = ids[:5], ids[5:]
     top = torch.tensor(response)[:, None]
     answer = CachedAnswer(

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from distill.losses import coarse_forward_kl, head_loss
+from distill.losses import coarse_forward_kl, head_loss, sharpen
 
 
 def plain(logits, p, cached_ids, full_ids_of_rows):
@@ -147,6 +147,30 @@ def test_head_loss_has_the_gradients_of_autograd_through_the_logits(case, monkey
     frozen = [hidden.clone().requires_grad_(), weight]  # LoRA trains no head
     head_loss(*frozen, ids, logp)[0].backward()
     torch.testing.assert_close(frozen[0].grad, leaves[0].grad / 3, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.25, 0.5, 0.9])
+@pytest.mark.parametrize("cached", [1, 3, 10, 29])
+def test_sharpening_gives_the_rest_no_less_than_it_has(temperature, cached):
+    torch.manual_seed(5)
+    p = (2 * torch.randn(200, 30, dtype=torch.float64)).softmax(-1)
+    exact = p ** (1 / temperature)
+    exact /= exact.sum(-1, keepdim=True)
+    top_p, ids = p.topk(cached, dim=-1)
+    got = sharpen(top_p.log(), temperature).double().exp()
+    rest, true_rest = 1 - got.sum(-1), 1 - exact.gather(1, ids).sum(-1)
+    assert (rest >= true_rest - 1e-6).all()
+    # among themselves the cached tokens are as they should be
+    expected = exact.gather(1, ids)
+    expected /= expected.sum(-1, keepdim=True)
+    torch.testing.assert_close(got / got.sum(-1, keepdim=True), expected, rtol=1e-4, atol=1e-7)
+    if cached == 29:  # a rest of one token: it is known
+        torch.testing.assert_close(rest, true_rest, rtol=0, atol=1e-5)
+
+
+def test_sharpening_by_nothing_changes_nothing():
+    logp = torch.randn(20, 12).log_softmax(-1).topk(5, dim=-1).values
+    torch.testing.assert_close(sharpen(logp, 1.0), logp)
 
 
 def test_agreement_is_with_the_best_token_the_draft_has():

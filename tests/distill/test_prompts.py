@@ -5,20 +5,17 @@ import random
 
 import pytest
 
-from distill import prompts as module
-from distill.prompts import (
+from distill.near_duplicates import (
     CONTAINED,
-    LICENCES,
     NEAR_DUPLICATE,
-    STDLIB,
+    NearDuplicates,
     drop_overlap,
-    evaluation_prompts,
-    jaccard,
     shingles,
-    training_prompts,
-    tuning_split,
 )
+from distill.prompts import LICENCES, STDLIB, evaluation_prompts, training_prompts, tuning_split
 from eval.prompts import Prompt, PromptError
+from recipes.code.prompts import stdlib_prompts
+from recipes.legal import prompts as legal
 
 HUMAN_EVAL_LIKE = (
     "from typing import List\n\n\ndef below_zero(operations: List[int]) -> bool:\n"
@@ -31,6 +28,10 @@ WORDS = [f"word{i}" for i in range(400)]
 
 def text_of(rng, count):
     return " ".join(rng.choices(WORDS, k=count))
+
+
+def jaccard(a, b):
+    return len(a & b) / len(a | b)
 
 
 def assert_no_leak(training, evaluation):
@@ -50,6 +51,19 @@ def test_shingles_and_jaccard():
     assert shingles("A b, c: d e f") == {"a b c d e", "b c d e f"}
     assert shingles("Too short") == {"too short"}
     assert jaccard(shingles("a b c d e f"), shingles("a b c d e g")) == pytest.approx(1 / 3)
+
+
+def test_what_is_similar_is_found_with_its_similarity():
+    rng = random.Random(3)
+    few = WORDS[:12]  # so few words that shingles are shared by chance
+    texts = [" ".join(rng.choices(few, k=rng.randint(1, 300))) for _ in range(60)]
+    index = NearDuplicates(texts[:40])
+    for text in texts:
+        found = {i: (near, share) for i, near, share in index.similar(text)}
+        for i, other in enumerate(texts[:40]):
+            a, b = shingles(text), shingles(other)
+            expected = (jaccard(a, b), len(a & b) / min(len(a), len(b)))
+            assert found.get(i, (0, 0)) == pytest.approx(expected)
 
 
 def test_planted_near_duplicates_are_dropped():
@@ -90,7 +104,6 @@ def test_no_pair_is_left_at_the_threshold_whatever_the_texts():
     assert overlap.max_jaccard == pytest.approx(closest, abs=1e-4)
     assert overlap.max_jaccard > 0
     assert overlap.threshold == NEAR_DUPLICATE
-    assert set(overlap.to_json()) == set("exact near dropped max_jaccard threshold method".split())
 
 
 def test_tuning_prompts_are_not_trained_on():
@@ -167,7 +180,7 @@ def test_builders_that_do_not_exist():
 
 @pytest.fixture(scope="module")
 def stdlib():
-    return module.stdlib_prompts()
+    return stdlib_prompts()
 
 
 def test_the_standard_library_gives_thousands_of_prompts(stdlib):
@@ -241,10 +254,10 @@ def licences(tmp_path, monkeypatch):
             save(f"variant-{i}", f"Licence {i} v2", [*clauses[:-1], text_of(rng, 60)])
     (tmp_path / "short.LICENSE").write_text("---\nname: Short\n---\nDo what you like.")
     (tmp_path / "fr.LICENSE").write_text(f"---\nname: F\nlanguage: fr\n---\n{text_of(rng, 300)}")
-    monkeypatch.setattr(module, "resolve_folder_in_wheel", lambda spec: tmp_path)
-    module._licence_split.cache_clear()
+    monkeypatch.setattr(legal, "resolve_folder_in_wheel", lambda spec: tmp_path)
+    legal._licence_split.cache_clear()
     yield
-    module._licence_split.cache_clear()
+    legal._licence_split.cache_clear()
 
 
 @pytest.mark.usefixtures("licences")
@@ -262,6 +275,8 @@ def test_held_out_licences_have_no_near_duplicate_in_training():
     assert len(documents(training)) == 32  # one of each group, none of the two that do not count
     groups = [name.rpartition("-")[2] for name in documents(training) | documents(evaluation)]
     assert len(set(groups)) == len(groups) == 40
+    # what one document says is not independent: intervals are made over documents
+    assert all(p.group == p.id.partition(":")[0] for p in training + evaluation)
 
 
 @pytest.mark.usefixtures("licences")
@@ -284,14 +299,14 @@ def test_clauses_are_begun_and_have_a_type():
 
 @pytest.mark.usefixtures("licences")
 def test_a_clause_that_stands_in_both_sides_is_not_trained_on(tmp_path):
-    taken = {clause.identity.partition(":")[0] for clause in module._licence_split()[1]}
+    taken = {clause.identity.partition(":")[0] for clause in legal._licence_split()[1]}
     names = sorted(path.stem for path in tmp_path.glob("licence-*"))
     ours = next(name for name in names if name not in taken)
     shared = f"The parties agree as follows: {text_of(random.Random(9), 80)}"
     for name in (ours, *(name for name in names if name in taken)):
         with open(tmp_path / f"{name}.LICENSE", "a") as file:
             file.write(f"\n\n{shared}\n")
-    module._licence_split.cache_clear()
-    assert [c for c in module._licence_split()[1] if c.text == shared]
-    for prompt in module.licence_prompts(held_out=False):
+    legal._licence_split.cache_clear()
+    assert [c for c in legal._licence_split()[1] if c.text == shared]
+    for prompt in legal.licence_prompts(held_out=False):
         assert "The parties agree" not in prompt.text

@@ -1,30 +1,118 @@
 import errno
+import json
+import shutil
 
 import pytest
+from safetensors import safe_open
 
 from align.atomic import atomic_file
-from distill.pipeline import Run
-from distill.train import main
+from align.sources import load_tokenizer
+from distill import train
+from distill.recipe import RecipeError
+from distill.train import main, run
+from eval.prompts import PromptError
 
 
 def test_a_full_disk_ends_a_run_with_its_reason_alone(tmp_path, monkeypatch, capsys):
-    def check(run):
-        with atomic_file(run.folder / "vocab_check.json"):
+    def check(recipe):
+        with atomic_file(recipe.folder / "vocab_check.json"):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Run, "check_vocabularies", check)
+    monkeypatch.setattr(train, "check_models", check)
     assert main(["--recipe", "code", "--output_dir", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert "The disk is full" in said
-    assert "Free some space" in said
-    assert "Traceback" not in said
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ")
+    assert "The disk is full" in shown
+    assert "Free some space" in shown
+    assert "Traceback" not in shown
 
 
 def test_what_is_not_foreseen_keeps_its_traceback(tmp_path, monkeypatch):
-    def check(run):
+    def check(recipe):
         raise PermissionError("vocab_check.json")
 
-    monkeypatch.setattr(Run, "check_vocabularies", check)
+    monkeypatch.setattr(train, "check_models", check)
     with pytest.raises(PermissionError):
         main(["--recipe", "code", "--output_dir", str(tmp_path)])
+
+
+PRUNED = {"draft": None, "num_draft_layers": 1, "draft_vocab_size": 270}
+
+
+def no_target(*_):
+    raise AssertionError("the target was loaded")
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_draft_layers": 40}, "num_draft_layers 40 must be .* below the target's 2 layers"),
+        ({"draft_vocab_size": 9_999_999}, "draft_vocab_size 9999999 must be .* at most 300"),
+        ({"draft_vocab_size": 256}, "draft_vocab_size 256 must be at least 257 "),
+    ],
+)
+def test_what_the_targets_files_refute_is_refused_first(
+    job, tmp_path, monkeypatch, dry_run, changes, message
+):
+    monkeypatch.setattr(train, "load_target", no_target)
+    recipe = job(tmp_path / "run", **(PRUNED | changes), dry_run=dry_run)
+    with pytest.raises(ValueError, match=message):
+        run(recipe)
+    assert not recipe.folder.exists()
+
+
+def test_a_smallest_head_holds_what_is_forced(folder, job, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "load_target", no_target)
+    assert len(load_tokenizer(str(folder / "target")).all_special_ids) == 1
+    recipe = job(tmp_path / "run", **(PRUNED | {"draft_vocab_size": 257}))  # bytes and the stop
+    with pytest.raises(AssertionError, match="the target was loaded"):
+        run(recipe)
+
+
+def test_a_run_that_made_nothing_does_not_claim_its_folder(folder, job, tmp_path, monkeypatch):
+    mistyped = job(tmp_path / "run", train_prompts=str(folder / "trian.jsonl"))
+    with pytest.raises((PromptError, ValueError), match="trian"):
+        run(mistyped)
+    assert not mistyped.folder.exists()
+    monkeypatch.setattr(train, "answer", no_target)
+    with pytest.raises(AssertionError, match="the target was loaded"):  # it went as far as that
+        run(job(tmp_path / "run"))
+    with pytest.raises(RecipeError, match=r"another recipe \(max_steps: 40 -> 41\)"):
+        run(job(tmp_path / "run", max_steps=41))
+
+
+def test_a_finished_run_keeps_what_is_needed_and_can_be_run_again(job, tmp_path, monkeypatch):
+    recipe = job(tmp_path / "run", **PRUNED, save_steps=10)
+    assert run(recipe) == 0
+    folder = recipe.folder
+    assert {path.name for path in folder.iterdir()} == {
+        *("recipe.yaml", "provenance.json", "vocab_check.json", "prompts", "answers", "prepared"),
+        *("checkpoint-40", "draft", "report"),
+    }
+    left = {path.name for path in (folder / "checkpoint-40").iterdir()}
+    assert {"complete", "model.safetensors", "trainer_state.json"} <= left
+    pickles = [p for p in folder.rglob("*") if p.suffix in (".pt", ".pth", ".bin")]
+    assert not pickles
+    assert not (folder / "prepared" / "full_head.safetensors").exists()
+    assert [p.parent.name for p in folder.rglob("README.md")] == ["draft"]  # our own card
+    with safe_open(folder / "checkpoint-40" / "model.safetensors", "pt") as weights:
+        assert "model.embed_tokens.weight" not in weights.keys()  # noqa: SIM118
+
+    before = {p: p.stat().st_mtime_ns for p in folder.glob("draft/*.safetensors")}
+    report = json.loads((folder / "report" / "report.json").read_text())
+    (folder / "report" / "report.json").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "distil_draft", no_target)  # trains nothing again
+        assert run(recipe) == 0
+    again = json.loads((folder / "report" / "report.json").read_text())
+    assert again["drafts"]["tuned"]["alpha"] == report["drafts"]["tuned"]["alpha"]
+    assert again["provenance"]["hashes"] == report["provenance"]["hashes"]
+    assert again["provenance"]["lost_mass"] == report["provenance"]["lost_mass"] > 0
+    assert before == {p: p.stat().st_mtime_ns for p in folder.glob("draft/*.safetensors")}
+
+    weights = folder / "draft" / "compact" / "model.safetensors"
+    tuned = weights.read_bytes()
+    shutil.rmtree(folder / "draft")  # it is made again from the last checkpoint
+    assert run(recipe) == 0
+    assert weights.read_bytes() == tuned

@@ -1,0 +1,65 @@
+"""The untuned and the tuned draft on the same prompts: the report, and the card made from it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from align.atomic import atomic_file
+from distill.models import Pair
+from distill.prepare import PreparedDraft
+from distill.prompts import Prompts
+from distill.publish import write_card
+from distill.recipe import Recipe
+from distill.run_folder import provenance
+from eval.decoding.drafts import Candidate, Target, compact_candidate, load_candidate
+from eval.decoding.loop import Decoding
+from eval.decoding.verification import Sampling
+from eval.measuring.evaluation import Plan, evaluate_drafts
+from eval.measuring.journal import JOURNAL, Journal
+from eval.reporting.report import write_report
+
+
+def evaluate(
+    recipe: Recipe, pair: Pair, prompts: Prompts, target: Target, prepared: PreparedDraft
+) -> dict[str, Any]:
+    """The report, written to `report/`, with `provenance.json` and the draft's model card."""
+    folder = recipe.folder
+    made_by = provenance(recipe, prompts, prepared.lost_mass)
+    with Journal(folder / "report" / JOURNAL) as journal:
+        report = evaluate_drafts(
+            target,
+            _drafts(recipe, pair, target),
+            prompts.evaluation,
+            prompts.tuning,
+            Decoding(
+                Sampling(recipe.temperature, recipe.top_k, recipe.top_p),
+                target.stops,
+                recipe.max_new_tokens,
+                recipe.seed,
+            ),
+            Plan(recipe.gamma, recipe.max_gamma, recipe.speed_prompts),
+            journal,
+            prompts.overlap.exact + prompts.overlap.near,
+            made_by,
+        )
+        write_report(folder / "report", report)
+        with atomic_file(folder / "provenance.json") as file:
+            json.dump(made_by, file, indent=2)
+        write_card(folder)
+    return report
+
+
+def _drafts(recipe: Recipe, pair: Pair, target: Target) -> list[Candidate]:
+    """Of a pruned target in the compact form, which is what our decoder runs."""
+    draft = recipe.folder / "draft"
+    if recipe.draft is not None:
+        return [
+            load_candidate("untuned", recipe.draft, target, pair.strategy),
+            load_candidate("tuned", str(draft), target, pair.strategy),
+        ]
+    full = (draft / "model.safetensors").stat().st_size
+    return [
+        compact_candidate("untuned", recipe.folder / "prepared", target, full),
+        compact_candidate("tuned", draft / "compact", target, full),
+    ]

@@ -1,0 +1,91 @@
+"""The tuned draft as others load it: a checkpoint over the target's whole vocabulary."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from align.atomic import atomic_folder
+from distill.logit_cache import CachedAnswer
+from distill.models import Pair
+from distill.prepare import PreparedDraft, until
+from distill.recipe import Recipe
+from eval.decoding.drafts import Target, save_compact
+
+SUPPRESSION = (0.0, 5.0, 10.0, 20.0, 40.0, 80.0)  # logits below the fitted ones, tried in order
+CALIBRATION_TOKENS = 4_000
+
+
+def export_draft(
+    recipe: Recipe,
+    pair: Pair,
+    target: Target,
+    prepared: PreparedDraft,
+    tuned: PreTrainedModel,
+    answers: list[CachedAnswer],
+) -> None:
+    """`draft/`: a checkpoint for every engine, and `draft/compact/` for our decoder."""
+    dtype = getattr(torch, recipe.dtype)
+    full = tuned.to(dtype)
+    if prepared.token_ids is not None:
+        assert prepared.full_head is not None
+        full = full_vocabulary(tuned, prepared.token_ids, prepared.full_head, answers).to(dtype)
+    with atomic_folder(recipe.folder / "draft") as partial:
+        full.save_pretrained(partial)
+        pair.load_tokenizer().save_pretrained(partial)
+        if recipe.draft is None:
+            embedding = target.decoder.embedding
+            save_compact(partial / "compact", tuned, prepared.token_ids, embedding)
+
+
+@torch.no_grad()
+def full_vocabulary(
+    tuned: PreTrainedModel,
+    token_ids: Tensor,
+    full_head: Tensor,
+    answers: Iterable[CachedAnswer],
+) -> PreTrainedModel:
+    """The tuned draft under a head over the target's whole vocabulary, for engines that need one.
+
+    Rows of trimmed tokens are the fitted ones from before training, lowered by a constant: without
+    it they would win now and then against states that training has moved. A head has no bias here,
+    so the constant is the least-squares row w with w·h = -1 over the draft's own states h; the
+    smallest multiple is taken at which the greedy choice is the trimmed head's on 999 of 1000
+    positions.
+    """
+    states = []
+    for answer in until(list(answers), CALIBRATION_TOKENS):
+        ids = torch.cat([answer.prompt_ids, answer.response_ids])[None].to(tuned.device)
+        hidden = tuned.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+        states.append(hidden[0, len(answer.prompt_ids) - 1 :].float())
+    h = torch.cat(states)
+    trimmed = torch.ones(len(full_head), dtype=torch.bool, device=h.device)
+    trimmed[token_ids] = False
+    lower = torch.linalg.lstsq(h.double(), -torch.ones(len(h), 1).double().to(h.device)).solution
+    tuned_rows = tuned.get_output_embeddings().weight.float()
+    best = (h @ tuned_rows.T).amax(-1)
+    outside = full_head[trimmed].float()
+    for strength in tqdm(SUPPRESSION, desc="full vocabulary", leave=False):
+        rows = outside + strength * lower.T.float()
+        kept = float(((h @ rows.T).amax(-1) < best).float().mean())
+        if kept >= 0.999:
+            break
+    else:
+        warnings.warn(
+            f"The full-vocabulary form makes another greedy choice than the compact one on "
+            f"{1 - kept:.1%} of positions; expect that much less alpha from it.",
+            stacklevel=2,
+        )
+    head = torch.empty_like(full_head, dtype=torch.float32)
+    head[trimmed], head[token_ids] = rows, tuned_rows
+    model = copy.deepcopy(tuned)
+    model.lm_head = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")
+    model.lm_head.weight = nn.Parameter(head)
+    model.config.vocab_size = head.shape[0]
+    return model

@@ -1,0 +1,151 @@
+"""Target and draft of a run: checked as a pair before anything is made, then loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from align.check import Strategy, Verdict, choose_strategy, compare
+from align.checks import VOCAB_MAP
+from align.side import Side, read_side
+from align.sources import load_model, load_tokenizer
+from align.token_bytes import token_keys
+from align.transplant import transplant
+from align.trim import byte_units, choose_tokens
+from align.vocab_map import Reader, VocabMap, build_map, load_map
+from distill.prompts import Prompts
+from distill.recipe import Recipe
+from eval.decoding.drafts import Target
+from eval.decoding.drafts import load_target as load_any_target
+from eval.measuring.evaluation import context_length
+
+PRUNABLE = ("llama", "qwen2", "qwen3", "mistral")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The vocabularies of target and draft, and how they are bridged (align/check.py).
+
+    Without a sibling the draft is the target, pruned. vocab_map: for the strategies that need one.
+    """
+
+    target: Side
+    draft: Side
+    verdict: Verdict
+    strategy: Strategy
+    vocab_map: VocabMap | None
+
+    @property
+    def reader(self) -> Reader | None:
+        """How a draft in ids of its own reads the target's."""
+        if self.strategy != "intersection":
+            return None
+        assert self.vocab_map is not None
+        return Reader(self.vocab_map, self.target, self.draft)
+
+    @property
+    def new_rows(self) -> bool:
+        """Whether rows of embedding and head stand for tokens they were never trained on."""
+        return self.strategy == "transplant"
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """What the draft's ids mean: the target's tokenizer, but for a draft that drafts by map."""
+        return load_tokenizer((self.draft if self.reader else self.target).spec)
+
+    def trained_rows(self, vocab_size: int, token_ids: Tensor | None) -> Tensor | None:
+        """Row of the draft's head for each target id [V], -1 where it has none; None if equal.
+
+        token_ids: those of a trimmed head [K].
+        """
+        if self.strategy == "intersection":
+            assert self.vocab_map is not None
+            known = self.vocab_map.to_draft[:vocab_size]
+            return F.pad(known, (0, vocab_size - len(known)), value=-1)
+        if self.strategy == "padded":
+            token_ids = torch.arange(self.verdict.shared_ids)
+        return head_rows(token_ids, vocab_size)
+
+
+def check_models(recipe: Recipe) -> Pair:
+    """The pair, read from files alone. Raises ValueError where the draft cannot be tuned or made.
+
+    SourceError and MapError name files that are missing, damaged, or of other tokenizers.
+    """
+    target = read_side(recipe.target)
+    draft = target if recipe.draft is None else read_side(recipe.draft)
+    verdict = compare(target, draft)
+    strategy = choose_strategy(verdict, recipe.strategy, tuned=True)
+    print(f"vocabulary: {verdict.relation}, strategy {strategy}")
+    if draft.head_bias or draft.logit_changes:
+        raise ValueError(
+            f"TOK-012: the head of {draft.spec!r} has "
+            f"{'a bias' if draft.head_bias else draft.logit_changes}, which neither the loss "
+            "nor new or trimmed rows take over, so it can draft as it is (eval.run) but not be "
+            "tuned here; name another draft with --draft."
+        )
+    if recipe.draft is None:
+        check_prunable(target.config, recipe.num_draft_layers)
+        if recipe.draft_vocab_size is not None:
+            rows = torch.zeros(target.embedding_rows or target.count)
+            choose_tokens(rows, recipe.draft_vocab_size, forced_tokens(target))
+    vocab_map = None
+    if strategy in ("remap", "transplant", "intersection"):
+        path = recipe.folder / VOCAB_MAP
+        vocab_map = load_map(path, target, draft) if path.exists() else build_map(target, draft)
+    return Pair(target, draft, verdict, strategy, vocab_map)
+
+
+def check_prunable(config: dict[str, Any], num_layers: int) -> None:
+    """Raise ValueError where the target of that config cannot be cut to so many layers."""
+    if config["model_type"] not in PRUNABLE:
+        raise ValueError(
+            f"A target of type {config['model_type']!r} cannot be pruned in depth here "
+            f"({', '.join(PRUNABLE)} can); name a sibling with --draft."
+        )
+    if num_layers >= config["num_hidden_layers"]:
+        raise ValueError(
+            f"num_draft_layers {num_layers} must be at least 1 and below the target's "
+            f"{config['num_hidden_layers']} layers; use a smaller number."
+        )
+
+
+def forced_tokens(target: Side) -> set[int]:
+    """Ids that a trimmed head always keeps: stops, special tokens, the byte units."""
+    tokenizer = load_tokenizer(target.spec)
+    return {*target.all_stops, *tokenizer.all_special_ids, *byte_units(token_keys(tokenizer))}
+
+
+def load_target(recipe: Recipe, prompts: Prompts) -> Target:
+    """The target, its decoder long enough for every prompt and its answer."""
+    on_gpu = torch.cuda.is_available() and not recipe.training.get("use_cpu", False)
+    ids = prompts.evaluation.ids + prompts.training.ids + prompts.tuning.ids
+    new = max(recipe.max_new_tokens, recipe.answer_max_new_tokens)
+    return load_any_target(
+        recipe.target,
+        getattr(torch, recipe.dtype),
+        torch.device("cuda" if on_gpu else "cpu"),
+        context_length(ids, new, recipe.max_gamma),
+    )
+
+
+def load_sibling(spec: str, pair: Pair, vocab_size: int) -> PreTrainedModel:
+    """The draft of that spec in fp32, on the target's ids where the strategy re-homes it."""
+    model = load_model(spec, torch.float32)
+    if pair.strategy in ("remap", "transplant"):
+        assert pair.vocab_map is not None
+        model = transplant(model, pair.vocab_map, pair.target, pair.draft, vocab_size)
+    return model
+
+
+def head_rows(token_ids: Tensor | None, vocab_size: int) -> Tensor | None:
+    """Each target id's row in a trimmed head [V], -1 where it has none; None for a whole head."""
+    if token_ids is None:
+        return None
+    rows = torch.full((vocab_size,), -1)
+    rows[token_ids] = torch.arange(len(token_ids))
+    return rows

@@ -1,0 +1,92 @@
+"""Near-duplicates among texts, found exactly, and training prompts without any of evaluation."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+from eval.prompts import Prompt
+
+SHINGLE = 5  # words
+NEAR_DUPLICATE = 0.5  # Jaccard similarity from which two texts are near-duplicates
+CONTAINED = 0.8  # ... or this share of the shorter one's shingles stands in the other
+
+
+def shingles(text: str) -> frozenset[str]:
+    """The runs of SHINGLE words of a text, in lower case; a shorter text is one run."""
+    words = re.findall(r"\w+", text.lower())
+    count = max(len(words) - SHINGLE + 1, 1)
+    return frozenset(" ".join(words[i : i + SHINGLE]) for i in range(count))
+
+
+class NearDuplicates:
+    """Texts that others are compared with, exactly: an index names those that share a shingle."""
+
+    def __init__(self, texts: Iterable[str] = ()) -> None:
+        self.sizes: list[int] = []
+        self.holders: dict[str, list[int]] = {}
+        for text in texts:
+            self.add(text)
+
+    def add(self, text: str) -> None:
+        runs = shingles(text)
+        for run in runs:
+            self.holders.setdefault(run, []).append(len(self.sizes))
+        self.sizes.append(len(runs))
+
+    def similar(self, text: str) -> Iterator[tuple[int, float, float]]:
+        """(number, Jaccard similarity, share of the shorter one) of each that shares a shingle."""
+        runs = shingles(text)
+        shared = Counter(chain.from_iterable(self.holders.get(run, ()) for run in runs))
+        for i, count in shared.items():
+            size = self.sizes[i]
+            yield i, count / (len(runs) + size - count), count / min(len(runs), size)
+
+    def closest(self, text: str) -> tuple[bool, float]:
+        """Whether the text nearly duplicates one of them, and its largest Jaccard similarity."""
+        found = [(jaccard, share) for _, jaccard, share in self.similar(text)]
+        near = any(jaccard >= NEAR_DUPLICATE or share >= CONTAINED for jaccard, share in found)
+        return near, max((jaccard for jaccard, _ in found), default=0.0)
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What training shares with evaluation.
+
+    exact, near: training prompts left that equal, or nearly duplicate, an evaluation prompt: 0.
+    dropped: those that were left out for it. max_jaccard: of the closest pair that is left.
+    """
+
+    exact: int
+    near: int
+    dropped: int
+    max_jaccard: float
+    threshold: float = NEAR_DUPLICATE
+    method: str = (
+        f"Jaccard similarity of {SHINGLE}-word shingles, exact; also a prompt that holds "
+        f"{CONTAINED:.0%} of another's shingles is a near-duplicate"
+    )
+
+
+def drop_overlap(
+    prompts: list[Prompt], eval_prompts: list[Prompt], limit: int | None = None
+) -> tuple[list[Prompt], Overlap]:
+    """The first `limit` different prompts that nearly duplicate no evaluation prompt."""
+    held_out = NearDuplicates(p.text for p in eval_prompts)
+    kept: dict[str, Prompt] = {}
+    dropped, largest = 0, 0.0
+    for prompt in prompts:
+        if len(kept) == limit:
+            break
+        near, similarity = held_out.closest(prompt.text)
+        if near:
+            dropped += 1
+        elif prompt.text not in kept:
+            kept[prompt.text] = prompt
+            largest = max(largest, similarity)
+    exact = len(kept.keys() & {p.text for p in eval_prompts})
+    near_left = sum(held_out.closest(text)[0] for text in kept)
+    return list(kept.values()), Overlap(exact, near_left - exact, dropped, round(largest, 4))

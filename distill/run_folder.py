@@ -1,0 +1,119 @@
+"""A run's output folder: whose it is, what made it, and what stays in it at the end."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from align.atomic import atomic_file, remove
+from align.checks import VOCAB_MAP
+from align.sources import read_json
+from align.vocab_map import save_map
+from distill.answers import hash_prompts
+from distill.models import Pair
+from distill.prompts import Prompts
+from distill.recipe import Recipe, RecipeError, dump, read_yaml
+from distill.trainer import last_checkpoint
+from eval.prompts import prompts_sha256, write_prompts
+
+# What two runs of one folder may differ in.
+FREE_KEYS = {
+    "dry_run",
+    "coverage_curve",
+    "resume_from_checkpoint",
+    "output_dir",
+    "logging_steps",
+    "save_steps",
+}
+PACKAGES = "torch transformers trl peft accelerate datasets evaluate gguf safetensors".split()
+_STARTED = time.time()
+
+
+def refuse_another_run(recipe: Recipe) -> None:
+    """Raise RecipeError where the output folder holds what another recipe made."""
+    path = recipe.folder / "recipe.yaml"
+    if recipe.dry_run or not path.exists():
+        return
+    found, asked = read_yaml(path), recipe.values()
+    changed = sorted(
+        key for key in (found.keys() | asked) - FREE_KEYS if found.get(key) != asked.get(key)
+    )
+    if changed:
+        detail = "; ".join(f"{k}: {found.get(k)!r} -> {asked.get(k)!r}" for k in changed)
+        raise RecipeError(
+            f"{recipe.folder} holds a run of another recipe ({detail}). Give --output_dir a "
+            "new folder, or delete that one."
+        )
+
+
+def claim_folder(recipe: Recipe, pair: Pair, prompts: Prompts) -> None:
+    """Write recipe, verdict, map and prompts: from here on the folder is this recipe's.
+
+    Later than this nothing is known to be wrong with a recipe, and minutes of work follow.
+    """
+    folder = recipe.folder
+    if pair.vocab_map is not None and not (folder / VOCAB_MAP).exists():
+        save_map(folder / VOCAB_MAP, pair.vocab_map)
+    with atomic_file(folder / "vocab_check.json") as file:
+        json.dump(pair.verdict.to_json() | {"used": pair.strategy}, file, indent=2)
+    for name, part in (
+        ("train", prompts.training),
+        ("tuning", prompts.tuning),
+        ("eval", prompts.evaluation),
+    ):
+        write_prompts(folder / "prompts" / f"{name}.jsonl", part.prompts)
+    with atomic_file(folder / "recipe.yaml") as file:
+        file.write(dump(recipe))
+
+
+def provenance(recipe: Recipe, prompts: Prompts, lost_mass: float) -> dict[str, Any]:
+    """What made the report: command, versions, commit, seed, hashes of models and prompts."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,  # an installed wheel has no repository
+    ).stdout.strip()
+    answers = read_json(recipe.folder / "answers" / "key.json")
+    return {
+        "command": sys.argv,
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
+        | {"python": platform.python_version()},
+        "git_commit": commit or None,
+        "seed": recipe.seed,
+        "hashes": {
+            **{k: answers[k] for k in ("target weights", "tokenizer", "chat template", "dtype")},
+            "train_prompts": prompts_sha256(prompts.training.prompts),
+            "eval_prompts": prompts_sha256(prompts.evaluation.prompts),
+            "train_ids": hash_prompts(prompts.training.ids),
+        },
+        "overlap": asdict(prompts.overlap),
+        "lost_mass": lost_mass,
+        "seconds": round(time.time() - _STARTED, 1),
+    }
+
+
+# Of a checkpoint, what only goes on with training; of the preparation, what only the export read.
+_SPENT = ("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "training_args.bin")
+
+
+def drop_what_is_spent(folder: Path) -> None:
+    """Keep of a finished run what it takes to go on, audit and publish.
+
+    The last checkpoint stays, with its weights and marker, and so do answers and both drafts.
+    """
+    last = last_checkpoint(folder)
+    for checkpoint in folder.glob("checkpoint-*"):
+        if checkpoint != last:
+            remove(checkpoint)
+    spent = [path for pattern in _SPENT if last is not None for path in last.glob(pattern)]
+    for path in [*spent, folder / "prepared" / "full_head.safetensors"]:
+        remove(path)

@@ -1,0 +1,1 @@
+"""Recipes by domain, each with the builder of its embedded prompts."""

@@ -1,0 +1,172 @@
+"""Prompts for code: the functions of the running interpreter's standard library."""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+import sysconfig
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from eval.prompts import Prompt
+
+_SELF = ("self", "cls", "klass")
+# Characters of a docstring. One sentence says too little to answer like a HumanEval prompt.
+_SHORTEST, _USUAL, _LONGEST = 50, 500, 700
+_SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "turtledemo", "__pycache__"}
+# What HumanEval's authors would have annotated; the standard library itself has next to none.
+_PARAMETER_TYPES = {
+    "int": "n i k x y index count size maxsize length width height limit level num start stop",
+    "str": "s string text name filename path key msg message url prefix suffix word line title",
+    "List[int]": "data numbers values",
+    "List[str]": "lines words names args iterable seq sequence items files",
+}
+_RETURN_TYPES = {
+    "bool": r"(Return|Returns) (True|true|whether|if)\b|True if|Check|Test (if|whether)",
+    "List[str]": r"Returns? (a|the) (sorted )?list",
+    "int": r"Returns? (a|the) (number|length|size|count|index|integer)",
+    "str": r"Returns? (a|the) (\w+ )?(string|name|text)",
+}
+# Answers to instructions have less in common with HumanEval's than completions do: few of them.
+_STYLES = {
+    "complete": 0.83,
+    "in context": 0.05,
+    "write": 0.03,
+    "finish": 0.03,
+    "explain": 0.03,
+    "test": 0.03,
+}
+
+
+@dataclass(frozen=True)
+class _Function:
+    """A documented function of the standard library, a method made to stand alone."""
+
+    identity: str
+    name: str
+    arguments: ast.arguments
+    docstring: str
+    before: str  # the source of the function before it in the same module, "" if that is long
+
+
+def stdlib_prompts() -> list[Prompt]:
+    """A prompt for every function of the standard library that has a docstring of some length.
+
+    Most look like those of HumanEval, on which drafts are evaluated: imports, signature and
+    docstring, to be completed as they stand. Some stand after another function of their module,
+    some are instructions (`category` names the style).
+    """
+    prompts = []
+    for function in _documented_functions():
+        # by the function alone, not by how many others this interpreter has
+        rng = random.Random(function.identity)
+        style = rng.choices([*_STYLES], [*_STYLES.values()])[0]
+        if style == "in context" and not function.before:
+            style = "complete"
+        typed = rng.random() < 0.6
+        signature, imports = _signature(function, typed)
+        body = _docstring(function.docstring, rng)
+        code = f"{imports}{signature}{body}"
+        if style == "complete":
+            prompts.append(Prompt(function.identity, code, category=style))
+            continue
+        if style == "in context":
+            whole = f"{imports}{function.before}{signature}{body}"
+            prompts.append(Prompt(function.identity, whole, category=style))
+            continue
+        block = f"\n\n```python\n{code.strip()}\n```"
+        ask = {
+            "write": f"Write a Python function `{function.name}`. {function.docstring}",
+            "finish": f"Complete this Python function:{block}",
+            "explain": f"Explain what this Python function is for, with an example:{block}",
+            "test": f"Write unit tests for this Python function:{block}",
+        }[style]
+        messages = [{"role": "user", "content": ask}]
+        prompts.append(Prompt(function.identity, messages=messages, category=style))
+    return prompts
+
+
+def _documented_functions() -> Iterator[_Function]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    seen: set[str] = set()
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        if _SKIPPED.intersection(parts):
+            continue
+        try:
+            source = path.read_text(encoding="utf-8")
+            tree = ast.parse(source)
+        except (SyntaxError, UnicodeDecodeError):  # templates, and examples of bad syntax
+            continue
+        module = ".".join(parts).removesuffix(".py")
+        lines = source.splitlines()
+        owners: list[ast.Module | ast.ClassDef] = [tree]
+        owners += [node for node in tree.body if isinstance(node, ast.ClassDef)]
+        for owner in owners:
+            before = ""
+            for node in owner.body:
+                if not isinstance(node, ast.FunctionDef) or node.name.startswith("__"):
+                    continue
+                docstring = _shortened(ast.get_docstring(node) or "")
+                name = node.name.lstrip("_")
+                if docstring and docstring not in seen:
+                    seen.add(docstring)
+                    arguments = _standing_alone(node, owner)
+                    identity = f"{module}.{node.name}:{node.lineno}"
+                    yield _Function(identity, name, arguments, docstring, before)
+                whole = lines[node.lineno - 1 : node.end_lineno]
+                before = textwrap.dedent("\n".join(whole)) + "\n\n\n" if len(whole) <= 12 else ""
+
+
+def _standing_alone(node: ast.FunctionDef, owner: ast.Module | ast.ClassDef) -> ast.arguments:
+    """The arguments of a function; of a method without `self`, if it has others."""
+    arguments = node.args
+    if isinstance(owner, ast.ClassDef) and arguments.args and arguments.args[0].arg in _SELF:
+        others = arguments.args[1:]
+        if not others and not arguments.kwonlyargs and not arguments.vararg:
+            name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", owner.name.strip("_")).lower()
+            others = [ast.arg(name if name.isidentifier() else "value")]
+        arguments.args = others
+    return arguments
+
+
+def _signature(function: _Function, typed: bool) -> tuple[str, str]:
+    """`def name(arguments):` and the lines before it, in HumanEval's layout."""
+    returns = ""
+    if typed:
+        kinds = {name: kind for kind, names in _PARAMETER_TYPES.items() for name in names.split()}
+        for argument in [*function.arguments.args, *function.arguments.kwonlyargs]:
+            if kind := kinds.get(argument.arg):
+                argument.annotation = ast.Name(kind)
+        for kind, opening in _RETURN_TYPES.items():
+            if re.match(opening, function.docstring):
+                returns = f" -> {kind}"
+                break
+    signature = f"def {function.name}({ast.unparse(function.arguments)}){returns}:\n"
+    imports = "from typing import List\n\n\n" if "List[" in signature else "\n\n"[: 1 + typed]
+    return signature, imports
+
+
+def _docstring(text: str, rng: random.Random) -> str:
+    """Indented, opened and closed in the ways that HumanEval does it."""
+    opening = rng.choices(['"""', '""" ', '"""\n'], [0.6, 0.2, 0.2])[0]
+    return textwrap.indent(f'{opening}{text}\n"""\n', "    ")
+
+
+def _shortened(docstring: str) -> str:
+    """The first paragraphs and the first examples, about as long as in HumanEval; "" to skip."""
+    if not docstring.isascii() or '"""' in docstring or "\\" in docstring:
+        return ""
+    paragraphs = docstring.strip().split("\n\n")
+    kept = paragraphs[:1]
+    for paragraph in paragraphs[1:]:
+        example = paragraph.lstrip().startswith(">>>")
+        if example or sum(map(len, kept)) + len(paragraph) <= _USUAL:
+            kept.append(paragraph)
+        if example:
+            break
+    text = "\n\n".join(kept)
+    return text if _SHORTEST <= len(text) <= _LONGEST else ""

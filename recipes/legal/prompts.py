@@ -1,0 +1,142 @@
+"""Prompts for legal text: clauses of licences (the wheel `licensedcode-data`, CC-BY-4.0)."""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from align.sources import resolve_folder_in_wheel
+from distill.near_duplicates import NEAR_DUPLICATE, NearDuplicates
+from eval.prompts import Prompt
+
+LICENCE_FOLDER = "pypi:licensedcode-data==32.1.0/licensedcode/data/licenses/"
+_HELD_OUT = 0.2  # share of the documents
+_CLAUSES = 8  # of one document at most: a few licences are books
+# Keywords of a clause's heading and first words, in the order they are looked for.
+_CLAUSE_TYPES = {
+    "definitions": "definition means refers",
+    "warranty": "warrant as-is merchantab fitness disclaim",
+    "liability": "liab damages indemnif",
+    "termination": "terminat expir revoke",
+    "grant": "grant permission permitted redistribut may-copy may-use",
+}
+_INSTRUCTIONS = (
+    "Summarise this clause of a licence",
+    "Explain in plain English what this clause allows and forbids",
+    "Redraft this clause so that it is shorter and clearer",
+)
+
+
+@dataclass(frozen=True)
+class _Clause:
+    identity: str
+    title: str  # of the licence
+    heading: str  # the short line before the clause, "" if there is none
+    text: str
+
+
+def licence_prompts(held_out: bool) -> list[Prompt]:
+    """Beginnings of clauses to be continued, and some instructions; `category` is the type.
+
+    From the documents held out for evaluation, or from those to train on: no near-duplicate of a
+    held-out document, and no clause that nearly duplicates one of a held-out document.
+    """
+    training, evaluation = _licence_split()
+    if held_out:
+        return [_clause_prompt(clause) for clause in evaluation]
+    taken = NearDuplicates(clause.text for clause in evaluation)
+    return [_clause_prompt(clause) for clause in training if not taken.closest(clause.text)[0]]
+
+
+@functools.cache
+def _licence_split() -> tuple[list[_Clause], list[_Clause]]:
+    """Clauses to train on and held-out clauses; one document stands for all its near-duplicates."""
+    documents = dict(_licence_texts(resolve_folder_in_wheel(LICENCE_FOLDER)))
+    names = _representatives({name: text for name, (_, text) in documents.items()})
+    random.Random("held-out licences").shuffle(names)
+    cut = round(_HELD_OUT * len(names))
+    parts = []
+    for part in (names[cut:], names[:cut]):
+        # the same boilerplate in licences that are otherwise different is taken once
+        clauses = {
+            tuple(clause.text.lower().split()[:8]): clause
+            for name in part
+            for clause in _clauses(name, *documents[name])
+        }
+        parts.append(list(clauses.values()))
+    return parts[0], parts[1]
+
+
+def _licence_texts(folder: Path) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Name -> title and text of every licence in English of ordinary length."""
+    for path in sorted(folder.glob("*.LICENSE")):
+        # what stands between two `---` lines describes the document
+        matter, _, text = path.read_text("utf-8").removeprefix("---\n").partition("\n---\n")
+        title = re.search(r"^name: (.+)$", matter, flags=re.MULTILINE)
+        foreign = re.search(r"^language: (?!en)", matter, flags=re.MULTILINE)
+        readable = sum(map(str.isascii, text)) >= 0.98 * len(text)
+        if title and not foreign and readable and 600 <= len(text) <= 60_000:
+            yield path.stem, (title[1].strip("'\""), text)
+
+
+def _representatives(documents: dict[str, str]) -> list[str]:
+    """One name for every group of near-duplicates (connected by Jaccard >= NEAR_DUPLICATE)."""
+    index = NearDuplicates()
+    names = list(documents)  # in order, so that the first of a group is the least
+    parent = list(range(len(names)))
+
+    def first_of_group(number: int) -> int:
+        while parent[number] != number:
+            number = parent[number]
+        return number
+
+    for number, text in enumerate(tqdm(documents.values(), desc="licences", leave=False)):
+        for other, jaccard, _ in index.similar(text):
+            if jaccard >= NEAR_DUPLICATE:
+                ours, theirs = sorted((first_of_group(number), first_of_group(other)))
+                parent[theirs] = ours
+        index.add(text)
+    return [name for number, name in enumerate(names) if parent[number] == number]
+
+
+def _clauses(name: str, title: str, text: str) -> list[_Clause]:
+    """Up to _CLAUSES paragraphs of 25 to 400 words, drawn by the document's name."""
+    paragraphs = re.split(r"\n\s*\n", text)
+    if len(paragraphs) < 3 or max(map(len, paragraphs)) > 3000:
+        paragraphs = text.split("\n")  # a paragraph a line
+    paragraphs = [" ".join(p.split()) for p in paragraphs if p.strip()]
+    found = []
+    for number, paragraph in enumerate(paragraphs):
+        before = paragraphs[number - 1] if number else ""
+        heading = before if len(before.split()) <= 8 and before[-1:] not in ".,;" else ""
+        if 25 <= len(paragraph.split()) <= 400:
+            found.append(_Clause(f"{name}:{number}", title, heading, paragraph))
+    chosen = random.Random(name).sample(range(len(found)), min(_CLAUSES, len(found)))
+    return [found[i] for i in sorted(chosen)]
+
+
+def _clause_prompt(clause: _Clause) -> Prompt:
+    rng = random.Random(clause.identity)
+    document = clause.identity.partition(":")[0]
+    words = clause.text.split(" ")
+    beginning = " ".join([clause.heading.lower(), *words[:40]]).lower()
+    category = "other"
+    for kind, marks in _CLAUSE_TYPES.items():
+        if any(mark.replace("-", " ") in beginning for mark in marks.split()):
+            category = kind
+            break
+    if rng.random() < 0.15:
+        content = f"{rng.choice(_INSTRUCTIONS)}:\n\n{' '.join(words[:150])}"
+        messages = [{"role": "user", "content": content}]
+        return Prompt(clause.identity, messages=messages, category=category, group=document)
+    # the first sentence, or as many words as one has: in both cases the clause goes on
+    first = re.match(r".{60,300}?[a-z)][.;:](?= )", clause.text)
+    opening = first[0] if first and rng.random() < 0.5 else " ".join(words[: rng.randint(12, 24)])
+    parts = [part for part in (clause.title, clause.heading, opening) if part]
+    return Prompt(clause.identity, "\n\n".join(parts), category=category, group=document)
