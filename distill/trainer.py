@@ -162,7 +162,7 @@ class _Progress(TrainerCallback):
         self.bar.update()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-        if "kl" in logs:
+        if "learning_rate" in logs:  # not in the totals at the end
             self.bar.set_postfix_str(
                 f"KL {logs['kl']:.3f}, greedy agreement {logs['greedy_agreement']:.3f}, "
                 f"lr {logs['learning_rate']:.1e}"
