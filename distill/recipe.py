@@ -218,7 +218,7 @@ def help_text() -> str:
     return "\n".join([*lines, f"Recipes: {', '.join(recipe_files())}"])
 
 
-def _yaml() -> YAML:
+def _yaml() -> Any:  # its attributes are typed by their first values
     """YAML 1.2: `1e-3` is a number, `no` is text, `010` is ten, a key stands once."""
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False

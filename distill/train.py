@@ -17,7 +17,7 @@ from accelerate import PartialState
 
 from align.atomic import DiskFullError
 from align.process import use_machine
-from distill.answers import answer
+from distill.answers import answer_prompts
 from distill.dry_run import price_run
 from distill.evaluation import evaluate
 from distill.export import export_draft
@@ -44,7 +44,7 @@ def run(recipe: Recipe) -> int:
     claim_folder(recipe, pair, prompts)
     # one process answers and prepares, the others wait and read what it left on disk
     with PartialState().main_process_first():
-        answers = answer(recipe, prompts, target)
+        answers = answer_prompts(recipe, prompts.training.ids, target)
         if recipe.coverage_curve:
             print_coverage(pair, target, answers)
             return 0

@@ -161,8 +161,8 @@ class _Progress(TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.bar.update()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-        if "kl" in logs:
+    def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
+        if "learning_rate" in logs:  # not in the totals at the end
             self.bar.set_postfix_str(
                 f"KL {logs['kl']:.3f}, greedy agreement {logs['greedy_agreement']:.3f}, "
                 f"lr {logs['learning_rate']:.1e}"

@@ -11,8 +11,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("align", "distill", "eval")
+ROOMS = (*PACKAGES, "recipes")  # data, and the builders of prompts beside it
 MODULES = sorted(
-    path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path.name[0] != "_"
+    path for package in ROOMS for path in (ROOT / package).rglob("*.py") if path.name[0] != "_"
 )
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PATH_LINE = "if not __package__:\n    sys.path[0] = str(Path(__file__).resolve().parents[1])\n"
@@ -38,7 +39,7 @@ def text_files():
 
 
 def test_each_package_has_an_init():
-    assert all((ROOT / package / "__init__.py").is_file() for package in PACKAGES)
+    assert all((ROOT / package / "__init__.py").is_file() for package in ROOMS)
 
 
 def dependency_modules():
@@ -103,8 +104,13 @@ def test_an_entry_script_starts_from_any_folder(tmp_path, as_module):
 
 
 def test_the_flow_of_imports_has_one_direction():
-    allowed = {"align": {"align"}, "eval": {"align", "eval"}, "distill": set(PACKAGES)}
-    pattern = re.compile(r"^\s*(?:from|import) (align|distill|eval)\b", flags=re.MULTILINE)
+    allowed = {
+        "align": {"align"},
+        "eval": {"align", "eval"},
+        "distill": set(ROOMS),
+        "recipes": set(ROOMS),
+    }
+    pattern = re.compile(r"^\s*(?:from|import) (align|distill|eval|recipes)\b", re.MULTILINE)
     for path in MODULES:
         package = path.relative_to(ROOT).parts[0]
         wrong = set(pattern.findall(path.read_text("utf-8"))) - allowed[package]
@@ -155,7 +161,7 @@ def test_licence_and_changelog():
 
 
 def test_every_dependency_is_pinned_to_the_known_good_set():
-    pinned = re.compile(r"^[\w-]+(==|~=)[\d.]+$")
+    pinned = re.compile(r"^[\w.-]+(==|~=)[\d.]+$")
     extras = PROJECT["project"]["optional-dependencies"]["test"]
     assert all(pinned.match(line) for line in [*PROJECT["project"]["dependencies"], *extras])
     assert "torch==2.13.0" in PROJECT["project"]["dependencies"]

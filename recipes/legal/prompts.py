@@ -87,22 +87,21 @@ def _licence_texts(folder: Path) -> Iterator[tuple[str, tuple[str, str]]]:
 
 def _representatives(documents: dict[str, str]) -> list[str]:
     """One name for every group of near-duplicates (connected by Jaccard >= NEAR_DUPLICATE)."""
-    index = NearDuplicates()
-    names = list(documents)  # in order, so that the first of a group is the least
-    parent = list(range(len(names)))
+    index, names = NearDuplicates(), list(documents)
+    parent = {name: name for name in names}
 
-    def first_of_group(number: int) -> int:
-        while parent[number] != number:
-            number = parent[number]
-        return number
+    def first_of_group(name: str) -> str:
+        while parent[name] != name:
+            name = parent[name]
+        return name
 
-    for number, text in enumerate(tqdm(documents.values(), desc="licences", leave=False)):
+    for name, text in tqdm(documents.items(), desc="licences", leave=False):
         for other, jaccard, _ in index.similar(text):
             if jaccard >= NEAR_DUPLICATE:
-                ours, theirs = sorted((first_of_group(number), first_of_group(other)))
+                ours, theirs = sorted((first_of_group(name), first_of_group(names[other])))
                 parent[theirs] = ours
         index.add(text)
-    return [name for number, name in enumerate(names) if parent[number] == number]
+    return [name for name in names if parent[name] == name]
 
 
 def _clauses(name: str, title: str, text: str) -> list[_Clause]:

@@ -10,9 +10,9 @@ vocabulary, KL of the whole distributions. Prints tokens/s of answer tokens and 
 cost, which the cache pays once and the plain loop pays too, as it needs the same texts.
 """
 
+import dataclasses
 import tempfile
 import time
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from align.process import use_machine
 from align.trim import choose_tokens
 from distill.answers import answer_prompts
-from distill.prepare import build_pruned, domain_mass, head_rows
+from distill.models import head_rows
+from distill.prepare import build_pruned, domain_mass
 from distill.prompts import training_prompts
 from distill.recipe import load_recipe
 from distill.trainer import DistillationCollator, attach_distillation_forward, training_rows
 from eval.decoding.drafts import load_target
-from eval.decoding.verification import Sampling
 from eval.measuring.metrics import measure
 from eval.prompts import render_all
 
@@ -69,9 +69,9 @@ def plain_loop(target, recipe, batches):
             p = target.model(**inputs, use_cache=False).logits
         with torch.autocast(target.decoder.device.type, torch.bfloat16):
             q = draft(**inputs, use_cache=False).logits
-        answered = batch["labels"][:, :-1] != -100
-        log_p = p[:, :-1][answered].float().log_softmax(-1)
-        log_q = q[:, :-1][answered].float().log_softmax(-1)
+        log_p, log_q = (
+            logits.flatten(0, 1)[batch["positions"]].float().log_softmax(-1) for logits in (p, q)
+        )
         finish(draft, optimizer, F.kl_div(log_q, log_p, log_target=True, reduction="batchmean"))
 
     return step
@@ -100,23 +100,9 @@ def main():
     vocab_size = target.decoder.embedding.shape[0]
     with tempfile.TemporaryDirectory() as folder:
         clock = time.perf_counter()
-        cache = answer_prompts(
-            target.decoder,
-            ids,
-            Path(folder),
-            {},
-            vocab_size,
-            target.stops,
-            Sampling(recipe.answer_temperature),
-            recipe.answer_max_new_tokens,
-            recipe.answer_batch_size,
-            recipe.cache_top_k,
-            recipe.seed,
-        )
+        answers = answer_prompts(dataclasses.replace(recipe, output_dir=folder), ids, target)
         answering = time.perf_counter() - clock
-        answers = sorted(
-            cache, key=lambda answer: len(answer.prompt_ids) + len(answer.response_ids)
-        )
+        answers.sort(key=lambda answer: len(answer.prompt_ids) + len(answer.response_ids))
     tokens = sum(len(answer.response_ids) for answer in answers)
     print(f"answers: {tokens} tokens, {tokens / answering:.0f} tokens/s, capture included")
 

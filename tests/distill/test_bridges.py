@@ -14,7 +14,7 @@ from align.checks import VOCAB_MAP
 from align.side import read_side
 from align.sources import load_model
 from align.vocab_map import MapError, Reader, build_map
-from distill.answers import answer
+from distill.answers import answer_prompts
 from distill.logit_cache import CachedAnswer, CacheError
 from distill.models import check_models, load_target
 from distill.prompts import collect_prompts
@@ -38,7 +38,7 @@ def answered(recipe):
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
     target = load_target(recipe, prompts)
-    return pair, target, answer(recipe, prompts, target)
+    return pair, target, answer_prompts(recipe, prompts.training.ids, target)
 
 
 @pytest.mark.parametrize(

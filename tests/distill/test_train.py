@@ -75,7 +75,7 @@ def test_a_run_that_made_nothing_does_not_claim_its_folder(folder, job, tmp_path
     with pytest.raises((PromptError, ValueError), match="trian"):
         run(mistyped)
     assert not mistyped.folder.exists()
-    monkeypatch.setattr(train, "answer", no_target)
+    monkeypatch.setattr(train, "answer_prompts", no_target)
     with pytest.raises(AssertionError, match="the target was loaded"):  # it went as far as that
         run(job(tmp_path / "run"))
     with pytest.raises(RecipeError, match=r"another recipe \(max_steps: 40 -> 41\)"):
