@@ -24,6 +24,7 @@ from typing import Any, get_args
 
 import torch
 import transformers
+from ruamel.yaml import YAML
 
 from align.atomic import DiskFullError
 from align.check import Strategy
@@ -159,14 +160,12 @@ def _temperatures(text: str) -> list[float]:
 
 def _take_from_run(args: argparse.Namespace) -> None:
     """Target, drafts, prompts and sampling of a finished training run, where not given anew."""
-    import yaml
-
     if not (args.run / "recipe.yaml").is_file() or not (args.run / "draft").is_dir():
         raise ValueError(
             f"{args.run} is not the folder of a finished training run (no recipe.yaml or no "
             "draft/); finish the run, or give --target, --draft and --prompts."
         )
-    recipe = yaml.safe_load((args.run / "recipe.yaml").read_text(encoding="utf-8"))
+    recipe = YAML(typ="safe", pure=True).load(args.run / "recipe.yaml")
     args.target = args.target or recipe["target"]
     untuned = recipe["draft"] or args.run / "prepared"
     args.draft = args.draft or [f"untuned={untuned}", f"tuned={args.run / 'draft'}"]

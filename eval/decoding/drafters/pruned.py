@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from align.atomic import atomic_folder
 from align.sources import read_json
 from eval.decoding.drafters.checkpoint import CheckpointDrafter
-from eval.decoding.forward import Decoder, build_decoder
+from eval.decoding.forward import build_decoder
 from eval.decoding.target import Target, tensor_sha256
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -86,30 +86,33 @@ def load_compact(folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tens
     return model.eval(), token_ids
 
 
-def compact_decoder(model: PreTrainedModel, context_length: int, embedding: Tensor) -> Decoder:
-    """The decoder of a pruned draft, which reads its target's embedding [V, H].
+def pruned_drafter(
+    model: PreTrainedModel, token_ids: Tensor | None, target: Target
+) -> CheckpointDrafter:
+    """A pruned draft, which reads its target's embedding and drafts in the target's ids.
 
-    On a CPU in eight bits: one step of a draft is hardly more than reading its weights, and what
-    rounding them costs in alpha is far less than the time it saves (docs/lab-notes.md).
+    token_ids: those of a trimmed head [K]. On a CPU it runs in eight bits: one step of a draft is
+    hardly more than reading its weights, and what rounding them costs in alpha is far less than the
+    time it saves (docs/lab-notes.md).
     """
-    on_cpu = embedding.device.type == "cpu"
-    return build_decoder(model, context_length, embedding, int8=on_cpu)
-
-
-def load(folder: Path, target: Target) -> CheckpointDrafter:
-    """The pruned draft in `folder`, over the target's ids by construction."""
     embedding = target.decoder.embedding
-    model, token_ids = load_compact(folder, embedding)
-    decoder = compact_decoder(model, target.decoder.context_length, embedding)
-    full_form = folder.parent / "model.safetensors"
+    on_cpu = embedding.device.type == "cpu"
+    decoder = build_decoder(model, target.decoder.context_length, embedding, int8=on_cpu)
     coverage = 1.0 if token_ids is None else len(token_ids) / len(embedding)
     return CheckpointDrafter(
         vocab_size=len(embedding),
-        path=str(folder),
         form="compact",
         vocabulary={"relation": "identical", "strategy": "direct", "coverage": coverage},
         bytes=decoder.own_bytes(),
-        full_form_bytes=full_form.stat().st_size if full_form.is_file() else None,
         decoder=decoder,
         token_ids=token_ids,
     )
+
+
+def load(folder: Path, target: Target) -> CheckpointDrafter:
+    """The pruned draft in `folder`."""
+    drafter = pruned_drafter(*load_compact(folder, target.decoder.embedding), target)
+    full_form = folder.parent / "model.safetensors"
+    drafter.path = str(folder)
+    drafter.full_form_bytes = full_form.stat().st_size if full_form.is_file() else None
+    return drafter
