@@ -22,6 +22,7 @@ from distill.recipe import RecipeError
 from distill.run_folder import claim_folder
 from distill.train import run
 from distill.trainer import DistillationCollator, training_rows
+from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.forward import StockDecoder
 from eval.decoding.target import load_target as load_any_target
 from eval.reporting.report import read_report
