@@ -23,8 +23,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer
 
 from align.check import compare
-from align.side import read_side
 from align.sources import load_model, load_tokenizer
+from align.vocabulary import read_vocabulary
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.target import model_bytes, stop_tokens, tensor_sha256
 from eval.decoding.verification import Sampling
@@ -83,7 +83,7 @@ def load_assistant(name: str, spec: str, target: StockTarget, gamma: int) -> Ass
             f"Draft {name!r}: {spec} is the compact form, which our own decoder reads alone; give "
             f"the full form beside it, {Path(spec).parent}."
         )
-    verdict = compare(read_side(target.spec), read_side(spec))
+    verdict = compare(read_vocabulary(target.spec), read_vocabulary(spec))
     if verdict.strategy not in ("direct", "padded"):
         raise ValueError(
             f"Draft {name!r}: its vocabulary is {verdict.relation} to the target's, and what "
