@@ -50,8 +50,8 @@ def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
         "provenance": run.provenance,
     }
     found = checked(Findings, fields)
-    said = {"warnings": find_warnings(found), "headline": headline(found)}
-    return checked(Report, fields | said)
+    words = {"warnings": find_warnings(found), "headline": headline(found)}
+    return checked(Report, fields | words)
 
 
 def _draft_block(log: DraftLog, run: RunLog, shown: Sequence[str]) -> dict[str, Any]:

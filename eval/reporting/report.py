@@ -485,7 +485,7 @@ class PromptsUsed(Part):
 
 
 class Findings(Part):
-    """What an evaluation found, before anything is said about it."""
+    """What an evaluation found, without the warnings and the headline made from it."""
 
     schema_name: Annotated[Literal["draftsmith-report/1"], Field(alias="schema")]
     target: str
