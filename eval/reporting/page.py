@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from eval.reporting.report import DraftReport, Measured, Report
+from eval.reporting.report import Bucket, DraftReport, Measured, Report
 from eval.reporting.tables import (
     DEFINITIONS,
     baseline_line,
@@ -93,7 +93,7 @@ def acceptance_charts(drafts: Drafts, colours: dict[str, str]) -> list[dict[str,
     ):
         buckets = {name: getattr(d.atlas, key) for name, d in drafts.items() if d.atlas}
         # all drafts are measured on the same texts, so their buckets are the same
-        first = next(iter(buckets.values()), [])
+        first: list[Bucket] = next(iter(buckets.values()), [])
         charts.append(
             {
                 "title": title,
