@@ -256,6 +256,15 @@ def mean_drafted(runs: Sequence[PromptRun]) -> float:
     return float(totals[2] / totals[1])
 
 
+def drafted_calls(runs: Sequence[PromptRun]) -> Measured:
+    """Share of target calls with a drafted token to verify: under 1 where a drafter has none."""
+    rows = _run_rows(
+        [run for run in runs if run.whole_blocks],
+        lambda run: (sum(n > 0 for n in run.drafted[: run.whole_blocks]), run.whole_blocks),
+    )
+    return _measure("drafted_calls", rows)
+
+
 def accepted_over_drafted(runs: Sequence[PromptRun]) -> Measured:
     """Accepted over drafted tokens, over the blocks that tau is taken on."""
     rows = {key: row for key, row in _block_rows(runs).items() if row[1][2]}
@@ -611,6 +620,7 @@ NUMBERS: dict[str, Callable[[DraftLog], Any]] = {
     "alpha": lambda log: alpha(agreed(log)),
     "tau": lambda log: tau(blocks(log)),
     "mean_drafted": lambda log: mean_drafted(blocks(log)),
+    "drafted_calls": lambda log: drafted_calls(blocks(log)),
     "accepted_over_drafted": lambda log: accepted_over_drafted(blocks(log)),
     "per_position": lambda log: per_position(blocks(log)),
     "costs": lambda log: costs_ms(timed(log)),

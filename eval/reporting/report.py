@@ -372,6 +372,7 @@ class DraftReport(Part):
         "token and a last block that the length limit cut out."
     )
     mean_drafted: Quantity | None = Field(description="tokens per target call")
+    drafted_calls: Share | None = Field(description="share of target calls that verify any token")
     accepted_over_drafted: Share | None = Field(
         description="share of drafted tokens that verification accepted, over the blocks of tau. "
         "Falls as gamma grows."

@@ -201,6 +201,7 @@ DRAFTS: Cells = [
     ("vocabulary", "vocabulary.relation", str),
     ("strategy", "vocabulary.strategy", str),
     ("draft length", "gamma_policy", str),
+    ("target calls with a draft", "drafted_calls", "{:.0%}".format),
     ("draft", "memory.draft_bytes", size),
     ("full form", "memory.full_form_bytes", size),
     ("target", "memory.target_bytes", size),
