@@ -417,6 +417,7 @@ def test_a_draft_that_proposed_nothing_is_reported(run_info, measurement):
     report = build_report(run_info, [log])
     draft = report.drafts["lookup"]
     assert draft.tau.mean == 1
+    assert draft.drafted_calls.mean == 0
     assert draft.accepted_over_drafted is draft.per_position is None
     assert {one.reason for one in draft.missing if one.field == "per_position"} == {
         "nothing was drafted"
