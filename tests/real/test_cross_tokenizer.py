@@ -17,7 +17,6 @@ from align.check import compare
 from align.side import read_side
 from align.sources import resolve_folder_in_wheel
 from align.vocab_map import build_map
-from distill.prompts import stdlib_prompts
 from eval.decoding.drafts import load_candidate, load_target
 from eval.decoding.forward import StockDecoder, build_decoder
 from eval.decoding.loop import Decoding, DraftLength, decode_baseline, decode_speculative
@@ -26,6 +25,7 @@ from eval.measuring.journal import Journal
 from eval.measuring.metrics import alpha
 from eval.measuring.timing import measure_agreement, target_texts
 from eval.prompts import Prompt, load_prompts, render_all, write_prompts
+from recipes.code.prompts import stdlib_prompts
 
 pytestmark = pytest.mark.real
 
