@@ -1,28 +1,25 @@
 """Files and folders that appear whole or not at all, whenever the process dies.
 
 What is written stands first beside its final name, as `.NAME.xxxxxxxx.partial`, and is then
-renamed. The writer holds an advisory lock (flock) on it, which the kernel drops when the process
-dies, however it dies; so what is found unlocked is litter of a dead run, and the next writer
-removes it.
+renamed. The writer holds a lock on `.NAME.xxxxxxxx.partial.lock`, which the kernel drops when the
+process dies, however it dies; so what belongs to a free lock is litter of a dead writer, and the
+next one removes it.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
+import glob
 import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from filelock import FileLock, Timeout
-
-_PARTIAL = ".partial"  # being written, or being deleted
-_REPLACED = ".replaced"  # the earlier folder, whole, while the new one takes its name
 
 
 @contextmanager
@@ -33,22 +30,12 @@ def atomic_file(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
     Raises DiskFullError where there is no room.
     """
     assert mode in ("w", "wb"), mode
-    path = Path(path)
-    with ExitStack() as stack:
-        with disk_full_explained(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _clear_litter(path)
-            partial = _create_locked(stack, path, lambda name: name.touch(exist_ok=False))
-            try:
-                with open(partial, mode, encoding=None if "b" in mode else "utf-8") as file:
-                    yield file
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(partial, path)
-            except BaseException:
-                partial.unlink(missing_ok=True)
-                raise
-        _sync(path.parent)
+    with _partial_of(Path(path)) as partial:
+        with open(partial, mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
 
 
 @contextmanager
@@ -60,19 +47,15 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     Raises DiskFullError where there is no room.
     """
     path = Path(path)
-    with ExitStack() as stack:
-        with disk_full_explained(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _clear_litter(path)
-            partial = _create_locked(stack, path, Path.mkdir)
-            try:
-                yield partial
-                os.sync()  # one call: a folder may hold tens of thousands of files
-                _take_name(stack, partial, path)
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
-        _sync(path.parent)
+    with _partial_of(path) as partial:
+        partial.mkdir()
+        yield partial
+        os.sync()  # one call: a folder may hold tens of thousands of files
+        if path.is_dir() and not path.is_symlink():
+            path.rename(_replaced(partial))
+        else:
+            path.unlink(missing_ok=True)
+        partial.rename(path)
 
 
 @contextmanager
@@ -97,91 +80,50 @@ def locked(path: str | Path) -> Iterator[None]:
 
 def remove(path: Path) -> None:
     """Delete a file or folder so that no half of it is ever seen under its name."""
-    if not path.is_dir() or path.is_symlink():
-        path.unlink(missing_ok=True)
-        return
-    doomed = _new_name(path, _PARTIAL)
-    path.rename(doomed)
-    shutil.rmtree(doomed)
+    with _partial_of(path) as partial, suppress(FileNotFoundError):
+        path.rename(partial)
 
 
-def _new_name(path: Path, kind: str) -> Path:
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{kind}")
+@contextmanager
+def _partial_of(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write under; what still has it in the end is deleted."""
+    with disk_full_explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for lock in path.parent.glob(f".{glob.escape(path.name)}.????????.partial.lock"):
+            with suppress(Timeout), FileLock(lock, blocking=False):
+                _clear(lock, path)
+        lock = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial.lock")
+        with FileLock(lock):
+            try:
+                yield lock.with_suffix("")
+            finally:
+                _clear(lock, path)
+        _sync(path.parent)
 
 
-def _create_locked(stack: ExitStack, path: Path, create: Callable[[Path], None]) -> Path:
-    """Create a partial sibling of `path` and lock it until `stack` closes."""
-    while True:
-        partial = _new_name(path, _PARTIAL)
-        create(partial)
-        descriptor = _lock(partial)
-        if descriptor is not None:
-            stack.callback(os.close, descriptor)
-            return partial
-        # Another process took it for litter in the moment between creating and locking.
+def _replaced(partial: Path) -> Path:
+    """The name of the earlier folder, whole, while the new one takes its own."""
+    return partial.with_suffix(".replaced")
 
 
-def _lock(path: Path) -> int | None:
-    """A descriptor holding the lock of the file or folder `path`; None if it is held or gone."""
-    try:
-        # NFS locks a file only for who may write it
-        descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
-            return descriptor
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    os.close(descriptor)
-    return None
-
-
-def _clear_litter(path: Path) -> None:
-    """Remove what dead writers of `path` left, and put back a folder that one had moved aside."""
-    prefix = f".{path.name}."
-    for litter in sorted(path.parent.iterdir()):
-        if not litter.name.startswith(prefix) or litter.suffix not in (_PARTIAL, _REPLACED):
-            continue
-        if litter.stem != prefix + litter.stem[-8:]:  # a sibling named like `path` with a suffix
-            continue
-        descriptor = _lock(litter)
-        if descriptor is None:
-            continue
-        try:
-            if litter.suffix == _REPLACED and not path.exists():
-                litter.rename(path)
-            elif litter.is_dir():
-                _delete_folder(litter, path)
-            else:
-                litter.unlink()
-        finally:
-            os.close(descriptor)
-
-
-def _delete_folder(folder: Path, path: Path) -> None:
-    """Delete a moved-aside folder; it loses its `.replaced` first, so no half of it is put back."""
-    if folder.suffix == _REPLACED:
-        folder = folder.rename(_new_name(path, _PARTIAL))
-    shutil.rmtree(folder)
-
-
-def _take_name(stack: ExitStack, partial: Path, path: Path) -> None:
-    if not path.is_dir() or path.is_symlink():
-        path.unlink(missing_ok=True)
-        partial.rename(path)
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    stack.callback(os.close, descriptor)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)  # so that nobody puts it back meanwhile
-    replaced = path.rename(_new_name(path, _REPLACED))
-    try:
-        partial.rename(path)
-    except BaseException:
+def _clear(lock: Path, path: Path) -> None:
+    """Delete what a writer of `path` leaves, and put back a folder that it had moved aside."""
+    partial = lock.with_suffix("")
+    replaced = _replaced(partial)
+    _delete(partial)
+    if replaced.exists() and not path.exists():
         replaced.rename(path)
-        raise
-    _delete_folder(replaced, path)
+    elif replaced.exists():
+        replaced.rename(partial)  # so that no half of it is ever put back
+        _delete(partial)
+    lock.unlink(missing_ok=True)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _sync(folder: Path) -> None:

@@ -17,31 +17,24 @@ if not __package__:
 import argparse
 import gzip
 import json
+import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast, get_args
 
-from align.checks import (
-    Finding,
-    Relation,
-    all_findings,
-    coverages,
-    differing_ids,
-    relation_of,
-    rows_suffice,
-)
-from align.side import Side, is_used, read_side
+from align.checks import Finding, Pair, Relation, all_findings, findings
 from align.sources import SourceError, resolve_file
+from align.token_bytes import is_used
+from align.vocabulary import Vocabulary, read_vocabulary
 
+Works = Literal["yes", "greedy only", "no"]
 Strategy = Literal["direct", "padded", "remap", "intersection", "string", "transplant"]
 
-# Below it too much of a text must be respelt and too much of q is out of reach (the pairs that one
-# engine's authors publish: 25% accepted at 80% overlap, 15% at 70%).
+# Below it too much of a text is retokenized and too much of q lies on tokens that the target lacks
+# (the pairs that one engine's authors publish: 25% accepted at 80% overlap, 15% at 70%).
 ENOUGH_OVERLAP = 0.8
 SAMPLE_TOPICS = 12  # some 40 kB
-_LLAMA_CPP_SIZES = 128  # llama.cpp, common/speculative.cpp: vocabularies may differ by so many
-_LLAMA_CPP_FIRST = 5  # and are compared from this id on
 
 
 @dataclass(frozen=True)
@@ -49,7 +42,7 @@ class EngineVerdict:
     """Whether an engine serves the pair as it is, and what it does with it."""
 
     engine: str
-    works: Literal["yes", "greedy only", "no"]
+    works: Works
     why: str
 
 
@@ -62,7 +55,7 @@ class Verdict:
     shared_ids: under "direct" and "padded" the draft's logits are cut to so many.
     coverage: share of the target's tokens that the draft has too, weighted by how often they occur
     in the corpus given, else in the running Python's documentation; coverages: that share by count
-    and by frequency, seen from each side.
+    and by frequency, of the target's tokens and of the draft's.
     """
 
     target: str
@@ -93,46 +86,49 @@ def check_pair(
     weights: also load the models and try them (check 16). corpus: a text or prompt file to weigh
     tokens with. Raises ValueError for input that is missing or ill-formed.
     """
-    left = read_side(target, weights)
-    right = left if draft == target else read_side(draft, weights)
+    left = read_vocabulary(target, weights)
+    right = left if draft == target else read_vocabulary(draft, weights)
     return compare(left, right, weights, corpus)
 
 
-def compare(target: Side, draft: Side, weights: bool = False, corpus: str | None = None) -> Verdict:
-    """As `check_pair`, of sides that were read already."""
+def compare(
+    target: Vocabulary, draft: Vocabulary, weights: bool = False, corpus: str | None = None
+) -> Verdict:
+    """As `check_pair`, of vocabularies that were read already."""
     texts = _sample() if corpus is None else list(_texts(corpus))
     if not any(texts):
         raise SourceError(f"{corpus!r} holds no text; name a file with text of the domain.")
-    differing = differing_ids(target, draft)
-    relation = relation_of(target, draft, differing)
-    shares = coverages(target, draft, texts)
+    pair = Pair(target, draft)
+    shares = pair.coverages(texts)
     coverage = shares["target_by_frequency"]
-    strategy = _strategy(target, draft, relation, bool(differing), coverage)
-    findings = all_findings(target, draft, differing, relation, strategy)
-    if any(f.severity == "fatal" for f in findings):
-        strategy = None
-    if weights and strategy is not None:
+    strategy = _strategy(pair, coverage)
+    found = all_findings(pair, strategy)
+    if weights and strategy is not None and not _fatal(found):
         from align.behaviour import check_behaviour
 
-        findings += check_behaviour(target, draft, strategy)
-        if any(f.severity == "fatal" for f in findings):
-            strategy = None
+        found += findings(16, check_behaviour(target, draft, strategy))
+    if _fatal(found):
+        strategy = None
     tuned = strategy
-    if strategy in ("intersection", "string") and not (draft.head_bias or draft.logit_changes):
+    if strategy in ("intersection", "string") and _head_is_plain(draft):
         tuned = "transplant"
     return Verdict(
         target=target.spec,
         draft=draft.spec,
-        relation=relation,
+        relation=pair.relation,
         strategy=strategy,
         tuned_strategy=tuned,
         costs={s: _cost(s, target, draft, coverage) for s in (strategy, tuned) if s is not None},
         shared_ids=min(target.count, draft.count),
         coverage=coverage,
         coverages=shares,
-        engines=tuple(_engines(target, draft, strategy, bool(differing))),
-        findings=tuple(findings),
+        engines=tuple(EngineVerdict(n, *rule) for n, rule in _engines(pair, strategy).items()),
+        findings=tuple(found),
     )
+
+
+def _fatal(found: Iterable[Finding]) -> bool:
+    return any(finding.severity == "fatal" for finding in found)
 
 
 def choose_strategy(verdict: Verdict, asked: str, tuned: bool) -> Strategy:
@@ -142,52 +138,56 @@ def choose_strategy(verdict: Verdict, asked: str, tuned: bool) -> Strategy:
     """
     assert asked in ("auto", *get_args(Strategy)), asked
     best = verdict.tuned_strategy if tuned else verdict.strategy
+
+    def listed(*names: str) -> str:
+        return " ".join(str(f) for f in verdict.findings if {f.code, f.severity} & {*names})
+
     if best is None:
-        fatal = " ".join(str(f) for f in verdict.findings if f.severity == "fatal")
         raise ValueError(
-            f"Draft {verdict.draft!r} cannot draft for {verdict.target!r} without loss: {fatal}"
+            f"Draft {verdict.draft!r} cannot draft for {verdict.target!r} without loss: "
+            f"{listed('fatal')}"
         )
     if asked in ("remap", "transplant") and verdict.strategy in ("direct", "padded"):
         return verdict.strategy  # it has the target's rows already
     if asked in ("direct", "padded", "remap") and asked != verdict.strategy:
-        why = " ".join(str(f) for f in verdict.findings if f.severity in ("error", "warning"))
         raise ValueError(
             f"strategy {asked!r} would corrupt: the draft's vocabulary is {verdict.relation}; use "
-            f"{best!r}, or auto. {why}"
+            f"{best!r}, or auto. {listed('error', 'warning')}"
         )
     if asked == "transplant" and verdict.tuned_strategy not in ("transplant", "remap"):
-        why = " ".join(str(f) for f in verdict.findings if f.code == "TOK-012")
         raise ValueError(
             f"strategy 'transplant' cannot take the head of {verdict.draft!r} over; use strategy "
-            f"{verdict.strategy!r}, or another draft. {why}"
+            f"{verdict.strategy!r}, or another draft. {listed('TOK-012')}"
         )
     return best if asked == "auto" else cast(Strategy, asked)
 
 
-def _strategy(
-    target: Side, draft: Side, relation: Relation, differing: bool, coverage: float
-) -> Strategy | None:
-    if not (rows_suffice(target) and rows_suffice(draft)):
+def _strategy(pair: Pair, coverage: float) -> Strategy | None:
+    target, draft = pair.target, pair.draft
+    if not (target.rows_suffice and draft.rows_suffice):
         return None
     readable = draft.embedding_rows is None or draft.embedding_rows >= target.count
-    if not differing and readable and relation != "disjoint":
-        return "direct" if relation == "identical" else "padded"
-    plain = not (draft.head_bias or draft.logit_changes)
-    if target.used <= draft.used and plain:
+    if not pair.differing and readable and pair.relation != "disjoint":
+        return "direct" if pair.relation == "identical" else "padded"
+    if target.used <= draft.used and _head_is_plain(draft):
         return "remap"
-    if relation != "disjoint" and coverage >= ENOUGH_OVERLAP:
+    if pair.relation != "disjoint" and coverage >= ENOUGH_OVERLAP:
         return "intersection"
     # bytes are what is left in common: any will do, and none means other alphabets
     return "string" if _bytes_in(target) & _bytes_in(draft) else None
 
 
-def _bytes_in(side: Side) -> set[int]:
-    return {byte for kind, spelt in side.used if kind == "normal" for byte in spelt}
+def _head_is_plain(draft: Vocabulary) -> bool:
+    return not (draft.head_bias or draft.logit_changes)
 
 
-def _cost(strategy: Strategy, target: Side, draft: Side, coverage: float) -> str:
+def _bytes_in(vocabulary: Vocabulary) -> set[int]:
+    return {byte for kind, raw in vocabulary.used if kind == "normal" for byte in raw}
+
+
+def _cost(strategy: Strategy, target: Vocabulary, draft: Vocabulary, coverage: float) -> str:
     if strategy == "transplant":
-        rows = target.head_rows or len(target.keys)
+        rows = target.head_rows or len(target.tokens)
         size = draft.config.get("hidden_size")
         grown = f" of {rows} x {size} numbers" if size else ""
         return (
@@ -196,11 +196,11 @@ def _cost(strategy: Strategy, target: Side, draft: Side, coverage: float) -> str
         )
     return {
         "direct": "nothing: the draft's ids are the target's",
-        "padded": "next to nothing: the draft's logits are cut to the ids that both sides have",
+        "padded": "next to nothing: the draft's logits are cut to the ids that both have",
         "remap": "nothing while decoding: rows of embedding and head are moved once, at export",
         "intersection": (
             f"a selection of logits a draft step; {1 - coverage:.0%} of the target's tokens are "
-            "never drafted, and are respelt for the draft"
+            "never drafted, and are retokenized for the draft"
         ),
         "string": (
             "text is encoded again twice a block, and without q the acceptance is sum q*p in place "
@@ -209,63 +209,47 @@ def _cost(strategy: Strategy, target: Side, draft: Side, coverage: float) -> str
     }[strategy]
 
 
-def _engines(
-    target: Side, draft: Side, strategy: Strategy | None, differing: bool
-) -> Iterator[EngineVerdict]:
+def _engines(pair: Pair, strategy: Strategy | None) -> dict[str, tuple[Works, str]]:
     """Only what is known of each engine's own rule; all of them verify in the target's ids."""
+    rows = pair.target.config_rows, pair.draft.config_rows
+    sizes = f"config vocab_size {rows[0]} and {rows[1]}"
+    corrupts = f"{sizes}: only sizes are compared, so it corrupts"
+    resize = f"{sizes}: refused, though only padding differs; resize the draft's embeddings"
+    assisted = (
+        f"{sizes}: assisted generation wants tokenizer and assistant_tokenizer; greedy text is the "
+        "target's, sampled text is not (seen in 5.23)"
+    )
+    flag = f"{sizes}: refused unless use_heterogeneous_vocab, which is greedy"
+    own: tuple[Works, str] = ("yes", f"strategy {strategy}")
     if strategy is None:
-        yield EngineVerdict("draftsmith", "no", "no lossless strategy; see the fatal findings")
+        own = ("no", "no lossless strategy; see the fatal findings")
+    transformers: tuple[Works, str]
+    vllm: tuple[Works, str]
+    if rows[0] != rows[1]:
+        transformers = ("greedy only", assisted) if pair.differing else ("no", resize)
+        vllm = ("greedy only", flag)
+    elif pair.differing:
+        transformers, vllm = ("no", f"{corrupts} silently"), ("no", corrupts)
     else:
-        yield EngineVerdict("draftsmith", "yes", f"strategy {strategy}")
-    sizes = target.config_rows, draft.config_rows
-    equal = sizes[0] == sizes[1]
-    text = f"config vocab_size {sizes[0]} and {sizes[1]}"
-    if equal and not differing:
-        yield EngineVerdict("transformers", "yes", "assistant_model=draft")
-    elif equal:
-        yield EngineVerdict(
-            "transformers", "no", f"{text}: only sizes are compared, so it corrupts silently"
-        )
-    else:
-        yield EngineVerdict(
-            "transformers",
-            "greedy only" if differing else "no",
-            f"{text}: assisted generation wants tokenizer and assistant_tokenizer; greedy text is "
-            "the target's, sampled text is not (seen in 5.23)"
-            if differing
-            else f"{text}: refused, though only padding differs; resize the draft's embeddings",
-        )
-    if equal and not differing:
-        yield EngineVerdict("vLLM", "yes", "method draft_model")
-    elif equal:
-        yield EngineVerdict("vLLM", "no", f"{text}: only sizes are compared, so it corrupts")
-    else:
-        yield EngineVerdict(
-            "vLLM",
-            "greedy only",
-            f"{text}: refused unless use_heterogeneous_vocab, which is greedy",
-        )
-    yield _llama_cpp(target, draft)
+        transformers, vllm = ("yes", "assistant_model=draft"), ("yes", "method draft_model")
+    llama_cpp = _llama_cpp(pair.target, pair.draft)
+    return {"draftsmith": own, "transformers": transformers, "vLLM": vllm, "llama.cpp": llama_cpp}
 
 
-def _llama_cpp(target: Side, draft: Side) -> EngineVerdict:
-    sizes = [side.config_rows or len(side.keys) for side in (target, draft)]
-    if abs(sizes[0] - sizes[1]) > _LLAMA_CPP_SIZES:
-        return EngineVerdict(
-            "llama.cpp", "no", f"vocabularies of {sizes[0]} and {sizes[1]}: more than 128 apart"
-        )
+def _llama_cpp(target: Vocabulary, draft: Vocabulary) -> tuple[Works, str]:
+    """By the rules of llama.cpp's common/speculative.cpp."""
+    sizes = [one.config_rows or len(one.tokens) for one in (target, draft)]
+    if abs(sizes[0] - sizes[1]) > 128:
+        return "no", f"vocabularies of {sizes[0]} and {sizes[1]}: more than 128 apart"
     for name in ("bos_token", "eos_token"):
         if target.special_ids.get(name) != draft.special_ids.get(name):
-            return EngineVerdict("llama.cpp", "no", f"{name} ids differ")
-    both = zip(target.keys[_LLAMA_CPP_FIRST:], draft.keys[_LLAMA_CPP_FIRST:], strict=False)
-    if any(is_used(a) and is_used(b) and a != b for a, b in both):
-        return EngineVerdict("llama.cpp", "no", "token texts differ")
-    early = zip(target.keys[:_LLAMA_CPP_FIRST], draft.keys[:_LLAMA_CPP_FIRST], strict=False)
-    if any(a != b for a, b in early):
-        return EngineVerdict(
-            "llama.cpp", "no", "ids 0 to 4 differ, which it does not compare: it corrupts silently"
-        )
-    return EngineVerdict("llama.cpp", "yes", "-md with a GGUF of the draft")
+            return "no", f"{name} ids differ"
+    both = list(zip(target.tokens, draft.tokens, strict=False))
+    if any(is_used(a) and is_used(b) and a != b for a, b in both[5:]):
+        return "no", "token texts differ"
+    if any(a != b for a, b in both[:5]):
+        return "no", "ids 0 to 4 differ, which it does not compare: it corrupts silently"
+    return "yes", "-md with a GGUF of the draft"
 
 
 def _sample() -> list[str]:
@@ -293,13 +277,7 @@ def _texts(spec: str) -> Iterator[str]:
             f"{path} is not UTF-8 text, plain or in gzip ({error}); convert or restore it."
         ) from error
     if ".jsonl" not in path.suffixes:
-        piece = ""
-        for line in text.splitlines(keepends=True):
-            piece += line
-            if len(piece) >= 1 << 16:
-                yield piece
-                piece = ""
-        yield piece
+        yield from re.findall(r"(?s).{1,65536}(?:\n|\Z)|.{1,65536}", text)
         return
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -350,45 +328,35 @@ def print_verdict(verdict: Verdict) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    colours = {"fatal": "bold red", "error": "red", "warning": "yellow", "info": "cyan"}
-    console = Console()
-    summary = Table.grid(padding=(0, 2))
-    coverage = ", ".join(
-        f"{name.replace('_', ' ')} {v:.1%}" for name, v in verdict.coverages.items()
-    )
+    console = Console(markup=False, highlight=False, emoji=False)
     good = "bold red" if verdict.fatal else "bold green"
-    rows = [
-        ("target", Text(verdict.target)),
-        ("draft", Text(verdict.draft)),
-        ("relation", Text(verdict.relation, style=good)),
-        ("lossless strategy", Text(verdict.strategy or "none as they are", style=good)),
-    ]
+    shares = (f"{name.replace('_', ' ')} {v:.1%}" for name, v in verdict.coverages.items())
+    summary = Table.grid(padding=(0, 2))
+    summary.add_column(style="bold")
+    summary.add_row("target", verdict.target)
+    summary.add_row("draft", verdict.draft)
+    summary.add_row("relation", Text(verdict.relation, style=good))
+    summary.add_row("lossless strategy", Text(verdict.strategy or "none as they are", style=good))
     if verdict.tuned_strategy != verdict.strategy:
-        rows.append(("when it is tuned", Text(verdict.tuned_strategy or "none")))
-    rows += [(f"cost of {name}", Text(cost)) for name, cost in verdict.costs.items()]
-    rows.append(("shared tokens", Text(coverage)))
-    for name, text in rows:
-        summary.add_row(Text(name, style="bold"), text)
+        summary.add_row("when it is tuned", verdict.tuned_strategy)
+    for name, cost in verdict.costs.items():
+        summary.add_row(f"cost of {name}", cost)
+    summary.add_row("shared tokens", ", ".join(shares))
     console.print(summary)
     engines = Table("engine", "serves it", "why")
-    shades = {"yes": "green", "greedy only": "yellow", "no": "red"}
-    for engine in verdict.engines:
-        engines.add_row(
-            engine.engine, Text(engine.works, style=shades[engine.works]), Text(engine.why)
-        )
+    colours = {"yes": "green", "greedy only": "yellow", "no": "red"}
+    for one in verdict.engines:
+        engines.add_row(one.engine, Text(one.works, style=colours[one.works]), one.why)
     console.print(engines)
     if not verdict.findings:
         console.print("No findings.", style="green")
         return
     table = Table("code", "severity", "finding", "ids", "fix", show_lines=True)
-    for finding in verdict.findings:
-        table.add_row(
-            finding.code,
-            Text(finding.severity, style=colours[finding.severity]),
-            Text(finding.message),
-            ", ".join(map(str, finding.ids)),
-            Text(finding.fix),
-        )
+    colours = {"fatal": "bold red", "error": "red", "warning": "yellow", "info": "cyan"}
+    for found in verdict.findings:
+        severity = Text(found.severity, style=colours[found.severity])
+        ids = ", ".join(map(str, found.ids))
+        table.add_row(found.code, severity, found.message, ids, found.fix)
     console.print(table)
 
 

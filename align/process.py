@@ -20,7 +20,7 @@ def use_machine(processes: int = 1) -> None:
     then take longer than the arithmetic (sampling for 48 rows of 49k logits: 48 ms, not 5).
     Larger ones still go back: kept, they leave holes that nothing fits (heads of 600 MB in
     training: 23 GiB after 30 steps, not 9).
-    MKL otherwise lets the order of its sums hang on where in memory a tensor lies: now and then a
+    MKL otherwise lets the order of its sums depend on where in memory a tensor lies: now and then a
     verified token then had other last bits than the same token alone.
     processes: how many of them share this machine.
     """

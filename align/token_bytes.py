@@ -1,6 +1,6 @@
-"""The canonical key of every token: what kind it is and which bytes it stands for.
+"""Every token of a tokenizer: what kind it is and which bytes it stands for.
 
-Two vocabularies are compared by these keys, never by `decode([id])`: a token that holds part of a
+Two vocabularies are compared by these, never by `decode([id])`: a token that holds part of a
 character decodes to U+FFFD, and a Llama decoder gives one string for "▁the" and "the".
 """
 
@@ -9,97 +9,111 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# (kind, bytes); kind is normal | special | unused
-Key = tuple[str, bytes]
 
 # Placeholders that model makers leave for later, and the padding of converted vocabularies.
 _UNUSED = re.compile(
     r"[<\[]\|?(unused|reserved|reserved_special_token|placeholder|dummy|SPECIAL|PAD)_?\d+\|?[>\]]"
 )
-_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _SPACE_MARK = "\u2581"  # ▁, SentencePiece's space
 
 
-def token_keys(tokenizer: PreTrainedTokenizerBase) -> list[Key | None]:
-    """The key of every id of a fast tokenizer, by id; None for an id that no token has.
+class Token(NamedTuple):
+    """A token as it is compared between vocabularies; raw: the bytes it stands for."""
 
-    Raises ValueError for a tokenizer without a Rust backend, and as `backend_keys` does.
+    kind: Literal["normal", "special", "unused"]
+    raw: bytes
+
+
+def is_used(token: Token | None) -> TypeGuard[Token]:
+    """Whether a text may hold the token."""
+    return token is not None and token.kind != "unused"
+
+
+def tokens_of(tokenizer: PreTrainedTokenizerBase) -> list[Token | None]:
+    """The token of every id of a fast tokenizer; None for an id that no token has.
+
+    Raises ValueError as `backend_of` and `backend_tokens` do.
     """
+    return backend_tokens(backend_of(tokenizer))
+
+
+def backend_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What its tokenizer.json would hold. Raises ValueError for one without a Rust backend."""
     if not tokenizer.is_fast:
         raise ValueError(
-            f"{type(tokenizer).__name__} has no fast form (tokenizer.json), and only that says how "
-            "tokens are spelt; convert it with transformers' convert_slow_tokenizer, or use a "
-            "model that has one."
+            f"{type(tokenizer).__name__} is a slow tokenizer, which does not say which bytes its "
+            "tokens stand for; add the tokenizer.json of its fast form, or use a model that has "
+            "one."
         )
-    return backend_keys(json.loads(tokenizer.backend_tokenizer.to_str()))
+    backend: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
+    return backend
 
 
-def backend_keys(backend: dict[str, Any]) -> list[Key | None]:
-    """The keys of a parsed tokenizer.json, as `token_keys`.
+def backend_tokens(backend: dict[str, Any]) -> list[Token | None]:
+    """The tokens of a parsed tokenizer.json, as `tokens_of`.
 
     Raises ValueError when it is neither byte-level BPE nor SentencePiece-like: then its tokens do
-    not spell bytes (WordPiece, for one, does not say where spaces were).
+    not stand for bytes (WordPiece, for one, does not say where spaces were).
     """
     model = backend["model"]
     kinds = set(_component_types(backend.get("decoder")))
+    byte_level = "ByteLevel" in kinds
     marks_spaces = "Metaspace" in kinds or _SPACE_MARK in json.dumps(
         [backend.get("decoder"), backend.get("normalizer")], ensure_ascii=False
     )
-    if "ByteLevel" in kinds:
-        byte_level = True
-    elif marks_spaces or model.get("byte_fallback"):
-        byte_level = False
-    else:
+    if not (byte_level or marks_spaces or model.get("byte_fallback")):
         raise ValueError(
             f"A tokenizer of model {model.get('type')!r} with the decoder "
             f"{'+'.join(sorted(kinds)) or None} is neither byte-level BPE nor SentencePiece, so "
             "its tokens do not stand for fixed bytes; use a causal language model's tokenizer."
         )
-
-    vocabulary = model["vocab"]
-    if isinstance(vocabulary, list):  # Unigram: (piece, score) in the order of ids
-        pieces = {i: piece for i, (piece, _) in enumerate(vocabulary)}
-    else:
-        pieces = {i: piece for piece, i in vocabulary.items()}
+    pieces = _pieces(model)
     added = {token["id"]: token for token in backend.get("added_tokens", [])}
-    keys: list[Key | None] = [None] * (max([*pieces, *added], default=-1) + 1)
-    # a byte piece is a byte only if the decoder says so; elsewhere "<0x0A>" is six characters
-    has_byte_pieces = "ByteFallback" in kinds or bool(model.get("byte_fallback"))
+    tokens: list[Token | None] = [None] * (max([*pieces, *added], default=-1) + 1)
+    fallback = byte_fallback_ids(backend)
     for i, piece in pieces.items():
         if byte_level:
-            spelt = _from_byte_alphabet(piece)
-        elif has_byte_pieces and (match := _BYTE_PIECE.fullmatch(piece)):
-            spelt = bytes([int(match[1], 16)])
+            raw = _from_byte_alphabet(piece)
+        elif i in fallback:
+            raw = bytes([int(piece[3:5], 16)])
         else:
-            spelt = piece.replace(_SPACE_MARK, " ").encode()
-        keys[i] = ("unused" if _UNUSED.fullmatch(piece) else "normal", spelt)
+            raw = piece.replace(_SPACE_MARK, " ").encode()
+        tokens[i] = Token("unused" if _UNUSED.fullmatch(piece) else "normal", raw)
     for i, token in added.items():
         literal: str = token["content"]
         if _UNUSED.fullmatch(literal):
-            keys[i] = ("unused", literal.encode())
+            tokens[i] = Token("unused", literal.encode())
         elif token["special"]:
-            keys[i] = ("special", literal.encode())
+            tokens[i] = Token("special", literal.encode())
         elif byte_level or pieces.get(i) != literal:
-            keys[i] = ("normal", literal.encode())
-        # else a SentencePiece symbol that was added as well ("▁▁" of Gemma): spelt as a piece
-    return keys
+            tokens[i] = Token("normal", literal.encode())
+        # else a SentencePiece symbol that was added as well ("▁▁" of Gemma): written as a piece
+    return tokens
 
 
-def byte_pieces(backend: dict[str, Any]) -> set[int]:
-    """Ids of SentencePiece's `<0x41>`: what a byte is written with where no piece spells it."""
+def byte_fallback_ids(backend: dict[str, Any]) -> set[int]:
+    """Ids of SentencePiece's `<0x41>`: what a byte is written with where no other piece holds it.
+
+    They are bytes only if model or decoder say so; elsewhere "<0x0A>" is six characters.
+    """
     model = backend["model"]
-    fallback = "ByteFallback" in set(_component_types(backend.get("decoder")))
-    if not (fallback or model.get("byte_fallback")):
+    if not (
+        model.get("byte_fallback") or "ByteFallback" in _component_types(backend.get("decoder"))
+    ):
         return set()
+    return {i for i, piece in _pieces(model).items() if _BYTE_PIECE.fullmatch(piece)}
+
+
+def _pieces(model: dict[str, Any]) -> dict[int, str]:
     vocabulary = model["vocab"]
-    if isinstance(vocabulary, list):
-        return {i for i, (piece, _) in enumerate(vocabulary) if _BYTE_PIECE.fullmatch(piece)}
-    return {i for piece, i in vocabulary.items() if _BYTE_PIECE.fullmatch(piece)}
+    if isinstance(vocabulary, list):  # Unigram: (piece, score) in the order of ids
+        return {i: piece for i, (piece, _) in enumerate(vocabulary)}
+    return {i: piece for piece, i in vocabulary.items()}
 
 
 def unfinished(data: bytes) -> int:

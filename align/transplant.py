@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from align.checks import PROBES
-from align.side import Side, is_used
-from align.vocab_map import MapError, VocabMap
+from align.token_bytes import is_used
+from align.vocab_map import MapError, Retokenizer, VocabMap
+from align.vocabulary import Vocabulary
 
-# A new token's output row leans to its first piece, which is what the draft said in its place: the
+# A new token's output row leans to its first piece, which is what the draft gave in its place: the
 # weights are FRONT ** 0, FRONT ** 1, …, normalised.
 FRONT = 0.5
 PROBE_TOKENS = 128
@@ -28,11 +29,11 @@ BELOW = 10.0  # logits by which an id that stands for nothing lies under the lea
 
 
 def transplant(
-    model: PreTrainedModel, vocab_map: VocabMap, target: Side, draft: Side, rows: int
+    model: PreTrainedModel, vocab_map: VocabMap, target: Vocabulary, draft: Vocabulary, rows: int
 ) -> PreTrainedModel:
     """A copy of `model` over the target's ids [rows = V]; `model` itself is left as it is.
 
-    A mapped token keeps its row. Another is spelt in the draft's tokens: its input row is that of
+    A mapped token keeps its row. Another is retokenized by the draft: its input row is that of
     the last piece, its output row the front-weighted mean of theirs (one such mean for both where
     the two are tied). Ids that stand for nothing get a row that is never likely.
     Raises MapError for a head with a bias or a soft cap, which new rows would not have.
@@ -51,8 +52,8 @@ def transplant(
             f"to {target.count - 1}; give at least as many rows as the target's head has."
         )
     tied = head.weight is embedding.weight
-    pieces = [_pieces(i, vocab_map, target, draft) for i in range(min(rows, len(target.keys)))]
-    pieces += [[]] * (rows - len(pieces))
+    retokenizer = Retokenizer(vocab_map, target, draft)
+    pieces = [_pieces(i, retokenizer) for i in range(rows)]
     nothing = torch.tensor([not piece for piece in pieces])
     old_in, old_out = embedding.weight.detach(), head.weight.detach()
     new_out = _weighted(old_out, pieces)
@@ -75,13 +76,9 @@ def transplant(
     return moved
 
 
-def _pieces(i: int, vocab_map: VocabMap, target: Side, draft: Side) -> list[int]:
+def _pieces(i: int, retokenizer: Retokenizer) -> list[int]:
     """Draft ids of the token i of the target; none for an id that stands for nothing."""
-    key = target.keys[i]
-    if key is None or not is_used(key):
-        return []
-    mapped = int(vocab_map.to_draft[i])
-    return [mapped] if mapped >= 0 else draft.spell(key[1])
+    return retokenizer.of_token(i) if is_used(retokenizer.target.token(i)) else []
 
 
 def _weighted(rows: Tensor, pieces: list[list[int]]) -> Tensor:
@@ -101,7 +98,7 @@ def _weighted(rows: Tensor, pieces: list[list[int]]) -> Tensor:
 
 
 @torch.no_grad()
-def _unlikely(model: PreTrainedModel, draft: Side) -> Tensor:
+def _unlikely(model: PreTrainedModel, draft: Vocabulary) -> Tensor:
     """A head row [H] whose logit lies under all others on probe texts.
 
     A zero row would not do: where most logits are below 0 it is among the likely ones. States share
@@ -112,17 +109,16 @@ def _unlikely(model: PreTrainedModel, draft: Side) -> Tensor:
     tokens = torch.tensor([ids or [0]], device=model.device)
     states = body(input_ids=tokens, use_cache=False).last_hidden_state[0].float()
     head: Any = model.get_output_embeddings()
-    used = torch.tensor([i for i, key in enumerate(draft.keys) if key is not None and is_used(key)])
+    used = [i for i, token in enumerate(draft.tokens) if is_used(token)]
     lowest = (states @ head.weight.float()[used].T).amin(-1).mean() - BELOW
     mean = states.mean(0)
     return mean * (lowest / (mean @ mean))
 
 
-def _rewrite_special_ids(model: Any, target: Side) -> None:
+def _rewrite_special_ids(model: Any, target: Vocabulary) -> None:
     """bos, eos and pad of config and generation config become the target's."""
-    for name in ("bos_token", "pad_token"):
-        for config in (model.config.get_text_config(), model.generation_config):
-            setattr(config, f"{name}_id", target.special_ids.get(name))
     stops = sorted(target.all_stops)
     for config in (model.config.get_text_config(), model.generation_config):
+        config.bos_token_id = target.special_ids.get("bos_token")
+        config.pad_token_id = target.special_ids.get("pad_token")
         config.eos_token_id = stops[0] if len(stops) == 1 else stops or None

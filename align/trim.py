@@ -10,10 +10,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from align.token_bytes import Token
 
-def byte_units(keys: list[tuple[str, bytes] | None]) -> list[int]:
-    """Ids of the tokens that spell a single byte: a trimmed draft can still spell anything."""
-    return [i for i, key in enumerate(keys) if key is not None and len(key[1]) == 1]
+
+def byte_units(tokens: Iterable[Token | None]) -> list[int]:
+    """Ids of the tokens of a single byte: with them a trimmed draft can still write anything."""
+    return [i for i, token in enumerate(tokens) if token is not None and len(token.raw) == 1]
 
 
 def choose_tokens(mass: Tensor, size: int, forced: Iterable[int]) -> Tensor:

@@ -15,8 +15,8 @@ from tqdm import tqdm
 from align.sources import resolve_checkpoint
 from distill.logit_cache import CachedAnswer, LogitCache
 from distill.recipe import Recipe
-from eval.decoding.drafts import Target
 from eval.decoding.generation import generate_batched
+from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 
 ANSWERS_PER_SHARD = 64  # at most so many answers are lost to a kill

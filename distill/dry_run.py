@@ -21,11 +21,13 @@ from distill.prepare import build_pruned
 from distill.prompts import Prompts
 from distill.recipe import Recipe
 from distill.trainer import build_trainer, training_config
-from eval.decoding.drafting import Draft
-from eval.decoding.drafts import Target, compact_decoder, load_candidate, model_bytes
+from eval.decoding.drafters.loading import load_drafter
+from eval.decoding.drafters.pruned import pruned_drafter
+from eval.decoding.target import Target, model_bytes
 from eval.decoding.verification import Sampling
+from eval.measuring.agreement import BATCH
 from eval.measuring.cost import ceiling_speedup, price
-from eval.measuring.timing import ALPHA_BATCH, step_costs
+from eval.measuring.timing import step_costs
 
 TIMED_STEPS = 4  # of training; the first one is warm-up
 CONTENDERS = 3  # the target alone, the untuned and the tuned draft, at worst no faster
@@ -33,17 +35,17 @@ CONTENDERS = 3  # the target alone, the untuned and the tuned draft, at worst no
 
 def price_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> int:
     """Print minutes, memory and the pay-off ceiling; exit status 1 when no draft length can pay."""
-    embedding, context_length = target.decoder.embedding, target.decoder.context_length
+    embedding = target.decoder.embedding
     if recipe.draft is not None:
         model, token_ids = load_sibling(recipe.draft, pair, embedding.shape[0]), None
-        draft = load_candidate("draft", recipe.draft, target, pair.strategy).draft
+        drafter = load_drafter(recipe.draft, target, pair.strategy)
     else:
         model, token_ids = _unfitted(recipe, target)
-        draft = Draft(compact_decoder(model, context_length, embedding))
+        drafter = pruned_drafter(model, token_ids, target)
     evaluation, training = prompts.evaluation.ids, prompts.training.ids
     context = sum(map(len, evaluation)) // len(evaluation)
     sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
-    costs = step_costs(target.decoder, draft, context, recipe.max_gamma, sampling)
+    costs = step_costs(target.decoder, drafter, context, recipe.max_gamma, sampling)
 
     def target_step(rows: int) -> float:
         at = sum(map(len, training)) // len(training) + recipe.answer_max_new_tokens // 2
@@ -59,8 +61,7 @@ def price_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> i
     minutes = {
         f"answers ({tokens} tokens at most)": answering,
         f"training ({steps} steps)": steps * training_step,
-        "evaluation": texts / ALPHA_BATCH * target_step(ALPHA_BATCH)
-        + CONTENDERS * timed * costs.target_step,
+        "evaluation": texts / BATCH * target_step(BATCH) + CONTENDERS * timed * costs.target_step,
     }
     for what, seconds in minutes.items():
         print(f"{what}: {seconds / 60:.1f} min")
@@ -133,7 +134,7 @@ def _training_step(
     with tempfile.TemporaryDirectory() as folder:
         here = dataclasses.replace(recipe, output_dir=folder, training=few)
         trainer = build_trainer(
-            model, made_up, rows, pair.load_tokenizer(), here, pair.reader, pair.new_rows
+            model, made_up, rows, pair.load_tokenizer(), here, pair.retokenizer, pair.new_rows
         )
         clock = _StepClock()
         trainer.add_callback(clock)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from align.atomic import atomic_file
 from distill.models import Pair
@@ -12,22 +11,25 @@ from distill.prompts import Prompts
 from distill.publish import write_card
 from distill.recipe import Recipe
 from distill.run_folder import provenance
-from eval.decoding.drafts import Candidate, Target, compact_candidate, load_candidate
+from eval.decoding.drafters.base import Drafter
+from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
+from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
-from eval.measuring.evaluation import Plan, evaluate_drafts
+from eval.measuring.evaluation import Plan
+from eval.measuring.evaluation import evaluate as measure
 from eval.measuring.journal import JOURNAL, Journal
-from eval.reporting.report import write_report
+from eval.reporting.report import Report, write_report
 
 
 def evaluate(
     recipe: Recipe, pair: Pair, prompts: Prompts, target: Target, prepared: PreparedDraft
-) -> dict[str, Any]:
+) -> Report:
     """The report, written to `report/`, with `provenance.json` and the draft's model card."""
     folder = recipe.folder
     made_by = provenance(recipe, prompts, prepared.lost_mass)
     with Journal(folder / "report" / JOURNAL) as journal:
-        report = evaluate_drafts(
+        report = measure(
             target,
             _drafts(recipe, pair, target),
             prompts.evaluation,
@@ -50,16 +52,9 @@ def evaluate(
     return report
 
 
-def _drafts(recipe: Recipe, pair: Pair, target: Target) -> list[Candidate]:
+def _drafts(recipe: Recipe, pair: Pair, target: Target) -> dict[str, Drafter]:
     """Of a pruned target in the compact form, which is what our decoder runs."""
-    draft = recipe.folder / "draft"
-    if recipe.draft is not None:
-        return [
-            load_candidate("untuned", recipe.draft, target, pair.strategy),
-            load_candidate("tuned", str(draft), target, pair.strategy),
-        ]
-    full = (draft / "model.safetensors").stat().st_size
-    return [
-        compact_candidate("untuned", recipe.folder / "prepared", target, full),
-        compact_candidate("tuned", draft / "compact", target, full),
-    ]
+    tuned = load_drafter(str(recipe.folder / "draft"), target, pair.strategy)
+    untuned = load_drafter(recipe.draft or str(recipe.folder / "prepared"), target, pair.strategy)
+    untuned.full_form_bytes = tuned.full_form_bytes
+    return {"untuned": untuned, "tuned": tuned}

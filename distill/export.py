@@ -16,7 +16,8 @@ from distill.logit_cache import CachedAnswer
 from distill.models import Pair
 from distill.prepare import PreparedDraft, until
 from distill.recipe import Recipe
-from eval.decoding.drafts import Target, save_compact
+from eval.decoding.drafters.pruned import save_compact
+from eval.decoding.target import Target
 
 SUPPRESSION = (0.0, 5.0, 10.0, 20.0, 40.0, 80.0)  # logits below the fitted ones, tried in order
 CALIBRATION_TOKENS = 4_000

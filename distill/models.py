@@ -12,16 +12,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from align.check import Strategy, Verdict, choose_strategy, compare
 from align.checks import VOCAB_MAP
-from align.side import Side, read_side
 from align.sources import load_model, load_tokenizer
-from align.token_bytes import token_keys
+from align.token_bytes import tokens_of
 from align.transplant import transplant
 from align.trim import byte_units, choose_tokens
-from align.vocab_map import Reader, VocabMap, build_map, load_map
+from align.vocab_map import Retokenizer, VocabMap, build_map, load_map
+from align.vocabulary import Vocabulary, read_vocabulary
 from distill.prompts import Prompts
 from distill.recipe import Recipe
-from eval.decoding.drafts import Target
-from eval.decoding.drafts import load_target as load_any_target
+from eval.decoding.target import Target
+from eval.decoding.target import load_target as load_any_target
 from eval.measuring.evaluation import context_length
 
 PRUNABLE = ("llama", "qwen2", "qwen3", "mistral")
@@ -34,19 +34,19 @@ class Pair:
     Without a sibling the draft is the target, pruned. vocab_map: for the strategies that need one.
     """
 
-    target: Side
-    draft: Side
+    target: Vocabulary
+    draft: Vocabulary
     verdict: Verdict
     strategy: Strategy
     vocab_map: VocabMap | None
 
     @property
-    def reader(self) -> Reader | None:
+    def retokenizer(self) -> Retokenizer | None:
         """How a draft in ids of its own reads the target's."""
         if self.strategy != "intersection":
             return None
         assert self.vocab_map is not None
-        return Reader(self.vocab_map, self.target, self.draft)
+        return Retokenizer(self.vocab_map, self.target, self.draft)
 
     @property
     def new_rows(self) -> bool:
@@ -55,7 +55,7 @@ class Pair:
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """What the draft's ids mean: the target's tokenizer, but for a draft that drafts by map."""
-        return load_tokenizer((self.draft if self.reader else self.target).spec)
+        return load_tokenizer((self.draft if self.retokenizer else self.target).spec)
 
     def trained_rows(self, vocab_size: int, token_ids: Tensor | None) -> Tensor | None:
         """Row of the draft's head for each target id [V], -1 where it has none; None if equal.
@@ -76,8 +76,8 @@ def check_models(recipe: Recipe) -> Pair:
 
     SourceError and MapError name files that are missing, damaged, or of other tokenizers.
     """
-    target = read_side(recipe.target)
-    draft = target if recipe.draft is None else read_side(recipe.draft)
+    target = read_vocabulary(recipe.target)
+    draft = target if recipe.draft is None else read_vocabulary(recipe.draft)
     verdict = compare(target, draft)
     strategy = choose_strategy(verdict, recipe.strategy, tuned=True)
     print(f"vocabulary: {verdict.relation}, strategy {strategy}")
@@ -114,10 +114,10 @@ def check_prunable(config: dict[str, Any], num_layers: int) -> None:
         )
 
 
-def forced_tokens(target: Side) -> set[int]:
+def forced_tokens(target: Vocabulary) -> set[int]:
     """Ids that a trimmed head always keeps: stops, special tokens, the byte units."""
     tokenizer = load_tokenizer(target.spec)
-    return {*target.all_stops, *tokenizer.all_special_ids, *byte_units(token_keys(tokenizer))}
+    return {*target.all_stops, *tokenizer.all_special_ids, *byte_units(tokens_of(tokenizer))}
 
 
 def load_target(recipe: Recipe, prompts: Prompts) -> Target:

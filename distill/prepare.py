@@ -24,8 +24,9 @@ from align.trim import choose_tokens, coverage_curve, lost_mass
 from distill.logit_cache import CachedAnswer
 from distill.models import Pair, forced_tokens, load_sibling
 from distill.recipe import Recipe
-from eval.decoding.drafts import Target, load_compact, save_compact
+from eval.decoding.drafters.pruned import load_compact, save_compact
 from eval.decoding.forward import input_embedding
+from eval.decoding.target import Target
 
 FIT_RIDGE = 1e-4  # relative to the mean diagonal: only keeps the solve well conditioned
 

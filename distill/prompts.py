@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from transformers import AutoConfig
 
-from align.side import Side
 from align.sources import load_tokenizer
+from align.vocabulary import Vocabulary
 from distill.near_duplicates import Overlap, drop_overlap
 from distill.recipe import Recipe
 from eval.measuring.evaluation import PromptSet
@@ -35,7 +35,7 @@ class Prompts:
     overlap: Overlap
 
 
-def collect_prompts(recipe: Recipe, target: Side) -> Prompts:
+def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
     """The prompts of a recipe, rendered to the target's ids. Raises PromptError, SourceError."""
     evaluation = evaluation_prompts(recipe.eval_prompts, recipe.max_eval_prompts, recipe.seed)
     limit = recipe.max_train_prompts + recipe.tuning_prompts

@@ -15,55 +15,64 @@ if not __package__:
 
 import argparse
 import hashlib
-import json
 import re
 import shutil
-from typing import Any
 
-import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors import SafetensorError, safe_open
 
 from align.atomic import DiskFullError, atomic_file, atomic_folder
-from eval.measuring.metrics import Measured
-from eval.reporting.report import read_report
-from eval.reporting.text import DEFINITIONS, gamma_text
+from align.sources import read_json
+from distill.recipe import read_yaml
+from eval.reporting.report import DraftReport, Measured, Report, read_report
+from eval.reporting.tables import DEFINITIONS, gamma_text, tables
 
 RECIPE = "recipe.yaml"
 PROVENANCE = "provenance.json"
 REPORT = Path("report", "report.json")
+TEMPLATE = Path(__file__).with_name("card.md.j2")
+TABLES = ("Acceptance by position", "By category")  # of the report, which the card repeats
 
 
 class PublishError(ValueError):
     """The run cannot be published as it is."""
 
 
-def check_run(run_folder: Path | str) -> dict[str, Any]:
+def check_run(run_folder: Path | str) -> Report:
     """The run's report, once draft, recipe and provenance are found to be whole.
 
-    Raises `PublishError` (or eval.reporting.report.ReportError) naming what is missing or broken.
+    Raises `PublishError` (or another ValueError) naming what is missing or broken.
     """
     folder = Path(run_folder)
     if not folder.is_dir():
         raise PublishError(f"{folder} is no folder: give the output folder of a finished run")
     check_draft(folder / "draft")
-    _recipe(folder)
-    _provenance(folder)
-    return read_report(folder / REPORT)
+    read_yaml(_found(folder / RECIPE))
+    read_json(_found(folder / PROVENANCE))
+    return _report(folder)
+
+
+def _report(folder: Path) -> Report:
+    """The report, which must have what the card says."""
+    report = read_report(folder / REPORT)
+    for field in ("memory", "payoff"):
+        if getattr(report.last[1], field) is None:
+            raise PublishError(
+                f"{folder / REPORT} has no {field}, which the model card needs: evaluate the run "
+                f"with python -m eval.run --run {folder}"
+            )
+    return report
 
 
 def check_draft(draft: Path) -> None:
-    """Raise `PublishError` unless `draft` is a whole checkpoint: config, tokenizer, safetensors."""
+    """Raise ValueError unless `draft` is a whole checkpoint: config, tokenizer, safetensors."""
     for name in ("config.json", "tokenizer.json"):
-        _json(draft / name)
+        read_json(_found(draft / name))
     index = draft / "model.safetensors.index.json"
+    shards = {"model.safetensors"}
     if index.exists():
-        shards = sorted(set(_json(index)["weight_map"].values()))
-    else:
-        shards = ["model.safetensors"]
-    for shard in shards:
-        path = draft / shard
-        if not path.is_file():
-            raise PublishError(f"{path} is missing: the run did not finish, start it again")
+        shards = set(read_json(index)["weight_map"].values())
+    for path in (_found(draft / shard) for shard in sorted(shards)):
         try:
             with safe_open(path, framework="numpy") as weights:  # compares header and file size
                 names = list(weights.keys())
@@ -79,35 +88,13 @@ def check_draft(draft: Path) -> None:
         )
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise PublishError(f"{path} is missing: the run did not finish, start it again") from None
-    except ValueError as error:
-        raise PublishError(f"{path} is not whole JSON ({error}): start the run again") from None
-    if not isinstance(value, dict):
-        raise PublishError(f"{path} should hold a JSON object: start the run again")
-    return value
-
-
-def _recipe(folder: Path) -> dict[str, Any]:
-    path = folder / RECIPE
-    try:
-        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise PublishError(f"{path} is missing: this is not the output folder of a run") from None
-    except yaml.YAMLError as error:
-        raise PublishError(f"{path} is not whole YAML ({error}): start the run again") from None
-    if not isinstance(recipe, dict):
-        raise PublishError(f"{path} should hold keys and values: start the run again")
-    return recipe
-
-
-def _provenance(folder: Path) -> str:
-    """sha256 of provenance.json, which must be whole."""
-    _json(folder / PROVENANCE)
-    return hashlib.sha256((folder / PROVENANCE).read_bytes()).hexdigest()
+def _found(path: Path) -> Path:
+    if not path.is_file():
+        raise PublishError(
+            f"{path} is missing: the run did not finish (start it again), or this is not the "
+            f"output folder of a run"
+        )
+    return path
 
 
 # ---------------------------------------------------------------------------------------------
@@ -115,179 +102,69 @@ def _provenance(folder: Path) -> str:
 
 
 def model_card(run_folder: Path | str) -> str:
-    """The model card (README.md) of the run's draft, from its report, recipe and provenance."""
+    """The model card (README.md) of the run's draft, from its report, recipe and provenance.
+
+    Raises `PublishError`, or another ValueError, for what is missing or broken.
+    """
     folder = Path(run_folder)
-    report, recipe = read_report(folder / REPORT), _recipe(folder)
-    name, draft = list(report["drafts"].items())[-1]
-    target = public_name(report["target"])
-    fixed = draft["payoff"]["best_gamma"]  # by the report's alpha and step costs
-    temperature = report["decoding"]["temperature"]
+    report, recipe = _report(folder), read_yaml(folder / RECIPE)
+    name, draft = report.last
     domain = str(recipe.get("domain", "")).strip()
-    purpose = f" on {domain} text" if domain else ""
-    changed = draft["lossless"]["unexplained"]
-
-    front = {
-        **({"base_model": target} if is_hub_id(report["target"]) else {}),
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": [
-            "speculative-decoding",
-            "draft-model",
-            "draftsmith",
-            *([domain] if domain else []),
-        ],
-    }
-    sections = [
-        "---\n" + yaml.safe_dump(front, sort_keys=False).strip() + "\n---",
-        f"# A draft model for {target}",
-        f"This small model drafts tokens for `{target}`{purpose}, for speculative decoding: it "
-        f"guesses a few tokens, the target checks them in one call and keeps what it would have "
-        f"said itself. The output is the target's; only the speed changes. It is not meant to be "
-        f"used alone.",
-        "## What it is worth",
-        _numbers(report, name, draft),
-        draft["payoff"]["verdict"],
-        *_list("Read these first:", report["warnings"]),
-        "## How to load it",
-        *_own_ids(draft),
-        "With transformers (assisted generation):",
-        _code(
-            "python",
-            f"""
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("{target}")
-target = AutoModelForCausalLM.from_pretrained("{target}")
-draft = AutoModelForCausalLM.from_pretrained("PATH_OR_ID_OF_THIS_DRAFT")
-# The defaults draft 20 tokens and stop on low confidence; this is the best fixed length.
-draft.generation_config.num_assistant_tokens = {fixed}
-draft.generation_config.num_assistant_tokens_schedule = "constant"
-draft.generation_config.assistant_confidence_threshold = 0
-
-inputs = tokenizer("...", return_tensors="pt")
-output = target.generate(**inputs, assistant_model=draft, {_sampling(temperature)})
-""",
-        ),
-        "With vLLM:",
-        _code(
-            "bash",
-            f"vllm serve {target} --speculative-config "
-            + "'"
-            + json.dumps(
-                {
-                    "method": "draft_model",
-                    "model": "PATH_OR_ID_OF_THIS_DRAFT",
-                    "num_speculative_tokens": fixed,
-                }
-            )
-            + "'",
-        ),
-        *_list(
-            "",
-            [
-                f"`{report['target']}` is a file on the package index; load the target from a "
-                f"copy of it."
-            ]
-            if report["target"].startswith("pypi:")
-            else [],
-        ),
-        "## Limits",
-        *_list(
-            "",
-            [
-                f"Made for `{target}` as it was served in the measurement, chat template and "
-                f"temperature {temperature} included. A fine-tuned or otherwise quantised target "
-                f"needs its own draft.",
-                "Measured at batch size 1. At large batches the target is no longer bound by "
-                "memory traffic, and speculation can cost more than it saves.",
-                f"Outside its domain it is accepted less; at alpha below "
-                f"{_break_even(draft)} it slows the target down.",
-                f"The speed-up is of engine {report['engine']} on {report['device']}, "
-                f"{report['dtype']}; measure it again on yours.",
-                *(
-                    [f"NOT LOSSLESS in the measurement: {changed} prompts changed. Do not serve."]
-                    if changed
-                    else []
-                ),
+    target = public_name(report.target)
+    numbers = _numbers(report, name, draft)
+    card = ModelCard.from_template(
+        ModelCardData(
+            base_model=target if is_hub_id(report.target) else None,
+            library_name="transformers",
+            pipeline_tag="text-generation",
+            tags=[
+                *("speculative-decoding", "draft-model", "draftsmith"),
+                *([domain] if domain else []),
             ],
+            model_name=f"{Path(target).name}-draft",
+            eval_results=[_result(report, label, value) for label, value, _ in numbers],
         ),
-        "## Data and licence",
-        *_list(
-            "",
-            [
-                f"Trained on answers of `{target}` to prompts of "
-                f"`{public_name(str(recipe.get('train_prompts', 'the recipe')))}`.",
-                f"Evaluated on {report['prompts']['n']} prompts of "
-                f"`{public_name(str(report['prompts']['source']))}` (sha256 "
-                f"`{report['prompts']['sha256']}`); overlap with the training prompts: "
-                f"{report['prompts']['overlap_with_training']}.",
-                "The weights derive from the target or from the draft that the run started with, "
-                "and from the target's answers: the licences of both, and the terms of the prompt "
-                "data, apply. No licence is stated here on their behalf; add `license:` to this "
-                "card's head before publishing it.",
-            ],
-        ),
-        "## Provenance",
-        f"Made with draftsmith; sha256 of the run's provenance.json: `{_provenance(folder)}`.",
-    ]
-    return "\n\n".join(section for section in sections if section) + "\n"
-
-
-def _numbers(report: dict[str, Any], name: str, draft: dict[str, Any]) -> str:
-    def row(label: str, value: Measured, unit: str = "") -> str:
-        low, high = value["ci95"]
-        return f"| {label} | {value['mean']:.2f}{unit} | {low:.2f} to {high:.2f} | {value['n']} |"
-
-    lossless = draft["lossless"]
-    rows = [
-        "| | mean | 95% interval | prompts |",
-        "| --- | --- | --- | --- |",
-        row("alpha", draft["alpha"]),
-        row(f"tau (gamma {gamma_text(report['decoding'])})", draft["tau"]),
-        row("speed-up", draft["speedup"], "x"),
-    ]
-    rows += [
-        row(f"gain of alpha over `{entry['over']}`", entry["alpha"])
-        for entry in report["gain"]
-        if entry["draft"] == name
-    ]
-    return (
-        "\n".join(rows)
-        + f"\n\nMemory: {draft['memory']['overhead']:.1%} of the target's, in the "
-        + f"{draft['form']} form that was measured. Greedy check: {lossless['identical']} of "
-        + f"{lossless['prompts']} prompts identical, {lossless['tie_divergences']} part at a tie, "
-        + f"{lossless['unexplained']} unexplained.\n\n"
-        + "\n".join(f"- **{key}**: {DEFINITIONS[key]}" for key in ("alpha", "tau", "speed-up"))
+        template_path=str(TEMPLATE),
+        target=target,
+        domain=domain,
+        report=report,
+        draft=draft,
+        numbers=numbers,
+        definitions={key: DEFINITIONS[key] for key in ("alpha", "tau", "speed-up")},
+        tables=[table for table in tables(report) if table.title in TABLES],
+        train_prompts=public_name(str(recipe.get("train_prompts", "the recipe"))),
+        eval_prompts=public_name(report.prompts.source),
+        provenance_sha256=hashlib.sha256((folder / PROVENANCE).read_bytes()).hexdigest(),
     )
+    return f"{card}\n"
 
 
-def _own_ids(draft: dict[str, Any]) -> list[str]:
-    """What a reader must know of a draft that speaks other ids than its target."""
-    if draft["vocabulary"]["strategy"] not in ("intersection", "string"):
-        return []
-    return [
-        "**This draft has a tokenizer of its own**, so ids must be mapped. draftsmith does that "
-        "without loss. transformers needs `tokenizer=` and `assistant_tokenizer=` in the call "
-        "below, and vLLM `use_heterogeneous_vocab`; use both greedily only. Tune the draft with "
-        "`strategy: transplant` for one that every engine loads as it is."
+def _numbers(report: Report, name: str, draft: DraftReport) -> list[tuple[str, Measured, str]]:
+    """What the draft is worth: (label, number, unit)."""
+    gamma = gamma_text(draft.gamma, draft.gamma_policy)
+    found = [
+        ("alpha", draft.alpha, ""),
+        (f"tau (gamma {gamma})", draft.tau, ""),
+        ("speed-up", draft.speedup, "x"),
+        *((f"gain of alpha over `{g.over}`", g.alpha, "") for g in report.gain if g.draft == name),
     ]
+    return [(label, value, unit) for label, value, unit in found if value]
 
 
-def _break_even(draft: dict[str, Any]) -> str:
-    value = draft["payoff"]["break_even_alpha"]
-    return "1" if value is None else f"{value:.2f}"
-
-
-def _sampling(temperature: float) -> str:
-    return "do_sample=False" if not temperature else f"do_sample=True, temperature={temperature}"
-
-
-def _code(language: str, text: str) -> str:
-    return f"```{language}\n{text.strip()}\n```"
-
-
-def _list(title: str, items: list[str]) -> list[str]:
-    return [title, "\n".join(f"- {item}" for item in items)] if items else []
+def _result(report: Report, label: str, value: Measured) -> EvalResult:
+    """One number for the head of the card, where the Hub reads it."""
+    source = public_name(report.prompts.source)
+    return EvalResult(
+        task_type="text-generation",
+        task_name="Speculative decoding",
+        dataset_type=source,
+        dataset_name=source,
+        dataset_args={"sha256": report.prompts.sha256},
+        metric_type=label.partition(" (")[0].replace(" ", "-").replace("`", ""),
+        metric_name=label,
+        metric_value=round(value.mean, 4),
+        metric_args={"ci95": [round(end, 4) for end in value.ci95], "n": value.n},
+    )
 
 
 def is_hub_id(spec: str) -> bool:

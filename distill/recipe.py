@@ -220,7 +220,7 @@ def help_text() -> str:
 
 def _yaml() -> YAML:
     """YAML 1.2: `1e-3` is a number, `no` is text, `010` is ten, a key stands once."""
-    yaml: Any = YAML(typ="safe", pure=True)  # types its attributes by their first values
+    yaml: Any = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False
     return yaml

@@ -26,13 +26,13 @@ from transformers.utils import ModelOutput
 from trl import SFTConfig, SFTTrainer
 
 from align.atomic import atomic_file, disk_full_explained
-from align.vocab_map import Reader
+from align.vocab_map import Retokenizer
 from distill.logit_cache import CachedAnswer
 from distill.losses import head_loss, sharpen
 from distill.models import Pair
 from distill.prepare import PreparedDraft
 from distill.recipe import Recipe, RecipeError
-from eval.decoding.drafts import Target
+from eval.decoding.target import Target
 
 # trl asks transformers for it by its old name; there is nothing a user could do about that
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
@@ -44,14 +44,14 @@ def training_rows(
     answers: Iterable[CachedAnswer],
     head_rows: Tensor | None,
     teacher_temperature: float = 1.0,
-    reader: Reader | None = None,
+    retokenizer: Retokenizer | None = None,
 ) -> Dataset:
     """One row an answer: input_ids [P + R], the positions [R] that predict, cached tokens [R * C].
 
     head_rows: for each target id its row in the draft's head [V], -1 where it has none; None when
-    they are equal. teacher_temperature: below 1 it sharpens p (losses.sharpen). reader: how a draft
-    with ids of its own reads the text; the end of what it read of a token is where it predicts the
-    next. Nested lists would read ten times slower than the flat columns.
+    they are equal. teacher_temperature: below 1 it sharpens p (losses.sharpen). retokenizer: how a
+    draft with ids of its own reads the text; the end of what it read of a token is where it
+    predicts the next. Nested lists would read ten times slower than the flat columns.
     """
 
     def rows() -> Iterable[dict[str, Any]]:
@@ -62,8 +62,11 @@ def training_rows(
             ids = answer.top_ids if head_rows is None else head_rows[answer.top_ids]
             prompt, response = answer.prompt_ids.tolist(), answer.response_ids.tolist()
             pieces = [prompt, *([i] for i in response)]
-            if reader is not None:
-                pieces = [reader.begin(prompt), *(reader.pieces(i) for i in response)]
+            if retokenizer is not None:
+                pieces = [
+                    retokenizer.from_start(prompt),
+                    *(retokenizer.of_token(i) for i in response),
+                ]
             ends = itertools.accumulate(map(len, pieces[:-1]))
             input_ids = [i for piece in pieces for i in piece]
             yield {
@@ -238,14 +241,14 @@ def build_trainer(
     head_rows: Tensor | None,
     tokenizer: PreTrainedTokenizerBase,
     recipe: Recipe,
-    reader: Reader | None = None,
+    retokenizer: Retokenizer | None = None,
     new_rows: bool = False,
 ) -> DistillationTrainer:
     """A trainer of the draft in fp32.
 
     An input embedding that is not the head as well stays as it is, unless it has `new_rows` that
-    were never trained (a transplant): then LoRA trains embedding and head whole, too. reader: as
-    for `training_rows`.
+    were never trained (a transplant): then LoRA trains embedding and head whole, too. retokenizer:
+    as for `training_rows`.
     """
     model = model.float()
     names = {module: name for name, module in model.named_modules()}
@@ -271,7 +274,7 @@ def build_trainer(
     trainer = DistillationTrainer(
         model=model,
         args=training_config(recipe),
-        train_dataset=training_rows(answers, head_rows, recipe.teacher_temperature, reader),
+        train_dataset=training_rows(answers, head_rows, recipe.teacher_temperature, retokenizer),
         data_collator=DistillationCollator(pad_id(tokenizer)),
         processing_class=tokenizer,
         peft_config=adapters,
@@ -296,7 +299,7 @@ def distil_draft(
         pair.trained_rows(target.decoder.embedding.shape[0], prepared.token_ids),
         pair.load_tokenizer(),
         recipe,
-        pair.reader,
+        pair.retokenizer,
         pair.new_rows,
     )
     return distil(trainer, recipe)

@@ -2,9 +2,10 @@
 
     python -m eval.convert report.json --to vllm
     python -m eval.convert outputs/code/report/report.json --to spec-bench --draft untuned
+    python -m eval.convert --schema > report.schema.json
 
-Prints JSON. Each tool counts in another way (docs/metrics.md has the table); where our log cannot
-give a tool's number exactly, `differs` says why.
+Prints JSON, with --schema the JSON Schema of a report. Each tool counts in another way
+(docs/metrics.md has the table); where our log cannot give a number exactly, `differs` says why.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ import argparse
 import json
 from typing import Any
 
-from eval.reporting.report import ReportError, read_report
+from eval.reporting.report import DraftReport, PromptSums, ReportError, read_report, report_schema
 
 CUT = "cut last blocks are not counted here; the tool counts them, as far as they were accepted"
 
 
-def _timed(draft: dict[str, Any]) -> list[dict[str, Any]]:
+def _decoded(draft: DraftReport) -> list[PromptSums]:
     """The rows of the prompts that were decoded, with their target calls."""
-    rows = [row for row in draft["per_prompt"] if "calls" in row]
+    rows = [row for row in draft.per_prompt if row.calls is not None]
     if not rows:
         raise ReportError(
             "this report holds no log of target calls (an engine behind a server does not tell "
@@ -35,22 +36,26 @@ def _timed(draft: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def to_vllm(draft: dict[str, Any]) -> dict[str, Any]:
+def _sums(rows: list[PromptSums], fields: str) -> list[Any]:
+    return [sum(getattr(row, field) for row in rows) for field in fields.split()]
+
+
+def to_vllm(draft: DraftReport) -> dict[str, Any]:
     """The counters of vLLM's /metrics, and what its log makes of them.
 
     acceptance_per_position is a share of all drafts, of those too that were shorter.
     """
-    if counters := draft["counters"]:
-        drafts, drafted = counters["num_drafts"], counters["num_draft_tokens"]
-        accepted, differs = counters["num_accepted_tokens"], []
-        per_position = counters["acceptance_per_position"]
+    if counters := draft.counters:
+        drafts, drafted = counters.num_drafts, counters.num_draft_tokens
+        accepted, differs = counters.num_accepted_tokens, []
+        per_position = counters.acceptance_per_position
     else:
-        rows = _timed(draft)
-        drafts = draft["per_position"][0]["drafts"]
-        drafted, accepted = (sum(row[key] for row in rows) for key in ("drafted", "accepted"))
-        per_position = [
-            place["marginal"]["mean"] * place["drafts"] / drafts for place in draft["per_position"]
-        ]
+        drafted, accepted = _sums(_decoded(draft), "drafted accepted")
+        places = draft.per_position
+        if not places:
+            raise ReportError("this draft drafted nothing, so vLLM would have no counters of it")
+        drafts = places[0].drafts
+        per_position = [place.marginal.mean * place.drafts / drafts for place in places]
         differs = [CUT]
     return {
         "vllm:spec_decode_num_drafts_total": drafts,
@@ -62,24 +67,21 @@ def to_vllm(draft: dict[str, Any]) -> dict[str, Any]:
         "draft_acceptance_rate": accepted / drafted,
         "mean_acceptance_length": 1 + accepted / drafts,
         "acceptance_per_position": per_position,
-        "output_throughput": draft["tokens_per_s"]["speculative"]["mean"],
-        "mean_ttft_ms": draft["ttft_ms"]["speculative"]["mean"],
+        "output_throughput": draft.tokens_per_s.speculative.mean,
+        "mean_ttft_ms": draft.ttft_ms.speculative.mean,
         "differs": differs,
     }
 
 
-def to_sglang(draft: dict[str, Any]) -> dict[str, Any]:
+def to_sglang(draft: DraftReport) -> dict[str, Any]:
     """SGLang's meta_info of each request, and their totals.
 
     spec_accept_length is completion_tokens / spec_verify_ct: the prefill token and cut blocks are
     in. spec_accept_rate is accepted over drafted tokens, without the bonus token.
     """
-    rows = _timed(draft)
 
-    def meta(part: list[dict[str, Any]]) -> dict[str, Any]:
-        tokens, calls, drafted, accepted = (
-            sum(row[key] for row in part) for key in ("tokens", "calls", "drafted", "accepted")
-        )
+    def meta(part: list[PromptSums]) -> dict[str, Any]:
+        tokens, calls, drafted, accepted = _sums(part, "tokens calls drafted accepted")
         return {
             "completion_tokens": tokens,
             "spec_verify_ct": calls,
@@ -89,40 +91,40 @@ def to_sglang(draft: dict[str, Any]) -> dict[str, Any]:
             "spec_draft_token_num": drafted,
         }
 
+    rows = _decoded(draft)
     return {
         **meta(rows),
-        "requests": [{"id": row["id"], **meta([row])} for row in rows],
+        "requests": [{"id": row.id, **meta([row])} for row in rows],
         "differs": [f"spec_accept_rate, spec_accept_token_num, spec_draft_token_num: {CUT}"],
     }
 
 
-def to_spec_bench(draft: dict[str, Any]) -> dict[str, Any]:
+def to_spec_bench(draft: DraftReport) -> dict[str, Any]:
     """Spec-Bench's answer rows and its summary.
 
     Mean accepted tokens has the bonus token in (plain decoding is 1.00); tokens a second are means
     over the questions of each one's own, and the speed-up their ratio.
     """
-    rows = _timed(draft)
-
-    def speed(tokens: str, seconds: str) -> float:
-        return sum(row[tokens] / row[seconds] for row in rows) / len(rows)
-
-    speculative, baseline = speed("tokens", "seconds"), speed("baseline_tokens", "baseline_seconds")
+    rows = _decoded(draft)
+    speculative, baseline = (
+        sum(getattr(row, tokens) / getattr(row, seconds) for row in rows) / len(rows)
+        for tokens, seconds in (("tokens", "seconds"), ("baseline_tokens", "baseline_seconds"))
+    )
+    emitted, blocks = _sums(rows, "block_tokens blocks")
     return {
-        "#Mean accepted tokens": sum(row["block_tokens"] for row in rows)
-        / sum(row["blocks"] for row in rows),
+        "#Mean accepted tokens": emitted / blocks,
         "Tokens per second": speculative,
         "Tokens per second for the baseline": baseline,
         "Speedup ratio": speculative / baseline,
         "answers": [
             {
-                "question_id": row["id"],
-                "category": row["category"],
+                "question_id": row.id,
+                "category": row.category,
                 "choices": [
                     {
-                        "decoding_steps": [row["calls"]],
-                        "new_tokens": [row["tokens"]],
-                        "wall_time": [row["seconds"]],
+                        "decoding_steps": [row.calls],
+                        "new_tokens": [row.tokens],
+                        "wall_time": [row.seconds],
                     }
                 ],
             }
@@ -142,16 +144,30 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m eval.convert", description="A report's numbers as another tool has them."
     )
-    parser.add_argument("report", type=Path, metavar="REPORT", help="a report.json")
-    parser.add_argument("--to", choices=sorted(TOOLS), required=True)
+    parser.add_argument("report", type=Path, nargs="?", metavar="REPORT", help="a report.json")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--to", choices=sorted(TOOLS))
+    what.add_argument("--schema", action="store_true", help="print the JSON Schema of a report")
     parser.add_argument("--draft", help="default: the last draft of the report")
     args = parser.parse_args(argv)
+    if args.schema:
+        print(json.dumps(report_schema(), indent=1))
+        return 0
+    if args.report is None:
+        parser.error("--to needs the report.json to convert")
     try:
-        drafts = read_report(args.report)["drafts"]
-        name = args.draft or list(drafts)[-1]
-        if name not in drafts:
-            raise ReportError(f"no draft {name!r} in this report; it has {', '.join(drafts)}")
-        converted = TOOLS[args.to](drafts[name])
+        report = read_report(args.report)
+        name = args.draft or report.last[0]
+        if name not in report.drafts:
+            raise ReportError(
+                f"no draft {name!r} in this report; it has {', '.join(report.drafts)}"
+            )
+        if report.engine == "transformers":
+            raise ReportError(
+                "this report holds no log of target calls as other tools have it: assisted "
+                "generation drafts for the prefill, too; convert a report of engine torch"
+            )
+        converted = TOOLS[args.to](report.drafts[name])
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

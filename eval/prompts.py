@@ -2,9 +2,10 @@
 
 A spec is a Hub data set (`NAME` or `NAME:SPLIT`, split `train` if none is given), a `pypi:` file
 (`align.sources`), or a local `.jsonl` / `.jsonl.gz` file. A row has `prompt`, completed as it
-stands, or `messages`, rendered with the target's chat template; optionally `category`, and `id` or
-`task_id`. Its other fields are ignored. A `prompt` that ends in a Python function and brings no
-category gets the kind of its task (`eval.task_kinds`).
+stands, or `messages`, rendered with the target's chat template; optionally `category`, `group`
+(prompts of one document or source share it), and `id` or `task_id`. Its other fields are ignored. A
+`prompt` that ends in a Python function and brings no category gets the kind of its task
+(`eval.task_kinds`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import random
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,34 @@ class Prompt:
         if self.prompt is not None:
             return self.prompt
         return "\n".join(message["content"] for message in self.messages or [])
+
+
+Batch = tuple[list[Prompt], list[list[int]]]  # prompts that are decoded together, and their ids
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts with their token ids, and where they came from."""
+
+    source: str
+    prompts: list[Prompt]
+    ids: list[list[int]]
+
+    @property
+    def sha256(self) -> str:
+        return prompts_sha256(self.prompts)
+
+    def drawn(self, count: int, seed: int) -> PromptSet:
+        """`count` of them, drawn with the seed."""
+        keep = _drawn(len(self.prompts), count, seed)
+        return PromptSet(self.source, [self.prompts[i] for i in keep], [self.ids[i] for i in keep])
+
+    def batches(self, size: int) -> list[Batch]:
+        """So many prompts at a time with their ids, the last ones left out where they fill none."""
+        return [
+            (self.prompts[at : at + size], self.ids[at : at + size])
+            for at in range(0, len(self.prompts) - size + 1, size)
+        ]
 
 
 def load_prompts(spec: str, limit: int | None = None, seed: int = 0) -> list[Prompt]:
@@ -142,13 +171,14 @@ def _parse(row: Any, where: str, number: str) -> Prompt:
         raise PromptError(f"{where}: `prompt` is {prompt!r}; it must be text that is not empty.")
     # only one of the two is there; a field that is null is as good as none
     identity = next((row[k] for k in ("id", "task_id") if row.get(k) is not None), number)
-    category = row.get("category")
-    for name, value in (("id", identity), ("category", category)):
+    category, group = row.get("category"), row.get("group")
+    for name, value in (("id", identity), ("category", category), ("group", group)):
         if not isinstance(value, str | int | None) or isinstance(value, bool):
             raise PromptError(f"{where}: `{name}` is {value!r}; it must be text or a whole number.")
     if category is None and prompt is not None:
         category = task_kind(prompt)
-    parsed = Prompt(str(identity), prompt, messages, None if category is None else str(category))
+    category, group = (None if value is None else str(value) for value in (category, group))
+    parsed = Prompt(str(identity), prompt, messages, category, group)
     try:
         parsed.text.encode()
     except UnicodeEncodeError as error:
@@ -201,15 +231,16 @@ def write_prompts(path: str | Path, prompts: Iterable[Prompt]) -> None:
     """One object a line, as `load_prompts` reads them."""
     with atomic_file(path) as file:
         for p in prompts:
-            row = {"id": p.id, "prompt": p.prompt, "messages": p.messages, "category": p.category}
-            file.write(json.dumps({k: v for k, v in row.items() if v is not None}) + "\n")
+            row = {k: v for k, v in asdict(p).items() if v is not None}
+            file.write(json.dumps(row) + "\n")
 
 
 def prompts_sha256(prompts: Iterable[Prompt]) -> str:
-    """One hash over ids, contents and categories, in order."""
+    """One hash over ids, contents, categories and groups, in order."""
     digest = hashlib.sha256()
     for p in prompts:
         row = [p.id, p.prompt, p.messages, p.category]
+        row += [] if p.group is None else [p.group]
         digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
 

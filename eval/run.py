@@ -24,22 +24,24 @@ from typing import Any, get_args
 
 import torch
 import transformers
+from ruamel.yaml import YAML
 
 from align.atomic import DiskFullError
 from align.check import Strategy
 from align.process import use_machine
 from align.sources import read_json
-from eval.decoding.drafts import Candidate, Target, load_candidate, load_target
+from eval.decoding.drafters.base import Drafter
+from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.forward import build_decoder
-from eval.decoding.lookup import LOOKUP, lookup_candidate
 from eval.decoding.loop import Decoding
+from eval.decoding.target import Target, load_target
 from eval.decoding.verification import Sampling
 from eval.engines.assisted import StockTarget, load_assistant, load_stock, measure_assisted
 from eval.engines.vllm import Server, measure_servers
-from eval.measuring.evaluation import Plan, PromptSet, context_length, evaluate_drafts
+from eval.measuring.evaluation import Plan, context_length, evaluate
 from eval.measuring.journal import INTERRUPTED, JOURNAL, Journal
-from eval.prompts import Prompt, load_prompts, render_all
-from eval.reporting.report import write_report
+from eval.prompts import Prompt, PromptSet, load_prompts, render_all
+from eval.reporting.report import DraftReport, Report, write_report
 from eval.reporting.text import print_summary
 
 OTHER_PROMPTS = 40
@@ -62,7 +64,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--draft",
         action="append",
         default=[],
-        help=f"[NAME=]SPEC, repeatable; SPEC {LOOKUP} needs no model",
+        help="[NAME=]SPEC, repeatable; SPEC prompt-lookup needs no model",
     )
     parser.add_argument("--prompts", help="Hub data set, pypi: file or .jsonl")
     parser.add_argument("--run", type=Path, help="output folder of a training run")
@@ -158,14 +160,12 @@ def _temperatures(text: str) -> list[float]:
 
 def _take_from_run(args: argparse.Namespace) -> None:
     """Target, drafts, prompts and sampling of a finished training run, where not given anew."""
-    import yaml
-
     if not (args.run / "recipe.yaml").is_file() or not (args.run / "draft").is_dir():
         raise ValueError(
             f"{args.run} is not the folder of a finished training run (no recipe.yaml or no "
             "draft/); finish the run, or give --target, --draft and --prompts."
         )
-    recipe = yaml.safe_load((args.run / "recipe.yaml").read_text(encoding="utf-8"))
+    recipe = YAML(typ="safe", pure=True).load(args.run / "recipe.yaml")
     args.target = args.target or recipe["target"]
     untuned = recipe["draft"] or args.run / "prepared"
     args.draft = args.draft or [f"untuned={untuned}", f"tuned={args.run / 'draft'}"]
@@ -205,16 +205,6 @@ def _rendered(
     return PromptSet(source, prompts, ids)
 
 
-def _candidates(args: argparse.Namespace, target: Target) -> list[Candidate]:
-    """Every --draft [NAME=]SPEC, in their order."""
-    return [
-        lookup_candidate(name, target)
-        if spec == LOOKUP
-        else load_candidate(name, spec, target, args.strategy)
-        for name, spec in map(_named, args.draft)
-    ]
-
-
 def _named(text: str) -> tuple[str, str]:
     """Name and spec of a [NAME=]SPEC."""
     name, equals, spec = text.partition("=")
@@ -223,7 +213,7 @@ def _named(text: str) -> tuple[str, str]:
     return name, spec
 
 
-def _measure(args: argparse.Namespace, journal: Journal) -> dict[str, Any]:
+def _measure(args: argparse.Namespace, journal: Journal) -> Report:
     """The report of our own decoder."""
     use_machine()
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
@@ -239,9 +229,14 @@ def _measure(args: argparse.Namespace, journal: Journal) -> dict[str, Any]:
         max(args.max_gamma, args.gamma or 0),
     )
     target.decoder = build_decoder(target.model, length)
-    return evaluate_drafts(
+    drafters: dict[str, Drafter] = {}
+    for name, spec in map(_named, args.draft):
+        if name in drafters:
+            raise ValueError(f"Two drafts are called {name!r}; name them: --draft NAME={spec}.")
+        drafters[name] = load_drafter(spec, target, args.strategy)
+    return evaluate(
         target,
-        _candidates(args, target),
+        drafters,
         evaluation,
         tuning,
         Decoding(sampling, target.stops, args.max_new_tokens, args.seed),
@@ -260,7 +255,7 @@ def _measure(args: argparse.Namespace, journal: Journal) -> dict[str, Any]:
     )
 
 
-def _measure_assisted(args: argparse.Namespace, journal: Journal) -> dict[str, Any]:
+def _measure_assisted(args: argparse.Namespace, journal: Journal) -> Report:
     """The report of transformers' assisted generation, on the prompts that engine torch times."""
     use_machine()
     target = load_stock(args.target, getattr(torch, args.dtype), torch.device(args.device))
@@ -282,7 +277,7 @@ def _measure_assisted(args: argparse.Namespace, journal: Journal) -> dict[str, A
     )
 
 
-def _measure_servers(args: argparse.Namespace) -> dict[str, Any]:
+def _measure_servers(args: argparse.Namespace) -> Report:
     """The report of vLLM behind --base_url, against --baseline_url."""
     return measure_servers(
         Server(args.base_url),
@@ -316,25 +311,28 @@ def main(argv: list[str]) -> int:
         return INTERRUPTED
     print_summary(report)
     print(f"\nReport: {folder / 'report.html'}")
-    draft = list(report["drafts"].values())[-1]
-    broken_off = [entry["reason"] for entry in draft["missing"] if entry["field"] == "prompts"]
+    draft = list(report.drafts.values())[-1]
+    broken_off = [entry.reason for entry in draft.missing if entry.field == "prompts"]
     if broken_off:
         print(f"error: measured in part only, {broken_off[0]}", file=sys.stderr)
         return 2
     return gate(draft, args.fail_under_alpha, args.fail_under_speedup)
 
 
-def gate(draft: dict[str, Any], alpha: float | None, speedup: float | None) -> int:
+def gate(draft: DraftReport, alpha: float | None, speedup: float | None) -> int:
     """1 when a lower bound of the draft's 95% intervals is under its floor, or unknown; else 0."""
     status = 0
-    for name, floor in (("alpha", alpha), ("speedup", speedup)):
+    for name, measured, floor in (
+        ("alpha", draft.alpha, alpha),
+        ("speedup", draft.speedup, speedup),
+    ):
         if floor is None:
             continue
-        if draft[name] is None:
+        if measured is None:
             print(f"FAIL: {name} was not measured, so it cannot be {floor}", file=sys.stderr)
             status = 1
-        elif draft[name]["ci95"][0] < floor:
-            low = draft[name]["ci95"][0]
+        elif measured.ci95[0] < floor:
+            low = measured.ci95[0]
             print(f"FAIL: lower bound of {name} is {low:.3f}, under {floor}", file=sys.stderr)
             status = 1
     return status

@@ -1,6 +1,5 @@
 """What tests share: a tiny Llama, and a small made-up evaluation."""
 
-import copy
 import random
 
 import pytest
@@ -8,8 +7,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.measuring.atlas import Answer
-from eval.measuring.metrics import Agreement, PromptRun, StepCosts, by_batch, ledger
-from eval.reporting.report import DraftMeasurement, RunInfo, build_report
+from eval.measuring.build import build_report
+from eval.measuring.log import Agreement, DraftLog, PromptRun, RunLog, StepCosts
+from eval.measuring.metrics import by_batch, ledger
 
 
 @pytest.fixture(scope="session")
@@ -124,7 +124,7 @@ def made_up_measurement(name, alpha, prompts=40, **changes):
         "vocabulary": {"relation": "identical", "strategy": "none", "coverage": 1.0},
         "agreement": [made_up_agreement(rng, str(i), alpha) for i in range(prompts + 10)],
         "runs": [made_up_run(rng, str(i), alpha, gamma=3) for i in range(prompts)],
-        "baseline_runs": [made_up_run(rng, str(i), 0, 0, blocks=30) for i in range(prompts)],
+        "baseline": [made_up_run(rng, str(i), 0, 0, blocks=30) for i in range(prompts)],
         "costs": StepCosts(0.001, 0.010, {1: 0.010, 2: 0.0105, 3: 0.011, 4: 0.011, 5: 0.012}, 60),
         "memory": {
             "target_bytes": 270_000_000,
@@ -132,6 +132,8 @@ def made_up_measurement(name, alpha, prompts=40, **changes):
             "kv_bytes_per_token": {"target": 23_040, "draft": 1_536},
         },
         "full_form_bytes": 85_000_000,
+        "gamma": 3,
+        "gamma_policy": "fixed",
         "lossless": ledger(
             prompts,
             [
@@ -148,7 +150,7 @@ def made_up_measurement(name, alpha, prompts=40, **changes):
             ],
         ),
     }
-    base = fields["baseline_runs"]
+    base = fields["baseline"]
     pairs = [runs[at : at + 4] for runs in (fields["runs"], base) for at in range(0, prompts, 4)]
     half = len(pairs) // 2
     fields |= {
@@ -162,12 +164,12 @@ def made_up_measurement(name, alpha, prompts=40, **changes):
         ],
         "by_temperature": {0.6: (fields["runs"], base)},
     }
-    return DraftMeasurement(**(fields | changes))
+    return DraftLog(**(fields | changes))
 
 
 @pytest.fixture(scope="session")
 def run_info():
-    return RunInfo(
+    return RunLog(
         target="org/target-135m",
         engine="draftsmith",
         device="2 CPU cores",
@@ -200,7 +202,7 @@ def run_info():
 
 @pytest.fixture
 def measurement():
-    """Makes a `DraftMeasurement`: measurement(name, alpha, prompts=40, **fields to change)."""
+    """Makes a `DraftLog`: measurement(name, alpha, prompts=40, **fields to change)."""
     return made_up_measurement
 
 
@@ -213,4 +215,4 @@ def built_report(run_info):
 @pytest.fixture
 def sample_report(built_report):
     """A report of the drafts `untuned` and `tuned`, to be changed at will."""
-    return copy.deepcopy(built_report)
+    return built_report.model_copy(deep=True)

@@ -9,16 +9,18 @@ The same pure functions as a report's (eval/measuring/metrics.py), on token ids 
 import datasets
 import evaluate
 
-from eval.measuring.metrics import Agreement, NothingToMeasure, alpha, replayed_tau
+from eval.measuring.log import Agreement
+from eval.measuring.metrics import alpha, or_none, replayed_tau
 
 DESCRIPTION = """
-How often a draft model's likeliest token is the one that the target model said, and how many
-tokens greedy speculative decoding with it emits per target call (arXiv 2211.17192).
+How often the argmax of a draft model is the token that the target model generated, and how many
+tokens greedy speculative decoding with that draft emits per target call (arXiv 2211.17192).
 """
 INPUTS = """
-predictions: for each answer of the target, the draft's likeliest token id at every position, given
+predictions: for each answer of the target, the draft's argmax token id at every position, given
     the target's own tokens before it (teacher-forced).
-references: the target's greedy answers as token ids, as long as the predictions.
+references: the target's greedy answers as token ids, as long as the predictions; taken as ended by
+    the length limit.
 gamma: the draft length that tau is taken at.
 
 Returns `alpha` and `tau`, each {"mean", "ci95", "n"}: bootstrap intervals over the answers. tau has
@@ -53,16 +55,16 @@ class Acceptance(evaluate.Metric):
         if gamma < 1:
             raise ValueError(f"gamma is {gamma}; a draft has at least 1 token.")
         answers = []
-        for i, (drafted, said) in enumerate(zip(predictions, references, strict=True)):
-            if len(drafted) != len(said):
+        for i, (drafted, tokens) in enumerate(zip(predictions, references, strict=True)):
+            if len(drafted) != len(tokens):
                 raise ValueError(
-                    f"Answer {i} has {len(drafted)} predictions for {len(said)} tokens; give one "
+                    f"Answer {i} has {len(drafted)} predictions for {len(tokens)} tokens; give one "
                     "for every position."
                 )
-            values = [float(a == b) for a, b in zip(drafted, said, strict=True)]
+            values = [float(a == b) for a, b in zip(drafted, tokens, strict=True)]
             answers.append(Agreement(str(i), None, sum(values), len(values), values))
-        try:
-            tau = replayed_tau(answers, gamma)
-        except NothingToMeasure:
-            tau = None
-        return {"alpha": alpha(answers), "tau": tau}
+        tau = or_none(lambda: replayed_tau(answers, gamma))
+        return {
+            "alpha": alpha(answers).model_dump(mode="json"),
+            "tau": tau.model_dump(mode="json") if tau else None,
+        }

@@ -1,6 +1,8 @@
 """One forward pass for all decoders: preallocated KV, rollback by position, ragged rows.
 
-Legend: B rows, T new positions a row, S cache slots, H hidden size, V rows of the output head.
+Legend: B rows, T new positions a row, S cache slots, H hidden size, V rows of the output head. A
+layer's number is its place in transformers' `hidden_states`: 0 the embeddings, k the state after k
+layers, the last one after the final norm.
 A row's position is its slot in the cache, so rolling back is nothing but a smaller `start`: the
 slots beyond it are masked and then overwritten.
 """
@@ -18,6 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from eval.decoding import cpu_bits
+
 # Families whose blocks are RMSNorm, rotary attention with grouped keys, SwiGLU, and nothing else.
 LEAN_FAMILIES = ("llama", "qwen2", "qwen3")
 # Rotary variants whose angles depend on the position alone, so that they can be tabulated once.
@@ -25,14 +29,8 @@ TABULATED_ROPE = ("default", "linear", "llama3", "yarn")
 
 BATCHED_ROWS = 8  # from so many rows on, attention is two batched products on a CPU
 
-# A token that is verified among others must have, to the bit, the logits that it has alone: else
-# bf16 decides near-ties in another way, and half of all texts part from the target's own. A CPU's
-# kernels sum in an order that hangs on the shapes; these keep them to shapes that agree.
-SLOT_BLOCK = 64  # attention runs over a multiple of so many slots, the last ones masked
-APART = 16  # up to so many positions of one row attend one by one, as rows of their own
 INT8_TERMS = 16  # torch's kernel reads the terms of a product sixteen at a time, past the end too
 INT8_ROWS = 16  # for more rows than this, unpacking an int8 weight first is faster
-ROW_SUMS = 1024  # oneDNN sums more terms of a single row in another order than of two
 
 
 @dataclass
@@ -101,6 +99,14 @@ def input_embedding(model: PreTrainedModel) -> Tensor:
     return embedding.weight.detach()
 
 
+def starts(positions: list[int]) -> int | Tensor:
+    """`start` of Decoder.forward for rows at these positions; one row steps as it does alone."""
+    return positions[0] if len(positions) == 1 else torch.tensor(positions)
+
+
+HiddenStates = dict[int, Tensor | None]  # by layer; None until a forward has put them in
+
+
 class Decoder(Protocol):
     """What generation needs of a model, draft or target."""
 
@@ -118,13 +124,18 @@ class Decoder(Protocol):
         ...
 
     def forward(
-        self, tokens: Tensor, start: int | Tensor, cache: KVCache, last_only: bool = False
+        self,
+        tokens: Tensor,
+        start: int | Tensor,
+        cache: KVCache,
+        last_only: bool = False,
+        states: HiddenStates | None = None,
     ) -> Tensor:
         """Logits [B, T, V] (or [B, 1, V], the last) of `tokens` [B, T] at start, start+1, …
 
         start: position of the first new token, one for all rows (int) or one a row [B], on the
         host (which then waits for no device) or the device. Their keys and values are written to
-        `cache`.
+        `cache`. states: for each layer that is a key, its hidden states [B, T, H] are put in.
         """
         ...
 
@@ -211,24 +222,13 @@ def _joined_bias(*parts: nn.Linear) -> Tensor | None:
 
 
 def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """F.linear of [B, T, K], with the same bits for a row alone as among others on a CPU.
-
-    See ROW_SUMS. Two rows take no longer than one: the weights are read once. (An Int8Weight, which
-    only a draft has, makes no such promise.)
-    """
-    if isinstance(weight, Int8Weight):
-        if x.shape[0] * x.shape[1] > INT8_ROWS:
-            return F.linear(x, weight.values.to(x.dtype) * weight.scales[:, None], bias)
-        y = torch._weight_int8pack_mm(x.flatten(0, 1), *weight).view(*x.shape[:2], -1)
-        return y if bias is None else y + bias
-    alone = x.shape[0] * x.shape[1] == 1 and x.shape[2] > ROW_SUMS
-    if alone and x.dtype == torch.bfloat16 and x.device.type == "cpu":
-        return F.linear(torch.cat([x, x], dim=1), weight, bias)[:, :1]
-    return F.linear(x, weight, bias)
-
-
-def _whole_blocks(slots: int) -> int:
-    return -(-slots // SLOT_BLOCK) * SLOT_BLOCK
+    """F.linear of [B, T, K]. An Int8Weight, which only a draft has, makes no promise of bits."""
+    if isinstance(weight, Tensor):
+        return cpu_bits.linear(x, weight, bias)
+    if x.shape[0] * x.shape[1] > INT8_ROWS:
+        return F.linear(x, weight.values.to(x.dtype) * weight.scales[:, None], bias)
+    y = torch._weight_int8pack_mm(x.flatten(0, 1), *weight).view(*x.shape[:2], -1)
+    return y if bias is None else y + bias
 
 
 class LeanDecoder:
@@ -298,7 +298,7 @@ class LeanDecoder:
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
-        shape = (rows, self.key_heads, _whole_blocks(slots), self.head_size)
+        shape = (rows, self.key_heads, cpu_bits.whole_blocks(slots), self.head_size)
         # zeros, not empty: a masked slot still enters a product, and 0 * nan is nan
         return KVCache(
             [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in self.layers],
@@ -307,49 +307,30 @@ class LeanDecoder:
 
     @torch.inference_mode()
     def forward(
-        self, tokens: Tensor, start: int | Tensor, cache: KVCache, last_only: bool = False
+        self,
+        tokens: Tensor,
+        start: int | Tensor,
+        cache: KVCache,
+        last_only: bool = False,
+        states: HiddenStates | None = None,
     ) -> Tensor:
         rows, width = tokens.shape
-        many = rows >= BATCHED_ROWS and self.device.type == "cpu"
-        attention: Any = batched_attention if many else F.scaled_dot_product_attention
         if isinstance(start, int):
-            end = start + width
-            cos, sin = self.cos[start:end], self.sin[start:end]
-            first = torch.tensor([start], device=self.device)
+            cos, sin = self.cos[start : start + width], self.sin[start : start + width]
         else:
-            # products of whole tensors copy no slice, and generate_batched keeps `slots` tight
-            end = cache.slots if many else int(start.max()) + width
-            start = start.to(self.device)
-            positions = start[:, None] + torch.arange(width, device=self.device)
+            positions = start.to(self.device)[:, None] + torch.arange(width, device=self.device)
             cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
             row_index = torch.arange(rows, device=self.device)[:, None]
-            first = start
-        length = min(_whole_blocks(end), cache.slots) if self.device.type == "cpu" else end
-        mask = None
-        if many or width > 1 or length > end or not isinstance(start, int):
-            mask = causal_bias(first, width, length, self.dtype)
-        # a few positions of one row: each attends as it would alone, as a row of its own and over
-        # as many slots
-        apart: list[tuple[int, int, int, Tensor]] = []  # first, end of positions, slots, mask
-        if rows == 1 and 1 < width <= APART and self.device.type == "cpu":
-            assert mask is not None
-            at = 0
-            while at < width:
-                slots = min(_whole_blocks(end - width + at + 1), cache.slots)
-                to = min(width, slots - (end - width))
-                shape = (to - at, 1, self.group, slots)
-                part = mask[0, at:to, None, None, :slots].expand(shape).contiguous()
-                apart.append((at, to, slots, part))
-                at = to
-        elif mask is not None:
-            mask = mask.repeat(1, self.group, 1)[:, None]
-            if many:
-                mask = mask.expand(rows, self.key_heads, -1, -1).flatten(0, 1)
+        attend = self._attention(rows, width, start, cache.slots)
 
         x = F.embedding(tokens, self.embedding)
         size = (x.shape[-1],)
         turned = self.heads + self.key_heads
-        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
+        for number, (layer, keys, values) in enumerate(
+            zip(self.layers, cache.keys, cache.values, strict=True)
+        ):
+            if states and number in states:
+                states[number] = x
             h = F.rms_norm(x, size, layer.input_norm, self.eps)
             qkv = _linear(h, layer.qkv, layer.qkv_bias).view(rows, width, -1, self.head_size)
             qkv = qkv.transpose(1, 2)
@@ -361,38 +342,59 @@ class LeanDecoder:
             qk = qk * cos + torch.roll(qk, self.head_size // 2, -1) * sin
             q, k = qk[:, : self.heads], qk[:, self.heads :]
             if isinstance(start, int):
-                keys[:, :, start:end] = k
-                values[:, :, start:end] = v
+                keys[:, :, start : start + width] = k
+                values[:, :, start : start + width] = v
             else:
                 keys[row_index, :, positions] = k.transpose(1, 2)
                 values[row_index, :, positions] = v.transpose(1, 2)
-            if apart:
-                q = q.reshape(self.key_heads, self.group, width, self.head_size).permute(2, 0, 1, 3)
-                parts = [
-                    attention(
-                        q[at:to],
-                        keys[:, :, :slots].expand(to - at, -1, -1, -1),
-                        values[:, :, :slots].expand(to - at, -1, -1, -1),
-                        part,
-                    )
-                    for at, to, slots, part in apart
-                ]
-                h = parts[0] if len(parts) == 1 else torch.cat(parts)
-            else:
-                # heads that share a key head are folded into the query length: no repeated keys
-                q = q.reshape(rows, self.key_heads, self.group * width, self.head_size)
-                h = attention(q, keys[:, :, :length], values[:, :, :length], mask)
-                h = h.view(rows, self.heads, width, self.head_size).transpose(1, 2)
-            h = h.reshape(rows, width, self.heads * self.head_size)
+            h = attend(q, keys, values).reshape(rows, width, self.heads * self.head_size)
             x = x + _linear(h, layer.output, layer.output_bias)
             h = F.rms_norm(x, size, layer.post_norm, self.eps)
             gate, up = _linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
             x = x + _linear(F.silu(gate) * up, layer.down, layer.down_bias)
-        if last_only:
+        last = len(self.layers)
+        if last_only and not (states and last in states):
             x = x[:, -1:]
-        return _linear(
-            F.rms_norm(x, size, self.final_norm, self.eps), self.head_weight, self.head_bias
-        )
+        x = F.rms_norm(x, size, self.final_norm, self.eps)
+        if states and last in states:
+            states[last] = x
+        return _linear(x[:, -1:] if last_only else x, self.head_weight, self.head_bias)
+
+    def _attention(
+        self, rows: int, width: int, start: int | Tensor, slots: int
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """The attention of one forward, from q [B, heads, T, D], keys and values [B, key heads, S,
+        D] to what reshapes to [B, T, heads * D].
+        """
+        on_cpu = self.device.type == "cpu"
+        many = rows >= BATCHED_ROWS and on_cpu
+        if isinstance(start, int):
+            end = start + width
+            first = torch.tensor([start], device=self.device)
+        else:
+            # products of whole tensors copy no slice, and generate_batched keeps `slots` tight
+            end = slots if many else int(start.max()) + width
+            first = start.to(self.device)
+        length = min(cpu_bits.whole_blocks(end), slots) if on_cpu else end
+        mask = None
+        if many or width > 1 or length > end or not isinstance(start, int):
+            mask = causal_bias(first, width, length, self.dtype)
+        if rows == 1 and 1 < width <= cpu_bits.APART and on_cpu:
+            assert mask is not None
+            return cpu_bits.SeparatePositions(mask, end - width, slots, self.group)
+        if mask is not None:
+            mask = mask.repeat(1, self.group, 1)[:, None]
+            if many:
+                mask = mask.expand(rows, self.key_heads, -1, -1).flatten(0, 1)
+        attention: Any = batched_attention if many else F.scaled_dot_product_attention
+
+        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            # heads that share a key head are folded into the query length: no repeated keys
+            folded = q.reshape(rows, self.key_heads, self.group * width, self.head_size)
+            h = attention(folded, keys[:, :, :length], values[:, :, :length], mask)
+            return h.view(rows, self.heads, width, self.head_size).transpose(1, 2)
+
+        return attend
 
 
 def batched_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -463,7 +465,9 @@ class StockDecoder:
                 "position; use a target and a draft with attention layers only."
             )
         window = getattr(config, "sliding_window", None)
-        if any("sliding" in kind for kind in kinds) and window and context_length > window:
+        # without layer_types (Mistral-v0.1, Phi-3-mini) every layer has the window
+        slides = not kinds or any("sliding" in kind for kind in kinds)
+        if slides and window and context_length > window:
             raise ValueError(
                 f"A context of {context_length} tokens exceeds the sliding window of {window} of "
                 f"{config.model_type}; shorten max_new_tokens or the prompts."
@@ -492,7 +496,12 @@ class StockDecoder:
 
     @torch.inference_mode()
     def forward(
-        self, tokens: Tensor, start: int | Tensor, cache: KVCache, last_only: bool = False
+        self,
+        tokens: Tensor,
+        start: int | Tensor,
+        cache: KVCache,
+        last_only: bool = False,
+        states: HiddenStates | None = None,
     ) -> Tensor:
         rows, width = tokens.shape
         slots = _Slots(start, rows, width, self.device)
@@ -500,11 +509,15 @@ class StockDecoder:
             _SlotLayer(k, v, slots) for k, v in zip(cache.keys, cache.values, strict=True)
         ]
         mask = causal_bias(slots.first, width, slots.length, self.dtype)[:, None]
-        return self.model(
+        output = self.model(
             input_ids=tokens,
             position_ids=slots.positions,
             attention_mask=mask,
             past_key_values=Cache(layers=layers),
             use_cache=True,
             logits_to_keep=1 if last_only else 0,
-        ).logits
+            output_hidden_states=bool(states),
+        )
+        for layer in states or ():
+            states[layer] = output.hidden_states[layer]  # type: ignore[index]
+        return output.logits

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eval.decoding.forward import Decoder
-from eval.decoding.verification import Sampling, likeliest, sample, warp
+from eval.decoding.verification import Sampling, argmax, sample, warp
 
 SLACK = 32  # free slots: a step reads every slot of the cache, and resizing it reads all of it
 PREFILL_ROWS = 4  # prompts read at once: each weight that is read serves all their tokens
@@ -80,7 +80,7 @@ def generate_batched(
             cache = cache.resized(needed + SLACK)
         logits = target.forward(tokens[:, None], positions, cache)[:, -1]
         positions += 1
-        tokens = likeliest(logits) if sampling.greedy else sample(warp(logits, sampling), generator)
+        tokens = argmax(logits) if sampling.greedy else sample(warp(logits, sampling), generator)
         captured = capture(logits) if capture else ()
         ended = []
         for row, token in enumerate(tokens.tolist()):

@@ -1,29 +1,25 @@
-"""The speculative decoder and its baseline: one prompt, chain drafting, exact verification.
+"""The decoding loop: draft, verify, emit, for one prompt or many; without a drafter, the baseline.
 
 The output is the target's own: identical tokens when greedy, the same distribution when sampling
-(arXiv 2211.17192, 2302.01318; the rules are in eval/decoding/verification.py).
+(arXiv 2211.17192, 2302.01318; the rules are in verification.py). The rows of a batch share every
+forward; how many drafted tokens are accepted, and with that each row's place in the caches, is the
+row's own. Legend: B rows, G drafted tokens, V the target's vocabulary.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from eval.decoding.drafting import Draft, Proposal, StringDraft
-from eval.decoding.forward import Decoder
-from eval.decoding.verification import (
-    Sampling,
-    likeliest,
-    sample,
-    verify_greedy,
-    verify_sampled,
-    verify_without_q,
-    warp,
-)
-from eval.measuring.metrics import PromptRun
+from eval.decoding.drafters.base import Drafter, Proposal
+from eval.decoding.forward import Decoder, HiddenStates, KVCache, starts
+from eval.decoding.verification import Sampling, choose, verify
+from eval.measuring.log import PromptRun
 from eval.prompts import Prompt
 
 
@@ -53,117 +49,144 @@ class Decoding:
     seed: int = 0
 
 
-def cut(tokens: list[int], room: int, stops: frozenset[int]) -> tuple[list[int], bool]:
-    """The tokens up to the first stop (included) or the room left, and whether any were lost."""
-    kept = tokens[:room]
-    for i, token in enumerate(kept):
-        if token in stops:
-            kept = kept[: i + 1]
-            break
-    return kept, len(kept) < len(tokens)
+def seed_of(run_seed: int, *prompt_ids: str) -> int:
+    """The seed of a prompt's (or a batch's) random numbers, so that prompts are independent."""
+    text = "\0".join([str(run_seed), *prompt_ids])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 
-def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
-    """The target's own choice of a token after each of [..., V]."""
-    return likeliest(logits) if sampling.greedy else sample(warp(logits, sampling), generator)
-
-
-def verify(
-    logits: Tensor, proposal: Proposal, sampling: Sampling, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """How many of the drafted tokens stand [B] and the target's next one [B].
-
-    logits: the target's after the last token of the text and after each drafted one [B, G+1, V].
-    """
-    if sampling.greedy:
-        return verify_greedy(likeliest(logits), proposal.tokens)
-    p = warp(logits, sampling)
-    if proposal.q is None:
-        return verify_without_q(p, proposal.tokens, generator)
-    return verify_sampled(p, proposal.q, proposal.tokens, generator)
-
-
-def decode_baseline(target: Decoder, prompt: Prompt, ids: list[int], how: Decoding) -> PromptRun:
-    """The target alone, one token a call, timed as `decode_speculative` is."""
-    generator = torch.Generator(device=target.device).manual_seed(how.seed)
-    clock = time.perf_counter()
-    cache = target.new_cache(1, len(ids) + how.max_new_tokens)
-    logits = target.forward(torch.tensor([ids], device=target.device), 0, cache, last_only=True)
-    token = choose(logits, how.sampling, generator)
-    tokens = token[0].tolist()
-    now = time.perf_counter()
-    run = empty_run(prompt, ids, tokens, now - clock)
-    while tokens[-1] not in how.stops and len(tokens) < how.max_new_tokens:
-        clock = now
-        logits = target.forward(token, len(ids) + len(tokens) - 1, cache)
-        token = choose(logits, how.sampling, generator)
-        tokens.extend(token[0].tolist())
-        now = time.perf_counter()
-        run.block_seconds.append(now - clock)
-        run.block_tokens.append(1)
-        run.drafted.append(0)
-        run.accepted.append(0)
-    return run
-
-
-def decode_speculative(
+def decode(
     target: Decoder,
-    draft: Draft | StringDraft,
-    prompt: Prompt,
-    ids: list[int],
+    drafter: Drafter | None,
+    prompts: Sequence[Prompt],
+    ids: Sequence[list[int]],
     how: Decoding,
     length: DraftLength,
-) -> PromptRun:
-    """The target with a draft of that length, cut where fewer tokens are still wanted."""
-    assert length.gamma >= 1
-    generator = torch.Generator(device=target.device).manual_seed(how.seed)
-    slots = len(ids) + how.max_new_tokens
+) -> list[PromptRun]:
+    """The answers to all prompts, decoded as one batch: one run a prompt, in their order.
+
+    drafter: None for the target alone (length is not used then). A row that ends leaves the batch;
+    none takes its place. The contexts of target and draft must hold the longest prompt,
+    max_new_tokens and gamma. A row's seconds are those of the batch while the row was in it, so the
+    batch took as long as its last row. Exact row by row: greedily each row has the target's own
+    tokens (but for near-ties in bf16), sampled its distribution, since no two rows share a random
+    number.
+    """
+    gamma = 0 if drafter is None else length.gamma
+    layers = () if drafter is None else drafter.layers
     device = target.device
+    generator = torch.Generator(device=device)
+    generator.manual_seed(seed_of(how.seed, *(prompt.id for prompt in prompts)))
+    slots = max(map(len, ids)) + how.max_new_tokens + gamma
 
-    # 1. Prefill the target; its last logits give the first token, which no draft had a part in.
+    # 1. Prefill the target row by row, which wastes nothing on prompts of different lengths. Its
+    # last logits give the first token, which no draft had a part in.
     clock = time.perf_counter()
-    target_cache = target.new_cache(1, slots)
-    logits = target.forward(torch.tensor([ids], device=device), 0, target_cache, last_only=True)
-    tokens: list[int] = choose(logits, how.sampling, generator)[0].tolist()
+    cache = target.new_cache(len(ids), slots)
+    prefill = [dict.fromkeys(layers) for _ in ids]
+    last = [
+        _read(target, [row], 0, cache.row(i), prefill[i], last_only=True)
+        for i, row in enumerate(ids)
+    ]
+    first = choose(torch.cat(last), how.sampling, generator).tolist()
     now = time.perf_counter()
-    run = empty_run(prompt, ids, tokens, now - clock)
+    runs = [
+        start_run(prompt, row, tokens, now - clock)
+        for prompt, row, tokens in zip(prompts, ids, first, strict=True)
+    ]
 
-    # 2. The draft takes in the text so far; it reads what is new at the start of each round.
-    vocab_size = logits.shape[-1]
-    session = draft.start([*ids, tokens[0]], slots, vocab_size, how.sampling, generator)
+    # 2. The drafter takes in the texts so far.
+    session = None
+    if drafter is not None:
+        texts = [[*row, *tokens] for row, tokens in zip(ids, first, strict=True)]
+        session = drafter.start(texts, slots, how.sampling, generator, prefill)
 
-    while tokens[-1] not in how.stops and len(tokens) < how.max_new_tokens:
+    rows = runs
+    while True:
+        # 3. Rows that have ended leave, and the caches close up.
+        left = [i for i, run in enumerate(rows) if not _ended(run, how)]
+        if not left:
+            return runs
+        if len(left) < len(rows):
+            rows = [rows[i] for i in left]
+            cache = cache.keep_rows(torch.tensor(left, device=device))
+            if session is not None:
+                session.keep(left)
+
+        # 4. Draft as many tokens as any row still has room for. The last wanted token comes from
+        # the target itself, so one less is drafted.
         clock = now
-        # 3. Draft. The last wanted token comes from the target itself, so one less is drafted.
-        room = how.max_new_tokens - len(tokens) - 1
-        proposal = session.propose(min(length.gamma, room), length.stop_below)
+        room = [how.max_new_tokens - len(run.tokens) - 1 for run in rows]
+        proposal = Proposal(torch.zeros((len(rows), 0), dtype=torch.long, device=device))
+        if session is not None:
+            proposal = session.propose(min(gamma, max(room)), length.stop_below)
 
-        # 4. Verify the last token and the draft in one target call.
-        last = torch.tensor([tokens[-1:]], device=device)
-        block = torch.cat([last, proposal.tokens], dim=1)
-        start = len(ids) + len(tokens) - 1
-        logits = target.forward(block, start, target_cache)
-        accepted, following = verify(logits, proposal, how.sampling, generator)
+        # 5. Verify every row's last token and draft in one target call.
+        newest = torch.tensor([run.tokens[-1:] for run in rows], device=device)
+        block = torch.cat([newest, proposal.tokens], dim=1)
+        start = starts([run.prompt_tokens + len(run.tokens) - 1 for run in rows])
+        states = dict.fromkeys(layers)
+        logits = _read(target, block, start, cache, states)
+        n_accepted, following = verify(logits, *proposal, how.sampling, generator)
 
-        # 5. One transfer a block: the draft's tokens, how many stand, and the target's next one.
-        *drafted, n, correction = torch.cat([block[0, 1:], accepted, following]).tolist()
-        emitted, truncated = cut(
-            [*drafted[:n], correction], how.max_new_tokens - len(tokens), how.stops
-        )
-        tokens.extend(emitted)
+        # 6. One transfer a block: of each row the draft, how many stand, the target's next token.
+        found = torch.cat([proposal.tokens, n_accepted[:, None], following[:, None]], 1).tolist()
+        counts = None if proposal.counts is None else proposal.counts.tolist()
         now = time.perf_counter()
-        run.block_seconds.append(now - clock)
-        run.block_tokens.append(len(emitted))
-        run.drafted.append(len(drafted))
-        run.accepted.append(n)
-        run.last_truncated = truncated or len(drafted) == room < length.gamma
+        emitted = [
+            _emit(run, row, counts[i] if counts else len(row) - 2, own_room, gamma, how.stops)
+            for i, (run, row, own_room) in enumerate(zip(rows, found, room, strict=True))
+        ]
+        for run in rows:
+            run.block_seconds.append(now - clock)
+        if session is not None:
+            session.commit(emitted, [row[-2] for row in found], states)
 
-        # 6. The draft goes back to what stands. The target's own cache rolls back by position.
-        session.extend(emitted, n)
-    return run
+
+def _read(
+    target: Decoder,
+    tokens: list[list[int]] | Tensor,
+    start: int | Tensor,
+    cache: KVCache,
+    states: HiddenStates,
+    last_only: bool = False,
+) -> Tensor:
+    return target.forward(
+        torch.as_tensor(tokens, device=target.device), start, cache, last_only, states
+    )
 
 
-def empty_run(prompt: Prompt, ids: list[int], tokens: list[int], seconds: float) -> PromptRun:
+def _emit(
+    run: PromptRun, row: list[int], drafted: int, room: int, gamma: int, stops: frozenset[int]
+) -> list[int]:
+    """Put one block into the log of a row, and return the tokens it emits.
+
+    row: the tokens proposed, how many were accepted, the target's next one. room: how many drafted
+    tokens were still wanted.
+    """
+    *draft, accepted, following = row
+    emitted = [*draft[:accepted], following][: room + 1]
+    # whether this block was cut by the length limit must not depend on what it accepted, or tau
+    # would be taken on a selection: if its like can be cut, it is left out
+    run.last_truncated = room < gamma and room <= drafted
+    end = next((i for i, token in enumerate(emitted) if token in stops), None)
+    if end is not None:
+        emitted = emitted[: end + 1]
+        if end < accepted:  # the text, and with it the draft, ends at a token that was drafted
+            drafted = accepted = end + 1
+    run.tokens.extend(emitted)
+    run.block_tokens.append(len(emitted))
+    run.drafted.append(drafted)
+    run.accepted.append(accepted)
+    return emitted
+
+
+def _ended(run: PromptRun, how: Decoding) -> bool:
+    return run.tokens[-1] in how.stops or len(run.tokens) == how.max_new_tokens
+
+
+def start_run(prompt: Prompt, ids: list[int], tokens: list[int], seconds: float) -> PromptRun:
+    """The log of an answer whose prefill has emitted `tokens`."""
     return PromptRun(
         prompt_id=prompt.id,
         category=prompt.category,
@@ -175,4 +198,6 @@ def empty_run(prompt: Prompt, ids: list[int], tokens: list[int], seconds: float)
         drafted=[],
         accepted=[],
         last_truncated=False,
+        group=prompt.group,
+        prefill_tokens=len(tokens),
     )

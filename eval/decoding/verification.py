@@ -1,7 +1,8 @@
 """Accept, reject, resample, keeping the target's distribution (arXiv 2211.17192, 2302.01318).
 
 Pure functions on tensors. Legend: B rows, G drafted tokens, V vocabulary. p is the target's
-distribution and q the draft's, both after every warper, both over the *target's* ids.
+distribution and q the draft's, both after every warper, both over the *target's* ids. counts [B]:
+how many of its G tokens a row drafted, the rest being padding; None where all rows drafted G.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Sampling:
         return self.temperature == 0
 
 
-def likeliest(logits: Tensor) -> Tensor:
+def argmax(logits: Tensor) -> Tensor:
     """argmax over [..., V], the first of equals; torch's own takes five times as long in bf16."""
     return logits.max(-1).indices
 
@@ -48,7 +49,7 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
     Temperature 0 gives the one-hot distribution of the argmax.
     """
     if sampling.greedy:
-        best = likeliest(logits)[..., None]
+        best = argmax(logits)[..., None]
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, best, 1.0)
     scores = logits.float() / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < scores.shape[-1]:
@@ -78,14 +79,52 @@ def sample(probabilities: Tensor, generator: torch.Generator | None = None) -> T
     return torch.searchsorted(cdf, below, right=True)[..., 0]
 
 
-def verify_greedy(target_tokens: Tensor, draft_tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Accepted counts [B] and the next token [B] when everybody is greedy.
+def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
+    """The target's own choice of a token after each of [..., V]."""
+    return argmax(logits) if sampling.greedy else sample(warp(logits, sampling), generator)
+
+
+def verify(
+    logits: Tensor,
+    draft_tokens: Tensor,
+    q: Tensor | None,
+    counts: Tensor | None,
+    sampling: Sampling,
+    generator: torch.Generator,
+) -> tuple[Tensor, Tensor]:
+    """How many of the drafted tokens [B, G] are accepted [B], and the next token [B].
+
+    logits: the target's after the last token of the text and after each drafted one [B, G+1, V].
+    q: the distributions that the draft tokens were sampled from [B, G, V]; None when greedy, and
+    where they are not known (`verify_without_q`).
+    """
+    if draft_tokens.shape[1] == 0:
+        return draft_tokens.new_zeros(len(logits)), choose(logits[:, -1], sampling, generator)
+    if sampling.greedy:
+        return verify_greedy(argmax(logits), draft_tokens, counts)
+    p = warp(logits, sampling)
+    if q is None:
+        return verify_without_q(p, draft_tokens, generator, counts)
+    return verify_sampled(p, q, draft_tokens, generator, counts)
+
+
+def verify_greedy(
+    target_tokens: Tensor, draft_tokens: Tensor, counts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Accepted counts [B] and the next token [B] when both models are greedy.
 
     target_tokens: argmax p at each of the G+1 positions [B, G+1]. draft_tokens: [B, G].
     """
-    agreed = (target_tokens[:, :-1] == draft_tokens).long().cumprod(dim=1)
-    accepted = agreed.sum(dim=1)
+    agreed = target_tokens[:, :-1] == draft_tokens
+    accepted = _leading(agreed, counts)
     return accepted, target_tokens.gather(1, accepted[:, None])[:, 0]
+
+
+def _leading(passed: Tensor, counts: Tensor | None) -> Tensor:
+    """How many tokens of each row [B, G] passed before the first that did not, padding left out."""
+    if counts is not None:
+        passed = passed & (torch.arange(passed.shape[1], device=passed.device) < counts[:, None])
+    return passed.long().cumprod(dim=1).sum(dim=1)
 
 
 def passes(p: Tensor, q: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -96,7 +135,11 @@ def passes(p: Tensor, q: Tensor, generator: torch.Generator | None = None) -> Te
 
 
 def verify_sampled(
-    p: Tensor, q: Tensor, draft_tokens: Tensor, generator: torch.Generator | None = None
+    p: Tensor,
+    q: Tensor,
+    draft_tokens: Tensor,
+    generator: torch.Generator | None = None,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Accepted counts [B] and the next token [B] by exact rejection sampling.
 
@@ -105,17 +148,16 @@ def verify_sampled(
     drawn from max(p - q, 0) normalised; after a full acceptance from p (the bonus token). Each
     emitted token then has distribution p exactly, given the ones before it.
     """
-    drafted = draft_tokens.shape[1]
     index = draft_tokens[..., None]
-    p_drafted = p[:, :drafted].gather(2, index)[..., 0]
+    p_drafted = p[:, :-1].gather(2, index)[..., 0]
     q_drafted = q.gather(2, index)[..., 0]
-    accepted = passes(p_drafted, q_drafted, generator).long().cumprod(dim=1).sum(dim=1)
+    accepted = _leading(passes(p_drafted, q_drafted, generator), counts)
     at = accepted[:, None, None].expand(-1, 1, p.shape[2])
     p_next = p.gather(1, at)[:, 0]
-    q_or_none = (
-        torch.cat([q, torch.zeros_like(q[:, :1])], dim=1) if drafted else torch.zeros_like(p)
-    )
-    residual = (p_next - q_or_none.gather(1, at)[:, 0]).clamp_min_(0)
+    q_next = torch.cat([q, torch.zeros_like(q[:, :1])], dim=1).gather(1, at)[:, 0]
+    if counts is not None:  # a row that drafted no more has no q there: its bonus token
+        q_next = q_next.masked_fill((accepted == counts)[:, None], 0)
+    residual = (p_next - q_next).clamp_min_(0)
     # p = q up to rounding leaves no residual, and such a rejection has probability ~0: p is right
     # then
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
@@ -123,16 +165,19 @@ def verify_sampled(
 
 
 def verify_without_q(
-    p: Tensor, draft_tokens: Tensor, generator: torch.Generator | None = None
+    p: Tensor,
+    draft_tokens: Tensor,
+    generator: torch.Generator | None = None,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `verify_sampled` for drafts whose distribution over target ids nobody knows.
+    """As `verify_sampled` for drafts whose distribution over target ids is not known.
 
     Token x is accepted with probability p(x); at the first rejection the next one is drawn from p
-    without x, normalised. Exact however x came about, as long as it hangs on the past alone: it is
+    without x, normalised. Exact however x was found, as long as it depends on the past alone: it is
     the rule for a q that is one-hot at x. Accepts sum q p in place of sum min(q, p).
     """
     at_x = torch.zeros_like(p[:, :-1]).scatter_(2, draft_tokens[..., None], 1.0)
-    return verify_sampled(p, at_x, draft_tokens, generator)
+    return verify_sampled(p, at_x, draft_tokens, generator, counts)
 
 
 def agreement(p: Tensor, q: Tensor) -> Tensor:

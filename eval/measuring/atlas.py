@@ -12,11 +12,20 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
-from eval.measuring import metrics
 from eval.measuring.cost import best_gamma
-from eval.measuring.metrics import Agreement, Measured, StepCosts
+from eval.measuring.log import Agreement, StepCosts
+from eval.measuring.metrics import share
+from eval.reporting.report import (
+    Atlas,
+    Bucket,
+    Confusion,
+    HeatMap,
+    RuleAcceptance,
+    Share,
+    TokenClass,
+)
 
 OTHER = "other"
 EXAMPLES = 4
@@ -114,89 +123,89 @@ def classify(answer: Answer, scheme: str) -> list[str]:
     return found
 
 
+# One answer with what the draft made of it, and the class of each of its tokens
+Logged = tuple[Agreement, Answer, list[str]]
+# One prompt's group, sum of values and number of positions
+Row = tuple[str | None, float, float]
+K = TypeVar("K", int, str)
+
+
 def build_atlas(
     agreements: Sequence[Agreement],
     answers: Sequence[Answer],
     spell: Callable[[int], bytes],
     costs: StepCosts,
     shown: Sequence[str],
-) -> dict[str, Any]:
+) -> Atlas:
     """The `atlas` block of a draft: classes, output position, entropy, rules, heat map.
 
-    answers: those of the agreements' prompts, every position kept. spell: the bytes of a token id.
-    shown: the prompts of the heat map.
+    answers: those of the agreements' prompts, every position kept. spell: the bytes of a token id;
+    it is not asked about a guess of -1, which is none. shown: the prompts of the heat map.
     """
+
+    def text(guess: int) -> str:
+        return text_of(spell(guess) if guess >= 0 else b"")
+
     by_prompt = {answer.prompt_id: answer for answer in answers}
     answers = [by_prompt[agreement.prompt_id] for agreement in agreements]
     scheme = scheme_of(answers)
-    classes = [classify(answer, scheme) for answer in answers]
-    return {
-        "scheme": scheme,
-        "classes": _by_class(agreements, answers, classes, spell, costs),
-        "by_output_position": _by_output_position(agreements),
-        "by_entropy": _by_entropy(agreements, answers),
-        "verification_rules": _by_rule(agreements),
-        "heat_map": _heat_map(agreements, answers, spell, shown),
-    }
+    logged = [(a, b, classify(b, scheme)) for a, b in zip(agreements, answers, strict=True)]
+    places = {agreement.prompt_id: (agreement, answer) for agreement, answer, _ in logged}
+    return Atlas(
+        scheme=scheme,
+        classes=_by_class(logged, text, costs),
+        by_output_position=_by_output_position(agreements),
+        by_entropy=_by_entropy(agreements, answers),
+        verification_rules=_by_rule(agreements),
+        heat_map=[_heat_map(*places[prompt], text) for prompt in shown],
+    )
 
 
-def _grouped(
-    agreements: Sequence[Agreement], groups: Sequence[Sequence[Any]]
-) -> dict[Any, list[tuple[float, float]]]:
-    """For each group, one row (sum of values, positions) a prompt that has some."""
-    rows: dict[Any, list[tuple[float, float]]] = defaultdict(list)
-    for agreement, names in zip(agreements, groups, strict=True):
-        sums: dict[Any, float] = defaultdict(float)
-        counts: Counter[Any] = Counter()
+def _rows_by(agreements: Sequence[Agreement], keys: Sequence[Sequence[K]]) -> dict[K, list[Row]]:
+    """keys: of each position. For each key, one row a prompt that has some."""
+    rows: dict[K, list[Row]] = defaultdict(list)
+    for agreement, names in zip(agreements, keys, strict=True):
+        sums: dict[K, float] = defaultdict(float)
         for value, name in zip(agreement.values, names, strict=True):
             sums[name] += value
-            counts[name] += 1
-        for name, count in counts.items():
-            rows[name].append((sums[name], float(count)))
+        counts = Counter(names)
+        for name, total in sums.items():
+            rows[name].append((agreement.group, total, float(counts[name])))
     return rows
 
 
 def _by_class(
-    agreements: Sequence[Agreement],
-    answers: Sequence[Answer],
-    classes: Sequence[Sequence[str]],
-    spell: Callable[[int], bytes],
-    costs: StepCosts,
-) -> list[dict[str, Any]]:
+    logged: Sequence[Logged], text: Callable[[int], str], costs: StepCosts
+) -> list[TokenClass]:
     """One entry a class, the costliest first."""
-    rows = _grouped(agreements, classes)
+    agreements = [agreement for agreement, _, _ in logged]
+    rows = _rows_by(agreements, [names for _, _, names in logged])
     positions = sum(a.positions for a in agreements)
     accepted = sum(a.alpha_sum for a in agreements)
     reached = best_gamma(min(accepted / positions, 1.0), costs)[1]
     found = []
     for name, sums in rows.items():
-        count = int(sum(row[1] for row in sums))
-        rejected = max(count - sum(row[0] for row in sums), 0.0)
+        count = int(sum(row[2] for row in sums))
+        rejected = max(count - sum(row[1] for row in sums), 0.0)
         healed = min((accepted + rejected) / positions, 1.0)
         found.append(
-            {
-                "class": name,
-                "positions": count,
-                "alpha": metrics.share(f"alpha of {name}", sums),
-                "rejected": round(rejected, 1),
-                "lost_speedup": best_gamma(healed, costs)[1] - reached,
-                "examples": _examples(name, agreements, answers, classes, spell),
-            }
+            TokenClass(
+                name=name,
+                positions=count,
+                alpha=share(f"alpha of {name}", sums),
+                rejected=round(rejected, 1),
+                lost_speedup=best_gamma(healed, costs)[1] - reached,
+                examples=_examples(name, logged, text),
+            )
         )
-    return sorted(found, key=lambda entry: -entry["rejected"])
+    return sorted(found, key=lambda entry: -entry.rejected)
 
 
-def _examples(
-    name: str,
-    agreements: Sequence[Agreement],
-    answers: Sequence[Answer],
-    classes: Sequence[Sequence[str]],
-    spell: Callable[[int], bytes],
-) -> list[dict[str, Any]]:
+def _examples(name: str, logged: Sequence[Logged], text: Callable[[int], str]) -> list[Confusion]:
     """The most frequent confusions of a class: the target's token, the draft's, one place."""
     counts: Counter[tuple[bytes, int]] = Counter()
     places: dict[tuple[bytes, int], str] = {}
-    for agreement, answer, names in zip(agreements, answers, classes, strict=True):
+    for agreement, answer, names in logged:
         for at, piece in enumerate(answer.pieces):
             if names[at] != name or agreement.values[at] >= 0.5:
                 continue
@@ -206,9 +215,8 @@ def _examples(
                 context = answer.before[-CONTEXT:] + b"".join(answer.pieces[:at])
                 places[key] = text_of(context[-CONTEXT:])
     return [
-        {"target": text_of(key[0]), "draft": text_of(spell(key[1])), "count": n, "before": place}
+        Confusion(target=text_of(key[0]), draft=text(key[1]), count=n, before=places[key])
         for key, n in counts.most_common(EXAMPLES)
-        for place in [places[key]]
     ]
 
 
@@ -218,53 +226,53 @@ def text_of(piece: bytes) -> str:
 
 
 def _buckets(
-    rows: dict[Any, list[tuple[float, float]]], edges: Sequence[tuple[float, float | None]]
-) -> list[dict[str, Any]]:
+    rows: dict[int, list[Row]], edges: Sequence[tuple[float, float | None]]
+) -> list[Bucket]:
     return [
-        {
-            "from": low,
-            "to": high,
-            "positions": int(sum(row[1] for row in rows[i])),
-            "alpha": metrics.share("alpha of a bucket", rows[i]),
-        }
+        Bucket(
+            low=low,
+            high=high,
+            positions=int(sum(row[2] for row in rows[i])),
+            alpha=share("alpha of a bucket", rows[i]),
+        )
         for i, (low, high) in enumerate(edges)
         if rows.get(i)
     ]
 
 
-def _by_output_position(agreements: Sequence[Agreement]) -> list[dict[str, Any]]:
+def _by_output_position(agreements: Sequence[Agreement]) -> list[Bucket]:
     """alpha at answer tokens 1-8, 9-16, 17-32, and so on by doubling."""
     longest = max(len(a.values) for a in agreements)
-    edges: list[tuple[float, float | None]] = [(1, 8)]
-    while edges[-1][1] is not None and edges[-1][1] < longest:
-        last = int(edges[-1][1])
-        edges.append((last + 1, 2 * last))
-    bucket = [i for i, (low, high) in enumerate(edges) for _ in range(int(low), int(high or 0) + 1)]
-    return _buckets(_grouped(agreements, [bucket[: len(a.values)] for a in agreements]), edges)
+    edges = [(1, 8)]
+    while edges[-1][1] < longest:
+        edges.append((edges[-1][1] + 1, 2 * edges[-1][1]))
+    bucket = [i for i, (low, high) in enumerate(edges) for _ in range(low, high + 1)]
+    return _buckets(_rows_by(agreements, [bucket[: len(a.values)] for a in agreements]), edges)
 
 
-def _by_entropy(agreements: Sequence[Agreement], answers: Sequence[Answer]) -> list[dict[str, Any]]:
+def _by_entropy(agreements: Sequence[Agreement], answers: Sequence[Answer]) -> list[Bucket]:
     """alpha by how open the choice was for the target."""
     edges = list(zip(ENTROPY_EDGES, [*ENTROPY_EDGES[1:], None], strict=True))
-    groups = [
-        [sum(bits >= low for low in ENTROPY_EDGES) - 1 for bits in a.entropy] for a in answers
-    ]
-    return _buckets(_grouped(agreements, groups), edges)
+    keys = [[sum(bits >= low for low in ENTROPY_EDGES) - 1 for bits in a.entropy] for a in answers]
+    return _buckets(_rows_by(agreements, keys), edges)
 
 
-def _by_rule(agreements: Sequence[Agreement]) -> list[dict[str, Any]]:
+def _by_rule(agreements: Sequence[Agreement]) -> list[RuleAcceptance]:
     """alpha under three exact rules at each temperature of the log."""
     logged = [a for a in agreements if a.rules]
-    temperatures = sorted({t for a in logged for t in a.rules})
 
-    def measured(rule: str, temperature: float) -> Measured:
-        rows = [(a.rules[temperature][rule], float(a.positions)) for a in logged]
-        return metrics.share(rule, rows)
+    def measured(rule: str, temperature: float) -> Share:
+        rows = [(a.group, a.rules[temperature][rule], float(a.positions)) for a in logged]
+        return share(rule, rows)
 
     return [
-        {"temperature": t}
-        | {rule: measured(rule, t) for rule in ("exact", "greedy_match", "target_probability")}
-        for t in temperatures
+        RuleAcceptance(
+            temperature=t,
+            exact=measured("exact", t),
+            greedy_match=measured("greedy_match", t),
+            target_probability=measured("target_probability", t),
+        )
+        for t in sorted({t for a in logged for t in a.rules})
     ]
 
 
@@ -275,22 +283,12 @@ def telling_prompts(agreements: Sequence[Agreement]) -> list[str]:
     return list(dict.fromkeys([order[0], order[len(order) // 2], order[-1]])) if order else []
 
 
-def _heat_map(
-    agreements: Sequence[Agreement],
-    answers: Sequence[Answer],
-    spell: Callable[[int], bytes],
-    shown: Sequence[str],
-) -> list[dict[str, Any]]:
-    """The answers shown, token by token."""
-    rows = {a.prompt_id: (a, b) for a, b in zip(agreements, answers, strict=True)}
-    return [
-        {
-            "prompt": prompt,
-            "alpha": agreement.alpha_sum / agreement.positions,
-            "tokens": [text_of(piece) for piece in answer.pieces],
-            "values": [round(value, 3) for value in agreement.values],
-            "guesses": [text_of(spell(guess)) for guess in agreement.guesses],
-        }
-        for prompt in shown
-        for agreement, answer in [rows[prompt]]
-    ]
+def _heat_map(agreement: Agreement, answer: Answer, text: Callable[[int], str]) -> HeatMap:
+    """One answer, token by token."""
+    return HeatMap(
+        prompt=agreement.prompt_id,
+        alpha=agreement.alpha_sum / agreement.positions,
+        tokens=[text_of(piece) for piece in answer.pieces],
+        values=[round(value, 3) for value in agreement.values],
+        guesses=[text(guess) for guess in agreement.guesses],
+    )

@@ -8,22 +8,11 @@ free (t_target(gamma+1) = t_target(1)); here its measured time is used.
 
 from __future__ import annotations
 
-from typing import TypedDict
-
-from eval.measuring.metrics import StepCosts
+from eval.measuring.log import StepCosts
+from eval.reporting.report import CurvePoint, Payoff, Waterfall
 
 # Below this a speed-up is lost in the noise of a serving machine.
 WORTH_IT = 1.05
-
-
-class Payoff(TypedDict):
-    """`payoff` of a report; best_gamma is taken at the measured alpha."""
-
-    ceiling_speedup: float
-    break_even_alpha: float | None
-    best_gamma: int
-    best_gamma_speedup: float
-    verdict: str
 
 
 def iid_tau(alpha: float, gamma: int) -> float:
@@ -62,19 +51,6 @@ def ceiling_speedup(costs: StepCosts) -> float:
     return best_gamma(1.0, costs)[1]
 
 
-class CurvePoint(TypedDict):
-    """Expected speed-up at one draft length.
-
-    predicted: from alpha, positions taken as independent. replayed: from the tau that greedy
-    decoding with this length has by the log of alpha; None when sampling. ceiling: at alpha = 1.
-    """
-
-    gamma: int
-    predicted: float
-    replayed: float | None
-    ceiling: float
-
-
 def speedup_at(tau: float, gamma: int, costs: StepCosts) -> float:
     """Decode-phase speed-up of tau tokens a call with drafts of gamma tokens, without overhead."""
     return tau * costs.target_step / (gamma * costs.draft_step + float(costs.verify(gamma + 1.0)))
@@ -83,25 +59,14 @@ def speedup_at(tau: float, gamma: int, costs: StepCosts) -> float:
 def gamma_curve(alpha: float, taus: dict[int, float], costs: StepCosts) -> list[CurvePoint]:
     """The expected speed-up at every length that was timed; taus: replayed ones, by length."""
     return [
-        {
-            "gamma": gamma,
-            "predicted": expected_speedup(alpha, gamma, costs),
-            "replayed": speedup_at(taus[gamma], gamma, costs) if gamma in taus else None,
-            "ceiling": expected_speedup(1.0, gamma, costs),
-        }
+        CurvePoint(
+            gamma=gamma,
+            predicted=expected_speedup(alpha, gamma, costs),
+            replayed=speedup_at(taus[gamma], gamma, costs) if gamma in taus else None,
+            ceiling=expected_speedup(1.0, gamma, costs),
+        )
         for gamma in range(1, costs.max_gamma + 1)
     ]
-
-
-class Waterfall(TypedDict):
-    """The speed-up as one cost after the other is counted, times the plain target."""
-
-    all_accepted: float
-    tau: float
-    after_draft_steps: float
-    predicted: float
-    decode: float
-    wall: float
 
 
 def waterfall(
@@ -113,14 +78,14 @@ def waterfall(
     """
     drafting = gamma * costs.draft_step / costs.target_step
     width = float(costs.verify(gamma + 1.0)) / costs.target_step
-    return {
-        "all_accepted": gamma + 1.0,
-        "tau": tau,
-        "after_draft_steps": tau / (1 + drafting),
-        "predicted": tau / (width + drafting),
-        "decode": decode_speedup,
-        "wall": speedup,
-    }
+    return Waterfall(
+        all_accepted=gamma + 1.0,
+        tau=tau,
+        after_draft_steps=tau / (1 + drafting),
+        predicted=tau / (width + drafting),
+        decode=decode_speedup,
+        wall=speedup,
+    )
 
 
 def break_even_alpha(costs: StepCosts) -> float | None:
@@ -167,10 +132,10 @@ def payoff(costs: StepCosts, alpha: float) -> Payoff:
             f"{gamma}. Break-even is at alpha {needed:.2f}; a perfect draft would reach "
             f"{ceiling:.2f}x."
         )
-    return {
-        "ceiling_speedup": ceiling,
-        "break_even_alpha": needed,
-        "best_gamma": gamma,
-        "best_gamma_speedup": speedup,
-        "verdict": verdict,
-    }
+    return Payoff(
+        ceiling_speedup=ceiling,
+        break_even_alpha=needed,
+        best_gamma=gamma,
+        best_gamma_speedup=speedup,
+        verdict=verdict,
+    )

@@ -4,62 +4,47 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from align.token_bytes import token_keys
-from eval.decoding.batched import shared_vocabulary
-from eval.decoding.drafting import Draft, StringDraft
-from eval.decoding.drafts import Candidate, Target, tensor_sha256
-from eval.decoding.forward import Decoder
+from align.token_bytes import tokens_of
+from eval.decoding.drafters.base import Drafter
+from eval.decoding.drafters.checkpoint import teacher_forced_logits
 from eval.decoding.loop import Decoding, DraftLength
+from eval.decoding.target import Target, tensor_sha256
 from eval.decoding.verification import Sampling
 from eval.measuring import metrics
-from eval.measuring.atlas import Answer, text_of
+from eval.measuring.agreement import bits_per_token, measure_agreement, target_texts
+from eval.measuring.atlas import Answer
+from eval.measuring.build import build_report
 from eval.measuring.journal import Journal
+from eval.measuring.log import Agreement, DraftLog, PromptRun, RunLog, StepCosts
 from eval.measuring.losslessness import LosslessCheck
-from eval.measuring.metrics import StepCosts
 from eval.measuring.timing import (
-    bits_per_token,
+    ALONE,
+    Contender,
     choose_gamma,
-    interleave,
-    interleave_batches,
-    measure_agreement,
+    decode_in_turns,
     over_stock_generate,
     step_costs,
     sweep_gamma,
-    target_texts,
 )
-from eval.prompts import Prompt, draw, prompts_sha256
-from eval.reporting.report import DraftMeasurement, RunInfo, build_report
-
-
-@dataclass(frozen=True)
-class PromptSet:
-    """Prompts with their token ids, and where they came from."""
-
-    source: str
-    prompts: list[Prompt]
-    ids: list[list[int]]
-
-    def drawn(self, count: int, seed: int) -> PromptSet:
-        """`count` of them, drawn with the seed."""
-        chosen = {p.id for p in draw(self.prompts, count, seed)}
-        keep = [i for i, p in enumerate(self.prompts) if p.id in chosen]
-        return PromptSet(self.source, [self.prompts[i] for i in keep], [self.ids[i] for i in keep])
+from eval.prompts import Batch, PromptSet
+from eval.reporting.report import Report
 
 
 @dataclass(frozen=True)
 class Plan:
     """How much an evaluation measures.
 
-    gamma: a fixed draft length for all drafts; None chooses the last one's fastest, up to
-    max_gamma. speed_prompts: how many are timed. sweep_prompts: measure every fixed length on so
-    many of those. batch_sizes, temperatures: decode them also in batches of each size, and at each
+    gamma: a fixed draft length for all drafts; None chooses each one's fastest, up to max_gamma.
+    speed_prompts: how many are timed. sweep_prompts: measure every fixed length on so many of
+    those. batch_sizes, temperatures: decode them also in batches of each size, and at each
     temperature.
     """
 
@@ -71,9 +56,9 @@ class Plan:
     temperatures: Sequence[float] = ()
 
 
-def evaluate_drafts(
+def evaluate(
     target: Target,
-    candidates: Sequence[Candidate],
+    drafters: Mapping[str, Drafter],
     evaluation: PromptSet,
     tuning: PromptSet,
     how: Decoding,
@@ -82,8 +67,8 @@ def evaluate_drafts(
     overlap: int | None,
     provenance: dict[str, Any],
     others: PromptSet | None = None,
-) -> dict[str, Any]:
-    """The report (eval/reporting/report.py) of every candidate on the same prompts.
+) -> Report:
+    """The report of every draft, by name, on the same prompts.
 
     tuning: prompts to choose gamma on, which must not be evaluation prompts. journal: keeps what is
     measured, for a process that takes over. overlap: evaluation prompts that were trained on, None
@@ -91,136 +76,121 @@ def evaluate_drafts(
     ValueError where a model's logits are no numbers.
     """
     timed = evaluation.drawn(plan.speed_prompts, how.seed)
-    _check_batches(candidates, plan.batch_sizes, len(timed.prompts))
-    said = [
-        _refuse_no_numbers(name, decoder, evaluation.ids[0])
-        for name, decoder in (
-            (target.spec, target.decoder),
-            *((candidate.name, candidate.draft.decoder) for candidate in candidates),
+    if plan.batch_sizes and max(plan.batch_sizes) > len(timed.prompts):
+        raise ValueError(
+            f"A batch of {max(plan.batch_sizes)} needs as many timed prompts, but there are "
+            f"{len(timed.prompts)}; raise --speed_prompts, give more prompts, or ask for smaller "
+            "--batch_sizes."
         )
-    ]
-    journal.begin(
-        said,
-        [(candidate.name, candidate.vocabulary) for candidate in candidates],
-        [
-            (part.ids, [(prompt.id, prompt.category) for prompt in part.prompts])
-            for part in (evaluation, tuning, others)
-            if part is not None
-        ],
-        dataclasses.asdict(how) | {"stops": sorted(how.stops)},
-        dataclasses.asdict(plan),
-        (device_name(target.decoder.device), str(target.decoder.dtype), torch.__version__),
-    )
-    if plan.gamma is not None:
-        length, policy = DraftLength(plan.gamma), "fixed"
-    else:
-        length = journal.once(
-            "choice of gamma",
-            lambda: choose_gamma(
-                target, candidates[-1].draft, tuning.prompts, tuning.ids, how, plan.max_gamma
-            ),
-            lambda fields: DraftLength(**fields),
-        )
-        kind = f"stops below {length.stop_below:g}" if length.stop_below else "fixed"
-        policy = f"{kind}, fastest on {len(tuning.prompts)} other prompts"
-
-    texts = journal.once("target texts", lambda: target_texts(target, evaluation.ids, how))
-    drafts = [candidate.draft for candidate in candidates]
-    agreements, entropy = measure_agreement(
-        target, drafts, evaluation.prompts, evaluation.ids, texts, how.sampling, journal
-    )
+    _begin(journal, target, drafters, (evaluation, tuning, others), how, plan)
+    lengths = {
+        name: _draft_length(target, name, drafter, tuning, how, plan, journal)
+        for name, drafter in drafters.items()
+    }
+    alphas, entropy, texts = _agreement(target, drafters, evaluation, how, journal, "alpha")
+    outside = _agreement(target, drafters, others, how, journal, "other prompts")[0]
     spell = speller(target)
     answers = [
-        Answer(
-            prompt.id,
-            [spell(token) for token in text],
-            bits,
-            b"" if prompt.prompt is None else prompt.prompt.encode(),
-        )
+        Answer(prompt.id, list(map(spell, text)), bits, (prompt.prompt or "").encode())
         for prompt, text, bits in zip(evaluation.prompts, texts, entropy, strict=True)
     ]
-    outside = _outside(target, drafts, others, how, journal) if others else [None] * len(drafts)
 
-    greedy = Decoding(Sampling(), how.stops, how.max_new_tokens, how.seed)
-    decoded = {}
-    # losslessness is always measured greedily
-    for temperature in dict.fromkeys([how.sampling.temperature, 0.0, *plan.temperatures]):
-        sampling = dataclasses.replace(how.sampling, temperature=temperature)
-        decoded[temperature] = interleave(
-            target,
-            candidates,
-            timed.prompts,
-            timed.ids,
-            dataclasses.replace(how, sampling=sampling),
-            length,
-            journal,
-        )
-    baseline, runs = decoded[how.sampling.temperature]
-    greedy_baseline, greedy_runs = decoded[0.0]
-    stock = journal.once(
-        "stock generate", lambda: over_stock_generate(target, timed.prompts, timed.ids, how)
-    )
-    check = LosslessCheck(target, greedy, length)
-    batched = _by_batch_size(
-        target, candidates, timed, how, length, plan.batch_sizes, check, spell, journal
-    )
-    alone = [([p], [ids]) for p, ids in zip(timed.prompts, timed.ids, strict=True)]
+    contenders: list[Contender] = [ALONE, *((d, lengths[name]) for name, d in drafters.items())]
 
-    mean_context = sum(run.prompt_tokens + len(run.tokens) // 2 for run in baseline) // len(
-        baseline
-    )
-    longest = max(plan.max_gamma, length.gamma)
+    def decoded(batches: list[Batch], sampling: Sampling, stage: str) -> _Decoded:
+        some = dataclasses.replace(how, sampling=sampling)
+        return decode_in_turns(target, contenders, batches, some, journal, stage)
+
+    alone = timed.batches(1)
+    by_temperature = {
+        t: decoded(alone, dataclasses.replace(how.sampling, temperature=t), f"speed at T={t:g}")
+        # losslessness is always measured greedily
+        for t in dict.fromkeys([how.sampling.temperature, 0.0, *plan.temperatures])
+    }
+    by_size = {
+        size: decoded(batches, how.sampling, f"batch size {size}")
+        for size in plan.batch_sizes
+        for batches in [timed.batches(size)]
+    }
+    runs = _rows(by_temperature[how.sampling.temperature])
+    baseline = runs[0]
+    stock = journal.once("stock generate", lambda: over_stock_generate(target, timed, how))
+
+    check = LosslessCheck(target, dataclasses.replace(how, sampling=Sampling()))
+    context = sum(r.prompt_tokens + len(r.tokens) // 2 for r in baseline) // len(baseline)
     swept = timed.drawn(plan.sweep_prompts, how.seed)
-    measurements = []
-    for i, candidate in enumerate(candidates):
+    logs = []
+    for i, (name, drafter) in enumerate(drafters.items(), start=1):
+        length = lengths[name]
+        longest = max(plan.max_gamma, length.gamma)
         costs = journal.once(
-            f"step costs of {candidate.name}",
-            partial(
-                step_costs, target.decoder, candidate.draft, mean_context, longest, how.sampling
-            ),
+            f"step costs of {name}",
+            partial(step_costs, target.decoder, drafter, context, longest, how.sampling),
             StepCosts.from_json,
         )
-        lossless = journal.once(
-            f"texts of {candidate.name} compared",
-            partial(
-                check.ledger,
-                candidate.draft,
-                alone,
-                [[run] for run in greedy_baseline],
-                [[run] for run in greedy_runs[i]],
-            ),
-        )
-        measurements.append(
-            DraftMeasurement(
-                name=candidate.name,
-                path=candidate.path,
-                form=candidate.form,
-                vocabulary=candidate.vocabulary,
-                agreement=agreements[i],
+
+        def compared(
+            batches: list[Batch], found: _Decoded, stage: str, i: int = i
+        ) -> dict[str, Any]:
+            drafter, length = contenders[i]
+            assert drafter is not None
+            ledger = partial(check.ledger, drafter, length, batches, found[0], found[i])
+            return _spelt(journal.once(stage, ledger), spell)
+
+        logs.append(
+            DraftLog(
+                name=name,
+                path=drafter.path,
+                form=drafter.form,
+                vocabulary=dict(drafter.vocabulary),
                 runs=runs[i],
-                baseline_runs=baseline,
+                baseline=baseline,
+                lossless=compared(alone, by_temperature[0.0], f"texts of {name} compared"),
+                gamma=length.gamma,
+                gamma_policy=_policy(length, plan, tuning),
+                agreement=alphas[name],
                 costs=costs,
                 memory={
                     "target_bytes": target.bytes,
-                    "draft_bytes": candidate.draft_bytes,
+                    "draft_bytes": drafter.bytes,
                     "kv_bytes_per_token": {
                         "target": target.decoder.new_cache(1, 1).bytes_per_token(),
-                        "draft": candidate.draft.decoder.new_cache(1, 1).bytes_per_token(),
+                        "draft": drafter.kv_bytes_per_token,
                     },
                 },
-                full_form_bytes=candidate.full_form_bytes,
-                lossless=_spelt(lossless, spell),
-                gamma_sweep=sweep_gamma(
-                    target, candidate, swept.prompts, swept.ids, how, plan.max_gamma, journal
-                )
+                full_form_bytes=drafter.full_form_bytes,
+                gamma_sweep=sweep_gamma(target, name, drafter, swept, how, plan.max_gamma, journal)
                 if plan.sweep_prompts
                 else [],
-                other_prompts=outside[i],
-                by_batch_size=batched[i],
-                by_temperature={t: (decoded[t][1][i], decoded[t][0]) for t in plan.temperatures},
+                other_prompts=None
+                if others is None
+                else {
+                    "source": others.source,
+                    "sha256": others.sha256,
+                    "alpha": metrics.alpha(outside[name]),
+                },
+                by_batch_size=[
+                    {
+                        "batch_size": size,
+                        "prompts": size * len(found[0]),
+                        "lossless": compared(
+                            timed.batches(size),
+                            found,
+                            f"texts of {name} compared, batch size {size}",
+                        )
+                        if how.sampling.greedy
+                        else None,
+                        **metrics.by_batch(found[i], found[0]),
+                    }
+                    for size, found in by_size.items()
+                ],
+                by_temperature={
+                    t: (_rows(by_temperature[t])[i], _rows(by_temperature[t])[0])
+                    for t in plan.temperatures
+                },
             )
         )
-    info = RunInfo(
+    run = RunLog(
         target=target.spec,
         engine="torch",
         device=device_name(target.decoder.device),
@@ -230,107 +200,125 @@ def evaluate_drafts(
             "top_k": how.sampling.top_k,
             "top_p": how.sampling.top_p,
             "max_new_tokens": how.max_new_tokens,
-            "gamma": length.gamma,
-            "gamma_policy": policy,
+            "gamma": logs[-1].gamma,
+            "gamma_policy": logs[-1].gamma_policy,
             "verification": "greedy match" if how.sampling.greedy else "rejection sampling",
             "stop_tokens": len(how.stops),
-            "ended_by_stop": sum(run.tokens[-1] in how.stops for run in baseline) / len(baseline),
+            "ended_by_stop": sum(r.tokens[-1] in how.stops for r in baseline) / len(baseline),
         },
         prompts={
             "source": evaluation.source,
             "n": len(evaluation.prompts),
-            "sha256": prompts_sha256(evaluation.prompts),
+            "sha256": evaluation.sha256,
             "overlap_with_training": overlap,
             "bits_per_token": round(bits_per_token(target, evaluation.ids), 2),
             "random_bits": round(math.log2(target.decoder.embedding.shape[0]), 2),
         },
         provenance=provenance | {"resumed": journal.resumed},
-        over_stock_generate=stock,
+        over_stock_generate=metrics.measure(
+            "over_stock_generate",
+            stock,
+            lambda t: (t[..., 0] / t[..., 1]) / (t[..., 2] / t[..., 3]),
+        ),
         answers=answers,
         spell=spell,
     )
-    return build_report(info, measurements)
+    return build_report(run, logs)
 
 
-def _by_batch_size(
-    target: Target,
-    candidates: Sequence[Candidate],
-    timed: PromptSet,
-    how: Decoding,
-    length: DraftLength,
-    sizes: Sequence[int],
-    check: LosslessCheck,
-    spell: Callable[[int], bytes],
+_Decoded = list[list[list[PromptRun]]]  # runs [contenders][batches][rows]
+
+
+def _rows(decoded: _Decoded) -> list[list[PromptRun]]:
+    """Runs [contenders][prompts]."""
+    return [[run for batch in batches for run in batch] for batches in decoded]
+
+
+def _begin(
     journal: Journal,
-) -> list[list[dict[str, Any]]]:
-    """What each draft brings at each batch size [candidates][sizes]: points of `by_batch_size`.
-
-    The prompts in their order, so many a batch, the last ones left out where they fill none.
-    """
-    points: list[list[dict[str, Any]]] = [[] for _ in candidates]
-    for size in sizes:
-        batches = [
-            (timed.prompts[at : at + size], timed.ids[at : at + size])
-            for at in range(0, len(timed.prompts) - size + 1, size)
-        ]
-        baseline, *drafted = interleave_batches(target, candidates, batches, how, length, journal)
-        for candidate, mine, found in zip(candidates, drafted, points, strict=True):
-            lossless = None
-            if how.sampling.greedy:
-                stage = f"texts of {candidate.name} compared, batch size {size}"
-                ledger = partial(check.ledger, candidate.draft, batches, baseline, mine)
-                lossless = _spelt(journal.once(stage, ledger), spell)
-            found.append(
-                {
-                    "batch_size": size,
-                    "prompts": size * len(batches),
-                    "lossless": lossless,
-                    **metrics.by_batch(mine, baseline),
-                }
-            )
-    return points
-
-
-def _check_batches(candidates: Sequence[Candidate], sizes: Sequence[int], prompts: int) -> None:
-    """Raise ValueError, before anything is timed, for batches that cannot be measured."""
-    if not sizes:
-        return
-    if max(sizes) > prompts:
-        raise ValueError(
-            f"A batch of {max(sizes)} needs as many timed prompts, but there are {prompts}; raise "
-            "--speed_prompts, give more prompts, or ask for smaller --batch_sizes."
-        )
-    for candidate in candidates:
-        try:
-            shared_vocabulary(candidate.draft)
-        except ValueError as error:
-            raise ValueError(f"--batch_sizes cannot take draft {candidate.name}: {error}") from None
-
-
-@torch.inference_mode()
-def _refuse_no_numbers(name: str, decoder: Decoder, ids: list[int]) -> str:
-    """Look at a model's logits [1, T, V] once: the argmax of NaN would pass for a token.
-
-    Minus infinity is a number here: it rules a token out. Returns the logits' hash, by which the
-    model is known again.
-    """
-    # of another vocabulary: any of its ids will do
-    own = [i % decoder.embedding.shape[0] for i in ids][: decoder.context_length]
-    logits = decoder.forward(
-        torch.tensor([own], device=decoder.device), 0, decoder.new_cache(1, len(own))
+    target: Target,
+    drafters: Mapping[str, Drafter],
+    parts: Sequence[PromptSet | None],
+    how: Decoding,
+    plan: Plan,
+) -> None:
+    """Take up what the journal holds of just these models, prompts and settings."""
+    ids = next(part for part in parts if part is not None).ids[0]
+    dtype = str(target.decoder.dtype).removeprefix("torch.")
+    logits = teacher_forced_logits(target.decoder, ids, 1)
+    known_by = [_hash_of_numbers(target.spec, logits, dtype)]
+    known_by += [_hash_of_numbers(name, d.probe(ids), dtype) for name, d in drafters.items()]
+    journal.begin(
+        known_by,
+        [(name, drafter.vocabulary) for name, drafter in drafters.items()],
+        [
+            (part.ids, [(prompt.id, prompt.category, prompt.group) for prompt in part.prompts])
+            for part in parts
+            if part is not None
+        ],
+        dataclasses.asdict(how) | {"stops": sorted(how.stops)},
+        dataclasses.asdict(plan),
+        (device_name(target.decoder.device), dtype, torch.__version__),
     )
-    if logits.isnan().any() or logits.isposinf().any():
-        dtype = str(decoder.dtype).removeprefix("torch.")
+
+
+def _hash_of_numbers(name: str, computed: Tensor, dtype: str) -> str:
+    """The hash by which a model is known again; the argmax of NaN would pass for a token.
+
+    Minus infinity is a number here: it rules a token out.
+    """
+    if computed.isnan().any() or computed.isposinf().any():
         raise ValueError(
             f"{name} gives logits that are no numbers in {dtype}: its weights are damaged, or too "
             "large for float16; take a checkpoint that is whole, or --dtype bfloat16 or float32."
         )
-    return tensor_sha256(logits)
+    return tensor_sha256(computed)
+
+
+def _draft_length(
+    target: Target,
+    name: str,
+    drafter: Drafter,
+    tuning: PromptSet,
+    how: Decoding,
+    plan: Plan,
+    journal: Journal,
+) -> DraftLength:
+    if plan.gamma is not None:
+        return DraftLength(plan.gamma)
+    length: DraftLength = journal.once(
+        f"gamma of {name}",
+        lambda: choose_gamma(target, drafter, tuning, how, plan.max_gamma),
+        lambda fields: DraftLength(**fields),
+    )
+    return length
+
+
+def _policy(length: DraftLength, plan: Plan, tuning: PromptSet) -> str:
+    if plan.gamma is not None:
+        return "fixed"
+    kind = f"stops below {length.stop_below:g}" if length.stop_below else "fixed"
+    return f"{kind}, fastest on {len(tuning.prompts)} other prompts"
+
+
+def _agreement(
+    target: Target,
+    drafters: Mapping[str, Drafter],
+    prompts: PromptSet | None,
+    how: Decoding,
+    journal: Journal,
+    stage: str,
+) -> tuple[dict[str, list[Agreement]], list[list[float]], list[list[int]]]:
+    """Agreements by draft, entropy, and the target's texts they were taken on."""
+    if prompts is None:
+        return {}, [], []
+    texts = journal.once(f"texts for {stage}", lambda: target_texts(target, prompts.ids, how))
+    return *measure_agreement(target, drafters, prompts, texts, how, journal, stage), texts
 
 
 def speller(target: Target) -> Callable[[int], bytes]:
     """The bytes of a token id of the target; none for padding rows that no token has."""
-    keys = token_keys(target.tokenizer)
+    keys = tokens_of(target.tokenizer)
 
     def spell(token: int) -> bytes:
         key = keys[token] if token < len(keys) else None
@@ -342,27 +330,14 @@ def speller(target: Target) -> Callable[[int], bytes]:
 def _spelt(ledger: dict[str, Any], spell: Callable[[int], bytes]) -> dict[str, Any]:
     """The ledger with the divergences' tokens as text."""
     entries = [
-        entry | {side: text_of(b"".join(map(spell, entry[side]))) for side in ("target", "drafted")}
+        entry
+        | {
+            side: b"".join(map(spell, entry[side])).decode("utf-8", "replace")
+            for side in ("target", "drafted")
+        }
         for entry in ledger["divergences"]
     ]
     return ledger | {"divergences": entries}
-
-
-def _outside(
-    target: Target,
-    drafts: Sequence[Draft | StringDraft],
-    others: PromptSet,
-    how: Decoding,
-    journal: Journal,
-) -> list[dict[str, Any]]:
-    """alpha of each draft on prompts of other domains."""
-    stage = "other prompts"
-    texts = journal.once(f"texts of {stage}", lambda: target_texts(target, others.ids, how))
-    found, _ = measure_agreement(
-        target, drafts, others.prompts, others.ids, texts, how.sampling, journal, f"alpha, {stage}"
-    )
-    about = {"source": others.source, "sha256": prompts_sha256(others.prompts)}
-    return [about | {"alpha": metrics.alpha(agreement)} for agreement in found]
 
 
 def device_name(device: torch.device) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,44 +15,72 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from eval.decoding.batched import decode_batch, starts
-from eval.decoding.drafting import Draft, StringDraft
-from eval.decoding.drafts import Target
-from eval.decoding.forward import Decoder, build_decoder
-from eval.decoding.loop import Decoding, DraftLength, decode_speculative
-from eval.measuring import metrics
-from eval.measuring.metrics import PromptRun
-from eval.measuring.timing import target_texts
-from eval.prompts import Prompt
+from eval.decoding.drafters.base import Drafter
+from eval.decoding.forward import Decoder, build_decoder, starts
+from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.target import Target
+from eval.measuring.agreement import target_texts
+from eval.measuring.log import PromptRun
+from eval.prompts import Batch
 
-# Prompts decoded together, and their ids.
-Batch = tuple[Sequence[Prompt], Sequence[list[int]]]
+
+def first_divergence(one: Sequence[int], other: Sequence[int]) -> int:
+    """The position where two texts that differ part; where one ends, that is its length."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def divergence(
+    baseline: PromptRun, run: PromptRun, text_of: Callable[[list[int]], Any]
+) -> dict[str, Any]:
+    """The ledger's entry of two texts that differ, not explained (yet) as a tie.
+
+    text_of: of the token where they part; of no token where a text ends there.
+    """
+    at = first_divergence(baseline.tokens, run.tokens)
+    return {
+        "prompt": run.prompt_id,
+        "position": at,
+        "target": text_of(baseline.tokens[at : at + 1]),
+        "drafted": text_of(run.tokens[at : at + 1]),
+        "gap": None,
+        "error": None,
+        "tie": False,
+    }
 
 
 def tie(single: Tensor, wide: Tensor, target: int, drafted: int) -> dict[str, Any]:
-    """`{gap, error, tie}`: do two tokens' logits lie no further apart than two forwards differ?
+    """`{gap, error, tie}`: can the error of two forwards have changed the order of two tokens?
 
-    single, wide: the logits [V] of both forwards at the position where two texts part.
+    single, wide: the logits [V] of both forwards at the position where two texts part. Each of the
+    two logits may be off by the error, so a gap of up to twice the error can be a tie.
     """
     gap = abs(float(single[target] - single[drafted]))
     error = float((single - wide).abs().max())
-    return {"gap": gap, "error": error, "tie": gap <= error}
+    return {"gap": gap, "error": error, "tie": gap <= 2 * error}
 
 
-def _texts_differ(baseline: Sequence[PromptRun], runs: Sequence[PromptRun]) -> list[bool]:
-    return [base.tokens != run.tokens for base, run in zip(baseline, runs, strict=True)]
+def ledger(prompts: int, divergences: list[dict[str, Any]]) -> dict[str, Any]:
+    """The report's `lossless`: so many prompts were compared, and these of them parted."""
+    ties = sum(entry["tie"] for entry in divergences)
+    return {
+        "prompts": prompts,
+        "identical": prompts - len(divergences),
+        "tie_divergences": ties,
+        "unexplained": len(divergences) - ties,
+        "divergences": divergences,
+    }
 
 
 class LosslessCheck:
     """Compares greedy tokens with and without a draft; explains or counts each first divergence.
 
-    A divergence is a tie when the two tokens' logits lie no further apart than the target's two
-    forwards at that very position differ, each replayed in its run's own blocks and batch, and the
-    prompt's outputs agree in fp32.
+    A divergence is a tie when `tie` says so of the target's two forwards at that very position,
+    each replayed in its run's own blocks and batch, and the prompt's outputs agree in fp32.
     """
 
-    def __init__(self, target: Target, how: Decoding, length: DraftLength) -> None:
-        self.target, self.how, self.length = target, how, length
+    def __init__(self, target: Target, how: Decoding) -> None:
+        self.target, self.how = target, how
         self.exact_texts: dict[str, list[int]] = {}  # prompt id -> the target's text in fp32
 
     @cached_property
@@ -63,63 +91,53 @@ class LosslessCheck:
 
     def ledger(
         self,
-        draft: Draft | StringDraft,
+        drafter: Drafter,
+        length: DraftLength,
         batches: Sequence[Batch],
         baseline: Sequence[Sequence[PromptRun]],
         runs: Sequence[Sequence[PromptRun]],
     ) -> dict[str, Any]:
-        """`{prompts, identical, tie_divergences, unexplained, divergences}` of greedy runs.
+        """`ledger` of greedy runs [batches][rows], which were decoded in these batches.
 
-        batches: the prompts as they were decoded together, in batches of one where each was alone;
-        baseline and runs likewise. divergences: where each text parts, as token ids, and what the
-        two forwards say there.
+        Its divergences hold token ids.
         """
-        rows = zip(batches, baseline, runs, strict=True)
-        other = [row for row in rows if any(_texts_differ(*row[1:]))]
-        found = [
-            self._divergences(prompts, ids, base, mine)
-            for (prompts, ids), base, mine in tqdm(
-                other, desc="replay", unit="batch", disable=not other
-            )
-        ]
-        near = []
-        for (batch, _, _), entries in zip(other, found, strict=True):
-            rows_near = [row for row, entry in entries.items() if entry["tie"]]
-            if rows_near:
-                near.append((batch, rows_near, entries))
-        self._read_exactly([(batch, rows_near) for batch, rows_near, _ in near])
-        bar = tqdm(near, desc="check ties in fp32", unit="batch", disable=not near)
-        for (prompts, ids), rows_near, entries in bar:
-            agreed = self._agree_exactly(draft, prompts, ids, rows_near)
-            for row, same in zip(rows_near, agreed, strict=True):
-                entries[row]["tie"] = same
-        return metrics.ledger(
-            sum(len(prompts) for prompts, _ in batches),
-            [entry for entries in found for entry in entries.values()],
-        )
+        found: list[dict[str, Any]] = []
+        near: list[tuple[Batch, dict[int, dict[str, Any]]]] = []  # batch, its rows that may be ties
+        for batch, base, mine in tqdm(
+            list(zip(batches, baseline, runs, strict=True)), desc="compare texts", unit="batch"
+        ):
+            if any(one.tokens != other.tokens for one, other in zip(base, mine, strict=True)):
+                entries = self._divergences(batch, base, mine, length)
+                found += entries.values()
+                ties = {row: entry for row, entry in entries.items() if entry["tie"]}
+                if ties:
+                    near.append((batch, ties))
+        if near:
+            self._read_exactly([(batch, list(ties)) for batch, ties in near])
+            for (prompts, ids), ties in tqdm(near, desc="check ties in fp32", unit="batch"):
+                exact = decode(self.exact, drafter, prompts, ids, self.how, length)
+                for row, entry in ties.items():
+                    entry["tie"] = exact[row].tokens == self.exact_texts[exact[row].prompt_id]
+        return ledger(sum(len(prompts) for prompts, _ in batches), found)
 
     def _divergences(
         self,
-        prompts: Sequence[Prompt],
-        ids: Sequence[list[int]],
+        batch: Batch,
         baseline: Sequence[PromptRun],
         runs: Sequence[PromptRun],
+        length: DraftLength,
     ) -> dict[int, dict[str, Any]]:
-        """The first divergence of each row that has one; `tie`: its gap is within the error."""
+        """The first divergence of each row that has one; `tie`: as far as its logits say."""
         found: dict[int, dict[str, Any]] = {}
         near: dict[int, int] = {}  # a text that merely ends earlier can never be a tie
-        for row, differ in enumerate(_texts_differ(baseline, runs)):
-            if not differ:
-                continue
-            prompt, texts = prompts[row], (baseline[row].tokens, runs[row].tokens)
-            at = metrics.first_divergence(*texts)
-            target, drafted = (text[at : at + 1] for text in texts)
-            found[row] = {"prompt": prompt.id, "position": at, "target": target, "drafted": drafted}
-            found[row] |= {"gap": None, "error": None, "tie": False}
-            if target and drafted:
-                near[row] = at
+        for row, (base, run) in enumerate(zip(baseline, runs, strict=True)):
+            if base.tokens != run.tokens:
+                found[row] = divergence(base, run, list)
+                if found[row]["target"] and found[row]["drafted"]:
+                    near[row] = found[row]["position"]
         if near:
-            single, wide = (self._logits_at(near, ids, both) for both in (baseline, runs))
+            single = self._logits_at(near, batch[1], baseline, 0)
+            wide = self._logits_at(near, batch[1], runs, length.gamma)
             for row in near:
                 (target,), (drafted,) = found[row]["target"], found[row]["drafted"]
                 found[row] |= tie(single[row], wide[row], target, drafted)
@@ -127,12 +145,15 @@ class LosslessCheck:
 
     @torch.inference_mode()
     def _logits_at(
-        self, wanted: dict[int, int], ids: Sequence[list[int]], runs: Sequence[PromptRun]
+        self,
+        wanted: dict[int, int],
+        ids: Sequence[list[int]],
+        runs: Sequence[PromptRun],
+        gamma: int,
     ) -> dict[int, Tensor]:
         """The target's logits [V] for token number `wanted[row]` of rows of a batch, replayed."""
         decoder = self.target.decoder
-        # as many slots as decode_batch took: large batches attend to all of them
-        gamma = self.length.gamma if any(any(run.drafted) for run in runs) else 0
+        # as many slots as decode took: large batches attend to all of them
         cache = decoder.new_cache(len(ids), max(map(len, ids)) + self.how.max_new_tokens + gamma)
         found: dict[int, Tensor] = {}
         for row, prompt in enumerate(ids):
@@ -147,12 +168,12 @@ class LosslessCheck:
             if len(left) < len(rows):
                 rows = [rows[i] for i in left]
                 cache = cache.keep_rows(torch.tensor(left, device=decoder.device))
+            width = 1 + max(runs[row].drafted[turn] for row in rows)
             blocks = []
             for row in rows:
-                drafted = runs[row].drafted[turn]
-                block = runs[row].tokens[done[row] - 1 : done[row] + drafted]
+                block = runs[row].tokens[done[row] - 1 : done[row] - 1 + width]
                 # what a row drafted beyond its text is not known and changes nothing before it
-                blocks.append(block + block[-1:] * (drafted + 1 - len(block)))
+                blocks.append(block + block[-1:] * (width - len(block)))
             tokens = torch.tensor(blocks, device=decoder.device)
             start = starts([len(ids[row]) + done[row] - 1 for row in rows])
             logits = decoder.forward(tokens, start, cache)
@@ -164,11 +185,11 @@ class LosslessCheck:
             turn += 1
         return found
 
-    def _read_exactly(self, near: Sequence[tuple[Batch, Sequence[int]]]) -> None:
+    def _read_exactly(self, near: Sequence[tuple[Batch, list[int]]]) -> None:
         """The target's fp32 texts of these rows of batches, where not known yet."""
         ids = {
-            prompts[row].id: ids[row]
-            for (prompts, ids), rows in near
+            prompts[row].id: prompt_ids[row]
+            for (prompts, prompt_ids), rows in near
             for row in rows
             if prompts[row].id not in self.exact_texts
         }
@@ -176,19 +197,3 @@ class LosslessCheck:
             exact = dataclasses.replace(self.target, decoder=self.exact)
             texts = target_texts(exact, list(ids.values()), self.how)
             self.exact_texts |= zip(ids, texts, strict=True)
-
-    def _agree_exactly(
-        self,
-        draft: Draft | StringDraft,
-        prompts: Sequence[Prompt],
-        ids: Sequence[list[int]],
-        rows: Sequence[int],
-    ) -> list[bool]:
-        """For these rows of a batch, whether the fp32 text with the draft is the one without."""
-        if len(prompts) == 1:  # decode_batch knows no draft with a vocabulary of its own
-            runs = [
-                decode_speculative(self.exact, draft, prompts[0], ids[0], self.how, self.length)
-            ]
-        else:
-            runs = decode_batch(self.exact, draft, prompts, ids, self.how, self.length)
-        return [runs[row].tokens == self.exact_texts[prompts[row].id] for row in rows]

@@ -1,20 +1,31 @@
 """The numbers of a report, as pure functions of the raw log of an evaluation.
 
-The log is one `PromptRun` a prompt and decoder and one `Agreement` a prompt and draft. Every
-measured number is a ratio of sums over prompts, and its interval comes from one bootstrap over
-prompts (not over tokens: the tokens of one answer depend on each other). docs/metrics.md says in
-prose what is in each number and what is not.
+The log (eval/measuring/log.py) is one `PromptRun` a prompt and decoder and one `Agreement` a prompt
+and draft. Every measured number is a ratio of sums over prompts, and its interval comes from one
+bootstrap over prompts, or over their groups (not over tokens: the tokens of one answer depend on
+each other). docs/metrics.md says in prose what is in each number and what is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.measuring.log import Agreement, Floats, PromptRun, StepCosts
+from eval.measuring.log import Agreement, DraftLog, Floats, PromptRun, StepCosts
+from eval.reporting.report import (
+    Both,
+    CategoryNumbers,
+    Costs,
+    Latency,
+    Measured,
+    Memory,
+    PositionAcceptance,
+    Share,
+    TemperaturePoint,
+)
 
 RESAMPLES = 10_000
 SEED = 20240817
@@ -25,30 +36,16 @@ LOOP_PERIOD = 64
 LOOP_REPEATS = 3
 LOOP_TOKENS = 8
 
+T = TypeVar("T")
+# Prompt id -> its group and its columns, whose totals a statistic is a function of
+Rows = dict[str, tuple[str | None, tuple[float, ...]]]
+
 
 class NothingToMeasure(ValueError):
     """The log holds nothing that the asked number could be computed from."""
 
 
-class Measured(TypedDict):
-    """A number with its 95% interval and the prompts it rests on."""
-
-    mean: float
-    ci95: list[float]
-    n: int
-
-
-class PositionAcceptance(TypedDict):
-    """Acceptance at one place of the draft. `conditional` is None if no draft got that far."""
-
-    position: int
-    drafts: int
-    marginal: Measured
-    conditional: Measured | None
-
-
-# ---------------------------------------------------------------------------------------------
-# The interval
+# --- The interval ---
 
 
 def bootstrap_totals(columns: Floats, resamples: int = RESAMPLES, seed: int = SEED) -> Floats:
@@ -68,42 +65,83 @@ def bootstrap_totals(columns: Floats, resamples: int = RESAMPLES, seed: int = SE
     return totals
 
 
+def ratio(totals: Floats) -> Floats:
+    """The first column's total over that of the second."""
+    return totals[..., 0] / totals[..., 1]
+
+
 def measure(
-    name: str, rows: Sequence[Sequence[float]], statistic: Callable[[Floats], Floats]
+    name: str,
+    rows: Sequence[Sequence[float]],
+    statistic: Callable[[Floats], Floats] = ratio,
+    groups: Sequence[str | None] | None = None,
 ) -> Measured:
     """`statistic` of the column totals, with its 95% percentile bootstrap interval.
 
-    rows: one a prompt, K columns. statistic: (..., K) totals -> (...) values. Raises
-    `NothingToMeasure` without rows, ValueError where the result is not a finite number.
+    rows: one a prompt, K columns. statistic: (..., K) totals -> (...) values. groups: of each row;
+    rows of one group are drawn together, one without a group alone. Raises `NothingToMeasure`
+    without rows, ValueError where the result is not a finite number.
     """
     if not rows:
-        raise NothingToMeasure(f"{name}: no prompt holds anything to measure it on")
+        raise NothingToMeasure(f"no prompt holds anything to measure {name} on")
     columns = np.asarray(rows, dtype=np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         mean = statistic(columns.sum(axis=0))
-        values = statistic(bootstrap_totals(columns))
+        values = statistic(bootstrap_totals(_by_group(columns, groups) if groups else columns))
     if not (np.isfinite(mean) and np.isfinite(values).all()):
         raise ValueError(
             f"{name} is not a finite number ({mean} over all prompts): a time or a count in the "
             f"log is zero or missing"
         )
     low, high = np.percentile(values, [2.5, 97.5])
-    return {"mean": float(mean), "ci95": [float(low), float(high)], "n": len(columns)}
+    return Measured(mean=float(mean), ci95=(float(low), float(high)), n=len(columns))
 
 
-def _ratio(totals: Floats) -> Floats:
-    return totals[..., 0] / totals[..., 1]
+def _by_group(columns: Floats, groups: Sequence[str | None]) -> Floats:
+    """Sums of the rows of each group: what is drawn as a whole can as well be added up before."""
+    places: dict[str | int, int] = {}
+    index = [
+        places.setdefault(i if group is None else group, len(places))
+        for i, group in enumerate(groups)
+    ]
+    sums = np.zeros((len(places), columns.shape[1]))
+    np.add.at(sums, index, columns)
+    return sums
 
 
-# ---------------------------------------------------------------------------------------------
-# The log
+def _measure(name: str, rows: Rows, statistic: Callable[[Floats], Floats] = ratio) -> Measured:
+    columns = [columns for _, columns in rows.values()]
+    return measure(name, columns, statistic, [group for group, _ in rows.values()])
 
 
-def check_runs(runs: Sequence[PromptRun]) -> None:
-    """Raise ValueError, naming the prompt, for a log that contradicts itself."""
+def _difference(
+    name: str, mine: Rows, over: Rows, statistic: Callable[[Floats], Floats] = ratio
+) -> Measured | None:
+    """`statistic` of some rows minus that of others, both on the same resampled prompts."""
+    both = {
+        key: (group, (*columns, *over[key][1]))
+        for key, (group, columns) in mine.items()
+        if key in over
+    }
+
+    def apart(totals: Floats) -> Floats:
+        width = totals.shape[-1] // 2
+        return statistic(totals[..., :width]) - statistic(totals[..., width:])
+
+    return _measure(f"gain of {name}", both, apart) if both else None
+
+
+# --- The log ---
+
+
+def check_runs(runs: Sequence[PromptRun], blocks: bool = True) -> None:
+    """Raise ValueError, naming the prompt, for a log that contradicts itself.
+
+    blocks: whether drafted and accepted tokens are known.
+    """
     seen: set[str] = set()
     for run in runs:
-        problem = _problem(run)
+        problem = _problem(run) or (_block_problem(run) if blocks else None)
         if run.prompt_id in seen:
             problem = "it occurs twice"
         if problem:
@@ -112,22 +150,27 @@ def check_runs(runs: Sequence[PromptRun]) -> None:
 
 
 def _problem(run: PromptRun) -> str | None:
-    blocks = len(run.block_tokens)
-    if not len(run.block_seconds) == len(run.drafted) == len(run.accepted) == blocks:
+    calls, first = len(run.block_tokens), run.prefill_tokens
+    if not len(run.block_seconds) == len(run.drafted) == len(run.accepted) == calls:
         return "block_seconds, block_tokens, drafted and accepted differ in length"
-    if len(run.tokens) != 1 + sum(run.block_tokens):
-        return f"{len(run.tokens)} tokens, but 1 + {sum(run.block_tokens)} were emitted by calls"
+    if first < 1 or len(run.tokens) != first + sum(run.block_tokens):
+        return f"{len(run.tokens)} tokens, but {first} + {sum(run.block_tokens)} were emitted"
     if run.prefill_seconds <= 0 or any(seconds <= 0 for seconds in run.block_seconds):
         return "a time is zero or negative"
-    for i, (emitted, drafted, accepted) in enumerate(
-        zip(run.block_tokens, run.drafted, run.accepted, strict=True)
-    ):
+    return None
+
+
+def _block_problem(run: PromptRun) -> str | None:
+    last = len(run.block_tokens) - 1
+    blocks = zip(run.block_tokens, run.drafted, run.accepted, strict=True)
+    for i, (emitted, drafted, accepted) in enumerate(blocks):
+        cut = i == last and run.last_truncated
+        # a drafted token that ends the text is the end of its draft, and nothing follows it
+        ended = i == last and 1 <= emitted == accepted == drafted
         if not 0 <= accepted <= drafted:
             return f"block {i} accepted {accepted} of {drafted} drafted tokens"
-        if i < run.whole_blocks and emitted != accepted + 1:
+        if not (emitted == accepted + 1 or ended or (cut and 1 <= emitted <= accepted)):
             return f"block {i} emitted {emitted} tokens with {accepted} accepted (one more is due)"
-        if not 1 <= emitted <= accepted + 1:
-            return f"block {i} emitted {emitted} tokens with {accepted} accepted"
     return None
 
 
@@ -143,7 +186,7 @@ def pair(
     return [(run, others[run.prompt_id]) for run in runs]
 
 
-def _same_prompts(ids: Sequence[str], other_ids: Sequence[str]) -> None:
+def _same_prompts(ids: Iterable[str], other_ids: Iterable[str]) -> None:
     odd = sorted(set(ids) ^ set(other_ids))
     if odd:
         raise ValueError(
@@ -152,72 +195,71 @@ def _same_prompts(ids: Sequence[str], other_ids: Sequence[str]) -> None:
         )
 
 
-# ---------------------------------------------------------------------------------------------
-# Acceptance
+# --- Acceptance ---
 
 
 def alpha(agreements: Sequence[Agreement]) -> Measured:
     """Mean over positions of sum_x min(p, q) (arXiv 2211.17192, theorem 3.5)."""
-    return measure("alpha", [_agreement_row(a) for a in agreements if a.positions], _ratio)
+    return _measure("alpha", _alpha_rows(agreements))
 
 
-def both(
-    metric: Callable[[Sequence[PromptRun]], Any],
-    baseline: Sequence[PromptRun],
-    runs: Sequence[PromptRun],
-) -> dict[str, Any]:
+def both(metric: Callable[[Sequence[PromptRun]], T], log: DraftLog) -> Both[T]:
     """A metric of the runs without a draft and with it."""
-    return {"baseline": metric(baseline), "speculative": metric(runs)}
+    return Both(baseline=metric(log.baseline), speculative=metric(log.runs))
 
 
-def share(name: str, rows: Sequence[tuple[float, float]]) -> Measured:
-    """Sum over count of one row (sum, count) a prompt; each sum within 0 and its count."""
-    return measure(name, [(min(max(total, 0.0), count), count) for total, count in rows], _ratio)
+def share(name: str, rows: Sequence[tuple[str | None, float, float]]) -> Share:
+    """Sum over count of one row (group, sum, count) a prompt; each sum within 0 and its count."""
+    sums = [(min(max(total, 0.0), count), count) for _, total, count in rows]
+    return Share.model_validate(measure(name, sums, groups=[row[0] for row in rows]))
 
 
-def _agreement_row(agreement: Agreement) -> tuple[float, float]:
-    total, positions = agreement.alpha_sum, agreement.positions
-    # bf16 or fp32 sums of probabilities may pass 1 in the last digits
-    if not -1e-3 * positions <= total <= (1 + 1e-3) * positions:
-        raise ValueError(
-            f"prompt {agreement.prompt_id!r}: alpha_sum {total} is not within 0 and the "
-            f"{positions} positions it was summed over"
-        )
-    return min(max(total, 0.0), float(positions)), float(positions)
+def _alpha_rows(agreements: Sequence[Agreement]) -> Rows:
+    rows: Rows = {}
+    for one in agreements:
+        total, positions = one.alpha_sum, float(one.positions)
+        # bf16 or fp32 sums of probabilities may pass 1 in the last digits
+        if not -1e-3 * positions <= total <= (1 + 1e-3) * positions:
+            raise ValueError(
+                f"prompt {one.prompt_id!r}: alpha_sum {total} is not within 0 and the "
+                f"{one.positions} positions it was summed over"
+            )
+        if positions:
+            rows[one.prompt_id] = one.group, (min(max(total, 0.0), positions), positions)
+    return rows
 
 
-def _whole(run: PromptRun) -> tuple[float, float, float, float, float]:
+def _whole(run: PromptRun) -> tuple[float, ...]:
     """Tokens, target calls, drafted, accepted and seconds of a run's whole blocks."""
-    k = run.whole_blocks
-    return (
-        float(sum(run.block_tokens[:k])),
-        float(k),
-        float(sum(run.drafted[:k])),
-        float(sum(run.accepted[:k])),
-        float(sum(run.block_seconds[:k])),
-    )
+    parts = (run.block_tokens, [1] * run.whole_blocks, run.drafted, run.accepted, run.block_seconds)
+    return tuple(float(sum(part[: run.whole_blocks])) for part in parts)
+
+
+def _block_rows(runs: Sequence[PromptRun]) -> Rows:
+    return {run.prompt_id: (run.group, _whole(run)) for run in runs if run.whole_blocks}
 
 
 def tau(runs: Sequence[PromptRun]) -> Measured:
     """Block efficiency: tokens emitted per target call in the decode phase.
 
-    The bonus token is in; the prefill token and a cut last block are out.
+    The bonus token is in; what the prefill emitted and a last block that the length limit cut are
+    out.
     """
-    return measure("tau", [_whole(run)[:2] for run in runs if run.whole_blocks], _ratio)
+    return _measure("tau", _block_rows(runs))
 
 
 def mean_drafted(runs: Sequence[PromptRun]) -> float:
     """Drafted tokens per target call, over the blocks that tau is taken on."""
-    totals = [sum(column) for column in zip(*(_whole(run) for run in runs), strict=True)]
-    if not totals or not totals[1]:
-        raise NothingToMeasure("mean drafted length: no whole block in the log")
-    return totals[2] / totals[1]
+    totals = np.sum([_whole(run) for run in runs], axis=0)
+    if not runs or not totals[1]:
+        raise NothingToMeasure("no target call of the decode phase is whole")
+    return float(totals[2] / totals[1])
 
 
 def accepted_over_drafted(runs: Sequence[PromptRun]) -> Measured:
     """Accepted over drafted tokens, over the blocks that tau is taken on."""
-    rows = [(accepted, drafted) for _, _, drafted, accepted, _ in map(_whole, runs) if drafted]
-    return measure("accepted_over_drafted", rows, _ratio)
+    rows = {key: row for key, row in _block_rows(runs).items() if row[1][2]}
+    return _measure("accepted_over_drafted", rows, lambda t: t[..., 3] / t[..., 2])
 
 
 def per_position(runs: Sequence[PromptRun]) -> list[PositionAcceptance]:
@@ -234,53 +276,63 @@ def per_position(runs: Sequence[PromptRun]) -> list[PositionAcceptance]:
     ]
     longest = max((drafted for run in blocks for drafted, _ in run), default=0)
     if not longest:
-        raise NothingToMeasure("per_position: nothing was drafted in a whole block")
-    result: list[PositionAcceptance] = []
+        raise NothingToMeasure("nothing was drafted")
+    result = []
     for i in range(1, longest + 1):
         reached = [[accepted for drafted, accepted in run if drafted >= i] for run in blocks]
         rows = [
-            (sum(a >= i for a in run), len(run), sum(a >= i - 1 for a in run)) for run in reached
+            (run.group, sum(a >= i for a in places), sum(a >= i - 1 for a in places), len(places))
+            for run, places in zip(runs, reached, strict=True)
         ]
-        marginal = measure("per_position", [row[:2] for row in rows if row[1]], _ratio)
-        tried = [(row[0], row[2]) for row in rows if row[2]]
-        conditional = measure("per_position", tried, _ratio) if tried else None
-        drafts = sum(row[1] for row in rows)
+        passed = [(group, hits, tries) for group, hits, tries, _ in rows if tries]
         result.append(
-            {"position": i, "drafts": drafts, "marginal": marginal, "conditional": conditional}
+            PositionAcceptance(
+                position=i,
+                drafts=sum(row[3] for row in rows),
+                marginal=share("marginal", [(row[0], row[1], row[3]) for row in rows if row[3]]),
+                conditional=share("conditional", passed) if passed else None,
+            )
         )
     return result
 
 
-def replayed_blocks(agreed: Sequence[bool], gamma: int) -> list[int]:
-    """Accepted tokens of each whole block that greedy decoding with `gamma` tokens would take.
+def replayed_blocks(agreed: Sequence[bool], gamma: int, stopped: bool) -> list[int]:
+    """Tokens that each whole block of greedy decoding with `gamma` drafted tokens would emit.
 
-    agreed: for each token of the target's answer, whether the draft's likeliest is the same,
-    teacher-forced. Exact for greedy decoding of an answer that ends at the length limit: up to its
-    first wrong token a draft has seen nothing but the target's text, and what it drafts beyond does
-    not count.
+    agreed: for each token of the target's answer, whether argmax q is that token, teacher-forced.
+    stopped: the last token ends the text. Exact: up to its first wrong token a draft has seen
+    nothing but the target's text, and what it drafts beyond does not count. Where no token ends the
+    text, drafts near its end are as short as there is room, and a last block so cut is left out.
     """
-    accepted, at = [], 1  # the first token comes from the prefill
+    emitted, at = [], 1  # the first token comes from the prefill
     cut = False
     while at < len(agreed):
-        drafted = min(gamma, len(agreed) - at - 1)
+        room = len(agreed) - at if stopped else len(agreed) - at - 1
+        drafted = min(gamma, room)
         right = 0
         while right < drafted and agreed[at + right]:
             right += 1
-        accepted.append(right)
-        at += right + 1
-        cut = drafted < gamma
-    return accepted[:-1] if cut else accepted
+        emitted.append(min(right + 1, len(agreed) - at))
+        at += emitted[-1]
+        cut = drafted < gamma and not stopped
+    return emitted[:-1] if cut else emitted
+
+
+def replayed(agreement: Agreement, gamma: int) -> list[int]:
+    """`replayed_blocks` of one answer."""
+    agreed = [value == 1.0 for value in agreement.values]
+    return replayed_blocks(agreed, gamma, agreement.stopped)
 
 
 def replayed_tau(agreements: Sequence[Agreement], gamma: int) -> Measured:
     """tau of greedy decoding with drafts of `gamma` tokens, from the log of alpha alone."""
-    blocks = [replayed_blocks([v == 1.0 for v in a.values], gamma) for a in agreements]
-    rows = [(sum(block) + len(block), len(block)) for block in blocks if block]
-    return measure("replayed tau", rows, _ratio)
+    rows = [
+        (a.group, sum(blocks), len(blocks)) for a in agreements if (blocks := replayed(a, gamma))
+    ]
+    return measure("replayed tau", [row[1:] for row in rows], groups=[row[0] for row in rows])
 
 
-# ---------------------------------------------------------------------------------------------
-# Cost and speed
+# --- Cost and speed ---
 
 
 def c(costs: StepCosts) -> float:
@@ -304,16 +356,30 @@ def predicted_speedup(runs: Sequence[PromptRun], costs: StepCosts) -> Measured:
 
     The interval is that of tau and gamma; the step costs are taken as exact.
     """
-    rows = [_whole(run)[:3] for run in runs if run.whole_blocks]
-    return measure(
+    return _measure(
         "predicted_speedup",
-        rows,
+        _block_rows(runs),
         lambda t: _predicted(t[..., 0] / t[..., 1], t[..., 2] / t[..., 1], costs),
     )
 
 
-def _speed_row(run: PromptRun, baseline: PromptRun) -> tuple[float, ...]:
-    return baseline.seconds, len(baseline.tokens), run.seconds, len(run.tokens)
+def _speed_rows(runs: Sequence[PromptRun], baseline: Sequence[PromptRun]) -> Rows:
+    return {
+        run.prompt_id: (run.group, (base.seconds, len(base.tokens), run.seconds, len(run.tokens)))
+        for run, base in pair(runs, baseline)
+    }
+
+
+def _decode_rows(runs: Sequence[PromptRun], baseline: Sequence[PromptRun]) -> Rows:
+    """Seconds and tokens as above, of whole blocks alone; target calls and drafted tokens."""
+    rows: Rows = {}
+    for run, base in pair(runs, baseline):
+        if run.whole_blocks and base.whole_blocks:
+            tokens, calls, drafted, _, seconds = _whole(run)
+            base_tokens, *_, base_seconds = _whole(base)
+            columns = (base_seconds, base_tokens, seconds, tokens, calls, drafted)
+            rows[run.prompt_id] = run.group, columns
+    return rows
 
 
 def _speedup(totals: Floats) -> Floats:
@@ -322,28 +388,12 @@ def _speedup(totals: Floats) -> Floats:
 
 def speedup(runs: Sequence[PromptRun], baseline: Sequence[PromptRun]) -> Measured:
     """Wall seconds per emitted token without a draft over the same with it, prefill included."""
-    return measure("speedup", [_speed_row(*both) for both in pair(runs, baseline)], _speedup)
+    return _measure("speedup", _speed_rows(runs, baseline), _speedup)
 
 
 def decode_speedup(runs: Sequence[PromptRun], baseline: Sequence[PromptRun]) -> Measured:
     """`speedup` without the prefill, over the blocks that tau is taken on."""
-    return measure("decode_speedup", _decode_rows(runs, baseline), _decode_speedup)
-
-
-def _decode_rows(
-    runs: Sequence[PromptRun], baseline: Sequence[PromptRun]
-) -> list[tuple[float, ...]]:
-    rows: list[tuple[float, ...]] = []
-    for run, base in pair(runs, baseline):
-        tokens, calls, drafted, _, seconds = _whole(run)
-        base_tokens, _, _, _, base_seconds = _whole(base)
-        if calls and base_tokens:
-            rows.append((base_seconds, base_tokens, seconds, tokens, calls, drafted))
-    return rows
-
-
-def _decode_speedup(totals: Floats) -> Floats:
-    return _speedup(totals[..., :4])
+    return _measure("decode_speedup", _decode_rows(runs, baseline), _speedup)
 
 
 def decode_efficiency(
@@ -352,33 +402,31 @@ def decode_efficiency(
     """decode_speedup over predicted_speedup: 1 means no overhead beyond the two models."""
 
     def efficiency(t: Floats) -> Floats:
-        predicted = _predicted(t[..., 3] / t[..., 4], t[..., 5] / t[..., 4], costs)
-        return _decode_speedup(t) / predicted
+        return _speedup(t) / _predicted(t[..., 3] / t[..., 4], t[..., 5] / t[..., 4], costs)
 
-    return measure("decode_efficiency", _decode_rows(runs, baseline), efficiency)
+    return _measure("decode_efficiency", _decode_rows(runs, baseline), efficiency)
+
+
+def _run_rows(
+    runs: Sequence[PromptRun], columns: Callable[[PromptRun], tuple[float, float]]
+) -> Rows:
+    return {run.prompt_id: (run.group, columns(run)) for run in runs}
 
 
 def tokens_per_s(runs: Sequence[PromptRun]) -> Measured:
     """Emitted tokens per wall second, prefill included."""
-    return measure("tokens_per_s", [(len(run.tokens), run.seconds) for run in runs], _ratio)
+    return _measure("tokens_per_s", _run_rows(runs, lambda run: (len(run.tokens), run.seconds)))
 
 
 # Prompts decoded together, all from the start on: the batch took as long as its slowest row.
 Batch = Sequence[PromptRun]
 
 
-class BatchNumbers(TypedDict):
-    """What batches of one size came to; a batch is what is resampled, n the number of batches."""
-
-    tokens_per_s: dict[str, Measured]
-    speedup: Measured
-    tau: Measured
-
-
-def by_batch(batches: Sequence[Batch], baseline: Sequence[Batch]) -> BatchNumbers:
+def by_batch(batches: Sequence[Batch], baseline: Sequence[Batch]) -> dict[str, Any]:
     """tokens_per_s, speedup and tau of batches decoded with a draft, and of the same without.
 
-    Raises ValueError where two batches of a pair hold other prompts.
+    A batch is what is resampled, n the number of batches. Raises ValueError where two batches of a
+    pair hold other prompts.
     """
     rows: list[tuple[float, ...]] = []
     for batch, base in zip(batches, baseline, strict=True):
@@ -386,12 +434,12 @@ def by_batch(batches: Sequence[Batch], baseline: Sequence[Batch]) -> BatchNumber
         rows.append((*_batch_row(base), *_batch_row(batch)))
     whole = [[_whole(run)[:2] for run in batch if run.whole_blocks] for batch in batches]
     return {
-        "tokens_per_s": {
-            "baseline": measure("tokens_per_s", rows, lambda t: t[..., 1] / t[..., 0]),
-            "speculative": measure("tokens_per_s", rows, lambda t: t[..., 3] / t[..., 2]),
-        },
+        "tokens_per_s": Both(
+            baseline=measure("tokens_per_s", rows, lambda t: t[..., 1] / t[..., 0]),
+            speculative=measure("tokens_per_s", rows, lambda t: t[..., 3] / t[..., 2]),
+        ),
         "speedup": measure("speedup", rows, _speedup),
-        "tau": measure("tau", [np.sum(batch, axis=0) for batch in whole if batch], _ratio),
+        "tau": measure("tau", [np.sum(batch, axis=0) for batch in whole if batch]),
     }
 
 
@@ -402,15 +450,7 @@ def _batch_row(batch: Batch) -> tuple[float, float]:
 
 def ttft_ms(runs: Sequence[PromptRun]) -> Measured:
     """Milliseconds from the start to the first token, mean over prompts."""
-    return measure("ttft_ms", [(1000 * run.prefill_seconds, 1) for run in runs], _ratio)
-
-
-class Latency(TypedDict):
-    """Percentiles over the decode-phase tokens, milliseconds."""
-
-    p50: float
-    p95: float
-    tokens: int
+    return _measure("ttft_ms", _run_rows(runs, lambda run: (1000 * run.prefill_seconds, 1)))
 
 
 def itl_ms(runs: Sequence[PromptRun]) -> Latency:
@@ -418,14 +458,12 @@ def itl_ms(runs: Sequence[PromptRun]) -> Latency:
     seconds = np.array([s for run in runs for s in run.block_seconds])
     tokens = np.array([k for run in runs for k in run.block_tokens], dtype=np.int64)
     if not tokens.sum():
-        raise NothingToMeasure("itl_ms: no token was emitted after the first one of an answer")
-    each = np.repeat(1000 * seconds / tokens, tokens)
-    p50, p95 = np.percentile(each, [50, 95])
-    return {"p50": float(p50), "p95": float(p95), "tokens": int(tokens.sum())}
+        raise NothingToMeasure("itl_ms: no token was emitted after the prefill of an answer")
+    p50, p95 = np.percentile(np.repeat(1000 * seconds / tokens, tokens), [50, 95])
+    return Latency(p50=float(p50), p95=float(p95), tokens=int(tokens.sum()))
 
 
-# ---------------------------------------------------------------------------------------------
-# Vanity check, comparison, categories
+# --- Vanity check, comparison, categories ---
 
 
 def looped(tokens: Sequence[int]) -> NDArray[np.bool_]:
@@ -449,81 +487,47 @@ def looped(tokens: Sequence[int]) -> NDArray[np.bool_]:
 
 def loop_share(runs: Sequence[PromptRun]) -> Measured:
     """Share of the emitted tokens that stand in repeated loops (see `looped`)."""
-    rows = [(float(looped(run.tokens).sum()), len(run.tokens)) for run in runs]
-    return measure("loop_share", rows, _ratio)
+    rows = _run_rows(runs, lambda run: (float(looped(run.tokens).sum()), len(run.tokens)))
+    return _measure("loop_share", rows)
 
 
-def _difference(
-    name: str,
-    rows: dict[str, tuple[float, ...]],
-    over: dict[str, tuple[float, ...]],
-    statistic: Callable[[Floats], Floats],
-) -> Measured:
-    """`statistic` of rows minus that of `over`, both on the same resampled prompts."""
-    both = [(*row, *over[key]) for key, row in rows.items() if key in over]
-    width = len(both[0]) // 2 if both else 0
-    return measure(name, both, lambda t: statistic(t[..., :width]) - statistic(t[..., width:]))
+def gain(log: DraftLog, over: DraftLog) -> dict[str, Any]:
+    """alpha, tau and speedup minus those of another draft, paired by prompt (fields of `Gain`).
+
+    None where one of the two has no such number, or they share no prompt that has it.
+    """
+    rows = _speed_rows(log.runs, log.baseline), _speed_rows(over.runs, over.baseline)
+    _same_prompts(*rows)
+    found = {"speedup": _difference("speedup", *rows, _speedup), "alpha": None, "tau": None}
+    if log.agreement is not None and over.agreement is not None:
+        _same_prompts(*([a.prompt_id for a in one] for one in (log.agreement, over.agreement)))
+        agreed = _alpha_rows(log.agreement), _alpha_rows(over.agreement)
+        found["alpha"] = _difference("alpha", *agreed)
+    if "tau" not in log.missing | over.missing:
+        found["tau"] = _difference("tau", _block_rows(log.runs), _block_rows(over.runs))
+    return {"draft": log.name, "over": over.name, **found}
 
 
-def alpha_gain(agreements: Sequence[Agreement], over: Sequence[Agreement]) -> Measured:
-    """alpha minus the alpha of another draft, paired by prompt."""
-    _same_prompts([a.prompt_id for a in agreements], [a.prompt_id for a in over])
-    mine, others = (
-        {a.prompt_id: _agreement_row(a) for a in side if a.positions} for side in (agreements, over)
-    )
-    return _difference("gain of alpha", dict(mine), dict(others), _ratio)
-
-
-def tau_gain(runs: Sequence[PromptRun], over: Sequence[PromptRun]) -> Measured:
-    """tau minus the tau of another draft, on the prompts where both have a whole block."""
-    _same_prompts([run.prompt_id for run in runs], [run.prompt_id for run in over])
-    mine, others = (
-        {run.prompt_id: _whole(run)[:2] for run in side if run.whole_blocks}
-        for side in (runs, over)
-    )
-    return _difference("gain of tau", dict(mine), dict(others), _ratio)
-
-
-def speedup_gain(
-    runs: Sequence[PromptRun],
-    baseline: Sequence[PromptRun],
-    over: Sequence[PromptRun],
-    over_baseline: Sequence[PromptRun],
-) -> Measured:
-    """speedup minus the speedup of another draft, paired by prompt."""
-    _same_prompts([run.prompt_id for run in runs], [run.prompt_id for run in over])
-    mine = {run.prompt_id: _speed_row(run, base) for run, base in pair(runs, baseline)}
-    others = {run.prompt_id: _speed_row(run, base) for run, base in pair(over, over_baseline)}
-    return _difference("gain of speedup", mine, others, _speedup)
-
-
-class CategoryNumbers(TypedDict):
-    """One category's numbers; None where its prompts hold nothing to measure it on."""
-
-    alpha: Measured | None
-    tau: Measured | None
-    speedup: Measured | None
-
-
-def by_category(
-    agreements: Sequence[Agreement], runs: Sequence[PromptRun], baseline: Sequence[PromptRun]
-) -> dict[str, CategoryNumbers]:
+def by_category(log: DraftLog) -> dict[str, CategoryNumbers]:
     """alpha, tau and speedup of each category; prompts without one are left out."""
-    pairs = pair(runs, baseline)
-    categories = [a.category for a in agreements] + [run.category for run in runs]
-    result: dict[str, CategoryNumbers] = {}
-    for name in sorted({category for category in categories if category is not None}):
+    agreements = log.agreement or []
+    pairs = pair(log.runs, log.baseline)
+    names = {one.category for one in agreements} | {run.category for run in log.runs}
+    result = {}
+    for name in sorted(name for name in names if name is not None):
         mine = [(run, base) for run, base in pairs if run.category == name]
-        here = [run for run, _ in mine]
-        result[name] = {
-            "alpha": _or_none(alpha, [a for a in agreements if a.category == name]),
-            "tau": _or_none(tau, here),
-            "speedup": _or_none(speedup, here, [base for _, base in mine]),
+        runs, baseline = [run for run, _ in mine], [base for _, base in mine]
+        numbers = {
+            "alpha": or_none(alpha, [a for a in agreements if a.category == name]),
+            "tau": None if "tau" in log.missing else or_none(tau, runs),
+            "speedup": or_none(speedup, runs, baseline),
         }
+        result[name] = CategoryNumbers.model_validate(numbers)
     return result
 
 
-def _or_none(metric: Callable[..., Measured], *logs: Sequence[object]) -> Measured | None:
+def or_none(metric: Callable[..., Measured], *logs: Sequence[object]) -> Measured | None:
+    """The metric of the logs; None where they hold nothing to measure it on."""
     try:
         return metric(*logs)
     except NothingToMeasure:
@@ -546,3 +550,74 @@ def ledger(prompts: int, divergences: list[dict[str, Any]]) -> dict[str, Any]:
         "unexplained": len(divergences) - ties,
         "divergences": divergences,
     }
+
+
+# --- A draft's block of the report, number by number ---
+
+
+def _known(value: T | None, what: str) -> T:
+    if value is None:
+        raise NothingToMeasure(f"the log holds no {what}")
+    return value
+
+
+def timed(log: DraftLog) -> StepCosts:
+    """The log's step costs. Raises `NothingToMeasure` where it has none."""
+    return _known(log.costs, "step costs")
+
+
+def agreed(log: DraftLog) -> list[Agreement]:
+    """The log of alpha. Raises `NothingToMeasure` where there is none."""
+    return _known(log.agreement, "teacher-forced distributions")
+
+
+def costs_ms(costs: StepCosts) -> Costs:
+    """The step costs in milliseconds."""
+    verify = sorted(costs.target_verify.items())
+    return Costs(
+        draft_step_ms=1000 * costs.draft_step,
+        target_step_ms=1000 * costs.target_step,
+        target_verify_ms={str(width): 1000 * seconds for width, seconds in verify},
+        context_length=costs.context_length,
+    )
+
+
+def memory(log: DraftLog) -> Memory:
+    """Bytes of the two models in the form measured."""
+    sizes = _known(log.memory, "bytes")
+    overhead = sizes["draft_bytes"] / sizes["target_bytes"]
+    return Memory(**sizes, overhead=overhead, full_form_bytes=log.full_form_bytes)
+
+
+def by_temperature(log: DraftLog) -> list[TemperaturePoint]:
+    """tau and speed-up as decoded at each temperature asked for."""
+    points = [
+        {"temperature": temperature, "tau": tau(runs), "speedup": speedup(runs, baseline)}
+        for temperature, (runs, baseline) in log.by_temperature.items()
+    ]
+    return [TemperaturePoint.model_validate(point) for point in points]
+
+
+# Field of a draft's block (eval/reporting/report.py) -> what it is in the draft's log. A new number
+# is a field there, a function and a line here, and a row in eval/reporting/tables.py.
+NUMBERS: dict[str, Callable[[DraftLog], Any]] = {
+    "alpha": lambda log: alpha(agreed(log)),
+    "tau": lambda log: tau(log.runs),
+    "mean_drafted": lambda log: mean_drafted(log.runs),
+    "accepted_over_drafted": lambda log: accepted_over_drafted(log.runs),
+    "per_position": lambda log: per_position(log.runs),
+    "costs": lambda log: costs_ms(timed(log)),
+    "c": lambda log: c(timed(log)),
+    "verify_ratio": lambda log: verify_ratio(timed(log), mean_drafted(log.runs)),
+    "predicted_speedup": lambda log: predicted_speedup(log.runs, timed(log)),
+    "speedup": lambda log: speedup(log.runs, log.baseline),
+    "decode_speedup": lambda log: decode_speedup(log.runs, log.baseline),
+    "decode_efficiency": lambda log: decode_efficiency(log.runs, log.baseline, timed(log)),
+    "tokens_per_s": lambda log: both(tokens_per_s, log),
+    "ttft_ms": lambda log: both(ttft_ms, log),
+    "itl_ms": lambda log: both(itl_ms, log),
+    "loop_share": lambda log: both(loop_share, log),
+    "memory": memory,
+    "by_category": by_category,
+    "by_temperature": by_temperature,
+}

@@ -1,459 +1,603 @@
 """The report of an evaluation: report.json (draftsmith-report/1), report.md, report.html.
 
-`build_report` turns the raw logs into one plain dict; everything that a person reads is rendered
-from that dict alone (eval/reporting/text.py, eval/reporting/page.py).
+The models below are the one place that says which fields a report has, what they mean and what
+must hold between them; `report_schema` is the JSON Schema made from them. A report is built by
+eval/measuring/build.py and shown by text.py and page.py. docs/metrics.md has the long definitions.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Final, Generic, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from align.atomic import atomic_file
-from eval.measuring import metrics
-from eval.measuring.atlas import Answer, build_atlas, telling_prompts
-from eval.measuring.cost import gamma_curve, payoff, waterfall
-from eval.measuring.metrics import Agreement, Measured, PromptRun, StepCosts
-from eval.reporting.page import render_page
-from eval.reporting.schema import SchemaError, report_schema, validate
-from eval.reporting.text import headline, ledgers, render_markdown
 
-SCHEMA = "draftsmith-report/1"
+SCHEMA: Final = "draftsmith-report/1"
+SHOWN_ERRORS = 3
 
-# Thresholds of the warnings.
-FEW_PROMPTS = 32
-FEW_DRAFTS = 300
-HIGH_LOOP_SHARE = 0.2
-FAIR_BASELINE = 0.95
-USUAL_EFFICIENCY = (0.8, 1.1)
-RANDOM_SHARE = 0.75  # of the bits that random tokens take; text of any language takes far fewer
-# Fields that are null only where `missing` gives the reason.
-ALWAYS_MEASURED = (
-    "alpha tau mean_drafted accepted_over_drafted per_position costs c verify_ratio "
-    "predicted_speedup speedup decode_speedup decode_efficiency loop_share memory payoff waterfall "
-    "gamma_curve atlas"
-).split()
-# Rules that leave the output as the target's: greedily the same tokens, sampled the same
-# distribution. Whatever else a report names is taken for lossy.
-LOSSLESS_RULES = ("greedy match", "rejection sampling")
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Quantity = Annotated[float, Field(ge=0)]
+T = TypeVar("T")
 
 
 class ReportError(ValueError):
     """A report that lacks a field, holds a value that is no number, or contradicts itself."""
 
 
-@dataclass(frozen=True)
-class RunInfo:
-    """What all drafts of a report have in common; the dicts as in report.schema.json.
+class Part(BaseModel):
+    """A part of a report: every number finite, fields that a newer version added passed over."""
 
-    answers: the texts that alpha was taken on. spell: the bytes of a token id.
-    """
+    model_config = ConfigDict(
+        allow_inf_nan=False,
+        from_attributes=True,  # a Measured may stand where a Share is asked for, and is checked
+        revalidate_instances="always",  # what was changed since is checked again
+        validate_by_name=True,  # `from`, `class` and `schema` cannot be names in Python
+        validate_by_alias=True,
+        serialize_by_alias=True,
+    )
 
+
+class Measured(Part):
+    """A number, its interval, and the prompts it rests on."""
+
+    mean: float
+    ci95: tuple[float, float] = Field(
+        description="95%, percentile bootstrap over prompts, or over their documents where they "
+        "name a group (10,000 resamples, fixed seed); n is the number of prompts."
+    )
+    n: Positive
+
+    def __format__(self, form: str) -> str:
+        """`0.51 [0.49,0.53]` with the form `.2f`."""
+        low, high = self.ci95
+        return f"{self.mean:{form}} [{low:{form}},{high:{form}}]"
+
+    @model_validator(mode="after")
+    def _interval_runs_forwards(self) -> Self:
+        if self.ci95[0] > self.ci95[1]:
+            raise ValueError(f"ci95 runs backwards: {list(self.ci95)}")
+        return self
+
+
+class Share(Measured):
+    """A measured share."""
+
+    mean: float = Field(ge=0, le=1)
+
+
+class TokensPerCall(Measured):
+    """A measured number of tokens per target call: one at least."""
+
+    mean: float = Field(ge=1)
+
+
+class Both(Part, Generic[T]):
+    """A number without a draft and with it."""
+
+    baseline: T
+    speculative: T
+
+
+class Divergence(Part):
+    """Where a greedy text with a draft parts from the target's own."""
+
+    prompt: str
+    position: Count = Field(description="token of the answer, from 0")
+    target: str = Field(description="the token without a draft")
+    drafted: str = Field(description="the token with it")
+    gap: Quantity | None = Field(description="between the two tokens' logits")
+    error: Quantity | None = Field(description="between two forwards' logits there")
+    tie: bool
+
+
+class Ledger(Part):
+    """Greedy texts with and without the draft, compared token by token."""
+
+    prompts: Positive
+    identical: Count
+    tie_divergences: Count
+    unexplained: Count = Field(description="must be 0")
+    divergences: list[Divergence]
+
+    @model_validator(mode="after")
+    def _counts_add_up(self) -> Self:
+        if self.identical + self.tie_divergences + self.unexplained != self.prompts:
+            raise ValueError(
+                f"{self.identical} identical, {self.tie_divergences} ties and {self.unexplained} "
+                f"unexplained do not make up {self.prompts} prompts"
+            )
+        return self
+
+
+class Vocabulary(Part):
+    """How the draft's vocabulary relates to the target's, and what is done about it."""
+
+    relation: str
+    strategy: str
+    coverage: float | None
+
+
+class PositionAcceptance(Part):
+    """Acceptance at one place of the draft, over drafts that got this far."""
+
+    position: Positive
+    drafts: Count = Field(description="blocks that drafted at least so many tokens")
+    marginal: Share = Field(description="share of these whose tokens up to here all passed")
+    conditional: Share | None = Field(description="the same among those that passed up to here")
+
+
+class Costs(Part):
+    """Isolated forwards at the run's mean context length, batch size 1, milliseconds."""
+
+    draft_step_ms: Quantity
+    target_step_ms: Quantity
+    target_verify_ms: dict[str, Quantity] = Field(description="by number of tokens in the call")
+    context_length: Count
+
+
+class Latency(Part):
+    """Inter-token latency over the decode-phase tokens, milliseconds."""
+
+    p50: Quantity
+    p95: Quantity
+    tokens: Count
+
+
+class OfBoth(Part):
+    """A count of the target's and of the draft's."""
+
+    target: Count
+    draft: Count
+
+
+class Memory(Part):
+    """Bytes in the form measured."""
+
+    target_bytes: Positive
+    draft_bytes: Count
+    kv_bytes_per_token: OfBoth
+    overhead: Quantity = Field(
+        description="bytes of the draft (shared tensors not counted) / of the target, as measured."
+    )
+    full_form_bytes: Count | None = Field(description="of the form that other engines load")
+
+    @model_validator(mode="after")
+    def _overhead_is_that_of_the_bytes(self) -> Self:
+        overhead = self.draft_bytes / self.target_bytes
+        if not math.isclose(self.overhead, overhead, rel_tol=1e-6):
+            raise ValueError(f"overhead is {self.overhead}, but its bytes give {overhead}")
+        return self
+
+
+class Payoff(Part):
+    """When the draft pays, from step costs and alpha; best_gamma is taken at the measured alpha."""
+
+    ceiling_speedup: Quantity = Field(description="at alpha = 1")
+    break_even_alpha: float | None = Field(description="null: not even alpha = 1 breaks even")
+    best_gamma: Count
+    best_gamma_speedup: Quantity
+    verdict: str
+
+
+class Waterfall(Part):
+    """Speed-ups as one cost after the other is counted."""
+
+    all_accepted: Quantity
+    tau: Quantity = Field(description="drafting free, a wide target call as cheap as a narrow one")
+    after_draft_steps: Quantity
+    predicted: Quantity
+    decode: Quantity
+    wall: Quantity
+
+
+class CurvePoint(Part):
+    """Expected speed-up at one draft length."""
+
+    gamma: Positive
+    predicted: Quantity = Field(description="from alpha, positions taken as independent")
+    replayed: Quantity | None = Field(description="from the replayed tau; null when sampling")
+    ceiling: Quantity = Field(description="at alpha = 1")
+
+
+class Decoded(Part):
+    """What a run came to."""
+
+    tau: TokensPerCall
+    speedup: Measured
+
+
+class SweepPoint(Decoded):
+    """Measured with one fixed draft length."""
+
+    gamma: Positive
+
+
+class TemperaturePoint(Decoded):
+    """Decoded at one temperature."""
+
+    temperature: Quantity
+
+
+class BatchPoint(Decoded):
+    """Decoded in batches of one size; a batch is what is resampled, n the number of batches."""
+
+    batch_size: Positive
+    prompts: Positive
+    lossless: Ledger | None = Field(description="against the same batch alone; null if sampled")
+    tokens_per_s: Both[Measured] = Field(description="of all rows together")
+
+
+class CategoryNumbers(Part):
+    """One category of prompts; null where they hold nothing to measure it on."""
+
+    alpha: Share | None
+    tau: TokensPerCall | None
+    speedup: Measured | None
+
+
+class Confusion(Part):
+    """A token of the target that the draft took for another."""
+
+    target: str
+    draft: str
+    count: Positive
+    before: str = Field(description="the text before one such place")
+
+
+class TokenClass(Part):
+    """The target's tokens of one class."""
+
+    name: Annotated[str, Field(alias="class")]
+    positions: Positive
+    alpha: Share
+    rejected: Quantity = Field(description="sum of 1 - alpha over its tokens")
+    lost_speedup: float = Field(
+        description="what the expected speed-up at the best gamma would gain if the draft were "
+        "right throughout that class."
+    )
+    examples: list[Confusion]
+
+
+class Bucket(Part):
+    """alpha between two bounds; `to` null: no upper one."""
+
+    low: Annotated[float, Field(alias="from")]
+    high: Annotated[float | None, Field(alias="to")]
+    positions: Positive
+    alpha: Share
+
+
+class RuleAcceptance(Part):
+    """alpha under three verification rules at one temperature, from one teacher-forced log."""
+
+    temperature: Quantity
+    exact: Share = Field(description="rejection sampling: sum min(p, q)")
+    greedy_match: Share = Field(description="the draft proposes argmax q: p(argmax q)")
+    target_probability: Share = Field(description="x drawn from q passes with p(x): sum q p")
+
+
+class HeatMap(Part):
+    """One answer of the target, token by token."""
+
+    prompt: str
+    alpha: float
+    tokens: list[str]
+    values: list[float] = Field(description="acceptance of each token")
+    guesses: list[str] = Field(description="what the draft has for it")
+
+
+class Atlas(Part):
+    """Which tokens the draft gets wrong, what that costs, and where."""
+
+    scheme: str = Field(description="classes of code or of prose")
+    classes: list[TokenClass]
+    by_output_position: list[Bucket]
+    by_entropy: list[Bucket] = Field(description="bits of the target's distribution")
+    verification_rules: list[RuleAcceptance]
+    heat_map: list[HeatMap]
+
+
+class OtherPrompts(Part):
+    """alpha on prompts of another domain."""
+
+    source: str
+    sha256: str
+    alpha: Share
+
+
+class Counters(Part):
+    """A server's own counters, by its own definitions."""
+
+    num_drafts: Count
+    num_draft_tokens: Count
+    num_accepted_tokens: Count
+    mean_acceptance_length: Measured
+    acceptance_rate: Measured
+    acceptance_per_position: list[float]
+
+
+class Missing(Part):
+    """A field that could not be measured, and why."""
+
+    field: str
+    reason: str
+
+
+# Left out where it was not measured
+Sum = Annotated[int | None, Field(ge=0, exclude_if=lambda value: value is None)]
+Amount = Annotated[float | None, Field(exclude_if=lambda value: value is None)]
+
+
+class PromptSums(Part):
+    """The sums that all means are made from."""
+
+    id: str
+    category: str | None
+    group: Annotated[str | None, Field(exclude_if=lambda value: value is None)] = None
+    alpha_sum: Amount = None
+    positions: Sum = None
+    prompt_tokens: Sum = None
+    tokens: Sum = None
+    seconds: Amount = None
+    baseline_tokens: Sum = None
+    baseline_seconds: Amount = None
+    calls: Annotated[Sum, Field(description="target calls of the decode phase")] = None
+    blocks: Annotated[Sum, Field(description="of these, the whole ones; so below")] = None
+    block_tokens: Sum = None
+    drafted: Sum = None
+    accepted: Sum = None
+
+
+class DraftReport(Part):
+    """One draft. A number is null only where `missing` gives the reason."""
+
+    path: str
+    form: str
+    vocabulary: Vocabulary
+    gamma: Count | None = Field(description="draft length chosen for it; null: a server's own")
+    gamma_policy: str = Field(description="how a block's draft length is found")
+    alpha: Share | None = Field(
+        description="mean over positions of sum_x min(p, q) on text the target generated, "
+        "teacher-forced; at temperature 0, how often the two argmaxes agree. Does not depend on "
+        "gamma."
+    )
+    tau: TokensPerCall | None = Field(
+        description="tokens emitted per target call in the decode phase: bonus token in; prefill "
+        "token and a last block that the length limit cut out."
+    )
+    mean_drafted: Quantity | None = Field(description="tokens per target call")
+    accepted_over_drafted: Share | None = Field(
+        description="share of drafted tokens that verification accepted, over the blocks of tau. "
+        "Falls as gamma grows."
+    )
+    per_position: Annotated[list[PositionAcceptance], Field(min_length=1)] | None
+    costs: Costs | None
+    c: Quantity | None = Field(description="seconds of one draft step / of one target step.")
+    verify_ratio: Quantity | None = Field(description="a target call on gamma + 1 tokens / on one.")
+    predicted_speedup: Measured | None = Field(
+        description="tau * t_target(1) / (gamma * t_draft + t_target(gamma + 1)) from isolated "
+        "forwards, gamma the mean drafted length."
+    )
+    speedup: Measured = Field(
+        description="wall seconds per emitted token without a draft / with it; prefill in; same "
+        "target, engine, dtype and run, interleaved prompt by prompt."
+    )
+    decode_speedup: Measured | None = Field(description="over the blocks of tau, prefill out")
+    decode_efficiency: Measured | None = Field(
+        description="decode-phase speed-up / predicted speed-up; 1: no overhead beyond the models."
+    )
+    tokens_per_s: Both[Measured] = Field(description="emitted tokens / seconds, prefill in")
+    ttft_ms: Both[Measured] = Field(description="time to the first token.")
+    itl_ms: Both[Latency] = Field(description="between tokens, a block's time spread over its own.")
+    loop_share: Both[Share] | None = Field(
+        description="share of emitted tokens in a pattern of at most 64 tokens that repeats at "
+        "least 3 times over at least 8 tokens."
+    )
+    memory: Memory | None
+    payoff: Payoff | None
+    waterfall: Waterfall | None
+    gamma_curve: list[CurvePoint] | None
+    gamma_sweep: list[SweepPoint] = Field(description="where one was asked for")
+    by_batch_size: list[BatchPoint] = Field(description="where sizes were asked for")
+    by_temperature: list[TemperaturePoint] = Field(description="where they were asked for")
+    lossless: Ledger
+    by_category: dict[str, CategoryNumbers]
+    atlas: Atlas | None
+    other_prompts: OtherPrompts | None = Field(description="where they were asked for")
+    counters: Counters | None = Field(description="of a server")
+    missing: list[Missing]
+    per_prompt: list[PromptSums]
+
+    def ledgers(self, name: str) -> Iterator[tuple[str, Ledger]]:
+        """Every comparison of greedy texts with the target's own, by what to call it."""
+        yield name, self.lossless
+        for point in self.by_batch_size:
+            if point.lossless:
+                yield f"{name} in batches of {point.batch_size}", point.lossless
+
+    @property
+    def changed_texts(self) -> int:
+        """How many texts came out other than the target's own, with no tie to explain it."""
+        return sum(ledger.unexplained for _, ledger in self.ledgers(""))
+
+    @model_validator(mode="after")
+    def _null_has_a_reason(self) -> Self:
+        explained = {"gamma", "other_prompts", "counters", *(one.field for one in self.missing)}
+        for name in type(self).model_fields:
+            if getattr(self, name) is None and name not in explained:
+                raise ValueError(f"{name} is null, and `missing` does not say why")
+        return self
+
+    @model_validator(mode="after")
+    def _speedup_is_that_of_the_rates(self) -> Self:
+        ratio = self.tokens_per_s.speculative.mean / self.tokens_per_s.baseline.mean
+        if not math.isclose(ratio, self.speedup.mean, rel_tol=1e-6):
+            raise ValueError(f"speedup is {self.speedup.mean}, but its tokens_per_s give {ratio}")
+        return self
+
+
+class Gain(Part):
+    """What a draft has more than another, on the same prompts."""
+
+    draft: str
+    over: str
+    alpha: Measured | None
+    tau: Measured | None
+    speedup: Measured
+
+
+class Baseline(Part):
+    """The target without a draft."""
+
+    tokens_per_s: Measured
+    over_stock_generate: Measured | None = Field(description="tokens/s over stock `generate`'s")
+
+
+class DecodingSetting(Part):
+    """How texts were decoded."""
+
+    temperature: Quantity
+    top_k: Count | None
+    top_p: float
+    max_new_tokens: Count
+    gamma: Count | None = Field(description="the last draft's")
+    gamma_policy: str
+    verification: str
+    stop_tokens: Count | None = Field(description="0: the end is ignored; null: a server knows")
+    ended_by_stop: float = Field(ge=0, le=1, description="share of the baseline's answers")
+
+
+class PromptsUsed(Part):
+    """The evaluation prompts."""
+
+    source: str
+    n: Count
+    sha256: str
+    overlap_with_training: float | None
+    bits_per_token: float | None = Field(description="the target's mean surprise at a token")
+    random_bits: float | None = Field(description="log2 of the vocabulary: of a random token")
+
+
+class Findings(Part):
+    """What an evaluation found, before anything is said about it."""
+
+    schema_name: Annotated[Literal["draftsmith-report/1"], Field(alias="schema")]
     target: str
     engine: str
     device: str
     dtype: str
-    decoding: dict[str, Any]
-    prompts: dict[str, Any]
-    provenance: dict[str, Any]
-    over_stock_generate: Measured  # tokens/s of the baseline / of stock `generate`
-    answers: list[Answer]
-    spell: Callable[[int], bytes]
+    baseline: Baseline
+    decoding: DecodingSetting
+    prompts: PromptsUsed
+    drafts: dict[str, DraftReport] = Field(min_length=1, description="by name")
+    gain: list[Gain] = Field(description="difference to the draft named, on the same prompts.")
+    provenance: dict[str, JsonValue]
+
+    @property
+    def last(self) -> tuple[str, DraftReport]:
+        """The draft that the headline is about: the tuned one of a training run."""
+        return list(self.drafts.items())[-1]
+
+    def ledgers(self) -> list[tuple[str, Ledger]]:
+        """Those of all drafts, by what to call them."""
+        return [one for name, draft in self.drafts.items() for one in draft.ledgers(name)]
+
+    @model_validator(mode="after")
+    def _gains_are_differences(self) -> Self:
+        for i, entry in enumerate(self.gain):
+            for name in (entry.draft, entry.over):
+                if name not in self.drafts:
+                    raise ValueError(f"gain[{i}] compares with {name!r}, which is no draft of it")
+            mine, other = self.drafts[entry.draft], self.drafts[entry.over]
+            _check_difference(f"gain[{i}].alpha", entry.alpha, mine.alpha, other.alpha)
+            _check_difference(f"gain[{i}].tau", entry.tau, mine.tau, other.tau)
+            _check_difference(f"gain[{i}].speedup", entry.speedup, mine.speedup, other.speedup)
+        return self
 
 
-@dataclass(frozen=True)
-class DraftMeasurement:
-    """The raw log of one draft. `runs` and `baseline_runs` are of the same prompts, interleaved.
-
-    memory: {target_bytes, draft_bytes, kv_bytes_per_token: {target, draft}} in the form measured;
-    lossless: {prompts, identical, tie_divergences, unexplained, divergences}, measured greedily.
-    gamma_sweep: measured points {gamma, tau, speedup}. other_prompts: {source, sha256, alpha} of
-    prompts outside the domain. by_batch_size: measured points (eval/measuring/evaluation.py).
-    by_temperature: (runs, baseline runs) by the temperature they were decoded at.
-    """
-
-    name: str
-    path: str
-    form: str
-    vocabulary: dict[str, Any]
-    agreement: list[Agreement]
-    runs: list[PromptRun]
-    baseline_runs: list[PromptRun]
-    costs: StepCosts
-    memory: dict[str, Any]
-    full_form_bytes: int | None
-    lossless: dict[str, Any]
-    gamma_sweep: list[dict[str, Any]] = field(default_factory=list)
-    other_prompts: dict[str, Any] | None = None
-    by_batch_size: list[dict[str, Any]] = field(default_factory=list)
-    by_temperature: dict[float, tuple[list[PromptRun], list[PromptRun]]] = field(
-        default_factory=dict
-    )
-
-
-# ---------------------------------------------------------------------------------------------
-# Build
-
-
-def build_report(info: RunInfo, drafts: Sequence[DraftMeasurement]) -> dict[str, Any]:
-    """The whole report as a dict of JSON types, checked.
-
-    `gain` compares every draft after the first with the first. Raises ValueError for a log that
-    nothing can be measured on, `ReportError` where the result is not a valid report.
-    """
-    if not drafts:
-        raise ReportError("a report needs at least one draft")
-    names = [draft.name for draft in drafts]
-    if len(set(names)) < len(names):
-        raise ReportError(f"two drafts of one report have the same name: {', '.join(names)}")
-    shown = telling_prompts(drafts[-1].agreement)
-    report = {
-        "schema": SCHEMA,
-        "target": info.target,
-        "engine": info.engine,
-        "device": info.device,
-        "dtype": info.dtype,
-        "baseline": {
-            "tokens_per_s": metrics.tokens_per_s(drafts[0].baseline_runs),
-            "over_stock_generate": info.over_stock_generate,
-        },
-        "decoding": info.decoding,
-        "prompts": info.prompts,
-        "drafts": {draft.name: _draft_block(draft, info, shown) for draft in drafts},
-        "gain": [gain(draft, over=drafts[0]) for draft in drafts[1:]],
-        "provenance": info.provenance,
-    }
-    return finished(report)
-
-
-def finished(report: dict[str, Any]) -> dict[str, Any]:
-    """The report with its warnings and headline, as JSON types, checked."""
-    report = report | {"warnings": warnings(report), "headline": headline(report)}
-    report = json.loads(json.dumps(report))  # tuples become lists, here rather than in the file
-    check_report(report)
-    return report
-
-
-def _draft_block(draft: DraftMeasurement, info: RunInfo, shown: Sequence[str]) -> dict[str, Any]:
-    runs, baseline, costs = draft.runs, draft.baseline_runs, draft.costs
-    metrics.check_runs(runs)
-    metrics.check_runs(baseline)
-    alpha = metrics.alpha(draft.agreement)
-    gamma = metrics.mean_drafted(runs)
-    memory = draft.memory
-    tau, speedup = metrics.tau(runs), metrics.speedup(runs, baseline)
-    decode = metrics.decode_speedup(runs, baseline)
-    return {
-        "path": draft.path,
-        "form": draft.form,
-        "vocabulary": draft.vocabulary,
-        "alpha": alpha,
-        "tau": tau,
-        "mean_drafted": gamma,
-        "accepted_over_drafted": metrics.accepted_over_drafted(runs),
-        "per_position": metrics.per_position(runs),
-        "costs": {
-            "draft_step_ms": 1000 * costs.draft_step,
-            "target_step_ms": 1000 * costs.target_step,
-            "target_verify_ms": {
-                str(width): 1000 * seconds for width, seconds in sorted(costs.target_verify.items())
-            },
-            "context_length": costs.context_length,
-        },
-        "c": metrics.c(costs),
-        "verify_ratio": metrics.verify_ratio(costs, gamma),
-        "predicted_speedup": metrics.predicted_speedup(runs, costs),
-        "speedup": speedup,
-        "decode_speedup": decode,
-        "decode_efficiency": metrics.decode_efficiency(runs, baseline, costs),
-        "tokens_per_s": metrics.both(metrics.tokens_per_s, baseline, runs),
-        "ttft_ms": metrics.both(metrics.ttft_ms, baseline, runs),
-        "itl_ms": metrics.both(metrics.itl_ms, baseline, runs),
-        "loop_share": metrics.both(metrics.loop_share, baseline, runs),
-        "memory": {
-            "target_bytes": memory["target_bytes"],
-            "draft_bytes": memory["draft_bytes"],
-            "kv_bytes_per_token": memory["kv_bytes_per_token"],
-            "overhead": memory["draft_bytes"] / memory["target_bytes"],
-            "full_form_bytes": draft.full_form_bytes,
-        },
-        "payoff": payoff(costs, alpha["mean"]),
-        "waterfall": waterfall(tau["mean"], gamma, costs, decode["mean"], speedup["mean"]),
-        "gamma_curve": gamma_curve(alpha["mean"], _replayed(draft, info), costs),
-        "gamma_sweep": draft.gamma_sweep,
-        "by_batch_size": draft.by_batch_size,
-        "by_temperature": [
-            {
-                "temperature": temperature,
-                "tau": metrics.tau(some),
-                "speedup": metrics.speedup(some, base),
-            }
-            for temperature, (some, base) in draft.by_temperature.items()
-        ],
-        "lossless": draft.lossless,
-        "by_category": metrics.by_category(draft.agreement, runs, baseline),
-        "atlas": build_atlas(draft.agreement, info.answers, info.spell, costs, shown),
-        "other_prompts": draft.other_prompts,
-        "counters": None,
-        "missing": [],
-        "per_prompt": _per_prompt(draft),
-    }
-
-
-def _replayed(draft: DraftMeasurement, info: RunInfo) -> dict[int, float]:
-    """tau by gamma from the log of alpha, which is exact only for greedy decoding."""
-    if info.decoding["temperature"] > 0:
-        return {}
-    lengths = range(1, draft.costs.max_gamma + 1)
-    blocks = {
-        gamma: [
-            accepted + 1
-            for agreement in draft.agreement
-            for accepted in metrics.replayed_blocks([v == 1 for v in agreement.values], gamma)
-        ]
-        for gamma in lengths
-    }
-    return {gamma: sum(tokens) / len(tokens) for gamma, tokens in blocks.items() if tokens}
-
-
-def _per_prompt(draft: DraftMeasurement) -> list[dict[str, Any]]:
-    """The sums that every mean and interval above is made from, one row a prompt.
-
-    The run's part is absent for prompts that only alpha was taken on.
-    """
-    rows: dict[str, dict[str, Any]] = {
-        a.prompt_id: {
-            "id": a.prompt_id,
-            "category": a.category,
-            "alpha_sum": a.alpha_sum,
-            "positions": a.positions,
-        }
-        for a in draft.agreement
-    }
-    for run, base in metrics.pair(draft.runs, draft.baseline_runs):
-        row = rows.setdefault(run.prompt_id, {"id": run.prompt_id, "category": run.category})
-        row |= {
-            "prompt_tokens": run.prompt_tokens,
-            "tokens": len(run.tokens),
-            "seconds": run.seconds,
-            "baseline_tokens": len(base.tokens),
-            "baseline_seconds": base.seconds,
-            "calls": len(run.block_tokens),
-            "blocks": run.whole_blocks,
-            "block_tokens": sum(run.block_tokens[: run.whole_blocks]),
-            "drafted": sum(run.drafted[: run.whole_blocks]),
-            "accepted": sum(run.accepted[: run.whole_blocks]),
-        }
-    return list(rows.values())
-
-
-def gain(draft: DraftMeasurement, over: DraftMeasurement) -> dict[str, Any]:
-    """Differences draft - over in alpha, tau and speedup, paired on the same prompts."""
-    return {
-        "draft": draft.name,
-        "over": over.name,
-        "alpha": metrics.alpha_gain(draft.agreement, over.agreement),
-        "tau": metrics.tau_gain(draft.runs, over.runs),
-        "speedup": metrics.speedup_gain(
-            draft.runs, draft.baseline_runs, over.runs, over.baseline_runs
-        ),
-    }
-
-
-def warnings(report: dict[str, Any]) -> list[str]:
-    """What a reader must know before quoting a number, the gravest first."""
-    found = [
-        _not_lossless(where, ledger)
-        for where, ledger in ledgers(report["drafts"])
-        if ledger["unexplained"]
-    ]
-    found += _setting_warnings(report)
-    for name, draft in report["drafts"].items():
-        found += _draft_warnings(name, draft)
-    for entry in report["gain"]:
-        if entry["alpha"] and entry["alpha"]["ci95"][0] <= 0 <= entry["alpha"]["ci95"][1]:
-            found.append(
-                f"The interval of alpha's gain ({entry['draft']} over {entry['over']}) holds 0."
+def _check_difference(
+    where: str, gained: Measured | None, mine: Measured | None, other: Measured | None
+) -> None:
+    # a gain may rest on fewer prompts than either side's own number; then they may differ
+    if gained and mine and other and mine.n == other.n == gained.n:
+        apart = mine.mean - other.mean
+        if not math.isclose(gained.mean, apart, rel_tol=1e-6, abs_tol=1e-9):
+            raise ValueError(
+                f"{where} is {gained.mean}, but the drafts' own numbers are {apart} apart"
             )
-    return found
 
 
-def _setting_warnings(report: dict[str, Any]) -> list[str]:
-    """What makes every number of the report look better than it is."""
-    found: list[str] = []
-    decoding, prompts = report["decoding"], report["prompts"]
-    if decoding["verification"] not in LOSSLESS_RULES:
-        found.append(
-            f"LOSSY: verification by {decoding['verification']!r} is not known to leave the output "
-            f"as the target's; a speed-up bought with other text cannot be compared."
-        )
-    if decoding["stop_tokens"] == 0:
-        found.append(
-            "No token ends a text, as with ignore_eos: what follows the end of an answer repeats "
-            "itself, is easy to draft, and flatters every number."
-        )
-    elif decoding["ended_by_stop"] == 0:
-        found.append(
-            f"Not one answer ended by itself within {decoding['max_new_tokens']} tokens: if the "
-            f"end of text is ignored, as with ignore_eos, every number is flattered."
-        )
-    if prompts["bits_per_token"] is not None and (
-        prompts["bits_per_token"] > RANDOM_SHARE * prompts["random_bits"]
-    ):
-        found.append(
-            f"The prompts look random: the target finds {prompts['bits_per_token']:.1f} bits in "
-            f"each of their tokens, and random ones hold {prompts['random_bits']:.1f}. Acceptance "
-            f"on such text says nothing about a domain."
-        )
-    stock = report["baseline"]["over_stock_generate"]
-    if stock and stock["mean"] < FAIR_BASELINE:
-        found.append(
-            f"The baseline reaches only {stock['mean']:.2f} of stock generate's tokens/s: every "
-            f"speed-up here is flattered by that."
-        )
-    overlap = prompts["overlap_with_training"]
-    if overlap is None:
-        found.append("It is not known whether evaluation prompts were trained on.")
-    elif overlap:
-        found.append(f"Evaluation prompts overlap with the training data: {overlap}.")
-    return found
+class Report(Findings):
+    """What an evaluation of speculative decoding found. docs/metrics.md defines every number.
+
+    A draft that is not lossless is a finding, not an error: it must stand among the warnings.
+    """
+
+    warnings: list[str] = Field(description="what to know before quoting a number")
+    headline: str
+
+    @model_validator(mode="after")
+    def _changed_texts_are_not_hidden(self) -> Self:
+        for which, ledger in self.ledgers():
+            if ledger.unexplained and not_lossless(which, ledger) not in self.warnings:
+                raise ValueError(f"{which} is not lossless and the warnings do not say so")
+        return self
 
 
-def _draft_warnings(name: str, draft: dict[str, Any]) -> list[str]:
-    found = [
-        f"{name}: measured in part only, {entry['reason']}"
-        for entry in draft["missing"]
-        if entry["field"] == "prompts"
-    ]
-    speedup = draft["speedup"]
-    low, high = speedup["ci95"]
-    if low <= 1 <= high:
-        found.append(f"{name}: the interval of the speed-up holds 1x; no effect is shown.")
-    if speedup["n"] < FEW_PROMPTS:
-        found.append(
-            f"{name}: the speed-up rests on {speedup['n']} prompts; intervals of fewer than "
-            f"{FEW_PROMPTS} are too narrow."
-        )
-    drafts = None
-    if draft["per_position"]:
-        drafts = draft["per_position"][0]["drafts"]
-    elif draft["counters"]:
-        drafts = draft["counters"]["num_drafts"]
-    if drafts is not None and drafts < FEW_DRAFTS:
-        found.append(
-            f"{name}: acceptance rests on {drafts} drafts; take longer answers or more prompts, "
-            f"to have {FEW_DRAFTS} at least."
-        )
-    if draft["loop_share"] and draft["loop_share"]["speculative"]["mean"] > HIGH_LOOP_SHARE:
-        found.append(
-            f"{name}: {draft['loop_share']['speculative']['mean']:.0%} of the emitted tokens stand "
-            f"in repeated loops, which are easy to draft; acceptance on useful text is lower."
-        )
-    efficiency = draft["decode_efficiency"]
-    if efficiency and not USUAL_EFFICIENCY[0] <= efficiency["mean"] <= USUAL_EFFICIENCY[1]:
-        cause = (
-            "look for overhead in the loop or for a noisy machine"
-            if efficiency["mean"] < 1
-            else "single steps were timed in a slower moment than texts were decoded, so c and the "
-            "predicted speed-up look worse than they are; measure again on a quiet machine"
-        )
-        found.append(
-            f"{name}: the decode phase reaches {efficiency['mean']:.2f} of what its step costs "
-            f"predict; {cause}."
-        )
-    return found
-
-
-def _not_lossless(where: str, ledger: dict[str, Any]) -> str:
+def not_lossless(which: str, ledger: Ledger) -> str:
+    """The warning that a draft changes the output."""
     return (
-        f"NOT LOSSLESS: with draft {where}, {ledger['unexplained']} of {ledger['prompts']} prompts "
-        f"gave other tokens than the target alone, with no tie to explain it. Do not serve this "
-        f"draft."
+        f"NOT LOSSLESS: with draft {which}, {ledger.unexplained} of {ledger.prompts} prompts gave "
+        f"other tokens than the target alone, with no tie to explain it. Do not serve this draft."
     )
 
 
-# ---------------------------------------------------------------------------------------------
-# Check
+def report_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of a report.json."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **Report.model_json_schema(),
+        "title": SCHEMA,
+    }
 
 
-def check_report(report: Any) -> None:
-    """Raise `ReportError`, naming the field, unless this is a whole and consistent report.
+M = TypeVar("M", bound=Findings)
 
-    A draft that is not lossless is a finding, not an error: it must stand among the warnings. A
-    field may be null only where `missing` gives the reason.
-    """
+
+def checked(model: type[M], value: Any) -> M:
+    """The value as that model. Raises `ReportError`, naming the fields and what is wrong."""
     try:
-        validate(report, report_schema(), "report")
-    except SchemaError as error:
-        raise ReportError(str(error)) from None
-    for name, draft in report["drafts"].items():
-        _check_draft(name, draft, report)
-    for i, entry in enumerate(report["gain"]):
-        for key in ("alpha", "tau", "speedup"):
-            _check_gain(entry, key, report["drafts"], f"report.gain[{i}].{key}")
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise ReportError(_problems(error)) from None
 
 
-def _check_gain(entry: dict[str, Any], key: str, drafts: dict[str, Any], where: str) -> None:
-    if entry[key] is None:
-        return
-    _check_interval(entry[key], where)
-    mine, other = (drafts[entry[side]][key] for side in ("draft", "over"))
-    # A gain may rest on fewer prompts than either side's own number; then they may differ.
-    if mine["n"] == other["n"] == entry[key]["n"]:
-        apart = mine["mean"] - other["mean"]
-        if not math.isclose(entry[key]["mean"], apart, rel_tol=1e-6, abs_tol=1e-9):
-            raise ReportError(
-                f"{where} is {entry[key]['mean']}, but the drafts' own numbers are {apart} apart"
-            )
+def _problems(error: ValidationError) -> str:
+    """The first problems, each with the place of its field."""
+    lines = []
+    for one in error.errors(include_url=False):
+        place = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in one["loc"])
+        line = f"report{place}: {one['msg'].removeprefix('Value error, ')}"
+        if isinstance(one["input"], str | int | float | None):
+            line += f", not {one['input']!r:.80}"
+        lines.append(line)
+    more = len(lines) - SHOWN_ERRORS
+    return "; ".join(lines[:SHOWN_ERRORS]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _check_draft(name: str, draft: dict[str, Any], report: dict[str, Any]) -> None:
-    where = f"report.drafts.{name}"
-    explained = {entry["field"] for entry in draft["missing"]}
-    for key in ALWAYS_MEASURED:
-        if draft[key] is None and key not in explained:
-            raise ReportError(f"{where}.{key} is null, and {where}.missing does not say why")
-        if isinstance(draft[key], dict) and "ci95" in draft[key]:
-            _check_interval(draft[key], f"{where}.{key}")
-    speeds = draft["tokens_per_s"]
-    ratio = speeds["speculative"]["mean"] / speeds["baseline"]["mean"]
-    if not math.isclose(ratio, draft["speedup"]["mean"], rel_tol=1e-6):
-        raise ReportError(
-            f"{where}.speedup is {draft['speedup']['mean']}, but its tokens_per_s give {ratio}"
-        )
-    if memory := draft["memory"]:
-        overhead = memory["draft_bytes"] / memory["target_bytes"]
-        if not math.isclose(memory["overhead"], overhead, rel_tol=1e-6):
-            raise ReportError(
-                f"{where}.memory.overhead is {memory['overhead']}, but its bytes give {overhead}"
-            )
-    for which, ledger in ledgers({name: draft}):
-        parts = [ledger[key] for key in ("identical", "tie_divergences", "unexplained")]
-        if ledger["prompts"] < 1 or sum(parts) != ledger["prompts"]:
-            raise ReportError(
-                f"report.drafts.{which}: {parts[0]} identical, {parts[1]} ties and {parts[2]} "
-                f"unexplained do not make up {ledger['prompts']} prompts (1 at least)"
-            )
-        if parts[2] and _not_lossless(which, ledger) not in report["warnings"]:
-            raise ReportError(f"{which} is not lossless and the report's warnings do not say so")
-
-
-def _check_interval(value: Measured, where: str) -> None:
-    if value["ci95"][0] > value["ci95"][1]:
-        raise ReportError(f"{where}.ci95 runs backwards: {value['ci95']}")
-
-
-# ---------------------------------------------------------------------------------------------
-# Write and read
-
-
-def write_report(folder: Path | str, report: dict[str, Any]) -> None:
+def write_report(folder: Path | str, report: Report) -> None:
     """Check the report and write report.json, .md and .html into `folder`, each atomically."""
-    check_report(report)
+    # here, not above: they show the models of this module
+    from eval.reporting.page import render_page
+    from eval.reporting.text import render_markdown
+
+    report = checked(Report, report)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_file(folder / "report.md") as file:
@@ -461,18 +605,20 @@ def write_report(folder: Path | str, report: dict[str, Any]) -> None:
     with atomic_file(folder / "report.html") as file:
         file.write(render_page(report))
     with atomic_file(folder / "report.json") as file:
-        json.dump(report, file, indent=2, allow_nan=False)
+        json.dump(report.model_dump(mode="json"), file, indent=2, allow_nan=False)
         file.write("\n")
 
 
-def read_report(path: Path | str) -> dict[str, Any]:
+def read_report(path: Path | str) -> Report:
     """A checked report from a report.json. Raises `ReportError` where it is absent or broken."""
     path = Path(path)
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
+        return Report.model_validate_json(path.read_text(encoding="utf-8"), strict=True)
     except FileNotFoundError:
         raise ReportError(f"no report at {path}: run the evaluation to its end first") from None
-    except ValueError as error:
-        raise ReportError(f"{path} is not whole JSON ({error}): evaluate again") from None
-    check_report(report)
-    return report
+    except ValidationError as error:
+        if error.errors()[0]["type"] == "json_invalid":
+            raise ReportError(
+                f"{path} is not whole JSON ({error.errors()[0]['msg']}): evaluate again"
+            ) from None
+        raise ReportError(f"{path}: {_problems(error)}") from None

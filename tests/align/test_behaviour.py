@@ -70,13 +70,13 @@ def test_mass_and_bytes_that_only_one_side_has(pair):
     assert verdict.strategy == "intersection"
     messages = " ".join(f.message for f in found(verdict))
     assert "to tokens that the target lacks" in messages
-    assert "20 tokens of the target cannot be spelt" in messages
+    assert "20 tokens of the target cannot be written" in messages
 
 
 @torch.inference_mode()
 def test_a_state_that_cannot_be_rolled_back(tiny_llama):
     class Runs:
-        """Every token ever fed leaves a trace."""
+        """Every token ever read leaves a trace."""
 
         def __init__(self):
             self.model = tiny_llama(1)

@@ -70,7 +70,7 @@ def test_the_target_as_its_own_draft(tmp_path, write_tokenizer):
     verdict = check_pair(spec, spec)
     assert (verdict.relation, verdict.strategy, verdict.coverage) == ("identical", "direct", 1.0)
     assert verdict.tuned_strategy == "direct"
-    # of the letters a to h alone no probe can be spelt, and </s> in a message ends it
+    # of the letters a to h alone no probe can be written, and </s> in a message ends it
     assert {f.code for f in verdict.findings} == {"TOK-005", "TOK-010"}
     assert codes(verdict, "error", "fatal") == []
 
@@ -100,9 +100,9 @@ def test_a_draft_with_too_few_rows_cannot_read_the_target(pair):
     assert "cannot read the target's ids up to 10" in found(verdict, "TOK-002")
 
 
-@pytest.mark.parametrize("side", ["target", "draft"])
-def test_ids_beyond_the_rows(pair, side):
-    verdict = pair(**({"target": {"rows": 9}} if side == "target" else {"rows": 9}))
+@pytest.mark.parametrize("whose", ["target", "draft"])
+def test_ids_beyond_the_rows(pair, whose):
+    verdict = pair(**({"target": {"rows": 9}} if whose == "target" else {"rows": 9}))
     assert verdict.fatal
     assert "has ids up to 9, but its embedding has 9 rows" in found(verdict, "TOK-002")
 
@@ -280,7 +280,7 @@ def test_a_normaliser_that_loses_case_is_seen_on_the_probes(edited, spelling):
     messages = found(verdict, "TOK-005")
     assert "do not come back from the tokenizer of" in messages
     assert "THE PARTIES" in messages
-    assert "encoded otherwise" not in messages  # by bytes: the speller steps in
+    assert "encoded otherwise" not in messages  # longest_match steps in
 
 
 def test_a_prefix_space_on_one_side(edited, spelling):
@@ -471,6 +471,19 @@ def test_a_corpus_that_cannot_be_read(pair, tmp_path, name, content, message):
         pair(corpus=str(tmp_path / name))
 
 
+def test_padding_that_a_tokenizer_file_asks_for_is_left_out(tmp_path, write_tokenizer):
+    """Of two texts encoded together the shorter would be filled up with a token that counts."""
+    spec = write_tokenizer(tmp_path / "t")
+    other = write_tokenizer(tmp_path / "d", tokens="abcdefgX")
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"text": "ah"}\n{"text": "aaaaaaaaaa"}\n')
+    plain = check_pair(spec, other, corpus=str(corpus))
+    padding = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 7, "pad_type_id": 0, "pad_token": "h"}
+    edit(tmp_path / "t", lambda backend: backend.update(padding=padding))
+    assert check_pair(spec, other, corpus=str(corpus)).coverages == plain.coverages
+
+
 # --- input and output
 
 
@@ -543,12 +556,12 @@ def test_a_slow_only_tokenizer_exits_with_2(tmp_path, write_tokenizer, capsys, m
     target = write_tokenizer(tmp_path / "target")
     draft = write_tokenizer(tmp_path / "draft")
     (tmp_path / "draft" / "tokenizer.json").unlink()
-    monkeypatch.setattr("align.side.load_tokenizer", lambda spec: SlowTokenizer())
+    monkeypatch.setattr("align.vocabulary.load_tokenizer", lambda spec: SlowTokenizer())
     before = sorted(tmp_path.rglob("*"))
     assert main(["--target", target, "--draft", draft]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: TOK-000: ")
-    assert "has only a slow tokenizer (SlowTokenizer)" in error
+    assert "SlowTokenizer is a slow tokenizer" in error
     assert "add the tokenizer.json of its fast form" in error
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from align.token_bytes import backend_keys, token_keys
+from align.token_bytes import backend_tokens, tokens_of
 
 
 @pytest.fixture(scope="module")
@@ -15,13 +15,13 @@ def fast_tokenizer(byte_level_tokenizer):
 
 
 def test_byte_level_keys_spell_the_text(fast_tokenizer, text):
-    keys = token_keys(fast_tokenizer)
+    keys = tokens_of(fast_tokenizer)
     ids = fast_tokenizer(text).input_ids
     assert b"".join(keys[i][1] for i in ids) == text.encode()
 
 
 def test_byte_level_keys_hold_every_byte_once(fast_tokenizer):
-    keys = token_keys(fast_tokenizer)
+    keys = tokens_of(fast_tokenizer)
     assert len(keys) == len(fast_tokenizer)
     assert sorted(key for key in keys if len(key[1]) == 1) == [
         ("normal", bytes([byte])) for byte in range(256)
@@ -58,14 +58,14 @@ def sentencepiece_tokenizer():
 
 
 def test_sentencepiece_keys_spell_the_text(sentencepiece_tokenizer, text):
-    keys = token_keys(sentencepiece_tokenizer)
+    keys = tokens_of(sentencepiece_tokenizer)
     ids = sentencepiece_tokenizer(text).input_ids
     # SentencePiece cannot tell a literal "▁" from a space
     assert b"".join(keys[i][1] for i in ids) == text.replace("▁", " ").encode()
 
 
 def test_sentencepiece_keys(sentencepiece_tokenizer):
-    keys = token_keys(sentencepiece_tokenizer)
+    keys = tokens_of(sentencepiece_tokenizer)
     tokens = sentencepiece_tokenizer.get_vocab()
     assert keys[tokens["<0x41>"]] == ("normal", b"A")
     assert keys[tokens["▁a"]] == ("normal", b" a")
@@ -82,20 +82,20 @@ def test_unigram_vocabularies_are_lists():
         "added_tokens": [{"id": 0, "content": "<unk>", "special": True}],
     }
     keys = [("special", b"<unk>"), ("normal", b" the"), ("normal", b"<0x0A>")]
-    assert backend_keys(backend) == keys
+    assert backend_tokens(backend) == keys
     backend["model"]["byte_fallback"] = True
-    assert backend_keys(backend)[2] == ("normal", b"\n")
+    assert backend_tokens(backend)[2] == ("normal", b"\n")
 
 
 def test_marks_of_the_other_kind_are_literal_in_a_byte_level_vocabulary(byte_level_json, spell):
     texts = ["▁the", "<0x41>", " the", "é"]
     backend = byte_level_json({spell(text.encode()): i for i, text in enumerate(texts)})
-    assert backend_keys(backend) == [("normal", text.encode()) for text in texts]
+    assert backend_tokens(backend) == [("normal", text.encode()) for text in texts]
 
 
 def test_added_tokens_are_literal_in_a_byte_level_vocabulary(byte_level_json):
     backend = byte_level_json({"Ġ": 0}, [(1, "Ġé", False), (2, "<|end|>", True), (3, "  ", False)])
-    assert backend_keys(backend) == [
+    assert backend_tokens(backend) == [
         ("normal", b" "),
         ("normal", "Ġé".encode()),
         ("special", b"<|end|>"),
@@ -104,7 +104,7 @@ def test_added_tokens_are_literal_in_a_byte_level_vocabulary(byte_level_json):
 
 
 def test_holes_are_none_whatever_the_order_of_the_vocabulary(byte_level_json):
-    assert backend_keys(byte_level_json({"c": 4, "a": 0, "b": 2}, [(5, "</s>", True)])) == [
+    assert backend_tokens(byte_level_json({"c": 4, "a": 0, "b": 2}, [(5, "</s>", True)])) == [
         ("normal", b"a"),
         None,
         ("normal", b"b"),
@@ -112,7 +112,7 @@ def test_holes_are_none_whatever_the_order_of_the_vocabulary(byte_level_json):
         ("normal", b"c"),
         ("special", b"</s>"),
     ]
-    assert backend_keys(byte_level_json({})) == []
+    assert backend_tokens(byte_level_json({})) == []
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,9 @@ def test_holes_are_none_whatever_the_order_of_the_vocabulary(byte_level_json):
     ],
 )
 def test_placeholders_are_unused(byte_level_json, content, kind):
-    assert backend_keys(byte_level_json({}, [(0, content, True)])) == [(kind, content.encode())]
+    assert backend_tokens(byte_level_json({}, [(0, content, True)])) == [(kind, content.encode())]
     expected = "unused" if kind == "unused" else "normal"
-    assert backend_keys(byte_level_json({content: 0})) == [(expected, content.encode())]
+    assert backend_tokens(byte_level_json({content: 0})) == [(expected, content.encode())]
 
 
 def test_tokens_that_do_not_spell_bytes_are_refused():
@@ -143,19 +143,21 @@ def test_tokens_that_do_not_spell_bytes_are_refused():
         "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
     }
     with pytest.raises(ValueError, match=r"'WordPiece'.*neither byte-level BPE nor SentencePiece"):
-        backend_keys(backend)
+        backend_tokens(backend)
 
 
 def test_a_slow_tokenizer_is_refused():
     class SlowTokenizer:
         is_fast = False
 
-    with pytest.raises(ValueError, match="SlowTokenizer has no fast form"):
-        token_keys(SlowTokenizer())
+    with pytest.raises(
+        ValueError, match=r"SlowTokenizer is a slow tokenizer.*tokenizer\.json of its fast form"
+    ):
+        tokens_of(SlowTokenizer())
 
 
 def test_a_large_vocabulary_takes_little_time(byte_level_json):
     backend = byte_level_json({f"Ġtoken{i}": i for i in range(262_144)})
     started = time.perf_counter()
-    assert backend_keys(backend)[-1] == ("normal", b" token262143")
+    assert backend_tokens(backend)[-1] == ("normal", b" token262143")
     assert time.perf_counter() - started < 2

@@ -1,4 +1,4 @@
-"""The map of a pair: what is mapped, what is respelt, and whom a saved map refuses."""
+"""The map of a pair: what is mapped, what is retokenized, and whom a saved map refuses."""
 
 import json
 import random
@@ -9,9 +9,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 
 from align.check import check_pair
 from align.checks import VOCAB_MAP
-from align.side import read_side
 from align.sources import SourceError
-from align.vocab_map import MapError, Reader, build_map, load_map, save_map
+from align.vocab_map import MapError, Retokenizer, build_map, load_map, save_map
+from align.vocabulary import read_vocabulary
 
 
 def write(folder, tokenizer):
@@ -23,7 +23,7 @@ def write(folder, tokenizer):
     (folder / "config.json").write_text(json.dumps(config))
     special = {"eos_token": "<|im_end|>"} if eos is not None else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
-    return read_side(str(folder))
+    return read_vocabulary(str(folder))
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +49,15 @@ def sentencepiece(tmp_path_factory):
     return write(tmp_path_factory.mktemp("tokenizers") / "sentencepiece", tokenizer)
 
 
-def rewritten(side, folder, change):
-    """The side once `change` was made to a copy of its tokenizer.json."""
-    backend = json.loads(json.dumps(side.backend))
+def rewritten(vocabulary, folder, change):
+    """The vocabulary once `change` was made to a copy of its tokenizer.json."""
+    backend = json.loads(json.dumps(vocabulary.backend))
     change(backend)
     folder.mkdir()
     for name in ("config.json", "tokenizer_config.json"):
-        (folder / name).write_text((side.folder / name).read_text())
+        (folder / name).write_text((vocabulary.folder / name).read_text())
     (folder / "tokenizer.json").write_text(json.dumps(backend))
-    return read_side(str(folder))
+    return read_vocabulary(str(folder))
 
 
 @pytest.fixture(params=["byte_level", "sentencepiece"])
@@ -69,21 +69,21 @@ def both_ways(request, byte_level, sentencepiece):
 
 def test_a_text_reaches_the_draft_byte_by_byte(both_ways, text):
     target, draft = both_ways
-    reader = Reader(build_map(target, draft), target, draft)
+    retokenizer = Retokenizer(build_map(target, draft), target, draft)
     ids = target.encode(text.encode())
     # no byte is lost, but for "▁", which SentencePiece cannot tell from a space
     written = text.replace("▁", " ") if "<unk>" in target.special_texts.values() else text
     assert target.bytes_of(ids) in (written.encode(), text.encode())
-    assert draft.bytes_of(reader.read(ids)) == target.bytes_of(ids)
+    assert draft.bytes_of(retokenizer.continuation(ids)) == target.bytes_of(ids)
     assert draft.bytes_of(draft.encode(text.encode())) == text.encode()
 
 
 @pytest.mark.parametrize("at", range(1, 18))
-def test_an_emoji_cut_at_every_byte_is_spelt(both_ways, at):
+def test_an_emoji_cut_at_every_byte_is_written(both_ways, at):
     data = "👩\u200d👩\u200d👧".encode()
-    for side in both_ways:
+    for vocabulary in both_ways:
         for part in (data[:at], data[at:], b"\x80\xbf"):
-            assert side.bytes_of(side.encode(part)) == part
+            assert vocabulary.bytes_of(vocabulary.encode(part)) == part
 
 
 def test_the_map_round_trips_by_bytes(both_ways):
@@ -93,12 +93,12 @@ def test_the_map_round_trips_by_bytes(both_ways):
     assert len(found.mapped) > 256  # the byte units, and more
     for d in found.mapped.tolist():
         t = int(found.to_target[d])
-        assert target.keys[t] == draft.keys[d]
-        assert draft.keys[int(found.to_draft[t])] == draft.keys[d]
+        assert target.tokens[t] == draft.tokens[d]
+        assert draft.tokens[int(found.to_draft[t])] == draft.tokens[d]
     for t, d in enumerate(found.to_draft.tolist()):
         if d >= 0:
-            assert draft.keys[d] == target.keys[t]
-            assert target.keys[int(found.to_target[d])] == target.keys[t]
+            assert draft.tokens[d] == target.tokens[t]
+            assert target.tokens[int(found.to_target[d])] == target.tokens[t]
 
 
 def test_byte_pieces_and_written_ones_are_many_to_one(sentencepiece, byte_level):
@@ -115,12 +115,12 @@ def test_a_byte_piece_listed_after_the_written_one_does_not_win(
         words = backend["model"]["vocab"]
         words["<0x0A>"], words["\n"] = words["\n"], words["<0x0A>"]
 
-    side = rewritten(sentencepiece, tmp_path / "gemma", swap)
-    found = build_map(side, byte_level)
-    newline = byte_level.spell(b"\n")
-    written = side.backend["model"]["vocab"]["\n"]
-    assert found.to_target[newline].tolist() == [written] == side.encode(b"\n")
-    assert side.spell(b"\n") == side.encode(b"\n")
+    vocabulary = rewritten(sentencepiece, tmp_path / "gemma", swap)
+    found = build_map(vocabulary, byte_level)
+    newline = byte_level.longest_match(b"\n")
+    written = vocabulary.backend["model"]["vocab"]["\n"]
+    assert found.to_target[newline].tolist() == [written] == vocabulary.encode(b"\n")
+    assert vocabulary.longest_match(b"\n") == vocabulary.encode(b"\n")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -131,7 +131,9 @@ def test_any_order_of_the_vocabulary_gives_the_same_map(both_ways, tmp_path, see
         assert items != list(backend["model"]["vocab"].items())
         backend["model"]["vocab"] = dict(items)
 
-    again = [rewritten(side, tmp_path / str(i), shuffle) for i, side in enumerate(both_ways)]
+    again = [
+        rewritten(vocabulary, tmp_path / str(i), shuffle) for i, vocabulary in enumerate(both_ways)
+    ]
     ours, theirs = build_map(*both_ways), build_map(*again)
     assert ours.to_draft.equal(theirs.to_draft)
     assert ours.to_target.equal(theirs.to_target)
@@ -146,22 +148,28 @@ def test_a_space_that_sentencepiece_begins_texts_with_is_taken_off(
         parts = [{"type": "Prepend", "prepend": "▁"}, backend["normalizer"]]
         backend["normalizer"] = {"type": "Sequence", "normalizers": parts}
 
-    side = rewritten(sentencepiece, tmp_path / "llama", prepend)
+    vocabulary = rewritten(sentencepiece, tmp_path / "llama", prepend)
     written = text.replace("▁", " ")
-    raw = side.plain_tokenizer.encode(text, add_special_tokens=False).ids
-    assert side.bytes_of(raw) == (b" " if text else b"") + written.encode()
-    assert side.bytes_of(side.encode(text.encode())) in (written.encode(), text.encode())
-    reader = Reader(build_map(byte_level, side), byte_level, side)
-    assert side.bytes_of(reader.read(byte_level.encode(text.encode()))) == text.encode()
+    raw = vocabulary.plain_tokenizer.encode(text, add_special_tokens=False).ids
+    assert vocabulary.bytes_of(raw) == (b" " if text else b"") + written.encode()
+    assert vocabulary.bytes_of(vocabulary.encode(text.encode())) in (
+        written.encode(),
+        text.encode(),
+    )
+    retokenizer = Retokenizer(build_map(byte_level, vocabulary), byte_level, vocabulary)
+    assert (
+        vocabulary.bytes_of(retokenizer.continuation(byte_level.encode(text.encode())))
+        == text.encode()
+    )
 
 
 @pytest.fixture
-def sides(tmp_path, write_tokenizer):
-    """sides(target={…}, **draft): both sides of a made-up pair."""
+def pair_of(tmp_path, write_tokenizer):
+    """pair_of(target={…}, **draft): both vocabularies of a made-up pair."""
 
     def make(target=None, **draft):
         specs = (("target", target or {}), ("draft", draft))
-        return [read_side(write_tokenizer(tmp_path / name, **how)) for name, how in specs]
+        return [read_vocabulary(write_tokenizer(tmp_path / name, **how)) for name, how in specs]
 
     return make
 
@@ -178,38 +186,38 @@ def sides(tmp_path, write_tokenizer):
         ({"tokens": "abcdwxyz"}, "intersection", [0, 1, 2, 3, -1, -1, -1, -1, 8, 9]),
     ],
 )
-def test_each_relation(sides, draft, relation, to_target):
-    found = build_map(*sides(**draft))
+def test_each_relation(pair_of, draft, relation, to_target):
+    found = build_map(*pair_of(**draft))
     assert found.relation == relation
     assert found.to_target.tolist() == to_target
 
 
-def test_an_empty_intersection_names_the_way_out(sides):
+def test_an_empty_intersection_names_the_way_out(pair_of):
     with pytest.raises(MapError, match=r"TOK-005: of 10 and 10 tokens.*use strategy string"):
-        build_map(*sides(tokens="ijklmnop"))
+        build_map(*pair_of(tokens="ijklmnop"))
 
 
-def test_an_end_of_text_is_one_whatever_it_is_called(sides):
-    target, draft = sides(added=("<s>", "<|end|>"), eos="<|end|>")
+def test_an_end_of_text_is_one_whatever_it_is_called(pair_of):
+    target, draft = pair_of(added=("<s>", "<|end|>"), eos="<|end|>")
     found = build_map(target, draft)
     assert (int(found.to_target[9]), int(found.to_draft[9])) == (9, 9)
 
 
-def test_a_bos_becomes_what_the_draft_begins_with(sides):
-    target, draft = sides(added=("<begin>", "</s>"), tokenizer_config={"bos_token": "<begin>"})
-    reader = Reader(build_map(target, draft), target, draft)
-    assert reader.begin([8, 0, 1]) == [0, 1]
+def test_a_bos_becomes_what_the_draft_begins_with(pair_of):
+    target, draft = pair_of(added=("<begin>", "</s>"), tokenizer_config={"bos_token": "<begin>"})
+    retokenizer = Retokenizer(build_map(target, draft), target, draft)
+    assert retokenizer.from_start([8, 0, 1]) == [0, 1]
     draft.prefix = [8]
-    assert reader.begin([8, 0, 1]) == reader.begin([0, 1]) == [8, 0, 1]
-    assert reader.read([99]) == []  # a padding row of the target stands for nothing
+    assert retokenizer.from_start([8, 0, 1]) == retokenizer.from_start([0, 1]) == [8, 0, 1]
+    assert retokenizer.continuation([99]) == []  # a padding row of the target stands for nothing
 
 
 # --- saved
 
 
 @pytest.fixture
-def saved(sides, tmp_path):
-    target, draft = sides(tokens="abcdwxyz")
+def saved(pair_of, tmp_path):
+    target, draft = pair_of(tokens="abcdwxyz")
     save_map(tmp_path / VOCAB_MAP, build_map(target, draft))
     return tmp_path / VOCAB_MAP, target, draft
 
@@ -222,12 +230,12 @@ def test_a_saved_map_comes_back(saved):
     assert ours.to_draft.equal(theirs.to_draft)
 
 
-@pytest.mark.parametrize("side", ["target", "draft"])
-def test_a_map_of_another_tokenizer_is_refused(saved, write_tokenizer, tmp_path, side):
+@pytest.mark.parametrize("whose", ["target", "draft"])
+def test_a_map_of_another_tokenizer_is_refused(saved, write_tokenizer, tmp_path, whose):
     path, target, draft = saved
-    other = read_side(write_tokenizer(tmp_path / "other", tokens="hgfedcba"))
-    pair = (other, draft) if side == "target" else (target, other)
-    with pytest.raises(MapError, match=rf"TOK-014: .*another {side} tokenizer.*delete the map"):
+    other = read_vocabulary(write_tokenizer(tmp_path / "other", tokens="hgfedcba"))
+    pair = (other, draft) if whose == "target" else (target, other)
+    with pytest.raises(MapError, match=rf"TOK-014: .*another {whose} tokenizer.*delete the map"):
         load_map(path, *pair)
 
 

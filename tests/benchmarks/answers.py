@@ -17,8 +17,8 @@ from align.process import use_machine
 from distill.answers import top_logprobs
 from distill.prompts import training_prompts
 from distill.recipe import load_recipe
-from eval.decoding.drafts import load_target
 from eval.decoding.generation import generate_batched
+from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.measuring.metrics import measure
 from eval.prompts import render_all
@@ -91,8 +91,8 @@ def main():
             f"round {len(rows)}: ours {row[0] / row[1]:.0f}, stock {row[2] / row[3]:.0f} tokens/s"
         )
     ratio = measure("answers", rows, lambda t: (t[..., 0] / t[..., 1]) / (t[..., 2] / t[..., 3]))
-    low, high = ratio["ci95"]
-    print(f"ours / stock: {ratio['mean']:.2f}x [{low:.2f}, {high:.2f}], n={ratio['n']} rounds")
+    low, high = ratio.ci95
+    print(f"ours / stock: {ratio.mean:.2f}x [{low:.2f}, {high:.2f}], n={ratio.n} rounds")
 
 
 if __name__ == "__main__":

@@ -13,12 +13,13 @@ import time
 from pathlib import Path
 
 import torch
-import yaml
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from align.process import use_machine
-from eval.decoding.drafts import load_candidate, load_target
-from eval.decoding.loop import Decoding, DraftLength, decode_baseline, decode_speculative
+from distill.recipe import read_yaml
+from eval.decoding.drafters.loading import load_drafter
+from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.measuring.metrics import measure
 from eval.prompts import load_prompts, render_all
@@ -30,12 +31,12 @@ GAMMA = 3
 
 def main(folder):
     use_machine()
-    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+    recipe = read_yaml(folder / "recipe.yaml")
     dtype = getattr(torch, recipe["dtype"])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     prompts = load_prompts(str(folder / "prompts" / "eval.jsonl"), PROMPTS)
     target = load_target(recipe["target"], dtype, device, 2048)
-    draft = load_candidate("tuned", str(folder / "draft"), target).draft
+    drafter = load_drafter(str(folder / "draft"), target)
     assistant = AutoModelForCausalLM.from_pretrained(folder / "draft", dtype=dtype).to(device)
     assistant.generation_config.num_assistant_tokens = GAMMA
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
@@ -55,13 +56,13 @@ def main(folder):
         )
         return output.shape[1] - len(ids)
 
+    def ours(prompt, ids, drafter=None):
+        (run,) = decode(target.decoder, drafter, [prompt], [ids], how, DraftLength(GAMMA))
+        return len(run.tokens)
+
     ways = {
-        "ours, speculative": lambda prompt, ids: len(
-            decode_speculative(target.decoder, draft, prompt, ids, how, DraftLength(GAMMA)).tokens
-        ),
-        "ours, baseline": lambda prompt, ids: len(
-            decode_baseline(target.decoder, prompt, ids, how).tokens
-        ),
+        "ours, speculative": lambda prompt, ids: ours(prompt, ids, drafter),
+        "ours, baseline": ours,
         "transformers, assisted": lambda _, ids: stock(ids, assistant_model=assistant),
         "transformers, generate": lambda _, ids: stock(ids),
     }
@@ -85,10 +86,10 @@ def main(folder):
                 (t[..., 2 * a] / t[..., 2 * a + 1]) / (t[..., 2 * b] / t[..., 2 * b + 1])
             ),
         )
-        low, high = ratio["ci95"]
+        low, high = ratio.ci95
         print(
-            f"{names[over]} / {names[under]}: {ratio['mean']:.2f}x [{low:.2f}, {high:.2f}], "
-            f"n={ratio['n']} prompts"
+            f"{names[over]} / {names[under]}: {ratio.mean:.2f}x [{low:.2f}, {high:.2f}], "
+            f"n={ratio.n} prompts"
         )
 
 

@@ -25,7 +25,7 @@ from distill.prepare import build_pruned, domain_mass
 from distill.prompts import training_prompts
 from distill.recipe import load_recipe
 from distill.trainer import DistillationCollator, attach_distillation_forward, training_rows
-from eval.decoding.drafts import load_target
+from eval.decoding.target import load_target
 from eval.measuring.metrics import measure
 from eval.prompts import render_all
 
@@ -135,10 +135,8 @@ def main():
         ratio = measure(
             name, list(zip(plain, times[1:], strict=True)), lambda t: t[..., 0] / t[..., 1]
         )
-        low, high = ratio["ci95"]
-        print(
-            f"{name} / plain: {ratio['mean']:.2f}x [{low:.2f}, {high:.2f}], n={ratio['n']} batches"
-        )
+        low, high = ratio.ci95
+        print(f"{name} / plain: {ratio.mean:.2f}x [{low:.2f}, {high:.2f}], n={ratio.n} batches")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
    262k tokens, both with a merge for every token: seconds, bar 10.
 2. A draft step of a model of SmolLM2-135M's shape (random weights; bf16, as a run loads it) by
    intersection, 85% of its tokens mapped, over a plain step, interleaved: bar 1.05. Greedy and
-   sampled, with a fixed draft length and with one that hangs on the draft's confidence, which runs
+   sampled, with a fixed draft length and with one that depends on the draft's certainty, which runs
    choose where it pays. Prints the ratio with a 95% bootstrap interval over rounds.
 """
 
@@ -22,7 +22,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from align.process import use_machine
-from eval.decoding.drafting import Draft
+from eval.decoding.drafters.by_map import MapDrafter
+from eval.decoding.drafters.checkpoint import CheckpointDrafter, TokenSession
 from eval.decoding.forward import build_decoder
 from eval.decoding.verification import Sampling
 from eval.measuring.metrics import measure
@@ -97,6 +98,16 @@ def check_seconds():
             )
 
 
+class Mapped(MapDrafter):
+    """A map made up, between no tokenizers."""
+
+    def __post_init__(self):
+        CheckpointDrafter.__post_init__(self)
+
+    def read(self, ids, begins=False):
+        return list(ids)
+
+
 def step_ratio():
     config = LlamaConfig(
         vocab_size=49_152,
@@ -112,36 +123,43 @@ def step_ratio():
     decoder = build_decoder(model, CONTEXT + STEPS + 8)
     mapped = torch.randperm(49_152)[: int(0.85 * 49_152)].sort().values
     token_ids = torch.randperm(262_144)[: len(mapped)]
-    by_map = Draft(decoder, token_ids, mapped, feed=mapped)
-    plain = Draft(decoder)
+    by_map = Mapped(
+        decoder=decoder,
+        vocab_size=262_144,
+        vocabulary={},
+        token_ids=token_ids,
+        target=None,
+        draft=None,
+    )
+    by_map.mapped = by_map.own_ids = mapped
+    arms = (CheckpointDrafter(decoder=decoder, vocab_size=49_152, vocabulary={}), by_map)
     ids = torch.randint(49_152, (CONTEXT,)).tolist()
-    arms = ((plain, 49_152), (by_map, 262_144))
     samplings = (Sampling(), Sampling(temperature=0.8))
     for sampling, stop_below in itertools.product(samplings, (0.0, NEVER_STOPS)):
         rows = []
         for turn in range(ROUNDS + 1):
             sessions = []
-            for draft, vocab_size in arms:
+            for drafter in arms:
                 generator = torch.Generator().manual_seed(turn)
-                session = draft.start(ids, CONTEXT + STEPS + 8, vocab_size, sampling, generator)
-                session.propose(1)  # reads the context
+                session = TokenSession(drafter, [ids], CONTEXT + STEPS + 8, sampling, generator)
+                session.propose(1, 0.0)  # reads the context
                 sessions.append(session)
             seconds = [0.0, 0.0]
             for block in range(STEPS // BLOCK):
                 for arm in (0, 1) if (turn + block) % 2 else (1, 0):
                     clock = time.perf_counter()
-                    sessions[arm].seen = CONTEXT - 1
+                    sessions[arm].seen = [CONTEXT - 1]
                     assert sessions[arm].propose(BLOCK, stop_below).tokens.shape[1] == BLOCK
                     seconds[arm] += time.perf_counter() - clock
             if turn > 0:  # the first is warm-up
                 rows.append(seconds)
         ratio = measure("step", rows, lambda t: t[..., 1] / t[..., 0])
-        low, high = ratio["ci95"]
+        low, high = ratio.ci95
         milliseconds = 1e3 * sum(row[0] for row in rows) / ROUNDS / STEPS
         kind = "greedy" if sampling.greedy else "sampled"
         print(
             f"draft step by map / plain, {kind}{', confidence' * bool(stop_below)}: "
-            f"{ratio['mean']:.3f} [{low:.3f}, {high:.3f}], n={ROUNDS} rounds of {STEPS} steps, "
+            f"{ratio.mean:.3f} [{low:.3f}, {high:.3f}], n={ROUNDS} rounds of {STEPS} steps, "
             f"plain {milliseconds:.2f} ms"
         )
 

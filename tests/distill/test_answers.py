@@ -5,7 +5,7 @@ import torch
 
 from distill.answers import answer_prompts, top_logprobs
 from distill.logit_cache import CacheError
-from eval.decoding.drafts import load_target
+from eval.decoding.target import load_target
 
 PROMPTS = [[3, 4, 5], [6], [7, 8], [9, 10, 11, 12], [13, 2]]
 

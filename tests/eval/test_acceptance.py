@@ -5,34 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from eval.measuring.metrics import replayed_blocks
-
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.mark.parametrize(
-    ("agreed", "gamma", "blocks"),
-    [
-        ("1111111", 2, [2, 2]),  # prefill, 3, 3 tokens
-        ("1011011", 2, [0, 2]),  # prefill, the wrong one corrected, 3 tokens, one left
-        ("0111", 3, []),  # no room for a draft of 3 and the bonus token
-        ("01111", 3, [3]),
-        ("1100000", 3, [1, 0, 0, 0]),  # shorter drafts near the end count, the last one does not
-        ("1000000", 1, [0, 0, 0, 0, 0]),
-        ("", 2, []),
-    ],
-)
-def test_blocks_by_replay(agreed, gamma, blocks):
-    assert replayed_blocks([mark == "1" for mark in agreed], gamma) == blocks
 
 
 SCRIPT = """
 import evaluate
 metric = evaluate.load("eval/acceptance")
-drafted, said = [[1, 2, 3, 4, 5], [1, 9, 3]], [[1, 2, 3, 4, 5], [1, 2, 3]]
-found = metric.compute(predictions=drafted, references=said, gamma=3)
+drafted, answers = [[1, 2, 3, 4, 5], [1, 9, 3]], [[1, 2, 3, 4, 5], [1, 2, 3]]
+found = metric.compute(predictions=drafted, references=answers, gamma=3)
 assert found["alpha"]["mean"] == 7 / 8, found
 assert found["alpha"]["n"] == 2
 assert found["tau"] == {"mean": 2.5, "ci95": [1.0, 4.0], "n": 2}, found

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from eval.convert import main, to_sglang, to_spec_bench, to_vllm
-from eval.reporting.report import build_report, write_report
+from eval.measuring.build import build_report
+from eval.reporting.report import report_schema, write_report
 
 
 @pytest.fixture
@@ -15,7 +16,7 @@ def measured(measurement):
 
 @pytest.fixture
 def draft(run_info, measured):
-    return build_report(run_info, [measured])["drafts"]["tuned"]
+    return build_report(run_info, [measured]).drafts["tuned"]
 
 
 def total(runs, key):
@@ -60,9 +61,9 @@ def test_sglang(draft, measured):
 
 def test_spec_bench(draft, measured):
     found = to_spec_bench(draft)
-    assert found["#Mean accepted tokens"] == pytest.approx(draft["tau"]["mean"])
+    assert found["#Mean accepted tokens"] == pytest.approx(draft.tau.mean)
     mine = [len(run.tokens) / run.seconds for run in measured.runs]
-    base = [len(run.tokens) / run.seconds for run in measured.baseline_runs]
+    base = [len(run.tokens) / run.seconds for run in measured.baseline]
     assert found["Speedup ratio"] == pytest.approx(sum(mine) / sum(base))
     assert len(found["answers"]) == 40
     choice = found["answers"][3]["choices"][0]
@@ -80,3 +81,23 @@ def test_command(sample_report, tmp_path, capsys):
     assert "no draft 'x' in this report; it has untuned, tuned" in capsys.readouterr().err
     assert main([str(tmp_path / "none.json"), "--to", "vllm"]) == 2
     assert "no report at" in capsys.readouterr().err
+
+
+def test_the_schema_is_printed(capsys):
+    assert main(["--schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == report_schema()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--to", "vllm"], "--to needs the report.json"),
+        (["report.json"], "one of the arguments --to --schema is required"),
+        (["--to", "vllm", "--schema"], "not allowed with argument --to"),
+    ],
+)
+def test_half_a_command_is_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err

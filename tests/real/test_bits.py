@@ -17,7 +17,7 @@ use_machine()
 import torch
 from distill.prompts import evaluation_prompts
 from distill.recipe import load_recipe
-from eval.decoding.drafts import load_target
+from eval.decoding.target import load_target
 from eval.prompts import render_all
 
 recipe = load_recipe(["--recipe", "code"])

@@ -14,17 +14,18 @@ import pytest
 import torch
 
 from align.check import compare
-from align.side import read_side
 from align.sources import resolve_folder_in_wheel
 from align.vocab_map import build_map
-from eval.decoding.drafts import load_candidate, load_target
+from align.vocabulary import read_vocabulary
+from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.forward import StockDecoder, build_decoder
-from eval.decoding.loop import Decoding, DraftLength, decode_baseline, decode_speculative
+from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
+from eval.measuring.agreement import measure_agreement, target_texts
 from eval.measuring.journal import Journal
 from eval.measuring.metrics import alpha
-from eval.measuring.timing import measure_agreement, target_texts
-from eval.prompts import Prompt, load_prompts, render_all, write_prompts
+from eval.prompts import PromptSet, load_prompts, render_all, write_prompts
 from recipes.code.prompts import stdlib_prompts
 
 pytestmark = pytest.mark.real
@@ -55,7 +56,7 @@ def short(prompts, count):
 
 @pytest.fixture(scope="module")
 def sides():
-    return read_side(GEMMA), read_side(SMOL)
+    return read_vocabulary(GEMMA), read_vocabulary(SMOL)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,7 @@ def test_bytes_cover_more_than_markers(sides, texts):
     print("\n| text | by bytes | by marker |\n| --- | --- | --- |")
     for name, text in texts.items():
         ids = target.tokenizer.encode(text, add_special_tokens=False).ids
-        by_bytes = sum(target.keys[i] in draft.used for i in ids) / len(ids)
+        by_bytes = sum(target.tokens[i] in draft.used for i in ids) / len(ids)
         marked = sum(marker_key(pieces[0].get(i, ""), False) in by_marker for i in ids) / len(ids)
         print(f"| {name} | {by_bytes:.1%} | {marked:.1%} |")
         assert by_bytes > marked
@@ -112,7 +113,7 @@ def test_every_mapped_id_comes_back(sides):
     ends = (target.special_ids["eos_token"], draft.special_ids["eos_token"])
     for d, again in zip(found.mapped.tolist(), back.tolist(), strict=True):
         if d != ends[1]:
-            assert draft.keys[d] == draft.keys[again] == target.keys[int(found.to_target[d])]
+            assert draft.tokens[d] == draft.tokens[again] == target.tokens[int(found.to_target[d])]
     assert int(found.to_target[ends[1]]) == ends[0]
 
 
@@ -164,24 +165,24 @@ def test_every_bridge_end_to_end(run, tmp_path):
     }
 
     target = load_target(GEMMA, torch.bfloat16, torch.device("cpu"), 64)
-    prompts: list[Prompt] = load_prompts(str(run / "eval.jsonl"))
+    prompts = load_prompts(str(run / "eval.jsonl"))
     ids = render_all(prompts, target.tokenizer, 500, NEW)
+    rendered = PromptSet("HumanEval", prompts, ids)
     target.decoder = build_decoder(target.model, max(map(len, ids)) + NEW + 8)
     assert isinstance(target.decoder, StockDecoder)
     how = Decoding(Sampling(), target.stops, NEW)
     answers = target_texts(target, ids, how)
-    strategies = ("intersection", "string")
-    drafts = [load_candidate(name, SMOL, target, name).draft for name in strategies]
+    drafters = {name: load_drafter(SMOL, target, name) for name in ("intersection", "string")}
     journal = Journal(tmp_path / "measured.jsonl")
-    agreements, _ = measure_agreement(target, drafts, prompts, ids, answers, how.sampling, journal)
+    agreements, _ = measure_agreement(target, drafters, rendered, answers, how, journal)
     exact = load_target(GEMMA, torch.float32, torch.device("cpu"), target.decoder.context_length)
-    for name, draft, rows in zip(strategies, drafts, agreements, strict=True):
-        found[name] = alpha(rows)
-        for prompt, row in list(zip(prompts, ids, strict=True))[:3]:
-            base = decode_baseline(exact.decoder, prompt, row, how)
-            fast = decode_speculative(exact.decoder, draft, prompt, row, how, DraftLength(3))
-            assert fast.tokens == base.tokens
-            assert sum(fast.accepted) > 0
+    for name, drafter in drafters.items():
+        found[name] = alpha(agreements[name]).model_dump()
+        for batch in [*rendered.batches(1)[:3], rendered.batches(3)[0]]:
+            base = decode(exact.decoder, None, *batch, how, DraftLength(3))
+            fast = decode(exact.decoder, drafter, *batch, how, DraftLength(3))
+            assert [run.tokens for run in fast] == [run.tokens for run in base]
+            assert sum(sum(run.accepted) for run in fast) > 0
     print(f"\nalpha on {len(prompts)} HumanEval prompts, greedy, {NEW} tokens each")
     print("| bridge | alpha | 95% interval |\n| --- | --- | --- |")
     for name, value in found.items():

@@ -11,7 +11,7 @@ import torch
 
 from align.check import check_pair
 from align.sources import load_model, load_tokenizer, resolve_checkpoint
-from align.token_bytes import token_keys
+from align.token_bytes import tokens_of
 
 pytestmark = pytest.mark.real
 
@@ -46,7 +46,7 @@ def test_the_tokenizer_survives_the_conversion(folder):
         "<|im_start|>assistant\n"
     )
     text = "def f(x):\r\n\treturn x # é 日本 👩‍👩‍👧\n"
-    keys = token_keys(tokenizer)
+    keys = tokens_of(tokenizer)
     assert len(set(keys)) == 49152
     assert b"".join(keys[i][1] for i in tokenizer(text).input_ids) == text.encode()
 

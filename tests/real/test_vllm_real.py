@@ -24,8 +24,9 @@ import torch
 import yaml
 
 from align.sources import resolve_checkpoint
-from eval.decoding.drafts import load_candidate, load_target
-from eval.decoding.loop import Decoding, DraftLength, decode_speculative
+from eval.decoding.drafters.loading import load_drafter
+from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.engines.vllm import Server
 from eval.prompts import load_prompts, render_all
@@ -140,15 +141,13 @@ def target(recipe):
 @pytest.fixture(scope="module")
 def ours(target, draft, prompts):
     """Our decoder's runs with the draft's full form, on past the limit and past the stops."""
-    candidate = load_candidate("full", str(draft), target)
+    drafter = load_drafter(str(draft), target)
     # so that the block that reaches the limit is drafted and counted in full, as vLLM does
     how = Decoding(Sampling(), frozenset(), TOKENS + 2 * GAMMA + 1)
     ids = render_all(prompts, target.tokenizer, 2048, how.max_new_tokens)
     with torch.inference_mode():
         return [
-            decode_speculative(
-                target.decoder, candidate.draft, prompt, one, how, DraftLength(GAMMA)
-            )
+            decode(target.decoder, drafter, [prompt], [one], how, DraftLength(GAMMA))[0]
             for prompt, one in zip(prompts, ids, strict=True)
         ]
 
@@ -194,11 +193,11 @@ def gap(target, prompt, text):
 
 def test_the_text_is_ours(served, target, prompts, ours):
     """Token by token; where it parts, the target itself had a tie there."""
-    same = 0
+    same, how = 0, Decoding(Sampling(), frozenset(), TOKENS, SEED)
     for prompt, run in zip(prompts, ours, strict=True):
         expected = answer(run, target.stops)
         for url in (served.speculative, served.baseline):
-            found = Server(url, 600).decode("target", prompt, Sampling(), TOKENS, SEED).run
+            found = Server(url, 600).decode(prompt, how).run
             assert found.prompt_tokens == run.prompt_tokens
             if found.tokens == expected:
                 same += 1
@@ -211,19 +210,19 @@ def test_the_text_is_ours(served, target, prompts, ours):
 
 
 def test_the_report_is_whole(report):
-    draft = report["drafts"]["served"]
-    assert draft["lossless"]["prompts"] == draft["speedup"]["n"] == PROMPTS
-    assert draft["lossless"]["unexplained"] == 0
-    assert report["decoding"]["gamma"] == GAMMA
-    assert "counters" not in {entry["field"] for entry in draft["missing"]}
+    draft = report.drafts["served"]
+    assert draft.lossless.prompts == draft.speedup.n == PROMPTS
+    assert draft.lossless.unexplained == 0
+    assert report.decoding.gamma == GAMMA
+    assert "counters" not in {entry.field for entry in draft.missing}
 
 
 def test_the_counters_are_ours(report, target, ours):
     counts = [vllm_counts(run, len(answer(run, target.stops))) for run in ours]
     drafts, accepted = (sum(column) for column in zip(*counts, strict=True))
-    counters = report["drafts"]["served"]["counters"]
-    theirs = counters["num_accepted_tokens"] / counters["num_drafts"]
+    counters = report.drafts["served"].counters
+    theirs = counters.num_accepted_tokens / counters.num_drafts
     print(f"accepted a draft: vLLM {theirs:.4f}, ours {accepted / drafts:.4f} ({drafts} drafts)")
     assert theirs == pytest.approx(accepted / drafts, rel=0.02)
-    assert counters["num_drafts"] == pytest.approx(drafts, rel=0.02)
+    assert counters.num_drafts == pytest.approx(drafts, rel=0.02)
     assert accepted > 0.1 * drafts  # a draft that is never right would agree with anything

@@ -6,12 +6,11 @@ import itertools
 import pytest
 import torch
 
-from eval.decoding import batched, forward
-from eval.decoding.batched import decode_batch
-from eval.decoding.drafting import Draft, StringDraft
+from eval.decoding import forward, loop
+from eval.decoding.drafters.checkpoint import TokenSession
+from eval.decoding.drafters.prompt_lookup import PromptLookup
 from eval.decoding.forward import StockDecoder, build_decoder
-from eval.decoding.lookup import LookupDecoder
-from eval.decoding.loop import Decoding, DraftLength, decode_baseline, decode_speculative
+from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.verification import Sampling
 from eval.prompts import Prompt
 
@@ -21,20 +20,21 @@ LONGEST = 40
 CONTEXT = 80
 
 
+def baseline(target, prompt, ids, how):
+    return decode(target, None, [prompt], [ids], how, DraftLength(0))[0]
+
+
+def alone(target, drafter, prompt, ids, how, length):
+    return decode(target, drafter, [prompt], [ids], how, length)[0]
+
+
 @pytest.fixture(scope="module")
 def target(tiny):
     return build_decoder(tiny(0), CONTEXT)
 
 
-class Alone:
-    """What LookupDecoder takes from a target."""
-
-    def __init__(self, decoder):
-        self.decoder = decoder
-
-
 @pytest.fixture(scope="module")
-def drafts(target, tiny, adversary):
+def drafts(target, tiny, adversary, drafter):
     generator = torch.Generator().manual_seed(5)
     good = copy.deepcopy(tiny(0))
     with torch.no_grad():
@@ -44,14 +44,14 @@ def drafts(target, tiny, adversary):
     kept = torch.arange(0, VOCAB, 2)
     trimmed.lm_head.weight = torch.nn.Parameter(trimmed.lm_head.weight[kept].clone())
     return {
-        "self": Draft(target),
-        "good": Draft(build_decoder(good, CONTEXT)),
-        "random": Draft(build_decoder(tiny(7), CONTEXT)),
-        "adversarial": Draft(adversary(target)),
-        "trimmed": Draft(build_decoder(trimmed, CONTEXT), token_ids=kept),
-        "padded": Draft(build_decoder(tiny(9, VOCAB + 8), CONTEXT), rows=VOCAB),
-        "stock": Draft(StockDecoder(good, CONTEXT)),
-        "lookup": Draft(LookupDecoder(Alone(target))),
+        "self": drafter(target),
+        "good": drafter(build_decoder(good, CONTEXT)),
+        "random": drafter(build_decoder(tiny(7), CONTEXT)),
+        "adversarial": drafter(adversary(target)),
+        "trimmed": drafter(build_decoder(trimmed, CONTEXT), token_ids=kept),
+        "padded": drafter(build_decoder(tiny(9, VOCAB + 8), CONTEXT), rows=VOCAB),
+        "stock": drafter(StockDecoder(good, CONTEXT)),
+        "lookup": PromptLookup(vocab_size=VOCAB, vocabulary={}, device=target.device),
     }
 
 
@@ -74,7 +74,7 @@ def serial(target):
     """The target's own answers to drawn(8), one by one, without a stop."""
     how = Decoding(Sampling(), NEVER, LONGEST)
     prompts, rows = drawn(8)
-    return [decode_baseline(target, *one, how).tokens for one in zip(prompts, rows, strict=True)]
+    return [baseline(target, *one, how).tokens for one in zip(prompts, rows, strict=True)]
 
 
 def until(tokens, stops):
@@ -85,7 +85,7 @@ def until(tokens, stops):
 
 def texts(target, draft, count, length, stops=NEVER, longest=LONGEST):
     how = Decoding(Sampling(), stops, longest)
-    runs = decode_batch(target, draft, *drawn(count), how, length)
+    runs = decode(target, draft, *drawn(count), how, length)
     assert [run.prompt_id for run in runs] == [str(i) for i in range(count)]
     return [run.tokens for run in runs]
 
@@ -97,7 +97,7 @@ def test_greedy_tokens_are_those_of_single_rows(
 ):
     how = Decoding(Sampling(), NEVER, LONGEST)
     for gamma in range(1, 9):
-        runs = decode_batch(target, drafts[name], *drawn(count), how, DraftLength(gamma))
+        runs = decode(target, drafts[name], *drawn(count), how, DraftLength(gamma))
         assert [run.tokens for run in runs] == serial[:count]
         drafted, accepted = (
             sum(sum(counts) for counts in lists)
@@ -115,30 +115,18 @@ def test_the_baseline_of_a_batch_is_that_of_its_rows(target, serial, count):
     assert texts(target, None, count, DraftLength(4)) == serial[:count]
 
 
-@pytest.mark.parametrize("gamma", [1, 4])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_batch_of_one_decodes_in_the_same_blocks(target, drafts, name, gamma):
-    for longest in (1, 2, 5, 6, LONGEST):
-        how = Decoding(Sampling(), NEVER, longest)
-        (prompt, *_), (ids, *_) = drawn(1)
-        (run,) = decode_batch(target, drafts[name], [prompt], [ids], how, DraftLength(gamma))
-        alone = decode_speculative(target, drafts[name], prompt, ids, how, DraftLength(gamma))
-        for key in ("tokens", "block_tokens", "drafted", "accepted", "last_truncated"):
-            assert getattr(run, key) == getattr(alone, key), key
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_each_row_accepts_what_it_accepts_alone(target, drafts, name):
     """As long as it has room for a whole draft; so a draft's cache is right, row by row."""
     how, gamma = Decoding(Sampling(), NEVER, LONGEST), 3
     prompts, rows = drawn(8)
-    runs = decode_batch(target, drafts[name], prompts, rows, how, DraftLength(gamma))
+    runs = decode(target, drafts[name], prompts, rows, how, DraftLength(gamma))
     for prompt, ids, run in zip(prompts, rows, runs, strict=True):
-        alone = decode_speculative(target, drafts[name], prompt, ids, how, DraftLength(gamma))
-        ends = [1 + sum(alone.block_tokens[:i]) for i in range(len(alone.block_tokens))]
+        single = alone(target, drafts[name], prompt, ids, how, DraftLength(gamma))
+        ends = [1 + sum(single.block_tokens[:i]) for i in range(len(single.block_tokens))]
         whole = sum(LONGEST - end - 1 >= gamma for end in ends)
         assert whole >= 9
-        assert run.accepted[:whole] == alone.accepted[:whole]
+        assert run.accepted[:whole] == single.accepted[:whole]
 
 
 @pytest.mark.parametrize("stop_below", [1e-4, 1e-3, 0.01, 0.3])
@@ -151,7 +139,7 @@ def test_drafts_that_stop_in_doubt_change_no_token(target, drafts, serial, name,
 def test_a_batch_drafts_on_while_its_rows_believe_in_it_on_average(target, drafts):
     how, below = Decoding(Sampling(), NEVER, LONGEST), 2e-3
     prompts, rows = drawn(2)
-    runs = decode_batch(target, drafts["good"], prompts, rows, how, DraftLength(6, below))
+    runs = decode(target, drafts["good"], prompts, rows, how, DraftLength(6, below))
     decoder = drafts["good"].decoder
     contexts = [[*ids, run.tokens[0]] for ids, run in zip(rows, runs, strict=True)]
     lengths = []
@@ -194,28 +182,29 @@ def test_rows_that_stop_inside_a_draft_end_alone(target, drafts, serial):
 def test_a_row_stays_in_a_batch_for_as_long_as_it_decodes(target, drafts, serial):
     stops = frozenset({serial[0][10]})
     how = Decoding(Sampling(), stops, LONGEST)
-    runs = decode_batch(target, drafts["good"], *drawn(5), how, DraftLength(3))
+    runs = decode(target, drafts["good"], *drawn(5), how, DraftLength(3))
     assert len({len(run.tokens) for run in runs}) > 1
     last = max(runs, key=lambda run: run.seconds)
     for run in runs:
         assert run.prefill_seconds == last.prefill_seconds
         assert run.block_seconds == last.block_seconds[: len(run.block_seconds)]
-        assert run.drafted == last.drafted[: len(run.drafted)]
+        whole = len(run.drafted) - 1  # where a text ends in its draft, the draft ends as well
+        assert run.drafted[:whole] == last.drafted[:whole]
         assert len(run.block_seconds) == len(run.block_tokens) == len(run.accepted)
 
 
-def test_only_the_end_of_a_row_that_had_room_for_fewer_is_out_of_tau(target, adversary):
+def test_only_the_end_of_a_row_that_had_room_for_fewer_is_out_of_tau(target, adversary, drafter):
     """A row cut at the limit counts its last block, cut or not, only where it could not be cut."""
     how = Decoding(Sampling(), NEVER, 12)
     prompts, rows = drawn(2)
-    runs = decode_batch(target, Draft(adversary(target)), prompts, rows, how, DraftLength(4))
+    runs = decode(target, drafter(adversary(target)), prompts, rows, how, DraftLength(4))
     # a token a block: from the eighth block on fewer than four drafted tokens have room
     assert [run.block_tokens for run in runs] == [[1] * 11] * 2
     assert [run.last_truncated for run in runs] == [True] * 2
     assert [run.drafted for run in runs] == [[4] * 7 + [3, 2, 1, 0]] * 2
-    own = decode_batch(target, Draft(target), prompts, rows, how, DraftLength(10))
+    own = decode(target, drafter(target), prompts, rows, how, DraftLength(10))
     assert [run.last_truncated for run in own] == [False] * 2
-    own = decode_batch(target, Draft(target), prompts, rows, how, DraftLength(11))
+    own = decode(target, drafter(target), prompts, rows, how, DraftLength(11))
     assert [run.last_truncated for run in own] == [True] * 2
 
 
@@ -224,18 +213,18 @@ def test_only_the_end_of_a_row_that_had_room_for_fewer_is_out_of_tau(target, adv
 
 
 def one_position_for_all(monkeypatch):
-    starts = batched.starts
-    monkeypatch.setattr(batched, "starts", lambda at: starts([max(at)] * len(at)))
+    starts = loop.starts
+    monkeypatch.setattr(loop, "starts", lambda at: starts([max(at)] * len(at)))
 
 
 def one_acceptance_for_all(monkeypatch):
-    verify = batched.verify
+    verify = loop.verify
 
     def shared(*args):
         accepted, following = verify(*args)
         return accepted[:1].expand_as(accepted), following
 
-    monkeypatch.setattr(batched, "verify", shared)
+    monkeypatch.setattr(loop, "verify", shared)
 
 
 def stale_keys_seen(monkeypatch):
@@ -255,13 +244,13 @@ def caches_of_other_rows(monkeypatch):
 
 
 def next_token_of_the_first_row(monkeypatch):
-    verify = batched.verify
+    verify = loop.verify
 
     def shared(*args):
         accepted, following = verify(*args)
         return accepted, following[:1].expand_as(following)
 
-    monkeypatch.setattr(batched, "verify", shared)
+    monkeypatch.setattr(loop, "verify", shared)
 
 
 MUTANTS = [
@@ -287,17 +276,17 @@ def test_a_draft_that_forgets_what_it_drafted_alone_is_caught(target, drafts, mo
     how = Decoding(Sampling(), NEVER, LONGEST)
 
     def accepted():
-        runs = decode_batch(target, drafts["self"], *drawn(5), how, DraftLength(3))
+        runs = decode(target, drafts["self"], *drawn(5), how, DraftLength(3))
         return sum(sum(run.accepted) for run in runs) / sum(sum(run.drafted) for run in runs)
 
     assert accepted() == 1
-    extend = batched.BatchSession.extend
+    commit = TokenSession.commit
 
-    def unread(session, emitted, accepted):
-        extend(session, emitted, accepted)
+    def unread(session, *said):
+        commit(session, *said)
         session.seen = [len(text) - 1 for text in session.texts]
 
-    monkeypatch.setattr(batched.BatchSession, "extend", unread)
+    monkeypatch.setattr(TokenSession, "commit", unread)
     assert accepted() < 1
 
 
@@ -328,8 +317,9 @@ def chi_square(target, ids, counts):
 
 
 @pytest.fixture(scope="module")
-def pair(tiny):
-    return build_decoder(tiny(0, SMALL), CONTEXT), Draft(build_decoder(tiny(1, SMALL), CONTEXT))
+def pair(tiny, drafter):
+    draft = drafter(build_decoder(tiny(1, SMALL), CONTEXT), SMALL)
+    return build_decoder(tiny(0, SMALL), CONTEXT), draft
 
 
 def counted(target, draft, rows, length):
@@ -339,7 +329,7 @@ def counted(target, draft, rows, length):
     drafted = accepted = 0
     for seed in range(RUNS // 2):
         how = Decoding(SAMPLING, NEVER, 3 + seed % 2, seed)
-        for row, run in enumerate(decode_batch(target, draft, prompts, rows, how, length)):
+        for row, run in enumerate(decode(target, draft, prompts, rows, how, length)):
             counts[row, run.tokens[1], run.tokens[2]] += 1
             drafted, accepted = drafted + sum(run.drafted), accepted + sum(run.accepted)
     assert draft is None or 0 < accepted < drafted
@@ -363,12 +353,3 @@ def test_a_sampled_batch_with_one_acceptance_for_all_is_caught(pair, monkeypatch
     one_acceptance_for_all(monkeypatch)
     counts = counted(target, draft, rows, DraftLength(3))
     assert min(chi_square(target, *one) for one in zip(rows[1:], counts[1:], strict=True)) < 1e-4
-
-
-def test_a_draft_with_a_vocabulary_of_its_own_has_no_batches(target):
-    how = Decoding(Sampling(), NEVER, 4)
-    string = StringDraft(target, target=None, draft=None)
-    mapped = Draft(target, token_ids=torch.arange(VOCAB), reader=object())
-    for draft in (string, mapped):
-        with pytest.raises(ValueError, match=r"vocabulary of its own .*--strategy transplant"):
-            decode_batch(target, draft, *drawn(2), how, DraftLength(2))

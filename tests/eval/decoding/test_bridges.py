@@ -14,16 +14,20 @@ import torch
 
 import align.transplant
 from align.check import compare
-from align.side import read_side
 from align.sources import load_model
 from align.transplant import transplant
-from align.vocab_map import MapError, Reader, VocabMap, build_map
-from eval.decoding import drafting, drafts, verification
-from eval.decoding import loop as speculative
-from eval.decoding.drafting import Draft, StringDraft
-from eval.decoding.drafts import Target, load_candidate, load_compact, save_compact
+from align.vocab_map import MapError, Retokenizer, VocabMap, build_map
+from align.vocabulary import read_vocabulary
+from eval.decoding import verification
+from eval.decoding.drafters import by_map, by_text, checkpoint, loading, pruned
+from eval.decoding.drafters.by_map import MapDrafter
+from eval.decoding.drafters.by_text import TextDrafter, TextSession
+from eval.decoding.drafters.checkpoint import CheckpointDrafter
+from eval.decoding.drafters.loading import load_drafter
+from eval.decoding.drafters.pruned import load_compact, save_compact
 from eval.decoding.forward import build_decoder
-from eval.decoding.loop import Decoding, DraftLength, decode_baseline, decode_speculative
+from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.target import Target
 from eval.decoding.verification import Sampling, warp
 from eval.prompts import Prompt
 
@@ -53,6 +57,14 @@ BRIDGES = {
     "trimmed": ("identical", "direct", TARGET, TARGET_ROWS),
 }
 KEPT = [0, 1, 3]  # by the trimmed head
+
+
+def baseline(target, ids, how):
+    return decode(target, None, [PROMPT], [ids], how, DraftLength(0))[0]
+
+
+def alone(target, drafter, ids, how, length):
+    return decode(target, drafter, [PROMPT], [ids], how, length)[0]
 
 
 def make_side(folder, tokens, merges=(), added=(), eos=None):
@@ -86,7 +98,17 @@ def make_side(folder, tokens, merges=(), added=(), eos=None):
     (folder / "tokenizer.json").write_text(json.dumps(backend))
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": size}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos} if eos else {}))
-    return read_side(str(folder))
+    return read_vocabulary(str(folder))
+
+
+class Slots(list):
+    """The one row of a Table's cache."""
+
+    def row(self, row):
+        return self
+
+    def bytes_per_token(self):
+        return 0
 
 
 class Table:
@@ -101,7 +123,7 @@ class Table:
         self.device, self.dtype = torch.device("cpu"), torch.float32
 
     def new_cache(self, rows, slots):
-        return [None] * slots
+        return Slots([None] * slots)
 
     def logits(self, context):
         if context not in self.known:
@@ -113,7 +135,7 @@ class Table:
             self.known[context] = row
         return self.known[context]
 
-    def forward(self, tokens, start, cache, last_only=False):
+    def forward(self, tokens, start, cache, last_only=False, states=None):
         rows = []
         for i, token in enumerate(tokens[0].tolist()):
             cache[start + i] = token
@@ -183,7 +205,7 @@ def branches(monkeypatch):
                 break
         return result
 
-    for module in (drafting, speculative, verification):
+    for module in (checkpoint, by_text, verification):
         monkeypatch.setattr(module, "sample", sample)
     monkeypatch.setattr(verification, "passes", passes)
     return found
@@ -198,7 +220,7 @@ def output(branches, target, draft, gamma):
     found, accepted, rejected = defaultdict(float), 0.0, 0.0
     for _ in branches.paths():
         how = Decoding(SAMPLING, NEVER, NEW)
-        run = decode_speculative(target, draft, PROMPT, IDS, how, DraftLength(gamma))
+        run = alone(target, draft, IDS, how, DraftLength(gamma))
         found[tuple(run.tokens)] += branches.weight
         accepted += branches.weight * sum(run.accepted)
         rejected += branches.weight * (sum(run.drafted) - sum(run.accepted))
@@ -254,15 +276,16 @@ def target():
 @pytest.fixture
 def load(checkpoints, target, monkeypatch):
     """load(name): the draft of that name, loaded as any run loads it, on decoders that remember."""
-    monkeypatch.setattr(drafts, "build_decoder", Remembered)
+    for module in (loading, pruned):
+        monkeypatch.setattr(module, "build_decoder", Remembered)
 
     def load_it(name):
         relation, strategy, _, _ = BRIDGES[name]
         spec = str(checkpoints / "target")
         whole = Target(spec, None, None, target, NEVER)
-        found = load_candidate(name, str(checkpoints / name), whole, strategy)
+        found = load_drafter(str(checkpoints / name), whole, strategy)
         assert (found.vocabulary["relation"], found.vocabulary["strategy"]) == (relation, strategy)
-        return found.draft
+        return found
 
     return load_it
 
@@ -282,9 +305,9 @@ def test_sampled_output_is_the_targets_exactly(branches, target, load, name, gam
 def test_greedy_output_is_the_targets(target, load, name, gamma):
     draft, how = load(name), Decoding(Sampling(), NEVER, 24)
     for ids in (IDS, [3], [2, 3, 3, 1]):
-        expected = decode_baseline(target, PROMPT, ids, how)
+        expected = baseline(target, ids, how)
         for length in (DraftLength(gamma), DraftLength(gamma, 0.05)):
-            run = decode_speculative(target, draft, PROMPT, ids, how, length)
+            run = alone(target, draft, ids, how, length)
             assert run.tokens == expected.tokens
             assert sum(run.drafted) > 0
 
@@ -295,9 +318,9 @@ def test_no_strategy_changes_the_model_it_is_given(checkpoints, target, load, mo
     before = {key: tensor.clone() for key, tensor in given.state_dict().items()}
     configs = (given.config.to_dict(), given.generation_config.to_dict())
     modules = [id(module) for module in given.modules()]
-    monkeypatch.setattr(drafts, "load_model", lambda spec, dtype: given)
+    monkeypatch.setattr(loading, "load_model", lambda spec, dtype: given)
     how = Decoding(SAMPLING, NEVER, 24)
-    decode_speculative(target, load(name), PROMPT, IDS, how, DraftLength(2))
+    alone(target, load(name), IDS, how, DraftLength(2))
     assert before.keys() == given.state_dict().keys()
     assert all(tensor.equal(before[key]) for key, tensor in given.state_dict().items())
     assert configs == (given.config.to_dict(), given.generation_config.to_dict())
@@ -309,38 +332,38 @@ def test_no_strategy_changes_the_model_it_is_given(checkpoints, target, load, mo
 
 def unwarped(branches, monkeypatch):
     """q is the softmax of the logits, though a warped one was sampled from."""
-    original = drafting.Draft.over_target_ids
+    original = CheckpointDrafter.over_target_ids
     monkeypatch.setattr(
-        drafting.Draft,
+        CheckpointDrafter,
         "over_target_ids",
-        lambda self, q, size: original(self, (q.clamp_min(1e-9).log() * 1.3).softmax(-1), size),
+        lambda self, q: original(self, (q.clamp_min(1e-9).log() * 1.3).softmax(-1)),
     )
 
 
 def collisions_overwrite(branches, monkeypatch):
     """Of rows with one target id only the last counts."""
 
-    def over_target_ids(self, q, vocab_size):
-        full = torch.zeros((*q.shape[:-1], vocab_size))
+    def over_target_ids(self, q):
+        full = torch.zeros((*q.shape[:-1], self.vocab_size))
         return full.index_copy_(-1, self.token_ids, q)
 
-    monkeypatch.setattr(drafting.Draft, "over_target_ids", over_target_ids)
+    monkeypatch.setattr(CheckpointDrafter, "over_target_ids", over_target_ids)
 
 
 def masked_after_the_warpers(branches, monkeypatch):
     """q keeps the share of mass that unmapped tokens took, though they are never sampled."""
-    original = drafting.Draft.over_target_ids
+    original = CheckpointDrafter.over_target_ids
     monkeypatch.setattr(
-        drafting.Draft, "over_target_ids", lambda self, q, size: original(self, 0.8 * q, size)
+        CheckpointDrafter, "over_target_ids", lambda self, q: original(self, 0.8 * q)
     )
 
 
 def scattered_backwards(branches, monkeypatch):
     """q is scattered over the target's ids in another order than its tokens are."""
     monkeypatch.setattr(
-        drafting.Draft,
+        CheckpointDrafter,
         "over_target_ids",
-        lambda self, q, size: torch.zeros((*q.shape[:-1], size)).index_add_(
+        lambda self, q: torch.zeros((*q.shape[:-1], self.vocab_size)).index_add_(
             -1, self.token_ids.flip(0), q
         ),
     )
@@ -349,28 +372,30 @@ def scattered_backwards(branches, monkeypatch):
 def tokens_shifted(branches, monkeypatch):
     """Drafted tokens are named one row further on than q says."""
     monkeypatch.setattr(
-        drafting.Draft, "to_target_ids", lambda self, rows: self.token_ids.roll(1)[rows]
+        CheckpointDrafter, "to_target_ids", lambda self, rows: self.token_ids.roll(1)[rows]
     )
 
 
 def no_residual(branches, monkeypatch):
     """After a rejection p is sampled, the rejected token included."""
 
-    def verify(p, draft_tokens, generator):
-        n, _ = verification.verify_without_q(p, draft_tokens, generator)
+    original = verification.verify_without_q
+
+    def verify(p, draft_tokens, generator, counts):
+        n, _ = original(p, draft_tokens, generator, counts)
         return n, verification.sample(p[:, int(n)])
 
-    monkeypatch.setattr(speculative, "verify_without_q", verify)
+    monkeypatch.setattr(verification, "verify_without_q", verify)
 
 
 def draft_probability_for_q(branches, monkeypatch):
     """The string-level draft's tokens are verified as if they had been drawn from a flat q."""
 
-    def verify(p, draft_tokens, generator):
+    def verify(p, draft_tokens, generator, counts):
         q = torch.full_like(p[:, :-1], 1 / p.shape[-1])
-        return verification.verify_sampled(p, q, draft_tokens, generator)
+        return verification.verify_sampled(p, q, draft_tokens, generator, counts)
 
-    monkeypatch.setattr(speculative, "verify_without_q", verify)
+    monkeypatch.setattr(verification, "verify_without_q", verify)
 
 
 @pytest.mark.parametrize(
@@ -403,7 +428,7 @@ def test_a_broken_bridge_is_caught(branches, target, load, monkeypatch, name, mu
 
 def test_padding_that_is_drafted_is_caught(branches, target, load, monkeypatch):
     draft = load("padded")
-    monkeypatch.setattr(drafting.Draft, "cut", lambda self, logits: logits)
+    monkeypatch.setattr(CheckpointDrafter, "cut", lambda self, logits: logits)
     with pytest.raises(AssertionError):
         output(branches, target, draft, 2)
 
@@ -449,14 +474,14 @@ def check_q(name, folder, draft):
         model = load_model(str(folder / name), torch.float32)
     text = [0, 3, 2, 3, 1, 0, 3, 3, 2, 1, 1, 0]
     samplings = [SAMPLING, Sampling(1.0)]
-    found = draft.teacher_forced(IDS, text, TARGET_ROWS, samplings)
+    found = draft.teacher_forced(IDS, text, samplings, {})
     for sampling, forced in zip(samplings, found, strict=True):
         generator = torch.Generator().manual_seed(0)
-        session = draft.start(IDS, 32, TARGET_ROWS, sampling, generator)
+        session = draft.start([IDS], 32, sampling, generator, [{}])
         for at, token in enumerate(text):
             expected = plain_q(name, model, [*IDS, *text[:at]], sampling)
-            proposal = session.propose(1)
-            session.extend([token], int(proposal.tokens[0, 0] == token))
+            proposal = session.propose(1, 0.0)
+            session.commit([[token]], [int(proposal.tokens[0, 0] == token)], {})
             for q in (forced[0, at], proposal.q[0, 0]):
                 torch.testing.assert_close(q, expected, atol=1e-5, rtol=1e-4)
                 assert q[expected == 0].sum() == 0
@@ -470,55 +495,60 @@ def test_q_is_the_drafts_own_over_the_shared_tokens(checkpoints, load, name):
     check_q(name, checkpoints, load(name))
 
 
-def test_reach_is_the_share_of_the_rows_that_may_be_drafted(load):
+def test_a_draft_by_map_is_as_certain_as_its_mass_on_shared_tokens_allows(load):
     draft = load("intersection")
     logits = torch.tensor([[1.0, 3.0, -2.0, 0.5, 2.0]])
-    assert draft.rows.tolist() == [1, 2, 3, 4]  # not "aa"
-    assert draft.reach(logits) == pytest.approx(float(logits.softmax(-1)[0, 1:].sum()))
-    assert draft.reach(logits.bfloat16()) == draft.reach(logits)
-    assert load("direct").reach(logits) == 1
+    assert draft.mapped.tolist() == [1, 2, 3, 4]  # not "aa"
+    chosen = torch.tensor([0])  # of these: the head's row 1
+    whole = float(logits.softmax(-1)[0, 1])
+    assert float(draft.certainty(logits, chosen, None)) == pytest.approx(whole)
+    assert draft.certainty(logits.bfloat16(), chosen, None) == draft.certainty(logits, chosen, None)
+    plain = load("direct").certainty(logits[:, :4], chosen, None)
+    assert float(plain) == pytest.approx(float(logits[:, :4].softmax(-1)[0, 0]))
 
 
 def rows_not_moved(monkeypatch):
     """The rows of embedding and head stay where they were, though the ids are the target's."""
-    monkeypatch.setattr(align.transplant, "_pieces", lambda i, *_: [i])
+    tokens = range(len(TARGET["tokens"]))
+    monkeypatch.setattr(align.transplant, "_pieces", lambda i, *_: [i] if i in tokens else [])
 
 
 def nothing_transplanted(monkeypatch):
     """The draft's own rows are taken for the target's."""
-    monkeypatch.setattr(drafts, "transplant", lambda model, *_: model)
+    monkeypatch.setattr(loading, "transplant", lambda model, *_: model)
 
 
 def rows_the_target_lacks(monkeypatch):
     """Rows that stand for nothing are drafted as well."""
-    monkeypatch.setattr(drafting.Draft, "cut", lambda self, logits: logits[..., :TARGET_ROWS])
+    monkeypatch.setattr(CheckpointDrafter, "cut", lambda self, logits: logits[..., :TARGET_ROWS])
 
 
 def bonus_unmapped(monkeypatch):
     """A token that the draft lacks reaches it as nothing."""
-    pieces = Reader.pieces
+    pieces = Retokenizer.of_token
     monkeypatch.setattr(
-        Reader,
-        "pieces",
+        Retokenizer,
+        "of_token",
         lambda self, i: pieces(self, i) if self.vocab_map.to_draft[i] >= 0 else [],
     )
 
 
 def map_shifted(monkeypatch):
     """Every token of the draft goes to the target's next one, in drafts and in q alike."""
-    build = drafts.build_map
+    build = by_map.build_map
 
     def shifted(*sides):
         found = build(*sides)
         to_target = torch.where(found.to_target < 0, -1, (found.to_target + 1) % 4)
         return dataclasses.replace(found, to_target=to_target, to_draft=found.to_draft.roll(1))
 
-    monkeypatch.setattr(drafts, "build_map", shifted)
+    for module in (by_map, loading):
+        monkeypatch.setattr(module, "build_map", shifted)
 
 
 def fed_as_drafted(monkeypatch):
     """What the draft reads of its own tokens is the target's id, not its own."""
-    monkeypatch.setattr(Reader, "read", lambda self, ids: [*ids])
+    monkeypatch.setattr(Retokenizer, "continuation", lambda self, ids: [*ids])
 
 
 @pytest.mark.parametrize(
@@ -549,12 +579,13 @@ LETTERS = [chr(ord("a") + i) for i in range(26)]
 PAIRS = [[a, b] for a in "aeiou" for b in "nrst"]
 
 
-def intersection(sides, model):
-    vocab_map = build_map(*sides)
-    mapped = vocab_map.mapped
-    token_ids = vocab_map.to_target[mapped]
-    reader = Reader(vocab_map, *sides)
-    return Draft(model, token_ids, mapped, reader, vocab_map.to_draft[token_ids])
+def intersection(sides, model, rows=42):
+    target, draft = sides
+    return MapDrafter(target=target, draft=draft, decoder=model, vocab_size=rows, vocabulary={})
+
+
+def by_text_of(target, draft, model, rows=42):
+    return TextDrafter(target=target, draft=draft, decoder=model, vocab_size=rows, vocabulary={})
 
 
 @pytest.fixture(scope="module")
@@ -583,17 +614,19 @@ def lettered(tmp_path_factory):
 def bridged(lettered, tiny_llama):
     """The target's decoder, and drafts of one model by every strategy that fits the pair."""
     target, draft = lettered
-    own = build_decoder(tiny_llama(0, spread=4, vocab_size=len(target.keys)), 120)
-    model = tiny_llama(3, spread=4, vocab_size=len(draft.keys))
-    rehomed = transplant(model, build_map(target, draft), target, draft, len(target.keys))
+    own = build_decoder(tiny_llama(0, spread=4, vocab_size=len(target.tokens)), 120)
+    model = tiny_llama(3, spread=4, vocab_size=len(draft.tokens))
+    rehomed = transplant(model, build_map(target, draft), target, draft, len(target.tokens))
     return own, {
         "intersection": intersection(lettered, build_decoder(model, 240)),
-        "string": StringDraft(build_decoder(model, 240), target, draft),
-        "transplant": Draft(build_decoder(rehomed, 120)),
-        "self as text": StringDraft(own, target, target),
+        "string": by_text_of(target, draft, build_decoder(model, 240)),
+        "transplant": CheckpointDrafter(
+            decoder=build_decoder(rehomed, 120), vocab_size=42, vocabulary={}
+        ),
+        "self as text": by_text_of(target, target, own),
         "self by map": intersection((target, target), own),
         "short of room": intersection(lettered, build_decoder(model, 20)),
-        "text, short of room": StringDraft(build_decoder(model, 20), target, draft),
+        "text, short of room": by_text_of(target, draft, build_decoder(model, 20)),
     }
 
 
@@ -607,39 +640,59 @@ def test_greedy_tokens_are_the_targets_own(bridged, name, gamma):
     target, drafts = bridged
     how = Decoding(Sampling(), NEVER, 50)
     ids = [0, 13, 27, 4, 30]
-    expected = decode_baseline(target, PROMPT, ids, how)
+    expected = baseline(target, ids, how)
     for length in (DraftLength(gamma), DraftLength(gamma, 0.05)):
-        run = decode_speculative(target, drafts[name], PROMPT, ids, how, length)
+        run = alone(target, drafts[name], ids, how, length)
         assert run.tokens == expected.tokens
         assert sum(run.drafted) > 0
     if name == "self by map":
-        run = decode_speculative(target, drafts[name], PROMPT, ids, how, DraftLength(gamma))
+        run = alone(target, drafts[name], ids, how, DraftLength(gamma))
         assert sum(run.accepted) == sum(run.drafted)
     if name in CRAMPED:
         assert run.drafted[-1] == 0  # its own ids outran its context; the text went on without it
 
 
+@pytest.mark.parametrize("name", NAMES + CRAMPED)
+def test_rows_of_a_batch_draft_in_their_own_ids_each(bridged, name):
+    """Rows propose unequal numbers of tokens; each text is still the target's own."""
+    target, drafts = bridged
+    texts = [[0, 13, 27, 4, 30], [5], [2, 2, 17, 9], [33, 1]]
+    prompts = [Prompt(str(i), prompt="unused") for i in range(len(texts))]
+    for length in (DraftLength(1), DraftLength(4), DraftLength(6, 0.05)):
+        how = Decoding(Sampling(), NEVER, 30)
+        runs = decode(target, drafts[name], prompts, texts, how, length)
+        assert [run.tokens for run in runs] == [baseline(target, t, how).tokens for t in texts]
+        if name == "transplant" and length.stop_below:
+            continue  # its rows share each step, and stop together
+        for run, text in zip(runs, texts, strict=True):
+            single = alone(target, drafts[name], text, how, length)
+            ends = [1 + sum(single.block_tokens[:i]) for i in range(len(single.block_tokens))]
+            whole = sum(30 - end - 1 >= length.gamma for end in ends)  # room for a whole draft
+            assert run.accepted[:whole] == single.accepted[:whole]
+            assert run.drafted[:whole] == single.drafted[:whole]
+
+
 def test_a_stop_inside_a_draft_ends_the_text(bridged):
     target, drafts = bridged
     ids = [0, 13, 27, 4, 30]
-    text = decode_baseline(target, PROMPT, ids, Decoding(Sampling(), NEVER, 40)).tokens
+    text = baseline(target, ids, Decoding(Sampling(), NEVER, 40)).tokens
     for at in (1, 5, 9):
         how = Decoding(Sampling(), frozenset({text[at]}), 40)
         for draft in drafts.values():
-            run = decode_speculative(target, draft, PROMPT, ids, how, DraftLength(5))
+            run = alone(target, draft, ids, how, DraftLength(5))
             assert run.tokens == text[: text.index(text[at]) + 1]
 
 
 def test_the_string_session_feeds_the_text_as_the_draft_would_write_it(lettered, bridged):
     target, draft = lettered
     _, drafts = bridged
-    session = drafts["string"].start([0, 13], 0, 0, Sampling(), None)
+    session = TextSession(drafts["string"], [0, 13], Sampling(), torch.Generator())
     ids = [0, 13]
     rng = random.Random(1)
     for _ in range(60):
-        proposal = session.propose(4).tokens[0].tolist()
+        proposal = session.propose(4, 0.0).tokens[0].tolist()
         emitted = [*proposal[: rng.randrange(5)], rng.randrange(40)]
-        session.extend(emitted, 0)
+        session.extend(emitted)
         ids += emitted
         text = target.bytes_of(ids)
         assert draft.bytes_of(session.ids) == text
@@ -652,16 +705,17 @@ def test_half_a_character_is_held_back(tmp_path, tiny_llama):
     units += [chr(c) for c in (*range(0xA1, 0xAD), *range(0xAE, 0x100))]
     side = make_side(tmp_path / "bytes", units)
     model = build_decoder(tiny_llama(1, spread=4, vocab_size=len(units)), 200)
-    session = StringDraft(model, side, side).start(side.encode(b"a"), 0, 0, Sampling(), None)
+    drafter = by_text_of(side, side, model)
+    session = TextSession(drafter, side.encode(b"a"), Sampling(), torch.Generator())
     emoji = side.encode("👩‍👩‍👧".encode())
     assert len(emoji) == 18
     for i, token in enumerate(emoji):
-        session.extend([token], 0)
+        session.extend([token])
         whole = len(side.bytes_of(session.ids)) - 1
         assert (whole, len(session.held)) == (i + 1 - len(session.held), len(session.held))
         assert len(session.held) < 4
         assert session.held == ("👩‍👩‍👧".encode()[whole : i + 1])
-        session.propose(2)
+        session.propose(2, 0.0)
     assert session.held == b""
 
 
@@ -669,7 +723,8 @@ def test_special_tokens_that_both_have_are_no_text(tmp_path, tiny_llama):
     target = make_side(tmp_path / "t", ["a", "b"], added=[("<|x|>", True)])
     draft = make_side(tmp_path / "d", ["b", "a", "<", "|", "x", ">"], added=[("<|x|>", True)])
     model = build_decoder(tiny_llama(1, vocab_size=7), 50)
-    session = StringDraft(model, target, draft).start([0, 2, 2, 1], 0, 0, Sampling(), None)
+    drafter = by_text_of(target, draft, model)
+    session = TextSession(drafter, [0, 2, 2, 1], Sampling(), torch.Generator())
     assert session.ids == [1, 6, 6, 0]
 
 
@@ -677,7 +732,7 @@ def test_special_tokens_that_both_have_are_no_text(tmp_path, tiny_llama):
 def test_alpha_is_taken_before_every_token(bridged, name):
     target, drafts = bridged
     ids, text = [0, 13, 27], [4, 30, 2, 2, 28, 9]
-    (q,) = drafts[name].teacher_forced(ids, text, 42, [Sampling(1.0)])
+    (q,) = drafts[name].teacher_forced(ids, text, [Sampling(1.0)], {})
     assert q.shape == (1, 6, 42)
     assert ((q.sum(-1) - 1).abs() < 1e-5).all()
     if name.startswith("self by"):
@@ -697,18 +752,19 @@ def test_a_draft_that_cannot_spell_every_token_reads_on_without_them(tmp_path, t
     model = build_decoder(tiny_llama(1, spread=6, vocab_size=6), 160)
     how = Decoding(Sampling(1.5), NEVER, 40, seed=3)
     for ids in ([0, 2, 5], [2, 3, 3]):  # the second is nothing at all to the draft
-        for bridge in (intersection((target, draft), model), StringDraft(model, target, draft)):
-            run = decode_speculative(own, bridge, PROMPT, ids, how, DraftLength(3))
+        bridges = intersection((target, draft), model, 8), by_text_of(target, draft, model, 8)
+        for bridge in bridges:
+            run = alone(own, bridge, ids, how, DraftLength(3))
             assert len(run.tokens) == 40
             assert sum(run.accepted) > 0
             assert {2, 3} & set(run.tokens)
-            (q,) = bridge.teacher_forced(ids, run.tokens, 8, [how.sampling])
+            (q,) = bridge.teacher_forced(ids, run.tokens, [how.sampling], {})
             assert q[..., 2:4].sum() == 0
 
 
 def test_where_its_context_ends_a_draft_says_nothing(bridged):
     _, drafts = bridged
-    (q,) = drafts["short of room"].teacher_forced([0] * 18, [26, 27, 28, 29], 42, [Sampling(1.0)])
+    (q,) = drafts["short of room"].teacher_forced([0] * 18, [26, 27, 28, 29], [Sampling(1.0)], {})
     assert q.sum(-1)[0].round().tolist() == [1, 1, 0, 0]
 
 

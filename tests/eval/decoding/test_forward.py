@@ -9,6 +9,8 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -206,11 +208,35 @@ def test_a_cache_is_resized_and_thinned_without_touching_what_is_kept():
     assert cache.values[0][[0, 2]].all()
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
+def test_hidden_states_of_named_layers_are_those_of_transformers(kind):
+    model = made(kind)
+    decoder = build_decoder(model, CONTEXT)
+    text = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(text, output_hidden_states=True).hidden_states
+    layers = range(len(expected))
+    cache, plain = decoder.new_cache(2, 20), decoder.new_cache(2, 20)
+    for part, start in ((slice(0, 6), 0), (slice(6, 9), 6)):
+        for last_only in (False, True):
+            states = dict.fromkeys(layers)
+            logits = decoder.forward(text[:, part], start, cache, last_only, states)
+            assert_close(logits, decoder.forward(text[:, part], start, plain, last_only))
+            for layer in layers:
+                assert_close(states[layer], expected[layer][:, part])
+
+
 def test_what_a_decoder_cannot_do_is_said():
     with pytest.raises(ValueError, match="65 tokens was asked for, but the model has 64 positions"):
         build_decoder(made("llama"), 65)
     with pytest.raises(ValueError, match="60 tokens exceeds the sliding window of 48"):
         build_decoder(made("gemma3"), 60)
+    # Mistral-v0.1 and Phi-3-mini name no kinds of layers: every one has the window
+    windowed = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=20)).eval()
+    assert getattr(windowed.config, "layer_types", None) is None
+    with pytest.raises(ValueError, match="30 tokens exceeds the sliding window of 20"):
+        build_decoder(windowed, 30)
+    build_decoder(windowed, 20)
     recurrent = made("gemma3")
     recurrent.config.layer_types = ["linear_attention"] * 3
     with pytest.raises(ValueError, match="recurrent layers, whose state cannot be rolled back"):

@@ -7,7 +7,7 @@ from scipy.stats import chi2
 from eval.decoding.verification import (
     Sampling,
     agreement,
-    likeliest,
+    argmax,
     sample,
     verify_greedy,
     verify_sampled,
@@ -185,11 +185,11 @@ def test_the_tail_of_a_large_vocabulary_gets_its_share():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_of_equal_logits_the_first_is_the_likeliest(dtype):
+def test_of_equal_logits_the_first_is_the_argmax(dtype):
     logits = torch.zeros(3, 2, 5000, dtype=dtype)
     logits[..., [17, 900, 4999]] = 2.0
-    assert (likeliest(logits) == 17).all()
+    assert (argmax(logits) == 17).all()
     torch.manual_seed(0)
     drawn = torch.randn(40, 5000).to(dtype)  # in bf16 the largest is often not alone
     first = [int((row == row.max()).nonzero()[0]) for row in drawn]
-    assert likeliest(drawn).tolist() == first
+    assert argmax(drawn).tolist() == first

@@ -1,5 +1,6 @@
 """`--engine transformers`: its counts by hand and against our decoder, its text, its refusals."""
 
+import dataclasses
 import json
 import re
 
@@ -17,14 +18,14 @@ from eval.decoding.verification import Sampling
 from eval.engines.assisted import (
     Assistant,
     StockTarget,
-    decode_phase,
     generate,
     load_stock,
+    log_blocks,
     measure_assisted,
 )
-from eval.measuring.evaluation import PromptSet
+from eval.engines.log import prompt_run
 from eval.measuring.metrics import check_runs
-from eval.prompts import Prompt
+from eval.prompts import Prompt, PromptSet
 from eval.reporting.page import render_page
 from eval.reporting.report import read_report
 from eval.run import main
@@ -95,35 +96,61 @@ def assistant(model, gamma):
     return Assistant("draft", "tiny", model, about)
 
 
-def test_the_decode_phase_by_hand():
-    how = Decoding(Sampling(), frozenset([9]), 12)
-    calls = [  # drafted, emitted
-        ([1, 2, 3], [1, 2, 4]),  # the prefill's: not of the decode phase
-        ([5, 6, 7], [5, 6, 7, 8]),  # all accepted
-        ([1, 1, 1], [2]),  # none
-        ([3, 9], [3, 9]),  # both, the text ends in the draft: the target's next token is lost
-    ]
-    drafted, emitted = zip(*calls, strict=True)
-    found = decode_phase(Prompt("a"), [0, 0], how, 3, [1.0, 0.1, 0.2, 0.3], drafted, emitted)
-    check_runs([found])
-    assert found.tokens == [4, 5, 6, 7, 8, 2, 3, 9]
-    assert (found.prefill_seconds, found.block_seconds) == (1.0, [0.1, 0.2, 0.3])
-    assert found.block_tokens == [4, 1, 2]
-    assert found.drafted == [3, 3, 2]
-    assert found.accepted == [3, 0, 2]
-    assert found.last_truncated
-    assert found.whole_blocks == 2
-    # the same end where the draft did not see it: a whole block
-    drafted = (*drafted[:-1], [3, 1, 1])
-    ended = decode_phase(Prompt("a"), [0, 0], how, 3, [1.0, 0.1, 0.2, 0.3], drafted, emitted)
-    assert ended.accepted == [3, 0, 1]
-    assert ended.whole_blocks == 3
-    # cut by the length limit: only one token was drafted where three are due
-    how = Decoding(Sampling(), frozenset([9]), 5)
-    short = decode_phase(
-        Prompt("a"), [0], how, 3, [1.0, 0.1], [[1, 2, 3], [5]], [[1, 2, 4], [5, 6]]
-    )
-    assert short.last_truncated
+PREFILL = ([1, 2, 3], [1, 2, 4])  # drafted and emitted by the first call: not of the decode phase
+
+
+def logged(*calls, max_new_tokens, gamma=3):
+    """The run of these calls: [(drafted, emitted), …]."""
+    drafted, emitted = zip(PREFILL, *calls, strict=True)
+    seconds = [1.0, *(0.1 * i for i in range(1, len(emitted)))]
+    run = prompt_run(Prompt("a", group="doc"), 2, seconds, emitted)
+    return log_blocks(run, drafted, emitted, gamma, max_new_tokens)
+
+
+@pytest.mark.parametrize(
+    ("last", "drafted", "accepted"),
+    [
+        (([3, 9], [3, 9]), 2, 2),  # the text ends in the draft: the target's next token is lost
+        (([3, 9, 4], [3, 9]), 2, 2),  # what was drafted beyond the end does not count
+        (([3, 1, 1], [3, 9]), 3, 1),  # the target ends the text
+    ],
+)
+def test_blocks_by_hand(last, drafted, accepted):
+    """A last block counts, whoever ended the text in it."""
+    run = logged(([5, 6, 7], [5, 6, 7, 8]), ([1, 1, 1], [2]), last, max_new_tokens=12)
+    check_runs([run])
+    assert run.tokens == [1, 2, 4, 5, 6, 7, 8, 2, 3, 9]
+    assert (run.prefill_tokens, run.prefill_seconds) == (3, 1.0)
+    assert run.block_seconds == pytest.approx([0.1, 0.2, 0.3])
+    assert run.block_tokens == [4, 1, 2]
+    assert run.drafted == [3, 3, drafted]
+    assert run.accepted == [3, 0, accepted]
+    assert run.whole_blocks == 3
+    assert run.group == "doc"
+
+
+@pytest.mark.parametrize(
+    ("last", "max_new_tokens", "truncated"),
+    [
+        (([5], [5, 6]), 6, True),  # one token was drafted where three are due
+        (([5], [9]), 6, True),  # the same, and rejected
+        (([], [5]), 5, True),  # there was no room for any
+        (([9], [9]), 7, False),  # the draft ended before the room did
+        (([5, 6, 7], [5, 6, 7, 8]), 8, False),  # a full draft fits
+    ],
+)
+def test_a_block_that_the_length_limit_can_cut_does_not_count(last, max_new_tokens, truncated):
+    run = logged(([1, 1, 1], [2]), last, max_new_tokens=max_new_tokens)
+    check_runs([run])
+    assert run.last_truncated == truncated
+    assert run.whole_blocks == (1 if truncated else 2)
+
+
+def test_each_prompt_has_random_numbers_of_its_own(tiny_llama):
+    target, how = stock(tiny_llama(spread=1)), Decoding(Sampling(1.0), frozenset(), 20)
+    one, again, other = (generate(target, None, Prompt(i), [5, 6, 7], how).tokens for i in "aab")
+    assert one == again
+    assert one != other
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1, 10.0])
@@ -136,50 +163,53 @@ def test_lossless_in_fp32(tiny_llama, noise, gamma):
     how = Decoding(Sampling(), frozenset(), 30)
     plain = generate(target, None, Prompt("a"), [5, 6, 7], how)
     drafted = generate(target, draft, Prompt("a"), [5, 6, 7], how)
-    assert drafted.run.tokens == plain.run.tokens
-    assert len(plain.run.tokens) == 30
-    decode = drafted.decode
-    check_runs([decode])
+    assert drafted.tokens == plain.tokens
+    assert len(plain.tokens) == 30
+    check_runs([plain, dataclasses.replace(drafted, prompt_id="b")])
     if noise == 0:  # the target itself: every token is accepted
-        assert decode.drafted[0] == decode.accepted[0] == gamma
-        assert decode.accepted == decode.drafted
-    # a stop amid the text ends both in the same place
-    stops = frozenset(plain.run.tokens[11:12])
+        assert drafted.drafted[0] == drafted.accepted[0] == gamma
+        assert drafted.accepted == drafted.drafted
+    # a stop amid the text ends both in the same place, in a block that counts
+    stops = frozenset(plain.tokens[11:12])
     how = Decoding(Sampling(), stops, 30)
-    texts = [generate(target, one, Prompt("a"), [5, 6, 7], how).run.tokens for one in (None, draft)]
-    assert texts[0] == texts[1] == plain.run.tokens[: plain.run.tokens.index(*stops) + 1]
+    runs = [generate(target, one, Prompt("a"), [5, 6, 7], how) for one in (None, draft)]
+    assert runs[0].tokens == runs[1].tokens == plain.tokens[: plain.tokens.index(*stops) + 1]
+    assert runs[1].whole_blocks == len(runs[1].block_tokens)
+    check_runs(runs[1:])
 
 
 def test_the_target_as_its_own_draft_is_accepted_when_sampled(tiny_llama):
     """At temperature 1: else transformers warps the draft's distribution twice."""
     target, draft = stock(tiny_llama(spread=4)), assistant(tiny_llama(spread=4), 3)
     how = Decoding(Sampling(1.0), frozenset(), 40)
-    decode = generate(target, draft, Prompt("a"), [5, 6, 7], how).decode
-    assert decode.accepted == decode.drafted
-    assert decode.drafted[:8] == [3] * 8
+    run = generate(target, draft, Prompt("a"), [5, 6, 7], how)
+    assert run.accepted == run.drafted
+    assert run.drafted[:8] == [3] * 8
 
 
 def test_one_report_of_two_drafts(folder, tmp_path):
     drafts = ("--draft", f"bad={folder / 'draft'}", "--draft", f"self={folder / 'target'}")
     report = report_of(folder, tmp_path / "a", *drafts)
     ours = report_of(folder, tmp_path / "b", *drafts, engine="torch")
-    assert report["engine"] == "transformers"
-    assert report["prompts"]["sha256"] == ours["prompts"]["sha256"]
-    own, bad = report["drafts"]["self"], report["drafts"]["bad"]
-    assert own["tau"]["mean"] == 4
-    assert own["accepted_over_drafted"]["mean"] == 1
-    assert 1 <= bad["tau"]["mean"] < 4
-    assert bad["tau"]["n"] == bad["speedup"]["n"] == 6
-    assert bad["by_category"]["odd"]["tau"]["n"] == 3
-    assert {draft["lossless"]["identical"] for draft in (own, bad)} == {6}
-    assert bad["memory"] == ours["drafts"]["bad"]["memory"]
-    assert bad["alpha"] is None
-    assert "--engine torch" in {e["field"]: e["reason"] for e in bad["missing"]}["alpha"]
-    assert report["gain"][0]["tau"]["mean"] == pytest.approx(4 - bad["tau"]["mean"])
+    assert report.engine == "transformers"
+    assert report.prompts.sha256 == ours.prompts.sha256
+    own, bad = report.drafts["self"], report.drafts["bad"]
+    assert own.tau.mean == 4
+    assert own.accepted_over_drafted.mean == 1
+    assert 1 <= bad.tau.mean < 4
+    assert bad.tau.n == bad.speedup.n == 6
+    assert bad.by_category["odd"].tau.n == 3
+    assert {draft.lossless.identical for draft in (own, bad)} == {6}
+    assert bad.memory == ours.drafts["bad"].memory
+    assert bad.alpha is None
+    assert "--engine torch" in {e.field: e.reason for e in bad.missing}["alpha"]
+    assert (own.gamma, own.gamma_policy[:5]) == (3, "fixed")
+    assert report.gain[0].tau.mean == pytest.approx(4 - bad.tau.mean)
+    assert report.gain[0].alpha is None
     assert "engine transformers" in render_page(report)
     # the same texts as our decoder's
-    tokens = {row["id"]: row["tokens"] for row in bad["per_prompt"]}
-    assert tokens == {row["id"]: row["tokens"] for row in ours["drafts"]["bad"]["per_prompt"]}
+    tokens = {row.id: row.tokens for row in bad.per_prompt}
+    assert tokens == {row.id: row.tokens for row in ours.drafts["bad"].per_prompt}
 
 
 @pytest.mark.parametrize("tool", ["vllm", "sglang", "spec-bench"])
@@ -208,18 +238,17 @@ def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys
         assert run(folder, tmp_path / "cut", *drafts) == 130
     assert "Measured so far: speed at T=0 2/6." in capsys.readouterr().err
     resumed = report_of(folder, tmp_path / "cut", *drafts)
-    assert resumed["provenance"]["resumed"]
-    for name, draft in resumed["drafts"].items():
-        assert draft["tau"] == whole["drafts"][name]["tau"]
-        assert draft["lossless"] == whole["drafts"][name]["lossless"]
+    assert resumed.provenance["resumed"]
+    for name, draft in resumed.drafts.items():
+        assert draft.tau == whole.drafts[name].tau
+        assert draft.lossless == whole.drafts[name].lossless
 
 
 def test_a_sampled_report(folder, tmp_path):
     report = report_of(folder, tmp_path, "--draft", str(folder / "draft"), "--temperature", "0.8")
-    assert report["decoding"]["verification"] == "rejection sampling"
-    draft = report["drafts"]["draft"]
-    assert draft["lossless"]["identical"] == 6  # measured greedily
-    assert not any("LOSSY" in warning for warning in report["warnings"])
+    assert report.decoding.verification == "rejection sampling"
+    assert report.drafts["draft"].lossless.identical == 6  # measured greedily
+    assert not any("LOSSY" in warning for warning in report.warnings)
 
 
 def test_other_tokens_are_not_explained_away(tiny_llama, monkeypatch, journal):
@@ -237,8 +266,8 @@ def test_other_tokens_are_not_explained_away(tiny_llama, monkeypatch, journal):
     timed = PromptSet("made up", prompts, [[5, 6, i] for i in range(3)])
     how = Decoding(Sampling(), frozenset(), 20)
     report = measure_assisted(target, [draft], timed, how, 2, journal, {})
-    assert report["drafts"]["draft"]["lossless"]["unexplained"] == 3
-    assert report["warnings"][0].startswith("NOT LOSSLESS")
+    assert report.drafts["draft"].lossless.unexplained == 3
+    assert report.warnings[0].startswith("NOT LOSSLESS")
 
 
 @pytest.mark.parametrize("in_fp32", [False, True])
@@ -257,10 +286,10 @@ def test_a_tie_is_one_only_where_fp32_agrees(tiny_llama, journal, in_fp32):
     timed = PromptSet("made up", prompts, [[5, 6, i] for i in range(6)])
     how = Decoding(Sampling(), frozenset(), 24)
     report = measure_assisted(target, [draft], timed, how, 4, journal, {"command": "test"})
-    found = report["drafts"]["draft"]["lossless"]
-    ties, unexplained = found["tie_divergences"], found["unexplained"]
+    found = report.drafts["draft"].lossless
+    ties, unexplained = found.tie_divergences, found.unexplained
     assert (ties == 0 < unexplained) if in_fp32 else (unexplained == 0 < ties)
-    assert all(entry["gap"] <= entry["error"] for entry in found["divergences"])
+    assert all(entry.gap <= 2 * entry.error for entry in found.divergences)
 
 
 def test_the_report_of_a_run_is_not_replaced(folder, tmp_path, capsys):
@@ -281,7 +310,7 @@ def test_a_checkpoint_s_own_generation_config_is_left_aside(folder, tmp_path, ti
     how = Decoding(Sampling(), frozenset([256]), 24)
     texts = [
         generate(load_stock(str(where), torch.float32, torch.device("cpu")), None, Prompt("a"),
-                 [5, 6, 7], how).run.tokens
+                 [5, 6, 7], how).tokens
         for where in (folder / "target", tmp_path / "target")
     ]  # fmt: skip
     assert texts[0] == texts[1]

@@ -8,8 +8,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from eval.convert import to_vllm
+from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
-from eval.engines.vllm import Counters, Server, ServerError, measure_servers, parse_counters
+from eval.engines.vllm import Server, ServerError, measure_servers, parse_counters
 from eval.prompts import Prompt
 from eval.reporting.page import render_page
 from eval.reporting.report import read_report
@@ -18,7 +19,7 @@ from eval.run import main
 
 TEXT = list(range(100, 120))  # the target's answer to everything, 20 tokens
 PROMPTS = [
-    Prompt("a", prompt="one", category="x"),
+    Prompt("a", prompt="one", category="x", group="doc"),
     Prompt("b", messages=[{"role": "user", "content": "two"}], category="y"),
     Prompt("c", prompt="three", category="x"),
 ]
@@ -31,7 +32,7 @@ class Fake(ThreadingHTTPServer):
 
     def __init__(self, block=1, **faults):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.block, self.model, self.text = block, "org/target", TEXT
+        self.block, self.first, self.model, self.text = block, 1, "org/target", TEXT
         self.counted, self.metrics, self.token_ids = block > 1, True, True
         self.dies_after, self.delay, self.traffic = None, 0.0, 0
         self.refuses_after = 10**6
@@ -91,7 +92,7 @@ class Handler(BaseHTTPRequestHandler):
         text = fake.text[: body["max_tokens"]]
         at = 0
         while at < len(text):
-            width = 1 if at == 0 else fake.block
+            width = fake.block if at else fake.first
             if fake.dies_after is not None and fake.answers > fake.dies_after and at > 5:
                 return  # in the middle of an answer
             choice = {"text": "x", "finish_reason": None}
@@ -152,33 +153,48 @@ vllm:spec_decode_num_accepted_tokens_total{engine="0"} 1.2e+01
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 4.0
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 8.0
 """
-    assert parse_counters(text) == Counters(12.0, 36.0, 12.0, (8.0, 4.0))
+    assert parse_counters(text).tolist() == [12, 36, 12, 8, 4]
     assert parse_counters("vllm:num_requests_running 0.0\n") is None
 
 
 def test_a_whole_report_of_two_servers(fake):
     drafting, plain = fake(3), fake(1)
     report = measure(drafting, plain)
-    draft = report["drafts"]["served"]
+    draft = report.drafts["served"]
     # 20 tokens: the prefill's one, then 7 blocks of 3 at most, of which 2 drafted ones accepted
-    counters = draft["counters"]
-    assert counters["num_drafts"] == 3 * 7
-    assert counters["num_draft_tokens"] == 3 * 7 * 3
-    assert counters["mean_acceptance_length"] == {"mean": 3.0, "ci95": [3.0, 3.0], "n": 3}
-    assert counters["acceptance_rate"]["mean"] == pytest.approx(2 / 3)
-    assert counters["acceptance_per_position"] == [1.0, 1.0, 0.0]
-    assert draft["lossless"]["identical"] == draft["lossless"]["prompts"] == 3
-    assert draft["speedup"]["n"] == 3
-    assert set(draft["by_category"]) == {"x", "y"}
-    assert [row["tokens"] for row in draft["per_prompt"]] == [20, 20, 20]
-    assert report["decoding"]["gamma"] == 3
-    assert report["decoding"]["ended_by_stop"] == 0
-    assert {entry["field"] for entry in draft["missing"]} >= {"alpha", "tau", "c", "memory"}
+    counters = draft.counters
+    assert counters.num_drafts == 3 * 7
+    assert counters.num_draft_tokens == 3 * 7 * 3
+    length = counters.mean_acceptance_length
+    assert (length.mean, length.ci95, length.n) == (3.0, (3.0, 3.0), 3)
+    assert counters.acceptance_rate.mean == pytest.approx(2 / 3)
+    assert counters.acceptance_per_position == [1.0, 1.0, 0.0]
+    assert draft.lossless.identical == draft.lossless.prompts == 3
+    assert draft.speedup.n == 3
+    assert set(draft.by_category) == {"x", "y"}
+    assert draft.by_category["x"].tau is None
+    assert [(row.tokens, row.group) for row in draft.per_prompt] == [
+        (20, "doc"),
+        (20, None),
+        (20, None),
+    ]
+    assert report.decoding.gamma == draft.gamma == 3
+    assert report.decoding.ended_by_stop == 0
+    assert {entry.field for entry in draft.missing} >= {"alpha", "tau", "c", "memory"}
     assert to_vllm(draft)["mean_acceptance_length"] == 3.0
     for rendered in (render_markdown(report), render_page(report)):
         assert "Counters of the server" in rendered
         assert "served, alpha, atlas: a server does not give the distributions" in rendered
         assert "decode efficiency" not in rendered.split("What the numbers mean")[0]
+
+
+def test_a_first_block_of_several_tokens_belongs_to_the_prefill(fake):
+    run = Server(fake(3).url).decode(PROMPTS[0], Decoding(Sampling(), frozenset(), 20)).run
+    assert (run.prefill_tokens, run.block_tokens) == (1, [3, 3, 3, 3, 3, 3, 1])
+    run = Server(fake(3, first=4).url).decode(PROMPTS[0], Decoding(Sampling(), frozenset(), 20)).run
+    assert (run.prefill_tokens, run.block_tokens) == (4, [3, 3, 3, 3, 3, 1])
+    assert run.tokens == TEXT
+    assert len(run.block_seconds) == 6
 
 
 def test_the_same_requests_to_both(fake):
@@ -194,16 +210,17 @@ def test_the_same_requests_to_both(fake):
     bodies = [body for _, body in drafting.requests]
     assert {body["temperature"] for body in bodies} == {0.7, 0.0}
     assert not any("ignore_eos" in body for body in bodies)
+    assert {body["seed"] for body in bodies} == {seed_of(0, prompt.id) for prompt in PROMPTS}
 
 
 def test_other_tokens_are_not_explained_away(fake):
     drafting, plain = fake(3, text=[*TEXT[:9], 7, *TEXT[10:]]), fake(1)
     report = measure(drafting, plain)
-    ledger = report["drafts"]["served"]["lossless"]
-    assert ledger["unexplained"] == 3
-    assert ledger["divergences"][0]["position"] == 9
-    assert ledger["divergences"][0]["drafted"] == "token 7"
-    assert report["warnings"][0].startswith("NOT LOSSLESS")
+    ledger = report.drafts["served"].lossless
+    assert ledger.unexplained == 3
+    assert ledger.divergences[0].position == 9
+    assert ledger.divergences[0].drafted == "token 7"
+    assert report.warnings[0].startswith("NOT LOSSLESS")
 
 
 def test_a_server_that_is_down(fake):
@@ -226,12 +243,12 @@ def test_a_server_that_is_too_slow(fake):
 
 def test_a_server_that_dies_midway_leaves_what_was_measured(fake):
     report = measure(fake(3, dies_after=3), fake(1))  # the warm-up and two prompts
-    draft = report["drafts"]["served"]
-    assert draft["speedup"]["n"] == report["prompts"]["n"] == 2
-    assert draft["missing"][0]["field"] == "prompts"
-    assert draft["missing"][0]["reason"].startswith("after 2 of 3 prompts: http://127.0.0.1")
-    assert "broke off" in draft["missing"][0]["reason"]
-    assert "served: measured in part only, after 2 of 3 prompts" in "".join(report["warnings"])
+    draft = report.drafts["served"]
+    assert draft.speedup.n == report.prompts.n == 2
+    assert draft.missing[0].field == "prompts"
+    assert draft.missing[0].reason.startswith("after 2 of 3 prompts: http://127.0.0.1")
+    assert "broke off" in draft.missing[0].reason
+    assert "served: measured in part only, after 2 of 3 prompts" in "".join(report.warnings)
     assert "served: measured in part only, after 2 of 3 prompts" in render_page(report)
 
 
@@ -242,8 +259,8 @@ def test_a_server_that_dies_at_once_leaves_nothing(fake):
 
 def test_a_prompt_that_the_server_refuses_ends_the_run_with_its_reason(fake):
     report = measure(fake(3, refuses_after=3), fake(1))  # the warm-up and two prompts
-    assert report["prompts"]["n"] == 2
-    reason = report["drafts"]["served"]["missing"][0]["reason"]
+    assert report.prompts.n == 2
+    reason = report.drafts["served"].missing[0].reason
     assert reason.startswith("after 2 of 3 prompts: http://127.0.0.1")
     assert "answered 400" in reason
     assert "prompt 'c'" in reason
@@ -262,17 +279,17 @@ def test_a_baseline_that_speculates(fake):
 
 @pytest.mark.parametrize("faults", [{"counted": False}, {"metrics": False}])
 def test_counters_that_are_missing_leave_the_speed(fake, faults):
-    draft = measure(fake(3, **faults), fake(1))["drafts"]["served"]
-    assert draft["counters"] is None
-    assert draft["speedup"]["mean"] > 0
-    reasons = {entry["field"]: entry["reason"] for entry in draft["missing"]}
+    draft = measure(fake(3, **faults), fake(1)).drafts["served"]
+    assert draft.counters is None
+    assert draft.speedup.mean > 0
+    reasons = {entry.field: entry.reason for entry in draft.missing}
     assert "no counters vllm:spec_decode_*" in reasons["counters"]
 
 
 def test_counters_that_others_moved_are_not_used(fake):
-    draft = measure(fake(3, traffic=50), fake(1))["drafts"]["served"]
-    assert draft["counters"] is None
-    reasons = {entry["field"]: entry["reason"] for entry in draft["missing"]}
+    draft = measure(fake(3, traffic=50), fake(1)).drafts["served"]
+    assert draft.counters is None
+    reasons = {entry.field: entry.reason for entry in draft.missing}
     assert "others used the server" in reasons["counters"]
 
 
@@ -298,15 +315,15 @@ def test_command(fake, tmp_path, capsys):
     out = tmp_path / "out"
     assert command(fake(3), fake(1), prompts, out, "--fail_under_speedup", "0.001") == 0
     report = read_report(out / "report" / "report.json")
-    assert report["engine"] == "vllm"
-    assert report["target"] == "org/target"
+    assert report.engine == "vllm"
+    assert report.target == "org/target"
     assert (out / "report" / "report.html").is_file()
     assert command(fake(3), fake(1), prompts, out, "--fail_under_speedup", "1000") == 1
     assert command(fake(3), fake(1), prompts, out, "--fail_under_alpha", "0.1") == 1
     assert "alpha was not measured" in capsys.readouterr().err
     assert command(fake(3, dies_after=3), fake(1), prompts, out) == 2
     assert "measured in part only, after 2 of 4 prompts" in capsys.readouterr().err
-    assert read_report(out / "report" / "report.json")["prompts"]["n"] == 2
+    assert read_report(out / "report" / "report.json").prompts.n == 2
     assert command(fake(1, counted=True), fake(1), prompts, out) == 2
     assert "speculation is off" in capsys.readouterr().err
 

@@ -3,7 +3,7 @@
 import pytest
 
 from eval.measuring.atlas import Answer, build_atlas, classify, scheme_of, telling_prompts
-from eval.measuring.metrics import Agreement, StepCosts
+from eval.measuring.log import Agreement, StepCosts
 
 COSTS = StepCosts(0.001, 0.010, {1: 0.010, 2: 0.0105, 3: 0.011, 4: 0.011, 5: 0.012}, 60)
 
@@ -105,46 +105,57 @@ def atlas():
 
 
 def test_counts_alpha_and_lost_speedup_of_classes(atlas):
-    found = {entry["class"]: entry for entry in atlas["classes"]}
-    assert atlas["scheme"] == "code"
-    assert {name: entry["positions"] for name, entry in found.items()} == {
+    found = {entry.name: entry for entry in atlas.classes}
+    assert atlas.scheme == "code"
+    assert {name: entry.positions for name, entry in found.items()} == {
         "identifier": 6,
         "operator": 6,
         "literal": 6,
         "indentation": 6,
     }
-    assert atlas["classes"][0]["class"] == "literal"
-    assert found["literal"]["alpha"]["mean"] == 0
-    assert found["literal"]["rejected"] == 6
-    assert found["identifier"]["lost_speedup"] == 0
+    assert atlas.classes[0].name == "literal"
+    assert found["literal"].alpha.mean == 0
+    assert found["literal"].rejected == 6
+    assert found["identifier"].lost_speedup == 0
     # without its only wrong class, the draft would be perfect: 5 tokens in 4 drafts and one call
-    assert found["literal"]["lost_speedup"] > 1
-    (example,) = found["literal"]["examples"]
-    assert example == {"target": " 1", "draft": " <9>", "count": 6, "before": "x ="}
+    assert found["literal"].lost_speedup > 1
+    (example,) = found["literal"].examples
+    assert example.model_dump() == {"target": " 1", "draft": " <9>", "count": 6, "before": "x ="}
+
+
+def test_a_position_without_a_proposal_is_an_empty_token():
+    def spell(token):
+        assert token >= 0
+        return b"y"
+
+    answer = Answer("a", [b"x", b"\n"] * 8, [0.0] * 16)
+    agreement = Agreement("a", None, 8.0, 16, [0.0, 1.0] * 8, [-1, 2] * 8)
+    atlas = build_atlas([agreement], [answer], spell, COSTS, ["a"])
+    (wrong,) = atlas.classes[0].examples
+    assert (wrong.target, wrong.draft, wrong.count) == ("x", "", 8)
+    assert atlas.heat_map[0].guesses == ["", "y"] * 8
 
 
 def test_acceptance_by_place_entropy_and_rule(atlas):
-    places = [(b["from"], b["to"], b["positions"]) for b in atlas["by_output_position"]]
+    places = [(b.low, b.high, b.positions) for b in atlas.by_output_position]
     assert places == [(1, 8, 12), (9, 16, 8), (17, 32, 4)]
-    entropy = {
-        (b["from"], b["to"]): (b["positions"], b["alpha"]["mean"]) for b in atlas["by_entropy"]
-    }
+    entropy = {(b.low, b.high): (b.positions, b.alpha.mean) for b in atlas.by_entropy}
     assert entropy == {
         (0.0, 0.1): (1, 1.0),
         (0.1, 0.5): (2, 1.0),
         (1.0, 2.0): (20, 0.75),
         (4.0, None): (1, 0.0),
     }
-    (rule,) = atlas["verification_rules"]
-    assert rule["temperature"] == 0.6
-    assert rule["exact"] == {"mean": 0.8, "ci95": [0.8, 0.8], "n": 1}
-    assert rule["target_probability"]["mean"] == 0.4
+    (rule,) = atlas.verification_rules
+    assert rule.temperature == 0.6
+    assert rule.exact.model_dump() == {"mean": 0.8, "ci95": (0.8, 0.8), "n": 1}
+    assert rule.target_probability.mean == 0.4
 
 
 def test_the_heat_map_leaves_out_answers_that_show_too_little(atlas):
-    (text,) = atlas["heat_map"]
-    assert text["prompt"] == "b"
-    assert len(text["tokens"]) == len(text["values"]) == len(text["guesses"]) == 20
+    (text,) = atlas.heat_map
+    assert text.prompt == "b"
+    assert len(text.tokens) == len(text.values) == len(text.guesses) == 20
 
 
 def test_the_heat_map_shows_the_lowest_the_middle_and_the_highest():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from eval.measuring import cost
-from eval.measuring.metrics import StepCosts
+from eval.measuring.log import StepCosts
 
 
 def free_verification(c, max_gamma=30):
@@ -73,7 +73,7 @@ def test_a_draft_as_slow_as_the_target_cannot_pay():
     costs = StepCosts(1.0, 1.0, {1: 1.0, 2: 1.1, 3: 1.2}, 100)
     assert cost.break_even_alpha(costs) is None
     assert "Cannot pay" in cost.price(costs)
-    assert cost.payoff(costs, 0.9)["verdict"].startswith("Cannot pay")
+    assert cost.payoff(costs, 0.9).verdict.startswith("Cannot pay")
 
 
 def test_a_free_draft_breaks_even_at_once():
@@ -83,11 +83,11 @@ def test_a_free_draft_breaks_even_at_once():
 def test_payoff():
     costs = free_verification(0.1)
     block = cost.payoff(costs, 0.8)
-    assert block["best_gamma_speedup"] == pytest.approx(2.47, abs=0.005)
-    assert block["break_even_alpha"] == pytest.approx(0.1)
-    assert block["ceiling_speedup"] == pytest.approx(31 / 4)
-    assert block["verdict"].startswith("Pays at alpha 0.80: 2.47x")
-    assert cost.payoff(costs, 0.05)["verdict"].startswith("Does not pay at alpha 0.05")
+    assert block.best_gamma_speedup == pytest.approx(2.47, abs=0.005)
+    assert block.break_even_alpha == pytest.approx(0.1)
+    assert block.ceiling_speedup == pytest.approx(31 / 4)
+    assert block.verdict.startswith("Pays at alpha 0.80: 2.47x")
+    assert cost.payoff(costs, 0.05).verdict.startswith("Does not pay at alpha 0.05")
     assert "breaks even at alpha 0.10" in cost.price(costs)
 
 

@@ -3,14 +3,13 @@
 import dataclasses
 
 import pytest
+import torch
 
-from eval.decoding.batched import decode_batch
-from eval.decoding.drafting import Draft
-from eval.decoding.drafts import Target
 from eval.decoding.forward import build_decoder
-from eval.decoding.loop import Decoding, DraftLength, decode_baseline
+from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
-from eval.measuring.losslessness import LosslessCheck
+from eval.measuring.losslessness import LosslessCheck, tie
 from eval.prompts import Prompt
 
 VOCAB = 40
@@ -29,8 +28,14 @@ def target(tiny):
     return Target("tiny", model, None, build_decoder(model, 100), NEVER)
 
 
+@pytest.fixture(scope="module")
+def own(target, drafter):
+    """The target as its own draft."""
+    return drafter(target.decoder, VOCAB)
+
+
 def baselines(target):
-    return [[decode_baseline(target.decoder, *prompts, *ids, GREEDY)] for prompts, ids in ALONE]
+    return [decode(target.decoder, None, *batch, GREEDY, LENGTH) for batch in ALONE]
 
 
 def changed(run, at):
@@ -39,17 +44,16 @@ def changed(run, at):
     return dataclasses.replace(run, tokens=tokens)
 
 
-def check(target, runs, batches=ALONE, draft=None):
+def check(target, runs, draft, batches=ALONE):
     """The ledger of runs against the target alone, decoded in the same batches."""
     base = baselines(target)
     if batches is TOGETHER:
-        base = [decode_batch(target.decoder, None, PROMPTS, IDS, GREEDY, LENGTH)]
-    found = LosslessCheck(target, GREEDY, LENGTH)
-    return found.ledger(draft or Draft(target.decoder), batches, base, runs)
+        base = [decode(target.decoder, None, PROMPTS, IDS, GREEDY, LENGTH)]
+    return LosslessCheck(target, GREEDY).ledger(draft, LENGTH, batches, base, runs)
 
 
-def test_identical_runs_are_identical(target):
-    assert check(target, baselines(target)) == {
+def test_identical_runs_are_identical(target, own):
+    assert check(target, baselines(target), own) == {
         "prompts": 3,
         "identical": 3,
         "tie_divergences": 0,
@@ -58,10 +62,10 @@ def test_identical_runs_are_identical(target):
     }
 
 
-def test_another_token_where_nothing_ties_is_unexplained(target):
+def test_another_token_where_nothing_ties_is_unexplained(target, own):
     base = baselines(target)
     other = changed(*base[1], 7)
-    counts = check(target, [base[0], [other], base[2]])
+    counts = check(target, [base[0], [other], base[2]], own)
     (entry,) = counts.pop("divergences")
     assert counts == {"prompts": 3, "identical": 2, "tie_divergences": 0, "unexplained": 1}
     assert (entry["prompt"], entry["position"], entry["tie"]) == ("p1", 7, False)
@@ -70,10 +74,10 @@ def test_another_token_where_nothing_ties_is_unexplained(target):
     assert entry["gap"] > entry["error"] >= 0
 
 
-def test_a_text_that_is_cut_short_is_unexplained(target):
+def test_a_text_that_is_cut_short_is_unexplained(target, own):
     first, *others = baselines(target)
     short = dataclasses.replace(*first, tokens=first[0].tokens[:-1])
-    assert check(target, [[short], *others])["unexplained"] == 1
+    assert check(target, [[short], *others], own)["unexplained"] == 1
 
 
 class Duplicated:
@@ -84,55 +88,68 @@ class Duplicated:
         self.device, self.context_length = decoder.device, decoder.context_length
         self.new_cache = decoder.new_cache
 
-    def forward(self, tokens, start, cache, last_only=False):
+    def forward(self, tokens, start, cache, last_only=False, states=None):
         logits = self.decoder.forward(tokens, start, cache, last_only).clone()
         best = logits.argmax(-1, keepdim=True)
         partner = (best + 1) % VOCAB
-        gap = self.noise if tokens.shape[1] > 1 else -self.noise  # the order hangs on the width
+        gap = self.noise if tokens.shape[1] > 1 else -self.noise  # the order depends on the width
         return logits.scatter(-1, partner, logits.gather(-1, best) + gap)
 
 
-def test_a_tie_is_explained_only_when_fp32_agrees(target):
+def test_a_tie_is_explained_only_when_fp32_agrees(target, own):
     tied = dataclasses.replace(target, decoder=Duplicated(target.decoder, 1e-3))
     base = baselines(tied)
     # the partner of the likeliest token, at a gap of 1e-3, in blocks of two
     wide = dataclasses.replace(changed(*base[0], 5), drafted=[1] * 19)
     runs = [[wide], *base[1:]]
-    assert check(tied, runs)["tie_divergences"] == 1
+    assert check(tied, runs, own)["tie_divergences"] == 1
     # the same divergence, but an exact decoder that itself gives other tokens with a draft
-    found = LosslessCheck(tied, GREEDY, LENGTH)
+    found = LosslessCheck(tied, GREEDY)
     found.exact = Duplicated(target.decoder, 1e-3)
-    assert found.ledger(Draft(target.decoder), ALONE, base, runs)["unexplained"] == 1
+    assert found.ledger(own, LENGTH, ALONE, base, runs)["unexplained"] == 1
 
 
-def test_ties_of_a_batch_are_explained_row_by_row(target, tiny):
-    draft = Draft(build_decoder(tiny(1, VOCAB), 100))
+@pytest.mark.parametrize(("gap", "is_tie"), [(0.5, True), (1.0, True), (2.0, True), (2.1, False)])
+def test_a_tie_is_a_gap_of_at_most_twice_the_error(gap, is_tie):
+    """Both logits may be off by the error, one up and one down: that flips twice the gap."""
+    single = torch.tensor([5.0, 5.0 - gap, 0.0])
+    wide = torch.tensor([4.0, 6.0 - gap, 0.0])  # each logit off by 1
+    found = tie(single, wide, 0, 1)
+    assert (found["error"], found["tie"]) == (1.0, is_tie)
+    if gap < 2:
+        assert int(single.argmax()) != int(wide.argmax())
+
+
+def test_ties_of_a_batch_are_explained_row_by_row(target, tiny, drafter):
+    draft = drafter(build_decoder(tiny(1, VOCAB), 100), VOCAB)
     tied = dataclasses.replace(target, decoder=Duplicated(target.decoder, 1e-3))
-    runs = decode_batch(tied.decoder, draft, PROMPTS, IDS, GREEDY, LENGTH)
-    counts = check(tied, [runs], TOGETHER, draft)
+    runs = decode(tied.decoder, draft, PROMPTS, IDS, GREEDY, LENGTH)
+    counts = check(tied, [runs], draft, TOGETHER)
     assert counts["tie_divergences"] == 3
     for entry in counts["divergences"]:
         assert entry["gap"] == pytest.approx(1e-3, rel=1e-2)
         assert entry["error"] == pytest.approx(2e-3, rel=1e-2)  # below in one, above in the other
 
 
-def test_a_changed_word_of_a_batch_is_unexplained(target, tiny):
-    draft = Draft(build_decoder(tiny(1, VOCAB), 100))
-    runs = decode_batch(target.decoder, draft, PROMPTS, IDS, GREEDY, LENGTH)
-    assert check(target, [runs], TOGETHER, draft)["identical"] == 3
+def test_a_changed_word_of_a_batch_is_unexplained(target, tiny, drafter):
+    draft = drafter(build_decoder(tiny(1, VOCAB), 100), VOCAB)
+    runs = decode(target.decoder, draft, PROMPTS, IDS, GREEDY, LENGTH)
+    assert check(target, [runs], draft, TOGETHER)["identical"] == 3
     runs[2] = changed(runs[2], 9)
-    counts = check(target, [runs], TOGETHER, draft)
+    counts = check(target, [runs], draft, TOGETHER)
     assert (counts["identical"], counts["unexplained"]) == (2, 1)
     assert counts["divergences"][0]["prompt"] == "p2"
 
 
 @pytest.mark.parametrize("draft_seed", [0, 1])
-def test_a_replayed_batch_gives_the_logits_that_were_decoded_with(target, tiny, draft_seed):
+def test_a_replayed_batch_gives_the_logits_that_were_decoded_with(
+    target, tiny, drafter, draft_seed
+):
     """Rows that end at different times, so that the batch closes up: bit by bit the same logits."""
     seen = {}
 
     class Watched(Duplicated):
-        def forward(self, tokens, start, cache, last_only=False):
+        def forward(self, tokens, start, cache, last_only=False, states=None):
             logits = self.decoder.forward(tokens, start, cache, last_only)
             starts = start.tolist() if hasattr(start, "tolist") else [start] * len(tokens)
             for row, at in enumerate(starts):
@@ -142,18 +159,18 @@ def test_a_replayed_batch_gives_the_logits_that_were_decoded_with(target, tiny, 
                     seen.setdefault(key, []).append(after)
             return logits
 
-    stops = frozenset({decode_baseline(target.decoder, PROMPTS[0], IDS[0], GREEDY).tokens[6]})
+    stops = frozenset({baselines(target)[0][0].tokens[6]})
     how = dataclasses.replace(GREEDY, stops=stops)
-    draft = Draft(build_decoder(tiny(draft_seed, VOCAB), 100))
+    draft = drafter(build_decoder(tiny(draft_seed, VOCAB), 100), VOCAB)
     watched = dataclasses.replace(target, decoder=Watched(target.decoder, 0))
-    runs = decode_batch(watched.decoder, draft, PROMPTS, IDS, how, LENGTH)
+    runs = decode(watched.decoder, draft, PROMPTS, IDS, how, LENGTH)
     lengths = [len(run.tokens) for run in runs]
     assert len(set(lengths)) > 1
     decoded = [after for rows in seen.values() for after in rows]
     seen.clear()
     for at in range(max(lengths)):
         wanted = {row: at for row, length in enumerate(lengths) if at < length}
-        found = LosslessCheck(target, how, LENGTH)._logits_at(wanted, IDS, runs)
+        found = LosslessCheck(target, how)._logits_at(wanted, IDS, runs, LENGTH.gamma)
         assert sorted(found) == sorted(wanted)
         for row, logits in found.items():
             assert int(logits.argmax()) == runs[row].tokens[at]

@@ -1,5 +1,6 @@
 """Every metric by a hand-computed example, against a slow reference, and by its coverage."""
 
+import dataclasses
 import math
 import random
 
@@ -7,7 +8,9 @@ import numpy as np
 import pytest
 
 from eval.measuring import metrics
-from eval.measuring.metrics import Agreement, NothingToMeasure, PromptRun, StepCosts
+from eval.measuring.log import Agreement, DraftLog, PromptRun, StepCosts
+from eval.measuring.metrics import NothingToMeasure, replayed_blocks, replayed_tau
+from eval.reporting.report import Measured
 
 COSTS = StepCosts(
     draft_step=0.1,
@@ -44,6 +47,14 @@ def make_run(
     )
 
 
+def ended_run(accepted=(1, 2), drafted=(2, 2), prompt_id="a"):
+    """A run whose last block ends with an accepted end-of-sequence token: nothing follows it."""
+    run = make_run(prompt_id, accepted, drafted, [1.0] * len(accepted))
+    run.block_tokens[-1] -= 1
+    run.tokens.pop()
+    return run
+
+
 def make_baseline(prompt_id="a", tokens=7, step=1.0, prefill=1.0, category=None):
     calls = tokens - 1
     return make_run(prompt_id, [0] * calls, [0] * calls, [step] * calls, prefill, category=category)
@@ -65,49 +76,125 @@ def random_runs(rng, prompts=12, gamma=4):
 
 def test_alpha_is_the_mean_over_positions_not_over_prompts():
     measured = metrics.alpha([Agreement("a", None, 9.0, 10), Agreement("b", None, 0.0, 90)])
-    assert measured["mean"] == pytest.approx(0.09)
-    assert measured["n"] == 2
-    assert measured["ci95"] == [pytest.approx(0.0), pytest.approx(0.9)]  # one of the two, twice
+    assert measured.mean == pytest.approx(0.09)
+    assert measured.n == 2
+    assert measured.ci95 == pytest.approx((0.0, 0.9))  # one of the two, twice
 
 
 def test_alpha_leaves_out_prompts_without_positions():
     agreements = [Agreement("a", None, 1.0, 2), Agreement("b", None, 0.0, 0)]
-    assert metrics.alpha(agreements) == {"mean": 0.5, "ci95": [0.5, 0.5], "n": 1}
+    assert metrics.alpha(agreements) == Measured(mean=0.5, ci95=(0.5, 0.5), n=1)
 
 
 def test_tau_counts_the_bonus_token_and_neither_prefill_nor_cut_block():
     # whole blocks emit 2, 1 and 3 tokens: 6 in 3 calls
-    assert metrics.tau([make_run()])["mean"] == 2.0
+    assert metrics.tau([make_run()]).mean == 2.0
     # the last block is cut: 2 + 1 tokens in 2 calls
-    assert metrics.tau([make_run(cut=1)])["mean"] == 1.5
+    assert metrics.tau([make_run(cut=1)]).mean == 1.5
+
+
+def test_a_block_with_an_accepted_end_of_text_counts_as_one_where_it_was_missed():
+    """Dropping the one and keeping the other would select blocks by their outcome."""
+    ended = ended_run(accepted=(1, 2))  # 2 tokens, then 2 of which the last is the end
+    metrics.check_runs([ended])
+    assert metrics.tau([ended]).mean == (2 + 2) / 2
+    assert metrics.accepted_over_drafted([ended]).mean == 3 / 4
+    assert [place.drafts for place in metrics.per_position([ended])] == [2, 2]
+    missed = make_run(accepted=(1, 1), drafted=(2, 2), seconds=(1.0, 1.0))
+    assert metrics.tau([missed]).mean == metrics.tau([ended]).mean
+
+
+@pytest.mark.parametrize(
+    ("block", "accepted", "drafted"),
+    [(0, (2, 2), (2, 2)), (1, (1, 1), (2, 2)), (1, (1, 0), (2, 0))],
+)
+def test_only_a_whole_last_draft_may_go_without_a_bonus_token(block, accepted, drafted):
+    run = make_run(accepted=accepted, drafted=drafted, seconds=(1.0, 1.0))
+    run.block_tokens[block] -= 1
+    run.tokens.pop()
+    with pytest.raises(ValueError, match=f"block {block} emitted"):
+        metrics.check_runs([run])
+
+
+def test_what_the_prefill_emitted_belongs_to_no_block():
+    run = make_run(seconds=(2.0, 2.0, 3.0))
+    run.tokens += [7, 7]
+    run.prefill_tokens = 3
+    metrics.check_runs([run])
+    assert metrics.tau([run]).mean == 2.0
+    assert metrics.itl_ms([run]).tokens == 6
+    assert metrics.tokens_per_s([run]).mean == pytest.approx(9 / 8)
+    run.prefill_tokens = 2
+    with pytest.raises(ValueError, match=r"9 tokens, but 2 \+ 6 were emitted"):
+        metrics.check_runs([run])
+
+
+def test_without_drafted_tokens_in_the_log_blocks_are_not_checked():
+    run = make_run(accepted=(0, 0), drafted=(0, 0), seconds=(1.0, 1.0))
+    run.block_tokens, run.tokens = [3, 4], [1] * 8
+    metrics.check_runs([run], blocks=False)
+    with pytest.raises(ValueError, match="block 0 emitted 3 tokens with 0 accepted"):
+        metrics.check_runs([run])
+
+
+@pytest.mark.parametrize(
+    ("agreed", "gamma", "stopped", "blocks"),
+    [
+        ("1111111", 2, False, [3, 3]),  # prefill, 3, 3 tokens
+        ("1011011", 2, False, [1, 3]),  # prefill, a wrong one corrected, 3 tokens, one left
+        ("0111", 3, False, []),  # no room for a draft of 3 and the bonus token
+        ("01111", 3, False, [4]),
+        # shorter drafts near the end count, the last one does not
+        ("1100000", 3, False, [2, 1, 1, 1]),
+        ("1000000", 1, False, [1, 1, 1, 1, 1]),
+        ("", 2, False, []),
+        # the last token ends the text: its block counts whether it was drafted or not
+        ("0111", 3, True, [3]),
+        ("0111", 2, True, [3]),
+        ("0110", 3, True, [3]),
+        ("0110", 1, True, [2, 1]),
+        ("0111", 1, True, [2, 1]),
+        ("0", 2, True, []),
+    ],
+)
+def test_blocks_by_replay(agreed, gamma, stopped, blocks):
+    assert replayed_blocks([mark == "1" for mark in agreed], gamma, stopped) == blocks
+
+
+def test_replayed_tau_of_an_answer_that_ends_by_itself():
+    cut = Agreement("a", None, 3.0, 4, [0.0, 1.0, 1.0, 1.0])
+    ended = Agreement("b", None, 3.0, 4, [0.0, 1.0, 1.0, 1.0], stopped=True)
+    assert replayed_tau([ended], 3).mean == 3
+    with pytest.raises(NothingToMeasure):
+        replayed_tau([cut], 3)
 
 
 def test_tau_of_the_baseline_is_one():
-    assert metrics.tau([make_baseline()])["mean"] == 1.0
+    assert metrics.tau([make_baseline()]).mean == 1.0
 
 
 def test_accepted_over_drafted():
-    assert metrics.accepted_over_drafted([make_run()])["mean"] == pytest.approx(3 / 6)
-    assert metrics.accepted_over_drafted([make_run(cut=1)])["mean"] == pytest.approx(1 / 4)
+    assert metrics.accepted_over_drafted([make_run()]).mean == pytest.approx(3 / 6)
+    assert metrics.accepted_over_drafted([make_run(cut=1)]).mean == pytest.approx(1 / 4)
 
 
 def test_per_position_over_drafts_that_reached_it():
     # drafted 3, 1, 3, 2; accepted 3, 1, 0, 1
     run = make_run(accepted=(3, 1, 0, 1), drafted=(3, 1, 3, 2), seconds=(1.0,) * 4)
     first, second, third = metrics.per_position([run])
-    assert (first["drafts"], second["drafts"], third["drafts"]) == (4, 3, 2)
-    assert first["marginal"]["mean"] == pytest.approx(3 / 4)
-    assert first["conditional"]["mean"] == pytest.approx(3 / 4)
-    assert second["marginal"]["mean"] == pytest.approx(1 / 3)
-    assert second["conditional"]["mean"] == pytest.approx(1 / 2)  # of the 2 that passed the first
-    assert third["marginal"]["mean"] == pytest.approx(1 / 2)
-    assert third["conditional"]["mean"] == pytest.approx(1.0)
+    assert (first.drafts, second.drafts, third.drafts) == (4, 3, 2)
+    assert first.marginal.mean == pytest.approx(3 / 4)
+    assert first.conditional.mean == pytest.approx(3 / 4)
+    assert second.marginal.mean == pytest.approx(1 / 3)
+    assert second.conditional.mean == pytest.approx(1 / 2)  # of the 2 that passed the first
+    assert third.marginal.mean == pytest.approx(1 / 2)
+    assert third.conditional.mean == pytest.approx(1.0)
 
 
 def test_per_position_has_no_conditional_where_no_draft_got_that_far():
     places = metrics.per_position([make_run(accepted=(0, 0, 0))])
-    assert [place["marginal"]["mean"] for place in places] == [0.0, 0.0]
-    assert places[1]["conditional"] is None
+    assert [place.marginal.mean for place in places] == [0.0, 0.0]
+    assert places[1].conditional is None
 
 
 def test_costs():
@@ -120,26 +207,26 @@ def test_costs():
 
 def test_predicted_speedup():
     # tau 2 at gamma 2: 2 * 1 / (2 * 0.1 + 1.2)
-    assert metrics.predicted_speedup([make_run()], COSTS)["mean"] == pytest.approx(2 / 1.4)
+    assert metrics.predicted_speedup([make_run()], COSTS).mean == pytest.approx(2 / 1.4)
 
 
 def test_speedup_is_per_emitted_token_with_prefill():
     # baseline: 7 tokens in 7 s; with the draft 7 tokens in 1 + 6 s, then in half of that
-    assert metrics.speedup([make_run()], [make_baseline()])["mean"] == pytest.approx(1.0)
+    assert metrics.speedup([make_run()], [make_baseline()]).mean == pytest.approx(1.0)
     fast = make_run(seconds=(0.9, 0.8, 0.8))
-    assert metrics.speedup([fast], [make_baseline()])["mean"] == pytest.approx(2.0)
+    assert metrics.speedup([fast], [make_baseline()]).mean == pytest.approx(2.0)
     longer = make_baseline(tokens=14)  # 14 tokens in 14 s: nothing changes per token
-    assert metrics.speedup([fast], [longer])["mean"] == pytest.approx(2.0)
+    assert metrics.speedup([fast], [longer]).mean == pytest.approx(2.0)
 
 
 def test_decode_speedup_and_efficiency_leave_prefill_and_cut_block_out():
     # whole blocks: 3 tokens in 2 s; baseline 1 token a second
     run = make_run(seconds=(1.0, 1.0, 50.0), prefill=70.0, cut=1)
     baseline = make_baseline(prefill=30.0)
-    assert metrics.decode_speedup([run], [baseline])["mean"] == pytest.approx(1.5)
+    assert metrics.decode_speedup([run], [baseline]).mean == pytest.approx(1.5)
     # tau 1.5 at gamma 2 predicts 1.5 / 1.4
     efficiency = metrics.decode_efficiency([run], [baseline], COSTS)
-    assert efficiency["mean"] == pytest.approx(1.4)
+    assert efficiency.mean == pytest.approx(1.4)
 
 
 def test_a_decoder_without_overhead_has_efficiency_one():
@@ -147,19 +234,19 @@ def test_a_decoder_without_overhead_has_efficiency_one():
     runs = [make_run(str(i), seconds=(block,) * 3) for i in range(5)]
     baseline = [make_baseline(str(i)) for i in range(5)]
     efficiency = metrics.decode_efficiency(runs, baseline, COSTS)
-    assert efficiency["mean"] == pytest.approx(1.0)
-    assert efficiency["ci95"] == [pytest.approx(1.0), pytest.approx(1.0)]
+    assert efficiency.mean == pytest.approx(1.0)
+    assert efficiency.ci95 == pytest.approx((1.0, 1.0))
 
 
 def test_latency_and_throughput():
     run = make_run(seconds=(2.0, 2.0, 3.0), prefill=0.5)  # 7 tokens in 7.5 s
-    assert metrics.ttft_ms([run])["mean"] == pytest.approx(500)
-    assert metrics.tokens_per_s([run])["mean"] == pytest.approx(7 / 7.5)
+    assert metrics.ttft_ms([run]).mean == pytest.approx(500)
+    assert metrics.tokens_per_s([run]).mean == pytest.approx(7 / 7.5)
     # per token: 1 s, 1 s, 2 s, 1 s, 1 s, 1 s
     itl = metrics.itl_ms([run])
-    assert itl["p50"] == pytest.approx(1000)
-    assert itl["p95"] == pytest.approx(np.percentile([1000, 1000, 2000, 1000, 1000, 1000], 95))
-    assert itl["tokens"] == 6
+    assert itl.p50 == pytest.approx(1000)
+    assert itl.p95 == pytest.approx(np.percentile([1000, 1000, 2000, 1000, 1000, 1000], 95))
+    assert itl.tokens == 6
 
 
 @pytest.mark.parametrize(
@@ -184,24 +271,29 @@ def test_looped(tokens, flagged):
 def test_loop_share():
     run = make_run(accepted=(9,), drafted=(9,), seconds=(1.0,))
     run.tokens = [1, 2, 3, *[4] * 8]
-    assert metrics.loop_share([run])["mean"] == pytest.approx(8 / 11)
+    assert metrics.loop_share([run]).mean == pytest.approx(8 / 11)
+
+
+def make_log(runs=(), baseline=(), agreement=None, **fields):
+    about = {"name": "a", "path": "", "form": "", "vocabulary": {}, "lossless": {}}
+    about |= {"gamma": 2, "gamma_policy": "fixed"}
+    return DraftLog(runs=runs, baseline=baseline, agreement=agreement, **(about | fields))
 
 
 def test_gains_are_paired_differences():
-    low = [Agreement(str(i), None, 0.1 * i, 1) for i in range(6)]
-    high = [Agreement(str(i), None, 0.1 * i + 0.2, 1) for i in reversed(range(6))]
-    gain = metrics.alpha_gain(high, over=low)
-    # every prompt gains the same, so pairing leaves no uncertainty
-    assert gain["mean"] == pytest.approx(0.2)
-    assert gain["ci95"] == [pytest.approx(0.2), pytest.approx(0.2)]
-
     slow = [make_run("a"), make_run("b", accepted=(0, 0, 0))]
     fast = [make_run("b", accepted=(1, 1, 1)), make_run("a", accepted=(2, 2, 2))]
     base = [make_baseline("a"), make_baseline("b")]
-    assert metrics.tau_gain(fast, slow)["mean"] == pytest.approx(15 / 6 - 9 / 6)
-    speedups = metrics.speedup(fast, base)["mean"], metrics.speedup(slow, base)["mean"]
-    gain = metrics.speedup_gain(fast, base, slow, base)
-    assert gain["mean"] == pytest.approx(speedups[0] - speedups[1])
+    low = [Agreement(str(i), None, 0.1 * i, 1) for i in range(6)]
+    high = [Agreement(str(i), None, 0.1 * i + 0.2, 1) for i in reversed(range(6))]
+    gain = metrics.gain(make_log(fast, base, high), make_log(slow, base, low, name="b"))
+    assert (gain["draft"], gain["over"]) == ("a", "b")
+    # every prompt gains the same, so pairing leaves no uncertainty
+    assert gain["alpha"].mean == pytest.approx(0.2)
+    assert gain["alpha"].ci95 == pytest.approx((0.2, 0.2))
+    assert gain["tau"].mean == pytest.approx(15 / 6 - 9 / 6)
+    speedups = metrics.speedup(fast, base).mean, metrics.speedup(slow, base).mean
+    assert gain["speedup"].mean == pytest.approx(speedups[0] - speedups[1])
 
 
 def test_batches_take_as_long_as_their_last_row_and_are_resampled_whole():
@@ -211,13 +303,13 @@ def test_batches_take_as_long_as_their_last_row_and_are_resampled_whole():
     ]
     alone = [[make_baseline("a", 7), make_baseline("b", 4)], [make_baseline("c", 4)]]
     numbers = metrics.by_batch(drafted, alone)
-    assert numbers["tokens_per_s"]["speculative"]["mean"] == 15 / 11
-    assert numbers["tokens_per_s"]["baseline"]["mean"] == 15 / (7 + 4)
-    assert numbers["speedup"]["mean"] == 1
-    assert numbers["tau"]["mean"] == (6 + 3 + 2) / (3 + 1 + 1)
-    assert {numbers[key]["n"] for key in ("speedup", "tau")} == {2}
+    assert numbers["tokens_per_s"].speculative.mean == 15 / 11
+    assert numbers["tokens_per_s"].baseline.mean == 15 / (7 + 4)
+    assert numbers["speedup"].mean == 1
+    assert numbers["tau"].mean == (6 + 3 + 2) / (3 + 1 + 1)
+    assert {numbers[key].n for key in ("speedup", "tau")} == {2}
     # what a bootstrap over two batches can draw: the first twice, both, the second twice
-    assert numbers["tau"]["ci95"] == [2, 9 / 4]
+    assert numbers["tau"].ci95 == (2, 9 / 4)
     with pytest.raises(ValueError, match="on one side only, 'b'"):
         metrics.by_batch(drafted, [alone[0][:1], alone[1]])
 
@@ -230,12 +322,13 @@ def test_by_category():
     ]
     runs = [make_run("a", category="x"), make_run("b", (), (), (), category="y")]
     baseline = [make_baseline("a", category="x"), make_baseline("b", tokens=1, category="y")]
-    numbers = metrics.by_category(agreements, runs, baseline)
+    log = make_log(runs, baseline, agreements)
+    numbers = metrics.by_category(log)
     assert list(numbers) == ["x", "y"]
-    assert numbers["x"]["alpha"]["mean"] == 0.5
-    assert numbers["x"]["tau"]["mean"] == 2.0
-    assert numbers["y"]["tau"] is None  # its only answer is one token long
-    assert numbers["y"]["speedup"]["n"] == 1
+    assert numbers["x"].alpha.mean == 0.5
+    assert numbers["x"].tau.mean == 2.0
+    assert numbers["y"].tau is None  # its only answer is one token long
+    assert numbers["y"].speedup.n == 1
 
 
 # --- against a slow reference ----------------------------------------------------------------
@@ -255,20 +348,20 @@ def test_acceptance_against_a_plain_loop(seed):
             drafted += run.drafted[i]
             accepted += run.accepted[i]
             blocks.append((run.drafted[i], run.accepted[i]))
-    assert metrics.tau(runs)["mean"] == pytest.approx(tokens / calls)
+    assert metrics.tau(runs).mean == pytest.approx(tokens / calls)
     assert metrics.mean_drafted(runs) == pytest.approx(drafted / calls)
-    assert metrics.accepted_over_drafted(runs)["mean"] == pytest.approx(accepted / drafted)
+    assert metrics.accepted_over_drafted(runs).mean == pytest.approx(accepted / drafted)
     # tau is one token plus what was accepted
-    assert metrics.tau(runs)["mean"] == pytest.approx(1 + accepted / calls)
+    assert metrics.tau(runs).mean == pytest.approx(1 + accepted / calls)
     for place in metrics.per_position(runs):
-        i = place["position"]
+        i = place.position
         reached = [a for d, a in blocks if d >= i]
-        assert place["drafts"] == len(reached)
+        assert place.drafts == len(reached)
         first = sum(a >= i for a in reached)
         before = sum(a >= i - 1 for a in reached)
-        assert place["marginal"]["mean"] == pytest.approx(first / len(reached))
+        assert place.marginal.mean == pytest.approx(first / len(reached))
         if before:
-            assert place["conditional"]["mean"] == pytest.approx(first / before)
+            assert place.conditional.mean == pytest.approx(first / before)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -286,12 +379,12 @@ def test_speed_against_a_plain_loop(seed):
         len(r.tokens) for r in baseline
     )
     speedup = metrics.speedup(runs, baseline)
-    assert speedup["mean"] == pytest.approx(base / seconds)
-    assert speedup["ci95"][0] < speedup["mean"] < speedup["ci95"][1]
-    tau, gamma = metrics.tau(runs)["mean"], metrics.mean_drafted(runs)
+    assert speedup.mean == pytest.approx(base / seconds)
+    assert speedup.ci95[0] < speedup.mean < speedup.ci95[1]
+    tau, gamma = metrics.tau(runs).mean, metrics.mean_drafted(runs)
     block = gamma * COSTS.draft_step + np.interp(gamma + 1, [1, 2, 3, 4], [1, 1.1, 1.2, 1.4])
     wide = StepCosts(0.1, 1.0, {**COSTS.target_verify, 5: 1.5}, 9)
-    assert metrics.predicted_speedup(runs, wide)["mean"] == pytest.approx(tau / block)
+    assert metrics.predicted_speedup(runs, wide).mean == pytest.approx(tau / block)
 
 
 def slow_looped(tokens):
@@ -331,6 +424,48 @@ def test_the_bootstrap_of_many_prompts_is_chunked_without_changing_its_kind():
     assert (metrics.bootstrap_totals(columns, resamples=1_000) == 5_000).all()
 
 
+def test_a_group_is_drawn_as_a_whole():
+    rows = [(float(i), float(i + 1)) for i in range(1, 12, 2)]
+    groups = ["x", None, "y", "x", None, "y"]
+    measured = metrics.measure("it", rows, groups=groups)
+    # the same as four rows that were added up before, which is the cluster bootstrap
+    added = metrics.measure("it", [(8, 10), rows[1], (16, 18), rows[4]])
+    assert measured.mean == pytest.approx(added.mean)
+    assert measured.ci95 == added.ci95
+    assert (measured.n, added.n) == (6, 4)
+    assert metrics.measure("it", rows, groups=[None] * 6) == metrics.measure("it", rows)
+
+
+def plain_cluster_interval(agreements):
+    """Documents drawn with replacement, each with all its clauses."""
+    documents = {}
+    for one in agreements:
+        documents.setdefault(one.group, []).append(one)
+    rng = np.random.default_rng(5)
+    names, values = sorted(documents), []
+    for _ in range(4_000):
+        drawn = [one for name in rng.choice(names, len(names)) for one in documents[name]]
+        values.append(sum(a.alpha_sum for a in drawn) / sum(a.positions for a in drawn))
+    return np.percentile(values, [2.5, 97.5])
+
+
+def test_intervals_by_document_are_those_of_a_cluster_bootstrap():
+    rng = random.Random(3)
+    ease = {str(document): rng.uniform(0.2, 0.9) for document in range(9)}
+    agreements = []
+    for i in range(90):
+        document = str(rng.randrange(9))
+        count = rng.randint(5, 40)
+        total = sum(rng.random() < ease[document] for _ in range(count))
+        agreements.append(Agreement(str(i), None, float(total), count, group=document))
+    measured = metrics.alpha(agreements)
+    assert measured.ci95 == pytest.approx(plain_cluster_interval(agreements), abs=0.01)
+    alone = metrics.alpha([dataclasses.replace(one, group=None) for one in agreements])
+    # clauses of one document are alike, so taking them as independent is far too sure
+    assert np.diff(measured.ci95) > 1.5 * np.diff(alone.ci95)
+    assert measured.n == alone.n == 90
+
+
 # --- coverage --------------------------------------------------------------------------------
 
 
@@ -353,9 +488,26 @@ def test_intervals_cover_the_truth_about_95_times_in_100(monkeypatch):
         runs = simulate(rng, alpha, gamma)
         hits["tau"] += covers(metrics.tau(runs), tau)
         hits["rate"] += covers(metrics.accepted_over_drafted(runs), (tau - 1) / gamma)
-        hits["third"] += covers(metrics.per_position(runs)[2]["marginal"], alpha**3)
+        hits["third"] += covers(metrics.per_position(runs)[2].marginal, alpha**3)
     for name, count in hits.items():
         assert 0.91 <= count / trials <= 0.985, (name, count / trials)
+
+
+@pytest.mark.parametrize(("grouped", "low", "high"), [(True, 0.85, 0.985), (False, 0, 0.7)])
+def test_intervals_cover_where_documents_differ_in_difficulty(monkeypatch, grouped, low, high):
+    """Mutant: without their groups, clauses of one document pass for independent prompts."""
+    monkeypatch.setattr(metrics, "bootstrap_totals", _fewer_resamples(metrics.bootstrap_totals))
+    rng = np.random.default_rng(3)
+    trials, hits = 200, 0
+    for _ in range(trials):
+        easy = rng.beta(3, 2, size=20)  # 20 documents of 8 clauses
+        agreements = [
+            Agreement(f"{i}.{j}", None, float(k), 40, group=str(i) if grouped else None)
+            for i, alpha in enumerate(easy)
+            for j, k in enumerate(rng.binomial(40, alpha, size=8))
+        ]
+        hits += covers(metrics.alpha(agreements), 0.6)
+    assert low <= hits / trials <= high
 
 
 def test_intervals_cover_where_prompts_differ_in_difficulty(monkeypatch):
@@ -376,7 +528,7 @@ def _fewer_resamples(bootstrap):
 
 
 def covers(measured, truth):
-    low, high = measured["ci95"]
+    low, high = measured.ci95
     return low <= truth <= high
 
 
@@ -396,7 +548,9 @@ def covers(measured, truth):
         lambda: metrics.speedup([], []),
         lambda: metrics.tokens_per_s([]),
         lambda: metrics.itl_ms([make_baseline(tokens=1)]),
-        lambda: metrics.alpha_gain([], []),
+        lambda: metrics.agreed(make_log()),
+        lambda: metrics.timed(make_log()),
+        lambda: metrics.memory(make_log()),
     ],
 )
 def test_nothing_to_measure_is_an_error(call):
@@ -418,20 +572,23 @@ def test_other_prompts_on_both_sides_are_an_error():
     with pytest.raises(ValueError, match="'a' among them"):
         metrics.speedup([make_run("a")], [make_baseline("b")])
     with pytest.raises(ValueError, match="same prompts"):
-        metrics.alpha_gain([Agreement("a", None, 1, 1)], [Agreement("b", None, 1, 1)])
+        metrics.gain(
+            make_log(agreement=[Agreement("a", None, 1, 1)]),
+            make_log(agreement=[Agreement("b", None, 1, 1)]),
+        )
 
 
 def test_impossible_agreement_is_an_error():
     with pytest.raises(ValueError, match="alpha_sum 3"):
         metrics.alpha([Agreement("a", None, 3.0, 2)])
     rounding = metrics.alpha([Agreement("a", None, 2.0000001, 2)])
-    assert rounding["mean"] == 1.0
+    assert rounding.mean == 1.0
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokens": [1, 2]}, "were emitted by calls"),
+        ({"tokens": [1, 2]}, "were emitted"),
         ({"drafted": [2, 2]}, "differ in length"),
         ({"accepted": [1, 0, 3]}, "accepted 3 of 2"),
         ({"accepted": [1, 0, 1]}, "one more is due"),

@@ -6,8 +6,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from eval.reporting.page import _cell, _ticks, element, render_page
-from eval.reporting.report import build_report
+from eval.measuring.build import build_report
+from eval.reporting.page import Plot, is_numeric, render_page
 
 VOID = {"meta"}
 
@@ -61,9 +61,9 @@ def test_every_part_is_there(sample_report):
         "Setting and provenance",
     ):
         assert title in page.text, title
-    assert sample_report["headline"] in page.text
-    assert all(warning in page.text for warning in sample_report["warnings"])
-    assert sample_report["prompts"]["sha256"] in page.text
+    assert sample_report.headline in page.text
+    assert all(warning in page.text for warning in sample_report.warnings)
+    assert sample_report.prompts.sha256 in page.text
     assert "None" not in page.text.replace("None, literal", "")
 
 
@@ -83,7 +83,15 @@ def test_text_of_the_report_is_escaped(run_info, measurement):
     outline = Outline(page)
     assert "script" not in outline.tags
     assert evil in outline.text
-    assert element("p", title='"<>&') == '<p title="&quot;&lt;&gt;&amp;"></p>'
+    assert ("style", "fill:var(--s0)") in outline.attributes
+
+
+def test_tokens_are_escaped_in_text_and_in_tooltips(run_info, measurement):
+    evil = '"><script>alert(1)</script>'
+    info = dataclasses.replace(run_info, spell=lambda token: evil.encode())
+    page = render_page(build_report(info, [measurement("a", 0.6)]))
+    assert "script" not in Outline(page).tags
+    assert "drafted: &#34;&gt;&lt;script&gt;alert(1)&lt;/script&gt;" in page.replace("·", " ")
 
 
 def test_a_draft_that_changes_the_output_is_marked(run_info, measurement):
@@ -101,19 +109,19 @@ def test_a_draft_that_changes_the_output_is_marked(run_info, measurement):
 
 def test_the_waterfall_starts_and_ends_where_the_report_does(sample_report):
     page = Outline(render_page(sample_report)).text
-    waterfall = sample_report["drafts"]["tuned"]["waterfall"]
+    waterfall = sample_report.drafts["tuned"].waterfall
     shown = re.search(r"All of .*?([\d.]+)× Rejected .* Wall clock ([\d.]+)×", page)
-    assert float(shown[1]) == pytest.approx(waterfall["all_accepted"], abs=0.005)
-    assert float(shown[2]) == pytest.approx(waterfall["wall"], abs=0.005)
+    assert float(shown[1]) == pytest.approx(waterfall.all_accepted, abs=0.005)
+    assert float(shown[2]) == pytest.approx(waterfall.wall, abs=0.005)
 
 
 def test_the_heat_map_marks_exactly_the_rejected_tokens(sample_report):
     page = render_page(sample_report)
     shown = [
         value
-        for draft in sample_report["drafts"].values()
-        for text in draft["atlas"]["heat_map"]
-        for value in text["values"]
+        for draft in sample_report.drafts.values()
+        for text in draft.atlas.heat_map
+        for value in text.values
     ]
     assert page.count('<span class="h0" title="0% accepted') == sum(v == 0 for v in shown) > 0
 
@@ -142,12 +150,12 @@ def test_any_number_of_drafts_is_drawn(run_info, measurement, drafts):
     ],
 )
 def test_numbers_stay_on_a_line_and_hashes_do_not(value, whole):
-    assert ('class="number"' in _cell(value, heading=False)) == whole
+    assert is_numeric(value) == whole
 
 
 @pytest.mark.parametrize("top", [0.011, 0.4, 1.0, 1.08, 2.9, 7.3, 1234.0])
 def test_ticks_are_round_and_cover_the_plot(top):
-    ticks = _ticks(top)
+    ticks = Plot(0, 1, top).ticks
     assert ticks[0] == 0
     assert 0.5 * top < ticks[-1] <= top * (1 + 1e-9)
     assert 3 <= len(ticks) <= 6

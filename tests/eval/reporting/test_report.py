@@ -4,33 +4,31 @@ import copy
 import dataclasses
 import io
 import json
+import re
 
 import pytest
 from rich.console import Console
 
+from eval.measuring.build import build_report
 from eval.measuring.metrics import ledger
 from eval.reporting.page import render_page
 from eval.reporting.report import (
+    DraftReport,
     ReportError,
-    build_report,
-    check_report,
     read_report,
+    report_schema,
     write_report,
 )
-from eval.reporting.text import (
-    DEFINITIONS,
-    headline,
-    ledger_table,
-    print_summary,
-    render_markdown,
-)
+from eval.reporting.tables import DEFINITIONS, ledger_table, tables
+from eval.reporting.text import headline, print_summary, render_markdown
 
 CONTRACT = {
     "": "schema target engine device dtype baseline decoding prompts drafts gain provenance",
     "baseline": "tokens_per_s over_stock_generate",
     "decoding": "temperature top_k top_p max_new_tokens gamma gamma_policy verification",
     "prompts": "source n sha256 overlap_with_training",
-    "drafts.tuned": "path form vocabulary alpha tau accepted_over_drafted per_position c "
+    "drafts.tuned": "path form vocabulary gamma gamma_policy alpha tau accepted_over_drafted "
+    "per_position c "
     "verify_ratio predicted_speedup speedup decode_efficiency tokens_per_s ttft_ms itl_ms memory "
     "payoff lossless by_category",
     "drafts.tuned.vocabulary": "relation strategy coverage",
@@ -46,6 +44,23 @@ CONTRACT = {
 }
 
 
+@pytest.fixture
+def data(sample_report):
+    """The sample report as it stands in report.json, to be changed at will."""
+    return sample_report.model_dump(mode="json")
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Reads a dict as a report.json."""
+
+    def through_a_file(data):
+        (tmp_path / "changed.json").write_text(json.dumps(data))
+        return read_report(tmp_path / "changed.json")
+
+    return through_a_file
+
+
 def at(report, path):
     value = report
     for key in filter(None, path.split(".")):
@@ -54,49 +69,50 @@ def at(report, path):
 
 
 @pytest.mark.parametrize("path", CONTRACT)
-def test_every_field_of_the_contract_is_there(sample_report, path):
-    assert set(CONTRACT[path].split()) <= set(at(sample_report, path))
+def test_every_field_of_the_contract_is_there(data, path):
+    assert set(CONTRACT[path].split()) <= set(at(data, path))
 
 
 def test_numbers_of_the_made_up_run(sample_report):
-    tuned = sample_report["drafts"]["tuned"]
-    assert tuned["alpha"]["mean"] == pytest.approx(0.6, abs=0.02)
-    assert tuned["alpha"]["n"] == 50
-    assert tuned["speedup"]["n"] == 40
-    assert tuned["tau"]["mean"] == pytest.approx(1 + 0.6 + 0.36 + 0.216, abs=0.15)
-    assert tuned["tau"]["mean"] == pytest.approx(
-        1 + tuned["mean_drafted"] * tuned["accepted_over_drafted"]["mean"]
+    tuned = sample_report.drafts["tuned"]
+    assert tuned.alpha.mean == pytest.approx(0.6, abs=0.02)
+    assert tuned.alpha.n == 50
+    assert tuned.speedup.n == 40
+    assert tuned.tau.mean == pytest.approx(1 + 0.6 + 0.36 + 0.216, abs=0.15)
+    assert tuned.tau.mean == pytest.approx(
+        1 + tuned.mean_drafted * tuned.accepted_over_drafted.mean
     )
-    assert tuned["c"] == pytest.approx(0.1)
-    assert tuned["decode_efficiency"]["mean"] == pytest.approx(1.0)  # it was made without overhead
-    assert tuned["memory"]["overhead"] == pytest.approx(0.1)
-    assert [place["position"] for place in tuned["per_position"]] == [1, 2, 3]
-    assert sample_report["gain"][0]["draft"] == "tuned"
-    assert sample_report["gain"][0]["over"] == "untuned"
-    assert sample_report["gain"][0]["alpha"]["ci95"][0] > 0.2
-    assert sample_report["warnings"] == [
+    assert tuned.c == pytest.approx(0.1)
+    assert tuned.decode_efficiency.mean == pytest.approx(1.0)  # it was made without overhead
+    assert tuned.memory.overhead == pytest.approx(0.1)
+    assert (tuned.gamma, tuned.gamma_policy) == (3, "fixed")
+    assert [place.position for place in tuned.per_position] == [1, 2, 3]
+    (gain,) = sample_report.gain
+    assert (gain.draft, gain.over) == ("tuned", "untuned")
+    assert gain.alpha.ci95[0] > 0.2
+    assert sample_report.warnings == [
         "untuned: the interval of the speed-up holds 1x; no effect is shown."
     ]
 
 
 def test_heat_maps_of_all_drafts_show_the_same_answers(sample_report):
     shown = [
-        [text["prompt"] for text in draft["atlas"]["heat_map"]]
-        for draft in sample_report["drafts"].values()
+        [text.prompt for text in draft.atlas.heat_map] for draft in sample_report.drafts.values()
     ]
     assert shown[0] == shown[1]
     assert len(shown[1]) == 3
-    alphas = [text["alpha"] for text in sample_report["drafts"]["tuned"]["atlas"]["heat_map"]]
+    alphas = [text.alpha for text in sample_report.drafts["tuned"].atlas.heat_map]
     assert alphas == sorted(alphas)
 
 
-def test_per_prompt_rows_give_the_means_again(sample_report):
-    draft = sample_report["drafts"]["tuned"]
+def test_per_prompt_rows_give_the_means_again(data):
+    draft = data["drafts"]["tuned"]
     rows = draft["per_prompt"]
     assert len(rows) == 50
     alpha = sum(row["alpha_sum"] for row in rows) / sum(row["positions"] for row in rows)
     assert alpha == pytest.approx(draft["alpha"]["mean"])
     timed = [row for row in rows if "seconds" in row]
+    assert len(timed) == 40  # what was not measured is absent
     total = {
         key: sum(row[key] for row in timed) for key in timed[0] if key not in ("id", "category")
     }
@@ -114,12 +130,18 @@ def test_written_and_read_again(sample_report, tmp_path):
     assert names == ["report.html", "report.json", "report.md"]
 
 
-def test_absent_and_cut_off_reports_are_refused(sample_report, tmp_path):
+def test_absent_and_cut_off_reports_are_refused(data, tmp_path):
     with pytest.raises(ReportError, match="no report at"):
         read_report(tmp_path / "report.json")
-    (tmp_path / "report.json").write_text(json.dumps(sample_report)[:-20])
+    (tmp_path / "report.json").write_text(json.dumps(data)[:-20])
     with pytest.raises(ReportError, match="not whole JSON"):
         read_report(tmp_path / "report.json")
+
+
+def test_fields_of_a_newer_writer_are_passed_over(data, read, sample_report):
+    data["forecast"] = None
+    data["drafts"]["tuned"]["alpha"]["median"] = 0.5
+    assert read(data) == sample_report
 
 
 def required_paths():
@@ -129,42 +151,85 @@ def required_paths():
 @pytest.mark.parametrize(
     "path", [path for path in required_paths() if "kv_bytes" not in path and "by_cat" not in path]
 )
-def test_a_report_without_one_of_the_fields_fails(sample_report, path):
+def test_a_report_without_one_of_the_fields_fails(data, read, path):
     parent, _, key = path.rpartition(".")
-    del at(sample_report, parent)[key]
-    with pytest.raises(ReportError, match=key):
-        check_report(sample_report)
+    del at(data, parent)[key]
+    place = re.escape(f"report.{path}".replace("gain.0", "gain[0]"))
+    with pytest.raises(ReportError, match=f"{place}: Field required"):
+        read(data)
 
 
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("schema", "draftsmith-report/2", "this version reads"),
-        ("drafts.tuned.alpha.mean", float("nan"), "drafts.tuned.alpha.mean is nan"),
-        ("drafts.tuned.itl_ms.baseline.p95", float("inf"), "p95 is inf"),
-        ("drafts.tuned.alpha.mean", 1.2, "within 0 and 1"),
-        ("drafts.tuned.alpha.mean", None, "mean should be a number"),
-        ("drafts.tuned.alpha", 0.6, "should be an object"),
-        ("drafts.tuned.alpha.ci95", [0.7, 0.5], "runs backwards"),
-        ("drafts.tuned.alpha.ci95", [0.5], "two numbers"),
-        ("drafts.tuned.alpha.n", 0, "n is 0, but should be at least 1"),
-        ("drafts.tuned.tau.mean", 0.9, "should be at least 1"),
-        ("drafts.tuned.per_position", [], "nothing was drafted"),
-        ("drafts.tuned.speedup.mean", 9.0, "its tokens_per_s give"),
-        ("drafts.tuned.memory.overhead", 0.05, "its bytes give"),
-        ("drafts.tuned.lossless.identical", 7, "do not make up 40 prompts"),
-        ("drafts.tuned.lossless.prompts", 0, "do not make up 0 prompts"),
-        ("gain.0.tau.mean", 5.0, "apart"),
-        ("drafts", {}, "at least one draft"),
+        ("schema", "draftsmith-report/2", "schema: .* should be 'draftsmith-report/1', not"),
+        ("drafts.tuned.alpha.mean", float("nan"), "drafts.tuned.alpha.mean: .* a finite number"),
+        ("drafts.tuned.itl_ms.baseline.p95", float("inf"), "p95: .* a finite number, not inf"),
+        ("drafts.tuned.alpha.mean", 1.2, "alpha.mean: .* less than or equal to 1, not 1.2"),
+        ("drafts.tuned.alpha.mean", None, "alpha.mean: .* a valid number, not None"),
+        ("drafts.tuned.alpha.mean", "0.5", "alpha.mean: .* a valid number, not '0.5'"),
+        ("drafts.tuned.alpha.n", True, "alpha.n: .* a valid integer, not True"),
+        ("drafts.tuned.alpha", 0.6, "drafts.tuned.alpha: .* an object, not 0.6"),
+        ("drafts.tuned.alpha.ci95", [0.7, 0.5], "drafts.tuned.alpha: ci95 runs backwards"),
+        ("drafts.tuned.alpha.ci95", [0.5], r"alpha.ci95\[1\]: Field required"),
+        ("drafts.tuned.alpha.n", 0, "alpha.n: .* greater than or equal to 1, not 0"),
+        ("drafts.tuned.tau.mean", 0.9, "tau.mean: .* greater than or equal to 1, not 0.9"),
+        ("drafts.tuned.per_position", [], "per_position: .* at least 1 item"),
+        ("drafts.tuned.speedup.mean", 9.0, "tuned: speedup is 9.0, but its tokens_per_s give"),
+        ("drafts.tuned.memory.overhead", 0.05, "memory: overhead is 0.05, but its bytes give"),
+        ("drafts.tuned.lossless.identical", 7, "tuned.lossless: .* do not make up 40 prompts"),
+        ("drafts.tuned.lossless.prompts", 0, "lossless.prompts: .* greater than or equal to 1"),
+        ("drafts.tuned.atlas.classes.0.class", 3, r"classes\[0\].class: .* a valid string, not 3"),
+        ("gain.0.tau.mean", 5.0, r"gain\[0\].tau is 5.0, but the drafts' own numbers are .* apart"),
+        ("gain.0.over", "other", r"gain\[0\] compares with 'other'"),
+        ("drafts", {}, "drafts: .* at least 1 item"),
     ],
 )
-def test_a_mutated_report_fails(sample_report, path, value, message):
-    check_report(sample_report)
+def test_a_mutated_report_fails(data, read, path, value, message):
+    read(data)
     parent, _, key = path.rpartition(".")
-    holder = at(sample_report, parent)
+    holder = at(data, parent)
     holder[int(key) if isinstance(holder, list) else key] = value
     with pytest.raises(ReportError, match=message):
-        check_report(sample_report)
+        read(data)
+
+
+def test_what_was_changed_after_building_is_checked_before_writing(sample_report, tmp_path):
+    sample_report.drafts["tuned"].tau.mean = 0.9
+    with pytest.raises(ReportError, match=r"drafts.tuned.tau.mean: .* not 0.9"):
+        write_report(tmp_path, sample_report)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_schema_is_that_of_the_reports(data):
+    jsonschema = pytest.importorskip("jsonschema", reason="of the test extra, not installed here")
+    schema = report_schema()
+    assert schema["$schema"].endswith("draft/2020-12/schema")
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(data, schema)
+    assert set(schema["$defs"]["DraftReport"]["properties"]) == set(data["drafts"]["tuned"])
+    assert set(schema["properties"]) == set(data)
+    for path, value in (
+        ("drafts.tuned.alpha.mean", 1.2),
+        ("drafts.tuned.tau.mean", 0.9),
+        ("drafts.tuned.alpha.ci95", [0.5]),
+        ("drafts.tuned.per_position", []),
+        ("schema", "draftsmith-report/2"),
+        ("drafts", {}),
+    ):
+        broken = copy.deepcopy(data)
+        parent, _, key = path.rpartition(".")
+        at(broken, parent)[key] = value
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(broken, schema)
+    del data["drafts"]["tuned"]["alpha"]
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(data, schema)
+
+
+def test_every_term_of_the_page_is_defined_at_its_field():
+    assert all(len(text) > 20 for text in DEFINITIONS.values())
+    assert DEFINITIONS["tau"] == DraftReport.model_fields["tau"].description
 
 
 def test_a_long_ledger_shows_the_worst_first_and_says_what_it_leaves_out(run_info, measurement):
@@ -174,12 +239,12 @@ def test_a_long_ledger_shows_the_worst_first_and_says_what_it_leaves_out(run_inf
     other = near | {"prompt": "changed", "gap": None, "error": None, "tie": False}
     draft = dataclasses.replace(draft, lossless=ledger(40, [*ties, other]), by_batch_size=[])
     report = build_report(run_info, [draft])
-    header, rows = ledger_table(report["drafts"])
-    prompts = [row[header.index("prompt")] for row in rows]
+    table = ledger_table(report)
+    prompts = [row[table.header.index("prompt")] for row in table.rows]
     assert prompts == ["changed", *(f"t{i}" for i in range(29, 10, -1))]
     for text in (render_markdown(report), render_page(report)):
         assert "The 20 least clear of 31 are shown" in text
-    assert len(report["drafts"]["tuned"]["lossless"]["divergences"]) == 31
+    assert len(report.drafts["tuned"].lossless.divergences) == 31
     short = build_report(run_info, [measurement("tuned", 0.6)])
     assert "least clear" not in render_markdown(short)
 
@@ -196,27 +261,25 @@ def test_an_unusual_efficiency_names_its_likely_cause(run_info, measurement, fac
         draft_step=costs.draft_step * factor,
         target_verify={w: s if w == 1 else s * factor for w, s in costs.target_verify.items()},
     )
-    found = build_report(run_info, [dataclasses.replace(draft, costs=costs)])["warnings"]
+    found = build_report(run_info, [dataclasses.replace(draft, costs=costs)]).warnings
     about = [warning for warning in found if "its step costs predict" in warning]
     assert [says in warning for warning in about] == ([True] if says else [])
 
 
-def test_a_word_changed_in_batches_only_is_said_as_loudly(run_info, measurement):
+def test_a_word_changed_in_batches_only_is_said_as_loudly(run_info, measurement, tmp_path):
     draft = measurement("tuned", 0.6)
     (point,) = draft.by_batch_size
     broken = point["lossless"] | {"identical": 38, "unexplained": 1}
     draft = dataclasses.replace(draft, by_batch_size=[point | {"lossless": broken}])
     report = build_report(run_info, [draft])
-    assert report["warnings"][0].startswith(
-        "NOT LOSSLESS: with draft tuned in batches of 4, 1 of 40"
-    )
+    assert report.warnings[0].startswith("NOT LOSSLESS: with draft tuned in batches of 4, 1 of 40")
     assert "OUTPUT CHANGED" in headline(report)
     assert "Lossless, tuned in batches of 4: 38 of 40 prompts identical, 1 part" in (
         render_markdown(report)
     )
-    report["warnings"] = []
-    with pytest.raises(ReportError, match="not lossless"):
-        check_report(report)
+    hidden = report.model_copy(update={"warnings": []})
+    with pytest.raises(ReportError, match="tuned in batches of 4 is not lossless"):
+        write_report(tmp_path, hidden)
 
 
 def test_a_draft_that_is_not_lossless_is_said_loudly_and_cannot_be_hidden(
@@ -230,19 +293,18 @@ def test_a_draft_that_is_not_lossless_is_said_loudly_and_cannot_be_hidden(
         "divergences": [],
     }
     report = build_report(run_info, [measurement("tuned", 0.6, lossless=broken)])
-    assert report["warnings"][0].startswith("NOT LOSSLESS: with draft tuned, 3 of 40")
+    assert report.warnings[0].startswith("NOT LOSSLESS: with draft tuned, 3 of 40")
     assert "OUTPUT CHANGED" in headline(report)
     assert "NOT LOSSLESS" in render_markdown(report)
     write_report(tmp_path, report)
-    hidden = copy.deepcopy(report)
-    hidden["warnings"] = []
+    hidden = report.model_copy(update={"warnings": []})
     with pytest.raises(ReportError, match="not lossless"):
         write_report(tmp_path, hidden)
 
 
 def test_few_prompts_are_warned_about(run_info, measurement):
     report = build_report(run_info, [measurement("tuned", 0.6, prompts=10)])
-    assert any("rests on 10 prompts" in line for line in report["warnings"])
+    assert any("rests on 10 prompts" in line for line in report.warnings)
 
 
 def test_warnings_about_loops_overhead_baseline_overlap_and_no_gain(run_info, measurement):
@@ -256,7 +318,7 @@ def test_warnings_about_loops_overhead_baseline_overlap_and_no_gain(run_info, me
         prompts=run_info.prompts | {"overlap_with_training": 0.25},
     )
     report = build_report(info, [draft, dataclasses.replace(draft, name="again")])
-    text = "\n".join(report["warnings"])
+    text = "\n".join(report.warnings)
     assert "100% of the emitted tokens stand in repeated loops" in text
     assert "of what its step costs predict" in text
     assert "only 0.80 of stock generate" in text
@@ -281,8 +343,8 @@ def setting(run_info, **changes):
     ],
 )
 def test_settings_that_flatter_are_warned_about(run_info, measurement, changes, message):
-    fair = build_report(run_info, [measurement("tuned", 0.6)])["warnings"]
-    found = build_report(setting(run_info, **changes), [measurement("tuned", 0.6)])["warnings"]
+    fair = build_report(run_info, [measurement("tuned", 0.6)]).warnings
+    found = build_report(setting(run_info, **changes), [measurement("tuned", 0.6)]).warnings
     assert fair == []
     assert len(found) == 1
     assert message in found[0]
@@ -302,28 +364,96 @@ def test_few_drafts_are_warned_about(run_info, measurement):
         for run in draft.runs
     ]
     report = build_report(run_info, [dataclasses.replace(draft, runs=few)])
-    assert report["drafts"]["tuned"]["per_position"][0]["drafts"] == 200
-    assert "tuned: acceptance rests on 200 drafts" in "".join(report["warnings"])
+    assert report.drafts["tuned"].per_position[0].drafts == 200
+    assert "tuned: acceptance rests on 200 drafts" in "".join(report.warnings)
 
 
-def test_a_null_field_needs_a_reason(sample_report):
-    draft = sample_report["drafts"]["tuned"]
+def test_a_null_field_needs_a_reason(data, read):
+    draft = data["drafts"]["tuned"]
     draft["c"] = None
-    with pytest.raises(
-        ReportError, match=r"drafts.tuned.c is null, and .*missing does not say why"
-    ):
-        check_report(sample_report)
+    with pytest.raises(ReportError, match=r"drafts.tuned: c is null, and `missing` does not say"):
+        read(data)
     draft["missing"].append({"field": "c", "reason": "a server does not tell"})
-    check_report(sample_report)
-    assert "- tuned, c: a server does not tell" in render_markdown(sample_report)
+    assert "- tuned, c: a server does not tell" in render_markdown(read(data))
+
+
+def test_what_an_engine_could_not_measure_is_null_with_its_reason(run_info, measurement):
+    """As from a server: no distributions, no step times, no drafted tokens."""
+    fields = (
+        "alpha tau mean_drafted accepted_over_drafted per_position decode_speedup atlas".split()
+    )
+    log = measurement("served", 0.6)
+    log = dataclasses.replace(
+        log,
+        agreement=None,
+        costs=None,
+        memory=None,
+        gamma=None,
+        gamma_policy="of the server",
+        missing=dict.fromkeys(fields, "a server does not tell"),
+    )
+    for run in log.runs:
+        run.drafted = run.accepted = [0] * len(run.drafted)
+    report = build_report(run_info, [log])
+    draft = report.drafts["served"]
+    assert all(getattr(draft, field) is None for field in fields)
+    reasons = {one.field: one.reason for one in draft.missing}
+    assert reasons["tau"] == "a server does not tell"
+    assert reasons["c"] == reasons["payoff"] == "the log holds no step costs"
+    assert draft.by_category["odd"].speedup is not None
+    assert draft.by_category["odd"].tau is None
+    assert "blocks" not in draft.per_prompt[0].model_dump()
+    assert {"alpha", "tau"}.isdisjoint(row[0] for row in tables(report)[0].rows)
+    for text in (render_markdown(report), render_page(report)):
+        assert "a server does not tell" in text
+    second = dataclasses.replace(log, name="again")
+    (gain,) = build_report(run_info, [log, second]).gain
+    assert gain.alpha is gain.tau is None
+    assert gain.speedup.mean == 0
+
+
+def test_a_draft_that_proposed_nothing_is_reported(run_info, measurement):
+    log = measurement("lookup", 0.6, by_batch_size=[], by_temperature={})
+    log = dataclasses.replace(log, runs=copy.deepcopy(log.baseline))
+    report = build_report(run_info, [log])
+    draft = report.drafts["lookup"]
+    assert draft.tau.mean == 1
+    assert draft.accepted_over_drafted is draft.per_position is None
+    assert {one.reason for one in draft.missing if one.field == "per_position"} == {
+        "nothing was drafted"
+    }
+    assert "nothing was drafted" in render_page(report)
 
 
 def test_one_draft_has_no_gain_and_three_are_compared_with_the_first(run_info, measurement):
     one = build_report(run_info, [measurement("tuned", 0.6)])
-    assert one["gain"] == []
+    assert one.gain == []
     three = build_report(run_info, [measurement(name, 0.5) for name in ("a", "b", "c")])
-    assert [(entry["draft"], entry["over"]) for entry in three["gain"]] == [("b", "a"), ("c", "a")]
+    assert [(entry.draft, entry.over) for entry in three.gain] == [("b", "a"), ("c", "a")]
     assert "| c | a |" in render_markdown(three)
+
+
+def test_documents_that_clauses_share_are_what_is_resampled(run_info, measurement):
+    """Interval and n of a draft, and of a gain, whose prompts come from four documents."""
+
+    def grouped(log):
+        for one in [*log.agreement, *log.runs, *log.baseline]:
+            one.group = f"document {int(one.prompt_id) % 4}"
+        return log
+
+    logs = [measurement("a", 0.35), measurement("b", 0.6)]
+    alone = build_report(run_info, logs)
+    together = build_report(run_info, [grouped(log) for log in logs])
+    for one, other in zip(
+        (alone.drafts["b"], *alone.gain), (together.drafts["b"], *together.gain), strict=True
+    ):
+        for key in ("alpha", "tau", "speedup"):
+            assert getattr(one, key).mean == getattr(other, key).mean
+            assert getattr(one, key).ci95 != getattr(other, key).ci95
+            assert getattr(one, key).n == getattr(other, key).n
+    assert {row.group for row in together.drafts["b"].per_prompt} == {
+        f"document {i}" for i in range(4)
+    }
 
 
 def test_no_drafts_or_twice_the_same_name_is_an_error(run_info, measurement):
@@ -342,7 +472,7 @@ def test_markdown_names_every_definition_and_warning(sample_report):
     text = render_markdown(sample_report)
     assert all(f"**{term}**" in text for term in DEFINITIONS)
     assert text.startswith("# Speculative decoding report\n\n**Draft tuned speeds the target up ")
-    assert "| accepted/drafted, γ 3 |" in text
+    assert "| gamma | 3 | 3 |" in text
     assert "38 of 40 prompts identical, 2 part at a tie, 0 unexplained" in text
     for block in text.split("\n\n"):  # each row of a table has as many cells as its header
         if block.startswith("|"):
@@ -360,13 +490,24 @@ def test_terminal_summary_is_legible_in_80_columns(sample_report):
     rows = [line for line in text.splitlines() if line.strip().startswith(("alpha", "speed-up"))]
     assert [row.count("]") for row in rows[:2]] == [3, 3]  # interval and all, on one line
     assert "Lossless, tuned: 38 of 40 prompts identical" in text
-    assert "accepted/drafted, γ 3" in text
+    assert [row.split() for row in text.splitlines() if row.startswith("gamma")] == [
+        ["gamma", "3", "3"]
+    ]
+
+
+def test_each_draft_is_shown_with_its_own_draft_length(run_info, measurement):
+    stops = "stops below 0.3, fastest on 40 other prompts"
+    drafts = [measurement("a", 0.3), measurement("b", 0.6, gamma=6, gamma_policy=stops)]
+    report = build_report(run_info, drafts)
+    assert "| gamma | 3 | ≤ 6 |" in render_markdown(report)
+    assert "γ ≤ 6 ·" in render_page(report)
+    assert stops in render_page(report)
 
 
 def test_headline_states_what_the_interval_allows(sample_report):
     assert "speeds the target up 1." in headline(sample_report)
-    speedup = sample_report["drafts"]["tuned"]["speedup"]
-    speedup["ci95"] = [0.9, 1.1]
+    speedup = sample_report.drafts["tuned"].speedup
+    speedup.ci95 = (0.9, 1.1)
     assert "no measurable difference" in headline(sample_report)
-    speedup["ci95"] = [0.7, 0.9]
+    speedup.ci95 = (0.7, 0.9)
     assert "SLOWS the target DOWN to" in headline(sample_report)

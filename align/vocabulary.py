@@ -1,0 +1,296 @@
+"""The vocabulary of a checkpoint: tokens, special ids, rows of the head. Loads no model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+
+from align.sources import SourceError, load_tokenizer, read_json, resolve_checkpoint
+from align.token_bytes import Token, backend_of, backend_tokens, byte_fallback_ids, is_used
+
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+_HEADS = ("lm_head.weight", "embed_out.weight")
+_HEAD_BIASES = ("lm_head.bias", "embed_out.bias")
+# Keys of a config by which logits are changed after the head, as several families name them.
+_LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+ADAPTER = "adapter_model.safetensors"
+_ANY_TEXT = "".join(map(chr, range(0x180))) + "\U0010ffff"
+
+
+@dataclass
+class Vocabulary:
+    """Of a target or a draft, as its tokenizer and config files have it.
+
+    tokens: of every id (align/token_bytes.py), None where there is none. backend: tokenizer.json.
+    special_ids: of SPECIAL_NAMES; None if the name has no token. stops: who says so -> ids that end
+    a text. config: the text model's. tensors: name -> shape, empty if no weights are at hand.
+    """
+
+    spec: str
+    folder: Path
+    tokens: list[Token | None]
+    backend: dict[str, Any]
+    special_ids: dict[str, int | None]
+    special_texts: dict[str, str]
+    stops: dict[str, set[int]]
+    chat_template: str | None
+    config: dict[str, Any]
+    tensors: dict[str, list[int]]
+
+    def _rows_of(self, names: tuple[str, ...]) -> int | None:
+        return next((s[0] for name, s in self.tensors.items() if name.endswith(names)), None)
+
+    @property
+    def config_rows(self) -> int | None:
+        return self.config.get("vocab_size")
+
+    @property
+    def embedding_rows(self) -> int | None:
+        rows = self._rows_of(_EMBEDDINGS)
+        return self.config_rows if rows is None else rows
+
+    @property
+    def head_rows(self) -> int | None:
+        rows = self._rows_of(_HEADS)
+        return self.embedding_rows if rows is None else rows
+
+    @property
+    def rows_suffice(self) -> bool:
+        """Whether embedding and head have a row for every id in use."""
+        return all(r is None or r >= self.count for r in (self.embedding_rows, self.head_rows))
+
+    @property
+    def tied(self) -> bool | None:
+        if self.tensors:
+            return self._rows_of(_HEADS) is None
+        return self.config.get("tie_word_embeddings")
+
+    @property
+    def head_bias(self) -> bool:
+        return any(tensor.endswith(_HEAD_BIASES) for tensor in self.tensors)
+
+    @property
+    def logit_changes(self) -> dict[str, float]:
+        """What the config does to logits after the head."""
+        return {k: v for k in _LOGIT_CHANGES if (v := self.config.get(k)) not in (None, 1, 1.0)}
+
+    @cached_property
+    def count(self) -> int:
+        """One more than the highest id in use."""
+        last_first = reversed(range(len(self.tokens)))
+        return next((i + 1 for i in last_first if is_used(self.tokens[i])), 0)
+
+    @cached_property
+    def used(self) -> set[Token]:
+        return {token for token in self.tokens if is_used(token)}
+
+    @property
+    def all_stops(self) -> set[int]:
+        return set().union(*self.stops.values())
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of what decides ids: the tokenizer.json, however it is laid out."""
+        parts = {k: v for k, v in self.backend.items() if k not in ("truncation", "padding")}
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        try:
+            made = Tokenizer.from_str(
+                json.dumps(self.backend | {"truncation": None, "padding": None})
+            )
+            made.encode(_ANY_TEXT)  # an unk_token that has no id is noticed when it is needed
+        except Exception as error:  # the Rust library raises Exception itself
+            raise SourceError(
+                f"TOK-000: The tokenizer of {self.spec} is ill-formed ({error}); restore its files."
+            ) from error
+        return made
+
+    @cached_property
+    def plain_tokenizer(self) -> Tokenizer:
+        """As `tokenizer`, but special strings in a text are only text."""
+        plain = Tokenizer.from_str(self.tokenizer.to_str())
+        plain.encode_special_tokens = True
+        return plain
+
+    @cached_property
+    def prefix(self) -> list[int]:
+        """The ids that the tokenizer puts before every text (a BOS)."""
+        ids, text = (
+            self.tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False)
+        )
+        return ids[: next((i for i in range(len(ids)) if ids[i : i + len(text)] == text), 0)]
+
+    @cached_property
+    def id_of(self) -> dict[Token, int]:
+        """The id of each token in use; of equal ones that which texts are encoded with."""
+        # a byte-fallback token stands for a byte only where no other does, wherever it is listed
+        # (Gemma's "\n" is 107, its "<0x0A>" 248); tokens added later are matched first
+        fallback = byte_fallback_ids(self.backend)
+        order = [*sorted(fallback), *(i for i in range(len(self.tokens)) if i not in fallback)]
+        return {token: i for i in order if is_used(token := self.tokens[i])}
+
+    @cached_property
+    def _normal_ids(self) -> tuple[dict[bytes, int], int]:
+        """Bytes -> id of every normal token, and the length of the longest."""
+        ids = {raw: i for (kind, raw), i in self.id_of.items() if kind == "normal" and raw}
+        return ids, max(map(len, ids), default=0)
+
+    def token(self, i: int) -> Token | None:
+        """The token of any id, None where there is none."""
+        return self.tokens[i] if i < len(self.tokens) else None
+
+    def bytes_of(self, ids: Sequence[int]) -> bytes:
+        """The bytes that ids stand for; an id without a token stands for none."""
+        return b"".join(token.raw for i in ids if (token := self.token(i)) is not None)
+
+    def longest_match(self, data: bytes) -> list[int]:
+        """Ids of normal tokens that stand for any bytes, each the longest that fits.
+
+        A byte that no token begins with is left out.
+        """
+        ids, longest = self._normal_ids
+        found, at = [], 0
+        while at < len(data):
+            for end in range(min(at + longest, len(data)), at, -1):
+                if (i := ids.get(data[at:end])) is not None:
+                    found.append(i)
+                    at = end
+                    break
+            else:
+                at += 1
+        return found
+
+    def encode(self, data: bytes) -> list[int]:
+        """Ids of a stretch of text that stands anywhere, special strings in it taken as text.
+
+        The tokenizer's own where they stand for the very bytes, else (a normaliser, half a
+        character) those of `longest_match`.
+        """
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            return self.longest_match(data)
+        ids = self.plain_tokenizer.encode(text, add_special_tokens=False).ids
+        if ids and self.bytes_of(ids) == b" " + data:  # SentencePiece begins texts with a space
+            ids = self.longest_match(self.bytes_of(ids[:1])[1:]) + ids[1:]
+        return ids if self.bytes_of(ids) == data else self.longest_match(data)
+
+
+def read_vocabulary(spec: str, weights: bool = False) -> Vocabulary:
+    """The vocabulary of a checkpoint by its spec (align/sources.py).
+
+    weights: also fetch the weights of a Hub checkpoint, whose headers tell the real rows and biases
+    (headers of local weights are always read).
+    Raises SourceError, with code TOK-000 or TOK-013, for input that is missing or ill-formed.
+    """
+    try:
+        _refuse_adapter_with_rows(Path(spec).expanduser() / ADAPTER)
+        folder = resolve_checkpoint(spec, weights=weights)
+        try:
+            return _parse(spec, folder)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise SourceError(
+                f"The tokenizer or config files of {spec!r} are ill-formed "
+                f"({type(error).__name__}: {error}); restore them in {folder}."
+            ) from error
+    except ValueError as error:
+        text = str(error) if isinstance(error, SourceError) else f"{spec!r}: {error}"
+        raise SourceError(text if text.startswith("TOK-") else f"TOK-000: {text}") from error
+
+
+def _refuse_adapter_with_rows(path: Path) -> None:
+    """A LoRA adapter beside or without its model, when it brings rows of embedding or head."""
+    shapes = _shapes(path) if path.is_file() else {}
+    for name, shape in shapes.items():
+        if name.endswith((*_EMBEDDINGS, *_HEADS)):
+            raise SourceError(
+                f"TOK-013: {path} is an adapter that brings its own rows of embedding or head "
+                f"({name} with {shape[0]} rows), so the vocabulary is not the base model's; merge "
+                "it into its base model (resize_token_embeddings, then peft's merge_and_unload), "
+                "save that with its tokenizer, and name the merged folder."
+            )
+
+
+def _parse(spec: str, folder: Path) -> Vocabulary:
+    if (folder / "tokenizer.json").is_file():
+        backend = read_json(folder / "tokenizer.json")
+    else:  # transformers can build one from older files, but takes seconds to import
+        backend = backend_of(load_tokenizer(spec))
+    tokens = backend_tokens(backend)
+    top = read_json(folder / "config.json")
+    config = top.get("text_config", top)
+    generation = _read_optional(folder / "generation_config.json")
+    names = _read_optional(folder / "special_tokens_map.json")
+    names |= _read_optional(folder / "tokenizer_config.json")
+    pieces = backend["model"]["vocab"]
+    ids = dict(pieces) if isinstance(pieces, dict) else {}
+    ids |= {token["content"]: token["id"] for token in backend.get("added_tokens", [])}
+    special_texts = {name: _content(names[name]) for name in SPECIAL_NAMES if names.get(name)}
+    special_ids = {name: ids.get(text) for name, text in special_texts.items()}
+    stops = {
+        "tokenizer": _as_set(special_ids.get("eos_token")),
+        "config": _as_set(config.get("eos_token_id", top.get("eos_token_id"))),
+        "generation_config": _as_set(generation.get("eos_token_id")),
+    }
+    chat_template = names.get("chat_template")
+    if (folder / "chat_template.jinja").is_file():
+        chat_template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    elif isinstance(chat_template, list):  # several by name: the default one is what is rendered
+        chat_template = next((t["template"] for t in chat_template if t["name"] == "default"), None)
+    tensors: dict[str, list[int]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name != ADAPTER:
+            tensors |= _shapes(path)
+    return Vocabulary(
+        spec,
+        folder,
+        tokens,
+        backend,
+        special_ids,
+        special_texts,
+        stops,
+        chat_template,
+        config,
+        tensors,
+    )
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _content(token: str | dict[str, Any]) -> str:
+    return token if isinstance(token, str) else token["content"]
+
+
+def _as_set(ids: int | list[int] | None) -> set[int]:
+    return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
+
+
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """A safetensors file, its tensors as NumPy arrays. Raises SourceError unless it is whole."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            yield file
+    except SafetensorError as error:
+        raise SourceError(
+            f"{path} is no whole safetensors file ({error}); fetch or copy it again."
+        ) from error
+
+
+def _shapes(path: Path) -> dict[str, list[int]]:
+    with open_safetensors(path) as file:
+        return {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}

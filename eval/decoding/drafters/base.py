@@ -1,0 +1,150 @@
+"""What decoding, timing and reports need of a drafter, whatever kind it is.
+
+A kind is one file of this folder. A drafter may have ids of its own, read the target's hidden
+states, or draft nothing at all; what it proposes is always in the target's ids. Legend: B rows, G
+drafted tokens, R answer tokens, V the target's vocabulary, H its hidden size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eval.decoding.forward import HiddenStates
+from eval.decoding.verification import Sampling, argmax, warp
+
+
+class Proposal(NamedTuple):
+    """tokens: in the target's ids [B, G].
+
+    q: the very distributions that they were sampled from, over the target's ids [B, G, V]; None
+    when greedy, and where they are not known (`verify_without_q`). counts: how many tokens each row
+    proposes [B], the rest being padding; None where all propose G.
+    """
+
+    tokens: Tensor
+    q: Tensor | None = None
+    counts: Tensor | None = None
+
+
+class Session(ABC):
+    """A drafter at work on the texts of a batch."""
+
+    @abstractmethod
+    def propose(self, count: int, stop_below: float) -> Proposal:
+        """At most `count` tokens a row, none included, and no more once the draft doubts them.
+
+        stop_below: as in `DraftLength`; of a batch the rows' mean confidence counts.
+        """
+
+    @abstractmethod
+    def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
+        """Each text goes on by its `emitted` ids, the first `accepted` of them as proposed.
+
+        states: the target's at the last token before and at each token proposed [B, G+1, H] a
+        layer; a row's are valid up to its number of accepted tokens.
+        """
+
+    @abstractmethod
+    def keep(self, rows: list[int]) -> None:
+        """Only these rows go on, in this order."""
+
+
+@dataclass(kw_only=True)
+class Drafter(ABC):
+    """A drafter as loaded.
+
+    vocab_size: V. vocabulary: how its own relates to the target's. form: which of its saved forms
+    runs, full_form_bytes: what the form for other engines weighs. bytes: its own in memory, what it
+    shares with the target not counted. layers: the target's hidden states it reads, numbered as in
+    forward.py.
+    """
+
+    vocab_size: int
+    path: str = ""
+    form: str = "full"
+    vocabulary: Mapping[str, Any]
+    bytes: int = 0
+    full_form_bytes: int | None = None
+    kv_bytes_per_token: int = 0
+    layers: tuple[int, ...] = ()
+
+    @abstractmethod
+    def start(
+        self,
+        texts: list[list[int]],
+        slots: int,
+        sampling: Sampling,
+        generator: torch.Generator,
+        states: list[HiddenStates],
+    ) -> Session:
+        """A session on texts of target ids, each of at most `slots` tokens in the end.
+
+        states: for each text the target's hidden states at all its tokens but the last [1, T, H].
+        """
+
+    @abstractmethod
+    def teacher_forced(
+        self, ids: list[int], text: list[int], samplings: Sequence[Sampling], states: HiddenStates
+    ) -> Iterator[Tensor]:
+        """q [1, R, V] before each token of `text` [R] after the prompt `ids`, at each sampling.
+
+        A row is zero where nothing would be proposed. states: the target's at every token but the
+        last of `text`.
+        """
+
+    @abstractmethod
+    def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
+        """What drafts one token after so many others, to be timed."""
+
+    def probe(self, ids: list[int]) -> Tensor:
+        """Numbers that this drafter computes from a text of target ids; finite if it is sound."""
+        return torch.zeros(1)
+
+
+class SeparateRows(Session):
+    """One session a row, for kinds that draft for one text at a time."""
+
+    def __init__(self, sessions: list[Session]) -> None:
+        self.sessions = sessions
+
+    def propose(self, count: int, stop_below: float) -> Proposal:
+        made = [session.propose(count, stop_below) for session in self.sessions]
+        if len(made) == 1:
+            return made[0]
+        lengths = [one.tokens.shape[1] for one in made]
+        rows, device = len(made), made[0].tokens.device
+        tokens = torch.zeros((rows, max(lengths)), dtype=torch.long, device=device)
+        q = None
+        for row, (one, length) in enumerate(zip(made, lengths, strict=True)):
+            tokens[row, :length] = one.tokens
+            if one.q is not None:
+                if q is None:
+                    q = one.q.new_zeros((*tokens.shape, one.q.shape[2]))
+                q[row, :length] = one.q
+        return Proposal(tokens, q, torch.tensor(lengths, device=device))
+
+    def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
+        for row, (session, new, n) in enumerate(zip(self.sessions, emitted, accepted, strict=True)):
+            own = {k: None if v is None else v[row : row + 1] for k, v in states.items()}
+            session.commit([new], [n], own)
+
+    def keep(self, rows: list[int]) -> None:
+        self.sessions = [self.sessions[row] for row in rows]
+
+
+def timed_step(
+    forward: Callable[[], Tensor], cut: Callable[[Tensor], Tensor], sampling: Sampling
+) -> Callable[[], None]:
+    """A step as decoding takes it: forward, head, and the choice of a token, until it is known."""
+
+    def run() -> None:
+        logits = cut(forward())
+        (argmax(logits) if sampling.greedy else warp(logits, sampling)).sum().item()
+
+    return run

@@ -1,0 +1,198 @@
+"""A draft that is a causal LM over the target's ids (its head may lack some of them).
+
+Legend: B rows, G drafted tokens, R answer tokens, V the target's vocabulary, K rows of the draft's
+head that may be drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eval.decoding.drafters.base import Drafter, Proposal, Session, timed_step
+from eval.decoding.forward import Decoder, HiddenStates, starts
+from eval.decoding.verification import Sampling, argmax, sample, warp
+
+
+@dataclass(kw_only=True)
+class CheckpointDrafter(Drafter):
+    """token_ids: target id of each head row [K], None when rows are ids.
+
+    rows: only the head's first so many may be drafted (the rest is padding), None for all. The
+    logits are cut *before* any warper, so that q is exactly what is sampled from.
+    """
+
+    decoder: Decoder
+    token_ids: Tensor | None = None
+    rows: int | None = None
+
+    def __post_init__(self) -> None:
+        self.kv_bytes_per_token = self.decoder.new_cache(1, 1).bytes_per_token()
+
+    def read(self, ids: Sequence[int], begins: bool = False) -> list[int]:
+        """Target ids as the draft's own; begins: they are the beginning of a text."""
+        return list(ids)
+
+    def own_slots(self, slots: int) -> int:
+        """How many of its own tokens a text of `slots` target tokens may have."""
+        return slots
+
+    def cut(self, logits: Tensor) -> Tensor:
+        """Logits [..., K] over what may be drafted."""
+        return logits[..., : self.rows]
+
+    def certainty(self, logits: Tensor, chosen: Tensor, q: Tensor | None) -> Tensor:
+        """The draft's own probability [B] of the rows it drafted from logits [B, K]."""
+        probabilities = self.cut(logits).float().softmax(-1) if q is None else q
+        return probabilities.gather(-1, chosen[:, None])[:, 0]
+
+    def to_target_ids(self, rows: Tensor) -> Tensor:
+        return rows if self.token_ids is None else self.token_ids[rows]
+
+    def to_own_ids(self, rows: Tensor) -> Tensor:
+        """What the draft reads after it has drafted these rows."""
+        return self.to_target_ids(rows)
+
+    def over_target_ids(self, q: Tensor) -> Tensor:
+        """q [..., K] over the target's vocabulary [..., V], zero where the draft has no row.
+
+        Rows of one target id (tokens of the same bytes) add up.
+        """
+        if self.token_ids is None:
+            missing = self.vocab_size - q.shape[-1]
+            assert missing >= 0
+            return F.pad(q, (0, missing)) if missing else q
+        full = torch.zeros((*q.shape[:-1], self.vocab_size), dtype=q.dtype, device=q.device)
+        return full.scatter_add_(-1, self.token_ids.expand(q.shape), q)
+
+    def start(
+        self,
+        texts: list[list[int]],
+        slots: int,
+        sampling: Sampling,
+        generator: torch.Generator,
+        states: list[HiddenStates],
+    ) -> Session:
+        return TokenSession(self, texts, slots, sampling, generator)
+
+    def teacher_forced(
+        self, ids: list[int], text: list[int], samplings: Sequence[Sampling], states: HiddenStates
+    ) -> Iterator[Tensor]:
+        pieces = [self.read(ids, begins=True), *(self.read([i]) for i in text[:-1])]
+        ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0) - 1
+        # where its own ids outrun its context a draft proposes nothing
+        fits = int((ends < self.decoder.context_length).sum())
+        if fits == 0:
+            for _ in samplings:
+                yield torch.zeros((1, len(text), self.vocab_size), device=self.decoder.device)
+            return
+        read = [i for piece in pieces[:fits] for i in piece]
+        logits = teacher_forced_logits(self.decoder, read, len(pieces[0]))
+        logits = logits[:, (ends[:fits] - len(pieces[0]) + 1).to(logits.device)]
+        for sampling in samplings:
+            q = self.over_target_ids(warp(self.cut(logits), sampling))
+            yield F.pad(q, (0, 0, 0, len(text) - fits))
+
+    def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
+        token = torch.ones((1, 1), dtype=torch.long, device=self.decoder.device)
+        cache = self.decoder.new_cache(1, context_length + 1)
+        return timed_step(
+            lambda: self.decoder.forward(token, context_length, cache), self.cut, sampling
+        )
+
+    @torch.inference_mode()
+    def probe(self, ids: list[int]) -> Tensor:
+        own = [i % self.decoder.embedding.shape[0] for i in ids][: self.decoder.context_length]
+        return teacher_forced_logits(self.decoder, own, 1)
+
+
+def teacher_forced_logits(
+    decoder: Decoder, ids: Sequence[int], prompt_length: int, states: HiddenStates | None = None
+) -> Tensor:
+    """Logits [1, R, V] after the prompt and after each later token of `ids`.
+
+    states: as of Decoder.forward, at every one of the ids.
+    """
+    tokens = torch.tensor([ids], device=decoder.device)
+    cache = decoder.new_cache(1, len(ids))
+    prompt = dict.fromkeys(states or ())
+    logits = decoder.forward(tokens[:, :prompt_length], 0, cache, True, prompt)
+    if len(ids) > prompt_length:
+        rest = decoder.forward(tokens[:, prompt_length:], prompt_length, cache, states=states)
+        logits = torch.cat([logits, rest], dim=1)
+        for layer, state in prompt.items():
+            prompt[layer] = torch.cat([state, states[layer]], dim=1)  # type: ignore[index,list-item]
+    if states:
+        states.update(prompt)
+    return logits
+
+
+class TokenSession(Session):
+    """`texts` in the draft's ids, `seen` how much of each it has read, or drafted itself."""
+
+    def __init__(
+        self,
+        drafter: CheckpointDrafter,
+        texts: list[list[int]],
+        slots: int,
+        sampling: Sampling,
+        generator: torch.Generator,
+    ) -> None:
+        self.drafter, self.sampling, self.generator = drafter, sampling, generator
+        self.texts = [drafter.read(text, begins=True) for text in texts]
+        self.seen = [0] * len(texts)
+        self.slots = drafter.own_slots(slots)
+        self.cache = drafter.decoder.new_cache(len(texts), self.slots)
+        if len(texts) > 1:  # rows step together, so all but the last token is read before
+            for row, text in enumerate(self.texts):
+                head = torch.tensor([text[:-1]], device=drafter.decoder.device)
+                drafter.decoder.forward(head, 0, self.cache.row(row), last_only=True)
+                self.seen[row] = len(text) - 1
+
+    def propose(self, count: int, stop_below: float) -> Proposal:
+        drafter, device = self.drafter, self.drafter.decoder.device
+        lengths = [len(text) for text in self.texts]
+        count = min(count, self.slots - max(lengths) + 1)  # no more than it has room to read
+        # what is new to a row is one token, or two after a full acceptance; all read as many
+        width = max(length - seen for length, seen in zip(lengths, self.seen, strict=True))
+        step = torch.tensor([text[-width:] for text in self.texts], device=device)
+        start = starts([length - width for length in lengths])
+        certainty = torch.ones(len(lengths), device=device)
+        drafted: list[Tensor] = []
+        qs: list[Tensor] = []
+        while len(drafted) < count and not (stop_below and float(certainty.mean()) < stop_below):
+            logits = drafter.decoder.forward(step, start, self.cache, last_only=True)[:, -1]
+            start = start + step.shape[1]
+            q = None
+            if self.sampling.greedy:
+                chosen = argmax(drafter.cut(logits))
+            else:
+                q = warp(drafter.cut(logits), self.sampling)
+                chosen = sample(q, self.generator)
+                qs.append(q)
+            if stop_below:
+                certainty = certainty * drafter.certainty(logits, chosen, q)
+            drafted.append(drafter.to_target_ids(chosen)[:, None])
+            step = drafter.to_own_ids(chosen)[:, None]
+        if not drafted:
+            return Proposal(step.new_zeros((len(lengths), 0)))
+        self.seen = [length + len(drafted) - 1 for length in lengths]
+        q = drafter.over_target_ids(torch.stack(qs, dim=1)) if qs else None
+        return Proposal(torch.cat(drafted, dim=1), q)
+
+    def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
+        for row, (text, new, n) in enumerate(zip(self.texts, emitted, accepted, strict=True)):
+            # what it read of its own beyond the accepted tokens is stale and will be overwritten
+            seen = min(self.seen[row], len(text) + n)
+            text += self.drafter.read(new)
+            # where the new tokens are nothing in its own ids, it reads its last one again
+            self.seen[row] = min(seen, len(text) - 1)
+
+    def keep(self, rows: list[int]) -> None:
+        self.texts = [self.texts[row] for row in rows]
+        self.seen = [self.seen[row] for row in rows]
+        self.cache = self.cache.keep_rows(torch.tensor(rows, device=self.drafter.decoder.device))

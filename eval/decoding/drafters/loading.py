@@ -1,0 +1,76 @@
+"""From a spec to a drafter of the right kind."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from align.check import choose_strategy, compare
+from align.sources import load_model, read_json
+from align.transplant import transplant
+from align.vocab_map import build_map
+from align.vocabulary import read_vocabulary
+from eval.decoding.drafters.base import Drafter
+from eval.decoding.drafters.by_map import MapDrafter
+from eval.decoding.drafters.by_text import TextDrafter
+from eval.decoding.drafters.checkpoint import CheckpointDrafter
+from eval.decoding.forward import build_decoder
+from eval.decoding.target import Target, model_bytes
+
+LONGER = 2  # a text in a draft's own ids has at most so many times the target's, as a rule
+
+
+def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
+    """The drafter of a spec.
+
+    A folder with a compact form (or that form itself) is of the kind that its compact.json names; a
+    kind that needs no files is named itself (`prompt-lookup`: the file prompt_lookup.py here).
+    Anything else is a checkpoint, whose vocabulary is bridged by `strategy` (align/check.py).
+    Raises ValueError when no lossless strategy exists for the pair, or the one asked for is none.
+    """
+    for folder in (Path(spec) / "compact", Path(spec)):
+        if (folder / "compact.json").is_file():
+            kind = read_json(folder / "compact.json").get("drafter", "pruned")
+            return _kind(kind).load(folder, target)
+    if (Path(__file__).parent / f"{spec.replace('-', '_')}.py").is_file():
+        return _kind(spec.replace("-", "_")).load(spec, target)
+    return _load_checkpoint(spec, target, strategy)
+
+
+def _kind(name: str) -> Any:
+    return importlib.import_module(f"eval.decoding.drafters.{name}")
+
+
+def _load_checkpoint(spec: str, target: Target, strategy: str) -> Drafter:
+    left, right = read_vocabulary(target.spec), read_vocabulary(spec)
+    verdict = compare(left, right)
+    chosen = choose_strategy(verdict, strategy, tuned=False)
+    loaded: Any = load_model(spec, target.decoder.dtype)
+    model = loaded.to(target.decoder.device)
+    vocab_size, shared = target.decoder.embedding.shape[0], verdict.shared_ids
+    if chosen in ("remap", "transplant"):
+        model = transplant(model, build_map(left, right), left, right, vocab_size)
+        shared = left.count
+    context = target.decoder.context_length
+    if chosen in ("intersection", "string"):
+        context = min(model.config.get_text_config().max_position_embeddings, LONGER * context)
+    size, head_rows = model_bytes(model), model.get_output_embeddings().weight.shape[0]
+    about: dict[str, Any] = {
+        "decoder": build_decoder(model, context),
+        "vocab_size": vocab_size,
+        "path": spec,
+        "vocabulary": {
+            "relation": verdict.relation,
+            "strategy": chosen,
+            "coverage": verdict.coverage,
+        },
+        "bytes": size,
+        "full_form_bytes": size,
+    }
+    if chosen == "intersection":
+        return MapDrafter(target=left, draft=right, **about)
+    if chosen == "string":
+        rows = None if head_rows == right.count else right.count
+        return TextDrafter(target=left, draft=right, rows=rows, **about)
+    return CheckpointDrafter(rows=None if head_rows == shared else shared, **about)

@@ -1,0 +1,118 @@
+"""A target pruned in depth, in its compact form (`draft/compact/`).
+
+That form holds the draft's own tensors only: its layers, its norm, its head over `token_ids`. The
+input embedding is the target's, shared in memory and named by its hash.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from align.atomic import atomic_folder
+from align.sources import read_json
+from eval.decoding.drafters.checkpoint import CheckpointDrafter
+from eval.decoding.forward import build_decoder
+from eval.decoding.target import Target, tensor_sha256
+
+EMBEDDING = "model.embed_tokens.weight"
+COMPACT = "draftsmith-compact/2"
+
+
+def save_compact(
+    folder: Path, model: PreTrainedModel, token_ids: Tensor | None, embedding: Tensor
+) -> None:
+    """Write the compact form; `embedding` is the target's, of which only the hash is kept."""
+    tensors = {k: v.contiguous() for k, v in model.state_dict().items() if k != EMBEDDING}
+    if token_ids is not None:
+        # as other engines store them: the target's id less the row's number, and who has a row
+        rows = torch.arange(len(token_ids), device=token_ids.device)
+        tensors["d2t"] = (token_ids - rows).int()
+        tensors["t2d"] = torch.zeros(len(embedding), dtype=torch.bool)
+        tensors["t2d"][token_ids.cpu()] = True
+    with atomic_folder(folder) as partial:
+        model.config.save_pretrained(partial)
+        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+        about = {
+            "format": COMPACT,
+            "drafter": "pruned",
+            "embedding_sha256": tensor_sha256(embedding),
+        }
+        (partial / "compact.json").write_text(json.dumps(about, indent=2))
+
+
+def load_compact(folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tensor | None]:
+    """The model and its head's token ids, on the target's own embedding [V, H].
+
+    Raises ValueError when the draft was made for another target.
+    """
+    about = read_json(folder / "compact.json")
+    if about.get("format") != COMPACT:
+        raise ValueError(
+            f"{folder} has format {about.get('format')!r}, not {COMPACT!r}; it was written by "
+            "another version: make the draft again, or use the full form beside it."
+        )
+    if about["embedding_sha256"] != tensor_sha256(embedding):
+        raise ValueError(
+            f"{folder} was made for another target: its input embedding has hash "
+            f"{about['embedding_sha256'][:12]}…, this target's is "
+            f"{tensor_sha256(embedding)[:12]}…. Use the target it was made for, in the same "
+            "dtype, or the full form beside it."
+        )
+    tensors = load_file(folder / "model.safetensors", device=str(embedding.device))
+    token_ids = None
+    if "d2t" in tensors:
+        d2t = tensors.pop("d2t").long()
+        token_ids = d2t + torch.arange(len(d2t), device=d2t.device)
+        named = tensors.pop("t2d").nonzero()[:, 0]
+        if not torch.equal(named, token_ids.sort().values):
+            raise ValueError(
+                f"TOK-015: d2t and t2d of {folder} name different ids, so its drafts would be "
+                "other tokens than meant; make the draft again."
+            )
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=embedding.dtype)
+    rows, size = tensors["lm_head.weight"].shape
+    model.lm_head = nn.Linear(size, rows, bias=False, device="meta")
+    model.load_state_dict({**tensors, EMBEDDING: embedding}, assign=True)
+    # rotary tables are no parameters: build them for real
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(embedding.device)
+    return model.eval(), token_ids
+
+
+def pruned_drafter(
+    model: PreTrainedModel, token_ids: Tensor | None, target: Target
+) -> CheckpointDrafter:
+    """A pruned draft, which reads its target's embedding and drafts in the target's ids.
+
+    token_ids: those of a trimmed head [K]. On a CPU it runs in eight bits: one step of a draft is
+    hardly more than reading its weights, and what rounding them costs in alpha is far less than the
+    time it saves (docs/lab-notes.md).
+    """
+    embedding = target.decoder.embedding
+    on_cpu = embedding.device.type == "cpu"
+    decoder = build_decoder(model, target.decoder.context_length, embedding, int8=on_cpu)
+    coverage = 1.0 if token_ids is None else len(token_ids) / len(embedding)
+    return CheckpointDrafter(
+        vocab_size=len(embedding),
+        form="compact",
+        vocabulary={"relation": "identical", "strategy": "direct", "coverage": coverage},
+        bytes=decoder.own_bytes(),
+        decoder=decoder,
+        token_ids=token_ids,
+    )
+
+
+def load(folder: Path, target: Target) -> CheckpointDrafter:
+    """The pruned draft in `folder`."""
+    drafter = pruned_drafter(*load_compact(folder, target.decoder.embedding), target)
+    full_form = folder.parent / "model.safetensors"
+    drafter.path = str(folder)
+    drafter.full_form_bytes = full_form.stat().st_size if full_form.is_file() else None
+    return drafter

@@ -1,0 +1,62 @@
+"""The target as it is decoded, and what every model is known by: stop tokens, bytes, hashes."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from align.sources import load_model, load_tokenizer
+from eval.decoding.forward import Decoder, build_decoder
+
+
+@dataclass
+class Target:
+    """The target twice: `model` for stock generation and fp32 checks, `decoder` for ours."""
+
+    spec: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    decoder: Decoder
+    stops: frozenset[int]
+
+    @property
+    def bytes(self) -> int:
+        return model_bytes(self.model)
+
+
+def load_target(spec: str, dtype: torch.dtype, device: torch.device, context_length: int) -> Target:
+    """The target of a spec, ready to decode contexts of `context_length` tokens."""
+    loaded: Any = load_model(spec, dtype)
+    model, tokenizer = loaded.to(device), load_tokenizer(spec)
+    decoder = build_decoder(model, context_length)
+    return Target(spec, model, tokenizer, decoder, stop_tokens(model, tokenizer))
+
+
+def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every id that ends a text: tokenizer, config and generation config together."""
+    generation = model.generation_config
+    sources = [
+        tokenizer.eos_token_id,
+        model.config.get_text_config().eos_token_id,
+        generation.eos_token_id if generation is not None else None,
+    ]
+    stops: set[int] = set()
+    for ids in sources:
+        stops.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return frozenset(stops)
+
+
+def tensor_sha256(tensor: Tensor) -> str:
+    """sha256 of a tensor's bytes, on whatever device it is."""
+    data = tensor.detach().contiguous().view(torch.uint8).cpu().numpy()
+    return hashlib.sha256(data.tobytes()).hexdigest()
+
+
+def model_bytes(model: PreTrainedModel) -> int:
+    """Bytes of a model's parameters, tied ones counted once."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())

@@ -1,0 +1,82 @@
+"""What the logs of engines that are measured from outside have in common, and cannot hold.
+
+Such an engine shows which tokens it emitted when, and not all that went on in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from eval.decoding.loop import Decoding
+from eval.measuring.log import PromptRun
+from eval.prompts import Prompt, PromptSet
+
+# Fields of a draft in the report, by what they are made from.
+DISTRIBUTIONS = "alpha atlas"
+BLOCKS = "tau mean_drafted accepted_over_drafted per_position decode_speedup"
+STEPS = "costs c verify_ratio predicted_speedup decode_efficiency payoff waterfall gamma_curve"
+REASONS = {
+    "transformers": {
+        DISTRIBUTIONS: "generate does not give the draft's distributions: take it with --engine "
+        "torch",
+        STEPS: "single steps are not timed in generate: see --engine torch",
+    },
+    "vllm": {
+        DISTRIBUTIONS: "a server does not give the distributions of target and draft",
+        BLOCKS: "the server counts cut blocks and no others apart: see counters for its own figure",
+        STEPS: "single steps cannot be timed through a server",
+        "memory": "a server does not tell what its models weigh",
+    },
+}
+
+
+def missing(engine: str) -> dict[str, str]:
+    """The report's fields that the engine leaves null, each with the reason."""
+    return {name: why for names, why in REASONS[engine].items() for name in names.split()}
+
+
+def prompt_run(
+    prompt: Prompt, prompt_tokens: int, seconds: Sequence[float], emitted: Sequence[list[int]]
+) -> PromptRun:
+    """The log of one answer from the tokens and seconds of its target calls, the prefill first.
+
+    What was drafted for them is left at 0: whoever knows it fills it in.
+    """
+    return PromptRun(
+        prompt_id=prompt.id,
+        category=prompt.category,
+        group=prompt.group,
+        prompt_tokens=prompt_tokens,
+        tokens=[token for block in emitted for token in block],
+        prefill_tokens=len(emitted[0]),
+        prefill_seconds=seconds[0],
+        block_seconds=list(seconds[1:]),
+        block_tokens=[len(block) for block in emitted[1:]],
+        drafted=[0] * len(emitted[1:]),
+        accepted=[0] * len(emitted[1:]),
+        last_truncated=False,
+    )
+
+
+def decoding(how: Decoding, ended: Sequence[bool], **own: Any) -> dict[str, Any]:
+    """`RunLog.decoding`; ended: whether each answer of the baseline ended by itself.
+
+    own: what an engine says of its own decoding, gamma and gamma_policy at least.
+    """
+    return {
+        **asdict(how.sampling),
+        "max_new_tokens": how.max_new_tokens,
+        "verification": "greedy match" if how.sampling.greedy else "rejection sampling",
+        "stop_tokens": len(how.stops),
+        "ended_by_stop": sum(ended) / len(ended),
+        **own,
+    }
+
+
+def prompts_used(prompts: PromptSet) -> dict[str, Any]:
+    """`RunLog.prompts`; what else is known of prompts takes the target's distributions."""
+    unknown = dict.fromkeys(("overlap_with_training", "bits_per_token", "random_bits"))
+    about = {"source": prompts.source, "n": len(prompts.prompts), "sha256": prompts.sha256}
+    return about | unknown

@@ -1,0 +1,426 @@
+"""The tables of a report: one list that the terminal, report.md and report.html are made from.
+
+A cell is plain text; paths and tokens in it stand in backquotes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from eval.reporting.report import (
+    Bucket,
+    Confusion,
+    Divergence,
+    DraftReport,
+    Findings,
+    Ledger,
+    Measured,
+    Memory,
+    Report,
+    TokenClass,
+)
+
+NOT_MEASURED = "not measured"
+LEDGER_ROWS = 20
+
+
+def _meaning(model: type[BaseModel], field: str) -> str:
+    return str(model.model_fields[field].description)
+
+
+# One line each, from the fields themselves; docs/metrics.md has the long form.
+DEFINITIONS = {
+    "alpha": _meaning(DraftReport, "alpha"),
+    "tau": _meaning(DraftReport, "tau"),
+    "accepted/drafted": _meaning(DraftReport, "accepted_over_drafted"),
+    "speed-up": _meaning(DraftReport, "speedup"),
+    "predicted speed-up": _meaning(DraftReport, "predicted_speedup"),
+    "decode efficiency": _meaning(DraftReport, "decode_efficiency"),
+    "c": _meaning(DraftReport, "c"),
+    "verify ratio": _meaning(DraftReport, "verify_ratio"),
+    "memory overhead": _meaning(Memory, "overhead"),
+    "TTFT": _meaning(DraftReport, "ttft_ms"),
+    "ITL": _meaning(DraftReport, "itl_ms"),
+    "lost speed-up": _meaning(TokenClass, "lost_speedup"),
+    "loop share": _meaning(DraftReport, "loop_share"),
+    "gain": _meaning(Findings, "gain"),
+    "intervals": _meaning(Measured, "ci95"),
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table. charted: report.html draws it instead."""
+
+    title: str
+    header: list[str]
+    rows: list[list[Any]]
+    note: str = ""
+    charted: bool = False
+
+
+# --- Cells ---
+
+
+def shown(value: Measured | float | None, form: str = ".2f") -> str:
+    """A number, with its interval where it has one."""
+    return NOT_MEASURED if value is None else format(value, form)
+
+
+def size(count: int) -> str:
+    """Bytes in MiB."""
+    return f"{count / 2**20:,.1f} MiB"
+
+
+def gamma_text(gamma: int | None, policy: str) -> str:
+    """A draft length as a table shows it: `3`, or `≤ 6` where drafts may stop before.
+
+    A server does not tell its own.
+    """
+    if gamma is None:
+        return "not known"
+    return f"{'' if policy.startswith('fixed') else '≤ '}{gamma}"
+
+
+def quoted(token: str) -> str:
+    """A token in backquotes, its line breaks and bars made harmless in a table."""
+    text = token.replace("\n", "⏎").replace("`", "ˋ").replace("|", "¦").replace("\t", "⇥")
+    return f"`{text}`" if text.strip() else f"`{text.replace(' ', '␣')}`"
+
+
+def bounds(bucket: Bucket) -> str:
+    """`9-16` for positions (both ends in), `0.5-1` or `≥ 4` for bits (upper end out)."""
+    return f"≥ {bucket.low:g}" if bucket.high is None else f"{bucket.low:g}-{bucket.high:g}"
+
+
+def _counted(ledger: Ledger) -> str:
+    counts = [f"{ledger.identical} of {ledger.prompts}"]
+    counts += [f"{ledger.tie_divergences} at a tie"] if ledger.tie_divergences else []
+    counts += [f"{ledger.unexplained} UNEXPLAINED"] if ledger.unexplained else []
+    return ", ".join(counts)
+
+
+def _confusions(found: list[Confusion]) -> str:
+    return ", ".join(f"{quoted(e.target)} drafted as {quoted(e.draft)} ×{e.count}" for e in found)
+
+
+# --- Lines beside the tables ---
+
+
+def lossless_line(which: str, ledger: Ledger) -> str:
+    """One ledger in a sentence."""
+    return (
+        f"Lossless, {which}: {ledger.identical} of {ledger.prompts} prompts identical, "
+        f"{ledger.tie_divergences} part at a tie, {ledger.unexplained} unexplained"
+    )
+
+
+def baseline_line(report: Findings) -> str:
+    """The target alone, and how that compares with stock `generate`."""
+    stock = report.baseline.over_stock_generate
+    compared = f", {stock:.2f} of stock generate" if stock else ""
+    return f"Baseline: {report.baseline.tokens_per_s:.1f} tokens/s{compared}"
+
+
+def verdict_lines(report: Findings) -> list[str]:
+    """Whether each draft pays, where its step costs were timed."""
+    return [f"{name}: {d.payoff.verdict}" for name, d in report.drafts.items() if d.payoff]
+
+
+def missing_lines(report: Findings) -> list[str]:
+    """One line for each reason why something could not be measured, with the fields it left out."""
+    lines = []
+    for name, draft in report.drafts.items():
+        reasons: dict[str, list[str]] = {}
+        for entry in draft.missing:
+            reasons.setdefault(entry.reason, []).append(entry.field)
+        lines += [f"{name}, {', '.join(fields)}: {why}" for why, fields in reasons.items()]
+    return lines
+
+
+# --- What the rows or columns show: label, fields of the report, and how they are written ---
+
+Cells = list[tuple[str, str, Callable[..., str]]]
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_plain, value))
+    return format(value, ".2f") if isinstance(value, float | Measured) else str(value)
+
+
+def _fields(prefix: str, names: str) -> Cells:
+    """Fields under their own names."""
+    return [
+        (name.replace("_", " ").replace("speedup", "speed-up"), prefix + name, _plain)
+        for name in names.split()
+    ]
+
+
+RESULT: Cells = [
+    ("alpha", "alpha", shown),
+    ("tau", "tau", shown),
+    ("gamma", "gamma gamma_policy", gamma_text),
+    ("accepted/drafted", "accepted_over_drafted", "{:.0%}".format),
+    ("speed-up", "speedup", shown),
+    ("predicted speed-up", "predicted_speedup", shown),
+    ("decode efficiency", "decode_efficiency", shown),
+    ("tokens/s, no draft", "tokens_per_s.baseline.mean", "{:.1f}".format),
+    ("tokens/s, drafted", "tokens_per_s.speculative.mean", "{:.1f}".format),
+    ("c (draft/target)", "c", "{:.3f}".format),
+    ("memory overhead", "memory.overhead", "{:.1%}".format),
+    ("n of alpha", "alpha.n", str),
+    ("n of speed-up", "speedup.n", str),
+]
+COUNTERS = _fields(
+    "counters.",
+    "num_drafts num_draft_tokens num_accepted_tokens mean_acceptance_length acceptance_rate "
+    "acceptance_per_position",
+)
+WATERFALL = _fields("waterfall.", "all_accepted tau after_draft_steps predicted decode wall")
+TWO_MS = "{:.1f} / {:.1f} ms".format
+COSTS: Cells = [
+    ("draft step", "costs.draft_step_ms", "{:.2f} ms".format),
+    ("target step", "costs.target_step_ms", "{:.2f} ms".format),
+    ("target on gamma + 1", "costs.target_step_ms verify_ratio", lambda t, r: f"{t * r:.2f} ms"),
+    ("verify ratio", "verify_ratio", shown),
+    ("TTFT with / without", "ttft_ms.speculative.mean ttft_ms.baseline.mean", TWO_MS),
+    ("ITL p50 with / without", "itl_ms.speculative.p50 itl_ms.baseline.p50", TWO_MS),
+    ("ITL p95 with / without", "itl_ms.speculative.p95 itl_ms.baseline.p95", TWO_MS),
+]
+DRAFTS: Cells = [
+    ("path", "path", "`{}`".format),
+    ("form measured", "form", str),
+    ("vocabulary", "vocabulary.relation", str),
+    ("strategy", "vocabulary.strategy", str),
+    ("draft length", "gamma_policy", str),
+    ("draft", "memory.draft_bytes", size),
+    ("full form", "memory.full_form_bytes", size),
+    ("target", "memory.target_bytes", size),
+    ("overhead", "memory.overhead", "{:.1%}".format),
+    ("KV bytes a token of the draft", "memory.kv_bytes_per_token.draft", "{:,}".format),
+    ("KV bytes a token of the target", "memory.kv_bytes_per_token.target", "{:,}".format),
+    ("loop share", "loop_share.speculative.mean", "{:.1%}".format),
+]
+OTHERS = _fields("other_prompts.", "alpha source alpha.n")
+POSITIONS = _fields("", "position drafts marginal conditional")
+CURVE = _fields("", "gamma predicted replayed ceiling")
+SWEEP = _fields("", "gamma tau speedup")
+TEMPERATURES = _fields("", "temperature tau speedup speedup.n")
+CATEGORIES = _fields("", "alpha tau speedup alpha.n speedup.n")
+BUCKETS = _fields("", "positions alpha")
+GAINS: Cells = [
+    ("over", "over", str),
+    *((label, field, "{:+.2f}".format) for label, field, _ in _fields("", "alpha tau speedup")),
+]
+RULES: Cells = [
+    ("temp.", "temperature", "{:g}".format),
+    ("rejection sampling", "exact", shown),
+    ("greedy match", "greedy_match", shown),
+    ("target's p", "target_probability", shown),
+    ("prompts", "exact.n", str),
+]
+BATCHES: Cells = [
+    ("batch size", "batch_size", str),
+    ("tokens/s, no draft", "tokens_per_s.baseline", "{:.1f}".format),
+    ("tokens/s, drafted", "tokens_per_s.speculative", "{:.1f}".format),
+    ("speed-up", "speedup", shown),
+    ("tau", "tau", shown),
+    ("batches", "speedup.n", str),
+    ("texts as without a draft", "lossless", _counted),
+]
+CLASSES: Cells = [
+    ("tokens", "positions", str),
+    ("alpha", "alpha", shown),
+    ("rejected", "rejected", str),
+    ("lost speed-up", "lost_speedup", "{:+.2f}".format),
+    ("most often", "examples", _confusions),
+]
+LEDGER: Cells = [
+    ("prompt", "prompt", str),
+    ("token", "position", str),
+    ("without a draft", "target", quoted),
+    ("with it", "drafted", quoted),
+    ("gap of logits", "gap", "{:.4f}".format),
+    ("error of forwards", "error", "{:.4f}".format),
+    ("verdict", "tie", lambda tie: "tie" if tie else "UNEXPLAINED"),
+]
+
+
+def _cells(one: BaseModel, cells: Cells) -> list[str]:
+    """Empty where a field is null."""
+    found = []
+    for _, paths, form in cells:
+        values = []
+        for path in paths.split():
+            value: Any = one
+            for name in path.split("."):
+                value = None if value is None else getattr(value, name)
+            values.append(value)
+        # that the gamma of a server is not known has words of its own
+        found.append("" if None in values and form is not gamma_text else form(*values))
+    return found
+
+
+def _by_draft(title: str, report: Findings, cells: Cells, note: str = "") -> Table:
+    """One column a draft; a row that nothing was measured for is left out."""
+    columns = [_cells(draft, cells) for draft in report.drafts.values()]
+    rows = [
+        [label, *(cell or NOT_MEASURED for cell in row)]
+        for (label, _, _), *row in zip(cells, *columns, strict=True)
+        if any(row)
+    ]
+    return Table(title, ["", *report.drafts], rows, note)
+
+
+def _table(
+    title: str, before: str, rows: Iterable[tuple[str, BaseModel]], cells: Cells, note: str = ""
+) -> Table:
+    """rows: (text of the first column, whose header is `before`; what the cells are taken from)."""
+    header = [before, *(label for label, _, _ in cells)]
+    return Table(title, header, [[first, *_cells(one, cells)] for first, one in rows], note)
+
+
+def result_table(report: Findings) -> Table:
+    """The main table; the gain of the second draft beside it where exactly two are compared."""
+    note = f"Brackets hold 95% intervals over prompts. {baseline_line(report)}."
+    table = _by_draft("Result", report, RESULT, note)
+    if len(report.drafts) != 2:
+        return table
+    gained = dict(zip((label for label, _, _ in GAINS), _cells(report.gain[0], GAINS), strict=True))
+    rows = [[*row, gained.get(row[0], "")] for row in table.rows]
+    return Table(table.title, [*table.header, "gain"], rows, note)
+
+
+def ledger_table(report: Findings) -> Table:
+    """Greedy texts that parted from the target's own: the worst first, LEDGER_ROWS at most."""
+    entries = [(which, one) for which, ledger in report.ledgers() for one in ledger.divergences]
+
+    def doubt(row: tuple[str, Divergence]) -> tuple[bool, float]:
+        """Unexplained texts first, then those whose gap is the largest part of the error."""
+        _, one = row
+        return not one.tie, one.gap / one.error if one.gap and one.error else 0.0
+
+    note = (
+        "Greedy texts with and without the draft, token by token. A divergence is a tie where the "
+        "two logits lie no further apart than twice what two forwards of the target differ by, and "
+        "fp32 agrees."
+    )
+    if len(entries) > LEDGER_ROWS:
+        note += f" The {LEDGER_ROWS} least clear of {len(entries)} are shown; report.json has all."
+    worst = sorted(entries, key=doubt, reverse=True)[:LEDGER_ROWS]
+    return _table("Tie ledger", "draft", worst, LEDGER, note)
+
+
+def _setting(report: Findings) -> list[list[Any]]:
+    """What was run, on what, with which prompts."""
+    prompts = report.prompts
+    rows: list[tuple[str, Any]] = [
+        ("target", report.target),
+        ("engine, device, dtype", f"{report.engine}, {report.device}, {report.dtype}"),
+        ("batch size", 1),
+        *((key.replace("_", " "), value) for key, value in report.decoding),
+        ("prompts", f"{prompts.source}, {prompts.n}"),
+        ("prompts sha256", prompts.sha256),
+        ("overlap with training", prompts.overlap_with_training),
+        ("bits per prompt token", prompts.bits_per_token),
+        ("bits of a random token", prompts.random_bits),
+    ]
+    return [[label, "none" if value is None else value] for label, value in rows]
+
+
+def _charted(report: Findings) -> list[Table]:
+    """Tables that report.html draws instead."""
+    drafts = report.drafts.items()
+    found = [
+        _by_draft("Where the speed-up goes", report, WATERFALL),
+        _table(
+            "Speed-up by gamma",
+            "draft",
+            ((name, one) for name, draft in drafts for one in draft.gamma_curve or []),
+            CURVE,
+        ),
+        _table(
+            "Measured by gamma",
+            "draft",
+            ((name, one) for name, draft in drafts for one in draft.gamma_sweep),
+            SWEEP,
+        ),
+        _table(
+            "Acceptance by position",
+            "draft",
+            ((name, one) for name, draft in drafts for one in draft.per_position or []),
+            POSITIONS,
+        ),
+    ]
+    for name, draft in drafts:
+        if atlas := draft.atlas:
+            classes = ((one.name, one) for one in atlas.classes)
+            found.append(_table(f"Rejection atlas, {name}", "class", classes, CLASSES))
+            for unit, buckets in (
+                ("output position", atlas.by_output_position),
+                ("target's entropy in bits", atlas.by_entropy),
+            ):
+                rows = ((bounds(bucket), bucket) for bucket in buckets)
+                found.append(_table(f"alpha by {unit}, {name}", unit, rows, BUCKETS))
+    return [dataclasses.replace(table, charted=True) for table in found]
+
+
+def tables(report: Report) -> list[Table]:
+    """All tables; one that the report holds nothing for is left out."""
+    drafts = report.drafts.items()
+    several = report.gain if len(drafts) > 2 else []
+    found = [
+        result_table(report),
+        _table("Gain", "draft", ((one.draft, one) for one in several), GAINS),
+        _by_draft(
+            "Counters of the server",
+            report,
+            COUNTERS,
+            "By the server's own definitions (docs/metrics.md).",
+        ),
+        *_charted(report),
+        _table(
+            "Verification rules and temperatures",
+            "draft",
+            ((name, one) for name, d in drafts if d.atlas for one in d.atlas.verification_rules),
+            RULES,
+            "Mean acceptance of one drafted token, from one teacher-forced log. Rejection "
+            "sampling: sum min(p, q). Greedy match: the draft proposes argmax q, accepted where "
+            "the target samples it: p(argmax q). Target's p: x drawn from q, accepted with "
+            "probability p(x): sum q p. All three leave the output as the target's.",
+        ),
+        _table(
+            "Decoded at other temperatures",
+            "draft",
+            ((name, one) for name, draft in drafts for one in draft.by_temperature),
+            TEMPERATURES,
+        ),
+        _table(
+            "By batch size",
+            "draft",
+            ((name, one) for name, draft in drafts for one in draft.by_batch_size),
+            BATCHES,
+            "The rows of a batch start together, and one that ends leaves. Without a draft: the "
+            "same batches. Tokens/s of all rows together; intervals over batches. In bf16 two "
+            "forwards of other shapes differ in the last bits, so texts may part at near-ties, "
+            "each checked in the tie ledger; in fp32 they are the same.",
+        ),
+        ledger_table(report),
+        _table(
+            "By category",
+            "category, draft",
+            ((f"{key}, {name}", one) for name, d in drafts for key, one in d.by_category.items()),
+            CATEGORIES,
+        ),
+        _by_draft("Other prompts", report, OTHERS),
+        _by_draft("Cost and latency", report, COSTS),
+        _by_draft("Drafts", report, DRAFTS),
+        Table("Setting", ["", ""], _setting(report)),
+    ]
+    return [table for table in found if table.rows]

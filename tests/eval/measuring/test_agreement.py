@@ -1,0 +1,176 @@
+"""alpha, entropy and verification rules, on tiny models whose answers are known."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from eval.decoding.forward import build_decoder
+from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.target import Target
+from eval.decoding.verification import Sampling
+from eval.measuring.agreement import (
+    bits_per_token,
+    entropy_bits,
+    measure_agreement,
+    rule_acceptance,
+    target_texts,
+)
+from eval.prompts import Prompt, PromptSet
+
+VOCAB = 40
+NEVER = frozenset({VOCAB + 1})
+PROMPTS = [Prompt(f"p{i}", prompt="unused") for i in range(3)]
+IDS = [[3, 14, 15], [9, 2], [6, 5, 35, 8]]
+SET = PromptSet("made up", PROMPTS, IDS)
+GREEDY = Decoding(Sampling(), NEVER, 20)
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_llama):
+    return lambda seed: tiny_llama(
+        seed, spread=4, vocab_size=VOCAB, eos_token_id=None, bos_token_id=None
+    )
+
+
+@pytest.fixture(scope="module")
+def target(tiny):
+    model = tiny(0)
+    return Target("tiny", model, None, build_decoder(model, 100), NEVER)
+
+
+@pytest.fixture(scope="module")
+def own(target, drafter):
+    """The target as its own draft."""
+    return drafter(target.decoder, VOCAB)
+
+
+@pytest.fixture(scope="module")
+def other(tiny, drafter):
+    return drafter(build_decoder(tiny(1), 100), VOCAB)
+
+
+def baselines(target):
+    return [
+        decode(target.decoder, None, *batch, GREEDY, DraftLength(0))[0] for batch in SET.batches(1)
+    ]
+
+
+def test_texts_are_the_targets_own_whatever_the_batch(target):
+    assert target_texts(target, IDS, GREEDY) == [run.tokens for run in baselines(target)]
+
+
+def test_alpha_is_one_for_the_target_itself_and_counts_agreeing_positions(
+    target, own, other, journal
+):
+    texts = target_texts(target, IDS, GREEDY)
+    drafters = {"own": own, "other": other}
+    found, _ = measure_agreement(target, drafters, SET, texts, GREEDY, journal)
+    assert [row.alpha_sum for row in found["own"]] == [20.0] * 3
+    for row, ids, text in zip(found["other"], IDS, texts, strict=True):
+        agreed = 0
+        for at, token in enumerate(text):
+            context = torch.tensor([ids + text[:at]])
+            logits = other.decoder.forward(context, 0, other.decoder.new_cache(1, 100))[0, -1]
+            agreed += int(logits.argmax()) == token
+        assert row.alpha_sum == agreed
+        assert row.positions == 20
+
+
+def test_logits_that_are_no_numbers_in_one_answer_are_refused(target, own, journal):
+    texts = target_texts(target, IDS, GREEDY)
+    rare = next(token for token in texts[1][:-1] if token not in [*IDS[0], *texts[0]])
+
+    class Poisoned:
+        device, new_cache = target.decoder.device, target.decoder.new_cache
+
+        @staticmethod
+        def forward(tokens, *args, **kwargs):
+            logits = target.decoder.forward(tokens, *args, **kwargs)
+            return logits.where(tokens[:, -logits.shape[1] :, None] != rare, float("nan"))
+
+    poisoned = dataclasses.replace(target, decoder=Poisoned())
+    with pytest.raises(ValueError, match="no numbers in its answer to prompt p1"):
+        measure_agreement(poisoned, {"own": own}, SET, texts, GREEDY, journal)
+    assert len(journal.taken["alpha"]) == 1
+
+
+def test_sampled_alpha_is_the_overlap_of_the_distributions(target, other, journal):
+    texts = target_texts(target, IDS, GREEDY)
+    how = dataclasses.replace(GREEDY, sampling=Sampling(temperature=0.7))
+    found, _ = measure_agreement(target, {"other": other}, SET, texts, how, journal)
+    ids, text = IDS[0], texts[0]
+    overlap = 0.0
+    for at in range(len(text)):
+        context = torch.tensor([ids + text[:at]])
+        p, q = (
+            (d.forward(context, 0, d.new_cache(1, 100))[0, -1].double() / 0.7).softmax(-1)
+            for d in (target.decoder, other.decoder)
+        )
+        overlap += float(torch.minimum(p, q).sum())
+    assert found["other"][0].alpha_sum == pytest.approx(overlap, abs=1e-4)
+
+
+def test_the_log_of_alpha_keeps_positions_guesses_and_entropy(target, other, journal):
+    texts = target_texts(target, IDS, GREEDY)
+    last = texts[1][-1]
+    how = dataclasses.replace(GREEDY, stops=frozenset({last}))
+    found, entropy = measure_agreement(target, {"other": other}, SET, texts, how, journal)
+    assert [row.stopped for row in found["other"]] == [text[-1] == last for text in texts]
+    for row, bits, ids, text in zip(found["other"], entropy, IDS, texts, strict=True):
+        assert len(row.values) == len(row.guesses) == len(bits) == row.positions
+        assert [value == 1 for value in row.values] == [
+            guess == token for guess, token in zip(row.guesses, text, strict=True)
+        ]
+        logits = target.decoder.forward(
+            torch.tensor([ids]), 0, target.decoder.new_cache(1, 100), last_only=True
+        )
+        p = logits[0, -1].double().softmax(-1)
+        assert bits[0] == pytest.approx(float(-(p * p.log2()).sum()), abs=1e-4)
+
+
+def test_entropy_of_known_distributions():
+    impossible = float("-inf")
+    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [5.0, 5.0, impossible, impossible]])
+    assert entropy_bits(logits).tolist() == pytest.approx([2.0, 1.0])
+    sure = torch.tensor([[9.0, impossible, impossible]])
+    assert entropy_bits(sure).tolist() == [0.0]
+
+
+def test_three_rules_by_their_formulas():
+    p = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.9, 0.0]])
+    q = torch.tensor([[0.2, 0.6, 0.2], [0.0, 1.0, 0.0]])
+    found = rule_acceptance(p, q)
+    assert found["exact"] == pytest.approx(0.7 + 0.9)
+    assert found["greedy_match"] == pytest.approx(0.3 + 0.9)
+    assert found["target_probability"] == pytest.approx(0.1 + 0.18 + 0.04 + 0.9)
+
+
+def test_rules_of_the_target_as_its_own_draft(target, own, journal):
+    texts = target_texts(target, IDS, GREEDY)
+    found, _ = measure_agreement(target, {"own": own}, SET, texts, GREEDY, journal)
+    for row in found["own"]:
+        assert sorted(row.rules) == [0.0, 0.6, 1.0]
+        for temperature, sums in row.rules.items():
+            assert sums["exact"] == pytest.approx(row.positions, abs=1e-4)
+            if temperature == 0:
+                assert sums["greedy_match"] == sums["target_probability"] == row.positions
+            else:
+                assert 0 < sums["target_probability"] <= sums["greedy_match"] < sums["exact"]
+
+
+def test_random_tokens_are_as_surprising_as_they_must_be(target):
+    # a model that knows nothing: the bits of a uniform choice, exactly
+    class Flat:
+        device = target.decoder.device
+        new_cache = staticmethod(target.decoder.new_cache)
+
+        @staticmethod
+        def forward(tokens, start, cache, last_only=False, states=None):
+            return torch.zeros((1, 1 if last_only else tokens.shape[1], VOCAB))
+
+    flat = dataclasses.replace(target, decoder=Flat())
+    assert bits_per_token(flat, IDS) == pytest.approx(math.log2(VOCAB))
+    own = [ids + text for ids, text in zip(IDS, target_texts(target, IDS, GREEDY), strict=True)]
+    assert bits_per_token(target, own) < math.log2(VOCAB)
