@@ -82,7 +82,7 @@ def price_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> i
 
 
 def _unfitted(recipe: Recipe, target: Target) -> tuple[PreTrainedModel, Tensor | None]:
-    """The draft in its shape, the head's rows any: which tokens it keeps, answers alone can say."""
+    """The draft in its shape; which rows its head keeps depends on the answers: here the first."""
     head: Tensor = target.model.get_output_embeddings().weight.detach()
     rows = recipe.draft_vocab_size
     token_ids = None if rows is None else torch.arange(rows)

@@ -53,28 +53,25 @@ class LogitCache:
         self.folder = folder
         self.id_type = torch.uint16 if vocab_size <= 2**16 else torch.int32
         key = folder / "key.json"
-        if key.exists():
-            try:
-                found = json.loads(key.read_text())
-            except ValueError as error:
-                raise CacheError(
-                    f"{key} is not readable JSON ({error}): the cache is damaged; delete {folder} "
-                    "and run again."
-                ) from error
-            changed = sorted(name for name in parts | found if parts.get(name) != found.get(name))
-            if changed:
-                detail = "; ".join(f"{n}: {found.get(n)} -> {parts.get(n)}" for n in changed)
-                code = "TOK-014: " if "tokenizer" in changed else ""
-                raise CacheError(
-                    f"{code}{folder} holds distributions made with another {', '.join(changed)} "
-                    f"({detail}); they would teach the draft the wrong target. Use another "
-                    "output_dir or delete that folder."
-                )
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
+        if not key.exists():
             with atomic_file(key) as file:
                 json.dump(parts, file, indent=2, sort_keys=True)
-        self.parts = parts
+        try:
+            found = json.loads(key.read_text())
+        except ValueError as error:
+            raise CacheError(
+                f"{key} is not readable JSON ({error}): the cache is damaged; delete {folder} "
+                "and run again."
+            ) from error
+        changed = sorted(name for name in parts | found if parts.get(name) != found.get(name))
+        if changed:
+            detail = "; ".join(f"{n}: {found.get(n)} -> {parts.get(n)}" for n in changed)
+            code = "TOK-014: " if "tokenizer" in changed else ""
+            raise CacheError(
+                f"{code}{folder} holds distributions made with another {', '.join(changed)} "
+                f"({detail}); they would teach the draft the wrong target. Use another "
+                "output_dir or delete that folder."
+            )
 
     def shards(self) -> list[Path]:
         return sorted(self.folder.glob("shard-*.safetensors"))
@@ -113,20 +110,14 @@ class LogitCache:
                     f"{path} does not match its checksum: bits changed since it was written; "
                     "delete it and run again, its answers are made anew."
                 )
-            lengths = zip(
-                tensors["prompt_length"].tolist(), tensors["response_length"].tolist(), strict=True
-            )
-            prompt_at = response_at = 0
-            for index, (p, r) in zip(tensors["index"].tolist(), lengths, strict=True):
-                response = slice(response_at, response_at + r)
-                yield CachedAnswer(
-                    index=index,
-                    prompt_ids=tensors["prompt_ids"][prompt_at : prompt_at + p].long(),
-                    response_ids=tensors["response_ids"][response].long(),
-                    top_ids=tensors["top_ids"][response].long(),
-                    top_logprobs=tensors["top_logprobs"][response],
-                )
-                prompt_at, response_at = prompt_at + p, response_at + r
+            prompts = tensors["prompt_ids"].long().split(tensors["prompt_length"].tolist())
+            lengths = tensors["response_length"].tolist()
+            parts = [
+                tensors[name].split(lengths) for name in ("response_ids", "top_ids", "top_logprobs")
+            ]
+            rows = zip(tensors["index"].tolist(), prompts, *parts, strict=True)
+            for index, prompt, response, top_ids, top_logprobs in rows:
+                yield CachedAnswer(index, prompt, response.long(), top_ids.long(), top_logprobs)
 
     def bytes_on_disk(self) -> int:
         return sum(path.stat().st_size for path in self.shards())

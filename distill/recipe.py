@@ -63,7 +63,7 @@ FIXED = {key: reason for reason, keys in _FIXED.items() for key in keys.split()}
 
 
 class RecipeError(ValueError):
-    """A recipe that cannot be used: says which key or file, why, and what to do."""
+    """A recipe that cannot be used: which key or file, why, and what to do."""
 
 
 Strategy = Literal["auto", "direct", "padded", "remap", "transplant", "intersection"]
@@ -218,7 +218,7 @@ def help_text() -> str:
     return "\n".join([*lines, f"Recipes: {', '.join(recipe_files())}"])
 
 
-def _yaml() -> Any:  # its attributes are typed by their first values
+def _yaml() -> YAML:
     """YAML 1.2: `1e-3` is a number, `no` is text, `010` is ten, a key stands once."""
     yaml: Any = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False

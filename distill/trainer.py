@@ -15,13 +15,11 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
     ProgressCallback,
-    TrainerCallback,
     TrainerState,
 )
 from transformers.utils import ModelOutput
@@ -148,31 +146,15 @@ def attach_distillation_forward(model: PreTrainedModel) -> None:
     model.forward = forward
 
 
-class _Progress(TrainerCallback):
-    """A bar of steps that shows the latest loss, in place of a line of figures for every log."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        hidden = args.disable_tqdm or not state.is_world_process_zero
-        self.bar = tqdm(
-            total=state.max_steps,
-            initial=state.global_step,
-            desc="distil",
-            unit="step",
-            disable=hidden,
-        )
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.bar.update()
+class _Progress(ProgressCallback):
+    """The bar of steps, with the latest loss beside it in place of a line for every log."""
 
     def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
-        if "learning_rate" in logs:  # not in the totals at the end
-            self.bar.set_postfix_str(
+        if self.training_bar is not None and "learning_rate" in logs:  # not the final totals
+            self.training_bar.set_postfix_str(
                 f"KL {logs['kl']:.3f}, greedy agreement {logs['greedy_agreement']:.3f}, "
                 f"lr {logs['learning_rate']:.1e}"
             )
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        self.bar.close()
 
 
 class DistillationTrainer(SFTTrainer):
@@ -180,9 +162,9 @@ class DistillationTrainer(SFTTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.remove_callback(ProgressCallback)
         self.remove_callback(PrinterCallback)
-        self.add_callback(_Progress)
+        if self.pop_callback(ProgressCallback):
+            self.add_callback(_Progress)
         model: Any = self.model
         attach_distillation_forward(
             model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -269,22 +251,24 @@ def build_trainer(
     as for `training_rows`.
     """
     model = model.float()
-    embedding = model.get_input_embeddings().weight
-    tied = model.get_output_embeddings().weight is embedding
+    names = {module: name for name, module in model.named_modules()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head.weight is embedding.weight
     if not tied and not new_rows:
-        embedding.requires_grad_(False)
+        embedding.weight.requires_grad_(False)
         # it is read from where it came from; most of a small draft's checkpoint would be this
-        model._keys_to_ignore_on_save = {n for n, p in model.named_parameters() if p is embedding}
+        model._keys_to_ignore_on_save = {f"{names[embedding]}.weight"}
     adapters = None
     if recipe.use_peft:
         modules = recipe.lora_target_modules
+        whole = [embedding] if tied else [embedding, head]
         adapters = LoraConfig(
             r=recipe.lora_r,
             lora_alpha=recipe.lora_alpha,
             lora_dropout=recipe.lora_dropout,
             target_modules=modules if modules == "all-linear" else modules.split(","),
             task_type="CAUSAL_LM",
-            modules_to_save=_embedding_and_head(model, tied) if new_rows else None,
+            modules_to_save=[names[part] for part in whole] if new_rows else None,
             ensure_weight_tying=tied and new_rows,
         )
     trainer = DistillationTrainer(
@@ -299,18 +283,6 @@ def build_trainer(
         # torch's fused attention takes twice the time of two products there, its backward thrice
         model.set_attn_implementation("eager")
     return trainer
-
-
-def _embedding_and_head(model: PreTrainedModel, tied: bool) -> list[str]:
-    """The names that peft knows them by; of two that are tied only the embedding's."""
-    whole = [model.get_input_embeddings()]
-    if not tied:
-        whole.append(model.get_output_embeddings())
-    return [
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if any(module is part for part in whole)
-    ]
 
 
 def distil_draft(

@@ -70,22 +70,21 @@ def stdlib_prompts() -> list[Prompt]:
         signature, imports = _signature(function, typed)
         body = _docstring(function.docstring, rng)
         code = f"{imports}{signature}{body}"
-        if style == "complete":
-            prompts.append(Prompt(function.identity, code, category=style))
-            continue
-        if style == "in context":
-            whole = f"{imports}{function.before}{signature}{body}"
-            prompts.append(Prompt(function.identity, whole, category=style))
-            continue
         block = f"\n\n```python\n{code.strip()}\n```"
-        ask = {
+        texts = {
+            "complete": code,
+            "in context": f"{imports}{function.before}{signature}{body}",
             "write": f"Write a Python function `{function.name}`. {function.docstring}",
             "finish": f"Complete this Python function:{block}",
             "explain": f"Explain what this Python function is for, with an example:{block}",
             "test": f"Write unit tests for this Python function:{block}",
-        }[style]
-        messages = [{"role": "user", "content": ask}]
-        prompts.append(Prompt(function.identity, messages=messages, category=style))
+        }
+        if style in ("complete", "in context"):
+            prompt = Prompt(function.identity, texts[style], category=style)
+        else:
+            messages = [{"role": "user", "content": texts[style]}]
+            prompt = Prompt(function.identity, messages=messages, category=style)
+        prompts.append(prompt)
     return prompts
 
 

@@ -196,9 +196,10 @@ def test_lora_trains_the_new_rows_of_a_transplant_as_well(tmp_path, tokenizer, t
     assert not tuned.lm_head.weight.equal(model().lm_head.weight)
 
 
-def test_a_run_killed_after_the_last_step_trains_no_further(tmp_path, train, tiny_model):
+@pytest.mark.parametrize("use_peft", [False, True])
+def test_a_run_killed_after_the_last_step_trains_no_further(tmp_path, train, tiny_model, use_peft):
     answers = made_answers()
-    recipe = recipe_in(tmp_path)  # 8 steps of 6 an epoch
+    recipe = recipe_in(tmp_path, use_peft=use_peft)  # 8 steps of 6 an epoch
     first = train(tiny_model(), answers, recipe)
     again = train(tiny_model(), answers, recipe)
     for name, weight in first.state_dict().items():

@@ -17,7 +17,6 @@ from align.check import compare
 from align.sources import resolve_folder_in_wheel
 from align.vocab_map import build_map
 from align.vocabulary import read_vocabulary
-from distill.prompts import stdlib_prompts
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.forward import StockDecoder, build_decoder
 from eval.decoding.loop import Decoding, DraftLength, decode
@@ -27,6 +26,7 @@ from eval.measuring.agreement import measure_agreement, target_texts
 from eval.measuring.journal import Journal
 from eval.measuring.metrics import alpha
 from eval.prompts import PromptSet, load_prompts, render_all, write_prompts
+from recipes.code.prompts import stdlib_prompts
 
 pytestmark = pytest.mark.real
 

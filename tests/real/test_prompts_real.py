@@ -5,16 +5,11 @@ import time
 
 import pytest
 
-from distill import prompts as module
-from distill.prompts import (
-    CONTAINED,
-    LICENCE_FOLDER,
-    LICENCES,
-    NEAR_DUPLICATE,
-    jaccard,
-    shingles,
-)
+from align.sources import resolve_folder_in_wheel
+from distill.near_duplicates import CONTAINED, NEAR_DUPLICATE, shingles
+from distill.prompts import LICENCES, STDLIB, evaluation_prompts, training_prompts
 from distill.recipe import load_recipe
+from recipes.legal import prompts as legal
 
 pytestmark = pytest.mark.real
 
@@ -33,13 +28,9 @@ def leaks(training, evaluation):
 
 def prompts_of(name):
     recipe = load_recipe(["--recipe", name])
-    evaluation = module.evaluation_prompts(
-        recipe.eval_prompts, recipe.max_eval_prompts, recipe.seed
-    )
+    evaluation = evaluation_prompts(recipe.eval_prompts, recipe.max_eval_prompts, recipe.seed)
     limit = recipe.max_train_prompts + recipe.tuning_prompts
-    training, overlap = module.training_prompts(
-        recipe.train_prompts, evaluation, limit, recipe.seed
-    )
+    training, overlap = training_prompts(recipe.train_prompts, evaluation, limit, recipe.seed)
     assert len(training) == limit
     assert overlap.exact == overlap.near == 0
     assert overlap.max_jaccard < NEAR_DUPLICATE
@@ -67,21 +58,22 @@ def test_legal_is_evaluated_on_held_out_licences():
 
 
 def test_no_held_out_licence_has_a_near_duplicate_in_training():
-    folder = module.resolve_folder_in_wheel(LICENCE_FOLDER)
-    texts = {name: shingles(text) for name, (_, text) in module._licence_texts(folder)}
+    folder = resolve_folder_in_wheel(legal.LICENCE_FOLDER)
+    texts = {name: shingles(text) for name, (_, text) in legal._licence_texts(folder)}
 
     def documents(held_out):
-        names = {p.id.partition(":")[0] for p in module.licence_prompts(held_out)}
+        names = {p.id.partition(":")[0] for p in legal.licence_prompts(held_out)}
         return [texts[name] for name in sorted(names)]
 
     held_out = documents(True)
     assert len(held_out) > 150
-    assert max(jaccard(a, b) for a in documents(False) for b in held_out) < NEAR_DUPLICATE
+    pairs = ((a, b) for a in documents(False) for b in held_out)
+    assert max(len(a & b) / len(a | b) for a, b in pairs) < NEAR_DUPLICATE
 
 
 def test_building_is_quick():
-    module._licence_split.cache_clear()
-    for spec, seconds in ((module.STDLIB, 60), (LICENCES, 120)):  # measured: 5 and 9
+    legal._licence_split.cache_clear()
+    for spec, seconds in ((STDLIB, 60), (LICENCES, 120)):  # measured: 5 and 9
         start = time.perf_counter()
-        module.training_prompts(spec, [], None, 0)
+        training_prompts(spec, [], None, 0)
         assert time.perf_counter() - start < seconds
