@@ -53,7 +53,8 @@ def transplant(
         )
     tied = head.weight is embedding.weight
     retokenizer = Retokenizer(vocab_map, target, draft)
-    pieces = [_pieces(i, retokenizer) for i in range(rows)]
+    pieces = [_pieces(i, retokenizer) for i in range(min(rows, len(target.tokens)))]
+    pieces += [[]] * (rows - len(pieces))
     nothing = torch.tensor([not piece for piece in pieces])
     old_in, old_out = embedding.weight.detach(), head.weight.detach()
     new_out = _weighted(old_out, pieces)
