@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from align.token_bytes import backend_tokens, tokens_of
+from align.token_bytes import backend_tokens, tokens_of, unfinished
 
 
 @pytest.fixture(scope="module")
@@ -161,3 +161,15 @@ def test_a_large_vocabulary_takes_little_time(byte_level_json):
     started = time.perf_counter()
     assert backend_tokens(backend)[-1] == ("normal", b" token262143")
     assert time.perf_counter() - started < 2
+
+
+@pytest.mark.parametrize("text", ["a", "é", "日", "👩", "é👩", "日é"])
+def test_what_is_unfinished_of_a_character_cut_at_every_byte(text):
+    data = text.encode()
+    for at in range(len(data) + 1):
+        whole = data[:at].decode(errors="ignore").encode()
+        assert unfinished(data[:at]) == at - len(whole)
+
+
+def test_bytes_that_begin_no_character_are_not_unfinished():
+    assert [unfinished(data) for data in (b"\x80", b"a\x80\x80\x80", b"\xff", b"\xc0")] == [0] * 4
