@@ -275,7 +275,7 @@ def _probes(pair: Comparison) -> Iterator[Found]:
     count = f"of {len(PROBES)} probe texts"
     encoded = {}
     for one in pair.each:
-        encoded[one.spec] = one.plain_tokenizer.encode_batch([*PROBES], add_special_tokens=False)
+        encoded[one.spec] = [one.encode_plain(text) for text in PROBES]
         changed = [
             text
             for text, encoding in zip(PROBES, encoded[one.spec], strict=True)
