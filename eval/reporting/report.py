@@ -368,8 +368,8 @@ class DraftReport(Part):
         "gamma."
     )
     tau: TokensPerCall | None = Field(
-        description="tokens emitted per target call in the decode phase: the bonus token is in, the "
-        "prefill token and a last block that the length limit cut are not."
+        description="tokens emitted per target call in the decode phase: with the bonus token, "
+        "without the prefill token and a last block that the length limit cut."
     )
     mean_drafted: Quantity | None = Field(description="tokens per target call")
     drafted_calls: Share | None = Field(description="share of target calls that verify any token")
