@@ -329,16 +329,17 @@ def replayed_blocks(agreed: Sequence[bool], gamma: int, stopped: bool) -> list[i
 
 def replayed(agreement: Agreement, gamma: int) -> list[int]:
     """`replayed_blocks` of one answer."""
-    agreed = [value == 1.0 for value in agreement.values]
-    return replayed_blocks(agreed, gamma, agreement.stopped)
+    right = [value == 1.0 for value in agreement.values]
+    return replayed_blocks(right, gamma, agreement.stopped)
 
 
 def replayed_tau(agreements: Sequence[Agreement], gamma: int) -> Measured:
     """tau of greedy decoding with drafts of `gamma` tokens, from the log of alpha alone."""
-    rows = [
-        (a.group, sum(blocks), len(blocks)) for a in agreements if (blocks := replayed(a, gamma))
-    ]
-    return measure("replayed tau", [row[1:] for row in rows], groups=[row[0] for row in rows])
+    rows: Rows = {}
+    for one in agreements:
+        if emitted := replayed(one, gamma):
+            rows[one.prompt_id] = one.group, (sum(emitted), len(emitted))
+    return _measure("replayed tau", rows)
 
 
 # --- Cost and speed ---
@@ -510,8 +511,8 @@ def gain(log: DraftLog, over: DraftLog) -> dict[str, Any]:
     found = {"speedup": _difference("speedup", *rows, _speedup), "alpha": None, "tau": None}
     if log.agreement is not None and over.agreement is not None:
         _same_prompts(*([a.prompt_id for a in one] for one in (log.agreement, over.agreement)))
-        agreed = _alpha_rows(log.agreement), _alpha_rows(over.agreement)
-        found["alpha"] = _difference("alpha", *agreed)
+        sides = _alpha_rows(log.agreement), _alpha_rows(over.agreement)
+        found["alpha"] = _difference("alpha", *sides)
     if "tau" not in log.missing | over.missing:
         found["tau"] = _difference("tau", _block_rows(log.runs), _block_rows(over.runs))
     return {"draft": log.name, "over": over.name, **found}

@@ -48,7 +48,7 @@ class Plot:
 
     def x(self, value: float) -> float:
         share = (value - self.low) / (self.high - self.low)
-        return round(LEFT + share * (WIDTH - LEFT - RIGHT), 1)
+        return round(LEFT + min(max(share, 0), 1) * (WIDTH - LEFT - RIGHT), 1)
 
     def y(self, value: float) -> float:
         return round(HEIGHT - BOTTOM - min(value / self.top, 1) * (HEIGHT - TOP - BOTTOM), 1)

@@ -368,8 +368,8 @@ class DraftReport(Part):
         "gamma."
     )
     tau: TokensPerCall | None = Field(
-        description="tokens emitted per target call in the decode phase: bonus token in; prefill "
-        "token and a last block that the length limit cut out."
+        description="tokens emitted per target call in the decode phase: with the bonus token, "
+        "without the prefill token and a last block that the length limit cut."
     )
     mean_drafted: Quantity | None = Field(description="tokens per target call")
     drafted_calls: Share | None = Field(description="share of target calls that verify any token")
@@ -380,7 +380,9 @@ class DraftReport(Part):
     per_position: Annotated[list[PositionAcceptance], Field(min_length=1)] | None
     costs: Costs | None
     c: Quantity | None = Field(description="seconds of one draft step / of one target step.")
-    verify_ratio: Quantity | None = Field(description="a target call on gamma + 1 tokens / on one.")
+    verify_ratio: Quantity | None = Field(
+        description="time of a call on gamma + 1 tokens / on one."
+    )
     predicted_speedup: Measured | None = Field(
         description="tau * t_target(1) / (gamma * t_draft + t_target(gamma + 1)) from isolated "
         "forwards, gamma the mean drafted length."
@@ -437,9 +439,11 @@ class DraftReport(Part):
 
     @model_validator(mode="after")
     def _speedup_is_that_of_the_rates(self) -> Self:
-        ratio = self.tokens_per_s.speculative.mean / self.tokens_per_s.baseline.mean
-        if not math.isclose(ratio, self.speedup.mean, rel_tol=1e-6):
-            raise ValueError(f"speedup is {self.speedup.mean}, but its tokens_per_s give {ratio}")
+        with_it, without = self.tokens_per_s.speculative.mean, self.tokens_per_s.baseline.mean
+        if not math.isclose(with_it, self.speedup.mean * without, rel_tol=1e-6):
+            raise ValueError(
+                f"speedup is {self.speedup.mean}, but its tokens_per_s give {with_it} / {without}"
+            )
         return self
 
 

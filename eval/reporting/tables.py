@@ -27,6 +27,24 @@ from eval.reporting.report import (
 
 NOT_MEASURED = "not measured"
 LEDGER_ROWS = 20
+COUNTERS_NOTE = "By the server's own definitions (docs/metrics.md)."
+LEDGER_NOTE = (
+    "Greedy texts with and without the draft, token by token. A divergence is a tie where the two "
+    "logits lie no further apart than twice what two forwards of the target differ by, and fp32 "
+    "agrees."
+)
+RULES_NOTE = (
+    "Mean acceptance of one drafted token, from one teacher-forced log. Rejection sampling: "
+    "sum min(p, q). Greedy match: the draft proposes argmax q, accepted where the target samples "
+    "it: p(argmax q). Target's p: x drawn from q, accepted with probability p(x): sum q p. All "
+    "three leave the output as the target's."
+)
+BATCH_NOTE = (
+    "The rows of a batch start together, and one that ends leaves. Without a draft: the same "
+    "batches. Tokens/s of all rows together; intervals over batches. In bf16 two forwards of other "
+    "shapes differ in the last bits, so texts may part at near-ties, each checked in the tie "
+    "ledger; in fp32 they are the same."
+)
 
 
 def _meaning(model: type[BaseModel], field: str) -> str:
@@ -255,16 +273,19 @@ LEDGER: Cells = [
 ]
 
 
+def _at(one: BaseModel, path: str) -> Any:
+    """The value of `memory.overhead`, say; None where a part on the way is null."""
+    value: Any = one
+    for name in path.split("."):
+        value = None if value is None else getattr(value, name)
+    return value
+
+
 def _cells(one: BaseModel, cells: Cells) -> list[str]:
     """Empty where a field is null."""
     found = []
     for _, paths, form in cells:
-        values = []
-        for path in paths.split():
-            value: Any = one
-            for name in path.split("."):
-                value = None if value is None else getattr(value, name)
-            values.append(value)
+        values = [_at(one, path) for path in paths.split()]
         # that the gamma of a server is not known has words of its own
         found.append("" if None in values and form is not gamma_text else form(*values))
     return found
@@ -289,11 +310,17 @@ def _table(
     return Table(title, header, [[first, *_cells(one, cells)] for first, one in rows], note)
 
 
+def _by_item(title: str, report: Findings, path: str, cells: Cells, note: str = "") -> Table:
+    """One row for each item of every draft's list at `path`."""
+    rows = ((name, one) for name, draft in report.drafts.items() for one in _at(draft, path) or [])
+    return _table(title, "draft", rows, cells, note)
+
+
 def result_table(report: Findings) -> Table:
     """The main table; the gain of the second draft beside it where exactly two are compared."""
     note = f"Brackets hold 95% intervals over prompts. {baseline_line(report)}."
     table = _by_draft("Result", report, RESULT, note)
-    if len(report.drafts) != 2:
+    if len(report.drafts) != 2 or not report.gain:
         return table
     gained = dict(zip((label for label, _, _ in GAINS), _cells(report.gain[0], GAINS), strict=True))
     rows = [[*row, gained.get(row[0], "")] for row in table.rows]
@@ -309,11 +336,7 @@ def ledger_table(report: Findings) -> Table:
         _, one = row
         return not one.tie, one.gap / one.error if one.gap and one.error else 0.0
 
-    note = (
-        "Greedy texts with and without the draft, token by token. A divergence is a tie where the "
-        "two logits lie no further apart than twice what two forwards of the target differ by, and "
-        "fp32 agrees."
-    )
+    note = LEDGER_NOTE
     if len(entries) > LEDGER_ROWS:
         note += f" The {LEDGER_ROWS} least clear of {len(entries)} are shown; report.json has all."
     worst = sorted(entries, key=doubt, reverse=True)[:LEDGER_ROWS]
@@ -339,29 +362,13 @@ def _setting(report: Findings) -> list[list[Any]]:
 
 def _charted(report: Findings) -> list[Table]:
     """Tables that report.html draws instead."""
-    drafts = report.drafts.items()
     found = [
         _by_draft("Where the speed-up goes", report, WATERFALL),
-        _table(
-            "Speed-up by gamma",
-            "draft",
-            ((name, one) for name, draft in drafts for one in draft.gamma_curve or []),
-            CURVE,
-        ),
-        _table(
-            "Measured by gamma",
-            "draft",
-            ((name, one) for name, draft in drafts for one in draft.gamma_sweep),
-            SWEEP,
-        ),
-        _table(
-            "Acceptance by position",
-            "draft",
-            ((name, one) for name, draft in drafts for one in draft.per_position or []),
-            POSITIONS,
-        ),
+        _by_item("Speed-up by gamma", report, "gamma_curve", CURVE),
+        _by_item("Measured by gamma", report, "gamma_sweep", SWEEP),
+        _by_item("Acceptance by position", report, "per_position", POSITIONS),
     ]
-    for name, draft in drafts:
+    for name, draft in report.drafts.items():
         if atlas := draft.atlas:
             classes = ((one.name, one) for one in atlas.classes)
             found.append(_table(f"Rejection atlas, {name}", "class", classes, CLASSES))
@@ -376,51 +383,28 @@ def _charted(report: Findings) -> list[Table]:
 
 def tables(report: Report) -> list[Table]:
     """All tables; one that the report holds nothing for is left out."""
-    drafts = report.drafts.items()
-    several = report.gain if len(drafts) > 2 else []
+    gains = ((one.draft, one) for one in report.gain if len(report.drafts) > 2)
+    categories = (
+        (f"{category}, {name}", numbers)
+        for name, draft in report.drafts.items()
+        for category, numbers in draft.by_category.items()
+    )
     found = [
         result_table(report),
-        _table("Gain", "draft", ((one.draft, one) for one in several), GAINS),
-        _by_draft(
-            "Counters of the server",
-            report,
-            COUNTERS,
-            "By the server's own definitions (docs/metrics.md).",
-        ),
+        _table("Gain", "draft", gains, GAINS),
+        _by_draft("Counters of the server", report, COUNTERS, COUNTERS_NOTE),
         *_charted(report),
-        _table(
+        _by_item(
             "Verification rules and temperatures",
-            "draft",
-            ((name, one) for name, d in drafts if d.atlas for one in d.atlas.verification_rules),
+            report,
+            "atlas.verification_rules",
             RULES,
-            "Mean acceptance of one drafted token, from one teacher-forced log. Rejection "
-            "sampling: sum min(p, q). Greedy match: the draft proposes argmax q, accepted where "
-            "the target samples it: p(argmax q). Target's p: x drawn from q, accepted with "
-            "probability p(x): sum q p. All three leave the output as the target's.",
+            RULES_NOTE,
         ),
-        _table(
-            "Decoded at other temperatures",
-            "draft",
-            ((name, one) for name, draft in drafts for one in draft.by_temperature),
-            TEMPERATURES,
-        ),
-        _table(
-            "By batch size",
-            "draft",
-            ((name, one) for name, draft in drafts for one in draft.by_batch_size),
-            BATCHES,
-            "The rows of a batch start together, and one that ends leaves. Without a draft: the "
-            "same batches. Tokens/s of all rows together; intervals over batches. In bf16 two "
-            "forwards of other shapes differ in the last bits, so texts may part at near-ties, "
-            "each checked in the tie ledger; in fp32 they are the same.",
-        ),
+        _by_item("Decoded at other temperatures", report, "by_temperature", TEMPERATURES),
+        _by_item("By batch size", report, "by_batch_size", BATCHES, BATCH_NOTE),
         ledger_table(report),
-        _table(
-            "By category",
-            "category, draft",
-            ((f"{key}, {name}", one) for name, d in drafts for key, one in d.by_category.items()),
-            CATEGORIES,
-        ),
+        _table("By category", "category, draft", categories, CATEGORIES),
         _by_draft("Other prompts", report, OTHERS),
         _by_draft("Cost and latency", report, COSTS),
         _by_draft("Drafts", report, DRAFTS),

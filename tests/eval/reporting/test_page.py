@@ -153,6 +153,12 @@ def test_numbers_stay_on_a_line_and_hashes_do_not(value, whole):
     assert is_numeric(value) == whole
 
 
+def test_what_lies_beyond_a_plot_is_drawn_at_its_edge():
+    plot = Plot(0.5, 4.5, 2.0)
+    assert plot.x(0.0) == plot.x(0.5) < plot.x(1) < plot.x(4.5) == plot.x(9)
+    assert plot.y(3.0) == plot.y(2.0) < plot.y(1.0) < plot.y(0)
+
+
 @pytest.mark.parametrize("top", [0.011, 0.4, 1.0, 1.08, 2.9, 7.3, 1234.0])
 def test_ticks_are_round_and_cover_the_plot(top):
     ticks = Plot(0, 1, top).ticks

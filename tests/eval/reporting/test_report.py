@@ -411,6 +411,27 @@ def test_what_an_engine_could_not_measure_is_null_with_its_reason(run_info, meas
     assert gain.speedup.mean == 0
 
 
+def test_the_counters_of_a_server_are_shown(run_info, measurement):
+    rate = {"mean": 0.41, "ci95": [0.38, 0.44], "n": 40}
+    counters = {
+        "num_drafts": 250,
+        "num_draft_tokens": 750,
+        "num_accepted_tokens": 308,
+        "mean_acceptance_length": rate | {"mean": 2.23, "ci95": [2.1, 2.4]},
+        "acceptance_rate": rate,
+        "acceptance_per_position": [0.6, 0.4, 0.23],
+    }
+    missing = {"tau": "see counters", "counters.restarts": "nobody counts them"}
+    log = measurement("served", 0.6, counters=counters, missing=missing)
+    report = build_report(run_info, [log])
+    assert "| num drafts | 250 |" in render_markdown(report)
+    assert "| acceptance per position | 0.60, 0.40, 0.23 |" in render_markdown(report)
+    page = render_page(report)
+    assert "Counters of the server" in page
+    assert "by the server&#39;s counters" in page
+    assert "served: acceptance rests on 250 drafts" in "".join(report.warnings)
+
+
 def test_a_draft_that_proposed_nothing_is_reported(run_info, measurement):
     log = measurement("lookup", 0.6, by_batch_size=[], by_temperature={})
     log = dataclasses.replace(log, runs=copy.deepcopy(log.baseline))
