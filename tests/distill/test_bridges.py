@@ -22,6 +22,7 @@ from distill.recipe import RecipeError
 from distill.run_folder import claim_folder
 from distill.train import run
 from distill.trainer import DistillationCollator, training_rows
+from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.forward import StockDecoder
 from eval.decoding.target import load_target as load_any_target
 from eval.reporting.report import read_report
@@ -30,7 +31,7 @@ from eval.run import main
 
 def run_it(recipe):
     assert run(recipe) == 0
-    return json.loads((recipe.folder / "report" / "report.json").read_text())
+    return read_report(recipe.folder / "report" / "report.json").model_dump(mode="json")
 
 
 def answered(recipe):
@@ -50,8 +51,7 @@ def answered(recipe):
 )
 def test_a_draft_of_another_tokenizer_is_tuned(folder, job, tmp_path, draft, asked, used):
     recipe = job(tmp_path / "run", draft=str(folder / draft), strategy=asked)
-    report = run_it(recipe).model_dump(mode="json")
-    assert report == read_report(recipe.folder / "report" / "report.json").model_dump(mode="json")
+    report = run_it(recipe)
     pair = check_models(recipe)
     assert pair.strategy == used
     blocks = report["drafts"]
