@@ -68,14 +68,12 @@ def locked(path: str | Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path.with_name(f".{path.name}.lock"))
     try:
-        lock.acquire(timeout=2)
+        held = lock.acquire(timeout=2)
     except Timeout:
         print(f"Waiting for another process that prepares {path} …", file=sys.stderr)
-        lock.acquire()
-    try:
+        held = lock.acquire()
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def remove(path: Path) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast, get_args
 
-from align.checks import Finding, Pair, Relation, all_findings, findings
+from align.checks import Comparison, Finding, Relation, all_findings, findings
 from align.sources import SourceError, resolve_file
 from align.token_bytes import is_used
 from align.vocabulary import Vocabulary, read_vocabulary
@@ -98,7 +98,7 @@ def compare(
     texts = _sample() if corpus is None else list(_texts(corpus))
     if not any(texts):
         raise SourceError(f"{corpus!r} holds no text; name a file with text of the domain.")
-    pair = Pair(target, draft)
+    pair = Comparison(target, draft)
     shares = pair.coverages(texts)
     coverage = shares["target_by_frequency"]
     strategy = _strategy(pair, coverage)
@@ -162,7 +162,7 @@ def choose_strategy(verdict: Verdict, asked: str, tuned: bool) -> Strategy:
     return best if asked == "auto" else cast(Strategy, asked)
 
 
-def _strategy(pair: Pair, coverage: float) -> Strategy | None:
+def _strategy(pair: Comparison, coverage: float) -> Strategy | None:
     target, draft = pair.target, pair.draft
     if not (target.rows_suffice and draft.rows_suffice):
         return None
@@ -209,7 +209,7 @@ def _cost(strategy: Strategy, target: Vocabulary, draft: Vocabulary, coverage: f
     }[strategy]
 
 
-def _engines(pair: Pair, strategy: Strategy | None) -> dict[str, tuple[Works, str]]:
+def _engines(pair: Comparison, strategy: Strategy | None) -> dict[str, tuple[Works, str]]:
     """Only what is known of each engine's own rule; all of them verify in the target's ids."""
     rows = pair.target.config_rows, pair.draft.config_rows
     sizes = f"config vocab_size {rows[0]} and {rows[1]}"

@@ -87,7 +87,7 @@ def findings(number: int, found: Iterable[Found]) -> list[Finding]:
 
 
 @dataclass(frozen=True)
-class Pair:
+class Comparison:
     """The vocabularies of a target and a draft, compared."""
 
     target: Vocabulary
@@ -139,7 +139,7 @@ class Pair:
         return shares
 
 
-def all_findings(pair: Pair, strategy: str | None) -> list[Finding]:
+def all_findings(pair: Comparison, strategy: str | None) -> list[Finding]:
     """What checks 1 to 15 find, in that order."""
     checks = (
         _ids(pair, strategy),
@@ -161,7 +161,7 @@ def all_findings(pair: Pair, strategy: str | None) -> list[Finding]:
     return [one for number, check in enumerate(checks, start=1) for one in findings(number, check)]
 
 
-def _ids(pair: Pair, strategy: str | None) -> Iterator[Found]:
+def _ids(pair: Comparison, strategy: str | None) -> Iterator[Found]:
     lost = "name a draft whose tokens write the same characters, or none: the target is pruned then"
     target, draft, differing = pair.target, pair.draft, pair.differing
     if differing:
@@ -187,7 +187,7 @@ def _ids(pair: Pair, strategy: str | None) -> Iterator[Found]:
             )
 
 
-def _rows(pair: Pair) -> Iterator[Found]:
+def _rows(pair: Comparison) -> Iterator[Found]:
     target, draft = pair.both
     for one in pair.each:
         if not one.rows_suffice:
@@ -219,7 +219,7 @@ def _rows(pair: Pair) -> Iterator[Found]:
         )
 
 
-def _holes(pair: Pair) -> Iterator[Found]:
+def _holes(pair: Comparison) -> Iterator[Found]:
     for one in pair.each:
         if holes := [i for i, token in enumerate(one.tokens) if token is None]:
             yield warning(
@@ -240,7 +240,7 @@ def _holes(pair: Pair) -> Iterator[Found]:
             )
 
 
-def _pipelines(pair: Pair) -> Iterator[Found]:
+def _pipelines(pair: Comparison) -> Iterator[Found]:
     """Only where the vocabularies are the same: others encode otherwise in any case."""
     mine, theirs = pair.target.backend, pair.draft.backend
     models = mine["model"], theirs["model"]
@@ -271,11 +271,11 @@ def _pipelines(pair: Pair) -> Iterator[Found]:
         )
 
 
-def _probes(pair: Pair) -> Iterator[Found]:
+def _probes(pair: Comparison) -> Iterator[Found]:
     count = f"of {len(PROBES)} probe texts"
     encoded = {}
     for one in pair.each:
-        encoded[one.spec] = one.plain_tokenizer.encode_batch([*PROBES], add_special_tokens=False)
+        encoded[one.spec] = [one.encode_plain(text) for text in PROBES]
         changed = [
             text
             for text, encoding in zip(PROBES, encoded[one.spec], strict=True)
@@ -307,7 +307,7 @@ def _probes(pair: Pair) -> Iterator[Found]:
         )
 
 
-def _special_ids(pair: Pair) -> Iterator[Found]:
+def _special_ids(pair: Comparison) -> Iterator[Found]:
     for one in pair.each:
         for name in (name for name, i in one.special_ids.items() if i is None):
             yield error(
@@ -332,7 +332,7 @@ def _special_ids(pair: Pair) -> Iterator[Found]:
         )
 
 
-def _stops(pair: Pair, strategy: str | None) -> Iterator[Found]:
+def _stops(pair: Comparison, strategy: str | None) -> Iterator[Found]:
     target, draft = pair.both
     wanted = target.all_stops
     if not wanted:
@@ -368,7 +368,7 @@ def _stops(pair: Pair, strategy: str | None) -> Iterator[Found]:
         )
 
 
-def _flags(pair: Pair) -> Iterator[Found]:
+def _flags(pair: Comparison) -> Iterator[Found]:
     mine, theirs = (
         {token["content"]: token for token in one.backend.get("added_tokens", [])}
         for one in pair.both
@@ -415,7 +415,7 @@ def _rendered(vocabulary: Vocabulary, tools: bool) -> str:
     )
 
 
-def _templates(pair: Pair) -> Iterator[Found]:
+def _templates(pair: Comparison) -> Iterator[Found]:
     from jinja2 import TemplateError
 
     target, draft = pair.both
@@ -456,7 +456,7 @@ def _templates(pair: Pair) -> Iterator[Found]:
         )
 
 
-def _special_strings(pair: Pair) -> Iterator[Found]:
+def _special_strings(pair: Comparison) -> Iterator[Found]:
     """A user who writes a stop into a message should not end the turn."""
     target, draft = pair.both
     for i in sorted(target.all_stops):
@@ -499,7 +499,7 @@ def _prefix_stability(target: Vocabulary) -> Iterator[Found]:
         )
 
 
-def _heads(pair: Pair) -> Iterator[Found]:
+def _heads(pair: Comparison) -> Iterator[Found]:
     for one in pair.each:
         if one.head_bias:
             yield warning(
@@ -524,7 +524,7 @@ def _heads(pair: Pair) -> Iterator[Found]:
         )
 
 
-def _adapters(pair: Pair) -> Iterator[Found]:
+def _adapters(pair: Comparison) -> Iterator[Found]:
     for one in pair.each:
         path = one.folder / "adapter_config.json"
         config = read_json(path) if path.is_file() else {}
@@ -538,7 +538,7 @@ def _adapters(pair: Pair) -> Iterator[Found]:
             )
 
 
-def _maps(pair: Pair) -> Iterator[Found]:
+def _maps(pair: Comparison) -> Iterator[Found]:
     for path in (one.folder / VOCAB_MAP for one in pair.each):
         if not path.is_file():
             continue
@@ -554,7 +554,7 @@ def _maps(pair: Pair) -> Iterator[Found]:
             )
 
 
-def _trimmed_head(pair: Pair) -> Iterator[Found]:
+def _trimmed_head(pair: Comparison) -> Iterator[Found]:
     """d2t holds for each row the target's id less the row's number, t2d which ids have a row."""
     stops = sorted(pair.target.all_stops)
     for folder in (pair.draft.folder / "compact", pair.draft.folder):

@@ -6,6 +6,7 @@ character decodes to U+FFFD, and a Llama decoder gives one string for "▁the" a
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Iterator
@@ -118,14 +119,9 @@ def _pieces(model: dict[str, Any]) -> dict[int, str]:
 
 def unfinished(data: bytes) -> int:
     """How many bytes at the end of `data` begin a UTF-8 character that is not complete."""
-    for length in range(1, min(3, len(data)) + 1):
-        byte = data[-length]
-        if byte >= 0xC0:
-            wanted = 2 + (byte >= 0xE0) + (byte >= 0xF0)
-            return length if length < wanted else 0
-        if byte < 0x80:
-            return 0
-    return 0
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder.decode(data[-4:])
+    return len(decoder.getstate()[0])
 
 
 def _component_types(component: dict[str, Any] | None) -> Iterator[str]:

@@ -53,7 +53,8 @@ def transplant(
         )
     tied = head.weight is embedding.weight
     retokenizer = Retokenizer(vocab_map, target, draft)
-    pieces = [_pieces(i, retokenizer) for i in range(rows)]
+    pieces = [_pieces(i, retokenizer) for i in range(min(rows, len(target.tokens)))]
+    pieces += [[]] * (rows - len(pieces))
     nothing = torch.tensor([not piece for piece in pieces])
     old_in, old_out = embedding.weight.detach(), head.weight.detach()
     new_out = _weighted(old_out, pieces)
@@ -86,14 +87,13 @@ def _weighted(rows: Tensor, pieces: list[list[int]]) -> Tensor:
 
     A token with one piece has that very row, bit by bit.
     """
-    count = torch.tensor([len(piece) for piece in pieces])
     new = rows.new_zeros((len(pieces), rows.shape[1]))
-    single = (count == 1).nonzero()[:, 0]
-    new[single] = rows[torch.tensor([pieces[i][0] for i in single.tolist()], dtype=torch.long)]
-    for i in (count > 1).nonzero()[:, 0].tolist():
-        weights = FRONT ** torch.arange(len(pieces[i]), dtype=torch.float32)
-        mean = (weights / weights.sum()) @ rows[pieces[i]].float()
-        new[i] = mean.to(rows.dtype)
+    single = {i: piece[0] for i, piece in enumerate(pieces) if len(piece) == 1}
+    new[[*single]] = rows[[*single.values()]]
+    for i, piece in enumerate(pieces):
+        if len(piece) > 1:
+            weights = FRONT ** torch.arange(len(piece), dtype=torch.float32)
+            new[i] = ((weights / weights.sum()) @ rows[piece].float()).to(rows.dtype)
     return new
 
 

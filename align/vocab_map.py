@@ -15,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from align.atomic import atomic_file
-from align.checks import Pair, Relation
+from align.checks import Comparison, Relation
 from align.sources import SourceError
 from align.token_bytes import Token
 from align.vocabulary import Vocabulary, open_safetensors
@@ -49,7 +49,7 @@ class VocabMap:
 
 def build_map(target: Vocabulary, draft: Vocabulary) -> VocabMap:
     """The map of a pair. Raises MapError when they share no token that stands for text."""
-    relation = Pair(target, draft).relation
+    relation = Comparison(target, draft).relation
     if relation == "disjoint":
         raise MapError(
             f"TOK-005: of {len(target.used)} and {len(draft.used)} tokens {target.spec!r} and "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from align.sources import SourceError, load_tokenizer, read_json, resolve_checkpoint
 from align.token_bytes import Token, backend_of, backend_tokens, byte_fallback_ids, is_used
@@ -117,12 +117,13 @@ class Vocabulary:
             ) from error
         return made
 
-    @cached_property
-    def plain_tokenizer(self) -> Tokenizer:
-        """As `tokenizer`, but special strings in a text are only text."""
-        plain = Tokenizer.from_str(self.tokenizer.to_str())
-        plain.encode_special_tokens = True
-        return plain
+    def encode_plain(self, text: str) -> Encoding:
+        """Of a text alone: nothing put before it, and special strings in it taken as text."""
+        self.tokenizer.encode_special_tokens = True
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=False)
+        finally:
+            self.tokenizer.encode_special_tokens = False
 
     @cached_property
     def prefix(self) -> list[int]:
@@ -182,7 +183,7 @@ class Vocabulary:
             text = data.decode()
         except UnicodeDecodeError:
             return self.longest_match(data)
-        ids = self.plain_tokenizer.encode(text, add_special_tokens=False).ids
+        ids = self.encode_plain(text).ids
         if ids and self.bytes_of(ids) == b" " + data:  # SentencePiece begins texts with a space
             ids = self.longest_match(self.bytes_of(ids[:1])[1:]) + ids[1:]
         return ids if self.bytes_of(ids) == data else self.longest_match(data)

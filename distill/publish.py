@@ -117,10 +117,7 @@ def model_card(run_folder: Path | str) -> str:
             base_model=target if is_hub_id(report.target) else None,
             library_name="transformers",
             pipeline_tag="text-generation",
-            tags=[
-                *("speculative-decoding", "draft-model", "draftsmith"),
-                *([domain] if domain else []),
-            ],
+            tags=["speculative-decoding", "draft-model", "draftsmith", *filter(None, [domain])],
             model_name=f"{Path(target).name}-draft",
             eval_results=[_result(report, label, value) for label, value, _ in numbers],
         ),

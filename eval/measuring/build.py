@@ -9,7 +9,7 @@ from eval.measuring import metrics
 from eval.measuring.atlas import build_atlas, telling_prompts
 from eval.measuring.cost import gamma_curve, payoff, waterfall
 from eval.measuring.log import DraftLog, RunLog
-from eval.measuring.metrics import NUMBERS, NothingToMeasure, agreed, timed
+from eval.measuring.metrics import NUMBERS, NothingToMeasure, agreed, blocks, timed
 from eval.reporting.report import SCHEMA, Findings, PromptSums, Report, ReportError, checked
 from eval.reporting.text import headline
 from eval.reporting.warnings import find_warnings
@@ -50,8 +50,8 @@ def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
         "provenance": run.provenance,
     }
     found = checked(Findings, fields)
-    said = {"warnings": find_warnings(found), "headline": headline(found)}
-    return checked(Report, fields | said)
+    words = {"warnings": find_warnings(found), "headline": headline(found)}
+    return checked(Report, fields | words)
 
 
 def _draft_block(log: DraftLog, run: RunLog, shown: Sequence[str]) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _draft_block(log: DraftLog, run: RunLog, shown: Sequence[str]) -> dict[str, 
 
 def _waterfall(log: DraftLog) -> Any:
     return waterfall(
-        metrics.tau(log.runs).mean,
+        metrics.tau(blocks(log)).mean,
         metrics.mean_drafted(log.runs),
         timed(log),
         metrics.decode_speedup(log.runs, log.baseline).mean,

@@ -256,6 +256,15 @@ def mean_drafted(runs: Sequence[PromptRun]) -> float:
     return float(totals[2] / totals[1])
 
 
+def drafted_calls(runs: Sequence[PromptRun]) -> Measured:
+    """Share of target calls with a drafted token to verify: under 1 where a drafter has none."""
+    rows = _run_rows(
+        [run for run in runs if run.whole_blocks],
+        lambda run: (sum(n > 0 for n in run.drafted[: run.whole_blocks]), run.whole_blocks),
+    )
+    return _measure("drafted_calls", rows)
+
+
 def accepted_over_drafted(runs: Sequence[PromptRun]) -> Measured:
     """Accepted over drafted tokens, over the blocks that tau is taken on."""
     rows = {key: row for key, row in _block_rows(runs).items() if row[1][2]}
@@ -571,6 +580,13 @@ def agreed(log: DraftLog) -> list[Agreement]:
     return _known(log.agreement, "teacher-forced distributions")
 
 
+def blocks(log: DraftLog) -> list[PromptRun]:
+    """The runs. Raises `NothingToMeasure` where it is not known what they drafted and accepted."""
+    if reason := log.missing.get("tau"):
+        raise NothingToMeasure(reason)
+    return log.runs
+
+
 def costs_ms(costs: StepCosts) -> Costs:
     """The step costs in milliseconds."""
     verify = sorted(costs.target_verify.items())
@@ -602,17 +618,18 @@ def by_temperature(log: DraftLog) -> list[TemperaturePoint]:
 # is a field there, a function and a line here, and a row in eval/reporting/tables.py.
 NUMBERS: dict[str, Callable[[DraftLog], Any]] = {
     "alpha": lambda log: alpha(agreed(log)),
-    "tau": lambda log: tau(log.runs),
-    "mean_drafted": lambda log: mean_drafted(log.runs),
-    "accepted_over_drafted": lambda log: accepted_over_drafted(log.runs),
-    "per_position": lambda log: per_position(log.runs),
+    "tau": lambda log: tau(blocks(log)),
+    "mean_drafted": lambda log: mean_drafted(blocks(log)),
+    "drafted_calls": lambda log: drafted_calls(blocks(log)),
+    "accepted_over_drafted": lambda log: accepted_over_drafted(blocks(log)),
+    "per_position": lambda log: per_position(blocks(log)),
     "costs": lambda log: costs_ms(timed(log)),
     "c": lambda log: c(timed(log)),
-    "verify_ratio": lambda log: verify_ratio(timed(log), mean_drafted(log.runs)),
-    "predicted_speedup": lambda log: predicted_speedup(log.runs, timed(log)),
+    "verify_ratio": lambda log: verify_ratio(timed(log), mean_drafted(blocks(log))),
+    "predicted_speedup": lambda log: predicted_speedup(blocks(log), timed(log)),
     "speedup": lambda log: speedup(log.runs, log.baseline),
-    "decode_speedup": lambda log: decode_speedup(log.runs, log.baseline),
-    "decode_efficiency": lambda log: decode_efficiency(log.runs, log.baseline, timed(log)),
+    "decode_speedup": lambda log: decode_speedup(blocks(log), log.baseline),
+    "decode_efficiency": lambda log: decode_efficiency(blocks(log), log.baseline, timed(log)),
     "tokens_per_s": lambda log: both(tokens_per_s, log),
     "ttft_ms": lambda log: both(ttft_ms, log),
     "itl_ms": lambda log: both(itl_ms, log),

@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from eval.reporting.report import DraftReport, Measured, Report
+from eval.reporting.report import Bucket, DraftReport, Measured, Report
 from eval.reporting.tables import (
     DEFINITIONS,
     baseline_line,
@@ -76,49 +76,38 @@ def acceptance_charts(drafts: Drafts, colours: dict[str, str]) -> list[dict[str,
     """Bars by place in the draft, by place in the answer, by the target's entropy."""
     places = {name: d.per_position for name, d in drafts.items() if d.per_position}
     longest = max(map(len, places.values()), default=0)
-
-    def series(name: str, values: list[Measured], dots: list[Measured | None]) -> dict[str, Any]:
-        return {"name": name, "colour": colours[name], "values": values, "dots": dots}
-
-    charts = []
-    if places:
-        charts.append(
-            {
-                "title": "By position in the draft",
-                "note": "Bars: all tokens up to this one accepted, of the drafts this long.",
-                "x_label": "position in the draft",
-                "labels": range(1, longest + 1),
-                "series": [
-                    series(name, [p.marginal for p in own], [p.conditional for p in own])
-                    for name, own in places.items()
-                ],
-                "legend": [
-                    *(("", colours[name], name) for name in places),
-                    ("round", "var(--ink)", "given that all before were accepted"),
-                ],
-            }
-        )
-    atlases = {name: d.atlas for name, d in drafts.items() if d.atlas}
+    charts: list[dict[str, Any]] = [
+        {
+            "title": "By position in the draft",
+            "note": "Bars: all tokens up to this one accepted, of the drafts this long.",
+            "x_label": "position in the draft",
+            "labels": range(1, longest + 1),
+            "bars": {name: [place.marginal for place in own] for name, own in places.items()},
+            "dots": {name: [place.conditional for place in own] for name, own in places.items()},
+            "legend": [("round", "var(--ink)", "given that all before were accepted")],
+        }
+    ]
     for key, title, x_label in (
         ("by_output_position", "By position in the answer", "token of the answer"),
         ("by_entropy", "By the target's entropy", "bits at temperature 1"),
     ):
-        buckets = {name: getattr(atlas, key) for name, atlas in atlases.items()}
-        if not buckets:
-            continue
+        buckets = {name: getattr(d.atlas, key) for name, d in drafts.items() if d.atlas}
         # all drafts are measured on the same texts, so their buckets are the same
-        first = next(iter(buckets.values()))
+        first: list[Bucket] = next(iter(buckets.values()), [])
         charts.append(
             {
                 "title": title,
                 "note": f"alpha. Tokens: {', '.join(f'{b.positions:,}' for b in first)}.",
                 "x_label": x_label,
                 "labels": [bounds(bucket) for bucket in first],
-                "series": [series(n, [b.alpha for b in own], []) for n, own in buckets.items()],
-                "legend": [("", colours[name], name) for name in buckets],
+                "bars": {name: [b.alpha for b in own] for name, own in buckets.items()},
+                "dots": {},
+                "legend": [],
             }
         )
-    return charts
+    for chart in charts:
+        chart["legend"] = [("", colours[name], name) for name in chart["bars"]] + chart["legend"]
+    return [chart for chart in charts if chart["bars"]]
 
 
 def gamma_chart(drafts: Drafts, colours: dict[str, str]) -> dict[str, Any] | None:
@@ -239,6 +228,7 @@ def render_page(report: Report) -> str:
             waterfall=waterfall_rows(draft),
             gamma_chart=gamma_chart(report.drafts, colours),
             acceptance_charts=acceptance_charts(report.drafts, colours),
+            colours=colours,
             memory=memory_rows(report.drafts, colours),
             atlases=[(n, report.drafts[n].atlas) for n in order if report.drafts[n].atlas],
             verdicts=verdict_lines(report),

@@ -372,6 +372,7 @@ class DraftReport(Part):
         "token and a last block that the length limit cut out."
     )
     mean_drafted: Quantity | None = Field(description="tokens per target call")
+    drafted_calls: Share | None = Field(description="share of target calls that verify any token")
     accepted_over_drafted: Share | None = Field(
         description="share of drafted tokens that verification accepted, over the blocks of tau. "
         "Falls as gamma grows."
@@ -485,7 +486,7 @@ class PromptsUsed(Part):
 
 
 class Findings(Part):
-    """What an evaluation found, before anything is said about it."""
+    """What an evaluation found, without the warnings and the headline made from it."""
 
     schema_name: Annotated[Literal["draftsmith-report/1"], Field(alias="schema")]
     target: str

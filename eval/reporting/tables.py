@@ -156,10 +156,12 @@ def _plain(value: Any) -> str:
 
 def _fields(prefix: str, names: str) -> Cells:
     """Fields under their own names."""
-    return [
-        (name.replace("_", " ").replace("speedup", "speed-up"), prefix + name, _plain)
-        for name in names.split()
-    ]
+    found: Cells = []
+    for name in names.split():
+        label = f"n of {name.removesuffix('.n')}" if name.endswith(".n") else name
+        label = label.replace("_", " ").replace("speedup", "speed-up")
+        found.append((label, prefix + name, _plain))
+    return found
 
 
 RESULT: Cells = [
@@ -199,6 +201,7 @@ DRAFTS: Cells = [
     ("vocabulary", "vocabulary.relation", str),
     ("strategy", "vocabulary.strategy", str),
     ("draft length", "gamma_policy", str),
+    ("target calls with a draft", "drafted_calls", "{:.0%}".format),
     ("draft", "memory.draft_bytes", size),
     ("full form", "memory.full_form_bytes", size),
     ("target", "memory.target_bytes", size),

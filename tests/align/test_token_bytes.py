@@ -1,4 +1,4 @@
-"""A token's key is the bytes it stands for, whatever alphabet the vocabulary is written in."""
+"""A token is the bytes it stands for, whatever alphabet the vocabulary is written in."""
 
 import time
 
@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from align.token_bytes import backend_tokens, tokens_of
+from align.token_bytes import backend_tokens, tokens_of, unfinished
 
 
 @pytest.fixture(scope="module")
@@ -14,20 +14,20 @@ def fast_tokenizer(byte_level_tokenizer):
     return PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer, eos_token="<|im_end|>")
 
 
-def test_byte_level_keys_spell_the_text(fast_tokenizer, text):
-    keys = tokens_of(fast_tokenizer)
+def test_byte_level_tokens_stand_for_the_text(fast_tokenizer, text):
+    tokens = tokens_of(fast_tokenizer)
     ids = fast_tokenizer(text).input_ids
-    assert b"".join(keys[i][1] for i in ids) == text.encode()
+    assert b"".join(tokens[i][1] for i in ids) == text.encode()
 
 
-def test_byte_level_keys_hold_every_byte_once(fast_tokenizer):
-    keys = tokens_of(fast_tokenizer)
-    assert len(keys) == len(fast_tokenizer)
-    assert sorted(key for key in keys if len(key[1]) == 1) == [
+def test_byte_level_tokens_hold_every_byte_once(fast_tokenizer):
+    tokens = tokens_of(fast_tokenizer)
+    assert len(tokens) == len(fast_tokenizer)
+    assert sorted(token for token in tokens if len(token.raw) == 1) == [
         ("normal", bytes([byte])) for byte in range(256)
     ]
-    assert keys[0] == ("special", b"<|im_end|>")
-    assert len(set(keys)) == len(keys)
+    assert tokens[0] == ("special", b"<|im_end|>")
+    assert len(set(tokens)) == len(tokens)
 
 
 @pytest.fixture(scope="module")
@@ -57,22 +57,22 @@ def sentencepiece_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
 
 
-def test_sentencepiece_keys_spell_the_text(sentencepiece_tokenizer, text):
-    keys = tokens_of(sentencepiece_tokenizer)
+def test_sentencepiece_tokens_stand_for_the_text(sentencepiece_tokenizer, text):
+    tokens = tokens_of(sentencepiece_tokenizer)
     ids = sentencepiece_tokenizer(text).input_ids
     # SentencePiece cannot tell a literal "▁" from a space
-    assert b"".join(keys[i][1] for i in ids) == text.replace("▁", " ").encode()
+    assert b"".join(tokens[i][1] for i in ids) == text.replace("▁", " ").encode()
 
 
-def test_sentencepiece_keys(sentencepiece_tokenizer):
-    keys = tokens_of(sentencepiece_tokenizer)
-    tokens = sentencepiece_tokenizer.get_vocab()
-    assert keys[tokens["<0x41>"]] == ("normal", b"A")
-    assert keys[tokens["▁a"]] == ("normal", b" a")
-    assert keys[tokens["é"]] == ("normal", "é".encode())
-    assert keys[tokens["</s>"]] == ("special", b"</s>")
-    assert keys[tokens["▁▁"]] == ("normal", b"  ")  # an added token that is a piece as well
-    assert keys[tokens["<tool>"]] == ("normal", b"<tool>")
+def test_sentencepiece_tokens(sentencepiece_tokenizer):
+    tokens = tokens_of(sentencepiece_tokenizer)
+    ids = sentencepiece_tokenizer.get_vocab()
+    assert tokens[ids["<0x41>"]] == ("normal", b"A")
+    assert tokens[ids["▁a"]] == ("normal", b" a")
+    assert tokens[ids["é"]] == ("normal", "é".encode())
+    assert tokens[ids["</s>"]] == ("special", b"</s>")
+    assert tokens[ids["▁▁"]] == ("normal", b"  ")  # an added token that is a piece as well
+    assert tokens[ids["<tool>"]] == ("normal", b"<tool>")
 
 
 def test_unigram_vocabularies_are_lists():
@@ -81,8 +81,8 @@ def test_unigram_vocabularies_are_lists():
         "decoder": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"},
         "added_tokens": [{"id": 0, "content": "<unk>", "special": True}],
     }
-    keys = [("special", b"<unk>"), ("normal", b" the"), ("normal", b"<0x0A>")]
-    assert backend_tokens(backend) == keys
+    tokens = [("special", b"<unk>"), ("normal", b" the"), ("normal", b"<0x0A>")]
+    assert backend_tokens(backend) == tokens
     backend["model"]["byte_fallback"] = True
     assert backend_tokens(backend)[2] == ("normal", b"\n")
 
@@ -137,7 +137,7 @@ def test_placeholders_are_unused(byte_level_json, content, kind):
     assert backend_tokens(byte_level_json({content: 0})) == [(expected, content.encode())]
 
 
-def test_tokens_that_do_not_spell_bytes_are_refused():
+def test_tokens_that_do_not_stand_for_bytes_are_refused():
     backend = {
         "model": {"type": "WordPiece", "vocab": {"un": 0, "##do": 1}},
         "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
@@ -161,3 +161,15 @@ def test_a_large_vocabulary_takes_little_time(byte_level_json):
     started = time.perf_counter()
     assert backend_tokens(backend)[-1] == ("normal", b" token262143")
     assert time.perf_counter() - started < 2
+
+
+@pytest.mark.parametrize("text", ["a", "é", "日", "👩", "é👩", "日é"])
+def test_what_is_unfinished_of_a_character_cut_at_every_byte(text):
+    data = text.encode()
+    for at in range(len(data) + 1):
+        whole = data[:at].decode(errors="ignore").encode()
+        assert unfinished(data[:at]) == at - len(whole)
+
+
+def test_bytes_that_begin_no_character_are_not_unfinished():
+    assert [unfinished(data) for data in (b"\x80", b"a\x80\x80\x80", b"\xff", b"\xc0")] == [0] * 4

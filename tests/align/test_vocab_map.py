@@ -150,7 +150,7 @@ def test_a_space_that_sentencepiece_begins_texts_with_is_taken_off(
 
     vocabulary = rewritten(sentencepiece, tmp_path / "llama", prepend)
     written = text.replace("▁", " ")
-    raw = vocabulary.plain_tokenizer.encode(text, add_special_tokens=False).ids
+    raw = vocabulary.encode_plain(text).ids
     assert vocabulary.bytes_of(raw) == (b" " if text else b"") + written.encode()
     assert vocabulary.bytes_of(vocabulary.encode(text.encode())) in (
         written.encode(),

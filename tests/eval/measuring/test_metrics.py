@@ -173,6 +173,16 @@ def test_tau_of_the_baseline_is_one():
     assert metrics.tau([make_baseline()]).mean == 1.0
 
 
+def test_drafted_calls_are_those_with_a_token_to_verify():
+    run = make_run(accepted=(1, 0, 2), drafted=(2, 0, 2))
+    assert metrics.drafted_calls([run]).mean == pytest.approx(2 / 3)
+    assert (
+        metrics.drafted_calls([make_run(accepted=(1, 0, 2), drafted=(2, 0, 2), cut=1)]).mean
+        == 1 / 2
+    )
+    assert metrics.drafted_calls([make_baseline()]).mean == 0
+
+
 def test_accepted_over_drafted():
     assert metrics.accepted_over_drafted([make_run()]).mean == pytest.approx(3 / 6)
     assert metrics.accepted_over_drafted([make_run(cut=1)]).mean == pytest.approx(1 / 4)

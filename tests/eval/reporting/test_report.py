@@ -379,9 +379,7 @@ def test_a_null_field_needs_a_reason(data, read):
 
 def test_what_an_engine_could_not_measure_is_null_with_its_reason(run_info, measurement):
     """As from a server: no distributions, no step times, no drafted tokens."""
-    fields = (
-        "alpha tau mean_drafted accepted_over_drafted per_position decode_speedup atlas".split()
-    )
+    of_blocks = "tau mean_drafted accepted_over_drafted per_position decode_speedup".split()
     log = measurement("served", 0.6)
     log = dataclasses.replace(
         log,
@@ -390,15 +388,16 @@ def test_what_an_engine_could_not_measure_is_null_with_its_reason(run_info, meas
         memory=None,
         gamma=None,
         gamma_policy="of the server",
-        missing=dict.fromkeys(fields, "a server does not tell"),
+        missing={"tau": "a server does not tell"},
     )
     for run in log.runs:
         run.drafted = run.accepted = [0] * len(run.drafted)
     report = build_report(run_info, [log])
     draft = report.drafts["served"]
-    assert all(getattr(draft, field) is None for field in fields)
     reasons = {one.field: one.reason for one in draft.missing}
-    assert reasons["tau"] == "a server does not tell"
+    assert all(getattr(draft, field) is None for field in reasons)
+    assert {reasons[field] for field in of_blocks} == {"a server does not tell"}
+    assert reasons["alpha"] == reasons["atlas"] == "the log holds no teacher-forced distributions"
     assert reasons["c"] == reasons["payoff"] == "the log holds no step costs"
     assert draft.by_category["odd"].speedup is not None
     assert draft.by_category["odd"].tau is None
@@ -418,6 +417,7 @@ def test_a_draft_that_proposed_nothing_is_reported(run_info, measurement):
     report = build_report(run_info, [log])
     draft = report.drafts["lookup"]
     assert draft.tau.mean == 1
+    assert draft.drafted_calls.mean == 0
     assert draft.accepted_over_drafted is draft.per_position is None
     assert {one.reason for one in draft.missing if one.field == "per_position"} == {
         "nothing was drafted"
