@@ -9,7 +9,6 @@ slots beyond it are masked and then overwritten.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -50,8 +49,7 @@ class KVCache:
 
     def bytes_per_token(self) -> int:
         """Bytes that one token of one row takes in this cache."""
-        per_layer = [t[0, :, 0].numel() * t.element_size() for t in self.keys + self.values]
-        return sum(per_layer)
+        return sum(t[0, :, 0].nbytes for t in self.keys + self.values)
 
     def copy_row(self, row: int, other: KVCache, other_row: int, length: int) -> None:
         """Take the first `length` slots of a row of `other` as this cache's row `row`."""
@@ -60,24 +58,24 @@ class KVCache:
 
     def row(self, row: int) -> KVCache:
         """That row as a cache of its own, in the same memory."""
-        own = slice(row, row + 1)
-        return KVCache([k[own] for k in self.keys], [v[own] for v in self.values])
+        return self._each(lambda tensor: tensor[row : row + 1])
 
     def resized(self, slots: int) -> KVCache:
         """A copy with that many slots, its first ones those of this cache."""
-        kept = min(slots, self.slots)
-
-        def copied(tensor: Tensor) -> Tensor:
-            rows, heads, _, size = tensor.shape
-            new = tensor.new_zeros((rows, heads, slots, size))
-            new[:, :, :kept] = tensor[:, :, :kept]
-            return new
-
-        return KVCache([copied(k) for k in self.keys], [copied(v) for v in self.values])
+        return self._each(lambda tensor: F.pad(tensor, (0, 0, 0, slots - self.slots)))
 
     def keep_rows(self, rows: Tensor) -> KVCache:
         """A cache with only the given rows (indices [B']), in that order."""
-        return KVCache([k[rows] for k in self.keys], [v[rows] for v in self.values])
+        return self._each(lambda tensor: tensor[rows])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> KVCache:
+        return KVCache([change(k) for k in self.keys], [change(v) for v in self.values])
+
+
+def _empty_cache(layers: int, shape: tuple[int, ...], like: Tensor) -> KVCache:
+    # zeros, not empty: a masked slot still enters a product, and 0 * nan is nan
+    keys, values = ([like.new_zeros(shape) for _ in range(layers)] for _ in range(2))
+    return KVCache(keys, values)
 
 
 def causal_bias(start: Tensor, width: int, length: int, dtype: torch.dtype) -> Tensor:
@@ -201,34 +199,46 @@ class Int8Weight(NamedTuple):
 Weight = Tensor | Int8Weight
 
 
+class _Linear(NamedTuple):
+    """One product, of several of a model's where they read the same input."""
+
+    weight: Weight
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, int8: bool, *parts: nn.Linear) -> _Linear:
+        weights = [part.weight.detach() for part in parts]
+        weight = weights[0] if len(parts) == 1 else torch.cat(weights)  # one alone is not copied
+        biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
+        return cls(Int8Weight.of(weight) if int8 else weight, torch.cat(biases) if biases else None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """F.linear of [B, T, K]. Eight bits, which only a draft has, promise no equal bits."""
+        if isinstance(self.weight, Tensor):
+            return cpu_bits.linear(x, self.weight, self.bias)
+        values, scales = self.weight
+        if x.shape[0] * x.shape[1] > INT8_ROWS:
+            return F.linear(x, values.to(x.dtype) * scales[:, None], self.bias)
+        y = torch._weight_int8pack_mm(x.flatten(0, 1), values, scales).view(*x.shape[:2], -1)
+        return y if self.bias is None else y + self.bias
+
+
 class _Layer(NamedTuple):
     input_norm: Tensor
-    qkv: Weight
-    qkv_bias: Tensor | None
-    query_norm: Tensor | None
+    qkv: _Linear
+    query_norm: Tensor | None  # only Qwen3 has them
     key_norm: Tensor | None
-    output: Weight
-    output_bias: Tensor | None
+    output: _Linear
     post_norm: Tensor
-    gate_up: Weight
-    gate_up_bias: Tensor | None
-    down: Weight
-    down_bias: Tensor | None
+    gate_up: _Linear
+    down: _Linear
 
 
-def _joined_bias(*parts: nn.Linear) -> Tensor | None:
-    biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
-    return torch.cat(biases) if biases else None
-
-
-def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """F.linear of [B, T, K]. An Int8Weight, which only a draft has, makes no promise of bits."""
-    if isinstance(weight, Tensor):
-        return cpu_bits.linear(x, weight, bias)
-    if x.shape[0] * x.shape[1] > INT8_ROWS:
-        return F.linear(x, weight.values.to(x.dtype) * weight.scales[:, None], bias)
-    y = torch._weight_int8pack_mm(x.flatten(0, 1), *weight).view(*x.shape[:2], -1)
-    return y if bias is None else y + bias
+def _bytes(held: Any) -> int:
+    """Bytes of the tensors in a nest of tuples."""
+    if isinstance(held, Tensor):
+        return held.nbytes
+    return sum(map(_bytes, held or ()))
 
 
 class LeanDecoder:
@@ -247,7 +257,6 @@ class LeanDecoder:
     ) -> None:
         config: Any = model.config
         body: Any = model.model
-        as_read: Callable[[Tensor], Weight] = Int8Weight.of if int8 else Tensor.detach
         self.context_length = context_length
         self.embedding = body.embed_tokens.weight.detach() if embedding is None else embedding
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
@@ -258,32 +267,24 @@ class LeanDecoder:
         for layer in body.layers:
             attention, mlp = layer.self_attn, layer.mlp
             self.head_size = attention.head_dim
-            query_norm = getattr(attention, "q_norm", None)  # only Qwen3 has them
-            key_norm = getattr(attention, "k_norm", None)
-            q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
+            norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+            query_norm, key_norm = (None if n is None else n.weight.detach() for n in norms)
             self.layers.append(
                 _Layer(
-                    input_norm=layer.input_layernorm.weight.detach(),
-                    qkv=as_read(torch.cat([q.weight, k.weight, v.weight]).detach()),
-                    qkv_bias=_joined_bias(q, k, v),
-                    query_norm=None if query_norm is None else query_norm.weight.detach(),
-                    key_norm=None if key_norm is None else key_norm.weight.detach(),
-                    output=as_read(attention.o_proj.weight.detach()),
-                    output_bias=attention.o_proj.bias,
-                    post_norm=layer.post_attention_layernorm.weight.detach(),
-                    gate_up=as_read(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach()),
-                    gate_up_bias=_joined_bias(mlp.gate_proj, mlp.up_proj),
-                    down=as_read(mlp.down_proj.weight.detach()),
-                    down_bias=mlp.down_proj.bias,
+                    layer.input_layernorm.weight.detach(),
+                    _Linear.of(int8, attention.q_proj, attention.k_proj, attention.v_proj),
+                    query_norm,
+                    key_norm,
+                    _Linear.of(int8, attention.o_proj),
+                    layer.post_attention_layernorm.weight.detach(),
+                    _Linear.of(int8, mlp.gate_proj, mlp.up_proj),
+                    _Linear.of(int8, mlp.down_proj),
                 )
             )
         self.final_norm = body.norm.weight.detach()
         head = model.get_output_embeddings()
-        tied = head.weight is body.embed_tokens.weight
-        self.head_weight: Weight = as_read(head.weight.detach())
-        if tied and not int8:
-            self.head_weight = self.embedding
-        self.head_bias = head.bias
+        tied = head.weight is body.embed_tokens.weight and not int8
+        self.head = _Linear(self.embedding, head.bias) if tied else _Linear.of(int8, head)
         positions = torch.arange(context_length, device=self.device)[None]
         cos, sin = body.rotary_emb(self.embedding[:1, :1], positions)
         half = self.head_size // 2
@@ -292,18 +293,12 @@ class LeanDecoder:
         self.sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
 
     def own_bytes(self) -> int:
-        held: list[Weight | None] = [*itertools.chain(*self.layers), self.final_norm]
-        held += [self.head_bias, None if self.head_weight is self.embedding else self.head_weight]
-        tensors = (t for w in held if w is not None for t in ([w] if isinstance(w, Tensor) else w))
-        return sum(t.numel() * t.element_size() for t in tensors)
+        tied = self.head.weight is self.embedding
+        return _bytes((*self.layers, self.final_norm, self.head.bias if tied else self.head))
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
         shape = (rows, self.key_heads, cpu_bits.whole_blocks(slots), self.head_size)
-        # zeros, not empty: a masked slot still enters a product, and 0 * nan is nan
-        return KVCache(
-            [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in self.layers],
-            [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in self.layers],
-        )
+        return _empty_cache(len(self.layers), shape, self.embedding)
 
     @torch.inference_mode()
     def forward(
@@ -332,8 +327,7 @@ class LeanDecoder:
             if states and number in states:
                 states[number] = x
             h = F.rms_norm(x, size, layer.input_norm, self.eps)
-            qkv = _linear(h, layer.qkv, layer.qkv_bias).view(rows, width, -1, self.head_size)
-            qkv = qkv.transpose(1, 2)
+            qkv = layer.qkv(h).view(rows, width, -1, self.head_size).transpose(1, 2)
             qk, v = qkv[:, :turned], qkv[:, turned:]
             if layer.query_norm is not None and layer.key_norm is not None:
                 q = F.rms_norm(qk[:, : self.heads], (self.head_size,), layer.query_norm, self.eps)
@@ -348,17 +342,17 @@ class LeanDecoder:
                 keys[row_index, :, positions] = k.transpose(1, 2)
                 values[row_index, :, positions] = v.transpose(1, 2)
             h = attend(q, keys, values).reshape(rows, width, self.heads * self.head_size)
-            x = x + _linear(h, layer.output, layer.output_bias)
+            x = x + layer.output(h)
             h = F.rms_norm(x, size, layer.post_norm, self.eps)
-            gate, up = _linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            x = x + _linear(F.silu(gate) * up, layer.down, layer.down_bias)
+            gate, up = layer.gate_up(h).chunk(2, dim=-1)
+            x = x + layer.down(F.silu(gate) * up)
         last = len(self.layers)
         if last_only and not (states and last in states):
             x = x[:, -1:]
         x = F.rms_norm(x, size, self.final_norm, self.eps)
         if states and last in states:
             states[last] = x
-        return _linear(x[:, -1:] if last_only else x, self.head_weight, self.head_bias)
+        return self.head(x[:, -1:] if last_only else x)
 
     def _attention(
         self, rows: int, width: int, start: int | Tensor, slots: int
@@ -479,8 +473,7 @@ class StockDecoder:
 
     def own_bytes(self) -> int:
         shared = self.embedding.data_ptr()
-        own = (p for p in self.model.parameters() if p.data_ptr() != shared)
-        return sum(p.numel() * p.element_size() for p in own)
+        return sum(p.nbytes for p in self.model.parameters() if p.data_ptr() != shared)
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
         config = self.config
@@ -488,11 +481,7 @@ class StockDecoder:
             config.hidden_size // config.num_attention_heads
         )
         shape = (rows, config.num_key_value_heads, slots, head_size)
-        layers = range(config.num_hidden_layers)
-        return KVCache(
-            [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in layers],
-            [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in layers],
-        )
+        return _empty_cache(config.num_hidden_layers, shape, self.embedding)
 
     @torch.inference_mode()
     def forward(

@@ -59,4 +59,4 @@ def tensor_sha256(tensor: Tensor) -> str:
 
 def model_bytes(model: PreTrainedModel) -> int:
     """Bytes of a model's parameters, tied ones counted once."""
-    return sum(p.numel() * p.element_size() for p in model.parameters())
+    return sum(p.nbytes for p in model.parameters())
