@@ -123,8 +123,11 @@ def test_a_gemma_target_with_a_llama_draft(folder, job, tmp_path):
     assert saved.get_output_embeddings().weight.shape[0] == len(words) + 4
 
 
-def test_a_dry_run_prices_a_foreign_draft_and_writes_nothing(job, tmp_path):
-    assert run(job(tmp_path / "run", dry_run=True)) in (0, 1)
+@pytest.mark.parametrize(
+    "changes", [{}, {"draft": None, "num_draft_layers": 1, "draft_vocab_size": 270}]
+)
+def test_a_dry_run_prices_a_draft_and_writes_nothing(job, tmp_path, changes):
+    assert run(job(tmp_path / "run", dry_run=True, **changes)) in (0, 1)
     assert not (tmp_path / "run").exists()
 
 
