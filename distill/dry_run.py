@@ -40,7 +40,11 @@ def price_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> i
         model, token_ids = load_sibling(recipe.draft, pair, embedding.shape[0]), None
         drafter = load_drafter(recipe.draft, target, pair.strategy)
     else:
-        model, token_ids = _unfitted(recipe, target)
+        # which rows its head keeps depends on the answers: here the first
+        head: Tensor = target.model.get_output_embeddings().weight.detach()
+        head = head[: recipe.draft_vocab_size].clone()
+        model = build_pruned(target.model, recipe.num_draft_layers, head)
+        token_ids = None if recipe.draft_vocab_size is None else torch.arange(len(head))
         drafter = pruned_drafter(model, token_ids, target)
     evaluation, training = prompts.evaluation.ids, prompts.training.ids
     context = sum(map(len, evaluation)) // len(evaluation)
@@ -79,14 +83,6 @@ def price_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> i
         print("error: no draft length can pay with this draft; use a smaller one.", file=sys.stderr)
         return 1
     return 0
-
-
-def _unfitted(recipe: Recipe, target: Target) -> tuple[PreTrainedModel, Tensor | None]:
-    """The draft in its shape; which rows its head keeps depends on the answers: here the first."""
-    head: Tensor = target.model.get_output_embeddings().weight.detach()
-    rows = recipe.draft_vocab_size
-    token_ids = None if rows is None else torch.arange(rows)
-    return build_pruned(target.model, recipe.num_draft_layers, head[:rows].clone()), token_ids
 
 
 def _batched_step(target: Target, rows: int, at: int) -> float:

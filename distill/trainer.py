@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -89,28 +91,23 @@ class DistillationCollator:
         self.pad_token_id = pad_token_id
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        width = max(len(row["input_ids"]) for row in rows)
-        input_ids = torch.full((len(rows), width), self.pad_token_id)
-        attention_mask = torch.zeros((len(rows), width), dtype=torch.long)
-        # only counted by the trainer, which leaves the first of each row out; any value counts
-        most = max(len(row["positions"]) for row in rows)
-        labels = torch.full((len(rows), 1 + most), -100)
-        positions, top_ids, top_logprobs = [], [], []
-        for b, row in enumerate(rows):
-            length, predicting = len(row["input_ids"]), torch.tensor(row["positions"])
-            input_ids[b, :length] = torch.tensor(row["input_ids"])
-            attention_mask[b, :length] = 1
-            labels[b, 1 : 1 + len(predicting)] = 1
-            positions.append(b * width + predicting)
-            top_ids.append(torch.tensor(row["top_ids"]).view(len(predicting), -1))
-            top_logprobs.append(torch.tensor(row["top_logprobs"]).view(len(predicting), -1))
+        ids = [torch.tensor(row["input_ids"]) for row in rows]
+        input_ids = pad_sequence(ids, True, self.pad_token_id)
+        predicting = [torch.tensor(row["positions"]) for row in rows]
+        # only counted by the trainer, which leaves the first of each row out
+        labels = [F.pad(torch.ones_like(at), (1, 0), value=-100) for at in predicting]
+        width, cached = input_ids.shape[1], len(rows[0]["top_ids"]) // len(predicting[0])
+
+        def flat(column: str) -> Tensor:
+            return torch.cat([torch.tensor(row[column]) for row in rows]).view(-1, cached)
+
         return {
             "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "labels": labels,
-            "positions": torch.cat(positions),
-            "top_ids": torch.cat(top_ids),
-            "top_logprobs": torch.cat(top_logprobs),
+            "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], True),
+            "labels": pad_sequence(labels, True, -100),
+            "positions": torch.cat([b * width + at for b, at in enumerate(predicting)]),
+            "top_ids": flat("top_ids"),
+            "top_logprobs": flat("top_logprobs"),
             "index": torch.tensor([row["index"] for row in rows]),
         }
 
@@ -180,22 +177,21 @@ class DistillationTrainer(SFTTrainer):
         index = inputs.pop("index")
         outputs = model(**inputs)
         tokens = len(inputs["positions"])
-        mean = float(outputs.loss.detach()) / max(tokens, 1)
+        mean = float(outputs.loss.detach()) / tokens
         if not torch.isfinite(outputs.loss):
             raise ValueError(
                 f"The loss is {mean} at step {self.state.global_step + 1}, on answers "
                 f"{index.tolist()} of the cache; training stopped before the weights took "
                 "it. Lower learning_rate, or look at those answers; the last checkpoint is whole."
             )
-        mode = "train" if model.training else "eval"
-        self._metrics[mode]["kl"].append(mean)
-        self._metrics[mode]["greedy_agreement"].append(float(outputs.agreed) / max(tokens, 1))
-        self._total_train_tokens += tokens if mode == "train" else 0
+        self._metrics["train"]["kl"].append(mean)
+        self._metrics["train"]["greedy_agreement"].append(float(outputs.agreed) / tokens)
+        self._total_train_tokens += tokens
         count = tokens if num_items_in_batch is None else num_items_in_batch
         loss = outputs.loss / count
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes
-        return (loss, outputs) if return_outputs else loss
+        return loss
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"

@@ -49,6 +49,7 @@ def no_target(*_):
     [
         ({"num_draft_layers": 40}, "num_draft_layers 40 must be .* below the target's 2 layers"),
         ({"draft_vocab_size": 9_999_999}, "draft_vocab_size 9999999 must be .* at most 300"),
+        ({"cache_top_k": 301}, "cache_top_k 301 is more than the 300 tokens"),
         ({"draft_vocab_size": 256}, "draft_vocab_size 256 must be at least 257 "),
     ],
 )
