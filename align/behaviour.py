@@ -80,8 +80,8 @@ def _bonus(retokenizer: Retokenizer) -> Iterator[Found]:
     """A token of the target alone must be retokenized to the same bytes."""
     target, draft = retokenizer.target, retokenizer.draft
     alone = (retokenizer.vocab_map.to_draft < 0).nonzero()[:, 0].tolist()
-    normal = ((i, token) for i in alone if (token := target.tokens[i]) and token.kind == "normal")
-    lost = [i for i, token in normal if draft.bytes_of(retokenizer.of_token(i)) != token.raw]
+    normal = [i for i in alone if (token := target.tokens[i]) and token[0] == "normal"]
+    lost = [i for i in normal if draft.bytes_of(retokenizer.of_token(i)) != target.bytes_of([i])]
     if lost:
         yield warning(
             f"{len(lost)} tokens of the target cannot be written in the draft's ({lost[0]} is "

@@ -106,13 +106,13 @@ class Comparison:
     def differing(self) -> list[int]:
         """Ids that stand for different bytes; unused or missing, an id stands for none."""
         both = zip(self.target.tokens, self.draft.tokens, strict=False)
-        return [i for i, (a, b) in enumerate(both) if is_used(a) and is_used(b) and a.raw != b.raw]
+        return [i for i, (a, b) in enumerate(both) if is_used(a) and is_used(b) and a[1] != b[1]]
 
     @cached_property
     def relation(self) -> Relation:
         """The draft's vocabulary against the target's (subset: the draft has fewer tokens)."""
         target, draft = self.both
-        if not self.differing and {t.raw for t in target.used} == {t.raw for t in draft.used}:
+        if not self.differing and {raw for _, raw in target.used} == {raw for _, raw in draft.used}:
             rows = [(len(one.tokens), one.head_rows) for one in self.both]
             return "identical" if rows[0] == rows[1] else "padded"
         if target.used == draft.used:
@@ -121,7 +121,7 @@ class Comparison:
             return "subset"
         if draft.used > target.used:
             return "superset"
-        shared = any(token.kind == "normal" for token in target.used & draft.used)
+        shared = any(kind == "normal" for kind, _ in target.used & draft.used)
         return "intersection" if shared else "disjoint"
 
     def coverages(self, texts: list[str]) -> dict[str, float]:
@@ -463,7 +463,7 @@ def _special_strings(pair: Comparison) -> Iterator[Found]:
         token = target.token(i)
         if token is None:
             continue
-        text = f"print('{token.raw.decode(errors='replace')}')"
+        text = f"print('{token[1].decode(errors='replace')}')"
         cut = [i in target.tokenizer.encode(text).ids]
         if token in draft.tokens:
             cut.append(draft.tokens.index(token) in draft.tokenizer.encode(text).ids)
@@ -600,4 +600,4 @@ def _table_problem(tables: dict[str, Any], target: Vocabulary) -> str | None:
 
 def show(token: Token | None) -> str:
     """A token as a finding names it."""
-    return "none" if token is None else repr(token.raw.decode("utf-8", "backslashreplace"))
+    return "none" if token is None else repr(token[1].decode("utf-8", "backslashreplace"))

@@ -10,10 +10,14 @@ import codecs
 import json
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# Kind, and the bytes it stands for. No class: a tokenizer has up to 262k, which the garbage
+# collector would walk through again and again, as it does not with plain tuples.
+Token = tuple[Literal["normal", "special", "unused"], bytes]
 
 # Placeholders that model makers leave for later, and the padding of converted vocabularies.
 _UNUSED = re.compile(
@@ -23,16 +27,9 @@ _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _SPACE_MARK = "\u2581"  # ▁, SentencePiece's space
 
 
-class Token(NamedTuple):
-    """A token as it is compared between vocabularies; raw: the bytes it stands for."""
-
-    kind: Literal["normal", "special", "unused"]
-    raw: bytes
-
-
 def is_used(token: Token | None) -> TypeGuard[Token]:
     """Whether a text may hold the token."""
-    return token is not None and token.kind != "unused"
+    return token is not None and token[0] != "unused"
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase) -> list[Token | None]:
@@ -84,15 +81,15 @@ def backend_tokens(backend: dict[str, Any]) -> list[Token | None]:
             raw = bytes([int(piece[3:5], 16)])
         else:
             raw = piece.replace(_SPACE_MARK, " ").encode()
-        tokens[i] = Token("unused" if _UNUSED.fullmatch(piece) else "normal", raw)
+        tokens[i] = ("unused" if _UNUSED.fullmatch(piece) else "normal", raw)
     for i, token in added.items():
         literal: str = token["content"]
         if _UNUSED.fullmatch(literal):
-            tokens[i] = Token("unused", literal.encode())
+            tokens[i] = ("unused", literal.encode())
         elif token["special"]:
-            tokens[i] = Token("special", literal.encode())
+            tokens[i] = ("special", literal.encode())
         elif byte_level or pieces.get(i) != literal:
-            tokens[i] = Token("normal", literal.encode())
+            tokens[i] = ("normal", literal.encode())
         # else a SentencePiece symbol that was added as well ("▁▁" of Gemma): written as a piece
     return tokens
 

@@ -15,7 +15,7 @@ from align.token_bytes import Token
 
 def byte_units(tokens: Iterable[Token | None]) -> list[int]:
     """Ids of the tokens of a single byte: with them a trimmed draft can still write anything."""
-    return [i for i, token in enumerate(tokens) if token is not None and len(token.raw) == 1]
+    return [i for i, token in enumerate(tokens) if token is not None and len(token[1]) == 1]
 
 
 def choose_tokens(mass: Tensor, size: int, forced: Iterable[int]) -> Tensor:

@@ -154,7 +154,7 @@ class Vocabulary:
 
     def bytes_of(self, ids: Sequence[int]) -> bytes:
         """The bytes that ids stand for; an id without a token stands for none."""
-        return b"".join(token.raw for i in ids if (token := self.token(i)) is not None)
+        return b"".join(token[1] for i in ids if (token := self.token(i)) is not None)
 
     def longest_match(self, data: bytes) -> list[int]:
         """Ids of normal tokens that stand for any bytes, each the longest that fits.

@@ -23,7 +23,7 @@ def test_byte_level_tokens_stand_for_the_text(fast_tokenizer, text):
 def test_byte_level_tokens_hold_every_byte_once(fast_tokenizer):
     tokens = tokens_of(fast_tokenizer)
     assert len(tokens) == len(fast_tokenizer)
-    assert sorted(token for token in tokens if len(token.raw) == 1) == [
+    assert sorted(token for token in tokens if len(token[1]) == 1) == [
         ("normal", bytes([byte])) for byte in range(256)
     ]
     assert tokens[0] == ("special", b"<|im_end|>")
