@@ -9,7 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eval.measuring.atlas import Answer
 from eval.measuring.build import build_report
 from eval.measuring.log import Agreement, DraftLog, PromptRun, RunLog, StepCosts
-from eval.measuring.metrics import by_batch, ledger
+from eval.measuring.losslessness import ledger
+from eval.measuring.metrics import by_batch
 
 
 @pytest.fixture(scope="session")

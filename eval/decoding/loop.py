@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eval.decoding.drafters.base import Drafter, Proposal
+from eval.decoding.drafters.base import Drafter, Proposal, Texts
 from eval.decoding.forward import Decoder, HiddenStates, KVCache, starts
 from eval.decoding.verification import Sampling, choose, verify
 from eval.measuring.log import PromptRun
@@ -99,7 +99,7 @@ def decode(
     session = None
     if drafter is not None:
         texts = [[*row, *tokens] for row, tokens in zip(ids, first, strict=True)]
-        session = drafter.start(texts, slots, how.sampling, generator, prefill)
+        session = drafter.start(Texts(texts, slots, how.sampling, generator, prefill))
 
     rows = runs
     while True:

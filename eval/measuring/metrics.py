@@ -544,24 +544,6 @@ def or_none(metric: Callable[..., Measured], *logs: Sequence[object]) -> Measure
         return None
 
 
-def first_divergence(one: Sequence[int], other: Sequence[int]) -> int:
-    """The position where two texts that differ part; where one ends, that is its length."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def ledger(prompts: int, divergences: list[dict[str, Any]]) -> dict[str, Any]:
-    """The report's `lossless`: so many prompts were compared, and these of them parted."""
-    ties = sum(entry["tie"] for entry in divergences)
-    return {
-        "prompts": prompts,
-        "identical": prompts - len(divergences),
-        "tie_divergences": ties,
-        "unexplained": len(divergences) - ties,
-        "divergences": divergences,
-    }
-
-
 # --- A draft's block of the report, number by number ---
 
 

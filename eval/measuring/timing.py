@@ -45,16 +45,9 @@ def step_costs(
     A step is what the decoder does for it: forward, head, and the choice of a token.
     """
     synchronise = torch.cuda.synchronize if target.device.type == "cuda" else lambda: None
-    cache = target.new_cache(1, context_length + max_gamma + 1)
-
-    def target_step(width: int) -> Callable[[], None]:
-        tokens = torch.ones((1, width), dtype=torch.long, device=target.device)
-        return timed_step(
-            lambda: target.forward(tokens, context_length, cache), lambda logits: logits, sampling
-        )
-
-    steps = {width: target_step(width) for width in range(1, max_gamma + 2)}
-    steps[0] = drafter.step(context_length, sampling)
+    steps = {0: drafter.step(context_length, sampling)}
+    for width in range(1, max_gamma + 2):
+        steps[width] = timed_step(target, width, context_length, sampling)
     seconds: dict[int, list[float]] = {width: [] for width in steps}
     for repeat in tqdm(range(COST_REPEATS + 3), desc="step costs", unit="round"):
         for width, run in steps.items():

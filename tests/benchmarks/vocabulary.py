@@ -22,6 +22,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from align.process import use_machine
+from eval.decoding.drafters.base import Texts
 from eval.decoding.drafters.by_map import MapDrafter
 from eval.decoding.drafters.checkpoint import CheckpointDrafter, TokenSession
 from eval.decoding.forward import build_decoder
@@ -141,7 +142,8 @@ def step_ratio():
             sessions = []
             for drafter in arms:
                 generator = torch.Generator().manual_seed(turn)
-                session = TokenSession(drafter, [ids], CONTEXT + STEPS + 8, sampling, generator)
+                slots = CONTEXT + STEPS + 8
+                session = TokenSession(drafter, Texts([ids], slots, sampling, generator, [{}]))
                 session.propose(1, 0.0)  # reads the context
                 sessions.append(session)
             seconds = [0.0, 0.0]

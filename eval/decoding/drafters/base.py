@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eval.decoding.forward import HiddenStates
+from eval.decoding.forward import Decoder, HiddenStates
 from eval.decoding.verification import Sampling, argmax, warp
 
 
@@ -30,6 +30,21 @@ class Proposal(NamedTuple):
     tokens: Tensor
     q: Tensor | None = None
     counts: Tensor | None = None
+
+
+class Texts(NamedTuple):
+    """The texts of a batch, prompt and first token each, as a drafter takes them up.
+
+    ids: of the target, a list a text. slots: how many tokens a text may have in the end. generator:
+    of the random numbers that drafts are sampled with. states: for each text the target's hidden
+    states at all its tokens but the last [1, T, H].
+    """
+
+    ids: list[list[int]]
+    slots: int
+    sampling: Sampling
+    generator: torch.Generator
+    states: list[HiddenStates]
 
 
 class Session(ABC):
@@ -75,18 +90,8 @@ class Drafter(ABC):
     layers: tuple[int, ...] = ()
 
     @abstractmethod
-    def start(
-        self,
-        texts: list[list[int]],
-        slots: int,
-        sampling: Sampling,
-        generator: torch.Generator,
-        states: list[HiddenStates],
-    ) -> Session:
-        """A session on texts of target ids, each of at most `slots` tokens in the end.
-
-        states: for each text the target's hidden states at all its tokens but the last [1, T, H].
-        """
+    def start(self, texts: Texts) -> Session:
+        """A session on these texts."""
 
     @abstractmethod
     def teacher_forced(
@@ -139,12 +144,18 @@ class SeparateRows(Session):
 
 
 def timed_step(
-    forward: Callable[[], Tensor], cut: Callable[[Tensor], Tensor], sampling: Sampling
+    decoder: Decoder,
+    width: int,
+    context_length: int,
+    sampling: Sampling,
+    cut: Callable[[Tensor], Tensor] = lambda logits: logits,
 ) -> Callable[[], None]:
-    """A step as decoding takes it: forward, head, and the choice of a token, until it is known."""
+    """A step on `width` tokens as decoding takes it: forward, head, the choice of a token."""
+    tokens = torch.ones((1, width), dtype=torch.long, device=decoder.device)
+    cache = decoder.new_cache(1, context_length + width)
 
     def run() -> None:
-        logits = cut(forward())
+        logits = cut(decoder.forward(tokens, context_length, cache))
         (argmax(logits) if sampling.greedy else warp(logits, sampling)).sum().item()
 
     return run

@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from align.vocab_map import Retokenizer, build_map
 from align.vocabulary import Vocabulary
-from eval.decoding.drafters.base import SeparateRows, Session
+from eval.decoding.drafters.base import SeparateRows, Session, Texts
 from eval.decoding.drafters.checkpoint import CheckpointDrafter, TokenSession
-from eval.decoding.forward import HiddenStates
-from eval.decoding.verification import Sampling
 
 
 @dataclass(kw_only=True)
@@ -57,15 +54,6 @@ class MapDrafter(CheckpointDrafter):
     def to_own_ids(self, rows: Tensor) -> Tensor:
         return self.own_ids[rows]
 
-    def start(
-        self,
-        texts: list[list[int]],
-        slots: int,
-        sampling: Sampling,
-        generator: torch.Generator,
-        states: list[HiddenStates],
-    ) -> Session:
+    def start(self, texts: Texts) -> Session:
         # in its own ids rows do not go on by as many tokens: each keeps to itself
-        return SeparateRows(
-            [TokenSession(self, [text], slots, sampling, generator) for text in texts]
-        )
+        return SeparateRows([TokenSession(self, texts._replace(ids=[i])) for i in texts.ids])

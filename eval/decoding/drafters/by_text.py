@@ -16,7 +16,7 @@ from torch import Tensor
 
 from align.token_bytes import unfinished
 from align.vocabulary import Vocabulary
-from eval.decoding.drafters.base import Drafter, Proposal, SeparateRows, Session, timed_step
+from eval.decoding.drafters.base import Drafter, Proposal, SeparateRows, Session, Texts, timed_step
 from eval.decoding.drafters.checkpoint import teacher_forced_logits
 from eval.decoding.forward import Decoder, HiddenStates
 from eval.decoding.verification import Sampling, argmax, sample, warp
@@ -49,15 +49,10 @@ class TextDrafter(Drafter):
         """Logits [..., D] over what may be drafted."""
         return logits[..., : self.rows]
 
-    def start(
-        self,
-        texts: list[list[int]],
-        slots: int,
-        sampling: Sampling,
-        generator: torch.Generator,
-        states: list[HiddenStates],
-    ) -> Session:
-        return SeparateRows([TextSession(self, text, sampling, generator) for text in texts])
+    def start(self, texts: Texts) -> Session:
+        return SeparateRows(
+            [TextSession(self, ids, texts.sampling, texts.generator) for ids in texts.ids]
+        )
 
     def teacher_forced(
         self, ids: list[int], text: list[int], samplings: Sequence[Sampling], states: HiddenStates
@@ -77,11 +72,7 @@ class TextDrafter(Drafter):
             yield found
 
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
-        token = torch.ones((1, 1), dtype=torch.long, device=self.decoder.device)
-        cache = self.decoder.new_cache(1, context_length + 1)
-        return timed_step(
-            lambda: self.decoder.forward(token, context_length, cache), self.cut, sampling
-        )
+        return timed_step(self.decoder, 1, context_length, sampling, self.cut)
 
     @torch.inference_mode()
     def probe(self, ids: list[int]) -> Tensor:

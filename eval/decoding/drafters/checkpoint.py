@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eval.decoding.drafters.base import Drafter, Proposal, Session, timed_step
+from eval.decoding.drafters.base import Drafter, Proposal, Session, Texts, timed_step
 from eval.decoding.forward import Decoder, HiddenStates, starts
 from eval.decoding.verification import Sampling, argmax, sample, warp
 
@@ -69,15 +69,8 @@ class CheckpointDrafter(Drafter):
         full = torch.zeros((*q.shape[:-1], self.vocab_size), dtype=q.dtype, device=q.device)
         return full.scatter_add_(-1, self.token_ids.expand(q.shape), q)
 
-    def start(
-        self,
-        texts: list[list[int]],
-        slots: int,
-        sampling: Sampling,
-        generator: torch.Generator,
-        states: list[HiddenStates],
-    ) -> Session:
-        return TokenSession(self, texts, slots, sampling, generator)
+    def start(self, texts: Texts) -> Session:
+        return TokenSession(self, texts)
 
     def teacher_forced(
         self, ids: list[int], text: list[int], samplings: Sequence[Sampling], states: HiddenStates
@@ -98,11 +91,7 @@ class CheckpointDrafter(Drafter):
             yield F.pad(q, (0, 0, 0, len(text) - fits))
 
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
-        token = torch.ones((1, 1), dtype=torch.long, device=self.decoder.device)
-        cache = self.decoder.new_cache(1, context_length + 1)
-        return timed_step(
-            lambda: self.decoder.forward(token, context_length, cache), self.cut, sampling
-        )
+        return timed_step(self.decoder, 1, context_length, sampling, self.cut)
 
     @torch.inference_mode()
     def probe(self, ids: list[int]) -> Tensor:
@@ -134,20 +123,13 @@ def teacher_forced_logits(
 class TokenSession(Session):
     """`texts` in the draft's ids, `seen` how much of each it has read, or drafted itself."""
 
-    def __init__(
-        self,
-        drafter: CheckpointDrafter,
-        texts: list[list[int]],
-        slots: int,
-        sampling: Sampling,
-        generator: torch.Generator,
-    ) -> None:
-        self.drafter, self.sampling, self.generator = drafter, sampling, generator
-        self.texts = [drafter.read(text, begins=True) for text in texts]
-        self.seen = [0] * len(texts)
-        self.slots = drafter.own_slots(slots)
-        self.cache = drafter.decoder.new_cache(len(texts), self.slots)
-        if len(texts) > 1:  # rows step together, so all but the last token is read before
+    def __init__(self, drafter: CheckpointDrafter, texts: Texts) -> None:
+        self.drafter, self.sampling, self.generator = drafter, texts.sampling, texts.generator
+        self.texts = [drafter.read(text, begins=True) for text in texts.ids]
+        self.seen = [0] * len(self.texts)
+        self.slots = drafter.own_slots(texts.slots)
+        self.cache = drafter.decoder.new_cache(len(self.texts), self.slots)
+        if len(self.texts) > 1:  # rows step together, so all but the last token is read before
             for row, text in enumerate(self.texts):
                 head = torch.tensor([text[:-1]], device=drafter.decoder.device)
                 drafter.decoder.forward(head, 0, self.cache.row(row), last_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from eval.decoding.drafters.base import Drafter, Proposal, SeparateRows, Session
+from eval.decoding.drafters.base import Drafter, Proposal, SeparateRows, Session, Texts
 from eval.decoding.forward import HiddenStates
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
@@ -25,15 +25,8 @@ LONGEST = 3
 class PromptLookup(Drafter):
     device: torch.device
 
-    def start(
-        self,
-        texts: list[list[int]],
-        slots: int,
-        sampling: Sampling,
-        generator: torch.Generator,
-        states: list[HiddenStates],
-    ) -> Session:
-        return SeparateRows([LookupSession(self.device, text) for text in texts])
+    def start(self, texts: Texts) -> Session:
+        return SeparateRows([LookupSession(self.device, ids) for ids in texts.ids])
 
     def teacher_forced(
         self, ids: list[int], text: list[int], samplings: Sequence[Sampling], states: HiddenStates

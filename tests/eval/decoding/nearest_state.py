@@ -27,10 +27,9 @@ def features(states):
 
 @dataclass(kw_only=True)
 class NearestState(Drafter):
-    def start(self, texts, slots, sampling, generator, states):
-        return SeparateRows(
-            [StateSession(text, own) for text, own in zip(texts, states, strict=True)]
-        )
+    def start(self, texts):
+        both = zip(texts.ids, texts.states, strict=True)
+        return SeparateRows([StateSession(ids, states) for ids, states in both])
 
     def teacher_forced(self, ids, text, samplings, states):
         known, whole = features(states), [*ids, *text]

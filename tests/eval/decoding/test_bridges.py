@@ -20,6 +20,7 @@ from align.vocab_map import MapError, Retokenizer, VocabMap, build_map
 from align.vocabulary import read_vocabulary
 from eval.decoding import verification
 from eval.decoding.drafters import by_map, by_text, checkpoint, loading, pruned
+from eval.decoding.drafters.base import Texts
 from eval.decoding.drafters.by_map import MapDrafter
 from eval.decoding.drafters.by_text import TextDrafter, TextSession
 from eval.decoding.drafters.checkpoint import CheckpointDrafter
@@ -477,7 +478,7 @@ def check_q(name, folder, draft):
     found = draft.teacher_forced(IDS, text, samplings, {})
     for sampling, forced in zip(samplings, found, strict=True):
         generator = torch.Generator().manual_seed(0)
-        session = draft.start([IDS], 32, sampling, generator, [{}])
+        session = draft.start(Texts([IDS], 32, sampling, generator, [{}]))
         for at, token in enumerate(text):
             expected = plain_q(name, model, [*IDS, *text[:at]], sampling)
             proposal = session.propose(1, 0.0)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from eval.decoding.drafters.base import Texts
 from eval.decoding.forward import StockDecoder, build_decoder
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
@@ -113,7 +114,8 @@ def test_what_it_proposes_is_what_alpha_was_taken_on(target, drafter):
     target.decoder.forward(whole, 0, target.decoder.new_cache(1, 100), states=states)
     (q,) = drafter.teacher_forced(ids, text, [Sampling()], states)
     upto = {k: v[:, : len(ids)] for k, v in states.items()}
-    session = drafter.start([[*ids, text[0]]], 100, Sampling(), torch.Generator(), [upto])
+    texts = Texts([[*ids, text[0]]], 100, Sampling(), torch.Generator(), [upto])
+    session = drafter.start(texts)
     for at in range(1, len(text)):
         proposal = session.propose(1, 0.0).tokens[0].tolist()
         assert proposal == q[0, at].nonzero()[:, 0].tolist()

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from eval.decoding.drafters.base import Texts
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.drafters.prompt_lookup import following
 from eval.decoding.forward import build_decoder
@@ -50,7 +51,8 @@ def test_what_followed_the_last_tokens_before(text, found):
 
 
 def test_without_a_match_nothing_is_drafted(target, lookup):
-    session = lookup.start([[1, 2, 3], [7, 8, 7]], 50, Sampling(), torch.Generator(), [{}, {}])
+    ids = [[1, 2, 3], [7, 8, 7]]
+    session = lookup.start(Texts(ids, 50, Sampling(), torch.Generator(), [{}, {}]))
     proposal = session.propose(4, 0.0)
     assert proposal.counts.tolist() == [0, 2]
     assert proposal.tokens[1].tolist() == [8, 7]

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from eval.measuring.build import build_report
-from eval.measuring.metrics import ledger
+from eval.measuring.losslessness import ledger
 from eval.reporting.page import render_page
 from eval.reporting.report import (
     DraftReport,
