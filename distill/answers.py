@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from align.sources import resolve_checkpoint
-from distill.logit_cache import CachedAnswer, LogitCache
+from distill.answer_cache import AnswerCache, CachedAnswer
 from distill.recipe import Recipe
 from eval.decoding.generation import generate_batched
 from eval.decoding.target import Target
@@ -37,7 +37,7 @@ def answer_prompts(recipe: Recipe, prompts: list[list[int]], target: Target) -> 
         "prompts": [len(prompts), hash_prompts(prompts)],
         "seed": recipe.seed,
     }
-    cache = LogitCache(recipe.folder / "answers", parts, target.decoder.embedding.shape[0])
+    cache = AnswerCache(recipe.folder / "answers", parts, target.decoder.embedding.shape[0])
     done = {answer.index for answer in cache}
     left = [i for i in range(len(prompts)) if i not in done]
     bar = tqdm(

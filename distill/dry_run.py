@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
-from distill.logit_cache import CachedAnswer
+from distill.answer_cache import CachedAnswer
 from distill.models import Pair, load_sibling
 from distill.prepare import build_pruned
 from distill.prompts import Prompts

@@ -56,5 +56,5 @@ def _drafts(recipe: Recipe, pair: Pair, target: Target) -> dict[str, Drafter]:
     """Of a pruned target in the compact form, which is what our decoder runs."""
     tuned = load_drafter(str(recipe.folder / "draft"), target, pair.strategy)
     untuned = load_drafter(recipe.draft or str(recipe.folder / "prepared"), target, pair.strategy)
-    untuned.full_form_bytes = tuned.full_form_bytes
+    untuned.full_form_bytes = tuned.full_form_bytes  # what it would weigh: it has none on disk
     return {"untuned": untuned, "tuned": tuned}

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from align.atomic import atomic_folder
-from distill.logit_cache import CachedAnswer
+from distill.answer_cache import CachedAnswer
 from distill.models import Pair
 from distill.prepare import PreparedDraft, until
 from distill.recipe import Recipe

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from align.atomic import atomic_file
 from align.sources import read_json
 from align.trim import choose_tokens, coverage_curve, lost_mass
-from distill.logit_cache import CachedAnswer
+from distill.answer_cache import CachedAnswer
 from distill.models import Pair, forced_tokens, load_sibling
 from distill.recipe import Recipe
 from eval.decoding.drafters.pruned import load_compact, save_compact

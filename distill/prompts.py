@@ -16,8 +16,7 @@ from align.sources import load_tokenizer
 from align.vocabulary import Vocabulary
 from distill.near_duplicates import Overlap, drop_overlap
 from distill.recipe import Recipe
-from eval.measuring.evaluation import PromptSet
-from eval.prompts import Prompt, PromptError, draw, load_prompts, render_all
+from eval.prompts import Prompt, PromptError, PromptSet, draw, load_prompts, render_all
 from recipes.code.prompts import stdlib_prompts
 from recipes.legal.prompts import licence_prompts
 

@@ -109,9 +109,9 @@ class Recipe:
     max_gamma: Count = 6  # longest draft length tried
     speed_prompts: Count = 40  # evaluation prompts that are timed, drawn with the seed
     tuning_prompts: Count = 8  # training prompts set aside for choosing gamma
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # while decoding
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of target and saved draft
     dry_run: bool = False  # check and price the run, then stop
-    coverage_curve: bool = False  # print what trimmed heads would lose, then stop
+    coverage_curve: bool = False  # answer, print what trimmed heads would lose, then stop
     training: dict[str, Any] = field(default_factory=dict)  # any other field of trl.SFTConfig
 
     @property

@@ -56,7 +56,7 @@ def refuse_another_run(recipe: Recipe) -> None:
 def claim_folder(recipe: Recipe, pair: Pair, prompts: Prompts) -> None:
     """Write recipe, verdict, map and prompts: from here on the folder is this recipe's.
 
-    Later than this nothing is known to be wrong with a recipe, and minutes of work follow.
+    All checks have passed by then, and minutes of work follow.
     """
     folder = recipe.folder
     if pair.vocab_map is not None and not (folder / VOCAB_MAP).exists():
@@ -97,7 +97,7 @@ def provenance(recipe: Recipe, prompts: Prompts, lost_mass: float) -> dict[str, 
         },
         "overlap": asdict(prompts.overlap),
         "lost_mass": lost_mass,
-        "seconds": round(time.time() - _STARTED, 1),
+        "seconds_before_evaluation": round(time.time() - _STARTED, 1),
     }
 
 
@@ -105,7 +105,7 @@ def provenance(recipe: Recipe, prompts: Prompts, lost_mass: float) -> dict[str, 
 _SPENT = ("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "training_args.bin")
 
 
-def drop_what_is_spent(folder: Path) -> None:
+def delete_training_state(folder: Path) -> None:
     """Keep of a finished run what it takes to go on, audit and publish.
 
     The last checkpoint stays, with its weights and marker, and so do answers and both drafts.

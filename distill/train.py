@@ -25,7 +25,7 @@ from distill.models import check_models, load_target
 from distill.prepare import prepare_draft, print_coverage
 from distill.prompts import collect_prompts
 from distill.recipe import Recipe, help_text, load_recipe
-from distill.run_folder import claim_folder, drop_what_is_spent, refuse_another_run
+from distill.run_folder import claim_folder, delete_training_state, refuse_another_run
 from distill.trainer import distil_draft, training_config
 from eval.measuring.journal import INTERRUPTED
 from eval.reporting.text import print_summary
@@ -55,7 +55,7 @@ def run(recipe: Recipe) -> int:
             export_draft(recipe, pair, target, prepared, tuned, answers)
     if PartialState().is_main_process:
         print_summary(evaluate(recipe, pair, prompts, target, prepared))
-        drop_what_is_spent(recipe.folder)
+        delete_training_state(recipe.folder)
         print(f"\nDraft: {recipe.folder / 'draft'}")
         print(f"Report: {recipe.folder / 'report' / 'report.html'}")
     return 0

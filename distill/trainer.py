@@ -29,7 +29,7 @@ from trl import SFTConfig, SFTTrainer
 
 from align.atomic import atomic_file, disk_full_explained
 from align.vocab_map import Retokenizer
-from distill.logit_cache import CachedAnswer
+from distill.answer_cache import CachedAnswer
 from distill.losses import head_loss, sharpen
 from distill.models import Pair
 from distill.prepare import PreparedDraft
@@ -85,7 +85,7 @@ def training_rows(
 
 
 class DistillationCollator:
-    """Right-padded batches; every response token brings the distribution it was drawn from."""
+    """Right-padded batches; each response token with the target's distribution there."""
 
     def __init__(self, pad_token_id: int) -> None:
         self.pad_token_id = pad_token_id

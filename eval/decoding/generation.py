@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eval.decoding.forward import Decoder
-from eval.decoding.verification import Sampling, argmax, sample, warp
+from eval.decoding.verification import Sampling, choose
 
 SLACK = 32  # free slots: a step reads every slot of the cache, and resizing it reads all of it
 PREFILL_ROWS = 4  # prompts read at once: each weight that is read serves all their tokens
@@ -19,7 +19,7 @@ PREFILL_ROWS = 4  # prompts read at once: each weight that is read serves all th
 class Answer:
     """The target's answer to prompt number `index`: tokens, a stop token included when emitted.
 
-    captured: whatever `capture` returned for the distributions these tokens were drawn from.
+    captured: whatever `capture` returned for the raw logits at each of these tokens.
     """
 
     index: int
@@ -50,7 +50,7 @@ def generate_batched(
     cache = target.new_cache(min(batch_size, len(prompts)), longest + SLACK)
     prefilled = target.new_cache(min(PREFILL_ROWS, len(prompts)), longest)
     waiting: list[int] = []  # prompts in the rows of `prefilled`, the last of them first
-    # each row's answer, its token to feed next, and that token's position
+    # each row's answer, the token it reads next, and that token's position
     answers: list[Answer] = []
     tokens = torch.zeros(cache.rows, dtype=torch.long, device=target.device)
     positions = torch.zeros(cache.rows, dtype=torch.long, device=target.device)
@@ -80,7 +80,7 @@ def generate_batched(
             cache = cache.resized(needed + SLACK)
         logits = target.forward(tokens[:, None], positions, cache)[:, -1]
         positions += 1
-        tokens = argmax(logits) if sampling.greedy else sample(warp(logits, sampling), generator)
+        tokens = choose(logits, sampling, generator)
         captured = capture(logits) if capture else ()
         ended = []
         for row, token in enumerate(tokens.tolist()):

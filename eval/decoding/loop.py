@@ -127,7 +127,9 @@ def decode(
         start = starts([run.prompt_tokens + len(run.tokens) - 1 for run in rows])
         states = dict.fromkeys(layers)
         logits = _read(target, block, start, cache, states)
-        n_accepted, following = verify(logits, *proposal, how.sampling, generator)
+        n_accepted, following = verify(
+            logits, proposal.tokens, proposal.q, proposal.counts, how.sampling, generator
+        )
 
         # 6. One transfer a block: of each row the draft, how many stand, the target's next token.
         found = torch.cat([proposal.tokens, n_accepted[:, None], following[:, None]], 1).tolist()

@@ -174,7 +174,7 @@ def verify_without_q(
 
     Token x is accepted with probability p(x); at the first rejection the next one is drawn from p
     without x, normalised. Exact however x was found, as long as it depends on the past alone: it is
-    the rule for a q that is one-hot at x. Accepts sum q p in place of sum min(q, p).
+    the rule for a q that is one-hot at x. Expected acceptance is sum q p, not sum min(q, p).
     """
     at_x = torch.zeros_like(p[:, :-1]).scatter_(2, draft_tokens[..., None], 1.0)
     return verify_sampled(p, at_x, draft_tokens, generator, counts)

@@ -71,9 +71,9 @@ def evaluate(
     """The report of every draft, by name, on the same prompts.
 
     tuning: prompts to choose gamma on, which must not be evaluation prompts. journal: keeps what is
-    measured, for a process that takes over. overlap: evaluation prompts that were trained on, None
-    when that is not known. others: prompts outside the domain, to take alpha on as well. Raises
-    ValueError where a model's logits are no numbers.
+    measured, for a process that takes over. overlap: training prompts that equal or nearly
+    duplicate an evaluation prompt, None when that is not known. others: prompts outside the domain,
+    to take alpha on as well. Raises ValueError where a model's logits are no numbers.
     """
     timed = evaluation.drawn(plan.speed_prompts, how.seed)
     if plan.batch_sizes and max(plan.batch_sizes) > len(timed.prompts):

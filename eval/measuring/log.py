@@ -58,7 +58,7 @@ class Agreement:
 
     At temperature 0 a position adds 1 where argmax p = argmax q, else 0. values: what each position
     added. guesses: argmax q at each, as a target id. rules: at temperatures to compare, the sums
-    that `rule_acceptance` (eval/measuring/timing.py) gives; empty where they were not taken.
+    that `rule_acceptance` (eval/measuring/agreement.py) gives; empty where they were not taken.
     """
 
     prompt_id: str
@@ -79,7 +79,10 @@ class Agreement:
 
 @dataclass
 class StepCosts:
-    """Seconds of isolated forwards at the run's mean context length, batch size 1."""
+    """Seconds of isolated steps at the run's mean context length, batch size 1.
+
+    A step is forward, head, and argmax or the warpers; the random draw is not timed.
+    """
 
     draft_step: float
     target_step: float
@@ -111,8 +114,6 @@ class StepCosts:
         if self.target_step <= 0 or self.draft_step <= 0 or min(self.target_verify.values()) <= 0:
             raise ValueError(f"step costs must be positive seconds, got {self}")
         seconds = np.array([self.target_verify[int(width)] for width in widths])
-        if widths[0] > 1:
-            widths, seconds = np.r_[1.0, widths], np.r_[self.target_step, seconds]
         return np.asarray(np.interp(tokens, widths, seconds), dtype=np.float64)
 
 

@@ -208,7 +208,7 @@ def _environment() -> Environment:
 
 
 def render_page(report: Report) -> str:
-    """report.html."""
+    """The report as one self-contained HTML page."""
     order = list(reversed(report.drafts))
     colours = {name: f"var(--s{order.index(name) % COLOURS})" for name in report.drafts}
     name, draft = report.last

@@ -3,8 +3,8 @@ import dataclasses
 import pytest
 import torch
 
+from distill.answer_cache import CacheError
 from distill.answers import answer_prompts, top_logprobs
-from distill.logit_cache import CacheError
 from eval.decoding.target import load_target
 
 PROMPTS = [[3, 4, 5], [6], [7, 8], [9, 10, 11, 12], [13, 2]]

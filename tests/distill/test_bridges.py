@@ -14,8 +14,8 @@ from align.checks import VOCAB_MAP
 from align.sources import load_model
 from align.vocab_map import MapError, Retokenizer, build_map
 from align.vocabulary import read_vocabulary
+from distill.answer_cache import CachedAnswer, CacheError
 from distill.answers import answer_prompts
-from distill.logit_cache import CachedAnswer, CacheError
 from distill.models import check_models, load_target
 from distill.prompts import collect_prompts
 from distill.recipe import RecipeError

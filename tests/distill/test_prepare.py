@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from transformers import GemmaConfig, LlamaForCausalLM
 
+from distill.answer_cache import CachedAnswer
 from distill.export import full_vocabulary
-from distill.logit_cache import CachedAnswer
 from distill.models import check_prunable, head_rows
 from distill.prepare import build_pruned, domain_mass, prune_and_fit
 

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTTrainer
 
 from align.atomic import DiskFullError
-from distill.logit_cache import CachedAnswer
+from distill.answer_cache import CachedAnswer
 from distill.losses import coarse_forward_kl
 from distill.recipe import build_recipe
 from distill.trainer import (

@@ -112,6 +112,27 @@ class Drafter(ABC):
         return torch.zeros(1)
 
 
+@dataclass(kw_only=True)
+class DecoderDrafter(Drafter):
+    """A drafter with a model of its own.
+
+    rows: only the head's first so many may be drafted (the rest is padding), None for all.
+    """
+
+    decoder: Decoder
+    rows: int | None = None
+
+    def __post_init__(self) -> None:
+        self.kv_bytes_per_token = self.decoder.new_cache(1, 1).bytes_per_token()
+
+    def cut(self, logits: Tensor) -> Tensor:
+        """Logits [..., K] over what may be drafted, of the head's [..., D]."""
+        return logits[..., : self.rows]
+
+    def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
+        return timed_step(self.decoder, 1, context_length, sampling, self.cut)
+
+
 class SeparateRows(Session):
     """One session a row, for kinds that draft for one text at a time."""
 

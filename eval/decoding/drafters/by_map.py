@@ -18,7 +18,7 @@ from eval.decoding.drafters.checkpoint import CheckpointDrafter, TokenSession
 
 @dataclass(kw_only=True)
 class MapDrafter(CheckpointDrafter):
-    """A draft that reads the target's text in its own ids, and drafts the tokens both have.
+    """Strategy `intersection`: reads the target's text in its own ids, drafts the tokens both have.
 
     Raises MapError when the two share no token.
     """

@@ -6,7 +6,7 @@ Legend: B rows, G drafted tokens, R answer tokens, V the target's vocabulary, D 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from align.token_bytes import unfinished
 from align.vocabulary import Vocabulary
-from eval.decoding.drafters.base import Drafter, Proposal, SeparateRows, Session, Texts, timed_step
+from eval.decoding.drafters.base import DecoderDrafter, Proposal, SeparateRows, Session, Texts
 from eval.decoding.drafters.checkpoint import teacher_forced_logits
-from eval.decoding.forward import Decoder, HiddenStates
+from eval.decoding.forward import HiddenStates
 from eval.decoding.verification import Sampling, argmax, sample, warp
 
 # What is tokenised anew each block, in target tokens: enough for the cuts to settle.
@@ -28,26 +28,17 @@ ALPHA_STEPS = 3
 
 
 @dataclass(kw_only=True)
-class TextDrafter(Drafter):
-    """rows: only the head's first so many may be drafted (the rest is padding), None for all."""
+class TextDrafter(DecoderDrafter):
+    """Strategy `string` of align/check.py."""
 
-    decoder: Decoder
     target: Vocabulary
     draft: Vocabulary
-    rows: int | None = None
-
-    def __post_init__(self) -> None:
-        self.kv_bytes_per_token = self.decoder.new_cache(1, 1).bytes_per_token()
 
     @cached_property
     def special(self) -> dict[int, int]:
         """Draft id of each special token of the target that both have."""
         theirs = {key: i for i, key in enumerate(self.draft.tokens) if key and key[0] == "special"}
         return {i: theirs[key] for i, key in enumerate(self.target.tokens) if key in theirs}
-
-    def cut(self, logits: Tensor) -> Tensor:
-        """Logits [..., D] over what may be drafted."""
-        return logits[..., : self.rows]
 
     def start(self, texts: Texts) -> Session:
         return SeparateRows(
@@ -70,9 +61,6 @@ class TextDrafter(Drafter):
                 found[0, i, tokens] = 1
                 session.extend([token])
             yield found
-
-    def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
-        return timed_step(self.decoder, 1, context_length, sampling, self.cut)
 
     @torch.inference_mode()
     def probe(self, ids: list[int]) -> Tensor:

@@ -6,32 +6,26 @@ head that may be drafted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eval.decoding.drafters.base import Drafter, Proposal, Session, Texts, timed_step
+from eval.decoding.drafters.base import DecoderDrafter, Proposal, Session, Texts
 from eval.decoding.forward import Decoder, HiddenStates, starts
 from eval.decoding.verification import Sampling, argmax, sample, warp
 
 
 @dataclass(kw_only=True)
-class CheckpointDrafter(Drafter):
-    """token_ids: target id of each head row [K], None when rows are ids.
+class CheckpointDrafter(DecoderDrafter):
+    """token_ids: target id of each head row [K], None where head row i is target id i.
 
-    rows: only the head's first so many may be drafted (the rest is padding), None for all. The
-    logits are cut *before* any warper, so that q is exactly what is sampled from.
+    The logits are cut *before* any warper, so that q is exactly what is sampled from.
     """
 
-    decoder: Decoder
     token_ids: Tensor | None = None
-    rows: int | None = None
-
-    def __post_init__(self) -> None:
-        self.kv_bytes_per_token = self.decoder.new_cache(1, 1).bytes_per_token()
 
     def read(self, ids: Sequence[int], begins: bool = False) -> list[int]:
         """Target ids as the draft's own; begins: they are the beginning of a text."""
@@ -41,12 +35,8 @@ class CheckpointDrafter(Drafter):
         """How many of its own tokens a text of `slots` target tokens may have."""
         return slots
 
-    def cut(self, logits: Tensor) -> Tensor:
-        """Logits [..., K] over what may be drafted."""
-        return logits[..., : self.rows]
-
     def certainty(self, logits: Tensor, chosen: Tensor, q: Tensor | None) -> Tensor:
-        """The draft's own probability [B] of the rows it drafted from logits [B, K]."""
+        """The draft's own probability [B] of the rows it chose, after the warpers if sampled."""
         probabilities = self.cut(logits).float().softmax(-1) if q is None else q
         return probabilities.gather(-1, chosen[:, None])[:, 0]
 
@@ -90,9 +80,6 @@ class CheckpointDrafter(Drafter):
             q = self.over_target_ids(warp(self.cut(logits), sampling))
             yield F.pad(q, (0, 0, 0, len(text) - fits))
 
-    def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
-        return timed_step(self.decoder, 1, context_length, sampling, self.cut)
-
     @torch.inference_mode()
     def probe(self, ids: list[int]) -> Tensor:
         own = [i % self.decoder.embedding.shape[0] for i in ids][: self.decoder.context_length]
@@ -121,7 +108,7 @@ def teacher_forced_logits(
 
 
 class TokenSession(Session):
-    """`texts` in the draft's ids, `seen` how much of each it has read, or drafted itself."""
+    """A batch in progress: `texts` in the draft's ids, `seen` how much of each is in its cache."""
 
     def __init__(self, drafter: CheckpointDrafter, texts: Texts) -> None:
         self.drafter, self.sampling, self.generator = drafter, texts.sampling, texts.generator

@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from distill.logit_cache import CachedAnswer, CacheError, LogitCache
+from distill.answer_cache import AnswerCache, CachedAnswer, CacheError
 
 PARTS = {"target weights": "abc", "tokenizer": "def"}
 
@@ -21,7 +21,7 @@ def answer(index, prompt=5, response=7, count=4, seed=0):
 
 def test_round_trip_in_both_id_widths(tmp_path):
     for vocab_size in (60_001, 200_000):
-        cache = LogitCache(tmp_path / str(vocab_size), PARTS, vocab_size)
+        cache = AnswerCache(tmp_path / str(vocab_size), PARTS, vocab_size)
         cache.append([answer(3, 5, 7), answer(0, 1, 1)])
         cache.append([answer(1, 2, 9)])
         found = {a.index: a for a in cache}
@@ -38,32 +38,32 @@ def test_round_trip_in_both_id_widths(tmp_path):
 
 
 def test_at_most_64_bytes_of_distribution_a_token(tmp_path):
-    cache = LogitCache(tmp_path, PARTS, 49_152)
+    cache = AnswerCache(tmp_path, PARTS, 49_152)
     cache.append([answer(i, 20, 2_000, count=15) for i in range(3)])
     # 15 entries of 4 bytes, the token's own id, the headers
     assert cache.bytes_on_disk() < 66 * 3 * 2_000
 
 
 def test_a_cache_of_another_target_is_refused_by_name(tmp_path):
-    LogitCache(tmp_path, PARTS, 100).append([answer(0)])
+    AnswerCache(tmp_path, PARTS, 100).append([answer(0)])
     with pytest.raises(
         CacheError, match=r"^TOK-014: .*another tokenizer \(tokenizer: def -> xyz\)"
     ):
-        LogitCache(tmp_path, PARTS | {"tokenizer": "xyz"}, 100)
+        AnswerCache(tmp_path, PARTS | {"tokenizer": "xyz"}, 100)
     with pytest.raises(CacheError, match=r"^/.*another target weights"):
-        LogitCache(tmp_path, PARTS | {"target weights": "xyz"}, 100)
+        AnswerCache(tmp_path, PARTS | {"target weights": "xyz"}, 100)
 
 
 def test_a_damaged_key_is_an_error(tmp_path):
-    LogitCache(tmp_path, PARTS, 100)
+    AnswerCache(tmp_path, PARTS, 100)
     (tmp_path / "key.json").write_text(json.dumps(PARTS)[:-5])
     with pytest.raises(CacheError, match="not readable JSON"):
-        LogitCache(tmp_path, PARTS, 100)
+        AnswerCache(tmp_path, PARTS, 100)
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut"])
 def test_a_damaged_shard_is_an_error(tmp_path, damage):
-    cache = LogitCache(tmp_path, PARTS, 100)
+    cache = AnswerCache(tmp_path, PARTS, 100)
     cache.append([answer(0)])
     (shard,) = cache.shards()
     data = bytearray(shard.read_bytes())
@@ -77,13 +77,13 @@ def test_a_damaged_shard_is_an_error(tmp_path, damage):
 
 
 def test_a_shard_cut_short_while_writing_is_never_seen(tmp_path, monkeypatch):
-    cache = LogitCache(tmp_path, PARTS, 100)
+    cache = AnswerCache(tmp_path, PARTS, 100)
     cache.append([answer(0)])
 
     def full_disk(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("distill.logit_cache.save", full_disk)
+    monkeypatch.setattr("distill.answer_cache.save", full_disk)
     with pytest.raises(OSError, match="disk is full"):
         cache.append([answer(1)])
     assert [a.index for a in cache] == [0]

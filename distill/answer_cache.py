@@ -45,7 +45,7 @@ def _content_hash(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-class LogitCache:
+class AnswerCache:
     """A folder of shards that all depend on the same parts. Appending is safe against a kill."""
 
     def __init__(self, folder: Path, parts: dict[str, Any], vocab_size: int) -> None:
@@ -88,8 +88,8 @@ class LogitCache:
             "top_ids": torch.cat([a.top_ids for a in answers]).to(self.id_type),
             "top_logprobs": torch.cat([a.top_logprobs for a in answers]).to(torch.float16),
         }
-        # named by content, not by count: a shard deleted by hand must not make the next one
-        # overwrite
+        # named by its first answer, not by count: a shard deleted by hand must not make the next
+        # one overwrite another
         name = f"shard-{answers[0].index:08d}.safetensors"
         with atomic_file(self.folder / name, "wb") as file:
             file.write(save(tensors, metadata={"sha256": _content_hash(tensors)}))
