@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +25,6 @@ from eval.measuring.log import Agreement, DraftLog, PromptRun, RunLog, StepCosts
 from eval.measuring.losslessness import LosslessCheck
 from eval.measuring.timing import (
     ALONE,
-    Contender,
     choose_gamma,
     decode_in_turns,
     over_stock_generate,
@@ -83,122 +80,33 @@ def evaluate(
             "--batch_sizes."
         )
     _begin(journal, target, drafters, (evaluation, tuning, others), how, plan)
-    lengths = {
-        name: _draft_length(target, name, drafter, tuning, how, plan, journal)
-        for name, drafter in drafters.items()
+    on = _Evaluation(target, drafters, timed, tuning, how, plan, journal)
+    alphas, answers = on.agreement(evaluation, "alpha")
+    outside = on.agreement(others, "other prompts")[0] if others else {}
+    temperatures = [how.sampling.temperature, 0.0, *plan.temperatures]  # 0: losslessness is greedy
+    decoded = {
+        t: on.decoded(timed.batches(1), t, f"speed at T={t:g}") for t in dict.fromkeys(temperatures)
     }
-    alphas, entropy, texts = _agreement(target, drafters, evaluation, how, journal, "alpha")
-    outside = _agreement(target, drafters, others, how, journal, "other prompts")[0]
-    spell = speller(target)
-    answers = [
-        Answer(prompt.id, list(map(spell, text)), bits, (prompt.prompt or "").encode())
-        for prompt, text, bits in zip(evaluation.prompts, texts, entropy, strict=True)
-    ]
-
-    contenders: list[Contender] = [ALONE, *((d, lengths[name]) for name, d in drafters.items())]
-
-    def decoded(batches: list[Batch], sampling: Sampling, stage: str) -> _Decoded:
-        some = dataclasses.replace(how, sampling=sampling)
-        return decode_in_turns(target, contenders, batches, some, journal, stage)
-
-    alone = timed.batches(1)
-    by_temperature = {
-        t: decoded(alone, dataclasses.replace(how.sampling, temperature=t), f"speed at T={t:g}")
-        # losslessness is always measured greedily
-        for t in dict.fromkeys([how.sampling.temperature, 0.0, *plan.temperatures])
-    }
-    by_size = {
-        size: decoded(batches, how.sampling, f"batch size {size}")
+    batched = {
+        size: on.decoded(timed.batches(size), how.sampling.temperature, f"batch size {size}")
         for size in plan.batch_sizes
-        for batches in [timed.batches(size)]
     }
-    runs = _rows(by_temperature[how.sampling.temperature])
-    baseline = runs[0]
     stock = journal.once("stock generate", lambda: over_stock_generate(target, timed, how))
-
-    check = LosslessCheck(target, dataclasses.replace(how, sampling=Sampling()))
-    context = sum(r.prompt_tokens + len(r.tokens) // 2 for r in baseline) // len(baseline)
-    swept = timed.drawn(plan.sweep_prompts, how.seed)
-    logs = []
-    for i, (name, drafter) in enumerate(drafters.items(), start=1):
-        length = lengths[name]
-        longest = max(plan.max_gamma, length.gamma)
-        costs = journal.once(
-            f"step costs of {name}",
-            partial(step_costs, target.decoder, drafter, context, longest, how.sampling),
-            StepCosts.from_json,
-        )
-
-        def compared(
-            batches: list[Batch], found: _Decoded, stage: str, i: int = i
-        ) -> dict[str, Any]:
-            drafter, length = contenders[i]
-            assert drafter is not None
-            ledger = partial(check.ledger, drafter, length, batches, found[0], found[i])
-            return _spelt(journal.once(stage, ledger), spell)
-
-        logs.append(
-            DraftLog(
-                name=name,
-                path=drafter.path,
-                form=drafter.form,
-                vocabulary=dict(drafter.vocabulary),
-                runs=runs[i],
-                baseline=baseline,
-                lossless=compared(alone, by_temperature[0.0], f"texts of {name} compared"),
-                gamma=length.gamma,
-                gamma_policy=_policy(length, plan, tuning),
-                agreement=alphas[name],
-                costs=costs,
-                memory={
-                    "target_bytes": target.bytes,
-                    "draft_bytes": drafter.bytes,
-                    "kv_bytes_per_token": {
-                        "target": target.decoder.new_cache(1, 1).bytes_per_token(),
-                        "draft": drafter.kv_bytes_per_token,
-                    },
-                },
-                full_form_bytes=drafter.full_form_bytes,
-                gamma_sweep=sweep_gamma(target, name, drafter, swept, how, plan.max_gamma, journal)
-                if plan.sweep_prompts
-                else [],
-                other_prompts=None
-                if others is None
-                else {
-                    "source": others.source,
-                    "sha256": others.sha256,
-                    "alpha": metrics.alpha(outside[name]),
-                },
-                by_batch_size=[
-                    {
-                        "batch_size": size,
-                        "prompts": size * len(found[0]),
-                        "lossless": compared(
-                            timed.batches(size),
-                            found,
-                            f"texts of {name} compared, batch size {size}",
-                        )
-                        if how.sampling.greedy
-                        else None,
-                        **metrics.by_batch(found[i], found[0]),
-                    }
-                    for size, found in by_size.items()
-                ],
-                by_temperature={
-                    t: (_rows(by_temperature[t])[i], _rows(by_temperature[t])[0])
-                    for t in plan.temperatures
-                },
-            )
-        )
+    logs = [on.draft_log(name, alphas[name], decoded, batched) for name in drafters]
+    if others:
+        about = {"source": others.source, "sha256": others.sha256}
+        logs = [
+            replace(log, other_prompts=about | {"alpha": metrics.alpha(outside[log.name])})
+            for log in logs
+        ]
+    baseline = logs[0].baseline
     run = RunLog(
         target=target.spec,
         engine="torch",
         device=device_name(target.decoder.device),
-        dtype=str(target.decoder.dtype).removeprefix("torch."),
+        dtype=_dtype(target),
         decoding={
-            "temperature": how.sampling.temperature,
-            "top_k": how.sampling.top_k,
-            "top_p": how.sampling.top_p,
+            **asdict(how.sampling),
             "max_new_tokens": how.max_new_tokens,
             "gamma": logs[-1].gamma,
             "gamma_policy": logs[-1].gamma_policy,
@@ -221,17 +129,161 @@ def evaluate(
             lambda t: (t[..., 0] / t[..., 1]) / (t[..., 2] / t[..., 3]),
         ),
         answers=answers,
-        spell=spell,
+        spell=on.spell,
     )
     return build_report(run, logs)
 
 
-_Decoded = list[list[list[PromptRun]]]  # runs [contenders][batches][rows]
+BASELINE = ""  # the name of what is decoded without a draft
+Decoded = dict[str, list[list[PromptRun]]]  # by draft, BASELINE among them: runs [batches][rows]
 
 
-def _rows(decoded: _Decoded) -> list[list[PromptRun]]:
-    """Runs [contenders][prompts]."""
-    return [[run for batch in batches for run in batch] for batches in decoded]
+class _Evaluation:
+    """What is measured of every draft alike, kept in the journal stage by stage."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafters: Mapping[str, Drafter],
+        timed: PromptSet,
+        tuning: PromptSet,
+        how: Decoding,
+        plan: Plan,
+        journal: Journal,
+    ) -> None:
+        self.target, self.drafters, self.timed, self.tuning = target, drafters, timed, tuning
+        self.how, self.plan, self.journal = how, plan, journal
+        self.spell = speller(target)
+        self.check = LosslessCheck(target, replace(how, sampling=Sampling()))
+        self.lengths = {name: self._draft_length(name) for name in drafters}
+
+    def _draft_length(self, name: str) -> DraftLength:
+        if self.plan.gamma is not None:
+            return DraftLength(self.plan.gamma)
+        length: DraftLength = self.journal.once(
+            f"gamma of {name}",
+            lambda: choose_gamma(
+                self.target, self.drafters[name], self.tuning, self.how, self.plan.max_gamma
+            ),
+            lambda fields: DraftLength(**fields),
+        )
+        return length
+
+    def agreement(
+        self, prompts: PromptSet, stage: str
+    ) -> tuple[dict[str, list[Agreement]], list[Answer]]:
+        """The log of alpha by draft, and the target's answers that it was taken on."""
+        target, how, journal = self.target, self.how, self.journal
+        texts = journal.once(f"texts for {stage}", lambda: target_texts(target, prompts.ids, how))
+        found, entropy = measure_agreement(
+            target, self.drafters, prompts, texts, how, journal, stage
+        )
+        answers = [
+            Answer(prompt.id, list(map(self.spell, text)), bits, (prompt.prompt or "").encode())
+            for prompt, text, bits in zip(prompts.prompts, texts, entropy, strict=True)
+        ]
+        return found, answers
+
+    def decoded(self, batches: list[Batch], temperature: float, stage: str) -> Decoded:
+        """The batches without a draft and with each, in turns."""
+        how = replace(self.how, sampling=replace(self.how.sampling, temperature=temperature))
+        contenders = [ALONE, *((self.drafters[name], self.lengths[name]) for name in self.drafters)]
+        made = decode_in_turns(self.target, contenders, batches, how, self.journal, stage)
+        return dict(zip([BASELINE, *self.drafters], made, strict=True))
+
+    def draft_log(
+        self,
+        name: str,
+        agreement: list[Agreement],
+        decoded: dict[float, Decoded],
+        batched: dict[int, Decoded],
+    ) -> DraftLog:
+        """decoded: single prompts by temperature; batched: by batch size."""
+        target, drafter, length, plan = (
+            self.target,
+            self.drafters[name],
+            self.lengths[name],
+            self.plan,
+        )
+        runs, baseline = _both(decoded[self.how.sampling.temperature], name)
+        context = sum(r.prompt_tokens + len(r.tokens) // 2 for r in baseline) // len(baseline)
+        longest = max(plan.max_gamma, length.gamma)
+        sampling = self.how.sampling
+        costs = self.journal.once(
+            f"step costs of {name}",
+            lambda: step_costs(target.decoder, drafter, context, longest, sampling),
+            StepCosts.from_json,
+        )
+        sweep = []
+        if plan.sweep_prompts:
+            swept = self.timed.drawn(plan.sweep_prompts, self.how.seed)
+            sweep = sweep_gamma(
+                target, name, drafter, swept, self.how, plan.max_gamma, self.journal
+            )
+        by_batch_size = [
+            {
+                "batch_size": size,
+                "prompts": size * len(found[name]),
+                "lossless": self._compared(name, size, found) if sampling.greedy else None,
+                **metrics.by_batch(found[name], found[BASELINE]),
+            }
+            for size, found in batched.items()
+        ]
+        return DraftLog(
+            name=name,
+            path=drafter.path,
+            form=drafter.form,
+            vocabulary=dict(drafter.vocabulary),
+            runs=runs,
+            baseline=baseline,
+            lossless=self._compared(name, None, decoded[0.0]),
+            gamma=length.gamma,
+            gamma_policy=self._policy(length),
+            agreement=agreement,
+            costs=costs,
+            memory={
+                "target_bytes": target.bytes,
+                "draft_bytes": drafter.bytes,
+                "kv_bytes_per_token": {
+                    "target": target.decoder.new_cache(1, 1).bytes_per_token(),
+                    "draft": drafter.kv_bytes_per_token,
+                },
+            },
+            full_form_bytes=drafter.full_form_bytes,
+            gamma_sweep=sweep,
+            by_batch_size=by_batch_size,
+            by_temperature={t: _both(decoded[t], name) for t in plan.temperatures},
+        )
+
+    def _policy(self, length: DraftLength) -> str:
+        if self.plan.gamma is not None:
+            return "fixed"
+        kind = f"stops below {length.stop_below:g}" if length.stop_below else "fixed"
+        return f"{kind}, fastest on {len(self.tuning.prompts)} other prompts"
+
+    def _compared(self, name: str, batch_size: int | None, found: Decoded) -> dict[str, Any]:
+        """The ledger of greedy texts, its tokens as text."""
+        stage = f"texts of {name} compared" + (f", batch size {batch_size}" if batch_size else "")
+        batches = self.timed.batches(batch_size or 1)
+        drafter, length = self.drafters[name], self.lengths[name]
+        ledger = self.journal.once(
+            stage,
+            lambda: self.check.ledger(drafter, length, batches, found[BASELINE], found[name]),
+        )
+        for entry in ledger["divergences"]:
+            for which in ("target", "drafted"):
+                entry[which] = b"".join(map(self.spell, entry[which])).decode("utf-8", "replace")
+        return dict(ledger)
+
+
+def _both(decoded: Decoded, name: str) -> tuple[list[PromptRun], list[PromptRun]]:
+    """A draft's runs of single prompts, and the baseline's."""
+    runs, baseline = ([run for (run,) in decoded[which]] for which in (name, BASELINE))
+    return runs, baseline
+
+
+def _dtype(target: Target) -> str:
+    return str(target.decoder.dtype).removeprefix("torch.")
 
 
 def _begin(
@@ -243,21 +295,17 @@ def _begin(
     plan: Plan,
 ) -> None:
     """Take up what the journal holds of just these models, prompts and settings."""
-    ids = next(part for part in parts if part is not None).ids[0]
-    dtype = str(target.decoder.dtype).removeprefix("torch.")
+    given = [part for part in parts if part is not None]
+    ids, dtype = given[0].ids[0], _dtype(target)
     logits = teacher_forced_logits(target.decoder, ids, 1)
     known_by = [_hash_of_numbers(target.spec, logits, dtype)]
     known_by += [_hash_of_numbers(name, d.probe(ids), dtype) for name, d in drafters.items()]
     journal.begin(
         known_by,
         [(name, drafter.vocabulary) for name, drafter in drafters.items()],
-        [
-            (part.ids, [(prompt.id, prompt.category, prompt.group) for prompt in part.prompts])
-            for part in parts
-            if part is not None
-        ],
-        dataclasses.asdict(how) | {"stops": sorted(how.stops)},
-        dataclasses.asdict(plan),
+        [(part.ids, [(p.id, p.category, p.group) for p in part.prompts]) for part in given],
+        asdict(how) | {"stops": sorted(how.stops)},
+        asdict(plan),
         (device_name(target.decoder.device), dtype, torch.__version__),
     )
 
@@ -275,47 +323,6 @@ def _hash_of_numbers(name: str, computed: Tensor, dtype: str) -> str:
     return tensor_sha256(computed)
 
 
-def _draft_length(
-    target: Target,
-    name: str,
-    drafter: Drafter,
-    tuning: PromptSet,
-    how: Decoding,
-    plan: Plan,
-    journal: Journal,
-) -> DraftLength:
-    if plan.gamma is not None:
-        return DraftLength(plan.gamma)
-    length: DraftLength = journal.once(
-        f"gamma of {name}",
-        lambda: choose_gamma(target, drafter, tuning, how, plan.max_gamma),
-        lambda fields: DraftLength(**fields),
-    )
-    return length
-
-
-def _policy(length: DraftLength, plan: Plan, tuning: PromptSet) -> str:
-    if plan.gamma is not None:
-        return "fixed"
-    kind = f"stops below {length.stop_below:g}" if length.stop_below else "fixed"
-    return f"{kind}, fastest on {len(tuning.prompts)} other prompts"
-
-
-def _agreement(
-    target: Target,
-    drafters: Mapping[str, Drafter],
-    prompts: PromptSet | None,
-    how: Decoding,
-    journal: Journal,
-    stage: str,
-) -> tuple[dict[str, list[Agreement]], list[list[float]], list[list[int]]]:
-    """Agreements by draft, entropy, and the target's texts they were taken on."""
-    if prompts is None:
-        return {}, [], []
-    texts = journal.once(f"texts for {stage}", lambda: target_texts(target, prompts.ids, how))
-    return *measure_agreement(target, drafters, prompts, texts, how, journal, stage), texts
-
-
 def speller(target: Target) -> Callable[[int], bytes]:
     """The bytes of a token id of the target; none for padding rows that no token has."""
     keys = tokens_of(target.tokenizer)
@@ -325,19 +332,6 @@ def speller(target: Target) -> Callable[[int], bytes]:
         return key[1] if key else b""
 
     return spell
-
-
-def _spelt(ledger: dict[str, Any], spell: Callable[[int], bytes]) -> dict[str, Any]:
-    """The ledger with the divergences' tokens as text."""
-    entries = [
-        entry
-        | {
-            side: b"".join(map(spell, entry[side])).decode("utf-8", "replace")
-            for side in ("target", "drafted")
-        }
-        for entry in ledger["divergences"]
-    ]
-    return ledger | {"divergences": entries}
 
 
 def device_name(device: torch.device) -> str:
