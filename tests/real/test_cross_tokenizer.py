@@ -178,7 +178,7 @@ def test_every_bridge_end_to_end(run, tmp_path):
     exact = load_target(GEMMA, torch.float32, torch.device("cpu"), target.decoder.context_length)
     for name, drafter in drafters.items():
         found[name] = alpha(agreements[name]).model_dump()
-        for batch in [*rendered.batches(1)[:3], rendered.batches(3)[0]]:
+        for batch in (rendered.batches(1)[0], rendered.batches(2)[0]):
             base = decode(exact.decoder, None, *batch, how, DraftLength(3))
             fast = decode(exact.decoder, drafter, *batch, how, DraftLength(3))
             assert [run.tokens for run in fast] == [run.tokens for run in base]
