@@ -24,17 +24,19 @@ LONGER = 2  # a text in a draft's own ids has at most so many times the target's
 def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
     """The drafter of a spec.
 
-    A folder with a compact form (or that form itself) is of the kind that its compact.json names; a
-    kind that needs no files is named itself (`prompt-lookup`: the file prompt_lookup.py here).
+    A folder with a compact form (or that form itself) is of the kind that its compact.json names;
+    other kinds are named themselves, what they are made of after a colon (`prompt-lookup`: the file
+    prompt_lookup.py here; `lookup-first:SPEC`).
     Anything else is a checkpoint, whose vocabulary is bridged by `strategy` (align/check.py).
     Raises ValueError when no lossless strategy exists for the pair, or the one asked for is none.
     """
     for folder in (Path(spec) / "compact", Path(spec)):
         if (folder / "compact.json").is_file():
             kind = read_json(folder / "compact.json").get("drafter", "pruned")
-            return _kind(kind).load(folder, target)
-    if (Path(__file__).parent / f"{spec.replace('-', '_')}.py").is_file():
-        return _kind(spec.replace("-", "_")).load(spec, target)
+            return _kind(kind).load(folder, target, strategy)
+    name = spec.partition(":")[0].replace("-", "_")
+    if (Path(__file__).parent / f"{name}.py").is_file():
+        return _kind(name).load(spec, target, strategy)
     return _load_checkpoint(spec, target, strategy)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -61,9 +60,12 @@ class LookupSession(Session):
         assert rows == [0]
 
 
-def following(text: list[int], count: int) -> list[int]:
-    """At most `count` tokens after the latest earlier place of the last tokens of `text`."""
-    for length in range(min(LONGEST, len(text) - 1), 0, -1):
+def following(text: list[int], count: int, shortest: int = 1) -> list[int]:
+    """At most `count` tokens after the latest earlier place of the last tokens of `text`.
+
+    shortest: so many tokens, at least, stand there as well.
+    """
+    for length in range(min(LONGEST, len(text) - 1), shortest - 1, -1):
         last = text[-length:]
         for i in range(len(text) - length - 1, -1, -1):
             if text[i : i + length] == last:
@@ -71,10 +73,10 @@ def following(text: list[int], count: int) -> list[int]:
     return []
 
 
-def load(spec: Any, target: Target) -> Drafter:
+def load(spec: str, target: Target, strategy: str) -> Drafter:
     return PromptLookup(
         vocab_size=target.decoder.embedding.shape[0],
-        path=str(spec),
+        path=spec,
         form="no model",
         vocabulary={"relation": "identical", "strategy": "prompt lookup", "coverage": 1.0},
         full_form_bytes=None,

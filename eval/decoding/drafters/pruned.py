@@ -109,7 +109,7 @@ def pruned_drafter(
     )
 
 
-def load(folder: Path, target: Target) -> CheckpointDrafter:
+def load(folder: Path, target: Target, strategy: str) -> CheckpointDrafter:
     """The pruned draft in `folder`."""
     drafter = pruned_drafter(*load_compact(folder, target.decoder.embedding), target)
     full_form = folder.parent / "model.safetensors"
