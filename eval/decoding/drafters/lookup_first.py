@@ -1,0 +1,116 @@
+"""Lookup first: a draft for what is new, prompt lookup for what the text repeats.
+
+A row whose last SHORTEST tokens or more stand earlier in the text takes what followed them, at no
+cost; the others are drafted by the draft (`lookup-first:SPEC`, SPEC as of any draft). The two
+complete each other: on code a match of two tokens is as often right as a small draft, a longer one
+far more often, and the draft is right where nothing matches (figures: docs/lab-notes.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eval.decoding.drafters.base import Drafter, Proposal, Session, Texts
+from eval.decoding.drafters.loading import load_drafter
+from eval.decoding.drafters.prompt_lookup import following
+from eval.decoding.forward import HiddenStates
+from eval.decoding.target import Target
+from eval.decoding.verification import Sampling
+
+SHORTEST = 2
+
+
+@dataclass(kw_only=True)
+class LookupFirst(Drafter):
+    draft: Drafter
+
+    def start(self, texts: Texts) -> Session:
+        return LookupFirstSession(self.draft.start(texts), texts, self.vocab_size)
+
+    def teacher_forced(
+        self, ids: list[int], text: list[int], samplings: Sequence[Sampling], states: HiddenStates
+    ) -> Iterator[Tensor]:
+        found = [following([*ids, *text[:i]], 1, SHORTEST) for i in range(len(text))]
+        rows = [i for i, one in enumerate(found) if one]
+        tokens = [one[0] for one in found if one]
+        for q in self.draft.teacher_forced(ids, text, samplings, states):
+            q[0, rows] = 0
+            q[0, rows, tokens] = 1
+            yield q
+
+    def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
+        return self.draft.step(context_length, sampling)
+
+    def probe(self, ids: list[int]) -> Tensor:
+        return self.draft.probe(ids)
+
+
+class LookupFirstSession(Session):
+    def __init__(self, session: Session, texts: Texts, vocab_size: int) -> None:
+        self.session, self.vocab_size = session, vocab_size
+        self.greedy, self.device = texts.sampling.greedy, texts.generator.device
+        self.texts = [list(text) for text in texts.ids]
+        self.replaced: list[int] = []  # rows that were drafted, too, but looked up
+
+    def propose(self, count: int, stop_below: float) -> Proposal:
+        found = [following(text, count, SHORTEST) for text in self.texts]
+        rows = [row for row, tokens in enumerate(found) if tokens]
+        drafted = Proposal(torch.zeros((len(found), 0), dtype=torch.long, device=self.device))
+        self.replaced = []
+        if len(rows) < len(found):
+            drafted, self.replaced = self.session.propose(count, stop_below), rows
+        if not rows:
+            return drafted
+        lengths = [drafted.tokens.shape[1]] * len(found)
+        if drafted.counts is not None:
+            lengths = drafted.counts.tolist()
+        for row in rows:
+            lengths[row] = len(found[row])
+        size = (len(found), max(lengths))
+        tokens = torch.zeros(size, dtype=torch.long, device=self.device)
+        tokens[:, : drafted.tokens.shape[1]] = drafted.tokens[:, : size[1]]
+        for row in rows:
+            tokens[row, : lengths[row]] = torch.tensor(found[row], device=self.device)
+        q = None
+        if drafted.q is not None:
+            q = drafted.q.new_zeros((*size, self.vocab_size))
+            q[:, : drafted.q.shape[1]] = drafted.q[:, : size[1]]
+            for row in rows:
+                q[row] = 0
+                q[row, range(lengths[row]), found[row]] = 1
+        return Proposal(tokens, q, torch.tensor(lengths, device=self.device))
+
+    def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
+        for text, new in zip(self.texts, emitted, strict=True):
+            text += new
+        # what the draft has read of its own on a replaced row is not what was emitted
+        own = [0 if row in self.replaced else n for row, n in enumerate(accepted)]
+        self.session.commit(emitted, own, states)
+
+    def keep(self, rows: list[int]) -> None:
+        self.texts = [self.texts[row] for row in rows]
+        self.session.keep(rows)
+
+
+def lookup_first(draft: Drafter) -> LookupFirst:
+    """That draft behind prompt lookup."""
+    return LookupFirst(
+        draft=draft,
+        vocab_size=draft.vocab_size,
+        path=f"lookup-first:{draft.path}",
+        form=draft.form,
+        vocabulary=draft.vocabulary,
+        bytes=draft.bytes,
+        full_form_bytes=draft.full_form_bytes,
+        kv_bytes_per_token=draft.kv_bytes_per_token,
+        layers=draft.layers,
+    )
+
+
+def load(spec: str, target: Target, strategy: str) -> Drafter:
+    """Of `lookup-first:SPEC`."""
+    return lookup_first(load_drafter(spec.partition(":")[2], target, strategy))
