@@ -50,7 +50,8 @@ def answer_prompts(recipe: Recipe, prompts: list[list[int]], target: Target) -> 
     cache = AnswerCache(recipe.folder / "answers", parts, target.decoder.embedding.shape[0])
     left = sorted(set(range(len(prompts))).difference(cache.indices))
     state.wait_for_everyone()  # all see the same left before anyone adds to the cache
-    _answer(recipe, prompts, left[state.process_index :: state.num_processes], target, cache)
+    if share := left[state.process_index :: state.num_processes]:
+        _answer(recipe, prompts, share, target, cache)
     state.wait_for_everyone()
     cache.refresh()
     if len(cache) < len(prompts):
