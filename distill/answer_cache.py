@@ -3,17 +3,22 @@
 A shard is one safetensors file of whole answers. For each response token it keeps the ids and log
 probabilities of the target's most likely tokens (raw logits, before any warper): 4 bytes an entry
 up to 65,536 ids, 6 above. What is left of the mass needs no space: it is one minus their sum.
+
+Any number of processes append to one cache, each to shards of its own; read, it is one sequence by
+index, of which nothing is in memory but where each answer stands.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -41,15 +46,22 @@ def _content_hash(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(name.encode())
-        digest.update(tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(tensors[name].contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
-class AnswerCache:
-    """A folder of shards that all depend on the same parts. Appending is safe against a kill."""
+class AnswerCache(Sequence[CachedAnswer]):
+    """A folder of shards that all depend on the same parts, read as answers ordered by index.
+
+    Appending is safe against a kill and beside other processes that append. An answer is read from
+    disk each time it is asked for.
+    """
 
     def __init__(self, folder: Path, parts: dict[str, Any], vocab_size: int) -> None:
-        """parts: what the cache depends on, by name; a cache of other parts is refused."""
+        """parts: what the cache depends on, by name; a cache of other parts is refused.
+
+        Raises CacheError for that and for a shard whose bits have changed.
+        """
         self.folder = folder
         self.id_type = torch.uint16 if vocab_size <= 2**16 else torch.int32
         key = folder / "key.json"
@@ -73,6 +85,12 @@ class AnswerCache:
                 "output_dir or delete that folder."
             )
 
+        self._paths: list[Path] = []
+        # a row an answer: its index, its shard's place in _paths, and from where to where in the
+        # shard its prompt and its response stand
+        self._places = np.empty((0, 6), dtype=np.int64)
+        self.refresh()
+
     def shards(self) -> list[Path]:
         return sorted(self.folder.glob("shard-*.safetensors"))
 
@@ -89,35 +107,84 @@ class AnswerCache:
             "top_logprobs": torch.cat([a.top_logprobs for a in answers]).to(torch.float16),
         }
         # named by its first answer, not by count: a shard deleted by hand must not make the next
-        # one overwrite another
+        # one overwrite another, nor one process the shard of another
         name = f"shard-{answers[0].index:08d}.safetensors"
         with atomic_file(self.folder / name, "wb") as file:
             file.write(save(tensors, metadata={"sha256": _content_hash(tensors)}))
+        self.refresh()
 
-    def __iter__(self) -> Iterator[CachedAnswer]:
-        """Every answer, shard by shard; each shard is checked against its hash first."""
+    def refresh(self) -> None:
+        """Take in the shards written since, by whatever process; each is checked against its hash.
+
+        Raises CacheError for one that is damaged.
+        """
+        known = set(self._paths)
         for path in self.shards():
-            try:
-                with safe_open(path, "pt") as file:
-                    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                    recorded = (file.metadata() or {}).get("sha256")
-            except SafetensorError as error:
-                raise CacheError(
-                    f"{path} is damaged ({error}); delete it and run again."
-                ) from error
-            if recorded != _content_hash(tensors):
-                raise CacheError(
-                    f"{path} does not match its checksum: bits changed since it was written; "
-                    "delete it and run again, its answers are made anew."
-                )
-            prompts = tensors["prompt_ids"].long().split(tensors["prompt_length"].tolist())
-            lengths = tensors["response_length"].tolist()
-            parts = [
-                tensors[name].split(lengths) for name in ("response_ids", "top_ids", "top_logprobs")
-            ]
-            rows = zip(tensors["index"].tolist(), prompts, *parts, strict=True)
-            for index, prompt, response, top_ids, top_logprobs in rows:
-                yield CachedAnswer(index, prompt, response.long(), top_ids.long(), top_logprobs)
+            if path not in known:
+                self._take_in(path)
+
+    def _take_in(self, path: Path) -> None:
+        with _opened(path) as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            recorded = (file.metadata() or {}).get("sha256")
+        if recorded != _content_hash(tensors):
+            raise CacheError(
+                f"{path} does not match its checksum: bits changed since it was written; "
+                "delete it and run again, its answers are made anew."
+            )
+        index = tensors["index"].numpy()
+        columns = [index, np.full_like(index, len(self._paths))]
+        for lengths in (tensors["prompt_length"].numpy(), tensors["response_length"].numpy()):
+            ends = lengths.cumsum()
+            columns += [ends - lengths, ends]
+        places = np.concatenate([self._places, np.stack(columns, axis=1)])
+        # by index: on disk they stand in the order in which they were finished
+        self._places = places[np.unique(places[:, 0], return_index=True)[1]]
+        self._paths.append(path)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, number: int) -> CachedAnswer: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list[CachedAnswer]: ...
+
+    def __getitem__(self, number: int | slice) -> CachedAnswer | list[CachedAnswer]:
+        if isinstance(number, slice):
+            return [self[i] for i in range(*number.indices(len(self)))]
+        index, shard, *bounds = self._places[number].tolist()
+        prompt, response = slice(*bounds[:2]), slice(*bounds[2:])
+        # opened anew each time: pages of a map that stays open would count as this process's memory
+        with _opened(self._paths[shard]) as file:
+            return CachedAnswer(
+                index,
+                file.get_slice("prompt_ids")[prompt].long(),
+                file.get_slice("response_ids")[response].long(),
+                file.get_slice("top_ids")[response].long(),
+                file.get_slice("top_logprobs")[response].clone(),
+            )
+
+    @property
+    def indices(self) -> list[int]:
+        """The index of each answer, in order."""
+        return self._places[:, 0].tolist()
+
+    @property
+    def response_lengths(self) -> list[int]:
+        """Tokens of each response, in order of the answers."""
+        return (self._places[:, 5] - self._places[:, 4]).tolist()
 
     def bytes_on_disk(self) -> int:
         return sum(path.stat().st_size for path in self.shards())
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A shard, memory-mapped. Raises CacheError for one that is cut or gone."""
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except (SafetensorError, FileNotFoundError) as error:
+        raise CacheError(f"{path} is damaged ({error}); delete it and run again.") from error

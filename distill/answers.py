@@ -9,28 +9,38 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from tqdm import tqdm
 
 from align.sources import resolve_checkpoint
-from distill.answer_cache import AnswerCache, CachedAnswer
+from distill.answer_cache import AnswerCache, CachedAnswer, CacheError
 from distill.recipe import Recipe
 from eval.decoding.generation import generate_batched
+from eval.decoding.loop import seed_of
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 
-ANSWERS_PER_SHARD = 64  # at most so many answers are lost to a kill
+ANSWERS_PER_SHARD = 64  # at most so many answers of a process are lost to a kill
 
 
-def answer_prompts(recipe: Recipe, prompts: list[list[int]], target: Target) -> list[CachedAnswer]:
+def answer_prompts(recipe: Recipe, prompts: list[list[int]], target: Target) -> AnswerCache:
     """The target's answers to `prompts` (token ids), kept in `answers/`; those there are read.
 
+    Called by every process of a launch: each answers its share of what is left, and all return
+    once all have answered. The tokens of an answer depend on the recipe's seed and its index alone.
     Raises CacheError for answers of another target, and ValueError when not one answer has a token
     before its stop.
     """
     clock = time.time()
+    state = PartialState()
     prompts = prompts * recipe.answers_per_prompt
-    parts = _what_decides_p(recipe, target) | {
+    found: list[dict[str, Any]] = [{}]
+    if state.is_main_process:  # reads all the target's weights
+        found[0] = _what_decides_p(recipe, target)
+    broadcast_object_list(found)
+    parts = found[0] | {
         "answer_temperature": recipe.answer_temperature,
         "answer_max_new_tokens": recipe.answer_max_new_tokens,
         "cache_top_k": recipe.cache_top_k,
@@ -38,52 +48,74 @@ def answer_prompts(recipe: Recipe, prompts: list[list[int]], target: Target) -> 
         "seed": recipe.seed,
     }
     cache = AnswerCache(recipe.folder / "answers", parts, target.decoder.embedding.shape[0])
-    done = {answer.index for answer in cache}
-    left = [i for i in range(len(prompts)) if i not in done]
-    bar = tqdm(
-        total=len(prompts), initial=len(done), desc="target answers", unit="answer", file=sys.stderr
-    )
-    pending: list[CachedAnswer] = []
-    for answer in generate_batched(
-        target.decoder,
-        [prompts[i] for i in left],
-        recipe.answer_max_new_tokens,
-        target.stops,
-        Sampling(recipe.answer_temperature),
-        recipe.answer_batch_size,
-        # each attempt draws with its own seed, else a resumed run would repeat the first's draws
-        recipe.seed + 1_000_003 * len(done),
-        capture=lambda logits: top_logprobs(logits, recipe.cache_top_k),
-    ):
-        ids, logprobs = zip(*answer.captured, strict=True)
-        pending.append(
-            CachedAnswer(
-                index=left[answer.index],
-                prompt_ids=torch.tensor(prompts[left[answer.index]]),
-                response_ids=torch.tensor(answer.tokens),
-                top_ids=torch.stack(ids).cpu(),
-                top_logprobs=torch.stack(logprobs).cpu(),
-            )
+    left = sorted(set(range(len(prompts))).difference(cache.indices))
+    state.wait_for_everyone()  # all see the same left before anyone adds to the cache
+    if share := left[state.process_index :: state.num_processes]:
+        _answer(recipe, prompts, share, target, cache)
+    state.wait_for_everyone()
+    cache.refresh()
+    if len(cache) < len(prompts):
+        raise CacheError(
+            f"{cache.folder} holds {len(cache)} of {len(prompts)} answers after every process has "
+            "answered its share: the processes do not see the same folder. Give --output_dir a "
+            "folder on a disk that all of them share."
         )
-        bar.update()
-        if len(pending) == ANSWERS_PER_SHARD:
-            cache.append(pending)
-            pending = []
-    if pending:
-        cache.append(pending)
-    bar.close()
-    # by index: the order on disk is the order in which answers finished
-    answers = sorted(cache, key=lambda answer: answer.index)
-    if all(len(answer.response_ids) <= 1 for answer in answers):
+    lengths = cache.response_lengths
+    if max(lengths) <= 1:
         raise ValueError(
             f"All {len(prompts)} answers of the target are empty: it stops at its first token, "
             "and there is nothing to distil. Check the chat template, and whether the prompts "
             "should be `messages`."
         )
-    tokens = sum(len(answer.response_ids) for answer in answers)
-    size = cache.bytes_on_disk() / tokens
-    print(f"answers: {tokens} tokens in {time.time() - clock:.0f} s, {size:.0f} B each")
-    return answers
+    if state.is_main_process:
+        size = cache.bytes_on_disk() / sum(lengths)
+        seconds = time.time() - clock
+        print(f"answers: {sum(lengths)} tokens in {seconds:.0f} s, {size:.0f} B each")
+    return cache
+
+
+def _answer(
+    recipe: Recipe, prompts: list[list[int]], share: list[int], target: Target, cache: AnswerCache
+) -> None:
+    """Append the answers to the prompts whose numbers are in `share`."""
+    bar = tqdm(
+        total=len(prompts),
+        initial=len(cache),
+        desc="target answers",
+        unit="answer",
+        file=sys.stderr,
+        disable=not PartialState().is_main_process,
+    )
+    pending: list[CachedAnswer] = []
+    for answer in generate_batched(
+        target.decoder,
+        [prompts[i] for i in share],
+        recipe.answer_max_new_tokens,
+        target.stops,
+        Sampling(recipe.answer_temperature),
+        recipe.answer_batch_size,
+        [seed_of(recipe.seed, str(i)) for i in share],
+        capture=lambda logits: top_logprobs(logits, recipe.cache_top_k),
+    ):
+        ids, logprobs = zip(*answer.captured, strict=True)
+        index = share[answer.index]
+        pending.append(
+            CachedAnswer(
+                index=index,
+                prompt_ids=torch.tensor(prompts[index]),
+                response_ids=torch.tensor(answer.tokens),
+                top_ids=torch.stack(ids).cpu(),
+                top_logprobs=torch.stack(logprobs).cpu(),
+            )
+        )
+        if len(pending) == ANSWERS_PER_SHARD:
+            cache.append(pending)
+            pending = []
+        bar.update(len(cache) + len(pending) - bar.n)  # those of the other processes, too
+    if pending:
+        cache.append(pending)
+    bar.update(len(cache) - bar.n)
+    bar.close()
 
 
 def top_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ def export_draft(
     target: Target,
     prepared: PreparedDraft,
     tuned: PreTrainedModel,
-    answers: list[CachedAnswer],
+    answers: Iterable[CachedAnswer],
 ) -> None:
     """`draft/`: a checkpoint for every engine, and `draft/compact/` for our decoder."""
     dtype = getattr(torch, recipe.dtype)
@@ -61,7 +61,7 @@ def full_vocabulary(
     positions.
     """
     states = []
-    for answer in until(list(answers), CALIBRATION_TOKENS):
+    for answer in until(answers, CALIBRATION_TOKENS):
         ids = torch.cat([answer.prompt_ids, answer.response_ids])[None].to(tuned.device)
         hidden = tuned.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
         states.append(hidden[0, len(answer.prompt_ids) - 1 :].float())

@@ -72,7 +72,7 @@ class Overlap:
 
 
 def drop_overlap(
-    prompts: list[Prompt], eval_prompts: list[Prompt], limit: int | None = None
+    prompts: Iterable[Prompt], eval_prompts: list[Prompt], limit: int | None = None
 ) -> tuple[list[Prompt], Overlap]:
     """The first `limit` different prompts that nearly duplicate no evaluation prompt."""
     held_out = NearDuplicates(p.text for p in eval_prompts)

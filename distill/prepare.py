@@ -48,7 +48,7 @@ class PreparedDraft:
 
 
 def prepare_draft(
-    recipe: Recipe, pair: Pair, target: Target, answers: list[CachedAnswer]
+    recipe: Recipe, pair: Pair, target: Target, answers: Iterable[CachedAnswer]
 ) -> PreparedDraft:
     """The untuned draft: the sibling as it is, or `prepared/` from the pruned target."""
     embedding = target.decoder.embedding
@@ -79,7 +79,7 @@ def prepare_draft(
     return PreparedDraft(model, token_ids, full_head, lost)
 
 
-def print_coverage(pair: Pair, target: Target, answers: list[CachedAnswer]) -> None:
+def print_coverage(pair: Pair, target: Target, answers: Iterable[CachedAnswer]) -> None:
     """What share of the target's mass on the answers trimmed heads of each size would lose."""
     mass = domain_mass(answers, target.decoder.embedding.shape[0])
     print("draft_vocab_size  lost mass")
@@ -99,7 +99,7 @@ def domain_mass(answers: Iterable[CachedAnswer], vocab_size: int) -> Tensor:
 @torch.no_grad()
 def prune_and_fit(
     target: PreTrainedModel,
-    answers: list[CachedAnswer],
+    answers: Iterable[CachedAnswer],
     num_layers: int,
     fit_tokens: int,
     head_size: int | None,
@@ -157,7 +157,7 @@ def build_pruned(target: PreTrainedModel, num_layers: int, head: Tensor) -> PreT
 
 
 def _fit_projection(
-    target: PreTrainedModel, answers: list[CachedAnswer], num_layers: int, fit_tokens: int
+    target: PreTrainedModel, answers: Iterable[CachedAnswer], num_layers: int, fit_tokens: int
 ) -> Tensor:
     """The matrix A [H, H] that minimises |A x - y|^2 from pruned to full final states, in fp32."""
     config: Any = target.config
@@ -192,7 +192,7 @@ def _fit_projection(
     return torch.linalg.solve(gram + ridge, cross).T.float()
 
 
-def until(answers: list[CachedAnswer], tokens: int) -> Iterator[CachedAnswer]:
+def until(answers: Iterable[CachedAnswer], tokens: int) -> Iterator[CachedAnswer]:
     """The first answers, as many as hold so many response tokens."""
     for answer in answers:
         if tokens <= 0:

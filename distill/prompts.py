@@ -8,6 +8,9 @@ anyone's: `embedded:stdlib-functions` (the running interpreter's standard librar
 from __future__ import annotations
 
 import random
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from transformers import AutoConfig
@@ -16,7 +19,17 @@ from align.sources import load_tokenizer
 from align.vocabulary import Vocabulary
 from distill.near_duplicates import Overlap, drop_overlap
 from distill.recipe import Recipe
-from eval.prompts import Prompt, PromptError, PromptSet, draw, load_prompts, render_all
+from eval.prompts import (
+    Prompt,
+    PromptError,
+    PromptSet,
+    PromptSource,
+    draw,
+    load_prompts,
+    open_prompts,
+    refuse_repeated_ids,
+    render_all,
+)
 from recipes.code.prompts import stdlib_prompts
 from recipes.legal.prompts import licence_prompts
 
@@ -70,20 +83,28 @@ def training_prompts(
     None of them equals or nearly duplicates an evaluation prompt. Raises PromptError when none is
     left, and what `load_prompts` raises.
     """
-    if spec == STDLIB:
-        prompts = stdlib_prompts()
-    elif spec == LICENCES:
-        prompts = licence_prompts(held_out=False)
-    else:
-        _refuse_unknown_builder(spec)
-        prompts = load_prompts(spec)
-    random.Random(seed).shuffle(prompts)
-    kept, overlap = drop_overlap(prompts, eval_prompts, limit)
+    with _open_training(spec) as source:
+        order = array("q", range(source.count))
+        random.Random(seed).shuffle(order)
+        # read one by one until there are enough: of a large source only these are ever in memory
+        kept, overlap = drop_overlap((source.read(i) for i in order), eval_prompts, limit)
     if not kept:
         raise PromptError(
-            f"All {len(prompts)} prompts of {spec!r} repeat evaluation prompts; train on others."
+            f"All {source.count} prompts of {spec!r} repeat evaluation prompts; train on others."
         )
+    refuse_repeated_ids(kept, spec)
     return kept, overlap
+
+
+@contextmanager
+def _open_training(spec: str) -> Iterator[PromptSource]:
+    if spec in (STDLIB, LICENCES):
+        built = stdlib_prompts() if spec == STDLIB else licence_prompts(held_out=False)
+        yield PromptSource(spec, len(built), built.__getitem__)
+    else:
+        _refuse_unknown_builder(spec)
+        with open_prompts(spec) as source:
+            yield source
 
 
 def evaluation_prompts(spec: str, limit: int | None, seed: int) -> list[Prompt]:

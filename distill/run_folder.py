@@ -21,6 +21,7 @@ from distill.models import Pair
 from distill.prompts import Prompts
 from distill.recipe import Recipe, RecipeError, dump, read_yaml
 from distill.trainer import last_checkpoint
+from distill.training_set import TRAINING_SET
 from eval.prompts import prompts_sha256, write_prompts
 
 # What two runs of one folder may differ in.
@@ -115,5 +116,5 @@ def delete_training_state(folder: Path) -> None:
         if checkpoint != last:
             remove(checkpoint)
     spent = [path for pattern in _SPENT if last is not None for path in last.glob(pattern)]
-    for path in [*spent, folder / "prepared" / "full_head.safetensors"]:
+    for path in [*spent, folder / "prepared" / "full_head.safetensors", folder / TRAINING_SET]:
         remove(path)

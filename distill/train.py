@@ -42,12 +42,13 @@ def run(recipe: Recipe) -> int:
     if recipe.dry_run:
         return price_run(recipe, pair, prompts, target)
     claim_folder(recipe, pair, prompts)
-    # one process answers and prepares, the others wait and read what it left on disk
-    with PartialState().main_process_first():
-        answers = answer_prompts(recipe, prompts.training.ids, target)
-        if recipe.coverage_curve:
+    answers = answer_prompts(recipe, prompts.training.ids, target)
+    if recipe.coverage_curve:
+        if PartialState().is_main_process:
             print_coverage(pair, target, answers)
-            return 0
+        return 0
+    # one process prepares, the others wait and read what it left on disk
+    with PartialState().main_process_first():
         prepared = prepare_draft(recipe, pair, target, answers)
     if not (recipe.folder / "draft").exists():
         tuned = distil_draft(recipe, pair, target, prepared, answers)

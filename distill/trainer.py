@@ -5,18 +5,14 @@ Legend: B rows, T padded length, N response positions of the batch, H hidden siz
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -30,86 +26,17 @@ from trl import SFTConfig, SFTTrainer
 from align.atomic import atomic_file, disk_full_explained
 from align.vocab_map import Retokenizer
 from distill.answer_cache import CachedAnswer
-from distill.losses import head_loss, sharpen
+from distill.losses import head_loss
 from distill.models import Pair
 from distill.prepare import PreparedDraft
 from distill.recipe import Recipe, RecipeError
+from distill.training_set import TRAINING_SET, DistillationCollator, training_set
 from eval.decoding.target import Target
 
 # trl asks transformers for it by its old name; there is nothing a user could do about that
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
 
 COMPLETE = "complete"  # the last file of a checkpoint
-
-
-def training_rows(
-    answers: Iterable[CachedAnswer],
-    head_rows: Tensor | None,
-    teacher_temperature: float = 1.0,
-    retokenizer: Retokenizer | None = None,
-) -> Dataset:
-    """One row an answer: input_ids [P + R], the positions [R] that predict, cached tokens [R * C].
-
-    head_rows: for each target id its row in the draft's head [V], -1 where it has none; None when
-    they are equal. teacher_temperature: below 1 it sharpens p (losses.sharpen). retokenizer: how a
-    draft with ids of its own reads the text; the end of what it read of a token is where it
-    predicts the next. Nested lists would read ten times slower than the flat columns.
-    """
-
-    def rows() -> Iterable[dict[str, Any]]:
-        for answer in answers:
-            logprobs = answer.top_logprobs
-            if teacher_temperature != 1:
-                logprobs = sharpen(logprobs, teacher_temperature)
-            ids = answer.top_ids if head_rows is None else head_rows[answer.top_ids]
-            prompt, response = answer.prompt_ids.tolist(), answer.response_ids.tolist()
-            pieces = [prompt, *([i] for i in response)]
-            if retokenizer is not None:
-                pieces = [
-                    retokenizer.from_start(prompt),
-                    *(retokenizer.of_token(i) for i in response),
-                ]
-            ends = itertools.accumulate(map(len, pieces[:-1]))
-            input_ids = [i for piece in pieces for i in piece]
-            yield {
-                "index": answer.index,
-                "length": len(input_ids),
-                "input_ids": input_ids,
-                # the logits that predict token t stand at position t - 1
-                "positions": [end - 1 for end in ends],
-                "top_ids": ids.flatten().tolist(),
-                "top_logprobs": logprobs.flatten().tolist(),
-            }
-
-    return Dataset.from_list(list(rows()))
-
-
-class DistillationCollator:
-    """Right-padded batches; each response token with the target's distribution there."""
-
-    def __init__(self, pad_token_id: int) -> None:
-        self.pad_token_id = pad_token_id
-
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        ids = [torch.tensor(row["input_ids"]) for row in rows]
-        input_ids = pad_sequence(ids, True, self.pad_token_id)
-        predicting = [torch.tensor(row["positions"]) for row in rows]
-        # only counted by the trainer, which leaves the first of each row out
-        labels = [F.pad(torch.ones_like(at), (1, 0), value=-100) for at in predicting]
-        width, cached = input_ids.shape[1], len(rows[0]["top_ids"]) // len(predicting[0])
-
-        def flat(column: str) -> Tensor:
-            return torch.cat([torch.tensor(row[column]) for row in rows]).view(-1, cached)
-
-        return {
-            "input_ids": input_ids,
-            "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], True),
-            "labels": pad_sequence(labels, True, -100),
-            "positions": torch.cat([b * width + at for b, at in enumerate(predicting)]),
-            "top_ids": flat("top_ids"),
-            "top_logprobs": flat("top_logprobs"),
-            "index": torch.tensor([row["index"] for row in rows]),
-        }
 
 
 def attach_distillation_forward(model: PreTrainedModel) -> None:
@@ -244,7 +171,7 @@ def build_trainer(
 
     An input embedding that is not the head as well stays as it is, unless it has `new_rows` that
     were never trained (a transplant): then LoRA trains embedding and head whole, too. retokenizer:
-    as for `training_rows`.
+    as for `training_set`.
     """
     model = model.float()
     names = {module: name for name, module in model.named_modules()}
@@ -270,7 +197,13 @@ def build_trainer(
     trainer = DistillationTrainer(
         model=model,
         args=training_config(recipe),
-        train_dataset=training_rows(answers, head_rows, recipe.teacher_temperature, retokenizer),
+        train_dataset=training_set(
+            recipe.folder / TRAINING_SET,
+            answers,
+            head_rows,
+            recipe.teacher_temperature,
+            retokenizer,
+        ),
         data_collator=DistillationCollator(pad_id(tokenizer)),
         processing_class=tokenizer,
         peft_config=adapters,
@@ -286,7 +219,7 @@ def distil_draft(
     pair: Pair,
     target: Target,
     prepared: PreparedDraft,
-    answers: list[CachedAnswer],
+    answers: Iterable[CachedAnswer],
 ) -> PreTrainedModel:
     """The draft in fp32 after training on the answers."""
     trainer = build_trainer(

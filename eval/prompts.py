@@ -14,11 +14,15 @@ import gzip
 import hashlib
 import json
 import random
+import shutil
+import tempfile
 import zlib
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from align.atomic import atomic_file
 from align.sources import resolve_file
@@ -78,15 +82,45 @@ class PromptSet:
         ]
 
 
+@dataclass(frozen=True)
+class PromptSource:
+    """The prompts that `spec` names: how many, and each by its number, read when asked for."""
+
+    spec: str
+    count: int
+    read: Callable[[int], Prompt]
+
+
 def load_prompts(spec: str, limit: int | None = None, seed: int = 0) -> list[Prompt]:
     """The prompts that `spec` names, in their order.
 
     limit: only so many, drawn with the seed. Raises PromptError, which names file and line, and
     SourceError for a file that is missing or cannot be fetched.
     """
-    if spec.startswith("pypi:") or spec.endswith((".jsonl", ".jsonl.gz")) or Path(spec).exists():
-        return draw(_read_file(resolve_file(spec), spec), limit, seed)
-    return _read_hub(spec, limit, seed)
+    with open_prompts(spec) as source:
+        prompts = [source.read(i) for i in _drawn(source.count, limit, seed)]
+    refuse_repeated_ids(prompts, spec)
+    return prompts
+
+
+@contextmanager
+def open_prompts(spec: str) -> Iterator[PromptSource]:
+    """The prompts that `spec` names, none of them in memory. Raises what `load_prompts` raises.
+
+    All lines of a file are checked at once, the rows of a data set when they are read.
+    """
+    with ExitStack() as opened:
+        named = spec.startswith("pypi:") or spec.endswith((".jsonl", ".jsonl.gz"))
+        if named or Path(spec).exists():
+            source = _lines_of(_open_file(resolve_file(spec), spec, opened), spec)
+        else:
+            source = _rows_of(spec)
+        if source.count == 0:
+            raise PromptError(
+                f"{spec!r} holds no prompt; write one JSON object a line, with `prompt` or "
+                "`messages`."
+            )
+        yield source
 
 
 def draw(prompts: list[Prompt], limit: int | None, seed: int) -> list[Prompt]:
@@ -100,39 +134,60 @@ def _drawn(count: int, limit: int | None, seed: int) -> list[int]:
     return sorted(random.Random(seed).sample(range(count), limit))
 
 
-def _read_file(path: Path, spec: str) -> list[Prompt]:
+def _open_file(path: Path, spec: str, opened: ExitStack) -> IO[bytes]:
+    """The file, unpacked to one without a name where it is packed, so that any line is at hand."""
     try:
-        data = path.read_bytes()
-        if path.name.endswith(".gz"):
-            data = gzip.decompress(data)
+        if not path.name.endswith(".gz"):
+            return opened.enter_context(path.open("rb"))
+        file = opened.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        with gzip.open(path) as packed:
+            shutil.copyfileobj(packed, file)
+        file.seek(0)
     except (OSError, EOFError, zlib.error) as error:
         raise PromptError(
             f"{spec!r} cannot be read ({error}); give a whole .jsonl or .jsonl.gz file."
         ) from error
+    return file
+
+
+def _lines_of(file: IO[bytes], spec: str) -> PromptSource:
+    numbers, starts, at = array("q"), array("q"), 0
+    for number, line in enumerate(file, start=1):
+        if _parse_line(line, number, spec) is not None:
+            numbers.append(number)
+            starts.append(at)
+        at += len(line)
+
+    def read(i: int) -> Prompt:
+        file.seek(starts[i])
+        prompt = _parse_line(file.readline(), numbers[i], spec)
+        assert prompt is not None
+        return prompt
+
+    return PromptSource(spec, len(numbers), read)
+
+
+def _parse_line(line: bytes, number: int, spec: str) -> Prompt | None:
+    """The prompt of a line, None where it is blank."""
+    where = f"{spec!r}, line {number}"
     try:
-        # not splitlines(): a JSON string may hold U+2028 and other ends of line as they are;
         # -sig: editors on Windows write a mark first
-        lines = data.decode("utf-8-sig").split("\n")
+        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        number = error.object.count(b"\n", 0, error.start) + 1
         raise PromptError(
-            f"{spec!r}, line {number}: not UTF-8 (byte 0x{error.object[error.start]:02x}); save "
-            "the file as UTF-8."
+            f"{where}: not UTF-8 (byte 0x{error.object[error.start]:02x}); save the file as UTF-8."
         ) from error
-    prompts = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{spec!r}, line {number}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise PromptError(f"{where}: not JSON ({error}); write one object a line.") from error
-        prompts.append(_parse(row, where, str(number)))
-    return _checked(prompts, spec)
+    if not text.strip():
+        return None
+    try:
+        row = json.loads(text)
+    except ValueError as error:
+        raise PromptError(f"{where}: not JSON ({error}); write one object a line.") from error
+    return _parse(row, where, str(number))
 
 
-def _read_hub(spec: str, limit: int | None, seed: int) -> list[Prompt]:
+def _rows_of(spec: str) -> PromptSource:
+    """The rows of a data set of the Hub, which `datasets` keeps in memory-mapped files."""
     from datasets import load_dataset
 
     name, _, split = spec.partition(":")
@@ -145,12 +200,7 @@ def _read_hub(spec: str, limit: int | None, seed: int) -> list[Prompt]:
             f"be loaded ({reason}). Check the spelling (NAME or NAME:SPLIT) and the network, or "
             "give a .jsonl file."
         ) from error
-    chosen = _drawn(len(rows), limit, seed)
-    prompts = [
-        _parse(row, f"{spec!r}, row {i}", str(i))
-        for i, row in zip(chosen, rows.select(chosen), strict=True)
-    ]
-    return _checked(prompts, spec)
+    return PromptSource(spec, len(rows), lambda i: _parse(rows[i], f"{spec!r}, row {i}", str(i)))
 
 
 def _parse(row: Any, where: str, number: str) -> Prompt:
@@ -210,21 +260,16 @@ def _conversation(messages: Any, where: str) -> list[dict[str, Any]]:
     return turns
 
 
-def _checked(prompts: list[Prompt], spec: str) -> list[Prompt]:
-    if not prompts:
-        raise PromptError(
-            f"{spec!r} holds no prompt; write one JSON object a line, with `prompt` or `messages`."
-        )
+def refuse_repeated_ids(prompts: Iterable[Prompt], spec: str) -> None:
+    """Raise PromptError where two prompts have one id: results of two drafts are paired by it."""
     seen: set[str] = set()
     for prompt in prompts:
-        # results of two drafts are paired by the id
         if prompt.id in seen:
             raise PromptError(
                 f"{spec!r}: the id {prompt.id!r} stands twice; make the ids unique, or leave them "
                 "out to have the prompts numbered."
             )
         seen.add(prompt.id)
-    return prompts
 
 
 def write_prompts(path: str | Path, prompts: Iterable[Prompt]) -> None:

@@ -66,14 +66,20 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def sample(probabilities: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One id for each row of [..., V], without leaving the device: the inverse of its CDF.
+    """One id for each row of [..., V], without leaving the device.
 
     One uniform number a row: exponential noise over V costs thirty times as much on a CPU.
     """
+    shape, device = (*probabilities.shape[:-1], 1), probabilities.device
+    uniform = torch.rand(shape, dtype=torch.float64, device=device, generator=generator)
+    return inverse_cdf(probabilities, uniform)
+
+
+def inverse_cdf(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """The id at which the sums of each row of [..., V] pass a number in [0, 1) [..., 1], fp64."""
     # fp64, else the sums of 150k small terms would shift what the last tokens get
     cdf = probabilities.cumsum(-1, dtype=torch.float64)
     total = cdf[..., -1:]
-    uniform = torch.rand(total.shape, dtype=cdf.dtype, device=cdf.device, generator=generator)
     # strictly below the total also when rounding says otherwise: the id found then has p > 0
     below = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cdf, below, right=True)[..., 0]

@@ -18,7 +18,7 @@ from eval.decoding.drafters.base import Drafter
 from eval.decoding.drafters.checkpoint import teacher_forced_logits
 from eval.decoding.forward import HiddenStates
 from eval.decoding.generation import generate_batched
-from eval.decoding.loop import Decoding
+from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.target import Target
 from eval.decoding.verification import agreement, argmax, warp
 from eval.measuring.journal import Journal
@@ -36,8 +36,9 @@ def target_texts(target: Target, prompts: Sequence[list[int]], how: Decoding) ->
     """The target's own answer to each prompt, batched: the text that alpha is taken on."""
     answers: list[list[int]] = [[] for _ in prompts]
     bar = tqdm(total=len(prompts), desc="target texts", unit="prompt")
+    seeds = [seed_of(how.seed, str(number)) for number in range(len(prompts))]
     for answer in generate_batched(
-        target.decoder, list(prompts), how.max_new_tokens, how.stops, how.sampling, BATCH, how.seed
+        target.decoder, list(prompts), how.max_new_tokens, how.stops, how.sampling, BATCH, seeds
     ):
         answers[answer.index] = answer.tokens
         bar.update()

@@ -18,6 +18,7 @@ from distill.answers import top_logprobs
 from distill.prompts import training_prompts
 from distill.recipe import load_recipe
 from eval.decoding.generation import generate_batched
+from eval.decoding.loop import seed_of
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.measuring.metrics import measure
@@ -65,7 +66,7 @@ def ours(target, ids, recipe):
             target.stops,
             Sampling(recipe.answer_temperature),
             recipe.answer_batch_size,
-            recipe.seed,
+            [seed_of(recipe.seed, str(number)) for number in range(len(ids))],
             capture=lambda logits: top_logprobs(logits, recipe.cache_top_k),
         )
     )

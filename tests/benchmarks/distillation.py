@@ -24,7 +24,8 @@ from distill.models import head_rows
 from distill.prepare import build_pruned, domain_mass
 from distill.prompts import training_prompts
 from distill.recipe import load_recipe
-from distill.trainer import DistillationCollator, attach_distillation_forward, training_rows
+from distill.trainer import attach_distillation_forward
+from distill.training_set import DistillationCollator, training_rows
 from eval.decoding.target import load_target
 from eval.measuring.metrics import measure
 from eval.prompts import render_all
@@ -102,7 +103,7 @@ def main():
         clock = time.perf_counter()
         answers = answer_prompts(dataclasses.replace(recipe, output_dir=folder), ids, target)
         answering = time.perf_counter() - clock
-        answers.sort(key=lambda answer: len(answer.prompt_ids) + len(answer.response_ids))
+        answers = sorted(answers, key=lambda a: len(a.prompt_ids) + len(a.response_ids))
     tokens = sum(len(answer.response_ids) for answer in answers)
     print(f"answers: {tokens} tokens, {tokens / answering:.0f} tokens/s, capture included")
 

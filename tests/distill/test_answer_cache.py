@@ -73,7 +73,7 @@ def test_a_damaged_shard_is_an_error(tmp_path, damage):
         del data[-10:]
     shard.write_bytes(bytes(data))
     with pytest.raises(CacheError, match="run again"):
-        list(cache)
+        AnswerCache(tmp_path, PARTS, 100)
 
 
 def test_a_shard_cut_short_while_writing_is_never_seen(tmp_path, monkeypatch):
@@ -87,3 +87,31 @@ def test_a_shard_cut_short_while_writing_is_never_seen(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk is full"):
         cache.append([answer(1)])
     assert [a.index for a in cache] == [0]
+
+
+def test_answers_stand_in_order_of_index_whoever_wrote_them(tmp_path):
+    ours, theirs = (AnswerCache(tmp_path, PARTS, 60_001) for _ in range(2))
+    ours.append([answer(3), answer(0, 2, 1)])
+    theirs.append([answer(1), answer(5)])
+    assert [a.index for a in ours] == [0, 3]  # until it looks again
+    ours.refresh()
+    for cache in (ours, theirs, AnswerCache(tmp_path, PARTS, 60_001)):
+        assert len(cache) == 4
+        assert [a.index for a in cache] == cache.indices == [0, 1, 3, 5]
+        assert cache.response_lengths == [1, 7, 7, 7]
+        assert [a.index for a in cache[1:3]] == [1, 3]
+        assert torch.equal(cache[-1].response_ids, answer(5).response_ids)
+        with pytest.raises(IndexError):
+            cache[4]
+
+
+def test_a_shard_that_is_cut_after_it_was_checked_is_an_error(tmp_path):
+    cache = AnswerCache(tmp_path, PARTS, 100)
+    cache.append([answer(0), answer(1)])
+    (shard,) = cache.shards()
+    shard.write_bytes(shard.read_bytes()[:-10])
+    with pytest.raises(CacheError, match=r"is damaged .*run again"):
+        cache[1]
+    shard.unlink()
+    with pytest.raises(CacheError, match=r"is damaged .*run again"):
+        cache[1]

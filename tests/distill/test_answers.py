@@ -1,9 +1,15 @@
 import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from distill.answer_cache import CacheError
+from distill import answers as module
+from distill.answer_cache import AnswerCache, CacheError
 from distill.answers import answer_prompts, top_logprobs
 from eval.decoding.target import load_target
 
@@ -19,9 +25,9 @@ def target(folder):
 def answered(job, target, tmp_path):
     """The answers to PROMPTS in tmp_path, by a target that never stops."""
 
-    def answer(prompts=PROMPTS, stops=frozenset(), decoder=None, **changes):
+    def answer(prompts=PROMPTS, stops=frozenset(), decoder=None, folder=tmp_path, **changes):
         recipe = job(
-            tmp_path,
+            folder,
             **{
                 "answer_temperature": 0.8,
                 "answer_max_new_tokens": 12,
@@ -51,6 +57,77 @@ def test_every_prompt_is_answered_with_the_distributions_the_tokens_came_from(an
         assert (answer.top_ids == ids).float().mean() > 0.95  # the order of near-equals may differ
 
 
+def same_answers(ours, theirs):
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.index == other.index
+        assert torch.equal(one.prompt_ids, other.prompt_ids)
+        assert torch.equal(one.response_ids, other.response_ids)
+        # fp16 on disk, and the sums of other batches
+        torch.testing.assert_close(one.top_logprobs, other.top_logprobs, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_an_answer_does_not_depend_on_those_beside_it(answered, tmp_path, batch):
+    ours = answered(folder=tmp_path / "ours")
+    same_answers(ours, answered(folder=tmp_path / "other", answer_batch_size=batch))
+    assert len({tuple(answer.response_ids.tolist()) for answer in ours}) == len(PROMPTS)
+
+
+def test_each_draw_of_a_prompt_is_another(answered):
+    answers = answered(prompts=PROMPTS[:2], answers_per_prompt=6)
+    assert [answer.prompt_ids.tolist() for answer in answers] == PROMPTS[:2] * 6
+    assert len({tuple(answer.response_ids.tolist()) for answer in answers}) == 12
+
+
+def test_processes_make_the_cache_of_one_and_a_killed_run_goes_on(job, answered, tmp_path):
+    """Two processes, of which one is killed; then three finish what one alone makes in a go."""
+    prompts = [[3 + i, 4, 5 + i % 3] for i in range(20)]
+    folder = tmp_path / "many"
+    alone = answered(prompts, folder=tmp_path / "alone")
+    keys = {"answer_temperature": 0.8, "answer_max_new_tokens": 12, "cache_top_k": 6, "seed": 1}
+    recipe = job(folder, **keys, answer_batch_size=3)
+
+    def launched(processes, dies=-1):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        script = [Path(__file__).with_name("answering.py"), json.dumps(recipe.values())]
+        return subprocess.run(
+            [*command, f"--nproc_per_node={processes}", *script, json.dumps(prompts), str(dies)],
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+
+    killed = launched(2, dies=1)
+    assert killed.returncode != 0
+    assert "SIGKILL" in killed.stderr  # the first does not wait for ever, nor without a word
+    parts = json.loads((folder / "answers" / "key.json").read_text())
+    some = AnswerCache(folder / "answers", parts, 300)
+    assert 2 <= len(some) < len(prompts)
+    before = {path: path.read_bytes() for path in some.shards()}
+
+    resumed = launched(3)
+    assert resumed.returncode == 0, resumed.stderr
+    for rank in range(3):
+        assert f"process {rank} of 3: 20 answers" in resumed.stdout
+    assert resumed.stdout.count("answers: 240 tokens") == 1
+    assert all(path.read_bytes() == content for path, content in before.items())
+    same_answers(alone, AnswerCache(folder / "answers", parts, 300))
+
+
+def test_processes_that_do_not_share_a_folder_are_told(answered, monkeypatch):
+    class First:
+        is_main_process, process_index, num_processes = True, 0, 2
+
+        def wait_for_everyone(self):
+            pass
+
+    monkeypatch.setattr(module, "PartialState", First)
+    with pytest.raises(CacheError, match=r"holds 3 of 5 answers .* a disk that all of them share"):
+        answered()
+
+
 def test_what_is_there_is_not_answered_again(answered, target, tmp_path, monkeypatch):
     class Interrupted(Exception):
         pass
@@ -73,8 +150,10 @@ def test_what_is_there_is_not_answered_again(answered, target, tmp_path, monkeyp
             answered(decoder=Failing(target.decoder))
     first = {path: path.read_bytes() for path in tmp_path.glob("answers/shard-*")}
     assert 0 < len(first) < len(PROMPTS)
-    assert [answer.index for answer in answered()] == list(range(len(PROMPTS)))
+    resumed = answered()
+    assert [answer.index for answer in resumed] == list(range(len(PROMPTS)))
     assert all(path.read_bytes() == content for path, content in first.items())
+    same_answers(resumed, answered(folder=tmp_path / "straight"))
 
 
 @pytest.mark.parametrize(

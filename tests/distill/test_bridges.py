@@ -21,7 +21,7 @@ from distill.prompts import collect_prompts
 from distill.recipe import RecipeError
 from distill.run_folder import claim_folder
 from distill.train import run
-from distill.trainer import DistillationCollator, training_rows
+from distill.training_set import DistillationCollator, training_rows
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.forward import StockDecoder
 from eval.decoding.target import load_target as load_any_target
@@ -301,6 +301,6 @@ def test_rows_by_map_predict_at_the_end_of_what_was_read(folder, texts):
     assert draft.bytes_of(row["input_ids"]) == target.bytes_of(ids)
     for i, at in enumerate(row["positions"]):
         assert draft.bytes_of(row["input_ids"][: at + 1]) == target.bytes_of(ids[: 5 + i])
-    assert row["top_ids"] == [int(rows[i]) for i in response]
+    assert row["top_ids"].tolist() == [int(rows[i]) for i in response]
     batch = DistillationCollator(0)([row])
     assert int((batch["labels"] != -100).sum()) == len(batch["positions"]) == len(response)

@@ -1,7 +1,9 @@
 import ast
 import collections
+import gzip
 import json
 import random
+import tracemalloc
 
 import pytest
 
@@ -156,6 +158,51 @@ def test_the_limit_and_the_seed_decide_which_prompts(sql):
     assert some == training_prompts(train, evaluation, 10, 0)[0]
     assert some == training_prompts(train, evaluation, None, 0)[0][:10]
     assert some != training_prompts(train, evaluation, 10, 1)[0]
+
+
+@pytest.mark.parametrize("name", ["large.jsonl", "large.jsonl.gz"])
+def test_a_large_file_is_never_in_memory(tmp_path, name):
+    """30 MB of prompts, a thousandth of them wanted; the order is that of all of them shuffled."""
+    path, rng = tmp_path / name, random.Random(0)
+    lines = (json.dumps({"prompt": f"{i} {text_of(rng, 12)} " + "x" * 30_000}) for i in range(1000))
+    content = "\n".join(lines).encode()
+    path.write_bytes(gzip.compress(content, 1) if name.endswith("gz") else content)
+    del content
+    tracemalloc.start()
+    kept, _ = training_prompts(str(path), [], 3, 0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3_000_000
+    order = list(range(1000))
+    random.Random(0).shuffle(order)
+    assert [int(prompt.text.split()[0]) for prompt in kept] == order[:3]
+
+
+def test_of_a_data_set_only_what_is_wanted_is_read(monkeypatch):
+    class Rows:
+        read = 0
+
+        def __len__(self):
+            return 1000
+
+        def __getitem__(self, i):
+            self.read += 1
+            return {"prompt": f"question {i % 40} of {i}" if i % 2 else "the same again"}
+
+    rows = Rows()
+    monkeypatch.setattr("datasets.load_dataset", lambda name, split: rows)
+    evaluation = [Prompt("e", "the same again")]
+    kept, overlap = training_prompts("org/set", evaluation, 20, 0)
+    assert len({prompt.text for prompt in kept}) == 20
+    assert rows.read <= 20 + overlap.dropped + 1 < 100
+
+
+def test_ids_that_stand_twice_among_training_prompts_are_refused(tmp_path):
+    path = tmp_path / "train.jsonl"
+    rows = [{"prompt": f"question {i}", "id": i // 2} for i in range(20)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(PromptError, match=r"train.jsonl': the id '\d' stands twice; make the ids"):
+        training_prompts(str(path), [], 20, 0)
 
 
 def test_training_on_the_evaluation_prompts_is_refused(sql):

@@ -15,13 +15,12 @@ from distill.answer_cache import CachedAnswer
 from distill.losses import coarse_forward_kl
 from distill.recipe import build_recipe
 from distill.trainer import (
-    DistillationCollator,
     attach_distillation_forward,
     build_trainer,
     distil,
     last_checkpoint,
-    training_rows,
 )
+from distill.training_set import DistillationCollator, training_rows
 
 VOCAB = 50
 
@@ -100,18 +99,6 @@ def test_batched_loss_is_the_sum_of_single_answers(tiny_model):
     batch.pop("index")
     # fp32 sums in another order
     torch.testing.assert_close(model(**batch).loss, expected, rtol=1e-5, atol=1e-4)
-
-
-def test_a_teacher_temperature_sharpens_the_cached_tokens_and_keeps_a_rest():
-    answers = made_answers(3)
-    plain, sharp = (list(training_rows(answers, None, t)) for t in (1.0, 0.5))
-    for row, sharpened in zip(plain, sharp, strict=True):
-        p = torch.tensor(row["top_logprobs"]).exp().view(-1, 6)
-        got = torch.tensor(sharpened["top_logprobs"]).exp().view(-1, 6)
-        ratio = got / p**2
-        torch.testing.assert_close(ratio, ratio[:, :1].expand(-1, 6), rtol=1e-4, atol=0)
-        assert (got.sum(-1) < 1 - 1e-4).all()
-        assert sharpened["top_ids"] == row["top_ids"]
 
 
 def test_a_head_that_is_more_than_a_product_is_refused(tiny_model):

@@ -135,7 +135,7 @@ def test_ragged_batches_give_the_tokens_of_single_rows(target, batch_size):
             stops,
             Sampling(),
             batch_size,
-            seed=0,
+            seeds=[0] * len(prompts),
             capture=lambda logits: (logits.argmax(-1),),
         )
     }
