@@ -18,6 +18,7 @@ from distill.trainer import (
     DistillationCollator,
     attach_distillation_forward,
     build_trainer,
+    detach_distillation_forward,
     distil,
     last_checkpoint,
     training_rows,
@@ -165,7 +166,7 @@ def test_training_lowers_the_loss_and_leaves_a_plain_model(tmp_path, train, use_
         with torch.no_grad():
             attach_distillation_forward(model)
             value = float(model(**batch).loss)
-        del model.forward
+        detach_distillation_forward(model)
         return value
 
     before = loss(tiny_model())
