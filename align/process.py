@@ -28,9 +28,9 @@ def join_processes(on_cpu: bool, timeout: float) -> int:
     one of them does alone included. Raises ProcessError where the launcher started fewer processes
     than it was asked for, and for a setting under which models would be loaded empty.
     """
-    on_cpu = on_cpu or not torch.cuda.is_available()
     asked = get_int_from_env(["PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"], 1)
-    if on_cpu and asked > 1:
+    if asked > 1 and not on_cpu and not torch.cuda.is_available():
+        on_cpu = True
         os.environ["ACCELERATE_USE_CPU"] = "true"  # what reads the state later sees the same
     # `accelerate launch` gives an address to meet at when it is asked for several processes; only
     # torchrun, which it calls for GPUs, then starts them and counts them

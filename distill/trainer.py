@@ -20,6 +20,7 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map
@@ -29,7 +30,9 @@ from transformers import (
     PrinterCallback,
     ProgressCallback,
     TrainerState,
+    set_seed,
 )
+from transformers.integrations import unset_hf_deepspeed_config
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput
@@ -121,7 +124,7 @@ class DistillationCollator:
         }
 
 
-def hollow_copy(model: nn.Module) -> Any:
+def hollow_copy(model: Any) -> Any:
     """The same modules without weights: what a gathered state is put into, at no memory."""
     empty = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, empty)
@@ -164,6 +167,8 @@ def attach_distillation_forward(model: PreTrainedModel) -> None:
         return ModelOutput(loss=loss, agreed=agreed)
 
     def head_forward(hidden: Tensor, top_ids: Tensor, top_logprobs: Tensor) -> Any:
+        if top_logprobs.dtype == torch.int32:  # `_prepare_inputs`
+            top_logprobs = top_logprobs.view(torch.float32)
         return head_loss(hidden, head.weight, top_ids, top_logprobs)
 
     model.forward, head.forward = forward, head_forward
@@ -227,6 +232,11 @@ class DistillationTrainer(SFTTrainer):
             model.get_base_model() if hasattr(model, "get_base_model") else model
         )
 
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        # as bits: FSDP and DeepSpeed round every float that they see where the weights are bf16
+        bits = inputs["top_logprobs"].float().view(torch.int32)
+        return super()._prepare_inputs(inputs | {"top_logprobs": bits})
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -265,7 +275,11 @@ class DistillationTrainer(SFTTrainer):
             state.distributed_type = DistributedType.MULTI_GPU
         super().create_accelerator_and_postprocess()
         if self.is_fsdp_enabled:
-            self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+            plugin = self.accelerator.state.fsdp_plugin
+            plugin.set_state_dict_type("FULL_STATE_DICT")
+            if self.args.bf16:  # accelerate's own policy would sum gradients in bf16, too
+                policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+                plugin.mixed_precision_policy = policy
 
     @property
     def global_batch(self) -> int:
@@ -276,21 +290,22 @@ class DistillationTrainer(SFTTrainer):
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Any:
         if self.args.train_sampling_strategy != "group_by_length":
             return super()._get_train_sampler(train_dataset)
-        lengths = list(self.train_dataset[self.args.length_column_name])
+        rows: Any = self.train_dataset
+        lengths = list(rows[self.args.length_column_name])
         self.order = SameOrder(lengths, self.global_batch, self.args.seed)
         return self.order
 
-    def _run_epoch(self, *args: Any, epoch: int, **kwargs: Any) -> None:
+    def _run_epoch(self, model: Any, epoch: int, *args: Any, **kwargs: Any) -> None:
         if self.args.train_sampling_strategy == "group_by_length":
             self.order.epoch = epoch  # accelerate does not reach it behind the batches it skips
-        super()._run_epoch(*args, epoch=epoch, **kwargs)
+        super()._run_epoch(model, epoch, *args, **kwargs)
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any:
-        if self.is_fsdp_enabled:
-            if resume_from_checkpoint is not None:
-                self._load_from_checkpoint(resume_from_checkpoint)
+        if self.is_fsdp_enabled and resume_from_checkpoint is not None:
+            self._load_from_checkpoint(resume_from_checkpoint)
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             self.whole = hollow_copy(self.model)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
@@ -300,27 +315,30 @@ class DistillationTrainer(SFTTrainer):
         if not self.is_fsdp_enabled:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         elif model is None:  # else it is sharded by now, and was loaded before
-            folder = Path(resume_from_checkpoint)
-            if isinstance(self.model, PeftModel):
-                self.model.load_adapter(str(folder), "default", is_trainable=True)
+            whole: Any = self.model
+            if isinstance(whole, PeftModel):
+                whole.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
             else:
-                self.model.load_state_dict(load_file(folder / SAFE_WEIGHTS_NAME), strict=False)
+                weights = load_file(Path(resume_from_checkpoint) / SAFE_WEIGHTS_NAME)
+                whole.load_state_dict(weights, strict=False)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.is_fsdp_enabled:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        state = tree_map(_gathered, self.optimizer.state_dict())
+        optimizer, schedule = self._stateful()
+        state = tree_map(_gathered, optimizer.state_dict())
         if self.args.should_save:
             torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+            torch.save(schedule.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not self.is_fsdp_enabled:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
+        optimizer, schedule = self._stateful()
         state = torch.load(Path(checkpoint) / OPTIMIZER_NAME, "cpu", weights_only=True, mmap=True)
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for index, of_parameter in state["state"].items():
             sharded = parameters[index]
             for name, value in of_parameter.items():
@@ -328,18 +346,21 @@ class DistillationTrainer(SFTTrainer):
                     of_parameter[name] = distribute_tensor(
                         value.to(sharded.device), sharded.device_mesh, sharded.placements
                     )
-        self.optimizer.load_state_dict(state)
-        schedule = torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)
-        self.lr_scheduler.load_state_dict(schedule)
+        optimizer.load_state_dict(state)
+        schedule.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
+
+    def _stateful(self) -> tuple[Any, Any]:
+        return self.optimizer, self.lr_scheduler
 
     def whole_model(self) -> PreTrainedModel | PeftModel | None:
         """The model as it stands, unwrapped and unsharded, on the first process; None elsewhere.
 
         A call of all processes where it is sharded.
         """
-        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled) or self.whole is None:
+        if self.whole is None:
             return self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         state = self.accelerator.get_state_dict(self.model_wrapped)
+        unset_hf_deepspeed_config()  # models loaded from here on are no longer to be sharded
         if not self.args.should_save:
             return None
         self.whole.load_state_dict(state, assign=True)
@@ -454,6 +475,7 @@ def build_trainer(
     were never trained (a transplant): then LoRA trains embedding and head whole, too. retokenizer:
     as for `training_rows`.
     """
+    set_seed(recipe.seed)  # for new adapters: what ran before differs by process and by attempt
     model = model.float()
     names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -519,6 +541,11 @@ def distil(trainer: DistillationTrainer, recipe: Recipe) -> PreTrainedModel | No
     if checkpoint is not None and not asked and _is_final(checkpoint):
         trainer._load_from_checkpoint(str(checkpoint))  # `train` would take a step more
     else:
+        if checkpoint is not None:
+            _refuse_other_shards(trainer, checkpoint)
+        if trainer.args.world_size > 1:
+            how = trainer.accelerator.distributed_type.value
+            print(f"training over {trainer.args.world_size} processes: {how}")
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     tuned: Any = trainer.whole_model()
     if not PartialState().is_main_process:
@@ -530,6 +557,21 @@ def distil(trainer: DistillationTrainer, recipe: Recipe) -> PreTrainedModel | No
     tuned.set_attn_implementation("sdpa")
     tuned.config.use_cache = True  # SFTTrainer turns it off
     return tuned.eval()
+
+
+def _refuse_other_shards(trainer: DistillationTrainer, checkpoint: Path) -> None:
+    """Raise RecipeError where DeepSpeed's optimiser state was left by other processes than these.
+
+    It is in parts, one of each process, and nobody else reads them.
+    """
+    parts = len(list(checkpoint.glob("global_step*/*_optim_states.pt")))
+    readers = trainer.args.world_size if trainer.is_deepspeed_enabled else 0
+    if parts != readers:
+        raise RecipeError(
+            f"{checkpoint} was left by {parts or 'no'} processes of DeepSpeed, and "
+            f"{readers or 'none'} would go on from it; its optimiser state fits as many only. "
+            "Start it as before, or delete the checkpoints."
+        )
 
 
 def _is_final(checkpoint: Path) -> bool:
