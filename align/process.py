@@ -1,15 +1,62 @@
-"""What this process asks of the machine it runs on."""
+"""What this process asks of the machine it runs on, and the other processes of its run."""
 
 from __future__ import annotations
 
 import ctypes
+import datetime
 import os
 import platform
+import sys
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import get_int_from_env
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _KEPT = 2**28  # bytes
+
+
+class ProcessError(ValueError):
+    """Processes that could not do the run together: what was found, why, and what to do."""
+
+
+def join_processes(on_cpu: bool, timeout: float) -> int:
+    """Meet the other processes of this run; returns how many share this machine.
+
+    Before anything else asks accelerate for its state: the process group keeps the timeout that it
+    is first given. timeout: seconds that a process waits for the others, a stage of minutes that
+    one of them does alone included. Raises ProcessError where the launcher started fewer processes
+    than it was asked for, and for a setting under which models would be loaded empty.
+    """
+    asked = get_int_from_env(["PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"], 1)
+    if asked > 1 and not on_cpu and not torch.cuda.is_available():
+        on_cpu = True
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # what reads the state later sees the same
+    # `accelerate launch` gives an address to meet at when it is asked for several processes; only
+    # torchrun, which it calls for GPUs, then starts them and counts them
+    if "ACCELERATE_USE_CPU" in os.environ and "MASTER_PORT" in os.environ and asked == 1:
+        raise ProcessError(
+            "Several processes were asked for, but the launcher started one: `accelerate launch "
+            "--cpu` knows no others. Add --config_file recipes/accelerate/cpu_2.yaml and "
+            "--num_processes, or unset MASTER_PORT if one process is meant."
+        )
+    if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() in ("true", "1"):
+        raise ProcessError(
+            "fsdp_cpu_ram_efficient_loading is true: all processes but the first would load empty "
+            "models, the target included. Set it to false in the accelerate config, as "
+            "recipes/accelerate/fsdp2.yaml does."
+        )
+    state = PartialState(cpu=on_cpu, timeout=datetime.timedelta(seconds=timeout))
+    if state.num_processes != asked:
+        raise ProcessError(
+            f"WORLD_SIZE is {asked}, but {state.num_processes} process of this run was started; "
+            "start it with `accelerate launch` or torchrun, or unset WORLD_SIZE."
+        )
+    if state.num_processes > 1 and state.is_main_process:
+        print(f"processes: {state.num_processes}, {state.backend}, {state.device.type}")
+    if not state.is_main_process:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is printed is said once
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def use_machine(processes: int = 1) -> None:

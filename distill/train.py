@@ -16,7 +16,7 @@ if not __package__:
 from accelerate import PartialState
 
 from align.atomic import DiskFullError
-from align.process import use_machine
+from align.process import join_processes, use_machine
 from distill.answers import answer_prompts
 from distill.dry_run import price_run
 from distill.evaluation import evaluate
@@ -26,14 +26,15 @@ from distill.prepare import prepare_draft, print_coverage
 from distill.prompts import collect_prompts
 from distill.recipe import Recipe, help_text, load_recipe
 from distill.run_folder import claim_folder, delete_training_state, refuse_another_run
-from distill.trainer import distil_draft, training_config
+from distill.trainer import distil_draft, process_timeout, training_config
 from eval.measuring.journal import INTERRUPTED
 from eval.reporting.text import print_summary
 
 
 def run(recipe: Recipe) -> int:
     """The main job. Each stage finds what an interrupted run left and goes on from there."""
-    use_machine(PartialState().num_processes)
+    on_cpu, timeout = recipe.training.get("use_cpu", False), process_timeout(recipe)
+    use_machine(join_processes(on_cpu, timeout))
     training_config(recipe)  # what transformers refuses is refused now, not after minutes
     refuse_another_run(recipe)
     pair = check_models(recipe)
@@ -52,7 +53,7 @@ def run(recipe: Recipe) -> int:
         prepared = prepare_draft(recipe, pair, target, answers)
     if not (recipe.folder / "draft").exists():
         tuned = distil_draft(recipe, pair, target, prepared, answers)
-        if PartialState().is_main_process:
+        if tuned is not None:
             export_draft(recipe, pair, target, prepared, tuned, answers)
     if PartialState().is_main_process:
         print_summary(evaluate(recipe, pair, prompts, target, prepared))

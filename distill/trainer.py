@@ -5,25 +5,39 @@ Legend: B rows, T padded length, N response positions of the batch, H hidden siz
 
 from __future__ import annotations
 
+import copy
+import itertools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
+import torch.nn.functional as F
+from accelerate import DistributedType, PartialState
+from accelerate.utils import parse_flag_from_env
+from datasets import Dataset
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
     ProgressCallback,
     TrainerState,
+    set_seed,
 )
-from transformers.utils import ModelOutput
+from transformers.integrations import unset_hf_deepspeed_config
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput
 from trl import SFTConfig, SFTTrainer
 
-from align.atomic import atomic_file, disk_full_explained
+from align.atomic import atomic_file, disk_full_explained, remove
 from align.vocab_map import Retokenizer
 from distill.answer_cache import CachedAnswer
 from distill.losses import head_loss
@@ -36,16 +50,31 @@ from eval.decoding.target import Target
 # trl asks transformers for it by its old name; there is nothing a user could do about that
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
 
-COMPLETE = "complete"  # the last file of a checkpoint
+COMPLETE = "complete"  # the last file of a checkpoint: its step, and the rows of each
+WAIT = 7 * 24 * 3600  # seconds; a process that dies is noticed by the launcher, at once
+
+
+def hollow_copy(model: Any) -> Any:
+    """The same modules without weights: what a gathered state is put into, at no memory."""
+    empty = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
+    return copy.deepcopy(model, empty)
+
+
+def _gathered(value: Any) -> Any:
+    """A sharded tensor as a whole one on the CPU, anything else as it is."""
+    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
 
 
 def attach_distillation_forward(model: PreTrainedModel) -> None:
     """Make `model.forward` return the summed loss over response positions instead of logits.
 
-    Inside forward, so that DDP's gradient hooks, PEFT's adapters and autocast all see it. The head
-    is applied to response positions only. Raises ValueError for a head that is more than a product.
+    Inside forward, so that DDP's gradient hooks, PEFT's adapters and autocast all see it; and the
+    head's share inside the head's own, since its weight is whole only while it is called where
+    FSDP or ZeRO-3 shard it. The head is applied to response positions only. Undone by
+    `detach_distillation_forward`. Raises ValueError for a head that is more than a product.
     """
-    body, head = model.base_model, model.get_output_embeddings()
+    body: Any = model.base_model
+    head: Any = model.get_output_embeddings()
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     if head.bias is not None or softcap:
         what = "a bias" if head.bias is not None else f"softcap {softcap}"
@@ -64,10 +93,21 @@ def attach_distillation_forward(model: PreTrainedModel) -> None:
     ) -> ModelOutput:
         states = body(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         hidden = states.last_hidden_state.flatten(0, 1)[positions]
-        loss, agreed = head_loss(hidden, head.weight, top_ids, top_logprobs)
+        loss, agreed = head(hidden, top_ids, top_logprobs)
         return ModelOutput(loss=loss, agreed=agreed)
 
-    model.forward = forward
+    def head_forward(hidden: Tensor, top_ids: Tensor, top_logprobs: Tensor) -> Any:
+        if top_logprobs.dtype == torch.int32:  # `_prepare_inputs`
+            top_logprobs = top_logprobs.view(torch.float32)
+        return head_loss(hidden, head.weight, top_ids, top_logprobs)
+
+    model.forward, head.forward = forward, head_forward
+
+
+def detach_distillation_forward(model: PreTrainedModel) -> None:
+    """Give the model its class's `forward` back, which returns logits."""
+    for module in (model, model.get_output_embeddings()):
+        vars(module).pop("forward", None)
 
 
 class _Progress(ProgressCallback):
@@ -81,11 +121,39 @@ class _Progress(ProgressCallback):
             )
 
 
+class SameOrder(LengthGroupedSampler):
+    """Rows in groups of like length, in an order that depends on the seed and the epoch alone.
+
+    So it is the same for any number of processes, and after any interruption: `batch` rows at a
+    time make an optimiser step, whoever computes them. The last step of an epoch is filled up with
+    rows drawn a second time, the shortest, so that no process is left without.
+    """
+
+    def __init__(self, lengths: list[int], batch: int, seed: int) -> None:
+        super().__init__(batch, lengths=lengths)
+        self.seed, self.epoch = seed, 0
+
+    def __len__(self) -> int:
+        return -(-len(self.lengths) // self.batch_size) * self.batch_size
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch)
+        order = list(super().__iter__())
+        again = itertools.cycle(reversed(order))
+        return itertools.chain(order, itertools.islice(again, len(self) - len(order)))
+
+
 class DistillationTrainer(SFTTrainer):
-    """Forward KL on response tokens against the cache (sequence-level data of 2310.08461)."""
+    """Forward KL on response tokens against the cache (sequence-level data of 2310.08461).
+
+    Any number of processes computes the same steps. Checkpoints hold whole models and optimiser
+    states whether they were sharded or not, so that any other number goes on from them.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.whole: Any = None  # where its weights go when they are sharded
         super().__init__(*args, **kwargs)
+        self.checkpoints_kept, self.args.save_total_limit = self.args.save_total_limit, None
         self.remove_callback(PrinterCallback)
         if self.pop_callback(ProgressCallback):
             self.add_callback(_Progress)
@@ -93,6 +161,11 @@ class DistillationTrainer(SFTTrainer):
         attach_distillation_forward(
             model.get_base_model() if hasattr(model, "get_base_model") else model
         )
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        # as bits: FSDP and DeepSpeed round every float that they see where the weights are bf16
+        bits = inputs["top_logprobs"].float().view(torch.int32)
+        return super()._prepare_inputs(inputs | {"top_logprobs": bits})
 
     def compute_loss(
         self,
@@ -104,50 +177,178 @@ class DistillationTrainer(SFTTrainer):
         index = inputs.pop("index")
         outputs = model(**inputs)
         tokens = len(inputs["positions"])
-        mean = float(outputs.loss.detach()) / tokens
         if not torch.isfinite(outputs.loss):
+            mean = float(outputs.loss.detach()) / tokens
             raise ValueError(
                 f"The loss is {mean} at step {self.state.global_step + 1}, on answers "
                 f"{index.tolist()} of the cache; training stopped before the weights took "
                 "it. Lower learning_rate, or look at those answers; the last checkpoint is whole."
             )
-        self._metrics["train"]["kl"].append(mean)
-        self._metrics["train"]["greedy_agreement"].append(float(outputs.agreed) / tokens)
-        self._total_train_tokens += tokens
+        mine = torch.stack([outputs.loss.detach(), outputs.agreed.float()])
+        total, agreed, n = self.accelerator.reduce(
+            F.pad(mine, (0, 1), value=tokens), "sum"
+        ).tolist()
+        self._metrics["train"]["kl"].append(total / n)
+        self._metrics["train"]["greedy_agreement"].append(agreed / n)
+        self._total_train_tokens += int(n)
         count = tokens if num_items_in_batch is None else num_items_in_batch
         loss = outputs.loss / count
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes
         return loss
 
+    def create_accelerator_and_postprocess(self) -> None:
+        state, sharded = PartialState(), parse_flag_from_env("ACCELERATE_USE_FSDP")
+        if sharded and state.distributed_type == DistributedType.MULTI_CPU:
+            # accelerate shards over accelerators only: over a CPU's processes it would train with
+            # DDP and not say so; nothing else hangs on this name
+            state.distributed_type = DistributedType.MULTI_GPU
+        super().create_accelerator_and_postprocess()
+        if self.is_fsdp_enabled:
+            plugin = self.accelerator.state.fsdp_plugin
+            plugin.set_state_dict_type("FULL_STATE_DICT")
+            if self.args.bf16:  # accelerate's own policy would sum gradients in bf16, too
+                policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+                plugin.mixed_precision_policy = policy
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of an optimiser step, over all processes."""
+        args = self.args
+        return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Any:
+        if self.args.train_sampling_strategy != "group_by_length":
+            return super()._get_train_sampler(train_dataset)
+        rows: Any = self.train_dataset
+        lengths = list(rows[self.args.length_column_name])
+        self.order = SameOrder(lengths, self.global_batch, self.args.seed)
+        return self.order
+
+    def _run_epoch(self, model: Any, epoch: int, *args: Any, **kwargs: Any) -> None:
+        if self.args.train_sampling_strategy == "group_by_length":
+            self.order.epoch = epoch  # accelerate does not reach it behind the batches it skips
+        super()._run_epoch(model, epoch, *args, **kwargs)
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
+        if self.is_fsdp_enabled and resume_from_checkpoint is not None:
+            self._load_from_checkpoint(resume_from_checkpoint)
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            self.whole = hollow_copy(self.model)
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        if not self.is_fsdp_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        elif model is None:  # else it is sharded by now, and was loaded before
+            whole: Any = self.model
+            if isinstance(whole, PeftModel):
+                whole.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
+            else:
+                weights = load_file(Path(resume_from_checkpoint) / SAFE_WEIGHTS_NAME)
+                whole.load_state_dict(weights, strict=False)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.is_fsdp_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        optimizer, schedule = self._stateful()
+        state = tree_map(_gathered, optimizer.state_dict())
+        if self.args.should_save:
+            torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
+            torch.save(schedule.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not self.is_fsdp_enabled:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        optimizer, schedule = self._stateful()
+        state = torch.load(Path(checkpoint) / OPTIMIZER_NAME, "cpu", weights_only=True, mmap=True)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for index, of_parameter in state["state"].items():
+            sharded = parameters[index]
+            for name, value in of_parameter.items():
+                if value.shape == sharded.shape:
+                    of_parameter[name] = distribute_tensor(
+                        value.to(sharded.device), sharded.device_mesh, sharded.placements
+                    )
+        optimizer.load_state_dict(state)
+        schedule.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
+
+    def _stateful(self) -> tuple[Any, Any]:
+        return self.optimizer, self.lr_scheduler
+
+    def whole_model(self) -> PreTrainedModel | PeftModel | None:
+        """The model as it stands, unwrapped and unsharded, on the first process; None elsewhere.
+
+        A call of all processes where it is sharded.
+        """
+        if self.whole is None:
+            return self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        state = self.accelerator.get_state_dict(self.model_wrapped)
+        unset_hf_deepspeed_config()  # models loaded from here on are no longer to be sharded
+        if not self.args.should_save:
+            return None
+        self.whole.load_state_dict(state, assign=True)
+        return self.whole
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        first = self.args.should_save
+        if first:
+            (folder / COMPLETE).unlink(missing_ok=True)  # of one that is written over
+        self.accelerator.wait_for_everyone()
         with disk_full_explained(folder):
             super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()
+        if not first:
+            return
         (folder / "README.md").unlink(missing_ok=True)  # peft's
         # written last: a checkpoint without it was cut short and is never resumed from
         with atomic_file(folder / COMPLETE) as file:
-            file.write(f"{self.state.global_step}\n")
+            file.write(f"{self.state.global_step} {self.global_batch}\n")
+        if self.checkpoints_kept is not None:
+            for old in whole_checkpoints(folder.parent)[: -self.checkpoints_kept]:
+                remove(old)
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
         """None: trl's knows neither target nor report. `write_card` makes the draft's own."""
 
 
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints that were written to their end, the latest last."""
+    whole = [path.parent for path in folder.glob(f"checkpoint-*/{COMPLETE}")]
+    return sorted(whole, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
 def last_checkpoint(folder: Path) -> Path | None:
     """The latest checkpoint that was written to its end, None when there is none."""
-    whole = [p.parent for p in folder.glob(f"checkpoint-*/{COMPLETE}")]
-    return max(whole, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
+    return next(reversed(whole_checkpoints(folder)), None)
+
+
+def process_timeout(recipe: Recipe) -> float:
+    """Seconds that processes wait for one another: `ddp_timeout`, or as long as any stage takes."""
+    return float(recipe.training.get("ddp_timeout", WAIT))
 
 
 def training_config(recipe: Recipe) -> SFTConfig:
-    """The recipe's SFTConfig. Raises RecipeError for values that transformers refuses."""
+    """The recipe's SFTConfig. Raises RecipeError for values that transformers refuses.
+
+    Where a checkpoint of another number of processes is gone on from, its steps stay as they are:
+    each process takes another share of the same rows.
+    """
     ours: dict[str, Any] = {
         "activation_checkpointing": False,
         "train_sampling_strategy": "group_by_length",
         "report_to": "none",
+        "ddp_timeout": WAIT,
     }
     try:
-        return SFTConfig(
+        config = SFTConfig(
             **(ours | {k: v for k, v in recipe.training.items() if k != "resume_from_checkpoint"}),
             output_dir=str(recipe.folder),
             max_length=None,
@@ -156,6 +357,37 @@ def training_config(recipe: Recipe) -> SFTConfig:
         )
     except (ValueError, TypeError) as error:
         raise RecipeError(f"SFTConfig refuses the recipe: {error}") from error
+    checkpoint = _resumed(recipe)
+    batch = None if checkpoint is None else _trained_batch(checkpoint)
+    rows, steps = config.per_device_train_batch_size, config.gradient_accumulation_steps
+    if batch is not None and batch != rows * steps * config.world_size:
+        share, left = divmod(batch, config.world_size)
+        if left:
+            raise RecipeError(
+                f"{checkpoint} was trained {batch} rows a step, which {config.world_size} "
+                "processes cannot share evenly; start a number of them that divides it."
+            )
+        rows = max(n for n in range(1, min(rows, share) + 1) if share % n == 0)
+        config.per_device_train_batch_size = rows
+        config.gradient_accumulation_steps = share // rows
+        print(
+            f"{checkpoint} was trained {batch} rows a step; so each of {config.world_size} "
+            f"processes takes {rows} at once, {share // rows} times a step"
+        )
+    return config
+
+
+def _resumed(recipe: Recipe) -> Path | None:
+    """The checkpoint that training goes on from, None at its start."""
+    asked = recipe.training.get("resume_from_checkpoint")
+    return last_checkpoint(recipe.folder) if asked is None else Path(asked)
+
+
+def _trained_batch(checkpoint: Path) -> int | None:
+    """Rows of each step that led to it, None where that was not written down (before 0.2)."""
+    marker = checkpoint / COMPLETE
+    words = marker.read_text().split() if marker.exists() else []
+    return int(words[1]) if len(words) > 1 else None
 
 
 def build_trainer(
@@ -173,6 +405,7 @@ def build_trainer(
     were never trained (a transplant): then LoRA trains embedding and head whole, too. retokenizer:
     as for `training_set`.
     """
+    set_seed(recipe.seed)  # for new adapters: what ran before differs by process and by attempt
     model = model.float()
     names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -220,8 +453,8 @@ def distil_draft(
     target: Target,
     prepared: PreparedDraft,
     answers: Iterable[CachedAnswer],
-) -> PreTrainedModel:
-    """The draft in fp32 after training on the answers."""
+) -> PreTrainedModel | None:
+    """The draft in fp32 after training on the answers, on the first process; None elsewhere."""
     trainer = build_trainer(
         prepared.model,
         answers,
@@ -234,25 +467,47 @@ def distil_draft(
     return distil(trainer, recipe)
 
 
-def distil(trainer: DistillationTrainer, recipe: Recipe) -> PreTrainedModel:
-    """The trainer's draft after training, in fp32.
+def distil(trainer: DistillationTrainer, recipe: Recipe) -> PreTrainedModel | None:
+    """The trainer's draft after training, whole and in fp32; None on all but the first process.
 
     Goes on from the last whole checkpoint in the recipe's folder, or from resume_from_checkpoint.
     """
-    asked, last = recipe.training.get("resume_from_checkpoint"), last_checkpoint(recipe.folder)
-    if asked is None and last is not None and _is_final(last):
-        trainer._load_from_checkpoint(str(last))  # `train` would take a step more
+    checkpoint = _resumed(recipe)
+    asked = "resume_from_checkpoint" in recipe.training
+    if checkpoint is not None and not asked and _is_final(checkpoint):
+        trainer._load_from_checkpoint(str(checkpoint))  # `train` would take a step more
     else:
-        resume = asked or last
-        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-    tuned: Any = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+        if checkpoint is not None:
+            _refuse_other_shards(trainer, checkpoint)
+        if trainer.args.world_size > 1:
+            how = trainer.accelerator.distributed_type.value
+            print(f"training over {trainer.args.world_size} processes: {how}")
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    tuned: Any = trainer.whole_model()
+    if not PartialState().is_main_process:
+        return None
     if recipe.use_peft:
         tuned = tuned.merge_and_unload(safe_merge=True)
-    del tuned.forward  # the instance's own: the class's forward, which gives logits, is back
+    detach_distillation_forward(tuned)
     tuned._keys_to_ignore_on_save = None
     tuned.set_attn_implementation("sdpa")
     tuned.config.use_cache = True  # SFTTrainer turns it off
     return tuned.eval()
+
+
+def _refuse_other_shards(trainer: DistillationTrainer, checkpoint: Path) -> None:
+    """Raise RecipeError where DeepSpeed's optimiser state was left by other processes than these.
+
+    It is in parts, one of each process, and nobody else reads them.
+    """
+    parts = len(list(checkpoint.glob("global_step*/*_optim_states.pt")))
+    readers = trainer.args.world_size if trainer.is_deepspeed_enabled else 0
+    if parts != readers:
+        raise RecipeError(
+            f"{checkpoint} was left by {parts or 'no'} processes of DeepSpeed, and "
+            f"{readers or 'none'} would go on from it; its optimiser state fits as many only. "
+            "Start it as before, or delete the checkpoints."
+        )
 
 
 def _is_final(checkpoint: Path) -> bool:

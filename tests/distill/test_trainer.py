@@ -1,24 +1,31 @@
 import errno
+import itertools
 import re
 import shutil
 
 import pytest
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch.utils.data import BatchSampler
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import SFTTrainer
+from trl import SFTConfig, SFTTrainer
 
 from align.atomic import DiskFullError
 from distill.answer_cache import CachedAnswer
 from distill.losses import coarse_forward_kl
-from distill.recipe import build_recipe
+from distill.recipe import RecipeError, build_recipe
 from distill.trainer import (
+    SameOrder,
     attach_distillation_forward,
     build_trainer,
+    detach_distillation_forward,
     distil,
     last_checkpoint,
+    training_config,
+    whole_checkpoints,
 )
 from distill.training_set import DistillationCollator, training_rows
 
@@ -152,7 +159,7 @@ def test_training_lowers_the_loss_and_leaves_a_plain_model(tmp_path, train, use_
         with torch.no_grad():
             attach_distillation_forward(model)
             value = float(model(**batch).loss)
-        del model.forward
+        detach_distillation_forward(model)
         return value
 
     before = loss(tiny_model())
@@ -224,6 +231,118 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path, train, tin
     resumed = train(tiny_model(), answers, recipe_in(folder))
     for name, weight in straight.state_dict().items():
         assert torch.equal(weight, resumed.state_dict()[name]), name
+
+
+def test_a_run_resumed_in_a_later_epoch_sees_the_rows_of_that_epoch(tmp_path, train, tiny_model):
+    answers = made_answers()  # 6 steps an epoch
+    straight = train(tiny_model(), answers, recipe_in(tmp_path / "straight", max_steps=12))
+    folder = tmp_path / "killed"
+    train(tiny_model(), answers, recipe_in(folder, max_steps=12))
+    shutil.rmtree(folder / "checkpoint-12")
+    assert last_checkpoint(folder).name == "checkpoint-8"
+    resumed = train(tiny_model(), answers, recipe_in(folder, max_steps=12))
+    for name, weight in straight.state_dict().items():
+        assert torch.equal(weight, resumed.state_dict()[name]), name
+
+
+def test_adapters_start_the_same_whatever_ran_before(tmp_path, tiny_model, tokenizer):
+    def start():
+        recipe = recipe_in(tmp_path, use_peft=True)
+        trainer = build_trainer(tiny_model(), made_answers(4), None, tokenizer, recipe)
+        return {name: p for name, p in trainer.model.named_parameters() if "lora_A" in name}
+
+    first, _, again = start(), torch.rand(7), start()
+    assert first
+    for name, weight in first.items():
+        assert torch.equal(weight, again[name]), name
+
+
+@pytest.mark.parametrize("rows", [24, 26, 3])
+def test_the_order_of_rows_is_that_of_any_number_of_processes(rows):
+    lengths = [5 + i * 7 % 11 for i in range(rows)]
+    orders = []
+    for processes, micro in ((1, 4), (2, 2), (4, 1), (2, 1)):  # 4 rows a step, the last in two
+        order = SameOrder(lengths, 4, seed=1)
+        shards = [
+            list(BatchSamplerShard(BatchSampler(order, micro, False), processes, rank))
+            for rank in range(processes)
+        ]
+        batches = itertools.chain.from_iterable(zip(*shards, strict=True))
+        orders.append([row for batch in batches for row in batch])
+    assert orders[0] == orders[1] == orders[2] == orders[3]
+    assert set(orders[0]) == set(range(rows))
+    assert len(orders[0]) == -(-rows // 4) * 4
+
+
+def test_every_epoch_has_its_own_order_of_rows():
+    order = SameOrder(list(range(24)), 4, seed=1)
+    first = list(order)
+    assert first == list(order)
+    order.epoch = 1
+    assert sorted(order) == sorted(first)
+    assert list(order) != first
+
+
+def test_steps_stay_those_of_the_checkpoint_for_another_number_of_processes(tmp_path, monkeypatch):
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-4" / "complete").write_text("4 12\n")
+    recipe = recipe_in(tmp_path, per_device_train_batch_size=5)
+    config = training_config(recipe)
+    assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (4, 3)
+    monkeypatch.setattr(SFTConfig, "world_size", 6)
+    config = training_config(recipe)
+    assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (2, 1)
+    monkeypatch.setattr(SFTConfig, "world_size", 5)
+    with pytest.raises(RecipeError, match="12 rows a step, which 5 processes cannot share evenly"):
+        training_config(recipe)
+
+
+def test_only_the_latest_checkpoints_are_kept_and_they_are_whole(tmp_path, train, tiny_model):
+    train(tiny_model(), made_answers(), recipe_in(tmp_path, save_steps=2, save_total_limit=2))
+    assert [path.name for path in whole_checkpoints(tmp_path)] == ["checkpoint-6", "checkpoint-8"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-6", "checkpoint-8"]
+
+
+def test_parts_of_deepspeeds_state_fit_as_many_processes_only(tmp_path, train, tiny_model):
+    recipe = recipe_in(tmp_path, max_steps=4)
+    train(tiny_model(), made_answers(), recipe)
+    (tmp_path / "checkpoint-4" / "global_step4").mkdir()
+    for rank in (0, 1):
+        name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        (tmp_path / "checkpoint-4" / "global_step4" / name).touch()
+    state = tmp_path / "checkpoint-4" / "trainer_state.json"
+    state.write_text(state.read_text().replace('"max_steps": 4', '"max_steps": 8'))
+    with pytest.raises(RecipeError, match="left by 2 processes of DeepSpeed, and none would go on"):
+        train(tiny_model(), made_answers(), recipe)
+
+
+@pytest.mark.parametrize("use_peft", [False, True])
+def test_activations_computed_twice_change_nothing(tmp_path, train, tiny_model, use_peft):
+    drafts = [
+        train(
+            tiny_model(),
+            made_answers(),
+            recipe_in(tmp_path / str(twice), use_peft=use_peft, activation_checkpointing=twice),
+        )
+        for twice in (False, True)
+    ]
+    for name, weight in drafts[0].state_dict().items():
+        torch.testing.assert_close(drafts[1].state_dict()[name], weight, rtol=1e-6, atol=1e-7)
+
+
+def test_bf16_sets_the_products_and_leaves_weights_and_distributions(
+    tmp_path, train, tiny_model, tokenizer
+):
+    recipe = recipe_in(tmp_path, bf16=True)
+    tuned = train(tiny_model(), made_answers(), recipe)
+    assert {weight.dtype for weight in tuned.state_dict().values()} == {torch.float32}
+    trainer = build_trainer(tiny_model(), made_answers(), None, tokenizer, recipe)
+    batch = DistillationCollator(0)(list(training_rows(made_answers(5), None)))
+    prepared = trainer._prepare_inputs(batch)
+    assert prepared["top_logprobs"].dtype == torch.int32  # which nobody rounds
+    model = tiny_model()
+    attach_distillation_forward(model)
+    assert torch.equal(model(**prepared).loss, model(**batch).loss)
 
 
 def test_a_disk_that_fills_at_a_checkpoint_is_explained(tmp_path, train, tiny_model, monkeypatch):

@@ -1,0 +1,181 @@
+"""Runs of two processes started by `accelerate launch`: the draft of one process, come what may."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from accelerate.commands.config import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from safetensors.torch import load_file
+
+from distill.recipe import dump
+from distill.trainer import last_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "recipes" / "accelerate"
+ONE, DDP, FSDP2 = "cpu.yaml", "cpu_2.yaml", "fsdp2.yaml"
+STEPS = 24  # of 4 rows, 3 an epoch
+PRUNED = {"draft": None, "num_draft_layers": 1, "draft_vocab_size": 270}
+LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 8}
+
+# a second process that dies, as by kill -9, while a checkpoint is written
+DIES = """
+import os, signal, sys
+from trl import SFTTrainer
+from distill.train import main
+
+save = SFTTrainer._save_checkpoint
+def dies(trainer, model, trial):
+    if os.environ["RANK"] == "1" and trainer.state.global_step == 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+    save(trainer, model, trial)
+SFTTrainer._save_checkpoint = dies
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_accelerate_reads_every_config(path):
+    config = load_config_from_file(str(path))
+    parser = launch_command_parser()
+    args, _, _ = _validate_launch_command(
+        parser.parse_args(["--config_file", str(path), "--main_process_port", "0", "train.py"])
+    )
+    assert args.num_processes == config.num_processes
+    if args.use_deepspeed:
+        args.deepspeed_fields_from_accelerate_config = ",".join(config.deepspeed_config)
+        _, environment = prepare_deepspeed_cmd_env(args)
+        assert environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
+        assert environment["ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"] == "true"
+        assert environment["ACCELERATE_DEEPSPEED_ZERO3_INIT"] == "false"
+    elif path.stem != "cpu":
+        environment = prepare_multi_gpu_env(args)
+        assert args.nproc_per_node == str(config.num_processes)
+        assert environment.get("FSDP_VERSION") == ("2" if args.use_fsdp else None)
+        assert environment.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false") == "false"
+
+
+class Run:
+    """A command of the job that is running."""
+
+    def __init__(self, config, recipe, script=ROOT / "distill" / "train.py"):
+        file = recipe.folder.with_suffix(".yaml")
+        file.write_text(dump(recipe))
+        self.folder, self.log = recipe.folder, recipe.folder.with_suffix(".log")
+        command = [sys.executable, "-m", "accelerate.commands.launch"]
+        command += ["--config_file", CONFIGS / config, "--main_process_port", "0"]
+        if config == FSDP2:
+            command += ["--num_processes", "2"]
+        with self.log.open("w") as log:
+            self.launcher = psutil.Popen(
+                [*map(str, command), str(script), "--recipe", str(file)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+            )
+
+    def ends(self, well=True):
+        started = self.launcher.children(recursive=True)
+        assert (self.launcher.wait(timeout=300) == 0) == well, self.log.read_text()
+        _, alive = psutil.wait_procs(started, timeout=30)
+        assert not alive  # the launcher ends the others, too
+        return self.log.read_text()
+
+    def kill(self, rank, after):
+        """kill -9 of that process after so many seconds, where it still runs."""
+        time.sleep(after)
+        for process in self.launcher.children(recursive=True):
+            if process.environ().get("RANK") == str(rank):
+                process.kill()
+                return self.ends(well=False)
+        return self.ends()
+
+
+def assert_same_draft(folder, straight):
+    for draft in ("draft", "draft/compact"):
+        if not (straight / draft).exists():
+            continue
+        expected = load_file(straight / draft / "model.safetensors")
+        got = load_file(folder / draft / "model.safetensors")
+        assert got.keys() == expected.keys()
+        for name, weight in expected.items():
+            # fp32 sums over rows and shards in another order
+            difference = (got[name].double() - weight.double()).norm()
+            assert difference <= 1e-5 * weight.double().norm(), name
+    histories = [
+        json.loads((last_checkpoint(run) / "trainer_state.json").read_text())["log_history"]
+        for run in (folder, straight)
+    ]
+    assert [log["step"] for log in histories[0]] == [log["step"] for log in histories[1]]
+    for log, expected in zip(*histories, strict=True):
+        if "loss" in log:
+            for key in ("loss", "kl", "greedy_agreement"):
+                assert log[key] == pytest.approx(expected[key], rel=1e-5), log["step"]
+    assert json.loads((folder / "report" / "report.json").read_text())["drafts"]["tuned"]
+
+
+@pytest.fixture(scope="module")
+def recipe(job, tmp_path_factory):
+    """Makes the recipe of a run in a new folder: recipe(rows at a time, **keys to change)."""
+
+    def make(rows, **changes):
+        steps = {"max_steps": STEPS, "save_steps": 4, "logging_steps": 4}
+        folder = tmp_path_factory.mktemp("processes") / "run"
+        return job(folder, per_device_train_batch_size=rows, **steps, **changes)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def straight(recipe):
+    """What one process makes of the pruned target, and in how many seconds."""
+    clock = time.time()
+    run = Run(ONE, recipe(4, **PRUNED))
+    assert "processes: " not in run.ends()
+    return run.folder, time.time() - clock
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("config", "how", "rank"), [(DDP, "MULTI_CPU", 0), (FSDP2, "FSDP", 1)], ids=["ddp", "fsdp2"]
+)
+def test_two_processes_make_the_draft_of_one_though_either_is_killed(
+    recipe, straight, config, how, rank
+):
+    expected, seconds = straight
+    after = random.uniform(0.2, 1) * seconds
+    two = recipe(2, **PRUNED)
+    killed = Run(config, two).kill(rank, after)
+    ended = Run(config, two).ends()
+    print(f"rank {rank} killed after {after:.2f} s of about {seconds:.2f}")
+    assert "processes: 2, gloo, cpu" in ended
+    assert f"training over 2 processes: {how}" in killed + ended
+    assert_same_draft(two.folder, expected)
+
+
+@pytest.mark.real
+def test_a_run_goes_on_with_any_number_of_processes(recipe, tmp_path):
+    straight = Run(ONE, recipe(4, **LORA))
+    straight.ends()
+    two = recipe(2, **LORA)
+    script = tmp_path / "dies.py"
+    script.write_text(DIES)
+    assert "training over 2 processes: FSDP" in Run(FSDP2, two, script).ends(well=False)
+    assert (two.folder / "checkpoint-8").exists()  # half of it
+    assert last_checkpoint(two.folder).name == "checkpoint-4"
+    alone = Run(ONE, two)
+    while last_checkpoint(two.folder).name == "checkpoint-4":
+        time.sleep(0.01)
+    for process in (alone.launcher, *alone.launcher.children(recursive=True)):
+        process.kill()
+    assert "each of 1 processes takes 2 at once, 2 times a step" in alone.ends(well=False)
+    assert last_checkpoint(two.folder).name != f"checkpoint-{STEPS}"
+    assert "training over 2 processes: MULTI_CPU" in Run(DDP, two).ends()
+    assert_same_draft(two.folder, straight.folder)
