@@ -5,7 +5,6 @@ Legend: B rows of a batch, T tokens of a block, V the target's vocabulary.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -86,8 +85,7 @@ class LosslessCheck:
     @cached_property
     def exact(self) -> Decoder:
         """The target in fp32."""
-        model = copy.deepcopy(self.target.model).float()
-        return build_decoder(model, self.target.decoder.context_length)
+        return build_decoder(self.target.model, self.target.decoder.context_length, fp32=True)
 
     def ledger(
         self,
