@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from align.sources import resolve_checkpoint
 from distill.answer_cache import AnswerCache, CachedAnswer, CacheError
+from distill.models import TargetOfRun
 from distill.recipe import Recipe
 from eval.decoding.generation import generate_batched
 from eval.decoding.loop import seed_of
@@ -25,7 +26,9 @@ from eval.decoding.verification import Sampling
 ANSWERS_PER_SHARD = 64  # at most so many answers of a process are lost to a kill
 
 
-def answer_prompts(recipe: Recipe, prompts: list[list[int]], target: Target) -> AnswerCache:
+def answer_prompts(
+    recipe: Recipe, prompts: list[list[int]], target: Target | TargetOfRun
+) -> AnswerCache:
     """The target's answers to `prompts` (token ids), kept in `answers/`; those there are read.
 
     Called by every process of a launch: each answers its share of what is left, and all return
@@ -47,7 +50,7 @@ def answer_prompts(recipe: Recipe, prompts: list[list[int]], target: Target) -> 
         "prompts": [len(prompts), hash_prompts(prompts)],
         "seed": recipe.seed,
     }
-    cache = AnswerCache(recipe.folder / "answers", parts, target.decoder.embedding.shape[0])
+    cache = AnswerCache(recipe.folder / "answers", parts, target.vocab_size)
     left = sorted(set(range(len(prompts))).difference(cache.indices))
     state.wait_for_everyone()  # all see the same left before anyone adds to the cache
     if share := left[state.process_index :: state.num_processes]:
@@ -75,7 +78,11 @@ def answer_prompts(recipe: Recipe, prompts: list[list[int]], target: Target) -> 
 
 
 def _answer(
-    recipe: Recipe, prompts: list[list[int]], share: list[int], target: Target, cache: AnswerCache
+    recipe: Recipe,
+    prompts: list[list[int]],
+    share: list[int],
+    target: Target | TargetOfRun,
+    cache: AnswerCache,
 ) -> None:
     """Append the answers to the prompts whose numbers are in `share`."""
     bar = tqdm(
@@ -133,7 +140,7 @@ def hash_prompts(prompts: list[list[int]]) -> str:
     return digest.hexdigest()
 
 
-def _what_decides_p(recipe: Recipe, target: Target) -> dict[str, Any]:
+def _what_decides_p(recipe: Recipe, target: Target | TargetOfRun) -> dict[str, Any]:
     """Hashes of weights, tokenizer and chat template, and the dtype."""
     folder = resolve_checkpoint(recipe.target)
     weights = hashlib.sha256()

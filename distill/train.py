@@ -7,7 +7,9 @@
 Run again after an interruption, the same command goes on where it stopped.
 """
 
+import gc
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if not __package__:
@@ -17,11 +19,12 @@ from accelerate import PartialState
 
 from align.atomic import DiskFullError
 from align.process import join_processes, use_machine
+from distill.answer_cache import CachedAnswer
 from distill.answers import answer_prompts
 from distill.dry_run import price_run
 from distill.evaluation import evaluate
 from distill.export import export_draft
-from distill.models import check_models, load_target
+from distill.models import Pair, TargetOfRun, check_models
 from distill.prepare import prepare_draft, print_coverage
 from distill.prompts import collect_prompts
 from distill.recipe import Recipe, help_text, load_recipe
@@ -39,28 +42,37 @@ def run(recipe: Recipe) -> int:
     refuse_another_run(recipe)
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
-    target = load_target(recipe, prompts)
+    target = TargetOfRun(recipe, pair, prompts)
     if recipe.dry_run:
-        return price_run(recipe, pair, prompts, target)
+        return price_run(recipe, pair, prompts, target.loaded)
     claim_folder(recipe, pair, prompts)
     answers = answer_prompts(recipe, prompts.training.ids, target)
     if recipe.coverage_curve:
         if PartialState().is_main_process:
-            print_coverage(pair, target, answers)
+            print_coverage(pair, answers)
         return 0
-    # one process prepares, the others wait and read what it left on disk
-    with PartialState().main_process_first():
-        prepared = prepare_draft(recipe, pair, target, answers)
     if not (recipe.folder / "draft").exists():
-        tuned = distil_draft(recipe, pair, target, prepared, answers)
-        if tuned is not None:
-            export_draft(recipe, pair, target, prepared, tuned, answers)
+        make_draft(recipe, pair, target, answers)
     if PartialState().is_main_process:
-        print_summary(evaluate(recipe, pair, prompts, target, prepared))
+        print_summary(evaluate(recipe, pair, prompts, target.loaded))
         delete_training_state(recipe.folder)
         print(f"\nDraft: {recipe.folder / 'draft'}")
         print(f"Report: {recipe.folder / 'report' / 'report.html'}")
     return 0
+
+
+def make_draft(
+    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Sequence[CachedAnswer]
+) -> None:
+    """`draft/`: prepared, distilled, exported. The target is not in memory while it is trained."""
+    # one process prepares, the others wait and read what it left on disk
+    with PartialState().main_process_first():
+        prepared = prepare_draft(recipe, pair, target, answers)
+    target.release()
+    tuned = distil_draft(recipe, pair, prepared, answers)
+    gc.collect()  # trainer and optimiser, which refer to each other
+    if tuned is not None:
+        export_draft(recipe, pair, prepared, tuned, answers)
 
 
 def main(argv: list[str]) -> int:

@@ -45,7 +45,6 @@ from distill.models import Pair
 from distill.prepare import PreparedDraft
 from distill.recipe import Recipe, RecipeError
 from distill.training_set import TRAINING_SET, DistillationCollator, training_set
-from eval.decoding.target import Target
 
 # trl asks transformers for it by its old name; there is nothing a user could do about that
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
@@ -450,7 +449,6 @@ def build_trainer(
 def distil_draft(
     recipe: Recipe,
     pair: Pair,
-    target: Target,
     prepared: PreparedDraft,
     answers: Iterable[CachedAnswer],
 ) -> PreTrainedModel | None:
@@ -458,7 +456,7 @@ def distil_draft(
     trainer = build_trainer(
         prepared.model,
         answers,
-        pair.trained_rows(target.decoder.embedding.shape[0], prepared.token_ids),
+        pair.trained_rows(pair.vocab_size, prepared.token_ids),
         pair.load_tokenizer(),
         recipe,
         pair.retokenizer,

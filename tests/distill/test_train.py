@@ -7,7 +7,7 @@ from safetensors import safe_open
 
 from align.atomic import atomic_file
 from align.sources import load_tokenizer
-from distill import train
+from distill import models, train
 from distill.recipe import RecipeError
 from distill.train import main, run
 from eval.prompts import PromptError
@@ -56,7 +56,7 @@ def no_target(*_):
 def test_what_the_targets_files_refute_is_refused_first(
     job, tmp_path, monkeypatch, dry_run, changes, message
 ):
-    monkeypatch.setattr(train, "load_target", no_target)
+    monkeypatch.setattr(models, "load_target", no_target)
     recipe = job(tmp_path / "run", **(PRUNED | changes), dry_run=dry_run)
     with pytest.raises(ValueError, match=message):
         run(recipe)
@@ -64,7 +64,7 @@ def test_what_the_targets_files_refute_is_refused_first(
 
 
 def test_a_smallest_head_holds_what_is_forced(folder, job, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "load_target", no_target)
+    monkeypatch.setattr(models, "load_target", no_target)
     assert len(load_tokenizer(str(folder / "target")).all_special_ids) == 1
     recipe = job(tmp_path / "run", **(PRUNED | {"draft_vocab_size": 257}))  # bytes and the stop
     with pytest.raises(AssertionError, match="the target was loaded"):
