@@ -28,7 +28,7 @@ from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
-from eval.engines.vllm import Server
+from eval.engines.vllm import VllmServer
 from eval.prompts import load_prompts, render_all
 from eval.reporting.report import read_report
 from eval.run import main
@@ -197,7 +197,7 @@ def test_the_text_is_ours(served, target, prompts, ours):
     for prompt, run in zip(prompts, ours, strict=True):
         expected = answer(run, target.stops)
         for url in (served.speculative, served.baseline):
-            found = Server(url, 600).decode(prompt, how).run
+            found = VllmServer(url, 600).decode(prompt, how).run
             assert found.prompt_tokens == run.prompt_tokens
             if found.tokens == expected:
                 same += 1
