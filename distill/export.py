@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,10 @@ CALIBRATION_TOKENS = 4_000
 def export_draft(
     recipe: Recipe,
     pair: Pair,
-    target: Target,
+    target: Target | None,
     prepared: PreparedDraft,
     tuned: PreTrainedModel,
-    answers: list[CachedAnswer],
+    answers: Sequence[CachedAnswer],
 ) -> None:
     """`draft/`: a checkpoint for every engine, and `draft/compact/` for our decoder."""
     dtype = getattr(torch, recipe.dtype)
@@ -41,6 +41,7 @@ def export_draft(
         full.save_pretrained(partial)
         pair.load_tokenizer().save_pretrained(partial)
         if recipe.draft is None:
+            assert target is not None
             embedding = target.decoder.embedding
             save_compact(partial / "compact", tuned, prepared.token_ids, embedding)
 
@@ -50,7 +51,7 @@ def full_vocabulary(
     tuned: PreTrainedModel,
     token_ids: Tensor,
     full_head: Tensor,
-    answers: Iterable[CachedAnswer],
+    answers: Sequence[CachedAnswer],
 ) -> PreTrainedModel:
     """The tuned draft under a head over the target's whole vocabulary, for engines that need one.
 
@@ -61,7 +62,7 @@ def full_vocabulary(
     positions.
     """
     states = []
-    for answer in until(list(answers), CALIBRATION_TOKENS):
+    for answer in until(answers, CALIBRATION_TOKENS):
         ids = torch.cat([answer.prompt_ids, answer.response_ids])[None].to(tuned.device)
         hidden = tuned.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
         states.append(hidden[0, len(answer.prompt_ids) - 1 :].float())

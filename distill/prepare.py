@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,13 +48,14 @@ class PreparedDraft:
 
 
 def prepare_draft(
-    recipe: Recipe, pair: Pair, target: Target, answers: list[CachedAnswer]
+    recipe: Recipe, pair: Pair, target: Target | None, answers: Sequence[CachedAnswer]
 ) -> PreparedDraft:
     """The untuned draft: the sibling as it is, or `prepared/` from the pruned target."""
-    embedding = target.decoder.embedding
     if recipe.draft is not None:
-        model = load_sibling(recipe.draft, pair, embedding.shape[0])
+        model = load_sibling(recipe.draft, pair, pair.target.rows)
         return PreparedDraft(model, None, None, 0.0)
+    assert target is not None
+    embedding = target.decoder.embedding
     folder = recipe.folder / "prepared"
     about, head = folder / "prepared.json", folder / "full_head.safetensors"
     if not about.exists() or not (head.exists() or (recipe.folder / "draft").exists()):
@@ -79,9 +80,9 @@ def prepare_draft(
     return PreparedDraft(model, token_ids, full_head, lost)
 
 
-def print_coverage(pair: Pair, target: Target, answers: list[CachedAnswer]) -> None:
+def print_coverage(pair: Pair, answers: Sequence[CachedAnswer]) -> None:
     """What share of the target's mass on the answers trimmed heads of each size would lose."""
-    mass = domain_mass(answers, target.decoder.embedding.shape[0])
+    mass = domain_mass(answers, pair.target.rows)
     print("draft_vocab_size  lost mass")
     for size, lost in coverage_curve(mass, forced_tokens(pair.target)):
         print(f"{size:>16}  {lost:.3%}")
@@ -99,7 +100,7 @@ def domain_mass(answers: Iterable[CachedAnswer], vocab_size: int) -> Tensor:
 @torch.no_grad()
 def prune_and_fit(
     target: PreTrainedModel,
-    answers: list[CachedAnswer],
+    answers: Sequence[CachedAnswer],
     num_layers: int,
     fit_tokens: int,
     head_size: int | None,
@@ -157,7 +158,7 @@ def build_pruned(target: PreTrainedModel, num_layers: int, head: Tensor) -> PreT
 
 
 def _fit_projection(
-    target: PreTrainedModel, answers: list[CachedAnswer], num_layers: int, fit_tokens: int
+    target: PreTrainedModel, answers: Sequence[CachedAnswer], num_layers: int, fit_tokens: int
 ) -> Tensor:
     """The matrix A [H, H] that minimises |A x - y|^2 from pruned to full final states, in fp32."""
     config: Any = target.config
@@ -192,7 +193,7 @@ def _fit_projection(
     return torch.linalg.solve(gram + ridge, cross).T.float()
 
 
-def until(answers: list[CachedAnswer], tokens: int) -> Iterator[CachedAnswer]:
+def until(answers: Sequence[CachedAnswer], tokens: int) -> Iterator[CachedAnswer]:
     """The first answers, as many as hold so many response tokens."""
     for answer in answers:
         if tokens <= 0:

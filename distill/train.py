@@ -21,11 +21,13 @@ from distill.answers import answer_prompts
 from distill.dry_run import price_run
 from distill.evaluation import evaluate
 from distill.export import export_draft
-from distill.models import check_models, load_target
+from distill.models import Pair, check_models, load_target
 from distill.prepare import prepare_draft, print_coverage
-from distill.prompts import collect_prompts
+from distill.prompts import Prompts, collect_prompts
 from distill.recipe import Recipe, help_text, load_recipe
 from distill.run_folder import claim_folder, delete_training_state, refuse_another_run
+from distill.served_evaluation import evaluate_served
+from distill.server import ServedTarget
 from distill.trainer import distil_draft, training_config
 from eval.measuring.journal import INTERRUPTED
 from eval.reporting.text import print_summary
@@ -38,6 +40,8 @@ def run(recipe: Recipe) -> int:
     refuse_another_run(recipe)
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
+    if recipe.answers == "server":
+        return run_served(recipe, pair, prompts)
     target = load_target(recipe, prompts)
     if recipe.dry_run:
         return price_run(recipe, pair, prompts, target)
@@ -46,11 +50,11 @@ def run(recipe: Recipe) -> int:
     with PartialState().main_process_first():
         answers = answer_prompts(recipe, prompts.training.ids, target)
         if recipe.coverage_curve:
-            print_coverage(pair, target, answers)
+            print_coverage(pair, answers)
             return 0
         prepared = prepare_draft(recipe, pair, target, answers)
     if not (recipe.folder / "draft").exists():
-        tuned = distil_draft(recipe, pair, target, prepared, answers)
+        tuned = distil_draft(recipe, pair, prepared, answers)
         if PartialState().is_main_process:
             export_draft(recipe, pair, target, prepared, tuned, answers)
     if PartialState().is_main_process:
@@ -58,6 +62,33 @@ def run(recipe: Recipe) -> int:
         delete_training_state(recipe.folder)
         print(f"\nDraft: {recipe.folder / 'draft'}")
         print(f"Report: {recipe.folder / 'report' / 'report.html'}")
+    return 0
+
+
+def run_served(recipe: Recipe, pair: Pair, prompts: Prompts) -> int:
+    """The same with the target behind a server: its weights are never loaded."""
+    served = ServedTarget(recipe, pair.target, prompts)
+    if PartialState().is_main_process:
+        served.check()
+    if recipe.dry_run:
+        return served.describe()
+    claim_folder(recipe, pair, prompts)
+    answers = served.answers()
+    if recipe.coverage_curve:
+        print_coverage(pair, answers)
+        return 0
+    prepared = prepare_draft(recipe, pair, None, answers)
+    if not (recipe.folder / "draft").exists():
+        tuned = distil_draft(recipe, pair, prepared, answers)
+        if PartialState().is_main_process:
+            export_draft(recipe, pair, None, prepared, tuned, answers)
+    if PartialState().is_main_process:
+        report = evaluate_served(recipe, pair, prompts, prepared)
+        delete_training_state(recipe.folder)
+        print(f"\nDraft: {recipe.folder / 'draft'}")
+        if report is not None:
+            print_summary(report)
+            print(f"Report: {recipe.folder / 'report' / 'report.html'}")
     return 0
 
 

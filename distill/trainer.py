@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from distill.losses import head_loss, sharpen
 from distill.models import Pair
 from distill.prepare import PreparedDraft
 from distill.recipe import Recipe, RecipeError
-from eval.decoding.target import Target
 
 # trl asks transformers for it by its old name; there is nothing a user could do about that
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
@@ -284,15 +283,14 @@ def build_trainer(
 def distil_draft(
     recipe: Recipe,
     pair: Pair,
-    target: Target,
     prepared: PreparedDraft,
-    answers: list[CachedAnswer],
+    answers: Sequence[CachedAnswer],
 ) -> PreTrainedModel:
     """The draft in fp32 after training on the answers."""
     trainer = build_trainer(
         prepared.model,
         answers,
-        pair.trained_rows(target.decoder.embedding.shape[0], prepared.token_ids),
+        pair.trained_rows(pair.target.rows, prepared.token_ids),
         pair.load_tokenizer(),
         recipe,
         pair.retokenizer,

@@ -127,8 +127,14 @@ def measure_servers(
     max_new_tokens: int,
     seed: int,
     provenance: dict[str, Any],
+    name: str = NAME,
+    target: str | None = None,
+    overlap: int | None = None,
 ) -> Report:
     """The report of a speculative server against a plain one, on the same prompts.
+
+    name: of the draft in it. target: what the report calls it; None: as the servers do. overlap: of
+    the prompts with the training data, where that is known.
 
     A server that fails after the first prompts: the report has those, `missing` says what happened.
     Raises `ServerError` where nothing can be measured: a server is down from the start, does not
@@ -155,7 +161,7 @@ def measure_servers(
         "counters": no_counters,
     }
     draft = DraftLog(
-        name=NAME,
+        name=name,
         path=speculative.host,
         form="served",
         vocabulary={"relation": "of the server", "strategy": "of the server", "coverage": None},
@@ -168,7 +174,7 @@ def measure_servers(
         missing={field: reason for field, reason in own.items() if reason},
     )
     run = RunLog(
-        target=speculative.model,
+        target=target or speculative.model,
         engine="vllm",
         device=speculative.host,
         dtype="dtype of the server",
@@ -181,7 +187,8 @@ def measure_servers(
             verification="greedy match" if sampling.greedy else "the server's own rule",
             stop_tokens=None,
         ),
-        prompts=prompts_used(PromptSet(source, list(done), [])),
+        prompts=prompts_used(PromptSet(source, list(done), []))
+        | {"overlap_with_training": overlap},
         provenance=provenance,
     )
     return build_report(run, [draft])
