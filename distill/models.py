@@ -90,8 +90,8 @@ def check_models(recipe: Recipe) -> Pair:
         )
     if recipe.cache_top_k > target.rows:
         raise ValueError(
-            f"cache_top_k {recipe.cache_top_k} is more than the {target.rows} tokens of the target's "
-            "vocabulary; lower it."
+            f"cache_top_k {recipe.cache_top_k} is more than the {target.rows} tokens of the "
+            "target's vocabulary; lower it."
         )
     if recipe.draft is None:
         check_prunable(target.config, recipe.num_draft_layers)

@@ -119,8 +119,8 @@ class Request:
             )
         if choice.prompt_token_ids not in (None, prompt):
             raise ServerError(
-                f"the prompt has {len(prompt)} tokens here and others ({len(choice.prompt_token_ids)}) "
-                "there: it was cut or changed; serve the model without a limit on prompts"
+                "the prompt's tokens are others there than here: it was cut or changed; serve the "
+                "model as it is, without a limit on prompts"
             )
         self._check_end(tokens, choice)
         top = [self._top(row) for row in choice.logprobs.top_logprobs]
@@ -229,7 +229,7 @@ class ServedTarget:
             recipe.answer_url,
             TIMEOUT,
             recipe.answer_model,
-            connections=recipe.answer_batch_size,
+            connections=recipe.answer_batch_size + 1,  # and the witnesses'
         )
         self.witnesses: list[Witness] = []
 
@@ -424,9 +424,9 @@ class ServedTarget:
             here, there = ours(text, add_special_tokens=False)["input_ids"], self._tokenized(text)
             if here != there:
                 raise ServerError(
-                    f"{self.server.url} cuts {text[:40]!r}… into tokens {there[:8]}…, the tokenizer "
-                    f"of {self.target.spec!r} into {here[:8]}…: its ids mean other tokens. Serve "
-                    "the target of this recipe, or name as target what is served."
+                    f"{self.server.url} cuts {text[:40]!r}… into tokens {there[:8]}…, the "
+                    f"tokenizer of {self.target.spec!r} into {here[:8]}…: its ids mean other "
+                    "tokens. Serve the target of this recipe, or name as target what is served."
                 )
 
     def _tokenized(self, text: str) -> list[int]:
