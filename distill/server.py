@@ -8,15 +8,15 @@ knows `return_tokens_as_token_ids` (0.6.3 or later).
 from __future__ import annotations
 
 import hashlib
-import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from multiprocessing.pool import ThreadPool
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from pydantic import BaseModel, Field, ValidationError
@@ -49,6 +49,9 @@ WITNESSES = 4
 ANOTHER_MODEL = 0.3
 TEXT = "Ærø, 東京 🙂\n\tdef f(x):  # 3.14159 × 10⁶\n\n    return x['key'] or ''  "
 NO_ROUTE = (404, 405, 501)
+
+
+Array = np.ndarray[Any, Any]
 
 
 class _Logprobs(BaseModel):
@@ -111,7 +114,7 @@ class Request:
                 f"{first['msg']}); use a server that returns them by token id, as vLLM does"
             ) from None
         choice = completion.choices[0]
-        tokens = [_token_id(token) for token in choice.logprobs.tokens]
+        tokens = _token_ids(choice.logprobs.tokens)
         if completion.model != self.model:
             raise ServerError(
                 f"it comes from model {completion.model!r}, and {self.model!r} was asked; serve "
@@ -123,21 +126,21 @@ class Request:
                 "model as it is, without a limit on prompts"
             )
         self._check_end(tokens, choice)
-        top = [self._top(row) for row in choice.logprobs.top_logprobs]
+        ids, logprobs = self._top(choice.logprobs.top_logprobs)
         if self.temperature == 0:
-            for token, row in zip(tokens, choice.logprobs.top_logprobs, strict=True):
-                if row.get(f"token_id:{token}", -math.inf) < max(row.values()) - ROUNDING:
-                    raise ServerError(
-                        f"token {token} was chosen greedily and is not the most likely one: the "
-                        "server changes the distribution (a penalty, a bias, a mask), or its log-"
-                        "probabilities are of another; switch that off"
-                    )
+            first = np.where(ids == np.array(tokens)[:, None], logprobs, -np.inf).max(1)
+            if (wrong := (first < logprobs[:, 0] - ROUNDING).nonzero()[0]).size:
+                raise ServerError(
+                    f"token {tokens[wrong[0]]} was chosen greedily and is not the most likely one: "
+                    "the server changes the distribution (a penalty, a bias, a mask), or its log-"
+                    "probabilities are of another; switch that off"
+                )
         return CachedAnswer(
             index=index,
             prompt_ids=torch.tensor(prompt),
             response_ids=torch.tensor(tokens),
-            top_ids=torch.tensor([[token for token, _ in row] for row in top]),
-            top_logprobs=torch.tensor([[logprob for _, logprob in row] for row in top]),
+            top_ids=torch.from_numpy(ids),
+            top_logprobs=torch.from_numpy(logprobs).float(),
         )
 
     def _check_end(self, tokens: list[int], choice: _Choice) -> None:
@@ -166,34 +169,53 @@ class Request:
                 "of ending would not be learned. Use one that returns it, as vLLM does"
             )
 
-    def _top(self, row: dict[str, float]) -> list[tuple[int, float]]:
-        """The most likely tokens of one position, best first."""
-        found = sorted(((_token_id(t), p) for t, p in row.items()), key=lambda e: -e[1])
-        if len({token for token, _ in found}) < max(self.top, len(found)):
+    def _top(self, rows: list[dict[str, float]]) -> tuple[Array, Array]:
+        """Ids and log-probabilities [R, top] of the most likely tokens, best first."""
+        # a row has the chosen token as well where that is none of the most likely
+        counts = np.array([len(row) for row in rows])
+        if counts.min() < self.top:
             raise ServerError(
-                f"it has {len(found)} log-probabilities a token (of different ids), and {self.top} "
-                f"were asked for; lower cache_top_k, or start the server with --max-logprobs "
-                f"{self.top}"
+                f"it has {counts.min()} log-probabilities a token, and {self.top} were asked for; "
+                f"lower cache_top_k, or start the server with --max-logprobs {self.top}"
             )
-        if odd := [p for _, p in found if not MASKED < p <= ROUNDING]:
+        named = np.arange(counts.max()) < counts[:, None]
+        ids = np.full(named.shape, -1)
+        ids[named] = _token_ids(key for row in rows for key in row)
+        logprobs = np.full(named.shape, -np.inf)
+        logprobs[named] = [p for row in rows for p in row.values()]
+        if (odd := ~((logprobs > MASKED) & (logprobs <= ROUNDING)) & named).any():
             raise ServerError(
-                f"{odd[0]} is no log-probability of a raw distribution: above 0 is a logit, below "
-                f"{MASKED:g} a token that was masked, NaN an overflow; serve with --logprobs-mode "
-                "raw_logprobs, in a dtype that holds the model"
+                f"{logprobs[odd][0]} is no log-probability of a raw distribution: above 0 is a "
+                f"logit, below {MASKED:g} a token that was masked, NaN an overflow; serve with "
+                "--logprobs-mode raw_logprobs, in a dtype that holds the model"
             )
-        kept = found[: self.top]
-        mass = sum(math.exp(p) for _, p in kept)
-        if mass > 1 + ROUNDING:
+        in_order = np.sort(ids, axis=1)
+        if ((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] >= 0)).any():
+            raise ServerError("it names an id twice at one token; use another server")
+        if ids.max() >= self.rows:
+            raise ServerError(
+                f"token {ids.max()} is beyond the {self.rows} rows of the target's vocabulary; "
+                "serve the target of this recipe"
+            )
+        best = np.argsort(-logprobs, axis=1, kind="stable")[:, : self.top]
+        ids, logprobs = (np.take_along_axis(part, best, axis=1) for part in (ids, logprobs))
+        if (mass := float(np.exp(logprobs).sum(1).max())) > 1 + ROUNDING:
             raise ServerError(
                 f"probabilities sum to {mass:.3f}: these are logits or scores; serve with "
                 "--logprobs-mode raw_logprobs"
             )
-        if (highest := max(token for token, _ in found)) >= self.rows:
-            raise ServerError(
-                f"token {highest} is beyond the {self.rows} rows of the target's vocabulary; serve "
-                "the target of this recipe"
-            )
-        return [(token, min(p, 0.0)) for token, p in kept]
+        return ids, np.minimum(logprobs, 0)
+
+
+def _token_ids(texts: Iterable[str]) -> list[int]:
+    """The ids that texts `token_id:N` stand for."""
+    found = list(texts)
+    if strange := [t for t in found if not (t[:9] == "token_id:" and t[9:].isdecimal())]:
+        raise ServerError(
+            f"its tokens are texts ({strange[0]!r}), of which several ids can have the same; use a "
+            "server that knows return_tokens_as_token_ids, as vLLM does"
+        )
+    return [int(text[9:]) for text in found]
 
 
 @dataclass(frozen=True)
@@ -484,13 +506,3 @@ class ServedTarget:
                 f"behind {self.server.model!r} now. Nothing of it was kept. Serve the first one "
                 f"again, or delete {self.folder} to begin anew."
             )
-
-
-def _token_id(text: str) -> int:
-    name, _, number = text.partition(":")
-    if name != "token_id" or not number.isdecimal():
-        raise ServerError(
-            f"its tokens are texts ({text!r}), of which several ids can have the same; use a "
-            "server that knows return_tokens_as_token_ids, as vLLM does"
-        )
-    return int(number)
