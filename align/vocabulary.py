@@ -60,6 +60,11 @@ class Vocabulary:
         return self.config_rows if rows is None else rows
 
     @property
+    def rows(self) -> int:
+        """Of the embedding; where neither weights nor config tell them, one for each id."""
+        return self.embedding_rows or self.count
+
+    @property
     def head_rows(self) -> int | None:
         rows = self._rows_of(_HEADS)
         return self.embedding_rows if rows is None else rows

@@ -47,7 +47,7 @@ class Pair:
     @property
     def vocab_size(self) -> int:
         """Rows of the target's embedding."""
-        return self.target.embedding_rows or self.target.count
+        return self.target.rows
 
     @property
     def retokenizer(self) -> Retokenizer | None:
@@ -107,16 +107,15 @@ def check_models(recipe: Recipe) -> Pair:
             "nor new or trimmed rows take over, so it can draft as it is (eval.run) but not be "
             "tuned here; name another draft with --draft."
         )
-    rows = target.embedding_rows or target.count
-    if recipe.cache_top_k > rows:
+    if recipe.cache_top_k > target.rows:
         raise ValueError(
-            f"cache_top_k {recipe.cache_top_k} is more than the {rows} tokens of the target's "
-            "vocabulary; lower it."
+            f"cache_top_k {recipe.cache_top_k} is more than the {target.rows} tokens of the "
+            "target's vocabulary; lower it."
         )
     if recipe.draft is None:
         check_prunable(target.config, recipe.num_draft_layers)
         if recipe.draft_vocab_size is not None:
-            choose_tokens(torch.zeros(rows), recipe.draft_vocab_size, forced_tokens(target))
+            choose_tokens(torch.zeros(target.rows), recipe.draft_vocab_size, forced_tokens(target))
     vocab_map = None
     if strategy in ("remap", "transplant", "intersection"):
         path = recipe.folder / VOCAB_MAP

@@ -49,15 +49,16 @@ class PreparedDraft:
 
 
 def prepare_draft(
-    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Iterable[CachedAnswer]
+    recipe: Recipe, pair: Pair, target: TargetOfRun | None, answers: Iterable[CachedAnswer]
 ) -> PreparedDraft:
     """The untuned draft: the sibling as it is, or `prepared/` from the pruned target.
 
-    The target is loaded only where `prepared/` is not there yet.
+    The target is loaded only where `prepared/` is not there yet; a sibling needs none.
     """
     if recipe.draft is not None:
         model = load_sibling(recipe.draft, pair, pair.vocab_size)
         return PreparedDraft(model, None, None, 0.0)
+    assert target is not None
     folder = recipe.folder / "prepared"
     about, head = folder / PREPARED, folder / "full_head.safetensors"
     embedding = pair.target_embedding(getattr(torch, recipe.dtype))

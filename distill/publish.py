@@ -53,9 +53,9 @@ def check_run(run_folder: Path | str) -> Report:
 
 
 def _report(folder: Path) -> Report:
-    """The report, which must have what the card says."""
+    """The report, which must have what the card says, or come from servers, which do not tell."""
     report = read_report(folder / REPORT)
-    for field in ("memory", "payoff"):
+    for field in () if report.engine == "vllm" else ("memory", "payoff"):
         if getattr(report.last[1], field) is None:
             raise PublishError(
                 f"{folder / REPORT} has no {field}, which the model card needs: evaluate the run "
@@ -127,6 +127,7 @@ def model_card(run_folder: Path | str) -> str:
         report=report,
         draft=draft,
         numbers=numbers,
+        gamma=draft.payoff.best_gamma if draft.payoff else draft.gamma,
         definitions={key: DEFINITIONS[key] for key in ("alpha", "tau", "speed-up")},
         tables=[table for table in tables(report) if table.title in TABLES],
         train_prompts=public_name(str(recipe.get("train_prompts", "the recipe"))),

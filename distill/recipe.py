@@ -90,10 +90,14 @@ class Recipe:
     num_draft_layers: Count = 2  # layers kept of a pruned target
     draft_vocab_size: Count | None = None  # rows of a pruned draft's head; null keeps all
     fit_tokens: Count = 20_000  # answer tokens that the head is fitted on
+    answers: Literal["local", "server"] = "local"  # who gives the target's: it here, or a server
+    answer_url: Text | None = None  # of the server that answers: http://HOST:PORT
+    answer_model: Text | None = None  # the target's name there; null: the one model it serves
+    speculative_url: Text | None = None  # of the same with the draft; null: no evaluation there
     answer_temperature: NotNegative = 0.0  # how the target answers the training prompts
     answers_per_prompt: Count = 1  # answers drawn for each training prompt
     answer_max_new_tokens: Count = 128  # longest answer, in tokens
-    answer_batch_size: Count = 48  # prompts answered at once
+    answer_batch_size: Count = 48  # prompts answered at once, or in flight to the server
     cache_top_k: Count = 15  # most likely tokens kept of each distribution
     teacher_temperature: Positive = 1.0  # the draft learns p ** (1 / this); 1 at most
     use_peft: bool = False  # LoRA instead of full fine-tuning
@@ -325,6 +329,7 @@ def _check_together(recipe: Recipe) -> None:
             f"teacher_temperature is {recipe.teacher_temperature}, but must be at most 1: above 1 "
             "most of p would move to tokens that were not cached, and how much cannot be known."
         )
+    _check_server(recipe)
     if recipe.gamma is not None and recipe.gamma > recipe.max_gamma:
         raise RecipeError(
             f"gamma is {recipe.gamma}, more than max_gamma {recipe.max_gamma}; raise max_gamma."
@@ -339,4 +344,30 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError(
             f"lora_target_modules is {recipe.lora_target_modules!r}: adapters on head or "
             "embeddings merge wrongly where the two are tied; name other layers, or all-linear."
+        )
+
+
+def _check_server(recipe: Recipe) -> None:
+    if recipe.answers == "local":
+        keys = ("answer_url", "answer_model", "speculative_url")
+        if given := [key for key in keys if getattr(recipe, key) is not None]:
+            raise RecipeError(
+                f"{given[0]} is {getattr(recipe, given[0])!r}, but answers is local, where no "
+                "server is asked; set answers to server, or remove it."
+            )
+        return
+    if recipe.answer_url is None:
+        raise RecipeError(
+            "answers is server, but answer_url is null; give the address of the server that "
+            "serves the target, as http://HOST:PORT."
+        )
+    if recipe.draft is None:
+        raise RecipeError(
+            "answers is server, but draft is null, which prunes the target's own weights, and "
+            "with a server they are never loaded; name a sibling with --draft, or answer locally."
+        )
+    if recipe.speculative_url == recipe.answer_url:
+        raise RecipeError(
+            f"speculative_url is {recipe.speculative_url!r}, and so is answer_url, but the one "
+            "speculates and the other must not; start two servers."
         )

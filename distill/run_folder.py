@@ -32,6 +32,8 @@ FREE_KEYS = {
     "output_dir",
     "logging_steps",
     "save_steps",
+    "answer_url",
+    "speculative_url",
 }
 PACKAGES = "torch transformers trl peft accelerate datasets evaluate gguf safetensors".split()
 _STARTED = time.time()

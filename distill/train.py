@@ -26,11 +26,14 @@ from distill.evaluation import evaluate
 from distill.export import export_draft
 from distill.models import Pair, TargetOfRun, check_models
 from distill.prepare import prepare_draft, print_coverage
-from distill.prompts import collect_prompts
+from distill.prompts import Prompts, collect_prompts
 from distill.recipe import Recipe, help_text, load_recipe
 from distill.run_folder import claim_folder, delete_training_state, refuse_another_run
+from distill.served_evaluation import evaluate_served
+from distill.server import ServedTarget
 from distill.trainer import distil_draft, process_timeout, training_config
 from eval.measuring.journal import INTERRUPTED
+from eval.reporting.report import Report
 from eval.reporting.text import print_summary
 
 
@@ -42,6 +45,8 @@ def run(recipe: Recipe) -> int:
     refuse_another_run(recipe)
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
+    if recipe.answers == "server":
+        return run_served(recipe, pair, prompts)
     target = TargetOfRun(recipe, pair, prompts)
     if recipe.dry_run:
         return price_run(recipe, pair, prompts, target.loaded)
@@ -51,28 +56,59 @@ def run(recipe: Recipe) -> int:
         if PartialState().is_main_process:
             print_coverage(pair, answers)
         return 0
-    if not (recipe.folder / "draft").exists():
-        make_draft(recipe, pair, target, answers)
+    make_draft(recipe, pair, target, answers)
     if PartialState().is_main_process:
-        print_summary(evaluate(recipe, pair, prompts, target.loaded))
-        delete_training_state(recipe.folder)
-        print(f"\nDraft: {recipe.folder / 'draft'}")
-        print(f"Report: {recipe.folder / 'report' / 'report.html'}")
+        finish(recipe, evaluate(recipe, pair, prompts, target.loaded))
+    return 0
+
+
+def run_served(recipe: Recipe, pair: Pair, prompts: Prompts) -> int:
+    """The same with the target behind a server: its weights are never loaded."""
+    target = ServedTarget(recipe, pair.target, prompts)
+    if PartialState().is_main_process:
+        target.check()
+    if recipe.dry_run:
+        return target.describe()
+    claim_folder(recipe, pair, prompts)
+    answers = target.answers()
+    if recipe.coverage_curve:
+        if PartialState().is_main_process:
+            print_coverage(pair, answers)
+        return 0
+    make_draft(recipe, pair, None, answers)
+    if PartialState().is_main_process:
+        finish(recipe, evaluate_served(recipe, pair, prompts))
     return 0
 
 
 def make_draft(
-    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Sequence[CachedAnswer]
+    recipe: Recipe, pair: Pair, target: TargetOfRun | None, answers: Sequence[CachedAnswer]
 ) -> None:
-    """`draft/`: prepared, distilled, exported. The target is not in memory while it is trained."""
+    """`draft/`: prepared, distilled, exported. The target is not in memory while it is trained.
+
+    target: None where nothing but its answers is at hand; then a sibling is tuned.
+    """
+    if (recipe.folder / "draft").exists():
+        return
     # one process prepares, the others wait and read what it left on disk
     with PartialState().main_process_first():
         prepared = prepare_draft(recipe, pair, target, answers)
-    target.release()
+    if target is not None:
+        target.release()
     tuned = distil_draft(recipe, pair, prepared, answers)
     gc.collect()  # trainer and optimiser, which refer to each other
     if tuned is not None:
         export_draft(recipe, pair, prepared, tuned, answers)
+
+
+def finish(recipe: Recipe, report: Report | None) -> None:
+    """Tidy up and say what there is now; the report is None where no server measured the draft."""
+    delete_training_state(recipe.folder)
+    if report is not None:
+        print_summary(report)
+    print(f"\nDraft: {recipe.folder / 'draft'}")
+    if report is not None:
+        print(f"Report: {recipe.folder / 'report' / 'report.html'}")
 
 
 def main(argv: list[str]) -> int:

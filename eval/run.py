@@ -37,7 +37,7 @@ from eval.decoding.loop import Decoding
 from eval.decoding.target import Target, load_target
 from eval.decoding.verification import Sampling
 from eval.engines.assisted import StockTarget, load_assistant, load_stock, measure_assisted
-from eval.engines.vllm import Server, measure_servers
+from eval.engines.vllm import VllmServer, measure_servers
 from eval.measuring.evaluation import Plan, context_length, evaluate
 from eval.measuring.journal import INTERRUPTED, JOURNAL, Journal
 from eval.prompts import Prompt, PromptSet, load_prompts, render_all
@@ -280,8 +280,8 @@ def _measure_assisted(args: argparse.Namespace, journal: Journal) -> Report:
 def _measure_servers(args: argparse.Namespace) -> Report:
     """The report of vLLM behind --base_url, against --baseline_url."""
     return measure_servers(
-        Server(args.base_url),
-        Server(args.baseline_url),
+        VllmServer(args.base_url),
+        VllmServer(args.baseline_url),
         load_prompts(args.prompts, args.max_prompts or args.speed_prompts, args.seed),
         args.prompts,
         Sampling(args.temperature, args.top_k, args.top_p),

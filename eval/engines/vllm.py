@@ -8,19 +8,12 @@ missing.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from http.client import HTTPException, HTTPResponse
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
 
 import numpy as np
 from tqdm import tqdm
@@ -28,6 +21,7 @@ from tqdm import tqdm
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
 from eval.engines.log import decoding, missing, prompt_run, prompts_used
+from eval.engines.server import Server, ServerError
 from eval.measuring.build import build_report
 from eval.measuring.log import DraftLog, Floats, PromptRun, RunLog
 from eval.measuring.losslessness import divergence, ledger
@@ -35,7 +29,6 @@ from eval.measuring.metrics import measure
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.report import Report
 
-TIMEOUT = 120.0  # seconds without a byte from a server
 NAME = "served"  # of the draft in the report
 COUNTERS = ["drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"]
 COUNTER = re.compile(
@@ -43,10 +36,6 @@ COUNTER = re.compile(
     r'(?:\{(?:.*position="(?P<position>\d+)")?.*\})? (?P<value>\S+)$',
     re.MULTILINE,
 )
-
-
-class ServerError(ValueError):
-    """A server that cannot be measured: says which, why, and what to do."""
 
 
 def parse_counters(text: str) -> Floats | None:
@@ -76,64 +65,13 @@ class Answer:
 Pair = tuple[Answer, Answer]
 
 
-class Server:
-    """One OpenAI-compatible server; `url` with or without its /v1."""
-
-    def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ServerError(f"{url!r} is no address of a server; write http://HOST:PORT.")
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self.host = parts.hostname
-        self.timeout = timeout
-
-    @contextmanager
-    def _ask(
-        self, path: str, body: dict[str, Any] | None = None, about: str = ""
-    ) -> Iterator[HTTPResponse]:
-        """The response, to be read within the block; what goes wrong there is a ServerError."""
-        data = None if body is None else json.dumps(body).encode()
-        request = Request(self.url + path, data, {"Content-Type": "application/json"})
-        try:
-            with urlopen(request, timeout=self.timeout) as response:
-                yield response
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ServerError(
-                f"{self.url}{path} sent what is not JSON ({error}); is this an OpenAI-compatible "
-                f"server?"
-            ) from None
-        except HTTPError as error:
-            answer = error.read(300).decode("utf-8", "replace")
-            raise ServerError(f"{self.url}{path} answered {error.code}{about}: {answer}") from None
-        except (OSError, HTTPException) as error:
-            reason = error.reason if isinstance(error, URLError) else error
-            if isinstance(reason, TimeoutError):
-                raise ServerError(
-                    f"{self.url} sent nothing for {self.timeout:g} s: it is overloaded, or still "
-                    f"loading; wait, or ask for fewer tokens."
-                ) from None
-            raise ServerError(
-                f"{self.url} cannot be reached or broke off ({reason}): start it, or check the "
-                f"address."
-            ) from None
-
-    @cached_property
-    def model(self) -> str:
-        """The name of the model it serves."""
-        with self._ask("/v1/models") as response:
-            try:
-                return str(json.load(response)["data"][0]["id"])
-            except (LookupError, TypeError):
-                raise ServerError(
-                    f"{self.url}/v1/models does not list a model; is this an OpenAI-compatible "
-                    f"server?"
-                ) from None
+class VllmServer(Server):
+    """A vLLM server, whose counters tell what its draft was worth."""
 
     def counters(self) -> Floats | None:
         """Its counters of speculation; None where it has none."""
         try:
-            with self._ask("/metrics") as response:
-                return parse_counters(response.read().decode("utf-8", "replace"))
+            return parse_counters(self.text("/metrics"))
         except ServerError:  # speed can be measured all the same
             return None
 
@@ -157,18 +95,14 @@ class Server:
             path, body = "/v1/chat/completions", body | {"messages": prompt.messages}
         times, blocks = [time.perf_counter()], []
         prompt_tokens, finish = 0, None
-        with self._ask(path, body, f" to prompt {prompt.id!r}") as response:
-            for line in response:
-                if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
-                    continue
-                message = json.loads(line.removeprefix(b"data: "))
-                now = time.perf_counter()
-                prompt_tokens = (message.get("usage") or {}).get("prompt_tokens", prompt_tokens)
-                for choice in message.get("choices", []):
-                    finish = choice.get("finish_reason") or finish
-                    if ids := choice.get("token_ids"):
-                        blocks.append(ids)
-                        times.append(now)
+        for message in self.stream(path, body, f" to prompt {prompt.id!r}"):
+            now = time.perf_counter()
+            prompt_tokens = (message.get("usage") or {}).get("prompt_tokens", prompt_tokens)
+            for choice in message.get("choices", []):
+                finish = choice.get("finish_reason") or finish
+                if ids := choice.get("token_ids"):
+                    blocks.append(ids)
+                    times.append(now)
         if finish is None:
             raise ServerError(f"{self.url} broke off in the middle of prompt {prompt.id!r}.")
         if not blocks:
@@ -185,16 +119,22 @@ class Server:
 
 
 def measure_servers(
-    speculative: Server,
-    baseline: Server,
+    speculative: VllmServer,
+    baseline: VllmServer,
     prompts: Sequence[Prompt],
     source: str,
     sampling: Sampling,
     max_new_tokens: int,
     seed: int,
     provenance: dict[str, Any],
+    name: str = NAME,
+    target: str | None = None,
+    overlap: int | None = None,
 ) -> Report:
     """The report of a speculative server against a plain one, on the same prompts.
+
+    name: of the draft in it. target: what the report calls it; None: as the servers do. overlap: of
+    the prompts with the training data, where that is known.
 
     A server that fails after the first prompts: the report has those, `missing` says what happened.
     Raises `ServerError` where nothing can be measured: a server is down from the start, does not
@@ -221,7 +161,7 @@ def measure_servers(
         "counters": no_counters,
     }
     draft = DraftLog(
-        name=NAME,
+        name=name,
         path=speculative.host,
         form="served",
         vocabulary={"relation": "of the server", "strategy": "of the server", "coverage": None},
@@ -234,7 +174,7 @@ def measure_servers(
         missing={field: reason for field, reason in own.items() if reason},
     )
     run = RunLog(
-        target=speculative.model,
+        target=target or speculative.model,
         engine="vllm",
         device=speculative.host,
         dtype="dtype of the server",
@@ -247,13 +187,14 @@ def measure_servers(
             verification="greedy match" if sampling.greedy else "the server's own rule",
             stop_tokens=None,
         ),
-        prompts=prompts_used(PromptSet(source, list(done), [])),
+        prompts=prompts_used(PromptSet(source, list(done), []))
+        | {"overlap_with_training": overlap},
         provenance=provenance,
     )
     return build_report(run, [draft])
 
 
-def _warm_up(speculative: Server, baseline: Server, prompt: Prompt, how: Decoding) -> None:
+def _warm_up(speculative: VllmServer, baseline: VllmServer, prompt: Prompt, how: Decoding) -> None:
     """One answer of each; their counters, where they have any, say which one speculates."""
     grown, plain_grown = (s.decode(prompt, how).counters for s in (speculative, baseline))
     if grown is not None and grown[0] == 0:
@@ -269,7 +210,7 @@ def _warm_up(speculative: Server, baseline: Server, prompt: Prompt, how: Decodin
 
 
 def _interleave(
-    speculative: Server, baseline: Server, prompts: Sequence[Prompt], how: Decoding
+    speculative: VllmServer, baseline: VllmServer, prompts: Sequence[Prompt], how: Decoding
 ) -> tuple[list[Pair], str | None]:
     """The answers, prompt by prompt, the servers taking turns, and the failure that ended it.
 

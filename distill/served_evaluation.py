@@ -1,0 +1,82 @@
+"""The report of a run whose target is behind a server: both servers measured from outside."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+from align.atomic import atomic_file
+from align.sources import read_json
+from distill.models import Pair
+from distill.prepare import lost_mass_of
+from distill.prompts import Prompts
+from distill.publish import write_card
+from distill.recipe import Recipe
+from distill.run_folder import provenance
+from eval.decoding.verification import Sampling
+from eval.engines.server import ServerError
+from eval.engines.vllm import VllmServer, measure_servers
+from eval.reporting.report import Report, write_report
+
+USUAL_GAMMA = 3  # where the recipe fixes none: a server is not asked what it would cost
+
+
+def evaluate_served(recipe: Recipe, pair: Pair, prompts: Prompts) -> Report | None:
+    """The report of `speculative_url` against `answer_url`, with provenance and model card.
+
+    None where no speculative server is named: then the draft is all there is, and how to serve it
+    is printed. Raises ServerError where one is named and cannot be measured, or not to the end;
+    what was measured by then is in the report.
+    """
+    folder = recipe.folder
+    made_by = provenance(recipe, prompts, lost_mass_of(recipe))
+    with atomic_file(folder / "provenance.json") as file:
+        json.dump(made_by, file, indent=2)
+    served = read_json(folder / "answers" / "key.json")["served model"]
+    how = (
+        f"Serve the target with this draft where {folder / 'draft'} can be read:\n\n"
+        f"    {serving_command(recipe, pair, served)}\n\nand run the same command again"
+    )
+    if recipe.speculative_url is None:
+        print(f"\nThe draft is made, and not measured. {how} with --speculative_url http://….")
+        return None
+    assert recipe.answer_url is not None
+    try:
+        report = measure_servers(
+            VllmServer(recipe.speculative_url, model=served),
+            VllmServer(recipe.answer_url, model=served),
+            prompts.evaluation.drawn(recipe.speed_prompts, recipe.seed).prompts,
+            prompts.evaluation.source,
+            Sampling(recipe.temperature, recipe.top_k, recipe.top_p),
+            recipe.max_new_tokens,
+            recipe.seed,
+            made_by,
+            name="tuned",
+            target=recipe.target,
+            overlap=prompts.overlap.exact + prompts.overlap.near,
+        )
+    except ServerError as error:
+        raise ServerError(f"{error}\nThe draft is made, and kept. {how}.") from None
+    write_report(folder / "report", report)
+    write_card(folder)
+    broken_off = [m.reason for m in report.last[1].missing if m.field == "prompts"]
+    if broken_off:
+        raise ServerError(
+            f"measured in part only, {broken_off[0]} The report has that part; run the same "
+            "command again for the whole."
+        )
+    return report
+
+
+def serving_command(recipe: Recipe, pair: Pair, served: str) -> str:
+    """What starts vLLM on the target with this run's draft, under the name it has now."""
+    config: dict[str, Any] = {
+        "method": "draft_model",
+        "model": str((recipe.folder / "draft").resolve()),
+        "num_speculative_tokens": recipe.gamma or USUAL_GAMMA,
+    }
+    if pair.retokenizer is not None:  # greedily only
+        config["use_heterogeneous_vocab"] = True
+    words = ["vllm", "serve", recipe.target, "--served-model-name", served]
+    return shlex.join([*words, "--speculative-config", json.dumps(config)])

@@ -1,0 +1,161 @@
+"""Talking to an OpenAI-compatible server: requests, retries, and errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from urllib3 import BaseHTTPResponse, PoolManager, ProxyManager, Retry
+from urllib3.exceptions import HTTPError, MaxRetryError, ReadTimeoutError
+
+TIMEOUT = 120.0  # seconds without a byte from a server
+# Five minutes in all: time for a server to be started anew. Later tries wait longer, each a little
+# else, lest all that are in flight come back at once; a server's own Retry-After goes before.
+PATIENT = Retry(
+    total=10,
+    backoff_factor=1,
+    backoff_max=60,
+    backoff_jitter=1,
+    status_forcelist=(429, 500, 502, 503, 504),
+    allowed_methods=None,  # a completion that was asked for twice is the same completion
+    raise_on_status=False,  # the last response says more than that there were too many
+    retry_after_max=300,
+)
+AT_ONCE = Retry(total=0, raise_on_status=False)
+
+
+class ServerError(ValueError):
+    """A server that cannot be used: says which, why, and what to do.
+
+    status: what it answered with; None where it did not answer.
+    """
+
+    status: int | None = None
+
+
+class Server:
+    """One OpenAI-compatible server; `url` with or without its /v1. Threads may share it."""
+
+    def __init__(
+        self,
+        url: str,
+        timeout: float = TIMEOUT,
+        model: str | None = None,
+        retries: Retry = AT_ONCE,
+        connections: int = 1,
+    ) -> None:
+        """timeout: seconds without a byte. model: which of those served; None: the first.
+
+        retries: of a request that failed. connections: how many are kept open.
+        """
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ServerError(f"{url!r} is no address of a server; write http://HOST:PORT.")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.host = parts.hostname
+        self.timeout = timeout
+        self.retries = retries
+        self.asked_model = model
+        proxy = None if proxy_bypass(self.host) else getproxies().get(parts.scheme)
+        self._pool = (
+            ProxyManager(proxy, maxsize=connections) if proxy else PoolManager(maxsize=connections)
+        )
+
+    @contextmanager
+    def _request(
+        self, path: str, body: dict[str, Any] | None, about: str, whole: bool
+    ) -> Iterator[BaseHTTPResponse]:
+        """The response, to be read within the block; what goes wrong there is a ServerError."""
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            response = self._pool.request(
+                "GET" if data is None else "POST",
+                self.url + path,
+                body=data,
+                headers={"Content-Type": "application/json"},
+                timeout=self.timeout,
+                retries=self.retries,
+                redirect=False,
+                preload_content=whole,
+            )
+            if response.status != 200:
+                said = response.data[:300].decode("utf-8", "replace")
+                error = ServerError(f"{self.url}{path} answered {response.status}{about}: {said}")
+                error.status = response.status
+                raise error
+            try:
+                yield response
+            finally:
+                response.close()  # read whole, its connection is back in the pool already
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ServerError(
+                f"{self.url}{path} sent what is not JSON ({error}); is this an OpenAI-compatible "
+                f"server?"
+            ) from None
+        except HTTPError as error:
+            reason = error.reason if isinstance(error, MaxRetryError) else error
+            if isinstance(reason, ReadTimeoutError):
+                raise ServerError(
+                    f"{self.url} sent nothing for {self.timeout:g} s: it is overloaded, or still "
+                    f"loading; wait, or ask for fewer tokens."
+                ) from None
+            raise ServerError(
+                f"{self.url} cannot be reached or broke off ({reason}): start it, or check the "
+                f"address."
+            ) from None
+
+    def ask(self, path: str, body: dict[str, Any] | None = None, about: str = "") -> Any:
+        """The JSON that a GET, or a POST of `body`, is answered with.
+
+        about: what for, as " to prompt 3". Raises ServerError once the retries are spent, and for a
+        key that stands twice in an object.
+        """
+        with self._request(path, body, about, whole=True) as response:
+            return json.loads(response.data, object_pairs_hook=_unique)
+
+    def stream(self, path: str, body: dict[str, Any], about: str = "") -> Iterator[Any]:
+        """The messages of a streamed answer as they arrive."""
+        with self._request(path, body, about, whole=False) as response:
+            rest = b""
+            while piece := response.read1():
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+                        yield json.loads(line.removeprefix(b"data: "))
+
+    def text(self, path: str) -> str:
+        """What a GET is answered with."""
+        with self._request(path, None, "", whole=True) as response:
+            return response.data.decode("utf-8", "replace")
+
+    @cached_property
+    def models(self) -> list[dict[str, Any]]:
+        """What it serves, as /v1/models has it: `id` of each, and with vLLM `root`, …"""
+        listed = self.ask("/v1/models")
+        try:
+            models = [card | {"id": str(card["id"])} for card in listed["data"]]
+            return [models[0], *models[1:]]
+        except (LookupError, TypeError):
+            raise ServerError(
+                f"{self.url}/v1/models does not list a model; is this an OpenAI-compatible server?"
+            ) from None
+
+    @property
+    def model(self) -> str:
+        """The name of the model that is asked."""
+        return str(self.asked_model or self.models[0]["id"])
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ServerError(
+            f"The server sent an object that has a key twice ({pairs!s:.80}…), so that one of its "
+            f"values is lost; is something between here and the server that rewrites answers?"
+        )
+    return found

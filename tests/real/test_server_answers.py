@@ -1,0 +1,148 @@
+"""A real vLLM answers the code prompts: tokens and log-probabilities are ours, no weights needed.
+
+The environment with vLLM is made once, beside the other cached files (3.5 GB); where that fails the
+tests are skipped and say why. $DRAFTSMITH_VLLM_PYTHON names one that is there already.
+"""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from align.sources import load_model, load_tokenizer, resolve_checkpoint
+from align.vocabulary import read_vocabulary
+from distill.answers import top_logprobs
+from distill.prepare import build_pruned
+from distill.prompts import collect_prompts
+from distill.recipe import load_recipe
+from distill.server import ServedTarget
+from eval.decoding.target import load_target
+from eval.reporting.report import read_report
+
+pytestmark = pytest.mark.real
+
+ROOT = Path(__file__).resolve().parents[2]
+TIE = 1e-4  # logits: the same sum in fp32, in another order, is off by less
+SHORT = {
+    "max_train_prompts": 40,
+    "answer_max_new_tokens": 32,
+    "answer_temperature": 0.0,
+    "max_eval_prompts": 12,
+    "speed_prompts": 4,
+    "tuning_prompts": 2,
+    "max_new_tokens": 32,
+    "max_steps": 10,
+    "warmup_steps": 2,
+    "gamma": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return resolve_checkpoint(load_recipe(["--recipe", "code"]).target)
+
+
+@pytest.fixture(scope="module")
+def bare(weights, tmp_path_factory):
+    """The target's folder without its weights: whoever wants them fails."""
+    folder = tmp_path_factory.mktemp("bare") / "target"
+    folder.mkdir()
+    for file in weights.iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sibling(weights, tmp_path_factory):
+    """The first two layers of the target under its own head."""
+    target = load_model(str(weights), torch.bfloat16)
+    folder = tmp_path_factory.mktemp("sibling")
+    head = target.get_output_embeddings().weight.detach().clone()
+    build_pruned(target, 2, head).save_pretrained(folder)
+    load_tokenizer(str(weights)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(vllm, weights):
+    return vllm(weights)
+
+
+@pytest.fixture(scope="module")
+def arguments(bare, sibling, address, tmp_path_factory):
+    """Of a short run of the recipe `code` whose target is behind the server."""
+    keys = SHORT | {"target": bare, "draft": sibling, "dtype": "float32"}
+    keys |= {"answers": "server", "answer_url": address}
+    keys |= {"output_dir": tmp_path_factory.mktemp("run") / "code"}
+    words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+    return ["--recipe", "code", *words]
+
+
+def test_greedy_tokens_are_ours_and_log_probabilities_within_a_thousandth(arguments, bare, weights):
+    recipe, vocabulary = load_recipe(arguments), read_vocabulary(str(bare))
+    served = ServedTarget(recipe, vocabulary, collect_prompts(recipe, vocabulary))
+    served.check()
+    request = served._request()
+    with ThreadPoolExecutor(8) as pool:  # many in flight: before they are rounded to fp16
+        answers = list(pool.map(lambda i: served._ask(i, request), range(len(served.prompts))))
+    target = load_target(str(weights), torch.float32, torch.device("cpu"), 1024)
+    tokens = ties = 0
+    worst = 0.0
+    for answer in answers:
+        prompt = answer.prompt_ids.tolist()
+        text = torch.tensor([prompt + answer.response_ids.tolist()])
+        with torch.inference_mode():
+            logits = target.model(text).logits[0, len(prompt) - 1 : -1]
+        best = logits.topk(2).values
+        ours = logits.argmax(-1)
+        parted = (ours != answer.response_ids).nonzero()
+        assert (best[parted, 0] - best[parted, 1] < TIE).all()
+        ties += len(parted)
+        _, logprobs = top_logprobs(logits, recipe.cache_top_k)
+        worst = max(worst, float((logprobs - answer.top_logprobs).abs().max()))
+        named = logits.log_softmax(-1).gather(1, answer.top_ids)
+        worst = max(worst, float((named - answer.top_logprobs).abs().max()))
+        stopped = [int(token) in target.stops for token in answer.response_ids]
+        assert not any(stopped[:-1])
+        assert stopped[-1] or len(stopped) == recipe.answer_max_new_tokens
+        tokens += len(stopped)
+    print(f"{tokens} greedy tokens, {ties} at a tie; log-probabilities off by {worst:.1e} at most")
+    assert worst < 1e-3
+
+
+def train(arguments, *more):
+    command = [sys.executable, "distill/train.py", *arguments, *more]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_a_run_ends_in_a_draft_and_then_in_a_report_without_the_weights(
+    arguments, weights, bare, vllm
+):
+    assert not list(bare.glob("*.safetensors"))
+    folder = load_recipe(arguments).folder
+    done = train(arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (folder / "draft" / "model.safetensors").is_file()
+    (command,) = re.findall("^ +(vllm serve .*)$", done.stdout, re.MULTILINE)
+    verb, serve, target, *options = shlex.split(command)
+    assert [verb, serve, target] == ["vllm", "serve", str(bare)]
+    assert options[:2] == ["--served-model-name", "target"]
+    speculative = vllm(weights, *options[2:])
+    again = train(arguments, "--speculative_url", speculative)
+    assert again.returncode == 0, again.stderr[-3000:]
+    report = read_report(folder / "report" / "report.json")
+    draft = report.drafts["tuned"]
+    assert draft.lossless.prompts == draft.speedup.n == SHORT["speed_prompts"]
+    assert draft.lossless.unexplained == 0
+    assert draft.gamma == SHORT["gamma"]
+    assert draft.counters.num_accepted_tokens > 0
+    assert (folder / "draft" / "README.md").is_file()
+    hashes = json.loads((folder / "provenance.json").read_text())["hashes"]
+    assert hashes["target weights"] == f"served as target, root {weights}"
