@@ -49,7 +49,7 @@ def full_vocabulary(
     tuned: PreTrainedModel,
     token_ids: Tensor,
     full_head: Tensor,
-    answers: Sequence[CachedAnswer],
+    answers: Iterable[CachedAnswer],
 ) -> PreTrainedModel:
     """The tuned draft under a head over the target's whole vocabulary, for engines that need one.
 
