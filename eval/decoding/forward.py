@@ -59,18 +59,24 @@ class KVCache:
 
     def row(self, row: int) -> KVCache:
         """That row as a cache of its own, in the same memory."""
-        return self._each(lambda tensor: tensor[row : row + 1])
+        keys, values = ([t[row : row + 1] for t in held] for held in (self.keys, self.values))
+        return KVCache(keys, values)
 
     def resized(self, slots: int) -> KVCache:
-        """A copy with that many slots, its first ones those of this cache."""
-        return self._each(lambda tensor: F.pad(tensor, (0, 0, 0, slots - self.slots)))
+        """This cache, from now on with that many slots, the first ones as they were."""
+        more = slots - self.slots
+        return self._each(lambda tensor: F.pad(tensor, (0, 0, 0, more)))
 
     def keep_rows(self, rows: Tensor) -> KVCache:
-        """A cache with only the given rows (indices [B']), in that order."""
+        """This cache, from now on with only the given rows (indices [B']), in that order."""
         return self._each(lambda tensor: tensor[rows])
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> KVCache:
-        return KVCache([change(k) for k in self.keys], [change(v) for v in self.values])
+        """Its tensors replaced one by one, so that no second cache is ever in memory."""
+        for held in (self.keys, self.values):
+            for layer in range(len(held)):
+                held[layer] = change(held[layer])
+        return self
 
 
 def _empty_cache(

@@ -40,19 +40,19 @@ SHAPE = LlamaConfig(
 STAGES = "answer_prompts prepare_draft distil_draft export_draft evaluate".split()
 SHORT = {
     "max_train_prompts": 100,
-    "answer_max_new_tokens": 16,
-    "max_eval_prompts": 6,
-    "speed_prompts": 3,
+    "answer_max_new_tokens": 8,
+    "max_eval_prompts": 4,
+    "speed_prompts": 2,
     "tuning_prompts": 1,
-    "max_gamma": 2,
-    "max_new_tokens": 16,
-    "fit_tokens": 500,
-    "max_steps": 6,
+    "max_gamma": 1,
+    "max_new_tokens": 8,
+    "fit_tokens": 100,
+    "max_steps": 4,
     "warmup_steps": 1,
-    "save_steps": 3,
+    "save_steps": 2,
 }
 TEXT = list(range(100, 400))  # a prompt, and so many tokens after it
-TOKENS = 12
+TOKENS = 4
 
 
 def peak(since_now=False):
@@ -97,15 +97,21 @@ def check_ties(folder):
         print(f"@ {name} {peak(since_now=True)} {time.time() - clock:.0f}", flush=True)
 
 
-def measured(*arguments):
-    """The peaks in bytes and seconds that a process of its own reports, by name."""
-    done = subprocess.run(
-        [sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, check=False
-    )
-    if done.returncode:
-        sys.exit(f"{arguments[0]} ended with {done.returncode}: {done.stdout}")
-    lines = (line.split() for line in done.stdout.splitlines() if line.startswith("@ "))
-    return {name: (int(size), int(seconds)) for _, name, size, seconds in lines}
+def measured(bound, *arguments):
+    """The peaks in bytes that a process of its own reports, by name, printed as they come."""
+    command = [sys.executable, __file__, *arguments]
+    peaks = {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.startswith("@ "):
+                name, size, seconds = line.split()[1:]
+                peaks[name] = int(size)
+                share = peaks[name] / bound
+                print(f"{name}: {peaks[name] / GIB:.2f} GiB, {share:.2f} of the bound, {seconds} s")
+                sys.stdout.flush()
+    if process.returncode:
+        sys.exit(f"{arguments[0]} ended with {process.returncode}")
+    return peaks
 
 
 def main():
@@ -119,12 +125,9 @@ def main():
         load_tokenizer(load_recipe(["--recipe", "code"]).target).save_pretrained(f"{folder}/target")
         bound = 1.3 * weights + 1.5 * GIB
         print(f"weights {weights / GIB:.2f} GiB, bound {bound / GIB:.2f} GiB", flush=True)
-        for name, (size, seconds) in measured("run", f"{folder}/target", f"{folder}/run").items():
-            print(f"{name}: {size / GIB:.2f} GiB, {size / bound:.2f} of the bound, {seconds} s")
-        peaks = measured("ties", f"{folder}/target")
-    more = peaks["ties"][0] - peaks["decoding"][0]
-    for name, (size, seconds) in peaks.items():
-        print(f"{name}: {size / GIB:.2f} GiB, {seconds} s for {TOKENS} tokens")
+        measured(bound, "run", f"{folder}/target", f"{folder}/run")
+        peaks = measured(bound, "ties", f"{folder}/target")
+    more = peaks["ties"] - peaks["decoding"]
     print(f"tie check: {more / 2**20:.0f} MiB more, {more / layer:.2f} of a layer in fp32")
 
 

@@ -191,17 +191,19 @@ def test_a_shared_embedding_is_used_in_place():
     assert decoder.embedding is shared
 
 
-def test_a_cache_is_resized_and_thinned_without_touching_what_is_kept():
-    cache = KVCache([torch.randn(3, 2, 5, 4)], [torch.randn(3, 2, 5, 4)])
+def test_a_cache_is_resized_and_thinned_in_place():
+    keys, values = torch.randn(3, 2, 5, 4), torch.randn(3, 2, 5, 4)
+    cache = KVCache([keys], [values])
     for slots in (5, 9):
-        longer = cache.resized(slots)
-        assert longer.slots == slots
-        assert torch.equal(longer.keys[0][:, :, :5], cache.keys[0])
-        assert torch.equal(longer.values[0][:, :, :5], cache.values[0])
-    shorter = cache.resized(2)
-    assert torch.equal(shorter.values[0], cache.values[0][:, :, :2])
-    thin = cache.keep_rows(torch.tensor([2, 0]))
-    assert torch.equal(thin.keys[0], cache.keys[0][[2, 0]])
+        assert cache.resized(slots) is cache
+        assert cache.slots == slots
+        assert torch.equal(cache.keys[0][:, :, :5], keys)
+        assert torch.equal(cache.values[0][:, :, :5], values)
+    cache.resized(2)
+    assert torch.equal(cache.values[0], values[:, :, :2])
+    assert cache.keep_rows(torch.tensor([2, 0])) is cache
+    assert torch.equal(cache.keys[0], keys[[2, 0], :, :2])
+    cache = KVCache([keys], [values])
     assert cache.bytes_per_token() == 2 * 2 * 4 * 4
     own = cache.row(1)
     assert torch.equal(own.keys[0][0], cache.keys[0][1])
