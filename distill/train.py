@@ -34,13 +34,13 @@ from eval.reporting.text import print_summary
 def run(recipe: Recipe) -> int:
     """The main job. Each stage finds what an interrupted run left and goes on from there."""
     use_machine(PartialState().num_processes)
+    if recipe.dry_run:
+        return price_run(recipe)
     training_config(recipe)  # what transformers refuses is refused now, not after minutes
     refuse_another_run(recipe)
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
     target = load_target(recipe, prompts)
-    if recipe.dry_run:
-        return price_run(recipe, pair, prompts, target)
     claim_folder(recipe, pair, prompts)
     # one process answers and prepares, the others wait and read what it left on disk
     with PartialState().main_process_first():
