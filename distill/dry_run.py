@@ -32,7 +32,7 @@ from eval.decoding.drafters.pruned import pruned_drafter
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring.agreement import BATCH
-from eval.measuring.cost import ceiling_speedup, price
+from eval.measuring.cost import ceiling_speedup, elsewhere, price
 from eval.measuring.timing import step_costs
 
 TIMED_STEPS = 4  # of training; the first one is warm-up
@@ -115,6 +115,9 @@ def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> i
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(f"memory: {peak / 2**30:.1f} GiB at the peak of these steps")
     print(price(costs))
+    rows = len(embedding) if token_ids is None else len(token_ids)
+    for line in elsewhere(costs, 0 if sampling.greedy else rows):
+        print(line)
     if ceiling_speedup(costs) <= 1:
         print("error: no draft length can pay with this draft; use a smaller one.", file=sys.stderr)
         return 1
