@@ -35,7 +35,7 @@ from align.atomic import atomic_folder, locked, remove
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _WHEEL = "pypi:"
 _GGUF_MAGIC = b"GGUF"
@@ -145,8 +145,9 @@ def resolve_checkpoint(spec: str, weights: bool = True) -> Path:
         return _converted(spec, path)
     if path.is_dir():
         folder = path
-    elif _HUB_ID.fullmatch(spec):
-        folder = _from_hub(spec, weights)
+    elif _on_hub(spec):
+        patterns = [*_TOKENIZER_FILES, "*.safetensors"] if weights else [*_TOKENIZER_FILES]
+        folder = _from_hub(spec, patterns)
     else:
         raise SourceError(
             f"{spec!r} was not found: there is no such file or folder ({path.absolute()} was "
@@ -154,6 +155,44 @@ def resolve_checkpoint(spec: str, weights: bool = True) -> Path:
         )
     _check_checkpoint(spec, folder, weights)
     return folder
+
+
+def load_config(spec: str) -> PreTrainedConfig:
+    """The config of a checkpoint; from the Hub nothing but its config.json is fetched.
+
+    Raises SourceError as `resolve_checkpoint` does.
+    """
+    from transformers import AutoConfig
+
+    if _on_hub(spec):
+        folder = _from_hub(spec, ["config.json"])
+        _check_checkpoint(spec, folder, weights=False)
+    else:
+        folder = resolve_checkpoint(spec, weights=False)
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError) as error:
+        raise SourceError(
+            f"The config of {spec!r} cannot be read ({_one_line(error)}); restore its config.json, "
+            "or use a model that transformers knows."
+        ) from error
+
+
+def weights_at_hand(spec: str) -> bool:
+    """Whether the weights of a checkpoint can be read without fetching them from the Hub."""
+    if not _on_hub(spec):
+        return True
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(spec, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return False
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return all((folder / name).is_file() for name in read_json(index)["weight_map"].values())
+    return any(folder.glob("*.safetensors"))
 
 
 def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
@@ -385,11 +424,15 @@ def _converted(spec: str, file: Path) -> Path:
     return _cached(entry, spec, fill)
 
 
-def _from_hub(spec: str, weights: bool) -> Path:
+def _on_hub(spec: str) -> bool:
+    """Whether a spec is a Hub id, and no file or folder here."""
+    return not Path(spec).expanduser().exists() and _HUB_ID.fullmatch(spec) is not None
+
+
+def _from_hub(spec: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
 
-    patterns = [*_TOKENIZER_FILES, "*.safetensors"] if weights else [*_TOKENIZER_FILES]
     ignored = list(_NOT_FROM_HUB)
     not_here = f"{spec!r} was not found: there is no such folder here ({Path(spec).absolute()}), "
     try:

@@ -1,4 +1,8 @@
-"""What a run would take and whether it can pay: a step of each kind, timed at its real shape."""
+"""What a run would take, where it fits, and whether it can pay.
+
+Memory comes from the models' configs alone (distill/memory.py). Minutes and the pay-off come from a
+step of each kind, timed at its real shape, where the weights are at hand.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +19,68 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
+from align.sources import load_config, weights_at_hand
 from distill.answer_cache import CachedAnswer
-from distill.models import Pair, load_sibling
+from distill.memory import PROMPT_TOKENS, columns, needs, summary, table
+from distill.models import Pair, check_models, load_sibling, load_target
 from distill.prepare import build_pruned
-from distill.prompts import Prompts
+from distill.prompts import Prompts, collect_prompts
 from distill.recipe import Recipe
+from distill.server import ServedTarget
 from distill.trainer import build_trainer, training_config
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.drafters.pruned import pruned_drafter
-from eval.decoding.target import Target, model_bytes
+from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring.agreement import BATCH
-from eval.measuring.cost import ceiling_speedup, price
+from eval.measuring.cost import ceiling_speedup, elsewhere, price
 from eval.measuring.timing import step_costs
 
 TIMED_STEPS = 4  # of training; the first one is warm-up
 CONTENDERS = 3  # the target alone, the untuned and the tuned draft, at worst no faster
 
 
-def price_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> int:
-    """Print minutes, memory and the pay-off ceiling; exit status 1 when no draft length can pay."""
+def price_run(recipe: Recipe) -> int:
+    """Print memory, minutes and the pay-off ceiling; exit status 1 when no draft length can pay.
+
+    Raises what the checks of a run raise.
+    """
+    print_needs(recipe)
+    if recipe.answers == "server":
+        pair = check_models(recipe)
+        served = ServedTarget(recipe, pair.target, collect_prompts(recipe, pair.target))
+        served.check()
+        return served.describe()
+    if reason := why_not_timed(recipe):
+        print(f"minutes and pay-off: not measured, {reason}")
+        return 0
+    training_config(recipe)
+    pair = check_models(recipe)
+    prompts = collect_prompts(recipe, pair.target)
+    return _time_run(recipe, pair, prompts, load_target(recipe, prompts))
+
+
+def print_needs(recipe: Recipe) -> None:
+    """Print what each stage needs of memory and where it fits; fetches no more than configs."""
+    draft = None if recipe.draft is None else load_config(recipe.draft)
+    found = needs(recipe, load_config(recipe.target), draft, target_here=recipe.answers == "local")
+    print(f"memory at most, for prompts of up to {PROMPT_TOKENS} tokens, from the configs alone:")
+    print(columns(*table(found)))
+    print(summary(found))
+
+
+def why_not_timed(recipe: Recipe) -> str | None:
+    """Why no step of this run can be timed here; None where it can."""
+    for spec in filter(None, (recipe.target, recipe.draft)):
+        if not weights_at_hand(spec):
+            return f"the weights of {spec} are not on this machine (`hf download {spec}`)"
+    on_gpu = not recipe.training.get("use_cpu", False)
+    if on_gpu and recipe.training.get("bf16", True) and not torch.cuda.is_available():
+        return "the recipe trains on a GPU and there is none here (or add --use_cpu true)"
+    return None
+
+
+def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> int:
     embedding = target.decoder.embedding
     if recipe.draft is not None:
         model, token_ids = load_sibling(recipe.draft, pair, embedding.shape[0]), None
@@ -72,13 +118,12 @@ def price_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> i
     print(
         f"in all about {sum(minutes.values()) / 60:.0f} min, where answers are as long as allowed"
     )
-    kept = tokens * (recipe.cache_top_k * (4 if embedding.shape[0] <= 2**16 else 6) + 4)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(
-        f"memory: {peak / 2**30:.1f} GiB at the peak of these steps; target "
-        f"{model_bytes(target.model) / 2**20:.0f} MiB; answers {kept / 2**20:.0f} MiB on disk"
-    )
+    print(f"memory: {peak / 2**30:.1f} GiB at the peak of these steps")
     print(price(costs))
+    rows = len(embedding) if token_ids is None else len(token_ids)
+    for line in elsewhere(costs, 0 if sampling.greedy else rows):
+        print(line)
     if ceiling_speedup(costs) <= 1:
         print("error: no draft length can pay with this draft; use a smaller one.", file=sys.stderr)
         return 1

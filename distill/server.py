@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
 from multiprocessing.pool import ThreadPool
@@ -292,7 +292,7 @@ class ServedTarget:
         )
         return 0
 
-    def answers(self) -> Sequence[CachedAnswer]:
+    def answers(self) -> AnswerCache:
         """The server's answers to all training prompts, by index; those in `answers/` are kept.
 
         The main process asks, the others wait. Raises ServerError where the server fails for
@@ -302,9 +302,8 @@ class ServedTarget:
         if PartialState().is_main_process and (left := self._left()):
             self._answer(left)
         PartialState().wait_for_everyone()
-        cache = self._cache()
-        answers = sorted(cache, key=lambda answer: answer.index)
-        if all(len(answer.response_ids) <= 1 for answer in answers):
+        answers = self._cache()
+        if max(answers.response_lengths) <= 1:
             raise ValueError(
                 f"All {len(answers)} answers of {self.server.url} are empty: the target stops at "
                 "its first token, and there is nothing to distil. Check the chat template, and "

@@ -41,6 +41,8 @@ def run(recipe: Recipe) -> int:
     """The main job. Each stage finds what an interrupted run left and goes on from there."""
     on_cpu, timeout = recipe.training.get("use_cpu", False), process_timeout(recipe)
     use_machine(join_processes(on_cpu, timeout))
+    if recipe.dry_run:
+        return price_run(recipe)
     training_config(recipe)  # what transformers refuses is refused now, not after minutes
     refuse_another_run(recipe)
     pair = check_models(recipe)
@@ -48,8 +50,6 @@ def run(recipe: Recipe) -> int:
     if recipe.answers == "server":
         return run_served(recipe, pair, prompts)
     target = TargetOfRun(recipe, pair, prompts)
-    if recipe.dry_run:
-        return price_run(recipe, pair, prompts, target.loaded)
     claim_folder(recipe, pair, prompts)
     answers = answer_prompts(recipe, prompts.training.ids, target)
     if recipe.coverage_curve:
@@ -67,8 +67,6 @@ def run_served(recipe: Recipe, pair: Pair, prompts: Prompts) -> int:
     target = ServedTarget(recipe, pair.target, prompts)
     if PartialState().is_main_process:
         target.check()
-    if recipe.dry_run:
-        return target.describe()
     claim_folder(recipe, pair, prompts)
     answers = target.answers()
     if recipe.coverage_curve:

@@ -16,7 +16,10 @@ from eval.prompts import Prompt, PromptSet
 # Fields of a draft in the report, by what they are made from.
 DISTRIBUTIONS = "alpha atlas"
 BLOCKS = "tau mean_drafted accepted_over_drafted per_position decode_speedup"
-STEPS = "costs c verify_ratio predicted_speedup decode_efficiency payoff waterfall gamma_curve"
+STEPS = (
+    "costs c verify_ratio predicted_speedup decode_efficiency payoff waterfall placement "
+    "gamma_curve"
+)
 REASONS = {
     "transformers": {
         DISTRIBUTIONS: "generate does not give the draft's distributions: take it with --engine "

@@ -7,7 +7,7 @@ from typing import Any
 
 from eval.measuring import metrics
 from eval.measuring.atlas import build_atlas, telling_prompts
-from eval.measuring.cost import gamma_curve, payoff, waterfall
+from eval.measuring.cost import gamma_curve, payoff, placements, waterfall
 from eval.measuring.log import DraftLog, RunLog
 from eval.measuring.metrics import NUMBERS, NothingToMeasure, agreed, blocks, timed
 from eval.reporting.report import SCHEMA, Findings, PromptSums, Report, ReportError, checked
@@ -64,6 +64,12 @@ def _draft_block(log: DraftLog, run: RunLog, shown: Sequence[str]) -> dict[str, 
     numbers: dict[str, Callable[[DraftLog], Any]] = NUMBERS | {
         "payoff": lambda log: payoff(timed(log), metrics.alpha(agreed(log)).mean),
         "waterfall": _waterfall,
+        "placement": lambda log: placements(
+            metrics.tau(blocks(log)).mean,
+            metrics.mean_drafted(log.runs),
+            timed(log),
+            run.q_rows(log.vocabulary["coverage"]),
+        ),
         "gamma_curve": lambda log: gamma_curve(
             metrics.alpha(agreed(log)).mean, _replayed(log, run), timed(log)
         ),

@@ -8,11 +8,31 @@ free (t_target(gamma+1) = t_target(1)); here its measured time is used.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from eval.measuring.log import StepCosts
-from eval.reporting.report import CurvePoint, Payoff, Waterfall
+from eval.reporting.report import CurvePoint, Payoff, Placement, Waterfall
 
 # Below this a speed-up is lost in the noise of a serving machine.
 WORTH_IT = 1.05
+
+TOKEN_BYTES = 8  # of a token id on a link: int64
+Q_BYTES = 4  # of a probability: fp32
+
+
+class Link(NamedTuple):
+    """Between target and draft: seconds of a round trip, bytes a second."""
+
+    round_trip: float
+    bandwidth: float
+
+
+# Stated, not measured: PCIe 4.0 with 16 lanes, and Ethernet of 10 Gbit/s within a data centre.
+LINKS = {
+    "the same device": None,
+    "another device": Link(20e-6, 25e9),
+    "another host": Link(500e-6, 1.25e9),
+}
 
 
 def iid_tau(alpha: float, gamma: int) -> float:
@@ -86,6 +106,66 @@ def waterfall(
         decode=decode_speedup,
         wall=speedup,
     )
+
+
+def bytes_per_block(tau: float, gamma: float, q_rows: int = 0) -> float:
+    """Bytes over a link for one block: tau token ids to the draft, gamma back, with their q.
+
+    What was emitted goes to the draft, which then drafts gamma tokens on its own; a sampled token
+    is verified by the very q that it was drawn from (arXiv 2211.17192), so that q goes along.
+    q_rows: probabilities of each q that is sent, 0 when greedy.
+    """
+    return (tau + gamma) * TOKEN_BYTES + gamma * q_rows * Q_BYTES
+
+
+def placements(tau: float, gamma: float, costs: StepCosts, q_rows: int = 0) -> list[Placement]:
+    """What the draft costs on each of LINKS, its own step taken as the measured one.
+
+    A block takes t = gamma * t_draft + t_target(gamma + 1) at home. Elsewhere it takes one round
+    trip r more, and its bytes b over the bandwidth w: the speed-up is
+    tau * t_target(1) / (t + r + b / w), which is 1 at r = tau * t_target(1) - t - b / w.
+    """
+    block = gamma * costs.draft_step + float(costs.verify(gamma + 1.0))
+    alone = tau * costs.target_step
+    found = []
+    for where, link in LINKS.items():
+        moved = bytes_per_block(tau, gamma, q_rows) if link else 0.0
+        transfer = moved / link.bandwidth if link else 0.0
+        added = link.round_trip + transfer if link else 0.0
+        most = alone - block - transfer
+        found.append(
+            Placement(
+                where=where,
+                round_trips=1 if link else 0,
+                bytes_per_block=moved,
+                round_trip_ms=1000 * link.round_trip if link else 0.0,
+                gigabytes_per_s=link.bandwidth / 1e9 if link else None,
+                added_ms=1000 * added,
+                speedup=alone / (block + added),
+                break_even_round_trip_ms=1000 * most if link and most > 0 else None,
+            )
+        )
+    return found
+
+
+def elsewhere(costs: StepCosts, q_rows: int = 0) -> list[str]:
+    """What it costs to run the draft elsewhere, a sentence a link, before alpha is known.
+
+    Of a perfect draft at its best length: what it cannot bear none can.
+    """
+    gamma = best_gamma(1.0, costs)[0]
+    lines = []
+    for one in placements(gamma + 1.0, gamma, costs, q_rows):
+        most = one.break_even_round_trip_ms
+        pays = "never pays there" if most is None else f"pays up to a round trip of {most:.3g} ms"
+        if one.round_trips:
+            lines.append(
+                f"Draft on {one.where} ({one.round_trip_ms:g} ms, {one.gigabytes_per_s:g} GB/s): "
+                f"{one.round_trips} round trip and {one.bytes_per_block:,.0f} bytes a block of "
+                f"gamma {gamma}, +{one.added_ms:.3g} ms; a perfect draft would reach "
+                f"{one.speedup:.2f}x there and {pays}."
+            )
+    return lines
 
 
 def break_even_alpha(costs: StepCosts) -> float | None:

@@ -130,6 +130,7 @@ def evaluate(
         ),
         answers=answers,
         spell=on.spell,
+        vocab_size=len(target.decoder.embedding),
     )
     return build_report(run, logs)
 

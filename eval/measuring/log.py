@@ -158,6 +158,7 @@ class RunLog:
 
     over_stock_generate: tokens/s of the baseline over stock `generate`, {mean, ci95, n}, None where
     the baseline is stock. answers: the texts that alpha was taken on. spell: bytes of a token id.
+    vocab_size: rows of the target's embedding; 0 where single steps are not timed.
     """
 
     target: str
@@ -170,3 +171,10 @@ class RunLog:
     over_stock_generate: Any = None
     answers: list[Answer] = field(default_factory=list)
     spell: Callable[[int], bytes] = lambda token: b""
+    vocab_size: int = 0
+
+    def q_rows(self, coverage: float | None) -> int:
+        """How many probabilities a draft of that coverage sends with a token; none if greedy."""
+        if self.decoding["temperature"] == 0:
+            return 0
+        return round(self.vocab_size * (1 if coverage is None else coverage))

@@ -196,6 +196,21 @@ class Waterfall(Part):
     wall: Quantity
 
 
+class Placement(Part):
+    """What a block costs with the draft in one place, over a link that is stated, not measured."""
+
+    where: str
+    round_trips: Count = Field(description="a block")
+    bytes_per_block: Quantity = Field(description="token ids both ways; when sampling, q as well")
+    round_trip_ms: Quantity = Field(description="of the link")
+    gigabytes_per_s: Quantity | None = Field(description="of the link; null: there is none")
+    added_ms: Quantity = Field(description="a block")
+    speedup: Quantity = Field(description="in the decode phase, without other overhead")
+    break_even_round_trip_ms: Quantity | None = Field(
+        description="the longest one with which it still pays; null: none, or there is no link"
+    )
+
+
 class CurvePoint(Part):
     """Expected speed-up at one draft length."""
 
@@ -405,6 +420,9 @@ class DraftReport(Part):
     memory: Memory | None
     payoff: Payoff | None
     waterfall: Waterfall | None
+    placement: list[Placement] | None = Field(
+        default=[], description="the draft on the same device, on another one, on another host"
+    )
     gamma_curve: list[CurvePoint] | None
     gamma_sweep: list[SweepPoint] = Field(description="where one was asked for")
     by_batch_size: list[BatchPoint] = Field(description="where sizes were asked for")

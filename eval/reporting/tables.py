@@ -46,6 +46,12 @@ BATCH_NOTE = (
     "ledger; in fp32 they are the same."
 )
 
+PLACEMENT_NOTE = (
+    "The draft's own step taken as measured here, the link as stated, not measured. A block moves "
+    "token ids both ways, and when sampling the q of each drafted token. Break-even: the longest "
+    "round trip with which the draft still pays."
+)
+
 
 def _meaning(model: type[BaseModel], field: str) -> str:
     return str(model.model_fields[field].description)
@@ -228,6 +234,16 @@ DRAFTS: Cells = [
     ("KV bytes a token of the target", "memory.kv_bytes_per_token.target", "{:,}".format),
     ("loop share", "loop_share.speculative.mean", "{:.1%}".format),
 ]
+PLACEMENT: Cells = [
+    ("place", "where", str),
+    ("round trips a block", "round_trips", str),
+    ("bytes a block", "bytes_per_block", "{:,.0f}".format),
+    ("round trip", "round_trip_ms", "{:g} ms".format),
+    ("GB/s", "gigabytes_per_s", "{:g}".format),
+    ("added to a block", "added_ms", "{:.3f} ms".format),
+    ("predicted speed-up", "speedup", shown),
+    ("break-even round trip", "break_even_round_trip_ms", "{:.3g} ms".format),
+]
 OTHERS = _fields("other_prompts.", "alpha source alpha.n")
 POSITIONS = _fields("", "position drafts marginal conditional")
 CURVE = _fields("", "gamma predicted replayed ceiling")
@@ -407,6 +423,7 @@ def tables(report: Report) -> list[Table]:
         _table("By category", "category, draft", categories, CATEGORIES),
         _by_draft("Other prompts", report, OTHERS),
         _by_draft("Cost and latency", report, COSTS),
+        _by_item("Where the draft runs", report, "placement", PLACEMENT, PLACEMENT_NOTE),
         _by_draft("Drafts", report, DRAFTS),
         Table("Setting", ["", ""], _setting(report)),
     ]

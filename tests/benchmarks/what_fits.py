@@ -1,0 +1,39 @@
+"""What fits where: the tables of docs/memory.md, from configs alone.
+
+    python tests/benchmarks/what_fits.py
+
+Of the recipes that name models on the Hub. Their configs stand in tests/distill/configs, cut down
+to the numbers that decide shapes, so that no network is needed.
+"""
+
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from distill.memory import needs, summary, table
+from distill.recipe import build_recipe, read_yaml, recipe_files
+
+CONFIGS = Path(__file__).resolve().parents[1] / "distill" / "configs"
+
+
+def config_of(spec):
+    return AutoConfig.from_pretrained(CONFIGS / spec.rpartition("/")[2])
+
+
+def hub_recipes():
+    """Name -> recipe of every one whose target is on the Hub."""
+    read = {name: build_recipe(read_yaml(path)) for name, path in recipe_files().items()}
+    return {name: one for name, one in read.items() if not one.target.startswith("pypi:")}
+
+
+def markdown(name, recipe):
+    found = needs(recipe, config_of(recipe.target), config_of(recipe.draft))
+    header, rows = table(found)
+    lines = [header, ["---"] * len(header), *rows]
+    grid = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"`{name}`: {summary(found)}\n\n{grid}\n"
+
+
+if __name__ == "__main__":
+    for name, recipe in hub_recipes().items():
+        print(markdown(name, recipe))
