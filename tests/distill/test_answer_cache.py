@@ -3,7 +3,9 @@ import json
 import pytest
 import torch
 
+from distill import answer_cache as module
 from distill.answer_cache import AnswerCache, CachedAnswer, CacheError
+from distill.prepare import until
 
 PARTS = {"target weights": "abc", "tokenizer": "def"}
 
@@ -115,3 +117,19 @@ def test_a_shard_that_is_cut_after_it_was_checked_is_an_error(tmp_path):
     shard.unlink()
     with pytest.raises(CacheError, match=r"is damaged .*run again"):
         cache[1]
+
+
+def test_only_the_answers_that_are_asked_for_are_read(tmp_path, monkeypatch):
+    AnswerCache(tmp_path, PARTS, 60_001).append([answer(i) for i in range(20)])
+    opened, safe_open = [], module.safe_open
+
+    def counted(path, framework):
+        opened.append(path)
+        return safe_open(path, framework)
+
+    monkeypatch.setattr(module, "safe_open", counted)
+    cache = AnswerCache(tmp_path, PARTS, 60_001)
+    assert len(opened) == 1  # for its checksum
+    assert len(cache) == len(cache.indices) == len(cache.response_lengths) == 20
+    assert [a.index for a in until(cache, 15)] == [0, 1, 2]  # of 7 tokens each
+    assert len(opened) <= 5

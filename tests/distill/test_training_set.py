@@ -49,6 +49,7 @@ def test_mapped_rows_are_the_rows_bit_for_bit(tmp_path, monkeypatch, temperature
     rows = list(training_rows(made_answers(), head_rows, temperature))
     mapped = training_set(tmp_path / "rows.arrow", cache, head_rows, temperature)
     assert len(mapped) == len(rows)
+    assert mapped.data.column("index").num_chunks >= 7  # written a few rows at a time
     same_batch(rows, list(mapped))
     for some in ([3, 3, 20, 1], [5, 5]):  # of several lengths, and of one
         same_batch([rows[i] for i in some], mapped.__getitems__(some))
