@@ -12,6 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
+
 from align.atomic import atomic_file, remove
 from align.checks import VOCAB_MAP
 from align.sources import read_json
@@ -91,6 +93,7 @@ def provenance(recipe: Recipe, prompts: Prompts, lost_mass: float) -> dict[str, 
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
         | {"python": platform.python_version()},
         "git_commit": commit or None,
+        "processes": PartialState().num_processes,
         "seed": recipe.seed,
         "hashes": {
             **{k: answers[k] for k in ("target weights", "tokenizer", "chat template", "dtype")},

@@ -29,7 +29,6 @@ from transformers import (
     PrinterCallback,
     ProgressCallback,
     TrainerState,
-    set_seed,
 )
 from transformers.integrations import unset_hf_deepspeed_config
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
@@ -57,6 +56,17 @@ def hollow_copy(model: Any) -> Any:
     """The same modules without weights: what a gathered state is put into, at no memory."""
     empty = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, empty)
+
+
+def fill(hollow: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Put weights into a `hollow_copy`, one tensor where the model shares one."""
+    parts = list(hollow.named_parameters(remove_duplicate=False))
+    filled: dict[int, nn.Parameter] = {}
+    for name, empty in parts:
+        if id(empty) not in filled:
+            filled[id(empty)] = nn.Parameter(weights[name].float(), empty.requires_grad)
+        owner, _, attribute = name.rpartition(".")
+        setattr(hollow.get_submodule(owner), attribute, filled[id(empty)])
 
 
 def _gathered(value: Any) -> Any:
@@ -151,6 +161,7 @@ class DistillationTrainer(SFTTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.whole: Any = None  # where its weights go when they are sharded
+        self.sums = torch.zeros(3)  # since the last log, here: divergence, agreements, tokens
         super().__init__(*args, **kwargs)
         self.checkpoints_kept, self.args.save_total_limit = self.args.save_total_limit, None
         self.remove_callback(PrinterCallback)
@@ -183,18 +194,21 @@ class DistillationTrainer(SFTTrainer):
                 f"{index.tolist()} of the cache; training stopped before the weights took "
                 "it. Lower learning_rate, or look at those answers; the last checkpoint is whole."
             )
-        mine = torch.stack([outputs.loss.detach(), outputs.agreed.float()])
-        total, agreed, n = self.accelerator.reduce(
-            F.pad(mine, (0, 1), value=tokens), "sum"
-        ).tolist()
-        self._metrics["train"]["kl"].append(total / n)
-        self._metrics["train"]["greedy_agreement"].append(agreed / n)
-        self._total_train_tokens += int(n)
+        sums = torch.stack([outputs.loss.detach(), outputs.agreed.float()])
+        self.sums = self.sums.to(sums.device) + F.pad(sums, (0, 1), value=tokens)
         count = tokens if num_items_in_batch is None else num_items_in_batch
         loss = outputs.loss / count
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes
         return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        total, agreed, tokens = self.accelerator.reduce(self.sums, "sum").tolist()
+        if tokens:
+            self._metrics["train"]["kl"].append(total / tokens)
+            self._metrics["train"]["greedy_agreement"].append(agreed / tokens)
+        self.sums = torch.zeros_like(self.sums)
+        super().log(logs, start_time)
 
     def create_accelerator_and_postprocess(self) -> None:
         state, sharded = PartialState(), parse_flag_from_env("ACCELERATE_USE_FSDP")
@@ -292,7 +306,7 @@ class DistillationTrainer(SFTTrainer):
         unset_hf_deepspeed_config()  # models loaded from here on are no longer to be sharded
         if not self.args.should_save:
             return None
-        self.whole.load_state_dict(state, assign=True)
+        fill(self.whole, state)
         return self.whole
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -404,7 +418,6 @@ def build_trainer(
     were never trained (a transplant): then LoRA trains embedding and head whole, too. retokenizer:
     as for `training_set`.
     """
-    set_seed(recipe.seed)  # for new adapters: what ran before differs by process and by attempt
     model = model.float()
     names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from accelerate.commands.config import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
@@ -25,7 +26,7 @@ STEPS = 24  # of 4 rows, 3 an epoch
 PRUNED = {"draft": None, "num_draft_layers": 1, "draft_vocab_size": 270}
 LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 8}
 
-# a second process that dies, as by kill -9, while a checkpoint is written
+# a second process that dies, as by kill -9, before all have written their part of a checkpoint
 DIES = """
 import os, signal, sys
 from trl import SFTTrainer
@@ -33,9 +34,9 @@ from distill.train import main
 
 save = SFTTrainer._save_checkpoint
 def dies(trainer, model, trial):
+    save(trainer, model, trial)
     if os.environ["RANK"] == "1" and trainer.state.global_step == 8:
         os.kill(os.getpid(), signal.SIGKILL)
-    save(trainer, model, trial)
 SFTTrainer._save_checkpoint = dies
 sys.exit(main(sys.argv[1:]))
 """
@@ -99,16 +100,17 @@ class Run:
 
 
 def assert_same_draft(folder, straight):
-    for draft in ("draft", "draft/compact"):
-        if not (straight / draft).exists():
-            continue
-        expected = load_file(straight / draft / "model.safetensors")
-        got = load_file(folder / draft / "model.safetensors")
-        assert got.keys() == expected.keys()
-        for name, weight in expected.items():
-            # fp32 sums over rows and shards in another order
-            difference = (got[name].double() - weight.double()).norm()
-            assert difference <= 1e-5 * weight.double().norm(), name
+    """Within 1e-5: sums over rows and shards in another order, which Adam's division magnifies."""
+    compact = straight / "draft" / "compact"
+    form = "draft/compact" if compact.exists() else "draft"  # the full form's rows are made of it
+    expected = load_file(straight / form / "model.safetensors")
+    got = load_file(folder / form / "model.safetensors")
+    assert got.keys() == expected.keys()
+    weights = [name for name, weight in expected.items() if weight.is_floating_point()]
+    assert all(torch.equal(got[name], expected[name]) for name in expected.keys() - set(weights))
+    difference = sum((got[name] - expected[name]).square().sum() for name in weights)
+    size = sum(expected[name].square().sum() for name in weights)
+    assert difference.sqrt() <= 1e-5 * size.sqrt()
     histories = [
         json.loads((last_checkpoint(run) / "trainer_state.json").read_text())["log_history"]
         for run in (folder, straight)
@@ -116,7 +118,7 @@ def assert_same_draft(folder, straight):
     assert [log["step"] for log in histories[0]] == [log["step"] for log in histories[1]]
     for log, expected in zip(*histories, strict=True):
         if "loss" in log:
-            for key in ("loss", "kl", "greedy_agreement"):
+            for key in ("loss", "kl"):
                 assert log[key] == pytest.approx(expected[key], rel=1e-5), log["step"]
     assert json.loads((folder / "report" / "report.json").read_text())["drafts"]["tuned"]
 
@@ -168,7 +170,7 @@ def test_a_run_goes_on_with_any_number_of_processes(recipe, tmp_path):
     script = tmp_path / "dies.py"
     script.write_text(DIES)
     assert "training over 2 processes: FSDP" in Run(FSDP2, two, script).ends(well=False)
-    assert (two.folder / "checkpoint-8").exists()  # half of it
+    assert (two.folder / "checkpoint-8" / "trainer_state.json").exists()
     assert last_checkpoint(two.folder).name == "checkpoint-4"
     alone = Run(ONE, two)
     while last_checkpoint(two.folder).name == "checkpoint-4":

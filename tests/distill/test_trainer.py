@@ -245,18 +245,6 @@ def test_a_run_resumed_in_a_later_epoch_sees_the_rows_of_that_epoch(tmp_path, tr
         assert torch.equal(weight, resumed.state_dict()[name]), name
 
 
-def test_adapters_start_the_same_whatever_ran_before(tmp_path, tiny_model, tokenizer):
-    def start():
-        recipe = recipe_in(tmp_path, use_peft=True)
-        trainer = build_trainer(tiny_model(), made_answers(4), None, tokenizer, recipe)
-        return {name: p for name, p in trainer.model.named_parameters() if "lora_A" in name}
-
-    first, _, again = start(), torch.rand(7), start()
-    assert first
-    for name, weight in first.items():
-        assert torch.equal(weight, again[name]), name
-
-
 @pytest.mark.parametrize("rows", [24, 26, 3])
 def test_the_order_of_rows_is_that_of_any_number_of_processes(rows):
     lengths = [5 + i * 7 % 11 for i in range(rows)]
