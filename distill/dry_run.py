@@ -111,7 +111,8 @@ def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> i
     minutes = {
         f"answers ({tokens} tokens at most)": answering,
         f"training ({steps} steps)": steps * training_step,
-        "evaluation": texts / BATCH * target_step(BATCH) + CONTENDERS * timed * costs.target_step,
+        "evaluation": texts / BATCH * target_step(BATCH)
+        + (CONTENDERS + recipe.lookup_first) * timed * costs.target_step,
     }
     for what, seconds in minutes.items():
         print(f"{what}: {seconds / 60:.1f} min")

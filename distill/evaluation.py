@@ -13,6 +13,7 @@ from distill.recipe import Recipe
 from distill.run_folder import provenance
 from eval.decoding.drafters.base import Drafter
 from eval.decoding.drafters.loading import load_drafter
+from eval.decoding.drafters.lookup_first import lookup_first
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
@@ -55,4 +56,5 @@ def _drafts(recipe: Recipe, pair: Pair, target: Target) -> dict[str, Drafter]:
     tuned = load_drafter(str(recipe.folder / "draft"), target, pair.strategy)
     untuned = load_drafter(recipe.draft or str(recipe.folder / "prepared"), target, pair.strategy)
     untuned.full_form_bytes = tuned.full_form_bytes  # what it would weigh: it has none on disk
-    return {"untuned": untuned, "tuned": tuned}
+    drafts: dict[str, Drafter] = {"untuned": untuned, "tuned": tuned}
+    return drafts | ({"tuned+lookup": lookup_first(tuned)} if recipe.lookup_first else {})

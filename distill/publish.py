@@ -56,7 +56,7 @@ def _report(folder: Path) -> Report:
     """The report, which must have what the card says, or come from servers, which do not tell."""
     report = read_report(folder / REPORT)
     for field in () if report.engine == "vllm" else ("memory", "payoff"):
-        if getattr(report.last[1], field) is None:
+        if getattr(report.tuned[1], field) is None:
             raise PublishError(
                 f"{folder / REPORT} has no {field}, which the model card needs: evaluate the run "
                 f"with python -m eval.run --run {folder}"
@@ -108,7 +108,7 @@ def model_card(run_folder: Path | str) -> str:
     """
     folder = Path(run_folder)
     report, recipe = _report(folder), read_yaml(folder / RECIPE)
-    name, draft = report.last
+    name, draft = report.tuned
     domain = str(recipe.get("domain", "")).strip()
     target = public_name(report.target)
     numbers = _numbers(report, name, draft)

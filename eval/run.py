@@ -3,6 +3,7 @@
     python -m eval.run --target T --draft D --prompts P --output_dir DIR
     python -m eval.run --target T --draft a=PATH --draft b=PATH --prompts P --output_dir DIR
     python -m eval.run --target T --draft prompt-lookup --draft D …   a rival without a model
+    python -m eval.run --target T --draft lookup-first:D …   D where nothing can be looked up
     python -m eval.run --run DIR          a training run again, from what its folder holds
     python -m eval.run --engine vllm --base_url URL --baseline_url URL --prompts P
     python -m eval.run --engine transformers --gamma 3 --target T --draft D --prompts P
@@ -168,7 +169,9 @@ def _take_from_run(args: argparse.Namespace) -> None:
     recipe = YAML(typ="safe", pure=True).load(args.run / "recipe.yaml")
     args.target = args.target or recipe["target"]
     untuned = recipe["draft"] or args.run / "prepared"
-    args.draft = args.draft or [f"untuned={untuned}", f"tuned={args.run / 'draft'}"]
+    tuned = args.run / "draft"
+    looking_up = [f"tuned+lookup=lookup-first:{tuned}"] if recipe.get("lookup_first") else []
+    args.draft = args.draft or [f"untuned={untuned}", f"tuned={tuned}", *looking_up]
     args.prompts = args.prompts or str(args.run / "prompts" / "eval.jsonl")
     args.tuning = args.run / "prompts" / "tuning.jsonl"
     if args.strategy == "auto":

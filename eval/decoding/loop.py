@@ -139,8 +139,9 @@ def decode(
             _emit(run, row, counts[i] if counts else len(row) - 2, own_room, gamma, how.stops)
             for i, (run, row, own_room) in enumerate(zip(rows, found, room, strict=True))
         ]
-        for run in rows:
+        for i, run in enumerate(rows):
             run.block_seconds.append(now - clock)
+            run.free.append(run.drafted[-1] if i in proposal.free else 0)
         if session is not None:
             session.commit(emitted, [row[-2] for row in found], states)
 

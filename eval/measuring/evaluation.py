@@ -215,6 +215,9 @@ class _Evaluation:
             lambda: step_costs(target.decoder, drafter, context, longest, sampling),
             StepCosts.from_json,
         )
+        # per drafted token: what was looked up took no step
+        free = sum(sum(run.free) for run in runs) / max(sum(sum(run.drafted) for run in runs), 1)
+        costs = replace(costs, draft_step=costs.draft_step * (1 - free))
         sweep = []
         if plan.sweep_prompts:
             swept = self.timed.drawn(plan.sweep_prompts, self.how.seed)

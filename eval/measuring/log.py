@@ -36,6 +36,7 @@ class PromptRun:
     last_truncated: bool  # the last block was, or could have been, cut by max_new_tokens
     group: str | None = None  # prompts of one document or source share it; None: its own
     prefill_tokens: int = 1  # tokens that the prefill emitted: more where an engine drafts for it
+    free: list[int] = field(default_factory=list)  # of `drafted`, how many took no draft step
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
@@ -111,8 +112,8 @@ class StepCosts:
                 f"target calls were timed up to {int(widths[-1])} tokens, but {widest:g} are "
                 f"needed; time them up to gamma + 1"
             )
-        if self.target_step <= 0 or self.draft_step <= 0 or min(self.target_verify.values()) <= 0:
-            raise ValueError(f"step costs must be positive seconds, got {self}")
+        if self.target_step <= 0 or self.draft_step < 0 or min(self.target_verify.values()) <= 0:
+            raise ValueError(f"step costs must be seconds, the target's above 0, got {self}")
         seconds = np.array([self.target_verify[int(width)] for width in widths])
         return np.asarray(np.interp(tokens, widths, seconds), dtype=np.float64)
 

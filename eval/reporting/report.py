@@ -524,8 +524,13 @@ class Findings(Part):
 
     @property
     def last(self) -> tuple[str, DraftReport]:
-        """The draft that the headline is about: the tuned one of a training run."""
+        """The draft that the headline is about."""
         return list(self.drafts.items())[-1]
+
+    @property
+    def tuned(self) -> tuple[str, DraftReport]:
+        """The draft that is published: a training run's tuned one by itself, else the last."""
+        return ("tuned", self.drafts["tuned"]) if "tuned" in self.drafts else self.last
 
     def ledgers(self) -> list[tuple[str, Ledger]]:
         """Those of all drafts, by what to call them."""

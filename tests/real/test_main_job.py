@@ -82,7 +82,7 @@ def test_it_leaves_what_the_contract_promises(run):
 def test_the_report_is_whole_and_lossless(run):
     read_report(run / "report" / "report.json")
     report = json.loads((run / "report" / "report.json").read_text())
-    assert list(report["drafts"]) == ["untuned", "tuned"]
+    assert list(report["drafts"]) == ["untuned", "tuned", "tuned+lookup"]
     for draft in report["drafts"].values():
         assert draft["lossless"]["prompts"] == SHORT["speed_prompts"]
         assert draft["lossless"]["unexplained"] == 0

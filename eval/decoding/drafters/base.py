@@ -24,12 +24,14 @@ class Proposal(NamedTuple):
 
     q: the very distributions that they were sampled from, over the target's ids [B, G, V]; None
     when greedy, and where they are not known (`verify_without_q`). counts: how many tokens each row
-    proposes [B], the rest being padding; None where all propose G.
+    proposes [B], the rest being padding; None where all propose G. free: rows whose tokens took no
+    step of a model.
     """
 
     tokens: Tensor
     q: Tensor | None = None
     counts: Tensor | None = None
+    free: Sequence[int] = ()
 
 
 class Texts(NamedTuple):

@@ -82,7 +82,7 @@ class LookupFirstSession(Session):
             for row in rows:
                 q[row] = 0
                 q[row, range(lengths[row]), found[row]] = 1
-        return Proposal(tokens, q, torch.tensor(lengths, device=self.device))
+        return Proposal(tokens, q, torch.tensor(lengths, device=self.device), rows)
 
     def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
         for text, new in zip(self.texts, emitted, strict=True):
