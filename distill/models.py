@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import platform
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -169,7 +171,17 @@ class TargetOfRun:
     def release(self) -> None:
         """Let go of the weights; who needs them next loads them again."""
         self.__dict__.pop("loaded", None)
-        gc.collect()
+        free_memory()
+
+
+def free_memory() -> None:
+    """Give back what nobody refers to any more but other garbage, and what glibc keeps of it.
+
+    For between two stages: within one, what dies is soon asked for again (align/process.py).
+    """
+    gc.collect()
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def load_target(recipe: Recipe, prompts: Prompts) -> Target:

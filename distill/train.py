@@ -7,7 +7,6 @@
 Run again after an interruption, the same command goes on where it stopped.
 """
 
-import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from distill.answers import answer_prompts
 from distill.dry_run import price_run
 from distill.evaluation import evaluate
 from distill.export import export_draft
-from distill.models import Pair, TargetOfRun, check_models
+from distill.models import Pair, TargetOfRun, check_models, free_memory
 from distill.prepare import prepare_draft, print_coverage
 from distill.prompts import Prompts, collect_prompts
 from distill.recipe import Recipe, help_text, load_recipe
@@ -57,6 +56,7 @@ def run(recipe: Recipe) -> int:
             print_coverage(pair, answers)
         return 0
     make_draft(recipe, pair, target, answers)
+    free_memory()
     if PartialState().is_main_process:
         finish(recipe, evaluate(recipe, pair, prompts, target.loaded))
     return 0
@@ -96,6 +96,7 @@ def make_draft(
     tuned = distil_draft(recipe, pair, prepared, answers)
     gc.collect()  # trainer and optimiser, which refer to each other
     if tuned is not None:
+    free_memory()
         export_draft(recipe, pair, prepared, tuned, answers)
 
 
