@@ -18,6 +18,7 @@ TIMEOUT = 120.0  # seconds without a byte from a server
 # else, lest all that are in flight come back at once; a server's own Retry-After goes before.
 PATIENT = Retry(
     total=10,
+    read=3,  # of silence, or of an answer that broke off
     backoff_factor=1,
     backoff_max=60,
     backoff_jitter=1,

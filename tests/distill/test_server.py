@@ -610,6 +610,19 @@ def test_a_run_ends_in_a_draft_then_in_a_report_and_never_sees_the_weights(
         run(served(plain, max_steps=41))
 
 
+def test_of_a_target_on_the_hub_no_weights_are_fetched(stand_in, served, monkeypatch):
+    fetched, recipe = [], served(stand_in(), target="org/target", max_steps=2)
+
+    def download(spec, allow_patterns, **_):
+        fetched.append((spec, allow_patterns))
+        return str(recipe.folder.parent / "bare")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert run(recipe) == 0
+    assert {spec for spec, _ in fetched} == {"org/target"}
+    assert not any("safetensors" in pattern for _, patterns in fetched for pattern in patterns)
+
+
 def test_a_server_that_fails_while_it_is_measured_leaves_what_was_measured(
     stand_in, served, capsys
 ):
