@@ -34,7 +34,8 @@ def join_processes(on_cpu: bool, timeout: float) -> int:
         os.environ["ACCELERATE_USE_CPU"] = "true"  # what reads the state later sees the same
     # `accelerate launch` gives an address to meet at when it is asked for several processes; only
     # torchrun, which it calls for GPUs, then starts them and counts them
-    if "ACCELERATE_USE_CPU" in os.environ and "MASTER_PORT" in os.environ and asked == 1:
+    started_one = "ACCELERATE_USE_CPU" in os.environ and "WORLD_SIZE" not in os.environ
+    if started_one and "MASTER_PORT" in os.environ and asked == 1:
         raise ProcessError(
             "Several processes were asked for, but the launcher started one: `accelerate launch "
             "--cpu` knows no others. Add --config_file recipes/accelerate/cpu_2.yaml and "

@@ -23,6 +23,8 @@ from distill.trainer import (
     build_trainer,
     detach_distillation_forward,
     distil,
+    fill,
+    hollow_copy,
     last_checkpoint,
     training_config,
     whole_checkpoints,
@@ -283,6 +285,20 @@ def test_steps_stay_those_of_the_checkpoint_for_another_number_of_processes(tmp_
     monkeypatch.setattr(SFTConfig, "world_size", 5)
     with pytest.raises(RecipeError, match="12 rows a step, which 5 processes cannot share evenly"):
         training_config(recipe)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gathered_weights_fill_a_copy_that_took_no_memory(tiny_llama, tied):
+    model = tiny_llama(vocab_size=VOCAB, tie_word_embeddings=tied)
+    attach_distillation_forward(model)
+    copy = hollow_copy(model)
+    assert {weight.device.type for weight in copy.parameters()} == {"meta"}
+    fill(copy, {name: weight.detach().clone() for name, weight in model.state_dict().items()})
+    for each in (model, copy):
+        detach_distillation_forward(each)
+    assert (copy.lm_head.weight is copy.model.embed_tokens.weight) == tied
+    ids = torch.tensor([[2, 3, 4]])
+    assert torch.equal(copy(ids).logits, model(ids).logits)
 
 
 def test_only_the_latest_checkpoints_are_kept_and_they_are_whole(tmp_path, train, tiny_model):
