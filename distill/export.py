@@ -59,6 +59,7 @@ def full_vocabulary(
     smallest multiple is taken at which the greedy choice is the trimmed head's on 999 of 1000
     positions.
     """
+    token_ids, full_head = token_ids.to(tuned.device), full_head.to(tuned.device)
     states = []
     for answer in until(answers, CALIBRATION_TOKENS):
         ids = torch.cat([answer.prompt_ids, answer.response_ids])[None].to(tuned.device)

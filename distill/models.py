@@ -211,5 +211,5 @@ def head_rows(token_ids: Tensor | None, vocab_size: int) -> Tensor | None:
     if token_ids is None:
         return None
     rows = torch.full((vocab_size,), -1)
-    rows[token_ids] = torch.arange(len(token_ids))
+    rows[token_ids.cpu()] = torch.arange(len(token_ids))
     return rows

@@ -203,7 +203,7 @@ def _fit_projection(
             hook.remove()
         bar.close()
     ridge = FIT_RIDGE * gram.diagonal().mean() * torch.eye(size, dtype=torch.float64)
-    return torch.linalg.solve(gram + ridge, cross).T.float()
+    return torch.linalg.solve(gram + ridge, cross).T.float().to(target.device)
 
 
 def until(answers: Iterable[CachedAnswer], tokens: int) -> Iterator[CachedAnswer]:

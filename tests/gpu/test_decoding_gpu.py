@@ -1,0 +1,81 @@
+"""The decoder on a GPU: its logits, its losslessness, batches and sampling."""
+
+import pytest
+import torch
+
+from eval.decoding.drafters.pruned import pruned_drafter
+from eval.decoding.forward import LeanDecoder, build_decoder
+from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.target import Target
+from eval.decoding.verification import Sampling
+from eval.measuring.timing import step_costs
+from eval.prompts import Prompt
+
+pytestmark = pytest.mark.gpu
+
+IDS = [[1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11, 12], [13, 14]]
+PROMPTS = [Prompt(str(i), prompt="") for i in range(len(IDS))]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture
+def pair(tiny_llama):
+    """A target on the GPU and a trimmed draft of other weights."""
+
+    def make(dtype=torch.float32):
+        model = tiny_llama(1, spread=4, num_key_value_heads=2).to("cuda", dtype)
+        draft = tiny_llama(1, spread=4, num_key_value_heads=2, num_hidden_layers=1)
+        draft.lm_head = torch.nn.Linear(32, 50, bias=False)
+        target = Target("target", model, None, build_decoder(model, 128), frozenset({60}))
+        draft = draft.to("cuda", dtype).eval()
+        return target, pruned_drafter(draft, torch.arange(50, device="cuda"), target)
+
+    return make
+
+
+def test_logits_are_those_of_the_cpu(tiny_llama):
+    model = tiny_llama(1, spread=4, num_key_value_heads=2)
+    ids = torch.tensor([IDS[0]])
+    on_cpu = build_decoder(model, 64)
+    expected = on_cpu.forward(ids, 0, on_cpu.new_cache(1, 64))
+    on_gpu = build_decoder(model.cuda(), 64)
+    assert isinstance(on_gpu, LeanDecoder)
+    found = on_gpu.forward(ids.cuda(), 0, on_gpu.new_cache(1, 64))
+    # TF32 is off by default: both sum in fp32, in another order
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("length", [DraftLength(3), DraftLength(4, 0.4)])
+def test_greedy_texts_are_the_targets_own(pair, rows, length):
+    target, drafter = pair()
+    how = Decoding(Sampling(), target.stops, 48)
+    for at in range(0, len(IDS), rows):
+        part = PROMPTS[at : at + rows], IDS[at : at + rows]
+        alone = decode(target.decoder, None, *part, how, DraftLength(0))
+        drafted = decode(target.decoder, drafter, *part, how, length)
+        assert [run.tokens for run in drafted] == [run.tokens for run in alone]
+        assert sum(map(sum, (run.drafted for run in drafted))) > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sampled_first_tokens_have_the_targets_distribution(pair, dtype):
+    """Of the second token after a prompt, which a draft has a part in, over 4,000 seeds."""
+    target, drafter = pair(dtype)
+    counts = {}
+    for name, with_it in (("alone", None), ("drafted", drafter)):
+        found = torch.zeros(61)
+        for seed in range(40):
+            how = Decoding(Sampling(1.0, 5), frozenset(), 3, seed)
+            prompts = [Prompt(f"{name}{i}", prompt="") for i in range(100)]
+            runs = decode(target.decoder, with_it, prompts, [IDS[0]] * 100, how, DraftLength(2))
+            found += torch.bincount(torch.tensor([run.tokens[1] for run in runs]), minlength=61)
+        counts[name] = found / found.sum()
+    # total variation of two samples of 4,000 from one distribution over some 25 tokens: about 0.04
+    assert 0.5 * float((counts["alone"] - counts["drafted"]).abs().sum()) < 0.08
+
+
+def test_step_costs_are_of_whole_steps(pair):
+    target, drafter = pair(torch.bfloat16)
+    costs = step_costs(target.decoder, drafter, 40, 3, Sampling())
+    assert 0 < costs.draft_step < costs.target_step  # one layer of two, a smaller head
