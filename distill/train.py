@@ -94,9 +94,8 @@ def make_draft(
     if target is not None:
         target.release()
     tuned = distil_draft(recipe, pair, prepared, answers)
-    gc.collect()  # trainer and optimiser, which refer to each other
+    free_memory()  # trainer and optimiser, which refer to each other
     if tuned is not None:
-    free_memory()
         export_draft(recipe, pair, prepared, tuned, answers)
 
 
