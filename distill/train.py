@@ -44,7 +44,7 @@ def run(recipe: Recipe) -> int:
     if recipe.dry_run:
         return price_run(recipe, pair, prompts, target.loaded)
     claim_folder(recipe, pair, prompts)
-    # one process answers and prepares, the others wait and read what it left on disk
+    # one process answers, the others wait and read what it left on disk
     with PartialState().main_process_first():
         answers = answer_prompts(recipe, prompts.training.ids, target)
     if recipe.coverage_curve:
