@@ -175,7 +175,7 @@ class TargetOfRun:
 
 
 def free_memory() -> None:
-    """Give back what nobody refers to any more but other garbage, and what glibc keeps of it.
+    """Give back what only garbage refers to, and what glibc keeps of what has died.
 
     For between two stages: within one, what dies is soon asked for again (align/process.py).
     """
