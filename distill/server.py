@@ -45,8 +45,10 @@ UNCHANGED = {
 ROUNDING = 1e-3  # of log-probabilities and of their mass
 MASKED = -9000.0  # no softmax goes so low: vLLM writes -9999 for minus infinity
 WITNESSES = 4
-# Mean difference of a witness's log-probabilities, in nats, from which on it is another model.
-ANOTHER_MODEL = 0.3
+# Mean difference of the witnesses' log-probabilities, in nats, from which on it is another model:
+# SmolLM2-135M in bf16 is off its fp32 self by 0.09 at most, with noise of 2% on its weights by 0.23
+# at least (40 code prompts, four at a time).
+ANOTHER_MODEL = 0.2
 TEXT = "Ærø, 東京 🙂\n\tdef f(x):  # 3.14159 × 10⁶\n\n    return x['key'] or ''  "
 NO_ROUTE = (404, 405, 501)
 
