@@ -140,9 +140,12 @@ def fill(hollow: nn.Module, weights: dict[str, Tensor]) -> None:
         setattr(hollow.get_submodule(owner), attribute, filled[id(empty)])
 
 
-def _gathered(value: Any) -> Any:
-    """A sharded tensor as a whole one on the CPU, anything else as it is."""
-    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
+def _gathered(value: Any, kept: bool) -> Any:
+    """A sharded tensor as a whole one on the CPU, where it is kept; anything else as it is."""
+    if not isinstance(value, DTensor):
+        return value
+    whole = value.full_tensor()  # a call of all processes
+    return whole.cpu() if kept else None
 
 
 def attach_distillation_forward(model: PreTrainedModel) -> None:
@@ -347,8 +350,9 @@ class DistillationTrainer(SFTTrainer):
             super()._save_optimizer_and_scheduler(output_dir)
             return
         optimizer, schedule = self._stateful()
-        state = tree_map(_gathered, optimizer.state_dict())
-        if self.args.should_save:
+        first = self.args.should_save
+        state = tree_map(lambda value: _gathered(value, first), optimizer.state_dict())
+        if first:
             torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
             torch.save(schedule.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
