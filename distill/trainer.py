@@ -69,9 +69,12 @@ def fill(hollow: nn.Module, weights: dict[str, Tensor]) -> None:
         setattr(hollow.get_submodule(owner), attribute, filled[id(empty)])
 
 
-def _gathered(value: Any) -> Any:
-    """A sharded tensor as a whole one on the CPU, anything else as it is."""
-    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
+def _gathered(value: Any, kept: bool) -> Any:
+    """A sharded tensor as a whole one on the CPU, where it is kept; anything else as it is."""
+    if not isinstance(value, DTensor):
+        return value
+    whole = value.full_tensor()  # a call of all processes
+    return whole.cpu() if kept else None
 
 
 def attach_distillation_forward(model: PreTrainedModel) -> None:
@@ -211,7 +214,8 @@ class DistillationTrainer(SFTTrainer):
         super().log(logs, start_time)
 
     def create_accelerator_and_postprocess(self) -> None:
-        state, sharded = PartialState(), parse_flag_from_env("ACCELERATE_USE_FSDP")
+        state = PartialState()
+        sharded = self.args.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP")
         if sharded and state.distributed_type == DistributedType.MULTI_CPU:
             # accelerate shards over accelerators only: over a CPU's processes it would train with
             # DDP and not say so; nothing else hangs on this name
@@ -219,6 +223,11 @@ class DistillationTrainer(SFTTrainer):
         super().create_accelerator_and_postprocess()
         if self.is_fsdp_enabled:
             plugin = self.accelerator.state.fsdp_plugin
+            if plugin.fsdp_version != 2:
+                raise RecipeError(
+                    f"fsdp_version is {plugin.fsdp_version}, whose checkpoints would not be whole; "
+                    "set it to 2, as recipes/accelerate/fsdp2.yaml does."
+                )
             plugin.set_state_dict_type("FULL_STATE_DICT")
             if self.args.bf16:  # accelerate's own policy would sum gradients in bf16, too
                 policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
@@ -270,8 +279,9 @@ class DistillationTrainer(SFTTrainer):
             super()._save_optimizer_and_scheduler(output_dir)
             return
         optimizer, schedule = self._stateful()
-        state = tree_map(_gathered, optimizer.state_dict())
-        if self.args.should_save:
+        first = self.args.should_save
+        state = tree_map(lambda value: _gathered(value, first), optimizer.state_dict())
+        if first:
             torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
             torch.save(schedule.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
@@ -300,10 +310,10 @@ class DistillationTrainer(SFTTrainer):
 
         A call of all processes where it is sharded.
         """
+        unset_hf_deepspeed_config()  # models loaded from here on are not to be sharded
         if self.whole is None:
             return self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         state = self.accelerator.get_state_dict(self.model_wrapped)
-        unset_hf_deepspeed_config()  # models loaded from here on are no longer to be sharded
         if not self.args.should_save:
             return None
         fill(self.whole, state)

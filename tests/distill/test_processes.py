@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -21,7 +22,10 @@ from distill.trainer import last_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "recipes" / "accelerate"
-ONE, DDP, FSDP2 = "cpu.yaml", "cpu_2.yaml", "fsdp2.yaml"
+ONE, DDP, FSDP2, ZERO3 = "cpu.yaml", "cpu_2.yaml", "fsdp2.yaml", "zero3.yaml"
+NEEDS_DEEPSPEED = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="deepspeed is not installed: pip install deepspeed"
+)
 STEPS = 24  # of 4 rows, 3 an epoch
 PRUNED = {"draft": None, "num_draft_layers": 1, "draft_vocab_size": 270}
 LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 8}
@@ -72,14 +76,15 @@ class Run:
         self.folder, self.log = recipe.folder, recipe.folder.with_suffix(".log")
         command = [sys.executable, "-m", "accelerate.commands.launch"]
         command += ["--config_file", CONFIGS / config, "--main_process_port", "0"]
-        if config == FSDP2:
+        if config in (FSDP2, ZERO3):
             command += ["--num_processes", "2"]
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         with self.log.open("w") as log:
             self.launcher = psutil.Popen(
                 [*map(str, command), str(script), "--recipe", str(file)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                env=os.environ | {"PYTHONPATH": path, "DS_ACCELERATOR": "cpu"},
             )
 
     def ends(self, well=True):
@@ -146,7 +151,12 @@ def straight(recipe):
 
 @pytest.mark.real
 @pytest.mark.parametrize(
-    ("config", "how", "rank"), [(DDP, "MULTI_CPU", 0), (FSDP2, "FSDP", 1)], ids=["ddp", "fsdp2"]
+    ("config", "how", "rank"),
+    [
+        pytest.param(DDP, "MULTI_CPU", 0, id="ddp"),
+        pytest.param(FSDP2, "FSDP", 1, id="fsdp2"),
+        pytest.param(ZERO3, "DEEPSPEED", 0, id="zero3", marks=NEEDS_DEEPSPEED),
+    ],
 )
 def test_two_processes_make_the_draft_of_one_though_either_is_killed(
     recipe, straight, config, how, rank

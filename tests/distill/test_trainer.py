@@ -2,6 +2,7 @@ import errno
 import itertools
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -299,6 +300,17 @@ def test_gathered_weights_fill_a_copy_that_took_no_memory(tiny_llama, tied):
     assert (copy.lm_head.weight is copy.model.embed_tokens.weight) == tied
     ids = torch.tensor([[2, 3, 4]])
     assert torch.equal(copy(ids).logits, model(ids).logits)
+
+
+def test_the_first_fsdp_is_refused(tmp_path, train, tiny_model, monkeypatch):
+    def first_fsdp(trainer):
+        plugin = SimpleNamespace(fsdp_version=1)
+        trainer.is_fsdp_enabled = True
+        trainer.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+
+    monkeypatch.setattr(SFTTrainer, "create_accelerator_and_postprocess", first_fsdp)
+    with pytest.raises(RecipeError, match="fsdp_version is 1, whose checkpoints would not be"):
+        train(tiny_model(), made_answers(4), recipe_in(tmp_path))
 
 
 def test_only_the_latest_checkpoints_are_kept_and_they_are_whole(tmp_path, train, tiny_model):
