@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from distill.answers import top_logprobs
+from distill.export import CALIBRATION_TOKENS
 from distill.models import check_prunable
 from distill.recipe import Recipe
 from distill.trainer import attach_distillation_forward
@@ -34,6 +35,7 @@ from eval.decoding.generation import PREFILL_ROWS
 from eval.decoding.verification import Sampling, agreement, sample, warp
 from eval.measuring.agreement import BATCH, RULE_TEMPERATURES
 
+PIECE = 4096  # rows of a head that are in fp32 at once
 PROMPT_TOKENS = 512  # of the longest prompt, where nobody knows it yet
 RUNTIME = 2**30  # of every device: the process, or a GPU's context and the libraries' workspaces
 FRAGMENTED = 0.1  # of every device: what an allocator cannot use
@@ -232,7 +234,8 @@ class _Job:
                 target.base_model(input_ids=ids, use_cache=False)
                 head = target.get_output_embeddings().weight
                 projection = torch.zeros((head.shape[1], head.shape[1]))
-                fitted = (head.float() @ projection).to(head.dtype)
+                pieces = [(rows.float() @ projection).to(rows.dtype) for rows in head.split(PIECE)]
+                fitted = torch.cat(pieces)
                 fitted[: self.recipe.draft_vocab_size].clone()
         return Stage("preparing", target=_bytes(target), draft=own, buffers=meter.peak)
 
@@ -269,15 +272,15 @@ class _Job:
         )
 
     def exporting(self) -> Stage:
-        """The tuned draft in fp32, and of a trimmed head all that its full form is made from."""
-        draft = self.draft_shape(torch.float32)
-        if self.draft is not None or self.recipe.draft_vocab_size is None:
-            largest = max(p.numel() for p in draft.parameters())
-            return Stage("exporting", draft=_bytes(draft), buffers=largest * self.dtype.itemsize)
-        # export.full_vocabulary, whose shapes depend on data: the fitted head, its rows in fp32,
-        # these lowered, the whole head, and a copy of the draft under it
-        head = self.target.vocab_size * self.target.hidden_size
-        buffers = head * (self.dtype.itemsize + 3 * 4) + _bytes(draft)
+        """The tuned draft from fp32 to its dtype; of a trimmed head its full form as well."""
+        draft, item = self.draft_shape(torch.float32), self.dtype.itemsize
+        buffers = max(p.numel() for p in draft.parameters()) * item
+        if self.draft is None and self.recipe.draft_vocab_size is not None:
+            # export.full_vocabulary, whose shapes depend on data: the fitted head and the one made
+            # from it beside a draft that is converted already, and logits of one piece of it
+            heads = 2 * self.target.vocab_size * self.target.hidden_size * item
+            logits = CALIBRATION_TOKENS * PIECE * 4
+            buffers = max(buffers, heads + logits - _bytes(draft) // 4 * (4 - item))
         return Stage("exporting", draft=_bytes(draft), buffers=buffers)
 
     def evaluating(self) -> Stage:

@@ -102,6 +102,8 @@ class AsCudaIndexes(TorchDispatchMode):
                 args[1],
             )
             args = (args[0], many, *args[2:])
+        if func is torch.ops.aten.nonzero.default:
+            return torch.zeros((V - K, 1), dtype=torch.long, device=args[0].device)
         return func(*args, **(kwargs or {}))
 
 

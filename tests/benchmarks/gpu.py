@@ -76,7 +76,8 @@ class ForcedSession(Session):
             wanted = (text[at : at + made.tokens.shape[1]] + [0] * count)[: made.tokens.shape[1]]
             right = [self.random.random() < self.probability for _ in wanted]
             rows.append([t if ok else (t + 1) % 100 for t, ok in zip(wanted, right, strict=True)])
-        return made._replace(tokens=torch.tensor(rows, device=made.tokens.device))
+        tokens = torch.tensor(rows, dtype=torch.long, device=made.tokens.device)
+        return made._replace(tokens=tokens)
 
     def commit(self, emitted, accepted, states):
         self.at = [at + len(new) for at, new in zip(self.at, emitted, strict=True)]
