@@ -32,6 +32,9 @@ def export_draft(
     """`draft/`: a checkpoint for every engine, and `draft/compact/` for our decoder."""
     dtype = getattr(torch, recipe.dtype)
     full = tuned.to(dtype)
+    if recipe.draft is None:  # a FrozenEmbedding keeps its dtype and gives fp32
+        embedding = input_embedding(tuned).to(dtype)
+        tuned.set_input_embeddings(nn.Embedding.from_pretrained(embedding))
     if prepared.token_ids is not None:
         assert prepared.full_head is not None
         full = full_vocabulary(tuned, prepared.token_ids, prepared.full_head, answers)
@@ -39,8 +42,6 @@ def export_draft(
         full.save_pretrained(partial)
         pair.load_tokenizer().save_pretrained(partial)
         if recipe.draft is None:
-            # frozen: through training in fp32 and back it is the target's, bit for bit
-            embedding = input_embedding(tuned)
             save_compact(partial / "compact", tuned, prepared.token_ids, embedding)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,23 @@ class PreparedDraft:
     lost_mass: float
 
 
+class FrozenEmbedding(nn.Embedding):
+    """An embedding that is not trained: it keeps its dtype in a model that is trained in fp32.
+
+    Its rows in fp32 are those very numbers.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        rows, size = weight.shape
+        super().__init__(rows, size, _weight=weight, _freeze=True)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenEmbedding:
+        return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), recurse)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).float()
+
+
 def prepare_draft(
     recipe: Recipe, pair: Pair, target: TargetOfRun | None, answers: Iterable[CachedAnswer]
 ) -> PreparedDraft:
@@ -79,6 +96,7 @@ def prepare_draft(
             json.dump({"lost_mass": made.lost_mass}, file)
         del made  # from here on it is read from the files, a page at a time
     model, token_ids = load_compact(folder, embedding)
+    model.set_input_embeddings(FrozenEmbedding(embedding))
     lost = lost_mass_of(recipe)
     print(f"draft: {recipe.num_draft_layers} layers, trimmed head loses {lost:.2%} of p's mass")
     return PreparedDraft(model, token_ids, load_file(head)["full_head"], lost)

@@ -8,7 +8,7 @@ from transformers import GemmaConfig, LlamaForCausalLM
 from distill.answer_cache import CachedAnswer
 from distill.export import full_vocabulary
 from distill.models import check_prunable, head_rows
-from distill.prepare import build_pruned, domain_mass, prune_and_fit
+from distill.prepare import FrozenEmbedding, build_pruned, domain_mass, prune_and_fit
 
 VOCAB, LAYERS = 60, 4
 
@@ -82,6 +82,28 @@ def test_a_pruned_draft_is_the_targets_first_layers_on_its_embedding(target):
             assert a.data_ptr() != b.data_ptr()  # training it must not touch the target
     assert len(pruned.model.layers) == 3
     assert pruned.config.num_hidden_layers == 3
+
+
+def test_a_frozen_embedding_keeps_its_dtype_and_changes_no_number(target, answers):
+    target = copy.deepcopy(target).to(torch.bfloat16)
+    model = build_pruned(target, 2, target.lm_head.weight.detach().clone())
+    plain = copy.deepcopy(model).float()
+    weight = model.get_input_embeddings().weight.detach()
+    model.set_input_embeddings(FrozenEmbedding(weight))
+    model = model.float()
+    kept = model.get_input_embeddings().weight
+    assert kept.dtype == torch.bfloat16
+    assert torch.equal(kept, weight)
+    assert not kept.requires_grad
+    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
+    ids = torch.cat([answers[0].prompt_ids, answers[0].response_ids])[None]
+    for one in (plain, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            one(input_ids=ids, labels=ids).loss.backward()
+    theirs = dict(plain.named_parameters())
+    for name, mine in model.named_parameters():
+        if mine is not kept:
+            assert torch.equal(mine.grad, theirs[name].grad), name
 
 
 def hook_count(model):
