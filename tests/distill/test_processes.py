@@ -183,7 +183,7 @@ def test_a_run_goes_on_with_any_number_of_processes(recipe, tmp_path):
     assert (two.folder / "checkpoint-8" / "trainer_state.json").exists()
     assert last_checkpoint(two.folder).name == "checkpoint-4"
     alone = Run(ONE, two)
-    while last_checkpoint(two.folder).name == "checkpoint-4":
+    while last_checkpoint(two.folder).name == "checkpoint-4" and alone.launcher.poll() is None:
         time.sleep(0.01)
     for process in (alone.launcher, *alone.launcher.children(recursive=True)):
         process.kill()
