@@ -393,10 +393,6 @@ def training_config(recipe: Recipe) -> SFTConfig:
         rows = max(n for n in range(1, min(rows, share) + 1) if share % n == 0)
         config.per_device_train_batch_size = rows
         config.gradient_accumulation_steps = share // rows
-        print(
-            f"{checkpoint} was trained {batch} rows a step; so each of {config.world_size} "
-            f"processes takes {rows} at once, {share // rows} times a step"
-        )
     return config
 
 
@@ -500,6 +496,8 @@ def distil(trainer: DistillationTrainer, recipe: Recipe) -> PreTrainedModel | No
     else:
         if checkpoint is not None:
             _refuse_other_shards(trainer, checkpoint)
+            rows, at_once = trainer.global_batch, trainer.args.train_batch_size
+            print(f"going on from {checkpoint}: {rows} rows a step, {at_once} a process at once")
         if trainer.args.world_size > 1:
             how = trainer.accelerator.distributed_type.value
             print(f"training over {trainer.args.world_size} processes: {how}")
