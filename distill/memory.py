@@ -207,7 +207,8 @@ class _Job:
             if self.recipe.answer_temperature:
                 sample(warp(logits, Sampling(self.recipe.answer_temperature)))
             if cached:
-                top_logprobs(logits, cached)
+                # of more than there are, the checks of a run say so in better words
+                top_logprobs(logits, min(cached, logits.shape[-1]))
         return kv, meter.peak - kv
 
     def answering(self) -> Stage:
