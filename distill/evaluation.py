@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from align.atomic import atomic_file
-from distill.models import Pair
+from distill.models import Pair, free_memory
 from distill.prepare import lost_mass_of
 from distill.prompts import Prompts
 from distill.publish import write_card
@@ -27,10 +27,12 @@ def evaluate(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> Re
     """The report, written to `report/`, with `provenance.json` and the draft's model card."""
     folder = recipe.folder
     made_by = provenance(recipe, prompts, lost_mass_of(recipe))
+    drafts = _drafts(recipe, pair, target)
+    free_memory()  # of their weights as they were read
     with Journal(folder / "report" / JOURNAL) as journal:
         report = measure(
             target,
-            _drafts(recipe, pair, target),
+            drafts,
             prompts.evaluation,
             prompts.tuning,
             Decoding(

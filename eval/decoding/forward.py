@@ -270,7 +270,8 @@ class LeanDecoder:
 
     def _scale(self, norm: Any) -> Tensor:
         weight: Tensor = norm.weight.detach()
-        return weight.to(self.dtype)
+        # a copy: one tensor of a mapped file would keep in memory all that was read of it
+        return weight.to(self.dtype, copy=True)
 
     def own_bytes(self) -> int:
         tied = self.head.weight is self.embedding

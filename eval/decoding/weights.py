@@ -22,9 +22,14 @@ from eval.decoding import cpu_bits
 
 INT8_ROWS = 16  # for more rows than this, unpacking an int8 weight first is faster
 
-PIECE = 2**20  # values of a weight converted to fp32 at once: few enough for a core's cache
+PIECE = 2**20  # values of a weight converted at once: few enough for a core's cache
 
 _MADV_DONTNEED = 4  # Linux' mman.h
+
+
+def _pieces(weight: Tensor) -> Sequence[Tensor]:
+    """A weight [N, K], a few rows at a time."""
+    return weight.split(max(1, PIECE // weight.shape[1]))
 
 
 class Int8Weight(NamedTuple):
@@ -34,12 +39,15 @@ class Int8Weight(NamedTuple):
     scales: Tensor
 
     @classmethod
-    def of(cls, weight: Tensor) -> Int8Weight:
-        """Each row rounded to 255 levels up to its largest value."""
-        largest = weight.abs().amax(1).clamp_min(torch.finfo(weight.dtype).tiny)
-        scales = (largest / 127).to(weight.dtype)
-        values = (weight.float() / scales[:, None].float()).round_().clamp_(-127, 127)
-        return cls(values.to(torch.int8), scales)
+    def of(cls, *weights: Tensor) -> Int8Weight:
+        """Weights one below the other, each row rounded to 255 levels up to its largest value."""
+        values, scales = [], []
+        for rows in (rows for weight in weights for rows in _pieces(weight)):
+            largest = rows.abs().amax(1).clamp_min(torch.finfo(rows.dtype).tiny)
+            scales.append((largest / 127).to(rows.dtype))
+            rounded = (rows.float() / scales[-1][:, None].float()).round_()
+            values.append(rounded.clamp_(-127, 127).to(torch.int8))
+        return cls(torch.cat(values), torch.cat(scales))
 
 
 class Product(NamedTuple):
@@ -54,7 +62,7 @@ class Product(NamedTuple):
         biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
         weight: Tensor | Int8Weight
         if int8:
-            weight = Int8Weight.of(torch.cat([part.weight.detach() for part in parts]))
+            weight = Int8Weight.of(*(part.weight.detach() for part in parts))
         else:
             weight = fused(parts)
         return cls(weight, torch.cat(biases) if biases else None)
@@ -124,8 +132,7 @@ def _unload(weights: Sequence[Tensor]) -> None:
 
 def fp32_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear in fp32 of a weight [N, K] in fewer bits, converted a few rows at a time."""
-    rows = max(1, PIECE // weight.shape[1])
-    y = torch.cat([F.linear(x, piece.float()) for piece in weight.split(rows)], -1)
+    y = torch.cat([F.linear(x, rows.float()) for rows in _pieces(weight)], -1)
     return y if bias is None else y + bias.float()
 
 

@@ -1,6 +1,7 @@
 """The decoders against transformers: the same weights, one plain forward over the whole text."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -250,9 +251,10 @@ def test_what_a_decoder_cannot_do_is_said():
 def storages(model, decoder=None):
     """Bytes of each piece of memory that holds weights of the model or the decoder, by address."""
     held = [*model.parameters()]
-    for product in (p for layer in decoder.layers for p in layer) if decoder else ():
-        held.append(getattr(product, "weight", product))
-    found = [t.untyped_storage() for t in held if t is not None]
+    for part in (part for layer in decoder.layers for part in layer) if decoder else ():
+        if isinstance(part, weights.Product):
+            held.append(part.weight)
+    found = [t.untyped_storage() for t in held]
     return {storage.data_ptr(): storage.nbytes() for storage in found}
 
 
@@ -307,6 +309,16 @@ def test_weights_of_a_mapped_file_are_let_go_once_fused(tmp_path):
     fused = sum(2 * weight.nbytes for weight in old)
     assert before - resident() > 0.9 * fused  # all but the pages that their neighbours share
     assert all(map(torch.equal, old, want))  # who still reads them reads the file again
+    # in eight bits nothing of the file is needed but the embedding, which may be another's
+    again = LlamaForCausalLM.from_pretrained(tmp_path)
+    decoder = build_decoder(
+        again, CONTEXT, again.model.embed_tokens.weight.detach().clone(), int8=True
+    )
+    mapped = resident()
+    del again, model, old, parameter
+    gc.collect()
+    assert mapped > resident() == 0
+    assert decoder.own_bytes() > 0
 
 
 class ProductSizes(TorchFunctionMode):
