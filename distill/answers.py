@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from align.sources import resolve_checkpoint
 from distill.answer_cache import AnswerCache, CachedAnswer
+from distill.models import TargetOfRun
 from distill.recipe import Recipe
 from eval.decoding.generation import generate_batched
 from eval.decoding.target import Target
@@ -22,7 +23,9 @@ from eval.decoding.verification import Sampling
 ANSWERS_PER_SHARD = 64  # at most so many answers are lost to a kill
 
 
-def answer_prompts(recipe: Recipe, prompts: list[list[int]], target: Target) -> list[CachedAnswer]:
+def answer_prompts(
+    recipe: Recipe, prompts: list[list[int]], target: Target | TargetOfRun
+) -> list[CachedAnswer]:
     """The target's answers to `prompts` (token ids), kept in `answers/`; those there are read.
 
     Raises CacheError for answers of another target, and ValueError when not one answer has a token
@@ -37,24 +40,29 @@ def answer_prompts(recipe: Recipe, prompts: list[list[int]], target: Target) -> 
         "prompts": [len(prompts), hash_prompts(prompts)],
         "seed": recipe.seed,
     }
-    cache = AnswerCache(recipe.folder / "answers", parts, target.decoder.embedding.shape[0])
+    cache = AnswerCache(recipe.folder / "answers", parts, target.vocab_size)
     done = {answer.index for answer in cache}
     left = [i for i in range(len(prompts)) if i not in done]
     bar = tqdm(
         total=len(prompts), initial=len(done), desc="target answers", unit="answer", file=sys.stderr
     )
     pending: list[CachedAnswer] = []
-    for answer in generate_batched(
-        target.decoder,
-        [prompts[i] for i in left],
-        recipe.answer_max_new_tokens,
-        target.stops,
-        Sampling(recipe.answer_temperature),
-        recipe.answer_batch_size,
-        # each attempt draws with its own seed, else a resumed run would repeat the first's draws
-        recipe.seed + 1_000_003 * len(done),
-        capture=lambda logits: top_logprobs(logits, recipe.cache_top_k),
-    ):
+    made = (
+        iter(())
+        if not left
+        else generate_batched(
+            target.decoder,
+            [prompts[i] for i in left],
+            recipe.answer_max_new_tokens,
+            target.stops,
+            Sampling(recipe.answer_temperature),
+            recipe.answer_batch_size,
+            # each attempt draws with its own seed, else a resumed run would repeat draws
+            recipe.seed + 1_000_003 * len(done),
+            capture=lambda logits: top_logprobs(logits, recipe.cache_top_k),
+        )
+    )
+    for answer in made:
         ids, logprobs = zip(*answer.captured, strict=True)
         pending.append(
             CachedAnswer(
@@ -101,7 +109,7 @@ def hash_prompts(prompts: list[list[int]]) -> str:
     return digest.hexdigest()
 
 
-def _what_decides_p(recipe: Recipe, target: Target) -> dict[str, Any]:
+def _what_decides_p(recipe: Recipe, target: Target | TargetOfRun) -> dict[str, Any]:
     """Hashes of weights, tokenizer and chat template, and the dtype."""
     folder = resolve_checkpoint(recipe.target)
     weights = hashlib.sha256()

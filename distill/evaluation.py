@@ -6,7 +6,7 @@ import json
 
 from align.atomic import atomic_file
 from distill.models import Pair
-from distill.prepare import PreparedDraft
+from distill.prepare import lost_mass_of
 from distill.prompts import Prompts
 from distill.publish import write_card
 from distill.recipe import Recipe
@@ -22,12 +22,10 @@ from eval.measuring.journal import JOURNAL, Journal
 from eval.reporting.report import Report, write_report
 
 
-def evaluate(
-    recipe: Recipe, pair: Pair, prompts: Prompts, target: Target, prepared: PreparedDraft
-) -> Report:
+def evaluate(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> Report:
     """The report, written to `report/`, with `provenance.json` and the draft's model card."""
     folder = recipe.folder
-    made_by = provenance(recipe, prompts, prepared.lost_mass)
+    made_by = provenance(recipe, prompts, lost_mass_of(recipe))
     with Journal(folder / "report" / JOURNAL) as journal:
         report = measure(
             target,

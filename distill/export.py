@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from align.atomic import atomic_folder
 from distill.answer_cache import CachedAnswer
 from distill.models import Pair
-from distill.prepare import PreparedDraft, until
+from distill.prepare import HEAD_ROWS, PreparedDraft, until
 from distill.recipe import Recipe
 from eval.decoding.drafters.pruned import save_compact
-from eval.decoding.target import Target
+from eval.decoding.forward import input_embedding
 
 SUPPRESSION = (0.0, 5.0, 10.0, 20.0, 40.0, 80.0)  # logits below the fitted ones, tried in order
 CALIBRATION_TOKENS = 4_000
@@ -26,7 +25,6 @@ CALIBRATION_TOKENS = 4_000
 def export_draft(
     recipe: Recipe,
     pair: Pair,
-    target: Target | None,
     prepared: PreparedDraft,
     tuned: PreTrainedModel,
     answers: Sequence[CachedAnswer],
@@ -36,13 +34,13 @@ def export_draft(
     full = tuned.to(dtype)
     if prepared.token_ids is not None:
         assert prepared.full_head is not None
-        full = full_vocabulary(tuned, prepared.token_ids, prepared.full_head, answers).to(dtype)
+        full = full_vocabulary(tuned, prepared.token_ids, prepared.full_head, answers)
     with atomic_folder(recipe.folder / "draft") as partial:
         full.save_pretrained(partial)
         pair.load_tokenizer().save_pretrained(partial)
         if recipe.draft is None:
-            assert target is not None
-            embedding = target.decoder.embedding
+            # frozen: through training in fp32 and back it is the target's, bit for bit
+            embedding = input_embedding(tuned)
             save_compact(partial / "compact", tuned, prepared.token_ids, embedding)
 
 
@@ -51,7 +49,7 @@ def full_vocabulary(
     tuned: PreTrainedModel,
     token_ids: Tensor,
     full_head: Tensor,
-    answers: Sequence[CachedAnswer],
+    answers: Iterable[CachedAnswer],
 ) -> PreTrainedModel:
     """The tuned draft under a head over the target's whole vocabulary, for engines that need one.
 
@@ -67,15 +65,18 @@ def full_vocabulary(
         hidden = tuned.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
         states.append(hidden[0, len(answer.prompt_ids) - 1 :].float())
     h = torch.cat(states)
+    full_head = full_head.to(h.device)
     trimmed = torch.ones(len(full_head), dtype=torch.bool, device=h.device)
     trimmed[token_ids] = False
     lower = torch.linalg.lstsq(h.double(), -torch.ones(len(h), 1).double().to(h.device)).solution
-    tuned_rows = tuned.get_output_embeddings().weight.float()
-    best = (h @ tuned_rows.T).amax(-1)
-    outside = full_head[trimmed].float()
-    for strength in tqdm(SUPPRESSION, desc="full vocabulary", leave=False):
-        rows = outside + strength * lower.T.float()
-        kept = float(((h @ rows.T).amax(-1) < best).float().mean())
+    tuned_rows = tuned.get_output_embeddings().weight
+    best = (h @ tuned_rows.float().T).amax(-1)
+    # lowered, all trimmed rows lose the same at a position: the best of them stays the best
+    pieces = trimmed.nonzero()[:, 0].split(HEAD_ROWS)
+    rival = torch.stack([(h @ full_head[rows].float().T).amax(-1) for rows in pieces]).amax(0)
+    loss = (h @ lower.float())[:, 0]
+    for strength in SUPPRESSION:
+        kept = float((rival + strength * loss < best).float().mean())
         if kept >= 0.999:
             break
     else:
@@ -84,9 +85,12 @@ def full_vocabulary(
             f"{1 - kept:.1%} of positions; expect that much less alpha from it.",
             stacklevel=2,
         )
-    head = torch.empty_like(full_head, dtype=torch.float32)
-    head[trimmed], head[token_ids] = rows, tuned_rows
-    model = copy.deepcopy(tuned)
+    head = torch.empty_like(full_head, dtype=tuned_rows.dtype)
+    for rows in pieces:
+        head[rows] = (full_head[rows].float() + strength * lower.T.float()).to(head.dtype)
+    head[token_ids] = tuned_rows
+    # a model of its own on the same weights
+    model = copy.deepcopy(tuned, {id(weight): weight for weight in tuned.parameters()})
     model.lm_head = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")
     model.lm_head.weight = nn.Parameter(head)
     model.config.vocab_size = head.shape[0]

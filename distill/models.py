@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import platform
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from align.check import Strategy, Verdict, choose_strategy, compare
 from align.checks import VOCAB_MAP
-from align.sources import load_model, load_tokenizer
+from align.sources import load_model, load_tokenizer, resolve_checkpoint
 from align.token_bytes import tokens_of
 from align.transplant import transplant
 from align.trim import byte_units, choose_tokens
@@ -20,6 +25,7 @@ from align.vocab_map import Retokenizer, VocabMap, build_map, load_map
 from align.vocabulary import Vocabulary, read_vocabulary
 from distill.prompts import Prompts
 from distill.recipe import Recipe
+from eval.decoding.forward import Decoder
 from eval.decoding.target import Target
 from eval.decoding.target import load_target as load_any_target
 from eval.measuring.evaluation import context_length
@@ -41,6 +47,11 @@ class Pair:
     vocab_map: VocabMap | None
 
     @property
+    def vocab_size(self) -> int:
+        """Rows of the target's embedding."""
+        return self.target.rows
+
+    @property
     def retokenizer(self) -> Retokenizer | None:
         """How a draft in ids of its own reads the target's."""
         if self.strategy != "intersection":
@@ -56,6 +67,16 @@ class Pair:
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """What the draft's ids mean: the target's tokenizer, but for a draft that drafts by map."""
         return load_tokenizer((self.draft if self.retokenizer else self.target).spec)
+
+    def target_embedding(self, dtype: torch.dtype) -> Tensor:
+        """The target's input embedding [V, H], read from its file alone, on the CPU."""
+        for path in sorted(resolve_checkpoint(self.target.spec).glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                names = [n for n in file.keys() if n.endswith("embed_tokens.weight")]  # noqa: SIM118
+                if names:
+                    embedding: Tensor = file.get_tensor(names[0])
+                    return embedding.to(dtype)
+        raise AssertionError(f"{self.target.spec}: all families of PRUNABLE have this tensor")
 
     def trained_rows(self, vocab_size: int, token_ids: Tensor | None) -> Tensor | None:
         """Row of the draft's head for each target id [V], -1 where it has none; None if equal.
@@ -122,6 +143,45 @@ def forced_tokens(target: Vocabulary) -> set[int]:
     """Ids that a trimmed head always keeps: stops, special tokens, the byte units."""
     tokenizer = load_tokenizer(target.spec)
     return {*target.all_stops, *tokenizer.all_special_ids, *byte_units(tokens_of(tokenizer))}
+
+
+class TargetOfRun:
+    """The target of a run: known from its files, its weights loaded when they are first needed."""
+
+    def __init__(self, recipe: Recipe, pair: Pair, prompts: Prompts) -> None:
+        self.recipe, self.prompts = recipe, prompts
+        self.vocab_size = pair.vocab_size
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self.recipe.target)
+
+    @cached_property
+    def loaded(self) -> Target:
+        return load_target(self.recipe, self.prompts)
+
+    @property
+    def decoder(self) -> Decoder:
+        return self.loaded.decoder
+
+    @property
+    def stops(self) -> frozenset[int]:
+        return self.loaded.stops
+
+    def release(self) -> None:
+        """Let go of the weights; who needs them next loads them again."""
+        self.__dict__.pop("loaded", None)
+        free_memory()
+
+
+def free_memory() -> None:
+    """Give back what only garbage refers to, and what glibc keeps of what has died.
+
+    For between two stages: within one, what dies is soon asked for again (align/process.py).
+    """
+    gc.collect()
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def load_target(recipe: Recipe, prompts: Prompts) -> Target:

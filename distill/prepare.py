@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -22,13 +22,14 @@ from align.atomic import atomic_file
 from align.sources import read_json
 from align.trim import choose_tokens, coverage_curve, lost_mass
 from distill.answer_cache import CachedAnswer
-from distill.models import Pair, forced_tokens, load_sibling
+from distill.models import Pair, TargetOfRun, forced_tokens, load_sibling
 from distill.recipe import Recipe
 from eval.decoding.drafters.pruned import load_compact, save_compact
 from eval.decoding.forward import input_embedding
-from eval.decoding.target import Target
 
 FIT_RIDGE = 1e-4  # relative to the mean diagonal: only keeps the solve well conditioned
+PREPARED = "prepared.json"
+HEAD_ROWS = 4096  # of a head are in fp32 at once
 
 
 @dataclass
@@ -37,7 +38,7 @@ class PreparedDraft:
 
     token_ids: target id of each head row [K], None when the head covers the whole vocabulary.
     full_head: the fitted head over all of V [V, H] that `token_ids` was cut from; None for a
-    sibling, and in a finished run, which needs it no more.
+    sibling.
     lost_mass: share of the target's mass that the head cannot draft.
     """
 
@@ -48,19 +49,21 @@ class PreparedDraft:
 
 
 def prepare_draft(
-    recipe: Recipe, pair: Pair, target: Target | None, answers: Sequence[CachedAnswer]
+    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Sequence[CachedAnswer]
 ) -> PreparedDraft:
-    """The untuned draft: the sibling as it is, or `prepared/` from the pruned target."""
+    """The untuned draft: the sibling as it is, or `prepared/` from the pruned target.
+
+    The target is loaded only where `prepared/` is not there yet.
+    """
     if recipe.draft is not None:
-        model = load_sibling(recipe.draft, pair, pair.target.rows)
+        model = load_sibling(recipe.draft, pair, pair.vocab_size)
         return PreparedDraft(model, None, None, 0.0)
-    assert target is not None
-    embedding = target.decoder.embedding
     folder = recipe.folder / "prepared"
-    about, head = folder / "prepared.json", folder / "full_head.safetensors"
-    if not about.exists() or not (head.exists() or (recipe.folder / "draft").exists()):
+    about, head = folder / PREPARED, folder / "full_head.safetensors"
+    embedding = pair.target_embedding(getattr(torch, recipe.dtype))
+    if not (about.exists() and head.exists()):
         made = prune_and_fit(
-            target.model,
+            target.loaded.model,
             answers,
             recipe.num_draft_layers,
             recipe.fit_tokens,
@@ -70,19 +73,26 @@ def prepare_draft(
         assert made.full_head is not None
         save_compact(folder, made.model, made.token_ids, embedding)
         with atomic_file(head, "wb") as file:
-            file.write(save({"full_head": made.full_head}))
+            save_file({"full_head": made.full_head}, file.name)
         with atomic_file(about) as file:
             json.dump({"lost_mass": made.lost_mass}, file)
+        del made  # from here on it is read from the files, a page at a time
     model, token_ids = load_compact(folder, embedding)
-    lost = read_json(about)["lost_mass"]
+    lost = lost_mass_of(recipe)
     print(f"draft: {recipe.num_draft_layers} layers, trimmed head loses {lost:.2%} of p's mass")
-    full_head = load_file(head)["full_head"] if head.exists() else None
-    return PreparedDraft(model, token_ids, full_head, lost)
+    return PreparedDraft(model, token_ids, load_file(head)["full_head"], lost)
+
+
+def lost_mass_of(recipe: Recipe) -> float:
+    """Share of the target's mass that the head of the run's prepared draft cannot draft."""
+    if recipe.draft is not None:
+        return 0.0
+    return float(read_json(recipe.folder / "prepared" / PREPARED)["lost_mass"])
 
 
 def print_coverage(pair: Pair, answers: Sequence[CachedAnswer]) -> None:
     """What share of the target's mass on the answers trimmed heads of each size would lose."""
-    mass = domain_mass(answers, pair.target.rows)
+    mass = domain_mass(answers, pair.vocab_size)
     print("draft_vocab_size  lost mass")
     for size, lost in coverage_curve(mass, forced_tokens(pair.target)):
         print(f"{size:>16}  {lost:.3%}")
@@ -117,9 +127,11 @@ def prune_and_fit(
             "TOK-012: the target's head has a bias, which a refitted or trimmed head would lack; "
             "name a sibling with --draft."
         )
-    projection = _fit_projection(target, answers, num_layers, fit_tokens)
+    projection = _fit_projection(target, answers, num_layers, fit_tokens).to(target.device)
     target_head = target.get_output_embeddings().weight
-    full_head = (target_head.float() @ projection).to(target_head.dtype)
+    full_head = torch.cat(
+        [(rows.float() @ projection).to(rows.dtype) for rows in target_head.split(HEAD_ROWS)]
+    )
     mass = domain_mass(answers, target_head.shape[0])
     token_ids = None if head_size is None else choose_tokens(mass, head_size, forced_tokens)
     head = full_head if token_ids is None else full_head[token_ids]
@@ -193,7 +205,7 @@ def _fit_projection(
     return torch.linalg.solve(gram + ridge, cross).T.float()
 
 
-def until(answers: Sequence[CachedAnswer], tokens: int) -> Iterator[CachedAnswer]:
+def until(answers: Iterable[CachedAnswer], tokens: int) -> Iterator[CachedAnswer]:
     """The first answers, as many as hold so many response tokens."""
     for answer in answers:
         if tokens <= 0:

@@ -9,7 +9,7 @@ from typing import Any
 from align.atomic import atomic_file
 from align.sources import read_json
 from distill.models import Pair
-from distill.prepare import PreparedDraft
+from distill.prepare import lost_mass_of
 from distill.prompts import Prompts
 from distill.publish import write_card
 from distill.recipe import Recipe
@@ -22,9 +22,7 @@ from eval.reporting.report import Report, write_report
 USUAL_GAMMA = 3  # where the recipe fixes none: a server is not asked what it would cost
 
 
-def evaluate_served(
-    recipe: Recipe, pair: Pair, prompts: Prompts, prepared: PreparedDraft
-) -> Report | None:
+def evaluate_served(recipe: Recipe, pair: Pair, prompts: Prompts) -> Report | None:
     """The report of `speculative_url` against `answer_url`, with provenance and model card.
 
     None where no speculative server is named: then the draft is all there is, and how to serve it
@@ -32,7 +30,7 @@ def evaluate_served(
     what was measured by then is in the report.
     """
     folder = recipe.folder
-    made_by = provenance(recipe, prompts, prepared.lost_mass)
+    made_by = provenance(recipe, prompts, lost_mass_of(recipe))
     with atomic_file(folder / "provenance.json") as file:
         json.dump(made_by, file, indent=2)
     served = read_json(folder / "answers" / "key.json")["served model"]

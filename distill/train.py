@@ -8,6 +8,7 @@ Run again after an interruption, the same command goes on where it stopped.
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if not __package__:
@@ -17,13 +18,14 @@ from accelerate import PartialState
 
 from align.atomic import DiskFullError
 from align.process import use_machine
+from distill.answer_cache import CachedAnswer
 from distill.answers import answer_prompts
 from distill.dry_run import price_run
 from distill.evaluation import evaluate
 from distill.export import export_draft
-from distill.models import Pair, check_models, load_target
+from distill.models import Pair, TargetOfRun, check_models, free_memory
 from distill.prepare import prepare_draft, print_coverage
-from distill.prompts import Prompts, collect_prompts
+from distill.prompts import collect_prompts
 from distill.recipe import Recipe, help_text, load_recipe
 from distill.run_folder import claim_folder, delete_training_state, refuse_another_run
 from distill.served_evaluation import evaluate_served
@@ -40,56 +42,49 @@ def run(recipe: Recipe) -> int:
     refuse_another_run(recipe)
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
-    if recipe.answers == "server":
-        return run_served(recipe, pair, prompts)
-    target = load_target(recipe, prompts)
-    if recipe.dry_run:
-        return price_run(recipe, pair, prompts, target)
-    claim_folder(recipe, pair, prompts)
-    # one process answers and prepares, the others wait and read what it left on disk
-    with PartialState().main_process_first():
-        answers = answer_prompts(recipe, prompts.training.ids, target)
-        if recipe.coverage_curve:
-            print_coverage(pair, answers)
-            return 0
-        prepared = prepare_draft(recipe, pair, target, answers)
-    if not (recipe.folder / "draft").exists():
-        tuned = distil_draft(recipe, pair, prepared, answers)
-        if PartialState().is_main_process:
-            export_draft(recipe, pair, target, prepared, tuned, answers)
-    if PartialState().is_main_process:
-        print_summary(evaluate(recipe, pair, prompts, target, prepared))
-        delete_training_state(recipe.folder)
-        print(f"\nDraft: {recipe.folder / 'draft'}")
-        print(f"Report: {recipe.folder / 'report' / 'report.html'}")
-    return 0
-
-
-def run_served(recipe: Recipe, pair: Pair, prompts: Prompts) -> int:
-    """The same with the target behind a server: its weights are never loaded."""
-    served = ServedTarget(recipe, pair.target, prompts)
-    if PartialState().is_main_process:
+    target = TargetOfRun(recipe, pair, prompts)  # behind a server it is never loaded
+    served = ServedTarget(recipe, pair.target, prompts) if recipe.answers == "server" else None
+    if served is not None and PartialState().is_main_process:
         served.check()
     if recipe.dry_run:
-        return served.describe()
+        return served.describe() if served else price_run(recipe, pair, prompts, target.loaded)
     claim_folder(recipe, pair, prompts)
-    answers = served.answers()
+    # one process answers, the others wait and read what it left on disk
+    with PartialState().main_process_first():
+        answers = (
+            served.answers() if served else answer_prompts(recipe, prompts.training.ids, target)
+        )
     if recipe.coverage_curve:
         print_coverage(pair, answers)
         return 0
-    prepared = prepare_draft(recipe, pair, None, answers)
     if not (recipe.folder / "draft").exists():
-        tuned = distil_draft(recipe, pair, prepared, answers)
-        if PartialState().is_main_process:
-            export_draft(recipe, pair, None, prepared, tuned, answers)
+        make_draft(recipe, pair, target, answers)
+        free_memory()
     if PartialState().is_main_process:
-        report = evaluate_served(recipe, pair, prompts, prepared)
+        if served is not None:
+            report = evaluate_served(recipe, pair, prompts)
+        else:
+            report = evaluate(recipe, pair, prompts, target.loaded)
+        if report is not None:
+            print_summary(report)
         delete_training_state(recipe.folder)
         print(f"\nDraft: {recipe.folder / 'draft'}")
         if report is not None:
-            print_summary(report)
             print(f"Report: {recipe.folder / 'report' / 'report.html'}")
     return 0
+
+
+def make_draft(
+    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Sequence[CachedAnswer]
+) -> None:
+    """`draft/`: prepared, distilled, exported. The target is not in memory while it is trained."""
+    with PartialState().main_process_first():
+        prepared = prepare_draft(recipe, pair, target, answers)
+    target.release()
+    tuned = distil_draft(recipe, pair, prepared, answers)
+    free_memory()  # of the trainer and the optimiser
+    if PartialState().is_main_process:
+        export_draft(recipe, pair, prepared, tuned, answers)
 
 
 def main(argv: list[str]) -> int:

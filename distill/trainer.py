@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -284,13 +284,13 @@ def distil_draft(
     recipe: Recipe,
     pair: Pair,
     prepared: PreparedDraft,
-    answers: Sequence[CachedAnswer],
+    answers: Iterable[CachedAnswer],
 ) -> PreTrainedModel:
     """The draft in fp32 after training on the answers."""
     trainer = build_trainer(
         prepared.model,
         answers,
-        pair.trained_rows(pair.target.rows, prepared.token_ids),
+        pair.trained_rows(pair.vocab_size, prepared.token_ids),
         pair.load_tokenizer(),
         recipe,
         pair.retokenizer,

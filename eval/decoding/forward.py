@@ -10,16 +10,18 @@ slots beyond it are masked and then overwritten.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from eval.decoding import cpu_bits
+from eval.decoding.weights import Fp32Product, Product, in_fp32
 
 # Families whose blocks are RMSNorm, rotary attention with grouped keys, SwiGLU, and nothing else.
 LEAN_FAMILIES = ("llama", "qwen2", "qwen3")
@@ -29,7 +31,6 @@ TABULATED_ROPE = ("default", "linear", "llama3", "yarn")
 BATCHED_ROWS = 8  # from so many rows on, attention is two batched products on a CPU
 
 INT8_TERMS = 16  # torch's kernel reads the terms of a product sixteen at a time, past the end too
-INT8_ROWS = 16  # for more rows than this, unpacking an int8 weight first is faster
 
 
 @dataclass
@@ -58,23 +59,33 @@ class KVCache:
 
     def row(self, row: int) -> KVCache:
         """That row as a cache of its own, in the same memory."""
-        return self._each(lambda tensor: tensor[row : row + 1])
+        keys, values = ([t[row : row + 1] for t in held] for held in (self.keys, self.values))
+        return KVCache(keys, values)
 
     def resized(self, slots: int) -> KVCache:
-        """A copy with that many slots, its first ones those of this cache."""
-        return self._each(lambda tensor: F.pad(tensor, (0, 0, 0, slots - self.slots)))
+        """This cache, from now on with that many slots, the first ones as they were."""
+        more = slots - self.slots
+        return self._each(lambda tensor: F.pad(tensor, (0, 0, 0, more)))
 
     def keep_rows(self, rows: Tensor) -> KVCache:
-        """A cache with only the given rows (indices [B']), in that order."""
+        """This cache, from now on with only the given rows (indices [B']), in that order."""
         return self._each(lambda tensor: tensor[rows])
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> KVCache:
-        return KVCache([change(k) for k in self.keys], [change(v) for v in self.values])
+        """Its tensors replaced one by one, so that no second cache is ever in memory."""
+        for held in (self.keys, self.values):
+            for layer in range(len(held)):
+                held[layer] = change(held[layer])
+        return self
 
 
-def _empty_cache(layers: int, shape: tuple[int, ...], like: Tensor) -> KVCache:
+def _empty_cache(
+    layers: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> KVCache:
     # zeros, not empty: a masked slot still enters a product, and 0 * nan is nan
-    keys, values = ([like.new_zeros(shape) for _ in range(layers)] for _ in range(2))
+    keys, values = (
+        [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)] for _ in range(2)
+    )
     return KVCache(keys, values)
 
 
@@ -143,13 +154,16 @@ def build_decoder(
     context_length: int,
     embedding: Tensor | None = None,
     int8: bool = False,
+    fp32: bool = False,
 ) -> Decoder:
     """The fastest decoder this model can have; the model itself may be dropped afterwards.
 
+    No weight is copied: the decoder reads the model's own, of which those it fuses become views.
     context_length: positions a row will ever have (prompt and answer). embedding: a tensor equal to
     the model's input embedding, shared instead of the model's own (a pruned draft reads its
-    target's). int8: the layers and the head in eight bits where the lean decoder has kernels for
-    their shapes; other logits than the model's, so for drafts only.
+    target's). int8: the layers and the head copied in eight bits where the lean decoder has kernels
+    for their shapes; other logits than the model's, so for drafts only. fp32: computes in fp32, the
+    model's weights converted a piece at a time as they are used.
     """
     config = model.config.get_text_config()
     limit = config.max_position_embeddings
@@ -159,8 +173,8 @@ def build_decoder(
             f"{limit} positions; shorten max_new_tokens or the prompts."
         )
     if _is_lean(model):
-        return LeanDecoder(model, context_length, embedding, int8 and _fits_int8(model))
-    return StockDecoder(model, context_length)
+        return LeanDecoder(model, context_length, embedding, int8 and _fits_int8(model), fp32)
+    return StockDecoder(model, context_length, fp32)
 
 
 def _is_lean(model: PreTrainedModel) -> bool:
@@ -181,57 +195,15 @@ def _fits_int8(model: PreTrainedModel) -> bool:
     return all(k % INT8_TERMS == 0 for k in (config.hidden_size, heads, config.intermediate_size))
 
 
-class Int8Weight(NamedTuple):
-    """A weight [N, K] in eight bits: values int8 [N, K], and the unit of each row, scales [N]."""
-
-    values: Tensor
-    scales: Tensor
-
-    @classmethod
-    def of(cls, weight: Tensor) -> Int8Weight:
-        """Each row rounded to 255 levels up to its largest value."""
-        largest = weight.abs().amax(1).clamp_min(torch.finfo(weight.dtype).tiny)
-        scales = (largest / 127).to(weight.dtype)
-        values = (weight.float() / scales[:, None].float()).round().clamp(-127, 127)
-        return cls(values.to(torch.int8), scales)
-
-
-Weight = Tensor | Int8Weight
-
-
-class _Linear(NamedTuple):
-    """One product, of several of a model's where they read the same input."""
-
-    weight: Weight
-    bias: Tensor | None
-
-    @classmethod
-    def of(cls, int8: bool, *parts: nn.Linear) -> _Linear:
-        weights = [part.weight.detach() for part in parts]
-        weight = weights[0] if len(parts) == 1 else torch.cat(weights)  # one alone is not copied
-        biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
-        return cls(Int8Weight.of(weight) if int8 else weight, torch.cat(biases) if biases else None)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """F.linear of [B, T, K]. Eight bits, which only a draft has, promise no equal bits."""
-        if isinstance(self.weight, Tensor):
-            return cpu_bits.linear(x, self.weight, self.bias)
-        values, scales = self.weight
-        if x.shape[0] * x.shape[1] > INT8_ROWS:
-            return F.linear(x, values.to(x.dtype) * scales[:, None], self.bias)
-        y = torch._weight_int8pack_mm(x.flatten(0, 1), values, scales).view(*x.shape[:2], -1)
-        return y if self.bias is None else y + self.bias
-
-
 class _Layer(NamedTuple):
     input_norm: Tensor
-    qkv: _Linear
+    qkv: Product
     query_norm: Tensor | None  # only Qwen3 has them
     key_norm: Tensor | None
-    output: _Linear
+    output: Product
     post_norm: Tensor
-    gate_up: _Linear
-    down: _Linear
+    gate_up: Product
+    down: Product
 
 
 def _bytes(held: Any) -> int:
@@ -254,12 +226,15 @@ class LeanDecoder:
         context_length: int,
         embedding: Tensor | None = None,
         int8: bool = False,
+        fp32: bool = False,
     ) -> None:
         config: Any = model.config
         body: Any = model.model
         self.context_length = context_length
         self.embedding = body.embed_tokens.weight.detach() if embedding is None else embedding
-        self.device, self.dtype = self.embedding.device, self.embedding.dtype
+        self.device = self.embedding.device
+        self.dtype = torch.float32 if fp32 else self.embedding.dtype
+        product = Product if self.dtype == self.embedding.dtype else Fp32Product
         self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
         self.group = self.heads // self.key_heads
         self.eps = config.rms_norm_eps
@@ -268,29 +243,34 @@ class LeanDecoder:
             attention, mlp = layer.self_attn, layer.mlp
             self.head_size = attention.head_dim
             norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-            query_norm, key_norm = (None if n is None else n.weight.detach() for n in norms)
+            query_norm, key_norm = (None if n is None else self._scale(n) for n in norms)
+            qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
             self.layers.append(
                 _Layer(
-                    layer.input_layernorm.weight.detach(),
-                    _Linear.of(int8, attention.q_proj, attention.k_proj, attention.v_proj),
+                    self._scale(layer.input_layernorm),
+                    product.of(*qkv, int8=int8),
                     query_norm,
                     key_norm,
-                    _Linear.of(int8, attention.o_proj),
-                    layer.post_attention_layernorm.weight.detach(),
-                    _Linear.of(int8, mlp.gate_proj, mlp.up_proj),
-                    _Linear.of(int8, mlp.down_proj),
+                    product.of(attention.o_proj, int8=int8),
+                    self._scale(layer.post_attention_layernorm),
+                    product.of(mlp.gate_proj, mlp.up_proj, int8=int8),
+                    product.of(mlp.down_proj, int8=int8),
                 )
             )
-        self.final_norm = body.norm.weight.detach()
+        self.final_norm = self._scale(body.norm)
         head = model.get_output_embeddings()
         tied = head.weight is body.embed_tokens.weight and not int8
-        self.head = _Linear(self.embedding, head.bias) if tied else _Linear.of(int8, head)
+        self.head = product(self.embedding, head.bias) if tied else product.of(head, int8=int8)
         positions = torch.arange(context_length, device=self.device)[None]
-        cos, sin = body.rotary_emb(self.embedding[:1, :1], positions)
+        cos, sin = body.rotary_emb(self.embedding[:1, :1].to(self.dtype), positions)
         half = self.head_size // 2
         # rotate_half(x) * sin == roll(x) * signed sin: one copy less for every layer
         self.cos = cos[0]
         self.sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+
+    def _scale(self, norm: Any) -> Tensor:
+        weight: Tensor = norm.weight.detach()
+        return weight.to(self.dtype)
 
     def own_bytes(self) -> int:
         tied = self.head.weight is self.embedding
@@ -298,7 +278,7 @@ class LeanDecoder:
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
         shape = (rows, self.key_heads, cpu_bits.whole_blocks(slots), self.head_size)
-        return _empty_cache(len(self.layers), shape, self.embedding)
+        return _empty_cache(len(self.layers), shape, self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(
@@ -318,7 +298,7 @@ class LeanDecoder:
             row_index = torch.arange(rows, device=self.device)[:, None]
         attend = self._attention(rows, width, start, cache.slots)
 
-        x = F.embedding(tokens, self.embedding)
+        x = F.embedding(tokens, self.embedding).to(self.dtype)
         size = (x.shape[-1],)
         turned = self.heads + self.key_heads
         for number, (layer, keys, values) in enumerate(
@@ -450,7 +430,7 @@ class _SlotLayer(CacheLayerMixin):
 class StockDecoder:
     """Any causal LM of transformers behind the same interface, computed by its own modules."""
 
-    def __init__(self, model: PreTrainedModel, context_length: int) -> None:
+    def __init__(self, model: PreTrainedModel, context_length: int, fp32: bool = False) -> None:
         config: Any = model.config.get_text_config()
         kinds = getattr(config, "layer_types", None) or []
         if any("linear" in kind or "mamba" in kind for kind in kinds):
@@ -468,7 +448,8 @@ class StockDecoder:
             )
         self.model, self.config = model, config
         self.embedding = input_embedding(model)
-        self.device, self.dtype = self.embedding.device, self.embedding.dtype
+        self.device = self.embedding.device
+        self.dtype = torch.float32 if fp32 else self.embedding.dtype
         self.context_length = context_length
 
     def own_bytes(self) -> int:
@@ -481,7 +462,7 @@ class StockDecoder:
             config.hidden_size // config.num_attention_heads
         )
         shape = (rows, config.num_key_value_heads, slots, head_size)
-        return _empty_cache(config.num_hidden_layers, shape, self.embedding)
+        return _empty_cache(config.num_hidden_layers, shape, self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(
@@ -498,15 +479,16 @@ class StockDecoder:
             _SlotLayer(k, v, slots) for k, v in zip(cache.keys, cache.values, strict=True)
         ]
         mask = causal_bias(slots.first, width, slots.length, self.dtype)[:, None]
-        output = self.model(
-            input_ids=tokens,
-            position_ids=slots.positions,
-            attention_mask=mask,
-            past_key_values=Cache(layers=layers),
-            use_cache=True,
-            logits_to_keep=1 if last_only else 0,
-            output_hidden_states=bool(states),
-        )
+        with in_fp32(self.model) if self.dtype != self.embedding.dtype else nullcontext():
+            output = self.model(
+                input_ids=tokens,
+                position_ids=slots.positions,
+                attention_mask=mask,
+                past_key_values=Cache(layers=layers),
+                use_cache=True,
+                logits_to_keep=1 if last_only else 0,
+                output_hidden_states=bool(states),
+            )
         for layer in states or ():
             states[layer] = output.hidden_states[layer]  # type: ignore[index]
         return output.logits

@@ -16,7 +16,7 @@ from eval.decoding.forward import Decoder, build_decoder
 
 @dataclass
 class Target:
-    """The target twice: `model` for stock generation and fp32 checks, `decoder` for ours."""
+    """The target twice, on the same weights: `model` for stock generation, `decoder` for ours."""
 
     spec: str
     model: PreTrainedModel
@@ -27,6 +27,10 @@ class Target:
     @property
     def bytes(self) -> int:
         return model_bytes(self.model)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.decoder.embedding.shape[0]
 
 
 def load_target(spec: str, dtype: torch.dtype, device: torch.device, context_length: int) -> Target:
@@ -54,7 +58,7 @@ def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> f
 def tensor_sha256(tensor: Tensor) -> str:
     """sha256 of a tensor's bytes, on whatever device it is."""
     data = tensor.detach().contiguous().view(torch.uint8).cpu().numpy()
-    return hashlib.sha256(data.tobytes()).hexdigest()
+    return hashlib.sha256(data.data).hexdigest()
 
 
 def model_bytes(model: PreTrainedModel) -> int:

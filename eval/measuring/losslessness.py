@@ -5,7 +5,6 @@ Legend: B rows of a batch, T tokens of a block, V the target's vocabulary.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -72,6 +71,21 @@ def ledger(prompts: int, divergences: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+class _Watched:
+    """A decoder whose every step moves a bar on: of a large target in fp32 one takes seconds."""
+
+    def __init__(self, decoder: Decoder, bar: Any) -> None:
+        self.decoder, self.bar = decoder, bar
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.decoder, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        logits = self.decoder.forward(*args, **kwargs)
+        self.bar.update()
+        return logits
+
+
 class LosslessCheck:
     """Compares greedy tokens with and without a draft; explains or counts each first divergence.
 
@@ -85,9 +99,8 @@ class LosslessCheck:
 
     @cached_property
     def exact(self) -> Decoder:
-        """The target in fp32."""
-        model = copy.deepcopy(self.target.model).float()
-        return build_decoder(model, self.target.decoder.context_length)
+        """The target in fp32, on the weights it has."""
+        return build_decoder(self.target.model, self.target.decoder.context_length, fp32=True)
 
     def ledger(
         self,
@@ -113,11 +126,13 @@ class LosslessCheck:
                 if ties:
                     near.append((batch, ties))
         if near:
-            self._read_exactly([(batch, list(ties)) for batch, ties in near])
-            for (prompts, ids), ties in tqdm(near, desc="check ties in fp32", unit="batch"):
-                exact = decode(self.exact, drafter, prompts, ids, self.how, length)
-                for row, entry in ties.items():
-                    entry["tie"] = exact[row].tokens == self.exact_texts[exact[row].prompt_id]
+            with tqdm(desc="check ties in fp32", unit="step") as steps:
+                decoder: Any = _Watched(self.exact, steps)
+                self._read_exactly([(batch, list(ties)) for batch, ties in near], decoder)
+                for (prompts, ids), ties in near:
+                    exact = decode(decoder, drafter, prompts, ids, self.how, length)
+                    for row, entry in ties.items():
+                        entry["tie"] = exact[row].tokens == self.exact_texts[exact[row].prompt_id]
         return ledger(sum(len(prompts) for prompts, _ in batches), found)
 
     def _divergences(
@@ -185,7 +200,7 @@ class LosslessCheck:
             turn += 1
         return found
 
-    def _read_exactly(self, near: Sequence[tuple[Batch, list[int]]]) -> None:
+    def _read_exactly(self, near: Sequence[tuple[Batch, list[int]]], decoder: Decoder) -> None:
         """The target's fp32 texts of these rows of batches, where not known yet."""
         ids = {
             prompts[row].id: prompt_ids[row]
@@ -194,6 +209,6 @@ class LosslessCheck:
             if prompts[row].id not in self.exact_texts
         }
         if ids:
-            exact = dataclasses.replace(self.target, decoder=self.exact)
+            exact = dataclasses.replace(self.target, decoder=decoder)
             texts = target_texts(exact, list(ids.values()), self.how)
             self.exact_texts |= zip(ids, texts, strict=True)

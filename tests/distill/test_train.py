@@ -1,13 +1,14 @@
 import errno
 import json
 import shutil
+import weakref
 
 import pytest
 from safetensors import safe_open
 
 from align.atomic import atomic_file
 from align.sources import load_tokenizer
-from distill import train
+from distill import models, train
 from distill.recipe import RecipeError
 from distill.train import main, run
 from eval.prompts import PromptError
@@ -56,7 +57,7 @@ def no_target(*_):
 def test_what_the_targets_files_refute_is_refused_first(
     job, tmp_path, monkeypatch, dry_run, changes, message
 ):
-    monkeypatch.setattr(train, "load_target", no_target)
+    monkeypatch.setattr(models, "load_target", no_target)
     recipe = job(tmp_path / "run", **(PRUNED | changes), dry_run=dry_run)
     with pytest.raises(ValueError, match=message):
         run(recipe)
@@ -64,7 +65,7 @@ def test_what_the_targets_files_refute_is_refused_first(
 
 
 def test_a_smallest_head_holds_what_is_forced(folder, job, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "load_target", no_target)
+    monkeypatch.setattr(models, "load_target", no_target)
     assert len(load_tokenizer(str(folder / "target")).all_special_ids) == 1
     recipe = job(tmp_path / "run", **(PRUNED | {"draft_vocab_size": 257}))  # bytes and the stop
     with pytest.raises(AssertionError, match="the target was loaded"):
@@ -81,6 +82,60 @@ def test_a_run_that_made_nothing_does_not_claim_its_folder(folder, job, tmp_path
         run(job(tmp_path / "run"))
     with pytest.raises(RecipeError, match=r"another recipe \(max_steps: 40 -> 41\)"):
         run(job(tmp_path / "run", max_steps=41))
+
+
+@pytest.mark.parametrize("kind", [PRUNED, {}])
+def test_the_target_is_gone_while_the_draft_trains(job, tmp_path, monkeypatch, kind):
+    recipe = job(tmp_path / "run", **kind)
+    loaded, drafts = [], []
+
+    def load(*args, load=models.load_target):
+        target = load(*args)
+        loaded.append(weakref.ref(target.model))
+        return target
+
+    def distil(recipe, pair, prepared, answers):
+        drafts.append(weakref.ref(prepared.model))
+        assert [target() for target in loaded] == [None]
+        raise KeyboardInterrupt
+
+    def measure(*args, measure=train.evaluate):
+        assert [target() is None for target in loaded] == [True, False]
+        assert all(draft() is None for draft in drafts)
+        return measure(*args)
+
+    monkeypatch.setattr(models, "load_target", load)
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "distil_draft", distil)
+        with pytest.raises(KeyboardInterrupt):
+            run(recipe)
+    # taken up after the answers, it trains without the target
+    with monkeypatch.context() as patch:
+        patch.setattr(models, "load_target", no_target)
+        with pytest.raises(AssertionError, match="the target was loaded"):
+            run(recipe)
+    assert (recipe.folder / "draft" / "config.json").exists()
+    monkeypatch.setattr(train, "evaluate", measure)
+    assert run(recipe) == 0
+
+
+def test_a_run_in_one_go_holds_no_draft_while_it_measures(job, tmp_path, monkeypatch):
+    drafts = []
+
+    def distil(*args, distil=train.distil_draft):
+        drafts.append(weakref.ref(args[2].model))
+        drafts.append(weakref.ref(distil(*args)))
+        return drafts[-1]()
+
+    def measure(*args):
+        assert [draft() for draft in drafts] == [None, None]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "distil_draft", distil)
+    monkeypatch.setattr(train, "evaluate", measure)
+    with pytest.raises(KeyboardInterrupt):
+        run(job(tmp_path / "run", **PRUNED))
+    assert len(drafts) == 2
 
 
 def test_a_finished_run_keeps_what_is_needed_and_can_be_run_again(job, tmp_path, monkeypatch):

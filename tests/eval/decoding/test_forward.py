@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -17,10 +18,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from eval.decoding import weights
 from eval.decoding.forward import (
     BATCHED_ROWS,
-    INT8_ROWS,
-    Int8Weight,
     KVCache,
     LeanDecoder,
     StockDecoder,
@@ -28,6 +28,8 @@ from eval.decoding.forward import (
     build_decoder,
     causal_bias,
 )
+from eval.decoding.target import model_bytes
+from eval.decoding.weights import INT8_ROWS, Int8Weight
 
 VOCAB, CONTEXT = 53, 48
 SHAPE = {
@@ -189,17 +191,19 @@ def test_a_shared_embedding_is_used_in_place():
     assert decoder.embedding is shared
 
 
-def test_a_cache_is_resized_and_thinned_without_touching_what_is_kept():
-    cache = KVCache([torch.randn(3, 2, 5, 4)], [torch.randn(3, 2, 5, 4)])
+def test_a_cache_is_resized_and_thinned_in_place():
+    keys, values = torch.randn(3, 2, 5, 4), torch.randn(3, 2, 5, 4)
+    cache = KVCache([keys], [values])
     for slots in (5, 9):
-        longer = cache.resized(slots)
-        assert longer.slots == slots
-        assert torch.equal(longer.keys[0][:, :, :5], cache.keys[0])
-        assert torch.equal(longer.values[0][:, :, :5], cache.values[0])
-    shorter = cache.resized(2)
-    assert torch.equal(shorter.values[0], cache.values[0][:, :, :2])
-    thin = cache.keep_rows(torch.tensor([2, 0]))
-    assert torch.equal(thin.keys[0], cache.keys[0][[2, 0]])
+        assert cache.resized(slots) is cache
+        assert cache.slots == slots
+        assert torch.equal(cache.keys[0][:, :, :5], keys)
+        assert torch.equal(cache.values[0][:, :, :5], values)
+    cache.resized(2)
+    assert torch.equal(cache.values[0], values[:, :, :2])
+    assert cache.keep_rows(torch.tensor([2, 0])) is cache
+    assert torch.equal(cache.keys[0], keys[[2, 0], :, :2])
+    cache = KVCache([keys], [values])
     assert cache.bytes_per_token() == 2 * 2 * 4 * 4
     own = cache.row(1)
     assert torch.equal(own.keys[0][0], cache.keys[0][1])
@@ -241,6 +245,118 @@ def test_what_a_decoder_cannot_do_is_said():
     recurrent.config.layer_types = ["linear_attention"] * 3
     with pytest.raises(ValueError, match="recurrent layers, whose state cannot be rolled back"):
         build_decoder(recurrent, CONTEXT)
+
+
+def storages(model, decoder=None):
+    """Bytes of each piece of memory that holds weights of the model or the decoder, by address."""
+    held = [*model.parameters()]
+    for product in (p for layer in decoder.layers for p in layer) if decoder else ():
+        held.append(getattr(product, "weight", product))
+    found = [t.untyped_storage() for t in held if t is not None]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama with biases", "qwen2", "qwen3"])
+def test_fused_weights_are_the_models_own(kind, tmp_path):
+    model, text = made(kind), drawn(9)
+    before, size = {k: v.clone() for k, v in model.state_dict().items()}, model_bytes(model)
+    (logits,) = plain(model, text)
+    decoder = build_decoder(model, CONTEXT)
+    memory = storages(model, decoder)
+    assert sum(memory.values()) == sum(storages(model).values()) == size == model_bytes(model)
+    layer = model.model.layers[0]
+    for fused, parts in (("qkv", ("q", "k", "v")), ("gate_up", ("gate", "up"))):
+        module = layer.mlp if fused == "gate_up" else layer.self_attn
+        own = [getattr(module, f"{part}_proj").weight for part in parts]
+        assert torch.equal(getattr(decoder.layers[0], fused).weight, torch.cat(own))
+    # a decoder of other contexts or another dtype reads the same memory
+    assert storages(model, build_decoder(model, 20)) == memory
+    assert storages(model, build_decoder(model.train(), 30, fp32=True)) == memory
+    # stock uses of the model do not notice
+    assert torch.equal(plain(model.eval(), text)[0], logits)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.requires_grad for p in model.parameters())
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(plain(again, text)[0], logits)
+    # and neither does a decoder of a model whose weights have moved since
+    assert_close(decoder.forward(torch.tensor(text), 0, decoder.new_cache(1, CONTEXT))[0], logits)
+    model.to(torch.bfloat16)
+    moved = build_decoder(model, CONTEXT)
+    assert moved.layers[0].qkv.weight.dtype == torch.bfloat16
+    assert sum(storages(model, moved).values()) == size // 2
+
+
+def test_weights_of_a_mapped_file_are_let_go_once_fused(tmp_path):
+    config = LlamaConfig(**(SHAPE | {"hidden_size": 256, "intermediate_size": 2048}))
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path)
+    old = [layer.mlp.gate_proj.weight.detach() for layer in model.model.layers]
+    want = [weight.clone() for weight in old]
+
+    def resident():
+        with open("/proc/self/smaps") as maps:
+            parts = maps.read().split(f"{tmp_path}/model.safetensors")[1:]
+        return sum(int(part.split("Rss:")[1].split()[0]) * 1024 for part in parts)
+
+    for parameter in model.parameters():
+        parameter.sum()
+    before = resident()
+    assert before >= model_bytes(model)
+    build_decoder(model, CONTEXT)
+    fused = sum(2 * weight.nbytes for weight in old)
+    assert before - resident() > 0.9 * fused  # all but the pages that their neighbours share
+    assert all(map(torch.equal, old, want))  # who still reads them reads the file again
+
+
+class ProductSizes(TorchFunctionMode):
+    """Collects how large the weights are that products are made with."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.nn.functional.linear:
+            self.found.append(args[1].numel())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stock", [False, True])
+def test_a_decoder_in_fp32_has_the_logits_of_a_deep_copy(kind, stock, monkeypatch):
+    monkeypatch.setattr(weights, "PIECE", 100)
+    model = made(kind).to(torch.bfloat16)
+    model.get_input_embeddings().padding_idx = VOCAB - 1
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    copied = copy.deepcopy(model).float()
+    text, width = torch.tensor(drawn(20, 20)), 14
+    (want, exact, rounded) = (
+        build_decoder(copied, CONTEXT),
+        StockDecoder(model, CONTEXT, True) if stock else build_decoder(model, CONTEXT, fp32=True),
+        build_decoder(model, CONTEXT),
+    )
+
+    def marks():
+        """Where the weights are, and who listens."""
+        where = [tensor.data_ptr() for tensor in model.state_dict().values()]
+        hooks = (len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+        return where, sum(hooks)
+
+    untouched = marks()
+    logits = []
+    for decoder in (want, exact, rounded):
+        cache = decoder.new_cache(2, CONTEXT)
+        parts = (text[:, :width], 0), (text[:, width:], torch.tensor([width, width]))
+        with ProductSizes() as sizes:
+            logits.append(torch.cat([decoder.forward(*part, cache) for part in parts], 1).float())
+        if decoder is exact:
+            assert 0 < max(sizes.found) <= 100
+            assert cache.keys[0].dtype == decoder.dtype == torch.float32
+    assert_close(logits[1], logits[0])
+    assert not torch.allclose(logits[2], logits[0], atol=1e-3)  # what bf16 rounds is seen
+    assert marks() == untouched
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama with biases", "qwen2", "qwen3"])

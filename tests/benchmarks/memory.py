@@ -1,0 +1,141 @@
+"""Peak memory of each stage of the main job and of the fp32 tie check, beside the weights.
+
+    python tests/benchmarks/memory.py
+
+A random-weight Llama of 1.1B parameters (TinyLlama's shape under the embedded target's tokenizer)
+stands in as the target of the code recipe, shortened; 5 GB of disk, 15 to 30 minutes on two cores.
+Prints the peak of the resident set of each stage against 1.3x the weights + 1.5 GiB, then how much
+more than decoding the tie check takes, beside one layer in fp32.
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from align.process import use_machine
+from align.sources import load_tokenizer
+from distill import train
+from distill.recipe import load_recipe
+from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.target import load_target
+from eval.decoding.verification import Sampling
+from eval.measuring.losslessness import LosslessCheck
+from eval.prompts import Prompt
+
+GIB = 2**30
+SHAPE = LlamaConfig(
+    vocab_size=49152,
+    hidden_size=2048,
+    intermediate_size=5632,
+    num_hidden_layers=22,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    max_position_embeddings=2048,
+)
+STAGES = "answer_prompts prepare_draft distil_draft export_draft evaluate".split()
+SHORT = {
+    "max_train_prompts": 100,
+    "answer_max_new_tokens": 8,
+    "max_eval_prompts": 4,
+    "speed_prompts": 2,
+    "tuning_prompts": 1,
+    "max_gamma": 1,
+    "max_new_tokens": 8,
+    "fit_tokens": 100,
+    "max_steps": 4,
+    "warmup_steps": 1,
+    "save_steps": 2,
+}
+TEXT = list(range(100, 400))  # a prompt, and so many tokens after it
+TOKENS = 4
+
+
+def peak(since_now=False):
+    """Bytes of the largest resident set so far; since_now: from here on the next one counts."""
+    with open("/proc/self/status") as status:
+        found = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+    if since_now:
+        Path("/proc/self/clear_refs").write_text("5")
+    return found * 1024
+
+
+def watched(name, stage):
+    def run(*args):
+        peak(since_now=True)
+        clock = time.time()
+        made = stage(*args)
+        print(f"@ {name} {peak()} {time.time() - clock:.0f}", flush=True)
+        return made
+
+    return run
+
+
+def run_recipe(folder, output):
+    """The main job in this process, a line of its peak after each stage."""
+    for name in STAGES:
+        setattr(train, name, watched(name, getattr(train, name)))
+    keys = SHORT | {"target": folder, "output_dir": output}
+    flags = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+    return train.main(["--recipe", "code", *flags])
+
+
+def check_ties(folder):
+    """Peaks of decoding in bf16, then of decoding in fp32."""
+    use_machine()
+    target = load_target(folder, torch.bfloat16, torch.device("cpu"), 512)
+    how = Decoding(Sampling(), target.stops, TOKENS)
+    peak(since_now=True)
+    for name in ("decoding", "ties"):
+        clock = time.time()
+        decoder = target.decoder if name == "decoding" else LosslessCheck(target, how).exact
+        decode(decoder, None, [Prompt("0", prompt="")], [TEXT], how, DraftLength(0))
+        print(f"@ {name} {peak(since_now=True)} {time.time() - clock:.0f}", flush=True)
+
+
+def measured(bound, *arguments):
+    """The peaks in bytes that a process of its own reports, by name, printed as they come."""
+    command = [sys.executable, __file__, *arguments]
+    peaks = {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.startswith("@ "):
+                name, size, seconds = line.split()[1:]
+                peaks[name] = int(size)
+                share = peaks[name] / bound
+                print(f"{name}: {peaks[name] / GIB:.2f} GiB, {share:.2f} of the bound, {seconds} s")
+                sys.stdout.flush()
+    if process.returncode:
+        sys.exit(f"{arguments[0]} ended with {process.returncode}")
+    return peaks
+
+
+def main():
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(SHAPE).to(torch.bfloat16)
+        weights = sum(p.nbytes for p in model.parameters())
+        layer = 4 * sum(p.numel() for p in model.model.layers[0].parameters())
+        model.save_pretrained(f"{folder}/target")
+        del model
+        load_tokenizer(load_recipe(["--recipe", "code"]).target).save_pretrained(f"{folder}/target")
+        bound = 1.3 * weights + 1.5 * GIB
+        print(f"weights {weights / GIB:.2f} GiB, bound {bound / GIB:.2f} GiB", flush=True)
+        measured(bound, "run", f"{folder}/target", f"{folder}/run")
+        peaks = measured(bound, "ties", f"{folder}/target")
+    more = peaks["ties"] - peaks["decoding"]
+    print(f"tie check: {more / 2**20:.0f} MiB more, {more / layer:.2f} of a layer in fp32")
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["run", folder, output]:
+            sys.exit(run_recipe(folder, output))
+        case ["ties", folder]:
+            check_ties(folder)
+        case _:
+            main()
