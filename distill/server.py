@@ -2,7 +2,7 @@
 
 What goes over are token ids, rendered here; what comes back are token ids, each with the ids and
 log-probabilities of the most likely ones there. vLLM has all that is needed: its /v1/completions
-knows `return_tokens_as_token_ids` (0.6.3 or later).
+knows `return_tokens_as_token_ids`.
 """
 
 from __future__ import annotations
