@@ -176,7 +176,7 @@ def answering():
     for temperature in (0.0, 0.7):
         made = generate_batched(
             *(target().decoder, [[1, 2, 3], [4, 5], [6]], 5, frozenset({299})),
-            *(Sampling(temperature), 2, 0),
+            *(Sampling(temperature), 2, [0, 1, 2]),
             capture=lambda logits: top_logprobs(logits, 15),
         )
         assert len([ids.cpu() for a in made for ids, _ in a.captured[:1]]) == 3
