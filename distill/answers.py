@@ -100,7 +100,8 @@ def _answer(
         recipe.answer_max_new_tokens,
         target.stops,
         Sampling(recipe.answer_temperature),
-        recipe.answer_batch_size,
+        # of all prompts, not of the share: as many rows for any number of processes, for equal bits
+        min(recipe.answer_batch_size, len(prompts)),
         [seed_of(recipe.seed, str(i)) for i in share],
         capture=lambda logits: top_logprobs(logits, recipe.cache_top_k),
     ):

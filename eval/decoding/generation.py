@@ -12,7 +12,7 @@ from eval.decoding.forward import Decoder
 from eval.decoding.verification import Sampling, argmax, inverse_cdf, warp
 
 SLACK = 32  # free slots: a step reads every slot of the cache, and resizing it reads all of it
-PREFILL_ROWS = 4  # prompts read at once: each weight that is read serves all their tokens
+PREFILL_ROWS = 4  # prompts that a GPU reads at once: each weight that is read serves all of them
 
 
 @dataclass
@@ -42,71 +42,70 @@ def generate_batched(
     A row that ends is given to the next prompt at once, so that no step is spent on finished rows.
     capture: called on the raw logits [B, V] of each step; row b of each tensor it returns goes to
     the answer that holds row b. seeds: one a prompt, from which all random numbers of its answer
-    come: sampled tokens do not depend on the rows beside it, but for rounding.
+    come. Every step has batch_size rows, and a CPU reads every prompt alone: an answer's bits there
+    do not depend on which prompts run beside it, and how many are left, as long as the cache has as
+    many slots.
     """
     # longest first: rows that run together have similar lengths, and attention reads less
     queue = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     longest = max((len(prompt) for prompt in prompts), default=0)
-    cache = target.new_cache(min(batch_size, len(prompts)), longest + SLACK)
-    prefilled = target.new_cache(min(PREFILL_ROWS, len(prompts)), longest)
+    cache = target.new_cache(batch_size, longest + SLACK)
+    on_cpu = target.device.type == "cpu"
+    prefilled = target.new_cache(1 if on_cpu else PREFILL_ROWS, longest)
     waiting: list[int] = []  # prompts in the rows of `prefilled`, the last of them first
-    # each row's answer, the token it reads next, and that token's position
-    answers: list[Answer] = []
-    tokens = torch.zeros(cache.rows, dtype=torch.long, device=target.device)
-    positions = torch.zeros(cache.rows, dtype=torch.long, device=target.device)
-    # one uniform number for each token that a row may still emit, and how many it has used
-    uniforms = torch.zeros((cache.rows, max_new_tokens), dtype=torch.float64, device=target.device)
-    used = torch.zeros(cache.rows, dtype=torch.long, device=target.device)
+    # each row's answer, the token it reads next, and that token's position; a row without an answer
+    # stays where it is, which is at 0
+    answers: list[Answer | None] = []
+    tokens, positions, used, moves = torch.zeros(
+        (4, batch_size), dtype=torch.long, device=target.device
+    )
+    # one random number for each token that a row may still emit; how many it has `used`
+    uniforms = torch.zeros((batch_size, max_new_tokens), dtype=torch.float64, device=target.device)
 
-    def admit(row: int) -> Answer:
+    def admit(row: int) -> Answer | None:
         """Cache all of a prompt but its last token, which steps with the other rows."""
         if not waiting:
             waiting[:] = queue[-prefilled.rows :]
             del queue[-prefilled.rows :]
-            width = max(len(prompts[i]) for i in waiting) - 1
+            width = max((len(prompts[i]) for i in waiting), default=1) - 1
             if width > 0:
                 # what pads a head is overwritten before it is read
                 heads = [(prompts[i][:-1] + [0] * width)[:width] for i in waiting]
                 heads += heads[:1] * (prefilled.rows - len(heads))
                 target.forward(torch.tensor(heads, device=target.device), 0, prefilled, True)
+        positions[row] = used[row] = moves[row] = 0
+        if not waiting:
+            return None
         index = waiting.pop()
         head = len(prompts[index]) - 1
         cache.copy_row(row, prefilled, len(waiting), head)
-        tokens[row], positions[row], used[row] = prompts[index][-1], head, 0
+        tokens[row], positions[row], moves[row] = prompts[index][-1], head, 1
         if not sampling.greedy:  # on the host: the same numbers on every device
             generator = torch.Generator().manual_seed(seeds[index])
             uniforms[row] = torch.rand(max_new_tokens, dtype=torch.float64, generator=generator)
         return Answer(index)
 
-    for row in range(cache.rows):
+    for row in range(batch_size):
         answers.append(admit(row))
-    while answers:
+    while any(answers):
         needed = int(positions.max()) + 1
         if not needed <= cache.slots <= needed + 2 * SLACK:
             cache = cache.resized(needed + SLACK)
         logits = target.forward(tokens[:, None], positions, cache)[:, -1]
-        positions += 1
         if sampling.greedy:
             tokens = argmax(logits)
         else:
             tokens = inverse_cdf(warp(logits, sampling), uniforms.gather(1, used[:, None]))
-        used += 1
+        positions += moves
+        used += moves
         captured = capture(logits) if capture else ()
-        ended = []
         for row, token in enumerate(tokens.tolist()):
             answer = answers[row]
+            if answer is None:
+                continue
             answer.tokens.append(token)
             if captured:
                 answer.captured.append(tuple(part[row] for part in captured))
             if token in stops or len(answer.tokens) == max_new_tokens:
                 yield answer
-                if waiting or queue:
-                    answers[row] = admit(row)
-                else:
-                    ended.append(row)
-        if ended:
-            left = [row for row in range(len(answers)) if row not in ended]
-            answers = [answers[row] for row in left]
-            kept = torch.tensor(left, dtype=torch.long, device=target.device)
-            cache, tokens, positions = cache.keep_rows(kept), tokens[kept], positions[kept]
-            uniforms, used = uniforms[kept], used[kept]
+                answers[row] = admit(row)

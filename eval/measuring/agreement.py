@@ -37,8 +37,9 @@ def target_texts(target: Target, prompts: Sequence[list[int]], how: Decoding) ->
     answers: list[list[int]] = [[] for _ in prompts]
     bar = tqdm(total=len(prompts), desc="target texts", unit="prompt")
     seeds = [seed_of(how.seed, str(number)) for number in range(len(prompts))]
+    rows = min(BATCH, len(prompts))
     for answer in generate_batched(
-        target.decoder, list(prompts), how.max_new_tokens, how.stops, how.sampling, BATCH, seeds
+        target.decoder, list(prompts), how.max_new_tokens, how.stops, how.sampling, rows, seeds
     ):
         answers[answer.index] = answer.tokens
         bar.update()
