@@ -18,7 +18,7 @@ from align.sources import resolve_checkpoint
 from distill.answer_cache import AnswerCache, CachedAnswer, CacheError
 from distill.models import TargetOfRun
 from distill.recipe import Recipe
-from eval.decoding.generation import generate_batched
+from eval.decoding.generation import generate_batched, prefill_groups
 from eval.decoding.loop import seed_of
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
@@ -51,9 +51,12 @@ def answer_prompts(
         "seed": recipe.seed,
     }
     cache = AnswerCache(recipe.folder / "answers", parts, target.vocab_size)
-    left = sorted(set(range(len(prompts))).difference(cache.indices))
+    done = set(cache.indices)
+    # whole groups, since an answer has the same bits with the same prompts read beside it
+    left = [group for group in prefill_groups(prompts) if not done.issuperset(group)]
     state.wait_for_everyone()  # all see the same left before anyone adds to the cache
-    if share := left[state.process_index :: state.num_processes]:
+    share = [i for group in left[state.process_index :: state.num_processes] for i in group]
+    if share:
         _answer(recipe, prompts, share, target, cache)
     state.wait_for_everyone()
     cache.refresh()
@@ -93,7 +96,7 @@ def _answer(
         file=sys.stderr,
         disable=not PartialState().is_main_process,
     )
-    pending: list[CachedAnswer] = []
+    done, pending = set(cache.indices), list[CachedAnswer]()
     for answer in generate_batched(
         target.decoder,
         [prompts[i] for i in share],
@@ -105,8 +108,10 @@ def _answer(
         [seed_of(recipe.seed, str(i)) for i in share],
         capture=lambda logits: top_logprobs(logits, recipe.cache_top_k),
     ):
-        ids, logprobs = zip(*answer.captured, strict=True)
         index = share[answer.index]
+        if index in done:
+            continue
+        ids, logprobs = zip(*answer.captured, strict=True)
         pending.append(
             CachedAnswer(
                 index=index,

@@ -12,7 +12,7 @@ from eval.decoding.forward import Decoder
 from eval.decoding.verification import Sampling, argmax, inverse_cdf, warp
 
 SLACK = 32  # free slots: a step reads every slot of the cache, and resizing it reads all of it
-PREFILL_ROWS = 4  # prompts that a GPU reads at once: each weight that is read serves all of them
+PREFILL_ROWS = 4  # prompts read at once: each weight that is read serves all their tokens
 
 
 @dataclass
@@ -25,6 +25,15 @@ class Answer:
     index: int
     tokens: list[int] = field(default_factory=list)
     captured: list[tuple[Tensor, ...]] = field(default_factory=list)
+
+
+def prefill_groups(prompts: Sequence[list[int]]) -> list[list[int]]:
+    """The numbers of prompts that are read together, in the order in which they are.
+
+    Longest first: rows that run together have similar lengths, and attention reads less.
+    """
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    return [order[i : i + PREFILL_ROWS] for i in range(0, len(order), PREFILL_ROWS)]
 
 
 def generate_batched(
@@ -42,16 +51,14 @@ def generate_batched(
     A row that ends is given to the next prompt at once, so that no step is spent on finished rows.
     capture: called on the raw logits [B, V] of each step; row b of each tensor it returns goes to
     the answer that holds row b. seeds: one a prompt, from which all random numbers of its answer
-    come. Every step has batch_size rows, and a CPU reads every prompt alone: an answer's bits there
-    do not depend on which prompts run beside it, and how many are left, as long as the cache has as
-    many slots.
+    come. Every step has batch_size rows, and prompts are read in `prefill_groups`: with the same
+    ones read together, an answer's bits do not depend on what else runs beside it, as long as the
+    cache has as many slots.
     """
-    # longest first: rows that run together have similar lengths, and attention reads less
-    queue = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    queue = prefill_groups(prompts)
     longest = max((len(prompt) for prompt in prompts), default=0)
     cache = target.new_cache(batch_size, longest + SLACK)
-    on_cpu = target.device.type == "cpu"
-    prefilled = target.new_cache(1 if on_cpu else PREFILL_ROWS, longest)
+    prefilled = target.new_cache(PREFILL_ROWS, longest)
     waiting: list[int] = []  # prompts in the rows of `prefilled`, the last of them first
     # each row's answer, the token it reads next, and that token's position; a row without an answer
     # stays where it is, which is at 0
@@ -64,10 +71,9 @@ def generate_batched(
 
     def admit(row: int) -> Answer | None:
         """Cache all of a prompt but its last token, which steps with the other rows."""
-        if not waiting:
-            waiting[:] = queue[-prefilled.rows :]
-            del queue[-prefilled.rows :]
-            width = max((len(prompts[i]) for i in waiting), default=1) - 1
+        if not waiting and queue:
+            waiting[:] = queue.pop(0)
+            width = max(len(prompts[i]) for i in waiting) - 1
             if width > 0:
                 # what pads a head is overwritten before it is read
                 heads = [(prompts[i][:-1] + [0] * width)[:width] for i in waiting]
