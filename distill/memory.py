@@ -438,7 +438,7 @@ def summary(found: Needs) -> str:
         return f"The run fits on none of these devices. {on_disk}"
     return (
         f"The run fits on {max(n or 0 for n in spread)} x 80 GB, the draft spread by FSDP and the "
-        f"target over all devices. {on_disk}"
+        f"target by a server (answers: server), since no target is spread here. {on_disk}"
     )
 
 
