@@ -401,7 +401,7 @@ class ServedTarget:
         """The prompts without an answer. Makes no cache where there is none."""
         done: set[int] = set()
         if (self.folder / "key.json").exists():
-            done = {answer.index for answer in self._cache()}
+            done = set(self._cache().indices)
         return [i for i in range(len(self.prompts)) if i not in done]
 
     def _cached_witnesses(self) -> list[Witness]:

@@ -126,7 +126,7 @@ def test_processes_that_do_not_share_a_folder_are_told(answered, monkeypatch):
             pass
 
     monkeypatch.setattr(module, "PartialState", First)
-    with pytest.raises(CacheError, match=r"holds 3 of 5 answers .* a disk that all of them share"):
+    with pytest.raises(CacheError, match=r"holds 4 of 5 answers .* a disk that all of them share"):
         answered()
 
 

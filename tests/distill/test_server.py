@@ -85,7 +85,7 @@ class StandIn(ThreadingHTTPServer):
                 frozenset(stops),
                 Sampling(body["temperature"]),
                 1,
-                body["seed"],
+                [body["seed"]],
                 capture=lambda logits: top_logprobs(logits * scale, count),
             )
         finish = "stop" if answer.tokens[-1] in stops else "length"

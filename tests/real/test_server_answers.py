@@ -1,7 +1,6 @@
 """A real vLLM answers the code prompts: tokens and log-probabilities are ours, no weights needed.
 
-The environment with vLLM is made once, beside the other cached files (3.5 GB); where that fails the
-tests are skipped and say why. $DRAFTSMITH_VLLM_PYTHON names one that is there already.
+$DRAFTSMITH_VLLM_PYTHON names an environment with vLLM (vllm_environment.sh makes one, 3.5 GB).
 """
 
 import json
