@@ -26,8 +26,13 @@ def hub_recipes():
     return {name: one for name, one in read.items() if not one.target.startswith("pypi:")}
 
 
+def needs_of(recipe):
+    target, draft = config_of(recipe.target), config_of(recipe.draft)
+    return needs(recipe, target, draft, target_here=recipe.answers == "local")
+
+
 def markdown(name, recipe):
-    found = needs(recipe, config_of(recipe.target), config_of(recipe.draft))
+    found = needs_of(recipe)
     header, rows = table(found)
     lines = [header, ["---"] * len(header), *rows]
     grid = "\n".join(f"| {' | '.join(line)} |" for line in lines)
