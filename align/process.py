@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import gc
 import os
 import platform
 import sys
@@ -14,6 +15,7 @@ from accelerate.utils import get_int_from_env
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _KEPT = 2**28  # bytes
+_GLIBC = platform.libc_ver()[0] == "glibc"
 
 
 class ProcessError(ValueError):
@@ -77,7 +79,17 @@ def use_machine(processes: int = 1) -> None:
     mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None  # not on a Mac
     cores = len(mine) if mine else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // processes))
-    if platform.libc_ver()[0] == "glibc":
+    if _GLIBC:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, _KEPT)
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
+
+
+def free_memory() -> None:
+    """Give back what only garbage refers to, and what glibc keeps of what has died.
+
+    For between two stages: within one, what dies is soon asked for again (`use_machine`).
+    """
+    gc.collect()
+    if _GLIBC:
+        ctypes.CDLL(None).malloc_trim(0)

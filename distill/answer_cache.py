@@ -42,6 +42,11 @@ class CacheError(ValueError):
     """A cache that must not be used: other contents than the run asks for, or damaged."""
 
 
+def bytes_per_token(top_k: int, vocab_size: int) -> int:
+    """What a response token takes on disk, its own id included."""
+    return top_k * (4 if vocab_size <= 2**16 else 6) + 4
+
+
 def _content_hash(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):

@@ -57,7 +57,7 @@ def answer_prompts(
     state.wait_for_everyone()  # all see the same left before anyone adds to the cache
     share = [i for group in left[state.process_index :: state.num_processes] for i in group]
     if share:
-        _answer(recipe, prompts, share, target, cache)
+        _answer(recipe, prompts, share, target, cache, done)
     state.wait_for_everyone()
     cache.refresh()
     if len(cache) < len(prompts):
@@ -66,13 +66,8 @@ def answer_prompts(
             "answered its share: the processes do not see the same folder. Give --output_dir a "
             "folder on a disk that all of them share."
         )
+    refuse_empty(cache)
     lengths = cache.response_lengths
-    if max(lengths) <= 1:
-        raise ValueError(
-            f"All {len(prompts)} answers of the target are empty: it stops at its first token, "
-            "and there is nothing to distil. Check the chat template, and whether the prompts "
-            "should be `messages`."
-        )
     if state.is_main_process:
         size = cache.bytes_on_disk() / sum(lengths)
         seconds = time.time() - clock
@@ -86,8 +81,9 @@ def _answer(
     share: list[int],
     target: Target | TargetOfRun,
     cache: AnswerCache,
+    done: set[int],
 ) -> None:
-    """Append the answers to the prompts whose numbers are in `share`."""
+    """Append the answers to the prompts whose numbers are in `share`, those `done` left out."""
     bar = tqdm(
         total=len(prompts),
         initial=len(cache),
@@ -96,7 +92,7 @@ def _answer(
         file=sys.stderr,
         disable=not PartialState().is_main_process,
     )
-    done, pending = set(cache.indices), list[CachedAnswer]()
+    pending: list[CachedAnswer] = []
     for answer in generate_batched(
         target.decoder,
         [prompts[i] for i in share],
@@ -129,6 +125,16 @@ def _answer(
         cache.append(pending)
     bar.update(len(cache) - bar.n)
     bar.close()
+
+
+def refuse_empty(answers: AnswerCache) -> None:
+    """Raise ValueError where no answer has a token before its stop."""
+    if max(answers.response_lengths) <= 1:
+        raise ValueError(
+            f"All {len(answers)} answers of the target are empty: it stops at its first token, "
+            "and there is nothing to distil. Check the chat template, and whether the prompts "
+            "should be `messages`."
+        )
 
 
 def top_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

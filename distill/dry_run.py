@@ -83,7 +83,7 @@ def why_not_timed(recipe: Recipe) -> str | None:
 def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> int:
     embedding = target.decoder.embedding
     if recipe.draft is not None:
-        model, token_ids = load_sibling(recipe.draft, pair, embedding.shape[0]), None
+        model, token_ids = load_sibling(recipe.draft, pair), None
         drafter = load_drafter(recipe.draft, target, pair.strategy)
     else:
         # which rows its head keeps depends on the answers: here the first
@@ -106,7 +106,7 @@ def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> i
     timed = min(recipe.speed_prompts, len(evaluation)) * recipe.max_new_tokens
     answering = tokens / recipe.answer_batch_size * target_step(recipe.answer_batch_size)
     steps, training_step = _training_step(
-        recipe, pair, training, model, pair.trained_rows(embedding.shape[0], token_ids)
+        recipe, pair, training, model, pair.trained_rows(token_ids)
     )
     minutes = {
         f"answers ({tokens} tokens at most)": answering,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 from align.atomic import atomic_file
-from distill.models import Pair, free_memory
+from align.process import free_memory
+from distill.models import Pair
 from distill.prepare import lost_mass_of
 from distill.prompts import Prompts
 from distill.publish import write_card

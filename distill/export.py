@@ -67,7 +67,6 @@ def full_vocabulary(
         hidden = tuned.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
         states.append(hidden[0, len(answer.prompt_ids) - 1 :].float())
     h = torch.cat(states)
-    full_head = full_head.to(h.device)
     trimmed = torch.ones(len(full_head), dtype=torch.bool, device=h.device)
     trimmed[token_ids] = False
     lower = torch.linalg.lstsq(h.double(), -torch.ones(len(h), 1).double().to(h.device)).solution

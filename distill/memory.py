@@ -8,7 +8,6 @@ the longest prompt and the longest answers that the recipe allows: what a run ne
 
 from __future__ import annotations
 
-import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -17,18 +16,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from distill.answer_cache import bytes_per_token
 from distill.answers import top_logprobs
 from distill.export import CALIBRATION_TOKENS
 from distill.models import check_prunable
+from distill.prepare import pruned_config
 from distill.recipe import Recipe
-from distill.trainer import attach_distillation_forward
+from distill.trainer import attach_distillation_forward, lora_config
 from eval.decoding.drafters.checkpoint import teacher_forced_logits
 from eval.decoding.forward import Decoder, build_decoder, input_embedding
 from eval.decoding.generation import PREFILL_ROWS
@@ -125,10 +126,10 @@ def needs(
     if target_here:
         stages = [job.answering(), *stages, job.evaluating()]
     vocab_size: int = target.get_text_config().vocab_size
-    rows = recipe.max_train_prompts * recipe.answers_per_prompt * recipe.answer_max_new_tokens
+    tokens = recipe.max_train_prompts * recipe.answers_per_prompt * recipe.answer_max_new_tokens
     return Needs(
         stages,
-        rows * (recipe.cache_top_k * (4 if vocab_size <= 2**16 else 6) + 4),
+        tokens * bytes_per_token(recipe.cache_top_k, vocab_size),
         # the trained weights in fp32 and both of AdamW's moments
         3 * next(stage for stage in stages if stage.name == "distilling").gradients,
     )
@@ -158,12 +159,7 @@ class _Job:
         """The draft; a pruned one with its trimmed head and an embedding of its own."""
         if self.draft is not None:
             return _shape(self.draft, dtype)
-        config = copy.deepcopy(self.target)
-        config.tie_word_embeddings = False
-        config.num_hidden_layers = self.recipe.num_draft_layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[: self.recipe.num_draft_layers]
-        model = _shape(config, dtype)
+        model = _shape(pruned_config(self.target, self.recipe.num_draft_layers), dtype)
         rows, size = model.get_output_embeddings().weight.shape
         rows = self.recipe.draft_vocab_size or rows
         model.set_output_embeddings(nn.Linear(size, rows, False, "meta", dtype))
@@ -184,10 +180,7 @@ class _Job:
             )
         if not recipe.use_peft:
             return model
-        modules: Any = recipe.lora_target_modules
-        modules = modules if modules == "all-linear" else modules.split(",")
-        adapters = LoraConfig(r=recipe.lora_r, target_modules=modules, task_type="CAUSAL_LM")
-        made: Any = get_peft_model(model, adapters)
+        made: Any = get_peft_model(model, lora_config(recipe))
         return made
 
     def decode(self, decoder: Decoder, rows: int, new: int, cached: int) -> tuple[int, int]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import platform
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from align.check import Strategy, Verdict, choose_strategy, compare
 from align.checks import VOCAB_MAP
+from align.process import free_memory
 from align.sources import load_model, load_tokenizer, resolve_checkpoint
 from align.token_bytes import tokens_of
 from align.transplant import transplant
@@ -78,18 +76,18 @@ class Pair:
                     return embedding.to(dtype)
         raise AssertionError(f"{self.target.spec}: all families of PRUNABLE have this tensor")
 
-    def trained_rows(self, vocab_size: int, token_ids: Tensor | None) -> Tensor | None:
+    def trained_rows(self, token_ids: Tensor | None) -> Tensor | None:
         """Row of the draft's head for each target id [V], -1 where it has none; None if equal.
 
         token_ids: those of a trimmed head [K].
         """
         if self.strategy == "intersection":
             assert self.vocab_map is not None
-            known = self.vocab_map.to_draft[:vocab_size]
-            return F.pad(known, (0, vocab_size - len(known)), value=-1)
+            known = self.vocab_map.to_draft[: self.vocab_size]
+            return F.pad(known, (0, self.vocab_size - len(known)), value=-1)
         if self.strategy == "padded":
             token_ids = torch.arange(self.verdict.shared_ids)
-        return head_rows(token_ids, vocab_size)
+        return head_rows(token_ids, self.vocab_size)
 
 
 def check_models(recipe: Recipe) -> Pair:
@@ -174,16 +172,6 @@ class TargetOfRun:
         free_memory()
 
 
-def free_memory() -> None:
-    """Give back what only garbage refers to, and what glibc keeps of what has died.
-
-    For between two stages: within one, what dies is soon asked for again (align/process.py).
-    """
-    gc.collect()
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def load_target(recipe: Recipe, prompts: Prompts) -> Target:
     """The target, its decoder long enough for every prompt and its answer."""
     on_gpu = torch.cuda.is_available() and not recipe.training.get("use_cpu", False)
@@ -197,12 +185,12 @@ def load_target(recipe: Recipe, prompts: Prompts) -> Target:
     )
 
 
-def load_sibling(spec: str, pair: Pair, vocab_size: int) -> PreTrainedModel:
+def load_sibling(spec: str, pair: Pair) -> PreTrainedModel:
     """The draft of that spec in fp32, on the target's ids where the strategy re-homes it."""
     model = load_model(spec, torch.float32)
     if pair.strategy in ("remap", "transplant"):
         assert pair.vocab_map is not None
-        model = transplant(model, pair.vocab_map, pair.target, pair.draft, vocab_size)
+        model = transplant(model, pair.vocab_map, pair.target, pair.draft, pair.vocab_size)
     return model
 
 

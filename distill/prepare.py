@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from align.atomic import atomic_file
 from align.sources import read_json
@@ -66,16 +66,15 @@ class FrozenEmbedding(nn.Embedding):
 
 
 def prepare_draft(
-    recipe: Recipe, pair: Pair, target: TargetOfRun | None, answers: Iterable[CachedAnswer]
+    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Iterable[CachedAnswer]
 ) -> PreparedDraft:
     """The untuned draft: the sibling as it is, or `prepared/` from the pruned target.
 
     The target is loaded only where `prepared/` is not there yet; a sibling needs none.
     """
     if recipe.draft is not None:
-        model = load_sibling(recipe.draft, pair, pair.vocab_size)
+        model = load_sibling(recipe.draft, pair)
         return PreparedDraft(model, None, None, 0.0)
-    assert target is not None
     folder = recipe.folder / "prepared"
     about, head = folder / PREPARED, folder / "full_head.safetensors"
     embedding = pair.target_embedding(getattr(torch, recipe.dtype))
@@ -163,13 +162,19 @@ def prune_and_fit(
     )
 
 
-def build_pruned(target: PreTrainedModel, num_layers: int, head: Tensor) -> PreTrainedModel:
-    """The target's first layers, sharing its embedding, under a `head` [K, H] of their own."""
-    config = copy.deepcopy(target.config)
+def pruned_config(target: PreTrainedConfig, num_layers: int) -> Any:
+    """The target's config for its first layers under a head of their own."""
+    config: Any = copy.deepcopy(target)
     config.num_hidden_layers = num_layers
     config.tie_word_embeddings = False
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:num_layers]
+    return config
+
+
+def build_pruned(target: PreTrainedModel, num_layers: int, head: Tensor) -> PreTrainedModel:
+    """The target's first layers, sharing its embedding, under a `head` [K, H] of their own."""
+    config = pruned_config(target.config, num_layers)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
     kept = {

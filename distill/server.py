@@ -25,8 +25,8 @@ from tqdm import tqdm
 
 from align.sources import load_tokenizer, read_json
 from align.vocabulary import Vocabulary
-from distill.answer_cache import AnswerCache, CachedAnswer
-from distill.answers import ANSWERS_PER_SHARD, hash_prompts
+from distill.answer_cache import AnswerCache, CachedAnswer, bytes_per_token
+from distill.answers import ANSWERS_PER_SHARD, hash_prompts, refuse_empty
 from distill.prompts import Prompts
 from distill.recipe import Recipe
 from eval.decoding.loop import seed_of
@@ -286,7 +286,7 @@ class ServedTarget:
         How long the server takes, and what a draft costs beside it, cannot be told from here.
         """
         tokens = len(self._left()) * self.recipe.answer_max_new_tokens
-        each = self.recipe.cache_top_k * (4 if self.target.rows <= 2**16 else 6) + 4
+        each = bytes_per_token(self.recipe.cache_top_k, self.target.rows)
         print(f"{self.server.url} serves {self.server.model!r} and fits this recipe")
         print(
             f"answers: {tokens} tokens at most, {tokens * each / 2**20:.0f} MiB on disk; how long "
@@ -305,12 +305,7 @@ class ServedTarget:
             self._answer(left)
         PartialState().wait_for_everyone()
         answers = self._cache()
-        if max(answers.response_lengths) <= 1:
-            raise ValueError(
-                f"All {len(answers)} answers of {self.server.url} are empty: the target stops at "
-                "its first token, and there is nothing to distil. Check the chat template, and "
-                "whether the prompts should be `messages`."
-            )
+        refuse_empty(answers)
         return answers
 
     def _answer(self, left: list[int]) -> None:

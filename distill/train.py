@@ -17,22 +17,21 @@ if not __package__:
 from accelerate import PartialState
 
 from align.atomic import DiskFullError
-from align.process import join_processes, use_machine
+from align.process import free_memory, join_processes, use_machine
 from distill.answer_cache import CachedAnswer
 from distill.answers import answer_prompts
 from distill.dry_run import price_run
 from distill.evaluation import evaluate
 from distill.export import export_draft
-from distill.models import Pair, TargetOfRun, check_models, free_memory
+from distill.models import Pair, TargetOfRun, check_models
 from distill.prepare import prepare_draft, print_coverage
-from distill.prompts import Prompts, collect_prompts
+from distill.prompts import collect_prompts
 from distill.recipe import Recipe, help_text, load_recipe
 from distill.run_folder import claim_folder, delete_training_state, refuse_another_run
 from distill.served_evaluation import evaluate_served
 from distill.server import ServedTarget
 from distill.trainer import distil_draft, process_timeout, training_config
 from eval.measuring.journal import INTERRUPTED
-from eval.reporting.report import Report
 from eval.reporting.text import print_summary
 
 
@@ -46,67 +45,49 @@ def run(recipe: Recipe) -> int:
     refuse_another_run(recipe)
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
-    if recipe.answers == "server":
-        return run_served(recipe, pair, prompts)
-    target = TargetOfRun(recipe, pair, prompts)
+    target = TargetOfRun(recipe, pair, prompts)  # behind a server it is never loaded
+    served = ServedTarget(recipe, pair.target, prompts) if recipe.answers == "server" else None
+    if served is not None and PartialState().is_main_process:
+        served.check()
     claim_folder(recipe, pair, prompts)
-    answers = answer_prompts(recipe, prompts.training.ids, target)
+    if served is None:
+        answers = answer_prompts(recipe, prompts.training.ids, target)
+    else:
+        answers = served.answers()
     if recipe.coverage_curve:
         if PartialState().is_main_process:
             print_coverage(pair, answers)
         return 0
-    make_draft(recipe, pair, target, answers)
-    free_memory()
+    if not (recipe.folder / "draft").exists():
+        make_draft(recipe, pair, target, answers)
+        free_memory()
     if PartialState().is_main_process:
-        finish(recipe, evaluate(recipe, pair, prompts, target.loaded))
-    return 0
-
-
-def run_served(recipe: Recipe, pair: Pair, prompts: Prompts) -> int:
-    """The same with the target behind a server: its weights are never loaded."""
-    target = ServedTarget(recipe, pair.target, prompts)
-    if PartialState().is_main_process:
-        target.check()
-    claim_folder(recipe, pair, prompts)
-    answers = target.answers()
-    if recipe.coverage_curve:
-        if PartialState().is_main_process:
-            print_coverage(pair, answers)
-        return 0
-    make_draft(recipe, pair, None, answers)
-    if PartialState().is_main_process:
-        finish(recipe, evaluate_served(recipe, pair, prompts))
+        report = (
+            evaluate(recipe, pair, prompts, target.loaded)
+            if served is None
+            else evaluate_served(recipe, pair, prompts)
+        )
+        delete_training_state(recipe.folder)
+        if report is not None:
+            print_summary(report)
+        print(f"\nDraft: {recipe.folder / 'draft'}")
+        if report is not None:
+            print(f"Report: {recipe.folder / 'report' / 'report.html'}")
     return 0
 
 
 def make_draft(
-    recipe: Recipe, pair: Pair, target: TargetOfRun | None, answers: Sequence[CachedAnswer]
+    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Sequence[CachedAnswer]
 ) -> None:
-    """`draft/`: prepared, distilled, exported. The target is not in memory while it is trained.
-
-    target: None where nothing but its answers is at hand; then a sibling is tuned.
-    """
-    if (recipe.folder / "draft").exists():
-        return
+    """`draft/`: prepared, distilled, exported. The target is not in memory while it is trained."""
     # one process prepares, the others wait and read what it left on disk
     with PartialState().main_process_first():
         prepared = prepare_draft(recipe, pair, target, answers)
-    if target is not None:
-        target.release()
+    target.release()
     tuned = distil_draft(recipe, pair, prepared, answers)
     free_memory()  # trainer and optimiser, which refer to each other
     if tuned is not None:
         export_draft(recipe, pair, prepared, tuned, answers)
-
-
-def finish(recipe: Recipe, report: Report | None) -> None:
-    """Tidy up and say what there is now; the report is None where no server measured the draft."""
-    delete_training_state(recipe.folder)
-    if report is not None:
-        print_summary(report)
-    print(f"\nDraft: {recipe.folder / 'draft'}")
-    if report is not None:
-        print(f"Report: {recipe.folder / 'report' / 'report.html'}")
 
 
 def main(argv: list[str]) -> int:

@@ -409,6 +409,18 @@ def _trained_batch(checkpoint: Path) -> int | None:
     return int(words[1]) if len(words) > 1 else None
 
 
+def lora_config(recipe: Recipe) -> LoraConfig:
+    """The adapters that the recipe asks for."""
+    modules = recipe.lora_target_modules
+    return LoraConfig(
+        r=recipe.lora_r,
+        lora_alpha=recipe.lora_alpha,
+        lora_dropout=recipe.lora_dropout,
+        target_modules=modules if modules == "all-linear" else modules.split(","),
+        task_type="CAUSAL_LM",
+    )
+
+
 def build_trainer(
     model: PreTrainedModel,
     answers: Iterable[CachedAnswer],
@@ -434,17 +446,11 @@ def build_trainer(
         model._keys_to_ignore_on_save = {f"{names[embedding]}.weight"}
     adapters = None
     if recipe.use_peft:
-        modules = recipe.lora_target_modules
-        whole = [embedding] if tied else [embedding, head]
-        adapters = LoraConfig(
-            r=recipe.lora_r,
-            lora_alpha=recipe.lora_alpha,
-            lora_dropout=recipe.lora_dropout,
-            target_modules=modules if modules == "all-linear" else modules.split(","),
-            task_type="CAUSAL_LM",
-            modules_to_save=[names[part] for part in whole] if new_rows else None,
-            ensure_weight_tying=tied and new_rows,
-        )
+        adapters = lora_config(recipe)
+        if new_rows:
+            whole = [embedding] if tied else [embedding, head]
+            adapters.modules_to_save = [names[part] for part in whole]
+            adapters.ensure_weight_tying = tied
     trainer = DistillationTrainer(
         model=model,
         args=training_config(recipe),
@@ -475,7 +481,7 @@ def distil_draft(
     trainer = build_trainer(
         prepared.model,
         answers,
-        pair.trained_rows(pair.vocab_size, prepared.token_ids),
+        pair.trained_rows(prepared.token_ids),
         pair.load_tokenizer(),
         recipe,
         pair.retokenizer,

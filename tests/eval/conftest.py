@@ -1,5 +1,8 @@
 """What tests of the decoders share: a tiny model whose text does not repeat, and an adversary."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 
 from eval.decoding.drafters.checkpoint import CheckpointDrafter
@@ -19,6 +22,20 @@ def drafter():
 
     def make(decoder, vocab_size=61, **fields):
         return CheckpointDrafter(decoder=decoder, vocab_size=vocab_size, vocabulary={}, **fields)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def letters():
+    """Makes a tokenizer of so many letters, as far as a report needs one."""
+
+    def make(vocab_size):
+        vocab = {chr(0x41 + i): i for i in range(vocab_size)}
+        text = json.dumps(
+            {"model": {"type": "BPE", "vocab": vocab}, "decoder": {"type": "ByteLevel"}}
+        )
+        return SimpleNamespace(is_fast=True, backend_tokenizer=SimpleNamespace(to_str=lambda: text))
 
     return make
 

@@ -52,7 +52,7 @@ class LookupFirst(Drafter):
 class LookupFirstSession(Session):
     def __init__(self, session: Session, texts: Texts, vocab_size: int) -> None:
         self.session, self.vocab_size = session, vocab_size
-        self.greedy, self.device = texts.sampling.greedy, texts.generator.device
+        self.device = texts.generator.device
         self.texts = [list(text) for text in texts.ids]
         self.replaced: list[int] = []  # rows that were drafted, too, but looked up
 

@@ -1,7 +1,5 @@
 """Lookup first: what it drafts, and that its draft never reads what was not emitted."""
 
-import json
-
 import pytest
 import torch
 
@@ -24,23 +22,10 @@ PROMPTS = [Prompt(f"p{i}", prompt="unused") for i in range(4)]
 IDS = [[3, 14, 15, 9, 3, 14], [9, 2], [6, 5, 35, 8, 6, 5], [1, 2, 3, 4, 5, 6, 7]]
 
 
-class Letters:
-    """A tokenizer, as far as a report needs one."""
-
-    is_fast = True
-
-    class backend_tokenizer:
-        @staticmethod
-        def to_str():
-            vocab = {chr(0x41 + i): i for i in range(VOCAB)}
-            model = {"type": "BPE", "vocab": vocab}
-            return json.dumps({"model": model, "decoder": {"type": "ByteLevel"}})
-
-
 @pytest.fixture(scope="module")
-def target(tiny_llama):
+def target(tiny_llama, letters):
     model = tiny_llama(0, spread=4, vocab_size=VOCAB, eos_token_id=None, bos_token_id=None)
-    return Target("tiny", model, Letters(), build_decoder(model, 100), GREEDY.stops)
+    return Target("tiny", model, letters(VOCAB), build_decoder(model, 100), GREEDY.stops)
 
 
 @pytest.fixture

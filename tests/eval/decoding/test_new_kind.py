@@ -31,24 +31,11 @@ PROMPTS = PromptSet(
 )
 
 
-class Letters:
-    """A tokenizer, as far as a report needs one."""
-
-    is_fast = True
-
-    class backend_tokenizer:
-        @staticmethod
-        def to_str():
-            pieces = ",".join(f'"{chr(0x100 + i)}": {i}' for i in range(VOCAB))
-            model = f'{{"type": "BPE", "vocab": {{{pieces}}}}}'
-            return f'{{"model": {model}, "decoder": {{"type": "ByteLevel"}}}}'
-
-
 @pytest.fixture(scope="module", params=["lean", "stock"])
-def target(request, tiny):
+def target(request, tiny, letters):
     model = tiny(0)
     decoder = build_decoder(model, 120) if request.param == "lean" else StockDecoder(model, 120)
-    return Target("tiny", model, Letters(), decoder, STOPS)
+    return Target("tiny", model, letters(VOCAB), decoder, STOPS)
 
 
 @pytest.fixture

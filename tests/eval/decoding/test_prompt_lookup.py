@@ -1,7 +1,5 @@
 """Prompt lookup: what it drafts, and that the output stays the target's."""
 
-import json
-
 import pytest
 import torch
 
@@ -100,21 +98,8 @@ def test_alpha_counts_the_tokens_it_would_have_got(target, lookup, journal):
         assert at_zero["greedy_match"] == at_zero["exact"] == row.alpha_sum
 
 
-class Spelling:
-    """A tokenizer of letters, as far as a report needs one."""
-
-    is_fast = True
-
-    class backend_tokenizer:
-        @staticmethod
-        def to_str():
-            vocab = {chr(0x41 + i): i for i in range(VOCAB)}
-            model = {"type": "BPE", "vocab": vocab}
-            return json.dumps({"model": model, "decoder": {"type": "ByteLevel"}})
-
-
-def test_it_stands_in_a_report_like_any_draft(target, lookup, journal):
-    target.tokenizer = Spelling()
+def test_it_stands_in_a_report_like_any_draft(target, lookup, letters, journal):
+    target.tokenizer = letters(VOCAB)
     prompts = PromptSet("made up", PROMPTS, IDS)
     report = evaluate(
         target,
