@@ -73,6 +73,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top_k", type=int)
     parser.add_argument("--top_p", type=float)
+    parser.add_argument(
+        "--verification",
+        choices=["block", "token"],
+        default="block",
+        help="where tokens are sampled: drafts judged as one block, or token by token",
+    )
     parser.add_argument("--max_new_tokens", type=int)
     parser.add_argument("--gamma", type=int, help="default: chosen on prompts set aside")
     parser.add_argument("--max_gamma", type=int, default=6)
@@ -242,7 +248,7 @@ def _measure(args: argparse.Namespace, journal: Journal) -> Report:
         drafters,
         evaluation,
         tuning,
-        Decoding(sampling, target.stops, args.max_new_tokens, args.seed),
+        Decoding(sampling, target.stops, args.max_new_tokens, args.seed, args.verification),
         Plan(
             args.gamma,
             args.max_gamma,

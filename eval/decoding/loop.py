@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eval.decoding.drafters.base import Drafter, Proposal, Texts
 from eval.decoding.forward import Decoder, HiddenStates, KVCache, starts
-from eval.decoding.verification import Sampling, choose, verify
+from eval.decoding.verification import Rule, Sampling, choose, verify
 from eval.measuring.log import PromptRun
 from eval.prompts import Prompt
 
@@ -41,12 +41,23 @@ class DraftLength:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How text is decoded: the deployed sampling, the stop tokens, the longest answer, the seed."""
+    """How text is decoded: the deployed sampling, the stop tokens, the longest answer, the seed.
+
+    rule: how drafts are verified where tokens are sampled.
+    """
 
     sampling: Sampling
     stops: frozenset[int]
     max_new_tokens: int
     seed: int = 0
+    rule: Rule = "block"
+
+    @property
+    def verification(self) -> str:
+        """The name of the rule in a report."""
+        if self.sampling.greedy:
+            return "greedy match"
+        return "block verification" if self.rule == "block" else "rejection sampling"
 
 
 def seed_of(run_seed: int, *prompt_ids: str) -> int:
@@ -128,7 +139,13 @@ def decode(
         states = dict.fromkeys(layers)
         logits = _read(target, block, start, cache, states)
         n_accepted, following = verify(
-            logits, proposal.tokens, proposal.q, proposal.counts, how.sampling, generator
+            logits,
+            proposal.tokens,
+            proposal.q,
+            proposal.counts,
+            how.sampling,
+            generator,
+            how.rule,
         )
 
         # 6. One transfer a block: of each row the draft, how many stand, the target's next token.

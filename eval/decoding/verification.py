@@ -1,4 +1,4 @@
-"""Accept, reject, resample, keeping the target's distribution (arXiv 2211.17192, 2302.01318).
+"""Accept, reject, resample: the target's distribution stays (arXiv 2211.17192, 2403.10444).
 
 Pure functions on tensors. Legend: B rows, G drafted tokens, V vocabulary. p is the target's
 distribution and q the draft's, both after every warper, both over the *target's* ids. counts [B]:
@@ -8,9 +8,15 @@ how many of its G tokens a row drafted, the rest being padding; None where all r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+# At a temperature above 0, how drafted tokens are judged: all as one block, or one after another.
+# Both are exact; the block accepts as many tokens or more (arXiv 2403.10444).
+Rule = Literal["block", "token"]
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,7 @@ def verify(
     counts: Tensor | None,
     sampling: Sampling,
     generator: torch.Generator,
+    rule: Rule,
 ) -> tuple[Tensor, Tensor]:
     """How many of the drafted tokens [B, G] are accepted [B], and the next token [B].
 
@@ -110,8 +117,8 @@ def verify(
         return verify_greedy(argmax(logits), draft_tokens, counts)
     p = warp(logits, sampling)
     if q is None:
-        return verify_without_q(p, draft_tokens, generator, counts)
-    return verify_sampled(p, q, draft_tokens, generator, counts)
+        return verify_without_q(p, draft_tokens, generator, counts, rule)
+    return verify_sampled(p, q, draft_tokens, generator, counts, rule)
 
 
 def verify_greedy(
@@ -121,23 +128,17 @@ def verify_greedy(
 
     target_tokens: argmax p at each of the G+1 positions [B, G+1]. draft_tokens: [B, G].
     """
-    agreed = target_tokens[:, :-1] == draft_tokens
-    accepted = _leading(agreed, counts)
+    agreed = _within(target_tokens[:, :-1] == draft_tokens, counts)
+    accepted = agreed.long().cumprod(dim=1).sum(dim=1)
     return accepted, target_tokens.gather(1, accepted[:, None])[:, 0]
 
 
-def _leading(passed: Tensor, counts: Tensor | None) -> Tensor:
-    """How many tokens of each row [B, G] passed before the first that did not, padding left out."""
-    if counts is not None:
-        passed = passed & (torch.arange(passed.shape[1], device=passed.device) < counts[:, None])
-    return passed.long().cumprod(dim=1).sum(dim=1)
-
-
-def passes(p: Tensor, q: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Whether each token passes, given its p(x) and q(x) [...]: with probability min(1, p/q)."""
-    uniform = torch.rand(p.shape, device=p.device, dtype=p.dtype, generator=generator)
-    # strictly below: a token with p(x) = 0 must never pass, also when the uniform number is 0
-    return uniform * q < p
+def _within(passed: Tensor, counts: Tensor | None) -> Tensor:
+    """The same [B, G] with 0 at the padding."""
+    if counts is None:
+        return passed
+    width = torch.arange(passed.shape[1], device=passed.device)
+    return passed.masked_fill(width >= counts[:, None], 0)
 
 
 def verify_sampled(
@@ -146,28 +147,59 @@ def verify_sampled(
     draft_tokens: Tensor,
     generator: torch.Generator | None = None,
     counts: Tensor | None = None,
+    rule: Rule = "block",
 ) -> tuple[Tensor, Tensor]:
-    """Accepted counts [B] and the next token [B] by exact rejection sampling.
+    """Accepted counts [B] and the next token [B], so that what is emitted has distribution p.
 
     p: [B, G+1, V]; q: [B, G, V], the very distributions the draft tokens [B, G] were sampled from.
-    Token x is accepted with probability min(1, p(x)/q(x)). At the first rejection the next token is
-    drawn from max(p - q, 0) normalised; after a full acceptance from p (the bonus token). Each
-    emitted token then has distribution p exactly, given the ones before it.
+    """
+    chances, residual = acceptance(p, q, draft_tokens, counts, rule)
+    accepted = sample(chances, generator)
+    at = accepted[:, None, None].expand(-1, 1, p.shape[2])
+    return accepted, sample(residual.gather(1, at)[:, 0], generator)
+
+
+def acceptance(
+    p: Tensor, q: Tensor, draft_tokens: Tensor, counts: Tensor | None, rule: Rule
+) -> tuple[Tensor, Tensor]:
+    """The chance that n drafted tokens are accepted [B, G+1], and what is sampled then [B, G+1, V].
+
+    "token" (arXiv 2211.17192): token x passes with a_i = min(1, p(x)/q(x)), as long as all before
+    it did. After the first that does not, max(p - q, 0) is sampled.
+
+    "block" (arXiv 2403.10444, algorithm 2): w_i = min(1, w_(i-1) p(x_i)/q(x_i)), w_0 = 1, weighs
+    the first i tokens together. With r_i = max(w_i p - q, 0) after them and s_i its sum, the
+    longest prefix is taken that passes with h_i = s_i / (s_i + 1 - w_i), or with w_i where it is
+    the whole draft; then r_i is sampled. Its expected length is never below that of "token".
+
+    Both sample p itself after the whole draft. Whether another token was drafted may depend on the
+    ones before.
     """
     index = draft_tokens[..., None]
-    p_drafted = p[:, :-1].gather(2, index)[..., 0]
-    q_drafted = q.gather(2, index)[..., 0]
-    accepted = _leading(passes(p_drafted, q_drafted, generator), counts)
-    at = accepted[:, None, None].expand(-1, 1, p.shape[2])
-    p_next = p.gather(1, at)[:, 0]
-    q_next = torch.cat([q, torch.zeros_like(q[:, :1])], dim=1).gather(1, at)[:, 0]
-    if counts is not None:  # a row that drafted no more has no q there: its bonus token
-        q_next = q_next.masked_fill((accepted == counts)[:, None], 0)
-    residual = (p_next - q_next).clamp_min_(0)
-    # p = q up to rounding leaves no residual, and such a rejection has probability ~0: p is right
-    # then
-    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
-    return accepted, sample(residual, generator)
+    tiny = torch.finfo(q.dtype).tiny  # 0 / 0 is 0: what p never says is never accepted
+    ratio = (p[:, :-1].gather(2, index) / q.gather(2, index).clamp_min(tiny))[..., 0]
+    length = ratio.new_full((len(ratio),), ratio.shape[1]).long() if counts is None else counts
+    whole = torch.arange(1, ratio.shape[1] + 1, device=p.device) == length[:, None]
+    weights = torch.ones_like(p[..., 0])
+    if rule == "block":
+        for i in range(ratio.shape[1]):
+            weights[:, i + 1] = (weights[:, i] * ratio[:, i]).clamp_max(1)
+    residual = torch.cat([(weights[:, :-1, None] * p[:, :-1] - q).clamp_min(0), p[:, -1:]], dim=1)
+    mass = residual.sum(-1)
+    if rule == "block":
+        weight, left = weights[:, 1:], mass[:, 1:]
+        share = left / (left + (1 - weight))  # in this order: a small left must not be lost
+        # 0 / 0 where p = q: the next token passes in any case
+        share = share.masked_fill((left == 0) & (weight == 1), 1)
+        passes = _within(torch.where(whole, weight, share), counts)
+        fails = (1 - passes).flip(1).cumprod(1).flip(1)
+        chances = F.pad(passes, (1, 0), value=1) * F.pad(fails, (0, 1), value=1)
+    else:
+        passes = _within(ratio.clamp_max(1), counts).cumprod(1)
+        chances = F.pad(passes, (1, 0), value=1) - F.pad(passes, (0, 1))
+    # after the whole draft, and where p = q up to rounding leaves nothing, p is right
+    plain = F.pad(whole, (1, 0)) | (length == 0)[:, None] | (mass <= 0)
+    return chances, torch.where(plain[..., None], p, residual)
 
 
 def verify_without_q(
@@ -175,15 +207,16 @@ def verify_without_q(
     draft_tokens: Tensor,
     generator: torch.Generator | None = None,
     counts: Tensor | None = None,
+    rule: Rule = "block",
 ) -> tuple[Tensor, Tensor]:
     """As `verify_sampled` for drafts whose distribution over target ids is not known.
 
-    Token x is accepted with probability p(x); at the first rejection the next one is drawn from p
-    without x, normalised. Exact however x was found, as long as it depends on the past alone: it is
-    the rule for a q that is one-hot at x. Expected acceptance is sum q p, not sum min(q, p).
+    The rule for a q that is one-hot at the drafted x: accepted alone with probability p(x), and
+    else p without x, normalised, is sampled. Exact however x was found, as long as it depends on
+    the past alone. Expected acceptance is sum q p, not sum min(q, p).
     """
     at_x = torch.zeros_like(p[:, :-1]).scatter_(2, draft_tokens[..., None], 1.0)
-    return verify_sampled(p, at_x, draft_tokens, generator, counts)
+    return verify_sampled(p, at_x, draft_tokens, generator, counts, rule)
 
 
 def agreement(p: Tensor, q: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ def evaluate(
             "max_new_tokens": how.max_new_tokens,
             "gamma": logs[-1].gamma,
             "gamma_policy": logs[-1].gamma_policy,
-            "verification": "greedy match" if how.sampling.greedy else "rejection sampling",
+            "verification": how.verification,
             "stop_tokens": len(how.stops),
             "ended_by_stop": sum(r.tokens[-1] in how.stops for r in baseline) / len(baseline),
         },

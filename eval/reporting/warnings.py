@@ -12,7 +12,7 @@ USUAL_EFFICIENCY = (0.8, 1.1)
 RANDOM_SHARE = 0.75  # of the bits that random tokens take; text of any language takes far fewer
 # Rules that leave the output as the target's: greedily the same tokens, sampled the same
 # distribution. Whatever else a report names is taken for lossy.
-LOSSLESS_RULES = ("greedy match", "rejection sampling")
+LOSSLESS_RULES = ("greedy match", "block verification", "rejection sampling")
 
 
 def find_warnings(report: Findings) -> list[str]:

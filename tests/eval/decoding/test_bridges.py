@@ -197,18 +197,8 @@ def branches(monkeypatch):
         index = found.choose(probabilities.flatten().double().tolist())
         return torch.full(probabilities.shape[:-1], index)
 
-    def passes(p, q, generator=None):
-        result = torch.zeros(p.shape, dtype=torch.bool)
-        for i, (p_x, q_x) in enumerate(zip(p[0].tolist(), q[0].tolist(), strict=True)):
-            chance = min(1.0, p_x / q_x) if q_x > 0 else 1.0
-            result[0, i] = bool(found.choose([1 - chance, chance]))
-            if not result[0, i]:
-                break
-        return result
-
     for module in (checkpoint, by_text, verification):
         monkeypatch.setattr(module, "sample", sample)
-    monkeypatch.setattr(verification, "passes", passes)
     return found
 
 
@@ -216,12 +206,12 @@ IDS = [1, 0, 2]
 NEW = 4
 
 
-def output(branches, target, draft, gamma):
+def output(branches, target, draft, length, rule="block"):
     """Distribution of the emitted tokens, and how often drafts were accepted and rejected."""
     found, accepted, rejected = defaultdict(float), 0.0, 0.0
     for _ in branches.paths():
-        how = Decoding(SAMPLING, NEVER, NEW)
-        run = alone(target, draft, IDS, how, DraftLength(gamma))
+        how = Decoding(SAMPLING, NEVER, NEW, rule=rule)
+        run = alone(target, draft, IDS, how, length)
         found[tuple(run.tokens)] += branches.weight
         accepted += branches.weight * sum(run.accepted)
         rejected += branches.weight * (sum(run.drafted) - sum(run.accepted))
@@ -291,10 +281,18 @@ def load(checkpoints, target, monkeypatch):
     return load_it
 
 
-@pytest.mark.parametrize("gamma", [1, 2])
+@pytest.mark.parametrize(
+    ("length", "rule"),
+    [
+        (DraftLength(1), "block"),
+        (DraftLength(2), "token"),
+        (DraftLength(2), "block"),
+        (DraftLength(2, 0.4), "block"),
+    ],
+)
 @pytest.mark.parametrize("name", BRIDGES)
-def test_sampled_output_is_the_targets_exactly(branches, target, load, name, gamma):
-    found, accepted, rejected = output(branches, target, load(name), gamma)
+def test_sampled_output_is_the_targets_exactly(branches, target, load, name, length, rule):
+    found, accepted, rejected = output(branches, target, load(name), length, rule)
     assert sum(found.values()) == pytest.approx(1, abs=1e-6)
     assert total_variation(found, own_output(target)) < 1e-6
     assert accepted > 0.1
@@ -382,8 +380,8 @@ def no_residual(branches, monkeypatch):
 
     original = verification.verify_without_q
 
-    def verify(p, draft_tokens, generator, counts):
-        n, _ = original(p, draft_tokens, generator, counts)
+    def verify(p, draft_tokens, *rest):
+        n, _ = original(p, draft_tokens, *rest)
         return n, verification.sample(p[:, int(n)])
 
     monkeypatch.setattr(verification, "verify_without_q", verify)
@@ -392,9 +390,9 @@ def no_residual(branches, monkeypatch):
 def draft_probability_for_q(branches, monkeypatch):
     """The string-level draft's tokens are verified as if they had been drawn from a flat q."""
 
-    def verify(p, draft_tokens, generator, counts):
+    def verify(p, draft_tokens, *rest):
         q = torch.full_like(p[:, :-1], 1 / p.shape[-1])
-        return verification.verify_sampled(p, q, draft_tokens, generator, counts)
+        return verification.verify_sampled(p, q, draft_tokens, *rest)
 
     monkeypatch.setattr(verification, "verify_without_q", verify)
 
@@ -423,7 +421,7 @@ def draft_probability_for_q(branches, monkeypatch):
 def test_a_broken_bridge_is_caught(branches, target, load, monkeypatch, name, mutant):
     draft = load(name)
     mutant(branches, monkeypatch)
-    found, _, _ = output(branches, target, draft, 2)
+    found, _, _ = output(branches, target, draft, DraftLength(2))
     assert total_variation(found, own_output(target)) > 1e-4
 
 
@@ -431,7 +429,7 @@ def test_padding_that_is_drafted_is_caught(branches, target, load, monkeypatch):
     draft = load("padded")
     monkeypatch.setattr(CheckpointDrafter, "cut", lambda self, logits: logits)
     with pytest.raises(AssertionError):
-        output(branches, target, draft, 2)
+        output(branches, target, draft, DraftLength(2))
 
 
 # --- mutants that leave the output exact, and draft something else than the draft says

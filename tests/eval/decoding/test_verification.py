@@ -1,4 +1,6 @@
-"""The verification rules, by chi-square on joint distributions; broken variants must be caught."""
+"""The verification rules, by enumeration and chi-square; broken variants must be caught."""
+
+import itertools
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ from scipy.stats import chi2
 
 from eval.decoding.verification import (
     Sampling,
+    acceptance,
     agreement,
     argmax,
     sample,
@@ -55,10 +58,15 @@ def p_value(tokens, p):
     return float(chi2.sf(float(statistic), int(common.sum()) - 1 + int(rest > 5)))
 
 
+def by(rule):
+    return lambda p, q, drafted, generator: verify_sampled(p, q, drafted, generator, None, rule)
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
 @pytest.mark.parametrize("vocab", [5, 50])
-def test_emitted_tokens_have_the_targets_joint_distribution(vocab):
+def test_emitted_tokens_have_the_targets_joint_distribution(vocab, rule):
     p, q = distributions(vocab, seed=vocab)
-    tokens, accepted = outcome(p, q, verify_sampled, seed=1)
+    tokens, accepted = outcome(p, q, by(rule), seed=1)
     assert p_value(tokens, p) > 1e-4
     assert set(accepted.unique().tolist()) == {0, 1, 2}
 
@@ -80,11 +88,106 @@ def always_accept(p, q, drafted, generator):
     return torch.full_like(accepted, 2), following
 
 
-@pytest.mark.parametrize("mutant", [no_residual, wrong_bonus, always_accept])
+def residual_of_the_other_rule(p, q, drafted, generator):
+    """The block's chances, and after them max(p - q, 0) as the rule token by token has it."""
+    chances, _ = acceptance(p, q, drafted, None, "block")
+    _, residual = acceptance(p, q, drafted, None, "token")
+    accepted = sample(chances, generator)
+    return accepted, sample(residual[torch.arange(len(p)), accepted], generator)
+
+
+@pytest.mark.parametrize(
+    "mutant", [no_residual, wrong_bonus, always_accept, residual_of_the_other_rule]
+)
 def test_broken_rules_are_caught(mutant):
     p, q = distributions(5, seed=5)
     tokens, _ = outcome(p, q, mutant, seed=1)
     assert p_value(tokens, p) < 1e-4
+
+
+def conditionals(vocab, depth, seed):
+    """Distributions [vocab] after every text of less than `depth` + 1 tokens, some with zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for length in range(depth + 1):
+        for text in itertools.product(range(vocab), repeat=length):
+            logits = 1.5 * torch.randn(vocab, generator=generator, dtype=torch.float64)
+            if len(found) % 3 == 0:
+                logits[int(torch.randint(vocab, (1,), generator=generator))] = float("-inf")
+            found[text] = logits.softmax(-1)
+    return found
+
+
+def enumerate_block(p, q, gamma, rule, stops_after=()):
+    """The joint distribution of the first gamma + 1 tokens, and the expected accepted count.
+
+    Every draft, acceptance and next token is gone through; after the block p goes on. Texts in
+    `stops_after` are not drafted beyond, as a draft that doubts itself stops.
+    """
+    vocab = len(p[()])
+    found, expected = torch.zeros([vocab] * (gamma + 1), dtype=torch.float64), 0.0
+    for draft in itertools.product(range(vocab), repeat=gamma):
+        count = next((n for n in range(gamma) if draft[:n] in stops_after), gamma)
+        if any(draft[count:]):
+            continue  # what would stand after the stop is padding: counted once
+        weight = float(torch.stack([q[draft[:i]][draft[i]] for i in range(count)]).prod())
+        if weight == 0:
+            continue
+        chances, residual = acceptance(
+            torch.stack([p[draft[:i]] for i in range(gamma + 1)])[None],
+            torch.stack([q[draft[:i]] for i in range(gamma)])[None],
+            torch.tensor([draft]),
+            torch.tensor([count]) if stops_after else None,
+            rule,
+        )
+        for n, chance in enumerate(chances[0].tolist()):
+            expected += weight * chance * n
+            if chance > 0:
+                after = residual[0, n] / residual[0, n].sum()
+                for token in range(vocab):
+                    text = (*draft[:n], token)
+                    part = weight * chance * float(after[token])
+                    for rest in itertools.product(range(vocab), repeat=gamma - n):
+                        whole = (*text, *rest)
+                        tail = [p[whole[:i]][whole[i]] for i in range(n + 1, gamma + 1)]
+                        found[whole] += part * float(torch.stack(tail).prod() if tail else 1)
+    return found, expected
+
+
+def own(p, gamma):
+    """The joint distribution of the target's own first gamma + 1 tokens."""
+    vocab = len(p[()])
+    found = torch.zeros([vocab] * (gamma + 1), dtype=torch.float64)
+    for text in itertools.product(range(vocab), repeat=gamma + 1):
+        found[text] = torch.stack([p[text[:i]][text[i]] for i in range(gamma + 1)]).prod()
+    return found
+
+
+@pytest.mark.parametrize("stops_after", [(), ((1,), (0, 2))])
+def test_both_rules_are_exact_and_blocks_accept_no_less(stops_after):
+    more = []
+    for seed in range(4):
+        p, q = conditionals(3, 3, seed), conditionals(3, 2, seed + 100)
+        accepted = {}
+        for rule in ("block", "token"):
+            found, accepted[rule] = enumerate_block(p, q, 3, rule, stops_after)
+            torch.testing.assert_close(found, own(p, 3), atol=1e-12, rtol=0)
+        more.append(accepted["block"] / accepted["token"])
+    assert min(more) > 1 - 1e-12
+    assert max(more) > 1.01
+
+
+def test_padding_is_never_accepted():
+    p, q = conditionals(3, 2, 0), conditionals(3, 1, 100)
+    chances, _ = acceptance(
+        torch.stack([p[()], p[(1,)], p[(1, 0)]])[None],
+        torch.stack([q[()], q[(1,)]])[None],
+        torch.tensor([[1, 0]]),
+        torch.tensor([1]),
+        "block",
+    )
+    assert chances[0, 2] == 0
+    assert float(chances.sum()) == pytest.approx(1)
 
 
 def test_a_q_that_was_not_sampled_from_is_caught():
@@ -94,18 +197,22 @@ def test_a_q_that_was_not_sampled_from_is_caught():
     assert p_value(tokens, p) < 1e-4
 
 
-def test_a_token_the_target_never_says_is_never_accepted(monkeypatch):
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_a_token_the_target_never_says_is_never_accepted(monkeypatch, rule):
     p = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
     q = torch.tensor([[[1.0, 0.0]]])
-    monkeypatch.setattr(torch, "rand", lambda *a, **k: torch.zeros(1, 1))  # `<=` would accept
-    accepted, following = verify_sampled(p, q, torch.tensor([[0]]))
+    monkeypatch.setattr(
+        torch, "rand", lambda size, **how: torch.zeros(size, dtype=how["dtype"])
+    )  # the least uniform number
+    accepted, following = verify_sampled(p, q, torch.tensor([[0]]), rule=rule)
     assert accepted.tolist() == [0]
     assert following.tolist() == [1]
 
 
-def test_equal_distributions_accept_everything():
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_equal_distributions_accept_everything(rule):
     p, _ = distributions(50, seed=3)
-    tokens, accepted = outcome(p, p[:2], verify_sampled, seed=2)
+    tokens, accepted = outcome(p, p[:2], by(rule), seed=2)
     assert (accepted == 2).all()
     assert p_value(tokens, p) > 1e-4
 
@@ -193,3 +300,13 @@ def test_of_equal_logits_the_first_is_the_argmax(dtype):
     drawn = torch.randn(40, 5000).to(dtype)  # in bf16 the largest is often not alone
     first = [int((row == row.max()).nonzero()[0]) for row in drawn]
     assert argmax(drawn).tolist() == first
+
+
+def test_almost_equal_distributions_leave_chances_that_are_chances():
+    """What is left of p over q is then far below 1's last digit, and must not be lost beside it."""
+    q = torch.full((64, 2, 1000), 1e-3)
+    p = torch.full((64, 3, 1000), 1e-3)
+    p[:, :, 0] += 2e-10
+    chances, _ = acceptance(p, q, torch.full((64, 2), 999), None, "block")
+    torch.testing.assert_close(chances.sum(-1), torch.ones(64))
+    assert (chances >= 0).all()
