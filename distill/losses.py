@@ -1,23 +1,92 @@
-"""The loss that pulls the draft q towards the target p, from the target's cached distributions.
+"""The losses that pull the draft q towards the target p, from the target's cached distributions.
 
-Legend: N response positions, V rows of the draft's head, H hidden size, C cached tokens a position.
+Legend: N response positions, V rows of the draft's head, H hidden size, C cached tokens a position,
+K = C + 1 buckets: each cached token, and all the rest.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 1024  # response positions whose logits exist at once
+P_FLOOR = 1e-6  # what fp16 storage cannot tell from 0 in the mass of the rest
+
+# A loss of p, q and log q [N, K]: its values [N], and q times its derivative in q [N, K].
+Divergence = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def coarse_forward_kl(
-    logits: Tensor, cached_ids: Tensor, cached_logprobs: Tensor
+def forward_kl(p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(p || q) = sum p log(p / q): q must cover all that p says."""
+    return torch.special.xlogy(p, p).sum(-1) - (p * log_q).sum(-1), -p
+
+
+def reverse_kl(p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(q || p) = sum q log(q / p): q keeps to what p says. p is at least `P_FLOOR`."""
+    ratio = log_q - p.clamp_min(P_FLOOR).log()
+    return (q * ratio).sum(-1), q * (ratio + 1)
+
+
+def jsd(p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """(KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2."""
+    log_m = ((p + q) / 2).clamp_min(torch.finfo(q.dtype).tiny).log()
+    to_m = log_q - log_m
+    value = torch.special.xlogy(p, p).sum(-1) - (p * log_m).sum(-1) + (q * to_m).sum(-1)
+    return value / 2, q * to_m / 2
+
+
+def tv(p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """1 - alpha = 1 - sum min(p, q): the chance of a rejection (arXiv 2310.08461)."""
+    return 1 - torch.minimum(p, q).sum(-1), -q * (q < p)
+
+
+def log_alpha(p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """-log alpha, whose gradient does not fade where alpha is small (arXiv 2602.23881)."""
+    alpha = torch.minimum(p, q).sum(-1).clamp_min(P_FLOOR)
+    return -alpha.log(), -q * (q < p) / alpha[:, None]
+
+
+def lk(p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """w KL(p || q) + (1 - w) TV with w = exp(-3 alpha), a constant (arXiv 2602.23881)."""
+    weight = (-3 * torch.minimum(p, q).sum(-1)).exp()
+    (kl, kl_pull), (distance, tv_pull) = forward_kl(p, q, log_q), tv(p, q, log_q)
+    pull = weight[:, None] * kl_pull + (1 - weight[:, None]) * tv_pull
+    return weight * kl + (1 - weight) * distance, pull
+
+
+def ce(p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """-log q(argmax p), over the cached tokens: what a greedy verification asks."""
+    best = torch.zeros_like(p).scatter_(1, p[:, :-1].argmax(-1, keepdim=True), 1.0)
+    return -(best * log_q).sum(-1), -best
+
+
+def ce_tv(p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """0.1 CE + 0.9 TV (arXiv 2607.05147)."""
+    (entropy, ce_pull), (distance, tv_pull) = ce(p, q, log_q), tv(p, q, log_q)
+    return 0.1 * entropy + 0.9 * distance, 0.1 * ce_pull + 0.9 * tv_pull
+
+
+LossName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "log_alpha", "lk", "ce", "ce_tv"]
+LOSSES: dict[LossName, Divergence] = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "jsd": jsd,
+    "tv": tv,
+    "log_alpha": log_alpha,
+    "lk": lk,
+    "ce": ce,
+    "ce_tv": ce_tv,
+}
+
+
+def coarse_loss(
+    logits: Tensor, cached_ids: Tensor, cached_logprobs: Tensor, divergence: Divergence
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """KL(p || q) [N], both merged into C + 1 buckets: each cached token, and all the rest.
+    """The loss of each position [N], p and q both merged into K buckets.
 
     logits: the draft's [N, V]. cached_ids: the target's most likely tokens as rows of the draft's
     head [N, C], -1 where the draft has no such row. cached_logprobs: their log p [N, C], natural
@@ -26,13 +95,15 @@ def coarse_forward_kl(
     p is first restricted to tokens in the draft's head: the mass of cached tokens without a row
     is dropped and the remainder renormalised. The bucket of the rest is what keeps the loss from
     inflating q on the cached tokens (a renormalised top-k teaches p/P_S; arXiv 2503.16870). Merging
-    buckets can only lower a KL divergence, so this is a lower bound of KL over the full vocabulary,
-    and tight when the cached tokens hold nearly all mass.
+    buckets can only lower a KL, JSD or TV, so these are lower bounds of those over the full
+    vocabulary, and tight when the cached tokens hold nearly all mass: alpha over the vocabulary is
+    below the alpha of the buckets by min(p_rest, q_rest) at most.
 
-    Returns the divergences, whether argmax q is the target's most likely token that the draft has
-    [N, bool], and the gradient of each divergence in its logits [N, V], in closed form: q - p on a
-    cached token, q (1 - p_rest / q_rest) on any other. Positions whose cached tokens all lack a
-    row have nothing but the rest: loss and gradient are 0.
+    Returns the values, whether argmax q is the target's most likely token that the draft has
+    [N, bool], and the gradient of each value in its logits [N, V], in closed form: with
+    g = q dL/dq of a bucket and G their sum, g - q G on a cached token, q (g_rest / q_rest - G) on
+    any other. Positions whose cached tokens all lack a row have nothing but the rest: loss and
+    gradient are 0.
     """
     top, best = logits.max(-1, keepdim=True)
     shifted = logits.float() - top.float()  # both converted first: mixed dtypes subtract slowly
@@ -49,20 +120,23 @@ def coarse_forward_kl(
     p = p.masked_fill(~known, 0)
     kept = p.sum(-1) + p_rest
     # what fp16 storage leaves of a position without any token of the draft's head is rounding error
-    share = torch.where(kept > 1e-3, 1 / kept, 0)
-    p, p_rest = p * share[:, None], p_rest * share
+    teaches = ~(kept <= 1e-3) & known.any(-1)  # NaN is not hidden
+    p = torch.cat([p, p_rest[:, None]], dim=1) / kept.clamp_min(1e-3)[:, None]
 
     q_cached = log_q.exp().masked_fill(~known, 0)
-    q_rest = 1 - q_cached.sum(-1).clamp_max(1 - 1e-6)
-    cross = (p * log_q.masked_fill(~known, 0)).sum(-1) + p_rest * q_rest.log()
-    entropy = torch.special.entr(p).sum(-1) + torch.special.entr(p_rest)
+    q_rest = 1 - q_cached.sum(-1, keepdim=True).clamp_max(1 - 1e-6)
+    buckets = torch.cat([q_cached, q_rest], dim=1)
+    logs = torch.cat([log_q.masked_fill(~known, 0), q_rest.log()], dim=1)
+    value, pull = divergence(p, buckets, logs)
+    value = value.masked_fill(~teaches, 0)
+    pull = pull.masked_fill(~teaches[:, None], 0)
     best_known = cached_logprobs.float().masked_fill(~known, float("-inf")).argmax(-1, keepdim=True)
     agreed = (best == ids.gather(1, best_known))[:, 0] & known.any(-1)
 
-    pull = (p_rest / q_rest)[:, None]
-    gradient = q.mul_((p.sum(-1) + p_rest)[:, None] - pull)
-    gradient.scatter_add_(1, ids, (q_cached * pull - p).masked_fill_(~known, 0))
-    return -cross - entropy, agreed, gradient
+    on_rest = pull[:, -1:] / q_rest
+    gradient = q.mul_(on_rest - pull.sum(-1, keepdim=True))
+    gradient.scatter_add_(1, ids, (pull[:, :-1] - q_cached * on_rest).masked_fill_(~known, 0))
+    return value, agreed, gradient
 
 
 def sharpen(logprobs: Tensor, temperature: float) -> Tensor:
@@ -91,7 +165,12 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, cached_ids: Tensor, cached_logprobs: Tensor
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        cached_ids: Tensor,
+        cached_logprobs: Tensor,
+        divergence: Divergence,
     ) -> tuple[Tensor, Tensor]:
         device = hidden.device.type
         dtype = hidden.dtype
@@ -107,8 +186,8 @@ class _HeadLoss(torch.autograd.Function):
             for at in range(0, len(hidden), CHUNK):
                 part = slice(at, at + CHUNK)
                 states = hidden[part].to(dtype)
-                loss, same, gradient = coarse_forward_kl(
-                    F.linear(states, head), cached_ids[part], cached_logprobs[part]
+                loss, same, gradient = coarse_loss(
+                    F.linear(states, head), cached_ids[part], cached_logprobs[part], divergence
                 )
                 total += loss.sum()
                 agreed += same.sum()
@@ -124,15 +203,19 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         gradients = (part if part is None else part * scale for part in ctx.saved_tensors)
-        return (*gradients, None, None)
+        return (*gradients, None, None, None)
 
 
 def head_loss(
-    hidden: Tensor, weight: Tensor, cached_ids: Tensor, cached_logprobs: Tensor
+    hidden: Tensor,
+    weight: Tensor,
+    cached_ids: Tensor,
+    cached_logprobs: Tensor,
+    divergence: Divergence = forward_kl,
 ) -> tuple[Tensor, Tensor]:
-    """The summed `coarse_forward_kl` of the logits `hidden @ weight.T`, and how many agreed.
+    """The summed `coarse_loss` of the logits `hidden @ weight.T`, and how many agreed.
 
     hidden: what the head reads at response positions [N, H]. weight: the head [V, H]. The products
     run in autocast's dtype where that is on. Differentiable once, in hidden and weight.
     """
-    return _HeadLoss.apply(hidden, weight, cached_ids, cached_logprobs)
+    return _HeadLoss.apply(hidden, weight, cached_ids, cached_logprobs, divergence)

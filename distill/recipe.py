@@ -21,6 +21,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from distill.losses import LossName
+
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 # Keys of SFTConfig that a recipe may not set, by the reason.
@@ -33,7 +35,7 @@ _FIXED = {
         "packing packing_strategy padding_free eval_packing pad_to_multiple_of "
         "remove_unused_columns label_names length_column_name"
     ),
-    "the loss is the forward KL of distill/losses.py, on answer tokens only": (
+    "the key `loss` names one of distill/losses.py, on answer tokens only": (
         "loss_type completion_only_loss assistant_only_loss label_smoothing_factor "
         "router_aux_loss_coef use_liger_kernel liger_kernel_config"
     ),
@@ -99,6 +101,7 @@ class Recipe:
     answer_max_new_tokens: Count = 128  # longest answer, in tokens
     answer_batch_size: Count = 48  # prompts answered at once, or in flight to the server
     cache_top_k: Count = 15  # most likely tokens kept of each distribution
+    loss: LossName | Literal["auto"] = "auto"  # of distill/losses.py; auto goes by `temperature`
     teacher_temperature: Positive = 1.0  # the draft learns p ** (1 / this); 1 at most
     use_peft: bool = False  # LoRA instead of full fine-tuning
     lora_r: Count = 64  # rank of the adapters
@@ -318,6 +321,18 @@ def _type_of(key: str) -> TypeAdapter[Any]:
         hint = f"Did you mean {near[0]!r}?" if near else "docs/recipes.md lists all keys."
         raise RecipeError(f"Unknown key {key!r}: neither draftsmith nor SFTConfig has it. {hint}")
     return _types()[key]
+
+
+def chosen_loss(recipe: Recipe) -> tuple[LossName, str]:
+    """The loss that a run trains with, and why."""
+    if recipe.loss != "auto":
+        return recipe.loss, "the recipe names it"
+    if recipe.temperature == 0:
+        return "forward_kl", (
+            "greedy verification asks for the likeliest token; of the losses this one, against a "
+            "sharpened p, came out best there (docs/lab-notes.md)"
+        )
+    return "lk", "rejection sampling accepts sum min(p, q), which this loss raises (2602.23881)"
 
 
 def _check_together(recipe: Recipe) -> None:

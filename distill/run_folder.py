@@ -21,7 +21,7 @@ from align.vocab_map import save_map
 from distill.answers import hash_prompts
 from distill.models import Pair
 from distill.prompts import Prompts
-from distill.recipe import Recipe, RecipeError, dump, read_yaml
+from distill.recipe import Recipe, RecipeError, chosen_loss, dump, read_yaml
 from distill.trainer import last_checkpoint
 from distill.training_set import TRAINING_SET
 from eval.prompts import prompts_sha256, write_prompts
@@ -101,6 +101,7 @@ def provenance(recipe: Recipe, prompts: Prompts, lost_mass: float) -> dict[str, 
             "eval_prompts": prompts_sha256(prompts.evaluation.prompts),
             "train_ids": hash_prompts(prompts.training.ids),
         },
+        "loss": dict(zip(("name", "why"), chosen_loss(recipe), strict=True)),
         "overlap": asdict(prompts.overlap),
         "lost_mass": lost_mass,
         "seconds_before_evaluation": round(time.time() - _STARTED, 1),

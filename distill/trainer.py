@@ -39,10 +39,10 @@ from trl import SFTConfig, SFTTrainer
 from align.atomic import atomic_file, disk_full_explained, remove
 from align.vocab_map import Retokenizer
 from distill.answer_cache import CachedAnswer
-from distill.losses import head_loss
+from distill.losses import LOSSES, Divergence, LossName, forward_kl, head_loss
 from distill.models import Pair
 from distill.prepare import PreparedDraft
-from distill.recipe import Recipe, RecipeError
+from distill.recipe import Recipe, RecipeError, chosen_loss
 from distill.training_set import TRAINING_SET, DistillationCollator, training_set
 
 # trl asks transformers for it by its old name; there is nothing a user could do about that
@@ -77,7 +77,9 @@ def _gathered(value: Any, kept: bool) -> Any:
     return whole.cpu() if kept else None
 
 
-def attach_distillation_forward(model: PreTrainedModel) -> None:
+def attach_distillation_forward(
+    model: PreTrainedModel, divergence: Divergence = forward_kl
+) -> None:
     """Make `model.forward` return the summed loss over response positions instead of logits.
 
     Inside forward, so that DDP's gradient hooks, PEFT's adapters and autocast all see it; and the
@@ -111,7 +113,7 @@ def attach_distillation_forward(model: PreTrainedModel) -> None:
     def head_forward(hidden: Tensor, top_ids: Tensor, top_logprobs: Tensor) -> Any:
         if top_logprobs.dtype == torch.int32:  # `_prepare_inputs`
             top_logprobs = top_logprobs.view(torch.float32)
-        return head_loss(hidden, head.weight, top_ids, top_logprobs)
+        return head_loss(hidden, head.weight, top_ids, top_logprobs, divergence)
 
     model.forward, head.forward = forward, head_forward
 
@@ -125,11 +127,15 @@ def detach_distillation_forward(model: PreTrainedModel) -> None:
 class _Progress(ProgressCallback):
     """The bar of steps, with the latest loss beside it in place of a line for every log."""
 
+    def __init__(self, loss: LossName) -> None:
+        super().__init__()
+        self.loss = loss
+
     def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
         if self.training_bar is not None and "learning_rate" in logs:  # not the final totals
             self.training_bar.set_postfix_str(
-                f"KL {logs['kl']:.3f}, greedy agreement {logs['greedy_agreement']:.3f}, "
-                f"lr {logs['learning_rate']:.1e}"
+                f"{self.loss} {logs[self.loss]:.3f}, "
+                f"greedy agreement {logs['greedy_agreement']:.3f}, lr {logs['learning_rate']:.1e}"
             )
 
 
@@ -156,23 +162,24 @@ class SameOrder(LengthGroupedSampler):
 
 
 class DistillationTrainer(SFTTrainer):
-    """Forward KL on response tokens against the cache (sequence-level data of 2310.08461).
+    """A loss of distill/losses.py on response tokens, against the cache (2310.08461).
 
     Any number of processes computes the same steps. Checkpoints hold whole models and optimiser
     states whether they were sharded or not, so that any other number goes on from them.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, loss: LossName = "forward_kl", **kwargs: Any) -> None:
+        self.loss_name = loss
         self.whole: Any = None  # where its weights go when they are sharded
         self.sums = torch.zeros(3)  # since the last log, here: divergence, agreements, tokens
         super().__init__(*args, **kwargs)
         self.checkpoints_kept, self.args.save_total_limit = self.args.save_total_limit, None
         self.remove_callback(PrinterCallback)
         if self.pop_callback(ProgressCallback):
-            self.add_callback(_Progress)
+            self.add_callback(_Progress(loss))
         model: Any = self.model
         attach_distillation_forward(
-            model.get_base_model() if hasattr(model, "get_base_model") else model
+            model.get_base_model() if hasattr(model, "get_base_model") else model, LOSSES[loss]
         )
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -208,7 +215,7 @@ class DistillationTrainer(SFTTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         total, agreed, tokens = self.accelerator.reduce(self.sums, "sum").tolist()
         if tokens:
-            self._metrics["train"]["kl"].append(total / tokens)
+            self._metrics["train"][self.loss_name].append(total / tokens)
             self._metrics["train"]["greedy_agreement"].append(agreed / tokens)
         self.sums = torch.zeros_like(self.sums)
         super().log(logs, start_time)
@@ -243,7 +250,7 @@ class DistillationTrainer(SFTTrainer):
         if self.args.train_sampling_strategy != "group_by_length":
             return super()._get_train_sampler(train_dataset)
         rows: Any = self.train_dataset
-        lengths = list(rows[self.args.length_column_name])
+        lengths = rows[self.args.length_column_name][:]  # a list, faster than one by one
         self.order = SameOrder(lengths, self.global_batch, self.args.seed)
         return self.order
 
@@ -464,6 +471,7 @@ def build_trainer(
         data_collator=DistillationCollator(pad_id(tokenizer)),
         processing_class=tokenizer,
         peft_config=adapters,
+        loss=chosen_loss(recipe)[0],
     )
     if trainer.args.device.type == "cpu":
         # torch's fused attention takes twice the time of two products there, its backward thrice

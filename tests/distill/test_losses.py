@@ -1,9 +1,10 @@
 import math
+from typing import get_args
 
 import pytest
 import torch
 
-from distill.losses import coarse_forward_kl, head_loss, sharpen
+from distill.losses import LOSSES, LossName, coarse_loss, forward_kl, head_loss, sharpen
 
 
 def plain(logits, p, cached_ids, full_ids_of_rows):
@@ -40,7 +41,7 @@ def case():
 
 def test_equals_a_plain_reference_on_a_trimmed_head(case):
     logits, p, top_ids, top_logp, row_ids, rows = case
-    loss, _, _ = coarse_forward_kl(logits, rows[top_ids], top_logp)
+    loss, _, _ = coarse_loss(logits, rows[top_ids], top_logp, forward_kl)
     # fp32 sums of a few terms of size one
     torch.testing.assert_close(loss, plain(logits, p, top_ids, row_ids).float(), atol=1e-5, rtol=0)
 
@@ -50,7 +51,7 @@ def test_is_the_full_kl_when_everything_is_cached():
     p = torch.randn(20, 12).softmax(-1)
     logits = torch.randn(20, 12)
     top_p, ids = p.topk(11, dim=-1)
-    loss, _, _ = coarse_forward_kl(logits, ids, top_p.log())
+    loss, _, _ = coarse_loss(logits, ids, top_p.log(), forward_kl)
     full = torch.nn.functional.kl_div(logits.log_softmax(-1), p, reduction="none").sum(-1)
     torch.testing.assert_close(loss, full, atol=1e-4, rtol=0)
 
@@ -62,7 +63,7 @@ def test_never_exceeds_the_full_kl():
     full = torch.nn.functional.kl_div(logits.log_softmax(-1), p, reduction="none").sum(-1)
     for cached in (1, 3, 10):
         top_p, ids = p.topk(cached, dim=-1)
-        loss, _, _ = coarse_forward_kl(logits, ids, top_p.log())
+        loss, _, _ = coarse_loss(logits, ids, top_p.log(), forward_kl)
         assert (loss <= full + 1e-5).all()
         assert (loss >= -1e-5).all()
 
@@ -71,7 +72,7 @@ def test_is_zero_and_stationary_at_p():
     torch.manual_seed(3)
     logits = torch.randn(9, 15)
     top, ids = logits.log_softmax(-1).topk(5, dim=-1)
-    loss, agreed, gradient = coarse_forward_kl(logits, ids, top)
+    loss, agreed, gradient = coarse_loss(logits, ids, top, forward_kl)
     assert loss.abs().max() < 1e-5
     assert gradient.abs().max() < 1e-5
     assert agreed.all()
@@ -79,7 +80,7 @@ def test_is_zero_and_stationary_at_p():
 
 def test_gradient_is_that_of_the_plain_reference(case):
     logits, p, top_ids, top_logp, row_ids, rows = case
-    _, _, gradient = coarse_forward_kl(logits, rows[top_ids], top_logp)
+    _, _, gradient = coarse_loss(logits, rows[top_ids], top_logp, forward_kl)
     step = 1e-4
     for row, column in ((0, 0), (1, 7), *enumerate(rows[top_ids[:, 0]].clamp_min(0).tolist())):
         nudge = torch.zeros(logits.shape, dtype=torch.float64)
@@ -98,10 +99,82 @@ def test_gradient_is_that_of_the_plain_reference(case):
         assert float(gradient[row, column]) == pytest.approx(slope, abs=1e-5)
 
 
+def dense(name, p, log_q):
+    """Each loss over a whole vocabulary [N, V], written as in its paper, differentiable."""
+    q, log_p = log_q.exp(), p.log()
+    kl = (p * (log_p - log_q)).sum(-1)
+    alpha = torch.minimum(p, q).sum(-1)
+    distance = (p - q).abs().sum(-1) / 2
+    entropy = -log_q.gather(1, p.argmax(-1, keepdim=True))[:, 0]
+    middle = ((p + q) / 2).log()
+    share = torch.exp(-3 * alpha).detach()
+    return {
+        "forward_kl": kl,
+        "reverse_kl": (q * (log_q - log_p)).sum(-1),
+        "jsd": (p * (log_p - middle)).sum(-1) / 2 + (q * (log_q - middle)).sum(-1) / 2,
+        "tv": distance,
+        "log_alpha": -alpha.log(),
+        "lk": share * kl + (1 - share) * distance,
+        "ce": entropy,
+        "ce_tv": 0.1 * entropy + 0.9 * distance,
+    }[name]
+
+
+def test_every_loss_has_a_name():
+    assert set(get_args(LossName)) == set(LOSSES)
+    assert all(LOSSES[name].__name__ == name for name in LOSSES)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_and_its_gradient_are_those_of_the_dense_one_in_fp64(name):
+    """All tokens but one are cached, so the buckets are the vocabulary."""
+    torch.manual_seed(7)
+    p = (2 * torch.randn(60, 12, dtype=torch.float64)).softmax(-1)
+    logits = (2 * torch.randn(60, 12, dtype=torch.float64)).requires_grad_()
+    expected = dense(name, p, logits.log_softmax(-1))
+    (wanted,) = torch.autograd.grad(expected.sum(), logits)
+    top_p, ids = p.topk(11, dim=-1)
+    value, _, gradient = coarse_loss(logits.detach(), ids, top_p.log(), LOSSES[name])
+    # one fp32 pass against fp64; the rest is 1 minus a sum, so its smallest masses are the roughest
+    torch.testing.assert_close(value.double(), expected.detach(), atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(gradient.double(), wanted, atol=2e-4, rtol=2e-3)
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"lk"}))  # whose weight is a constant
+def test_the_gradient_of_every_loss_is_its_own_on_a_trimmed_head(case, name):
+    """By central differences in the loss itself."""
+    logits, _, top_ids, top_logp, _, rows = case
+    logits = logits.double()
+
+    def value(at):
+        return coarse_loss(at.float(), rows[top_ids], top_logp, LOSSES[name])[0].double()
+
+    _, _, gradient = coarse_loss(logits.float(), rows[top_ids], top_logp, LOSSES[name])
+    generator = torch.Generator().manual_seed(8)
+    for _ in range(12):
+        way = torch.randn(logits.shape, generator=generator, dtype=torch.float64)
+        slope = (value(logits + 1e-3 * way) - value(logits - 1e-3 * way)) / 2e-3
+        found = (gradient.double() * way).sum(-1)
+        close = (found - slope).abs() < 5e-3 + 5e-3 * slope.abs()  # fp32 values, 1e-3 apart
+        assert close.double().mean() > 0.95  # kinks of min(p, q) apart
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_loss_has_a_gradient_without_a_cached_token_or_an_endless_one(name):
+    ids = torch.tensor([[-1, -1, -1], [0, 1, -1], [0, 1, 2]])
+    logp = torch.tensor([[0.5, 0.3, 0.2], [0.6, 0.3, 0.1], [1.0, 1e-9, 1e-12]]).log()
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0], [0.0, 200.0, 0.0, 0.0], [-300.0, 0.0, 300.0, 0.0]])
+    value, _, gradient = coarse_loss(logits, ids, logp, LOSSES[name])
+    assert value[0] == 0
+    assert (gradient[0] == 0).all()
+    assert torch.isfinite(value).all()
+    assert torch.isfinite(gradient).all()
+
+
 def test_positions_whose_cached_tokens_all_lack_a_row_teach_nothing():
     ids = torch.full((2, 3), -1)
     logp = torch.tensor([[0.5, 0.3, 0.2]] * 2).log()
-    loss, agreed, gradient = coarse_forward_kl(torch.randn(2, 5), ids, logp)
+    loss, agreed, gradient = coarse_loss(torch.randn(2, 5), ids, logp, forward_kl)
     assert loss.abs().max() < 1e-6
     assert gradient.abs().max() < 1e-6
     assert not agreed.any()
@@ -110,7 +183,7 @@ def test_positions_whose_cached_tokens_all_lack_a_row_teach_nothing():
 def test_a_draft_that_is_sure_of_the_wrong_token_still_has_a_finite_gradient():
     logits = torch.tensor([[0.0, 200.0, 0.0, 0.0]])
     logp = torch.tensor([[0.6, 0.3]]).log()
-    loss, _, gradient = coarse_forward_kl(logits, torch.tensor([[0, 1]]), logp)
+    loss, _, gradient = coarse_loss(logits, torch.tensor([[0, 1]]), logp, forward_kl)
     assert torch.isfinite(loss).all()
     assert torch.isfinite(gradient).all()
     assert gradient[0, 0] < 0 < gradient[0, 1]
@@ -176,5 +249,5 @@ def test_sharpening_by_nothing_changes_nothing():
 def test_agreement_is_with_the_best_token_the_draft_has():
     logits = torch.tensor([[0.0, 5.0, 1.0]])
     ids = torch.tensor([[-1, 1, 2]])
-    _, agreed, _ = coarse_forward_kl(logits, ids, torch.tensor([[0.6, 0.3, 0.1]]).log())
+    _, agreed, _ = coarse_loss(logits, ids, torch.tensor([[0.6, 0.3, 0.1]]).log(), forward_kl)
     assert agreed.tolist() == [True]

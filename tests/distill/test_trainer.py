@@ -16,7 +16,7 @@ from trl import SFTConfig, SFTTrainer
 
 from align.atomic import DiskFullError
 from distill.answer_cache import CachedAnswer
-from distill.losses import coarse_forward_kl
+from distill.losses import coarse_loss, forward_kl
 from distill.recipe import RecipeError, build_recipe
 from distill.trainer import (
     SameOrder,
@@ -103,7 +103,7 @@ def test_batched_loss_is_the_sum_of_single_answers(tiny_model):
     for answer in answers:
         ids = torch.cat([answer.prompt_ids, answer.response_ids])[None]
         logits = model(ids).logits[0, len(answer.prompt_ids) - 1 : -1]
-        expected += coarse_forward_kl(logits, answer.top_ids, answer.top_logprobs)[0].sum()
+        expected += coarse_loss(logits, answer.top_ids, answer.top_logprobs, forward_kl)[0].sum()
     attach_distillation_forward(model)
     batch = DistillationCollator(pad_token_id=7)(rows)
     batch.pop("index")
@@ -221,7 +221,7 @@ def test_the_training_log_is_one_line_of_progress(tmp_path, train, tiny_model, c
     shown = capsys.readouterr()
     assert "{" not in shown.out + shown.err
     last = shown.err.rpartition("\r")[2]
-    assert re.search(r"8/8 .*KL \d\.\d+, greedy agreement 0\.\d+, lr \d", last)
+    assert re.search(r"8/8 .*forward_kl \d\.\d+, greedy agreement 0\.\d+, lr \d", last)
 
 
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path, train, tiny_model):

@@ -215,7 +215,7 @@ def test_a_sampled_run_is_reported_whole(folder, tmp_path):
     assert run(folder, tmp_path, *more) == 0
     report = loaded(tmp_path)
     draft = report["drafts"]["d"]
-    assert report["decoding"]["verification"] == "rejection sampling"
+    assert report["decoding"]["verification"] == "block verification"
     assert not any("LOSSY" in warning for warning in report["warnings"])
     assert 0 < draft["alpha"]["mean"] < 1
     assert {point["replayed"] for point in draft["gamma_curve"]} == {None}
