@@ -23,6 +23,7 @@ from eval.decoding.loop import seed_of
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 
+PROBE = 256  # answers that a run with `minutes` times first
 ANSWERS_PER_SHARD = 64  # at most so many answers of a process are lost to a kill
 
 
@@ -30,6 +31,8 @@ def answer_prompts(
     recipe: Recipe, prompts: list[list[int]], target: Target | TargetOfRun
 ) -> AnswerCache:
     """The target's answers to `prompts` (token ids), kept in `answers/`; those there are read.
+
+    As many as the recipe's `max_answers`, in the prompts' order.
 
     Called by every process of a launch: each answers its share of what is left, and all return
     once all have answered. The tokens of an answer depend on the recipe's seed and its index alone.
@@ -51,18 +54,23 @@ def answer_prompts(
         "seed": recipe.seed,
     }
     cache = AnswerCache(recipe.folder / "answers", parts, target.vocab_size)
-    done = set(cache.indices)
-    # whole groups, since an answer has the same bits with the same prompts read beside it
-    left = [group for group in prefill_groups(prompts) if not done.issuperset(group)]
-    state.wait_for_everyone()  # all see the same left before anyone adds to the cache
-    share = [i for group in left[state.process_index :: state.num_processes] for i in group]
-    if share:
-        _answer(recipe, prompts, share, target, cache, done)
-    state.wait_for_everyone()
-    cache.refresh()
-    if len(cache) < len(prompts):
+    wanted = min(recipe.max_answers or len(prompts), len(prompts))
+    # with `minutes` the first ones are made before it is known how many there will be
+    first = min(PROBE, wanted) if recipe.minutes is not None else wanted
+    for part in (range(first), range(first, wanted)):
+        done = set(cache.indices)
+        # whole groups, since an answer has the same bits with the same prompts read beside it
+        groups = [[part[i] for i in group] for group in prefill_groups([prompts[i] for i in part])]
+        left = [group for group in groups if not done.issuperset(group)]
+        state.wait_for_everyone()  # all see the same left before anyone adds to the cache
+        share = [i for group in left[state.process_index :: state.num_processes] for i in group]
+        if share:
+            _answer(recipe, prompts, share, len(part), target, cache, done, wanted)
+        state.wait_for_everyone()
+        cache.refresh()
+    if len(cache) < wanted:
         raise CacheError(
-            f"{cache.folder} holds {len(cache)} of {len(prompts)} answers after every process has "
+            f"{cache.folder} holds {len(cache)} of {wanted} answers after every process has "
             "answered its share: the processes do not see the same folder. Give --output_dir a "
             "folder on a disk that all of them share."
         )
@@ -79,13 +87,18 @@ def _answer(
     recipe: Recipe,
     prompts: list[list[int]],
     share: list[int],
+    part: int,
     target: Target | TargetOfRun,
     cache: AnswerCache,
     done: set[int],
+    wanted: int,
 ) -> None:
-    """Append the answers to the prompts whose numbers are in `share`, those `done` left out."""
+    """Append the answers to the prompts whose numbers are in `share`, those `done` left out.
+
+    part: how many prompts all shares have; wanted: how many answers there are in the end.
+    """
     bar = tqdm(
-        total=len(prompts),
+        total=wanted,
         initial=len(cache),
         desc="target answers",
         unit="answer",
@@ -99,8 +112,8 @@ def _answer(
         recipe.answer_max_new_tokens,
         target.stops,
         Sampling(recipe.answer_temperature),
-        # of all prompts, not of the share: as many rows for any number of processes, for equal bits
-        min(recipe.answer_batch_size, len(prompts)),
+        # of all shares, not of this one: as many rows for any number of processes, for equal bits
+        min(recipe.answer_batch_size, part),
         [seed_of(recipe.seed, str(i)) for i in share],
         capture=lambda logits: top_logprobs(logits, recipe.cache_top_k),
     ):

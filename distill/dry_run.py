@@ -6,38 +6,32 @@ step of each kind, timed at its real shape, where the weights are at hand.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import resource
-import statistics
 import sys
-import tempfile
-import time
-from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel, TrainerCallback
 
 from align.sources import load_config, weights_at_hand
-from distill.answer_cache import CachedAnswer
+from distill.budget import UNPLANNED, split
 from distill.memory import PROMPT_TOKENS, columns, needs, summary, table
-from distill.models import Pair, check_models, load_sibling, load_target
-from distill.prepare import build_pruned
+from distill.models import Pair, check_models, load_target
 from distill.prompts import Prompts, collect_prompts
 from distill.recipe import Recipe
 from distill.server import ServedTarget
-from distill.trainer import build_trainer, training_config
+from distill.timing import (
+    batched_step,
+    evaluation_seconds,
+    stand_in,
+    training_step,
+    training_steps,
+)
+from distill.trainer import training_config
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.drafters.pruned import pruned_drafter
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
-from eval.measuring.agreement import BATCH
 from eval.measuring.cost import ceiling_speedup, elsewhere, price
 from eval.measuring.timing import step_costs
-
-TIMED_STEPS = 4  # of training; the first one is warm-up
-CONTENDERS = 3  # the target alone, the untuned and the tuned draft, at worst no faster
 
 
 def price_run(recipe: Recipe) -> int:
@@ -81,38 +75,34 @@ def why_not_timed(recipe: Recipe) -> str | None:
 
 
 def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> int:
-    embedding = target.decoder.embedding
+    model, token_ids = stand_in(recipe, pair, target)
     if recipe.draft is not None:
-        model, token_ids = load_sibling(recipe.draft, pair), None
         drafter = load_drafter(recipe.draft, target, pair.strategy)
     else:
-        # which rows its head keeps depends on the answers: here the first
-        head: Tensor = target.model.get_output_embeddings().weight.detach()
-        head = head[: recipe.draft_vocab_size].clone()
-        model = build_pruned(target.model, recipe.num_draft_layers, head)
-        token_ids = None if recipe.draft_vocab_size is None else torch.arange(len(head))
         drafter = pruned_drafter(model, token_ids, target)
     evaluation, training = prompts.evaluation.ids, prompts.training.ids
     context = sum(map(len, evaluation)) // len(evaluation)
     sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
     costs = step_costs(target.decoder, drafter, context, recipe.max_gamma, sampling)
 
-    def target_step(rows: int) -> float:
-        at = sum(map(len, training)) // len(training) + recipe.answer_max_new_tokens // 2
-        return _batched_step(target, rows, at)
-
-    tokens = len(training) * recipe.answers_per_prompt * recipe.answer_max_new_tokens
-    texts = len(evaluation) * recipe.max_new_tokens
-    timed = min(recipe.speed_prompts, len(evaluation)) * recipe.max_new_tokens
-    answering = tokens / recipe.answer_batch_size * target_step(recipe.answer_batch_size)
-    steps, training_step = _training_step(
-        recipe, pair, training, model, pair.trained_rows(token_ids)
+    answers = len(training) * recipe.answers_per_prompt
+    at = sum(map(len, training)) // len(training) + recipe.answer_max_new_tokens // 2
+    answering = recipe.answer_max_new_tokens * batched_step(target, recipe.answer_batch_size, at)
+    per_answer = answering / recipe.answer_batch_size
+    per_step = training_step(recipe, pair, training, model, pair.trained_rows(token_ids))
+    measuring = evaluation_seconds(recipe, prompts, target, recipe.max_new_tokens)(
+        min(recipe.speed_prompts, len(evaluation))
     )
+    if recipe.minutes is not None:
+        left = 60 * recipe.minutes * (1 - UNPLANNED) - measuring
+        answers, steps = split(recipe, left, 0, answers, per_answer, per_step)
+    else:
+        steps = training_steps(recipe, answers)
+    tokens = answers * recipe.answer_max_new_tokens
     minutes = {
-        f"answers ({tokens} tokens at most)": answering,
-        f"training ({steps} steps)": steps * training_step,
-        "evaluation": texts / BATCH * target_step(BATCH)
-        + (CONTENDERS + recipe.lookup_first) * timed * costs.target_step,
+        f"answers ({tokens} tokens at most)": answers * per_answer,
+        f"training ({steps} steps)": steps * per_step,
+        "evaluation": measuring,
     }
     for what, seconds in minutes.items():
         print(f"{what}: {seconds / 60:.1f} min")
@@ -122,63 +112,10 @@ def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> i
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(f"memory: {peak / 2**30:.1f} GiB at the peak of these steps")
     print(price(costs))
-    rows = len(embedding) if token_ids is None else len(token_ids)
+    rows = len(target.decoder.embedding) if token_ids is None else len(token_ids)
     for line in elsewhere(costs, 0 if sampling.greedy else rows):
         print(line)
     if ceiling_speedup(costs) <= 1:
         print("error: no draft length can pay with this draft; use a smaller one.", file=sys.stderr)
         return 1
     return 0
-
-
-def _batched_step(target: Target, rows: int, at: int) -> float:
-    """Seconds of one step of the target for so many rows, each `at` tokens in."""
-    decoder = target.decoder
-    cache = decoder.new_cache(rows, at + 1)
-    token = torch.zeros((rows, 1), dtype=torch.long, device=decoder.device)
-    start = torch.full((rows,), at, device=decoder.device)
-    decoder.forward(token, start, cache)  # warm-up
-    clock = time.perf_counter()
-    decoder.forward(token, start, cache)[0, 0, 0].item()
-    return time.perf_counter() - clock
-
-
-class _StepClock(TrainerCallback):
-    """Seconds of each optimiser step."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.started = time.perf_counter()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.seconds.append(time.perf_counter() - self.started)
-
-
-def _training_step(
-    recipe: Recipe, pair: Pair, ids: list[list[int]], model: PreTrainedModel, rows: Tensor | None
-) -> tuple[int, float]:
-    """How many optimiser steps the run takes, and seconds of one, on made-up answers."""
-    args = training_config(recipe)
-    batch = args.train_batch_size * args.gradient_accumulation_steps
-    steps = args.max_steps
-    if steps < 0:
-        answers = len(ids) * recipe.answers_per_prompt
-        steps = math.ceil(answers / (batch * args.world_size) * args.num_train_epochs)
-    top_ids = torch.zeros((recipe.answer_max_new_tokens, recipe.cache_top_k), dtype=torch.long)
-    logprobs = torch.full(top_ids.shape, -4.0)
-    made_up = [
-        CachedAnswer(i, torch.tensor(ids[i % len(ids)]), top_ids[:, 0], top_ids, logprobs)
-        for i in range(batch * TIMED_STEPS)
-    ]
-    few = recipe.training | {"max_steps": TIMED_STEPS, "save_strategy": "no"}
-    with tempfile.TemporaryDirectory() as folder:
-        here = dataclasses.replace(recipe, output_dir=folder, training=few)
-        trainer = build_trainer(
-            model, made_up, rows, pair.load_tokenizer(), here, pair.retokenizer, pair.new_rows
-        )
-        clock = _StepClock()
-        trainer.add_callback(clock)
-        trainer.train()
-    return steps, statistics.median(clock.seconds[1:])

@@ -86,6 +86,7 @@ class Recipe:
     domain: Text = "general"  # what the draft is for, in words (goes to the model card)
     draft: Text | None = None  # a sibling to tune; null prunes the target in depth
     output_dir: Text | None = None  # null: outputs/ and the name
+    minutes: Positive | None = None  # of the whole run on this machine; null: as the rest says
     max_train_prompts: Count = 2000  # at most so many prompts, drawn with the seed
     max_eval_prompts: Count | None = None  # at most so many prompts; null: all of them
     strategy: Strategy = "auto"  # how vocabularies are bridged; auto re-homes a foreign draft
@@ -98,6 +99,7 @@ class Recipe:
     speculative_url: Text | None = None  # of the same with the draft; null: no evaluation there
     answer_temperature: NotNegative = 0.0  # how the target answers the training prompts
     answers_per_prompt: Count = 1  # answers drawn for each training prompt
+    max_answers: Count | None = None  # at most so many in all; with minutes they are decided here
     answer_max_new_tokens: Count = 128  # longest answer, in tokens
     answer_batch_size: Count = 48  # prompts answered at once, or in flight to the server
     cache_top_k: Count = 15  # most likely tokens kept of each distribution
@@ -345,6 +347,7 @@ def _check_together(recipe: Recipe) -> None:
             f"teacher_temperature is {recipe.teacher_temperature}, but must be at most 1: above 1 "
             "most of p would move to tokens that were not cached, and how much cannot be known."
         )
+    _check_minutes(recipe)
     _check_server(recipe)
     if recipe.gamma is not None and recipe.gamma > recipe.max_gamma:
         raise RecipeError(
@@ -360,6 +363,21 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError(
             f"lora_target_modules is {recipe.lora_target_modules!r}: adapters on head or "
             "embeddings merge wrongly where the two are tied; name other layers, or all-linear."
+        )
+
+
+def _check_minutes(recipe: Recipe) -> None:
+    if recipe.minutes is None:
+        return
+    if recipe.answers == "server":
+        raise RecipeError(
+            "minutes cannot be kept where a server answers: how fast it is changes with its other "
+            "load; leave minutes out, and set max_train_prompts and max_steps."
+        )
+    if (recipe.max_answers is None) != (recipe.training.get("max_steps", -1) < 0):
+        raise RecipeError(
+            "minutes decides max_answers and max_steps; leave both out, or give both as a run has "
+            "decided them."
         )
 
 

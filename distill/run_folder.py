@@ -37,6 +37,7 @@ FREE_KEYS = {
     "answer_url",
     "speculative_url",
 }
+DECIDED = {"max_answers", "max_steps", "speed_prompts"}  # by a run with `minutes`
 PACKAGES = "torch transformers trl peft accelerate datasets evaluate gguf safetensors".split()
 _STARTED = time.time()
 
@@ -47,8 +48,9 @@ def refuse_another_run(recipe: Recipe) -> None:
     if recipe.dry_run or not path.exists():
         return
     found, asked = read_yaml(path), recipe.values()
+    free = FREE_KEYS | (DECIDED if recipe.minutes is not None else set())
     changed = sorted(
-        key for key in (found.keys() | asked) - FREE_KEYS if found.get(key) != asked.get(key)
+        key for key in (found.keys() | asked) - free if found.get(key) != asked.get(key)
     )
     if changed:
         detail = "; ".join(f"{k}: {found.get(k)!r} -> {asked.get(k)!r}" for k in changed)
@@ -74,8 +76,14 @@ def claim_folder(recipe: Recipe, pair: Pair, prompts: Prompts) -> None:
         ("eval", prompts.evaluation),
     ):
         write_prompts(folder / "prompts" / f"{name}.jsonl", part.prompts)
-    with atomic_file(folder / "recipe.yaml") as file:
-        file.write(dump(recipe))
+    write_recipe(recipe)
+
+
+def write_recipe(recipe: Recipe) -> None:
+    """`recipe.yaml`: the recipe as it stands, all decisions included."""
+    if PartialState().is_main_process:
+        with atomic_file(recipe.folder / "recipe.yaml") as file:
+            file.write(dump(recipe))
 
 
 def provenance(recipe: Recipe, prompts: Prompts, lost_mass: float) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from align.atomic import DiskFullError
 from align.process import free_memory, join_processes, use_machine
 from distill.answer_cache import CachedAnswer
 from distill.answers import answer_prompts
+from distill.budget import adopted, plan, spend_rest
 from distill.dry_run import price_run
 from distill.evaluation import evaluate
 from distill.export import export_draft
@@ -43,6 +44,7 @@ def run(recipe: Recipe) -> int:
         return price_run(recipe)
     training_config(recipe)  # what transformers refuses is refused now, not after minutes
     refuse_another_run(recipe)
+    recipe = adopted(recipe)
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
     target = TargetOfRun(recipe, pair, prompts)  # behind a server it is never loaded
@@ -50,6 +52,9 @@ def run(recipe: Recipe) -> int:
     if served is not None and PartialState().is_main_process:
         served.check()
     claim_folder(recipe, pair, prompts)
+    planned = recipe.minutes is not None and recipe.max_answers is None
+    if planned:
+        recipe = plan(recipe, pair, prompts, target)
     if served is None:
         answers = answer_prompts(recipe, prompts.training.ids, target)
     else:
@@ -62,6 +67,8 @@ def run(recipe: Recipe) -> int:
         make_draft(recipe, pair, target, answers)
         free_memory()
     if PartialState().is_main_process:
+        if planned:
+            recipe = spend_rest(recipe, prompts, target, answers)
         report = (
             evaluate(recipe, pair, prompts, target.loaded)
             if served is None

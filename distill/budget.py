@@ -1,0 +1,128 @@
+"""A run within `minutes`: steps timed on this machine decide how much of each stage is done.
+
+The first answers are timed as they are made, and kept. What they and the training steps cost
+decides how many answers there will be and how long is trained on them; what is left in the end goes
+into timed prompts, whose number narrows the interval of the speed-up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+
+from align.atomic import remove
+from distill.answer_cache import AnswerCache
+from distill.answers import PROBE, answer_prompts
+from distill.models import Pair, TargetOfRun
+from distill.prompts import Prompts
+from distill.recipe import Recipe, RecipeError, read_yaml
+from distill.run_folder import write_recipe
+from distill.timing import evaluation_seconds, stand_in, training_step, training_steps
+
+UNPLANNED = 0.05  # of the minutes: loading, fit, export, saving
+MIN_TIMED = 32  # prompts; of fewer the interval says little
+STARTED = time.monotonic()
+
+
+def adopted(recipe: Recipe) -> Recipe:
+    """The recipe with what an interrupted run of its folder had decided; without, as it is."""
+    path = recipe.folder / "recipe.yaml"
+    if recipe.minutes is None or recipe.max_answers is not None or not path.exists():
+        return recipe
+    found = read_yaml(path)
+    if found.get("minutes") != recipe.minutes or found.get("max_answers") is None:
+        return recipe
+    return dataclasses.replace(
+        recipe,
+        max_answers=found["max_answers"],
+        speed_prompts=found["speed_prompts"],
+        training=recipe.training | {"max_steps": found["max_steps"]},
+    )
+
+
+def plan(recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun) -> Recipe:
+    """The recipe with `max_answers` and `max_steps` decided, printed, and written to its folder.
+
+    A call of all processes. Raises RecipeError where the minutes are too few.
+    """
+    assert recipe.minutes is not None
+    total = len(prompts.training.ids) * recipe.answers_per_prompt
+    first = min(PROBE, total)
+    with PartialState().main_process_first():
+        remove(recipe.folder / "answers")  # of a run that was cut before it had decided
+    model, token_ids = stand_in(recipe, pair, target.loaded)
+    rows = pair.trained_rows(token_ids)
+    per_step = training_step(recipe, pair, prompts.training.ids, model, rows)
+    del model
+    clock = time.monotonic()
+    answers = answer_prompts(
+        dataclasses.replace(recipe, max_answers=first), prompts.training.ids, target
+    )
+    per_answer = (time.monotonic() - clock) / first
+    length = sum(answers.response_lengths) / first
+    context = sum(map(len, prompts.training.ids)) / len(prompts.training.ids)
+    per_step *= (context + length) / (context + recipe.answer_max_new_tokens)
+    evaluation = evaluation_seconds(recipe, prompts, target.loaded, length)
+    left = _left(recipe) - evaluation(recipe.speed_prompts)
+    count, steps = split(recipe, left, first, total, per_answer, per_step)
+    decided = [count, steps]
+    broadcast_object_list(decided)
+    count, steps = decided
+    if count < first:
+        needed = recipe.minutes + (first - count) * per_answer / 60 + 0.5
+        raise RecipeError(
+            f"minutes is {recipe.minutes:g}, too few here: {first} answers of {per_answer:.2f} s, "
+            f"training steps of {per_step:.2f} s and {evaluation(MIN_TIMED) / 60:.1f} "
+            f"minutes of evaluation do not fit. Give {math.ceil(needed)} or more, or fewer "
+            "max_eval_prompts."
+        )
+    print(
+        f"plan for {recipe.minutes:g} minutes: {count} of {total} answers "
+        f"({count * per_answer / 60:.1f} min), {steps} steps "
+        f"({steps * per_step / 60:.1f} min), evaluation "
+        f"({evaluation(recipe.speed_prompts) / 60:.1f} min)"
+    )
+    recipe = dataclasses.replace(
+        recipe, max_answers=count, training=recipe.training | {"max_steps": steps}
+    )
+    write_recipe(recipe)
+    return recipe
+
+
+def split(
+    recipe: Recipe, left: float, first: int, total: int, per_answer: float, per_step: float
+) -> tuple[int, int]:
+    """How many answers and training steps take `left` seconds, `first` answers being there.
+
+    Every answer is trained on `num_train_epochs` times, never more often: where `total` answers
+    leave time, it stays. per_step: seconds. A count below `first` does not fit.
+    """
+    steps_each = training_steps(recipe, total) / total
+    count = math.floor((left + first * per_answer) / (per_answer + steps_each * per_step))
+    count = min(total, count)
+    return count, max(1, math.ceil(steps_each * count))
+
+
+def spend_rest(
+    recipe: Recipe, prompts: Prompts, target: TargetOfRun, answers: AnswerCache
+) -> Recipe:
+    """The recipe with as many `speed_prompts` as the rest of its minutes allows, written."""
+    length = sum(answers.response_lengths) / len(answers)
+    seconds = evaluation_seconds(recipe, prompts, target.loaded, length)
+    most = len(prompts.evaluation.ids)
+    timed = range(min(MIN_TIMED, most), most + 1)
+    fits = [count for count in timed if seconds(count) <= _left(recipe)]
+    recipe = dataclasses.replace(recipe, speed_prompts=max(fits, default=timed[0]))
+    print(f"{_left(recipe) / 60:.1f} minutes are left: {recipe.speed_prompts} prompts are timed")
+    write_recipe(recipe)
+    return recipe
+
+
+def _left(recipe: Recipe) -> float:
+    """Seconds from now until the minutes are over, less what is never planned."""
+    assert recipe.minutes is not None
+    return 60 * recipe.minutes * (1 - UNPLANNED) - (time.monotonic() - STARTED)

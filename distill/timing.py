@@ -1,0 +1,138 @@
+"""What the steps of a run take here: each timed at its real shape, before the run is made."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, TrainerCallback
+
+from distill.answer_cache import CachedAnswer
+from distill.models import Pair, load_sibling
+from distill.prepare import build_pruned
+from distill.prompts import Prompts
+from distill.recipe import Recipe
+from distill.trainer import build_trainer, training_config
+from eval.decoding.drafters.base import timed_step
+from eval.decoding.target import Target
+from eval.decoding.verification import Sampling
+from eval.measuring.agreement import BATCH
+from eval.measuring.timing import COST_REPEATS, STOCK_PROMPTS, STOCK_TOKENS, TUNING_TOKENS
+
+TIMED_STEPS = 4  # of training; the first one is warm-up
+SPEEDUPS = (1.0, 1.3, 1.7)  # taken for granted of the untuned, the tuned draft, and behind lookup
+GAMMA_TRIALS = 28  # texts that the choice of a draft length decodes: 9 lengths, halved three times
+
+
+def stand_in(recipe: Recipe, pair: Pair, target: Target) -> tuple[PreTrainedModel, Tensor | None]:
+    """A model of the draft's shape, and the ids of its head where that is trimmed.
+
+    Which rows a pruned draft keeps depends on the answers: here the first. It shares nothing with
+    the target, which is not to be trained.
+    """
+    if recipe.draft is not None:
+        return load_sibling(recipe.draft, pair), None
+    head: Tensor = target.model.get_output_embeddings().weight.detach()
+    head = head[: recipe.draft_vocab_size].clone()
+    model = copy.deepcopy(build_pruned(target.model, recipe.num_draft_layers, head))
+    return model, None if recipe.draft_vocab_size is None else torch.arange(len(head))
+
+
+def batched_step(target: Target, rows: int, at: int) -> float:
+    """Seconds of one step of the target for so many rows, each `at` tokens in."""
+    decoder = target.decoder
+    cache = decoder.new_cache(rows, at + 1)
+    token = torch.zeros((rows, 1), dtype=torch.long, device=decoder.device)
+    start = torch.full((rows,), at, device=decoder.device)
+    decoder.forward(token, start, cache)  # warm-up
+    clock = time.perf_counter()
+    decoder.forward(token, start, cache)[0, 0, 0].item()
+    return time.perf_counter() - clock
+
+
+def evaluation_seconds(
+    recipe: Recipe, prompts: Prompts, target: Target, tokens: float
+) -> Callable[[int], float]:
+    """Seconds of the evaluation by the number of timed prompts.
+
+    tokens: how long an answer is in the mean. All but the texts for alpha is counted in steps of
+    the target on one token: what a draft adds to a step is in SPEEDUPS.
+    """
+    ids = prompts.evaluation.ids
+    context = sum(map(len, ids)) // len(ids)
+    sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
+    step = _median(timed_step(target.decoder, 1, context, sampling))
+    whole = _median(timed_step(target.decoder, context + round(tokens), 0, sampling))
+    texts = len(ids) / BATCH * tokens * batched_step(target, BATCH, context)
+    drafts = SPEEDUPS[: 2 + recipe.lookup_first]
+    length = min(tokens, TUNING_TOKENS)
+    steps = (0 if recipe.gamma else GAMMA_TRIALS * length) * sum(1 / s for s in drafts)
+    steps += STOCK_PROMPTS * STOCK_TOKENS * 2.5  # ours, and stock generate, which takes longer
+    steps += len(drafts) * COST_REPEATS * (recipe.max_gamma + 2)
+    fixed = texts + len(ids) * whole * 1.2 + steps * step
+    each = tokens * step * (1 + sum(1 / s for s in drafts))
+    return lambda timed: fixed + timed * each
+
+
+def _median(run: Callable[[], None]) -> float:
+    """Median seconds of a few runs, the first left out."""
+    seconds = []
+    for _ in range(8):
+        clock = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - clock)
+    return statistics.median(seconds[1:])
+
+
+def training_steps(recipe: Recipe, answers: int) -> int:
+    """How many optimiser steps the run takes over so many answers."""
+    args = training_config(recipe)
+    batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    if args.max_steps >= 0:
+        return int(args.max_steps)
+    return math.ceil(answers / batch * args.num_train_epochs)
+
+
+class _StepClock(TrainerCallback):
+    """Seconds of each optimiser step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.started = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.seconds.append(time.perf_counter() - self.started)
+
+
+def training_step(
+    recipe: Recipe, pair: Pair, ids: list[list[int]], model: PreTrainedModel, rows: Tensor | None
+) -> float:
+    """Seconds of an optimiser step, on made-up answers to the prompts `ids`, as long as allowed."""
+    args = training_config(recipe)
+    batch = args.train_batch_size * args.gradient_accumulation_steps
+    top_ids = torch.zeros((recipe.answer_max_new_tokens, recipe.cache_top_k), dtype=torch.long)
+    logprobs = torch.full(top_ids.shape, -4.0)
+    made_up = [
+        CachedAnswer(i, torch.tensor(ids[i % len(ids)]), top_ids[:, 0], top_ids, logprobs)
+        for i in range(batch * TIMED_STEPS)
+    ]
+    few = recipe.training | {"max_steps": TIMED_STEPS, "save_strategy": "no", "report_to": "none"}
+    with tempfile.TemporaryDirectory() as folder:
+        here = dataclasses.replace(recipe, output_dir=folder, training=few)
+        trainer = build_trainer(
+            model, made_up, rows, pair.load_tokenizer(), here, pair.retokenizer, pair.new_rows
+        )
+        clock = _StepClock()
+        trainer.add_callback(clock)
+        trainer.train()
+    return statistics.median(clock.seconds[1:])
