@@ -35,7 +35,7 @@ _FIXED = {
         "packing packing_strategy padding_free eval_packing pad_to_multiple_of "
         "remove_unused_columns label_names length_column_name"
     ),
-    "the key `loss` names one of distill/losses.py, on answer tokens only": (
+    "the key loss names one of distill/losses.py, on answer tokens only": (
         "loss_type completion_only_loss assistant_only_loss label_smoothing_factor "
         "router_aux_loss_coef use_liger_kernel liger_kernel_config"
     ),
