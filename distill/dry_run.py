@@ -172,7 +172,7 @@ def _training_step(
         CachedAnswer(i, torch.tensor(ids[i % len(ids)]), top_ids[:, 0], top_ids, logprobs)
         for i in range(batch * TIMED_STEPS)
     ]
-    few = recipe.training | {"max_steps": TIMED_STEPS, "save_strategy": "no"}
+    few = recipe.training | {"max_steps": TIMED_STEPS, "save_strategy": "no", "report_to": "none"}
     with tempfile.TemporaryDirectory() as folder:
         here = dataclasses.replace(recipe, output_dir=folder, training=few)
         trainer = build_trainer(

@@ -1,0 +1,76 @@
+"""`report_to`, as in transformers: what the training's trackers get, without a network."""
+
+import sqlite3
+import struct
+
+import pytest
+
+from distill.recipe import RecipeError
+from distill.train import run
+from distill.trainer import training_config
+
+LOGGED = {"train/loss", "train/grad_norm", "train/learning_rate", "train/epoch"}
+
+
+@pytest.fixture
+def tracked(job, tmp_path, monkeypatch):
+    """Makes the folder of a run of four steps, the other places that trackers write to beside it."""
+
+    def make(name):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+        recipe = job(tmp_path / "run", report_to=name, max_steps=4, logging_steps=2)
+        assert run(recipe) == 0
+        return recipe.folder
+
+    return make
+
+
+def scalars(path):
+    """{name: {step: value}} of TensorBoard's file of records: length, checksum, event, checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found, data = {}, path.read_bytes()
+    while data:
+        (size,) = struct.unpack("<Q", data[:8])
+        event, data = Event.FromString(data[12 : 12 + size]), data[16 + size :]
+        for value in event.summary.value:
+            if value.HasField("simple_value"):
+                found.setdefault(value.tag, {})[event.step] = value.simple_value
+    return found
+
+
+def test_tensorboard_gets_the_loss_of_every_logged_step(tracked):
+    (path,) = tracked("tensorboard").glob("runs/*/events.out.tfevents.*")
+    found = scalars(path)
+    assert set(found) >= LOGGED
+    assert set(found["train/loss"]) == {2, 4}
+    assert all(value > 0 for value in found["train/loss"].values())
+
+
+def test_trackio_gets_the_same(tracked, tmp_path):
+    pytest.importorskip("trackio", reason="pip install trackio")
+    tracked("trackio")
+    (path,) = (tmp_path / "trackio").glob("*.db")
+    with sqlite3.connect(path) as base:
+        rows = [text for (text,) in base.execute("select metrics from metrics")]
+    assert any("train/loss" in row for row in rows)
+
+
+def test_wandb_gets_the_same_offline(tracked, tmp_path):
+    pytest.importorskip("wandb", reason="pip install wandb")
+    tracked("wandb")
+    (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert b"train/loss" in path.read_bytes()
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_runs(job, tmp_path):
+    recipe = job(tmp_path / "run", report_to=["tensorboard", "swanlob"])
+    with pytest.raises(RecipeError, match="report_to names 'swanlob', .*`pip install swanlob`"):
+        run(recipe)
+    assert not recipe.folder.exists()
+
+
+def test_without_the_key_nothing_is_tracked(job, tmp_path):
+    assert training_config(job(tmp_path / "run")).report_to == []
