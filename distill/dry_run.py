@@ -30,6 +30,7 @@ from distill.server import ServedTarget
 from distill.trainer import build_trainer, training_config
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.drafters.pruned import pruned_drafter
+from eval.decoding.forward import Decoder
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring.agreement import BATCH
@@ -99,7 +100,7 @@ def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> i
 
     def target_step(rows: int) -> float:
         at = sum(map(len, training)) // len(training) + recipe.answer_max_new_tokens // 2
-        return _batched_step(target, rows, at)
+        return batched_step(target.decoder, rows, at)
 
     tokens = len(training) * recipe.answers_per_prompt * recipe.answer_max_new_tokens
     texts = len(evaluation) * recipe.max_new_tokens
@@ -131,9 +132,8 @@ def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> i
     return 0
 
 
-def _batched_step(target: Target, rows: int, at: int) -> float:
+def batched_step(decoder: Decoder, rows: int, at: int) -> float:
     """Seconds of one step of the target for so many rows, each `at` tokens in."""
-    decoder = target.decoder
     cache = decoder.new_cache(rows, at + 1)
     token = torch.zeros((rows, 1), dtype=torch.long, device=decoder.device)
     start = torch.full((rows,), at, device=decoder.device)

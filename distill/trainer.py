@@ -383,7 +383,7 @@ def training_config(recipe: Recipe) -> SFTConfig:
         )
     except (ValueError, TypeError) as error:
         raise RecipeError(f"SFTConfig refuses the recipe: {error}") from error
-    _refuse_missing_trackers(config.report_to)
+    _refuse_missing_trackers(config)
     checkpoint = _resumed(recipe)
     batch = None if checkpoint is None else _trained_batch(checkpoint)
     rows, steps = config.per_device_train_batch_size, config.gradient_accumulation_steps
@@ -400,10 +400,11 @@ def training_config(recipe: Recipe) -> SFTConfig:
     return config
 
 
-def _refuse_missing_trackers(names: Iterable[str]) -> None:
+def _refuse_missing_trackers(config: SFTConfig) -> None:
     """Raise RecipeError for a tracker that is not here; the trainer itself says so after hours."""
+    asked: Any = config.report_to  # a list by now
     here = get_available_reporting_integrations()
-    if lacking := [name for name in names if name not in here]:
+    if lacking := [name for name in asked if name not in here]:
         raise RecipeError(
             f"report_to names {lacking[0]!r}, which is not installed here (there is "
             f"{', '.join(here) or 'no tracker'}); run `pip install {lacking[0]}`, or leave report_to "

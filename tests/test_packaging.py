@@ -142,12 +142,12 @@ def test_no_module_is_left_unfinished():
     assert not [path.name for path in MODULES if words.search(path.read_text("utf-8"))]
 
 
-def test_readme_names_every_module():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_page_of_files_names_every_module():
+    named = (ROOT / "docs" / "files.md").read_text(encoding="utf-8")
     missing = [
         str(path.relative_to(ROOT))
         for path in MODULES
-        if not re.search(rf"(?<![\w]){re.escape(path.name)}", readme)
+        if not re.search(rf"(?<![\w]){re.escape(path.name)}", named)
     ]
     assert not missing
 
