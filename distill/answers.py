@@ -84,6 +84,7 @@ def _answer(
     done: set[int],
 ) -> None:
     """Append the answers to the prompts whose numbers are in `share`, those `done` left out."""
+    decoder, stops = target.decoder, target.stops  # loaded before there is a bar to be torn
     bar = tqdm(
         total=len(prompts),
         initial=len(cache),
@@ -94,10 +95,10 @@ def _answer(
     )
     pending: list[CachedAnswer] = []
     for answer in generate_batched(
-        target.decoder,
+        decoder,
         [prompts[i] for i in share],
         recipe.answer_max_new_tokens,
-        target.stops,
+        stops,
         Sampling(recipe.answer_temperature),
         # of all prompts, not of the share: as many rows for any number of processes, for equal bits
         min(recipe.answer_batch_size, len(prompts)),

@@ -82,8 +82,6 @@ def checks() -> Iterator[Check]:
 
 def _python() -> Check:
     found = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
-    if sys.version_info < (3, 11):
-        return Check("python", found, "missing", "install Python 3.11 or newer")
     if platform.system() != "Linux":
         return Check("python", found, "note", "only Linux was tried")
     return Check("python", found)
@@ -156,7 +154,7 @@ def _memory() -> Check:
     free = available_memory()
     found = f"{free / 1e9:.1f} GB free"
     if free < FREE_MEMORY:
-        remedy = "the embedded recipes take 5 to 7 GB: end other programs, or see docs/troubleshooting.md"
+        remedy = "the embedded recipes take 5 to 7 GB: end other programs (docs/troubleshooting.md)"
         return Check("memory", found, "missing", remedy)
     return Check("memory", found)
 

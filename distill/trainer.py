@@ -128,6 +128,11 @@ def detach_distillation_forward(model: PreTrainedModel) -> None:
 class _Progress(ProgressCallback):
     """The bar of steps, with the latest loss beside it in place of a line for every log."""
 
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        super().on_train_begin(*args, **kwargs)
+        if self.training_bar is not None:
+            self.training_bar.set_description("distil")
+
     def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
         if self.training_bar is not None and "learning_rate" in logs:  # not the final totals
             self.training_bar.set_postfix_str(
@@ -407,8 +412,8 @@ def _refuse_missing_trackers(config: SFTConfig) -> None:
     if lacking := [name for name in asked if name not in here]:
         raise RecipeError(
             f"report_to names {lacking[0]!r}, which is not installed here (there is "
-            f"{', '.join(here) or 'no tracker'}); run `pip install {lacking[0]}`, or leave report_to "
-            "out."
+            f"{', '.join(here) or 'no tracker'}); run `pip install {lacking[0]}`, or leave "
+            "report_to out."
         )
 
 

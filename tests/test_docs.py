@@ -33,7 +33,8 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglo
 OPENING = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", flags=re.MULTILINE)
 # in a sentence or a table, where required options may be left out; those with an … are only a part
 INLINE = re.compile(
-    r"`((?:accelerate launch [^`]*distill/train|python -m|python tests|pytest|pip install) ?[^`…\[\]]+)`"
+    r"`((?:accelerate launch [^`]*distill/train|python -m|python tests|pytest|pip install)"
+    r" ?[^`…\[\]]+)`"
 )
 VARIABLES = {
     "SLURM_NNODES": "4",
@@ -434,11 +435,8 @@ def test_manifests_serve_the_pair_that_they_fetch():
     (fetch,), volumes = pod["spec"]["initContainers"], pod["spec"]["volumes"]
     assert json.loads(served)["model"] in fetch["args"][0]
     assert engine["args"][1] in fetch["args"][0]
-    claims = {
-        volume.get("persistentVolumeClaim", {}).get("claimName")
-        for volume in pod["spec"]["volumes"]
-    }
-    assert kinds["PersistentVolumeClaim"]["metadata"]["name"] in claims
+    claim = kinds["PersistentVolumeClaim"]["metadata"]["name"]
+    assert {"name": "models", "persistentVolumeClaim": {"claimName": claim}} in volumes
     ports = {port["name"] for port in engine["ports"]}
     assert {port["targetPort"] for port in kinds["Service"]["spec"]["ports"]} <= ports
     assert all(engine[probe]["httpGet"]["port"] in ports for probe in engine if "Probe" in probe)

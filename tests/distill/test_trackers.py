@@ -16,7 +16,7 @@ LOGGED = {"train/loss", "train/grad_norm", "train/learning_rate", "train/epoch"}
 
 @pytest.fixture
 def tracked(job, tmp_path, monkeypatch):
-    """Makes the folder of a run of four steps, the other places that trackers write to beside it."""
+    """Makes the folder of a run of four steps; what trackers write elsewhere lies beside it."""
 
     def make(name):
         monkeypatch.chdir(tmp_path)
@@ -59,7 +59,7 @@ def test_wandb_gets_the_same_offline(tracked, tmp_path):
 
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_runs(job, tmp_path):
     recipe = job(tmp_path / "run", report_to=["tensorboard", "swanlob"])
-    with pytest.raises(RecipeError, match="report_to names 'swanlob', .*`pip install swanlob`"):
+    with pytest.raises(RecipeError, match=r"report_to names 'swanlob', .*`pip install swanlob`"):
         run(recipe)
     assert not recipe.folder.exists()
 
