@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from align.process import use_machine
 from align.sources import SourceError, cache_folder
 from distill.dry_run import batched_step, price_run
-from distill.recipe import RecipeError, load_recipe, recipe_files
+from distill.recipe import RecipeError, load_recipe, read_yaml, recipe_files
 from eval.decoding.forward import build_decoder
 
 FREE_MEMORY = 8 * 10**9  # bytes; what the embedded recipes take at most, and something to spare
@@ -246,9 +246,9 @@ def where_to_start() -> tuple[str, str]:
 
 
 def _asks_for(path: Path) -> int | None:
-    """Bytes of the GPU that the head of a recipe names; None where it names none."""
+    """Bytes of the GPU that a recipe's head names; None: none, or its target is on a server."""
     gpu = re.search(r"# Hardware: one GPU of (\d+) GB", path.read_text(encoding="utf-8"))
-    return int(gpu[1]) * 10**9 if gpu else None
+    return int(gpu[1]) * 10**9 if gpu and read_yaml(path).get("answers") != "server" else None
 
 
 def estimated_minutes(answer_tokens: int, batch: int) -> float:

@@ -102,6 +102,7 @@ def test_a_gpu_gets_the_recipes_that_fit_on_it(machine, monkeypatch):
     assert name == "code"
     assert "code/qwen2.5-coder-0.5b-to-7b" in why
     assert "70b" not in why
+    assert "32b" not in why  # its target is on a server
 
 
 def test_more_answers_take_longer(machine):
