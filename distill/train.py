@@ -10,6 +10,7 @@ Run again after an interruption, the same command goes on where it stopped.
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -120,6 +121,10 @@ def main(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(help_text())
         return 0
+    # of peft, and nothing that a user could mend: a name that transformers has changed, and that a
+    # transplanted draft's embedding is saved with its adapters, as it must be
+    for message in ("`is_gradient_checkpointing` is deprecated", "Setting `save_embedding_layers`"):
+        warnings.filterwarnings("ignore", message=message)
     try:
         return run(load_recipe(argv))
     except (ValueError, DiskFullError) as error:

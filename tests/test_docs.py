@@ -135,10 +135,13 @@ def check_module(name, arguments, whole):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
         try:
-            with pytest.raises(ParsedError):
-                main(arguments)
-        except SystemExit:
-            pytest.fail(f"python -m {name} does not take {arguments}")
+            status = main(arguments)
+        except ParsedError:
+            return
+        except SystemExit as ended:
+            status = ended.code
+    assert status == 0, f"python -m {name} does not take {arguments}"
+    assert "--help" in arguments, f"python -m {name} parses no arguments"
 
 
 def check_python(words, whole=True):
