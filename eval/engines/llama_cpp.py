@@ -134,8 +134,8 @@ class LlamaCpp:
             status = self._process.wait()
             raise EngineError(
                 f"llama.cpp ended while it was asked to {what} (status {status}; -9: memory ran "
-                f"out, or it was silent for {PATIENCE:g} s). It said: {self._last_words()}. Run "
-                f"the same command again: what was measured is kept."
+                f"out, or it was silent for {PATIENCE:g} s). It said: {self._last_words()}. Give "
+                f"it memory and run the same command again."
             )
         try:
             answer = json.loads(line)
