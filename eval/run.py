@@ -40,7 +40,8 @@ from eval.decoding.loop import Decoding
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.engines.assisted import load_assistant, load_stock, measure_assisted
-from eval.engines.llama_cpp import LlamaCpp, measure_llama_cpp
+from eval.engines.child import measure_child
+from eval.engines.llama_cpp import LlamaCpp
 from eval.engines.vllm import VllmServer, measure_servers
 from eval.measuring.evaluation import Plan, context_length, evaluate
 from eval.measuring.journal import INTERRUPTED, JOURNAL, Journal
@@ -300,7 +301,7 @@ def _measure_llama_cpp(args: argparse.Namespace, journal: Journal) -> Report:
     drafts = {name: resolve_file(spec) for name, spec in map(_named, args.draft)}
     positions = context_length(timed.ids, args.max_new_tokens, args.gamma)
     with LlamaCpp(resolve_file(args.target), drafts, positions) as engine:
-        return measure_llama_cpp(
+        return measure_child(
             engine,
             timed,
             Decoding(

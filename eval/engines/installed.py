@@ -15,8 +15,9 @@ from align.sources import load_config
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.engines.assisted import load_assistant, load_stock, measure_assisted
+from eval.engines.child import measure_child
 from eval.engines.environments import ENGINES, EngineMissing
-from eval.engines.llama_cpp import LlamaCpp, measure_llama_cpp
+from eval.engines.llama_cpp import LlamaCpp
 from eval.engines.local_vllm import serve_vllm, speculation
 from eval.engines.vllm import VllmServer, measure_servers
 from eval.measuring.evaluation import context_length
@@ -70,7 +71,7 @@ def measure_installed(
         if engine == "llama.cpp":
             with LlamaCpp(target, {draft.name: draft}, positions) as process:
                 how = Decoding(Sampling(), process.stops, max_new_tokens, seed)
-                return measure_llama_cpp(process, prompts, how, gamma, journal, provenance)
+                return measure_child(process, prompts, how, gamma, journal, provenance)
         assert engine == "transformers", engine
         dtype = load_config(str(target)).dtype or torch.float32  # as transformers itself loads it
         assert isinstance(dtype, torch.dtype), dtype

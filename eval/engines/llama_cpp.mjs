@@ -1,4 +1,4 @@
-// llama.cpp, asked by eval/engines/llama_cpp.py: one JSON object a line on stdin and on stdout.
+// llama.cpp, asked by eval/engines/child.py: one JSON object a line on stdin and on stdout.
 //
 //     node llama_cpp.mjs FOLDER THREADS     FOLDER holds node_modules/node-llama-cpp
 //
@@ -7,6 +7,7 @@
 // node-llama-cpp 3.22.1's own accepts one drafted token a call at most, as its list of validated
 // tokens is never filled.
 
+import {createRequire} from "node:module";
 import path from "node:path";
 import readline from "node:readline";
 import {pathToFileURL} from "node:url";
@@ -19,6 +20,7 @@ const greedy = {temperature: 0};
 const chosen = {generateNext: {token: true, options: greedy}};
 const withLogits = {generateNext: {logits: true, options: greedy}};
 
+const {version: nodeLlamaCpp} = createRequire(entry)("../package.json");
 const threads = Number(process.argv[3]);
 const llama = await getLlama({
     gpu: false, build: "never", skipDownload: true, progressLogs: false,
@@ -45,8 +47,9 @@ async function load({target: file, drafts: files, context}) {
         drafts.push(await open(one));
     const tokens = tokensOf(target.model);
     return {
-        dtype: GgufFileType[target.model.fileInfo.metadata.general.file_type],
-        release: llama.llamaCppRelease.release,
+        dtype: GgufFileType[target.model.fileInfo.metadata.general.file_type]
+            .replace(/^(MOSTLY|ALL)_/, "").toLowerCase(),
+        versions: {"llama.cpp": llama.llamaCppRelease.release, "node-llama-cpp": nodeLlamaCpp},
         stops: [...tokens.keys()].filter((token) => target.model.isEogToken(token)),
         models: [target, ...drafts].map(({model}) => about(model, tokens)),
     };

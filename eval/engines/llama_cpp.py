@@ -1,56 +1,22 @@
-"""llama.cpp with a draft against llama.cpp alone: GGUF files, greedy text, batch size 1.
-
-llama_cpp.mjs, a process of node that is started here, does what is timed. Prompts are token ids.
-"""
+"""llama.cpp, which takes GGUF files: llama_cpp.mjs in a process of node, asked by child.py."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import tempfile
-import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from functools import partial
-from itertools import chain
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from eval.decoding.loop import Decoding
-from eval.engines.environments import (
-    LLAMA_CPP_SCRIPT,
-    NODE_LLAMA_CPP,
-    environment,
-    installed,
-    node,
-)
-from eval.engines.log import decoding, log_blocks, missing, prompt_run, prompts_used
-from eval.measuring.build import build_report
-from eval.measuring.evaluation import device_name
-from eval.measuring.journal import Journal
-from eval.measuring.log import DraftLog, PromptRun, RunLog
-from eval.measuring.losslessness import divergence, ledger, tie
-from eval.measuring.timing import in_turns
-from eval.prompts import Prompt, PromptSet
-from eval.reporting.report import Report
-
-GAMMA_POLICY = "fixed"
-PATIENCE = 600.0  # seconds for one answer; a large model may load for minutes
+from eval.engines.child import ChildEngine, EngineError
+from eval.engines.environments import LLAMA_CPP_SCRIPT, installed, node
 
 
-class EngineError(ValueError):
-    """llama.cpp did not do what it was asked: what it said, and what to do."""
+class LlamaCpp(ChildEngine):
+    """llama.cpp with GGUF files. positions: that a prompt, its answer and a draft may take.
 
-
-class LlamaCpp:
-    """A process with llama.cpp that has loaded a target and drafts for it; ends with its `with`.
-
-    drafts: GGUF files by name. positions: that a prompt, its answer and a draft may take. Raises
-    EngineMissing where llama.cpp is not installed, EngineError for files that cannot be loaded and
-    for a draft of another vocabulary.
+    Raises EngineMissing where llama.cpp is not installed, EngineError as a ChildEngine does.
     """
 
     def __init__(self, target: Path, drafts: Mapping[str, Path], positions: int) -> None:
@@ -59,259 +25,16 @@ class LlamaCpp:
             with open(path, "rb") as file:
                 if file.read(4) != b"GGUF":
                     raise EngineError(
-                        f"{name}: {path} is no GGUF file, and llama.cpp reads no others; convert "
-                        f"the checkpoint (docs/engines.md)."
+                        f"{name}: {path} is no GGUF file, and llama.cpp reads no others; write the "
+                        f"checkpoint as one (python -m align.gguf)."
                     )
-        self.target, self.drafts = target, dict(drafts)
-        self._words = tempfile.TemporaryFile("w+")  # noqa: SIM115 - what it says beside answers
-        self._process = subprocess.Popen(
-            [node("node"), str(LLAMA_CPP_SCRIPT), str(folder), str(torch.get_num_threads())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._words,
-            text=True,
-            env=environment(folder),
-        )
-        try:
-            self.about = self.ask(
-                "load",
-                target=str(target),
-                drafts=list(map(str, drafts.values())),
-                context=positions,
-            )
-            for name, about in zip(drafts, self.about["models"][1:], strict=True):
-                self._check_vocabulary(name, about)
-        except BaseException:
-            self.close()
-            raise
+        threads = str(torch.get_num_threads())
+        command = [node("node"), str(LLAMA_CPP_SCRIPT), str(folder), threads]
+        super().__init__("llama.cpp", command, folder, target, drafts, context=positions)
 
-    def _check_vocabulary(self, name: str, about: dict[str, Any]) -> None:
-        if about["first_other_token"] is not None:
-            at, ours, theirs = about["first_other_token"]
-            raise EngineError(
-                f"Draft {name!r}: {self.drafts[name]} has another vocabulary than {self.target} "
-                f"(token {at} is {theirs!r}, the target's is {ours!r}), so it cannot draft for it "
-                f"without loss; tune the draft for this target (distill/train.py)."
-            )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()  # it holds nothing that could be lost
-        self._process.communicate()
-        self._words.close()
-
-    @property
-    def stops(self) -> frozenset[int]:
-        """Every id that ends a text, as llama.cpp has it of the file."""
-        return frozenset(self.about["stops"])
-
-    def ask(self, what: str, **about: Any) -> Any:
-        """Its answer. Raises EngineError where it has none: it died, hangs or failed."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        late = threading.Timer(PATIENCE, self._process.kill)
-        late.start()
-        try:
-            self._process.stdin.write(json.dumps({"ask": what, **about}) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        finally:
-            late.cancel()
-        if not line:
-            status = self._process.wait()
-            raise EngineError(
-                f"llama.cpp ended while it was asked to {what} (status {status}; -9: memory ran "
-                f"out, or it was silent for {PATIENCE:g} s). It said: {self._last_words()}. Give "
-                f"it memory and run the same command again."
-            )
-        try:
-            answer = json.loads(line)
-            if "error" not in answer:
-                return answer["answer"]
-        except (ValueError, TypeError, KeyError):
-            raise EngineError(
-                f"llama.cpp answered {line[:100]!r} where JSON with an answer is due; install it "
-                f"again: delete {installed('llama.cpp')} first."
-            ) from None
-        if what == "load":
-            raise EngineError(
-                f"llama.cpp cannot load {answer['error']} ({self._last_words()}); the file is cut, "
-                f"or of a kind that node-llama-cpp {NODE_LLAMA_CPP} does not know: make it anew."
-            )
-        raise EngineError(f"llama.cpp failed to {what}: {answer['error']}")
-
-    def _last_words(self) -> str:
-        self._words.seek(0)
-        lines = [line.strip() for line in self._words.read().splitlines() if line.strip()]
-        told = [line for line in lines if "rror" in line or "failed" in line]
-        return " / ".join((told or lines)[:3])[:400] or "nothing"
-
-    def decode(self, draft: int | None, prompt: Prompt, ids: list[int], how: Decoding, gamma: int
-               ) -> PromptRun:  # fmt: skip
-        """One prompt, decoded alone (None) or with the draft of that number."""
-        blocks = self.blocks(draft, prompt, ids, how, gamma)
-        run = prompt_run(prompt, len(ids), blocks["seconds"], blocks["emitted"])
-        return log_blocks(run, blocks["drafted"], blocks["emitted"], gamma, how.max_new_tokens)
-
-    def blocks(self, draft: int | None, prompt: Prompt, ids: list[int], how: Decoding, gamma: int
-               ) -> dict[str, Any]:  # fmt: skip
-        """`drafted`, `emitted` and `seconds` of each target call, the prefill first."""
-        found: dict[str, Any] = self.ask(
-            "decode", ids=ids, draft=draft, gamma=gamma, max_new_tokens=how.max_new_tokens
-        )
-        calls = list(zip(found["drafted"], found["emitted"], strict=True))
-        possible = all(0 < len(emitted) <= len(drafted) + 1 for drafted, emitted in calls)
-        tokens = sum(len(emitted) for _, emitted in calls)
-        if not possible or tokens > how.max_new_tokens or len(found["seconds"]) != len(calls):
-            raise EngineError(
-                f"llama.cpp's answer to prompt {prompt.id!r} cannot be: {tokens} tokens of at most "
-                f"{how.max_new_tokens} in {len(calls)} calls, each of which gives one token more "
-                f"than it was drafted at most; its log is not used."
-            )
-        return found
-
-    def logits(
+    def explain(
         self, blocks: dict[str, Any], ids: list[int], position: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The target's logits [V] for a token of an answer: read one by one, and in its blocks."""
-        single, wide = self.ask(
-            "logits",
-            ids=ids,
-            drafted=blocks["drafted"],
-            emitted=blocks["emitted"],
-            position=position,
-        )
+    ) -> tuple[Tensor, Tensor] | None:
+        calls = {name: blocks[name] for name in ("drafted", "emitted")}
+        single, wide = self.ask("logits", ids=ids, position=position, **calls)
         return torch.tensor(single), torch.tensor(wide)
-
-
-def measure_llama_cpp(
-    engine: LlamaCpp,
-    timed: PromptSet,
-    how: Decoding,
-    gamma: int,
-    journal: Journal,
-    provenance: dict[str, Any],
-) -> Report:
-    """The report of every draft against llama.cpp alone, on the same prompts.
-
-    how: greedy, with the engine's own stop tokens. journal: keeps the runs, for a process that
-    takes over. Raises EngineError for a temperature above 0, and where llama.cpp fails midway.
-    """
-    if not how.sampling.greedy:
-        raise EngineError(
-            f"temperature {how.sampling.temperature:g}: with llama.cpp greedy text is measured "
-            f"only; give --temperature 0."
-        )
-    files = [engine.target, *engine.drafts.values()]
-    device = device_name(torch.device("cpu"))
-    journal.begin(
-        [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in files],
-        list(engine.drafts),
-        (timed.ids, [(prompt.id, prompt.category, prompt.group) for prompt in timed.prompts]),
-        asdict(how) | {"stops": sorted(how.stops)},
-        gamma,
-        (device, NODE_LLAMA_CPP),
-    )
-    rows = list(zip(timed.prompts, timed.ids, strict=True))
-    ways = [
-        partial(engine.decode, which, how=how, gamma=gamma)
-        for which in (None, *range(len(engine.drafts)))
-    ]
-    for way in ways:  # warm-up, not counted
-        way(*rows[0])
-    baseline, *runs = in_turns(ways, rows, journal, "speed at T=0", PromptRun.from_json)
-    target, *drafts = engine.about["models"]
-    logs = [
-        DraftLog(
-            name=name,
-            path=str(path),
-            form="full",
-            vocabulary=_vocabulary(target["vocab_size"], about["vocab_size"]),
-            runs=drafted,
-            baseline=baseline,
-            lossless=_compare(engine, number, timed, how, gamma, baseline, drafted),
-            gamma=gamma,
-            gamma_policy=GAMMA_POLICY,
-            memory={
-                "target_bytes": target["bytes"],
-                "draft_bytes": about["bytes"],
-                "kv_bytes_per_token": {
-                    "target": target["kv_bytes_per_token"],
-                    "draft": about["kv_bytes_per_token"],
-                },
-            },
-            full_form_bytes=about["bytes"],
-            missing=missing("llama.cpp"),
-        )
-        for number, ((name, path), about, drafted) in enumerate(
-            zip(engine.drafts.items(), drafts, runs, strict=True)
-        )
-    ]
-    log = RunLog(
-        target=str(engine.target),
-        engine="llama.cpp",
-        device=device,
-        dtype=engine.about["dtype"].removeprefix("MOSTLY_").removeprefix("ALL_").lower(),
-        decoding=decoding(
-            how,
-            [run.tokens[-1] in how.stops for run in baseline],
-            gamma=gamma,
-            gamma_policy=GAMMA_POLICY,
-        ),
-        prompts=prompts_used(timed),
-        provenance=provenance
-        | {
-            "llama.cpp": engine.about["release"],
-            "node-llama-cpp": NODE_LLAMA_CPP,
-            "resumed": journal.resumed,
-        },
-    )
-    return build_report(log, logs)
-
-
-def _vocabulary(target: int, draft: int) -> dict[str, Any]:
-    """Ids that both have are the same tokens: it was checked."""
-    if target == draft:
-        return {"relation": "identical", "strategy": "direct", "coverage": 1.0}
-    return {"relation": "padded", "strategy": "padded", "coverage": min(draft / target, 1.0)}
-
-
-def _compare(
-    engine: LlamaCpp,
-    draft: int,
-    timed: PromptSet,
-    how: Decoding,
-    gamma: int,
-    baseline: Sequence[PromptRun],
-    runs: Sequence[PromptRun],
-) -> dict[str, Any]:
-    """The ledger of greedy texts.
-
-    A divergence is a tie where llama.cpp's logits at that position, read one by one and in the
-    draft's blocks, explain the gap between the two tokens. There is no fp32 to ask as well.
-    """
-    entries = []
-    for prompt, ids, base, run in zip(timed.prompts, timed.ids, baseline, runs, strict=True):
-        if base.tokens == run.tokens:
-            continue
-        entry = divergence(base, run, lambda ids: f"token {ids[0]}" if ids else "end")
-        at = entry["position"]
-        if at < min(len(base.tokens), len(run.tokens)):  # lengths can never differ by a tie
-            blocks = engine.blocks(draft, prompt, ids, how, gamma)
-            if list(chain(*blocks["emitted"])) == run.tokens:  # else not even the same twice
-                entry |= tie(*engine.logits(blocks, ids, at), base.tokens[at], run.tokens[at])
-        entries.append(entry)
-    return ledger(len(runs), entries)
