@@ -1,7 +1,7 @@
 """alpha of drafts distilled on, and served by, one target in bf16, q8_0 and q4_0.
 
     python tests/benchmarks/quantised.py
-    python tests/benchmarks/quantised.py --draft outputs/code/draft
+    python tests/benchmarks/quantised.py --draft outputs/code/draft --prompts 64
 
 A shortened code recipe, once for each form of the embedded target: the same prompts and seeds, the
 answers and distributions of that form. Every draft is then measured on every form, on HumanEval and
@@ -9,7 +9,7 @@ the form's own greedy texts, as a checkpoint of its own (the compact form shares
 embedding). Prints alpha with 95% bootstrap intervals over prompts, and the gain, paired over
 prompts, of the draft distilled on what is served over the one distilled on bf16.
 
---draft: instead, alpha of that draft written as GGUF in several kinds, on the target in bf16.
+--draft: instead, alpha of that draft, as it is and written as GGUF in several kinds, on every form.
 """
 
 import argparse
@@ -17,9 +17,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from align.gguf import write_gguf
 from align.process import free_memory, use_machine
 from align.sources import resolve_checkpoint
+from align.to_gguf import write_gguf
 from distill.answers import answer_prompts
 from distill.models import TargetOfRun, check_models, load_target
 from distill.prompts import collect_prompts
@@ -35,31 +35,34 @@ from eval.measuring.metrics import alpha, measure
 
 SHORT = "--max_train_prompts 320 --num_train_epochs 2 --warmup_steps 10 --tuning_prompts 1".split()
 SERVED = ("bf16", "q8_0", "q4_0")
-DRAFT_KINDS = ("f16", "q8_0", "q4_0")
+DRAFT_KINDS = ("f16", "q8_0", "q5_1", "q4_0")
 
 
-def distil(target, folder):
-    """A draft for that target by the shortened recipe; its run, to measure on."""
-    recipe = load_recipe(
-        ["--recipe", "code", "--target", str(target), "--output_dir", str(folder), *SHORT]
-    )
+def recipe_for(target, folder, prompts):
+    keys = {"recipe": "code", "target": target, "output_dir": folder, "max_eval_prompts": prompts}
+    return load_recipe([*(f"--{key}={value}" for key, value in keys.items()), *SHORT])
+
+
+def distil(recipe):
+    """A draft for that recipe's target, in its full form alone."""
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
-    loaded = TargetOfRun(recipe, pair, prompts)
+    target = TargetOfRun(recipe, pair, prompts)
     claim_folder(recipe, pair, prompts)
-    make_draft(recipe, pair, loaded, answer_prompts(recipe, prompts.training.ids, loaded))
-    shutil.rmtree(folder / "draft" / "compact")
+    make_draft(recipe, pair, target, answer_prompts(recipe, prompts.training.ids, target))
+    shutil.rmtree(recipe.folder / "draft" / "compact")
     free_memory()
-    return recipe, prompts
 
 
-def agreements(recipe, prompts, drafts, folder):
+def agreements(recipe, drafts):
     """Agreement of each draft with the recipe's target, on each prompt."""
+    prompts = collect_prompts(recipe, check_models(recipe).target)
     target = load_target(recipe, prompts)
     drafters = {name: load_drafter(str(draft), target) for name, draft in drafts.items()}
     how = Decoding(Sampling(), target.stops, recipe.max_new_tokens, recipe.seed)
     texts = target_texts(target, prompts.evaluation.ids, how)
-    with Journal(folder / "measured.jsonl") as journal:
+    recipe.folder.mkdir(exist_ok=True)
+    with Journal(recipe.folder / "measured.jsonl") as journal:
         journal.begin(recipe.target)
         found, _ = measure_agreement(target, drafters, prompts.evaluation, texts, how, journal)
     return found
@@ -78,49 +81,52 @@ def cell(measured, sign=""):
     return f"{measured.mean:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
 
 
-def table_of_targets(folder):
-    embedded = resolve_checkpoint(load_recipe(["--recipe", "code"]).target)
-    targets = {"bf16": embedded}
-    for kind in SERVED[1:]:
-        targets[kind] = folder / f"{kind}.gguf"
-        write_gguf(embedded, targets[kind], kind)
-    runs = {kind: distil(targets[kind], folder / kind) for kind in SERVED}
-    drafts = {kind: folder / kind / "draft" for kind in SERVED}
-    print("| served by | " + " | ".join(f"distilled on {k}" for k in SERVED) + " | gain |")
-    print("| --- " * (len(SERVED) + 2) + "|")
-    for kind in SERVED:
-        found = agreements(*runs[kind], drafts, folder)
-        gained = "" if kind == "bf16" else cell(gain(found[kind], found["bf16"]), "+")
-        print(f"| {kind} | " + " | ".join(cell(alpha(found[k])) for k in SERVED) + f" | {gained} |")
+def table(recipes, drafts):
+    """alpha of each draft on each form, and what all but the first gain over the first."""
+    columns = list(drafts)
+    heads = ["served by", *columns, *(f"{name} gains" for name in columns[1:])]
+    print(f"| {' | '.join(heads)} |")
+    print("| --- " * len(heads) + "|")
+    for kind, recipe in recipes.items():
+        found = agreements(recipe, drafts)
+        first, *rest = columns
+        cells = [cell(alpha(found[c])) for c in columns]
+        cells += [cell(gain(found[c], found[first]), "+") for c in rest]
+        print(f"| {kind} | " + " | ".join(cells) + " |", flush=True)
         free_memory()
-
-
-def table_of_drafts(draft, folder):
-    drafts = {"as it is": draft}
-    for kind in DRAFT_KINDS:
-        drafts[kind] = folder / f"{kind}.gguf"
-        write_gguf(draft, drafts[kind], kind)
-    recipe = load_recipe(["--recipe", "code", "--output_dir", str(folder)])
-    found = agreements(recipe, collect_prompts(recipe, check_models(recipe).target), drafts, folder)
-    print("| draft | MB | alpha | against it as it is |")
-    print("| --- " * 4 + "|")
-    for name, path in drafts.items():
-        weights = path if path.is_file() else path / "model.safetensors"
-        lost = cell(gain(found[name], found["as it is"]), "+")
-        size = weights.stat().st_size / 1e6
-        print(f"| {name} | {size:.0f} | {cell(alpha(found[name]))} | {lost} |")
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--draft", type=Path)
-    draft = parser.parse_args().draft
+    parser.add_argument("--prompts", type=int, default=164)
+    args = parser.parse_args()
     use_machine()
-    with tempfile.TemporaryDirectory() as folder:
-        if draft is None:
-            table_of_targets(Path(folder))
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        embedded = resolve_checkpoint(load_recipe(["--recipe", "code"]).target)
+        targets = {"bf16": embedded}
+        for kind in SERVED[1:]:
+            targets[kind] = folder / f"{kind}.gguf"
+            write_gguf(embedded, targets[kind], kind)
+        recipes = {
+            kind: recipe_for(target, folder / kind, args.prompts)
+            for kind, target in targets.items()
+        }
+        if args.draft is None:
+            for recipe in recipes.values():
+                distil(recipe)
+            drafts = {f"distilled on {k}": folder / k / "draft" for k in SERVED}
         else:
-            table_of_drafts(draft, Path(folder))
+            drafts = {
+                "draft as it is": shutil.copytree(
+                    args.draft, folder / "draft", ignore=shutil.ignore_patterns("compact")
+                )
+            }
+            for kind in DRAFT_KINDS:
+                drafts[kind] = folder / f"draft-{kind}.gguf"
+                write_gguf(args.draft, drafts[kind], kind)
+        table(recipes, drafts)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from align import gguf
-from align.gguf import _LLAMA3, write_gguf
+from align import to_gguf
 from align.sources import load_model, load_tokenizer, resolve_checkpoint
+from align.to_gguf import _LLAMA3, write_gguf
 from distill.recipe import load_recipe
 from tests.align.conftest import STRINGS, byte_level_tokenizer  # noqa: F401
-from tests.align.test_gguf import FAMILIES, SHAPE, checkpoint, split_by  # noqa: F401
+from tests.align.test_to_gguf import FAMILIES, SHAPE, checkpoint, split_by  # noqa: F401
 
 pytestmark = pytest.mark.real
 
@@ -91,9 +91,9 @@ def test_llama_cpp_computes_the_same(family, ask, checkpoint, tmp_path, monkeypa
     ids = [(7 * i) % 420 for i in range(1, 101)]
     files = [tmp_path / "right.gguf"]
     write_gguf(folder, files[0], "f32")
-    if gguf.FAMILIES[load_model(str(folder), torch.float32).config.model_type].name == "LLAMA":
-        read = gguf._read
-        monkeypatch.setattr(gguf, "_read", lambda file, name, heads: read(file, name, 0))
+    if to_gguf.FAMILIES[load_model(str(folder), torch.float32).config.model_type].name == "LLAMA":
+        read = to_gguf._read
+        monkeypatch.setattr(to_gguf, "_read", lambda file, name, heads: read(file, name, 0))
         files.append(tmp_path / "rows as they are.gguf")
         write_gguf(folder, files[1], "f32")
     answers = ask(files, [], [ids])

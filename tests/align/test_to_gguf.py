@@ -1,4 +1,4 @@
-"""A checkpoint as GGUF, read back by transformers. By llama.cpp: tests/real/test_gguf_real.py."""
+"""A checkpoint as GGUF, read back by transformers. By llama.cpp: tests/real/test_to_gguf_real.py."""
 
 import json
 import subprocess
@@ -17,8 +17,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from align.gguf import _GPT2, _LLAMA3, KINDS, SPLITS, main, write_gguf
 from align.sources import SourceError, load_model, load_tokenizer
+from align.to_gguf import _GPT2, _LLAMA3, KINDS, SPLITS, main, write_gguf
 
 SHAPE = {
     "vocab_size": 448,  # 28 rows more than the tokenizer has tokens
@@ -134,7 +134,7 @@ def test_each_kind(kind, checkpoint, tmp_path):
     assert made["output.weight"] == made["token_embd.weight"] == ("Q8_0" if bits else kind.upper())
     assert made["blk.0.attn_norm.weight"] == "F32"
     mine, theirs = (
-        load_model(str(spec), torch.float32).model.layers[1].mlp.down_proj.weight
+        load_model(str(spec), torch.float32).model.layers[1].mlp.down_proj.weight.detach()
         for spec in (folder, tmp_path / "model.gguf")
     )
     # the step is the largest of 32 weights, two sigma, over 2^(bits-1); its error a third of it
@@ -230,5 +230,5 @@ def test_the_command(checkpoint, tmp_path, capsys):
     assert "q4_0" in capsys.readouterr().out
     assert main([str(tmp_path / "nowhere"), str(tmp_path / "model.gguf")]) == 2
     assert "was not found" in capsys.readouterr().err
-    run = subprocess.run([sys.executable, "-m", "align.gguf", "--help"], capture_output=True)
+    run = subprocess.run([sys.executable, "-m", "align.to_gguf", "--help"], capture_output=True)
     assert run.returncode == 0
