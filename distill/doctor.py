@@ -38,6 +38,7 @@ from align.sources import SourceError, cache_folder
 from distill.dry_run import batched_step, price_run
 from distill.recipe import RecipeError, load_recipe, read_yaml, recipe_files
 from eval.decoding.forward import build_decoder
+from eval.engines.environments import ENGINES, EngineMissing, installed, vllm_python
 
 FREE_MEMORY = 8 * 10**9  # bytes; what the embedded recipes take at most, and something to spare
 FREE_DISK = 4 * 10**9  # bytes: the packages' caches, the target, a run
@@ -217,11 +218,17 @@ def _index_answers() -> bool:
 
 
 def _engines() -> Check:
-    folder = cache_folder() / "engines"
-    found = ["transformers", *sorted(path.name for path in folder.glob("[!.]*-*"))]
-    if vllm := os.environ.get("DRAFTSMITH_VLLM_PYTHON"):
-        found.append(f"vLLM ({vllm})")
-    return Check("engines", f"{', '.join(found)}; others: docs/engines.md")
+    found, lacking = ["transformers"], []
+    for name, engine in ENGINES.items():
+        try:
+            vllm_python() if name == "vllm" else installed(name)
+            found.append(f"{name} {engine.version}")
+        except EngineMissing:
+            lacking.append(name)
+    if not lacking:
+        return Check("engines", ", ".join(found))
+    remedy = f"to measure there, too: `python -m eval.engines.environments {' '.join(lacking)}`"
+    return Check("engines", ", ".join(found), "note", remedy)
 
 
 def _read(path: str) -> str:

@@ -81,8 +81,8 @@ def recorded(script, folder):
     (own / "activate").touch()
     handle = r"""command_not_found_handle() { printf '%s\0' "$@" >>"$LOG"; printf '\n\0' >>"$LOG"; }
 """
-    # a path is never looked up: .venv-vllm/bin/python is recorded as python
-    script = re.sub(r"^\.venv[\w-]*/bin/(\w)", r"\1", script, flags=re.MULTILINE)
+    # a path is never looked up: /an/environment/bin/python is recorded as python
+    script = re.sub(r"^[\w.~/-]+/bin/(\w)", r"\1", script, flags=re.MULTILINE)
     done = subprocess.run(
         [shutil.which("bash"), "-u", "-c", handle + script],
         cwd=folder,

@@ -32,6 +32,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor.metadata, "requires", lambda _: ["torch", "scipy; extra == 'test'"])
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    monkeypatch.delenv("DRAFTSMITH_VLLM_PYTHON", raising=False)
     return files
 
 
@@ -47,6 +48,7 @@ def test_a_machine_that_lacks_nothing(machine, capsys):
     assert "very roughly" in shown
     assert "Nothing that is needed is missing" in shown
     assert state("hub").state == "note"  # the embedded recipes need none
+    assert "`python -m eval.engines.environments vllm llama.cpp" in state("engines").remedy
 
 
 def test_too_little_memory_is_said_with_a_remedy(machine, capsys):
