@@ -90,11 +90,13 @@ def test_an_index_that_does_not_answer(monkeypatch, outcome):
     assert not doctor._index_answers()
 
 
-def test_an_old_cpu_a_busy_machine_and_a_driver_without_its_torch(machine, monkeypatch):
+def test_an_old_cpu_a_busy_machine_and_a_driver_without_its_torch(machine, monkeypatch, capsys):
     machine["/proc/cpuinfo"] = "model name\t: Old CPU\nflags\t\t: fpu avx2\n"
     monkeypatch.setattr(doctor.os, "getloadavg", lambda: (99.0, 0, 0))
     monkeypatch.setattr(doctor.shutil, "which", lambda _: "/usr/bin/nvidia-smi")
     assert {state(name).state for name in ("cpu", "load", "gpu")} == {"note"}
+    assert main([]) == 0
+    assert "minutes here while other work goes on;" in capsys.readouterr().out
 
 
 def test_a_gpu_gets_the_recipes_that_fit_on_it(machine, monkeypatch):
