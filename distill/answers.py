@@ -97,6 +97,7 @@ def _answer(
 
     part: how many prompts all shares have; wanted: how many answers there are in the end.
     """
+    decoder, stops = target.decoder, target.stops  # loaded before there is a bar to be torn
     bar = tqdm(
         total=wanted,
         initial=len(cache),
@@ -107,10 +108,10 @@ def _answer(
     )
     pending: list[CachedAnswer] = []
     for answer in generate_batched(
-        target.decoder,
+        decoder,
         [prompts[i] for i in share],
         recipe.answer_max_new_tokens,
-        target.stops,
+        stops,
         Sampling(recipe.answer_temperature),
         # of all shares, not of this one: as many rows for any number of processes, for equal bits
         min(recipe.answer_batch_size, part),

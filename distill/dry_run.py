@@ -87,7 +87,9 @@ def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> i
 
     answers = len(training) * recipe.answers_per_prompt
     at = sum(map(len, training)) // len(training) + recipe.answer_max_new_tokens // 2
-    answering = recipe.answer_max_new_tokens * batched_step(target, recipe.answer_batch_size, at)
+    answering = recipe.answer_max_new_tokens * batched_step(
+        target.decoder, recipe.answer_batch_size, at
+    )
     per_answer = answering / recipe.answer_batch_size
     per_step = training_step(recipe, pair, training, model, pair.trained_rows(token_ids))
     measuring = evaluation_seconds(recipe, prompts, target, recipe.max_new_tokens)(
@@ -112,8 +114,8 @@ def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> i
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(f"memory: {peak / 2**30:.1f} GiB at the peak of these steps")
     print(price(costs))
-    rows = len(target.decoder.embedding) if token_ids is None else len(token_ids)
-    for line in elsewhere(costs, 0 if sampling.greedy else rows):
+    head_rows = len(target.decoder.embedding) if token_ids is None else len(token_ids)
+    for line in elsewhere(costs, 0 if sampling.greedy else head_rows):
         print(line)
     if ceiling_speedup(costs) <= 1:
         print("error: no draft length can pay with this draft; use a smaller one.", file=sys.stderr)

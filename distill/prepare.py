@@ -220,7 +220,7 @@ def _fit_projection(
             y = seen["final"][0, response].float()
             gram += (x.T @ x).cpu()
             cross += (x.T @ y).cpu()
-            bar.update(len(x))
+            bar.update(min(len(x), fit_tokens - bar.n))  # the last answer goes beyond
     finally:
         for hook in hooks:
             hook.remove()

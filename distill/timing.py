@@ -22,6 +22,7 @@ from distill.prompts import Prompts
 from distill.recipe import Recipe
 from distill.trainer import build_trainer, training_config
 from eval.decoding.drafters.base import timed_step
+from eval.decoding.forward import Decoder
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring.agreement import BATCH
@@ -46,9 +47,8 @@ def stand_in(recipe: Recipe, pair: Pair, target: Target) -> tuple[PreTrainedMode
     return model, None if recipe.draft_vocab_size is None else torch.arange(len(head))
 
 
-def batched_step(target: Target, rows: int, at: int) -> float:
+def batched_step(decoder: Decoder, rows: int, at: int) -> float:
     """Seconds of one step of the target for so many rows, each `at` tokens in."""
-    decoder = target.decoder
     cache = decoder.new_cache(rows, at + 1)
     token = torch.zeros((rows, 1), dtype=torch.long, device=decoder.device)
     start = torch.full((rows,), at, device=decoder.device)
@@ -71,7 +71,7 @@ def evaluation_seconds(
     sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
     step = _median(timed_step(target.decoder, 1, context, sampling))
     whole = _median(timed_step(target.decoder, context + round(tokens), 0, sampling))
-    texts = len(ids) / BATCH * tokens * batched_step(target, BATCH, context)
+    texts = len(ids) / BATCH * tokens * batched_step(target.decoder, BATCH, context)
     drafts = SPEEDUPS[: 2 + recipe.lookup_first]
     length = min(tokens, TUNING_TOKENS)
     steps = (0 if recipe.gamma else GAMMA_TRIALS * length) * sum(1 / s for s in drafts)

@@ -7,12 +7,16 @@
 Run again after an interruption, the same command goes on where it stopped.
 """
 
+import os
 import sys
-from collections.abc import Sequence
+import time
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+os.environ.setdefault("TQDM_DELAY", "1")  # when tqdm is imported: no bar for what takes a moment
 
 from accelerate import PartialState
 
@@ -45,6 +49,8 @@ def run(recipe: Recipe) -> int:
     training_config(recipe)  # what transformers refuses is refused now, not after minutes
     refuse_another_run(recipe)
     recipe = adopted(recipe)
+    stage = stage_clock()
+    stage("Check the pair, collect prompts")
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
     target = TargetOfRun(recipe, pair, prompts)  # behind a server it is never loaded
@@ -52,6 +58,7 @@ def run(recipe: Recipe) -> int:
     if served is not None and PartialState().is_main_process:
         served.check()
     claim_folder(recipe, pair, prompts)
+    stage("The target answers the training prompts")
     planned = recipe.minutes is not None and recipe.max_answers is None
     if planned:
         recipe = plan(recipe, pair, prompts, target)
@@ -64,9 +71,10 @@ def run(recipe: Recipe) -> int:
             print_coverage(pair, answers)
         return 0
     if not (recipe.folder / "draft").exists():
-        make_draft(recipe, pair, target, answers)
+        make_draft(recipe, pair, target, answers, stage)
         free_memory()
     if PartialState().is_main_process:
+        stage("Measure the drafts")
         if planned:
             recipe = spend_rest(recipe, prompts, target, answers)
         report = (
@@ -75,6 +83,7 @@ def run(recipe: Recipe) -> int:
             else evaluate_served(recipe, pair, prompts)
         )
         delete_training_state(recipe.folder)
+        stage("Done")
         if report is not None:
             print_summary(report)
         print(f"\nDraft: {recipe.folder / 'draft'}")
@@ -83,17 +92,35 @@ def run(recipe: Recipe) -> int:
     return 0
 
 
+def stage_clock() -> Callable[[str], None]:
+    """Prints the name of a stage as it begins, after the minutes and seconds from here."""
+    start = time.monotonic()
+
+    def stage(name: str) -> None:
+        minutes, seconds = divmod(round(time.monotonic() - start), 60)
+        print(f"\n[{minutes:3d}:{seconds:02d}] {name}", flush=True)
+
+    return stage
+
+
 def make_draft(
-    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Sequence[CachedAnswer]
+    recipe: Recipe,
+    pair: Pair,
+    target: TargetOfRun,
+    answers: Sequence[CachedAnswer],
+    stage: Callable[[str], None],
 ) -> None:
     """`draft/`: prepared, distilled, exported. The target is not in memory while it is trained."""
+    stage("Prepare the draft")
     # one process prepares, the others wait and read what it left on disk
     with PartialState().main_process_first():
         prepared = prepare_draft(recipe, pair, target, answers)
     target.release()
+    stage("Distil the draft")
     tuned = distil_draft(recipe, pair, prepared, answers)
     free_memory()  # trainer and optimiser, which refer to each other
     if tuned is not None:
+        stage("Save the draft")
         export_draft(recipe, pair, prepared, tuned, answers)
 
 
@@ -101,6 +128,10 @@ def main(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(help_text())
         return 0
+    # of peft, and nothing that a user could mend: a name that transformers has changed, and that a
+    # transplanted draft's embedding is saved with its adapters, as it must be
+    for message in ("`is_gradient_checkpointing` is deprecated", "Setting `save_embedding_layers`"):
+        warnings.filterwarnings("ignore", message=message)
     try:
         return run(load_recipe(argv))
     except (ValueError, DiskFullError) as error:

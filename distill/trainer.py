@@ -30,7 +30,10 @@ from transformers import (
     ProgressCallback,
     TrainerState,
 )
-from transformers.integrations import unset_hf_deepspeed_config
+from transformers.integrations import (
+    get_available_reporting_integrations,
+    unset_hf_deepspeed_config,
+)
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput
@@ -130,6 +133,11 @@ class _Progress(ProgressCallback):
     def __init__(self, loss: LossName) -> None:
         super().__init__()
         self.loss = loss
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        super().on_train_begin(*args, **kwargs)
+        if self.training_bar is not None:
+            self.training_bar.set_description("distil")
 
     def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
         if self.training_bar is not None and "learning_rate" in logs:  # not the final totals
@@ -387,6 +395,7 @@ def training_config(recipe: Recipe) -> SFTConfig:
         )
     except (ValueError, TypeError) as error:
         raise RecipeError(f"SFTConfig refuses the recipe: {error}") from error
+    _refuse_missing_trackers(config)
     checkpoint = _resumed(recipe)
     batch = None if checkpoint is None else _trained_batch(checkpoint)
     rows, steps = config.per_device_train_batch_size, config.gradient_accumulation_steps
@@ -401,6 +410,18 @@ def training_config(recipe: Recipe) -> SFTConfig:
         config.per_device_train_batch_size = rows
         config.gradient_accumulation_steps = share // rows
     return config
+
+
+def _refuse_missing_trackers(config: SFTConfig) -> None:
+    """Raise RecipeError for a tracker that is not here; the trainer itself says so after hours."""
+    asked: Any = config.report_to  # a list by now
+    here = get_available_reporting_integrations()
+    if lacking := [name for name in asked if name not in here]:
+        raise RecipeError(
+            f"report_to names {lacking[0]!r}, which is not installed here (there is "
+            f"{', '.join(here) or 'no tracker'}); run `pip install {lacking[0]}`, or leave "
+            "report_to out."
+        )
 
 
 def _resumed(recipe: Recipe) -> Path | None:

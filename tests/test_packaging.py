@@ -16,7 +16,14 @@ MODULES = sorted(
     path for package in ROOMS for path in (ROOT / package).rglob("*.py") if path.name[0] != "_"
 )
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-PATH_LINE = "if not __package__:\n    sys.path[0] = str(Path(__file__).resolve().parents[1])\n"
+
+
+def path_line(script):
+    """What an entry script starts with, so that it can be run by path."""
+    depth = len(script.relative_to(ROOT).parts) - 1
+    return (
+        f"if not __package__:\n    sys.path[0] = str(Path(__file__).resolve().parents[{depth}])\n"
+    )
 
 
 def entry_scripts():
@@ -82,12 +89,12 @@ def test_no_module_is_named_like_a_dependency_or_the_standard_library():
 def test_entry_scripts_can_be_run_by_path():
     scripts = entry_scripts()
     assert {path.relative_to(ROOT).as_posix() for path in scripts} >= {"distill/publish.py"}
-    lacking = [path.name for path in scripts if PATH_LINE not in path.read_text("utf-8")]
+    lacking = [path.name for path in scripts if path_line(path) not in path.read_text("utf-8")]
     assert not lacking
     for path in scripts:  # the line must stand before anything of ours is imported
         text = path.read_text("utf-8")
         ours = re.search(r"^from (align|distill|eval)\b", text, flags=re.MULTILINE)
-        assert ours is None or text.index(PATH_LINE) < ours.start(), path.name
+        assert ours is None or text.index(path_line(path)) < ours.start(), path.name
 
 
 @pytest.mark.parametrize("as_module", [False, True])
@@ -142,12 +149,12 @@ def test_no_module_is_left_unfinished():
     assert not [path.name for path in MODULES if words.search(path.read_text("utf-8"))]
 
 
-def test_readme_names_every_module():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_page_of_files_names_every_module():
+    named = (ROOT / "docs" / "files.md").read_text(encoding="utf-8")
     missing = [
         str(path.relative_to(ROOT))
         for path in MODULES
-        if not re.search(rf"(?<![\w]){re.escape(path.name)}", readme)
+        if not re.search(rf"(?<![\w]){re.escape(path.name)}", named)
     ]
     assert not missing
 

@@ -27,7 +27,7 @@ def hub_recipes():
 
 
 def needs_of(recipe):
-    target, draft = config_of(recipe.target), config_of(recipe.draft)
+    target, draft = config_of(recipe.target), recipe.draft and config_of(recipe.draft)
     return needs(recipe, target, draft, target_here=recipe.answers == "local")
 
 

@@ -67,7 +67,7 @@ def test_fewer_answers_than_prompts_are_made_and_trained_on(minutes, monkeypatch
     recipe = minutes(5.0)
     seen = []
     monkeypatch.setattr(
-        train, "make_draft", lambda recipe, pair, target, answers: seen.append(list(answers))
+        train, "make_draft", lambda recipe, pair, target, answers, stage: seen.append(list(answers))
     )
     monkeypatch.setattr(train, "evaluate", lambda *_: None)
     run(recipe)

@@ -27,6 +27,10 @@ PARAMETERS = {
     "Llama-3.2-1B-Instruct": 1_235_814_400,
     "Qwen2.5-Coder-7B-Instruct": 7_615_616_512,
     "Qwen2.5-Coder-0.5B-Instruct": 494_032_768,
+    "Qwen2.5-Coder-1.5B-Instruct": 1_543_714_304,
+    "Qwen2.5-Coder-32B-Instruct": 32_763_876_352,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-8B": 8_190_735_360,
 }
 SHAPE = LlamaConfig(
     vocab_size=4096,

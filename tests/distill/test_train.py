@@ -1,7 +1,11 @@
 import errno
 import json
+import re
 import shutil
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 from safetensors import safe_open
@@ -9,7 +13,7 @@ from safetensors import safe_open
 from align.atomic import atomic_file
 from align.sources import load_tokenizer
 from distill import models, train
-from distill.recipe import RecipeError
+from distill.recipe import RecipeError, dump
 from distill.train import main, run
 from eval.prompts import PromptError
 
@@ -172,3 +176,32 @@ def test_a_finished_run_keeps_what_is_needed_and_can_be_run_again(job, tmp_path,
     shutil.rmtree(folder / "draft")  # it is made again from the last checkpoint
     assert run(recipe) == 0
     assert weights.read_bytes() == tuned
+
+
+def test_the_terminal_names_each_stage_and_shows_nothing_that_a_user_cannot_mend(job, tmp_path):
+    file = tmp_path / "recipe.yaml"
+    changes = {"use_peft": True, "activation_checkpointing": True, "disable_tqdm": False}
+    file.write_text(dump(job(tmp_path / "run", **changes, max_steps=4)), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "distill/train.py", "--recipe", str(file)],
+        cwd=Path(train.__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    stages = re.findall(r"^\[ *(\d+):(\d\d)\] (.+)$", done.stdout, flags=re.MULTILINE)
+    assert [name for *_, name in stages] == [
+        "Check the pair, collect prompts",
+        "The target answers the training prompts",
+        "Prepare the draft",
+        "Distil the draft",
+        "Save the draft",
+        "Measure the drafts",
+        "Done",
+    ]
+    began = [60 * int(minutes) + int(seconds) for minutes, seconds, _ in stages]
+    assert began == sorted(began)
+    # bars only, each named; what takes a moment has none (loading and writing these models)
+    shown = {line for line in re.split(r"[\r\n]+", done.stderr) if line.strip()}
+    assert all(re.match(r"[\w =.]+: +\d+%\|", line) for line in shown), shown
+    assert not any(line.startswith(("Loading", "Writing")) for line in shown)

@@ -1,0 +1,454 @@
+"""What the documents promise: every command is known to its own parser, every link leads somewhere.
+
+`bash` blocks are run by bash with an empty PATH, so that bash itself splits words, joins lines and
+looks through `&&`, `$( )` and here-documents, and every program it would start is recorded instead.
+A program that CHECKS does not know fails. Commands of ours go through their own argument parser
+(a recipe through all its checks) and stop before anything is loaded. What they then do is tested
+elsewhere: the main job in tests/real/test_main_job.py, the path of docs/own-domain.md on models of
+a few kilobytes in tests/distill/test_own_domain.py.
+"""
+
+import argparse
+import functools
+import importlib
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from ruamel.yaml import YAML
+
+from distill.recipe import build_recipe, load_recipe
+from eval.prompts import load_prompts
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OPENING = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", flags=re.MULTILINE)
+# in a sentence or a table, where required options may be left out; those with an … are only a part
+INLINE = re.compile(
+    r"`((?:accelerate launch [^`]*distill/train|python -m|python tests|pytest|pip install)"
+    r" ?[^`…\[\]]+)`"
+)
+VARIABLES = {
+    "SLURM_NNODES": "4",
+    "SLURM_NODEID": "0",
+    "SLURM_JOB_NODELIST": "node-[0-3]",
+    "HEAD_NODE": "node-0",
+}
+
+# The options used in our pages of vLLM 0.32 (`vllm serve --help=all`) and fields of its
+# SpeculativeConfig (vllm/config/speculative.py), compared by hand with that release.
+VLLM_OPTIONS = set(
+    "--model --served-model-name --host --port --dtype --enforce-eager --max-model-len "
+    "--max-num-seqs --max-num-batched-tokens --max-logprobs --tensor-parallel-size "
+    "--gpu-memory-utilization --quantization --speculative-config".split()
+)
+SPECULATIVE_FIELDS = set(
+    "method model num_speculative_tokens draft_tensor_parallel_size quantization max_model_len "
+    "num_speculative_tokens_per_batch_size".split()
+)
+# The options used, of https://docs.cloud.google.com/sdk/gcloud/reference/ai/models/upload and
+# …/ai/endpoints/create, …/deploy-model, …/raw-predict. Nothing was ever sent.
+GCLOUD = {
+    "ai models upload": "--region --display-name --container-image-uri --container-command "
+    "--container-args --container-ports --container-health-route --container-predict-route "
+    "--container-shared-memory-size-mb",
+    "ai endpoints create": "--region --display-name",
+    "ai endpoints deploy-model": "--region --model --display-name --machine-type --accelerator "
+    "--min-replica-count --max-replica-count --traffic-split",
+    "ai endpoints raw-predict": "--region --http-headers --request",
+}
+
+
+def blocks(page):
+    """(language, text) of every fenced block."""
+    return [match.groups() for match in OPENING.finditer(page.read_text(encoding="utf-8"))]
+
+
+def recorded(script, folder):
+    """The commands that bash would start, in order: lists of words."""
+    log = folder / "commands"
+    log.unlink(missing_ok=True)
+    own = folder / ".venv" / "bin"
+    own.mkdir(parents=True, exist_ok=True)
+    (own / "activate").touch()
+    handle = r"""command_not_found_handle() { printf '%s\0' "$@" >>"$LOG"; printf '\n\0' >>"$LOG"; }
+"""
+    # a path is never looked up: /an/environment/bin/python is recorded as python
+    script = re.sub(r"^[\w.~/-]+/bin/(\w)", r"\1", script, flags=re.MULTILINE)
+    done = subprocess.run(
+        [shutil.which("bash"), "-u", "-c", handle + script],
+        cwd=folder,
+        env={"PATH": "/nonexistent", "LOG": str(log)} | VARIABLES,
+        capture_output=True,
+        text=True,
+    )
+    assert "syntax error" not in done.stderr, done.stderr
+    assert "unbound variable" not in done.stderr, done.stderr
+    assert "No such file" not in done.stderr, done.stderr
+    text = log.read_text(encoding="utf-8") if log.exists() else ""
+    found = [words.split("\0")[:-1] for words in text.split("\n\0")[:-1]]
+    for words in found:
+        if words[-3:-1] == ["bash", "-c"]:  # srun bash -c '…'
+            found = [*found, *recorded(words[-1], folder)]
+    return found
+
+
+def all_commands():
+    """Every bash block, and every command in a sentence, with whether it is a whole one."""
+    for page in PAGES:
+        if page.name == "CHANGELOG.md":  # of its day: what was renamed since keeps its old name
+            continue
+        text = page.read_text(encoding="utf-8")
+        scripts = [(body, True) for language, body in blocks(page) if language == "bash"]
+        inline = INLINE.findall(OPENING.sub("", text).replace("\n", " "))
+        for script, whole in dict.fromkeys([*scripts, *((part, False) for part in inline)]):
+            shown = " ".join(script.split())[:60]
+            yield pytest.param(script, whole, id=f"{page.name}: {shown}")
+
+
+# --- programs
+
+
+class ParsedError(Exception):
+    """The arguments were understood; nothing has been loaded yet."""
+
+
+parse_args = argparse.ArgumentParser.parse_args
+
+
+def check_module(name, arguments, whole):
+    def parse_and_stop(parser, arguments=None, namespace=None):
+        for action in [] if whole else [*parser._actions, *parser._mutually_exclusive_groups]:
+            action.required = False
+        parse_args(parser, arguments, namespace)
+        raise ParsedError
+
+    main = importlib.import_module(name).main
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+        try:
+            status = main(arguments)
+        except ParsedError:
+            return
+        except SystemExit as ended:
+            status = ended.code
+    assert status == 0, f"python -m {name} does not take {arguments}"
+    assert "--help" in arguments, f"python -m {name} parses no arguments"
+
+
+def check_python(words, whole=True):
+    match words:
+        case ["-m", "venv", _]:
+            pass
+        case ["-m", "vllm.entrypoints.openai.api_server", *arguments]:
+            check_vllm(["serve", *arguments])
+        case ["-m", name, *arguments]:
+            check_module(name, arguments, whole)
+        case ["-c", code, *_]:
+            compile(code, "-c", "exec")
+        case [script, *_]:
+            compile((ROOT / script).read_text(encoding="utf-8"), script, "exec")
+
+
+def check_accelerate(words):
+    assert words[0] == "launch", words
+    args = launch_command_parser().parse_args(words[1:])
+    if args.config_file is not None:
+        load_config_from_file(str(ROOT / args.config_file))
+    assert (ROOT / args.training_script).is_file()
+    assert args.training_script == "distill/train.py"
+    arguments = args.training_script_args
+    # where the reader's own recipe stands (or none, in a sentence) a shipped one does
+    if "--recipe" not in arguments:
+        arguments = ["--recipe", "code", *arguments]
+    at = arguments.index("--recipe") + 1
+    if arguments[at] in ("NAME", "sql.yaml"):
+        arguments[at] = "code"
+    load_recipe(arguments)
+
+
+def check_pip(words):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert words[0] == "install", words
+    for word in words[1:]:
+        if match := re.fullmatch(r"\.\[(\w+)\]", word):
+            assert match[1] in project["optional-dependencies"]
+        elif "==" in word and word.partition("==")[0] in " ".join(project["dependencies"]):
+            assert word in project["dependencies"]
+
+
+def check_pytest(words):
+    for word in words:
+        if word.startswith("tests"):
+            assert (ROOT / word).exists(), word
+    if "-m" in words:
+        markers = set(re.findall(r'"(\w+): ', (ROOT / "pyproject.toml").read_text("utf-8")))
+        assert set(re.findall(r"\w+", words[words.index("-m") + 1])) - {"not"} <= markers
+
+
+def check_make(words):
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    assert set(words) <= set(targets)
+
+
+def check_vllm(words):
+    assert words[0] == "serve", words
+    options = {word.partition("=")[0] for word in words if word.startswith("--")}
+    assert options <= VLLM_OPTIONS
+    for option, value in itertools.pairwise(words):
+        if option == "--speculative-config":
+            assert set(json.loads(value)) <= SPECULATIVE_FIELDS
+
+
+def check_kubectl(words):
+    if words[0] == "apply":
+        assert words[1] == "-f"
+        assert (ROOT / words[2]).exists(), words[2]
+        return
+    named = {f"{item['kind'].lower()}/{item['metadata']['name']}" for item in manifests()}
+    if words[:3] == ["create", "secret", "generic"]:
+        assert f"name: {words[3]}, " in "".join(file.read_text("utf-8") for file in MANIFESTS)
+        return
+    assert words[0] in ("rollout", "port-forward", "logs"), words
+    (resource,) = [word for word in words if "/" in word]
+    assert resource in named | {name.replace("service/", "svc/") for name in named}
+
+
+def check_gcloud(words):
+    used = [word for word in words if not word.startswith("-")]
+    name = next(name for name in GCLOUD if " ".join(used).startswith(name))
+    options = {word.partition("=")[0] for word in words if word.startswith("--")}
+    assert options <= set(GCLOUD[name].split()), name
+    for word in words:
+        if word.startswith("--container-args=^|^"):
+            check_vllm(word.removeprefix("--container-args=^|^").split("|"))
+
+
+def check_hf(words):
+    command = [word for word in words if not word.startswith("-")][: 2 if "auth" in words else 1]
+    shown = subprocess.run(
+        [sys.executable, "-m", "huggingface_hub.cli.hf", *command, "--help"],
+        capture_output=True,
+        text=True,
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert all(word in shown.stdout for word in words if word.startswith("--"))
+
+
+def check_sh(words):
+    assert (ROOT / words[0]).is_file()
+
+
+def plain(*patterns):
+    """A program that is not ours: its arguments as one of these."""
+
+    def check(words):
+        assert any(re.fullmatch(pattern, " ".join(words)) for pattern in patterns), words
+
+    return check
+
+
+CHECKS = {
+    "python": check_python,
+    "python3": check_python,
+    "accelerate": check_accelerate,
+    "pip": check_pip,
+    "pytest": check_pytest,
+    "make": check_make,
+    "vllm": check_vllm,
+    "kubectl": check_kubectl,
+    "gcloud": check_gcloud,
+    "hf": check_hf,
+    "sh": check_sh,
+    "git": plain(r"clone \S+"),
+    "sed": plain(r"-n s/.*/p \S+"),
+    "curl": plain(r"(-s )?\S+/(health|metrics|v1/\w+)( -H .* -d .*)?"),
+    "tensorboard": plain(r"--logdir \S+"),
+    "trackio": plain(r"show( --project \S+)?"),
+    "wandb": plain(r"login|sync \S+"),
+    "npm": plain(r"install .*"),
+    "scontrol": plain(r"show hostnames .*"),
+    "head": plain(r"-n 1"),
+    "srun": plain(r"bash -c accelerate launch (.|\n)*"),
+}
+
+
+@pytest.mark.parametrize(("script", "whole"), list(all_commands()))
+def test_every_command_is_taken_by_its_own_parser(script, whole, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for program, *words in recorded(script, tmp_path):
+        assert program in CHECKS, f"no check covers `{program}`"
+        CHECKS[program](words, whole) if program == "python" else CHECKS[program](words)
+
+
+def test_commands_that_nobody_would_take_are_found(tmp_path):
+    wrong = [
+        "python -m eval.run --target T --drafts D --prompt",
+        "accelerate launch distill/train.py --recipe code --lerning_rate 1",
+        "accelerate launch --config_file recipes/accelerate/no.yaml distill/train.py --recipe code",
+        "pytest -m slow",
+        "pip install -e '.[tests]'",
+        "vllm serve T --speculative-config '{\"gamma\": 3}'",
+        "kubectl apply -f docs/serving/no.yaml",
+        "make everything",
+        "hf downlod x",
+    ]
+    for script in wrong:
+        ((program, *words),) = recorded(script, tmp_path)
+        with pytest.raises((AssertionError, ValueError, OSError, pytest.fail.Exception)):
+            CHECKS[program](words)
+
+
+def test_the_pages_hold_commands_at_all():
+    """So that no change of a regular expression empties the tests above."""
+    assert len(list(all_commands())) > 30
+
+
+# --- blocks
+
+
+LANGUAGES = {"bash", "yaml", "json", "jsonl", "text", "python", "promql"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_parses(page, tmp_path):
+    for language, body in blocks(page):
+        assert language in LANGUAGES, f"a block opens with ```{language}"
+        if language == "yaml":
+            values = YAML(typ="safe", pure=True).load(body)
+            if "target" in values:
+                build_recipe({"train_prompts": "a", "eval_prompts": "b"} | values)
+        elif language == "json":
+            json.loads(body)
+        elif language == "jsonl":
+            (tmp_path / "prompts.jsonl").write_text(body, encoding="utf-8")
+            assert load_prompts(str(tmp_path / "prompts.jsonl"))
+        elif language == "python":
+            compile(body, page.name, "exec")
+
+
+# --- links
+
+
+def slug(heading):
+    """The anchor that GitHub gives a heading."""
+    kept = re.sub(r"[^\w\- ]", "", heading.replace("`", "").strip().lower())
+    return kept.replace(" ", "-")
+
+
+@functools.cache
+def anchors(page):
+    text = OPENING.sub("", page.read_text(encoding="utf-8"))
+    return {slug(heading) for heading in re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page):
+    text = OPENING.sub("", page.read_text(encoding="utf-8"))
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{page.name} links to {link}"
+        if anchor:
+            assert anchor in anchors(there), f"{page.name} links to {link}"
+    if page.name == "CHANGELOG.md":
+        return
+    for name in re.findall(r"`((?:docs|tests|recipes|distill|eval|align)/[\w./-]+\.\w+)`", text):
+        assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+def test_every_page_is_reached_from_the_readme():
+    reached, left = set(), [ROOT / "README.md"]
+    while left:
+        page = left.pop()
+        if page in reached:
+            continue
+        reached.add(page)
+        for link in re.findall(r"\]\(([^)#\s]+\.md)", page.read_text(encoding="utf-8")):
+            left.append((page.parent / link).resolve())
+    assert {page for page in PAGES if page.name != "CHANGELOG.md"} <= reached
+
+
+def test_pictures_are_small_and_described():
+    shown = re.findall(r"!\[([^\]]*)\]\(([^)]+\.png)\)", "".join(p.read_text() for p in PAGES))
+    assert shown
+    assert all(len(words) > 20 for words, _ in shown)
+    assert all(path.stat().st_size < 150_000 for path in (ROOT / "docs" / "images").iterdir())
+
+
+def test_troubleshooting_quotes_messages_that_exist():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^\| `([^`]+)`", page, flags=re.MULTILINE)
+    assert len(quoted) > 10
+    sources = [
+        path for room in ("align", "distill", "eval") for path in (ROOT / room).rglob("*.py")
+    ]
+    # a message may stand in several strings, and hold values
+    code = "".join(re.sub(r'"\s*f?"', "", path.read_text(encoding="utf-8")) for path in sources)
+    lacking = [words for words in quoted if not all(part in code for part in words.split(" … "))]
+    assert not lacking
+
+
+# --- what is served
+
+
+MANIFESTS = sorted((ROOT / "docs" / "serving").glob("kubernetes*.yaml"))
+METRICS = {  # vLLM 0.32, vllm/v1/spec_decode/metrics.py and vllm/v1/metrics/loggers.py
+    "vllm:spec_decode_num_drafts_total",
+    "vllm:spec_decode_num_draft_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+    "vllm:num_requests_running",
+}
+
+
+def manifests():
+    return [item for file in MANIFESTS for item in YAML(typ="safe", pure=True).load_all(file)]
+
+
+def test_manifests_fit_the_schema_of_kubernetes():
+    validate = pytest.importorskip(
+        "kubernetes_validate", reason="pip install kubernetes-validate (22 MB) brings the schemas"
+    ).validate
+    for item in manifests():
+        validate(item, "1.34", strict=True)
+
+
+def test_manifests_serve_the_pair_that_they_fetch():
+    kinds = {item["kind"]: item for item in manifests()}
+    assert set(kinds) == {"PersistentVolumeClaim", "Deployment", "Service"}
+    pod = kinds["Deployment"]["spec"]["template"]
+    labels = pod["metadata"]["labels"]
+    assert kinds["Deployment"]["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert kinds["Service"]["spec"]["selector"].items() <= labels.items()
+    (engine,) = pod["spec"]["containers"]
+    assert engine["command"] == ["vllm"]
+    check_vllm(engine["args"])
+    served = engine["args"][engine["args"].index("--speculative-config") + 1]
+    (fetch,), volumes = pod["spec"]["initContainers"], pod["spec"]["volumes"]
+    assert json.loads(served)["model"] in fetch["args"][0]
+    assert engine["args"][1] in fetch["args"][0]
+    claim = kinds["PersistentVolumeClaim"]["metadata"]["name"]
+    assert {"name": "models", "persistentVolumeClaim": {"claimName": claim}} in volumes
+    ports = {port["name"] for port in engine["ports"]}
+    assert {port["targetPort"] for port in kinds["Service"]["spec"]["ports"]} <= ports
+    assert all(engine[probe]["httpGet"]["port"] in ports for probe in engine if "Probe" in probe)
+
+
+def test_alerts_name_counters_that_vllm_has():
+    rules = YAML(typ="safe", pure=True).load(ROOT / "docs" / "serving" / "alerts.yaml")
+    found = [rule for group in rules["groups"] for rule in group["rules"]]
+    assert all({"alert", "expr", "for", "annotations"} <= set(rule) for rule in found)
+    text = "".join(p.read_text() for p in [ROOT / "docs" / "serving.md"]) + str(rules)
+    assert set(re.findall(r"vllm:\w+", text)) <= METRICS
+    assert any("vllm:spec_decode_num_accepted_tokens_total" in rule["expr"] for rule in found)
