@@ -26,13 +26,13 @@ from eval.reporting.text import render_markdown
 def folder(tmp_path_factory, tiny_llama):
     """`target`, `target.gguf` in q4_0, and `draft`: the target in full form and in compact form."""
     root = tmp_path_factory.mktemp("quantised")
-    tokens = [*sorted(ByteLevel.alphabet()), "he", "</s>"]
+    tokens = [*sorted(ByteLevel.alphabet()), "he", "<|endoftext|>"]
     backend = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, [("h", "e")]))
     backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
     model = tiny_llama(spread=4, vocab_size=len(tokens), eos_token_id=len(tokens) - 1)
     model.generation_config.eos_token_id = len(tokens) - 1
     model.to(torch.bfloat16).save_pretrained(root / "target")
-    words = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    words = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
     words.save_pretrained(root / "target")
     shutil.copytree(root / "target", root / "draft")
     whole = load_model(str(root / "target"), torch.float32)
