@@ -8,6 +8,7 @@
     python -m eval.run --engine vllm --base_url URL --baseline_url URL --prompts P
     python -m eval.run --engine transformers --gamma 3 --target T --draft D --prompts P
     python -m eval.run --engine llama.cpp --gamma 3 --target T.gguf --draft D.gguf --prompts P
+    python -m eval.run --engine openvino --gamma 3 --target T --draft D --prompts P
 
 Exit status: 0; 1 when --fail_under_alpha or --fail_under_speedup is not met by the lower bound of
 the last draft's 95% interval; 2 for input that cannot be used, and for a server that failed midway
@@ -32,7 +33,13 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from align.atomic import DiskFullError
 from align.check import Strategy
 from align.process import use_machine
-from align.sources import load_config, load_tokenizer, read_json, resolve_file
+from align.sources import (
+    load_config,
+    load_tokenizer,
+    read_json,
+    resolve_checkpoint,
+    resolve_file,
+)
 from eval.decoding.drafters.base import Drafter
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.forward import build_decoder
@@ -42,7 +49,9 @@ from eval.decoding.verification import Sampling
 from eval.engines.assisted import load_assistant, load_stock, measure_assisted
 from eval.engines.child import measure_child
 from eval.engines.environments import installed
+from eval.engines.installed import NAMES
 from eval.engines.llama_cpp import LlamaCpp
+from eval.engines.openvino import OpenVino
 from eval.engines.vllm import VllmServer, measure_servers
 from eval.measuring.evaluation import Plan, context_length, evaluate
 from eval.measuring.journal import INTERRUPTED, JOURNAL, Journal
@@ -51,7 +60,6 @@ from eval.reporting.report import DraftReport, Report, write_report
 from eval.reporting.text import print_summary
 
 OTHER_PROMPTS = 40
-ENGINES = ("transformers", "vllm", "llama.cpp")
 TORCH_ONLY = ("gamma_sweep", "other_prompts", "batch_sizes", "decoded_temperatures")
 
 # of a run's recipe where --run is given, else these
@@ -115,7 +123,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="T,T,…",
         help="decode the timed prompts also at each temperature, as 0,0.6,1.0",
     )
-    parser.add_argument("--engine", choices=["torch", *ENGINES], default="torch")
+    parser.add_argument("--engine", choices=["torch", *NAMES], default="torch")
     parser.add_argument("--base_url", help="engine vllm: the server that speculates")
     parser.add_argument("--baseline_url", help="engine vllm: the same target without a draft")
     parser.add_argument(
@@ -141,7 +149,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
             parser.error("engine vllm needs --base_url, --baseline_url and --prompts")
     elif not (args.target and args.draft and args.prompts):
         parser.error("give --target, --draft and --prompts, or --run DIR")
-    if args.engine in ("transformers", "llama.cpp"):
+    if args.engine not in ("torch", "vllm"):
         _check_for_engine(parser, args)
     return args
 
@@ -300,15 +308,20 @@ def _measure_assisted(args: argparse.Namespace, journal: Journal) -> Report:
     )
 
 
-def _measure_llama_cpp(args: argparse.Namespace, journal: Journal) -> Report:
-    """The report of llama.cpp, on the prompts that engine torch times."""
-    installed("llama.cpp")  # said before a target is converted for its tokenizer
+def _measure_child(args: argparse.Namespace, journal: Journal) -> Report:
+    """The report of llama.cpp or OpenVINO, on the prompts that engine torch times."""
+    installed(args.engine)  # said before a target is converted
     use_machine()
     evaluation, _ = _prompt_sets(args, load_tokenizer(args.target), load_config(args.target))
     timed = evaluation.drawn(args.speed_prompts, args.seed)
-    drafts = {name: resolve_file(spec) for name, spec in map(_named, args.draft)}
+    find = resolve_file if args.engine == "llama.cpp" else resolve_checkpoint
+    target, drafts = find(args.target), {n: find(spec) for n, spec in map(_named, args.draft)}
     positions = context_length(timed.ids, args.max_new_tokens, args.gamma)
-    with LlamaCpp(resolve_file(args.target), drafts, positions) as engine:
+    with (
+        LlamaCpp(target, drafts, positions)
+        if args.engine == "llama.cpp"
+        else OpenVino(target, drafts)
+    ) as engine:
         return measure_child(
             engine,
             timed,
@@ -347,10 +360,10 @@ def main(argv: list[str]) -> int:
                 report = _measure_servers(args)
             elif args.engine == "transformers":
                 report = _measure_assisted(args, journal)
-            elif args.engine == "llama.cpp":
-                report = _measure_llama_cpp(args, journal)
-            else:
+            elif args.engine == "torch":
                 report = _measure(args, journal)
+            else:
+                report = _measure_child(args, journal)
             write_report(folder, report)
     except (ValueError, DiskFullError) as error:
         print(f"error: {error}", file=sys.stderr)

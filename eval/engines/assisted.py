@@ -150,7 +150,12 @@ def generate(
 
 
 def _call(
-    target: StockTarget, assistant: Assistant | None, ids: list[int], how: Decoding, **more: Any
+    target: StockTarget,
+    assistant: Assistant | None,
+    ids: list[int],
+    how: Decoding,
+    streamer: BaseStreamer | None = None,
+    logits: bool = False,
 ) -> Any:
     sampled: dict[str, Any] = asdict(how.sampling) | {"top_k": how.sampling.top_k or 0}  # None: 50
     config = GenerationConfig(
@@ -158,6 +163,8 @@ def _call(
         do_sample=not how.sampling.greedy,
         eos_token_id=sorted(how.stops) or None,
         pad_token_id=min(how.stops, default=None),
+        output_logits=logits,
+        return_dict_in_generate=logits,
         **({} if how.sampling.greedy else sampled),
     )
     tokens = torch.tensor([ids], device=target.model.device)
@@ -166,7 +173,7 @@ def _call(
         attention_mask=torch.ones_like(tokens),
         generation_config=config,
         assistant_model=assistant and assistant.model,
-        **more,
+        streamer=streamer,
     )
 
 
@@ -287,9 +294,7 @@ def _compare(
         at = entry["position"]
         if at < min(len(base.tokens), len(run.tokens)):  # lengths can never differ by a tie
             single, wide = (
-                _call(target, draft, ids, how, output_logits=True, return_dict_in_generate=True)
-                .logits[at][0]
-                .float()
+                _call(target, draft, ids, how, logits=True).logits[at][0].float()
                 for draft in (None, assistant)
             )
             entry |= tie(single, wide, base.tokens[at], run.tokens[at])

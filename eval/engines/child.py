@@ -153,15 +153,17 @@ class ChildEngine:
         told = [line for line in lines if "rror" in line or "failed" in line]
         return " / ".join((told or lines)[:3])[:400] or "nothing"
 
-    def decode(self, draft: int | None, prompt: Prompt, ids: list[int], how: Decoding, gamma: int
-               ) -> PromptRun:  # fmt: skip
+    def decode(
+        self, draft: int | None, prompt: Prompt, ids: list[int], how: Decoding, gamma: int
+    ) -> PromptRun:
         """One prompt, decoded alone (None) or with the draft of that number."""
         blocks = self.blocks(draft, prompt, ids, how, gamma)
         run = prompt_run(prompt, len(ids), blocks["seconds"], blocks["emitted"])
         return log_blocks(run, blocks["drafted"], blocks["emitted"], gamma, how.max_new_tokens)
 
-    def blocks(self, draft: int | None, prompt: Prompt, ids: list[int], how: Decoding, gamma: int
-               ) -> dict[str, Any]:  # fmt: skip
+    def blocks(
+        self, draft: int | None, prompt: Prompt, ids: list[int], how: Decoding, gamma: int
+    ) -> dict[str, Any]:
         """`drafted`, `emitted` and `seconds` of each target call, the prefill first."""
         found: dict[str, Any] = self.ask(
             "decode", ids=ids, draft=draft, gamma=gamma, max_new_tokens=how.max_new_tokens

@@ -91,7 +91,8 @@ def _pip(
 
 LLAMA_CPP_SCRIPT = Path(__file__).with_name("llama_cpp.mjs")
 NODE_LLAMA_CPP = "3.22.1"
-_LLAMA_CPP = f"linux-{ {'x86_64': 'x64', 'aarch64': 'arm64'}.get(platform.machine(), 'other') }"
+_MACHINES = {"x86_64": "x64", "aarch64": "arm64"}  # with prebuilt binaries, on Linux
+_LLAMA_CPP = f"@node-llama-cpp/linux-{_MACHINES.get(platform.machine())}"
 ENGINES = {
     engine.name: engine
     for engine in (
@@ -104,10 +105,9 @@ ENGINES = {
             NODE_LLAMA_CPP,
             "100 MB",
             # of the binaries for GPUs and other systems none
-            [f"{package}@{NODE_LLAMA_CPP}" for package in
-             ("node-llama-cpp", f"@node-llama-cpp/{_LLAMA_CPP}")],
+            [f"{package}@{NODE_LLAMA_CPP}" for package in ("node-llama-cpp", _LLAMA_CPP)],
             [str(LLAMA_CPP_SCRIPT), ".", "1"],
-            ["--print", f"['node-llama-cpp', '@node-llama-cpp/{_LLAMA_CPP}'].map((name) =>"
+            ["--print", f"['node-llama-cpp', '{_LLAMA_CPP}'].map((name) =>"
              " require(`./node_modules/${name}/package.json`).version).join(' ')"],
             npm=True,
         ),
@@ -188,7 +188,7 @@ def _move_scripts(folder: Path, final: Path) -> None:
 
 
 def _install_npm(engine: Engine, folder: Path) -> None:
-    if _LLAMA_CPP == "linux-other" or sys.platform != "linux":
+    if platform.machine() not in _MACHINES or sys.platform != "linux":
         raise EngineMissing(
             f"there is no prebuilt binary for {sys.platform} on {platform.machine()} here"
         )

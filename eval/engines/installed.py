@@ -104,7 +104,9 @@ def serve_command(engine: str, target: str | Path, draft: str | Path, gamma: int
     if engine == "openvino":
         return "\n".join(
             [
-                "import openvino_genai as genai  # folders with their IR",
+                "import openvino_genai as genai",
+                "# folders with an IR: LLMPipeline(FILE.gguf, 'CPU', enable_save_ov_model=True) "
+                "writes it beside a GGUF file in f16",
                 f'draft = genai.draft_model({json.dumps(str(draft))}, "CPU")',
                 f'target = genai.LLMPipeline({json.dumps(str(target))}, "CPU", draft_model=draft)',
                 f"target.generate(prompt, num_assistant_tokens={gamma}, do_sample=False)",

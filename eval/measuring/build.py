@@ -36,6 +36,7 @@ def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
     fields = {
         "schema": SCHEMA,
         "target": run.target,
+        "target_quantization": run.target_quantization,
         "engine": run.engine,
         "device": run.device,
         "dtype": run.dtype,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from align.sources import gguf_kind
 from align.token_bytes import tokens_of
 from eval.decoding.drafters.base import Drafter
 from eval.decoding.drafters.checkpoint import teacher_forced_logits
@@ -131,6 +132,7 @@ def evaluate(
         answers=answers,
         spell=on.spell,
         vocab_size=len(target.decoder.embedding),
+        target_quantization=gguf_kind(target.spec),
     )
     return build_report(run, logs)
 

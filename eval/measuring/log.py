@@ -160,6 +160,7 @@ class RunLog:
     over_stock_generate: tokens/s of the baseline over stock `generate`, {mean, ci95, n}, None where
     the baseline is stock. answers: the texts that alpha was taken on. spell: bytes of a token id.
     vocab_size: rows of the target's embedding; 0 where single steps are not timed.
+    target_quantization: of the file the target's weights came from, None where they were whole.
     """
 
     target: str
@@ -173,6 +174,7 @@ class RunLog:
     answers: list[Answer] = field(default_factory=list)
     spell: Callable[[int], bytes] = lambda token: b""
     vocab_size: int = 0
+    target_quantization: str | None = None
 
     def q_rows(self, coverage: float | None) -> int:
         """How many probabilities a draft of that coverage sends with a token; none if greedy."""

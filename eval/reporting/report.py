@@ -512,6 +512,9 @@ class Findings(Part):
 
     schema_name: Annotated[Literal["draftsmith-report/1"], Field(alias="schema")]
     target: str
+    target_quantization: str | None = Field(
+        None, description="of the GGUF file that the target's weights come from, e.g. Q4_0"
+    )
     engine: str
     device: str
     dtype: str
@@ -521,6 +524,12 @@ class Findings(Part):
     drafts: dict[str, DraftReport] = Field(min_length=1, description="by name")
     gain: list[Gain] = Field(description="difference to the draft named, on the same prompts.")
     provenance: dict[str, JsonValue]
+
+    @property
+    def target_named(self) -> str:
+        """The target, and how its file is quantised where it is."""
+        quantised = self.target_quantization
+        return f"{self.target} (GGUF {quantised})" if quantised else self.target
 
     @property
     def last(self) -> tuple[str, DraftReport]:

@@ -363,7 +363,7 @@ def _setting(report: Findings) -> list[list[Any]]:
     """What was run, on what, with which prompts."""
     prompts = report.prompts
     rows: list[tuple[str, Any]] = [
-        ("target", report.target),
+        ("target", report.target_named),
         ("engine, device, dtype", f"{report.engine}, {report.device}, {report.dtype}"),
         ("batch size", 1),
         *((key.replace("_", " "), value) for key, value in report.decoding),

@@ -70,8 +70,8 @@ def print_summary(report: Report, console: Console | None = None) -> None:
     console.print()
     lines = [
         (
-            f"Target {report.target} on {report.device}, {report.dtype}, engine {report.engine}, "
-            f"temperature {report.decoding.temperature}, batch size 1",
+            f"Target {report.target_named} on {report.device}, {report.dtype}, "
+            f"engine {report.engine}, temperature {report.decoding.temperature}, batch size 1",
             "",
         ),
         (baseline_line(report) + ". Brackets: 95% interval over prompts.", ""),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from eval.decoding.drafters.by_map import MapDrafter
 from eval.decoding.drafters.by_text import TextDrafter
 from eval.decoding.drafters.checkpoint import CheckpointDrafter
 from eval.decoding.forward import build_decoder
-from eval.decoding.target import Target, model_bytes
+from eval.decoding.target import Target, model_bytes, tensor_sha256
 
 LONGER = 2  # a text in a draft's own ids has at most so many times the target's, as a rule
 
@@ -24,7 +25,8 @@ LONGER = 2  # a text in a draft's own ids has at most so many times the target's
 def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
     """The drafter of a spec.
 
-    A folder with a compact form (or that form itself) is of the kind that its compact.json names;
+    A folder with a compact form (or that form itself) is of the kind that its compact.json names,
+    or, for another target than it was made for (quantised otherwise, say), its full form;
     other kinds are named themselves, what they are made of after a colon (`prompt-lookup`: the file
     prompt_lookup.py here; `lookup-first:SPEC`).
     Anything else is a checkpoint, whose vocabulary is bridged by `strategy` (align/check.py).
@@ -32,12 +34,25 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
     """
     for folder in (Path(spec) / "compact", Path(spec)):
         if (folder / "compact.json").is_file():
-            kind = read_json(folder / "compact.json").get("drafter", "pruned")
-            return _kind(kind).load(folder, target, strategy)
+            about = read_json(folder / "compact.json")
+            if folder != Path(spec) and _of_another_target(about, target):
+                print(
+                    f"{spec} was made for another target, so its compact form, which shares that "
+                    "target's embedding, cannot draft here: taking the full form.",
+                    file=sys.stderr,
+                )
+                return _load_checkpoint(spec, target, strategy)
+            return _kind(about.get("drafter", "pruned")).load(folder, target, strategy)
     name = spec.partition(":")[0].replace("-", "_")
     if (Path(__file__).parent / f"{name}.py").is_file():
         return _kind(name).load(spec, target, strategy)
     return _load_checkpoint(spec, target, strategy)
+
+
+def _of_another_target(about: dict[str, Any], target: Target) -> bool:
+    """Whether a compact form shares an embedding that is not this target's."""
+    shared = about.get("embedding_sha256")
+    return shared is not None and shared != tensor_sha256(target.decoder.embedding)
 
 
 def _kind(name: str) -> Any:

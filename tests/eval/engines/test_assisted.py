@@ -22,6 +22,7 @@ from eval.engines.assisted import (
     load_stock,
     measure_assisted,
 )
+from eval.engines.installed import measure_installed
 from eval.engines.log import log_blocks, prompt_run
 from eval.measuring.metrics import check_runs
 from eval.prompts import Prompt, PromptSet
@@ -349,3 +350,14 @@ def test_options_it_cannot_serve(folder, tmp_path, capsys, more, says):
     with pytest.raises(SystemExit):
         run(folder, tmp_path, "--draft", str(folder / "draft"), *more)
     assert says in capsys.readouterr().err
+
+
+def test_the_pair_in_an_engine_that_is_installed(folder):
+    """In the checkpoint's own dtype, greedily, and with the Python that does the same."""
+    prompts = [Prompt(str(i), prompt="x") for i in range(3)]
+    timed = PromptSet("made up", prompts, [[5, 6, i] for i in range(3)])
+    report = measure_installed("transformers", folder / "target", folder / "draft", timed, 3, 16)
+    draft = report.drafts["draft"]
+    assert (report.engine, report.dtype, draft.gamma) == ("transformers", "float32", 3)
+    assert draft.lossless.identical == draft.speedup.n == 3
+    assert "num_assistant_tokens = 3" in report.provenance["served_by"]

@@ -120,7 +120,7 @@ def test_a_vllm_that_is_there_already_is_named(tmp_path, monkeypatch):
     assert vllm_python() == python
 
 
-@pytest.mark.parametrize("engine", ["vllm", "llama.cpp"])
+@pytest.mark.parametrize("engine", list(ENGINES))
 def test_an_engine_that_is_not_installed_says_how_to_install_it(tmp_path, engine):
     prompts = PromptSet("made up", [Prompt("a", prompt="x")], [[1, 2]])
     with pytest.raises(EngineMissing, match=rf"python -m eval.engines.environments {engine}$"):
@@ -136,14 +136,16 @@ def test_commands_that_serve_the_pair():
         "llama-server -m t.gguf -md 'my draft.gguf' --spec-type draft-simple "
         "--spec-draft-n-max 2 --spec-draft-p-min 0"
     )
-    compile(serve_command("transformers", "org/target", "draft", 3), "card", "exec")
+    for engine in ("transformers", "openvino"):
+        compile(serve_command(engine, "org/target", "draft", 3), "card", "exec")
 
 
-def test_the_command_without_llama_cpp(tmp_path, capsys):
+@pytest.mark.parametrize("engine", ["llama.cpp", "openvino"])
+def test_the_command_without_its_engine(tmp_path, capsys, engine):
     """Exit status 2 and how to install it, before any file is converted."""
     for name in ("target.gguf", "draft.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
     what = ["--target", str(tmp_path / "target.gguf"), "--draft", str(tmp_path / "draft.gguf")]
-    what += ["--engine", "llama.cpp", "--gamma", "3", "--prompts", "x.jsonl"]
+    what += ["--engine", engine, "--gamma", "3", "--prompts", "x.jsonl"]
     assert run([*what, "--output_dir", str(tmp_path)]) == 2
-    assert "llama.cpp is not installed here" in capsys.readouterr().err
+    assert f"{engine} is not installed here" in capsys.readouterr().err

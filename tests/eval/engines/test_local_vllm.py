@@ -13,9 +13,10 @@ from eval.engines.environments import VLLM_PYTHON
 from eval.engines.local_vllm import serve_vllm, speculation
 from eval.engines.server import ServerError
 
-# In the place of its Python: serves /health with its arguments, from a process of its own.
+# In the place of its Python: serves /health with its arguments, from a process of its own that it
+# ends when it is asked to end.
 STAND_IN = """#!{python}
-import os, sys
+import os, signal, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 arguments = sys.argv[1:]
 if "refused" in arguments:
@@ -25,7 +26,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         self.wfile.write(repr([os.getppid(), os.getpid(), arguments]).encode())
-os.fork() and os.wait()
+if engine := os.fork():
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(engine, signal.SIGTERM))
+    os.wait()
+    sys.exit()
 HTTPServer(("127.0.0.1", int(arguments[arguments.index("--port") + 1])), Handler).serve_forever()
 """
 
@@ -98,7 +102,7 @@ def test_a_server_ends_with_a_process_that_is_killed():
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=-1, stdout=-1, text=True, env=os.environ
     ) as started:
-        server = eval(started.stdout.readline())[0]
-        assert alive(server)
+        *processes, _ = eval(started.stdout.readline())
+        assert all(map(alive, processes))
         started.kill()
-    assert ended([server])
+    assert ended(processes)

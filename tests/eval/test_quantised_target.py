@@ -1,0 +1,72 @@
+"""A target out of a quantised GGUF file, and a draft that was made for another form of it."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+from align.sources import gguf_kind, load_model
+from align.to_gguf import write_gguf
+from eval.decoding.drafters.checkpoint import teacher_forced_logits
+from eval.decoding.drafters.loading import load_drafter
+from eval.decoding.drafters.pruned import save_compact
+from eval.decoding.target import load_target
+from eval.decoding.verification import Sampling, agreement, warp
+from eval.measuring.build import build_report
+from eval.reporting.text import render_markdown
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_llama):
+    """`target`, `target.gguf` in q4_0, and `draft`: the target in full form and in compact form."""
+    root = tmp_path_factory.mktemp("quantised")
+    tokens = [*sorted(ByteLevel.alphabet()), "he", "<|endoftext|>"]
+    backend = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, [("h", "e")]))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    model = tiny_llama(spread=4, vocab_size=len(tokens), eos_token_id=len(tokens) - 1)
+    model.generation_config.eos_token_id = len(tokens) - 1
+    model.to(torch.bfloat16).save_pretrained(root / "target")
+    words = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    words.save_pretrained(root / "target")
+    shutil.copytree(root / "target", root / "draft")
+    whole = load_model(str(root / "target"), torch.float32)
+    embedding = whole.get_input_embeddings().weight.detach()
+    save_compact(root / "draft" / "compact", whole, None, embedding)
+    write_gguf(root / "target", root / "target.gguf", "q4_0")
+    return root
+
+
+def loaded(folder, name):
+    spec = str(folder / name)
+    return load_target(spec, torch.float32, torch.device("cpu"), 64)
+
+
+def test_a_draft_made_for_one_form_drafts_for_the_other(folder, capsys):
+    assert load_drafter(str(folder / "draft"), loaded(folder, "target")).form == "compact"
+    assert "full form" not in capsys.readouterr().err
+    target = loaded(folder, "target.gguf")
+    drafter = load_drafter(str(folder / "draft"), target)
+    assert "taking the full form" in capsys.readouterr().err
+    assert drafter.form != "compact"
+    assert drafter.vocabulary["relation"] == "identical"
+    # the target as it was drafts for itself in four bits: near it, and not it
+    how = Sampling()
+    text = list(range(1, 41))
+    p = warp(teacher_forced_logits(target.decoder, [5, *text[:-1]], 1), how)
+    [q] = drafter.teacher_forced([5], text, [how], {})
+    assert 0.3 < float(agreement(p, q).mean()) < 1
+
+
+def test_the_report_names_the_quantisation(folder, run_info, measurement):
+    assert gguf_kind(str(folder / "target.gguf")) == "Q4_0"
+    drafts = [measurement("tuned", 0.6)]
+    assert build_report(run_info, drafts).target_named == run_info.target
+    report = build_report(replace(run_info, target_quantization="Q4_0"), drafts)
+    assert report.target_quantization == "Q4_0"
+    assert f"{run_info.target} (GGUF Q4_0)" in render_markdown(report)
