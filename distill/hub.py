@@ -1,7 +1,8 @@
 """A folder as a repository of the Hugging Face Hub.
 
-Large files are stored first, each by its hash; one commit at the end names them all. So a repository
-shows the whole draft or what it showed before, and a push that broke off goes on where it stopped.
+Large files are stored first, each by its hash; one commit at the end names them all. So a
+repository shows the whole draft or what it showed before, and a push that broke off goes on where
+it stopped.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFound
 
 # What earlier pushes may have left there under names that this one does not have.
 OURS = ["*.safetensors", "*.safetensors.index.json", "adapter/*", "compact/*", "gguf/*"]
-REMEDIES = {
+REMEDIES: dict[int | None, str] = {
     401: "the token is not valid: run `hf auth login --force` or set HF_TOKEN to another",
     403: "the token may not write there: give it write access, or name a repository of yours",
     413: "it takes no more data: free storage on the Hub, or publish fewer forms",
@@ -38,7 +39,9 @@ def push_folder(folder: Path, repo_id: str, public: bool) -> str:
         return _push(HfApi(), folder, repo_id, public)
     except LocalTokenNotFoundError:
         raise HubError("not logged in to the Hub: run `hf auth login` or set HF_TOKEN") from None
-    except (HfHubHTTPError, HTTPError, ConnectionError, RuntimeError) as error:
+    except HubError:
+        raise
+    except (HfHubHTTPError, HTTPError, ConnectionError, RuntimeError, ValueError) as error:
         # huggingface_hub wraps what stopped the upload of a file in a RuntimeError
         cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
         raise HubError(_reason(cause, repo_id)) from None
@@ -70,8 +73,8 @@ def _reason(error: BaseException, repo_id: str) -> str:
     if token := get_token():
         text = text.replace(token, "***")
     again = "Nothing of it is visible there yet; run the same command again to go on"
-    if isinstance(error, HfHubHTTPError):
-        status = error.response.status_code
+    if isinstance(error, HfHubHTTPError | ValueError):
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
         remedy = REMEDIES.get(status, "try again later")
         return f"the Hub refused {repo_id} ({text}): {remedy}. {again}"
     return (

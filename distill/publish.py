@@ -5,9 +5,9 @@ python -m distill.publish outputs/code --to drafts/code-draft       # every form
 python -m distill.publish outputs/code --to drafts/code-draft --engines transformers,vllm
 python -m distill.publish outputs/code --push_to_hub ORG/NAME       # to the Hub, private
 
-What is measured is kept in the run's report/ and not measured again for the same weights. Nothing is
-published without a report of exactly these weights, their overlap with the evaluation prompts, and
-a licence; --force goes on, and the card says so in its first lines.
+What is measured is kept in the run's report/ and not measured again for the same weights. Nothing
+is published without a report of exactly these weights, the overlap of training and evaluation
+prompts, and a licence; --force goes on, and the card says so in its first lines.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from align.atomic import DiskFullError, atomic_file, atomic_folder
-from align.sources import read_json, resolve_checkpoint, resolve_file
-from distill.card import Found, model_card, public_name, short_name
-from distill.forms import export_forms, export_target, forms_of, gguf_file, in_one_file
-from distill.forms import GGUF_SERVED
+from align.sources import load_model, read_json, resolve_checkpoint, resolve_file
+from distill.card import EnginesFound, FormsFound, Found, in_one_file, model_card
+from distill.forms import export_forms, export_target, forms_of
 from distill.hub import push_folder
 from distill.licence import derived_licence
 from distill.recipe import read_yaml
 from distill.reload import Form, reload_forms
-from distill.verify import ENGINES, kept_report, verify
+from distill.verify import ENGINES, form_for, kept_report, verify
 from eval.measuring.build import weights_sha256
 from eval.reporting.report import Report, read_report
 
@@ -140,6 +140,7 @@ def _overlap(run: Path, report: Report) -> float | None:
 
 # --- The command
 
+
 @dataclass(frozen=True)
 class Plan:
     """What is to be published, and where: the command line's arguments.
@@ -201,7 +202,7 @@ def publish(plan: Plan) -> None:
 def check_and_describe(run: Path, report: Report, about: Found) -> None:
     """Load the run's own draft again, and write its card into `draft/`."""
     measured = _measured(run, report, forms_of(run / "draft"))
-    found = replace(about, forms=measured, engines=_kept(run, report, run / PUBLISHED))
+    found = replace(about, forms=measured, engines=_kept(run, report, run / "draft"))
     print(f"model card: {_write(run / 'draft', model_card(run, report, found))}")
 
 
@@ -220,8 +221,7 @@ def _kept(run: Path, report: Report, folder: Path) -> EnginesFound:
     """What engines were found to do before, of those that were not asked for now."""
     found: EnginesFound = {}
     for name in ENGINES:
-        form = form_of(name, folder)
-        kept = kept_report(name, run, report, weights_sha256(str(form)))
+        kept = kept_report(name, run, report, weights_sha256(str(form_for(name, folder))))
         found[name] = kept or f"not asked for (--engines {name})"
     return found
 
@@ -245,9 +245,9 @@ def _verified(plan: Plan, report: Report, folder: Path, to: Path, found: Found) 
 def _check_free(to: Path, run: Path) -> None:
     """Raise PublishError where `to` holds anything but an earlier export of this draft."""
     earlier = weights_sha256(str(to)) == weights_sha256(str(run / "draft"))
-    if to.exists() and not earlier and to != run / PUBLISHED:
-        if not to.is_dir() or any(to.iterdir()):
-            raise PublishError(f"{to} exists already: give the name of a new folder, or remove it")
+    free = not to.exists() or (to.is_dir() and not any(to.iterdir()))
+    if not (free or earlier or to == run / PUBLISHED):
+        raise PublishError(f"{to} exists already: give the name of a new folder, or remove it")
 
 
 def _write(folder: Path, card: str) -> Path:
@@ -280,7 +280,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--public", action="store_true", help="visible to all on the Hub")
     parser.add_argument("--license", metavar="ID", help="default: that of target and draft")
     parser.add_argument("--force", action="store_true", help="publish although not all is there")
-    parser.add_argument("--target", metavar="T", help="export only this target, a pypi: or GGUF file")
+    parser.add_argument(
+        "--target", metavar="T", help="export only this target, a pypi: or GGUF file"
+    )
     args = parser.parse_args(argv)
     if (args.run is None) == (args.target is None) or (args.target and args.to is None):
         parser.error("give the output folder of a run, or --target T --to FOLDER")

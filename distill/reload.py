@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft import PeftModel
 from safetensors import safe_open
 from torch import Tensor
 
@@ -50,12 +50,14 @@ class ReloadError(ValueError):
 class Form:
     """One form of a draft. name: as in the card. engine: whose loader read it.
 
-    quantised: the weights are not the run's own, so that its alpha may be another.
+    base: the model that an adapter is for. quantised: the weights are not the run's own, so that
+    its alpha may be another.
     """
 
     name: str
     path: Path
     engine: str = "transformers"
+    base: str | None = None
     quantised: bool = False
 
 
@@ -101,7 +103,7 @@ def check(form: Form, found: Reloaded, report: Report) -> None:
     print(f"{form.name}: alpha {found.alpha:.4f}, in the run {alpha.mean:.4f}")
     if found.dropped_mass is not None:
         print(f"{form.name}: {found.dropped_mass:.3%} of q's mass on ids that the head dropped")
-        if found.dropped_mass > DROPPED_LIMIT:
+        if found.dropped_mass > DROPPED_LIMIT and not form.quantised:
             raise ReloadError(
                 f"The {form.name} gives {found.dropped_mass:.2%} of its probability to tokens that "
                 f"the trimmed head dropped, over {DROPPED_LIMIT:.1%}, so sampled drafts would be "
@@ -190,13 +192,8 @@ class _Measurement:
     def _one(
         self, form: Form, target: Target, prompts: PromptSet, strategy: str, journal: Journal
     ) -> Reloaded:
-        if form.engine == "draftsmith" or strategy in OWN_IDS:
-            drafter = load_drafter(str(form.path), target, strategy)
-
-            def forced(ids: list[int], text: list[int], how: Sequence[Sampling]) -> Iterator[Tensor]:
-                return drafter.teacher_forced(ids, text, how, {})
-        else:
-            forced = _plain(str(form.path), target)
+        ours = form.engine == "draftsmith" or strategy in OWN_IDS
+        forced = _by_our_decoder(form, target, strategy) if ours else _plain(form, target)
         dropped = self._dropped(form, target)
         samplings = [self.sampling, replace(self.sampling, temperature=1.0, top_k=None, top_p=1.0)]
         assert self.texts is not None
@@ -227,9 +224,7 @@ class _Measurement:
         sha256 = weights_sha256(str(form.path))
         assert sha256 is not None
         share = sum(row[2] for row in rows) / sum(row[1] for row in rows)
-        return Reloaded(
-            sha256, metrics.alpha(agreements), None if dropped is None else share
-        )
+        return Reloaded(sha256, metrics.alpha(agreements), None if dropped is None else share)
 
     def _dropped(self, form: Form, target: Target) -> Tensor | None:
         """The ids [K] that the compact form has no row for, of a form over the whole vocabulary."""
@@ -243,10 +238,26 @@ class _Measurement:
         return (~has_row).nonzero()[:, 0].to(target.decoder.device)
 
 
-def _plain(spec: str, target: Target) -> Forced:
+def _by_our_decoder(form: Form, target: Target, strategy: str) -> Forced:
+    """q of a form that only our decoder runs, over the target's ids."""
+    drafter = load_drafter(str(form.path), target, strategy)
+
+    def forced(ids: list[int], text: list[int], how: Sequence[Sampling]) -> Iterator[Tensor]:
+        return drafter.teacher_forced(ids, text, how, {})
+
+    return forced
+
+
+def _plain(form: Form, target: Target) -> Forced:
     """q of a checkpoint as transformers' AutoModelForCausalLM computes it, in the run's dtype."""
-    loaded: Any = load_model(spec, target.decoder.dtype)
-    model = loaded.to(target.decoder.device)
+    dtype, device = target.decoder.dtype, target.decoder.device
+    model: Any
+    if form.base is None:
+        model = load_model(str(form.path), dtype)
+    else:
+        whole: Any = PeftModel.from_pretrained(load_model(form.base, torch.float32), form.path)
+        model = whole.merge_and_unload().to(dtype).eval()
+    model = model.to(device)
 
     def forced(ids: list[int], text: list[int], how: Sequence[Sampling]) -> Iterator[Tensor]:
         tokens = torch.tensor([[*ids, *text[:-1]]], device=model.device)

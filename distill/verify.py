@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from align.atomic import atomic_file
@@ -29,7 +28,7 @@ def verify(
     What it was found to do with the same weights, prompts and draft length before is kept in the
     run. target: a checkpoint's folder; target_gguf: the same as one file, made where there is none.
     """
-    form = gguf_file(draft, GGUF_SERVED) if name == "llama.cpp" else draft
+    form = form_for(name, draft)
     if not form.exists():
         print(f"{name}: not measured, there is no GGUF of the draft")
         return "there is no GGUF of the draft"
@@ -48,9 +47,7 @@ def verify(
         with tempfile.TemporaryDirectory() as scratch:
             if name == "llama.cpp":
                 target = target_gguf or _as_gguf(target, Path(scratch))
-            found = measure_installed(
-                name, target, form, prompts, gamma_of(report), MAX_NEW_TOKENS
-            )
+            found = measure_installed(name, target, form, prompts, gamma_of(report), MAX_NEW_TOKENS)
     except ValueError as error:  # not installed, or not up to this pair: the card says which
         print(f"{name}: not measured, {error}")
         return str(error)
@@ -60,6 +57,11 @@ def verify(
         content = {"of": _about(report, sha256), "report": found.model_dump(mode="json")}
         json.dump(content, file)
     return found
+
+
+def form_for(name: str, draft: Path) -> Path:
+    """What an engine loads of a published folder."""
+    return gguf_file(draft, GGUF_SERVED) if name == "llama.cpp" else draft
 
 
 def kept_report(name: str, run: Path, report: Report, sha256: str | None) -> Report | None:
