@@ -7,11 +7,12 @@
     python -m eval.run --run DIR          a training run again, from what its folder holds
     python -m eval.run --engine vllm --base_url URL --baseline_url URL --prompts P
     python -m eval.run --engine transformers --gamma 3 --target T --draft D --prompts P
+    python -m eval.run --engine llama.cpp --gamma 3 --target T.gguf --draft D.gguf --prompts P
 
 Exit status: 0; 1 when --fail_under_alpha or --fail_under_speedup is not met by the lower bound of
 the last draft's 95% interval; 2 for input that cannot be used, and for a server that failed midway
 (what was measured by then is in the report); 130 when interrupted. Whatever ended an evaluation
-early, the same command goes on from what it had measured (engines torch and transformers).
+early, the same command goes on from what it had measured (not with engine vllm).
 """
 
 import sys
@@ -26,18 +27,21 @@ from typing import Any, get_args
 import torch
 import transformers
 from ruamel.yaml import YAML
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from align.atomic import DiskFullError
 from align.check import Strategy
 from align.process import use_machine
-from align.sources import read_json
+from align.sources import load_config, load_tokenizer, read_json, resolve_file
 from eval.decoding.drafters.base import Drafter
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.forward import build_decoder
 from eval.decoding.loop import Decoding
-from eval.decoding.target import Target, load_target
+from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
-from eval.engines.assisted import StockTarget, load_assistant, load_stock, measure_assisted
+from eval.engines.assisted import load_assistant, load_stock, measure_assisted
+from eval.engines.child import measure_child
+from eval.engines.llama_cpp import LlamaCpp
 from eval.engines.vllm import VllmServer, measure_servers
 from eval.measuring.evaluation import Plan, context_length, evaluate
 from eval.measuring.journal import INTERRUPTED, JOURNAL, Journal
@@ -46,6 +50,7 @@ from eval.reporting.report import DraftReport, Report, write_report
 from eval.reporting.text import print_summary
 
 OTHER_PROMPTS = 40
+ENGINES = ("transformers", "vllm", "llama.cpp")
 TORCH_ONLY = ("gamma_sweep", "other_prompts", "batch_sizes", "decoded_temperatures")
 
 # of a run's recipe where --run is given, else these
@@ -103,7 +108,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="T,T,…",
         help="decode the timed prompts also at each temperature, as 0,0.6,1.0",
     )
-    parser.add_argument("--engine", choices=["torch", "transformers", "vllm"], default="torch")
+    parser.add_argument("--engine", choices=["torch", *ENGINES], default="torch")
     parser.add_argument("--base_url", help="engine vllm: the server that speculates")
     parser.add_argument("--baseline_url", help="engine vllm: the same target without a draft")
     parser.add_argument(
@@ -129,21 +134,23 @@ def parse(argv: list[str]) -> argparse.Namespace:
             parser.error("engine vllm needs --base_url, --baseline_url and --prompts")
     elif not (args.target and args.draft and args.prompts):
         parser.error("give --target, --draft and --prompts, or --run DIR")
-    if args.engine == "transformers":
-        _check_transformers(parser, args)
+    if args.engine in ("transformers", "llama.cpp"):
+        _check_for_engine(parser, args)
     return args
 
 
-def _check_transformers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def _check_for_engine(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse what an engine other than our own has not."""
+    engine = f"engine {args.engine}"
     if not args.gamma or args.gamma < 1:
-        parser.error("engine transformers needs --gamma, 1 or more: it chooses none")
+        parser.error(f"{engine} needs --gamma, 1 or more: it chooses none")
     if args.output_dir == args.run and args.run is not None:
-        parser.error("engine transformers needs --output_dir, lest it replace the run's own report")
+        parser.error(f"{engine} needs --output_dir, lest it replace the run's own report")
     for name in TORCH_ONLY:
         if getattr(args, name):
-            parser.error(f"--{name} is of engine torch; leave it out with engine transformers")
+            parser.error(f"--{name} is of engine torch; leave it out with {engine}")
     if args.strategy != "auto" and args.run is None:
-        parser.error("--strategy is of engine torch: transformers bridges no vocabularies")
+        parser.error(f"--strategy is of engine torch: {args.engine} bridges no vocabularies")
 
 
 def _sizes(text: str) -> list[int]:
@@ -183,7 +190,7 @@ def _take_from_run(args: argparse.Namespace) -> None:
 
 
 def _prompt_sets(
-    args: argparse.Namespace, target: Target | StockTarget
+    args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
 ) -> tuple[PromptSet, PromptSet]:
     """Prompts to evaluate and prompts to choose gamma on, which are never the same."""
     prompts = load_prompts(args.prompts, args.max_prompts, args.seed)
@@ -195,17 +202,21 @@ def _prompt_sets(
         if not args.gamma and aside < 1:
             raise ValueError("One prompt cannot both choose gamma and be evaluated; give --gamma.")
         tuning, prompts = prompts[:aside], prompts[aside:]
-    return _rendered(args, target, args.prompts, prompts), _rendered(
-        args, target, args.prompts, tuning
+    return (
+        _rendered(args, tokenizer, config, args.prompts, prompts),
+        _rendered(args, tokenizer, config, args.prompts, tuning),
     )
 
 
 def _rendered(
-    args: argparse.Namespace, target: Target | StockTarget, source: str, prompts: list[Prompt]
+    args: argparse.Namespace,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PreTrainedConfig,
+    source: str,
+    prompts: list[Prompt],
 ) -> PromptSet:
-    room = target.model.config.get_text_config().max_position_embeddings - args.max_gamma - 1
-    ids = render_all(prompts, target.tokenizer, room, args.max_new_tokens)
-    return PromptSet(source, prompts, ids)
+    room = config.get_text_config().max_position_embeddings - args.max_gamma - 1
+    return PromptSet(source, prompts, render_all(prompts, tokenizer, room, args.max_new_tokens))
 
 
 def _named(text: str) -> tuple[str, str]:
@@ -221,11 +232,13 @@ def _measure(args: argparse.Namespace, journal: Journal) -> Report:
     use_machine()
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     target = load_target(args.target, getattr(torch, args.dtype), torch.device(args.device), 64)
-    evaluation, tuning = _prompt_sets(args, target)
+    evaluation, tuning = _prompt_sets(args, target.tokenizer, target.model.config)
     others = None
     if args.other_prompts is not None:
         strangers = load_prompts(args.other_prompts, OTHER_PROMPTS, args.seed)
-        others = _rendered(args, target, args.other_prompts, strangers)
+        others = _rendered(
+            args, target.tokenizer, target.model.config, args.other_prompts, strangers
+        )
     length = context_length(
         evaluation.ids + tuning.ids + (others.ids if others else []),
         args.max_new_tokens,
@@ -262,7 +275,7 @@ def _measure_assisted(args: argparse.Namespace, journal: Journal) -> Report:
     """The report of transformers' assisted generation, on the prompts that engine torch times."""
     use_machine()
     target = load_stock(args.target, getattr(torch, args.dtype), torch.device(args.device))
-    evaluation, _ = _prompt_sets(args, target)
+    evaluation, _ = _prompt_sets(args, target.tokenizer, target.model.config)
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     return measure_assisted(
         target,
@@ -278,6 +291,29 @@ def _measure_assisted(args: argparse.Namespace, journal: Journal) -> Report:
             "seed": args.seed,
         },
     )
+
+
+def _measure_llama_cpp(args: argparse.Namespace, journal: Journal) -> Report:
+    """The report of llama.cpp, on the prompts that engine torch times."""
+    use_machine()
+    evaluation, _ = _prompt_sets(args, load_tokenizer(args.target), load_config(args.target))
+    timed = evaluation.drawn(args.speed_prompts, args.seed)
+    drafts = {name: resolve_file(spec) for name, spec in map(_named, args.draft)}
+    positions = context_length(timed.ids, args.max_new_tokens, args.gamma)
+    with LlamaCpp(resolve_file(args.target), drafts, positions) as engine:
+        return measure_child(
+            engine,
+            timed,
+            Decoding(
+                Sampling(args.temperature, args.top_k, args.top_p),
+                engine.stops,
+                args.max_new_tokens,
+                args.seed,
+            ),
+            args.gamma,
+            journal,
+            {"command": sys.argv, "seed": args.seed},
+        )
 
 
 def _measure_servers(args: argparse.Namespace) -> Report:
@@ -303,6 +339,8 @@ def main(argv: list[str]) -> int:
                 report = _measure_servers(args)
             elif args.engine == "transformers":
                 report = _measure_assisted(args, journal)
+            elif args.engine == "llama.cpp":
+                report = _measure_llama_cpp(args, journal)
             else:
                 report = _measure(args, journal)
             write_report(folder, report)

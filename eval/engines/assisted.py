@@ -28,7 +28,7 @@ from align.vocabulary import read_vocabulary
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.target import model_bytes, stop_tokens, tensor_sha256
 from eval.decoding.verification import Sampling
-from eval.engines.log import decoding, missing, prompt_run, prompts_used
+from eval.engines.log import decoding, log_blocks, missing, prompt_run, prompts_used
 from eval.measuring.build import build_report
 from eval.measuring.evaluation import device_name
 from eval.measuring.journal import Journal
@@ -168,31 +168,6 @@ def _call(
         assistant_model=assistant and assistant.model,
         **more,
     )
-
-
-def log_blocks(
-    run: PromptRun,
-    drafted: Sequence[list[int]],
-    emitted: Sequence[list[int]],
-    gamma: int,
-    max_new_tokens: int,
-) -> PromptRun:
-    """The run with what was drafted for each block, and how much of it was accepted.
-
-    drafted, emitted: of each target call, that of the prefill first: transformers drafts for it,
-    too. A drafted token was accepted where it was emitted: the target's own choice after a
-    rejection is another one, also when sampled (its residual is 0 at the rejected token).
-    """
-    done = run.prefill_tokens
-    for i, (draft, block) in enumerate(zip(drafted[1:], emitted[1:], strict=True)):
-        pairs = enumerate(zip(draft, block, strict=False))
-        accepted = next((i for i, (a, b) in pairs if a != b), min(len(draft), len(block)))
-        # an accepted end of text ends the draft, and no token of the target's own follows it
-        run.drafted[i] = len(block) if accepted == len(block) else len(draft)
-        run.accepted[i] = accepted
-        run.last_truncated = len(draft) == max_new_tokens - done - 1 < gamma
-        done += len(block)
-    return run
 
 
 def measure_assisted(

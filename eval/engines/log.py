@@ -26,6 +26,10 @@ REASONS = {
         "torch",
         STEPS: "single steps are not timed in generate: see --engine torch",
     },
+    "llama.cpp": {
+        DISTRIBUTIONS: "only the tokens chosen are asked for: take it with --engine torch",
+        STEPS: "single steps are not timed in llama.cpp",
+    },
     "vllm": {
         DISTRIBUTIONS: "a server does not give the distributions of target and draft",
         BLOCKS: "the server counts cut blocks and no others apart: see counters for its own figure",
@@ -61,6 +65,32 @@ def prompt_run(
         accepted=[0] * len(emitted[1:]),
         last_truncated=False,
     )
+
+
+def log_blocks(
+    run: PromptRun,
+    drafted: Sequence[list[int]],
+    emitted: Sequence[list[int]],
+    gamma: int,
+    max_new_tokens: int,
+) -> PromptRun:
+    """The run with what was drafted for each block, and how much of it was accepted.
+
+    drafted, emitted: of each target call, that of the prefill first: transformers drafts for it,
+    too. A drafted token was accepted where it was emitted: the target's own choice after a
+    rejection is another one, also when sampled (its residual is 0 at the rejected token).
+    gamma, max_new_tokens: an engine drafts fewer than gamma where the limit would cut the block.
+    """
+    done = run.prefill_tokens
+    for i, (draft, block) in enumerate(zip(drafted[1:], emitted[1:], strict=True)):
+        pairs = enumerate(zip(draft, block, strict=False))
+        accepted = next((i for i, (a, b) in pairs if a != b), min(len(draft), len(block)))
+        # an accepted end of text ends the draft, and no token of the target's own follows it
+        run.drafted[i] = len(block) if accepted == len(block) else len(draft)
+        run.accepted[i] = accepted
+        run.last_truncated = len(draft) == max_new_tokens - done - 1 < gamma
+        done += len(block)
+    return run
 
 
 def decoding(how: Decoding, ended: Sequence[bool], **own: Any) -> dict[str, Any]:

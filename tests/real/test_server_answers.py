@@ -1,6 +1,6 @@
 """A real vLLM answers the code prompts: tokens and log-probabilities are ours, no weights needed.
 
-$DRAFTSMITH_VLLM_PYTHON names an environment with vLLM (vllm_environment.sh makes one, 3.5 GB).
+`python -m eval.engines.environments vllm` installs it (3.5 GB); else this is skipped.
 """
 
 import json

@@ -2,13 +2,11 @@
 
 It needs an environment of its own, and the draft of a finished run:
 
-    sh tests/real/vllm_environment.sh .venv-vllm
+    python -m eval.engines.environments vllm
     accelerate launch distill/train.py --recipe code
-    DRAFTSMITH_VLLM_PYTHON=.venv-vllm/bin/python DRAFTSMITH_RUN=outputs/code \\
-        pytest tests/real/test_vllm_real.py
+    DRAFTSMITH_RUN=outputs/code pytest tests/real/test_vllm_real.py
 """
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
+from eval.engines.local_vllm import speculation
 from eval.engines.vllm import VllmServer
 from eval.prompts import load_prompts, render_all
 from eval.reporting.report import read_report
@@ -64,13 +63,8 @@ def draft(tmp_path_factory):
 @pytest.fixture(scope="module")
 def served(recipe, draft, vllm):
     target = resolve_checkpoint(recipe["target"])
-    speculation = {
-        "method": "draft_model",
-        "model": str(draft),
-        "num_speculative_tokens": GAMMA,
-    }
     # one after the other: both load at once on a small machine
-    speculative = vllm(target, "--speculative-config", json.dumps(speculation))
+    speculative = vllm(target, *speculation(draft, GAMMA))
     return Served(speculative, vllm(target))
 
 

