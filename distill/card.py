@@ -13,13 +13,16 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from align.sources import read_json, resolve_file
 from distill.recipe import read_yaml
-from distill.reload import Reloaded
+from distill.reload import OWN_IDS, Reloaded
+from eval.engines.environments import ENGINES
+from eval.engines.installed import serve_command
 from eval.reporting.report import DraftReport, Measured, Report
 from eval.reporting.tables import DEFINITIONS, Table, gamma_text, shown, size, tables
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
 TABLES = ("Acceptance by position", "By category")  # of the report, which the card repeats
 UNTUNED = "untuned"
+GGUF_SERVED = "q8_0"  # the kind that llama.cpp is checked with
 USUAL_GAMMA = 3  # where the report knows none
 
 FormsFound = dict[str, tuple[Path, Reloaded | str]]  # by name: its place, and what it was found
@@ -53,6 +56,8 @@ def model_card(run: Path, report: Report, found: Found) -> str:
     name, draft = report.tuned
     spec, base = str(recipe["target"]), recipe.get("draft")
     domain = str(recipe.get("domain", "")).strip()
+    one_file, own_ids = in_one_file(spec), check["used"] in OWN_IDS
+    target = f"{found.name}-target" if one_file else public_name(spec)
     published = {key: one for key, one in report.drafts.items() if key != UNTUNED}
     numbers = _numbers(report, name, draft)
     tags = ["speculative-decoding", "draft-model", "draftsmith"]
@@ -74,9 +79,9 @@ def model_card(run: Path, report: Report, found: Found) -> str:
         template_path=str(TEMPLATE),
         found=found,
         short=short_name(spec),
-        target=f"{found.name}-target" if in_one_file(spec) else public_name(spec),
+        target=target,
         target_source=public_name(spec),
-        in_one_file=in_one_file(spec),
+        target_gguf=None if one_file else f"{short_name(spec)}-f16.gguf",
         base=None if base is None else public_name(str(base)),
         quantised=quantisation(spec),
         domain=domain,
@@ -85,6 +90,13 @@ def model_card(run: Path, report: Report, found: Found) -> str:
         numbers=numbers,
         looked_up=_looked_up(report, name),
         gamma=gamma_of(report),
+        vllm=_vllm_command(target, found.name, gamma_of(report), own_ids),
+        llama_cpp=serve_command(
+            "llama.cpp",
+            f"{target}/{short_name(spec)}.gguf" if one_file else f"{short_name(spec)}-f16.gguf",
+            f"{found.name}/gguf/draft-{GGUF_SERVED}.gguf",
+            gamma_of(report),
+        ),
         definitions={key: DEFINITIONS[key] for key in ("alpha", "tau", "speed-up")},
         tables=[
             *(_forms_table(found), _engine_table(found.engines)),
@@ -92,7 +104,7 @@ def model_card(run: Path, report: Report, found: Found) -> str:
         ],
         shown_tables=TABLES,
         check=check,
-        own_ids=check["used"] in ("intersection", "string"),
+        own_ids=own_ids,
         train_prompts=public_name(str(recipe.get("train_prompts", "the recipe"))),
         eval_prompts=public_name(report.prompts.source),
         recipe_name=recipe.get("name") or "a recipe of its own",
@@ -106,6 +118,12 @@ def gamma_of(report: Report) -> int:
     """The draft length that the card names, and that engines are checked with."""
     draft = report.tuned[1]
     return (draft.payoff.best_gamma if draft.payoff else draft.gamma) or USUAL_GAMMA
+
+
+def _vllm_command(target: str, draft: str, gamma: int, own_ids: bool) -> str:
+    command = serve_command("vllm", target, draft, gamma)
+    own = '{"use_heterogeneous_vocab": true, '  # greedily only
+    return command.replace("{", own, 1) if own_ids else command
 
 
 def _numbers(report: Report, name: str, draft: DraftReport) -> list[tuple[str, Measured, str]]:
@@ -178,7 +196,7 @@ def _engine_table(engines: EnginesFound) -> Table:
         rows.append(
             [
                 name,
-                engine_version(one),
+                engine_version(name, one),
                 one.dtype,
                 gamma_text(draft.gamma, draft.gamma_policy),
                 f"{shown(draft.speedup)}",
@@ -206,9 +224,9 @@ def _verdict(draft: DraftReport) -> str:
     return f"{ledger.identical} of {ledger.prompts} identical{ties}{changed}"
 
 
-def engine_version(report: Report) -> str:
-    """The version of the engine, as its report's provenance has it."""
-    return str(report.provenance.get("version") or report.provenance.get(report.engine, ""))
+def engine_version(name: str, report: Report) -> str:
+    """The version of an engine as its report has it, else as it is installed by us."""
+    return str(report.provenance.get(name) or ENGINES[name].version)
 
 
 # --- Names that tell others nothing about the machine they were made on ---

@@ -23,7 +23,6 @@ from distill.reload import Form
 from distill.trainer import last_checkpoint
 
 GGUF_KINDS = ("f16", "q8_0", "q4_0")
-GGUF_SERVED = "q8_0"  # the kind that llama.cpp is checked with
 WHOLE = ("f16",)  # kinds that keep the weights as they are: their alpha must be the run's
 
 

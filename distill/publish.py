@@ -32,7 +32,8 @@ from distill.hub import push_folder
 from distill.licence import derived_licence
 from distill.recipe import read_yaml
 from distill.reload import Form, reload_forms
-from distill.verify import ENGINES, form_for, kept_report, verify
+from distill.verify import form_for, kept_report, verify
+from eval.engines.installed import NAMES
 from eval.measuring.build import weights_sha256
 from eval.reporting.report import Report, read_report
 
@@ -220,7 +221,7 @@ def _measured(run: Path, report: Report, forms: list[Form]) -> FormsFound:
 def _kept(run: Path, report: Report, folder: Path) -> EnginesFound:
     """What engines were found to do before, of those that were not asked for now."""
     found: EnginesFound = {}
-    for name in ENGINES:
+    for name in NAMES:
         kept = kept_report(name, run, report, weights_sha256(str(form_for(name, folder))))
         found[name] = kept or f"not asked for (--engines {name})"
     return found
@@ -258,8 +259,8 @@ def _write(folder: Path, card: str) -> Path:
 
 def _engines(text: str) -> tuple[str, ...]:
     names = () if text == "none" else tuple(text.split(","))
-    if unknown := [name for name in names if name not in ENGINES]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(ENGINES)}, none")
+    if unknown := [name for name in names if name not in NAMES]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(NAMES)}, none")
     return names
 
 
@@ -274,7 +275,7 @@ def main(argv: list[str] | None = None) -> None:
         type=_engines,
         default=(),
         metavar="NAME,…",
-        help=f"verify it there: {','.join(ENGINES)} or none (default); minutes each",
+        help=f"verify it there: {','.join(NAMES)} or none (default); minutes each",
     )
     parser.add_argument("--push_to_hub", metavar="ORG/NAME", help="upload it to the Hub, private")
     parser.add_argument("--public", action="store_true", help="visible to all on the Hub")

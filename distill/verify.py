@@ -9,14 +9,13 @@ from pathlib import Path
 from align.atomic import atomic_file
 from align.gguf import write_gguf
 from align.sources import load_tokenizer, read_json
-from distill.card import gamma_of
-from distill.forms import GGUF_SERVED, gguf_file
+from distill.card import GGUF_SERVED, gamma_of
+from distill.forms import gguf_file
 from eval.engines.installed import measure_installed
 from eval.measuring.build import weights_sha256
 from eval.prompts import PromptSet, load_prompts, render_all
 from eval.reporting.report import Report, checked
 
-ENGINES = ("transformers", "vllm", "llama.cpp", "openvino")
 PROMPTS, MAX_NEW_TOKENS = 32, 64  # of each engine's check
 
 

@@ -157,7 +157,7 @@ class Handler(BaseHTTPRequestHandler):
             address = f"{hub.address}/{repo_id}/commit/{'1' * 40}"
             self.answer(200, {"success": True, "commitOid": "1" * 40, "commitUrl": address})
 
-    do_GET = do_POST = do_PUT = serve  # noqa: N815 - the names that http.server calls
+    do_GET = do_POST = do_PUT = serve  # the names that http.server calls
 
 
 @pytest.fixture
@@ -230,11 +230,12 @@ STAGES = {
 }
 
 
-@pytest.mark.parametrize("fault", [401, 403, 413, 500, CUT])
-@pytest.mark.parametrize("stage", STAGES)
+FAULTS = [(stage, fault) for stage in STAGES for fault in (401, 403, 413, 500, CUT)]
+FAULTS.remove(("whoami", CUT))  # a request without a body is not cut midway
+
+
+@pytest.mark.parametrize(("stage", "fault"), FAULTS)
 def test_a_fault_publishes_nothing_and_the_same_command_goes_on(hub, draft, stage, fault):
-    if fault is CUT and stage == "whoami":
-        pytest.skip("a request without a body is not cut midway")
     hub.faults[STAGES[stage]] = fault
     with pytest.raises(HubError) as error:
         push_folder(draft, "me/code-draft", public=False)
