@@ -41,6 +41,7 @@ from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.engines.assisted import load_assistant, load_stock, measure_assisted
 from eval.engines.child import measure_child
+from eval.engines.environments import installed
 from eval.engines.llama_cpp import LlamaCpp
 from eval.engines.vllm import VllmServer, measure_servers
 from eval.measuring.evaluation import Plan, context_length, evaluate
@@ -295,6 +296,7 @@ def _measure_assisted(args: argparse.Namespace, journal: Journal) -> Report:
 
 def _measure_llama_cpp(args: argparse.Namespace, journal: Journal) -> Report:
     """The report of llama.cpp, on the prompts that engine torch times."""
+    installed("llama.cpp")  # said before a target is converted for its tokenizer
     use_machine()
     evaluation, _ = _prompt_sets(args, load_tokenizer(args.target), load_config(args.target))
     timed = evaluation.drawn(args.speed_prompts, args.seed)

