@@ -31,10 +31,13 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from align.atomic import atomic_folder, locked, remove
 
 if TYPE_CHECKING:
     import torch
+    from gguf import GGUFReader
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _WHEEL = "pypi:"
@@ -45,6 +48,12 @@ _MANIFEST = "manifest.json"  # beside `content/` in every cached entry
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 # Some repositories hold the same weights several times, in folders or in one consolidated file.
 _NOT_FROM_HUB = ("*/*", "consolidated*", "training_args.json", "trainer_state.json")
 
@@ -393,10 +402,11 @@ def _converted(spec: str, file: Path) -> Path:
             raise SourceError(
                 f"{spec!r} is a file, but not in GGUF; name a GGUF file or a checkpoint's folder."
             )
-    entry = cache_folder() / "checkpoints" / f"{_sha256(file)[:32]}-bf16"
+    entry = cache_folder() / "checkpoints" / f"{_sha256(file)[:32]}-bf16-2"
 
     def fill(folder: Path) -> None:
         import torch
+        from gguf import GGUFReader
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
         print(f"Converting {file.name} to safetensors, once …", file=sys.stderr)
@@ -412,16 +422,77 @@ def _converted(spec: str, file: Path) -> Path:
             tokenizer = AutoTokenizer.from_pretrained(
                 file.parent, gguf_file=file.name, local_files_only=True
             )
+            lost = _restore_lost(model, GGUFReader(file))
         except Exception as error:  # a broken GGUF raises whatever its parser stumbles over
             raise SourceError(
                 f"{spec!r} cannot be read as GGUF ({type(error).__name__}: {_one_line(error)}); "
                 "it is damaged or of an unsupported architecture: use the safetensors checkpoint "
                 "instead."
             ) from error
+        if lost is not None:
+            raise SourceError(
+                f"{spec!r} has {lost}, which transformers' reader of GGUF loses, so that it would "
+                "be another model; use the safetensors checkpoint instead."
+            )
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
     return _cached(entry, spec, fill)
+
+
+def _restore_lost(model: PreTrainedModel, reader: GGUFReader) -> str | None:
+    """Give the config the rotary scaling that transformers' reader of GGUF loses.
+
+    Returns what is lost for good, None if nothing is.
+    """
+    tensors = {tensor.name: tensor.data for tensor in reader.tensors}
+    biases = any(name.endswith(".bias") for name in tensors)
+    if biases and not any(name.endswith(".bias") for name, _ in model.named_parameters()):
+        return "biases"
+    config: Any = model.config.get_text_config()
+    rope = config.rope_parameters
+    if not rope or rope.get("rope_type", "default") != "default":
+        return None
+    told = {
+        name.partition(".rope.scaling.")[2]: field.contents()
+        for name, field in reader.fields.items()
+        if ".rope.scaling." in name
+    }
+    kind = told.get("type", "none")
+    if kind == "linear":
+        config.rope_parameters = rope | {"rope_type": kind, "factor": told["factor"]}
+    elif kind != "none":
+        return f"rotary scaling {kind!r}"
+    factors = tensors.get("rope_freqs.weight")
+    if factors is not None and factors.max() > 1:
+        # of Llama 3 the file holds the result alone; all that were released share the rest
+        config.rope_parameters = rope | _LLAMA3_ROPE | {"factor": float(factors.max())}
+        if not np.allclose(llama3_factors(config), factors, rtol=1e-3):
+            return "scaled angles other than Llama 3's"
+    return None
+
+
+def llama3_factors(config: Any) -> np.ndarray[Any, Any]:
+    """By how much each angle of a scaled Llama 3 turns slower [D/2]."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    steps = np.arange(len(scaled), dtype=np.float32) / len(scaled)
+    plain = config.rope_parameters["rope_theta"] ** -steps
+    return (plain / scaled.numpy()).astype(np.float32)
+
+
+def gguf_kind(spec: str) -> str | None:
+    """The quantisation of a GGUF file as it names it (Q4_0, BF16, …); None for anything else."""
+    path = resolve_file(spec) if spec.startswith(_WHEEL) else Path(spec).expanduser()
+    if not path.is_file():
+        return None
+    from gguf import GGUFReader, LlamaFileType
+
+    field = GGUFReader(path).fields.get("general.file_type")
+    if field is None:
+        return "GGUF of a kind that it does not name"
+    return LlamaFileType(field.contents()).name.removeprefix("MOSTLY_").removeprefix("ALL_")
 
 
 def _on_hub(spec: str) -> bool:
@@ -480,6 +551,8 @@ def _check_checkpoint(spec: str, folder: Path, weights: bool) -> None:
                 f"{spec!r} needs code that comes with the checkpoint (auto_map in config.json), "
                 "and such code is never run here; use a model that transformers supports by itself."
             )
+    if weights:
+        refuse_quantised(spec, config)
     if weights and not any(name.endswith(".safetensors") for name in names):
         pickles = [name for name in names if name.endswith(_PICKLES)]
         if pickles:
@@ -492,6 +565,17 @@ def _check_checkpoint(spec: str, folder: Path, weights: bool) -> None:
             f"{spec!r} has no weights: {folder} holds no *.safetensors but {_some(names)}. Pickled "
             "weights are not even fetched from the Hub, since loading a pickle runs any code in "
             "it; use a repository with safetensors."
+        )
+
+
+def refuse_quantised(spec: str, config: dict[str, Any]) -> None:
+    """Raise SourceError for a checkpoint whose weights only some engines' kernels can read."""
+    if "quantization_config" in config:
+        method = config["quantization_config"].get("quant_method", "an unnamed method")
+        raise SourceError(
+            f"{spec!r} holds its weights quantised by {method}, which is not computed here: its "
+            "distributions would have to come from the engine that serves it. Serve it and set "
+            "answers: server, or name the checkpoint that it was made from, or a GGUF of it."
         )
 
 

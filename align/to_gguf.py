@@ -41,7 +41,13 @@ from gguf.quants import quant_shape_to_byte_shape, quantize
 from safetensors import safe_open
 
 from align.atomic import atomic_file
-from align.sources import SourceError, load_config, load_tokenizer, resolve_checkpoint
+from align.sources import (
+    SourceError,
+    llama3_factors,
+    load_config,
+    load_tokenizer,
+    resolve_checkpoint,
+)
 
 KINDS = {
     "f32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
@@ -152,7 +158,7 @@ def _tensors(
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     found = {}
     if config.rope_parameters["rope_type"] == "llama3":
-        factors = _llama3_factors(config)
+        factors = llama3_factors(config)
         found["rope_freqs.weight"] = _Tensor(factors.shape, lambda: factors)
     for path in sorted(folder.glob("*.safetensors")):
         file = files.enter_context(safe_open(path, "pt"))
@@ -232,16 +238,6 @@ def _add_shape(writer: GGUFWriter, spec: str, config: Any) -> None:
             f"{spec!r} has rotary scaling {rope['rope_type']!r}, which is not written as GGUF "
             "here; use llama.cpp's own convert_hf_to_gguf.py."
         )
-
-
-def _llama3_factors(config: Any) -> np.ndarray[Any, Any]:
-    """By how much each angle of a scaled Llama 3 turns slower [D/2]."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    steps = np.arange(len(scaled), dtype=np.float32) / len(scaled)
-    plain = config.rope_parameters["rope_theta"] ** -steps
-    return (plain / scaled.numpy()).astype(np.float32)
 
 
 def _add_tokenizer(writer: GGUFWriter, spec: str, rows: int) -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from align.check import Strategy, Verdict, choose_strategy, compare
 from align.checks import VOCAB_MAP
 from align.process import free_memory
-from align.sources import load_model, load_tokenizer, resolve_checkpoint
+from align.sources import load_model, load_tokenizer, refuse_quantised, resolve_checkpoint
 from align.token_bytes import tokens_of
 from align.transplant import transplant
 from align.trim import byte_units, choose_tokens
@@ -96,6 +96,8 @@ def check_models(recipe: Recipe) -> Pair:
     SourceError and MapError name files that are missing, damaged, or of other tokenizers.
     """
     target = read_vocabulary(recipe.target)
+    if recipe.answers == "local" or recipe.draft is None:  # its weights are read here
+        refuse_quantised(recipe.target, target.config)
     draft = target if recipe.draft is None else read_vocabulary(recipe.draft)
     verdict = compare(target, draft)
     strategy = choose_strategy(verdict, recipe.strategy, tuned=True)

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from align.sources import (
     SourceError,
     cache_folder,
+    load_config,
     load_model,
     load_tokenizer,
     resolve_checkpoint,
@@ -331,6 +332,16 @@ def test_code_that_comes_with_a_checkpoint_is_refused(checkpoint):
     path.write_text(json.dumps(config))
     with pytest.raises(SourceError, match=r"auto_map.*never run"):
         resolve_checkpoint(str(checkpoint))
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes"])
+def test_weights_that_only_kernels_read_are_refused(checkpoint, method):
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SourceError, match=f"quantised by {method}.*answers: server"):
+        load_model(str(checkpoint), torch.float32)
+    load_config(str(checkpoint))  # behind a server it is only told apart by its files
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\xff"])

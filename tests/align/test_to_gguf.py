@@ -1,4 +1,4 @@
-"""A checkpoint as GGUF, read back by transformers. By llama.cpp: tests/real/test_to_gguf_real.py."""
+"""A checkpoint as GGUF, read back by transformers (by llama.cpp: tests/real)."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from align.sources import SourceError, load_model, load_tokenizer
+from align.sources import SourceError, gguf_kind, load_model, load_tokenizer
 from align.to_gguf import _GPT2, _LLAMA3, KINDS, SPLITS, main, write_gguf
 
 SHAPE = {
@@ -31,9 +31,20 @@ SHAPE = {
     "rms_norm_eps": 1e-5,
 }
 THETA = {"rope_type": "default", "rope_theta": 50_000.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 FAMILIES = {
     "llama": lambda: LlamaConfig(**SHAPE, rope_parameters=THETA),
     "llama-tied": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "llama-3": lambda: LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
+    "linear": lambda: LlamaConfig(**SHAPE, rope_parameters=LINEAR),
     "mistral": lambda: MistralConfig(**SHAPE, sliding_window=128),
     "qwen2": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True, rope_parameters=THETA),
     "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=128, rope_parameters=THETA),
@@ -98,6 +109,34 @@ def test_transformers_reads_the_same_model(family, checkpoint, tmp_path):
         torch.testing.assert_close(
             logits(tmp_path / f"{kind}.gguf", ids), logits(folder, ids), rtol=1e-5, atol=1e-5
         )
+
+
+@pytest.mark.parametrize(
+    ("config", "lost"),
+    [
+        (LlamaConfig(**SHAPE, attention_bias=True), "biases"),
+        (
+            LlamaConfig(
+                **SHAPE, rope_parameters=LLAMA3 | {"original_max_position_embeddings": 1024}
+            ),
+            "scaled angles",
+        ),
+    ],
+    ids=["biases", "angles of nobody's"],
+)
+def test_what_transformers_would_lose_is_refused(config, lost, checkpoint, tmp_path):
+    write_gguf(checkpoint(config), tmp_path / "model.gguf", "f32")
+    with pytest.raises(SourceError, match=f"{lost}.*loses"):
+        load_model(str(tmp_path / "model.gguf"), torch.float32)
+
+
+def test_a_file_tells_its_kind(checkpoint, tmp_path):
+    folder = checkpoint(FAMILIES["llama"]())
+    for kind in ("f32", "q4_0"):
+        write_gguf(folder, tmp_path / "model.gguf", kind)
+        assert gguf_kind(str(tmp_path / "model.gguf")) == kind.upper()
+    assert gguf_kind(str(folder)) is None
+    assert gguf_kind("org/name") is None
 
 
 def test_the_tokenizer_is_the_same(checkpoint, tmp_path, text):

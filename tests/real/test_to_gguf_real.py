@@ -15,7 +15,7 @@ from align.sources import load_model, load_tokenizer, resolve_checkpoint
 from align.to_gguf import _LLAMA3, write_gguf
 from distill.recipe import load_recipe
 from tests.align.conftest import STRINGS, byte_level_tokenizer  # noqa: F401
-from tests.align.test_to_gguf import FAMILIES, SHAPE, checkpoint, split_by  # noqa: F401
+from tests.align.test_to_gguf import FAMILIES, LLAMA3, SHAPE, checkpoint, split_by  # noqa: F401
 
 pytestmark = pytest.mark.real
 
@@ -27,15 +27,6 @@ CODE = [
     "The capital of France is",
     "import os\n\nclass Reader:\n    def __init__(self,",
 ]
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
 
 
 @pytest.fixture(scope="session")
@@ -80,8 +71,9 @@ def off(folder, answer, ids):
 
 MODELS = FAMILIES | {
     "biased": lambda: LlamaConfig(**SHAPE, attention_bias=True),
-    "llama-3": lambda: LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
-    "linear": lambda: LlamaConfig(**SHAPE, rope_parameters=LINEAR),
+    "turned slower": lambda: LlamaConfig(
+        **SHAPE, rope_parameters=LLAMA3 | {"original_max_position_embeddings": 32}
+    ),
 }
 
 
