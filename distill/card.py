@@ -106,12 +106,23 @@ def model_card(run: Path, report: Report, found: Found) -> str:
         check=check,
         own_ids=own_ids,
         train_prompts=public_name(str(recipe.get("train_prompts", "the recipe"))),
+        overlap=overlap_of(run, report),
         eval_prompts=public_name(report.prompts.source),
         recipe_name=recipe.get("name") or "a recipe of its own",
         provenance=read_json(run / "provenance.json"),
         provenance_sha256=hashlib.sha256((run / "provenance.json").read_bytes()).hexdigest(),
     )
     return f"{card}\n"
+
+
+def overlap_of(run: Path, report: Report) -> float | None:
+    """Training prompts that (nearly) equal evaluation prompts, of the report's or the run's own."""
+    known = report.prompts.overlap_with_training
+    made_by = read_json(run / "provenance.json")
+    same = made_by.get("hashes", {}).get("eval_prompts") == report.prompts.sha256
+    if known is None and same and "overlap" in made_by:
+        return float(made_by["overlap"]["exact"] + made_by["overlap"]["near"])
+    return known
 
 
 def gamma_of(report: Report) -> int:
@@ -179,7 +190,7 @@ def _forms_table(found: Found) -> Table:
         if isinstance(one, str):
             rows.append([name, weights, one, ""])
             continue
-        mass = "" if one.dropped_mass is None else f"{one.dropped_mass:.2%}"
+        mass = "" if one.dropped_mass is None else f"{one.dropped_mass:.3%}"
         rows.append([name, weights, shown(one.alpha, ".3f"), mass])
     rows += [[name, "", f"not made: {reason}", ""] for name, reason in found.left_out.items()]
     return Table("Forms", ["form", "weights", "alpha, loaded again", "q on dropped ids"], rows)

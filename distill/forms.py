@@ -15,8 +15,8 @@ import shutil
 from pathlib import Path
 
 from align.atomic import atomic_folder
-from align.gguf import write_gguf
 from align.sources import read_json, resolve_checkpoint, resolve_file
+from align.to_gguf import write_gguf
 from distill.card import public_name, short_name
 from distill.recipe import read_yaml
 from distill.reload import Form

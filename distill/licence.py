@@ -9,6 +9,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
 
 from align.sources import resolve_file
+from distill.card import short_name
 
 
 def derived_licence(specs: list[str]) -> tuple[str | None, str]:
@@ -16,11 +17,11 @@ def derived_licence(specs: list[str]) -> tuple[str | None, str]:
 
     specs: the target, and the draft that the run started with.
     """
-    found = {spec: stated_licence(spec) for spec in dict.fromkeys(specs)}
-    if unknown := [spec for spec, licence in found.items() if licence is None]:
+    found = {short_name(spec): stated_licence(spec) for spec in dict.fromkeys(specs)}
+    if unknown := [name for name, licence in found.items() if licence is None]:
         return None, f"no licence stands with {' or '.join(unknown)}"
     if len(set(found.values())) > 1:
-        both = ", ".join(f"{spec}: {licence}" for spec, licence in found.items())
+        both = ", ".join(f"{name}: {licence}" for name, licence in found.items())
         return None, f"the licences differ ({both})"
     return next(iter(found.values())), f"as stated by {' and '.join(found)}"
 

@@ -5,6 +5,8 @@ python -m distill.publish outputs/code --to drafts/code-draft       # every form
 python -m distill.publish outputs/code --to drafts/code-draft --engines transformers,vllm
 python -m distill.publish outputs/code --push_to_hub ORG/NAME       # to the Hub, private
 
+Without --to, what goes to the Hub or into engines is exported to the run's own published/.
+
 What is measured is kept in the run's report/ and not measured again for the same weights. Nothing
 is published without a report of exactly these weights, the overlap of training and evaluation
 prompts, and a licence; --force goes on, and the card says so in its first lines.
@@ -26,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 
 from align.atomic import DiskFullError, atomic_file, atomic_folder
 from align.sources import load_model, read_json, resolve_checkpoint, resolve_file
-from distill.card import EnginesFound, FormsFound, Found, in_one_file, model_card
+from distill.card import EnginesFound, FormsFound, Found, in_one_file, model_card, overlap_of
 from distill.forms import export_forms, export_target, forms_of
 from distill.hub import push_folder
 from distill.licence import derived_licence
@@ -119,7 +121,7 @@ def unmet_conditions(run: Path, report: Report, licence: str | None, why: str) -
             f"The report is of other weights (sha256 {draft.sha256[:12]}…) than the draft's: run "
             f"{again}."
         )
-    if _overlap(run, report) is None:
+    if overlap_of(run, report) is None:
         unmet.append(
             "How far training and evaluation prompts overlap is not known: only a training run "
             "finds it out."
@@ -127,16 +129,6 @@ def unmet_conditions(run: Path, report: Report, licence: str | None, why: str) -
     if licence is None:
         unmet.append(f"There is no licence ({why}): give it with --license ID, as apache-2.0.")
     return unmet
-
-
-def _overlap(run: Path, report: Report) -> float | None:
-    """Training prompts that (nearly) equal evaluation prompts, of the report's or the run's own."""
-    known = report.prompts.overlap_with_training
-    made_by = read_json(run / PROVENANCE)
-    same = made_by.get("hashes", {}).get("eval_prompts") == report.prompts.sha256
-    if known is None and same and "overlap" in made_by:
-        return float(made_by["overlap"]["exact"] + made_by["overlap"]["near"])
-    return known
 
 
 # --- The command

@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 
 from align.atomic import atomic_file
-from align.gguf import write_gguf
 from align.sources import load_tokenizer, read_json
+from align.to_gguf import write_gguf
 from distill.card import GGUF_SERVED, gamma_of
 from distill.forms import gguf_file
 from eval.engines.installed import measure_installed
