@@ -16,30 +16,21 @@ from distill.licence import derived_licence
 from distill.publish import Plan, check_run, publish
 from distill.reload import ReloadError, reload_forms
 from distill.train import run
-from tests.distill.test_train import PRUNED
+
+SHORT = {"max_steps": 10}
+PRUNED = {"draft": None, "num_draft_layers": 1, "draft_vocab_size": 270}
 
 
 @pytest.fixture(scope="module")
-def runs(job, folder, tmp_path_factory):
-    """Finished runs by kind: a pruned draft, the same sampled, adapters of a sibling."""
-    made = {}
-    for kind, changes in (
-        ("pruned", PRUNED),
-        ("sampled", PRUNED | {"temperature": 0.8}),
-        (
-            "adapters",
-            {"draft": str(folder / "target"), "use_peft": True, "lora_r": 4, "lora_alpha": 8},
-        ),
-    ):
-        recipe = job(tmp_path_factory.mktemp("runs") / kind, **changes)
-        assert run(recipe) == 0
-        made[kind] = recipe.folder
-    return made
+def pruned_run(job, tmp_path_factory):
+    recipe = job(tmp_path_factory.mktemp("pruned") / "run", **PRUNED, **SHORT)
+    assert run(recipe) == 0
+    return recipe.folder
 
 
 @pytest.fixture
-def pruned(runs, tmp_path):
-    return Path(shutil.copytree(runs["pruned"], tmp_path / "run"))
+def pruned(pruned_run, tmp_path):
+    return Path(shutil.copytree(pruned_run, tmp_path / "run"))
 
 
 def test_every_form_is_what_the_run_measured(pruned, tmp_path, capsys):
@@ -65,9 +56,11 @@ def test_the_compact_form_names_ids_as_vllm_reads_them(pruned):
     assert t2d.nonzero()[:, 0].tolist() == sorted(ids.tolist())
 
 
-def test_alpha_when_sampled_is_that_of_the_run(runs):
-    report = check_run(runs["sampled"])
-    found = reload_forms(runs["sampled"], report, forms_of(runs["sampled"] / "draft"))
+def test_alpha_when_sampled_is_that_of_the_run(job, tmp_path):
+    recipe = job(tmp_path / "run", **PRUNED, **SHORT, temperature=0.8)
+    assert run(recipe) == 0
+    report = check_run(recipe.folder)
+    found = reload_forms(recipe.folder, report, forms_of(recipe.folder / "draft"))
     alpha = report.tuned[1].alpha.mean
     assert 0 < alpha < 1
     for one in found.values():
@@ -116,16 +109,19 @@ def test_a_report_on_other_prompts_is_refused(pruned):
         reload_forms(pruned, report, forms_of(pruned / "draft"))
 
 
-def test_an_adapter_stands_beside_what_it_was_merged_into(runs, folder, tmp_path):
-    run, to = runs["adapters"], tmp_path / "draft"
+def test_an_adapter_stands_beside_what_it_was_merged_into(job, folder, tmp_path):
+    adapters = {"draft": str(folder / "target"), "use_peft": True, "lora_r": 4, "lora_alpha": 8}
+    recipe = job(tmp_path / "run", **adapters, **SHORT)
+    assert run(recipe) == 0
+    to = tmp_path / "draft"
     to.mkdir()
-    forms, _ = export_forms(run, to)
+    forms, _ = export_forms(recipe.folder, to)
     assert "adapter" in [form.name for form in forms]
     config = json.loads((to / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "target"  # and not this machine's folder
-    report = check_run(run)
+    report = check_run(recipe.folder)
     assert report.drafts["tuned"].sha256 is not None
-    found = reload_forms(run, report, forms)
+    found = reload_forms(recipe.folder, report, forms)
     assert found["adapter"].alpha.mean == pytest.approx(report.tuned[1].alpha.mean, abs=0.01)
 
 
