@@ -279,6 +279,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if (args.run is None) == (args.target is None) or (args.target and args.to is None):
         parser.error("give the output folder of a run, or --target T --to FOLDER")
+    if args.public and args.push_to_hub is None:
+        parser.error("--public is of --push_to_hub")
     try:
         if args.target is not None:
             export_target(args.target, args.to)

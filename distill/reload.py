@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from align.atomic import atomic_file
+from align.process import use_machine
 from align.sources import load_model, read_json
 from distill.recipe import read_yaml
 from eval.decoding.drafters.checkpoint import teacher_forced_logits
@@ -107,8 +108,8 @@ def check(form: Form, found: Reloaded, report: Report) -> None:
             raise ReloadError(
                 f"The {form.name} gives {found.dropped_mass:.2%} of its probability to tokens that "
                 f"the trimmed head dropped, over {DROPPED_LIMIT:.1%}, so sampled drafts would be "
-                "tokens it never learnt. It was exported by an older version: make the draft again "
-                "in a new folder."
+                "tokens that it never learnt. If an earlier version exported it, make the draft "
+                "again in a new folder; if this one did, with a larger draft_vocab_size or none."
             )
     if not form.quantised and abs(found.alpha.mean - alpha.mean) > ALPHA_TOLERANCE:
         raise ReloadError(
@@ -167,6 +168,7 @@ class _Measurement:
         return seed
 
     def _loaded(self) -> tuple[Target, PromptSet]:
+        use_machine()
         given = load_prompts(str(self.run / "prompts" / "eval.jsonl"))
         on_gpu = torch.cuda.is_available() and not self.recipe.get("use_cpu", False)
         device, dtype = (

@@ -15,6 +15,7 @@ from eval.engines.installed import measure_installed
 from eval.measuring.build import weights_sha256
 from eval.prompts import PromptSet, load_prompts, render_all
 from eval.reporting.report import Report, checked
+from eval.reporting.tables import lossless_line
 
 PROMPTS, MAX_NEW_TOKENS = 32, 64  # of each engine's check
 
@@ -50,6 +51,8 @@ def verify(
     except ValueError as error:  # not installed, or not up to this pair: the card says which
         print(f"{name}: not measured, {error}")
         return str(error)
+    one = found.last[1]
+    print(f"{name}: speed-up {one.speedup:.2f}. {lossless_line(name, one.lossless)}")
     path = _path(name, run)
     path.parent.mkdir(exist_ok=True)
     with atomic_file(path) as file:

@@ -140,7 +140,7 @@ def test_the_card_of_an_embedded_target_names_the_folder_beside_it(
     card = model_card(run_folder)
     assert "base_model" not in card
     assert "# A draft model for model.Q4_1\n" in card
-    assert "whose weights are quantised (Q4_1)" in card
+    assert "Its weights are quantised (Q4_1)" in card
     assert 'from_pretrained("draft-target")' in card
     assert "vllm serve draft-target --speculative-config" in card
     assert f"python -m distill.publish --target '{spec}' --to draft-target" in card
