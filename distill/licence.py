@@ -32,9 +32,11 @@ def stated_licence(spec: str) -> str | None:
     if spec.startswith("pypi:") or path.is_file():
         field = GGUFReader(resolve_file(spec)).get_field("general.license")
         return None if field is None else str(field.contents())
+    if path.is_dir() and not (path / "README.md").is_file():
+        return None
     try:
         card = ModelCard.load(path / "README.md" if path.is_dir() else spec)
-    except (FileNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, HTTPError):
-        return None
+    except (LocalEntryNotFoundError, HfHubHTTPError, HTTPError, ConnectionError):
+        return None  # the caller asks for it
     stated: str | None = card.data.license
     return stated

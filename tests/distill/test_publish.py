@@ -251,7 +251,7 @@ def test_publish_exports_every_form_into_one_folder(run_folder, stage, tmp_path,
     ]
     card = (to / "README.md").read_text()
     for form in ("full checkpoint", "GGUF f16", "GGUF q8_0", "GGUF q4_0"):
-        assert re.search(rf"\| {form} \| [\d.]+ MiB \| 0\.\d+ \[.*\] \| 0\.12% \|", card), form
+        assert re.search(rf"\| {form} \| [\d.]+ MiB \| 0\.\d+ \[.*\] \| 0\.120% \|", card), form
     assert [path.name for path in to.parent.iterdir()] == ["code-draft"]  # nothing half-written
     assert f"draft: {to}" in capsys.readouterr().out
 
