@@ -69,7 +69,8 @@ def export_forms(run: Path, folder: Path) -> tuple[list[Form], dict[str, str]]:
     (folder / "gguf").mkdir()
     try:
         for kind in GGUF_KINDS:
-            write_gguf(folder, gguf_file(folder, kind), kind)
+            # of the run's own folder: a file made again is the same, also in the name it holds
+            write_gguf(run / "draft", gguf_file(folder, kind), kind)
     except ValueError as error:  # a family or tokenizer that llama.cpp has no name for here
         shutil.rmtree(folder / "gguf")
         left_out["GGUF"] = str(error)

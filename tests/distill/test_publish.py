@@ -210,6 +210,7 @@ class Stage:
         return {form.name: Reloaded("ab" * 32, alpha, 0.0012) for form in forms}
 
     def gguf(self, checkpoint, path, kind):
+        assert checkpoint.name == "draft"  # GGUF holds the name: a temporary one would be published
         path.write_text(f"{kind} of {(checkpoint / 'config.json').read_text()}")
 
     def measure(self, engine, target, draft, prompts, gamma, max_new_tokens):
