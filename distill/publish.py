@@ -1,8 +1,15 @@
-"""Make the draft of a finished run loadable by others, with a model card made from its report.
+"""Publish the draft of a finished run: export it, load it again, measure, and only then announce.
 
-python -m distill.publish outputs/code                          # write the card into draft/
-python -m distill.publish outputs/code --to drafts/code-draft   # and copy draft/ there
-python -m distill.publish outputs/code --push_to_hub ORG/NAME   # or upload it to the Hub
+python -m distill.publish outputs/code                              # check it, write its card
+python -m distill.publish outputs/code --to drafts/code-draft       # every form in one folder
+python -m distill.publish outputs/code --to drafts/code-draft --engines transformers,vllm
+python -m distill.publish outputs/code --push_to_hub ORG/NAME       # to the Hub, private
+
+Without --to, what goes to the Hub or into engines is exported to the run's own published/.
+
+What is measured is kept in the run's report/ and not measured again for the same weights. Nothing
+is published without a report of exactly these weights, the overlap of training and evaluation
+prompts, and a licence; --force goes on, and the card says so in its first lines.
 """
 
 from __future__ import annotations
@@ -14,24 +21,28 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
-import hashlib
-import re
-import shutil
+from dataclasses import dataclass, replace
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+import torch
 from safetensors import SafetensorError, safe_open
 
 from align.atomic import DiskFullError, atomic_file, atomic_folder
-from align.sources import read_json
+from align.sources import load_model, read_json, resolve_checkpoint, resolve_file
+from distill.card import EnginesFound, FormsFound, Found, in_one_file, model_card, overlap_of
+from distill.forms import export_forms, export_target, forms_of
+from distill.hub import push_folder
+from distill.licence import derived_licence
 from distill.recipe import read_yaml
-from eval.reporting.report import DraftReport, Measured, Report, read_report
-from eval.reporting.tables import DEFINITIONS, gamma_text, tables
+from distill.reload import Form, reload_forms
+from distill.verify import form_for, kept_report, verify
+from eval.engines.installed import NAMES
+from eval.measuring.build import weights_sha256
+from eval.reporting.report import Report, read_report
 
 RECIPE = "recipe.yaml"
 PROVENANCE = "provenance.json"
 REPORT = Path("report", "report.json")
-TEMPLATE = Path(__file__).with_name("card.md.j2")
-TABLES = ("Acceptance by position", "By category")  # of the report, which the card repeats
+PUBLISHED = "published"  # in the run, what goes to the Hub where no other folder is named
 
 
 class PublishError(ValueError):
@@ -48,14 +59,11 @@ def check_run(run_folder: Path | str) -> Report:
         raise PublishError(f"{folder} is no folder: give the output folder of a finished run")
     check_draft(folder / "draft")
     read_yaml(_found(folder / RECIPE))
-    read_json(_found(folder / PROVENANCE))
-    return _report(folder)
-
-
-def _report(folder: Path) -> Report:
-    """The report, which must have what the card says, or come from servers, which do not tell."""
+    for name in (PROVENANCE, "vocab_check.json"):
+        read_json(_found(folder / name))
     report = read_report(folder / REPORT)
-    for field in () if report.engine == "vllm" else ("memory", "payoff"):
+    for field in () if report.engine == "vllm" else ("alpha", "memory", "payoff"):
+        # the card must have them; servers do not tell them
         if getattr(report.tuned[1], field) is None:
             raise PublishError(
                 f"{folder / REPORT} has no {field}, which the model card needs: evaluate the run "
@@ -97,164 +105,197 @@ def _found(path: Path) -> Path:
     return path
 
 
-# ---------------------------------------------------------------------------------------------
-# The card
+# --- The gate
 
 
-def model_card(run_folder: Path | str) -> str:
-    """The model card (README.md) of the run's draft, from its report, recipe and provenance.
+def unmet_conditions(run: Path, report: Report, licence: str | None, why: str) -> list[str]:
+    """What a publication needs and this run lacks, a sentence each with its remedy."""
+    unmet = []
+    draft, again = report.tuned[1], "python -m eval.run --run DIR"
+    folder = run / "draft"
+    own = [weights_sha256(str(form)) for form in (folder, folder / "compact")]
+    if draft.sha256 is None:
+        unmet.append(f"The report does not name the weights that it measured: run {again}.")
+    elif draft.sha256 not in own:
+        unmet.append(
+            f"The report is of other weights (sha256 {draft.sha256[:12]}…) than the draft's: run "
+            f"{again}."
+        )
+    if overlap_of(run, report) is None:
+        unmet.append(
+            "How far training and evaluation prompts overlap is not known: only a training run "
+            "finds it out."
+        )
+    if licence is None:
+        unmet.append(f"There is no licence ({why}): give it with --license ID, as apache-2.0.")
+    return unmet
 
-    Raises `PublishError`, or another ValueError, for what is missing or broken.
+
+# --- The command
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be published, and where: the command line's arguments.
+
+    to: a new folder. engines: to verify it in. licence: None takes the one it derives from.
     """
-    folder = Path(run_folder)
-    report, recipe = _report(folder), read_yaml(folder / RECIPE)
-    name, draft = report.tuned
-    domain = str(recipe.get("domain", "")).strip()
-    target = public_name(report.target)
-    numbers = _numbers(report, name, draft)
-    card = ModelCard.from_template(
-        ModelCardData(
-            base_model=target if is_hub_id(report.target) else None,
-            library_name="transformers",
-            pipeline_tag="text-generation",
-            tags=["speculative-decoding", "draft-model", "draftsmith", *filter(None, [domain])],
-            model_name=f"{Path(target).name}-draft",
-            eval_results=[_result(report, label, value) for label, value, _ in numbers],
-        ),
-        template_path=str(TEMPLATE),
-        target=target,
-        domain=domain,
-        report=report,
-        draft=draft,
-        numbers=numbers,
-        gamma=draft.payoff.best_gamma if draft.payoff else draft.gamma,
-        definitions={key: DEFINITIONS[key] for key in ("alpha", "tau", "speed-up")},
-        tables=[table for table in tables(report) if table.title in TABLES],
-        train_prompts=public_name(str(recipe.get("train_prompts", "the recipe"))),
-        eval_prompts=public_name(report.prompts.source),
-        provenance_sha256=hashlib.sha256((folder / PROVENANCE).read_bytes()).hexdigest(),
-    )
-    return f"{card}\n"
 
-
-def _numbers(report: Report, name: str, draft: DraftReport) -> list[tuple[str, Measured, str]]:
-    """What the draft is worth: (label, number, unit)."""
-    gamma = gamma_text(draft.gamma, draft.gamma_policy)
-    found = [
-        ("alpha", draft.alpha, ""),
-        (f"tau (gamma {gamma})", draft.tau, ""),
-        ("speed-up", draft.speedup, "x"),
-        *((f"gain of alpha over `{g.over}`", g.alpha, "") for g in report.gain if g.draft == name),
-    ]
-    return [(label, value, unit) for label, value, unit in found if value]
-
-
-def _result(report: Report, label: str, value: Measured) -> EvalResult:
-    """One number for the head of the card, where the Hub reads it."""
-    source = public_name(report.prompts.source)
-    return EvalResult(
-        task_type="text-generation",
-        task_name="Speculative decoding",
-        dataset_type=source,
-        dataset_name=source,
-        dataset_args={"sha256": report.prompts.sha256},
-        metric_type=label.partition(" (")[0].replace(" ", "-").replace("`", ""),
-        metric_name=label,
-        metric_value=round(value.mean, 4),
-        metric_args={"ci95": [round(end, 4) for end in value.ci95], "n": value.n},
-    )
-
-
-def is_hub_id(spec: str) -> bool:
-    """Whether `spec` reads as ORG/NAME on the Hub and not as a path or a `pypi:` file."""
-    return bool(re.fullmatch(r"[\w][\w.-]*/[\w.-]+", spec)) and not Path(spec).exists()
-
-
-def public_name(spec: str) -> str:
-    """A name for a model or data set that tells others nothing about the machine it was made on.
-
-    Hub ids and `pypi:` files stay as they are; of a local path only the last part is kept.
-    """
-    if is_hub_id(spec) or spec.startswith("pypi:"):
-        return spec
-    return Path(spec).name
-
-
-# ---------------------------------------------------------------------------------------------
-# The command
+    run: Path
+    to: Path | None = None
+    engines: tuple[str, ...] = ()
+    push_to_hub: str | None = None
+    public: bool = False
+    force: bool = False
+    licence: str | None = None
 
 
 def write_card(run_folder: Path | str) -> Path:
-    """Write the model card into the run's draft folder, and return its path."""
-    card = model_card(run_folder)
-    path = Path(run_folder) / "draft" / "README.md"
-    with atomic_file(path) as file:
-        file.write(card)
-    return path
+    """Write the card of a run that was just measured into its draft folder; return its path."""
+    run = Path(run_folder)
+    return _write(run / "draft", model_card(run, check_run(run), Found()))
 
 
-def copy_draft(run_folder: Path | str, to: Path | str) -> None:
-    """Copy the draft to the folder `to`, which appears whole or not at all.
+def publish(plan: Plan) -> None:
+    """Export, load again, measure, verify; then announce, and push.
 
-    Raises `PublishError` where `to` exists and is not empty.
+    Raises ValueError for a run that is not whole, a condition that is not met, a form that is not
+    what was measured, and a Hub that does not take it. But for the last, nothing has appeared then.
     """
-    to = Path(to)
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise PublishError(f"{to} exists already: give the name of a new folder, or remove it")
-    to.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_folder(to) as folder:
-        shutil.copytree(Path(run_folder) / "draft", folder, dirs_exist_ok=True)
-
-
-def push_draft(run_folder: Path | str, repo_id: str) -> str:
-    """Upload the draft to the Hub repository `repo_id` (made if need be) and return its address.
-
-    Raises `PublishError` for an ill-formed name, without a login, and where the Hub is not reached.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError
-
-    if not re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", repo_id):
-        raise PublishError(f"{repo_id!r} is no Hub repository: write it as ORG/NAME")
-    api = HfApi()
-    try:
-        api.whoami()
-        address = str(api.create_repo(repo_id, exist_ok=True))
-        api.upload_folder(
-            repo_id=repo_id, folder_path=Path(run_folder) / "draft", commit_message="Draft model"
+    run, report = plan.run, check_run(plan.run)
+    recipe = read_yaml(run / RECIPE)
+    licence, source = plan.licence, "as its publisher states"
+    if licence is None:
+        base = recipe.get("draft")
+        licence, source = derived_licence([recipe["target"], *([] if base is None else [base])])
+    unmet = unmet_conditions(run, report, licence, source)
+    about = Found(licence=licence, licence_source=source)
+    if plan.to is None and plan.push_to_hub is None and not plan.engines:
+        check_and_describe(run, report, about)
+        for line in unmet:
+            print(f"Not to be published yet: {line}")
+        return
+    if unmet and not plan.force:
+        raise PublishError(
+            "\n- ".join(["not to be published yet; --force does so, and its card says why", *unmet])
         )
-    except LocalTokenNotFoundError:
-        raise PublishError(
-            "not logged in to the Hub: run `hf auth login` or set HF_TOKEN"
-        ) from None
-    except HfHubHTTPError as error:
-        raise PublishError(
-            f"the Hub refused {repo_id} ({error}): check that the token may write there"
-        ) from error
-    except (HTTPError, ConnectionError) as error:
-        raise PublishError(
-            f"the Hub was not reached ({error}): publish with --to FOLDER, or go online and unset "
-            f"HF_HUB_OFFLINE"
-        ) from error
-    return address
+    to = plan.to or run / PUBLISHED
+    _check_free(to, run)
+    with atomic_folder(to) as folder:
+        forms, left_out = export_forms(run, folder)
+        measured = _measured(run, report, forms)
+        found = replace(about, unmet=unmet, forms=measured, left_out=left_out)
+        found = _verified(plan, report, folder, to, found)
+        _write(folder, model_card(run, report, found))
+    print(f"draft: {to}")
+    if plan.push_to_hub is not None:
+        print(f"pushed: {push_folder(to, plan.push_to_hub, plan.public)}")
+
+
+def check_and_describe(run: Path, report: Report, about: Found) -> None:
+    """Load the run's own draft again, and write its card into `draft/`."""
+    measured = _measured(run, report, forms_of(run / "draft"))
+    found = replace(about, forms=measured, engines=_kept(run, report, run / "draft"))
+    print(f"model card: {_write(run / 'draft', model_card(run, report, found))}")
+
+
+def _measured(run: Path, report: Report, forms: list[Form]) -> FormsFound:
+    """What each form was found to be; of a served target's draft, only that it loads."""
+    if report.tuned[1].alpha is not None:
+        reloaded = reload_forms(run, report, forms)
+        return {form.name: (form.path, reloaded[form.name]) for form in forms}
+    load_model(str(run / "draft"), torch.bfloat16)
+    reason = "not measured: the target is behind a server"
+    print(f"The full checkpoint loads; its alpha is {reason}")
+    return {form.name: (form.path, reason) for form in forms}
+
+
+def _kept(run: Path, report: Report, folder: Path) -> EnginesFound:
+    """What engines were found to do before, of those that were not asked for now."""
+    found: EnginesFound = {}
+    for name in NAMES:
+        kept = kept_report(name, run, report, weights_sha256(str(form_for(name, folder))))
+        found[name] = kept or f"not asked for (--engines {name})"
+    return found
+
+
+def _verified(plan: Plan, report: Report, folder: Path, to: Path, found: Found) -> Found:
+    """With the engines' reports, and the names that the card's commands use."""
+    spec = report.target
+    target_gguf = resolve_file(spec) if in_one_file(spec) else None
+    engines = _kept(plan.run, report, folder)
+    for name in plan.engines:
+        target = resolve_checkpoint(spec)
+        engines[name] = verify(name, plan.run, report, folder, target, target_gguf)
+    name = to.name if plan.push_to_hub is None else plan.push_to_hub.partition("/")[2]
+    if plan.to is not None:
+        name = to.name
+        if target_gguf is not None:
+            export_target(spec, to.parent / f"{name}-target")
+    return replace(found, engines=engines, name=name, repo_id=plan.push_to_hub)
+
+
+def _check_free(to: Path, run: Path) -> None:
+    """Raise PublishError where `to` holds anything but an earlier export of this draft."""
+    earlier = weights_sha256(str(to)) == weights_sha256(str(run / "draft"))
+    free = not to.exists() or (to.is_dir() and not any(to.iterdir()))
+    if not (free or earlier or to == run / PUBLISHED):
+        raise PublishError(f"{to} exists already: give the name of a new folder, or remove it")
+
+
+def _write(folder: Path, card: str) -> Path:
+    with atomic_file(folder / "README.md") as file:
+        file.write(card)
+    return folder / "README.md"
+
+
+def _engines(text: str) -> tuple[str, ...]:
+    names = () if text == "none" else tuple(text.split(","))
+    if unknown := [name for name in names if name not in NAMES]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(NAMES)}, none")
+    return names
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m distill.publish", description="Publish the draft of a finished run."
     )
-    parser.add_argument("run", metavar="DIR", help="the output folder of a finished run")
-    parser.add_argument("--to", metavar="FOLDER", help="copy the draft to this new folder")
-    parser.add_argument("--push_to_hub", metavar="ORG/NAME", help="upload the draft to the Hub")
+    parser.add_argument("run", metavar="DIR", nargs="?", help="the output folder of a finished run")
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help="export to this new folder")
+    parser.add_argument(
+        "--engines",
+        type=_engines,
+        default=(),
+        metavar="NAME,…",
+        help=f"verify it there: {','.join(NAMES)} or none (default); minutes each",
+    )
+    parser.add_argument("--push_to_hub", metavar="ORG/NAME", help="upload it to the Hub, private")
+    parser.add_argument("--public", action="store_true", help="visible to all on the Hub")
+    parser.add_argument("--license", metavar="ID", help="default: that of target and draft")
+    parser.add_argument("--force", action="store_true", help="publish although not all is there")
+    parser.add_argument(
+        "--target", metavar="T", help="export only this target, a pypi: or GGUF file"
+    )
     args = parser.parse_args(argv)
+    if (args.run is None) == (args.target is None) or (args.target and args.to is None):
+        parser.error("give the output folder of a run, or --target T --to FOLDER")
+    if args.public and args.push_to_hub is None:
+        parser.error("--public is of --push_to_hub")
     try:
-        check_run(args.run)
-        print(f"model card: {write_card(args.run)}")
-        if args.to:
-            copy_draft(args.run, args.to)
-            print(f"draft: {args.to}")
-        if args.push_to_hub:
-            print(f"pushed: {push_draft(args.run, args.push_to_hub)}")
+        if args.target is not None:
+            export_target(args.target, args.to)
+            print(f"target: {args.to}")
+        else:
+            plan = Plan(
+                Path(args.run),
+                args.to,
+                args.engines,
+                args.push_to_hub,
+                args.public,
+                args.force,
+                args.license,
+            )
+            publish(plan)
     except (ValueError, DiskFullError) as error:
         parser.exit(2, f"error: {error}\n")
 

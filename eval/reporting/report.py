@@ -373,6 +373,9 @@ class DraftReport(Part):
     """One draft. A number is null only where `missing` gives the reason."""
 
     path: str
+    sha256: str | None = Field(
+        default=None, description="of the weights measured; null: they are no files here"
+    )
     form: str
     vocabulary: Vocabulary
     gamma: Count | None = Field(description="draft length chosen for it; null: a server's own")
@@ -449,7 +452,13 @@ class DraftReport(Part):
 
     @model_validator(mode="after")
     def _null_has_a_reason(self) -> Self:
-        explained = {"gamma", "other_prompts", "counters", *(one.field for one in self.missing)}
+        explained = {
+            "sha256",
+            "gamma",
+            "other_prompts",
+            "counters",
+            *(one.field for one in self.missing),
+        }
         for name in type(self).model_fields:
             if getattr(self, name) is None and name not in explained:
                 raise ValueError(f"{name} is null, and `missing` does not say why")
