@@ -67,7 +67,8 @@ def plan(recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun) -> R
     context = sum(map(len, prompts.training.ids)) / len(prompts.training.ids)
     per_step *= (context + length) / (context + recipe.answer_max_new_tokens)
     evaluation = evaluation_seconds(recipe, prompts, target.loaded, length)
-    left = _left(recipe) - evaluation(recipe.speed_prompts)
+    timed = min(recipe.speed_prompts, len(prompts.evaluation.ids))
+    left = _left(recipe) - evaluation(timed)
     count, steps = split(recipe, left, first, total, per_answer, per_step)
     decided = [count, steps]
     broadcast_object_list(decided)
@@ -76,7 +77,7 @@ def plan(recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun) -> R
         needed = recipe.minutes + (first - count) * per_answer / 60 + 0.5
         raise RecipeError(
             f"minutes is {recipe.minutes:g}, too few here: {first} answers of {per_answer:.2f} s, "
-            f"training steps of {per_step:.2f} s and {evaluation(MIN_TIMED) / 60:.1f} "
+            f"training steps of {per_step:.2f} s and {evaluation(timed) / 60:.1f} "
             f"minutes of evaluation do not fit. Give {math.ceil(needed)} or more, or fewer "
             "max_eval_prompts."
         )
@@ -84,7 +85,7 @@ def plan(recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun) -> R
         f"plan for {recipe.minutes:g} minutes: {count} of {total} answers "
         f"({count * per_answer / 60:.1f} min), {steps} steps "
         f"({steps * per_step / 60:.1f} min), evaluation "
-        f"({evaluation(recipe.speed_prompts) / 60:.1f} min)"
+        f"({evaluation(timed) / 60:.1f} min)"
     )
     recipe = dataclasses.replace(
         recipe, max_answers=count, training=recipe.training | {"max_steps": steps}
