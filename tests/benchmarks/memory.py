@@ -39,6 +39,7 @@ SHAPE = LlamaConfig(
 )
 STAGES = "answer_prompts prepare_draft distil_draft export_draft evaluate".split()
 SHORT = {
+    "minutes": "null",
     "max_train_prompts": 100,
     "answer_max_new_tokens": 8,
     "max_eval_prompts": 4,

@@ -25,7 +25,7 @@ from distill.models import TargetOfRun, check_models, load_target
 from distill.prompts import collect_prompts
 from distill.recipe import load_recipe
 from distill.run_folder import claim_folder
-from distill.train import make_draft
+from distill.train import make_draft, stage_clock
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
@@ -33,7 +33,10 @@ from eval.measuring.agreement import measure_agreement, target_texts
 from eval.measuring.journal import Journal
 from eval.measuring.metrics import alpha, measure
 
-SHORT = "--max_train_prompts 320 --num_train_epochs 2 --warmup_steps 10 --tuning_prompts 1".split()
+SHORT = (
+    "--minutes null --max_train_prompts 320 --num_train_epochs 2 --warmup_steps 10 "
+    "--tuning_prompts 1"
+).split()
 SERVED = ("bf16", "q8_0", "q4_0")
 DRAFT_KINDS = ("f16", "q8_0", "q5_1", "q4_0")
 
@@ -49,7 +52,8 @@ def distil(recipe):
     prompts = collect_prompts(recipe, pair.target)
     target = TargetOfRun(recipe, pair, prompts)
     claim_folder(recipe, pair, prompts)
-    make_draft(recipe, pair, target, answer_prompts(recipe, prompts.training.ids, target))
+    answers = answer_prompts(recipe, prompts.training.ids, target)
+    make_draft(recipe, pair, target, answers, stage_clock())
     shutil.rmtree(recipe.folder / "draft" / "compact")
     free_memory()
 

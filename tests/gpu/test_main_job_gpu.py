@@ -41,6 +41,7 @@ def test_the_code_recipe_shortened(tmp_path):
     keys = {
         "output_dir": tmp_path / "run",
         "use_cpu": "false",
+        "minutes": "null",
         "max_train_prompts": 64,
         "max_eval_prompts": 16,
         "speed_prompts": 8,

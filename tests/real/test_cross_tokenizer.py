@@ -136,6 +136,7 @@ def run(tmp_path_factory):
         "max_gamma": 2,
         "answer_batch_size": 16,
         "per_device_train_batch_size": 4,
+        "minutes": "null",
         "max_steps": 36,
         "warmup_steps": 4,
         "learning_rate": 0.0003,

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.real
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {
+    "minutes": "null",
     "max_train_prompts": 100,
     "answer_max_new_tokens": 32,
     "max_eval_prompts": 12,
