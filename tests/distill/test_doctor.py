@@ -9,6 +9,11 @@ import torch
 from distill import doctor
 from distill.doctor import available_memory, checks, main, where_to_start
 
+FILES = {
+    "/proc/cpuinfo": "model name\t: Some CPU\nflags\t\t: fpu avx2 avx512_bf16\n",
+    "/proc/meminfo": "MemTotal: 20000000 kB\nMemAvailable:   16000000 kB\n",
+}
+
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
