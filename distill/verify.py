@@ -17,7 +17,7 @@ from eval.prompts import PromptSet, load_prompts, render_all
 from eval.reporting.report import Report, checked
 from eval.reporting.tables import lossless_line
 
-PROMPTS, MAX_NEW_TOKENS = 32, 64  # of each engine's check
+PROMPTS, MAX_NEW_TOKENS = 24, 64  # of each engine's check
 
 
 def verify(
