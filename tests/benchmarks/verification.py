@@ -23,14 +23,15 @@ from eval.decoding.verification import Sampling, acceptance
 from eval.measuring.metrics import measure
 from eval.prompts import load_prompts, render_all
 
+PROMPTS = 40
 NEW_TOKENS = 64
-GAMMAS = (2, 3, 5)
+GAMMAS = (3, 5)
 
 
 def main(folder):
     use_machine()
     recipe = read_yaml(folder / "recipe.yaml")
-    prompts = load_prompts(str(folder / "prompts" / "eval.jsonl"))
+    prompts = load_prompts(str(folder / "prompts" / "eval.jsonl"), PROMPTS)
     target = load_target(
         recipe["target"], getattr(torch, recipe["dtype"]), torch.device("cpu"), 2048
     )
