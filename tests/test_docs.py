@@ -20,6 +20,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
@@ -75,11 +76,14 @@ def blocks(page):
 def recorded(script, folder):
     """The commands that bash would start, in order: lists of words."""
     log = folder / "commands"
-    log.unlink(missing_ok=True)
+    shutil.rmtree(log, ignore_errors=True)
+    log.mkdir()
     own = folder / ".venv" / "bin"
     own.mkdir(parents=True, exist_ok=True)
     (own / "activate").touch()
-    handle = r"""command_not_found_handle() { printf '%s\0' "$@" >>"$LOG"; printf '\n\0' >>"$LOG"; }
+    # a file a command, named by its time: both ends of a pipe record at once
+    handle = r"""command_not_found_handle() {
+    printf '%s\0' "$@" >"$LOG/$EPOCHREALTIME.$BASHPID"; }
 """
     # a path is never looked up: /an/environment/bin/python is recorded as python
     script = re.sub(r"^[\w.~/-]+/bin/(\w)", r"\1", script, flags=re.MULTILINE)
@@ -93,8 +97,7 @@ def recorded(script, folder):
     assert "syntax error" not in done.stderr, done.stderr
     assert "unbound variable" not in done.stderr, done.stderr
     assert "No such file" not in done.stderr, done.stderr
-    text = log.read_text(encoding="utf-8") if log.exists() else ""
-    found = [words.split("\0")[:-1] for words in text.split("\n\0")[:-1]]
+    found = [path.read_text(encoding="utf-8").split("\0")[:-1] for path in sorted(log.iterdir())]
     for words in found:
         if words[-3:-1] == ["bash", "-c"]:  # srun bash -c '…'
             found = [*found, *recorded(words[-1], folder)]
@@ -417,11 +420,12 @@ def manifests():
 
 
 def test_manifests_fit_the_schema_of_kubernetes():
-    validate = pytest.importorskip(
-        "kubernetes_validate", reason="no schemas: pip install kubernetes-validate (22 MB)"
-    ).validate
-    for item in manifests():
-        validate(item, "1.34", strict=True)
+    found = manifests()
+    assert len(found) >= 3
+    for item in found:
+        kubernetes_validate.validate(item, "1.34", strict=True)
+        with pytest.raises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate(item | {"spce": {}}, "1.34", strict=True)
 
 
 def test_manifests_serve_the_pair_that_they_fetch():

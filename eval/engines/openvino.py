@@ -10,7 +10,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -61,11 +60,6 @@ class OpenVino(ChildEngine):
         )
         self.target, self.drafts = target, dict(drafts)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def close(self) -> None:
+        super().close()
         self._scratch.cleanup()
