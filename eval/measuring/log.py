@@ -82,13 +82,15 @@ class Agreement:
 class StepCosts:
     """Seconds of isolated steps at the run's mean context length, batch size 1.
 
-    A step is forward, head, and argmax or the warpers; the random draw is not timed.
+    A step is forward, head, and argmax or the warpers; the random draw is not timed. draft_block:
+    what a draft takes once, however many tokens it has, besides a draft_step for each.
     """
 
     draft_step: float
     target_step: float
     target_verify: dict[int, float]  # key: number of tokens in the call, 1..max_gamma+1
     context_length: int
+    draft_block: float = 0.0
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
@@ -99,6 +101,11 @@ class StepCosts:
     def max_gamma(self) -> int:
         """The longest draft whose verification was timed."""
         return max(self.target_verify) - 1
+
+    def draft(self, tokens: float | Floats) -> Floats:
+        """Seconds of a draft of so many tokens; none takes none."""
+        block = self.draft_block * np.minimum(tokens, 1.0)
+        return np.asarray(block + self.draft_step * np.asarray(tokens), dtype=np.float64)
 
     def verify(self, tokens: float | Floats) -> Floats:
         """Seconds of a target call on `tokens` tokens; between timed widths, a straight line.

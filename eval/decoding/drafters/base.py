@@ -109,6 +109,13 @@ class Drafter(ABC):
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
         """What drafts one token after so many others, to be timed."""
 
+    def block(self, context_length: int) -> Callable[[], None] | None:
+        """What a draft of any number of tokens takes besides, once, to be timed; None for nothing.
+
+        So a draft of gamma tokens takes as long as this and gamma times `step`.
+        """
+        return None
+
     def probe(self, ids: list[int]) -> Tensor:
         """Numbers that this drafter computes from a text of target ids; finite if it is sound."""
         return torch.zeros(1)
