@@ -13,6 +13,7 @@ import torch
 
 from align.sources import load_config, weights_at_hand
 from distill.budget import UNPLANNED, split
+from distill.drafters.base import kind_of
 from distill.memory import PROMPT_TOKENS, columns, needs, summary, table
 from distill.models import Pair, check_models, load_target
 from distill.prompts import Prompts, collect_prompts
@@ -26,8 +27,6 @@ from distill.timing import (
     training_steps,
 )
 from distill.trainer import training_config
-from eval.decoding.drafters.loading import load_drafter
-from eval.decoding.drafters.pruned import pruned_drafter
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring.cost import ceiling_speedup, elsewhere, price
@@ -76,10 +75,7 @@ def why_not_timed(recipe: Recipe) -> str | None:
 
 def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> int:
     model, token_ids = stand_in(recipe, pair, target)
-    if recipe.draft is not None:
-        drafter = load_drafter(recipe.draft, target, pair.strategy)
-    else:
-        drafter = pruned_drafter(model, token_ids, target)
+    drafter = kind_of(recipe).drafter(recipe, pair, model, token_ids, target)
     evaluation, training = prompts.evaluation.ids, prompts.training.ids
     context = sum(map(len, evaluation)) // len(evaluation)
     sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)

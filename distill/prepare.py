@@ -22,7 +22,8 @@ from align.atomic import atomic_file
 from align.sources import read_json
 from align.trim import choose_tokens, coverage_curve, lost_mass
 from distill.answer_cache import CachedAnswer
-from distill.models import Pair, TargetOfRun, forced_tokens, load_sibling
+from distill.drafters.base import kind_of
+from distill.models import Pair, TargetOfRun, forced_tokens
 from distill.recipe import Recipe
 from eval.decoding.drafters.pruned import load_compact, save_compact
 from eval.decoding.forward import input_embedding
@@ -68,13 +69,17 @@ class FrozenEmbedding(nn.Embedding):
 def prepare_draft(
     recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Iterable[CachedAnswer]
 ) -> PreparedDraft:
-    """The untuned draft: the sibling as it is, or `prepared/` from the pruned target.
+    """The untuned draft of the recipe's kind.
 
     The target is loaded only where `prepared/` is not there yet; a sibling needs none.
     """
-    if recipe.draft is not None:
-        model = load_sibling(recipe.draft, pair)
-        return PreparedDraft(model, None, None, 0.0)
+    return kind_of(recipe).prepare(recipe, pair, target, answers)
+
+
+def prepare_pruned(
+    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Iterable[CachedAnswer]
+) -> PreparedDraft:
+    """The pruned target, kept in `prepared/`."""
     folder = recipe.folder / "prepared"
     about, head = folder / PREPARED, folder / "full_head.safetensors"
     embedding = pair.target_embedding(getattr(torch, recipe.dtype))
