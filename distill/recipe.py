@@ -72,6 +72,7 @@ Strategy = Literal["auto", "direct", "padded", "remap", "transplant", "intersect
 Drafter = Literal["pruned", "sibling", "features", "eagle3", "medusa", "parallel"]
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
+Rank = Annotated[int, Field(ge=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 
@@ -94,6 +95,9 @@ class Recipe:
     strategy: Strategy = "auto"  # how vocabularies are bridged; auto re-homes a foreign draft
     num_draft_layers: Count = 2  # layers kept of a pruned target
     draft_vocab_size: Count | None = None  # rows of a pruned draft's head; null keeps all
+    sequential_rank: Rank = (
+        64  # of what a drafted token adds to the next (parallel, medusa); 0: none
+    )
     fit_tokens: Count = 20_000  # answer tokens that the head is fitted on
     answers: Literal["local", "server"] = "local"  # who gives the target's: it here, or a server
     answer_url: Text | None = None  # of the server that answers: http://HOST:PORT
@@ -411,6 +415,11 @@ def _check_drafter(recipe: Recipe) -> None:
         raise RecipeError(
             f"use_peft is true, but drafter {kind!r} has weights that start at nothing, which "
             "adapters of a low rank do not train; set use_peft to false."
+        )
+    if kind == "parallel" and recipe.max_gamma < 2:
+        raise RecipeError(
+            "max_gamma is 1, but drafter 'parallel' drafts several tokens in a pass; raise it, or "
+            "set drafter to pruned."
         )
     if recipe.strategy not in ("auto", "direct"):
         raise RecipeError(

@@ -54,6 +54,7 @@ from distill.training_set import TRAINING_SET, DistillationCollator, training_se
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
 
 SLOW_RATE = 1 / 3  # of the learning rate, for weights that began as a fit
+SEEDS_A_STEP = 2**31  # more than there are answers
 COMPLETE = "complete"  # the last file of a checkpoint: its step, and the rows of each
 WAIT = 7 * 24 * 3600  # seconds; a process that dies is noticed by the launcher, at once
 
@@ -226,7 +227,8 @@ class DistillationTrainer(SFTTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         index = inputs.pop("index")
-        outputs = model(**inputs)
+        # the same random numbers for an answer, whichever process has it in this step
+        outputs = model(**inputs, seeds=index + SEEDS_A_STEP * self.state.global_step)
         tokens = len(inputs["positions"])
         if not torch.isfinite(outputs.loss):
             mean = float(outputs.loss.detach()) / tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,16 +44,28 @@ def export(
     tuned: PreTrainedModel,
     answers: Iterable[CachedAnswer],
 ) -> None:
+    with atomic_folder(recipe.folder / "draft") as partial:
+        write_forms(partial, recipe, pair, prepared, tuned, answers)
+
+
+def write_forms(
+    folder: Path,
+    recipe: Recipe,
+    pair: Pair,
+    prepared: PreparedDraft,
+    tuned: PreTrainedModel,
+    answers: Iterable[CachedAnswer],
+) -> None:
+    """The form for every engine, and `compact/`."""
     dtype = getattr(torch, recipe.dtype)
     tuned.to(dtype)
     embedding = input_embedding(tuned).to(dtype)
     # a FrozenEmbedding keeps its dtype and gives fp32
     tuned.set_input_embeddings(nn.Embedding.from_pretrained(embedding))
     full = full_form(prepared, tuned, answers)
-    with atomic_folder(recipe.folder / "draft") as partial:
-        full.save_pretrained(partial)
-        pair.load_tokenizer().save_pretrained(partial)
-        save_compact(partial / "compact", tuned, prepared.token_ids, embedding)
+    full.save_pretrained(folder)
+    pair.load_tokenizer().save_pretrained(folder)
+    save_compact(folder / "compact", tuned, prepared.token_ids, embedding)
 
 
 def stand_in(recipe: Recipe, pair: Pair, target: Target) -> tuple[PreTrainedModel, Tensor | None]:

@@ -21,9 +21,9 @@ from eval.decoding.verification import Sampling, argmax, sample, warp
 
 
 class SequentialHead(NamedTuple):
-    """read [K+1, r]: of the token before, by its row of the head, K where it has none; write [K, r].
+    """read [K+1, r]: of the token before, by its row of the head; write [K, r].
 
-    The last row of `read` is zero: such a token adds nothing.
+    A token that the head has no row for reads the last one, which is zero: it adds nothing.
     """
 
     read: Tensor

@@ -11,20 +11,67 @@ Legend: B rows, T positions, D the most tokens it drafts, H hidden size, K rows 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
+
+from align.atomic import atomic_file
+from align.sources import read_json
 
 from eval.decoding.drafters.base import Proposal, Session, Texts
 from eval.decoding.drafters.checkpoint import CheckpointDrafter
 from eval.decoding.drafters.in_turn import SequentialHead, TokensInTurn
+from eval.decoding.drafters.pruned import load_compact, pruned_drafter
 from eval.decoding.forward import HiddenStates, starts
+from eval.decoding.target import Target
 from eval.decoding.verification import Sampling, argmax, warp
 
 NEW_TOKENS = 2  # that a pass reads before its masks, as it is timed: about a block's tokens
+
+
+PARTS = "parallel.safetensors"
+
+
+class Parts(NamedTuple):
+    """What it has beyond a pruned draft: masks [D-1, H], and a sequential head."""
+
+    masks: Tensor
+    sequential: SequentialHead | None
+
+    def save(self, folder: Path) -> None:
+        """Into the folder of a pruned draft's compact form, which from then on is of this kind."""
+        tensors = {"masks": self.masks.contiguous()}
+        for name, tensor in (self.sequential._asdict() if self.sequential else {}).items():
+            tensors[f"sequential.{name}"] = tensor.contiguous()
+        with atomic_file(folder / PARTS, "wb") as file:
+            save_file(tensors, file.name)
+        about = read_json(folder / "compact.json") | {"drafter": "parallel"}
+        with atomic_file(folder / "compact.json") as file:
+            json.dump(about, file, indent=2)
+
+    @classmethod
+    def load(cls, folder: Path) -> Parts:
+        tensors = load_file(folder / PARTS)
+        masks = tensors.pop("masks")
+        sequential = None
+        if tensors:
+            sequential = SequentialHead(tensors["sequential.read"], tensors["sequential.write"])
+        return cls(masks, sequential)
+
+    def like(self, weight: Tensor) -> Parts:
+        """The same on a weight's device and in its dtype."""
+        sequential = self.sequential
+        if sequential is not None:
+            sequential = SequentialHead(*(part.to(weight) for part in sequential))
+        return Parts(self.masks.to(weight), sequential)
 
 
 @dataclass(kw_only=True)
@@ -123,3 +170,26 @@ class ParallelSession(Session):
         self.texts = [self.texts[row] for row in rows]
         self.seen = [self.seen[row] for row in rows]
         self.cache = self.cache.keep_rows(torch.tensor(rows, device=self.drafter.decoder.device))
+
+
+def parallel_drafter(
+    model: PreTrainedModel, token_ids: Tensor | None, parts: Parts, target: Target
+) -> ParallelDrafter:
+    """A draft of that model and those parts, otherwise as `pruned_drafter`."""
+    parts = parts.like(target.decoder.embedding)
+    plain = pruned_drafter(model, token_ids, target, parts.masks)
+    return ParallelDrafter(
+        **{field.name: getattr(plain, field.name) for field in fields(plain)},
+        depth=len(parts.masks) + 1,
+        sequential=parts.sequential,
+    )
+
+
+def load(folder: Path, target: Target, strategy: str) -> ParallelDrafter:
+    """The parallel draft in `folder`."""
+    model, token_ids = load_compact(folder, target.decoder.embedding)
+    drafter = parallel_drafter(model, token_ids, Parts.load(folder), target)
+    full_form = folder.parent / "model.safetensors"
+    drafter.path = str(folder)
+    drafter.full_form_bytes = full_form.stat().st_size if full_form.is_file() else None
+    return drafter

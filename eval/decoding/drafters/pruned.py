@@ -87,17 +87,19 @@ def load_compact(folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tens
 
 
 def pruned_drafter(
-    model: PreTrainedModel, token_ids: Tensor | None, target: Target
+    model: PreTrainedModel, token_ids: Tensor | None, target: Target, masks: Tensor | None = None
 ) -> CheckpointDrafter:
     """A pruned draft, which reads its target's embedding and drafts in the target's ids.
 
     token_ids: those of a trimmed head [K]. On a CPU it runs in eight bits: one step of a draft is
     hardly more than reading its weights, and what rounding them costs in alpha is far less than the
-    time it saves (docs/lab-notes.md).
+    time it saves (docs/lab-notes.md). masks: as of `build_decoder`.
     """
     embedding = target.decoder.embedding
     on_cpu = embedding.device.type == "cpu"
-    decoder = build_decoder(model, target.decoder.context_length, embedding, int8=on_cpu)
+    decoder = build_decoder(
+        model, target.decoder.context_length, embedding, int8=on_cpu, masks=masks
+    )
     coverage = 1.0 if token_ids is None else len(token_ids) / len(embedding)
     return CheckpointDrafter(
         vocab_size=len(embedding),

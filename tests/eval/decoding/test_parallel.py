@@ -38,7 +38,7 @@ def target(tiny):
 
 @pytest.fixture(scope="module")
 def drafts(tiny):
-    """Of a random kind, with the target's own first token, with a trimmed head, of stock modules."""
+    """random, good at the first token (the target's own), with a trimmed head, of stock modules."""
     kept = torch.arange(0, VOCAB, 2)
     trimmed = tiny(0)
     trimmed.lm_head.weight = torch.nn.Parameter(trimmed.lm_head.weight[kept].clone())
