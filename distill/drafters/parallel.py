@@ -106,8 +106,9 @@ def with_masks(input_ids: Tensor, positions: Tensor, depths: Tensor, first_mask:
 
 
 def drawn_depths(positions: Tensor, width: int, seeds: Tensor, most: int) -> Tensor:
-    """How many tokens a draft from each response position has [N]: d or more with chance KEEP^(d-1).
+    """How many tokens a draft from each response position has [N].
 
+    d or more with chance KEEP ** (d - 1), and no more than `most`.
     positions: as of `with_masks`, of a batch of that width. seeds: of each row's random numbers.
     """
     counts = (positions // width).bincount(minlength=len(seeds)).tolist()
@@ -128,7 +129,7 @@ def layers(config: dict[str, Any]) -> tuple[int, ...]:
 def prepare(
     recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Iterable[CachedAnswer]
 ) -> PreparedDraft:
-    """The pruned draft; its masks are the mean of the domain's tokens, the sequential head adds 0."""
+    """The pruned draft; every mask is the mean of the domain's tokens."""
     prepared = prepare_pruned(recipe, pair, target, answers)
     folder = recipe.folder / "prepared"
     if not (folder / PARTS).exists():
@@ -140,7 +141,7 @@ def prepare(
 
 
 def first_parts(recipe: Recipe, model: PreTrainedModel, mask: Tensor) -> Parts:
-    """The untrained parts of a draft: every mask the same embedding [H], a head that adds nothing."""
+    """The untrained parts: every mask this embedding [H], a sequential head that adds nothing."""
     head_rows, rank = len(model.get_output_embeddings().weight), recipe.sequential_rank
     sequential = None
     if rank:

@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 
 from align.atomic import atomic_file
 from align.sources import read_json
-
 from eval.decoding.drafters.base import Proposal, Session, Texts
 from eval.decoding.drafters.checkpoint import CheckpointDrafter
 from eval.decoding.drafters.in_turn import SequentialHead, TokensInTurn
