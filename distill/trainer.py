@@ -94,15 +94,7 @@ def attach_distillation_forward(
     FSDP or ZeRO-3 shard it. The head is applied to response positions only. Undone by
     `detach_distillation_forward`. Raises ValueError for a head that is more than a product.
     """
-    body: Any = model.base_model
-    head: Any = model.get_output_embeddings()
-    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    if head.bias is not None or softcap:
-        what = "a bias" if head.bias is not None else f"softcap {softcap}"
-        raise ValueError(
-            f"TOK-012: the draft's head has {what}, which the loss here does not know; use "
-            "another draft, or none: the target is pruned."
-        )
+    body, head = attach_head(model, divergence)
 
     def forward(
         input_ids: Tensor,
@@ -117,12 +109,30 @@ def attach_distillation_forward(
         loss, agreed = head(hidden, top_ids, top_logprobs)
         return ModelOutput(loss=loss, agreed=agreed)
 
+    model.forward = forward
+
+
+def attach_head(model: PreTrainedModel, divergence: Divergence) -> tuple[Any, Any]:
+    """The model's body, and its head, which from now on gives the loss of the states it reads.
+
+    Raises ValueError for a head that is more than a product.
+    """
+    head: Any = model.get_output_embeddings()
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    if head.bias is not None or softcap:
+        what = "a bias" if head.bias is not None else f"softcap {softcap}"
+        raise ValueError(
+            f"TOK-012: the draft's head has {what}, which the loss here does not know; use "
+            "another draft, or none: the target is pruned."
+        )
+
     def head_forward(hidden: Tensor, top_ids: Tensor, top_logprobs: Tensor) -> Any:
         if top_logprobs.dtype == torch.int32:  # `_prepare_inputs`
             top_logprobs = top_logprobs.view(torch.float32)
         return head_loss(hidden, head.weight, top_ids, top_logprobs, divergence)
 
-    model.forward, head.forward = forward, head_forward
+    head.forward = head_forward
+    return model.base_model, head
 
 
 def detach_distillation_forward(model: PreTrainedModel) -> None:

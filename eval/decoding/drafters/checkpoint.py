@@ -139,7 +139,7 @@ class TokenSession(Session):
         drafted: list[Tensor] = []
         qs: list[Tensor] = []
         while len(drafted) < count and not (stop_below and float(certainty.mean()) < stop_below):
-            logits = drafter.decoder.forward(step, start, self.cache, last_only=True)[:, -1]
+            logits = self.logits(step, start, len(drafted))
             start = start + step.shape[1]
             q = None
             if self.sampling.greedy:
@@ -157,6 +157,10 @@ class TokenSession(Session):
         self.seen = [length + len(drafted) - 1 for length in lengths]
         q = drafter.over_target_ids(torch.stack(qs, dim=1)) if qs else None
         return Proposal(torch.cat(drafted, dim=1), q)
+
+    def logits(self, step: Tensor, start: int | Tensor, drafted: int) -> Tensor:
+        """The draft's [B, K] after `step`, its newest tokens [B, T]; `drafted` in this block."""
+        return self.drafter.decoder.forward(step, start, self.cache, last_only=True)[:, -1]
 
     def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
         for row, (text, new, n) in enumerate(zip(self.texts, emitted, accepted, strict=True)):

@@ -7,6 +7,7 @@ input embedding is the target's, shared in memory and named by its hash.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,9 +26,17 @@ COMPACT = "draftsmith-compact/2"
 
 
 def save_compact(
-    folder: Path, model: PreTrainedModel, token_ids: Tensor | None, embedding: Tensor
+    folder: Path,
+    model: PreTrainedModel,
+    token_ids: Tensor | None,
+    embedding: Tensor,
+    drafter: str = "pruned",
+    layers: Sequence[int] = (),
 ) -> None:
-    """Write the compact form; `embedding` is the target's, of which only the hash is kept."""
+    """Write the compact form; `embedding` is the target's, of which only the hash is kept.
+
+    drafter: the kind, a file of this folder. layers: the target's hidden states that it reads.
+    """
     tensors = {k: v.contiguous() for k, v in model.state_dict().items() if k != EMBEDDING}
     if token_ids is not None:
         # as other engines store them: the target's id less the row's number, and who has a row
@@ -40,15 +49,21 @@ def save_compact(
         save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
         about = {
             "format": COMPACT,
-            "drafter": "pruned",
+            "drafter": drafter,
             "embedding_sha256": tensor_sha256(embedding),
+            "layers": list(layers),
         }
         (partial / "compact.json").write_text(json.dumps(about, indent=2))
 
 
-def load_compact(folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tensor | None]:
+def load_compact(
+    folder: Path,
+    embedding: Tensor,
+    extend: Callable[[PreTrainedModel], None] = lambda model: None,
+) -> tuple[PreTrainedModel, Tensor | None]:
     """The model and its head's token ids, on the target's own embedding [V, H].
 
+    extend: hangs the modules of a kind on the model, before weights are put in.
     Raises ValueError when the draft was made for another target.
     """
     about = read_json(folder / "compact.json")
@@ -80,6 +95,7 @@ def load_compact(folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tens
         model = AutoModelForCausalLM.from_config(config, dtype=embedding.dtype)
     rows, size = tensors["lm_head.weight"].shape
     model.lm_head = nn.Linear(size, rows, bias=False, device="meta")
+    extend(model)
     model.load_state_dict({**tensors, EMBEDDING: embedding}, assign=True)
     # rotary tables are no parameters: build them for real
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(embedding.device)
