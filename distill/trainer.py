@@ -503,8 +503,8 @@ def build_trainer(
     kind, model = kind_of(recipe), model.float()
     names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head.weight is embedding.weight
-    if not tied and not new_rows:
+    tied = embedding is not None and head.weight is embedding.weight
+    if embedding is not None and not tied and not new_rows:
         embedding.weight.requires_grad_(False)
         # it is read from where it came from; most of a small draft's checkpoint would be this
         model._keys_to_ignore_on_save = {f"{names[embedding]}.weight"}
