@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -66,7 +67,24 @@ def load_compact(
     extend: hangs the modules of a kind on the model, before weights are put in.
     Raises ValueError when the draft was made for another target.
     """
-    about = read_json(folder / "compact.json")
+    check_compact(folder, embedding)
+    tensors = load_file(folder / "model.safetensors", device=str(embedding.device))
+    token_ids = read_token_ids(folder, tensors)
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=embedding.dtype)
+    rows, size = tensors["lm_head.weight"].shape
+    model.lm_head = nn.Linear(size, rows, bias=False, device="meta")
+    extend(model)
+    model.load_state_dict({**tensors, EMBEDDING: embedding}, assign=True)
+    # rotary tables are no parameters: build them for real
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(embedding.device)
+    return model.eval(), token_ids
+
+
+def check_compact(folder: Path, embedding: Tensor) -> dict[str, Any]:
+    """What compact.json says. Raises ValueError when it names another target or format."""
+    about: dict[str, Any] = read_json(folder / "compact.json")
     if about.get("format") != COMPACT:
         raise ValueError(
             f"{folder} has format {about.get('format')!r}, not {COMPACT!r}; it was written by "
@@ -79,27 +97,25 @@ def load_compact(
             f"{tensor_sha256(embedding)[:12]}…. Use the target it was made for, in the same "
             "dtype, or the full form beside it."
         )
-    tensors = load_file(folder / "model.safetensors", device=str(embedding.device))
-    token_ids = None
-    if "d2t" in tensors:
-        d2t = tensors.pop("d2t").long()
-        token_ids = d2t + torch.arange(len(d2t), device=d2t.device)
-        named = tensors.pop("t2d").nonzero()[:, 0]
-        if not torch.equal(named, token_ids.sort().values):
-            raise ValueError(
-                f"TOK-015: d2t and t2d of {folder} name different ids, so its drafts would be "
-                "other tokens than meant; make the draft again."
-            )
-    config = AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=embedding.dtype)
-    rows, size = tensors["lm_head.weight"].shape
-    model.lm_head = nn.Linear(size, rows, bias=False, device="meta")
-    extend(model)
-    model.load_state_dict({**tensors, EMBEDDING: embedding}, assign=True)
-    # rotary tables are no parameters: build them for real
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(embedding.device)
-    return model.eval(), token_ids
+    return about
+
+
+def read_token_ids(folder: Path, tensors: dict[str, Tensor]) -> Tensor | None:
+    """Target id of each head row [K], taken out of the tensors; None where it has them all.
+
+    Raises ValueError where d2t and t2d disagree.
+    """
+    if "d2t" not in tensors:
+        return None
+    d2t = tensors.pop("d2t").long()
+    token_ids = d2t + torch.arange(len(d2t), device=d2t.device)
+    named = tensors.pop("t2d").nonzero()[:, 0]
+    if not torch.equal(named, token_ids.sort().values):
+        raise ValueError(
+            f"TOK-015: d2t and t2d of {folder} name different ids, so its drafts would be "
+            "other tokens than meant; make the draft again."
+        )
+    return token_ids
 
 
 def pruned_drafter(
