@@ -133,8 +133,7 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
         y = fusion.first(z, before)
         loss, agreed = head(y, top_ids, top_logprobs)
         for step in range(1, STEPS):
-            # a later token of the same draft: the positions that have one before them
-            follows = positions[1:] == positions[:-1] + 1
+            follows = following(positions)
             y, z, positions = y[:-1][follows], z[1:][follows], positions[1:][follows]
             top_ids, top_logprobs = top_ids[1:][follows], top_logprobs[1:][follows]
             if step == 1:
@@ -144,6 +143,14 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
         return ModelOutput(loss=loss / STEPS, agreed=agreed)
 
     model.forward = forward
+
+
+def following(positions: Tensor) -> Tensor:
+    """Of all positions [N] but the first, which come right after another [N - 1].
+
+    There a token can be a later one of a draft, whose earlier ones were accepted.
+    """
+    return positions[1:] == positions[:-1] + 1
 
 
 @torch.no_grad()
