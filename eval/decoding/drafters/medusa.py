@@ -65,6 +65,7 @@ class MedusaModel(PreTrainedModel):
 
     config: MedusaConfig
     config_class = MedusaConfig
+    _supports_sdpa = True  # it has no attention, so any implementation is right
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
