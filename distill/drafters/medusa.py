@@ -129,7 +129,7 @@ def fit_heads(model: MedusaModel, states: StateCache, answers: list[CachedAnswer
     bias = BIAS * (squares / count).sqrt().amax(0)
     whole = LeastSquares(size, size)
     for depth, (block, one) in enumerate(zip(model.blocks, maps, strict=True), start=1):
-        layer: Any = block.layers[0]  # type: ignore[index,union-attr]
+        layer: Any = block.layers[0]  # type: ignore[index]
         layer.weight.copy_(one)
         layer.bias.copy_(bias)
         for x, y in _pairs(states, answers, depth):

@@ -67,30 +67,28 @@ def with_masks(input_ids: Tensor, positions: Tensor, depths: Tensor, first_mask:
     """
     rows, width = input_ids.shape
     row, at = positions // width, positions % width
-    found = []
-    for depth in range(2, int(depths.max()) + 1):
-        anchors = torch.arange(len(positions) - depth + 1, device=row.device)
-        anchors = anchors[depths[anchors] >= depth]
-        entries = anchors + depth - 1
-        anchors, entries = (part[row[anchors] == row[entries]] for part in (anchors, entries))
-        found.append(torch.stack([anchors, entries, torch.full_like(anchors, depth)]))
-    anchors, entries, depth_of = torch.cat(found, 1) if found else positions.new_zeros((3, 0))
-    mask_row = row[anchors]
-    order = mask_row.argsort(stable=True)
-    anchors, entries, depth_of, mask_row = (
-        part[order] for part in (anchors, entries, depth_of, mask_row)
-    )
+    found = [positions.new_zeros((3, 0))]
+    for d in range(2, int(depths.max()) + 1):
+        behind = torch.arange(max(0, len(positions) - d + 1), device=row.device)
+        behind = behind[depths[behind] >= d]
+        behind = behind[row[behind] == row[behind + d - 1]]
+        found.append(torch.stack([behind, behind + d - 1, torch.full_like(behind, d)]))
+    masks = torch.cat(found, dim=1)
+    masks = masks[:, row[masks[0]].argsort(stable=True)]
+    behind, entries, mask_depth = masks
+    mask_row = row[behind]
     counts = mask_row.bincount(minlength=rows)
-    number = torch.arange(len(mask_row), device=row.device) - (counts.cumsum(0) - counts)[mask_row]
     extra = int(counts.max())
+    slot = width + torch.arange(len(mask_row), device=row.device)
+    slot -= (counts.cumsum(0) - counts)[mask_row]
 
     # padding stands at depth 0 at position -1, seen by nothing but itself
     anchor = F.pad(torch.arange(width, device=row.device).repeat(rows, 1), (0, extra), value=-1)
     depth = F.pad(torch.ones_like(input_ids), (0, extra))
     ids = F.pad(input_ids, (0, extra))
-    where = (mask_row, width + number)
-    anchor[where], depth[where] = at[anchors], depth_of
-    ids[where] = first_mask + depth_of - 2
+    where = (mask_row, slot)
+    anchor[where], depth[where] = at[behind], mask_depth
+    ids[where] = first_mask + mask_depth - 2
     text = torch.arange(width + extra, device=row.device) < width
     of_text = text & (anchor[:, None, :] <= anchor[:, :, None])
     of_group = (anchor[:, None, :] == anchor[:, :, None]) & (depth[:, None, :] <= depth[:, :, None])
@@ -99,7 +97,7 @@ def with_masks(input_ids: Tensor, positions: Tensor, depths: Tensor, first_mask:
         ids,
         (anchor + depth - 1).clamp_min(0),
         of_text | of_group,
-        mask_row * (width + extra) + width + number,
+        mask_row * (width + extra) + slot,
         entries,
         input_ids[mask_row, at[entries]],
     )
@@ -165,7 +163,9 @@ def for_training(model: Any, token_ids: Tensor | None, parts: Parts) -> None:
     if parts.sequential is not None:
         read, write = (part.float() for part in parts.sequential)
         # the last row is for tokens before that the head has no row for: zero, and never trained
-        model.sequential = nn.Embedding(*read.shape, padding_idx=len(read) - 1, _weight=read)
+        model.sequential = nn.Embedding.from_pretrained(
+            read, freeze=False, padding_idx=len(read) - 1
+        )
         weight = torch.cat([model.lm_head.weight.detach().float(), write], dim=1)
         model.lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         model.lm_head.weight = nn.Parameter(weight)

@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -232,7 +233,8 @@ def medusa_drafter(
     if model.config.sequential_rank:
         read = model.sequential.weight.detach().to(embedding)
         sequential = SequentialHead(read, weight[:, size:].contiguous())
-    own = [Product.of(block.layers[0].to(embedding), int8=int8) for block in model.blocks]  # type: ignore[index,union-attr,operator]
+    parts: Any = model.blocks
+    own = [Product.of(block.layers[0].to(embedding), int8=int8) for block in parts]
     shared = Product.of(head, int8=int8)
     coverage = 1.0 if token_ids is None else len(token_ids) / len(embedding)
     return MedusaDrafter(
