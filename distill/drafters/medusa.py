@@ -5,7 +5,10 @@ the target's distribution over the token after t + d. It starts as a fit: A_d, l
 the state at t to the target's own at t + d, which the target's head turns into logits. A block can
 only add SiLU(W x + b) to x; with b a few times the size of (A_d - I) x that is nearly linear, and
 one more least squares, over all depths at once, takes out what b and the bend add. It is folded
-into the output head. Legend: N response positions, D heads, H hidden size, K rows of the head.
+into the output head. That last fit reads the embedding of the token before as well; its map C,
+cut to rank r where the domain's tokens vary most, is the sequential head: with W the target's own
+head, it adds W C e to the logits. Legend: N response positions, D heads, H hidden size, K rows of
+the head.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
@@ -27,6 +31,7 @@ from distill.drafters.parallel import drawn_depths
 from distill.losses import Divergence
 from distill.models import Pair, TargetOfRun, forced_tokens, head_rows
 from distill.prepare import (
+    FIT_RIDGE,
     PREPARED,
     LeastSquares,
     PreparedDraft,
@@ -47,7 +52,7 @@ from eval.decoding.drafters.medusa import (
 )
 from eval.decoding.target import Target
 
-SLOW = ("lm_head",)
+SLOW = ("blocks", "lm_head", "sequential")
 BIAS = 2.0  # of a block, in root mean squares of what it is to add
 
 
@@ -69,7 +74,9 @@ def prepare(
             ids = choose_tokens(mass, recipe.draft_vocab_size, forced_tokens(pair.target))
         head = target.loaded.model.get_output_embeddings().weight.detach()
         model = new_heads(recipe, pair, head if ids is None else head[ids])
-        fit_heads(model, states, list(until(answers, recipe.fit_tokens)))
+        with_head_rows(model, ids)
+        known = embedding if ids is None else embedding[ids]
+        fit_heads(model, known.float(), states, list(until(answers, recipe.fit_tokens)))
         save_medusa(folder, model, ids, embedding)
         lost = 0.0 if ids is None else lost_mass(mass, ids)
         with atomic_file(folder / PREPARED) as file:
@@ -113,39 +120,60 @@ def with_head_rows(model: MedusaModel, ids: Tensor | None) -> None:
 
 
 @torch.no_grad()
-def fit_heads(model: MedusaModel, states: StateCache, answers: list[CachedAnswer]) -> None:
-    """The closed form of the module's docstring, from the states of these answers."""
+def fit_heads(
+    model: MedusaModel, known: Tensor, states: StateCache, answers: list[CachedAnswer]
+) -> None:
+    """The closed form of the module's docstring, from the states of these answers.
+
+    known: the target's embeddings of the tokens that the head has rows for [K, H].
+    """
     size = model.config.hidden_size
     maps = []
     for depth in range(1, len(model.blocks) + 1):
         fit = LeastSquares(size, size)
-        for x, y in _pairs(states, answers, depth):
+        for x, y, _ in _pairs(states, answers, depth):
             fit.add(x, y)
         maps.append(fit.solution() - torch.eye(size))
     squares, count = torch.zeros(len(maps), size), 0
-    for x, _ in _pairs(states, answers, 1):
+    for x, _, _ in _pairs(states, answers, 1):
         squares += torch.stack([(x @ one.T).pow(2).sum(0) for one in maps])
         count += len(x)
     bias = BIAS * (squares / count).sqrt().amax(0)
-    whole = LeastSquares(size, size)
+    table = F.pad(known / known.pow(2).mean().sqrt(), (0, 0, 0, 1))
+    rank = min(model.config.sequential_rank, size)
+    whole = LeastSquares(2 * size if rank else size, size)
     for depth, (block, one) in enumerate(zip(model.blocks, maps, strict=True), start=1):
         layer: Any = block.layers[0]  # type: ignore[index]
         layer.weight.copy_(one)
         layer.bias.copy_(bias)
-        for x, y in _pairs(states, answers, depth):
-            whole.add(block(x), y)
-    head = model.lm_head.weight
-    head[:, :size] = head[:, :size] @ whole.solution()
+        for x, y, token in _pairs(states, answers, depth):
+            before = table[model.get_buffer("head_row")[token]]
+            whole.add(torch.cat([block(x), before], 1) if rank else block(x), y)
+    fitted, head = whole.solution(), model.lm_head.weight
+    own = head[:, :size].clone()
+    head[:, :size] = own @ fitted[:, :size]
+    if rank:
+        # the best cut is that of C times the root of the embeddings' covariance
+        values, vectors = torch.linalg.eigh(whole.gram[size:, size:].float())
+        roots = values.clamp_min(values[-1] * FIT_RIDGE).sqrt()
+        u, s, v = torch.linalg.svd(fitted[:, size:] @ (vectors * roots))
+        read = table @ (vectors / roots) @ v[:rank].T
+        usual = read.pow(2).mean().sqrt()
+        model.sequential.weight[:, :rank] = read / usual
+        head[:, size : size + rank] = own @ (u[:, :rank] * s[:rank] * usual)
 
 
 def _pairs(
     states: StateCache, answers: list[CachedAnswer], depth: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """The target's states at an answer's response positions, and those `depth` tokens later."""
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The target's states at an answer's response positions and those `depth` tokens later [N, H].
+
+    With the token [N] that stands where the later ones are: the one before what they predict.
+    """
     for answer in answers:
         found = states[answer.index][len(answer.prompt_ids) - 1 :, 0].float()
         if len(found) > depth:
-            yield found[:-depth], found[depth:]
+            yield found[:-depth], found[depth:], answer.response_ids[depth - 1 : len(found) - 1]
 
 
 def attach(model: PreTrainedModel, divergence: Divergence) -> None:

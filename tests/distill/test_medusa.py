@@ -117,14 +117,37 @@ def test_the_fit_is_near_the_least_squares_that_blocks_cannot_be(rank):
     with torch.no_grad():  # which tokens are likely does not hang on what all states share
         model.lm_head.weight[:, :SIZE] -= model.lm_head.weight[:, :SIZE].mean(1, keepdim=True)
     head = model.lm_head.weight[:, :SIZE].detach().clone()
-    fit_heads(model, states, answers)
+    fit_heads(model, torch.randn(VOCAB, SIZE), states, answers)
     for depth, block in enumerate(model.blocks, start=1):
         x = torch.cat([states[i][15:-depth, 0] for i in range(40)])
         y = torch.cat([states[i][15 + depth :, 0] for i in range(40)])
         found = block(x).detach() @ model.lm_head.weight[:, :SIZE].detach().T
+        if rank:  # all tokens here are 0
+            found += model.lm_head.weight[:, SIZE:].detach() @ model.sequential.weight[0].detach()
         assert ((y @ head.T).argmax(-1) == found.argmax(-1)).float().mean() > 0.6
         untrained = (x @ head.T).argmax(-1) == (y @ head.T).argmax(-1)
         assert untrained.float().mean() < 0.3
+
+
+def test_the_fit_reads_the_token_before():
+    """States that hang on the token before alone: the sequential head knows it, at every depth."""
+    torch.manual_seed(2)
+    known, turn = torch.randn(VOCAB, SIZE), torch.randn(SIZE, SIZE)
+    states, answers = {}, []
+    for index in range(60):
+        text = torch.randint(VOCAB, (40,))
+        states[index] = (known[text][:-1] @ turn.T)[:, None]
+        answers.append(CachedAnswer(index, text[:10], text[10:], text[10:, None], text[10:, None]))
+    agreements = []
+    for rank in (8, SIZE):
+        model = heads(rank, torch.arange(VOCAB))
+        own = model.lm_head.weight[:, :SIZE].detach().clone()
+        fit_heads(model, known, states, answers)
+        found = model.sequential.weight[:-1] @ model.lm_head.weight[:, SIZE:].T
+        same = (known @ turn.T @ own.T).argmax(-1) == found.argmax(-1)
+        agreements.append(float(same.float().mean()))
+    assert 0.1 < agreements[0] < agreements[1] - 0.2
+    assert agreements[1] > 0.9
 
 
 MEDUSA = {"draft": None, "drafter": "medusa", "draft_vocab_size": 270}

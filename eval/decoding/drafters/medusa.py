@@ -87,8 +87,8 @@ class MedusaModel(PreTrainedModel):
 def save_medusa(
     folder: Path, model: MedusaModel, token_ids: Tensor | None, embedding: Tensor
 ) -> None:
-    """Write the checkpoint; `embedding` is the target's, of which only the hash is kept."""
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    """Write the checkpoint in the dtype of the target's `embedding`, of which the hash is kept."""
+    tensors = {name: tensor.to(embedding.dtype) for name, tensor in model.state_dict().items()}
     size = model.config.hidden_size
     head = tensors.pop("lm_head.weight")
     tensors["lm_head.weight"] = head[:, :size].contiguous()
@@ -114,9 +114,10 @@ def load_medusa(folder: Path, embedding: Tensor) -> tuple[MedusaModel, Tensor | 
 
     Raises ValueError when it was made for another target.
     """
-    check_compact(folder, embedding)
     config = MedusaConfig.from_pretrained(folder)
     tensors = load_file(folder / "model.safetensors", device=str(embedding.device))
+    # the target's own numbers, in whatever dtype it is loaded
+    check_compact(folder, embedding.to(tensors["lm_head.weight"].dtype))
     token_ids = tensors.pop("token_map", None)
     if config.sequential_rank:
         tensors["sequential.weight"] = tensors.pop("sequential.read")
