@@ -58,7 +58,11 @@ def check_run(run_folder: Path | str) -> Report:
     if not folder.is_dir():
         raise PublishError(f"{folder} is no folder: give the output folder of a finished run")
     check_draft(folder / "draft")
-    read_yaml(_found(folder / RECIPE))
+    if read_yaml(_found(folder / RECIPE)).get("drafter") == "eagle3":
+        raise PublishError(
+            f"{folder} is a run with drafter eagle3, whose draft is no model of its own and cannot "
+            "be loaded again here to be checked: vLLM and speculators load draft/ as it stands"
+        )
     for name in (PROVENANCE, "vocab_check.json"):
         read_json(_found(folder / name))
     report = read_report(folder / REPORT)
