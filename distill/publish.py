@@ -42,6 +42,12 @@ from eval.reporting.report import Report, read_report
 RECIPE = "recipe.yaml"
 PROVENANCE = "provenance.json"
 REPORT = Path("report", "report.json")
+UNPUBLISHED = {
+    "eagle3": "whose draft is no model of its own that could be loaded again and measured: vLLM "
+    "and speculators load draft/ as it stands",
+    "features": "whose full form drafts without the target's states and so has another alpha than "
+    "the report: engines load draft/ as it stands, and eval.run measures it for itself",
+}
 PUBLISHED = "published"  # in the run, what goes to the Hub where no other folder is named
 
 
@@ -58,11 +64,7 @@ def check_run(run_folder: Path | str) -> Report:
     if not folder.is_dir():
         raise PublishError(f"{folder} is no folder: give the output folder of a finished run")
     check_draft(folder / "draft")
-    if read_yaml(_found(folder / RECIPE)).get("drafter") == "eagle3":
-        raise PublishError(
-            f"{folder} is a run with drafter eagle3, whose draft is no model of its own and cannot "
-            "be loaded again here to be checked: vLLM and speculators load draft/ as it stands"
-        )
+    read_yaml(_found(folder / RECIPE))
     for name in (PROVENANCE, "vocab_check.json"):
         read_json(_found(folder / name))
     report = read_report(folder / REPORT)
@@ -168,6 +170,8 @@ def publish(plan: Plan) -> None:
     """
     run, report = plan.run, check_run(plan.run)
     recipe = read_yaml(run / RECIPE)
+    if (kind := recipe.get("drafter")) in UNPUBLISHED:
+        raise PublishError(f"{run} is a run with drafter {kind}, {UNPUBLISHED[kind]}")
     licence, source = plan.licence, "as its publisher states"
     if licence is None:
         base = recipe.get("draft")

@@ -1,6 +1,7 @@
 """Drafts that read the target's hidden states: cached, prepared, trained over several steps."""
 
 import dataclasses
+import shutil
 
 import pytest
 import torch
@@ -16,11 +17,14 @@ from distill.losses import forward_kl
 from distill.models import TargetOfRun, check_models
 from distill.prepare import prepare_draft
 from distill.prompts import collect_prompts
+from distill.publish import Plan, PublishError, publish
 from distill.recipe import RecipeError
 from distill.state_cache import cache_states, states_of
 from distill.train import run
 from distill.trainer import attach_head
+from eval.decoding.drafters.base import Texts
 from eval.decoding.drafters.loading import load_drafter
+from eval.decoding.verification import Sampling
 from eval.reporting.report import read_report
 
 KINDS = ["features", "eagle3"]
@@ -39,21 +43,31 @@ class Stopped(Exception):
     pass
 
 
-@pytest.fixture
-def answered(job, tmp_path, monkeypatch):
-    """Makes a run that has been stopped once the states are cached: its parts."""
+@pytest.fixture(scope="module")
+def stopped(job, tmp_path_factory):
+    """A run of each kind that was stopped once the states were cached, and what it had printed."""
 
-    def make(kind, **changes):
-        recipe = job(tmp_path / "run", **MADE, drafter=kind, **changes)
+    def stop(*_):
+        raise Stopped
 
-        def stop(*_):
-            raise Stopped
-
-        with monkeypatch.context() as patch:
+    recipes = {}
+    for kind in KINDS:
+        recipes[kind] = job(tmp_path_factory.mktemp("stopped") / "run", **MADE, drafter=kind)
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train, "prepare_draft", stop)
             with pytest.raises(Stopped):
-                run(recipe)
-        return parts(recipe)
+                run(recipes[kind])
+    return recipes
+
+
+@pytest.fixture
+def answered(stopped, tmp_path):
+    """Makes a copy of such a run of a kind: its parts."""
+
+    def make(kind):
+        folder = tmp_path / "run"
+        shutil.copytree(stopped[kind].folder, folder)
+        return parts(dataclasses.replace(stopped[kind], output_dir=str(folder)))
 
     return make
 
@@ -75,7 +89,26 @@ def test_a_finished_run_is_lossless_and_keeps_no_states(finished):
     assert not (folder / "states").exists()
     again = load_drafter(str(folder / "draft"), parts(finished)[2].loaded)
     assert again.layers == kind_of(finished).layers({"num_hidden_layers": 2})
-    assert run(finished) == 0  # again, from what is there
+    with pytest.raises(PublishError, match=f"is a run with drafter {finished.drafter}, whose"):
+        publish(Plan(folder))
+
+
+@pytest.mark.parametrize("finished", ["eagle3"], indirect=True)
+def test_an_exported_eagle3_has_the_names_that_engines_load(finished):
+    config = read_json(finished.folder / "draft" / "config.json")
+    tensors = load_file(finished.folder / "draft" / "model.safetensors")
+    assert config["speculators_model_type"] == "eagle3"
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1]
+    assert config["draft_vocab_size"] == len(tensors["d2t"]) == 270
+    assert config["transformer_layer_config"]["model_type"] == "llama"
+    size = config["transformer_layer_config"]["hidden_size"]
+    assert tensors["layers.0.self_attn.q_proj.weight"].shape[1] == 2 * size
+    assert {"fc.weight", "norm.weight", "lm_head.weight", "t2d"} <= tensors.keys()
+    assert {"layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight"} <= tensors.keys()
+    assert not any("embed" in name for name in tensors)
+    assert int(tensors["t2d"].sum()) == 270
+    ids = tensors["d2t"] + torch.arange(270)
+    assert torch.equal(ids, tensors["t2d"].nonzero()[:, 0])
 
 
 def test_states_are_those_of_one_pass_of_the_model(answered):
@@ -94,7 +127,6 @@ def test_states_are_those_of_one_pass_of_the_model(answered):
 
 def test_states_are_made_once_and_only_what_lacks(answered, monkeypatch, capsys):
     recipe, pair, target, answers = answered("eagle3")
-    assert "hidden states of layers [1]" in capsys.readouterr().out
     folder = recipe.folder / "states"
     made = []
     original = state_cache.states_at
@@ -109,6 +141,7 @@ def test_states_are_made_once_and_only_what_lacks(answered, monkeypatch, capsys)
         states_of(recipe, pair, answers)
     cache_states(recipe, pair, target, answers)
     assert made == answers.indices
+    assert "hidden states of layers [1]: 0 MiB in" in capsys.readouterr().out
 
 
 def test_states_of_other_layers_or_another_target_are_refused(answered):
@@ -205,9 +238,6 @@ def test_later_steps_of_a_features_draft_read_its_own_states(answered):
 
 def test_steps_of_an_eagle3_draft_are_those_of_its_session(answered):
     """What training makes of the later steps is what decoding does with them."""
-    from eval.decoding.drafters.base import Texts
-    from eval.decoding.verification import Sampling
-
     recipe, pair, target, answers = answered("eagle3")
     prepared = prepare_draft(recipe, pair, target, answers)
     model, loaded = prepared.model, target.loaded
@@ -233,25 +263,6 @@ def test_steps_of_an_eagle3_draft_are_those_of_its_session(answered):
         assert got == prepared.token_ids[torch.stack(rows)].tolist()
         seen.update(got)
     assert len(seen) > 3
-
-
-def test_an_exported_eagle3_has_the_names_that_engines_load(job, tmp_path):
-    recipe = job(tmp_path / "run", **MADE, drafter="eagle3", max_steps=2)
-    assert run(recipe) == 0
-    config = read_json(recipe.folder / "draft" / "config.json")
-    tensors = load_file(recipe.folder / "draft" / "model.safetensors")
-    assert config["speculators_model_type"] == "eagle3"
-    assert config["eagle_aux_hidden_state_layer_ids"] == [1]
-    assert config["draft_vocab_size"] == len(tensors["d2t"]) == 270
-    assert config["transformer_layer_config"]["model_type"] == "llama"
-    size = config["transformer_layer_config"]["hidden_size"]
-    assert tensors["layers.0.self_attn.q_proj.weight"].shape[1] == 2 * size
-    assert {"fc.weight", "norm.weight", "lm_head.weight", "t2d"} <= tensors.keys()
-    assert {"layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight"} <= tensors.keys()
-    assert not any("embed" in name for name in tensors)
-    assert int(tensors["t2d"].sum()) == 270
-    ids = tensors["d2t"] + torch.arange(270)
-    assert torch.equal(ids, tensors["t2d"].nonzero()[:, 0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
