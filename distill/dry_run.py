@@ -23,6 +23,7 @@ from distill.timing import (
     batched_step,
     evaluation_seconds,
     stand_in,
+    states_seconds,
     training_step,
     training_steps,
 )
@@ -86,7 +87,9 @@ def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> i
     answering = recipe.answer_max_new_tokens * batched_step(
         target.decoder, recipe.answer_batch_size, at
     )
-    per_answer = answering / recipe.answer_batch_size
+    whole = sum(map(len, training)) // len(training) + recipe.answer_max_new_tokens
+    states = states_seconds(recipe, pair, target, whole)
+    per_answer = answering / recipe.answer_batch_size + states
     per_step = training_step(recipe, pair, training, model, pair.trained_rows(token_ids))
     measuring = evaluation_seconds(recipe, prompts, target, recipe.max_new_tokens)(
         min(recipe.speed_prompts, len(evaluation))
@@ -98,7 +101,8 @@ def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> i
         steps = training_steps(recipe, answers)
     tokens = answers * recipe.answer_max_new_tokens
     minutes = {
-        f"answers ({tokens} tokens at most)": answers * per_answer,
+        f"answers ({tokens} tokens at most)": answers * (per_answer - states),
+        **({"target's hidden states": answers * states} if states else {}),
         f"training ({steps} steps)": steps * per_step,
         "evaluation": measuring,
     }

@@ -72,6 +72,15 @@ def evaluation_seconds(
     return lambda timed: fixed + timed * each
 
 
+def states_seconds(recipe: Recipe, pair: Pair, target: Target, tokens: int) -> float:
+    """Seconds of the pass that keeps the target's states over an answer of so many tokens, prompt
+    included; 0 where the draft reads none.
+    """
+    if not kind_of(recipe).layers(pair.target.config):
+        return 0.0
+    return _median(timed_step(target.decoder, tokens, 0, Sampling()))
+
+
 def _median(run: Callable[[], None]) -> float:
     """Median seconds of a few runs, the first left out."""
     seconds = []

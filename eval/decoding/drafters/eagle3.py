@@ -126,13 +126,16 @@ def load_eagle3(folder: Path, embedding: Tensor) -> tuple[LlamaForCausalLM, Tens
 
     Raises ValueError when it was made for another target.
     """
-    about = check_compact(folder, embedding)
-    config = LlamaConfig(**read_json(folder / "config.json")["transformer_layer_config"])
     tensors = load_file(folder / "model.safetensors", device=str(embedding.device))
+    about = check_compact(folder, embedding.to(tensors["lm_head.weight"].dtype))
+    config = LlamaConfig(**read_json(folder / "config.json")["transformer_layer_config"])
     token_ids = read_token_ids(folder, tensors)
     assert token_ids is not None
     model = build_eagle3(config, len(about["layers"]), len(token_ids))
-    named = {n if n.startswith("lm_head") else PREFIX + n: t for n, t in tensors.items()}
+    named = {
+        name if name.startswith("lm_head") else PREFIX + name: tensor.to(embedding.dtype)
+        for name, tensor in tensors.items()
+    }
     model.load_state_dict({**named, EMBEDDING: embedding}, assign=True)
     # rotary tables are no parameters: build them for real
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(embedding.device)
@@ -146,7 +149,9 @@ class Eagle3Decoder:
         config: Any = model.config
         body: Any = model.base_model
         layer, attention = body.layers[0], body.layers[0].self_attn
-        int8 = embedding.device.type == "cpu" and config.hidden_size % INT8_TERMS == 0
+        # a target in fp32 is there to be compared with, and so is its draft
+        int8 = embedding.device.type == "cpu" and embedding.dtype != torch.float32
+        int8 = int8 and config.hidden_size % INT8_TERMS == 0
         self.embedding, self.device, self.dtype = embedding, embedding.device, embedding.dtype
         self.context_length, self.eps = context_length, config.rms_norm_eps
         self.key_heads, self.head_size = config.num_key_value_heads, config.head_dim
