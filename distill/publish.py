@@ -43,6 +43,8 @@ RECIPE = "recipe.yaml"
 PROVENANCE = "provenance.json"
 REPORT = Path("report", "report.json")
 UNPUBLISHED = {
+    "medusa": "whose draft is no model of its own that could be loaded again and measured: vLLM "
+    "loads draft/ as it stands",
     "eagle3": "whose draft is no model of its own that could be loaded again and measured: vLLM "
     "and speculators load draft/ as it stands",
     "features": "whose full form drafts without the target's states and so has another alpha than "

@@ -27,10 +27,14 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def speculation(draft: str | Path, gamma: int) -> list[str]:
     """The arguments with which a vLLM server speculates, gamma tokens a time.
 
-    draft: a model of its own, or a folder in the format of speculators, which names its method.
+    draft: a model of its own, or a folder in the format of speculators, which names its method, or
+    Medusa heads.
     """
-    about = Path(draft) / "config.json"
-    kind = read_json(about).get("speculators_model_type") if about.is_file() else None
+    path = Path(draft) / "config.json"
+    about = read_json(path) if path.is_file() else {}
+    kind = about.get("speculators_model_type")
+    if about.get("model_type") == "medusa":
+        kind = "medusa"
     config = {"method": kind or "draft_model", "model": str(draft), "num_speculative_tokens": gamma}
     return ["--speculative-config", json.dumps(config)]
 
