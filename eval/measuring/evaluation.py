@@ -260,6 +260,7 @@ class _Evaluation:
             gamma_sweep=sweep,
             by_batch_size=by_batch_size,
             by_temperature={t: _both(decoded[t], name) for t in plan.temperatures},
+            alike=drafter.alike,
         )
 
     def _policy(self, length: DraftLength) -> str:

@@ -134,7 +134,7 @@ class DraftLog:
     kv_bytes_per_token: {target, draft}} in the form measured. lossless: the ledger of greedy texts.
     gamma_sweep: measured points {gamma, tau, speedup}. other_prompts: {source, sha256, alpha}.
     by_temperature: (runs, baseline runs) by the temperature they were decoded at. counters: a
-    server's own.
+    server's own. alike: as of a Drafter (eval/decoding/drafters/base.py).
     """
 
     name: str
@@ -157,6 +157,7 @@ class DraftLog:
         default_factory=dict
     )
     counters: dict[str, Any] | None = None
+    alike: bool = True
     missing: dict[str, str] = field(default_factory=dict)
 
 

@@ -226,6 +226,7 @@ class Eagle3Decoder:
 
 @dataclass(kw_only=True)
 class Eagle3Drafter(CheckpointDrafter):
+    alike: bool = False
     decoder: Eagle3Decoder  # type: ignore[assignment]
 
     def fused(self, states: HiddenStates) -> Tensor:

@@ -70,6 +70,7 @@ class FeaturesDrafter(CheckpointDrafter):
     head [K, H], states_map [H, L * H], own_map [H, H]: what follows.
     """
 
+    alike: bool = False
     head: Product
     states_map: Product
     own_map: Product

@@ -111,6 +111,7 @@ def lookup_first(draft: Drafter) -> LookupFirst:
         full_form_bytes=draft.full_form_bytes,
         kv_bytes_per_token=draft.kv_bytes_per_token,
         layers=draft.layers,
+        alike=draft.alike,
     )
 
 

@@ -133,6 +133,7 @@ def load_medusa(folder: Path, embedding: Tensor) -> tuple[MedusaModel, Tensor | 
 class MedusaDrafter(Drafter):
     """layers: the number of the target's last one. blocks: D, head: the one that they share."""
 
+    alike: bool = False
     blocks: list[Product]
     head: Product
     in_turn: TokensInTurn

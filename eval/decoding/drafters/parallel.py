@@ -77,6 +77,7 @@ class Parts(NamedTuple):
 class ParallelDrafter(CheckpointDrafter):
     """Its decoder reads mask d as id V + d - 2, d from 2 to `depth`. depth: D."""
 
+    alike: bool = False
     depth: int
     sequential: SequentialHead | None = None
 
@@ -178,7 +179,7 @@ def parallel_drafter(
     parts = parts.like(target.decoder.embedding)
     plain = pruned_drafter(model, token_ids, target, parts.masks)
     return ParallelDrafter(
-        **{field.name: getattr(plain, field.name) for field in fields(plain)},
+        **{field.name: getattr(plain, field.name) for field in fields(plain)} | {"alike": False},
         depth=len(parts.masks) + 1,
         sequential=parts.sequential,
     )

@@ -228,7 +228,7 @@ def test_alpha_is_taken_on_the_first_token_which_knows_no_mask(drafts, drafter):
 def test_sampled_tokens_have_the_targets_distribution(tiny, length):
     from scipy.stats import chi2
 
-    vocab, runs = 6, 3000
+    vocab, runs = 6, 1500
     target = build_decoder(tiny(0, vocab), 40)
     masks = random_masks()
     draft = ParallelDrafter(
