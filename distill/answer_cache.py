@@ -47,7 +47,32 @@ def bytes_per_token(top_k: int, vocab_size: int) -> int:
     return top_k * (4 if vocab_size <= 2**16 else 6) + 4
 
 
-def _content_hash(tensors: dict[str, Tensor]) -> str:
+def claim(folder: Path, parts: dict[str, Any], what: str) -> None:
+    """Write `parts` into the folder's key.json, or raise CacheError where it names others."""
+    key = folder / "key.json"
+    if not key.exists():
+        with atomic_file(key) as file:
+            json.dump(parts, file, indent=2, sort_keys=True)
+    try:
+        found = json.loads(key.read_text())
+    except ValueError as error:
+        raise CacheError(
+            f"{key} is not readable JSON ({error}): the cache is damaged; delete {folder} "
+            "and run again."
+        ) from error
+    changed = sorted(name for name in parts | found if parts.get(name) != found.get(name))
+    if changed:
+        detail = "; ".join(f"{n}: {found.get(n)} -> {parts.get(n)}" for n in changed)
+        code = "TOK-014: " if "tokenizer" in changed else ""
+        raise CacheError(
+            f"{code}{folder} holds {what} made with another {', '.join(changed)} "
+            f"({detail}); they would teach the draft the wrong target. Use another "
+            "output_dir or delete that folder."
+        )
+
+
+def content_hash(tensors: dict[str, Tensor]) -> str:
+    """sha256 of names and bits, order aside."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(name.encode())
@@ -69,27 +94,7 @@ class AnswerCache(Sequence[CachedAnswer]):
         """
         self.folder = folder
         self.id_type = torch.uint16 if vocab_size <= 2**16 else torch.int32
-        key = folder / "key.json"
-        if not key.exists():
-            with atomic_file(key) as file:
-                json.dump(parts, file, indent=2, sort_keys=True)
-        try:
-            found = json.loads(key.read_text())
-        except ValueError as error:
-            raise CacheError(
-                f"{key} is not readable JSON ({error}): the cache is damaged; delete {folder} "
-                "and run again."
-            ) from error
-        changed = sorted(name for name in parts | found if parts.get(name) != found.get(name))
-        if changed:
-            detail = "; ".join(f"{n}: {found.get(n)} -> {parts.get(n)}" for n in changed)
-            code = "TOK-014: " if "tokenizer" in changed else ""
-            raise CacheError(
-                f"{code}{folder} holds distributions made with another {', '.join(changed)} "
-                f"({detail}); they would teach the draft the wrong target. Use another "
-                "output_dir or delete that folder."
-            )
-
+        claim(folder, parts, "distributions")
         self._paths: list[Path] = []
         # a row an answer: its index, its shard's place in _paths, and from where to where in the
         # shard its prompt and its response stand
@@ -115,7 +120,7 @@ class AnswerCache(Sequence[CachedAnswer]):
         # one overwrite another, nor one process the shard of another
         name = f"shard-{answers[0].index:08d}.safetensors"
         with atomic_file(self.folder / name, "wb") as file:
-            file.write(save(tensors, metadata={"sha256": _content_hash(tensors)}))
+            file.write(save(tensors, metadata={"sha256": content_hash(tensors)}))
         self.refresh()
 
     def refresh(self) -> None:
@@ -129,10 +134,10 @@ class AnswerCache(Sequence[CachedAnswer]):
                 self._take_in(path)
 
     def _take_in(self, path: Path) -> None:
-        with _opened(path) as file:
+        with opened(path) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             recorded = (file.metadata() or {}).get("sha256")
-        if recorded != _content_hash(tensors):
+        if recorded != content_hash(tensors):
             raise CacheError(
                 f"{path} does not match its checksum: bits changed since it was written; "
                 "delete it and run again, its answers are made anew."
@@ -162,7 +167,7 @@ class AnswerCache(Sequence[CachedAnswer]):
         index, shard, *bounds = self._places[number].tolist()
         prompt, response = slice(*bounds[:2]), slice(*bounds[2:])
         # opened anew each time: pages of a map that stays open would count as this process's memory
-        with _opened(self._paths[shard]) as file:
+        with opened(self._paths[shard]) as file:
             return CachedAnswer(
                 index,
                 file.get_slice("prompt_ids")[prompt].long(),
@@ -186,7 +191,7 @@ class AnswerCache(Sequence[CachedAnswer]):
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def opened(path: Path) -> Iterator[Any]:
     """A shard, memory-mapped. Raises CacheError for one that is cut or gone."""
     try:
         with safe_open(path, "pt") as file:

@@ -21,7 +21,13 @@ from distill.models import Pair, TargetOfRun
 from distill.prompts import Prompts
 from distill.recipe import Recipe, RecipeError, read_yaml
 from distill.run_folder import write_recipe
-from distill.timing import evaluation_seconds, stand_in, training_step, training_steps
+from distill.timing import (
+    evaluation_seconds,
+    stand_in,
+    states_seconds,
+    training_step,
+    training_steps,
+)
 
 UNPLANNED = 0.05  # of the minutes: loading, fit, export, saving
 MIN_TIMED = 32  # prompts; of fewer the interval says little
@@ -65,6 +71,7 @@ def plan(recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun) -> R
     per_answer = (time.monotonic() - clock) / first
     length = sum(answers.response_lengths) / first
     context = sum(map(len, prompts.training.ids)) / len(prompts.training.ids)
+    per_answer += states_seconds(recipe, pair, target.loaded, round(context + length))
     per_step *= (context + length) / (context + recipe.answer_max_new_tokens)
     evaluation = evaluation_seconds(recipe, prompts, target.loaded, length)
     timed = min(recipe.speed_prompts, len(prompts.evaluation.ids))

@@ -13,6 +13,7 @@ import torch
 
 from align.sources import load_config, weights_at_hand
 from distill.budget import UNPLANNED, split
+from distill.drafters.base import kind_of
 from distill.memory import PROMPT_TOKENS, columns, needs, summary, table
 from distill.models import Pair, check_models, load_target
 from distill.prompts import Prompts, collect_prompts
@@ -22,12 +23,11 @@ from distill.timing import (
     batched_step,
     evaluation_seconds,
     stand_in,
+    states_seconds,
     training_step,
     training_steps,
 )
 from distill.trainer import training_config
-from eval.decoding.drafters.loading import load_drafter
-from eval.decoding.drafters.pruned import pruned_drafter
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring.cost import ceiling_speedup, elsewhere, price
@@ -76,10 +76,7 @@ def why_not_timed(recipe: Recipe) -> str | None:
 
 def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> int:
     model, token_ids = stand_in(recipe, pair, target)
-    if recipe.draft is not None:
-        drafter = load_drafter(recipe.draft, target, pair.strategy)
-    else:
-        drafter = pruned_drafter(model, token_ids, target)
+    drafter = kind_of(recipe).drafter(recipe, pair, model, token_ids, target)
     evaluation, training = prompts.evaluation.ids, prompts.training.ids
     context = sum(map(len, evaluation)) // len(evaluation)
     sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
@@ -90,7 +87,9 @@ def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> i
     answering = recipe.answer_max_new_tokens * batched_step(
         target.decoder, recipe.answer_batch_size, at
     )
-    per_answer = answering / recipe.answer_batch_size
+    whole = sum(map(len, training)) // len(training) + recipe.answer_max_new_tokens
+    states = states_seconds(recipe, pair, target, whole)
+    per_answer = answering / recipe.answer_batch_size + states
     per_step = training_step(recipe, pair, training, model, pair.trained_rows(token_ids))
     measuring = evaluation_seconds(recipe, prompts, target, recipe.max_new_tokens)(
         min(recipe.speed_prompts, len(evaluation))
@@ -102,7 +101,8 @@ def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> i
         steps = training_steps(recipe, answers)
     tokens = answers * recipe.answer_max_new_tokens
     minutes = {
-        f"answers ({tokens} tokens at most)": answers * per_answer,
+        f"answers ({tokens} tokens at most)": answers * (per_answer - states),
+        **({"target's hidden states": answers * states} if states else {}),
         f"training ({steps} steps)": steps * per_step,
         "evaluation": measuring,
     }

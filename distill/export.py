@@ -10,13 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from align.atomic import atomic_folder
 from distill.answer_cache import CachedAnswer
+from distill.drafters.base import kind_of
 from distill.models import Pair
 from distill.prepare import HEAD_ROWS, PreparedDraft, until
 from distill.recipe import Recipe
-from eval.decoding.drafters.pruned import save_compact
-from eval.decoding.forward import input_embedding
 
 SUPPRESSION = (0.0, 5.0, 10.0, 20.0, 40.0, 80.0)  # logits below the fitted ones, tried in order
 CALIBRATION_TOKENS = 4_000
@@ -33,19 +31,17 @@ def export_draft(
     answers: Iterable[CachedAnswer],
 ) -> None:
     """`draft/`: a checkpoint for every engine, and `draft/compact/` for our decoder."""
-    dtype = getattr(torch, recipe.dtype)
-    full = tuned.to(dtype)
-    if recipe.draft is None:  # a FrozenEmbedding keeps its dtype and gives fp32
-        embedding = input_embedding(tuned).to(dtype)
-        tuned.set_input_embeddings(nn.Embedding.from_pretrained(embedding))
-    if prepared.token_ids is not None:
-        assert prepared.full_head is not None
-        full = full_vocabulary(tuned, prepared.token_ids, prepared.full_head, answers)
-    with atomic_folder(recipe.folder / "draft") as partial:
-        full.save_pretrained(partial)
-        pair.load_tokenizer().save_pretrained(partial)
-        if recipe.draft is None:
-            save_compact(partial / "compact", tuned, prepared.token_ids, embedding)
+    kind_of(recipe).export(recipe, pair, prepared, tuned, answers)
+
+
+def full_form(
+    prepared: PreparedDraft, tuned: PreTrainedModel, answers: Iterable[CachedAnswer]
+) -> PreTrainedModel:
+    """The draft over the target's whole vocabulary; where its head has that, as it is."""
+    if prepared.token_ids is None:
+        return tuned
+    assert prepared.full_head is not None
+    return full_vocabulary(tuned, prepared.token_ids, prepared.full_head, answers)
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from distill.answer_cache import bytes_per_token
 from distill.answers import top_logprobs
+from distill.drafters.base import kind_of
 from distill.export import CALIBRATION_TOKENS
 from distill.models import check_prunable
 from distill.prepare import pruned_config
@@ -37,6 +38,7 @@ from eval.decoding.verification import Sampling, agreement, sample, warp
 from eval.measuring.agreement import BATCH, RULE_TEMPERATURES
 
 PIECE = 4096  # rows of a head that are in fp32 at once
+STATE_BYTES = 2  # of each of the numbers in a hidden state, in bf16
 PROMPT_TOKENS = 512  # of the longest prompt, where nobody knows it yet
 RUNTIME = 2**30  # of every device: the process, or a GPU's context and the libraries' workspaces
 FRAGMENTED = 0.1  # of every device: what an allocator cannot use
@@ -87,6 +89,7 @@ class Needs:
     stages: list[Stage]
     answers_on_disk: int
     checkpoint: int
+    states_on_disk: int = 0
 
     @property
     def peak(self) -> int:
@@ -127,11 +130,15 @@ def needs(
         stages = [job.answering(), *stages, job.evaluating()]
     vocab_size: int = target.get_text_config().vocab_size
     tokens = recipe.max_train_prompts * recipe.answers_per_prompt * recipe.answer_max_new_tokens
+    config = target.get_text_config()
+    states = len(kind_of(recipe).layers(config.to_dict())) * config.hidden_size * STATE_BYTES
+    positions = tokens + recipe.max_train_prompts * recipe.answers_per_prompt * job.prompt
     return Needs(
         stages,
         tokens * bytes_per_token(recipe.cache_top_k, vocab_size),
         # the trained weights in fp32 and both of AdamW's moments
         3 * next(stage for stage in stages if stage.name == "distilling").gradients,
+        positions * states,
     )
 
 
@@ -424,6 +431,8 @@ def summary(found: Needs) -> str:
         f"On disk: answers {_gib(found.answers_on_disk)} GiB, "
         f"a checkpoint {_gib(found.checkpoint)} GiB"
     )
+    if found.states_on_disk:
+        on_disk += f", the target's hidden states {_gib(found.states_on_disk)} GiB"
     if home := smallest_device(found.peak):
         return f"The run fits on {home} and all above. {on_disk}"
     spread = [least_shards(stage) for stage in found.stages]

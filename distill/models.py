@@ -29,6 +29,7 @@ from eval.decoding.target import load_target as load_any_target
 from eval.measuring.evaluation import context_length
 
 PRUNABLE = ("llama", "qwen2", "qwen3", "mistral")
+PRUNED = ("pruned", "features", "parallel")  # kinds of draft that keep layers of the target
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def check_models(recipe: Recipe) -> Pair:
             "target's vocabulary; lower it."
         )
     if recipe.draft is None:
-        check_prunable(target.config, recipe.num_draft_layers)
+        check_prunable(target.config, recipe.num_draft_layers if recipe.kind in PRUNED else 0)
         if recipe.draft_vocab_size is not None:
             choose_tokens(torch.zeros(target.rows), recipe.draft_vocab_size, forced_tokens(target))
     vocab_map = None

@@ -9,6 +9,7 @@ import copy
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from align.atomic import atomic_file
 from align.sources import read_json
 from align.trim import choose_tokens, coverage_curve, lost_mass
 from distill.answer_cache import CachedAnswer
-from distill.models import Pair, TargetOfRun, forced_tokens, load_sibling
+from distill.drafters.base import kind_of
+from distill.models import Pair, TargetOfRun, forced_tokens
 from distill.recipe import Recipe
 from eval.decoding.drafters.pruned import load_compact, save_compact
 from eval.decoding.forward import input_embedding
@@ -68,13 +70,27 @@ class FrozenEmbedding(nn.Embedding):
 def prepare_draft(
     recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Iterable[CachedAnswer]
 ) -> PreparedDraft:
-    """The untuned draft: the sibling as it is, or `prepared/` from the pruned target.
+    """The untuned draft of the recipe's kind.
 
     The target is loaded only where `prepared/` is not there yet; a sibling needs none.
     """
-    if recipe.draft is not None:
-        model = load_sibling(recipe.draft, pair)
-        return PreparedDraft(model, None, None, 0.0)
+    return kind_of(recipe).prepare(recipe, pair, target, answers)
+
+
+def prepare_pruned(
+    recipe: Recipe,
+    pair: Pair,
+    target: TargetOfRun,
+    answers: Iterable[CachedAnswer],
+    finish: Callable[[PreparedDraft], None] = lambda made: None,
+    layers: tuple[int, ...] = (),
+    load: Callable[[Path, Tensor], tuple[PreTrainedModel, Tensor | None]] = load_compact,
+) -> PreparedDraft:
+    """The pruned target, kept in `prepared/`.
+
+    finish: what another kind makes of it first. layers: the target's states that this kind reads.
+    load: how it is read.
+    """
     folder = recipe.folder / "prepared"
     about, head = folder / PREPARED, folder / "full_head.safetensors"
     embedding = pair.target_embedding(getattr(torch, recipe.dtype))
@@ -88,13 +104,14 @@ def prepare_draft(
             forced_tokens(pair.target),
         )
         assert made.full_head is not None
-        save_compact(folder, made.model, made.token_ids, embedding)
+        finish(made)
+        save_compact(folder, made.model, made.token_ids, embedding, recipe.kind, layers)
         with atomic_file(head, "wb") as file:
             save_file({"full_head": made.full_head}, file.name)
         with atomic_file(about) as file:
             json.dump({"lost_mass": made.lost_mass}, file)
         del made  # from here on it is read from the files, a page at a time
-    model, token_ids = load_compact(folder, embedding)
+    model, token_ids = load(folder, embedding)
     model.set_input_embeddings(FrozenEmbedding(embedding))
     lost = lost_mass_of(recipe)
     print(f"draft: {recipe.num_draft_layers} layers, trimmed head loses {lost:.2%} of p's mass")
@@ -199,8 +216,7 @@ def _fit_projection(
     """The matrix A [H, H] that minimises |A x - y|^2 from pruned to full final states, in fp32."""
     config: Any = target.config
     size, eps = config.hidden_size, config.rms_norm_eps
-    gram = torch.zeros(size, size, dtype=torch.float64)
-    cross = torch.zeros(size, size, dtype=torch.float64)
+    fit = LeastSquares(size, size)
     seen: dict[str, Tensor] = {}
     hooks = [
         target.model.layers[num_layers - 1].register_forward_hook(
@@ -218,15 +234,31 @@ def _fit_projection(
             response = slice(len(answer.prompt_ids) - 1, None)
             x = F.rms_norm(seen["early"][0, response].float(), (size,), eps=eps)
             y = seen["final"][0, response].float()
-            gram += (x.T @ x).cpu()
-            cross += (x.T @ y).cpu()
+            fit.add(x, y)
             bar.update(min(len(x), fit_tokens - bar.n))  # the last answer goes beyond
     finally:
         for hook in hooks:
             hook.remove()
         bar.close()
-    ridge = FIT_RIDGE * gram.diagonal().mean() * torch.eye(size, dtype=torch.float64)
-    return torch.linalg.solve(gram + ridge, cross).T.float().to(target.device)
+    return fit.solution().to(target.device)
+
+
+class LeastSquares:
+    """The matrix M that minimises |M x - y|^2 over all rows x [N, I] and y [N, O] added."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        self.gram = torch.zeros(inputs, inputs, dtype=torch.float64)
+        self.cross = torch.zeros(inputs, outputs, dtype=torch.float64)
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        self.gram += (x.T @ x).cpu()
+        self.cross += (x.T @ y).cpu()
+
+    def solution(self, inputs: int | None = None) -> Tensor:
+        """M [O, I] in fp32; inputs: from the first so many alone."""
+        gram, cross = self.gram[:inputs, :inputs], self.cross[:inputs]
+        ridge = FIT_RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
+        return torch.linalg.solve(gram + ridge, cross).T.float()
 
 
 def until(answers: Iterable[CachedAnswer], tokens: int) -> Iterator[CachedAnswer]:

@@ -42,6 +42,14 @@ from eval.reporting.report import Report, read_report
 RECIPE = "recipe.yaml"
 PROVENANCE = "provenance.json"
 REPORT = Path("report", "report.json")
+UNPUBLISHED = {
+    "medusa": "whose draft is no model of its own that could be loaded again and measured: vLLM "
+    "loads draft/ as it stands",
+    "eagle3": "whose draft is no model of its own that could be loaded again and measured: vLLM "
+    "and speculators load draft/ as it stands",
+    "features": "whose full form drafts without the target's states and so has another alpha than "
+    "the report: engines load draft/ as it stands, and eval.run measures it for itself",
+}
 PUBLISHED = "published"  # in the run, what goes to the Hub where no other folder is named
 
 
@@ -164,6 +172,8 @@ def publish(plan: Plan) -> None:
     """
     run, report = plan.run, check_run(plan.run)
     recipe = read_yaml(run / RECIPE)
+    if (kind := recipe.get("drafter")) in UNPUBLISHED:
+        raise PublishError(f"{run} is a run with drafter {kind}, {UNPUBLISHED[kind]}")
     licence, source = plan.licence, "as its publisher states"
     if licence is None:
         base = recipe.get("draft")

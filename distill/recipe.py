@@ -69,8 +69,10 @@ class RecipeError(ValueError):
 
 
 Strategy = Literal["auto", "direct", "padded", "remap", "transplant", "intersection"]
+Drafter = Literal["pruned", "sibling", "features", "eagle3", "medusa", "parallel"]
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
+Rank = Annotated[int, Field(ge=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 
@@ -84,7 +86,8 @@ class Recipe:
     eval_prompts: Text  # prompts to evaluate on; near-duplicates of them are never trained on
     name: Text = "run"  # of the run and its output folder; left out: the name of the recipe's file
     domain: Text = "general"  # what the draft is for, in words (goes to the model card)
-    draft: Text | None = None  # a sibling to tune; null prunes the target in depth
+    draft: Text | None = None  # a sibling to tune; null makes a draft from the target
+    drafter: Drafter | None = None  # kind of draft; null: sibling where draft is named, else pruned
     output_dir: Text | None = None  # null: outputs/ and the name
     minutes: Positive | None = None  # of the whole run on this machine; null: as the rest says
     max_train_prompts: Count = 2000  # at most so many prompts, drawn with the seed
@@ -92,6 +95,9 @@ class Recipe:
     strategy: Strategy = "auto"  # how vocabularies are bridged; auto re-homes a foreign draft
     num_draft_layers: Count = 2  # layers kept of a pruned target
     draft_vocab_size: Count | None = None  # rows of a pruned draft's head; null keeps all
+    sequential_rank: Rank = (
+        64  # of what a drafted token adds to the next (parallel, medusa); 0: none
+    )
     fit_tokens: Count = 20_000  # answer tokens that the head is fitted on
     answers: Literal["local", "server"] = "local"  # who gives the target's: it here, or a server
     answer_url: Text | None = None  # of the server that answers: http://HOST:PORT
@@ -123,6 +129,11 @@ class Recipe:
     dry_run: bool = False  # check and price the run, then stop
     coverage_curve: bool = False  # answer, print what trimmed heads would lose, then stop
     training: dict[str, Any] = field(default_factory=dict)  # any other field of trl.SFTConfig
+
+    @property
+    def kind(self) -> Drafter:
+        """The kind of draft, a file of distill/drafters."""
+        return self.drafter or ("pruned" if self.draft is None else "sibling")
 
     @property
     def folder(self) -> Path:
@@ -349,6 +360,7 @@ def _check_together(recipe: Recipe) -> None:
         )
     _check_minutes(recipe)
     _check_server(recipe)
+    _check_drafter(recipe)
     if recipe.gamma is not None and recipe.gamma > recipe.max_gamma:
         raise RecipeError(
             f"gamma is {recipe.gamma}, more than max_gamma {recipe.max_gamma}; raise max_gamma."
@@ -378,6 +390,41 @@ def _check_minutes(recipe: Recipe) -> None:
         raise RecipeError(
             "minutes decides max_answers and max_steps; leave both out, set minutes to null, or "
             "give both as a run has decided them."
+        )
+
+
+def _check_drafter(recipe: Recipe) -> None:
+    kind = recipe.kind
+    if not (Path(__file__).parent / "drafters" / f"{kind}.py").is_file():
+        raise RecipeError(
+            f"drafter is {kind!r}, which this version cannot make yet; take pruned, or sibling."
+        )
+    if kind == "sibling" and recipe.draft is None:
+        raise RecipeError(
+            "drafter is 'sibling', but draft is null; name the sibling with --draft, or set "
+            "drafter to pruned."
+        )
+    if kind != "sibling" and recipe.draft is not None:
+        raise RecipeError(
+            f"drafter is {kind!r}, which is made from the target itself, but draft names "
+            f"{recipe.draft!r}; remove one of the two."
+        )
+    if kind in ("pruned", "sibling"):
+        return
+    if recipe.use_peft:
+        raise RecipeError(
+            f"use_peft is true, but drafter {kind!r} has weights that start at nothing, which "
+            "adapters of a low rank do not train; set use_peft to false."
+        )
+    if kind == "parallel" and recipe.max_gamma < 2:
+        raise RecipeError(
+            "max_gamma is 1, but drafter 'parallel' drafts several tokens in a pass; raise it, or "
+            "set drafter to pruned."
+        )
+    if recipe.strategy not in ("auto", "direct"):
+        raise RecipeError(
+            f"strategy is {recipe.strategy!r}, but drafter {kind!r} drafts in the target's own "
+            "ids, so there is nothing to bridge; set strategy to auto."
         )
 
 

@@ -124,12 +124,14 @@ _SPENT += ["global_step*", "latest", "zero_to_*.py"]  # DeepSpeed's
 def delete_training_state(folder: Path) -> None:
     """Keep of a finished run what it takes to go on, audit and publish.
 
-    The last checkpoint stays, with its weights and marker, and so do answers and both drafts.
+    The last checkpoint stays, with its weights and marker, and so do answers and both drafts; the
+    target's hidden states, which take many times as much, can be made again.
     """
     last = last_checkpoint(folder)
     for checkpoint in folder.glob("checkpoint-*"):
         if checkpoint != last:
             remove(checkpoint)
     spent = [path for pattern in _SPENT if last is not None for path in last.glob(pattern)]
+    spent.append(folder / "states")
     for path in [*spent, folder / "prepared" / "full_head.safetensors", folder / TRAINING_SET]:
         remove(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 import statistics
@@ -16,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
 from distill.answer_cache import CachedAnswer
-from distill.models import Pair, load_sibling
-from distill.prepare import build_pruned
+from distill.drafters.base import kind_of
+from distill.models import Pair
 from distill.prompts import Prompts
 from distill.recipe import Recipe
 from distill.trainer import build_trainer, training_config
@@ -34,17 +33,8 @@ GAMMA_TRIALS = 28  # texts that the choice of a draft length decodes: 9 lengths,
 
 
 def stand_in(recipe: Recipe, pair: Pair, target: Target) -> tuple[PreTrainedModel, Tensor | None]:
-    """A model of the draft's shape, and the ids of its head where that is trimmed.
-
-    Which rows a pruned draft keeps depends on the answers: here the first. It shares nothing with
-    the target, which is not to be trained.
-    """
-    if recipe.draft is not None:
-        return load_sibling(recipe.draft, pair), None
-    head: Tensor = target.model.get_output_embeddings().weight.detach()
-    head = head[: recipe.draft_vocab_size].clone()
-    model = copy.deepcopy(build_pruned(target.model, recipe.num_draft_layers, head))
-    return model, None if recipe.draft_vocab_size is None else torch.arange(len(head))
+    """A model of the draft's shape, and the ids of its head where that is trimmed."""
+    return kind_of(recipe).stand_in(recipe, pair, target)
 
 
 def batched_step(decoder: Decoder, rows: int, at: int) -> float:
@@ -80,6 +70,15 @@ def evaluation_seconds(
     fixed = texts + len(ids) * whole * 1.2 + steps * step
     each = tokens * step * (1 + sum(1 / s for s in drafts))
     return lambda timed: fixed + timed * each
+
+
+def states_seconds(recipe: Recipe, pair: Pair, target: Target, tokens: int) -> float:
+    """Seconds of the pass that keeps the target's states over an answer of so many tokens, prompt
+    included; 0 where the draft reads none.
+    """
+    if not kind_of(recipe).layers(pair.target.config):
+        return 0.0
+    return _median(timed_step(target.decoder, tokens, 0, Sampling()))
 
 
 def _median(run: Callable[[], None]) -> float:
@@ -126,11 +125,24 @@ def training_step(
         CachedAnswer(i, torch.tensor(ids[i % len(ids)]), top_ids[:, 0], top_ids, logprobs)
         for i in range(batch * TIMED_STEPS)
     ]
+    config = pair.target.config
+    shape = len(kind_of(recipe).layers(config)), config["hidden_size"]
+    states = {
+        one.index: torch.ones((len(one.prompt_ids) + len(one.response_ids) - 1, *shape))
+        for one in made_up
+    }
     few = recipe.training | {"max_steps": TIMED_STEPS, "save_strategy": "no", "report_to": "none"}
     with tempfile.TemporaryDirectory() as folder:
         here = dataclasses.replace(recipe, output_dir=folder, training=few)
         trainer = build_trainer(
-            model, made_up, rows, pair.load_tokenizer(), here, pair.retokenizer, pair.new_rows
+            model,
+            made_up,
+            rows,
+            pair.load_tokenizer(),
+            here,
+            pair.retokenizer,
+            pair.new_rows,
+            states if shape[0] else None,
         )
         clock = _StepClock()
         trainer.add_callback(clock)

@@ -35,6 +35,7 @@ from distill.recipe import Recipe, help_text, load_recipe
 from distill.run_folder import claim_folder, delete_training_state, refuse_another_run
 from distill.served_evaluation import evaluate_served
 from distill.server import ServedTarget
+from distill.state_cache import cache_states
 from distill.trainer import distil_draft, process_timeout, training_config
 from eval.measuring.journal import INTERRUPTED
 from eval.reporting.text import print_summary
@@ -111,6 +112,7 @@ def make_draft(
     stage: Callable[[str], None],
 ) -> None:
     """`draft/`: prepared, distilled, exported. The target is not in memory while it is trained."""
+    cache_states(recipe, pair, target, answers)
     stage("Prepare the draft")
     # one process prepares, the others wait and read what it left on disk
     with PartialState().main_process_first():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +42,19 @@ from trl import SFTConfig, SFTTrainer
 from align.atomic import atomic_file, disk_full_explained, remove
 from align.vocab_map import Retokenizer
 from distill.answer_cache import CachedAnswer
+from distill.drafters.base import kind_of
 from distill.losses import LOSSES, Divergence, LossName, forward_kl, head_loss
 from distill.models import Pair
 from distill.prepare import PreparedDraft
 from distill.recipe import Recipe, RecipeError, chosen_loss
+from distill.state_cache import states_of
 from distill.training_set import TRAINING_SET, DistillationCollator, training_set
 
 # trl asks transformers for it by its old name; there is nothing a user could do about that
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
 
+SLOW_RATE = 1 / 3  # of the learning rate, for weights that began as a fit
+SEEDS_A_STEP = 2**31  # more than there are answers
 COMPLETE = "complete"  # the last file of a checkpoint: its step, and the rows of each
 WAIT = 7 * 24 * 3600  # seconds; a process that dies is noticed by the launcher, at once
 
@@ -90,15 +94,7 @@ def attach_distillation_forward(
     FSDP or ZeRO-3 shard it. The head is applied to response positions only. Undone by
     `detach_distillation_forward`. Raises ValueError for a head that is more than a product.
     """
-    body: Any = model.base_model
-    head: Any = model.get_output_embeddings()
-    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    if head.bias is not None or softcap:
-        what = "a bias" if head.bias is not None else f"softcap {softcap}"
-        raise ValueError(
-            f"TOK-012: the draft's head has {what}, which the loss here does not know; use "
-            "another draft, or none: the target is pruned."
-        )
+    body, head = attach_head(model, divergence)
 
     def forward(
         input_ids: Tensor,
@@ -113,12 +109,30 @@ def attach_distillation_forward(
         loss, agreed = head(hidden, top_ids, top_logprobs)
         return ModelOutput(loss=loss, agreed=agreed)
 
+    model.forward = forward
+
+
+def attach_head(model: PreTrainedModel, divergence: Divergence) -> tuple[Any, Any]:
+    """The model's body, and its head, which from now on gives the loss of the states it reads.
+
+    Raises ValueError for a head that is more than a product.
+    """
+    head: Any = model.get_output_embeddings()
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    if head.bias is not None or softcap:
+        what = "a bias" if head.bias is not None else f"softcap {softcap}"
+        raise ValueError(
+            f"TOK-012: the draft's head has {what}, which the loss here does not know; use "
+            "another draft, or none: the target is pruned."
+        )
+
     def head_forward(hidden: Tensor, top_ids: Tensor, top_logprobs: Tensor) -> Any:
         if top_logprobs.dtype == torch.int32:  # `_prepare_inputs`
             top_logprobs = top_logprobs.view(torch.float32)
         return head_loss(hidden, head.weight, top_ids, top_logprobs, divergence)
 
-    model.forward, head.forward = forward, head_forward
+    head.forward = head_forward
+    return model.base_model, head
 
 
 def detach_distillation_forward(model: PreTrainedModel) -> None:
@@ -176,8 +190,16 @@ class DistillationTrainer(SFTTrainer):
     states whether they were sharded or not, so that any other number goes on from them.
     """
 
-    def __init__(self, *args: Any, loss: LossName = "forward_kl", **kwargs: Any) -> None:
-        self.loss_name = loss
+    def __init__(
+        self,
+        *args: Any,
+        loss: LossName = "forward_kl",
+        attach: Callable[[PreTrainedModel, Divergence], None] = attach_distillation_forward,
+        slow: tuple[str, ...] = (),
+        **kwargs: Any,
+    ) -> None:
+        """attach, slow: of the kind of drafter that is trained (distill/drafters/base.py)."""
+        self.loss_name, self.slow = loss, slow
         self.whole: Any = None  # where its weights go when they are sharded
         self.sums = torch.zeros(3)  # since the last log, here: divergence, agreements, tokens
         super().__init__(*args, **kwargs)
@@ -186,14 +208,26 @@ class DistillationTrainer(SFTTrainer):
         if self.pop_callback(ProgressCallback):
             self.add_callback(_Progress(loss))
         model: Any = self.model
-        attach_distillation_forward(
-            model.get_base_model() if hasattr(model, "get_base_model") else model, LOSSES[loss]
-        )
+        attach(model.get_base_model() if hasattr(model, "get_base_model") else model, LOSSES[loss])
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         # as bits: FSDP and DeepSpeed round every float that they see where the weights are bf16
         bits = inputs["top_logprobs"].float().view(torch.int32)
         return super()._prepare_inputs(inputs | {"top_logprobs": bits})
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Weights that began as a fit learn slower: at the full rate a minute undoes the fit."""
+        optimizer = super().create_optimizer(model)
+        trained: Any = model or self.model
+        names = {id(p): name for name, p in trained.named_parameters()}
+        for group in list(optimizer.param_groups) if self.slow else ():
+            slow = [p for p in group["params"] if names[id(p)].startswith(self.slow)]
+            held = {id(p) for p in slow}
+            group["params"] = [p for p in group["params"] if id(p) not in held]
+            rest = {k: v for k, v in group.items() if k != "params"}
+            if slow:
+                optimizer.add_param_group({**rest, "params": slow, "lr": group["lr"] * SLOW_RATE})
+        return optimizer
 
     def compute_loss(
         self,
@@ -203,7 +237,8 @@ class DistillationTrainer(SFTTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         index = inputs.pop("index")
-        outputs = model(**inputs)
+        # the same random numbers for an answer, whichever process has it in this step
+        outputs = model(**inputs, seeds=index + SEEDS_A_STEP * self.state.global_step)
         tokens = len(inputs["positions"])
         if not torch.isfinite(outputs.loss):
             mean = float(outputs.loss.detach()) / tokens
@@ -457,18 +492,19 @@ def build_trainer(
     recipe: Recipe,
     retokenizer: Retokenizer | None = None,
     new_rows: bool = False,
+    states: Mapping[int, Tensor] | None = None,
 ) -> DistillationTrainer:
-    """A trainer of the draft in fp32.
+    """A trainer of the draft in fp32, of the recipe's kind.
 
     An input embedding that is not the head as well stays as it is, unless it has `new_rows` that
     were never trained (a transplant): then LoRA trains embedding and head whole, too. retokenizer:
-    as for `training_set`.
+    as for `training_set`. states: as for DistillationCollator.
     """
-    model = model.float()
+    kind, model = kind_of(recipe), model.float()
     names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head.weight is embedding.weight
-    if not tied and not new_rows:
+    tied = embedding is not None and head.weight is embedding.weight
+    if embedding is not None and not tied and not new_rows:
         embedding.weight.requires_grad_(False)
         # it is read from where it came from; most of a small draft's checkpoint would be this
         model._keys_to_ignore_on_save = {f"{names[embedding]}.weight"}
@@ -489,10 +525,12 @@ def build_trainer(
             recipe.teacher_temperature,
             retokenizer,
         ),
-        data_collator=DistillationCollator(pad_id(tokenizer)),
+        data_collator=DistillationCollator(pad_id(tokenizer), states),
         processing_class=tokenizer,
         peft_config=adapters,
         loss=chosen_loss(recipe)[0],
+        attach=kind.attach,
+        slow=kind.SLOW,
     )
     if trainer.args.device.type == "cpu":
         # torch's fused attention takes twice the time of two products there, its backward thrice
@@ -515,6 +553,7 @@ def distil_draft(
         recipe,
         pair.retokenizer,
         pair.new_rows,
+        states_of(recipe, pair, answers),
     )
     return distil(trainer, recipe)
 

@@ -6,7 +6,7 @@ Legend: P prompt tokens, R response tokens, C cached tokens at each of them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +104,14 @@ def training_rows(
 
 
 class DistillationCollator:
-    """Right-padded batches; each response token with the target's distribution there."""
+    """Right-padded batches; each response token with the target's distribution there.
 
-    def __init__(self, pad_token_id: int) -> None:
-        self.pad_token_id = pad_token_id
+    states: of the answer of each index the target's hidden states [P + R - 1, L, H], for a draft
+    that reads them.
+    """
+
+    def __init__(self, pad_token_id: int, states: Mapping[int, Tensor] | None = None) -> None:
+        self.pad_token_id, self.states = pad_token_id, states
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         ids = [torch.tensor(row["input_ids"]) for row in rows]
@@ -120,7 +124,7 @@ class DistillationCollator:
         def flat(column: str) -> Tensor:
             return torch.cat([torch.tensor(row[column]) for row in rows]).view(-1, cached)
 
-        return {
+        batch = {
             "input_ids": input_ids,
             "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], True),
             "labels": pad_sequence(labels, True, -100),
@@ -129,3 +133,8 @@ class DistillationCollator:
             "top_logprobs": flat("top_logprobs"),
             "index": torch.tensor([row["index"] for row in rows]),
         }
+        if self.states is not None:
+            known = [self.states[row["index"]] for row in rows]
+            # the last token is only predicted: nobody reads what the target makes of it
+            batch["states"] = pad_sequence([F.pad(s, (0, 0, 0, 0, 0, 1)) for s in known], True)
+        return batch

@@ -102,6 +102,19 @@ def causal_bias(start: Tensor, width: int, length: int, dtype: torch.dtype) -> T
     )
 
 
+def embedded(
+    tokens: Tensor, table: Callable[[Tensor], Tensor], rows: int, masks: Tensor | None
+) -> Tensor:
+    """What a model reads for these ids [..., H]: of its table, and from id `rows` on of `masks`.
+
+    table: looks ids below `rows` up. masks: embeddings of mask tokens [M, H], None for none.
+    """
+    if masks is None:
+        return table(tokens)
+    known = table(tokens.clamp(max=rows - 1))
+    return torch.where((tokens >= rows)[..., None], masks[(tokens - rows).clamp(min=0)], known)
+
+
 def input_embedding(model: PreTrainedModel) -> Tensor:
     """The input embedding [V, H] of a model, outside of autograd."""
     embedding: Any = model.get_input_embeddings()
@@ -155,6 +168,7 @@ def build_decoder(
     embedding: Tensor | None = None,
     int8: bool = False,
     fp32: bool = False,
+    masks: Tensor | None = None,
 ) -> Decoder:
     """The fastest decoder this model can have; the model itself may be dropped afterwards.
 
@@ -163,7 +177,7 @@ def build_decoder(
     the model's input embedding, shared instead of the model's own (a pruned draft reads its
     target's). int8: the layers and the head copied in eight bits where the lean decoder has kernels
     for their shapes; other logits than the model's, so for drafts only. fp32: computes in fp32, the
-    model's weights converted a piece at a time as they are used.
+    model's weights converted a piece at a time as they are used. masks: as of `embedded`.
     """
     config = model.config.get_text_config()
     limit = config.max_position_embeddings
@@ -173,8 +187,9 @@ def build_decoder(
             f"{limit} positions; shorten max_new_tokens or the prompts."
         )
     if _is_lean(model):
-        return LeanDecoder(model, context_length, embedding, int8 and _fits_int8(model), fp32)
-    return StockDecoder(model, context_length, fp32)
+        int8 = int8 and _fits_int8(model)
+        return LeanDecoder(model, context_length, embedding, int8, fp32, masks)
+    return StockDecoder(model, context_length, fp32, masks)
 
 
 def _is_lean(model: PreTrainedModel) -> bool:
@@ -227,11 +242,13 @@ class LeanDecoder:
         embedding: Tensor | None = None,
         int8: bool = False,
         fp32: bool = False,
+        masks: Tensor | None = None,
     ) -> None:
         config: Any = model.config
         body: Any = model.model
         self.context_length = context_length
         self.embedding = body.embed_tokens.weight.detach() if embedding is None else embedding
+        self.masks = masks
         self.device = self.embedding.device
         self.dtype = torch.float32 if fp32 else self.embedding.dtype
         product = Product if self.dtype == self.embedding.dtype else Fp32Product
@@ -275,7 +292,8 @@ class LeanDecoder:
 
     def own_bytes(self) -> int:
         tied = self.head.weight is self.embedding
-        return _bytes((*self.layers, self.final_norm, self.head.bias if tied else self.head))
+        head = self.head.bias if tied else self.head
+        return _bytes((*self.layers, self.final_norm, head, self.masks))
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
         shape = (rows, self.key_heads, cpu_bits.whole_blocks(slots), self.head_size)
@@ -299,7 +317,7 @@ class LeanDecoder:
             row_index = torch.arange(rows, device=self.device)[:, None]
         attend = self._attention(rows, width, start, cache.slots)
 
-        x = F.embedding(tokens, self.embedding).to(self.dtype)
+        x = self._embedded(tokens).to(self.dtype)
         size = (x.shape[-1],)
         turned = self.heads + self.key_heads
         for number, (layer, keys, values) in enumerate(
@@ -334,6 +352,10 @@ class LeanDecoder:
         if states and last in states:
             states[last] = x
         return self.head(x[:, -1:] if last_only else x)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        table = self.embedding
+        return embedded(tokens, lambda ids: F.embedding(ids, table), len(table), self.masks)
 
     def _attention(
         self, rows: int, width: int, start: int | Tensor, slots: int
@@ -431,7 +453,13 @@ class _SlotLayer(CacheLayerMixin):
 class StockDecoder:
     """Any causal LM of transformers behind the same interface, computed by its own modules."""
 
-    def __init__(self, model: PreTrainedModel, context_length: int, fp32: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        context_length: int,
+        fp32: bool = False,
+        masks: Tensor | None = None,
+    ) -> None:
         config: Any = model.config.get_text_config()
         kinds = getattr(config, "layer_types", None) or []
         if any("linear" in kind or "mamba" in kind for kind in kinds):
@@ -448,14 +476,15 @@ class StockDecoder:
                 f"{config.model_type}; shorten max_new_tokens or the prompts."
             )
         self.model, self.config = model, config
-        self.embedding = input_embedding(model)
+        self.embedding, self.masks = input_embedding(model), masks
         self.device = self.embedding.device
         self.dtype = torch.float32 if fp32 else self.embedding.dtype
         self.context_length = context_length
 
     def own_bytes(self) -> int:
         shared = self.embedding.data_ptr()
-        return sum(p.nbytes for p in self.model.parameters() if p.data_ptr() != shared)
+        own = sum(p.nbytes for p in self.model.parameters() if p.data_ptr() != shared)
+        return own + _bytes(self.masks)
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
         config = self.config
@@ -481,8 +510,13 @@ class StockDecoder:
         ]
         mask = causal_bias(slots.first, width, slots.length, self.dtype)[:, None]
         with in_fp32(self.model) if self.dtype != self.embedding.dtype else nullcontext():
+            read: dict[str, Tensor] = {"input_ids": tokens}
+            if self.masks is not None:
+                table: Any = self.model.get_input_embeddings()
+                rows = len(self.embedding)
+                read = {"inputs_embeds": embedded(tokens, table, rows, self.masks)}
             output = self.model(
-                input_ids=tokens,
+                **read,
                 position_ids=slots.positions,
                 attention_mask=mask,
                 past_key_values=Cache(layers=layers),

@@ -67,6 +67,12 @@ class Product(NamedTuple):
             weight = fused(parts)
         return cls(weight, torch.cat(biases) if biases else None)
 
+    @property
+    def nbytes(self) -> int:
+        """Of the weight as it is held, a bias aside."""
+        weight = self.weight
+        return weight.nbytes if isinstance(weight, Tensor) else sum(part.nbytes for part in weight)
+
     def __call__(self, x: Tensor) -> Tensor:
         """F.linear of [B, T, K]. Eight bits, which only a draft has, promise no equal bits."""
         if isinstance(self.weight, Tensor):

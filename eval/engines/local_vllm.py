@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from align.sources import read_json
 from eval.engines.environments import environment, vllm_python
 from eval.engines.server import ServerError
 
@@ -24,8 +25,17 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def speculation(draft: str | Path, gamma: int) -> list[str]:
-    """The arguments with which a vLLM server speculates, gamma tokens a time."""
-    config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": gamma}
+    """The arguments with which a vLLM server speculates, gamma tokens a time.
+
+    draft: a model of its own, or a folder in the format of speculators, which names its method, or
+    Medusa heads.
+    """
+    path = Path(draft) / "config.json"
+    about = read_json(path) if path.is_file() else {}
+    kind = about.get("speculators_model_type")
+    if about.get("model_type") == "medusa":
+        kind = "medusa"
+    config = {"method": kind or "draft_model", "model": str(draft), "num_speculative_tokens": gamma}
     return ["--speculative-config", json.dumps(config)]
 
 

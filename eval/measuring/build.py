@@ -119,8 +119,8 @@ def _waterfall(log: DraftLog) -> Any:
 
 
 def _replayed(log: DraftLog, run: RunLog) -> dict[int, float]:
-    """tau by gamma from the log of alpha, which is exact only for greedy decoding."""
-    if run.decoding["temperature"] > 0:
+    """tau by gamma from the log of alpha: exact for greedy decoding and drafts that are `alike`."""
+    if run.decoding["temperature"] > 0 or not log.alike:
         return {}
     taus = {}
     for gamma in range(1, timed(log).max_gamma + 1):

@@ -73,7 +73,7 @@ def ceiling_speedup(costs: StepCosts) -> float:
 
 def speedup_at(tau: float, gamma: int, costs: StepCosts) -> float:
     """Decode-phase speed-up of tau tokens a call with drafts of gamma tokens, without overhead."""
-    return tau * costs.target_step / (gamma * costs.draft_step + float(costs.verify(gamma + 1.0)))
+    return tau * costs.target_step / float(costs.draft(gamma) + costs.verify(gamma + 1.0))
 
 
 def gamma_curve(alpha: float, taus: dict[int, float], costs: StepCosts) -> list[CurvePoint]:
@@ -96,7 +96,7 @@ def waterfall(
 
     tau is the ideal: drafting free, and a wide target call as cheap as one on a single token.
     """
-    drafting = gamma * costs.draft_step / costs.target_step
+    drafting = float(costs.draft(gamma)) / costs.target_step
     width = float(costs.verify(gamma + 1.0)) / costs.target_step
     return Waterfall(
         all_accepted=gamma + 1.0,
@@ -125,7 +125,7 @@ def placements(tau: float, gamma: float, costs: StepCosts, q_rows: int = 0) -> l
     trip r more, and its bytes b over the bandwidth w: the speed-up is
     tau * t_target(1) / (t + r + b / w), which is 1 at r = tau * t_target(1) - t - b / w.
     """
-    block = gamma * costs.draft_step + float(costs.verify(gamma + 1.0))
+    block = float(costs.draft(gamma) + costs.verify(gamma + 1.0))
     alone = tau * costs.target_step
     found = []
     for where, link in LINKS.items():

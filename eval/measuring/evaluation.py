@@ -219,7 +219,8 @@ class _Evaluation:
         )
         # per drafted token: what was looked up took no step
         free = sum(sum(run.free) for run in runs) / max(sum(sum(run.drafted) for run in runs), 1)
-        costs = replace(costs, draft_step=costs.draft_step * (1 - free))
+        step, block = (cost * (1 - free) for cost in (costs.draft_step, costs.draft_block))
+        costs = replace(costs, draft_step=step, draft_block=block)
         sweep = []
         if plan.sweep_prompts:
             swept = self.timed.drawn(plan.sweep_prompts, self.how.seed)
@@ -259,6 +260,7 @@ class _Evaluation:
             gamma_sweep=sweep,
             by_batch_size=by_batch_size,
             by_temperature={t: _both(decoded[t], name) for t in plan.temperatures},
+            alike=drafter.alike,
         )
 
     def _policy(self, length: DraftLength) -> str:

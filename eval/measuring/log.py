@@ -82,13 +82,15 @@ class Agreement:
 class StepCosts:
     """Seconds of isolated steps at the run's mean context length, batch size 1.
 
-    A step is forward, head, and argmax or the warpers; the random draw is not timed.
+    A step is forward, head, and argmax or the warpers; the random draw is not timed. draft_block:
+    what a draft takes once, however many tokens it has, besides a draft_step for each.
     """
 
     draft_step: float
     target_step: float
     target_verify: dict[int, float]  # key: number of tokens in the call, 1..max_gamma+1
     context_length: int
+    draft_block: float = 0.0
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
@@ -99,6 +101,11 @@ class StepCosts:
     def max_gamma(self) -> int:
         """The longest draft whose verification was timed."""
         return max(self.target_verify) - 1
+
+    def draft(self, tokens: float | Floats) -> Floats:
+        """Seconds of a draft of so many tokens; none takes none."""
+        block = self.draft_block * np.minimum(tokens, 1.0)
+        return np.asarray(block + self.draft_step * np.asarray(tokens), dtype=np.float64)
 
     def verify(self, tokens: float | Floats) -> Floats:
         """Seconds of a target call on `tokens` tokens; between timed widths, a straight line.
@@ -127,7 +134,7 @@ class DraftLog:
     kv_bytes_per_token: {target, draft}} in the form measured. lossless: the ledger of greedy texts.
     gamma_sweep: measured points {gamma, tau, speedup}. other_prompts: {source, sha256, alpha}.
     by_temperature: (runs, baseline runs) by the temperature they were decoded at. counters: a
-    server's own.
+    server's own. alike: as of a Drafter (eval/decoding/drafters/base.py).
     """
 
     name: str
@@ -150,6 +157,7 @@ class DraftLog:
         default_factory=dict
     )
     counters: dict[str, Any] | None = None
+    alike: bool = True
     missing: dict[str, str] = field(default_factory=dict)
 
 

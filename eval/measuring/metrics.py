@@ -346,9 +346,9 @@ def replayed_tau(agreements: Sequence[Agreement], gamma: int) -> Measured:
 
 
 def c(costs: StepCosts) -> float:
-    """Time of one draft step over time of one target step."""
+    """Time of a draft of one token over time of one target step."""
     costs.verify(1.0)  # the costs are positive
-    return costs.draft_step / costs.target_step
+    return float(costs.draft(1.0)) / costs.target_step
 
 
 def verify_ratio(costs: StepCosts, gamma: float) -> float:
@@ -357,7 +357,7 @@ def verify_ratio(costs: StepCosts, gamma: float) -> float:
 
 
 def _predicted(tau: Floats, gamma: Floats, costs: StepCosts) -> Floats:
-    block = gamma * costs.draft_step + costs.verify(gamma + 1.0)
+    block = costs.draft(gamma) + costs.verify(gamma + 1.0)
     return tau * costs.target_step / block
 
 
@@ -575,6 +575,7 @@ def costs_ms(costs: StepCosts) -> Costs:
     verify = sorted(costs.target_verify.items())
     return Costs(
         draft_step_ms=1000 * costs.draft_step,
+        draft_block_ms=1000 * costs.draft_block,
         target_step_ms=1000 * costs.target_step,
         target_verify_ms={str(width): 1000 * seconds for width, seconds in verify},
         context_length=costs.context_length,

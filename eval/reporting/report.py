@@ -136,6 +136,7 @@ class Costs(Part):
     """Isolated forwards at the run's mean context length, batch size 1, milliseconds."""
 
     draft_step_ms: Quantity
+    draft_block_ms: Quantity = Field(default=0.0, description="once a draft, besides its steps")
     target_step_ms: Quantity
     target_verify_ms: dict[str, Quantity] = Field(description="by number of tokens in the call")
     context_length: Count

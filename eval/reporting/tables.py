@@ -212,6 +212,7 @@ WATERFALL = _fields("waterfall.", "all_accepted tau after_draft_steps predicted 
 TWO_MS = "{:.1f} / {:.1f} ms".format
 COSTS: Cells = [
     ("draft step", "costs.draft_step_ms", "{:.2f} ms".format),
+    ("draft, once a block", "costs.draft_block_ms", "{:.2f} ms".format),
     ("target step", "costs.target_step_ms", "{:.2f} ms".format),
     ("target on gamma + 1", "costs.target_step_ms verify_ratio", lambda t, r: f"{t * r:.2f} ms"),
     ("verify ratio", "verify_ratio", shown),

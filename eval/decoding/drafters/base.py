@@ -79,7 +79,8 @@ class Drafter(ABC):
     vocab_size: V. vocabulary: how its own relates to the target's. form: which of its saved forms
     runs, full_form_bytes: what the form for other engines weighs. bytes: its own in memory, what it
     shares with the target not counted. layers: the target's hidden states it reads, numbered as in
-    forward.py.
+    forward.py. alike: every token of a draft is drafted as the first one, so that `teacher_forced`
+    tells of all of them.
     """
 
     vocab_size: int
@@ -90,6 +91,7 @@ class Drafter(ABC):
     full_form_bytes: int | None = None
     kv_bytes_per_token: int = 0
     layers: tuple[int, ...] = ()
+    alike: bool = True
 
     @abstractmethod
     def start(self, texts: Texts) -> Session:
@@ -108,6 +110,13 @@ class Drafter(ABC):
     @abstractmethod
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
         """What drafts one token after so many others, to be timed."""
+
+    def block(self, context_length: int) -> Callable[[], None] | None:
+        """What a draft of any number of tokens takes besides, once, to be timed; None for nothing.
+
+        So a draft of gamma tokens takes as long as this and gamma times `step`.
+        """
+        return None
 
     def probe(self, ids: list[int]) -> Tensor:
         """Numbers that this drafter computes from a text of target ids; finite if it is sound."""

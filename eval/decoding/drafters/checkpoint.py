@@ -48,16 +48,8 @@ class CheckpointDrafter(DecoderDrafter):
         return self.to_target_ids(rows)
 
     def over_target_ids(self, q: Tensor) -> Tensor:
-        """q [..., K] over the target's vocabulary [..., V], zero where the draft has no row.
-
-        Rows of one target id (tokens of the same bytes) add up.
-        """
-        if self.token_ids is None:
-            missing = self.vocab_size - q.shape[-1]
-            assert missing >= 0
-            return F.pad(q, (0, missing)) if missing else q
-        full = torch.zeros((*q.shape[:-1], self.vocab_size), dtype=q.dtype, device=q.device)
-        return full.scatter_add_(-1, self.token_ids.expand(q.shape), q)
+        """q [..., K] over the target's vocabulary [..., V]."""
+        return over_target_ids(q, self.token_ids, self.vocab_size)
 
     def start(self, texts: Texts) -> Session:
         return TokenSession(self, texts)
@@ -84,6 +76,19 @@ class CheckpointDrafter(DecoderDrafter):
     def probe(self, ids: list[int]) -> Tensor:
         own = [i % self.decoder.embedding.shape[0] for i in ids][: self.decoder.context_length]
         return teacher_forced_logits(self.decoder, own, 1)
+
+
+def over_target_ids(q: Tensor, token_ids: Tensor | None, vocab_size: int) -> Tensor:
+    """q [..., K] over the target's vocabulary [..., V], zero where the draft has no row.
+
+    Rows of one target id (tokens of the same bytes) add up.
+    """
+    if token_ids is None:
+        missing = vocab_size - q.shape[-1]
+        assert missing >= 0
+        return F.pad(q, (0, missing)) if missing else q
+    full = torch.zeros((*q.shape[:-1], vocab_size), dtype=q.dtype, device=q.device)
+    return full.scatter_add_(-1, token_ids.expand(q.shape), q)
 
 
 def teacher_forced_logits(
@@ -134,7 +139,7 @@ class TokenSession(Session):
         drafted: list[Tensor] = []
         qs: list[Tensor] = []
         while len(drafted) < count and not (stop_below and float(certainty.mean()) < stop_below):
-            logits = drafter.decoder.forward(step, start, self.cache, last_only=True)[:, -1]
+            logits = self.logits(step, start, len(drafted))
             start = start + step.shape[1]
             q = None
             if self.sampling.greedy:
@@ -152,6 +157,10 @@ class TokenSession(Session):
         self.seen = [length + len(drafted) - 1 for length in lengths]
         q = drafter.over_target_ids(torch.stack(qs, dim=1)) if qs else None
         return Proposal(torch.cat(drafted, dim=1), q)
+
+    def logits(self, step: Tensor, start: int | Tensor, drafted: int) -> Tensor:
+        """The draft's [B, K] after `step`, its newest tokens [B, T]; `drafted` in this block."""
+        return self.drafter.decoder.forward(step, start, self.cache, last_only=True)[:, -1]
 
     def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
         for row, (text, new, n) in enumerate(zip(self.texts, emitted, accepted, strict=True)):

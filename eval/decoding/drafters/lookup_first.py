@@ -45,6 +45,9 @@ class LookupFirst(Drafter):
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
         return self.draft.step(context_length, sampling)
 
+    def block(self, context_length: int) -> Callable[[], None] | None:
+        return self.draft.block(context_length)
+
     def probe(self, ids: list[int]) -> Tensor:
         return self.draft.probe(ids)
 
@@ -108,6 +111,7 @@ def lookup_first(draft: Drafter) -> LookupFirst:
         full_form_bytes=draft.full_form_bytes,
         kv_bytes_per_token=draft.kv_bytes_per_token,
         layers=draft.layers,
+        alike=draft.alike,
     )
 
 

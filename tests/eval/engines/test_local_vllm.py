@@ -1,5 +1,6 @@
 """vLLM servers started here, with a stand-in for vLLM: ready, refused, and always ended."""
 
+import json
 import os
 import subprocess
 import sys
@@ -75,6 +76,16 @@ def test_two_servers_and_their_processes_end_with_the_block():
         assert ended(others)
         assert alive(processes[0])
     assert ended(processes)
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [({"model_type": "llama"}, "draft_model"), ({"model_type": "medusa"}, "medusa")],
+)
+def test_the_method_is_that_of_the_draft(tmp_path, config, method):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (_, asked) = speculation(tmp_path, 3)
+    assert json.loads(asked)["method"] == method
 
 
 def test_a_server_that_refuses():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eval.measuring import cost
+from eval.measuring import cost, metrics
 from eval.measuring.log import StepCosts
 
 
@@ -149,3 +149,14 @@ def test_placement_is_what_a_simulation_of_the_loop_gives():
     host = cost.placements(emitted / blocks, gamma, costs, q_rows)[-1]
     assert host.bytes_per_block == pytest.approx(sent / blocks, rel=1e-3)
     assert host.speedup == pytest.approx(emitted * costs.target_step / clock, rel=1e-3)
+
+
+def test_a_pass_once_a_draft_counts_once():
+    """What a parallel draft costs: the same pass for one token or four, and a choice for each."""
+    costs = StepCosts(0.001, 0.010, {1: 0.010, 2: 0.010, 5: 0.012}, 100, draft_block=0.004)
+    assert [float(costs.draft(n)) for n in (0, 1, 4)] == pytest.approx([0, 0.005, 0.008])
+    assert cost.speedup_at(2.0, 4, costs) == pytest.approx(2.0 * 0.010 / (0.008 + 0.012))
+    assert cost.waterfall(2.0, 4, costs, 1.0, 1.0).after_draft_steps == pytest.approx(2.0 / 1.8)
+    assert metrics.c(costs) == pytest.approx(0.5)
+    (here, *_) = cost.placements(2.0, 4, costs)
+    assert here.speedup == pytest.approx(1.0)

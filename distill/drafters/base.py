@@ -1,0 +1,92 @@
+"""What a run needs of a kind of drafter. A kind is one file of this folder, named by `drafter`.
+
+Such a module has the functions of `Kind`; what it leaves in `draft/compact` is read by the file of
+the same name in eval/decoding/drafters. Legend: V the target's vocabulary, K rows of the draft's
+head.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from distill.losses import Divergence
+from distill.recipe import Recipe
+from eval.decoding.drafters.base import Drafter
+from eval.decoding.target import Target
+
+if TYPE_CHECKING:
+    from distill.answer_cache import CachedAnswer
+    from distill.models import Pair, TargetOfRun
+    from distill.prepare import PreparedDraft
+
+
+class Kind(Protocol):
+    """The functions of a kind's module.
+
+    What is trained is always a PreTrainedModel, since that is what trl, peft and FSDP save, load
+    and wrap; a kind may hang modules of its own on it.
+    """
+
+    @property
+    def SLOW(self) -> tuple[str, ...]:
+        """Beginnings of the names of weights that learn at a third of the learning rate."""
+        ...
+
+    def layers(self, config: dict[str, Any]) -> tuple[int, ...]:
+        """The target's hidden states that training reads, numbered as in eval/decoding/forward.py.
+
+        config: the target's. Without any, no states are cached and none are in a batch.
+        """
+        ...
+
+    def prepare(
+        self, recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Iterable[CachedAnswer]
+    ) -> PreparedDraft:
+        """The untuned draft; what is made for it stays in `prepared/` and is read from there."""
+        ...
+
+    def attach(self, model: PreTrainedModel, divergence: Divergence) -> None:
+        """Give `model` a `forward(**batch) -> ModelOutput(loss, agreed)`, as an instance attribute.
+
+        A batch is what DistillationCollator makes; with `layers`, it has their `states` [B, T, L,
+        H] as well, in that order, zeros where a text has ended. loss: of the N response positions
+        in sum; agreed: how many of them have the target's most likely token.
+        """
+        ...
+
+    def export(
+        self,
+        recipe: Recipe,
+        pair: Pair,
+        prepared: PreparedDraft,
+        tuned: PreTrainedModel,
+        answers: Iterable[CachedAnswer],
+    ) -> None:
+        """Write `draft/`, and `draft/compact` with its compact.json."""
+        ...
+
+    def stand_in(
+        self, recipe: Recipe, pair: Pair, target: Target
+    ) -> tuple[PreTrainedModel, Tensor | None]:
+        """A model of the draft's shape, to be timed, and the ids [K] of a trimmed head.
+
+        It shares nothing with the target, which is not to be trained.
+        """
+        ...
+
+    def drafter(
+        self, recipe: Recipe, pair: Pair, model: PreTrainedModel, ids: Tensor | None, target: Target
+    ) -> Drafter:
+        """That stand-in as it would draft."""
+        ...
+
+
+def kind_of(recipe: Recipe) -> Kind:
+    """The module of the recipe's kind."""
+    kind: Any = importlib.import_module(f"distill.drafters.{recipe.kind}")
+    return kind

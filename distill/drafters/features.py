@@ -1,0 +1,197 @@
+"""A pruned draft that reads the target's hidden states (eval/decoding/drafters/features.py).
+
+It starts as a fit by least squares, from the cached states and what the first layers make of the
+text, to the state that the target's head reads; then it learns over several steps of a draft at
+once, the later ones on its own states (training-time test, arXiv 2503.01840). Legend: N response
+positions, L layers read, H hidden size.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from align.atomic import atomic_folder
+from distill.answer_cache import CachedAnswer
+from distill.drafters import pruned
+from distill.export import full_form
+from distill.losses import Divergence
+from distill.models import Pair, TargetOfRun
+from distill.prepare import LeastSquares, PreparedDraft, prepare_pruned, until
+from distill.recipe import Recipe
+from distill.state_cache import StateCache, states_of
+from distill.trainer import attach_head
+from eval.decoding.drafters.base import Drafter
+from eval.decoding.drafters.features import (
+    Fusion,
+    features_drafter,
+    hang_fusion,
+    load_features,
+)
+from eval.decoding.drafters.pruned import save_compact
+from eval.decoding.forward import input_embedding
+from eval.decoding.target import Target
+
+SLOW = ("lm_head", "fusion")
+STEPS = 3  # of a draft that are trained at once
+ALONE = 4  # at every so many-th position the second step goes without the draft's own state, too
+
+
+def layers(config: dict[str, Any]) -> tuple[int, ...]:
+    """Early, middle and late ones, and the last, which the target's head reads."""
+    depth = config["num_hidden_layers"]
+    return tuple(sorted({depth // 4, depth // 2, 3 * depth // 4, depth}))
+
+
+def prepare(
+    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Iterable[CachedAnswer]
+) -> PreparedDraft:
+    def finish(made: PreparedDraft) -> None:
+        states = states_of(recipe, pair, answers)
+        assert states is not None
+        some = list(until(answers, recipe.fit_tokens))
+        fit_fusion(made.model, target.loaded.model, made.token_ids, states, some)
+
+    read = layers(pair.target.config)
+    return prepare_pruned(recipe, pair, target, answers, finish, read, load_features)
+
+
+@torch.no_grad()
+def fit_fusion(
+    model: PreTrainedModel,
+    target: PreTrainedModel,
+    token_ids: Tensor | None,
+    states: StateCache,
+    answers: list[CachedAnswer],
+) -> None:
+    """Hang a fitted `fusion` on a pruned draft, and put the target's own rows into its head.
+
+    The state that the head reads is the target's, divided by its usual size.
+    """
+    hang_fusion(model, len(states.layers))
+    model.fusion = Fusion(model.config.hidden_size, len(states.layers))
+    fusion: Any = model.fusion
+    known = torch.cat([states[answer.index][len(answer.prompt_ids) - 1 :] for answer in answers])
+    sizes = known.float().pow(2).mean((0, 2)).sqrt()
+    fusion.sizes.copy_(sizes.to(model.dtype))  # as they are saved
+    size = known.shape[2]
+    given, own = LeastSquares(size * (1 + known.shape[1]), size), LeastSquares(size, size)
+    for z, before, y in _fitted_on(model, fusion, states, answers):
+        given.add(torch.cat([z, before], 1), y)
+    maps = given.solution()
+    fusion.given.weight.copy_(maps[:, :size])
+    fusion.states.weight.copy_(maps[:, size:])
+    fusion.alone.weight.copy_(given.solution(size))
+    for z, before, y in _fitted_on(model, fusion, states, answers):
+        guess = fusion.given(z) + fusion.states(before)
+        own.add(guess[:-1], (y - fusion.alone(z))[1:])
+    fusion.own.weight.copy_(own.solution())
+    rows = target.get_output_embeddings().weight
+    rows = rows if token_ids is None else rows[token_ids]
+    head: Any = model.get_output_embeddings()
+    head.weight = nn.Parameter((rows.float() * fusion.sizes[-1]).to(rows.dtype))
+    model.fusion.to(rows.dtype)
+
+
+def _fitted_on(
+    model: PreTrainedModel, fusion: Any, states: StateCache, answers: list[CachedAnswer]
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Of each answer's response positions z [N, H], the states before [N, L * H], and y [N, H]."""
+    for answer in answers:
+        ids = torch.cat([answer.prompt_ids, answer.response_ids])[None, :-1].to(model.device)
+        z = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+        scaled = states[answer.index].float() / fusion.sizes[:, None]
+        before = F.pad(scaled, (0, 0, 0, 0, 1, 0))[:-1].flatten(1)
+        at = slice(len(answer.prompt_ids) - 1, None)
+        yield z[at].float().cpu(), before[at], scaled[at, -1]
+
+
+def attach(model: PreTrainedModel, divergence: Divergence) -> None:
+    body, head = attach_head(model, divergence)
+    fusion: Any = model.get_submodule("fusion")
+
+    def forward(
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        positions: Tensor,
+        top_ids: Tensor,
+        top_logprobs: Tensor,
+        states: Tensor,
+        **_: Any,
+    ) -> ModelOutput:
+        text = body(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        z = text.last_hidden_state.flatten(0, 1)[positions]
+        # what the target has read when a token is drafted ends one before the newest
+        before = F.pad(states, (0, 0, 0, 0, 1, 0))[:, :-1].flatten(0, 1)[positions]
+        y = fusion.first(z, before)
+        loss, agreed = head(y, top_ids, top_logprobs)
+        for step in range(1, STEPS):
+            follows = following(positions)
+            y, z, positions = y[:-1][follows], z[1:][follows], positions[1:][follows]
+            top_ids, top_logprobs = top_ids[1:][follows], top_logprobs[1:][follows]
+            if step == 1:
+                y = y * (positions % ALONE != 0)[:, None]
+            y = fusion.further(z, y)
+            loss = loss + head(y, top_ids, top_logprobs)[0]
+        return ModelOutput(loss=loss / STEPS, agreed=agreed)
+
+    model.forward = forward
+
+
+def following(positions: Tensor) -> Tensor:
+    """Of all positions [N] but the first, which come right after another [N - 1].
+
+    There a token can be a later one of a draft, whose earlier ones were accepted.
+    """
+    return positions[1:] == positions[:-1] + 1
+
+
+@torch.no_grad()
+def export(
+    recipe: Recipe,
+    pair: Pair,
+    prepared: PreparedDraft,
+    tuned: PreTrainedModel,
+    answers: Iterable[CachedAnswer],
+) -> None:
+    """`compact/` reads states; the full form is the same draft without them."""
+    dtype = getattr(torch, recipe.dtype)
+    fusion: Any = tuned.get_submodule("fusion")
+    head: Any = tuned.get_output_embeddings()
+    alone = (head.weight @ fusion.alone.weight).to(dtype)
+    tuned.to(dtype)
+    embedding = input_embedding(tuned).to(dtype)
+    tuned.set_input_embeddings(nn.Embedding.from_pretrained(embedding))
+    with atomic_folder(recipe.folder / "draft") as partial:
+        save_compact(
+            partial / "compact",
+            tuned,
+            prepared.token_ids,
+            embedding,
+            recipe.kind,
+            layers(pair.target.config),
+        )
+        del tuned.fusion
+        head.weight = nn.Parameter(alone)
+        full_form(prepared, tuned, answers).save_pretrained(partial)
+        pair.load_tokenizer().save_pretrained(partial)
+
+
+def stand_in(recipe: Recipe, pair: Pair, target: Target) -> tuple[PreTrainedModel, Tensor | None]:
+    model, ids = pruned.stand_in(recipe, pair, target)
+    model.fusion = Fusion(model.config.hidden_size, len(layers(pair.target.config))).to(model.dtype)
+    return model, ids
+
+
+def drafter(
+    recipe: Recipe, pair: Pair, model: PreTrainedModel, ids: Tensor | None, target: Target
+) -> Drafter:
+    # its head is taken off, and the model is still to be trained
+    return features_drafter(copy.deepcopy(model), ids, target, layers(pair.target.config))

@@ -1,0 +1,242 @@
+"""Heads on the target's last hidden state (eval/decoding/drafters/medusa.py).
+
+Training reads the cached states alone: no text, no layers. From the state at token t, head d learns
+the target's distribution over the token after t + d. It starts as a fit: A_d, least squares from
+the state at t to the target's own at t + d, which the target's head turns into logits. A block can
+only add SiLU(W x + b) to x; with b a few times the size of (A_d - I) x that is nearly linear, and
+one more least squares, over all depths at once, takes out what b and the bend add. It is folded
+into the output head. That last fit reads the embedding of the token before as well; its map C,
+cut to rank r where the domain's tokens vary most, is the sequential head: with W the target's own
+head, it adds W C e to the logits. Legend: N response positions, D heads, H hidden size, K rows of
+the head.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from align.atomic import atomic_file, atomic_folder
+from align.trim import choose_tokens, lost_mass
+from distill.answer_cache import CachedAnswer
+from distill.drafters.parallel import drawn_depths
+from distill.losses import Divergence
+from distill.models import Pair, TargetOfRun, forced_tokens, head_rows
+from distill.prepare import (
+    FIT_RIDGE,
+    PREPARED,
+    LeastSquares,
+    PreparedDraft,
+    domain_mass,
+    lost_mass_of,
+    until,
+)
+from distill.recipe import Recipe
+from distill.state_cache import StateCache, states_of
+from distill.trainer import attach_head
+from eval.decoding.drafters.base import Drafter
+from eval.decoding.drafters.medusa import (
+    MedusaConfig,
+    MedusaModel,
+    load_medusa,
+    medusa_drafter,
+    save_medusa,
+)
+from eval.decoding.target import Target
+
+SLOW = ("blocks", "lm_head", "sequential")
+BIAS = 2.0  # of a block, in root mean squares of what it is to add
+
+
+def layers(config: dict[str, Any]) -> tuple[int, ...]:
+    return (config["num_hidden_layers"],)
+
+
+def prepare(
+    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Iterable[CachedAnswer]
+) -> PreparedDraft:
+    folder = recipe.folder / "prepared"
+    embedding = pair.target_embedding(getattr(torch, recipe.dtype))
+    if not (folder / PREPARED).exists():
+        states = states_of(recipe, pair, answers)
+        assert states is not None
+        mass = domain_mass(answers, pair.vocab_size)
+        ids = None
+        if recipe.draft_vocab_size is not None:
+            ids = choose_tokens(mass, recipe.draft_vocab_size, forced_tokens(pair.target))
+        head = target.loaded.model.get_output_embeddings().weight.detach()
+        model = new_heads(recipe, pair, head if ids is None else head[ids])
+        with_head_rows(model, ids)
+        known = embedding if ids is None else embedding[ids]
+        fit_heads(model, known.float(), states, list(until(answers, recipe.fit_tokens)))
+        save_medusa(folder, model, ids, embedding)
+        lost = 0.0 if ids is None else lost_mass(mass, ids)
+        with atomic_file(folder / PREPARED) as file:
+            json.dump({"lost_mass": lost}, file)
+    model, ids = load_medusa(folder, embedding)
+    with_head_rows(model, ids)
+    lost = lost_mass_of(recipe)
+    print(f"draft: {recipe.max_gamma} heads, trimmed head loses {lost:.2%} of p's mass")
+    return PreparedDraft(model, ids, None, lost)
+
+
+def new_heads(recipe: Recipe, pair: Pair, head: Tensor) -> MedusaModel:
+    """Heads that all draft what the target's own `head` [K, H] says, in fp32."""
+    model = MedusaModel(
+        MedusaConfig(
+            hidden_size=head.shape[1],
+            vocab_size=pair.vocab_size,
+            num_heads=recipe.max_gamma,
+            truncated_vocab_size=len(head),
+            sequential_rank=recipe.sequential_rank,
+        )
+    )
+    with torch.no_grad():
+        for block in model.blocks.parameters():
+            block.zero_()
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[:, : head.shape[1]] = head
+        if recipe.sequential_rank:
+            generator = torch.Generator().manual_seed(recipe.seed)
+            model.sequential.weight[:-1].normal_(generator=generator)
+            model.sequential.weight[-1] = 0
+    return model
+
+
+def with_head_rows(model: MedusaModel, ids: Tensor | None) -> None:
+    """Give the model, as a buffer, each target id's row of its head: the last for those without."""
+    size = model.config.vocab_size
+    rows = head_rows(ids, size)
+    rows = torch.arange(size) if rows is None else rows.where(rows >= 0, len(ids))  # type: ignore[arg-type]
+    model.register_buffer("head_row", rows, persistent=False)
+
+
+@torch.no_grad()
+def fit_heads(
+    model: MedusaModel, known: Tensor, states: StateCache, answers: list[CachedAnswer]
+) -> None:
+    """The closed form of the module's docstring, from the states of these answers.
+
+    known: the target's embeddings of the tokens that the head has rows for [K, H].
+    """
+    size = model.config.hidden_size
+    maps = []
+    for depth in range(1, len(model.blocks) + 1):
+        fit = LeastSquares(size, size)
+        for x, y, _ in _pairs(states, answers, depth):
+            fit.add(x, y)
+        maps.append(fit.solution() - torch.eye(size))
+    squares, count = torch.zeros(len(maps), size), 0
+    for x, _, _ in _pairs(states, answers, 1):
+        squares += torch.stack([(x @ one.T).pow(2).sum(0) for one in maps])
+        count += len(x)
+    bias = BIAS * (squares / count).sqrt().amax(0)
+    table = F.pad(known / known.pow(2).mean().sqrt(), (0, 0, 0, 1))
+    rank = min(model.config.sequential_rank, size)
+    whole = LeastSquares(2 * size if rank else size, size)
+    for depth, (block, one) in enumerate(zip(model.blocks, maps, strict=True), start=1):
+        layer: Any = block.layers[0]  # type: ignore[index]
+        layer.weight.copy_(one)
+        layer.bias.copy_(bias)
+        for x, y, token in _pairs(states, answers, depth):
+            before = table[model.get_buffer("head_row")[token]]
+            whole.add(torch.cat([block(x), before], 1) if rank else block(x), y)
+    fitted, head = whole.solution(), model.lm_head.weight
+    own = head[:, :size].clone()
+    head[:, :size] = own @ fitted[:, :size]
+    if rank:
+        # the best cut is that of C times the root of the embeddings' covariance
+        values, vectors = torch.linalg.eigh(whole.gram[size:, size:].float())
+        roots = values.clamp_min(values[-1] * FIT_RIDGE).sqrt()
+        u, s, v = torch.linalg.svd(fitted[:, size:] @ (vectors * roots))
+        read = table @ (vectors / roots) @ v[:rank].T
+        usual = read.pow(2).mean().sqrt()
+        model.sequential.weight[:, :rank] = read / usual
+        head[:, size : size + rank] = own @ (u[:, :rank] * s[:rank] * usual)
+
+
+def _pairs(
+    states: StateCache, answers: list[CachedAnswer], depth: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The target's states at an answer's response positions and those `depth` tokens later [N, H].
+
+    With the token [N] that stands where the later ones are: the one before what they predict.
+    """
+    for answer in answers:
+        found = states[answer.index][len(answer.prompt_ids) - 1 :, 0].float()
+        if len(found) > depth:
+            yield found[:-depth], found[depth:], answer.response_ids[depth - 1 : len(found) - 1]
+
+
+def attach(model: PreTrainedModel, divergence: Divergence) -> None:
+    """The loss: the mean over drawn depths of all positions, times the response positions."""
+    medusa: Any = model
+    _, head = attach_head(model, divergence)
+
+    def forward(
+        input_ids: Tensor,
+        positions: Tensor,
+        top_ids: Tensor,
+        top_logprobs: Tensor,
+        states: Tensor,
+        seeds: Tensor,
+        **_: Any,
+    ) -> ModelOutput:
+        width = input_ids.shape[1]
+        depths = drawn_depths(positions, width, seeds, len(medusa.blocks))
+        rows, read = positions // width, states[..., 0, :].flatten(0, 1)
+        loss, agreed, count = read.new_zeros(()), 0, 0
+        for depth, block in enumerate(medusa.blocks, start=1):
+            at = (depths[: len(depths) - depth] >= depth).nonzero()[:, 0]
+            at = at[rows[at] == rows[at + depth]]
+            x = block(read[positions[at]].to(head.weight.dtype))
+            if medusa.config.sequential_rank:
+                before = input_ids.flatten()[positions[at] + depth]
+                x = torch.cat([x, medusa.sequential(medusa.head_row[before])], dim=1)
+            part, same = head(x, top_ids[at + depth], top_logprobs[at + depth])
+            loss, count = loss + part, count + len(at)
+            if depth == 1:
+                agreed = same * len(positions) / max(len(at), 1)
+        return ModelOutput(loss=loss * len(positions) / max(count, 1), agreed=agreed)
+
+    medusa.forward = forward
+
+
+def export(
+    recipe: Recipe,
+    pair: Pair,
+    prepared: PreparedDraft,
+    tuned: PreTrainedModel,
+    answers: Iterable[CachedAnswer],
+) -> None:
+    """One form, which vLLM and our decoder read."""
+    dtype = getattr(torch, recipe.dtype)
+    medusa: Any = tuned.to(dtype)
+    with atomic_folder(recipe.folder / "draft") as partial:
+        save_medusa(partial, medusa, prepared.token_ids, pair.target_embedding(dtype))
+        pair.load_tokenizer().save_pretrained(partial)
+
+
+def stand_in(recipe: Recipe, pair: Pair, target: Target) -> tuple[PreTrainedModel, Tensor | None]:
+    """Which rows a head keeps depends on the answers: here the first."""
+    head: Tensor = target.model.get_output_embeddings().weight.detach()
+    model = new_heads(recipe, pair, head[: recipe.draft_vocab_size].float())
+    ids = None if recipe.draft_vocab_size is None else torch.arange(recipe.draft_vocab_size)
+    with_head_rows(model, ids)
+    return model, ids
+
+
+def drafter(
+    recipe: Recipe, pair: Pair, model: PreTrainedModel, ids: Tensor | None, target: Target
+) -> Drafter:
+    heads: Any = copy.deepcopy(model)
+    (layer,) = layers(pair.target.config)
+    return medusa_drafter(heads, ids, target, layer)

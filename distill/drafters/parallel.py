@@ -1,0 +1,262 @@
+"""A pruned draft taught to draft several tokens in one pass (PARD, arXiv 2504.18583).
+
+A row of training is an answer and, behind it, mask tokens at positions drawn anew in every step.
+The masks behind token t see the text up to t and each other, at the position ids of the tokens they
+stand for: just as when drafting. Mask d learns the target's distribution d positions on, which the
+cache has. Each further mask of a group is drawn with chance KEEP (PARD's conditional drop), so that
+the masks of an answer are hardly more than its tokens, and a depth is trained about as often as it
+will be reached. The sequential head is part of the output head: `lm_head` reads the state and,
+beside it, what the token before reads of `sequential`; without a token before, zeros. So the first
+token's path stays a plain causal LM.
+Legend: B rows, T positions, N response positions of the batch, M masks of a row, D tokens drafted
+at most, V the target's vocabulary, K rows of the draft's head, H hidden size, r the rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from align.atomic import atomic_folder
+from distill.answer_cache import CachedAnswer
+from distill.drafters import pruned
+from distill.losses import Divergence, head_loss
+from distill.models import Pair, TargetOfRun
+from distill.prepare import PreparedDraft, domain_mass, prepare_pruned
+from distill.recipe import Recipe
+from eval.decoding.drafters.base import Drafter
+from eval.decoding.drafters.in_turn import SequentialHead
+from eval.decoding.drafters.parallel import PARTS, Parts, parallel_drafter
+from eval.decoding.forward import embedded, input_embedding
+from eval.decoding.target import Target
+
+SLOW: tuple[str, ...] = ()
+KEEP = 0.5  # of the positions that have a mask of some depth, those that have one deeper
+
+
+class WithMasks(NamedTuple):
+    """A batch with its masks behind each row, padded.
+
+    ids, position_ids [B, T+M]. visible [B, T+M, T+M]: what each position sees. places: of each of
+    all the masks in the flattened batch. entries: which of the N distributions it learns. before:
+    the token before the one it stands for.
+    """
+
+    ids: Tensor
+    position_ids: Tensor
+    visible: Tensor
+    places: Tensor
+    entries: Tensor
+    before: Tensor
+
+
+def with_masks(input_ids: Tensor, positions: Tensor, depths: Tensor, first_mask: int) -> WithMasks:
+    """The batch with a group of masks behind each response position.
+
+    input_ids: [B, T]. positions: of the N response positions in the flattened batch, row by row.
+    depths: how many tokens a draft from each of them has [N], as far as the answer goes; a mask of
+    depth d, 2 at least, is id first_mask + d - 2.
+    """
+    rows, width = input_ids.shape
+    row, at = positions // width, positions % width
+    found = [positions.new_zeros((3, 0))]
+    for d in range(2, int(depths.max()) + 1):
+        behind = torch.arange(max(0, len(positions) - d + 1), device=row.device)
+        behind = behind[depths[behind] >= d]
+        behind = behind[row[behind] == row[behind + d - 1]]
+        found.append(torch.stack([behind, behind + d - 1, torch.full_like(behind, d)]))
+    masks = torch.cat(found, dim=1)
+    masks = masks[:, row[masks[0]].argsort(stable=True)]
+    behind, entries, mask_depth = masks
+    mask_row = row[behind]
+    counts = mask_row.bincount(minlength=rows)
+    extra = int(counts.max())
+    slot = width + torch.arange(len(mask_row), device=row.device)
+    slot -= (counts.cumsum(0) - counts)[mask_row]
+
+    # padding stands at depth 0 at position -1, seen by nothing but itself
+    anchor = F.pad(torch.arange(width, device=row.device).repeat(rows, 1), (0, extra), value=-1)
+    depth = F.pad(torch.ones_like(input_ids), (0, extra))
+    ids = F.pad(input_ids, (0, extra))
+    where = (mask_row, slot)
+    anchor[where], depth[where] = at[behind], mask_depth
+    ids[where] = first_mask + mask_depth - 2
+    text = torch.arange(width + extra, device=row.device) < width
+    of_text = text & (anchor[:, None, :] <= anchor[:, :, None])
+    of_group = (anchor[:, None, :] == anchor[:, :, None]) & (depth[:, None, :] <= depth[:, :, None])
+    of_group &= ~text & ~text[:, None]
+    return WithMasks(
+        ids,
+        (anchor + depth - 1).clamp_min(0),
+        of_text | of_group,
+        mask_row * (width + extra) + slot,
+        entries,
+        input_ids[mask_row, at[entries]],
+    )
+
+
+def drawn_depths(positions: Tensor, width: int, seeds: Tensor, most: int) -> Tensor:
+    """How many tokens a draft from each response position has [N].
+
+    d or more with chance KEEP ** (d - 1), and no more than `most`.
+    positions: as of `with_masks`, of a batch of that width. seeds: of each row's random numbers.
+    """
+    counts = (positions // width).bincount(minlength=len(seeds)).tolist()
+    uniform = torch.cat(
+        [
+            torch.rand(count, generator=torch.Generator().manual_seed(seed))
+            for count, seed in zip(counts, seeds.tolist(), strict=True)
+        ]
+    )
+    drawn = 1 + uniform.clamp_min(1e-9).log() / math.log(KEEP)
+    return drawn.long().clamp(max=most).to(positions.device)
+
+
+def layers(config: dict[str, Any]) -> tuple[int, ...]:
+    return ()
+
+
+def prepare(
+    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Iterable[CachedAnswer]
+) -> PreparedDraft:
+    """The pruned draft; every mask is the mean of the domain's tokens."""
+    prepared = prepare_pruned(recipe, pair, target, answers)
+    folder = recipe.folder / "prepared"
+    if not (folder / PARTS).exists():
+        embedding = input_embedding(prepared.model).float()
+        mass = domain_mass(answers, len(embedding)).float()
+        first_parts(recipe, prepared.model, mass @ embedding / mass.sum()).save(folder)
+    for_training(prepared.model, prepared.token_ids, Parts.load(folder))
+    return prepared
+
+
+def first_parts(recipe: Recipe, model: PreTrainedModel, mask: Tensor) -> Parts:
+    """The untrained parts: every mask this embedding [H], a sequential head that adds nothing."""
+    head_rows, rank = len(model.get_output_embeddings().weight), recipe.sequential_rank
+    sequential = None
+    if rank:
+        read = torch.randn(
+            (head_rows + 1, rank), generator=torch.Generator().manual_seed(recipe.seed)
+        )
+        read[-1] = 0
+        sequential = SequentialHead(read, torch.zeros((head_rows, rank)))
+    return Parts(mask.repeat(recipe.max_gamma - 1, 1), sequential)
+
+
+def for_training(model: Any, token_ids: Tensor | None, parts: Parts) -> None:
+    """Hang the parts on the model, in fp32; `plain_form` is the way back."""
+    model.masks = nn.Parameter(parts.masks.float())
+    vocab_size = len(input_embedding(model))
+    rows = torch.arange(vocab_size)
+    if token_ids is not None:
+        rows = torch.full((vocab_size,), len(token_ids))
+        rows[token_ids] = torch.arange(len(token_ids))
+    model.register_buffer("head_row", rows, persistent=False)
+    if parts.sequential is not None:
+        read, write = (part.float() for part in parts.sequential)
+        # the last row is for tokens before that the head has no row for: zero, and never trained
+        model.sequential = nn.Embedding.from_pretrained(
+            read, freeze=False, padding_idx=len(read) - 1
+        )
+        weight = torch.cat([model.lm_head.weight.detach().float(), write], dim=1)
+        model.lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        model.lm_head.weight = nn.Parameter(weight)
+
+
+def plain_form(model: PreTrainedModel) -> tuple[PreTrainedModel, Parts]:
+    """The plain LM in a model that is trained, on the same weights, and the parts beside it."""
+    plain: Any = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+    size, weight = plain.config.hidden_size, plain.lm_head.weight.detach()
+    sequential = None
+    if hasattr(plain, "sequential"):
+        sequential = SequentialHead(plain.sequential.weight.detach(), weight[:, size:])
+        del plain.sequential
+    parts = Parts(plain.masks.detach(), sequential)
+    del plain.masks, plain.head_row
+    plain.lm_head = nn.Linear(size, len(weight), bias=False, device="meta")
+    plain.lm_head.weight = nn.Parameter(weight[:, :size].contiguous())
+    return plain, parts
+
+
+def attach(model: PreTrainedModel, divergence: Divergence) -> None:
+    """The loss over text and masks: the mean over both, times the response positions."""
+    parallel: Any = model
+    head: Any = parallel.lm_head
+    table = parallel.get_input_embeddings()
+    vocab_size, size = len(table.weight), parallel.config.hidden_size
+
+    def forward(
+        input_ids: Tensor,
+        positions: Tensor,
+        top_ids: Tensor,
+        top_logprobs: Tensor,
+        seeds: Tensor,
+        **_: Any,
+    ) -> ModelOutput:
+        width = input_ids.shape[1]
+        depths = drawn_depths(positions, width, seeds, len(parallel.masks) + 1)
+        batch = with_masks(input_ids, positions, depths, vocab_size)
+        x = embedded(batch.ids, table, vocab_size, parallel.masks)
+        hidden = torch.zeros_like(batch.visible, dtype=x.dtype)
+        hidden.masked_fill_(~batch.visible, torch.finfo(x.dtype).min)
+        states = parallel.base_model(
+            inputs_embeds=x,
+            attention_mask=hidden[:, None],
+            position_ids=batch.position_ids,
+            use_cache=False,
+        )
+        flat = states.last_hidden_state.flatten(0, 1)
+        text = positions // width * batch.ids.shape[1] + positions % width
+        read = flat[torch.cat([text, batch.places])]
+        if hasattr(parallel, "sequential"):
+            before = parallel.sequential(parallel.head_row[batch.before])
+            read = torch.cat([read, F.pad(before, (0, 0, len(text), 0))], dim=1)
+        entries = torch.cat([torch.arange(len(text), device=text.device), batch.entries])
+        loss, agreed = head(read, top_ids[entries], top_logprobs[entries], len(text))
+        return ModelOutput(loss=loss * len(text) / len(read), agreed=agreed)
+
+    def head_forward(read: Tensor, top_ids: Tensor, top_logprobs: Tensor, of_text: int) -> Any:
+        if top_logprobs.dtype == torch.int32:  # DistillationTrainer._prepare_inputs
+            top_logprobs = top_logprobs.view(torch.float32)
+        cached = [part.split([of_text, len(part) - of_text]) for part in (top_ids, top_logprobs)]
+        text, masks = zip(read.split([of_text, len(read) - of_text]), *cached, strict=True)
+        loss, agreed = head_loss(text[0], head.weight, text[1], text[2], divergence)
+        return loss + head_loss(masks[0], head.weight, masks[1], masks[2], divergence)[0], agreed
+
+    assert head.weight.shape[1] >= size
+    parallel.forward, head.forward = forward, head_forward
+
+
+def export(
+    recipe: Recipe,
+    pair: Pair,
+    prepared: PreparedDraft,
+    tuned: PreTrainedModel,
+    answers: Iterable[CachedAnswer],
+) -> None:
+    """The plain LM is what other engines load: one token a step."""
+    plain, parts = plain_form(tuned)
+    with atomic_folder(recipe.folder / "draft") as partial:
+        pruned.write_forms(partial, recipe, pair, prepared, plain, answers)
+        parts.like(torch.empty(0, dtype=getattr(torch, recipe.dtype))).save(partial / "compact")
+
+
+def stand_in(recipe: Recipe, pair: Pair, target: Target) -> tuple[PreTrainedModel, Tensor | None]:
+    model, ids = pruned.stand_in(recipe, pair, target)
+    for_training(model, ids, first_parts(recipe, model, input_embedding(model)[0].float()))
+    return model, ids
+
+
+def drafter(
+    recipe: Recipe, pair: Pair, model: PreTrainedModel, ids: Tensor | None, target: Target
+) -> Drafter:
+    plain, parts = plain_form(model)
+    return parallel_drafter(plain, ids, parts, target)

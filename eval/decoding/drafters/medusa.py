@@ -1,0 +1,264 @@
+"""Heads on the target's last hidden state (Medusa, arXiv 2401.10774).
+
+The target has read all but the newest token. From its state before that one (after the final norm),
+head d drafts the token d places after the newest: a residual block, then an output head that all
+share. There is no cache of keys and values, and no model that reads the text: a head is a step. A
+sequential head may add what the token before says (Hydra), at the first place the newest one.
+A folder holds the checkpoint as vLLM loads it (its MedusaModel), compact.json, and what is ours:
+vLLM passes a sequential head over. Legend: B rows, T positions, D heads, H hidden size, K rows of
+the output head, V the target's vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from align.atomic import atomic_folder
+from eval.decoding.drafters.base import Drafter, Proposal, Session, Texts
+from eval.decoding.drafters.in_turn import SequentialHead, TokensInTurn
+from eval.decoding.drafters.pruned import COMPACT, check_compact
+from eval.decoding.forward import INT8_TERMS, HiddenStates
+from eval.decoding.target import Target, tensor_sha256
+from eval.decoding.verification import Sampling, argmax, warp
+from eval.decoding.weights import Product
+
+
+class MedusaConfig(PreTrainedConfig):
+    """vLLM's keys, and the rank of a sequential head, 0 for none."""
+
+    model_type = "medusa"
+    hidden_size: int = 4096
+    vocab_size: int = 32000
+    num_heads: int = 4
+    truncated_vocab_size: int = 32000
+    num_hidden_layers: int = 1  # of a block
+    original_lm_head: bool = True  # one output head for all
+    medusa_fc_bias: bool = True
+    sequential_rank: int = 0
+
+
+class Block(nn.Module):
+    """x + SiLU(W x + b)."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(size, size)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.layers[0](x))
+
+
+class MedusaModel(PreTrainedModel):
+    """The heads. In training `lm_head` reads, beside a state, what the token before reads [K, H+r].
+
+    sequential: as `read` of a SequentialHead; its rows are those of `lm_head`.
+    """
+
+    config: MedusaConfig
+    config_class = MedusaConfig
+    _supports_sdpa = True  # it has no attention, so any implementation is right
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__(config)
+        rows, size, rank = config.truncated_vocab_size, config.hidden_size, config.sequential_rank
+        self.blocks = nn.ModuleList([Block(size) for _ in range(config.num_heads)])
+        self.lm_head = nn.Linear(size + rank, rows, bias=False)
+        if rank:
+            self.sequential = nn.Embedding(rows + 1, rank, padding_idx=rows)
+        self.post_init()
+
+    def get_input_embeddings(self) -> None:  # type: ignore[override]
+        """None: it reads states."""
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
+
+
+def save_medusa(
+    folder: Path, model: MedusaModel, token_ids: Tensor | None, embedding: Tensor
+) -> None:
+    """Write the checkpoint in the dtype of the target's `embedding`, of which the hash is kept."""
+    tensors = {name: tensor.to(embedding.dtype) for name, tensor in model.state_dict().items()}
+    size = model.config.hidden_size
+    head = tensors.pop("lm_head.weight")
+    tensors["lm_head.weight"] = head[:, :size].contiguous()
+    if model.config.sequential_rank:
+        tensors["sequential.read"] = tensors.pop("sequential.weight")
+        tensors["sequential.write"] = head[:, size:].contiguous()
+    if token_ids is not None:
+        tensors["token_map"] = token_ids
+    about = {
+        "format": COMPACT,
+        "drafter": "medusa",
+        "embedding_sha256": tensor_sha256(embedding),
+    }
+    with atomic_folder(folder) as partial:
+        model.config.architectures = ["MedusaModel"]
+        model.config.save_pretrained(partial)
+        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+        (partial / "compact.json").write_text(json.dumps(about, indent=2))
+
+
+def load_medusa(folder: Path, embedding: Tensor) -> tuple[MedusaModel, Tensor | None]:
+    """The model as it is trained, and the target id of each row of its head [K], None for all.
+
+    Raises ValueError when it was made for another target.
+    """
+    config = MedusaConfig.from_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors", device=str(embedding.device))
+    # the target's own numbers, in whatever dtype it is loaded
+    check_compact(folder, embedding.to(tensors["lm_head.weight"].dtype))
+    token_ids = tensors.pop("token_map", None)
+    if config.sequential_rank:
+        tensors["sequential.weight"] = tensors.pop("sequential.read")
+        both = [tensors["lm_head.weight"], tensors.pop("sequential.write")]
+        tensors["lm_head.weight"] = torch.cat(both, dim=1)
+    with torch.device("meta"):
+        model = MedusaModel(config)
+    model.load_state_dict(tensors, assign=True)
+    return model.eval(), token_ids
+
+
+@dataclass(kw_only=True)
+class MedusaDrafter(Drafter):
+    """layers: the number of the target's last one. blocks: D, head: the one that they share."""
+
+    alike: bool = False
+    blocks: list[Product]
+    head: Product
+    in_turn: TokensInTurn
+    size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def logits(self, states: Tensor, depth: int) -> Tensor:
+        """[B, T, K] of the head at a depth from 0 on, from the target's states [B, T, H]."""
+        return self.head(states + F.silu(self.blocks[depth](states)))
+
+    def start(self, texts: Texts) -> Session:
+        return MedusaSession(self, texts)
+
+    @torch.inference_mode()
+    def teacher_forced(
+        self, ids: list[int], text: list[int], samplings: Sequence[Sampling], states: HiddenStates
+    ) -> Iterator[Tensor]:
+        """Of the first head; zero where no token stands before the newest."""
+        (found,) = (states[layer] for layer in self.layers)
+        assert found is not None
+        newest = torch.tensor([[*ids, *text][: len(ids) + len(text) - 1]], device=self.device)
+        known = self.logits(found[:, :-1].to(self.dtype), 0)  # before all tokens but the first two
+        known = self.in_turn.corrected(known, self.in_turn.rows_of(newest[:, 1:]))
+        known = known[:, max(0, len(ids) - 2) :]
+        for sampling in samplings:
+            q = self.in_turn.over_target_ids(warp(known, sampling))
+            yield F.pad(q, (0, 0, len(text) - q.shape[1], 0))
+
+    def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
+        """A head, and the choice of its token."""
+        state = torch.zeros((1, 1, self.size), dtype=self.dtype, device=self.device)
+        before = torch.zeros(1, dtype=torch.long, device=self.device)
+
+        def run() -> None:
+            scores = self.in_turn.corrected(self.logits(state, 0)[:, -1], before)
+            (argmax(scores) if sampling.greedy else warp(scores, sampling)).sum().item()
+
+        return run
+
+    @torch.inference_mode()
+    def probe(self, ids: list[int]) -> Tensor:
+        state = torch.ones((1, 1, self.size), dtype=self.dtype, device=self.device)
+        return torch.stack([self.logits(state, depth) for depth in range(len(self.blocks))])
+
+
+class MedusaSession(Session):
+    """`state` [B, 1, H]: the target's before the newest token of each row; `newest` [B]: that."""
+
+    def __init__(self, drafter: MedusaDrafter, texts: Texts) -> None:
+        self.drafter, self.sampling, self.generator = drafter, texts.sampling, texts.generator
+        (layer,) = drafter.layers
+        last = [state[layer][:, -1:] for state in texts.states]  # type: ignore[index]
+        self.state = torch.cat(last).to(drafter.dtype)
+        self.newest = torch.tensor([text[-1] for text in texts.ids], device=drafter.device)
+
+    @torch.inference_mode()
+    def propose(self, count: int, stop_below: float) -> Proposal:
+        drafter = self.drafter
+        count = min(count, len(drafter.blocks))
+        if count < 1:
+            return Proposal(self.newest.new_zeros((len(self.newest), 0)))
+        return drafter.in_turn.propose(
+            lambda depth: drafter.logits(self.state, depth)[:, -1],
+            drafter.in_turn.rows_of(self.newest),
+            count,
+            stop_below,
+            self.sampling,
+            self.generator,
+        )
+
+    def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
+        (found,) = (states[layer] for layer in self.drafter.layers)
+        assert found is not None
+        # of what was emitted the target has read all but the last, which is the newest now
+        read = torch.tensor([len(new) - 1 for new in emitted], device=found.device)
+        rows = torch.arange(len(emitted), device=found.device)
+        self.state = found[rows, read][:, None].to(self.drafter.dtype)
+        self.newest = torch.tensor([new[-1] for new in emitted], device=found.device)
+
+    def keep(self, rows: list[int]) -> None:
+        at = torch.tensor(rows, device=self.newest.device)
+        self.state, self.newest = self.state[at], self.newest[at]
+
+
+def medusa_drafter(
+    model: MedusaModel, token_ids: Tensor | None, target: Target, layer: int
+) -> MedusaDrafter:
+    """The heads as they draft, in the target's dtype; on a CPU in eight bits, as `pruned_drafter`.
+
+    layer: the number of the target's last one.
+    """
+    embedding = target.decoder.embedding
+    size, weight = model.config.hidden_size, model.lm_head.weight.detach().to(embedding)
+    int8 = embedding.device.type == "cpu" and size % INT8_TERMS == 0
+    head = nn.Linear(size, len(weight), bias=False, device="meta")
+    head.weight = nn.Parameter(weight[:, :size].contiguous(), requires_grad=False)
+    sequential = None
+    if model.config.sequential_rank:
+        read = model.sequential.weight.detach().to(embedding)
+        sequential = SequentialHead(read, weight[:, size:].contiguous())
+    parts: Any = model.blocks
+    own = [Product.of(block.layers[0].to(embedding), int8=int8) for block in parts]
+    shared = Product.of(head, int8=int8)
+    coverage = 1.0 if token_ids is None else len(token_ids) / len(embedding)
+    return MedusaDrafter(
+        vocab_size=len(embedding),
+        form="compact",
+        vocabulary={"relation": "identical", "strategy": "direct", "coverage": coverage},
+        bytes=sum(part.nbytes for part in (*own, shared, *(sequential or ()))),
+        layers=(layer,),
+        blocks=own,
+        head=shared,
+        in_turn=TokensInTurn(len(embedding), token_ids, sequential),
+        size=size,
+        dtype=embedding.dtype,
+        device=embedding.device,
+    )
+
+
+def load(folder: Path, target: Target, strategy: str) -> MedusaDrafter:
+    """The heads in `folder`."""
+    model, token_ids = load_medusa(folder, target.decoder.embedding)
+    layer = target.model.config.get_text_config().num_hidden_layers
+    drafter = medusa_drafter(model, token_ids, target, layer)
+    drafter.path = str(folder)
+    drafter.full_form_bytes = (folder / "model.safetensors").stat().st_size
+    return drafter

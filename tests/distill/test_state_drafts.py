@@ -1,0 +1,294 @@
+"""Drafts that read the target's hidden states: cached, prepared, trained over several steps."""
+
+import dataclasses
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from align.sources import read_json
+from distill import state_cache, train
+from distill.answer_cache import AnswerCache, CacheError
+from distill.drafters import eagle3, features
+from distill.drafters.base import kind_of
+from distill.dry_run import price_run
+from distill.losses import forward_kl
+from distill.models import TargetOfRun, check_models
+from distill.prepare import prepare_draft
+from distill.prompts import collect_prompts
+from distill.publish import Plan, PublishError, publish
+from distill.recipe import RecipeError
+from distill.state_cache import cache_states, states_of
+from distill.train import run
+from distill.trainer import attach_head
+from eval.decoding.drafters.base import Texts
+from eval.decoding.drafters.loading import load_drafter
+from eval.decoding.verification import Sampling
+from eval.reporting.report import read_report
+
+KINDS = ["features", "eagle3"]
+MADE = {"draft": None, "num_draft_layers": 1, "draft_vocab_size": 270}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def finished(request, job, tmp_path_factory):
+    """A finished run of each kind."""
+    recipe = job(tmp_path_factory.mktemp("run") / "run", **MADE, drafter=request.param)
+    assert run(recipe) == 0
+    return recipe
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def stopped(job, tmp_path_factory):
+    """A run of each kind that was stopped once the states were cached, and what it had printed."""
+
+    def stop(*_):
+        raise Stopped
+
+    recipes = {}
+    for kind in KINDS:
+        recipes[kind] = job(tmp_path_factory.mktemp("stopped") / "run", **MADE, drafter=kind)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train, "prepare_draft", stop)
+            with pytest.raises(Stopped):
+                run(recipes[kind])
+    return recipes
+
+
+@pytest.fixture
+def answered(stopped, tmp_path):
+    """Makes a copy of such a run of a kind: its parts."""
+
+    def make(kind):
+        folder = tmp_path / "run"
+        shutil.copytree(stopped[kind].folder, folder)
+        return parts(dataclasses.replace(stopped[kind], output_dir=str(folder)))
+
+    return make
+
+
+def parts(recipe):
+    pair = check_models(recipe)
+    target = TargetOfRun(recipe, pair, collect_prompts(recipe, pair.target))
+    key = read_json(recipe.folder / "answers" / "key.json")
+    answers = AnswerCache(recipe.folder / "answers", key, pair.vocab_size)
+    return recipe, pair, target, answers
+
+
+def test_a_finished_run_is_lossless_and_keeps_no_states(finished):
+    folder = finished.folder
+    report = read_report(folder / "report" / "report.json")
+    for draft in report.drafts.values():
+        assert draft.lossless.unexplained == 0
+        assert draft.lossless.identical == draft.lossless.prompts
+    assert not (folder / "states").exists()
+    again = load_drafter(str(folder / "draft"), parts(finished)[2].loaded)
+    assert again.layers == kind_of(finished).layers({"num_hidden_layers": 2})
+    with pytest.raises(PublishError, match=f"is a run with drafter {finished.drafter}, whose"):
+        publish(Plan(folder))
+
+
+@pytest.mark.parametrize("finished", ["eagle3"], indirect=True)
+def test_an_exported_eagle3_has_the_names_that_engines_load(finished):
+    config = read_json(finished.folder / "draft" / "config.json")
+    tensors = load_file(finished.folder / "draft" / "model.safetensors")
+    assert config["speculators_model_type"] == "eagle3"
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1]
+    assert config["draft_vocab_size"] == len(tensors["d2t"]) == 270
+    assert config["transformer_layer_config"]["model_type"] == "llama"
+    size = config["transformer_layer_config"]["hidden_size"]
+    assert tensors["layers.0.self_attn.q_proj.weight"].shape[1] == 2 * size
+    assert {"fc.weight", "norm.weight", "lm_head.weight", "t2d"} <= tensors.keys()
+    assert {"layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight"} <= tensors.keys()
+    assert not any("embed" in name for name in tensors)
+    assert int(tensors["t2d"].sum()) == 270
+    ids = tensors["d2t"] + torch.arange(270)
+    assert torch.equal(ids, tensors["t2d"].nonzero()[:, 0])
+
+
+def test_states_are_those_of_one_pass_of_the_model(answered):
+    recipe, pair, target, answers = answered("features")
+    states = states_of(recipe, pair, answers)
+    assert states.layers == (0, 1, 2)
+    for answer in answers:
+        whole = torch.cat([answer.prompt_ids, answer.response_ids])[None]
+        with torch.no_grad():
+            wanted = target.loaded.model(whole[:, :-1], output_hidden_states=True).hidden_states
+        found = states[answer.index]
+        assert found.dtype == torch.bfloat16
+        wanted = torch.stack([wanted[k][0] for k in states.layers], 1)
+        torch.testing.assert_close(found.float(), wanted, atol=0.05, rtol=0.01)
+
+
+def test_states_are_made_once_and_only_what_lacks(answered, monkeypatch, capsys):
+    recipe, pair, target, answers = answered("eagle3")
+    folder = recipe.folder / "states"
+    made = []
+    original = state_cache.states_at
+    monkeypatch.setattr(
+        state_cache, "states_at", lambda *given: made.append(given[1].index) or original(*given)
+    )
+    cache_states(recipe, pair, target, answers)
+    assert made == []
+    (shard,) = folder.glob("shard-*")
+    shard.unlink()
+    with pytest.raises(CacheError, match=f"lacks .* of {len(answers)} answers"):
+        states_of(recipe, pair, answers)
+    cache_states(recipe, pair, target, answers)
+    assert made == answers.indices
+    assert "hidden states of layers [1]: 0 MiB in" in capsys.readouterr().out
+
+
+def test_states_of_other_layers_or_another_target_are_refused(answered):
+    recipe, pair, target, answers = answered("eagle3")
+    other = dataclasses.replace(recipe, drafter="features")
+    with pytest.raises(CacheError, match=r"another layers \(layers: \[1\] -> \[0, 1, 2\]\)"):
+        cache_states(other, pair, target, answers)
+    key = recipe.folder / "answers" / "key.json"
+    key.write_text(key.read_text().replace('"target weights": "', '"target weights": "00'))
+    with pytest.raises(CacheError, match="hidden states made with another target weights"):
+        states_of(recipe, pair, answers)
+
+
+def test_a_shard_whose_bits_changed_is_refused(answered):
+    recipe, pair, _, answers = answered("eagle3")
+    (shard,) = (recipe.folder / "states").glob("shard-*")
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(CacheError, match="does not match its checksum"):
+        states_of(recipe, pair, answers)
+
+
+def batch_of(vocab_size, positions, states):
+    """Made up: one row, the target's most likely token at each position."""
+    torch.manual_seed(3)
+    count = len(positions)
+    return {
+        "input_ids": torch.randint(vocab_size, (1, states.shape[1])),
+        "attention_mask": torch.ones(1, states.shape[1], dtype=torch.long),
+        "positions": torch.tensor(positions),
+        "top_ids": torch.randint(200, (count, 3)),
+        "top_logprobs": torch.full((count, 3), -1.5),
+        "states": states,
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_reads_what_is_known_when_a_token_is_drafted(answered, kind):
+    """The first step at token t reads the states up to t - 1, the later ones fewer."""
+    recipe, pair, target, answers = answered(kind)
+    prepared = prepare_draft(recipe, pair, target, answers)
+    model = prepared.model.float()
+    with torch.no_grad():  # where a fit leaves nothing, nothing could be seen
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1 and "embed" not in name:
+                weight.copy_(torch.randn(weight.shape) * 0.2)
+    kind_of(recipe).attach(model, forward_kl)
+    layers = len(kind_of(recipe).layers(pair.target.config))
+    states = torch.randn(1, 12, layers, model.config.hidden_size, requires_grad=True)
+
+    def read(positions):
+        (gradient,) = torch.autograd.grad(
+            model(**batch_of(pair.vocab_size, positions, states)).loss, states
+        )
+        return [at for at in range(12) if gradient[0, at].abs().sum() > 0]
+
+    # of a draft that begins at 5 or 7 nobody reads what the target makes of that token itself
+    assert read([5])[-1] == 4
+    assert read([7])[-1] == 6
+    assert 5 not in read([5])
+    if kind == "features":
+        assert read([5]) == [4]
+        assert read([5, 6, 7]) == [4, 5, 6]
+    # a draft that cannot have begun earlier has one step only
+    assert len(batch_of(pair.vocab_size, [5, 7], states)["positions"]) == 2
+    one, two = (model(**batch_of(pair.vocab_size, p, states)).loss for p in ([5], [5, 7]))
+    assert one != two
+
+
+def test_later_steps_of_a_features_draft_read_its_own_states(answered):
+    recipe, pair, target, answers = answered("features")
+    model = prepare_draft(recipe, pair, target, answers).model.float()
+    fusion = model.fusion
+    with torch.no_grad():
+        fusion.own.weight.normal_(std=0.2)
+    states = torch.randn(1, 12, 3, model.config.hidden_size)
+    batch = batch_of(pair.vocab_size, [5, 6, 7], states)
+    with torch.no_grad():
+        z = model.base_model(input_ids=batch["input_ids"]).last_hidden_state[0]
+        first = {t: fusion.first(z[[t]], states[0, [t - 1]]) for t in (5, 6, 7)}
+        second = {6: fusion.further(z[[6]], first[5]), 7: fusion.further(z[[7]], first[6])}
+        third = {7: fusion.further(z[[7]], second[6])}
+        _, head = attach_head(model, forward_kl)
+
+        def loss(states, at):
+            row = [at - 5]
+            return head(states, batch["top_ids"][row], batch["top_logprobs"][row])[0]
+
+        wanted = sum(loss(y, t) for step in (first, second, third) for t, y in step.items())
+        features.attach(model, forward_kl)
+        torch.testing.assert_close(model(**batch).loss, wanted / features.STEPS)
+
+
+def test_steps_of_an_eagle3_draft_are_those_of_its_session(answered):
+    """What training makes of the later steps is what decoding does with them."""
+    recipe, pair, target, answers = answered("eagle3")
+    prepared = prepare_draft(recipe, pair, target, answers)
+    model, loaded = prepared.model, target.loaded
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1 and "embed" not in name and "lm_head" not in name:
+                weight.normal_(std=0.3)
+    draft = eagle3.drafter(recipe, pair, model, prepared.token_ids, loaded)
+    text, gamma, seen = answers[0].prompt_ids.tolist(), 3, set()
+    for end in range(4, len(text)):
+        known = dict.fromkeys(draft.layers)
+        cache = loaded.decoder.new_cache(1, 64)
+        loaded.decoder.forward(torch.tensor([text[: end - 1]]), 0, cache, states=known)
+        texts = Texts([text[:end]], 64, Sampling(), torch.Generator(), [known])
+        got = draft.start(texts).propose(gamma, 0.0).tokens[0].tolist()
+        states = torch.stack([known[k] for k in draft.layers], 2)
+        states = torch.nn.functional.pad(states, (0, 0, 0, 0, 0, gamma))
+        states = states * model.sizes[:, None]  # the stand-in's states are not divided
+        with torch.no_grad():
+            whole = torch.tensor([[*text[:end], *got[:-1]]])
+            steps = eagle3.unrolled(model, whole, states, gamma)
+            rows = [model.lm_head(y[0, end - 1 + g]).argmax() for g, y in enumerate(steps)]
+        assert got == prepared.token_ids[torch.stack(rows)].tolist()
+        seen.update(got)
+    assert len(seen) > 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dry_run_prices_it(job, tmp_path, kind, capsys):
+    recipe = job(tmp_path / "run", **MADE, drafter=kind, dry_run=True)
+    price_run(recipe)
+    out = capsys.readouterr().out
+    assert "target's hidden states" in out
+    assert "training (40 steps)" in out
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"draft": "d", "drafter": "eagle3"}, "is made from the target itself, but draft names"),
+        ({"draft": "d", "drafter": "pruned"}, "is made from the target itself, but draft names"),
+        ({"drafter": "sibling"}, "'sibling', but draft is null"),
+        ({"drafter": "features", "use_peft": True}, "set use_peft to false"),
+        ({"drafter": "eagle3", "strategy": "remap"}, "set strategy to auto"),
+        (
+            {"drafter": "features", "answers": "server", "answer_url": "http://a:1"},
+            "with a server they are never loaded",
+        ),
+        ({"drafter": "eagle4"}, "drafter is eagle4"),
+    ],
+)
+def test_what_contradicts_the_drafter_is_refused(job, tmp_path, keys, message):
+    with pytest.raises(RecipeError, match=message):
+        job(tmp_path / "run", **({"draft": None} | keys))
