@@ -25,11 +25,12 @@ from eval.decoding.forward import Decoder
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring.agreement import BATCH
-from eval.measuring.timing import COST_REPEATS, STOCK_PROMPTS, STOCK_TOKENS, TUNING_TOKENS
+from eval.measuring.replay import ROWS, TEXT_TOKENS
+from eval.measuring.timing import CHOICE_REPEATS, COST_REPEATS, STOCK_PROMPTS, STOCK_TOKENS
 
 TIMED_STEPS = 9  # of training, rows grouped by length; the first one is warm-up
 SPEEDUPS = (1.0, 1.3, 1.7)  # taken for granted of the untuned, the tuned draft, and behind lookup
-GAMMA_TRIALS = 28  # texts that the choice of a draft length decodes: 9 lengths, halved three times
+PLACE = 4  # steps of the target that drafting and verifying at a place of ROWS texts takes
 
 
 def stand_in(recipe: Recipe, pair: Pair, target: Target) -> tuple[PreTrainedModel, Tensor | None]:
@@ -63,10 +64,13 @@ def evaluation_seconds(
     whole = _median(timed_step(target.decoder, context + round(tokens), 0, sampling))
     texts = len(ids) / BATCH * tokens * batched_step(target.decoder, BATCH, context)
     drafts = SPEEDUPS[: 2 + recipe.lookup_first]
-    length = min(tokens, TUNING_TOKENS)
-    steps = (0 if recipe.gamma else GAMMA_TRIALS * length) * sum(1 / s for s in drafts)
+    widths = len(drafts) * (recipe.max_gamma + 2)
+    steps = 0.0
+    if recipe.gamma is None:
+        steps = PLACE * len(drafts) * min(tokens, TEXT_TOKENS) * -(-recipe.tuning_prompts // ROWS)
+        steps += widths * CHOICE_REPEATS
     steps += STOCK_PROMPTS * STOCK_TOKENS * 2.5  # ours, and stock generate, which takes longer
-    steps += len(drafts) * COST_REPEATS * (recipe.max_gamma + 2)
+    steps += widths * COST_REPEATS
     fixed = texts + len(ids) * whole * 1.2 + steps * step
     each = tokens * step * (1 + sum(1 / s for s in drafts))
     return lambda timed: fixed + timed * each

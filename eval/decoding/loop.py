@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from eval.decoding.drafters.base import Drafter, Proposal, Texts
 from eval.decoding.forward import Decoder, HiddenStates, KVCache, starts
@@ -90,16 +89,9 @@ def decode(
     generator.manual_seed(seed_of(how.seed, *(prompt.id for prompt in prompts)))
     slots = max(map(len, ids)) + how.max_new_tokens + gamma
 
-    # 1. Prefill the target row by row, which wastes nothing on prompts of different lengths. Its
-    # last logits give the first token, which no draft had a part in.
+    # 1. Prefill the target; its last logits give the first token, which no draft had a part in.
     clock = time.perf_counter()
-    cache = target.new_cache(len(ids), slots)
-    prefill = [dict.fromkeys(layers) for _ in ids]
-    last = [
-        _read(target, [row], 0, cache.row(i), prefill[i], last_only=True)
-        for i, row in enumerate(ids)
-    ]
-    first = choose(torch.cat(last), how.sampling, generator).tolist()
+    cache, first, read = prefill(target, ids, slots, layers, how.sampling, generator)
     now = time.perf_counter()
     runs = [
         start_run(prompt, row, tokens, now - clock)
@@ -110,7 +102,7 @@ def decode(
     session = None
     if drafter is not None:
         texts = [[*row, *tokens] for row, tokens in zip(ids, first, strict=True)]
-        session = drafter.start(Texts(texts, slots, how.sampling, generator, prefill))
+        session = drafter.start(Texts(texts, slots, how.sampling, generator, read))
 
     rows = runs
     while True:
@@ -137,7 +129,7 @@ def decode(
         block = torch.cat([newest, proposal.tokens], dim=1)
         start = starts([run.prompt_tokens + len(run.tokens) - 1 for run in rows])
         states = dict.fromkeys(layers)
-        logits = _read(target, block, start, cache, states)
+        logits = target.forward(block, start, cache, states=states)
         n_accepted, following = verify(
             logits,
             proposal.tokens,
@@ -163,17 +155,25 @@ def decode(
             session.commit(emitted, [row[-2] for row in found], states)
 
 
-def _read(
+def prefill(
     target: Decoder,
-    tokens: list[list[int]] | Tensor,
-    start: int | Tensor,
-    cache: KVCache,
-    states: HiddenStates,
-    last_only: bool = False,
-) -> Tensor:
-    return target.forward(
-        torch.as_tensor(tokens, device=target.device), start, cache, last_only, states
-    )
+    ids: Sequence[list[int]],
+    slots: int,
+    layers: Sequence[int],
+    sampling: Sampling,
+    generator: torch.Generator,
+) -> tuple[KVCache, list[list[int]], list[HiddenStates]]:
+    """The prompts in a cache, a first token for each [B][1], and the states of `layers` at each.
+
+    Row by row, which wastes nothing on prompts of different lengths.
+    """
+    cache = target.new_cache(len(ids), slots)
+    states: list[HiddenStates] = [dict.fromkeys(layers) for _ in ids]
+    last = [
+        target.forward(torch.tensor([row], device=target.device), 0, cache.row(i), True, states[i])
+        for i, row in enumerate(ids)
+    ]
+    return cache, choose(torch.cat(last), sampling, generator).tolist(), states
 
 
 def _emit(

@@ -21,6 +21,7 @@ from eval.decoding.verification import Sampling
 from eval.measuring import metrics
 from eval.measuring.journal import Journal
 from eval.measuring.log import PromptRun, StepCosts
+from eval.measuring.replay import places, seconds_per_token
 from eval.prompts import Batch, PromptSet
 
 R = TypeVar("R")
@@ -29,8 +30,9 @@ COST_REPEATS = 30
 STOCK_PROMPTS = 6
 STOCK_TOKENS = 64
 WARM_UP_TOKENS = 8
-STOP_BELOW = (0.2, 0.4, 0.6)  # a token in hand pays from about (draft + width) / target on
-TUNING_TOKENS = 64  # of an answer are enough to compare draft lengths
+CHOICE_REPEATS = 10  # of the same, for the choice of a draft length
+# a token in hand pays from about (draft + width) / target on
+STOP_BELOW = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 
 # A contender: the target alone, or with a drafter of one draft length.
 Contender = tuple[Drafter | None, DraftLength]
@@ -38,7 +40,12 @@ ALONE: Contender = (None, DraftLength(0))
 
 
 def step_costs(
-    target: Decoder, drafter: Drafter, context_length: int, max_gamma: int, sampling: Sampling
+    target: Decoder,
+    drafter: Drafter,
+    context_length: int,
+    max_gamma: int,
+    sampling: Sampling,
+    repeats: int = COST_REPEATS,
 ) -> StepCosts:
     """Median seconds of isolated steps at one context length, the widths interleaved.
 
@@ -51,7 +58,7 @@ def step_costs(
     for width in range(1, max_gamma + 2):
         steps[width] = timed_step(target, width, context_length, sampling)
     seconds: dict[int, list[float]] = {width: [] for width in steps}
-    for repeat in tqdm(range(COST_REPEATS + 3), desc="step costs", unit="round"):
+    for repeat in tqdm(range(repeats + 3), desc="step costs", unit="round"):
         for width, run in steps.items():
             synchronise()
             clock = time.perf_counter()
@@ -67,30 +74,17 @@ def step_costs(
 def choose_gamma(
     target: Target, drafter: Drafter, prompts: PromptSet, how: Decoding, max_gamma: int
 ) -> DraftLength:
-    """The draft length with the least wall time per token on prompts that are not evaluated.
+    """The draft length with the fewest seconds a token on prompts that are not evaluated.
 
-    Fixed lengths from 1 to max_gamma, and max_gamma with each of STOP_BELOW. The slower half drops
-    out after 1, 2, 4, … prompts: what is left decides between near equals.
+    Fixed lengths from 1 to max_gamma, each also with a stop at every one of STOP_BELOW: replayed
+    (eval/measuring/replay.py) at the costs of steps that are measured here.
     """
-    how = dataclasses.replace(how, max_new_tokens=min(how.max_new_tokens, TUNING_TOKENS))
+    context = sum(map(len, prompts.ids)) // len(prompts.ids) + how.max_new_tokens // 2
+    costs = step_costs(target.decoder, drafter, context, max_gamma, how.sampling, CHOICE_REPEATS)
+    texts = places(target, drafter, prompts, how, max_gamma)
     lengths = [DraftLength(gamma) for gamma in range(1, max_gamma + 1)]
-    lengths += [DraftLength(max_gamma, stop_below) for stop_below in STOP_BELOW]
-    seconds = dict.fromkeys(lengths, 0.0)
-    tokens = dict.fromkeys(lengths, 0)
-
-    def per_token(length: DraftLength) -> float:
-        return seconds[length] / tokens[length]
-
-    batches = prompts.batches(1)
-    decode(target.decoder, drafter, *batches[0], how, lengths[0])  # warm-up
-    for done, (rows, ids) in enumerate(tqdm(batches, desc="choose gamma", unit="prompt"), 1):
-        for length in lengths:
-            (run,) = decode(target.decoder, drafter, rows, ids, how, length)
-            seconds[length] += run.seconds
-            tokens[length] += len(run.tokens)
-        if done & (done - 1) == 0 and len(lengths) > 2:
-            lengths = sorted(lengths, key=per_token)[: -(-len(lengths) // 2)]
-    return min(lengths, key=per_token)
+    lengths += [DraftLength(long.gamma, stop) for long in lengths[1:] for stop in STOP_BELOW]
+    return min(lengths, key=lambda length: seconds_per_token(texts, length, costs))
 
 
 def decode_in_turns(

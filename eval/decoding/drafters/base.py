@@ -25,13 +25,15 @@ class Proposal(NamedTuple):
     q: the very distributions that they were sampled from, over the target's ids [B, G, V]; None
     when greedy, and where they are not known (`verify_without_q`). counts: how many tokens each row
     proposes [B], the rest being padding; None where all propose G. free: rows whose tokens took no
-    step of a model.
+    step of a model. certainty: how sure the draft was when it went on to each token [B, G], the
+    number that `stop_below` is held against; None where that was 0.
     """
 
     tokens: Tensor
     q: Tensor | None = None
     counts: Tensor | None = None
     free: Sequence[int] = ()
+    certainty: Tensor | None = None
 
 
 class Texts(NamedTuple):
@@ -157,14 +159,18 @@ class SeparateRows(Session):
         lengths = [one.tokens.shape[1] for one in made]
         rows, device = len(made), made[0].tokens.device
         tokens = torch.zeros((rows, max(lengths)), dtype=torch.long, device=device)
+        certainty = torch.ones(tokens.shape)
         q = None
         for row, (one, length) in enumerate(zip(made, lengths, strict=True)):
             tokens[row, :length] = one.tokens
+            if one.certainty is not None:
+                certainty[row, :length] = one.certainty
             if one.q is not None:
                 if q is None:
                     q = one.q.new_zeros((*tokens.shape, one.q.shape[2]))
                 q[row, :length] = one.q
-        return Proposal(tokens, q, torch.tensor(lengths, device=device))
+        counts = torch.tensor(lengths, device=device)
+        return Proposal(tokens, q, counts, certainty=certainty if stop_below else None)
 
     def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
         for row, (session, new, n) in enumerate(zip(self.sessions, emitted, accepted, strict=True)):

@@ -5,7 +5,7 @@ Legend: B rows, G drafted tokens, R answer tokens, V the target's vocabulary, D 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -150,6 +150,8 @@ class TextSession(Session):
         seen = min(self.same, len(self.ids) - 1)  # the last token is read again for its logits
         room = drafter.decoder.context_length - len(self.ids) + 1
         drafted: list[int] = []
+        ends: list[int] = []  # in bytes, of what was drafted
+        reached: list[float] = []
         certainty = 1.0
         step = self.ids[seen:]
         while step and len(drafted) < min(count, room) and certainty >= stop_below:
@@ -163,9 +165,11 @@ class TextSession(Session):
             else:
                 q = warp(logits, self.sampling)
                 chosen = sample(q, self.generator)
-            certainty *= float(q[0, chosen])
             step = chosen.tolist()
             drafted += step
+            reached.append(certainty)
+            ends.append((ends[-1] if ends else 0) + len(self.draft.bytes_of(step)))
+            certainty *= float(q[0, chosen])
             if step[0] in self.draft.all_stops:
                 break
         # 2. The new text, cut into target tokens; the ends of texts are one and the same.
@@ -178,4 +182,13 @@ class TextSession(Session):
         eos = self.target.special_ids.get("eos_token")
         if ended and eos is not None:
             proposed.append(eos)
-        return Proposal(torch.tensor([proposed[:count]], dtype=torch.long, device=device))
+        proposed = proposed[:count]
+        # a token of the target's was reached when the draft's token that ends it was
+        sure, end = [], len(self.held)
+        for i in proposed:
+            end += len(self.target.bytes_of([i]))
+            sure.append(reached[min(bisect_left(ends, end), len(reached) - 1)])
+        return Proposal(
+            torch.tensor([proposed], dtype=torch.long, device=device),
+            certainty=torch.tensor([sure], device=device) if stop_below else None,
+        )

@@ -137,6 +137,7 @@ class TokenSession(Session):
         start = starts([length - width for length in lengths])
         certainty = torch.ones(len(lengths), device=device)
         drafted: list[Tensor] = []
+        reached: list[Tensor] = []
         qs: list[Tensor] = []
         while len(drafted) < count and not (stop_below and float(certainty.mean()) < stop_below):
             logits = self.logits(step, start, len(drafted))
@@ -149,6 +150,7 @@ class TokenSession(Session):
                 chosen = sample(q, self.generator)
                 qs.append(q)
             if stop_below:
+                reached.append(certainty)
                 certainty = certainty * drafter.certainty(logits, chosen, q)
             drafted.append(drafter.to_target_ids(chosen)[:, None])
             step = drafter.to_own_ids(chosen)[:, None]
@@ -156,7 +158,8 @@ class TokenSession(Session):
             return Proposal(step.new_zeros((len(lengths), 0)))
         self.seen = [length + len(drafted) - 1 for length in lengths]
         q = drafter.over_target_ids(torch.stack(qs, dim=1)) if qs else None
-        return Proposal(torch.cat(drafted, dim=1), q)
+        sure = torch.stack(reached, dim=1) if reached else None
+        return Proposal(torch.cat(drafted, dim=1), q, certainty=sure)
 
     def logits(self, step: Tensor, start: int | Tensor, drafted: int) -> Tensor:
         """The draft's [B, K] after `step`, its newest tokens [B, T]; `drafted` in this block."""

@@ -77,6 +77,7 @@ class TokensInTurn(NamedTuple):
         the row of the newest token [B]; None where the first logits know it.
         """
         drafted: list[Tensor] = []
+        reached: list[Tensor] = []
         qs: list[Tensor] = []
         certainty = torch.ones(())
         while len(drafted) < count and not (stop_below and float(certainty.mean()) < stop_below):
@@ -90,8 +91,14 @@ class TokensInTurn(NamedTuple):
                 qs.append(q)
             if stop_below:
                 assert q is not None
-                certainty = certainty.to(q) * q.gather(-1, before[:, None])[:, 0]
+                certainty = certainty.to(q).expand(len(q))
+                reached.append(certainty)
+                certainty = certainty * q.gather(-1, before[:, None])[:, 0]
             drafted.append(before)
         rows = torch.stack(drafted, dim=1)
         tokens = rows if self.token_ids is None else self.token_ids[rows]
-        return Proposal(tokens, self.over_target_ids(torch.stack(qs, dim=1)) if qs else None)
+        return Proposal(
+            tokens,
+            self.over_target_ids(torch.stack(qs, dim=1)) if qs else None,
+            certainty=torch.stack(reached, dim=1) if reached else None,
+        )

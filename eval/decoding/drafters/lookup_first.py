@@ -76,6 +76,10 @@ class LookupFirstSession(Session):
         size = (len(found), max(lengths))
         tokens = torch.zeros(size, dtype=torch.long, device=self.device)
         tokens[:, : drafted.tokens.shape[1]] = drafted.tokens[:, : size[1]]
+        certainty = torch.ones(size, device=self.device)
+        if drafted.certainty is not None:
+            certainty[:, : drafted.tokens.shape[1]] = drafted.certainty[:, : size[1]]
+            certainty[rows] = 1
         for row in rows:
             tokens[row, : lengths[row]] = torch.tensor(found[row], device=self.device)
         q = None
@@ -85,7 +89,8 @@ class LookupFirstSession(Session):
             for row in rows:
                 q[row] = 0
                 q[row, range(lengths[row]), found[row]] = 1
-        return Proposal(tokens, q, torch.tensor(lengths, device=self.device), rows)
+        counts = torch.tensor(lengths, device=self.device)
+        return Proposal(tokens, q, counts, rows, certainty if stop_below else None)
 
     def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
         for text, new in zip(self.texts, emitted, strict=True):

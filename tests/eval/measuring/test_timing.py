@@ -1,6 +1,5 @@
 """Texts in turns, step costs and draft lengths, on tiny models whose answers are known."""
 
-import dataclasses
 
 import pytest
 
@@ -11,6 +10,7 @@ from eval.decoding.verification import Sampling
 from eval.measuring import metrics
 from eval.measuring.timing import (
     ALONE,
+    STOP_BELOW,
     choose_gamma,
     decode_in_turns,
     over_stock_generate,
@@ -75,27 +75,7 @@ def test_costs_are_positive_and_hold_every_width(target, own):
 def test_gamma_is_one_of_those_tried(target, own):
     chosen = choose_gamma(target, own, SET, GREEDY, 3)
     assert chosen.gamma in (1, 2, 3)
-    assert chosen.stop_below == 0 or chosen.gamma == 3
-
-
-def test_the_fastest_length_outlives_the_slower_halves(target, own, monkeypatch):
-    timed = []
-
-    def timed_decode(_target, _drafter, _prompts, _ids, how, length):
-        timed.append(length)
-        seconds = 1 + abs(length.gamma - 4) + 10 * length.stop_below
-        return [
-            dataclasses.replace(baselines(target)[0], prefill_seconds=seconds, block_seconds=[])
-        ]
-
-    monkeypatch.setattr("eval.measuring.timing.decode", timed_decode)
-    prompts = PromptSet("t", [Prompt(f"t{i}", prompt="unused") for i in range(8)], [[1]] * 8)
-    chosen = choose_gamma(target, own, prompts, GREEDY, 6)
-    assert chosen == DraftLength(4)
-    after_warm_up = timed[1:]
-    # one prompt with all nine, one with five, two with three, four with two
-    assert len(after_warm_up) == 9 + 5 + 2 * 3 + 4 * 2
-    assert after_warm_up.count(DraftLength(4)) == 8
+    assert chosen.stop_below in (0, *STOP_BELOW)
 
 
 @pytest.mark.parametrize("size", [1, 2])

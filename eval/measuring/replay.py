@@ -1,0 +1,129 @@
+"""Draft lengths compared by replay: what every length would have done, from one pass over texts.
+
+At each place of texts that the target writes, the drafter drafts as far as the longest length goes,
+and it is written down how many tokens verification would accept and how sure the draft was at each.
+Any other length, and any stop, is then arithmetic on these, priced by measured steps: no clock's
+noise decides between near equals. Greedily exact, up to what is cut at a text's end; sampled, the
+shorter lengths are those of token by token verification, which accepts no more than block
+verification does. Legend: B rows, G drafted tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from eval.decoding.drafters.base import Drafter, Texts
+from eval.decoding.forward import starts
+from eval.decoding.loop import Decoding, DraftLength, prefill
+from eval.decoding.target import Target
+from eval.decoding.verification import choose, verify
+from eval.measuring.log import StepCosts
+from eval.prompts import PromptSet
+
+NEVER = 1e-30  # as `stop_below`: the draft says how sure it is, and does not stop
+ROWS = 8  # texts at once
+TEXT_TOKENS = 64  # of an answer are enough to compare draft lengths
+
+
+class Place(NamedTuple):
+    """A draft of the longest length, after one token of a text.
+
+    certainty: how sure the draft was when it went on to each token [G]. accepted: how many of them.
+    free: no step of a model was taken.
+    """
+
+    certainty: list[float]
+    accepted: int
+    free: bool
+
+
+@torch.inference_mode()
+def places(
+    target: Target, drafter: Drafter, prompts: PromptSet, how: Decoding, gamma: int
+) -> list[list[Place]]:
+    """Of the target's own text on each prompt, TEXT_TOKENS at most, every place but the last."""
+    how = dataclasses.replace(how, max_new_tokens=min(how.max_new_tokens, TEXT_TOKENS))
+    found: list[list[Place]] = []
+    for at in tqdm(range(0, len(prompts.ids), ROWS), desc="choose gamma", unit="batch"):
+        found += _places(target, drafter, prompts.ids[at : at + ROWS], how, gamma)
+    return found
+
+
+def _places(
+    target: Target, drafter: Drafter, ids: Sequence[list[int]], how: Decoding, gamma: int
+) -> list[list[Place]]:
+    decoder = target.decoder
+    generator = torch.Generator(decoder.device).manual_seed(how.seed)
+    slots = max(map(len, ids)) + how.max_new_tokens + gamma
+    cache, first, read = prefill(decoder, ids, slots, drafter.layers, how.sampling, generator)
+    texts = [[*row, *token] for row, token in zip(ids, first, strict=True)]
+    session = drafter.start(Texts([*map(list, texts)], slots, how.sampling, generator, read))
+    found: list[list[Place]] = [[] for _ in ids]
+    rows = list(range(len(ids)))
+    while True:
+        left = [
+            i
+            for i, row in enumerate(rows)
+            if texts[row][-1] not in how.stops and len(found[row]) < how.max_new_tokens - 1
+        ]
+        if not left:
+            return found
+        if len(left) < len(rows):
+            rows = [rows[i] for i in left]
+            cache = cache.keep_rows(torch.tensor(left, device=decoder.device))
+            session.keep(left)
+        drafted = session.propose(gamma, NEVER)
+        newest = torch.tensor([texts[row][-1:] for row in rows], device=decoder.device)
+        states = dict.fromkeys(drafter.layers)
+        logits = decoder.forward(
+            torch.cat([newest, drafted.tokens], dim=1),
+            starts([len(texts[row]) - 1 for row in rows]),
+            cache,
+            states=states,
+        )
+        accepted, _ = verify(
+            logits, drafted.tokens, drafted.q, drafted.counts, how.sampling, generator, "token"
+        )
+        # the text goes on by one token, whatever was accepted
+        following = choose(logits[:, 0], how.sampling, generator).tolist()
+        width = drafted.tokens.shape[1]
+        counts = [width] * len(rows) if drafted.counts is None else drafted.counts.tolist()
+        sure = torch.ones(drafted.tokens.shape) if drafted.certainty is None else drafted.certainty
+        for i, (row, right) in enumerate(zip(rows, accepted.tolist(), strict=True)):
+            certainty = sure[i, : counts[i]].tolist()
+            found[row].append(Place(certainty, right, i in drafted.free))
+            texts[row].append(following[i])
+        session.commit([[token] for token in following], [0] * len(rows), states)
+
+
+def blocks(text: Sequence[Place], length: DraftLength) -> Iterator[tuple[Place, int, int]]:
+    """The blocks of drafts of that length: where, tokens drafted, tokens emitted."""
+    at = 0
+    while at < len(text):
+        place = text[at]
+        drafted = 0
+        for sure in place.certainty[: length.gamma]:
+            if sure < length.stop_below and not place.free:
+                break
+            drafted += 1
+        emitted = min(place.accepted, drafted) + 1
+        yield place, drafted, emitted
+        at += emitted
+
+
+def seconds_per_token(
+    texts: Sequence[Sequence[Place]], length: DraftLength, costs: StepCosts
+) -> float:
+    """Seconds that a token of these texts takes with drafts of that length."""
+    seconds, tokens = 0.0, 0
+    for text in texts:
+        for place, drafted, emitted in blocks(text, length):
+            seconds += 0.0 if place.free else float(costs.draft(drafted))
+            seconds += float(costs.verify(drafted + 1.0))
+            tokens += emitted
+    return seconds / max(tokens, 1)
