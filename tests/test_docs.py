@@ -3,8 +3,8 @@
 `bash` blocks are run by bash with an empty PATH, so that bash itself splits words, joins lines and
 looks through `&&`, `$( )` and here-documents, and every program it would start is recorded instead.
 A program that CHECKS does not know fails. Commands of ours go through their own argument parser
-(a recipe through all its checks) and stop before anything is loaded. Then tests/distill/test_pages.py
-runs them on models of a few kilobytes, and tests/real/test_main_job.py the main job on real ones.
+(a recipe through all its checks) and stop before anything is loaded. tests/distill/test_pages.py
+then runs them on models of a few kilobytes, tests/real/test_main_job.py the main job on real ones.
 """
 
 import argparse
