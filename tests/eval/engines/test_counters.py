@@ -1,8 +1,20 @@
-"""Reading vLLM's counts."""
+"""Reading vLLM's counts, as a vLLM 0.32 wrote them, and what only resembles them.
+
+vllm-metrics.prom and vllm-answers.jsonl are of one server with --per-request-spec-decode-metrics
+detailed and gamma 3, which had answered 60 prompts of HumanEval: the lines of its /metrics that
+concern speculation, and its answers, all but the first two cut down to their counts.
+"""
+
+import json
+from pathlib import Path
 
 import pytest
 
 from eval.engines.counters import CountersError, growth, read_requests, read_series, total
+
+HERE = Path(__file__).parent
+PAGE = (HERE / "vllm-metrics.prom").read_text()
+ANSWERS = (HERE / "vllm-answers.jsonl").read_text()
 
 TWO_ENGINES = """
 # TYPE vllm:spec_decode_num_drafts counter
@@ -50,6 +62,22 @@ def test_an_engine_that_started_anew_counts_from_nothing_and_the_other_goes_on()
     assert total(growth(before, now)).tolist() == [200, 400, 135, 100, 35]
     shorter = read_series(page(0, 150, 80))  # restarted with another draft length
     assert total(growth(read_series(page(0, 100, 60, 30)), shorter)).tolist() == [150, 150, 80, 80]
+
+
+def test_the_page_of_a_real_server_agrees_with_its_own_answers():
+    rows = [counts for _, counts in read_requests(ANSWERS)]
+    assert total(read_series(PAGE)).tolist() == [sum(column) for column in zip(*rows, strict=True)]
+    assert len(rows) == 60
+    assert rows[0] == [35, 105, 12, 7, 3, 2]
+    assert {category for category, _ in read_requests(ANSWERS)} > {"numbers", "strings"}
+
+
+def test_answers_that_speculated_nothing_are_passed_over():
+    idle = {"metrics": {"speculative_decoding": None}}
+    none = {"acceptance_histogram": [0, 0], "num_draft_tokens": 0, "num_spec_tokens": 1}
+    more = [{}, {"metrics": None}, idle, {"metrics": {"speculative_decoding": none}}]
+    text = "".join(json.dumps(row) + "\n" for row in more) + "\n" + ANSWERS
+    assert read_requests(text) == read_requests(ANSWERS)
 
 
 @pytest.mark.parametrize(
