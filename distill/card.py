@@ -59,7 +59,8 @@ def model_card(run: Path, report: Report, found: Found) -> str:
     published = {key: one for key, one in report.drafts.items() if key != UNTUNED}
     numbers = _numbers(report, name, draft)
     tags = ["speculative-decoding", "draft-model", "draftsmith"]
-    base_model = spec if base is None else str(base)
+    hub_id = recipe.get("target_hub_id")
+    base_model = str(base or hub_id or spec)
     card = ModelCard.from_template(
         ModelCardData(
             base_model=base_model if is_hub_id(base_model) else None,
@@ -79,6 +80,7 @@ def model_card(run: Path, report: Report, found: Found) -> str:
         short=short_name(spec),
         target=target,
         target_source=public_name(spec),
+        target_hub_id=hub_id,
         target_gguf=None if one_file else f"{short_name(spec)}-f16.gguf",
         base=None if base is None else public_name(str(base)),
         quantised=report.target_quantization,

@@ -71,6 +71,7 @@ class RecipeError(ValueError):
 Strategy = Literal["auto", "direct", "padded", "remap", "transplant", "intersection"]
 Drafter = Literal["pruned", "sibling", "features", "eagle3", "medusa", "parallel"]
 Text = Annotated[str, Field(min_length=1)]
+HubId = Annotated[str, Field(pattern=r"^\w[\w.-]*/[\w.-]+$")]
 Count = Annotated[int, Field(ge=1)]
 Rank = Annotated[int, Field(ge=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -86,6 +87,7 @@ class Recipe:
     eval_prompts: Text  # prompts to evaluate on; near-duplicates of them are never trained on
     name: Text = "run"  # of the run and its output folder; left out: the name of the recipe's file
     domain: Text = "general"  # what the draft is for, in words (goes to the model card)
+    target_hub_id: HubId | None = None  # ORG/NAME of a target that is a file, for the model card
     draft: Text | None = None  # a sibling to tune; null makes a draft from the target
     drafter: Drafter | None = None  # kind of draft; null: sibling where draft is named, else pruned
     output_dir: Text | None = None  # null: outputs/ and the name
@@ -193,6 +195,8 @@ def load_recipe(argv: list[str]) -> Recipe:
         )
     path = find_recipe(overrides.pop("recipe"))
     values = {"name": path.stem} | read_yaml(path)
+    if "target" in overrides:  # the recipe's own id names another model
+        values.pop("target_hub_id", None)
     for key, text in overrides.items():
         values[key] = _from_command_line(key, text)
     return build_recipe(values)

@@ -36,6 +36,7 @@ FREE_KEYS = {
     "save_steps",
     "answer_url",
     "speculative_url",
+    "target_hub_id",
 }
 DECIDED = {"max_answers", "max_steps", "speed_prompts"}  # by a run with `minutes`
 PACKAGES = "torch transformers trl peft accelerate datasets evaluate gguf safetensors".split()

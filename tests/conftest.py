@@ -1,5 +1,6 @@
 """What tests share: a tiny Llama, and a small made-up evaluation."""
 
+import os
 import random
 
 import pytest
@@ -11,6 +12,17 @@ from eval.measuring.build import build_report
 from eval.measuring.log import Agreement, DraftLog, PromptRun, RunLog, StepCosts
 from eval.measuring.losslessness import ledger
 from eval.measuring.metrics import by_batch
+
+CORES = getattr(os, "sched_getaffinity", None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """One thread for a model of a few kilobytes: two take longer to meet than it to multiply."""
+    tiny = not any(item.get_closest_marker(name) for name in ("real", "gpu"))
+    if CORES is not None:  # before the fixtures of a test that starts `use_machine`
+        os.sched_getaffinity = (lambda process: {0}) if tiny else CORES
+    torch.set_num_threads(1 if tiny else len(CORES(0)) if CORES else os.cpu_count())
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,8 @@
 `bash` blocks are run by bash with an empty PATH, so that bash itself splits words, joins lines and
 looks through `&&`, `$( )` and here-documents, and every program it would start is recorded instead.
 A program that CHECKS does not know fails. Commands of ours go through their own argument parser
-(a recipe through all its checks) and stop before anything is loaded. What they then do is tested
-elsewhere: the main job in tests/real/test_main_job.py, the path of docs/own-domain.md on models of
-a few kilobytes in tests/distill/test_own_domain.py.
+(a recipe through all its checks) and stop before anything is loaded. tests/distill/test_pages.py
+then runs them on models of a few kilobytes, tests/real/test_main_job.py the main job on real ones.
 """
 
 import argparse

@@ -8,9 +8,7 @@ missing.
 
 from __future__ import annotations
 
-import re
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,36 +18,17 @@ from tqdm import tqdm
 
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
+from eval.engines.counters import read_series, total
 from eval.engines.log import decoding, missing, prompt_run, prompts_used
 from eval.engines.server import Server, ServerError
 from eval.measuring.build import build_report
 from eval.measuring.log import DraftLog, Floats, PromptRun, RunLog
 from eval.measuring.losslessness import divergence, ledger
-from eval.measuring.metrics import measure
+from eval.measuring.metrics import measure, share
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.report import Report
 
 NAME = "served"  # of the draft in the report
-COUNTERS = ["drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"]
-COUNTER = re.compile(
-    rf"^vllm:spec_decode_num_(?P<name>{'|'.join(COUNTERS)})(?:_total)?"
-    r'(?:\{(?:.*position="(?P<position>\d+)")?.*\})? (?P<value>\S+)$',
-    re.MULTILINE,
-)
-
-
-def parse_counters(text: str) -> Floats | None:
-    """vLLM's counters of speculation since its start, in a Prometheus exposition; None if absent.
-
-    [drafts, draft tokens, accepted tokens, accepted at position 0, at 1, …], summed over engines.
-    """
-    sums: dict[tuple[int, int], float] = defaultdict(float)
-    for match in COUNTER.finditer(text):
-        place = COUNTERS.index(match["name"]), int(match["position"] or 0)
-        sums[place] += float(match["value"])
-    if not {0, 1, 2} <= {which for which, _ in sums}:
-        return None
-    return np.array([sums[place] for place in sorted(sums)])
 
 
 @dataclass(frozen=True)
@@ -71,7 +50,7 @@ class VllmServer(Server):
     def counters(self) -> Floats | None:
         """Its counters of speculation; None where it has none."""
         try:
-            return parse_counters(self.text("/metrics"))
+            return total(read_series(self.text("/metrics")))
         except ServerError:  # speed can be measured all the same
             return None
 
@@ -246,7 +225,12 @@ def _counters_block(pairs: Sequence[Pair]) -> tuple[dict[str, Any] | None, str |
             f"they grew by {accepted + drafts:.0f} tokens while this run was sent {tokens}: others "
             f"used the server; measure again while it is idle"
         )
-    lengths = [(row[2] + row[0], row[0]) for row in grown if row[0]]
+    drafting = [
+        (answer.run.category, answer.run.group, answer.counters)
+        for _, answer in pairs
+        if answer.counters is not None and answer.counters[0]
+    ]
+    lengths = [(category, (row[2] + row[0], row[0])) for category, _, row in drafting]
     rates = [(row[2], row[1]) for row in grown if row[1]]
     if not lengths or not rates:
         return None, "they did not grow while this run was served"
@@ -254,9 +238,19 @@ def _counters_block(pairs: Sequence[Pair]) -> tuple[dict[str, Any] | None, str |
         "num_drafts": round(drafts),
         "num_draft_tokens": round(drafted),
         "num_accepted_tokens": round(accepted),
-        "mean_acceptance_length": measure("mean_acceptance_length", lengths),
+        "mean_acceptance_length": measure("mean_acceptance_length", [row for _, row in lengths]),
         "acceptance_rate": measure("acceptance_rate", rates),
         "acceptance_per_position": [count / drafts for count in accepted_at],
+        "per_position": [
+            share("acceptance", [(group, row[place], row[0]) for _, group, row in drafting])
+            for place in range(3, 3 + len(accepted_at))
+        ],
+        "by_category": {
+            category: measure(
+                "mean_acceptance_length", [row for of, row in lengths if of == category]
+            )
+            for category in sorted({of for of, _ in lengths if of is not None})
+        },
     }, None
 
 

@@ -336,6 +336,8 @@ class Counters(Part):
     mean_acceptance_length: Measured
     acceptance_rate: Measured
     acceptance_per_position: list[float]
+    per_position: list[Share] = Field(default=[], description="the same, with its intervals")
+    by_category: dict[str, Measured] = Field(default={}, description="mean_acceptance_length")
 
 
 class Missing(Part):

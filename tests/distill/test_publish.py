@@ -160,6 +160,18 @@ def test_the_card_of_an_embedded_target_names_the_folder_beside_it(run_folder, s
         assert "pypi:" not in block or "distill.publish --target" in block
 
 
+def test_the_card_of_an_embedded_target_names_its_hub_id(run_folder, sample_report):
+    recipe_of(run_folder, target="pypi:a==1/a/model.Q4_1.gguf", target_hub_id="org/model-135m")
+    sample_report.target_quantization = "Q4_1"
+    write_report(run_folder / "report", sample_report)
+    card = model_card(run_folder)
+    assert ModelCard(card).data.base_model == "org/model-135m"
+    assert "On the Hub the target is `org/model-135m`: write that for `draft-target` below" in card
+    assert "Its weights are not quantised there" in card
+    recipe_of(run_folder, draft="org/sibling-30m")
+    assert ModelCard(model_card(run_folder)).data.base_model == "org/sibling-30m"
+
+
 def test_the_card_of_a_tuned_sibling_is_based_on_the_sibling(run_folder):
     recipe_of(run_folder, draft="org/sibling-30m")
     card = model_card(run_folder)

@@ -79,6 +79,16 @@ def test_embedded_recipes_need_no_hub_and_no_gpu():
     assert load_recipe(["--recipe", "code/lora"]).use_peft
 
 
+def test_the_hub_id_goes_with_the_target_it_names(tmp_path):
+    model = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert load_recipe(["--recipe", "code"]).target_hub_id == model
+    other = ["--recipe", "code", "--target", "other.gguf"]
+    assert load_recipe(other).target_hub_id is None
+    assert load_recipe([*other, "--target_hub_id", "org/other"]).target_hub_id == "org/other"
+    with pytest.raises(RecipeError, match=r"target_hub_id is other.*pattern"):
+        load_recipe([*other, "--target_hub_id", "other"])
+
+
 def test_hub_recipes_are_marked_as_not_measured():
     for name in recipe_files():
         if load_recipe(["--recipe", name]).draft is not None:

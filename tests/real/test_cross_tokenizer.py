@@ -121,7 +121,7 @@ def test_every_mapped_id_comes_back(sides):
 def run(tmp_path_factory):
     """The main job with the foreign draft, transplanted and shortly distilled."""
     folder = tmp_path_factory.mktemp("cross")
-    write_prompts(folder / "train.jsonl", short(stdlib_prompts(), 160))
+    write_prompts(folder / "train.jsonl", short(stdlib_prompts(), 64))
     write_prompts(folder / "eval.jsonl", short(load_prompts(HUMAN_EVAL), PROMPTS))
     recipe = {
         "target": GEMMA,
@@ -131,13 +131,15 @@ def run(tmp_path_factory):
         "output_dir": folder / "run",
         "answer_max_new_tokens": NEW,
         "max_new_tokens": NEW,
-        "speed_prompts": 3,
+        "speed_prompts": 2,
         "tuning_prompts": 1,
+        "gamma": 2,
         "max_gamma": 2,
+        "lookup_first": False,
         "answer_batch_size": 16,
         "per_device_train_batch_size": 4,
         "minutes": "null",
-        "max_steps": 36,
+        "max_steps": 16,
         "warmup_steps": 4,
         "learning_rate": 0.0003,
         "save_strategy": "no",
@@ -151,6 +153,7 @@ def run(tmp_path_factory):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    print(done.stdout)
     return folder
 
 
@@ -177,10 +180,11 @@ def test_every_bridge_end_to_end(run, tmp_path):
     journal = Journal(tmp_path / "measured.jsonl")
     agreements, _ = measure_agreement(target, drafters, rendered, answers, how, journal)
     exact = load_target(GEMMA, torch.float32, torch.device("cpu"), target.decoder.context_length)
+    batches = rendered.batches(1)[0], rendered.batches(2)[0]
+    alone = [decode(exact.decoder, None, *batch, how, DraftLength(3)) for batch in batches]
     for name, drafter in drafters.items():
         found[name] = alpha(agreements[name]).model_dump()
-        for batch in (rendered.batches(1)[0], rendered.batches(2)[0]):
-            base = decode(exact.decoder, None, *batch, how, DraftLength(3))
+        for batch, base in zip(batches, alone, strict=True):
             fast = decode(exact.decoder, drafter, *batch, how, DraftLength(3))
             assert [run.tokens for run in fast] == [run.tokens for run in base]
             assert sum(sum(run.accepted) for run in fast) > 0

@@ -11,7 +11,7 @@ from eval.convert import to_vllm
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
 from eval.engines.server import ServerError
-from eval.engines.vllm import VllmServer, measure_servers, parse_counters
+from eval.engines.vllm import VllmServer, measure_servers
 from eval.prompts import Prompt
 from eval.reporting.page import render_page
 from eval.reporting.report import read_report
@@ -143,21 +143,6 @@ def measure(drafting, plain, prompts=PROMPTS, temperature=0.0, timeout=5.0):
     )
 
 
-def test_counters_are_read_whatever_their_suffix_and_summed_over_engines():
-    text = """
-# TYPE vllm:spec_decode_num_drafts counter
-vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 10.0
-vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 2.0
-vllm:spec_decode_num_drafts_created{engine="0"} 1.7e+09
-vllm:spec_decode_num_draft_tokens 36
-vllm:spec_decode_num_accepted_tokens_total{engine="0"} 1.2e+01
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 4.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 8.0
-"""
-    assert parse_counters(text).tolist() == [12, 36, 12, 8, 4]
-    assert parse_counters("vllm:num_requests_running 0.0\n") is None
-
-
 def test_a_whole_report_of_two_servers(fake):
     drafting, plain = fake(3), fake(1)
     report = measure(drafting, plain)
@@ -170,6 +155,15 @@ def test_a_whole_report_of_two_servers(fake):
     assert (length.mean, length.ci95, length.n) == (3.0, (3.0, 3.0), 3)
     assert counters.acceptance_rate.mean == pytest.approx(2 / 3)
     assert counters.acceptance_per_position == [1.0, 1.0, 0.0]
+    assert [(p.mean, p.ci95, p.n) for p in counters.per_position] == [
+        (1.0, (1.0, 1.0), 3),
+        (1.0, (1.0, 1.0), 3),
+        (0.0, (0.0, 0.0), 3),
+    ]
+    assert {name: (one.mean, one.n) for name, one in counters.by_category.items()} == {
+        "x": (3.0, 2),
+        "y": (3.0, 1),
+    }
     assert draft.lossless.identical == draft.lossless.prompts == 3
     assert draft.speedup.n == 3
     assert set(draft.by_category) == {"x", "y"}

@@ -1,0 +1,131 @@
+"""The commands of README and docs, run in their order on a pair of a few kilobytes.
+
+What stands in the reader's place is put in theirs: models, prompts, a server's counters. Commands
+that need a server, another engine or hours are run up to --dry_run, or parsed (tests/test_docs.py).
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+import distill.doctor
+import distill.publish
+import distill.train
+from align import check
+from distill.recipe import read_yaml, recipe_files, yaml_text
+from eval import convert, drift
+from eval import run as evaluation
+from eval.reporting.report import read_report
+from tests.eval.engines.test_counters import page as counters
+from tests.test_docs import PAGES, ROOT, blocks, recorded
+
+# what every recipe gets on top, to be as short as possible
+SHORT = {"dtype": "float32", "use_cpu": True, "bf16": False, "max_steps": 4, "cache_top_k": 30,
+         "answer_max_new_tokens": 24, "max_new_tokens": 16, "tuning_prompts": 1, "speed_prompts": 2,
+         "max_gamma": 2, "lora_r": 4, "disable_tqdm": True, "minutes": None, "num_draft_layers": 1,
+         "draft_vocab_size": None, "lookup_first": False, "warmup_steps": 0, "fit_tokens": 400,
+         "max_train_prompts": 12, "max_eval_prompts": None,
+         "answers": "local", "answer_url": None, "speculative_url": None}  # fmt: skip
+MODULES = {
+    "align.check": check.main,
+    "distill.doctor": distill.doctor.main,
+    "distill.publish": distill.publish.main,
+    "eval.convert": convert.main,
+    "eval.drift": drift.main,
+    "eval.run": evaluation.main,
+}
+# a command with these words is only parsed
+PARSED = ["--report_to", "vllm", "llama.cpp", "openvino", "server"]
+DRY = ["--minutes", "/shared/drafts/legal"]
+
+
+@pytest.fixture(scope="module")
+def desk(folder, tmp_path_factory):
+    """What a reader has by then: models, prompts, recipes, and the run of README."""
+    desk = tmp_path_factory.mktemp("desk")
+    for name in ("target", "draft"):
+        shutil.copytree(folder / name, desk / name)
+        (desk / name / "README.md").write_text("---\nlicense: mit\n---\n", encoding="utf-8")
+    for name, source in (("sql-train", "train"), ("sql-eval", "eval"), ("sql-last-week", "eval"),
+                         ("recent", "train")):  # fmt: skip
+        text = (folder / f"{source}.jsonl").read_text(encoding="utf-8")
+        (desk / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    (own,) = [b for kind, b in blocks(ROOT / "docs" / "own-domain.md") if kind == "yaml"]
+    recipes = {"sql": YAML(typ="safe", pure=True).load(own)}
+    recipes |= {name: read_yaml(path) for name, path in recipe_files().items()}
+    mine = {"target": "target", "target_hub_id": None} | SHORT
+    for name, values in recipes.items():
+        values |= mine | {"draft": values.get("draft") and "draft"}
+        values |= {"train_prompts": "sql-train.jsonl", "eval_prompts": "sql-eval.jsonl"}
+        path = desk / f"{name}.yaml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(yaml_text(values | {"name": path.stem}), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(desk)
+        assert distill.train.main(["--recipe", "code.yaml"]) == 0
+    return desk
+
+
+def own_words(words):
+    """A command's words with the reader's things in them."""
+    for word in words:
+        if word.startswith("Qwen/") or word in ("TARGET", "T", "D"):
+            word = "target" if "7B" in word or word[0] == "T" else "draft"
+        elif word.partition("=")[2].startswith("Qwen/"):
+            word = f"{word.partition('=')[0]}=draft"
+        elif word in recipe_files():
+            word += ".yaml"
+        elif word == "--minutes":  # it decides how many steps fit
+            path = Path(f"{words[words.index('--recipe') + 1]}.yaml")
+            path.write_text(path.read_text("utf-8").replace("max_steps: 4\n", ""), "utf-8")
+        elif word == "http://localhost:8000":
+            report = read_report("outputs/served/report/report.json")
+            places = report.tuned[1].per_position
+            drafts = places[0].drafts
+            shares = [round(place.marginal.mean * drafts) for place in places]
+            Path("served.prom").write_text(counters(0, drafts, *shares), "utf-8")
+            word = "served.prom"
+        yield word
+
+
+def of_ours(words):
+    return "distill/train.py" in words or (words[:2] == ["python", "-m"] and words[2] in MODULES)
+
+
+WITH_COMMANDS = "README drafters engines own-domain recipes scale serving vocabulary".split()
+
+
+def run(words):
+    """The exit status of a command of ours, and what it may be."""
+    if "distill/train.py" in words:
+        arguments = words[words.index("distill/train.py") + 1 :]
+        if any(part in words for part in DRY):
+            arguments += ["--dry_run", "true"]
+        # a draft of half the target may not pay: 1
+        return distill.train.main(arguments), {0, int("--dry_run" in arguments)}
+    _, _, module, *arguments = words
+    if module == "eval.run":
+        arguments += ["--speed_prompts", "2", *([] if "--gamma" in words else ["--gamma", "2"])]
+        if "--batch_sizes" in words:
+            arguments += ["--batch_sizes", "1,2"]
+    # nothing is learned in four steps: the floor for alpha is not met
+    return MODULES[module](arguments) or 0, {int("--fail_under_alpha" in words)}
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if p.name != "CHANGELOG.md"], ids=lambda page: page.name
+)
+def test_the_commands_of_a_page(page, desk, tmp_path, monkeypatch, capsys):
+    here = tmp_path / "here"
+    shutil.copytree(desk, here)
+    monkeypatch.chdir(here)
+    ran = []
+    for language, body in blocks(page):
+        for words in recorded(body, tmp_path) if language == "bash" else []:
+            if of_ours(words) and not any(part in words for part in PARSED):
+                status, allowed = run(list(own_words(words)))
+                assert status in allowed, (words, capsys.readouterr().err)
+                ran.append(words)
+    assert bool(ran) == (page.stem in WITH_COMMANDS)

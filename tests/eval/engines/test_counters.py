@@ -1,0 +1,102 @@
+"""Reading vLLM's counts, as a vLLM 0.32 wrote them, and what only resembles them.
+
+vllm-metrics.prom and vllm-answers.jsonl are of one server with --per-request-spec-decode-metrics
+detailed and gamma 3, which had answered 60 prompts of HumanEval: the lines of its /metrics that
+concern speculation, and its answers, all but the first two cut down to their counts.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eval.engines.counters import CountersError, growth, read_requests, read_series, total
+
+HERE = Path(__file__).parent
+PAGE = (HERE / "vllm-metrics.prom").read_text()
+ANSWERS = (HERE / "vllm-answers.jsonl").read_text()
+
+TWO_ENGINES = """
+# TYPE vllm:spec_decode_num_drafts counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 10.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 2.0
+vllm:spec_decode_num_drafts_created{engine="0"} 1.7e+09
+vllm:spec_decode_num_draft_tokens 36
+vllm:spec_decode_num_accepted_tokens_total{engine="0"} 1.2e+01
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 4.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 8.0
+"""
+
+
+def page(engine, drafts, *accepted):
+    label = f'engine="{engine}",model_name="target"'
+    start = "vllm:spec_decode_num"
+    return "\n".join(
+        [
+            f"{start}_drafts_total{{{label}}} {drafts}.0",
+            f"{start}_draft_tokens_total{{{label}}} {drafts * len(accepted)}.0",
+            f"{start}_accepted_tokens_total{{{label}}} {sum(accepted)}.0",
+            *(
+                f'{start}_accepted_tokens_per_pos_total{{{label},position="{i}"}} {count}.0'
+                for i, count in enumerate(accepted)
+            ),
+            "",
+        ]
+    )
+
+
+def test_counters_are_read_whatever_their_suffix_and_summed_over_engines():
+    assert total(read_series(TWO_ENGINES)).tolist() == [12, 36, 12, 8, 4]
+    assert total(read_series("vllm:num_requests_running 0.0\n")) is None
+
+
+def test_what_came_since():
+    before, now = read_series(page(0, 100, 60, 30)), read_series(page(0, 150, 80, 45))
+    assert total(growth(before, now)).tolist() == [50, 100, 35, 20, 15]
+    assert total(growth({}, now)).tolist() == [150, 300, 125, 80, 45]
+
+
+def test_an_engine_that_started_anew_counts_from_nothing_and_the_other_goes_on():
+    before = read_series(page(0, 100, 60, 30) + page(1, 100, 60, 30))
+    now = read_series(page(0, 150, 80, 20) + page(1, 150, 80, 45))  # at position 1 engine 0 fell
+    assert total(growth(before, now)).tolist() == [200, 400, 135, 100, 35]
+    shorter = read_series(page(0, 150, 80))  # restarted with another draft length
+    assert total(growth(read_series(page(0, 100, 60, 30)), shorter)).tolist() == [150, 150, 80, 80]
+
+
+def test_the_page_of_a_real_server_agrees_with_its_own_answers():
+    rows = [counts for _, counts in read_requests(ANSWERS)]
+    assert total(read_series(PAGE)).tolist() == [sum(column) for column in zip(*rows, strict=True)]
+    assert len(rows) == 60
+    assert rows[0] == [35, 105, 12, 7, 3, 2]
+    assert {category for category, _ in read_requests(ANSWERS)} > {"numbers", "strings"}
+
+
+def test_answers_that_speculated_nothing_are_passed_over():
+    idle = {"metrics": {"speculative_decoding": None}}
+    none = {"acceptance_histogram": [0, 0], "num_draft_tokens": 0, "num_spec_tokens": 1}
+    more = [{}, {"metrics": None}, idle, {"metrics": {"speculative_decoding": none}}]
+    text = "".join(json.dumps(row) + "\n" for row in more) + "\n" + ANSWERS
+    assert read_requests(text) == read_requests(ANSWERS)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"metrics": {}}', "--per-request-spec-decode-metrics"),
+        ('{"metrics": {}}\n{"metr', "line 2 is no answer of vLLM"),
+        (
+            '{"metrics": {"speculative_decoding": {"num_spec_tokens": 3}}}',
+            "line 1 .*metrics.speculative_decoding.acceptance_histogram: Field required",
+        ),
+        ("[1]", "line 1 is no answer of vLLM"),
+    ],
+)
+def test_answers_that_cannot_be_read(text, reason):
+    with pytest.raises(CountersError, match=reason):
+        read_requests(text)
+
+
+def test_a_counter_that_is_no_number():
+    with pytest.raises(CountersError, match=r"drafts_total.* many.*holds no number"):
+        read_series('vllm:spec_decode_num_drafts_total{engine="0"} many\n')

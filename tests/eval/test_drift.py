@@ -1,0 +1,154 @@
+"""The command for a cron job: what it says, what it returns, and what it keeps."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from eval.drift import main
+from eval.measuring.build import build_report
+from eval.reporting.report import write_report
+from tests.eval.engines.test_counters import page
+
+SHARES = (0.6, 0.36, 0.22)
+
+
+@pytest.fixture
+def report(tmp_path, run_info, measurement):
+    write_report(tmp_path, build_report(run_info, [measurement("tuned", 0.6)]))
+    return str(tmp_path / "report.json")
+
+
+@pytest.fixture
+def traffic(tmp_path):
+    """Makes a page of so many drafts, accepted like the report's or so many times it."""
+
+    def make(drafts, times=1.0, shares=SHARES):
+        text = page(0, drafts, *(round(drafts * share * times) for share in shares))
+        (tmp_path / "now.prom").write_text(text)
+        return str(tmp_path / "now.prom")
+
+    return make
+
+
+@pytest.fixture
+def server():
+    """A server whose /metrics is `server.text`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+        def do_GET(self):
+            self.send_response(200 if self.path == "/metrics" else 404)
+            self.end_headers()
+            self.wfile.write(self.server.text.encode())
+
+    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=made.serve_forever, daemon=True).start()
+    made.url = f"http://127.0.0.1:{made.server_port}"
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+def drift(report, metrics, *more):
+    return main([report, "--metrics", metrics, *map(str, more)])
+
+
+def test_as_measured(report, traffic, capsys):
+    assert drift(report, traffic(4000)) == 0
+    said = capsys.readouterr().out
+    assert said.count("as measured") == 4  # each position, and in all
+    assert "400 and 4,000 drafts" in said
+
+
+def test_moved(report, traffic, capsys):
+    assert drift(report, traffic(4000, 0.6)) == 1
+    said = capsys.readouterr().out
+    assert said.count("MOVED") == 3
+    assert "less is accepted than measured at position 1, position 2, position 3" in said
+    assert drift(report, traffic(4000, 1.5)) == 1
+    assert "more is accepted than measured" in capsys.readouterr().out
+
+
+def test_too_few_drafts_to_tell(report, traffic, capsys):
+    assert drift(report, traffic(100)) == 2
+    assert "too few drafts to tell (400 and 100 drafts)" in capsys.readouterr().err
+
+
+def test_a_category_that_moved(report, tmp_path, capsys):
+    """Half of the answers are as measured, the odd ones accept nothing."""
+    rows = []
+    for i in range(40):
+        histogram = [12, 7, 4, 7] if i % 2 == 0 else [30, 0, 0, 0]
+        about = {
+            "acceptance_histogram": histogram,
+            "num_draft_tokens": 90,
+            "num_spec_tokens": 3,
+        }
+        name = ("even", "odd")[i % 2]
+        rows.append({"category": name, "metrics": {"speculative_decoding": about}})
+    rows[0]["category"] = "new"
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert drift(report, str(answers)) == 1
+    said = {line[:24].strip(): line for line in capsys.readouterr().out.splitlines()}
+    assert said["category even"].endswith("as measured")
+    assert said["category odd"].endswith("MOVED")
+    assert drift(report, str(answers), "--since", tmp_path / "x") == 2
+    assert "answers count by themselves" in capsys.readouterr().err
+
+
+def test_a_server_since_the_last_call(report, server, tmp_path, capsys):
+    last = tmp_path / "last.prom"
+    before = (4000, 2400, 1440, 880)
+    server.text = page(0, *before) + "vllm:num_requests_running 0.0\n"
+    for address in (server.url, f"{server.url}/metrics", f"{server.url}/v1/"):
+        assert drift(report, address) == 0
+    assert not last.exists()
+    assert drift(report, server.url, "--since", last) == 0  # all since the server's start
+    assert last.read_text() == page(0, *before)
+    # an hour of other texts, which all that was served before would hide
+    server.text = page(0, *(a + b for a, b in zip(before, (600, 120, 20, 4), strict=True)))
+    assert drift(report, server.url) == 0
+    assert drift(report, server.url, "--since", last) == 1
+    assert last.read_text() == server.text
+    # a quiet hour is kept for the next one
+    kept, server.text = last.read_text(), page(0, 4700, 2580, 1496, 906)
+    assert drift(report, server.url, "--since", last) == 2
+    assert "too few drafts" in capsys.readouterr().err
+    assert last.read_text() == kept
+    server.text = page(0, 5000, 2760, 1604, 972)
+    assert drift(report, server.url, "--since", last) == 0
+    # started anew, with fewer than before
+    server.text = page(0, 1000, 600, 360, 220)
+    assert drift(report, server.url, "--since", last) == 0
+
+
+def test_input_of_no_use(report, traffic, tmp_path, server, capsys):
+    def refused(reason, *arguments):
+        assert main([str(argument) for argument in arguments]) == 2
+        assert reason in capsys.readouterr().err
+
+    now = traffic(4000)
+    refused("gamma is 3: acceptance differs", report, "--metrics", traffic(4000, shares=(0.6, 0.4)))
+    now = traffic(4000)
+    refused("no report at", tmp_path / "no.json", "--metrics", now)
+    refused("Is a directory", tmp_path, "--metrics", now)
+    refused("it has tuned", report, "--metrics", now, "--draft", "other")
+    refused("cannot be read as text", report, "--metrics", tmp_path / "no.prom")
+    refused("cannot be read as text", report, "--metrics", now, "--since", tmp_path / "no.prom")
+    refused("cannot be reached", report, "--metrics", "http://127.0.0.1:9")
+    server.text = "vllm:num_requests_running 0.0\n"
+    refused("the server has no draft", report, "--metrics", server.url)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    refused("cannot be read as text", report, "--metrics", tmp_path / "binary")
+    other = json.loads((tmp_path / "report.json").read_text()) | {"schema": "draftsmith-report/2"}
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    refused("draftsmith-report/1", tmp_path / "other.json", "--metrics", now)
+    for wrong in ([report], [report, "--prompts", "p", "--since", "f"]):
+        with pytest.raises(SystemExit) as ended:
+            main(wrong)
+        assert ended.value.code == 2
