@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import warnings
 from collections.abc import Iterable
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from align.atomic import atomic_folder
+from align.atomic import atomic_folder, remove
+from distill.adapters import KEPT
 from distill.answer_cache import CachedAnswer
 from distill.models import Pair
 from distill.prepare import HEAD_ROWS, PreparedDraft, until
@@ -40,12 +42,18 @@ def export_draft(
         tuned.set_input_embeddings(nn.Embedding.from_pretrained(embedding))
     if prepared.token_ids is not None:
         assert prepared.full_head is not None
-        full = full_vocabulary(tuned, prepared.token_ids, prepared.full_head, answers)
+        if recipe.base is not None and recipe.use_peft:  # the base's own, as others load it
+            full = with_head(tuned, prepared.full_head.to(tuned.device))
+        else:
+            full = full_vocabulary(tuned, prepared.token_ids, prepared.full_head, answers)
     with atomic_folder(recipe.folder / "draft") as partial:
         full.save_pretrained(partial)
         pair.load_tokenizer().save_pretrained(partial)
         if recipe.draft is None:
             save_compact(partial / "compact", tuned, prepared.token_ids, embedding)
+        if (adapter := recipe.folder / KEPT).is_dir():
+            shutil.copytree(adapter, partial / KEPT)
+    remove(recipe.folder / KEPT)
 
 
 @torch.no_grad()
@@ -96,7 +104,11 @@ def full_vocabulary(
     for rows in pieces:
         head[rows] = (full_head[rows].float() + strength * lower.T.float()).to(head.dtype)
     head[token_ids] = tuned_rows
-    # a model of its own on the same weights
+    return with_head(tuned, head)
+
+
+def with_head(tuned: PreTrainedModel, head: Tensor) -> PreTrainedModel:
+    """A model of its own on the same weights, but for its head [V, H]."""
     model = copy.deepcopy(tuned, {id(weight): weight for weight in tuned.parameters()})
     model.lm_head = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")
     model.lm_head.weight = nn.Parameter(head)

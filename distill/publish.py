@@ -35,8 +35,8 @@ from distill.licence import derived_licence
 from distill.recipe import read_yaml
 from distill.reload import Form, reload_forms
 from distill.verify import form_for, kept_report, verify
+from eval.decoding.target import weights_sha256
 from eval.engines.installed import NAMES
-from eval.measuring.build import weights_sha256
 from eval.reporting.report import Report, read_report
 
 RECIPE = "recipe.yaml"
