@@ -51,6 +51,10 @@ class SharedBase:
                 f"{adapter.base_sha256[0][:12]}…); name its own as adapter:FOLDER@BASE, or train "
                 "it again on this one."
             )
+        return self.on_base(adapter)
+
+    def on_base(self, adapter: Adapter) -> DecoderDrafter:
+        """A swap: the adapter's layers made anew."""
         return self._of(adapted(self.model, adapter), str(adapter.path))
 
     def average(self, adapters: Sequence[Adapter]) -> DecoderDrafter:
