@@ -1,17 +1,22 @@
 """Adapters on one shared base: kept as peft writes them, and what our code makes of them."""
 
 import json
+import re
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from distill import train
+from distill.forms import export_forms
+from distill.publish import Plan, publish
 from distill.recipe import RecipeError
 from distill.train import run
 from eval.decoding.adapters import AdapterError, adapted, averaged, read_adapter
+from eval.run import main
 
 BASE = {"draft": None, "num_draft_layers": 1, "draft_vocab_size": 290, "max_steps": 0}
 LORA = {"draft": None, "use_peft": True, "lora_r": 4, "lora_alpha": 8, "max_steps": 12}
@@ -184,3 +189,84 @@ def test_an_adapter_of_another_shape_is_refused(tuned, tiny_llama):
 def test_a_folder_without_an_adapter_is_refused(tmp_path):
     with pytest.raises(AdapterError, match=r"is no adapter: it has no adapter_config.json"):
         read_adapter(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def measured(job, tmp_path_factory):
+    """A run with an adapter on `base` beside it, whose head is whole, evaluated."""
+    folder = tmp_path_factory.mktemp("measured")
+    whole = job(folder / "base", **BASE | {"draft_vocab_size": None})
+    recipe = job(folder / "code", base=str(whole.folder), **LORA)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "evaluate", lambda *_: None)
+        assert run(whole) == 0
+    assert run(recipe) == 0
+    return recipe.folder
+
+
+def test_an_adapter_is_published_alone(measured, tmp_path):
+    """And what peft makes of it, alone on the base, is the draft that the run measured."""
+    to = tmp_path / "shelf" / "code-adapter"
+    publish(Plan(measured, to, licence="mit", adapter=True, base="org/base-draft"))
+    assert sorted(path.name for path in to.iterdir()) == [
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "base.json",
+    ]
+    about = json.loads((to / "adapter_config.json").read_text())
+    assert about["base_model_name_or_path"] == "org/base-draft"
+    model = AutoModelForCausalLM.from_pretrained(measured.parent / "base" / "draft").eval()
+    with torch.no_grad():
+        by_peft = PeftModel.from_pretrained(model, str(to)).generate(ids(), max_new_tokens=20)
+        merged = AutoModelForCausalLM.from_pretrained(measured / "draft").eval()
+        ours = merged.generate(ids(), max_new_tokens=20)
+    assert by_peft.equal(ours)
+    card = (to / "README.md").read_text()
+    assert ModelCard(card).data.library_name == "peft"
+    assert ModelCard(card).data.base_model == "org/base-draft"
+    for words in (
+        "| base | `org/base-draft` |",
+        f"`{json.loads((to / 'base.json').read_text())['base_sha256'][0]}`",
+        "| loaded again by peft on the base | alpha ",
+        "gain of alpha over `untuned`",
+        "On other domains' prompts: not measured",
+        "--draft adapter:code-adapter@org/base-draft",
+    ):
+        assert words in card
+    assert str(tmp_path) not in card
+    code = re.search(r"```python\n(.*?)```", card, re.DOTALL)
+    compile(code[1], "card", "exec")
+
+
+def test_the_card_has_its_row_of_the_matrix(measured, tmp_path):
+    bank = measured.parent
+    assert main(["--bank", str(bank), "--gamma", "2", "--max_gamma", "2"]) == 0
+    to = tmp_path / "adapter"
+    publish(Plan(measured, to, licence="mit", adapter=True))
+    card = (to / "README.md").read_text()
+    assert "| base | `base` |" in card  # the folder of the base's run, and not this machine's
+    assert "| code on code | " in card
+    assert "| base on code | " not in card
+
+
+def test_the_merged_draft_is_published_with_its_adapter(measured, tmp_path):
+    forms, left_out = export_forms(measured, tmp_path)
+    assert "adapter" not in left_out
+    found = {form.name: form for form in forms}
+    assert found["adapter"].base == str(measured.parent / "base" / "draft")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "base"
+
+
+def test_an_adapter_of_what_nobody_else_has_is_not_published(job, tmp_path):
+    recipe = job(tmp_path / "run", num_draft_layers=1, **LORA)
+    assert run(recipe) == 0
+    with pytest.raises(AdapterError, match="no adapter of a base that others have"):
+        publish(Plan(recipe.folder, tmp_path / "to", licence="mit", adapter=True))
+    assert not (tmp_path / "to").exists()
+    (tmp_path / "forms").mkdir()
+    forms, left_out = export_forms(recipe.folder, tmp_path / "forms")
+    assert "made by the run" in left_out["adapter"]
+    assert "adapter" not in [form.name for form in forms]
+    assert not (tmp_path / "forms" / "adapter").exists()
