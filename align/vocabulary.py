@@ -14,7 +14,13 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from tokenizers import Encoding, Tokenizer
 
-from align.sources import SourceError, load_tokenizer, read_json, resolve_checkpoint
+from align.sources import (
+    SourceError,
+    load_tokenizer,
+    read_json,
+    resolve_checkpoint,
+    split_adapter,
+)
 from align.token_bytes import Token, backend_of, backend_tokens, byte_fallback_ids, is_used
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
@@ -202,7 +208,7 @@ def read_vocabulary(spec: str, weights: bool = False) -> Vocabulary:
     Raises SourceError, with code TOK-000 or TOK-013, for input that is missing or ill-formed.
     """
     try:
-        _refuse_adapter_with_rows(Path(spec).expanduser() / ADAPTER)
+        _refuse_adapter_with_rows((split_adapter(spec)[1] or Path(spec).expanduser()) / ADAPTER)
         folder = resolve_checkpoint(spec, weights=weights)
         try:
             return _parse(spec, folder)

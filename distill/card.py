@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from align.sources import read_json
+from align.sources import read_json, split_adapter
 from distill.recipe import read_yaml
 from distill.reload import OWN_IDS, Reloaded
+from eval.decoding.adapters import BASE, CONFIG, WEIGHTS
+from eval.decoding.target import weights_sha256
 from eval.engines.environments import ENGINES
 from eval.engines.installed import serve_command
-from eval.reporting.report import DraftReport, Measured, Report
-from eval.reporting.tables import DEFINITIONS, Table, gamma_text, shown, size, tables
+from eval.reporting.report import DraftReport, Measured, Report, read_report
+from eval.reporting.tables import DEFINITIONS, Table, bank_tables, gamma_text, shown, size, tables
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
 TABLES = ("Acceptance by position", "By category")  # of the report, which the card repeats
@@ -55,7 +57,8 @@ def model_card(run: Path, report: Report, found: Found) -> str:
     spec, base = str(recipe["target"]), recipe.get("draft")
     domain = str(recipe.get("domain", "")).strip()
     one_file, own_ids = in_one_file(spec), check["used"] in OWN_IDS
-    target = f"{found.name}-target" if one_file else public_name(spec)
+    exported = one_file or split_adapter(spec)[1] is not None  # nobody else can name it
+    target = f"{found.name}-target" if exported else public_name(spec)
     published = {key: one for key, one in report.drafts.items() if key != UNTUNED}
     numbers = _numbers(report, name, draft)
     tags = ["speculative-decoding", "draft-model", "draftsmith"]
@@ -114,6 +117,59 @@ def model_card(run: Path, report: Report, found: Found) -> str:
         provenance_sha256=hashlib.sha256((run / "provenance.json").read_bytes()).hexdigest(),
     )
     return f"{card}\n"
+
+
+def adapter_card(run: Path, report: Report, found: Found, adapter: Path) -> str:
+    """The card of an adapter that is published alone.
+
+    Its row of the matrix is of the bank that the run's folder lies in, if that measured just these
+    weights.
+    """
+    recipe = read_yaml(run / "recipe.yaml")
+    name, draft = report.tuned
+    spec, domain = str(recipe["target"]), str(recipe.get("domain", "")).strip()
+    base = str(read_json(adapter / CONFIG)["base_model_name_or_path"])
+    measured = found.forms["adapter"][1]
+    card = ModelCard.from_template(
+        ModelCardData(
+            base_model=base if is_hub_id(base) else None,
+            license=found.licence,
+            library_name="peft",
+            pipeline_tag="text-generation",
+            tags=["speculative-decoding", "draft-model", "draftsmith", "lora"],
+            eval_results=[
+                _result(report, label, n) for label, n, _ in _numbers(report, name, draft)
+            ],
+            model_name=f"{short_name(spec)}-draft-adapter",
+        ),
+        template_path=str(TEMPLATE.with_name("adapter_card.md.j2")),
+        found=found,
+        short=short_name(spec),
+        target=public_name(spec),
+        base=base,
+        base_sha256=read_json(adapter / BASE)["base_sha256"],
+        domain=domain,
+        bytes=(adapter / WEIGHTS).stat().st_size,
+        again=measured if isinstance(measured, str) else f"alpha {shown(measured.alpha, '.3f')}",
+        report=report,
+        eval_prompts=public_name(report.prompts.source),
+        numbers=_numbers(report, name, draft),
+        matrix=_matrix_row(run, adapter),
+    )
+    return f"{card}\n"
+
+
+def _matrix_row(run: Path, adapter: Path) -> Table | None:
+    path = run.parent / "report" / "report.json"
+    if not path.is_file():
+        return None
+    report = read_report(path)
+    measured = report.drafts.get(run.name)
+    if report.bank is None or measured is None or measured.sha256 != weights_sha256(str(adapter)):
+        return None
+    matrix = bank_tables(report)[0]
+    rows = [row for row in matrix.rows if row[0].startswith(f"{run.name} on ")]
+    return replace(matrix, rows=rows)
 
 
 def overlap_of(run: Path, report: Report) -> float | None:
@@ -251,6 +307,9 @@ def is_hub_id(spec: str) -> bool:
 
 def public_name(spec: str) -> str:
     """Hub ids and `pypi:` files stay as they are; of a local path only the last part is kept."""
+    base, adapter = split_adapter(spec)
+    if adapter is not None:
+        return f"{public_name(base)}+adapter:{adapter.name}"
     if is_hub_id(spec) or spec.startswith("pypi:"):
         return spec
     return Path(spec).name
@@ -258,9 +317,14 @@ def public_name(spec: str) -> str:
 
 def short_name(spec: str) -> str:
     """The last part of a spec, without the checksum and the ending of a file."""
+    base, adapter = split_adapter(spec)
+    if adapter is not None:
+        return f"{short_name(base)}-{adapter.name}"
     return Path(spec.partition("#")[0]).name.removesuffix(".gguf")
 
 
 def in_one_file(spec: str) -> bool:
     """Whether a target is a GGUF file, in a wheel or here, which most engines cannot name."""
+    if split_adapter(spec)[1] is not None:
+        return False
     return spec.startswith("pypi:") or Path(spec).expanduser().is_file()

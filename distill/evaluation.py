@@ -60,4 +60,6 @@ def _drafts(recipe: Recipe, pair: Pair, target: Target) -> dict[str, Drafter]:
     untuned = load_drafter(recipe.draft or str(recipe.folder / "prepared"), target, pair.strategy)
     untuned.full_form_bytes = tuned.full_form_bytes  # what it would weigh: it has none on disk
     drafts: dict[str, Drafter] = {"untuned": untuned, "tuned": tuned}
+    if recipe.training.get("max_steps") == 0:  # they are the same
+        del drafts["untuned"]
     return drafts | ({"tuned+lookup": lookup_first(tuned)} if recipe.lookup_first else {})

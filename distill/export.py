@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import warnings
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from align.atomic import remove
+from distill.adapters import KEPT
 from distill.answer_cache import CachedAnswer
 from distill.drafters.base import kind_of
 from distill.models import Pair
@@ -32,16 +36,28 @@ def export_draft(
 ) -> None:
     """`draft/`: a checkpoint for every engine, and `draft/compact/` for our decoder."""
     kind_of(recipe).export(recipe, pair, prepared, tuned, answers)
+    remove(recipe.folder / KEPT)
 
 
 def full_form(
-    prepared: PreparedDraft, tuned: PreTrainedModel, answers: Iterable[CachedAnswer]
+    recipe: Recipe,
+    prepared: PreparedDraft,
+    tuned: PreTrainedModel,
+    answers: Iterable[CachedAnswer],
 ) -> PreTrainedModel:
     """The draft over the target's whole vocabulary; where its head has that, as it is."""
     if prepared.token_ids is None:
         return tuned
     assert prepared.full_head is not None
+    if recipe.base is not None and recipe.use_peft:  # the base's own, as others load it
+        return with_head(tuned, prepared.full_head.to(tuned.device))
     return full_vocabulary(tuned, prepared.token_ids, prepared.full_head, answers)
+
+
+def keep_adapter(recipe: Recipe, folder: Path) -> None:
+    """Put the adapter that training left, where it left one, beside the other forms."""
+    if (adapter := recipe.folder / KEPT).is_dir():
+        shutil.copytree(adapter, folder / KEPT)
 
 
 @torch.no_grad()
@@ -92,7 +108,11 @@ def full_vocabulary(
     for rows in pieces:
         head[rows] = (full_head[rows].float() + strength * lower.T.float()).to(head.dtype)
     head[token_ids] = tuned_rows
-    # a model of its own on the same weights
+    return with_head(tuned, head)
+
+
+def with_head(tuned: PreTrainedModel, head: Tensor) -> PreTrainedModel:
+    """A model of its own on the same weights, but for its head [V, H]."""
     model = copy.deepcopy(tuned, {id(weight): weight for weight in tuned.parameters()})
     model.lm_head = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")
     model.lm_head.weight = nn.Parameter(head)

@@ -3,7 +3,7 @@
 FOLDER/            the full checkpoint: what transformers and vLLM load
 FOLDER/compact/    what draftsmith's decoder runs: own tensors only, `d2t` and `t2d` as EAGLE-3
                    has them (vLLM: target id = row + d2t[row])
-FOLDER/adapter/    of a LoRA run, for its base
+FOLDER/adapter/    of a LoRA run, for its base; or FOLDER/ itself, published alone
 FOLDER/gguf/       for llama.cpp
 FOLDER-target/     a target that only draftsmith can name, as folder and GGUF file
 """
@@ -13,14 +13,16 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from align.atomic import atomic_folder
 from align.sources import read_json, resolve_checkpoint, resolve_file
 from align.to_gguf import write_gguf
-from distill.card import public_name, short_name
+from distill.adapters import KEPT, base_draft
+from distill.card import in_one_file, public_name, short_name
 from distill.recipe import read_yaml
 from distill.reload import Form
-from distill.trainer import last_checkpoint
+from eval.decoding.adapters import CONFIG, AdapterError
 
 GGUF_KINDS = ("f16", "q8_0", "q4_0")
 WHOLE = ("f16",)  # kinds that keep the weights as they are: their alpha must be the run's
@@ -56,15 +58,15 @@ def export_forms(run: Path, folder: Path) -> tuple[list[Form], dict[str, str]]:
     shutil.copytree(run / "draft", folder, dirs_exist_ok=True)
     (folder / "README.md").unlink(missing_ok=True)
     left_out = {}
-    base = recipe.get("draft")
+    adapter, base = folder / KEPT, adapter_base(recipe)
     if recipe.get("use_peft"):
-        checkpoint = last_checkpoint(run)
         if base is None or used in ("remap", "transplant"):
             left_out["adapter"] = "the model that it adapts was made by the run and is merged only"
-        elif checkpoint is None:
-            left_out["adapter"] = "the run's last checkpoint is gone"
+            shutil.rmtree(adapter, ignore_errors=True)
+        elif not adapter.is_dir():
+            left_out["adapter"] = "the run was made by an earlier version, which kept none"
         else:
-            _export_adapter(checkpoint, folder / "adapter", public_name(base))
+            _name_base(adapter, public_base(recipe))
     print(f"Writing GGUF {', '.join(GGUF_KINDS)} …", flush=True)
     (folder / "gguf").mkdir()
     try:
@@ -78,22 +80,52 @@ def export_forms(run: Path, folder: Path) -> tuple[list[Form], dict[str, str]]:
     return forms_of(folder, base), left_out
 
 
-def _export_adapter(checkpoint: Path, to: Path, base: str) -> None:
-    """The adapter of a checkpoint, its base under a name that others know."""
-    to.mkdir()
-    shutil.copy(checkpoint / "adapter_model.safetensors", to)
-    config = read_json(checkpoint / "adapter_config.json")
-    (to / "adapter_config.json").write_text(
-        json.dumps(config | {"base_model_name_or_path": base}, indent=2)
-    )
+def adapter_base(recipe: dict[str, Any]) -> str | None:
+    """What peft loads before a run's adapter: a sibling, or a base's full form; None: neither."""
+    if recipe.get("base") is not None:
+        return str(base_draft(recipe["base"]))
+    draft: str | None = recipe.get("draft")
+    return draft
+
+
+def public_base(recipe: dict[str, Any]) -> str:
+    """The same under a name that others know: of a run its folder's."""
+    return public_name(recipe.get("base") or recipe["draft"])
+
+
+def export_adapter(run: Path, folder: Path, base: str | None) -> list[Form]:
+    """The run's adapter alone, its base under that name; the form to be measured.
+
+    Raises AdapterError where the run has kept none, or none that others could load.
+    """
+    recipe, used = read_yaml(run / "recipe.yaml"), read_json(run / "vocab_check.json")["used"]
+    loaded = adapter_base(recipe)
+    kept = run / "draft" / KEPT
+    if loaded is None or used in ("remap", "transplant") or not kept.is_dir():
+        raise AdapterError(
+            f"{run} has no adapter of a base that others have: train one with use_peft and a "
+            "sibling (draft) or a shared base (base), or publish the merged draft."
+        )
+    shutil.copytree(kept, folder, dirs_exist_ok=True)
+    _name_base(folder, base or public_base(recipe))
+    return [Form("adapter", folder, engine="peft", base=loaded)]
+
+
+def _name_base(adapter: Path, base: str) -> None:
+    config = read_json(adapter / CONFIG)
+    (adapter / CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": base}, indent=2))
 
 
 def export_target(spec: str, folder: Path) -> None:
-    """A target that only draftsmith can name, as folder and GGUF file that every engine loads."""
+    """A target that only draftsmith can name, as a folder that every engine loads.
+
+    Of a GGUF file also that file. An adapter is merged.
+    """
     gguf = f"{short_name(spec)}.gguf"
-    if (folder / gguf).is_file():
+    if (folder / (gguf if in_one_file(spec) else "config.json")).is_file():
         return  # it appeared whole
     print(f"Exporting the target to {folder} …", flush=True)
     with atomic_folder(folder) as partial:
         shutil.copytree(resolve_checkpoint(spec), partial, dirs_exist_ok=True)
-        shutil.copy(resolve_file(spec), partial / gguf)
+        if in_one_file(spec):
+            shutil.copy(resolve_file(spec), partial / gguf)

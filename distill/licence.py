@@ -8,7 +8,7 @@ from gguf import GGUFReader
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
 
-from align.sources import resolve_file
+from align.sources import resolve_file, split_adapter
 from distill.card import short_name
 
 
@@ -17,7 +17,8 @@ def derived_licence(specs: list[str]) -> tuple[str | None, str]:
 
     specs: the target, and the draft that the run started with.
     """
-    found = {short_name(spec): stated_licence(spec) for spec in dict.fromkeys(specs)}
+    parts = [str(part) for spec in specs for part in split_adapter(spec) if part is not None]
+    found = {short_name(part): stated_licence(part) for part in dict.fromkeys(parts)}
     if unknown := [name for name, licence in found.items() if licence is None]:
         return None, f"no licence stands with {' or '.join(unknown)}"
     if len(set(found.values())) > 1:

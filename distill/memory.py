@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from distill.adapters import lora_config
 from distill.answer_cache import bytes_per_token
 from distill.answers import top_logprobs
 from distill.drafters.base import kind_of
@@ -30,7 +31,7 @@ from distill.export import CALIBRATION_TOKENS
 from distill.models import check_prunable
 from distill.prepare import pruned_config
 from distill.recipe import Recipe
-from distill.trainer import attach_distillation_forward, lora_config
+from distill.trainer import attach_distillation_forward
 from eval.decoding.drafters.checkpoint import teacher_forced_logits
 from eval.decoding.forward import Decoder, build_decoder, input_embedding
 from eval.decoding.generation import PREFILL_ROWS

@@ -22,15 +22,17 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from align.atomic import atomic_file
 from align.sources import read_json
 from align.trim import choose_tokens, coverage_curve, lost_mass
+from distill.adapters import base_draft, full_head
 from distill.answer_cache import CachedAnswer
 from distill.drafters.base import kind_of
-from distill.models import Pair, TargetOfRun, forced_tokens
+from distill.models import Pair, TargetOfRun, forced_tokens, load_sibling
 from distill.recipe import Recipe
 from eval.decoding.drafters.pruned import load_compact, save_compact
 from eval.decoding.forward import input_embedding
 
 FIT_RIDGE = 1e-4  # relative to the mean diagonal: only keeps the solve well conditioned
 PREPARED = "prepared.json"
+FULL_HEAD = "full_head.safetensors"
 HEAD_ROWS = 4096  # of a head are in fp32 at once
 
 
@@ -72,7 +74,7 @@ def prepare_draft(
 ) -> PreparedDraft:
     """The untuned draft of the recipe's kind.
 
-    The target is loaded only where `prepared/` is not there yet; a sibling needs none.
+    The target is loaded only where `prepared/` is not there yet; a sibling or a base needs none.
     """
     return kind_of(recipe).prepare(recipe, pair, target, answers)
 
@@ -92,17 +94,20 @@ def prepare_pruned(
     load: how it is read.
     """
     folder = recipe.folder / "prepared"
-    about, head = folder / PREPARED, folder / "full_head.safetensors"
-    embedding = pair.target_embedding(getattr(torch, recipe.dtype))
+    about, head = folder / PREPARED, folder / FULL_HEAD
     if not (about.exists() and head.exists()):
-        made = prune_and_fit(
-            target.loaded.model,
-            answers,
-            recipe.num_draft_layers,
-            recipe.fit_tokens,
-            recipe.draft_vocab_size,
-            forced_tokens(pair.target),
-        )
+        embedding = pair.target_embedding(getattr(torch, recipe.dtype))
+        if recipe.base is None:
+            made = prune_and_fit(
+                target.loaded.model,
+                answers,
+                recipe.num_draft_layers,
+                recipe.fit_tokens,
+                recipe.draft_vocab_size,
+                forced_tokens(pair.target),
+            )
+        else:
+            made = _from_base(recipe.base, answers, embedding)
         assert made.full_head is not None
         finish(made)
         save_compact(folder, made.model, made.token_ids, embedding, recipe.kind, layers)
@@ -111,11 +116,36 @@ def prepare_pruned(
         with atomic_file(about) as file:
             json.dump({"lost_mass": made.lost_mass}, file)
         del made  # from here on it is read from the files, a page at a time
+    prepared = read_prepared(recipe, pair, load)
+    kept, lost = recipe.num_draft_layers, prepared.lost_mass
+    print(f"draft: {kept} layers, trimmed head loses {lost:.2%} of p's mass")
+    return prepared
+
+
+def read_prepared(
+    recipe: Recipe,
+    pair: Pair,
+    load: Callable[[Path, Tensor], tuple[PreTrainedModel, Tensor | None]] = load_compact,
+) -> PreparedDraft:
+    """The untuned draft that `prepare_draft` has left, read again."""
+    if recipe.draft is not None:
+        return PreparedDraft(load_sibling(recipe.draft, pair), None, None, 0.0)
+    folder = recipe.folder / "prepared"
+    embedding = pair.target_embedding(getattr(torch, recipe.dtype))
     model, token_ids = load(folder, embedding)
     model.set_input_embeddings(FrozenEmbedding(embedding))
-    lost = lost_mass_of(recipe)
-    print(f"draft: {recipe.num_draft_layers} layers, trimmed head loses {lost:.2%} of p's mass")
-    return PreparedDraft(model, token_ids, load_file(head)["full_head"], lost)
+    head = load_file(folder / FULL_HEAD)["full_head"]
+    return PreparedDraft(model, token_ids, head, lost_mass_of(recipe))
+
+
+def _from_base(base: str, answers: Iterable[CachedAnswer], embedding: Tensor) -> PreparedDraft:
+    """The base's draft as it stands; `lost_mass` on these answers. Raises ValueError for another
+    target's.
+    """
+    model, token_ids = load_compact(base_draft(base) / "compact", embedding)
+    mass = domain_mass(answers, len(embedding))
+    lost = 0.0 if token_ids is None else lost_mass(mass, token_ids)
+    return PreparedDraft(model, token_ids, full_head(base), lost)
 
 
 def lost_mass_of(recipe: Recipe) -> float:

@@ -2,14 +2,17 @@
 
 A spec is what `eval.prompts.load_prompts` reads, or one of two builders that need no prompts of
 anyone's: `embedded:stdlib-functions` (the running interpreter's standard library) and
-`embedded:licence-clauses` (the licence texts in the wheel `licensedcode-data`, CC-BY-4.0).
+`embedded:licence-clauses` (the licence texts in the wheel `licensedcode-data`, CC-BY-4.0). Several
+of these with ` + ` between them are prompts of several domains, as many of each.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import random
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -35,6 +38,7 @@ from recipes.legal.prompts import licence_prompts
 
 STDLIB = "embedded:stdlib-functions"
 LICENCES = "embedded:licence-clauses"
+AND = " + "  # between the specs of several domains
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,21 @@ def training_prompts(
 ) -> tuple[list[Prompt], Overlap]:
     """Up to `limit` different prompts in an order drawn with the seed; None: all.
 
-    None of them equals or nearly duplicates an evaluation prompt. Raises PromptError when none is
-    left, and what `load_prompts` raises.
+    None of them equals or nearly duplicates an evaluation prompt. Of several specs by turns, each
+    with its share of the limit. Raises PromptError when none is left, and what `load_prompts`
+    raises.
     """
+    if AND in spec:
+        specs = spec.split(AND)
+        share = None if limit is None else -(-limit // len(specs))
+        found = [training_prompts(one, eval_prompts, share, seed) for one in specs]
+        parts, overlaps = zip(*found, strict=True)
+        return _by_turns(parts)[:limit], Overlap(
+            exact=sum(one.exact for one in overlaps),
+            near=sum(one.near for one in overlaps),
+            dropped=sum(one.dropped for one in overlaps),
+            max_jaccard=max(one.max_jaccard for one in overlaps),
+        )
     with _open_training(spec) as source:
         order = array("q", range(source.count))
         random.Random(seed).shuffle(order)
@@ -108,7 +124,14 @@ def _open_training(spec: str) -> Iterator[PromptSource]:
 
 
 def evaluation_prompts(spec: str, limit: int | None, seed: int) -> list[Prompt]:
-    """Evaluation prompts; of the licence builder, those of documents held out from training."""
+    """Evaluation prompts; of the licence builder, those of documents held out from training.
+
+    Of several specs by turns, each with its share of the limit.
+    """
+    if AND in spec:
+        specs = spec.split(AND)
+        share = None if limit is None else -(-limit // len(specs))
+        return _by_turns([evaluation_prompts(one, share, seed) for one in specs])[:limit]
     if spec == STDLIB:
         raise PromptError(
             f"eval_prompts is {spec!r}, which is to train on and has no held-out part; evaluate on "
@@ -118,6 +141,16 @@ def evaluation_prompts(spec: str, limit: int | None, seed: int) -> list[Prompt]:
         return draw(licence_prompts(held_out=True), limit, seed)
     _refuse_unknown_builder(spec)
     return load_prompts(spec, limit, seed)
+
+
+def _by_turns(parts: Sequence[list[Prompt]]) -> list[Prompt]:
+    """One of each part after the other, told apart by the part's number before their ids."""
+    told = [
+        [dataclasses.replace(prompt, id=f"{number}:{prompt.id}") for prompt in part]
+        for number, part in enumerate(parts)
+    ]
+    turns = itertools.zip_longest(*told)
+    return [prompt for turn in turns for prompt in turn if prompt is not None]
 
 
 def tuning_split(prompts: list[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:

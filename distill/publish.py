@@ -3,6 +3,7 @@
 python -m distill.publish outputs/code                              # check it, write its card
 python -m distill.publish outputs/code --to drafts/code-draft       # every form in one folder
 python -m distill.publish outputs/code --to drafts/code-draft --engines transformers,vllm
+python -m distill.publish outputs/code-lora --adapter --to adapters/code    # without its base
 python -m distill.publish outputs/code --push_to_hub ORG/NAME       # to the Hub, private
 
 Without --to, what goes to the Hub or into engines is exported to the run's own published/.
@@ -27,16 +28,25 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from align.atomic import DiskFullError, atomic_file, atomic_folder
-from align.sources import load_model, read_json, resolve_checkpoint, resolve_file
-from distill.card import EnginesFound, FormsFound, Found, in_one_file, model_card, overlap_of
-from distill.forms import export_forms, export_target, forms_of
+from align.sources import load_model, read_json, resolve_checkpoint, resolve_file, split_adapter
+from distill.adapters import KEPT
+from distill.card import (
+    EnginesFound,
+    FormsFound,
+    Found,
+    adapter_card,
+    in_one_file,
+    model_card,
+    overlap_of,
+)
+from distill.forms import export_adapter, export_forms, export_target, forms_of
 from distill.hub import push_folder
 from distill.licence import derived_licence
 from distill.recipe import read_yaml
 from distill.reload import Form, reload_forms
 from distill.verify import form_for, kept_report, verify
+from eval.decoding.target import weights_sha256
 from eval.engines.installed import NAMES
-from eval.measuring.build import weights_sha256
 from eval.reporting.report import Report, read_report
 
 RECIPE = "recipe.yaml"
@@ -147,6 +157,7 @@ class Plan:
     """What is to be published, and where: the command line's arguments.
 
     to: a new folder. engines: to verify it in. licence: None takes the one it derives from.
+    adapter: publish the adapter alone. base: the name of what it is for, None takes the run's.
     """
 
     run: Path
@@ -156,6 +167,8 @@ class Plan:
     public: bool = False
     force: bool = False
     licence: str | None = None
+    adapter: bool = False
+    base: str | None = None
 
 
 def write_card(run_folder: Path | str) -> Path:
@@ -190,13 +203,20 @@ def publish(plan: Plan) -> None:
             "\n- ".join(["not to be published yet; --force does so, and its card says why", *unmet])
         )
     to = plan.to or run / PUBLISHED
-    _check_free(to, run)
+    _check_free(to, run / "draft" / KEPT if plan.adapter else run / "draft", run)
     with atomic_folder(to) as folder:
-        forms, left_out = export_forms(run, folder)
-        measured = _measured(run, report, forms)
-        found = replace(about, unmet=unmet, forms=measured, left_out=left_out)
-        found = _verified(plan, report, folder, to, found)
-        _write(folder, model_card(run, report, found))
+        found = replace(about, unmet=unmet)
+        if plan.adapter:
+            found = replace(found, name=to.name, repo_id=plan.push_to_hub)
+            found = replace(
+                found, forms=_measured(run, report, export_adapter(run, folder, plan.base))
+            )
+            card = adapter_card(run, report, found, folder)
+        else:
+            forms, left_out = export_forms(run, folder)
+            found = replace(found, forms=_measured(run, report, forms), left_out=left_out)
+            card = model_card(run, report, _verified(plan, report, folder, to, found))
+        _write(folder, card)
     print(f"draft: {to}")
     if plan.push_to_hub is not None:
         print(f"pushed: {push_folder(to, plan.push_to_hub, plan.public)}")
@@ -240,14 +260,14 @@ def _verified(plan: Plan, report: Report, folder: Path, to: Path, found: Found) 
     name = to.name if plan.push_to_hub is None else plan.push_to_hub.partition("/")[2]
     if plan.to is not None:
         name = to.name
-        if target_gguf is not None:
+        if target_gguf is not None or split_adapter(spec)[1] is not None:
             export_target(spec, to.parent / f"{name}-target")
     return replace(found, engines=engines, name=name, repo_id=plan.push_to_hub)
 
 
-def _check_free(to: Path, run: Path) -> None:
+def _check_free(to: Path, draft: Path, run: Path) -> None:
     """Raise PublishError where `to` holds anything but an earlier export of this draft."""
-    earlier = weights_sha256(str(to)) == weights_sha256(str(run / "draft"))
+    earlier = weights_sha256(str(to)) == weights_sha256(str(draft))
     free = not to.exists() or (to.is_dir() and not any(to.iterdir()))
     if not (free or earlier or to == run / PUBLISHED):
         raise PublishError(f"{to} exists already: give the name of a new folder, or remove it")
@@ -280,6 +300,10 @@ def main(argv: list[str] | None = None) -> None:
         help=f"verify it there: {','.join(NAMES)} or none (default); minutes each",
     )
     parser.add_argument("--push_to_hub", metavar="ORG/NAME", help="upload it to the Hub, private")
+    parser.add_argument(
+        "--adapter", action="store_true", help="the adapter alone, for who has its base"
+    )
+    parser.add_argument("--base", metavar="NAME", help="with --adapter: the base as published")
     parser.add_argument("--public", action="store_true", help="visible to all on the Hub")
     parser.add_argument("--license", metavar="ID", help="default: that of target and draft")
     parser.add_argument("--force", action="store_true", help="publish although not all is there")
@@ -291,6 +315,12 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("give the output folder of a run, or --target T --to FOLDER")
     if args.public and args.push_to_hub is None:
         parser.error("--public is of --push_to_hub")
+    if args.adapter and args.to is None and args.push_to_hub is None:
+        parser.error("--adapter needs --to FOLDER or --push_to_hub ORG/NAME")
+    if args.adapter and args.engines:
+        parser.error("--engines load whole drafts; leave --adapter out to verify the merged one")
+    if args.base is not None and not args.adapter:
+        parser.error("--base is of --adapter")
     try:
         if args.target is not None:
             export_target(args.target, args.to)
@@ -304,6 +334,8 @@ def main(argv: list[str] | None = None) -> None:
                 args.public,
                 args.force,
                 args.license,
+                args.adapter,
+                args.base,
             )
             publish(plan)
     except (ValueError, DiskFullError) as error:

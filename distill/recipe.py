@@ -90,6 +90,7 @@ class Recipe:
     target_hub_id: HubId | None = None  # ORG/NAME of a target that is a file, for the model card
     draft: Text | None = None  # a sibling to tune; null makes a draft from the target
     drafter: Drafter | None = None  # kind of draft; null: sibling where draft is named, else pruned
+    base: Text | None = None  # a run whose pruned draft this one starts from, as its adapters do
     output_dir: Text | None = None  # null: outputs/ and the name
     minutes: Positive | None = None  # of the whole run on this machine; null: as the rest says
     max_train_prompts: Count = 2000  # at most so many prompts, drawn with the seed
@@ -118,6 +119,9 @@ class Recipe:
     lora_alpha: Count = 128  # the adapters are scaled by lora_alpha / lora_r
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # dropout on the adapters
     lora_target_modules: Text = "all-linear"  # every linear layer but the head, or a comma list
+    use_rslora: bool = False  # adapters scaled by lora_alpha / sqrt(lora_r) instead
+    use_dora: bool = False  # DoRA: a trained length for each row of a weight beside its direction
+    init_lora_weights: Literal[True, "pissa"] = True  # pissa: from the weights' largest directions
     temperature: NotNegative = 0.0  # deployed sampling; 0 is greedy
     top_k: Count | None = None  # deployed top-k; null keeps every token
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # deployed top-p; 1 keeps every token
@@ -314,7 +318,7 @@ def _types() -> dict[str, TypeAdapter[Any]]:
         for f in dataclasses.fields(SFTConfig)
         if f.init and f.name not in FIXED
     }
-    kinds |= {"max_steps": Literal[-1] | Annotated[int, Field(ge=1)]}
+    kinds |= {"max_steps": Literal[-1] | Annotated[int, Field(ge=0)]}  # 0: kept as prepared
     for keys, limits in _RANGES:
         kinds |= {key: Annotated[kinds[key], limits] for key in keys.split()}
     own = typing.get_type_hints(Recipe, include_extras=True)
@@ -374,11 +378,31 @@ def _check_together(recipe: Recipe) -> None:
             f"top_k {recipe.top_k} and top_p {recipe.top_p} do nothing at temperature 0, which is "
             "greedy; set temperature, or leave them out."
         )
+    _check_adapters(recipe)
+
+
+def _check_adapters(recipe: Recipe) -> None:
     # a tied embedding would get the head's adapter merged into it, with no more than a warning
     if re.search("lm_head|embed", recipe.lora_target_modules):
         raise RecipeError(
             f"lora_target_modules is {recipe.lora_target_modules!r}: adapters on head or "
-            "embeddings merge wrongly where the two are tied; name other layers, or all-linear."
+            "embeddings merge wrongly where the two are tied, and one on a trimmed head fits no "
+            "other engine's; name other layers, or all-linear."
+        )
+    if recipe.use_peft and recipe.training.get("max_steps") == 0:
+        raise RecipeError(
+            "max_steps is 0, which trains nothing, and use_peft is true: there would be no "
+            "adapter; leave max_steps out, or set use_peft to false to make a base."
+        )
+    if recipe.use_dora and recipe.init_lora_weights == "pissa":
+        raise RecipeError(
+            "use_dora is true and init_lora_weights is pissa, which peft does not turn into an "
+            "adapter of the base as it was; leave one of them out."
+        )
+    if recipe.base is not None and recipe.draft is not None:
+        raise RecipeError(
+            f"base is {recipe.base!r}, a pruned draft, and draft is {recipe.draft!r}, a sibling; "
+            "give one. A sibling is the base of its adapters by itself."
         )
 
 
@@ -415,6 +439,11 @@ def _check_drafter(recipe: Recipe) -> None:
         )
     if kind in ("pruned", "sibling"):
         return
+    if recipe.base is not None:
+        raise RecipeError(
+            f"base is {recipe.base!r}, a pruned draft, but drafter {kind!r} is made anew; leave one "
+            "of them out."
+        )
     if recipe.use_peft:
         raise RecipeError(
             f"use_peft is true, but drafter {kind!r} has weights that start at nothing, which "

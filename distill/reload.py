@@ -22,11 +22,10 @@ from eval.decoding.drafters.checkpoint import teacher_forced_logits
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.forward import build_decoder
 from eval.decoding.loop import Decoding
-from eval.decoding.target import Target, load_target
+from eval.decoding.target import Target, load_target, weights_sha256
 from eval.decoding.verification import Sampling, agreement, warp
 from eval.measuring import metrics
 from eval.measuring.agreement import target_texts
-from eval.measuring.build import weights_sha256
 from eval.measuring.evaluation import context_length
 from eval.measuring.journal import Journal
 from eval.measuring.log import Agreement

@@ -22,6 +22,7 @@ from accelerate import PartialState
 
 from align.atomic import DiskFullError
 from align.process import free_memory, join_processes, use_machine
+from distill.adapters import on_base
 from distill.answer_cache import CachedAnswer
 from distill.answers import answer_prompts
 from distill.budget import adopted, plan, spend_rest
@@ -45,6 +46,7 @@ def run(recipe: Recipe) -> int:
     """The main job. Each stage finds what an interrupted run left and goes on from there."""
     on_cpu, timeout = recipe.training.get("use_cpu", False), process_timeout(recipe)
     use_machine(join_processes(on_cpu, timeout))
+    recipe = on_base(recipe)
     if recipe.dry_run:
         return price_run(recipe)
     training_config(recipe)  # what transformers refuses is refused now, not after minutes

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from accelerate import DistributedType, PartialState
 from accelerate.utils import parse_flag_from_env
 from datasets import Dataset
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -41,11 +41,12 @@ from trl import SFTConfig, SFTTrainer
 
 from align.atomic import atomic_file, disk_full_explained, remove
 from align.vocab_map import Retokenizer
+from distill.adapters import lora_config, merged
 from distill.answer_cache import CachedAnswer
 from distill.drafters.base import kind_of
 from distill.losses import LOSSES, Divergence, LossName, forward_kl, head_loss
 from distill.models import Pair
-from distill.prepare import PreparedDraft
+from distill.prepare import PreparedDraft, read_prepared
 from distill.recipe import Recipe, RecipeError, chosen_loss
 from distill.state_cache import states_of
 from distill.training_set import TRAINING_SET, DistillationCollator, training_set
@@ -472,18 +473,6 @@ def _trained_batch(checkpoint: Path) -> int | None:
     return int(words[1]) if len(words) > 1 else None
 
 
-def lora_config(recipe: Recipe) -> LoraConfig:
-    """The adapters that the recipe asks for."""
-    modules = recipe.lora_target_modules
-    return LoraConfig(
-        r=recipe.lora_r,
-        lora_alpha=recipe.lora_alpha,
-        lora_dropout=recipe.lora_dropout,
-        target_modules=modules if modules == "all-linear" else modules.split(","),
-        task_type="CAUSAL_LM",
-    )
-
-
 def build_trainer(
     model: PreTrainedModel,
     answers: Iterable[CachedAnswer],
@@ -544,7 +533,13 @@ def distil_draft(
     prepared: PreparedDraft,
     answers: Iterable[CachedAnswer],
 ) -> PreTrainedModel | None:
-    """The draft in fp32 after training on the answers, on the first process; None elsewhere."""
+    """The draft in fp32 after training on the answers, on the first process; None elsewhere.
+
+    Of adapters it is made as `merged` says but for a draft moved onto other tokens, which nobody
+    else has as the base of its adapters. With `max_steps: 0` it is as it was prepared.
+    """
+    if recipe.training.get("max_steps") == 0:
+        return prepared.model.float() if PartialState().is_main_process else None
     trainer = build_trainer(
         prepared.model,
         answers,
@@ -555,12 +550,18 @@ def distil_draft(
         pair.new_rows,
         states_of(recipe, pair, answers),
     )
-    return distil(trainer, recipe)
+    rehomed = pair.strategy in ("remap", "transplant")
+    return distil(trainer, recipe, None if rehomed else lambda: read_prepared(recipe, pair).model)
 
 
-def distil(trainer: DistillationTrainer, recipe: Recipe) -> PreTrainedModel | None:
+def distil(
+    trainer: DistillationTrainer,
+    recipe: Recipe,
+    fresh: Callable[[], PreTrainedModel] | None = None,
+) -> PreTrainedModel | None:
     """The trainer's draft after training, whole and in fp32; None on all but the first process.
 
+    fresh: the draft as it was before, where its adapters are to be kept (`merged`).
     Goes on from the last whole checkpoint in the recipe's folder, or from resume_from_checkpoint.
     """
     checkpoint = _resumed(recipe)
@@ -579,7 +580,9 @@ def distil(trainer: DistillationTrainer, recipe: Recipe) -> PreTrainedModel | No
     tuned: Any = trainer.whole_model()
     if not PartialState().is_main_process:
         return None
-    if recipe.use_peft:
+    if recipe.use_peft and fresh is not None:
+        tuned = merged(recipe, tuned, fresh)
+    elif recipe.use_peft:
         tuned = tuned.merge_and_unload(safe_merge=True)
     detach_distillation_forward(tuned)
     tuned._keys_to_ignore_on_save = None

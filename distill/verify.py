@@ -11,8 +11,8 @@ from align.sources import load_tokenizer, read_json
 from align.to_gguf import write_gguf
 from distill.card import GGUF_SERVED, gamma_of
 from distill.forms import gguf_file
+from eval.decoding.target import weights_sha256
 from eval.engines.installed import measure_installed
-from eval.measuring.build import weights_sha256
 from eval.prompts import PromptSet, load_prompts, render_all
 from eval.reporting.report import Report, checked
 from eval.reporting.tables import lossless_line

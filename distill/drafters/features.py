@@ -182,7 +182,7 @@ def export(
         )
         del tuned.fusion
         head.weight = nn.Parameter(alone)
-        full_form(prepared, tuned, answers).save_pretrained(partial)
+        full_form(recipe, prepared, tuned, answers).save_pretrained(partial)
         pair.load_tokenizer().save_pretrained(partial)
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from align.atomic import atomic_folder
 from distill.answer_cache import CachedAnswer
-from distill.export import full_form
+from distill.export import full_form, keep_adapter
 from distill.models import Pair, TargetOfRun
 from distill.prepare import PreparedDraft, build_pruned, prepare_pruned
 from distill.recipe import Recipe
@@ -46,6 +46,7 @@ def export(
 ) -> None:
     with atomic_folder(recipe.folder / "draft") as partial:
         write_forms(partial, recipe, pair, prepared, tuned, answers)
+        keep_adapter(recipe, partial)
 
 
 def write_forms(
@@ -62,7 +63,7 @@ def write_forms(
     embedding = input_embedding(tuned).to(dtype)
     # a FrozenEmbedding keeps its dtype and gives fp32
     tuned.set_input_embeddings(nn.Embedding.from_pretrained(embedding))
-    full = full_form(prepared, tuned, answers)
+    full = full_form(recipe, prepared, tuned, answers)
     full.save_pretrained(folder)
     pair.load_tokenizer().save_pretrained(folder)
     save_compact(folder / "compact", tuned, prepared.token_ids, embedding)

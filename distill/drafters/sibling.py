@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from align.atomic import atomic_folder
 from distill.answer_cache import CachedAnswer
+from distill.export import keep_adapter
 from distill.models import Pair, TargetOfRun, load_sibling
-from distill.prepare import PreparedDraft
+from distill.prepare import PreparedDraft, read_prepared
 from distill.recipe import Recipe
 from distill.trainer import attach_distillation_forward
 from eval.decoding.drafters.base import Drafter
@@ -31,7 +32,7 @@ def prepare(
     recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Iterable[CachedAnswer]
 ) -> PreparedDraft:
     assert recipe.draft is not None
-    return PreparedDraft(load_sibling(recipe.draft, pair), None, None, 0.0)
+    return read_prepared(recipe, pair)
 
 
 def export(
@@ -45,6 +46,7 @@ def export(
     with atomic_folder(recipe.folder / "draft") as partial:
         tuned.to(getattr(torch, recipe.dtype)).save_pretrained(partial)
         pair.load_tokenizer().save_pretrained(partial)
+        keep_adapter(recipe, partial)
 
 
 def stand_in(recipe: Recipe, pair: Pair, target: Target) -> tuple[PreTrainedModel, Tensor | None]:

@@ -9,10 +9,12 @@ slots beyond it are masked and then overwritten.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -141,6 +143,14 @@ class Decoder(Protocol):
         """Bytes of its weights as they are held, the embedding not counted."""
         ...
 
+    def layer_bytes(self) -> int:
+        """Of these, the bytes of its layers."""
+        ...
+
+    def with_layers(self, model: PreTrainedModel) -> Self:
+        """This decoder with the layers of another model of its shape; all else is shared."""
+        ...
+
     def new_cache(self, rows: int, slots: int) -> KVCache:
         """An empty cache for `rows` rows of at most `slots` positions."""
         ...
@@ -255,35 +265,40 @@ class LeanDecoder:
         self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
         self.group = self.heads // self.key_heads
         self.eps = config.rms_norm_eps
-        self.layers: list[_Layer] = []
-        for layer in body.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            self.head_size = attention.head_dim
-            norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-            query_norm, key_norm = (None if n is None else self._scale(n) for n in norms)
-            qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
-            self.layers.append(
-                _Layer(
-                    self._scale(layer.input_layernorm),
-                    product.of(*qkv, int8=int8),
-                    query_norm,
-                    key_norm,
-                    product.of(attention.o_proj, int8=int8),
-                    self._scale(layer.post_attention_layernorm),
-                    product.of(mlp.gate_proj, mlp.up_proj, int8=int8),
-                    product.of(mlp.down_proj, int8=int8),
-                )
-            )
+        self.head_size = body.layers[0].self_attn.head_dim
+        self.product = partial(product.of, int8=int8)
+        self.layers = [self._layer(layer) for layer in body.layers]
         self.final_norm = self._scale(body.norm)
         head = model.get_output_embeddings()
         tied = head.weight is body.embed_tokens.weight and not int8
-        self.head = product(self.embedding, head.bias) if tied else product.of(head, int8=int8)
+        self.head = product(self.embedding, head.bias) if tied else self.product(head)
         positions = torch.arange(context_length, device=self.device)[None]
         cos, sin = body.rotary_emb(self.embedding[:1, :1].to(self.dtype), positions)
         half = self.head_size // 2
         # rotate_half(x) * sin == roll(x) * signed sin: one copy less for every layer
         self.cos = cos[0]
         self.sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+
+    def _layer(self, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+        query_norm, key_norm = (None if n is None else self._scale(n) for n in norms)
+        return _Layer(
+            self._scale(layer.input_layernorm),
+            self.product(attention.q_proj, attention.k_proj, attention.v_proj),
+            query_norm,
+            key_norm,
+            self.product(attention.o_proj),
+            self._scale(layer.post_attention_layernorm),
+            self.product(mlp.gate_proj, mlp.up_proj),
+            self.product(mlp.down_proj),
+        )
+
+    def with_layers(self, model: PreTrainedModel) -> Self:
+        other = copy.copy(self)
+        body: Any = model.model
+        other.layers = [self._layer(layer) for layer in body.layers]
+        return other
 
     def _scale(self, norm: Any) -> Tensor:
         weight: Tensor = norm.weight.detach()
@@ -294,6 +309,9 @@ class LeanDecoder:
         tied = self.head.weight is self.embedding
         head = self.head.bias if tied else self.head
         return _bytes((*self.layers, self.final_norm, head, self.masks))
+
+    def layer_bytes(self) -> int:
+        return _bytes(tuple(self.layers))
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
         shape = (rows, self.key_heads, cpu_bits.whole_blocks(slots), self.head_size)
@@ -485,6 +503,15 @@ class StockDecoder:
         shared = self.embedding.data_ptr()
         own = sum(p.nbytes for p in self.model.parameters() if p.data_ptr() != shared)
         return own + _bytes(self.masks)
+
+    def layer_bytes(self) -> int:
+        tensors = self.model.state_dict(keep_vars=True).items()
+        return sum(t.nbytes for name, t in tensors if ".layers." in name)
+
+    def with_layers(self, model: PreTrainedModel) -> Self:
+        other = copy.copy(self)
+        other.model = model
+        return other
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
         config = self.config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,6 +60,22 @@ def tensor_sha256(tensor: Tensor) -> str:
     """sha256 of a tensor's bytes, on whatever device it is."""
     data = tensor.detach().contiguous().view(torch.uint8).cpu().numpy()
     return hashlib.sha256(data.data).hexdigest()
+
+
+def weights_sha256(path: str) -> str | None:
+    """The sha256 of a draft's weights: its one file's own, else of what `sha256sum` prints of all.
+
+    path: of a log, as `lookup-first:FOLDER`. None where it names no files on this machine.
+    """
+    place = Path(path.removeprefix("lookup-first:"))
+    files = [place] if place.is_file() else sorted(place.glob("*.safetensors"))
+    lines = []
+    for file in files:
+        with file.open("rb") as opened:
+            lines.append(f"{hashlib.file_digest(opened, 'sha256').hexdigest()}  {file.name}\n")
+    if len(lines) > 1:
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+    return lines[0].partition(" ")[0] if lines else None
 
 
 def model_bytes(model: PreTrainedModel) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+from eval.decoding.target import weights_sha256
 from eval.measuring import metrics
 from eval.measuring.atlas import build_atlas, telling_prompts
 from eval.measuring.cost import gamma_curve, payoff, placements, waterfall
@@ -90,22 +89,6 @@ def _draft_block(log: DraftLog, run: RunLog, shown: Sequence[str]) -> dict[str, 
         "missing": [{"field": field, "reason": reason} for field, reason in missing.items()],
         "per_prompt": _per_prompt(log, blocks_known),
     }
-
-
-def weights_sha256(path: str) -> str | None:
-    """The sha256 of a draft's weights: its one file's own, else of what `sha256sum` prints of all.
-
-    path: of a log, as `lookup-first:FOLDER`. None where it names no files on this machine.
-    """
-    place = Path(path.removeprefix("lookup-first:"))
-    files = [place] if place.is_file() else sorted(place.glob("*.safetensors"))
-    lines = []
-    for file in files:
-        with file.open("rb") as opened:
-            lines.append(f"{hashlib.file_digest(opened, 'sha256').hexdigest()}  {file.name}\n")
-    if len(lines) > 1:
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
-    return lines[0].partition(" ")[0] if lines else None
 
 
 def _waterfall(log: DraftLog) -> Any:

@@ -114,10 +114,13 @@ def _measure(name: str, rows: Rows, statistic: Callable[[Floats], Floats] = rati
     return measure(name, columns, statistic, [group for group, _ in rows.values()])
 
 
-def _difference(
+def difference(
     name: str, mine: Rows, over: Rows, statistic: Callable[[Floats], Floats] = ratio
 ) -> Measured | None:
-    """`statistic` of some rows minus that of others, both on the same resampled prompts."""
+    """`statistic` of some rows minus that of others, both on the same resampled prompts.
+
+    None where they share no prompt.
+    """
     both = {
         key: (group, (*columns, *over[key][1]))
         for key, (group, columns) in mine.items()
@@ -508,13 +511,13 @@ def gain(log: DraftLog, over: DraftLog) -> dict[str, Any]:
     """
     rows = _speed_rows(log.runs, log.baseline), _speed_rows(over.runs, over.baseline)
     _same_prompts(*rows)
-    found = {"speedup": _difference("speedup", *rows, _speedup), "alpha": None, "tau": None}
+    found = {"speedup": difference("speedup", *rows, _speedup), "alpha": None, "tau": None}
     if log.agreement is not None and over.agreement is not None:
         _same_prompts(*([a.prompt_id for a in one] for one in (log.agreement, over.agreement)))
         sides = _alpha_rows(log.agreement), _alpha_rows(over.agreement)
-        found["alpha"] = _difference("alpha", *sides)
+        found["alpha"] = difference("alpha", *sides)
     if "tau" not in log.missing | over.missing:
-        found["tau"] = _difference("tau", _block_rows(log.runs), _block_rows(over.runs))
+        found["tau"] = difference("tau", _block_rows(log.runs), _block_rows(over.runs))
     return {"draft": log.name, "over": over.name, **found}
 
 

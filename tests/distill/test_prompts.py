@@ -197,6 +197,21 @@ def test_of_a_data_set_only_what_is_wanted_is_read(monkeypatch):
     assert rows.read <= 20 + overlap.dropped + 1 < 100
 
 
+def test_several_domains_come_by_turns_and_each_with_its_share(tmp_path):
+    for name, words in (("a", "apples are red and pears"), ("b", "the court may order that")):
+        rows = [{"prompt": f"{words} {i}", "category": name} for i in range(9)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    both = f"{tmp_path / 'a.jsonl'} + {tmp_path / 'b.jsonl'}"
+    prompts, overlap = training_prompts(both, [], 7, 0)
+    assert [prompt.category for prompt in prompts] == ["a", "b"] * 3 + ["a"]
+    assert len({prompt.id for prompt in prompts}) == 7
+    assert (overlap.exact, overlap.near) == (0, 0)
+    held_out = evaluation_prompts(both, 4, 0)
+    assert [prompt.category for prompt in held_out] == ["a", "b", "a", "b"]
+    with pytest.raises(PromptError, match="no prompts 'embedded:no'"):
+        evaluation_prompts(f"{both} + embedded:no", 4, 0)
+
+
 def test_ids_that_stand_twice_among_training_prompts_are_refused(tmp_path):
     path = tmp_path / "train.jsonl"
     rows = [{"prompt": f"question {i}", "id": i // 2} for i in range(20)]

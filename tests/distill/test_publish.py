@@ -16,8 +16,8 @@ from distill import forms, publish, verify
 from distill.card import Found, is_hub_id, public_name, short_name
 from distill.publish import PublishError, check_run, main, unmet_conditions
 from distill.reload import Reloaded, ReloadError
+from eval.decoding.target import weights_sha256
 from eval.engines.installed import EngineMissing
-from eval.measuring.build import weights_sha256
 from eval.reporting.report import Missing, read_report, write_report
 
 

@@ -67,7 +67,7 @@ def test_every_recipe_opens_with_its_command_hardware_time_and_measurement(path)
 
 
 def test_embedded_recipes_need_no_hub_and_no_gpu():
-    for name in ("code", "code/lora", "legal"):
+    for name in ("base", "code", "code/lora", "legal", "legal/lora"):
         recipe = load_recipe(["--recipe", name])
         assert recipe.target.startswith("pypi:")
         assert "#sha256=" in recipe.target
@@ -76,7 +76,10 @@ def test_embedded_recipes_need_no_hub_and_no_gpu():
         assert recipe.eval_prompts.startswith(("embedded:", "pypi:"))
         assert recipe.training["use_cpu"] is True
         assert recipe.temperature == 0
-    assert load_recipe(["--recipe", "code/lora"]).use_peft
+    for name in ("code/lora", "legal/lora"):
+        recipe = load_recipe(["--recipe", name])
+        assert recipe.use_peft
+        assert recipe.base == str(load_recipe(["--recipe", "base"]).folder)
 
 
 def test_the_hub_id_goes_with_the_target_it_names(tmp_path):
@@ -176,7 +179,8 @@ def test_mistakes_on_the_command_line(arguments, message):
         ("learning_rate: .nan", "must be a finite number"),
         ("learning_rate: -0.1", "greater than or equal to 0"),
         ("max_steps: many", "max_steps is many .*must be -1 or must be a valid integer"),
-        ("max_steps: 0", "must be -1 or must be greater than or equal to 1"),
+        ("max_steps: -2", "must be -1 or must be greater than or equal to 0"),
+        ("max_steps: 0\nuse_peft: true", "max_steps is 0, which trains nothing"),
         ("num_train_epochs: 0", "greater than 0"),
         ("per_device_train_batch_size: 0", "greater than or equal to 1"),
         ("use_peft: 1", "must be a valid boolean"),

@@ -12,7 +12,7 @@ from align.sources import load_model, read_json
 from align.transplant import transplant
 from align.vocab_map import build_map
 from align.vocabulary import read_vocabulary
-from eval.decoding.drafters.base import Drafter
+from eval.decoding.drafters.base import DecoderDrafter, Drafter
 from eval.decoding.drafters.by_map import MapDrafter
 from eval.decoding.drafters.by_text import TextDrafter
 from eval.decoding.drafters.checkpoint import CheckpointDrafter
@@ -60,10 +60,14 @@ def _kind(name: str) -> Any:
 
 
 def _load_checkpoint(spec: str, target: Target, strategy: str) -> Drafter:
+    return checkpoint_drafter(load_model(spec, target.decoder.dtype), spec, target, strategy)
+
+
+def checkpoint_drafter(loaded: Any, spec: str, target: Target, strategy: str) -> DecoderDrafter:
+    """The drafter of a model that was loaded from that spec, whose tokenizer it has."""
     left, right = read_vocabulary(target.spec), read_vocabulary(spec)
     verdict = compare(left, right)
     chosen = choose_strategy(verdict, strategy, tuned=False)
-    loaded: Any = load_model(spec, target.decoder.dtype)
     model = loaded.to(target.decoder.device)
     vocab_size, shared = target.decoder.embedding.shape[0], verdict.shared_ids
     if chosen in ("remap", "transplant"):

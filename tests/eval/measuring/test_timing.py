@@ -1,6 +1,5 @@
 """Texts in turns, step costs and draft lengths, on tiny models whose answers are known."""
 
-
 import pytest
 
 from eval.decoding.forward import build_decoder
