@@ -44,7 +44,7 @@ def answer_prompts(
     prompts = prompts * recipe.answers_per_prompt
     found: list[dict[str, Any]] = [{}]
     if state.is_main_process:  # reads all the target's weights
-        found[0] = _what_decides_p(recipe, target)
+        found[0] = what_decides_p(recipe, target)
     broadcast_object_list(found)
     parts = found[0] | {
         "answer_temperature": recipe.answer_temperature,
@@ -166,19 +166,24 @@ def hash_prompts(prompts: list[list[int]]) -> str:
     return digest.hexdigest()
 
 
-def _what_decides_p(recipe: Recipe, target: Target | TargetOfRun) -> dict[str, Any]:
+def what_decides_p(recipe: Recipe, target: Target | TargetOfRun) -> dict[str, Any]:
     """Hashes of weights, tokenizer and chat template, and the dtype."""
     folder = resolve_checkpoint(recipe.target)
-    weights = hashlib.sha256()
-    for path in tqdm(sorted(folder.glob("*.safetensors")), desc="hash weights", leave=False):
-        weights.update(_file_sha256(path).encode())
     template = str(target.tokenizer.chat_template or "")
     return {
-        "target weights": weights.hexdigest(),
+        "target weights": weights_sha256(folder),
         "tokenizer": _file_sha256(folder / "tokenizer.json"),
         "chat template": hashlib.sha256(template.encode()).hexdigest(),
         "dtype": recipe.dtype,
     }
+
+
+def weights_sha256(folder: Path) -> str:
+    """One hash over the weights of a checkpoint."""
+    weights = hashlib.sha256()
+    for path in tqdm(sorted(folder.glob("*.safetensors")), desc="hash weights", leave=False):
+        weights.update(_file_sha256(path).encode())
+    return weights.hexdigest()
 
 
 def _file_sha256(path: Path) -> str:

@@ -73,6 +73,8 @@ Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
+DataKind = Literal["answers", "fixed", "on_policy"]
+Fractions = dict[DataKind, Annotated[float, Field(ge=0, le=1)]]
 
 
 @dataclass
@@ -93,6 +95,9 @@ class Recipe:
     num_draft_layers: Count = 2  # layers kept of a pruned target
     draft_vocab_size: Count | None = None  # rows of a pruned draft's head; null keeps all
     fit_tokens: Count = 20_000  # answer tokens that the head is fitted on
+    data: Fractions | None = None  # of rows: answers, fixed, on_policy; null: answers alone
+    fixed_text: Text | None = None  # .txt, or .jsonl with `text`; null: the embedded: builder's own
+    on_policy_draft: Text | None = None  # folder of the draft that writes; null: the untuned one
     answers: Literal["local", "server"] = "local"  # who gives the target's: it here, or a server
     answer_url: Text | None = None  # of the server that answers: http://HOST:PORT
     answer_model: Text | None = None  # the target's name there; null: the one model it serves
@@ -135,6 +140,25 @@ class Recipe:
     @property
     def seed(self) -> int:
         return int(self.training.get("seed", 42))
+
+    @property
+    def shares(self) -> dict[DataKind, float]:
+        """Fractions of the rows that are trained on, by where their text comes from."""
+        given: Fractions = {"answers": 1.0} if self.data is None else self.data
+        return {kind: given.get(kind, 0.0) for kind in typing.get_args(DataKind)}
+
+    def rows(self, prompts: int) -> dict[DataKind, int]:
+        """How many rows of each kind are trained on, of so many training prompts.
+
+        All that may be answered are, and the other kinds come on top in proportion; without a share
+        of answers there are as many rows in all.
+        """
+        count = prompts * self.answers_per_prompt
+        count = min(self.max_answers or count, count)
+        return {
+            kind: round(count * x / (self.shares["answers"] or 1))
+            for kind, x in self.shares.items()
+        }
 
 
 OWN = {f.name: f for f in dataclasses.fields(Recipe) if f.name != "training"}
@@ -347,6 +371,7 @@ def _check_together(recipe: Recipe) -> None:
             f"teacher_temperature is {recipe.teacher_temperature}, but must be at most 1: above 1 "
             "most of p would move to tokens that were not cached, and how much cannot be known."
         )
+    _check_data(recipe)
     _check_minutes(recipe)
     _check_server(recipe)
     if recipe.gamma is not None and recipe.gamma > recipe.max_gamma:
@@ -363,6 +388,41 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError(
             f"lora_target_modules is {recipe.lora_target_modules!r}: adapters on head or "
             "embeddings merge wrongly where the two are tied; name other layers, or all-linear."
+        )
+
+
+def _check_data(recipe: Recipe) -> None:
+    shares, mixed = recipe.shares, yaml_text(recipe.data).replace("\n", ", ")
+    if abs(sum(shares.values()) - 1) > 1e-6:
+        raise RecipeError(
+            f"data is {mixed}, which sums to {sum(shares.values()):g}; fractions must sum to 1."
+        )
+    if recipe.answers == "server" and shares["answers"] < 1:
+        raise RecipeError(
+            f"data is {mixed}, but answers is server, and other text than its answers is read by "
+            "a target that is loaded here; answer locally, or leave data out."
+        )
+    if recipe.minutes is not None and not shares["answers"]:
+        raise RecipeError(
+            f"data is {mixed}, without answers, but minutes is planned on answers as they are "
+            "timed; give answers a share, or set minutes to null."
+        )
+    for share, kind, key, value in (
+        (shares["fixed"], "fixed", "fixed_text", recipe.fixed_text),
+        (shares["on_policy"], "on_policy", "on_policy_draft", recipe.on_policy_draft),
+    ):
+        if value is not None and not share:
+            raise RecipeError(f"{key} is {value!r}, but data has no {kind}; give it a share there.")
+    embedded = recipe.train_prompts.startswith("embedded:")
+    if shares["fixed"] and recipe.fixed_text is None and not embedded:
+        raise RecipeError(
+            f"data is {mixed}, but fixed_text is null, and train_prompts is a file without text "
+            "of its own; name a .txt or .jsonl file with --fixed_text."
+        )
+    if shares["on_policy"] == 1 and recipe.draft is None:
+        raise RecipeError(
+            "data is on_policy alone, but draft is null, and the head of a pruned draft is fitted "
+            "on answers or fixed text before it can write; give these a share, or name a sibling."
         )
 
 
