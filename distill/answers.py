@@ -28,9 +28,12 @@ ANSWERS_PER_SHARD = 64  # at most so many answers of a process are lost to a kil
 
 
 def answer_prompts(
-    recipe: Recipe, prompts: list[list[int]], target: Target | TargetOfRun
+    recipe: Recipe,
+    prompts: list[list[int]],
+    target: Target | TargetOfRun,
+    folder: str = "answers",
 ) -> AnswerCache:
-    """The target's answers to `prompts` (token ids), kept in `answers/`; those there are read.
+    """The target's answers to `prompts` (token ids), kept in `folder`; those there are read.
 
     As many as the recipe's `max_answers`, in the prompts' order.
 
@@ -53,7 +56,7 @@ def answer_prompts(
         "prompts": [len(prompts), hash_prompts(prompts)],
         "seed": recipe.seed,
     }
-    cache = AnswerCache(recipe.folder / "answers", parts, target.vocab_size)
+    cache = AnswerCache(recipe.folder / folder, parts, target.vocab_size)
     wanted = min(recipe.max_answers or len(prompts), len(prompts))
     # with `minutes` the first ones are made before it is known how many there will be
     first = min(PROBE, wanted) if recipe.minutes is not None else wanted

@@ -17,6 +17,7 @@ from accelerate.utils import broadcast_object_list
 from align.atomic import remove
 from distill.answer_cache import AnswerCache
 from distill.answers import PROBE, answer_prompts
+from distill.held_out import SHARE
 from distill.models import Pair, TargetOfRun
 from distill.prompts import Prompts
 from distill.recipe import Recipe, RecipeError, read_yaml
@@ -74,6 +75,7 @@ def plan(recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun, text
     length = sum(answers.response_lengths) / first
     context = sum(map(len, prompts.training.ids)) / len(prompts.training.ids)
     per_step *= (context + length) / (context + recipe.answer_max_new_tokens)
+    per_step *= 1 + SHARE  # held-out prompts are looked at meanwhile
     evaluation = evaluation_seconds(recipe, prompts, target.loaded, length)
     timed = min(recipe.speed_prompts, len(prompts.evaluation.ids))
     left = _left(recipe) - evaluation(timed)

@@ -139,6 +139,30 @@ def coarse_loss(
     return value, agreed, gradient
 
 
+def acceptance(
+    logits: Tensor, cached_ids: Tensor, cached_logprobs: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """The chance that the draft's token is accepted at each position [N], and what it may lack [N].
+
+    As for `coarse_loss`, with p as it is. At temperature 0 whether the two argmaxes agree, exactly.
+    Else, with S the cached tokens and P_S, Q_S their mass, sum_S min(p, q), which is at most
+    min(1 - P_S, 1 - Q_S) less than alpha: what the cut of the cache cannot tell.
+    """
+    if temperature == 0:
+        # a token without a row is -1, and nothing that is drafted
+        return (logits.argmax(-1) == cached_ids[:, 0]).float(), logits.new_zeros(len(logits))
+    known = cached_ids >= 0
+    q = (logits.float() / temperature).softmax(-1).gather(1, cached_ids.clamp_min(0))
+    q = q.masked_fill(~known, 0)
+    if temperature == 1:
+        p = cached_logprobs.float().exp()
+        rest = torch.minimum(1 - p.sum(-1), 1 - q.sum(-1))
+    else:  # its bound for the rest of p is what the cached tokens lack of theirs, too
+        p = sharpen(cached_logprobs, temperature).exp()
+        rest = 1 - p.sum(-1)
+    return torch.minimum(p, q).sum(-1), rest.clamp_min(0)
+
+
 def sharpen(logprobs: Tensor, temperature: float) -> Tensor:
     """Cached log p [N, C], best first, after p ** (1 / temperature); what they lack of 1 is rest.
 

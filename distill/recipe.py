@@ -71,6 +71,7 @@ class RecipeError(ValueError):
 Strategy = Literal["auto", "direct", "padded", "remap", "transplant", "intersection"]
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
+AtLeastNone = Annotated[int, Field(ge=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 DataKind = Literal["answers", "fixed", "on_policy"]
@@ -109,6 +110,8 @@ class Recipe:
     answer_batch_size: Count = 48  # prompts answered at once, or in flight to the server
     cache_top_k: Count = 15  # most likely tokens kept of each distribution
     loss: LossName | Literal["auto"] = "auto"  # of distill/losses.py; auto goes by `temperature`
+    held_out_prompts: AtLeastNone = 32  # to follow alpha on while training; a 20th of all at most
+    early_stopping_patience: Count | None = 5  # measurements of them without a best; null: never
     teacher_temperature: Positive = 1.0  # the draft learns p ** (1 / this); 1 at most
     use_peft: bool = False  # LoRA instead of full fine-tuning
     lora_r: Count = 64  # rank of the adapters

@@ -7,6 +7,7 @@
 Run again after an interruption, the same command goes on where it stopped.
 """
 
+import dataclasses
 import os
 import sys
 import time
@@ -29,6 +30,7 @@ from distill.dry_run import price_run
 from distill.evaluation import evaluate
 from distill.export import export_draft
 from distill.fixed_text import fixed_rows
+from distill.held_out import HELD_OUT
 from distill.judged import with_fixed_text, with_on_policy_text
 from distill.models import Pair, TargetOfRun, check_models
 from distill.prepare import prepare_draft, print_coverage
@@ -62,6 +64,9 @@ def run(recipe: Recipe) -> int:
         served.check()
     claim_folder(recipe, pair, prompts)
     stage("The target answers the training prompts")
+    if prompts.held_out.prompts:
+        once = dataclasses.replace(recipe, minutes=None, max_answers=None, answers_per_prompt=1)
+        answer_prompts(once, prompts.held_out.ids, target, HELD_OUT)
     planned = recipe.minutes is not None and recipe.max_answers is None
     if planned:
         recipe = plan(recipe, pair, prompts, target, len(texts))

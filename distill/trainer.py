@@ -18,7 +18,7 @@ from accelerate import DistributedType, PartialState
 from accelerate.utils import parse_flag_from_env
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -42,7 +42,8 @@ from trl import SFTConfig, SFTTrainer
 from align.atomic import atomic_file, disk_full_explained, remove
 from align.vocab_map import Retokenizer
 from distill.answer_cache import CachedAnswer
-from distill.losses import LOSSES, Divergence, LossName, forward_kl, head_loss
+from distill.held_out import HELD_OUT, HeldOut, held_out_rows, load_best, read_seen, stopped
+from distill.losses import CHUNK, LOSSES, Divergence, LossName, acceptance, forward_kl, head_loss
 from distill.models import Pair
 from distill.prepare import PreparedDraft
 from distill.recipe import Recipe, RecipeError, chosen_loss
@@ -87,7 +88,8 @@ def attach_distillation_forward(
 
     Inside forward, so that DDP's gradient hooks, PEFT's adapters and autocast all see it; and the
     head's share inside the head's own, since its weight is whole only while it is called where
-    FSDP or ZeRO-3 shard it. The head is applied to response positions only. Undone by
+    FSDP or ZeRO-3 shard it. The head is applied to response positions only; called with a
+    `temperature`, it returns `acceptance` at each of them. Undone by
     `detach_distillation_forward`. Raises ValueError for a head that is more than a product.
     """
     body: Any = model.base_model
@@ -106,16 +108,30 @@ def attach_distillation_forward(
         positions: Tensor,
         top_ids: Tensor,
         top_logprobs: Tensor,
+        temperature: float | None = None,
         **_: Any,
     ) -> ModelOutput:
         states = body(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         hidden = states.last_hidden_state.flatten(0, 1)[positions]
+        if temperature is not None:
+            accepted, lacking = head(hidden, top_ids, top_logprobs, temperature)
+            return ModelOutput(accepted=accepted, lacking=lacking)
         loss, agreed = head(hidden, top_ids, top_logprobs)
         return ModelOutput(loss=loss, agreed=agreed)
 
-    def head_forward(hidden: Tensor, top_ids: Tensor, top_logprobs: Tensor) -> Any:
+    def head_forward(
+        hidden: Tensor, top_ids: Tensor, top_logprobs: Tensor, temperature: float | None = None
+    ) -> Any:
         if top_logprobs.dtype == torch.int32:  # `_prepare_inputs`
             top_logprobs = top_logprobs.view(torch.float32)
+        if temperature is not None:  # nothing is trained: `acceptance`, a chunk at a time
+            parts = [
+                acceptance(F.linear(states, head.weight), ids, logprobs, temperature)
+                for states, ids, logprobs in zip(
+                    *(part.split(CHUNK) for part in (hidden, top_ids, top_logprobs)), strict=True
+                )
+            ]
+            return tuple(torch.cat(part) for part in zip(*parts, strict=True))
         return head_loss(hidden, head.weight, top_ids, top_logprobs, divergence)
 
     model.forward, head.forward = forward, head_forward
@@ -227,6 +243,20 @@ class DistillationTrainer(SFTTrainer):
             self._metrics["train"]["greedy_agreement"].append(agreed / tokens)
         self.sums = torch.zeros_like(self.sums)
         super().log(logs, start_time)
+
+    def save_trained(self, path: Path) -> None:
+        """Write the weights that are trained, whole. A call of all processes."""
+        state = self.accelerator.get_state_dict(self.model_wrapped)
+        if not self.args.should_save:
+            return
+        model: Any = self.model
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        with atomic_file(path, "wb") as file:
+            save_file({name: state[name].contiguous() for name in names}, file.name)
+
+    def log_apart(self, logs: dict[str, float]) -> None:
+        """Log what is not a mean since the last log."""
+        super(SFTTrainer, self).log(logs)
 
     def create_accelerator_and_postprocess(self) -> None:
         state = PartialState()
@@ -507,15 +537,22 @@ def distil_draft(
     answers: Iterable[CachedAnswer],
 ) -> PreTrainedModel | None:
     """The draft in fp32 after training on the answers, on the first process; None elsewhere."""
+    rows = pair.trained_rows(prepared.token_ids)
     trainer = build_trainer(
         prepared.model,
         answers,
-        pair.trained_rows(prepared.token_ids),
+        rows,
         pair.load_tokenizer(),
         recipe,
         pair.retokenizer,
         pair.new_rows,
     )
+    held_out = held_out_rows(recipe.folder, rows, pair.vocab_size, pair.retokenizer)
+    if held_out:
+        gamma, patience = recipe.gamma or recipe.max_gamma, recipe.early_stopping_patience
+        trainer.add_callback(
+            HeldOut(trainer, held_out, recipe.folder, recipe.temperature, gamma, patience)
+        )
     return distil(trainer, recipe)
 
 
@@ -526,7 +563,7 @@ def distil(trainer: DistillationTrainer, recipe: Recipe) -> PreTrainedModel | No
     """
     checkpoint = _resumed(recipe)
     asked = "resume_from_checkpoint" in recipe.training
-    if checkpoint is not None and not asked and _is_final(checkpoint):
+    if checkpoint is not None and not asked and _is_final(checkpoint, recipe):
         trainer._load_from_checkpoint(str(checkpoint))  # `train` would take a step more
     else:
         if checkpoint is not None:
@@ -540,6 +577,7 @@ def distil(trainer: DistillationTrainer, recipe: Recipe) -> PreTrainedModel | No
     tuned: Any = trainer.whole_model()
     if not PartialState().is_main_process:
         return None
+    load_best(recipe.folder, tuned)
     if recipe.use_peft:
         tuned = tuned.merge_and_unload(safe_merge=True)
     detach_distillation_forward(tuned)
@@ -564,9 +602,13 @@ def _refuse_other_shards(trainer: DistillationTrainer, checkpoint: Path) -> None
         )
 
 
-def _is_final(checkpoint: Path) -> bool:
+def _is_final(checkpoint: Path, recipe: Recipe) -> bool:
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    return state.global_step >= state.max_steps
+    seen = [one for one in read_seen(recipe.folder / HELD_OUT) if one.step <= state.global_step]
+    early = bool(seen) and seen[-1].step == state.global_step
+    return state.global_step >= state.max_steps or (
+        early and stopped(seen, recipe.early_stopping_patience)
+    )
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
