@@ -40,6 +40,10 @@ class CachedAnswer:
     top_logprobs: Tensor
 
 
+# Where the indices of rows that are no answers to training prompts begin: no two rows share one.
+FIXED_TEXT, ON_POLICY, HELD_OUT = 2**29, 2**30, 2**30 + 2**29
+
+
 class Rows(Sequence[CachedAnswer]):
     """Several caches as one sequence, each read from its own place."""
 

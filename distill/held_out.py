@@ -23,6 +23,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from align.atomic import atomic_file, remove
 from align.vocab_map import Retokenizer
+from distill.answer_cache import HELD_OUT as FIRST_INDEX
 from distill.answer_cache import AnswerCache
 from distill.training_set import training_rows
 
@@ -84,7 +85,8 @@ def held_out_rows(
     if not key.exists():
         return []
     answers = AnswerCache(folder / HELD_OUT, json.loads(key.read_text()), vocab_size)
-    return list(training_rows(answers, head_rows, 1.0, retokenizer))
+    rows = training_rows(answers, head_rows, 1.0, retokenizer)
+    return [row | {"index": FIRST_INDEX + row["index"]} for row in rows]
 
 
 def simulated_calls(accepted: Sequence[float], gamma: int) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from align.sources import resolve_checkpoint
-from distill.answer_cache import AnswerCache, CachedAnswer, Rows
+from distill.answer_cache import FIXED_TEXT, ON_POLICY, AnswerCache, CachedAnswer, Rows
 from distill.answers import (
     ANSWERS_PER_SHARD,
     hash_prompts,
@@ -53,7 +53,7 @@ def with_fixed_text(
     parts = [] if answers is None else [answers]
     count = recipe.rows(len(target.prompts.training.ids))["fixed"]
     if count:
-        rows = [(i, row[:1], row[1:]) for i, row in enumerate(texts[:count])]
+        rows = [(i, row[:1], row[1:]) for i, row in enumerate(texts[:count], FIXED_TEXT)]
         key = {"texts": [count, hash_prompts(list(texts[:count]))]}
         cache = _cache(recipe, "fixed_text", key, target)
 
@@ -76,7 +76,9 @@ def with_on_policy_text(
     prompts = target.prompts.training.ids
     counts = recipe.rows(len(prompts))
     count, answered = counts["on_policy"], counts["answers"]
-    asked: list[Text] = [(i, prompts[(answered + i) % len(prompts)], []) for i in range(count)]
+    asked: list[Text] = [
+        (ON_POLICY + i, prompts[(answered + i) % len(prompts)], []) for i in range(count)
+    ]
     spec = recipe.on_policy_draft or recipe.draft or str(recipe.folder / "prepared")
     writer = Writer(draft_that_writes(spec, target.loaded, pair.strategy))
     compact = next((f for f in (Path(spec) / "compact", Path(spec)) if f.is_dir()), None)

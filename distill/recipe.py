@@ -110,6 +110,7 @@ class Recipe:
     answer_batch_size: Count = 48  # prompts answered at once, or in flight to the server
     cache_top_k: Count = 15  # most likely tokens kept of each distribution
     loss: LossName | Literal["auto"] = "auto"  # of distill/losses.py; auto goes by `temperature`
+    position_weights: bool = False  # more weight where more accepted tokens hang on it (D-PACE)
     held_out_prompts: AtLeastNone = 32  # to follow alpha on while training; a 20th of all at most
     early_stopping_patience: Count | None = 5  # measurements of them without a best; null: never
     teacher_temperature: Positive = 1.0  # the draft learns p ** (1 / this); 1 at most

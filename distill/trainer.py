@@ -43,7 +43,17 @@ from align.atomic import atomic_file, disk_full_explained, remove
 from align.vocab_map import Retokenizer
 from distill.answer_cache import CachedAnswer
 from distill.held_out import HELD_OUT, HeldOut, held_out_rows, load_best, read_seen, stopped
-from distill.losses import CHUNK, LOSSES, Divergence, LossName, acceptance, forward_kl, head_loss
+from distill.losses import (
+    CHUNK,
+    LOSSES,
+    Divergence,
+    LossName,
+    Weigh,
+    acceptance,
+    forward_kl,
+    head_loss,
+    position_weights,
+)
 from distill.models import Pair
 from distill.prepare import PreparedDraft
 from distill.recipe import Recipe, RecipeError, chosen_loss
@@ -82,14 +92,15 @@ def _gathered(value: Any, kept: bool) -> Any:
 
 
 def attach_distillation_forward(
-    model: PreTrainedModel, divergence: Divergence = forward_kl
+    model: PreTrainedModel, divergence: Divergence = forward_kl, gamma: int | None = None
 ) -> None:
     """Make `model.forward` return the summed loss over response positions instead of logits.
 
     Inside forward, so that DDP's gradient hooks, PEFT's adapters and autocast all see it; and the
     head's share inside the head's own, since its weight is whole only while it is called where
     FSDP or ZeRO-3 shard it. The head is applied to response positions only; called with a
-    `temperature`, it returns `acceptance` at each of them. Undone by
+    `temperature`, it returns `acceptance` at each of them. gamma: weighs them by
+    `position_weights` for so many drafted tokens. Undone by
     `detach_distillation_forward`. Raises ValueError for a head that is more than a product.
     """
     body: Any = model.base_model
@@ -116,11 +127,16 @@ def attach_distillation_forward(
         if temperature is not None:
             accepted, lacking = head(hidden, top_ids, top_logprobs, temperature)
             return ModelOutput(accepted=accepted, lacking=lacking)
-        loss, agreed = head(hidden, top_ids, top_logprobs)
+        rows = None if gamma is None else positions // input_ids.shape[1]
+        loss, agreed = head(hidden, top_ids, top_logprobs, rows=rows)
         return ModelOutput(loss=loss, agreed=agreed)
 
     def head_forward(
-        hidden: Tensor, top_ids: Tensor, top_logprobs: Tensor, temperature: float | None = None
+        hidden: Tensor,
+        top_ids: Tensor,
+        top_logprobs: Tensor,
+        temperature: float | None = None,
+        rows: Tensor | None = None,
     ) -> Any:
         if top_logprobs.dtype == torch.int32:  # `_prepare_inputs`
             top_logprobs = top_logprobs.view(torch.float32)
@@ -132,7 +148,14 @@ def attach_distillation_forward(
                 )
             ]
             return tuple(torch.cat(part) for part in zip(*parts, strict=True))
-        return head_loss(hidden, head.weight, top_ids, top_logprobs, divergence)
+        weigh: Weigh | None = None
+        if gamma is not None and rows is not None:
+            of_rows, block = rows, gamma
+
+            def weigh(_: Tensor, alpha: Tensor, part: slice) -> Tensor:
+                return position_weights(alpha, of_rows[part], block)
+
+        return head_loss(hidden, head.weight, top_ids, top_logprobs, divergence, weigh)
 
     model.forward, head.forward = forward, head_forward
 
@@ -192,7 +215,10 @@ class DistillationTrainer(SFTTrainer):
     states whether they were sharded or not, so that any other number goes on from them.
     """
 
-    def __init__(self, *args: Any, loss: LossName = "forward_kl", **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, loss: LossName = "forward_kl", gamma: int | None = None, **kwargs: Any
+    ) -> None:
+        """gamma: as of attach_distillation_forward."""
         self.loss_name = loss
         self.whole: Any = None  # where its weights go when they are sharded
         self.sums = torch.zeros(3)  # since the last log, here: divergence, agreements, tokens
@@ -203,7 +229,9 @@ class DistillationTrainer(SFTTrainer):
             self.add_callback(_Progress(loss))
         model: Any = self.model
         attach_distillation_forward(
-            model.get_base_model() if hasattr(model, "get_base_model") else model, LOSSES[loss]
+            model.get_base_model() if hasattr(model, "get_base_model") else model,
+            LOSSES[loss],
+            gamma,
         )
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -523,6 +551,7 @@ def build_trainer(
         processing_class=tokenizer,
         peft_config=adapters,
         loss=chosen_loss(recipe)[0],
+        gamma=(recipe.gamma or recipe.max_gamma) if recipe.position_weights else None,
     )
     if trainer.args.device.type == "cpu":
         # torch's fused attention takes twice the time of two products there, its backward thrice

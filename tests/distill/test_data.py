@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distill import judged, train
-from distill.answer_cache import CachedAnswer, CacheError, Rows
+from distill.answer_cache import FIXED_TEXT, CachedAnswer, CacheError, Rows
 from distill.fixed_text import SHORTEST, fixed_rows
 from distill.judged import (
     Writer,
@@ -104,6 +104,7 @@ def test_a_mixed_run_trains_on_all_kinds_and_goes_on_without_the_target(mixed, m
     with pytest.raises(KeyboardInterrupt):
         run(recipe)
     first, again = seen
+    assert len({row.index for row in first}) == len(first)
     # 11 prompts are answered, and 5.5 rows come on top of each other kind
     assert [len(row.prompt_ids) == 1 for row in first] == [False] * 11 + [True] * 6 + [False] * 6
     for one, other in zip(first, again, strict=True):
@@ -145,7 +146,7 @@ def test_an_interrupted_pass_goes_on(mixed, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         with_fixed_text(recipe, rows, target, None)
     whole = with_fixed_text(recipe, rows, target, None)
-    assert [row.index for row in whole] == list(range(len(rows)))
+    assert [row.index - FIXED_TEXT for row in whole] == list(range(len(rows)))
     assert len(passes) == 1 + len(similar([(i, row[:1], row[1:]) for i, row in enumerate(rows)]))
     with pytest.raises(CacheError, match="made with another texts"):
         with_fixed_text(recipe, [row[:-1] for row in rows], target, None)
