@@ -28,9 +28,12 @@ ANSWERS_PER_SHARD = 64  # at most so many answers of a process are lost to a kil
 
 
 def answer_prompts(
-    recipe: Recipe, prompts: list[list[int]], target: Target | TargetOfRun
+    recipe: Recipe,
+    prompts: list[list[int]],
+    target: Target | TargetOfRun,
+    folder: str = "answers",
 ) -> AnswerCache:
-    """The target's answers to `prompts` (token ids), kept in `answers/`; those there are read.
+    """The target's answers to `prompts` (token ids), kept in `folder`; those there are read.
 
     As many as the recipe's `max_answers`, in the prompts' order.
 
@@ -44,7 +47,7 @@ def answer_prompts(
     prompts = prompts * recipe.answers_per_prompt
     found: list[dict[str, Any]] = [{}]
     if state.is_main_process:  # reads all the target's weights
-        found[0] = _what_decides_p(recipe, target)
+        found[0] = what_decides_p(recipe, target)
     broadcast_object_list(found)
     parts = found[0] | {
         "answer_temperature": recipe.answer_temperature,
@@ -53,7 +56,7 @@ def answer_prompts(
         "prompts": [len(prompts), hash_prompts(prompts)],
         "seed": recipe.seed,
     }
-    cache = AnswerCache(recipe.folder / "answers", parts, target.vocab_size)
+    cache = AnswerCache(recipe.folder / folder, parts, target.vocab_size)
     wanted = min(recipe.max_answers or len(prompts), len(prompts))
     # with `minutes` the first ones are made before it is known how many there will be
     first = min(PROBE, wanted) if recipe.minutes is not None else wanted
@@ -166,19 +169,24 @@ def hash_prompts(prompts: list[list[int]]) -> str:
     return digest.hexdigest()
 
 
-def _what_decides_p(recipe: Recipe, target: Target | TargetOfRun) -> dict[str, Any]:
+def what_decides_p(recipe: Recipe, target: Target | TargetOfRun) -> dict[str, Any]:
     """Hashes of weights, tokenizer and chat template, and the dtype."""
     folder = resolve_checkpoint(recipe.target)
-    weights = hashlib.sha256()
-    for path in tqdm(sorted(folder.glob("*.safetensors")), desc="hash weights", leave=False):
-        weights.update(_file_sha256(path).encode())
     template = str(target.tokenizer.chat_template or "")
     return {
-        "target weights": weights.hexdigest(),
+        "target weights": weights_sha256(folder),
         "tokenizer": _file_sha256(folder / "tokenizer.json"),
         "chat template": hashlib.sha256(template.encode()).hexdigest(),
         "dtype": recipe.dtype,
     }
+
+
+def weights_sha256(folder: Path) -> str:
+    """One hash over the weights of a checkpoint."""
+    weights = hashlib.sha256()
+    for path in tqdm(sorted(folder.glob("*.safetensors")), desc="hash weights", leave=False):
+        weights.update(_file_sha256(path).encode())
+    return weights.hexdigest()
 
 
 def _file_sha256(path: Path) -> str:

@@ -17,12 +17,14 @@ from accelerate.utils import broadcast_object_list
 from align.atomic import remove
 from distill.answer_cache import AnswerCache
 from distill.answers import PROBE, answer_prompts
+from distill.held_out import SHARE
 from distill.models import Pair, TargetOfRun
 from distill.prompts import Prompts
 from distill.recipe import Recipe, RecipeError, read_yaml
 from distill.run_folder import write_recipe
 from distill.timing import (
     evaluation_seconds,
+    row_beside,
     stand_in,
     states_seconds,
     training_step,
@@ -50,18 +52,20 @@ def adopted(recipe: Recipe) -> Recipe:
     )
 
 
-def plan(recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun) -> Recipe:
+def plan(recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun, texts: int) -> Recipe:
     """The recipe with `max_answers` and `max_steps` decided, printed, and written to its folder.
 
-    A call of all processes. Raises RecipeError where the minutes are too few.
+    texts: how many rows of fixed text there are. A call of all processes. Raises RecipeError where
+    the minutes are too few.
     """
     assert recipe.minutes is not None
-    total = len(prompts.training.ids) * recipe.answers_per_prompt
+    total = most_answers(recipe, prompts, texts)
     first = min(PROBE, total)
     with PartialState().main_process_first():
         remove(recipe.folder / "answers")  # of a run that was cut before it had decided
     model, token_ids = stand_in(recipe, pair, target.loaded)
     rows = pair.trained_rows(token_ids)
+    beside = row_beside(recipe, pair, prompts, target.loaded, model)
     per_step = training_step(recipe, pair, prompts.training.ids, model, rows)
     del model
     clock = time.monotonic()
@@ -73,10 +77,11 @@ def plan(recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun) -> R
     context = sum(map(len, prompts.training.ids)) / len(prompts.training.ids)
     per_answer += states_seconds(recipe, pair, target.loaded, round(context + length))
     per_step *= (context + length) / (context + recipe.answer_max_new_tokens)
+    per_step *= 1 + SHARE  # held-out prompts are looked at meanwhile
     evaluation = evaluation_seconds(recipe, prompts, target.loaded, length)
     timed = min(recipe.speed_prompts, len(prompts.evaluation.ids))
     left = _left(recipe) - evaluation(timed)
-    count, steps = split(recipe, left, first, total, per_answer, per_step)
+    count, steps = split(recipe, left, first, total, per_answer, per_step, beside)
     decided = [count, steps]
     broadcast_object_list(decided)
     count, steps = decided
@@ -88,31 +93,53 @@ def plan(recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun) -> R
             f"minutes of evaluation do not fit. Give {math.ceil(needed)} or more, or fewer "
             "max_eval_prompts."
         )
-    print(
-        f"plan for {recipe.minutes:g} minutes: {count} of {total} answers "
-        f"({count * per_answer / 60:.1f} min), {steps} steps "
-        f"({steps * per_step / 60:.1f} min), evaluation "
-        f"({evaluation(timed) / 60:.1f} min)"
-    )
     recipe = dataclasses.replace(
         recipe, max_answers=count, training=recipe.training | {"max_steps": steps}
+    )
+    made = recipe.rows(len(prompts.training.ids))
+    others = made["fixed"] + made["on_policy"]
+    print(
+        f"plan for {recipe.minutes:g} minutes: {count} of {total} answers "
+        f"({count * per_answer / 60:.1f} min), "
+        + (f"{others} rows of other text ({others * beside / 60:.1f} min), " if others else "")
+        + f"{steps} steps ({steps * per_step / 60:.1f} min), evaluation "
+        f"({evaluation(timed) / 60:.1f} min)"
     )
     write_recipe(recipe)
     return recipe
 
 
 def split(
-    recipe: Recipe, left: float, first: int, total: int, per_answer: float, per_step: float
+    recipe: Recipe,
+    left: float,
+    first: int,
+    total: int,
+    per_answer: float,
+    per_step: float,
+    beside: float = 0.0,
 ) -> tuple[int, int]:
     """How many answers and training steps take `left` seconds, `first` answers being there.
 
-    Every answer is trained on `num_train_epochs` times, never more often: where `total` answers
-    leave time, it stays. per_step: seconds. A count below `first` does not fit.
+    Every row is trained on `num_train_epochs` times, never more often: where `total` answers
+    leave time, it stays. per_step, and beside: a row that is no answer, in seconds. A count below
+    `first` does not fit.
     """
-    steps_each = training_steps(recipe, total) / total
-    count = math.floor((left + first * per_answer) / (per_answer + steps_each * per_step))
-    count = min(total, count)
+    rows = 1 / recipe.shares["answers"]  # that go with an answer, itself among them
+    steps_each = training_steps(recipe, round(total * rows)) / total
+    each = per_answer + (rows - 1) * beside + steps_each * per_step
+    count = min(total, math.floor((left + first * per_answer) / each))
     return count, max(1, math.ceil(steps_each * count))
+
+
+def most_answers(recipe: Recipe, prompts: Prompts, texts: int) -> int:
+    """How many answers there can be, and as many other rows as go with them: `texts` of fixed text.
+
+    Without a share of answers, how many rows in all.
+    """
+    total, shares = len(prompts.training.ids) * recipe.answers_per_prompt, recipe.shares
+    if shares["answers"] and shares["fixed"]:
+        return min(total, math.floor(texts * shares["answers"] / shares["fixed"]))
+    return total
 
 
 def spend_rest(

@@ -6,14 +6,16 @@ step of each kind, timed at its real shape, where the weights are at hand.
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 import sys
 
 import torch
 
 from align.sources import load_config, weights_at_hand
-from distill.budget import UNPLANNED, split
+from distill.budget import UNPLANNED, most_answers, split
 from distill.drafters.base import kind_of
+from distill.fixed_text import fixed_rows
 from distill.memory import PROMPT_TOKENS, columns, needs, summary, table
 from distill.models import Pair, check_models, load_target
 from distill.prompts import Prompts, collect_prompts
@@ -22,6 +24,7 @@ from distill.server import ServedTarget
 from distill.timing import (
     batched_step,
     evaluation_seconds,
+    row_beside,
     stand_in,
     states_seconds,
     training_step,
@@ -51,7 +54,8 @@ def price_run(recipe: Recipe) -> int:
     training_config(recipe)
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
-    return _time_run(recipe, pair, prompts, load_target(recipe, prompts))
+    texts = len(fixed_rows(recipe, prompts))
+    return _time_run(recipe, pair, prompts, load_target(recipe, prompts), texts)
 
 
 def print_needs(recipe: Recipe) -> None:
@@ -74,7 +78,7 @@ def why_not_timed(recipe: Recipe) -> str | None:
     return None
 
 
-def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> int:
+def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target, texts: int) -> int:
     model, token_ids = stand_in(recipe, pair, target)
     drafter = kind_of(recipe).drafter(recipe, pair, model, token_ids, target)
     evaluation, training = prompts.evaluation.ids, prompts.training.ids
@@ -82,7 +86,7 @@ def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> i
     sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
     costs = step_costs(target.decoder, drafter, context, recipe.max_gamma, sampling)
 
-    answers = len(training) * recipe.answers_per_prompt
+    count = most_answers(recipe, prompts, texts)
     at = sum(map(len, training)) // len(training) + recipe.answer_max_new_tokens // 2
     answering = recipe.answer_max_new_tokens * batched_step(
         target.decoder, recipe.answer_batch_size, at
@@ -90,19 +94,26 @@ def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> i
     whole = sum(map(len, training)) // len(training) + recipe.answer_max_new_tokens
     states = states_seconds(recipe, pair, target, whole)
     per_answer = answering / recipe.answer_batch_size + states
+    beside = row_beside(recipe, pair, prompts, target, model)
     per_step = training_step(recipe, pair, training, model, pair.trained_rows(token_ids))
     measuring = evaluation_seconds(recipe, prompts, target, recipe.max_new_tokens)(
         min(recipe.speed_prompts, len(evaluation))
     )
     if recipe.minutes is not None:
         left = 60 * recipe.minutes * (1 - UNPLANNED) - measuring
-        answers, steps = split(recipe, left, 0, answers, per_answer, per_step)
+        count, steps = split(recipe, left, 0, count, per_answer, per_step, beside)
     else:
-        steps = training_steps(recipe, answers)
-    tokens = answers * recipe.answer_max_new_tokens
+        steps = training_steps(recipe, sum(recipe.rows(len(training)).values()))
+    rows = dataclasses.replace(recipe, max_answers=count).rows(len(training))
+    tokens = rows["answers"] * recipe.answer_max_new_tokens
     minutes = {
-        f"answers ({tokens} tokens at most)": answers * (per_answer - states),
-        **({"target's hidden states": answers * states} if states else {}),
+        f"answers ({tokens} tokens at most)": rows["answers"] * (per_answer - states),
+        **({"target's hidden states": sum(rows.values()) * states} if states else {}),
+    }
+    if others := rows["fixed"] + rows["on_policy"]:
+        name = f"other text ({rows['fixed']} fixed rows, {rows['on_policy']} on-policy ones)"
+        minutes[name] = others * beside
+    minutes |= {
         f"training ({steps} steps)": steps * per_step,
         "evaluation": measuring,
     }

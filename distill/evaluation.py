@@ -6,6 +6,7 @@ import json
 
 from align.atomic import atomic_file
 from align.process import free_memory
+from distill.forecast import forecast
 from distill.models import Pair
 from distill.prepare import lost_mass_of
 from distill.prompts import Prompts
@@ -47,6 +48,9 @@ def evaluate(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> Re
             prompts.overlap.exact + prompts.overlap.near,
             made_by,
         )
+        found = forecast(folder)
+        made = {"no_forecast": found} if isinstance(found, str) else {"forecast": found}
+        report = report.model_copy(update=made)
         write_report(folder / "report", report)
         with atomic_file(folder / "provenance.json") as file:
             json.dump(made_by, file, indent=2)

@@ -83,6 +83,53 @@ LOSSES: dict[LossName, Divergence] = {
 }
 
 
+# Weights [n] of positions from their losses [n], their alphas [n] and where they stand.
+Weigh = Callable[[Tensor, Tensor, slice], Tensor]
+
+
+def position_weights(alpha: Tensor, rows: Tensor, gamma: int) -> Tensor:
+    """How much the accepted length rises with alpha at each position [N], with mean 1.
+
+    D-PACE (arXiv 2605.18810), which weighs the places of one drafted block, for a chain that is
+    taught on whole texts: E = sum over blocks that begin anywhere in a row, sum_(k=1…gamma) of the
+    product of alpha over their first k tokens, is the expected accepted length summed over all
+    offsets, and the weight is dE / dalpha. It is the chance that blocks survive to the position,
+    times one more than what they still expect after it. alpha is a constant. rows: of each position
+    the number of its row [N], equal for neighbours.
+    """
+    same = F.pad(rows[1:] == rows[:-1], (1, 0))  # whether the position before is of the same row
+    alpha = alpha.detach()
+    before = [torch.ones_like(alpha)]  # survival of o tokens before
+    after = [torch.ones_like(alpha)]  # expected from here on, itself counted as accepted, of m more
+    for _ in range(gamma - 1):
+        before.append(F.pad((alpha * before[-1])[:-1], (1, 0)) * same)
+        after.append(1 + F.pad((alpha * after[-1] * same)[1:], (0, 1)))
+    weight = torch.stack([b * a for b, a in zip(before, reversed(after), strict=True)]).sum(0)
+    return weight / weight.mean()
+
+
+def selected(loss: Tensor, reference: Tensor, fraction: float) -> Tensor:
+    """Weights [N] of mean 1: 1 / fraction at that fraction of positions, else 0 (AdaSPEC).
+
+    Taken are those with the largest loss less that of a reference draft [N], which has been trained
+    already: what it has learnt can be learnt, what neither has is left out (arXiv 2510.19779).
+    """
+    count = max(1, round(fraction * len(loss)))
+    best = (loss.detach() - reference).topk(count).indices
+    return torch.zeros_like(loss).scatter_(0, best, len(loss) / count)
+
+
+def weighted(divergence: Divergence, weigh: Weigh, part: slice) -> Divergence:
+    """The loss with each position's value and gradient times its weight, which is a constant."""
+
+    def loss(p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        value, pull = divergence(p, q, log_q)
+        weight = weigh(value, torch.minimum(p, q).sum(-1), part)
+        return weight * value, weight[:, None] * pull
+
+    return loss
+
+
 def coarse_loss(
     logits: Tensor, cached_ids: Tensor, cached_logprobs: Tensor, divergence: Divergence
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,6 +186,30 @@ def coarse_loss(
     return value, agreed, gradient
 
 
+def acceptance(
+    logits: Tensor, cached_ids: Tensor, cached_logprobs: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """The chance that the draft's token is accepted at each position [N], and what it may lack [N].
+
+    As for `coarse_loss`, with p as it is. At temperature 0 whether the two argmaxes agree, exactly.
+    Else, with S the cached tokens and P_S, Q_S their mass, sum_S min(p, q), which is at most
+    min(1 - P_S, 1 - Q_S) less than alpha: what the cut of the cache cannot tell.
+    """
+    if temperature == 0:
+        # a token without a row is -1, and nothing that is drafted
+        return (logits.argmax(-1) == cached_ids[:, 0]).float(), logits.new_zeros(len(logits))
+    known = cached_ids >= 0
+    q = (logits.float() / temperature).softmax(-1).gather(1, cached_ids.clamp_min(0))
+    q = q.masked_fill(~known, 0)
+    if temperature == 1:
+        p = cached_logprobs.float().exp()
+        rest = torch.minimum(1 - p.sum(-1), 1 - q.sum(-1))
+    else:  # its bound for the rest of p is what the cached tokens lack of theirs, too
+        p = sharpen(cached_logprobs, temperature).exp()
+        rest = 1 - p.sum(-1)
+    return torch.minimum(p, q).sum(-1), rest.clamp_min(0)
+
+
 def sharpen(logprobs: Tensor, temperature: float) -> Tensor:
     """Cached log p [N, C], best first, after p ** (1 / temperature); what they lack of 1 is rest.
 
@@ -171,6 +242,7 @@ class _HeadLoss(torch.autograd.Function):
         cached_ids: Tensor,
         cached_logprobs: Tensor,
         divergence: Divergence,
+        weigh: Weigh | None,
     ) -> tuple[Tensor, Tensor]:
         device = hidden.device.type
         dtype = hidden.dtype
@@ -186,8 +258,9 @@ class _HeadLoss(torch.autograd.Function):
             for at in range(0, len(hidden), CHUNK):
                 part = slice(at, at + CHUNK)
                 states = hidden[part].to(dtype)
+                taken = divergence if weigh is None else weighted(divergence, weigh, part)
                 loss, same, gradient = coarse_loss(
-                    F.linear(states, head), cached_ids[part], cached_logprobs[part], divergence
+                    F.linear(states, head), cached_ids[part], cached_logprobs[part], taken
                 )
                 total += loss.sum()
                 agreed += same.sum()
@@ -203,7 +276,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         gradients = (part if part is None else part * scale for part in ctx.saved_tensors)
-        return (*gradients, None, None, None)
+        return (*gradients, None, None, None, None)
 
 
 def head_loss(
@@ -212,10 +285,12 @@ def head_loss(
     cached_ids: Tensor,
     cached_logprobs: Tensor,
     divergence: Divergence = forward_kl,
+    weigh: Weigh | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The summed `coarse_loss` of the logits `hidden @ weight.T`, and how many agreed.
 
     hidden: what the head reads at response positions [N, H]. weight: the head [V, H]. The products
-    run in autocast's dtype where that is on. Differentiable once, in hidden and weight.
+    run in autocast's dtype where that is on. weigh: of CHUNK positions at a time, so a row that two
+    chunks share is weighed as two. Differentiable once, in hidden and weight.
     """
-    return _HeadLoss.apply(hidden, weight, cached_ids, cached_logprobs, divergence)
+    return _HeadLoss.apply(hidden, weight, cached_ids, cached_logprobs, divergence, weigh)

@@ -20,7 +20,7 @@ from transformers import AutoConfig
 
 from align.sources import load_tokenizer
 from align.vocabulary import Vocabulary
-from distill.near_duplicates import Overlap, drop_overlap
+from distill.near_duplicates import NearDuplicates, Overlap, drop_overlap
 from distill.recipe import Recipe
 from eval.prompts import (
     Prompt,
@@ -39,16 +39,22 @@ from recipes.legal.prompts import licence_prompts
 STDLIB = "embedded:stdlib-functions"
 LICENCES = "embedded:licence-clauses"
 AND = " + "  # between the specs of several domains
+HELD_OUT_PART = 20  # of so many training prompts one is held out at most
+HELD_OUT_FEWEST = 8  # of fewer alpha says little
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """training: to distil on; tuning: to choose gamma on; evaluation: to measure on."""
+    """training: to distil on; tuning: to choose gamma on; evaluation: to measure on.
+
+    held_out: to follow alpha on during training, which neither sees them nor what is like them.
+    """
 
     training: PromptSet
     tuning: PromptSet
     evaluation: PromptSet
     overlap: Overlap
+    held_out: PromptSet
 
 
 def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
@@ -57,6 +63,10 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
     limit = recipe.max_train_prompts + recipe.tuning_prompts
     prompts, overlap = training_prompts(recipe.train_prompts, evaluation, limit, recipe.seed)
     tuning, training = tuning_split(prompts, recipe.tuning_prompts)
+    count = min(recipe.held_out_prompts, len(training) // HELD_OUT_PART)
+    # a server's answers are all trained on; alpha of drafts of several steps is not followed
+    here = recipe.answers == "local" and recipe.one_step
+    held_out, training = hold_out(training, count if here and count >= HELD_OUT_FEWEST else 0)
 
     tokenizer = load_tokenizer(target.spec)
     config = AutoConfig.from_pretrained(target.folder).get_text_config()
@@ -70,10 +80,12 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
         rendered(recipe.train_prompts, tuning, recipe.max_new_tokens),
         rendered(recipe.eval_prompts, evaluation, recipe.max_new_tokens),
         overlap,
+        rendered(recipe.train_prompts, held_out, recipe.answer_max_new_tokens),
     )
     print(
         f"prompts: {len(training)} to train on ({sum(map(len, made.training.ids))} tokens), "
-        f"{len(tuning)} to choose gamma, {len(evaluation)} to evaluate; "
+        + (f"{count} held out, " if (count := len(held_out)) else "")
+        + f"{len(tuning)} to choose gamma, {len(evaluation)} to evaluate; "
         f"{overlap.dropped} dropped as near-duplicates"
     )
     return made
@@ -161,6 +173,17 @@ def tuning_split(prompts: list[Prompt], count: int) -> tuple[list[Prompt], list[
             "gamma; give more prompts or lower tuning_prompts."
         )
     return prompts[:count], prompts[count:]
+
+
+def hold_out(prompts: list[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
+    """The first `count` prompts, and those of the rest that are not like them.
+
+    Alike are near-duplicates, and prompts of the same group.
+    """
+    held_out, rest = prompts[:count], prompts[count:]
+    near = NearDuplicates(p.text for p in held_out)
+    groups = {p.group for p in held_out} - {None}
+    return held_out, [p for p in rest if p.group not in groups and not near.closest(p.text)[0]]
 
 
 def _refuse_unknown_builder(spec: str) -> None:

@@ -73,9 +73,11 @@ Drafter = Literal["pruned", "sibling", "features", "eagle3", "medusa", "parallel
 Text = Annotated[str, Field(min_length=1)]
 HubId = Annotated[str, Field(pattern=r"^\w[\w.-]*/[\w.-]+$")]
 Count = Annotated[int, Field(ge=1)]
-Rank = Annotated[int, Field(ge=0)]
+AtLeastNone = Annotated[int, Field(ge=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
+DataKind = Literal["answers", "fixed", "on_policy"]
+Fractions = dict[DataKind, Annotated[float, Field(ge=0, le=1)]]
 
 
 @dataclass
@@ -98,10 +100,11 @@ class Recipe:
     strategy: Strategy = "auto"  # how vocabularies are bridged; auto re-homes a foreign draft
     num_draft_layers: Count = 2  # layers kept of a pruned target
     draft_vocab_size: Count | None = None  # rows of a pruned draft's head; null keeps all
-    sequential_rank: Rank = (
-        64  # of what a drafted token adds to the next (parallel, medusa); 0: none
-    )
+    sequential_rank: AtLeastNone = 64  # of what a drafted token adds to the next; 0: none
     fit_tokens: Count = 20_000  # answer tokens that the head is fitted on
+    data: Fractions | None = None  # of rows: answers, fixed, on_policy; null: answers alone
+    fixed_text: Text | None = None  # .txt, or .jsonl with `text`; null: the embedded: builder's own
+    on_policy_draft: Text | None = None  # folder of the draft that writes; null: the untuned one
     answers: Literal["local", "server"] = "local"  # who gives the target's: it here, or a server
     answer_url: Text | None = None  # of the server that answers: http://HOST:PORT
     answer_model: Text | None = None  # the target's name there; null: the one model it serves
@@ -113,6 +116,9 @@ class Recipe:
     answer_batch_size: Count = 48  # prompts answered at once, or in flight to the server
     cache_top_k: Count = 15  # most likely tokens kept of each distribution
     loss: LossName | Literal["auto"] = "auto"  # of distill/losses.py; auto goes by `temperature`
+    position_weights: bool = False  # more weight where more accepted tokens hang on it (D-PACE)
+    held_out_prompts: AtLeastNone = 32  # to follow alpha on while training; a 20th of all at most
+    early_stopping_patience: Count | None = 5  # measurements of them without a best; null: never
     teacher_temperature: Positive = 1.0  # the draft learns p ** (1 / this); 1 at most
     use_peft: bool = False  # LoRA instead of full fine-tuning
     lora_r: Count = 64  # rank of the adapters
@@ -142,6 +148,11 @@ class Recipe:
         return self.drafter or ("pruned" if self.draft is None else "sibling")
 
     @property
+    def one_step(self) -> bool:
+        """Whether the draft is an ordinary language model, which learns one token at a time."""
+        return self.kind in ("pruned", "sibling")
+
+    @property
     def folder(self) -> Path:
         return Path(self.output_dir or f"outputs/{self.name}")
 
@@ -152,6 +163,25 @@ class Recipe:
     @property
     def seed(self) -> int:
         return int(self.training.get("seed", 42))
+
+    @property
+    def shares(self) -> dict[DataKind, float]:
+        """Fractions of the rows that are trained on, by where their text comes from."""
+        given: Fractions = {"answers": 1.0} if self.data is None else self.data
+        return {kind: given.get(kind, 0.0) for kind in typing.get_args(DataKind)}
+
+    def rows(self, prompts: int) -> dict[DataKind, int]:
+        """How many rows of each kind are trained on, of so many training prompts.
+
+        All that may be answered are, and the other kinds come on top in proportion; without a share
+        of answers there are as many rows in all.
+        """
+        count = prompts * self.answers_per_prompt
+        count = min(self.max_answers or count, count)
+        return {
+            kind: round(count * x / (self.shares["answers"] or 1))
+            for kind, x in self.shares.items()
+        }
 
 
 OWN = {f.name: f for f in dataclasses.fields(Recipe) if f.name != "training"}
@@ -366,6 +396,7 @@ def _check_together(recipe: Recipe) -> None:
             f"teacher_temperature is {recipe.teacher_temperature}, but must be at most 1: above 1 "
             "most of p would move to tokens that were not cached, and how much cannot be known."
         )
+    _check_data(recipe)
     _check_minutes(recipe)
     _check_server(recipe)
     _check_drafter(recipe)
@@ -406,6 +437,41 @@ def _check_adapters(recipe: Recipe) -> None:
         )
 
 
+def _check_data(recipe: Recipe) -> None:
+    shares, mixed = recipe.shares, yaml_text(recipe.data).replace("\n", ", ")
+    if abs(sum(shares.values()) - 1) > 1e-6:
+        raise RecipeError(
+            f"data is {mixed}, which sums to {sum(shares.values()):g}; fractions must sum to 1."
+        )
+    if recipe.answers == "server" and shares["answers"] < 1:
+        raise RecipeError(
+            f"data is {mixed}, but answers is server, and other text than its answers is read by "
+            "a target that is loaded here; answer locally, or leave data out."
+        )
+    if recipe.minutes is not None and not shares["answers"]:
+        raise RecipeError(
+            f"data is {mixed}, without answers, but minutes is planned on answers as they are "
+            "timed; give answers a share, or set minutes to null."
+        )
+    for share, kind, key, value in (
+        (shares["fixed"], "fixed", "fixed_text", recipe.fixed_text),
+        (shares["on_policy"], "on_policy", "on_policy_draft", recipe.on_policy_draft),
+    ):
+        if value is not None and not share:
+            raise RecipeError(f"{key} is {value!r}, but data has no {kind}; give it a share there.")
+    embedded = recipe.train_prompts.startswith("embedded:")
+    if shares["fixed"] and recipe.fixed_text is None and not embedded:
+        raise RecipeError(
+            f"data is {mixed}, but fixed_text is null, and train_prompts is a file without text "
+            "of its own; name a .txt or .jsonl file with --fixed_text."
+        )
+    if shares["on_policy"] == 1 and recipe.draft is None:
+        raise RecipeError(
+            "data is on_policy alone, but draft is null, and the head of a pruned draft is fitted "
+            "on answers or fixed text before it can write; give these a share, or name a sibling."
+        )
+
+
 def _check_minutes(recipe: Recipe) -> None:
     if recipe.minutes is None:
         return
@@ -437,8 +503,13 @@ def _check_drafter(recipe: Recipe) -> None:
             f"drafter is {kind!r}, which is made from the target itself, but draft names "
             f"{recipe.draft!r}; remove one of the two."
         )
-    if kind in ("pruned", "sibling"):
+    if recipe.one_step:
         return
+    if recipe.position_weights or recipe.early_stopping_patience is not None:
+        raise RecipeError(
+            "position_weights and early_stopping_patience are for drafts that learn one step at a "
+            f"time, and drafter {kind!r} learns several; leave them out."
+        )
     if recipe.base is not None:
         raise RecipeError(
             f"base is {recipe.base!r}, a pruned draft, but drafter {kind!r} is made anew; leave one "

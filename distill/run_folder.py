@@ -96,7 +96,8 @@ def provenance(recipe: Recipe, prompts: Prompts, lost_mass: float) -> dict[str, 
         text=True,
         check=False,  # an installed wheel has no repository
     ).stdout.strip()
-    answers = read_json(recipe.folder / "answers" / "key.json")
+    # all caches of a run are of one target
+    answers = read_json(next(recipe.folder.glob("*/key.json")))
     return {
         "command": sys.argv,
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES}

@@ -27,6 +27,7 @@ from distill.recipe import Recipe
 from eval.decoding.forward import Decoder, HiddenStates
 
 ANSWERS_PER_SHARD = 64
+CACHES = ("answers", "fixed_text", "on_policy")  # folders of texts that are trained on
 
 
 class StateCache(Mapping[int, Tensor]):
@@ -154,6 +155,10 @@ def _open(recipe: Recipe, pair: Pair) -> StateCache | None:
     layers = kind_of(recipe).layers(pair.target.config)
     if not layers:
         return None
-    return StateCache(
-        recipe.folder / "states", layers, read_json(recipe.folder / "answers" / "key.json")
-    )
+    # all texts are of one target; what else each kind of text depends on goes by its cache's name
+    texts = [name for name in CACHES if (recipe.folder / name / "key.json").exists()]
+    key: dict[str, Any] = {}
+    for name in texts:
+        of_texts = read_json(recipe.folder / name / "key.json")
+        key = of_texts | {f"{name}: {k}": v for k, v in of_texts.items()} | key
+    return StateCache(recipe.folder / "states", layers, key)

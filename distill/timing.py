@@ -16,11 +16,13 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from distill.answer_cache import CachedAnswer
 from distill.drafters.base import kind_of
+from distill.judged import POSITIONS, Writer, draft_that_writes, judge, similar
 from distill.models import Pair
 from distill.prompts import Prompts
 from distill.recipe import Recipe
 from distill.trainer import build_trainer, training_config
 from eval.decoding.drafters.base import timed_step
+from eval.decoding.drafters.pruned import pruned_drafter
 from eval.decoding.forward import Decoder
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
@@ -95,13 +97,43 @@ def _median(run: Callable[[], None]) -> float:
     return statistics.median(seconds[1:])
 
 
-def training_steps(recipe: Recipe, answers: int) -> int:
-    """How many optimiser steps the run takes over so many answers."""
+def training_steps(recipe: Recipe, rows: int) -> int:
+    """How many optimiser steps the run takes over so many rows."""
     args = training_config(recipe)
     batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     if args.max_steps >= 0:
         return int(args.max_steps)
-    return math.ceil(answers / batch * args.num_train_epochs)
+    return math.ceil(rows / batch * args.num_train_epochs)
+
+
+def row_beside(
+    recipe: Recipe, pair: Pair, prompts: Prompts, target: Target, model: PreTrainedModel
+) -> float:
+    """Seconds of a row that is no answer: fixed or on-policy text, as the recipe mixes them.
+
+    model: a `stand_in` of the draft.
+    """
+    shares, ids = recipe.shares, prompts.training.ids
+    context, new = sum(map(len, ids)) // len(ids), recipe.answer_max_new_tokens
+    seconds = 0.0
+    if shares["fixed"] or shares["on_policy"]:
+        texts = similar([(i, [0], [0] * (context + new - 1)) for i in range(POSITIONS)])[0]
+        for _ in range(2):  # the first is warm-up
+            clock = time.perf_counter()
+            judge(target.decoder, texts, recipe.cache_top_k)
+            pass_of_a_row = (time.perf_counter() - clock) / len(texts)
+        seconds = (shares["fixed"] + shares["on_policy"]) * pass_of_a_row
+    if shares["on_policy"]:
+        spec = recipe.on_policy_draft or recipe.draft
+        if spec is not None:
+            drafter = draft_that_writes(spec, target, pair.strategy)
+        else:
+            rows = len(model.get_output_embeddings().weight)
+            drafter = pruned_drafter(model, torch.arange(rows), target)
+        rows = recipe.answer_batch_size
+        step = batched_step(Writer(drafter), rows, context + new // 2)
+        seconds += shares["on_policy"] * new * step / rows
+    return seconds / ((shares["fixed"] + shares["on_policy"]) or 1)
 
 
 class _StepClock(TrainerCallback):
@@ -123,12 +155,15 @@ def training_step(
     """Seconds of an optimiser step, on made-up answers to the prompts `ids`, as long as allowed."""
     args = training_config(recipe)
     batch = args.train_batch_size * args.gradient_accumulation_steps
-    top_ids = torch.zeros((recipe.answer_max_new_tokens, recipe.cache_top_k), dtype=torch.long)
-    logprobs = torch.full(top_ids.shape, -4.0)
-    made_up = [
-        CachedAnswer(i, torch.tensor(ids[i % len(ids)]), top_ids[:, 0], top_ids, logprobs)
-        for i in range(batch * TIMED_STEPS)
-    ]
+    made_up = []
+    for i in range(batch * TIMED_STEPS):
+        prompt = ids[i % len(ids)]
+        if i % batch < batch * recipe.shares["fixed"]:  # taught from its second token on
+            prompt = prompt[:1]
+        taught = recipe.answer_max_new_tokens + len(ids[i % len(ids)]) - len(prompt)
+        top_ids = torch.zeros((taught, recipe.cache_top_k), dtype=torch.long)
+        logprobs = torch.full(top_ids.shape, -4.0)
+        made_up.append(CachedAnswer(i, torch.tensor(prompt), top_ids[:, 0], top_ids, logprobs))
     config = pair.target.config
     shape = len(kind_of(recipe).layers(config)), config["hidden_size"]
     states = {

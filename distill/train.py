@@ -7,6 +7,7 @@
 Run again after an interruption, the same command goes on where it stopped.
 """
 
+import dataclasses
 import os
 import sys
 import time
@@ -29,6 +30,9 @@ from distill.budget import adopted, plan, spend_rest
 from distill.dry_run import price_run
 from distill.evaluation import evaluate
 from distill.export import export_draft
+from distill.fixed_text import fixed_rows
+from distill.held_out import HELD_OUT
+from distill.judged import with_fixed_text, with_on_policy_text
 from distill.models import Pair, TargetOfRun, check_models
 from distill.prepare import prepare_draft, print_coverage
 from distill.prompts import collect_prompts
@@ -56,29 +60,38 @@ def run(recipe: Recipe) -> int:
     stage("Check the pair, collect prompts")
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
+    texts = fixed_rows(recipe, prompts)
     target = TargetOfRun(recipe, pair, prompts)  # behind a server it is never loaded
     served = ServedTarget(recipe, pair.target, prompts) if recipe.answers == "server" else None
     if served is not None and PartialState().is_main_process:
         served.check()
     claim_folder(recipe, pair, prompts)
     stage("The target answers the training prompts")
+    if prompts.held_out.prompts:
+        once = dataclasses.replace(recipe, minutes=None, max_answers=None, answers_per_prompt=1)
+        answer_prompts(once, prompts.held_out.ids, target, HELD_OUT)
     planned = recipe.minutes is not None and recipe.max_answers is None
     if planned:
-        recipe = plan(recipe, pair, prompts, target)
-    if served is None:
-        answers = answer_prompts(recipe, prompts.training.ids, target)
-    else:
+        recipe = plan(recipe, pair, prompts, target, len(texts))
+    answers = None
+    if served is not None:
         answers = served.answers()
+    elif recipe.shares["answers"]:
+        answers = answer_prompts(recipe, prompts.training.ids, target)
+    if recipe.shares["fixed"]:
+        stage("The target reads fixed text")
+    rows = with_fixed_text(recipe, texts, target, answers)
     if recipe.coverage_curve:
         if PartialState().is_main_process:
-            print_coverage(pair, answers)
+            print_coverage(pair, rows)
         return 0
     if not (recipe.folder / "draft").exists():
-        make_draft(recipe, pair, target, answers, stage)
+        make_draft(recipe, pair, target, rows, stage)
         free_memory()
     if PartialState().is_main_process:
         stage("Measure the drafts")
         if planned:
+            assert answers is not None  # `minutes` is refused without
             recipe = spend_rest(recipe, prompts, target, answers)
         report = (
             evaluate(recipe, pair, prompts, target.loaded)
@@ -110,22 +123,28 @@ def make_draft(
     recipe: Recipe,
     pair: Pair,
     target: TargetOfRun,
-    answers: Sequence[CachedAnswer],
+    rows: Sequence[CachedAnswer],
     stage: Callable[[str], None],
 ) -> None:
-    """`draft/`: prepared, distilled, exported. The target is not in memory while it is trained."""
-    cache_states(recipe, pair, target, answers)
+    """`draft/`: prepared, distilled, exported. The target is not in memory while it is trained.
+
+    rows: what the target has answered or read so far.
+    """
     stage("Prepare the draft")
     # one process prepares, the others wait and read what it left on disk
     with PartialState().main_process_first():
-        prepared = prepare_draft(recipe, pair, target, answers)
+        prepared = prepare_draft(recipe, pair, target, rows)
+    if recipe.shares["on_policy"]:
+        stage("The draft writes, the target judges")
+        rows = with_on_policy_text(recipe, pair, target, rows)
+    cache_states(recipe, pair, target, rows)
     target.release()
     stage("Distil the draft")
-    tuned = distil_draft(recipe, pair, prepared, answers)
+    tuned = distil_draft(recipe, pair, prepared, rows)
     free_memory()  # trainer and optimiser, which refer to each other
     if tuned is not None:
         stage("Save the draft")
-        export_draft(recipe, pair, prepared, tuned, answers)
+        export_draft(recipe, pair, prepared, tuned, rows)
 
 
 def main(argv: list[str]) -> int:

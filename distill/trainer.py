@@ -9,6 +9,7 @@ import copy
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from accelerate import DistributedType, PartialState
 from accelerate.utils import parse_flag_from_env
 from datasets import Dataset
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -44,7 +45,18 @@ from align.vocab_map import Retokenizer
 from distill.adapters import lora_config, merged
 from distill.answer_cache import CachedAnswer
 from distill.drafters.base import kind_of
-from distill.losses import LOSSES, Divergence, LossName, forward_kl, head_loss
+from distill.held_out import HELD_OUT, HeldOut, held_out_rows, load_best, read_seen, stopped
+from distill.losses import (
+    CHUNK,
+    LOSSES,
+    Divergence,
+    LossName,
+    Weigh,
+    acceptance,
+    forward_kl,
+    head_loss,
+    position_weights,
+)
 from distill.models import Pair
 from distill.prepare import PreparedDraft, read_prepared
 from distill.recipe import Recipe, RecipeError, chosen_loss
@@ -86,16 +98,18 @@ def _gathered(value: Any, kept: bool) -> Any:
 
 
 def attach_distillation_forward(
-    model: PreTrainedModel, divergence: Divergence = forward_kl
+    model: PreTrainedModel, divergence: Divergence = forward_kl, gamma: int | None = None
 ) -> None:
     """Make `model.forward` return the summed loss over response positions instead of logits.
 
     Inside forward, so that DDP's gradient hooks, PEFT's adapters and autocast all see it; and the
     head's share inside the head's own, since its weight is whole only while it is called where
-    FSDP or ZeRO-3 shard it. The head is applied to response positions only. Undone by
+    FSDP or ZeRO-3 shard it. The head is applied to response positions only; called with a
+    `temperature`, it returns `acceptance` at each of them. gamma: weighs them by
+    `position_weights` for so many drafted tokens. Undone by
     `detach_distillation_forward`. Raises ValueError for a head that is more than a product.
     """
-    body, head = attach_head(model, divergence)
+    body, head = attach_head(model, divergence, gamma)
 
     def forward(
         input_ids: Tensor,
@@ -103,19 +117,27 @@ def attach_distillation_forward(
         positions: Tensor,
         top_ids: Tensor,
         top_logprobs: Tensor,
+        temperature: float | None = None,
         **_: Any,
     ) -> ModelOutput:
         states = body(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         hidden = states.last_hidden_state.flatten(0, 1)[positions]
-        loss, agreed = head(hidden, top_ids, top_logprobs)
+        if temperature is not None:
+            accepted, lacking = head(hidden, top_ids, top_logprobs, temperature)
+            return ModelOutput(accepted=accepted, lacking=lacking)
+        rows = None if gamma is None else positions // input_ids.shape[1]
+        loss, agreed = head(hidden, top_ids, top_logprobs, rows=rows)
         return ModelOutput(loss=loss, agreed=agreed)
 
     model.forward = forward
 
 
-def attach_head(model: PreTrainedModel, divergence: Divergence) -> tuple[Any, Any]:
+def attach_head(
+    model: PreTrainedModel, divergence: Divergence, gamma: int | None = None
+) -> tuple[Any, Any]:
     """The model's body, and its head, which from now on gives the loss of the states it reads.
 
+    gamma: as of attach_distillation_forward, where it is called with the `rows` of its positions.
     Raises ValueError for a head that is more than a product.
     """
     head: Any = model.get_output_embeddings()
@@ -127,10 +149,31 @@ def attach_head(model: PreTrainedModel, divergence: Divergence) -> tuple[Any, An
             "another draft, or none: the target is pruned."
         )
 
-    def head_forward(hidden: Tensor, top_ids: Tensor, top_logprobs: Tensor) -> Any:
+    def head_forward(
+        hidden: Tensor,
+        top_ids: Tensor,
+        top_logprobs: Tensor,
+        temperature: float | None = None,
+        rows: Tensor | None = None,
+    ) -> Any:
         if top_logprobs.dtype == torch.int32:  # `_prepare_inputs`
             top_logprobs = top_logprobs.view(torch.float32)
-        return head_loss(hidden, head.weight, top_ids, top_logprobs, divergence)
+        if temperature is not None:  # nothing is trained: `acceptance`, a chunk at a time
+            parts = [
+                acceptance(F.linear(states, head.weight), ids, logprobs, temperature)
+                for states, ids, logprobs in zip(
+                    *(part.split(CHUNK) for part in (hidden, top_ids, top_logprobs)), strict=True
+                )
+            ]
+            return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+        weigh: Weigh | None = None
+        if gamma is not None and rows is not None:
+            of_rows, block = rows, gamma
+
+            def weigh(_: Tensor, alpha: Tensor, part: slice) -> Tensor:
+                return position_weights(alpha, of_rows[part], block)
+
+        return head_loss(hidden, head.weight, top_ids, top_logprobs, divergence, weigh)
 
     head.forward = head_forward
     return model.base_model, head
@@ -263,6 +306,20 @@ class DistillationTrainer(SFTTrainer):
             self._metrics["train"]["greedy_agreement"].append(agreed / tokens)
         self.sums = torch.zeros_like(self.sums)
         super().log(logs, start_time)
+
+    def save_trained(self, path: Path) -> None:
+        """Write the weights that are trained, whole. A call of all processes."""
+        state = self.accelerator.get_state_dict(self.model_wrapped)
+        if not self.args.should_save:
+            return
+        model: Any = self.model
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        with atomic_file(path, "wb") as file:
+            save_file({name: state[name].contiguous() for name in names}, file.name)
+
+    def log_apart(self, logs: dict[str, float]) -> None:
+        """Log what is not a mean since the last log."""
+        super(SFTTrainer, self).log(logs)
 
     def create_accelerator_and_postprocess(self) -> None:
         state = PartialState()
@@ -504,6 +561,9 @@ def build_trainer(
             whole = [embedding] if tied else [embedding, head]
             adapters.modules_to_save = [names[part] for part in whole]
             adapters.ensure_weight_tying = tied
+    attach = kind.attach
+    if recipe.position_weights:  # of kinds that are trained a step at a time (recipe.py)
+        attach = partial(attach_distillation_forward, gamma=recipe.gamma or recipe.max_gamma)
     trainer = DistillationTrainer(
         model=model,
         args=training_config(recipe),
@@ -518,7 +578,7 @@ def build_trainer(
         processing_class=tokenizer,
         peft_config=adapters,
         loss=chosen_loss(recipe)[0],
-        attach=kind.attach,
+        attach=attach,
         slow=kind.SLOW,
     )
     if trainer.args.device.type == "cpu":
@@ -540,16 +600,23 @@ def distil_draft(
     """
     if recipe.training.get("max_steps") == 0:
         return prepared.model.float() if PartialState().is_main_process else None
+    rows = pair.trained_rows(prepared.token_ids)
     trainer = build_trainer(
         prepared.model,
         answers,
-        pair.trained_rows(prepared.token_ids),
+        rows,
         pair.load_tokenizer(),
         recipe,
         pair.retokenizer,
         pair.new_rows,
         states_of(recipe, pair, answers),
     )
+    held_out = held_out_rows(recipe.folder, rows, pair.vocab_size, pair.retokenizer)
+    if held_out:
+        gamma, patience = recipe.gamma or recipe.max_gamma, recipe.early_stopping_patience
+        trainer.add_callback(
+            HeldOut(trainer, held_out, recipe.folder, recipe.temperature, gamma, patience)
+        )
     rehomed = pair.strategy in ("remap", "transplant")
     return distil(trainer, recipe, None if rehomed else lambda: read_prepared(recipe, pair).model)
 
@@ -566,7 +633,7 @@ def distil(
     """
     checkpoint = _resumed(recipe)
     asked = "resume_from_checkpoint" in recipe.training
-    if checkpoint is not None and not asked and _is_final(checkpoint):
+    if checkpoint is not None and not asked and _is_final(checkpoint, recipe):
         trainer._load_from_checkpoint(str(checkpoint))  # `train` would take a step more
     else:
         if checkpoint is not None:
@@ -580,6 +647,7 @@ def distil(
     tuned: Any = trainer.whole_model()
     if not PartialState().is_main_process:
         return None
+    load_best(recipe.folder, tuned)
     if recipe.use_peft and fresh is not None:
         tuned = merged(recipe, tuned, fresh)
     elif recipe.use_peft:
@@ -606,9 +674,13 @@ def _refuse_other_shards(trainer: DistillationTrainer, checkpoint: Path) -> None
         )
 
 
-def _is_final(checkpoint: Path) -> bool:
+def _is_final(checkpoint: Path, recipe: Recipe) -> bool:
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    return state.global_step >= state.max_steps
+    seen = [one for one in read_seen(recipe.folder / HELD_OUT) if one.step <= state.global_step]
+    early = bool(seen) and seen[-1].step == state.global_step
+    return state.global_step >= state.max_steps or (
+        early and stopped(seen, recipe.early_stopping_patience)
+    )
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:

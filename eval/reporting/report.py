@@ -568,6 +568,27 @@ class PromptsUsed(Part):
     random_bits: float | None = Field(description="log2 of the vocabulary: of a random token")
 
 
+class HeldOutPoint(Part):
+    """The draft on held-out prompts, at some step of its training."""
+
+    step: Positive
+    tokens: Positive = Field(description="different tokens that it was trained on until then")
+    alpha: float = Field(ge=0, le=1)
+    tau: float = Field(ge=1, description="simulated: a chain of `gamma` drafted tokens")
+
+
+class Forecast(Part):
+    """What more different training tokens would bring, on prompts held out of training."""
+
+    tokens: Positive = Field(description="different tokens that the draft was trained on")
+    alpha: Share = Field(description="of the draft that was kept, on held-out prompts")
+    at_3x: Share = Field(description="alpha there with 3 times the different tokens")
+    at_10x: Share = Field(description="and with 10 times")
+    gamma: Positive = Field(description="of the simulated tau")
+    curve: Annotated[list[HeldOutPoint], Field(min_length=1)]
+    method: str
+
+
 class Findings(Part):
     """What an evaluation found, without the warnings and the headline made from it."""
 
@@ -586,6 +607,12 @@ class Findings(Part):
     gain: list[Gain] = Field(description="difference to the draft named, on the same prompts.")
     bank: Bank | None = Field(default=None, description="where adapters were measured together")
     provenance: dict[str, JsonValue]
+    forecast: Forecast | None = Field(
+        None, description="what more training data would bring; null: see `no_forecast`"
+    )
+    no_forecast: str | None = Field(
+        None, description="why there is none; null also where no training was followed"
+    )
 
     @property
     def target_named(self) -> str:
@@ -606,6 +633,12 @@ class Findings(Part):
     def ledgers(self) -> list[tuple[str, Ledger]]:
         """Those of all drafts, by what to call them."""
         return [one for name, draft in self.drafts.items() for one in draft.ledgers(name)]
+
+    @model_validator(mode="after")
+    def _a_forecast_or_the_reason(self) -> Self:
+        if self.forecast and self.no_forecast:
+            raise ValueError(f"there is a forecast, and no_forecast says {self.no_forecast!r}")
+        return self
 
     @model_validator(mode="after")
     def _gains_are_differences(self) -> Self:

@@ -18,6 +18,7 @@ from eval.reporting.report import (
     Divergence,
     DraftReport,
     Findings,
+    Forecast,
     Ledger,
     Measured,
     Memory,
@@ -175,7 +176,7 @@ def missing_lines(report: Findings) -> list[str]:
         for entry in draft.missing:
             reasons.setdefault(entry.reason, []).append(entry.field)
         lines += [f"{name}, {', '.join(fields)}: {why}" for why, fields in reasons.items()]
-    return lines
+    return lines + ([f"forecast: {report.no_forecast}"] if report.no_forecast else [])
 
 
 # --- What the rows or columns show: label, fields of the report, and how they are written ---
@@ -422,6 +423,27 @@ def _setting(report: Findings) -> list[list[Any]]:
     return [[label, "none" if value is None else value] for label, value in rows]
 
 
+def _forecast_table(made: Forecast) -> Table:
+    """The draft on held-out prompts while it was trained, and what more tokens would bring."""
+    rows = [[str(p.tokens), f"{p.alpha:.3f}", f"{p.tau:.2f}", f"step {p.step}"] for p in made.curve]
+    for times, value in ((1, made.alpha), (3, made.at_3x), (10, made.at_10x)):
+        what = "the draft that was kept" if times == 1 else f"forecast, {times}x"
+        rows.append([str(times * made.tokens), f"{value:.3f}", "", what])
+    header = ["different tokens", "held-out alpha", f"simulated tau, gamma {made.gamma}", ""]
+    return Table("What more data would bring", header, rows, made.method)
+
+
+def forecast_line(report: Findings) -> str:
+    """What more different training tokens would bring; empty where nobody knows."""
+    made = report.forecast
+    if made is None:
+        return ""
+    return (
+        f"More data: held-out alpha {made.alpha:.2f} on {made.tokens} different tokens; "
+        f"{made.at_3x:.2f} expected with 3x as many, {made.at_10x:.2f} with 10x."
+    )
+
+
 def _charted(report: Findings) -> list[Table]:
     """Tables that report.html draws instead."""
     found = [
@@ -469,6 +491,7 @@ def tables(report: Report) -> list[Table]:
         ledger_table(report),
         _table("By category", "category, draft", categories, CATEGORIES),
         _by_draft("Other prompts", report, OTHERS),
+        *([] if report.forecast is None else [_forecast_table(report.forecast)]),
         _by_draft("Cost and latency", report, COSTS),
         _by_item("Where the draft runs", report, "placement", PLACEMENT, PLACEMENT_NOTE),
         _by_draft("Drafts", report, DRAFTS),

@@ -50,6 +50,7 @@ class _Function:
     arguments: ast.arguments
     docstring: str
     before: str  # the source of the function before it in the same module, "" if that is long
+    source: str  # its own, body included
 
 
 def stdlib_prompts() -> list[Prompt]:
@@ -88,6 +89,11 @@ def stdlib_prompts() -> list[Prompt]:
     return prompts
 
 
+def stdlib_sources() -> list[str]:
+    """The same functions as they stand in the standard library, body included."""
+    return [function.source for function in _documented_functions()]
+
+
 def _documented_functions() -> Iterator[_Function]:
     root = Path(sysconfig.get_paths()["stdlib"])
     seen: set[str] = set()
@@ -111,13 +117,14 @@ def _documented_functions() -> Iterator[_Function]:
                     continue
                 docstring = _shortened(ast.get_docstring(node) or "")
                 name = node.name.lstrip("_")
+                whole = lines[node.lineno - 1 : node.end_lineno]
+                source = textwrap.dedent("\n".join(whole)) + "\n"
                 if docstring and docstring not in seen:
                     seen.add(docstring)
                     arguments = _standing_alone(node, owner)
                     identity = f"{module}.{node.name}:{node.lineno}"
-                    yield _Function(identity, name, arguments, docstring, before)
-                whole = lines[node.lineno - 1 : node.end_lineno]
-                before = textwrap.dedent("\n".join(whole)) + "\n\n\n" if len(whole) <= 12 else ""
+                    yield _Function(identity, name, arguments, docstring, before, source)
+                before = source + "\n\n" if len(whole) <= 12 else ""
 
 
 def _standing_alone(node: ast.FunctionDef, owner: ast.Module | ast.ClassDef) -> ast.arguments:

@@ -1,0 +1,315 @@
+"""alpha on held-out prompts while training: measured, acted on, and fitted."""
+
+import itertools
+import json
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from distill import held_out, prompts
+from distill.answer_cache import CachedAnswer
+from distill.forecast import forecast
+from distill.held_out import (
+    BEST,
+    HELD_OUT,
+    SEEN,
+    SHARE,
+    HeldOut,
+    Seen,
+    followed_rows,
+    followed_steps,
+    read_seen,
+    simulated_calls,
+)
+from distill.losses import acceptance
+from distill.prompts import hold_out
+from distill.recipe import build_recipe
+from distill.train import run
+from distill.trainer import build_trainer, distil
+from distill.training_set import training_rows
+from eval.prompts import Prompt
+
+VOCAB = 50
+
+
+def made_answers(count=24, seed=5):
+    """Answers of a target that says the token after the last one: it can be learnt."""
+    generator = torch.Generator().manual_seed(seed)
+    answers = []
+    for index in range(count):
+        start = int(torch.randint(2, VOCAB, (1,), generator=generator))
+        text = (start + torch.arange(12)) % (VOCAB - 2) + 2
+        ids = torch.stack([text[4:], (text[4:] + 1) % VOCAB], dim=1)
+        logprobs = torch.tensor([0.9, 0.05]).log().expand(8, 2)
+        answers.append(CachedAnswer(index, text[:4], text[4:], ids, logprobs))
+    return answers
+
+
+@pytest.fixture
+def trained(tmp_path, tiny_llama, monkeypatch):
+    """Trains with held-out rows; gives the draft and what was seen."""
+    monkeypatch.setattr(held_out, "SHARE", 10.0)
+
+    def train(name="run", patience=None, steps=24, stop_at=None, **changes):
+        recipe = build_recipe(
+            {
+                "target": "unused",
+                "train_prompts": "unused",
+                "eval_prompts": "unused",
+                "output_dir": str(tmp_path / name),
+                "learning_rate": 1e-2,
+                "max_steps": steps,
+                "per_device_train_batch_size": 4,
+                "logging_steps": 4,
+                "save_steps": 8,
+                "use_cpu": True,
+                "bf16": False,
+                "disable_tqdm": True,
+                "early_stopping_patience": patience,
+            }
+            | changes
+        )
+        (tmp_path / name / HELD_OUT).mkdir(parents=True, exist_ok=True)
+        shape = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24}
+        model = tiny_llama(**shape, pad_token_id=0)
+        from tokenizers import Tokenizer
+        from tokenizers.models import WordLevel
+        from transformers import PreTrainedTokenizerFast
+
+        words = {f"w{i}": i for i in range(VOCAB)}
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), pad_token="w0"
+        )
+        trainer = build_trainer(model, made_answers(), None, tokenizer, recipe)
+        rows = list(training_rows(made_answers(10, seed=6), None))
+        callback = HeldOut(trainer, rows, recipe.folder, 0.0, 2, patience)
+        trainer.add_callback(callback)
+        draft = distil(trainer, recipe)
+        return draft, callback, recipe.folder
+
+    return train
+
+
+def agreement_of(draft):
+    """Greedy agreement of the draft on the held-out rows, computed plainly."""
+    hits = []
+    for answer in made_answers(10, seed=6):
+        ids = torch.cat([answer.prompt_ids, answer.response_ids])[None]
+        with torch.no_grad():
+            guess = draft(ids).logits[0, 3:-1].argmax(-1)
+        hits += (guess == answer.top_ids[:, 0]).tolist()
+    return sum(hits) / len(hits)
+
+
+def test_what_is_measured_is_the_drafts_agreement_and_its_best_weights_are_kept(trained, capsys):
+    draft, callback, folder = trained()
+    seen = read_seen(folder / HELD_OUT)
+    assert seen == callback.seen
+    assert [one.step for one in seen] == followed_steps(24, 6, 0)
+    assert seen[-1].alpha > seen[0].alpha + 0.2
+    best = max(one.alpha for one in seen)
+    assert agreement_of(draft) == pytest.approx(best)
+    assert f"held-out alpha {best:.3f}" in capsys.readouterr().out
+    tokens = [one.tokens for one in seen]
+    assert tokens[-1] == 24 * 8  # all that were taught; half of them after half an epoch
+    assert dict(zip([one.step for one in seen], tokens, strict=True))[3] == 12 * 8
+
+
+def test_the_best_weights_come_back_where_the_last_are_worse(trained, monkeypatch):
+    measured = HeldOut.measured
+
+    def worse_at_the_end(self, step):
+        found = measured(self, step)
+        if step > 12:
+            found.sums = [[0.0, *rest] for _, *rest in found.sums]
+        return found
+
+    monkeypatch.setattr(HeldOut, "measured", worse_at_the_end)
+    draft, callback, folder = trained()
+    best = callback.best
+    assert best.step <= 12
+    assert agreement_of(draft) == pytest.approx(best.alpha)
+    assert (folder / HELD_OUT / BEST).exists()
+    # and again from the finished training's checkpoint, with nothing trained
+    monkeypatch.setattr(HeldOut, "measured", None)
+    assert agreement_of(trained()[0]) == pytest.approx(best.alpha)
+
+
+def test_training_stops_when_alpha_has_not_risen_for_a_while(trained, monkeypatch):
+    monkeypatch.setattr(
+        HeldOut, "measured", lambda self, step: Seen(step, step, [[1.0 / step, 0.0, 1, 1.0]])
+    )
+    _, callback, folder = trained(patience=2)
+    steps = followed_steps(24, 6, 0)
+    assert [one.step for one in callback.seen] == steps[:3]
+    assert (folder / f"checkpoint-{steps[2]}" / "complete").exists()
+    monkeypatch.setattr(HeldOut, "measured", None)
+    trained(patience=2)  # it is final: no step is taken after it
+    assert len(list(folder.glob("checkpoint-*"))) == 1
+
+
+def test_a_resumed_run_has_seen_what_an_uninterrupted_one_has(trained):
+    straight, callback, folder = trained()
+    shutil.copytree(folder, folder.parent / "killed")
+    for step in (16, 24):
+        shutil.rmtree(folder.parent / "killed" / f"checkpoint-{step}")
+    resumed, again, _ = trained("killed")
+    assert again.seen == callback.seen
+    for name, weight in straight.state_dict().items():
+        assert torch.equal(weight, resumed.state_dict()[name]), name
+
+
+def test_measuring_keeps_to_its_share():
+    for steps, batch, epochs in ((891, 8, 4), (40, 4, 2), (5000, 16, 1), (3, 2, 1)):
+        at = followed_steps(steps, steps // epochs, 30)
+        rows = followed_rows(32, steps, batch, len(at) or 1)
+        assert len(at) * rows / 3 <= SHARE * steps * batch + 1e-9
+        assert all(30 <= step <= steps for step in at)
+        assert steps < 30 or at[-1] == steps
+    assert followed_rows(32, 891, 8, len(followed_steps(891, 223, 30))) >= 30
+
+
+# --- simulated tau
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 4])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.8, 1.0])
+def test_simulated_tau_is_that_of_a_chain_with_a_constant_alpha(gamma, alpha):
+    tokens = 4000
+    expected = sum(alpha**i for i in range(gamma + 1))  # arXiv 2211.17192, equation 1
+    assert tokens / simulated_calls([alpha] * tokens, gamma) == pytest.approx(expected, rel=2e-3)
+
+
+def test_simulated_calls_are_those_of_all_outcomes_weighed():
+    rng = random.Random(1)
+    chances = [rng.random() for _ in range(6)]
+    gamma, expected = 2, 0.0
+    for outcome in itertools.product([True, False], repeat=6):
+        weight = np.prod([c if hit else 1 - c for c, hit in zip(chances, outcome, strict=True)])
+        at = calls = 0
+        while at < 6:
+            run_of_hits = list(itertools.takewhile(bool, outcome[at : at + gamma]))
+            at, calls = at + len(run_of_hits) + 1, calls + 1
+        expected += weight * calls
+    assert simulated_calls(chances, gamma) == pytest.approx(expected)
+
+
+# --- the bound of the cut
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+@pytest.mark.parametrize("cached", [2, 5, 19])
+def test_alpha_lies_within_what_the_cut_leaves_open(temperature, cached):
+    torch.manual_seed(cached)
+    p, logits = torch.randn(300, 20).double() * 2, torch.randn(300, 20)
+    top, ids = p.log_softmax(-1).topk(cached, dim=-1)
+    q = (logits.double() / temperature).softmax(-1)
+    alpha = torch.minimum((p / temperature).softmax(-1), q).sum(-1)
+    low, lacking = acceptance(logits, ids, top, temperature)
+    assert (low <= alpha + 1e-6).all()
+    assert (alpha <= low + lacking + 1e-6).all()
+    assert lacking.mean() < (0.6 if cached == 2 else 0.3)
+
+
+def test_greedy_acceptance_is_agreement_with_the_targets_own_choice():
+    logits = torch.tensor([[0.0, 5.0, 1.0], [0.0, 5.0, 1.0], [0.0, 5.0, 1.0]])
+    ids = torch.tensor([[1, 0], [0, 1], [-1, 1]])  # the target's best: the same, another, no row
+    low, lacking = acceptance(logits, ids, torch.tensor([[0.6, 0.3]] * 3).log(), 0.0)
+    assert low.tolist() == [1, 0, 0]
+    assert lacking.tolist() == [0, 0, 0]
+
+
+def test_a_token_without_a_row_is_never_accepted():
+    logits = torch.zeros(1, 4)
+    logp = torch.tensor([[0.5, 0.25, 0.125]]).log()
+    low, lacking = acceptance(logits, torch.tensor([[-1, 0, 3]]), logp, 1.0)
+    assert float(low) == pytest.approx(0.25 + 0.125)
+    assert float(lacking) == pytest.approx(0.125)  # what is left of p, less than what is left of q
+
+
+# --- which prompts
+
+
+def test_what_is_like_a_held_out_prompt_is_not_trained_on():
+    def prompt(name, text, group=None):
+        return Prompt(name, prompt=text, group=group)
+
+    long = "one two three four five six seven eight nine ten"
+    held, rest = hold_out(
+        [
+            prompt("a", long, "x"),
+            prompt("b", "u v w x y z", None),
+            prompt("c", f"{long} eleven"),
+            prompt("d", "of the same document", "x"),
+            prompt("e", "of no document"),
+        ],
+        2,
+    )
+    assert [p.id for p in held] == ["a", "b"]
+    assert [p.id for p in rest] == ["e"]
+
+
+def test_a_run_follows_held_out_prompts_and_reports_a_forecast(job, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prompts, "HELD_OUT_PART", 4)
+    monkeypatch.setattr(prompts, "HELD_OUT_FEWEST", 1)
+    monkeypatch.setattr(held_out, "SHARE", 10.0)
+    recipe = job(tmp_path / "run", max_steps=12, per_device_train_batch_size=1, gamma=2)
+    assert run(recipe) == 0
+    shown = capsys.readouterr().out
+    assert "9 to train on (" in shown
+    assert "2 held out, 1 to choose gamma" in shown
+    assert "held-out alpha" in shown
+    assert "More data: held-out alpha" in shown
+    made = json.loads((recipe.folder / "report" / "report.json").read_text())["forecast"]
+    assert made["alpha"]["n"] == 2
+    assert made["alpha"]["mean"] <= made["at_3x"]["mean"] <= made["at_10x"]["mean"] <= 1
+    assert len(made["curve"]) == len(read_seen(recipe.folder / HELD_OUT))
+    for name in ("report.md", "report.html"):
+        assert "What more data would bring" in (recipe.folder / "report" / name).read_text()
+
+
+# --- the forecast
+
+
+def write(folder, sizes, alphas, after=()):
+    """Measurements with alphas of a few prompts over a first epoch, and after it."""
+    points = [*zip(sizes, alphas, strict=True), *((sizes[-1], alpha) for alpha in after)]
+    rng = np.random.default_rng(3)
+    hard = rng.normal(0, 0.05, 30)
+    seen = [
+        {"step": i + 1, "tokens": size, "sums": [(100 * (a + h), 0, 100, 60) for h in hard]}
+        for i, (size, a) in enumerate(points)
+    ]
+    (folder / HELD_OUT).mkdir(exist_ok=True)
+    (folder / HELD_OUT / SEEN).write_text(json.dumps({"gamma": 4, "seen": seen}))
+    return float(hard.mean())
+
+
+SIZES = [1000, 1400, 2000, 2800, 4000, 5600, 8000]
+
+
+@pytest.mark.parametrize(
+    "curve",
+    [lambda n: 0.7 - 2.0 * n**-0.3, lambda n: 0.05 * np.log(n)],
+    ids=["power law", "logarithm"],
+)
+def test_what_a_longer_run_reaches_lies_in_the_interval(tmp_path, curve):
+    shift = write(tmp_path, SIZES, [curve(n) for n in SIZES], after=[curve(8000) + 0.05])
+    made = forecast(tmp_path)
+    assert made.alpha.mean == pytest.approx(curve(8000) + 0.05 + shift)
+    assert made.tokens == 8000
+    for times, value in ((3, made.at_3x), (10, made.at_10x)):
+        low, high = value.ci95
+        assert low <= curve(8000 * times) + 0.05 + shift <= high
+        assert low <= value.mean <= high
+        assert high - low < 0.3
+    assert len(made.curve) == 8
+
+
+def test_a_run_too_short_for_a_fit_says_so(tmp_path):
+    assert "no prompts were held out" in forecast(tmp_path)
+    write(tmp_path, SIZES[:3], [0.1, 0.2, 0.3])
+    assert "3 measurements in the first epoch, and 4 are needed" in forecast(tmp_path)
