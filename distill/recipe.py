@@ -512,8 +512,8 @@ def _check_drafter(recipe: Recipe) -> None:
         )
     if recipe.base is not None:
         raise RecipeError(
-            f"base is {recipe.base!r}, a pruned draft, but drafter {kind!r} is made anew; leave one "
-            "of them out."
+            f"base is {recipe.base!r}, a pruned draft, but drafter {kind!r} is made anew; leave "
+            "one of them out."
         )
     if recipe.use_peft:
         raise RecipeError(

@@ -23,7 +23,7 @@ from distill.recipe import Recipe
 from distill.trainer import build_trainer, training_config
 from eval.decoding.drafters.base import timed_step
 from eval.decoding.drafters.pruned import pruned_drafter
-from eval.decoding.forward import Decoder
+from eval.decoding.forward import Reader
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring.agreement import BATCH
@@ -40,7 +40,7 @@ def stand_in(recipe: Recipe, pair: Pair, target: Target) -> tuple[PreTrainedMode
     return kind_of(recipe).stand_in(recipe, pair, target)
 
 
-def batched_step(decoder: Decoder, rows: int, at: int) -> float:
+def batched_step(decoder: Reader, rows: int, at: int) -> float:
     """Seconds of one step of the target for so many rows, each `at` tokens in."""
     cache = decoder.new_cache(rows, at + 1)
     token = torch.zeros((rows, 1), dtype=torch.long, device=decoder.device)

@@ -131,7 +131,7 @@ def starts(positions: list[int]) -> int | Tensor:
 HiddenStates = dict[int, Tensor | None]  # by layer; None until a forward has put them in
 
 
-class Decoder(Protocol):
+class Reader(Protocol):
     """What generation needs of a model, draft or target."""
 
     embedding: Tensor
@@ -141,14 +141,6 @@ class Decoder(Protocol):
 
     def own_bytes(self) -> int:
         """Bytes of its weights as they are held, the embedding not counted."""
-        ...
-
-    def layer_bytes(self) -> int:
-        """Of these, the bytes of its layers."""
-        ...
-
-    def with_layers(self, model: PreTrainedModel) -> Self:
-        """This decoder with the layers of another model of its shape; all else is shared."""
         ...
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
@@ -169,6 +161,18 @@ class Decoder(Protocol):
         host (which then waits for no device) or the device. Their keys and values are written to
         `cache`. states: for each layer that is a key, its hidden states [B, T, H] are put in.
         """
+        ...
+
+
+class Decoder(Reader, Protocol):
+    """A model whose layers can be exchanged."""
+
+    def layer_bytes(self) -> int:
+        """Of its own bytes, those of its layers."""
+        ...
+
+    def with_layers(self, model: PreTrainedModel) -> Self:
+        """This decoder with the layers of another model of its shape; all else is shared."""
         ...
 
 
