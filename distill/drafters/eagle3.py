@@ -74,9 +74,10 @@ def prepare(
         if size is not None:
             ids = choose_tokens(mass, size, forced_tokens(pair.target))
         some = list(until(answers, recipe.fit_tokens))
-        made = fit_eagle3(target.loaded.model, ids, states, some)
+        made: Any = fit_eagle3(target.loaded.model, ids, states, some)
         sizes = made.get_buffer("sizes")
         fold(made, sizes)
+        made.to(embedding.dtype)
         with atomic_folder(folder) as partial:
             save_eagle3(partial, made, ids, embedding, states.layers, recipe.target)
         lost = 0.0 if ids is None else lost_mass(mass, ids)
