@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
@@ -27,11 +26,11 @@ from transformers.utils import ModelOutput
 from align.atomic import atomic_file, atomic_folder
 from align.trim import choose_tokens, lost_mass
 from distill.answer_cache import CachedAnswer
-from distill.drafters.parallel import drawn_depths
+from distill.drafters.low_rank import cut_to_rank, with_none
+from distill.drafters.parallel import drawn_depths, rows_of
 from distill.losses import Divergence
-from distill.models import Pair, TargetOfRun, forced_tokens, head_rows
+from distill.models import Pair, TargetOfRun, forced_tokens
 from distill.prepare import (
-    FIT_RIDGE,
     PREPARED,
     LeastSquares,
     PreparedDraft,
@@ -113,10 +112,7 @@ def new_heads(recipe: Recipe, pair: Pair, head: Tensor) -> MedusaModel:
 
 def with_head_rows(model: MedusaModel, ids: Tensor | None) -> None:
     """Give the model, as a buffer, each target id's row of its head: the last for those without."""
-    size = model.config.vocab_size
-    rows = head_rows(ids, size)
-    rows = torch.arange(size) if rows is None else rows.where(rows >= 0, len(ids))  # type: ignore[arg-type]
-    model.register_buffer("head_row", rows, persistent=False)
+    model.register_buffer("head_row", rows_of(ids, model.config.vocab_size), persistent=False)
 
 
 @torch.no_grad()
@@ -139,7 +135,7 @@ def fit_heads(
         squares += torch.stack([(x @ one.T).pow(2).sum(0) for one in maps])
         count += len(x)
     bias = BIAS * (squares / count).sqrt().amax(0)
-    table = F.pad(known / known.pow(2).mean().sqrt(), (0, 0, 0, 1))
+    table = with_none(known)
     rank = min(model.config.sequential_rank, size)
     whole = LeastSquares(2 * size if rank else size, size)
     for depth, (block, one) in enumerate(zip(model.blocks, maps, strict=True), start=1):
@@ -153,14 +149,9 @@ def fit_heads(
     own = head[:, :size].clone()
     head[:, :size] = own @ fitted[:, :size]
     if rank:
-        # the best cut is that of C times the root of the embeddings' covariance
-        values, vectors = torch.linalg.eigh(whole.gram[size:, size:].float())
-        roots = values.clamp_min(values[-1] * FIT_RIDGE).sqrt()
-        u, s, v = torch.linalg.svd(fitted[:, size:] @ (vectors * roots))
-        read = table @ (vectors / roots) @ v[:rank].T
-        usual = read.pow(2).mean().sqrt()
-        model.sequential.weight[:, :rank] = read / usual
-        head[:, size : size + rank] = own @ (u[:, :rank] * s[:rank] * usual)
+        cut = cut_to_rank(fitted[:, size:], whole.gram[size:, size:], table, own, rank)
+        model.sequential.weight[:, :rank] = cut.read
+        head[:, size : size + rank] = cut.write
 
 
 def _pairs(

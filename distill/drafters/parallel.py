@@ -7,7 +7,8 @@ cache has. Each further mask of a group is drawn with chance KEEP (PARD's condit
 the masks of an answer are hardly more than its tokens, and a depth is trained about as often as it
 will be reached. The sequential head is part of the output head: `lm_head` reads the state and,
 beside it, what the token before reads of `sequential`; without a token before, zeros. So the first
-token's path stays a plain causal LM.
+token's path stays a plain causal LM. It starts as a fit: the map of the token before's embedding
+that is least squares to what the states at masks lack of the target's own.
 Legend: B rows, T positions, N response positions of the batch, M masks of a row, D tokens drafted
 at most, V the target's vocabulary, K rows of the draft's head, H hidden size, r the rank.
 """
@@ -28,10 +29,12 @@ from transformers.utils import ModelOutput
 from align.atomic import atomic_folder
 from distill.answer_cache import CachedAnswer
 from distill.drafters import pruned
+from distill.drafters.low_rank import cut_to_rank, with_none
 from distill.losses import Divergence, head_loss
-from distill.models import Pair, TargetOfRun
-from distill.prepare import PreparedDraft, domain_mass, prepare_pruned
+from distill.models import Pair, TargetOfRun, head_rows
+from distill.prepare import LeastSquares, PreparedDraft, domain_mass, prepare_pruned, until
 from distill.recipe import Recipe
+from distill.state_cache import states_at
 from eval.decoding.drafters.base import Drafter
 from eval.decoding.drafters.in_turn import SequentialHead
 from eval.decoding.drafters.parallel import PARTS, Parts, parallel_drafter
@@ -133,7 +136,10 @@ def prepare(
     if not (folder / PARTS).exists():
         embedding = input_embedding(prepared.model).float()
         mass = domain_mass(answers, len(embedding)).float()
-        first_parts(recipe, prepared.model, mass @ embedding / mass.sum()).save(folder)
+        parts = first_parts(recipe, prepared.model, mass @ embedding / mass.sum())
+        if parts.sequential is not None:
+            fit_sequential(parts, prepared, target.loaded, until(answers, recipe.fit_tokens))
+        parts.save(folder)
     for_training(prepared.model, prepared.token_ids, Parts.load(folder))
     return prepared
 
@@ -151,14 +157,68 @@ def first_parts(recipe: Recipe, model: PreTrainedModel, mask: Tensor) -> Parts:
     return Parts(mask.repeat(recipe.max_gamma - 1, 1), sequential)
 
 
+@torch.no_grad()
+def fit_sequential(
+    parts: Parts, prepared: PreparedDraft, target: Target, answers: Iterable[CachedAnswer]
+) -> None:
+    """Put the fit of the module's docstring into the parts.
+
+    With h the draft's states, y the target's and e the embeddings before, A is the map of h to y at
+    tokens, and C that of e to y - A h at masks: that of e to y, less A times that of e to h.
+    """
+    model, ids, sequential = prepared.model.float(), prepared.token_ids, parts.sequential
+    assert sequential is not None
+    head = target.model.get_output_embeddings().weight.detach().cpu()
+    embedding = input_embedding(model)
+    own, known = (part if ids is None else part[ids] for part in (head, embedding))
+    table, rows = with_none(known.float()), rows_of(ids, len(embedding))
+    size, layer = embedding.shape[1], target.model.config.num_hidden_layers
+    of_tokens, of_masks = LeastSquares(size, size), LeastSquares(size, 2 * size)
+    for answer in answers:
+        text = torch.cat([answer.prompt_ids, answer.response_ids])[None]
+        positions = torch.arange(len(answer.prompt_ids) - 1, text.shape[1] - 1)
+        seeds = torch.tensor([answer.index])
+        depths = drawn_depths(positions, text.shape[1], seeds, len(parts.masks) + 1)
+        batch = with_masks(text, positions, depths, len(embedding))
+        h = read_masks(model, batch, parts.masks)[0].float()
+        y = states_at(target.decoder, answer, (layer,))[positions, 0].float()
+        of_tokens.add(h[positions], y)
+        seen = torch.cat([y[batch.entries], h[batch.places]], dim=1)
+        of_masks.add(table[rows[batch.before]], seen)
+    to_y, to_h = of_masks.solution().split(size)
+    rank = min(sequential.read.shape[1], size)
+    fitted = to_y - of_tokens.solution() @ to_h
+    cut = cut_to_rank(fitted, of_masks.gram, table, own.float(), rank)
+    sequential.read[:, :rank], sequential.write[:, :rank] = cut
+
+
+def read_masks(model: PreTrainedModel, batch: WithMasks, masks: Tensor) -> Tensor:
+    """The states of a model at text and masks [B, T+M, H]; masks: their embeddings [D-1, H]."""
+    table: Any = model.get_input_embeddings()
+    x = embedded(batch.ids, table, len(table.weight), masks)
+    bias = torch.zeros_like(batch.visible, dtype=x.dtype)
+    bias.masked_fill_(~batch.visible, torch.finfo(x.dtype).min)
+    states: Tensor = model.base_model(
+        inputs_embeds=x,
+        attention_mask=bias[:, None],
+        position_ids=batch.position_ids,
+        use_cache=False,
+    ).last_hidden_state
+    return states
+
+
+def rows_of(token_ids: Tensor | None, vocab_size: int) -> Tensor:
+    """Each target id's row of a head [V]; the number of its rows where it has none."""
+    rows = head_rows(token_ids, vocab_size)
+    if rows is None:
+        return torch.arange(vocab_size)
+    return rows.where(rows >= 0, int(rows.max()) + 1)
+
+
 def for_training(model: Any, token_ids: Tensor | None, parts: Parts) -> None:
     """Hang the parts on the model, in fp32; `plain_form` is the way back."""
     model.masks = nn.Parameter(parts.masks.float())
-    vocab_size = len(input_embedding(model))
-    rows = torch.arange(vocab_size)
-    if token_ids is not None:
-        rows = torch.full((vocab_size,), len(token_ids))
-        rows[token_ids] = torch.arange(len(token_ids))
+    rows = rows_of(token_ids, len(input_embedding(model)))
     model.register_buffer("head_row", rows, persistent=False)
     if parts.sequential is not None:
         read, write = (part.float() for part in parts.sequential)
@@ -190,8 +250,7 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
     """The loss over text and masks: the mean over both, times the response positions."""
     parallel: Any = model
     head: Any = parallel.lm_head
-    table = parallel.get_input_embeddings()
-    vocab_size, size = len(table.weight), parallel.config.hidden_size
+    vocab_size = len(parallel.get_input_embeddings().weight)
 
     def forward(
         input_ids: Tensor,
@@ -204,16 +263,7 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
         width = input_ids.shape[1]
         depths = drawn_depths(positions, width, seeds, len(parallel.masks) + 1)
         batch = with_masks(input_ids, positions, depths, vocab_size)
-        x = embedded(batch.ids, table, vocab_size, parallel.masks)
-        hidden = torch.zeros_like(batch.visible, dtype=x.dtype)
-        hidden.masked_fill_(~batch.visible, torch.finfo(x.dtype).min)
-        states = parallel.base_model(
-            inputs_embeds=x,
-            attention_mask=hidden[:, None],
-            position_ids=batch.position_ids,
-            use_cache=False,
-        )
-        flat = states.last_hidden_state.flatten(0, 1)
+        flat = read_masks(parallel, batch, parallel.masks).flatten(0, 1)
         text = positions // width * batch.ids.shape[1] + positions % width
         read = flat[torch.cat([text, batch.places])]
         if hasattr(parallel, "sequential"):
@@ -231,7 +281,6 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
         loss, agreed = head_loss(text[0], head.weight, text[1], text[2], divergence)
         return loss + head_loss(masks[0], head.weight, masks[1], masks[2], divergence)[0], agreed
 
-    assert head.weight.shape[1] >= size
     parallel.forward, head.forward = forward, head_forward
 
 

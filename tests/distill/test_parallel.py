@@ -1,25 +1,32 @@
 """A parallel draft: what a row of training is, and a run from its command to its report."""
 
+import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from distill.answer_cache import CachedAnswer
 from distill.drafters import parallel
 from distill.drafters.parallel import (
     KEEP,
     attach,
     drawn_depths,
+    fit_sequential,
     for_training,
     plain_form,
+    read_masks,
     with_masks,
 )
 from distill.losses import forward_kl, head_loss
+from distill.prepare import PreparedDraft
 from distill.recipe import RecipeError
 from distill.train import run
 from eval.decoding.drafters.in_turn import SequentialHead
 from eval.decoding.drafters.parallel import Parts
+from eval.decoding.forward import build_decoder
 
 VOCAB, DEPTH, WIDTH = 61, 4, 9
 # two answers: of a prompt of 3 tokens and a response of 5, and of 2 and 7
@@ -154,6 +161,39 @@ def test_masks_are_drawn_as_deep_as_they_will_be_reached():
     assert not torch.equal(drawn, drawn_depths(positions, 4000, seeds + 2, 4))
 
 
+def test_the_sequential_head_starts_with_what_the_token_before_says(tiny_llama):
+    """A target whose next token hangs on the last one alone: masks know nothing, the head does."""
+    target = tiny_llama(5)
+    with torch.no_grad():
+        for layer in target.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        target.lm_head.weight.mul_(50)
+    generator = torch.Generator().manual_seed(0)
+    answers = []
+    for index in range(30):
+        text = torch.randint(VOCAB, (40,), generator=generator)
+        answers.append(CachedAnswer(index, text[:4], text[4:], text[4:, None], text[4:, None]))
+    rank = 32
+    draft = copy.deepcopy(target)
+    read = torch.randn((VOCAB + 1, rank), generator=generator)
+    parts = Parts(torch.zeros(DEPTH - 1, 32), SequentialHead(read, torch.zeros(VOCAB, rank)))
+    prepared = PreparedDraft(draft, None, None, 0.0)
+    loaded = SimpleNamespace(model=target, decoder=build_decoder(target, 64))
+    batch = with_masks(IDS, POSITIONS, DEPTHS, VOCAB)
+
+    def agreement():
+        with torch.no_grad():
+            states = read_masks(draft, batch, parts.masks).flatten(0, 1)[batch.places]
+            found = draft.lm_head(states) + parts.sequential(batch.before)
+            best = target(batch.before[:, None]).logits[:, -1].argmax(-1)
+        return (found.argmax(-1) == best).float().mean()
+
+    assert agreement() < 0.3
+    fit_sequential(parts, prepared, loaded, answers)
+    assert agreement() > 0.8
+
+
 PARALLEL = {"draft": None, "drafter": "parallel", "num_draft_layers": 1, "draft_vocab_size": 270}
 
 
@@ -178,6 +218,7 @@ def test_a_run_makes_and_measures_it(job, tmp_path):
     for draft in report["drafts"].values():
         assert draft["lossless"]["unexplained"] == 0
         assert draft["costs"]["draft_block_ms"] > 0
+        assert all(point["replayed"] is None for point in draft["gamma_curve"])
         assert max(at["position"] for at in draft["per_position"]) <= 3
     about = json.loads((recipe.folder / "draft" / "compact" / "compact.json").read_text())
     assert about["drafter"] == "parallel"
