@@ -83,7 +83,7 @@ def model_card(run: Path, report: Report, found: Found) -> str:
         target=target,
         target_source=public_name(spec),
         target_gguf=None if one_file else f"{short_name(spec)}-f16.gguf",
-        base=None if base is None else public_name(str(base)),
+        base=public_name(str(started)) if (started := base or recipe.get("base")) else None,
         quantised=report.target_quantization,
         domain=domain,
         report=report,
