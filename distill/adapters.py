@@ -61,6 +61,11 @@ def base_draft(base: str) -> Path:
     )
 
 
+def base_sha256(base: str) -> str | None:
+    """The hash of a base's own weights, those of its compact form."""
+    return weights_sha256(str(base_draft(base) / "compact"))
+
+
 def full_head(base: str) -> Tensor:
     """The head of a base's full form [V, H]."""
     for path in sorted(base_draft(base).glob("*.safetensors")):
@@ -127,6 +132,13 @@ def _what_it_is_for(recipe: Recipe) -> dict[str, Any]:
     """Domain, target, and the hashes of the base's weights in each of its forms."""
     folder = resolve_checkpoint(recipe.draft) if recipe.draft else _base_folder(recipe)
     hashes = [weights_sha256(str(form)) for form in (folder, folder / "compact")]
+    started_from = weights_sha256(str(recipe.folder / "prepared"))
+    if recipe.base is not None and started_from not in hashes:
+        raise RecipeError(
+            f"{recipe.base} was made again since {recipe.folder} started from it (sha256 of its "
+            f"weights {hashes[-1]}, then {started_from}), so the adapter would fit no base that is "
+            "there; give --output_dir a new folder, or delete that one."
+        )
     return {
         "domain": recipe.domain,
         "target": recipe.target,

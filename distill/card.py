@@ -85,7 +85,7 @@ def model_card(run: Path, report: Report, found: Found) -> str:
         target_source=public_name(spec),
         target_hub_id=hub_id,
         target_gguf=None if one_file else f"{short_name(spec)}-f16.gguf",
-        base=None if base is None else public_name(str(base)),
+        base=public_name(str(started)) if (started := base or recipe.get("base")) else None,
         quantised=report.target_quantization,
         domain=domain,
         report=report,

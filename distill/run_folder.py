@@ -18,6 +18,7 @@ from align.atomic import atomic_file, remove
 from align.checks import VOCAB_MAP
 from align.sources import read_json
 from align.vocab_map import save_map
+from distill.adapters import base_sha256
 from distill.answers import hash_prompts
 from distill.models import Pair
 from distill.prompts import Prompts
@@ -110,6 +111,7 @@ def provenance(recipe: Recipe, prompts: Prompts, lost_mass: float) -> dict[str, 
             "train_prompts": prompts_sha256(prompts.training.prompts),
             "eval_prompts": prompts_sha256(prompts.evaluation.prompts),
             "train_ids": hash_prompts(prompts.training.ids),
+            **({} if recipe.base is None else {"base": base_sha256(recipe.base)}),
         },
         "loss": dict(zip(("name", "why"), chosen_loss(recipe), strict=True)),
         "overlap": asdict(prompts.overlap),

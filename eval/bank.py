@@ -29,6 +29,7 @@ from eval.prompts import Prompt, PromptSet, load_prompts
 from eval.reporting.report import Report
 
 SWAPS = 5  # timed of each adapter
+TAKEN = ("base", "average", "routed")  # names of drafts that are made here
 SAME = ("target", "dtype", "temperature", "top_k", "top_p")  # in the recipes of all
 
 
@@ -71,6 +72,11 @@ def find_runs(folder: Path) -> Runs:
             "give a folder of runs, or measure one adapter with --draft adapter:FOLDER."
         )
     for name, other in recipes.items():
+        if name in TAKEN:
+            raise AdapterError(
+                f"{folder / name} has an adapter, but {name!r} is what a bank calls a draft of its "
+                "own; rename that folder."
+            )
         for key in SAME:
             if other is None or other.get(key) != recipe.get(key):
                 raise AdapterError(

@@ -2,12 +2,13 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from distill import train
@@ -85,6 +86,22 @@ def test_the_adapter_knows_its_base(base, tuned):
     assert about["base_model_name_or_path"] == str(base / "draft")
     assert len(read_adapter(folder).base_sha256) == 2
     assert not (tuned / "adapter").exists()
+
+
+def test_a_base_that_was_made_again_meanwhile_is_refused(job, base, tmp_path):
+    recipe = job(tmp_path / "run", base=str(shutil.copytree(base, tmp_path / "base")), **LORA)
+    distil = train.distil_draft
+
+    def replaced(*args):
+        path = tmp_path / "base" / "draft" / "compact" / "model.safetensors"
+        save_file({k: v + 1 for k, v in load_file(path).items() if k != "t2d"}, path)
+        return distil(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "distil_draft", replaced)
+        with pytest.raises(RecipeError, match="was made again since"):
+            run(recipe)
+    assert not (recipe.folder / "draft").exists()
 
 
 def test_what_an_adapter_leaves_is_shared_in_memory(base, tuned):
@@ -196,7 +213,8 @@ def measured(job, tmp_path_factory):
     """A run with an adapter on `base` beside it, whose head is whole, evaluated."""
     folder = tmp_path_factory.mktemp("measured")
     whole = job(folder / "base", **BASE | {"draft_vocab_size": None})
-    recipe = job(folder / "code", base=str(whole.folder), **LORA)
+    longer = {"max_new_tokens": 48}  # of 16, one token in eight bits is more than is allowed
+    recipe = job(folder / "code", base=str(whole.folder), **LORA, **longer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "evaluate", lambda *_: None)
         assert run(whole) == 0
@@ -222,6 +240,10 @@ def test_an_adapter_is_published_alone(measured, tmp_path):
         merged = AutoModelForCausalLM.from_pretrained(measured / "draft").eval()
         ours = merged.generate(ids(), max_new_tokens=20)
     assert by_peft.equal(ours)
+    own = (measured / "draft" / "README.md").read_text()
+    assert "Started from `base`" in own
+    made_by = json.loads((measured / "provenance.json").read_text())
+    assert made_by["hashes"]["base"] in read_adapter(to).base_sha256
     card = (to / "README.md").read_text()
     assert ModelCard(card).data.library_name == "peft"
     assert ModelCard(card).data.base_model == "org/base-draft"

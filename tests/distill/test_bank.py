@@ -246,6 +246,8 @@ def test_banks_that_cannot_be_are_refused(bank, tmp_path, capsys):
     refused(tmp_path / "mixed", "differ in target")
     (tmp_path / "mixed" / "code" / "recipe.yaml").unlink()
     refused(tmp_path / "mixed", "it has no recipe.yaml")
+    shutil.copytree(bank / "code", tmp_path / "taken" / "routed")
+    refused(tmp_path / "taken", "rename that folder")
     shutil.copytree(bank, tmp_path / "other")
     about = tmp_path / "other" / "legal" / "draft" / "adapter" / "base.json"
     about.write_text(json.dumps({"base_sha256": ["ab" * 32]}))
@@ -257,6 +259,31 @@ def test_banks_that_cannot_be_are_refused(bank, tmp_path, capsys):
 
 def test_the_head_of_a_full_form_is_found(bank):
     assert full_head(str(bank / "base")).shape == (300, 32)
+
+
+def test_a_sibling_is_the_base_of_its_adapters(folder, target, prompts, texts, tmp_path):
+    """A whole checkpoint: here of the target's own shape and of other weights."""
+    torch.manual_seed(5)
+    sibling = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+    with torch.no_grad():
+        sibling.model.layers[1].mlp.down_proj.weight.mul_(0.5)
+    place = shutil.copytree(folder / "target", tmp_path / "sibling")
+    sibling.save_pretrained(place)
+    config = LoraConfig(r=4, use_rslora=True, use_dora=True, target_modules=["q_proj", "up_proj"])
+    model = get_peft_model(sibling, config)
+    for name, weight in model.named_parameters():
+        weight.data += 0.1 * torch.randn_like(weight) if "lora" in name else 0
+    model.peft_config["default"].base_model_name_or_path = str(place)
+    model.save_pretrained(str(tmp_path / "adapter"))
+    model.merge_and_unload().save_pretrained(place.with_name("merged"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(place / name, tmp_path / "merged" / name)
+    found = load_drafter(f"adapter:{tmp_path / 'adapter'}", target)
+    merged = load_drafter(str(tmp_path / "merged"), target)
+    (mine,) = found.teacher_forced([5, 9, 20], [7, 8], [Sampling(1.0)], {})
+    (theirs,) = merged.teacher_forced([5, 9, 20], [7, 8], [Sampling(1.0)], {})
+    torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-3)
+    assert [run.tokens for run in decoded(target, found, prompts)] == texts
 
 
 def test_an_adapter_whose_base_is_gone_names_it(bank, target, tmp_path):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -34,7 +35,8 @@ class SharedBase:
             self.model, token_ids = load_compact(folder, target.decoder.embedding)
             self.plain: DecoderDrafter = pruned_drafter(self.model, token_ids, target)
         else:
-            self.model = load_model(spec, target.decoder.dtype)
+            loaded: Any = load_model(spec, target.decoder.dtype)
+            self.model = loaded.to(target.decoder.device)
             self.plain = checkpoint_drafter(self.model, spec, target, strategy)
             if self.plain.vocabulary["strategy"] in ("remap", "transplant"):
                 raise AdapterError(
@@ -60,7 +62,8 @@ class SharedBase:
     def average(self, adapters: Sequence[Adapter]) -> DecoderDrafter:
         """One draft with the mean of the adapters' weights."""
         models = [adapted(self.model, adapter) for adapter in adapters]
-        return self._of(averaged(self.model, models), self.spec)
+        names = ", ".join(str(adapter.path) for adapter in adapters)
+        return self._of(averaged(self.model, models), f"mean of {names}")
 
     def _of(self, model: PreTrainedModel, path: str) -> DecoderDrafter:
         decoder = self.plain.decoder.with_layers(model)
