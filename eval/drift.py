@@ -20,12 +20,14 @@ if not __package__:
 
 import argparse
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
 
 from align.atomic import atomic_file
 from align.process import use_machine
+from align.sources import read_json
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.forward import build_decoder
 from eval.decoding.loop import Decoding
@@ -200,8 +202,13 @@ def _step_costs(costs: Costs) -> StepCosts:
     )
 
 
-def price(draft: DraftReport, report: Report, prompts: str, device: str) -> int:
-    """Print what an adapter for the prompts could bring, and return the exit status."""
+def price(
+    draft: DraftReport, report: Report, prompts: str, device: str, forecast: Any = None
+) -> int:
+    """Print what an adapter for the prompts could bring, and return the exit status.
+
+    forecast: the report's, of what more training tokens bring on its own prompts.
+    """
     if draft.alpha is None or draft.costs is None:
         raise NotComparable(
             f"the report of {report.engine} has no alpha to compare with: give a report of engine "
@@ -214,6 +221,12 @@ def price(draft: DraftReport, report: Report, prompts: str, device: str) -> int:
         best_gamma(mean, _step_costs(draft.costs))[1] for mean in (there.mean, draft.alpha.mean)
     )
     print(f"expected speed-up {then:.2f}x at the report's alpha, {now:.2f}x here")
+    if forecast:
+        print(
+            f"forecast on the report's own prompts: alpha {forecast['at_3x']['mean']:.3f} with 3x "
+            f"the training tokens ({forecast['tokens']:,}), {forecast['at_10x']['mean']:.3f} with "
+            f"10x"
+        )
     if not difference.moved:
         print("\nas measured")
         return 0
@@ -238,7 +251,8 @@ def main(argv: list[str]) -> int:
             )
         draft = report.drafts[name]
         if args.prompts is not None:
-            return price(draft, report, args.prompts, args.device)
+            forecast = read_json(args.report).get("forecast")
+            return price(draft, report, args.prompts, args.device, forecast)
         return check_traffic(draft, report, args.metrics, args.since)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -25,6 +25,12 @@ def pytest_runtest_setup(item):
     torch.set_num_threads(1 if tiny else len(CORES(0)) if CORES else os.cpu_count())
 
 
+@pytest.fixture
+def one_core():
+    """The same for a program that a test starts: its `preexec_fn`; None where there is no such."""
+    return CORES and (lambda: os.sched_setaffinity(0, {min(CORES(0))}))
+
+
 @pytest.fixture(scope="session")
 def tiny_llama():
     """Makes a Llama of a few kilobytes: tiny_llama(seed, spread, **config).

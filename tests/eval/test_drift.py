@@ -6,9 +6,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from eval import drift as drift_command
 from eval.drift import main
 from eval.measuring.build import build_report
-from eval.reporting.report import write_report
+from eval.reporting.report import Measured, read_report, write_report
 from tests.eval.engines.test_counters import page
 
 SHARES = (0.6, 0.36, 0.22)
@@ -125,6 +126,30 @@ def test_a_server_since_the_last_call(report, server, tmp_path, capsys):
     # started anew, with fewer than before
     server.text = page(0, 1000, 600, 360, 220)
     assert drift(report, server.url, "--since", last) == 0
+
+
+@pytest.mark.parametrize(
+    ("alpha", "status", "said"),
+    [
+        (0.3, 1, "An adapter trained on such prompts is worth"),
+        (0.9, 1, "no adapter is needed"),
+        (None, 0, "as measured"),
+    ],
+)
+def test_what_an_adapter_could_bring(report, tmp_path, alpha, status, said, monkeypatch, capsys):
+    """On tiny models: tests/distill/test_pages.py."""
+    mine = read_report(report).drafts["tuned"].alpha.mean
+    alpha = mine if alpha is None else alpha
+    there = Measured(mean=alpha, ci95=(alpha - 0.05, alpha + 0.05), n=40)
+    monkeypatch.setattr(drift_command, "_alpha_on", lambda *_: there)
+    values = json.loads((tmp_path / "report.json").read_text())
+    forecast = {"tokens": 200_000, "at_3x": {"mean": 0.66}, "at_10x": {"mean": 0.71}}
+    (tmp_path / "report.json").write_text(json.dumps(values | {"forecast": forecast}))
+    assert main([report, "--prompts", "new.jsonl"]) == status
+    shown = capsys.readouterr().out
+    assert said in shown
+    assert "alpha 0.660 with 3x the training tokens (200,000), 0.710 with 10x" in shown
+    assert f"traffic {alpha:.3f}" in shown
 
 
 def test_input_of_no_use(report, traffic, tmp_path, server, capsys):
