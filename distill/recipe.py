@@ -42,7 +42,7 @@ _FIXED = {
     "target and draft are loaded by this run, and never run code of their own": (
         "model_init_kwargs trust_remote_code use_cache"
     ),
-    "drafts are evaluated after training, on eval_prompts": (
+    "alpha is followed on held_out_prompts; drafts are evaluated after training, on eval_prompts": (
         "do_train do_eval do_predict eval_strategy eval_steps eval_delay eval_on_start "
         "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object "
         "per_device_eval_batch_size bf16_full_eval fp16_full_eval prediction_loss_only "

@@ -1,143 +1,342 @@
-"""Distillation from the cache against a plain loop with the target online, in the same run.
+"""Ways to train one draft, at equal minutes or equal steps: losses, data, LoRA, trl's GKD and SFT.
 
-    python tests/benchmarks/distillation.py
+    python tests/benchmarks/distillation.py outputs/code --minutes 2 5 10
+    python tests/benchmarks/distillation.py outputs/code --steps 200 --rows forward_kl ce "trl GKD"
 
-Both train the embedded code recipe's draft (the target's first layers) on the same batches of
-the target's answers, on the device that is there, in turns. The plain loop is what one writes
-first: stock forwards of target and draft over prompt and answer, the draft's head over the whole
-vocabulary, KL of the whole distributions. Prints tokens/s of answer tokens and their ratio with a
-95% bootstrap interval over batches; also for our loss on an untrimmed head, and the answers' own
-cost, which the cache pays once and the plain loop pays too, as it needs the same texts.
+The folder holds a finished run of a pruned draft, whose answers, prompts and recipe are used. Each
+row is trained in a process of its own, whose peak memory is taken before it is evaluated. `minutes`
+charge what the data costs as well: an answer, a row of fixed text and a row of on-policy text are
+timed here first, a step of each row is timed before it is trained, and the recipe's own split
+(distill/budget.py) says how many rows and steps the minutes buy, num_train_epochs over each row.
+With `steps`, every row takes as many steps on as many rows as these visit once.
+
+Ours trains the trimmed head against the cache, the target being gone. trl's trainers have what they
+need: the same draft with the fitted head over the whole vocabulary, and GKD the target in memory.
+alpha: greedy agreement on the target's texts to the evaluation prompts, with its 95% bootstrap
+interval over prompts. A row that is done is kept in OUTPUT/results.json and not run again.
 """
 
+import argparse
 import dataclasses
-import tempfile
+import json
+import resource
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+from datasets import Dataset
+from torch.nn.utils.rnn import pad_sequence
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
+from trl.experimental.gkd import GKDConfig, GKDTrainer
 
+from align.atomic import atomic_file
 from align.process import use_machine
-from align.trim import choose_tokens
+from distill.answer_cache import AnswerCache
 from distill.answers import answer_prompts
-from distill.models import head_rows
-from distill.prepare import build_pruned, domain_mass
-from distill.prompts import training_prompts
-from distill.recipe import load_recipe
-from distill.trainer import attach_distillation_forward
-from distill.training_set import DistillationCollator, training_rows
-from eval.decoding.target import load_target
+from distill.budget import split
+from distill.fixed_text import fixed_rows
+from distill.judged import with_fixed_text, with_on_policy_text
+from distill.losses import LOSSES
+from distill.models import TargetOfRun, check_models
+from distill.prepare import build_pruned, prepare_draft
+from distill.prompts import collect_prompts
+from distill.recipe import build_recipe, read_yaml
+from distill.timing import row_beside, stand_in
+from distill.trainer import build_trainer, distil
+from eval.decoding.loop import Decoding
+from eval.decoding.verification import Sampling
+from eval.measuring.agreement import target_texts
 from eval.measuring.metrics import measure
-from eval.prompts import render_all
 
-BATCHES = 12
-
-
-def cached_loop(target, recipe, batches, token_ids):
-    """One optimiser step of our loss on a batch, as DistillationTrainer takes it."""
-    head = target.model.get_output_embeddings().weight.detach()
-    draft = build_pruned(
-        target.model,
-        recipe.num_draft_layers,
-        head.clone() if token_ids is None else head[token_ids],
-    ).float()
-    draft.get_input_embeddings().weight.requires_grad_(False)
-    if target.decoder.device.type == "cpu":
-        draft.set_attn_implementation("eager")
-    attach_distillation_forward(draft.train())
-    optimizer = adamw(draft)
-
-    def step(number):
-        batch = {k: v.to(target.decoder.device) for k, v in batches[number].items() if k != "index"}
-        with torch.autocast(target.decoder.device.type, torch.bfloat16):
-            loss = draft(**batch).loss
-        finish(draft, optimizer, loss / len(batch["positions"]))
-
-    return step
+OURS = {name: {"loss": name} for name in LOSSES} | {
+    "forward_kl, position_weights": {"loss": "forward_kl", "position_weights": True},
+    "ce_tv, position_weights": {"loss": "ce_tv", "position_weights": True},
+    "LoRA": {"use_peft": True},
+    "fixed text": {"data": {"fixed": 1.0}},
+    "half fixed text": {"data": {"answers": 0.5, "fixed": 0.5}},
+    "on-policy": {"data": {"answers": 0.1, "on_policy": 0.9}},  # the head is fitted on answers
+    "half on-policy": {"data": {"answers": 0.5, "on_policy": 0.5}},
+}
+THEIRS = {"trl SFT": {}, "trl GKD": {"lmbda": 0.0}, "trl GKD, half on-policy": {"lmbda": 0.5}}
+ROWS = [*OURS, *THEIRS]
+TIMED_ANSWERS, TIMED_STEPS = 128, 6
 
 
-def plain_loop(target, recipe, batches):
-    """One optimiser step with the target online and KL over the full vocabulary."""
-    head = target.model.get_output_embeddings().weight.detach()
-    draft = build_pruned(target.model, recipe.num_draft_layers, head.clone()).float().train()
-    draft.get_input_embeddings().weight.requires_grad_(False)
-    optimizer = adamw(draft)
+class Work:
+    """The run's pair, prompts and answers, and the folder that the rows share."""
 
-    def step(number):
-        batch = {k: v.to(target.decoder.device) for k, v in batches[number].items() if k != "index"}
-        inputs = {k: batch[k] for k in ("input_ids", "attention_mask")}
-        with torch.no_grad():
-            p = target.model(**inputs, use_cache=False).logits
-        with torch.autocast(target.decoder.device.type, torch.bfloat16):
-            q = draft(**inputs, use_cache=False).logits
-        log_p, log_q = (
-            logits.flatten(0, 1)[batch["positions"]].float().log_softmax(-1) for logits in (p, q)
-        )
-        finish(draft, optimizer, F.kl_div(log_q, log_p, log_target=True, reduction="batchmean"))
+    def __init__(self, run: Path, output: Path, evaluated: int) -> None:
+        self.run, self.output, self.evaluated = run, output, evaluated
+        self.keys = read_yaml(run / "recipe.yaml") | {"minutes": None, "output_dir": str(output)}
+        for key in ("max_answers", "max_steps"):
+            self.keys.pop(key, None)
+        self.recipe = build_recipe(self.keys)
+        assert self.recipe.draft is None, "the run's draft must be a pruned one"
+        self.pair = check_models(self.recipe)
+        self.prompts = collect_prompts(self.recipe, self.pair.target)
+        self.target = TargetOfRun(self.recipe, self.pair, self.prompts)
+        key = json.loads((run / "answers" / "key.json").read_text())
+        self.answers = AnswerCache(run / "answers", key, self.pair.vocab_size)
 
-    return step
+    def kept(self, name: str, make) -> dict:
+        """What `make` gives, from OUTPUT/name.json where it is there."""
+        file = self.output / f"{name}.json"
+        if not file.exists():
+            made = make()
+            with atomic_file(file) as opened:
+                json.dump(made, opened)
+        return json.loads(file.read_text())
 
+    def texts(self) -> list[list[int]]:
+        ids = self.prompts.evaluation.ids[: self.evaluated]
+        how = Decoding(Sampling(), self.target.stops, self.recipe.max_new_tokens, 0)
+        return target_texts(self.target.loaded, ids, how)
 
-def adamw(draft):
-    weights = [parameter for parameter in draft.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(weights, lr=1e-4, fused=True)
-
-
-def finish(draft, optimizer, loss):
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def main():
-    use_machine()
-    recipe = load_recipe(["--recipe", "code", "--minutes", "null"])
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    target = load_target(recipe.target, torch.bfloat16, device, 1024)
-    count = BATCHES * recipe.training["per_device_train_batch_size"]
-    prompts, _ = training_prompts(recipe.train_prompts, [], count, recipe.seed)
-    ids = render_all(prompts, target.tokenizer, 1024, recipe.answer_max_new_tokens)
-    vocab_size = target.decoder.embedding.shape[0]
-    with tempfile.TemporaryDirectory() as folder:
+    def costs(self) -> dict[str, float]:
+        """Seconds of a row of each kind of data."""
+        once = dataclasses.replace(self.recipe, answers_per_prompt=1)
+        asked = self.prompts.training.ids[-TIMED_ANSWERS:]
         clock = time.perf_counter()
-        answers = answer_prompts(dataclasses.replace(recipe, output_dir=folder), ids, target)
-        answering = time.perf_counter() - clock
-        answers = sorted(answers, key=lambda a: len(a.prompt_ids) + len(a.response_ids))
-    tokens = sum(len(answer.response_ids) for answer in answers)
-    print(f"answers: {tokens} tokens, {tokens / answering:.0f} tokens/s, capture included")
+        answer_prompts(once, asked, self.target, "timed_answers")
+        found = {"answers": (time.perf_counter() - clock) / len(asked)}
+        model, _ = stand_in(self.recipe, self.pair, self.target.loaded)
+        for kind in ("fixed", "on_policy"):
+            recipe = dataclasses.replace(self.recipe, data={kind: 1.0})
+            found[kind] = row_beside(recipe, self.pair, self.prompts, self.target.loaded, model)
+        return found
 
-    forced = set(target.tokenizer.all_special_ids)
-    kept = choose_tokens(domain_mass(answers, vocab_size), recipe.draft_vocab_size, forced)
-    size = recipe.training["per_device_train_batch_size"]
-    collate = DistillationCollator(0)
-    made = {}
-    for name, rows in (("trimmed", head_rows(kept, vocab_size)), ("whole", None)):
-        data = list(training_rows(answers, rows))
-        made[name] = [collate(data[at : at + size]) for at in range(0, len(data), size)]
-    steps = {
-        "cached, trimmed head (the recipe)": cached_loop(target, recipe, made["trimmed"], kept),
-        "cached, whole head": cached_loop(target, recipe, made["whole"], None),
-        "plain online loop": plain_loop(target, recipe, made["whole"]),
+
+def train_row(work: Work, name: str, minutes: float | None, steps: int | None) -> dict:
+    """Train one row and take its alpha; called in a process of its own."""
+    texts, costs = work.kept("texts", work.texts), work.kept("costs", work.costs)
+    prepared = prepare_draft(work.recipe, work.pair, work.target, work.answers)
+    work.target.release()
+    recipe = build_recipe(work.keys | OURS.get(name, {}))
+    share = recipe.shares["answers"]
+    others = {kind: x for kind, x in recipe.shares.items() if kind != "answers" and x}
+    beside = sum(x * costs[kind] for kind, x in others.items()) / (sum(others.values()) or 1)
+    per_answer = costs["answers"] if share else beside
+    make = ours if name in OURS else theirs
+    batch = work.keys["per_device_train_batch_size"]
+    charged = 0.0
+    if minutes is not None:
+        per_step = timed(lambda count: make(work, name, prepared, recipe, batch * count, count))
+        every = dataclasses.replace(recipe, minutes=minutes)  # all fixed text that there is
+        total = len(work.answers) if share else len(fixed_rows(every, work.prompts))
+        whole = dataclasses.replace(recipe, data=recipe.data if share else None)
+        rows, steps = split(whole, 60 * minutes, 0, total, per_answer, per_step, beside)
+        charged = (rows * per_answer + (rows / share - rows) * beside) if share else rows * beside
+    else:
+        rows = round(batch * steps * (share or 1))
+    train, drafts, taught, count_rows = make(work, name, prepared, recipe, rows, steps)
+    clock = time.perf_counter()
+    draft = train()
+    seconds = time.perf_counter() - clock
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    passes = steps * batch / count_rows
+    agreed = agreement(draft, drafts, work.prompts.evaluation.ids, texts)
+    alpha = measure("alpha", agreed, lambda t: t[..., 0] / t[..., 1])
+    return {
+        "row": name,
+        "minutes": minutes,
+        "steps": steps,
+        "rows": count_rows,
+        "taught": taught,
+        "data_s": charged,
+        "train_s": seconds,
+        "tokens_per_s": passes * taught / seconds,
+        "peak_gib": peak / 2**30,
+        "alpha": alpha.mean,
+        "ci95": alpha.ci95,
+        "n": alpha.n,
     }
-    seconds = {name: [] for name in steps}
-    for number in [0, *range(len(made["whole"]))]:  # the first round is warm-up
-        for name, step in steps.items():
-            clock = time.perf_counter()
-            step(number)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds[name].append(time.perf_counter() - clock)
-    sizes = [len(batch["positions"]) for batch in made["whole"]]
-    for name, times in seconds.items():
-        print(f"{name}: {sum(sizes) / sum(times[1:]):.0f} tokens/s")
-    plain = seconds.pop("plain online loop")[1:]
-    for name, times in seconds.items():
-        ratio = measure(
-            name, list(zip(plain, times[1:], strict=True)), lambda t: t[..., 0] / t[..., 1]
+
+
+class Clock(TrainerCallback):
+    """Seconds from the end of the first step to that of the last."""
+
+    def on_step_end(self, args, state, control, **_):
+        self.ends = [*getattr(self, "ends", []), time.perf_counter()]
+
+
+def timed(make) -> float:
+    """Seconds of a step, of a few that are thrown away."""
+    clock = Clock()
+    train, *_ = make(TIMED_STEPS)
+    train(clock)
+    return (clock.ends[-1] - clock.ends[0]) / (len(clock.ends) - 1)
+
+
+def ours(work, name, prepared, recipe, count, steps):
+    """How this project trains: the trimmed head against the cache."""
+    folder = work.output / f"{name.replace(' ', '-')}-{count}"
+    few = {"max_steps": steps, "save_strategy": "no", "report_to": "none"}
+    fewer = dataclasses.replace(
+        recipe, output_dir=str(folder), max_answers=count, training=recipe.training | few
+    )
+    answers = work.answers[:count] if recipe.shares["answers"] else None
+    rows = with_fixed_text(fewer, fixed_rows(fewer, work.prompts), work.target, answers)
+    if recipe.shares["on_policy"]:
+        shared = dataclasses.replace(fewer, on_policy_draft=str(work.output / "prepared"))
+        rows = with_on_policy_text(shared, work.pair, work.target, rows)
+    work.target.release()
+
+    def train(callback=None):
+        draft = prepare_draft(work.recipe, work.pair, work.target, work.answers)
+        trainer = build_trainer(
+            draft.model,
+            rows,
+            work.pair.trained_rows(prepared.token_ids),
+            work.pair.load_tokenizer(),
+            fewer,
         )
-        low, high = ratio.ci95
-        print(f"{name} / plain: {ratio.mean:.2f}x [{low:.2f}, {high:.2f}], n={ratio.n} batches")
+        if callback is not None:
+            trainer.add_callback(callback)
+        return distil(trainer, fewer)
+
+    return train, prepared.token_ids, sum(len(row.response_ids) for row in rows), len(rows)
+
+
+def theirs(work, name, prepared, recipe, count, steps):
+    """trl's trainer on the same answers, the head over the whole vocabulary."""
+    answers = work.answers[:count]
+    tokenizer = work.pair.load_tokenizer()
+    taken = "per_device_train_batch_size learning_rate adam_beta2 weight_decay lr_scheduler_type "
+    taken += "warmup_steps max_grad_norm use_cpu bf16 seed logging_steps"
+    keys = {key: work.keys[key] for key in taken.split() if key in work.keys}
+    keys |= {"output_dir": str(work.output / "trl"), "max_steps": steps, "save_strategy": "no"}
+    keys |= {"report_to": "none", "max_length": None, "activation_checkpointing": False}
+    rows = Dataset.from_list(
+        [
+            {
+                "input_ids": [*a.prompt_ids.tolist(), *a.response_ids.tolist()],
+                "completion_mask": [0] * len(a.prompt_ids) + [1] * len(a.response_ids),
+            }
+            for a in answers
+        ]
+    )
+
+    def train(callback=None):
+        target = work.target.loaded
+        draft = build_pruned(target.model, recipe.num_draft_layers, prepared.full_head).float()
+        draft.load_state_dict(
+            {k: v for k, v in prepared.model.state_dict().items() if k != "lm_head.weight"},
+            strict=False,
+        )
+        draft.get_input_embeddings().weight.requires_grad_(False)
+        about = {"model": draft, "train_dataset": rows, "processing_class": tokenizer}
+        if name == "trl SFT":
+            work.target.release()
+            trainer = SFTTrainer(args=SFTConfig(**keys, completion_only_loss=True), **about)
+        else:
+            new = recipe.answer_max_new_tokens
+            config = GKDConfig(**keys, **THEIRS[name], beta=0.0, max_new_tokens=new)
+            collate = Collator(tokenizer.pad_token_id or 0)
+            trainer = GKDTrainer(
+                teacher_model=target.model, args=config, data_collator=collate, **about
+            )
+        if callback is not None:
+            trainer.add_callback(callback)
+        trainer.train()
+        return trainer.model.eval()
+
+    return train, None, sum(len(a.response_ids) for a in answers), len(answers)
+
+
+class Collator:
+    """Batches as GKDTrainer reads them: whole texts padded right, prompts padded left."""
+
+    def __init__(self, pad: int) -> None:
+        self.pad = pad
+
+    def __call__(self, rows):
+        ids = [torch.tensor(row["input_ids"]) for row in rows]
+        taught = [torch.tensor(row["completion_mask"]) == 1 for row in rows]
+        prompts = [one[~mask] for one, mask in zip(ids, taught, strict=True)]
+        labels = [one.masked_fill(~mask, -100) for one, mask in zip(ids, taught, strict=True)]
+
+        def ones(parts, side):
+            return pad_sequence([torch.ones_like(one) for one in parts], True, 0, side)
+
+        return {
+            "input_ids": pad_sequence(ids, True, self.pad),
+            "attention_mask": ones(ids, "right"),
+            "labels": pad_sequence(labels, True, -100),
+            "prompts": pad_sequence(prompts, True, self.pad, "left"),
+            "prompt_attention_mask": ones(prompts, "left"),
+        }
+
+
+@torch.inference_mode()
+def agreement(draft, token_ids, prompts, texts) -> list[tuple[int, int]]:
+    """Of each text how many tokens the draft has, greedily, and how many there are."""
+    found = []
+    for ids, text in zip(prompts, texts, strict=False):
+        read = torch.tensor([[*ids, *text[:-1]]])
+        with torch.autocast("cpu", torch.bfloat16):
+            guess = draft(input_ids=read).logits[0, len(ids) - 1 :].argmax(-1)
+        guess = guess if token_ids is None else token_ids[guess]
+        found.append((int((guess == torch.tensor(text)).sum()), len(text)))
+    return found
+
+
+def table(found: list[dict]) -> str:
+    """All rows that are there, in Markdown."""
+    lines = [
+        "| row | minutes | steps | rows | different tokens | tokens/s | peak GiB | alpha |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for one in found:
+        low, high = one["ci95"]
+        charged = (one["data_s"] + one["train_s"]) / 60
+        lines.append(
+            f"| {one['row']} | {charged:.1f} | {one['steps']} | {one['rows']} | {one['taught']} "
+            f"| {one['tokens_per_s']:.0f} | {one['peak_gib']:.1f} "
+            f"| {one['alpha']:.3f} [{low:.3f}, {high:.3f}] |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, help="folder of a finished run")
+    parser.add_argument("--rows", nargs="+", default=ROWS, choices=ROWS)
+    parser.add_argument("--minutes", nargs="+", type=float, help="each is a training of its own")
+    parser.add_argument("--steps", type=int, help="instead of minutes: nothing is charged")
+    parser.add_argument("--prompts", type=int, default=164, help="evaluation prompts")
+    parser.add_argument("--output", type=Path, default=Path("outputs/benchmark-distillation"))
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # in its process
+    args = parser.parse_args()
+    if (args.minutes is None) == (args.steps is None):
+        parser.error("give --minutes or --steps")
+    args.output.mkdir(parents=True, exist_ok=True)
+    results = args.output / "results.json"
+    found = json.loads(results.read_text()) if results.exists() else []
+    if args.one:
+        use_machine()
+        work = Work(args.run, args.output, args.prompts)
+        minutes = args.minutes[0] if args.minutes else None
+        found.append(train_row(work, args.rows[0], minutes, args.steps))
+        with atomic_file(results) as file:
+            json.dump(found, file, indent=1)
+        return
+    for minutes in args.minutes or [None]:
+        for name in args.rows:
+            same = {"row": name, "minutes": minutes}
+            if any(
+                same.items() <= one.items() and args.steps in (None, one["steps"]) for one in found
+            ):
+                continue
+            amount = ["--steps", args.steps] if minutes is None else ["--minutes", minutes]
+            command = [sys.executable, __file__, args.run, "--rows", name, *amount, "--one"]
+            command += ["--prompts", args.prompts, "--output", args.output]
+            subprocess.run([str(word) for word in command], check=True)
+            found = json.loads(results.read_text())
+            print(table(found[-1:]), flush=True)
+    print(table(found))
 
 
 if __name__ == "__main__":
