@@ -505,10 +505,15 @@ def _check_drafter(recipe: Recipe) -> None:
         )
     if recipe.one_step:
         return
-    if recipe.position_weights or recipe.early_stopping_patience is not None:
+    if recipe.position_weights:
         raise RecipeError(
-            "position_weights and early_stopping_patience are for drafts that learn one step at a "
-            f"time, and drafter {kind!r} learns several; leave them out."
+            "position_weights is true, but is for drafts that learn one step at a time, and "
+            f"drafter {kind!r} learns several; leave it out."
+        )
+    if recipe.shares["on_policy"] and kind != "parallel":
+        raise RecipeError(
+            f"data has {recipe.shares['on_policy']:g} of on_policy text, written after the target's "
+            f"hidden states are kept, which drafter {kind!r} reads; leave it out."
         )
     if recipe.base is not None:
         raise RecipeError(

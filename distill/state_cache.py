@@ -27,7 +27,7 @@ from distill.recipe import Recipe
 from eval.decoding.forward import Decoder, HiddenStates
 
 ANSWERS_PER_SHARD = 64
-CACHES = ("answers", "fixed_text", "on_policy")  # folders of texts that are trained on
+CACHES = ("answers", "fixed_text")  # folders of texts that are trained on
 
 
 class StateCache(Mapping[int, Tensor]):
@@ -155,10 +155,10 @@ def _open(recipe: Recipe, pair: Pair) -> StateCache | None:
     layers = kind_of(recipe).layers(pair.target.config)
     if not layers:
         return None
-    # all texts are of one target; what else each kind of text depends on goes by its cache's name
-    texts = [name for name in CACHES if (recipe.folder / name / "key.json").exists()]
     key: dict[str, Any] = {}
-    for name in texts:
-        of_texts = read_json(recipe.folder / name / "key.json")
-        key = of_texts | {f"{name}: {k}": v for k, v in of_texts.items()} | key
+    for path in (recipe.folder / name / "key.json" for name in CACHES):
+        # all texts are of one target; what differs goes by its cache's name
+        for part, value in read_json(path).items() if path.exists() else ():
+            if key.setdefault(part, value) != value:
+                key[f"{path.parent.name}: {part}"] = value
     return StateCache(recipe.folder / "states", layers, key)

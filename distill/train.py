@@ -130,6 +130,7 @@ def make_draft(
 
     rows: what the target has answered or read so far.
     """
+    cache_states(recipe, pair, target, rows)
     stage("Prepare the draft")
     # one process prepares, the others wait and read what it left on disk
     with PartialState().main_process_first():
@@ -137,7 +138,6 @@ def make_draft(
     if recipe.shares["on_policy"]:
         stage("The draft writes, the target judges")
         rows = with_on_policy_text(recipe, pair, target, rows)
-    cache_states(recipe, pair, target, rows)
     target.release()
     stage("Distil the draft")
     tuned = distil_draft(recipe, pair, prepared, rows)
