@@ -31,7 +31,10 @@ from align.atomic import atomic_file
 
 @dataclass
 class CachedAnswer:
-    """One answer: prompt_ids [P], response_ids [R]; top_ids, top_logprobs [R, C], best first."""
+    """One answer: prompt_ids [P], response_ids [R]; top_ids, top_logprobs [R, C], best first.
+
+    Where prompts teach as well, prompt_ids is their first token, and response_ids has the rest.
+    """
 
     index: int
     prompt_ids: Tensor

@@ -56,6 +56,8 @@ def answer_prompts(
         "prompts": [len(prompts), hash_prompts(prompts)],
         "seed": recipe.seed,
     }
+    if recipe.train_on_prompts:
+        parts["train_on_prompts"] = True
     cache = AnswerCache(recipe.folder / folder, parts, target.vocab_size)
     wanted = min(recipe.max_answers or len(prompts), len(prompts))
     # with `minutes` the first ones are made before it is known how many there will be
@@ -77,13 +79,25 @@ def answer_prompts(
             "answered its share: the processes do not see the same folder. Give --output_dir a "
             "folder on a disk that all of them share."
         )
-    refuse_empty(cache)
-    lengths = cache.response_lengths
+    lengths = answer_lengths(recipe, prompts, cache)
+    refuse_empty(lengths)
     if state.is_main_process:
-        size = cache.bytes_on_disk() / sum(lengths)
+        size = cache.bytes_on_disk() / sum(cache.response_lengths)
         seconds = time.time() - clock
-        print(f"answers: {sum(lengths)} tokens in {seconds:.0f} s, {size:.0f} B each")
+        taught = sum(cache.response_lengths) - sum(lengths)
+        print(
+            f"answers: {sum(lengths)} tokens in {seconds:.0f} s, {size:.0f} B each"
+            + (f"; and {taught} tokens of their prompts" if taught else "")
+        )
     return cache
+
+
+def answer_lengths(recipe: Recipe, prompts: list[list[int]], cache: AnswerCache) -> list[int]:
+    """Tokens of each answer, what is taught of its prompt left out."""
+    if not recipe.train_on_prompts:
+        return cache.response_lengths
+    taught = zip(cache.indices, cache.response_lengths, strict=True)
+    return [length - len(prompts[i % len(prompts)]) + 1 for i, length in taught]
 
 
 def _answer(
@@ -120,16 +134,19 @@ def _answer(
         min(recipe.answer_batch_size, part),
         [seed_of(recipe.seed, str(i)) for i in share],
         capture=lambda logits: top_logprobs(logits, recipe.cache_top_k),
+        capture_prompts=recipe.train_on_prompts,
     ):
         index = share[answer.index]
         if index in done:
             continue
         ids, logprobs = zip(*answer.captured, strict=True)
+        text = torch.tensor(prompts[index] + answer.tokens)
+        given = len(text) - len(ids)
         pending.append(
             CachedAnswer(
                 index=index,
-                prompt_ids=torch.tensor(prompts[index]),
-                response_ids=torch.tensor(answer.tokens),
+                prompt_ids=text[:given],
+                response_ids=text[given:],
                 top_ids=torch.stack(ids).cpu(),
                 top_logprobs=torch.stack(logprobs).cpu(),
             )
@@ -144,11 +161,11 @@ def _answer(
     bar.close()
 
 
-def refuse_empty(answers: AnswerCache) -> None:
-    """Raise ValueError where no answer has a token before its stop."""
-    if max(answers.response_lengths) <= 1:
+def refuse_empty(lengths: list[int]) -> None:
+    """Raise ValueError where no answer, of so many tokens each, has one before its stop."""
+    if max(lengths) <= 1:
         raise ValueError(
-            f"All {len(answers)} answers of the target are empty: it stops at its first token, "
+            f"All {len(lengths)} answers of the target are empty: it stops at its first token, "
             "and there is nothing to distil. Check the chat template, and whether the prompts "
             "should be `messages`."
         )

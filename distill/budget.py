@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 import time
 
 from accelerate import PartialState
@@ -16,7 +17,7 @@ from accelerate.utils import broadcast_object_list
 
 from align.atomic import remove
 from distill.answer_cache import AnswerCache
-from distill.answers import PROBE, answer_prompts
+from distill.answers import PROBE, answer_lengths, answer_prompts
 from distill.held_out import SHARE
 from distill.models import Pair, TargetOfRun
 from distill.prompts import Prompts
@@ -73,7 +74,7 @@ def plan(recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun, text
         dataclasses.replace(recipe, max_answers=first), prompts.training.ids, target
     )
     per_answer = (time.monotonic() - clock) / first
-    length = sum(answers.response_lengths) / first
+    length = statistics.mean(answer_lengths(recipe, prompts.training.ids, answers))
     context = sum(map(len, prompts.training.ids)) / len(prompts.training.ids)
     per_answer += states_seconds(recipe, pair, target.loaded, round(context + length))
     per_step *= (context + length) / (context + recipe.answer_max_new_tokens)
@@ -146,7 +147,7 @@ def spend_rest(
     recipe: Recipe, prompts: Prompts, target: TargetOfRun, answers: AnswerCache
 ) -> Recipe:
     """The recipe with as many `speed_prompts` as the rest of its minutes allows, written."""
-    length = sum(answers.response_lengths) / len(answers)
+    length = statistics.mean(answer_lengths(recipe, prompts.training.ids, answers))
     seconds = evaluation_seconds(recipe, prompts, target.loaded, length)
     most = len(prompts.evaluation.ids)
     timed = range(min(MIN_TIMED, most), most + 1)

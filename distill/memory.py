@@ -130,10 +130,11 @@ def needs(
     if target_here:
         stages = [job.answering(), *stages, job.evaluating()]
     vocab_size: int = target.get_text_config().vocab_size
-    tokens = recipe.max_train_prompts * recipe.answers_per_prompt * recipe.answer_max_new_tokens
+    rows = recipe.max_train_prompts * recipe.answers_per_prompt
+    tokens = rows * (recipe.answer_max_new_tokens + recipe.train_on_prompts * job.prompt)
     config = target.get_text_config()
     states = len(kind_of(recipe).layers(config.to_dict())) * config.hidden_size * STATE_BYTES
-    positions = tokens + recipe.max_train_prompts * recipe.answers_per_prompt * job.prompt
+    positions = rows * (recipe.answer_max_new_tokens + job.prompt)
     return Needs(
         stages,
         tokens * bytes_per_token(recipe.cache_top_k, vocab_size),

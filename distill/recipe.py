@@ -111,6 +111,7 @@ class Recipe:
     speculative_url: Text | None = None  # of the same with the draft; null: no evaluation there
     answer_temperature: NotNegative = 0.0  # how the target answers the training prompts
     answers_per_prompt: Count = 1  # answers drawn for each training prompt
+    train_on_prompts: bool = False  # the target's distributions within the prompts teach as well
     max_answers: Count | None = None  # at most so many in all; with minutes they are decided here
     answer_max_new_tokens: Count = 128  # longest answer, in tokens
     answer_batch_size: Count = 48  # prompts answered at once, or in flight to the server
@@ -512,8 +513,8 @@ def _check_drafter(recipe: Recipe) -> None:
         )
     if recipe.shares["on_policy"] and kind != "parallel":
         raise RecipeError(
-            f"data has {recipe.shares['on_policy']:g} of on_policy text, written after the target's "
-            f"hidden states are kept, which drafter {kind!r} reads; leave it out."
+            f"data has {recipe.shares['on_policy']:g} of on_policy text, written after the "
+            f"target's hidden states are kept, which drafter {kind!r} reads; leave it out."
         )
     if recipe.base is not None:
         raise RecipeError(
@@ -550,6 +551,11 @@ def _check_server(recipe: Recipe) -> None:
         raise RecipeError(
             "answers is server, but answer_url is null; give the address of the server that "
             "serves the target, as http://HOST:PORT."
+        )
+    if recipe.train_on_prompts:
+        raise RecipeError(
+            "train_on_prompts is true, but answers is server, which is asked for distributions of "
+            "answers only; set it to false, or answer locally."
         )
     if recipe.draft is None:
         raise RecipeError(

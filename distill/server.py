@@ -305,7 +305,7 @@ class ServedTarget:
             self._answer(left)
         PartialState().wait_for_everyone()
         answers = self._cache()
-        refuse_empty(answers)
+        refuse_empty(answers.response_lengths)
         return answers
 
     def _answer(self, left: list[int]) -> None:

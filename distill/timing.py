@@ -158,7 +158,8 @@ def training_step(
     made_up = []
     for i in range(batch * TIMED_STEPS):
         prompt = ids[i % len(ids)]
-        if i % batch < batch * recipe.shares["fixed"]:  # taught from its second token on
+        # taught from its second token on
+        if recipe.train_on_prompts or i % batch < batch * recipe.shares["fixed"]:
             prompt = prompt[:1]
         taught = recipe.answer_max_new_tokens + len(ids[i % len(ids)]) - len(prompt)
         top_ids = torch.zeros((taught, recipe.cache_top_k), dtype=torch.long)

@@ -68,7 +68,13 @@ def run(recipe: Recipe) -> int:
     claim_folder(recipe, pair, prompts)
     stage("The target answers the training prompts")
     if prompts.held_out.prompts:
-        once = dataclasses.replace(recipe, minutes=None, max_answers=None, answers_per_prompt=1)
+        once = dataclasses.replace(
+            recipe,
+            minutes=None,
+            max_answers=None,
+            answers_per_prompt=1,
+            train_on_prompts=False,
+        )
         answer_prompts(once, prompts.held_out.ids, target, HELD_OUT)
     planned = recipe.minutes is not None and recipe.max_answers is None
     if planned:

@@ -19,7 +19,8 @@ PREFILL_ROWS = 4  # prompts read at once: each weight that is read serves all th
 class Answer:
     """The target's answer to prompt number `index`: tokens, a stop token included when emitted.
 
-    captured: whatever `capture` returned for the raw logits at each of these tokens.
+    captured: whatever `capture` returned for the raw logits at each of these tokens; where prompts
+    were captured too, first at each of the prompt's but its first.
     """
 
     index: int
@@ -45,21 +46,23 @@ def generate_batched(
     batch_size: int,
     seeds: Sequence[int],
     capture: Callable[[Tensor], tuple[Tensor, ...]] | None = None,
+    capture_prompts: bool = False,
 ) -> Iterator[Answer]:
     """Answers as they finish, not in order. `prompts` are token ids, none of them empty.
 
     A row that ends is given to the next prompt at once, so that no step is spent on finished rows.
     capture: called on the raw logits [B, V] of each step; row b of each tensor it returns goes to
-    the answer that holds row b. seeds: one a prompt, from which all random numbers of its answer
-    come. Every step has batch_size rows, and prompts are read in `prefill_groups`: with the same
-    ones read together, an answer's bits do not depend on what else runs beside it, as long as the
-    cache has as many slots.
+    the answer that holds row b. capture_prompts: it is called on those within each prompt, too.
+    seeds: one a prompt, from which all random numbers of its answer come. Every step has batch_size
+    rows, and prompts are read in `prefill_groups`: with the same ones read together, an answer's
+    bits do not depend on what else runs beside it, as long as the cache has as many slots.
     """
     queue = prefill_groups(prompts)
     longest = max((len(prompt) for prompt in prompts), default=0)
     cache = target.new_cache(batch_size, longest + SLACK)
     prefilled = target.new_cache(PREFILL_ROWS, longest)
     waiting: list[int] = []  # prompts in the rows of `prefilled`, the last of them first
+    in_prompts: dict[int, list[tuple[Tensor, ...]]] = {}  # captured of those
     # each row's answer, the token it reads next, and that token's position; a row without an answer
     # stays where it is, which is at 0
     answers: list[Answer | None] = []
@@ -78,7 +81,12 @@ def generate_batched(
                 # what pads a head is overwritten before it is read
                 heads = [(prompts[i][:-1] + [0] * width)[:width] for i in waiting]
                 heads += heads[:1] * (prefilled.rows - len(heads))
-                target.forward(torch.tensor(heads, device=target.device), 0, prefilled, True)
+                read = torch.tensor(heads, device=target.device)
+                logits = target.forward(read, 0, prefilled, not capture_prompts)
+                if capture and capture_prompts:
+                    for i, row_logits in zip(waiting, logits, strict=False):
+                        found = capture(row_logits[: len(prompts[i]) - 1])
+                        in_prompts[i] = list(zip(*found, strict=True))
         positions[row] = used[row] = moves[row] = 0
         if not waiting:
             return None
@@ -89,7 +97,7 @@ def generate_batched(
         if not sampling.greedy:  # on the host: the same numbers on every device
             generator = torch.Generator().manual_seed(seeds[index])
             uniforms[row] = torch.rand(max_new_tokens, dtype=torch.float64, generator=generator)
-        return Answer(index)
+        return Answer(index, captured=in_prompts.pop(index, []))
 
     for row in range(batch_size):
         answers.append(admit(row))

@@ -4,13 +4,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from distill import answers as module
 from distill.answer_cache import AnswerCache, CacheError
-from distill.answers import answer_prompts, top_logprobs
+from distill.answers import answer_lengths, answer_prompts, top_logprobs
 from eval.decoding.target import load_target
 
 PROMPTS = [[3, 4, 5], [6], [7, 8], [9, 10, 11, 12], [13, 2]]
@@ -55,6 +56,22 @@ def test_every_prompt_is_answered_with_the_distributions_the_tokens_came_from(an
         # fp16 on disk
         torch.testing.assert_close(answer.top_logprobs.float(), top, atol=5e-3, rtol=2e-3)
         assert (answer.top_ids == ids).float().mean() > 0.95  # the order of near-equals may differ
+
+
+def test_with_train_on_prompts_all_tokens_but_the_first_are_taught(answered, target, tmp_path):
+    plain = answered(folder=tmp_path / "plain")
+    taught = answered(folder=tmp_path / "taught", train_on_prompts=True)
+    for one, other, prompt in zip(plain, taught, PROMPTS, strict=True):
+        assert other.prompt_ids.tolist() == prompt[:1]
+        whole = torch.cat([one.prompt_ids, one.response_ids])
+        assert torch.equal(torch.cat([other.prompt_ids, other.response_ids]), whole)
+        assert torch.equal(other.top_logprobs[len(prompt) - 1 :], one.top_logprobs)
+        with torch.no_grad():
+            logp = target.model(whole[None]).logits[0, :-1].log_softmax(-1)
+        top, _ = logp.topk(6, dim=-1)
+        torch.testing.assert_close(other.top_logprobs.float(), top, atol=5e-3, rtol=2e-3)
+    recipe = SimpleNamespace(train_on_prompts=True)
+    assert answer_lengths(recipe, PROMPTS, taught) == plain.response_lengths
 
 
 def same_answers(ours, theirs, tolerance=0.0):
