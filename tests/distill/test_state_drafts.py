@@ -1,6 +1,7 @@
 """Drafts that read the target's hidden states: cached, prepared, trained over several steps."""
 
 import dataclasses
+import json
 import shutil
 
 import pytest
@@ -91,6 +92,12 @@ def test_a_finished_run_is_lossless_and_keeps_no_states(finished):
     assert not (folder / "states").exists()
     again = load_drafter(str(folder / "draft"), parts(finished)[2].loaded)
     assert again.layers == kind_of(finished).layers({"num_hidden_layers": 2})
+    (compact,) = (folder / "draft").rglob("compact.json")
+    about = compact.read_text()
+    compact.write_text(json.dumps(json.loads(about) | {"layers": [1, 9]}))
+    with pytest.raises(ValueError, match=r"of layers \[1, 9\], but this target has 2 layers"):
+        load_drafter(str(folder / "draft"), parts(finished)[2].loaded)
+    compact.write_text(about)
     with pytest.raises(PublishError, match=f"is a run with drafter {finished.drafter}, whose"):
         publish(Plan(folder))
 

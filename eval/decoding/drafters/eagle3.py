@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTra
 from align.sources import read_json
 from eval.decoding.drafters.base import Proposal, Session, Texts
 from eval.decoding.drafters.checkpoint import CheckpointDrafter, TokenSession
+from eval.decoding.drafters.features import read_layers
 from eval.decoding.drafters.pruned import COMPACT, check_compact, read_token_ids
 from eval.decoding.forward import INT8_TERMS, HiddenStates, KVCache, causal_bias
 from eval.decoding.target import Target, tensor_sha256
@@ -360,9 +361,8 @@ def eagle3_drafter(
 
 def load(folder: Path, target: Target, strategy: str) -> Eagle3Drafter:
     """The draft in `folder`. Raises ValueError when it was made for another target."""
-    embedding = target.decoder.embedding
-    model, token_ids = load_eagle3(folder, embedding)
-    layers = tuple(read_json(folder / "compact.json")["layers"])
+    layers = read_layers(folder, target)
+    model, token_ids = load_eagle3(folder, target.decoder.embedding)
     drafter = eagle3_drafter(model, token_ids, target, layers)
     drafter.path = str(folder)
     drafter.full_form_bytes = (folder / "model.safetensors").stat().st_size

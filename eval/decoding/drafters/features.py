@@ -192,12 +192,22 @@ def load_features(folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Ten
     return load_compact(folder, embedding, lambda model: hang_fusion(model, len(layers)))
 
 
+def read_layers(folder: Path, target: Target) -> tuple[int, ...]:
+    """The target's layers that a draft reads. Raises ValueError where the target lacks one."""
+    layers: tuple[int, ...] = tuple(read_json(folder / "compact.json")["layers"])
+    depth = target.model.config.get_text_config().num_hidden_layers
+    if max(layers) > depth:
+        raise ValueError(
+            f"{folder} reads the hidden states of layers {list(layers)}, but this target has "
+            f"{depth} layers; use the target that the draft was made for."
+        )
+    return layers
+
+
 def load(folder: Path, target: Target, strategy: str) -> FeaturesDrafter:
     """The draft in `folder`. Raises ValueError where it reads layers that the target lacks."""
-    layers = read_json(folder / "compact.json")["layers"]
-    drafter = features_drafter(
-        *load_features(folder, target.decoder.embedding), target, tuple(layers)
-    )
+    layers = read_layers(folder, target)
+    drafter = features_drafter(*load_features(folder, target.decoder.embedding), target, layers)
     full_form = folder.parent / "model.safetensors"
     drafter.path = str(folder)
     drafter.full_form_bytes = full_form.stat().st_size if full_form.is_file() else None
