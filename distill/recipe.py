@@ -95,9 +95,7 @@ class Recipe:
     strategy: Strategy = "auto"  # how vocabularies are bridged; auto re-homes a foreign draft
     num_draft_layers: Count = 2  # layers kept of a pruned target
     draft_vocab_size: Count | None = None  # rows of a pruned draft's head; null keeps all
-    sequential_rank: Rank = (
-        64  # of what a drafted token adds to the next (parallel, medusa); 0: none
-    )
+    sequential_rank: Rank = 64  # of what a drafted token tells the next (parallel, medusa); 0: none
     fit_tokens: Count = 20_000  # answer tokens that the head is fitted on
     answers: Literal["local", "server"] = "local"  # who gives the target's: it here, or a server
     answer_url: Text | None = None  # of the server that answers: http://HOST:PORT
