@@ -246,7 +246,9 @@ def _fit_projection(
 class LeastSquares:
     """The matrix M that minimises |M x - y|^2 over all rows x [N, I] and y [N, O] added."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, ridge: float = FIT_RIDGE) -> None:
+        """ridge: relative to the mean diagonal of the inputs' products."""
+        self.ridge = ridge
         self.gram = torch.zeros(inputs, inputs, dtype=torch.float64)
         self.cross = torch.zeros(inputs, outputs, dtype=torch.float64)
 
@@ -257,7 +259,7 @@ class LeastSquares:
     def solution(self, inputs: int | None = None) -> Tensor:
         """M [O, I] in fp32; inputs: from the first so many alone."""
         gram, cross = self.gram[:inputs, :inputs], self.cross[:inputs]
-        ridge = FIT_RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
+        ridge = self.ridge * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
         return torch.linalg.solve(gram + ridge, cross).T.float()
 
 

@@ -26,7 +26,7 @@ from align.atomic import atomic_file, atomic_folder
 from align.sources import read_json
 from align.trim import choose_tokens, lost_mass
 from distill.answer_cache import CachedAnswer
-from distill.drafters.features import STEPS, following
+from distill.drafters.features import RIDGE, STEPS, following
 from distill.losses import Divergence
 from distill.models import Pair, TargetOfRun, forced_tokens
 from distill.prepare import (
@@ -74,9 +74,10 @@ def prepare(
         if size is not None:
             ids = choose_tokens(mass, size, forced_tokens(pair.target))
         some = list(until(answers, recipe.fit_tokens))
-        made = fit_eagle3(target.loaded.model, ids, states, some)
+        made: Any = fit_eagle3(target.loaded.model, ids, states, some)
         sizes = made.get_buffer("sizes")
         fold(made, sizes)
+        made.to(embedding.dtype)
         with atomic_folder(folder) as partial:
             save_eagle3(partial, made, ids, embedding, states.layers, recipe.target)
         lost = 0.0 if ids is None else lost_mass(mass, ids)
@@ -119,14 +120,14 @@ def fit_eagle3(
     layer = body.layers[0]
     size, width = model.config.hidden_size, body.fc.in_features
     # 1. The state before the MLP: of the target's states, and of what attention found
-    linear = LeastSquares(width + layer.self_attn.o_proj.in_features, size)
+    linear = LeastSquares(width + layer.self_attn.o_proj.in_features, size, RIDGE)
     for one in _fitted_on(model, target, states, answers):
         linear.add(torch.cat([one.states, one.found], 1), one.goal)
     maps = linear.solution()
     body.fc.weight.copy_(maps[:, :width])
     layer.self_attn.o_proj.weight.copy_(maps[:, width:])
     # 2. What is still lacking, of the numbers inside the MLP
-    rest = LeastSquares(layer.mlp.down_proj.in_features, size)
+    rest = LeastSquares(layer.mlp.down_proj.in_features, size, RIDGE)
     for one in _fitted_on(model, target, states, answers):
         x = body.fc(one.states) + layer.self_attn.o_proj(one.found)
         inner = layer.post_attention_layernorm(x)

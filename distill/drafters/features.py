@@ -41,6 +41,7 @@ from eval.decoding.target import Target
 
 SLOW = ("lm_head", "fusion")
 STEPS = 3  # of a draft that are trained at once
+RIDGE = 1e-2  # of maps from many states, which the fit's tokens determine poorly otherwise
 ALONE = 4  # at every so many-th position the second step goes without the draft's own state, too
 
 
@@ -82,7 +83,8 @@ def fit_fusion(
     sizes = known.float().pow(2).mean((0, 2)).sqrt()
     fusion.sizes.copy_(sizes.to(model.dtype))  # as they are saved
     size = known.shape[2]
-    given, own = LeastSquares(size * (1 + known.shape[1]), size), LeastSquares(size, size)
+    given = LeastSquares(size * (1 + known.shape[1]), size, RIDGE)
+    own = LeastSquares(size, size, RIDGE)
     for z, before, y in _fitted_on(model, fusion, states, answers):
         given.add(torch.cat([z, before], 1), y)
     maps = given.solution()
