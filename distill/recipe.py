@@ -100,7 +100,7 @@ class Recipe:
     strategy: Strategy = "auto"  # how vocabularies are bridged; auto re-homes a foreign draft
     num_draft_layers: Count = 2  # layers kept of a pruned target
     draft_vocab_size: Count | None = None  # rows of a pruned draft's head; null keeps all
-    sequential_rank: AtLeastNone = 64  # of what a drafted token adds to the next; 0: none
+    sequential_rank: AtLeastNone = 64  # of what a drafted token tells the next; 0: none
     fit_tokens: Count = 20_000  # answer tokens that the head is fitted on
     data: Fractions | None = None  # of rows: answers, fixed, on_policy; null: answers alone
     fixed_text: Text | None = None  # .txt, or .jsonl with `text`; null: the embedded: builder's own

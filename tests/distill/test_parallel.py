@@ -222,3 +222,11 @@ def test_a_run_makes_and_measures_it(job, tmp_path):
         assert max(at["position"] for at in draft["per_position"]) <= 3
     about = json.loads((recipe.folder / "draft" / "compact" / "compact.json").read_text())
     assert about["drafter"] == "parallel"
+
+
+@pytest.mark.parametrize("drafter", ["parallel", "medusa"])
+def test_a_dry_run_prices_it(job, tmp_path, capsys, drafter):
+    changes = {"drafter": drafter, "max_gamma": 3, "dry_run": True}
+    run(job(tmp_path / "run", **(PARALLEL | changes)))
+    assert "a perfect draft would reach" in capsys.readouterr().out
+    assert not (tmp_path / "run" / "prepared").exists()

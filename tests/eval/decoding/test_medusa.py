@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from eval.decoding.drafters.base import Texts
 from eval.decoding.drafters.in_turn import SequentialHead, TokensInTurn
+from eval.decoding.drafters.lookup_first import lookup_first
 from eval.decoding.drafters.medusa import (
     MedusaConfig,
     MedusaDrafter,
@@ -89,6 +90,15 @@ def test_greedy_texts_are_the_targets_own(target, drafts, alone, name, rows, sto
         assert max(max(run.drafted) for run in runs) <= min(gamma, DEPTH)
 
 
+def test_behind_prompt_lookup_the_texts_stay_the_same(target, drafts, alone):
+    both = lookup_first(drafts["plain"])
+    for rows in (1, 5):
+        runs = decode(target, both, PROMPTS[:rows], IDS[:rows], GREEDY, DraftLength(DEPTH))
+        assert [run.tokens for run in runs] == alone[:rows]
+        free = sum(sum(run.free) for run in runs)
+        assert 0 < free < sum(sum(run.drafted) for run in runs)  # some looked up, some drafted
+
+
 class Counter:
     """A target whose text counts on, and whose state says which token it has just read."""
 
@@ -168,7 +178,7 @@ def test_what_it_proposes_is_what_alpha_was_taken_on(target, drafts, name, ids):
 def test_sampled_tokens_have_the_targets_distribution(tiny, length):
     from scipy.stats import chi2
 
-    vocab, runs = 6, 1500
+    vocab, runs = 6, 800
     target, draft = build_decoder(tiny(0, vocab), 40), medusa(vocab, seed=5)
     rows = [[1, 2], [3, 3, 3]]
     counts = torch.zeros(2, vocab, vocab)

@@ -7,6 +7,7 @@ import torch
 
 from eval.decoding.drafters import parallel
 from eval.decoding.drafters.in_turn import SequentialHead
+from eval.decoding.drafters.lookup_first import lookup_first
 from eval.decoding.drafters.parallel import ParallelDrafter
 from eval.decoding.forward import KVCache, StockDecoder, build_decoder
 from eval.decoding.loop import Decoding, DraftLength, decode
@@ -100,6 +101,15 @@ def test_the_lean_and_the_stock_decoder_draft_alike(target, drafts, tiny):
             texts(target, draft, rows, DraftLength(DEPTH)) for draft in (lean, drafts["stock"])
         )
         assert [run.accepted for run in one] == [run.accepted for run in other]
+
+
+def test_behind_prompt_lookup_the_texts_stay_the_same(target, drafts, alone):
+    both = lookup_first(drafts["good"])
+    for rows in (1, 5):
+        runs = decode(target, both, PROMPTS[:rows], IDS[:rows], GREEDY, DraftLength(DEPTH))
+        assert [run.tokens for run in runs] == alone[:rows]
+        free = sum(sum(run.free) for run in runs)
+        assert 0 < free < sum(sum(run.drafted) for run in runs)  # some looked up, some drafted
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -228,7 +238,7 @@ def test_alpha_is_taken_on_the_first_token_which_knows_no_mask(drafts, drafter):
 def test_sampled_tokens_have_the_targets_distribution(tiny, length):
     from scipy.stats import chi2
 
-    vocab, runs = 6, 1500
+    vocab, runs = 6, 800
     target = build_decoder(tiny(0, vocab), 40)
     masks = random_masks()
     draft = ParallelDrafter(

@@ -1,0 +1,77 @@
+"""vLLM's own Medusa loads what `save_medusa` writes, all of it, and drafts the tokens that we do.
+
+It needs an environment with vLLM (python -m eval.engines.environments vllm), and no model. A whole
+run behind a server is tests/real/test_vllm_real.py with DRAFTSMITH_RUN at a medusa run.
+"""
+
+import json
+import subprocess
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from eval.decoding.drafters.medusa import MedusaConfig, MedusaModel, save_medusa
+from eval.engines.environments import EngineMissing, environment, vllm_python
+
+pytestmark = pytest.mark.real
+VOCAB, ROWS, SIZE, HEADS = 512, 192, 64, 4
+DRAFTED = HEADS - 1  # a server may be asked for fewer tokens than there are heads
+
+CHILD = """
+import json, sys
+from types import SimpleNamespace
+from safetensors.torch import load_file
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.model_executor.models.medusa import Medusa
+from vllm.transformers_utils.configs.medusa import MedusaConfig
+
+folder, states, drafted = sys.argv[1:]
+config = MedusaConfig.from_pretrained(folder)
+config.num_lookahead_tokens = int(drafted)
+asked = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=config))
+with set_current_vllm_config(VllmConfig()):
+    init_distributed_environment(1, 0, f"file://{states}.store", 0, "gloo")
+    initialize_model_parallel(1)
+    model = Medusa(vllm_config=SimpleNamespace(speculative_config=asked))
+    wanted = {name for name, _ in model.named_parameters()}
+    loaded = model.load_weights(load_file(f"{folder}/model.safetensors").items())
+    for module in model.modules():
+        if method := getattr(module, "quant_method", None):
+            method.process_weights_after_loading(module)
+    x = load_file(states)["states"].to(model.lm_head.weight.dtype)
+    tokens = [logits.argmax(-1).tolist() for logits in model.compute_logits(model(x))]
+print(json.dumps({"lacking": sorted(wanted - set(loaded)), "tokens": tokens}))
+"""
+
+
+def test_vllms_own_class_loads_it_and_drafts_alike(tmp_path):
+    try:
+        python = vllm_python()
+    except EngineMissing as missing:
+        pytest.skip(str(missing))
+    torch.manual_seed(0)
+    config = MedusaConfig(
+        hidden_size=SIZE, vocab_size=VOCAB, num_heads=HEADS, truncated_vocab_size=ROWS
+    )
+    model, ids = MedusaModel(config), torch.randperm(VOCAB)[:ROWS]
+    for weight in model.parameters():
+        weight.data.normal_()
+    save_medusa(tmp_path / "heads", model, ids, torch.zeros(VOCAB, SIZE))
+    states = torch.randn(50, SIZE)
+    save_file({"states": states}, tmp_path / "states")
+    child = subprocess.run(
+        [python, "-c", CHILD, tmp_path / "heads", tmp_path / "states", str(DRAFTED)],
+        env=environment(python.parents[1]) | {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr[-2000:]
+    found = json.loads(child.stdout.splitlines()[-1])
+    assert found["lacking"] == []
+    with torch.no_grad():
+        ours = [ids[model.lm_head(block(states)).argmax(-1)] for block in model.blocks]
+    for theirs, mine in zip(found["tokens"], ours[:DRAFTED], strict=True):
+        assert theirs == mine.tolist()
