@@ -129,10 +129,15 @@ def _base_folder(recipe: Recipe) -> Path:
 
 
 def _what_it_is_for(recipe: Recipe) -> dict[str, Any]:
-    """Domain, target, and the hashes of the base's weights in each of its forms."""
-    folder = resolve_checkpoint(recipe.draft) if recipe.draft else _base_folder(recipe)
-    hashes = [weights_sha256(str(form)) for form in (folder, folder / "compact")]
-    started_from = weights_sha256(str(recipe.folder / "prepared"))
+    """Domain, target, and the hashes of the base's weights in each of its forms.
+
+    Raises RecipeError where the base was made again since the run started from it.
+    """
+    started_from = weights_sha256(str(recipe.folder / "prepared" / "model.safetensors"))
+    hashes = [started_from]
+    if recipe.base is not None or recipe.draft is not None:
+        folder = resolve_checkpoint(recipe.draft) if recipe.draft else _base_folder(recipe)
+        hashes = [weights_sha256(str(form)) for form in (folder, folder / "compact")]
     if recipe.base is not None and started_from not in hashes:
         raise RecipeError(
             f"{recipe.base} was made again since {recipe.folder} started from it (sha256 of its "

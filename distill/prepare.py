@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from align.atomic import atomic_file
+from align.atomic import atomic_file, atomic_folder
 from align.sources import read_json
 from align.trim import choose_tokens, coverage_curve, lost_mass
 from distill.adapters import base_draft, full_head
@@ -106,11 +107,13 @@ def prepare_pruned(
                 recipe.draft_vocab_size,
                 forced_tokens(pair.target),
             )
+            finish(made)
+            save_compact(folder, made.model, made.token_ids, embedding, recipe.kind, layers)
         else:
             made = _from_base(recipe.base, answers, embedding)
+            with atomic_folder(folder) as partial:  # the same bytes: adapters know them by hash
+                shutil.copytree(base_draft(recipe.base) / "compact", partial, dirs_exist_ok=True)
         assert made.full_head is not None
-        finish(made)
-        save_compact(folder, made.model, made.token_ids, embedding, recipe.kind, layers)
         with atomic_file(head, "wb") as file:
             save_file({"full_head": made.full_head}, file.name)
         with atomic_file(about) as file:
