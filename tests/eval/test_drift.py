@@ -67,6 +67,7 @@ def test_as_measured(report, traffic, capsys):
     said = capsys.readouterr().out
     assert said.count("as measured") == 4  # each position, and in all
     assert "400 and 4,000 drafts" in said
+    assert "category" not in said  # counters know none
 
 
 def test_moved(report, traffic, capsys):
