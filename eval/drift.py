@@ -147,7 +147,9 @@ def check_traffic(draft: DraftReport, report: Report, source: str, since: Path |
     found = compare(promised, traffic)
     for one in found:
         print(_line(one))
-    for name in sorted(traffic.categories.keys() ^ promised.categories.keys()):
+    # bare counters know no categories
+    apart = promised.categories.keys() ^ traffic.categories.keys() if traffic.categories else ()
+    for name in sorted(apart):
         where = "report" if name in traffic.categories else "traffic"
         print(f"category {name}: not compared, fewer than {FEW_PROMPTS} prompts in the {where}")
     drafts = f"{promised.positions[0].drafts:,.0f} and {traffic.positions[0].drafts:,.0f} drafts"

@@ -3,15 +3,19 @@
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
 from eval import drift as drift_command
 from eval.drift import main
+from eval.engines.counters import read_requests
 from eval.measuring.build import build_report
-from eval.reporting.report import Measured, read_report, write_report
+from eval.measuring.metrics import measure, share
+from eval.reporting.report import Counters, Measured, read_report, write_report
 from tests.eval.engines.test_counters import page
 
+REAL = Path(__file__).parent / "engines"
 SHARES = (0.6, 0.36, 0.22)
 
 
@@ -63,6 +67,7 @@ def test_as_measured(report, traffic, capsys):
     said = capsys.readouterr().out
     assert said.count("as measured") == 4  # each position, and in all
     assert "400 and 4,000 drafts" in said
+    assert "category" not in said  # counters know none
 
 
 def test_moved(report, traffic, capsys):
@@ -72,6 +77,31 @@ def test_moved(report, traffic, capsys):
     assert "less is accepted than measured at position 1, position 2, position 3" in said
     assert drift(report, traffic(4000, 1.5)) == 1
     assert "more is accepted than measured" in capsys.readouterr().out
+
+
+def test_a_real_server_s_code_is_as_measured_and_its_legal_texts_moved(sample_report, tmp_path):
+    """Counts of vLLM 0.32, gamma 3: a report of 24 prompts of code, 36 others, 60 of licences."""
+    lines = (REAL / "vllm-answers.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "others.jsonl").write_text("".join(lines[24:]))
+    rows = [counts for _, counts in read_requests("".join(lines[:24]))]
+    drafts, drafted, accepted, *places = (sum(column) for column in zip(*rows, strict=True))
+    sample_report.drafts["tuned"].counters = Counters(
+        num_drafts=drafts,
+        num_draft_tokens=drafted,
+        num_accepted_tokens=accepted,
+        mean_acceptance_length=measure("length", [(row[0] + row[2], row[0]) for row in rows]),
+        acceptance_rate=measure("rate", [(row[2], row[1]) for row in rows]),
+        acceptance_per_position=[place / drafts for place in places],
+        per_position=[
+            share("position", [(None, row[i], row[0]) for row in rows]) for i in (3, 4, 5)
+        ],
+    )
+    write_report(tmp_path, sample_report)
+    report, code = str(tmp_path / "report.json"), REAL / "vllm-metrics.prom"
+    legal = str(REAL / "vllm-metrics-legal.prom")  # of the same server, an hour later
+    assert drift(report, str(code)) == 0
+    assert drift(report, str(tmp_path / "others.jsonl")) == 0
+    assert drift(report, legal, "--since", code) == 1
 
 
 def test_too_few_drafts_to_tell(report, traffic, capsys):

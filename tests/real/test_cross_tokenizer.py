@@ -1,7 +1,7 @@
 """A byte-level draft for a SentencePiece target, end to end: SmolLM2-135M for Gemma-3-270M.
 
-`pytest tests/real/test_cross_tokenizer.py -s` prints the table of docs/vocabulary.md. The target is
-under the Gemma terms of use.
+`pytest tests/real/test_cross_tokenizer.py -s` prints a table as docs/vocabulary.md has it, of 160
+prompts and 36 steps there. The target is under the Gemma terms of use.
 """
 
 import json
@@ -153,7 +153,6 @@ def run(tmp_path_factory):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    print(done.stdout)
     return folder
 
 

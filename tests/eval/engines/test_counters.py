@@ -3,6 +3,7 @@
 vllm-metrics.prom and vllm-answers.jsonl are of one server with --per-request-spec-decode-metrics
 detailed and gamma 3, which had answered 60 prompts of HumanEval: the lines of its /metrics that
 concern speculation, and its answers, all but the first two cut down to their counts.
+vllm-metrics-legal.prom is the same server's after 60 licence clauses more.
 """
 
 import json
