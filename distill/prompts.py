@@ -176,14 +176,20 @@ def tuning_split(prompts: list[Prompt], count: int) -> tuple[list[Prompt], list[
 
 
 def hold_out(prompts: list[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
-    """The first `count` prompts, and those of the rest that are not like them.
+    """The first prompts, `count` or as many more as complete their groups, and the rest.
 
-    Alike are near-duplicates, and prompts of the same group.
+    The rest is without near-duplicates of them.
     """
-    held_out, rest = prompts[:count], prompts[count:]
+    held_out: list[Prompt] = []
+    for first in prompts:
+        if len(held_out) >= count:
+            break
+        if first not in held_out:
+            alike = (p for p in prompts if p.group is not None and p.group == first.group)
+            held_out += [first] if first.group is None else alike
     near = NearDuplicates(p.text for p in held_out)
-    groups = {p.group for p in held_out} - {None}
-    return held_out, [p for p in rest if p.group not in groups and not near.closest(p.text)[0]]
+    ids = {p.id for p in held_out}
+    return held_out, [p for p in prompts if p.id not in ids and not near.closest(p.text)[0]]
 
 
 def _refuse_unknown_builder(spec: str) -> None:

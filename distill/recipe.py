@@ -73,6 +73,7 @@ Drafter = Literal["pruned", "sibling", "features", "eagle3", "medusa", "parallel
 Text = Annotated[str, Field(min_length=1)]
 HubId = Annotated[str, Field(pattern=r"^\w[\w.-]*/[\w.-]+$")]
 Count = Annotated[int, Field(ge=1)]
+Part = Annotated[float, Field(gt=0, le=1)]
 AtLeastNone = Annotated[int, Field(ge=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -118,6 +119,8 @@ class Recipe:
     cache_top_k: Count = 15  # most likely tokens kept of each distribution
     loss: LossName | Literal["auto"] = "auto"  # of distill/losses.py; auto goes by `temperature`
     position_weights: bool = False  # more weight where more accepted tokens hang on it (D-PACE)
+    select_fraction: Part | None = None  # of positions: best to learn (AdaSPEC); null: all
+    reference_draft: Text | None = None  # folder of a tuned draft: what it has learnt can be learnt
     held_out_prompts: AtLeastNone = 32  # to follow alpha on while training; a 20th of all at most
     early_stopping_patience: Count | None = 5  # measurements of them without a best; null: never
     teacher_temperature: Positive = 1.0  # the draft learns p ** (1 / this); 1 at most
@@ -397,6 +400,12 @@ def _check_together(recipe: Recipe) -> None:
             f"teacher_temperature is {recipe.teacher_temperature}, but must be at most 1: above 1 "
             "most of p would move to tokens that were not cached, and how much cannot be known."
         )
+    if (recipe.select_fraction is None) != (recipe.reference_draft is None):
+        raise RecipeError(
+            f"select_fraction is {yaml_text(recipe.select_fraction)} and reference_draft "
+            f"{yaml_text(recipe.reference_draft)}: what is selected is what a tuned draft has "
+            "learnt better; give both, or neither."
+        )
     _check_data(recipe)
     _check_minutes(recipe)
     _check_server(recipe)
@@ -506,10 +515,10 @@ def _check_drafter(recipe: Recipe) -> None:
         )
     if recipe.one_step:
         return
-    if recipe.position_weights:
+    if recipe.position_weights or recipe.select_fraction is not None:
         raise RecipeError(
-            "position_weights is true, but is for drafts that learn one step at a time, and "
-            f"drafter {kind!r} learns several; leave it out."
+            "position_weights and select_fraction are for drafts that learn one step at a time, "
+            f"and drafter {kind!r} learns several; leave them out."
         )
     if recipe.shares["on_policy"] and kind != "parallel":
         raise RecipeError(

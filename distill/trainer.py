@@ -53,12 +53,14 @@ from distill.losses import (
     LossName,
     Weigh,
     acceptance,
+    coarse_loss,
     forward_kl,
     head_loss,
     position_weights,
+    selected,
 )
 from distill.models import Pair
-from distill.prepare import PreparedDraft, read_prepared
+from distill.prepare import PreparedDraft, load_reference, read_prepared
 from distill.recipe import Recipe, RecipeError, chosen_loss
 from distill.state_cache import states_of
 from distill.training_set import TRAINING_SET, DistillationCollator, training_set
@@ -98,18 +100,22 @@ def _gathered(value: Any, kept: bool) -> Any:
 
 
 def attach_distillation_forward(
-    model: PreTrainedModel, divergence: Divergence = forward_kl, gamma: int | None = None
+    model: PreTrainedModel,
+    divergence: Divergence = forward_kl,
+    gamma: int | None = None,
+    fraction: float = 1.0,
 ) -> None:
     """Make `model.forward` return the summed loss over response positions instead of logits.
 
     Inside forward, so that DDP's gradient hooks, PEFT's adapters and autocast all see it; and the
     head's share inside the head's own, since its weight is whole only while it is called where
     FSDP or ZeRO-3 shard it. The head is applied to response positions only; called with a
-    `temperature`, it returns `acceptance` at each of them. gamma: weighs them by
-    `position_weights` for so many drafted tokens. Undone by
+    `temperature`, it returns `acceptance` at each of them, and with `each` their losses. gamma:
+    weighs them by `position_weights` for so many drafted tokens. fraction: of them that is
+    `selected`, where the batch holds the `reference` losses. Undone by
     `detach_distillation_forward`. Raises ValueError for a head that is more than a product.
     """
-    body, head = attach_head(model, divergence, gamma)
+    body, head = attach_head(model, divergence)
 
     def forward(
         input_ids: Tensor,
@@ -118,6 +124,8 @@ def attach_distillation_forward(
         top_ids: Tensor,
         top_logprobs: Tensor,
         temperature: float | None = None,
+        reference: Tensor | None = None,
+        each: bool = False,
         **_: Any,
     ) -> ModelOutput:
         states = body(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
@@ -125,19 +133,27 @@ def attach_distillation_forward(
         if temperature is not None:
             accepted, lacking = head(hidden, top_ids, top_logprobs, temperature)
             return ModelOutput(accepted=accepted, lacking=lacking)
-        rows = None if gamma is None else positions // input_ids.shape[1]
-        loss, agreed = head(hidden, top_ids, top_logprobs, rows=rows)
+        if each:
+            return ModelOutput(each=head(hidden, top_ids, top_logprobs, each=True))
+
+        def weigh(loss: Tensor, alpha: Tensor, part: slice) -> Tensor:
+            weights = torch.ones_like(loss)
+            if gamma is not None:
+                weights *= position_weights(alpha, positions[part] // input_ids.shape[1], gamma)
+            if reference is not None:
+                weights *= selected(loss, reference[part], fraction)
+            return weights
+
+        weighs = gamma is not None or reference is not None
+        loss, agreed = head(hidden, top_ids, top_logprobs, weigh=weigh if weighs else None)
         return ModelOutput(loss=loss, agreed=agreed)
 
     model.forward = forward
 
 
-def attach_head(
-    model: PreTrainedModel, divergence: Divergence, gamma: int | None = None
-) -> tuple[Any, Any]:
+def attach_head(model: PreTrainedModel, divergence: Divergence) -> tuple[Any, Any]:
     """The model's body, and its head, which from now on gives the loss of the states it reads.
 
-    gamma: as of attach_distillation_forward, where it is called with the `rows` of its positions.
     Raises ValueError for a head that is more than a product.
     """
     head: Any = model.get_output_embeddings()
@@ -154,25 +170,26 @@ def attach_head(
         top_ids: Tensor,
         top_logprobs: Tensor,
         temperature: float | None = None,
-        rows: Tensor | None = None,
+        each: bool = False,
+        weigh: Weigh | None = None,
     ) -> Any:
         if top_logprobs.dtype == torch.int32:  # `_prepare_inputs`
             top_logprobs = top_logprobs.view(torch.float32)
-        if temperature is not None:  # nothing is trained: `acceptance`, a chunk at a time
+        chunks: Any = zip(
+            *(part.split(CHUNK) for part in (hidden, top_ids, top_logprobs)), strict=True
+        )
+        if each:
+            found = (
+                coarse_loss(F.linear(states, head.weight), ids, logprobs, divergence)[0]
+                for states, ids, logprobs in chunks
+            )
+            return torch.cat([*found])
+        if temperature is not None:
             parts = [
                 acceptance(F.linear(states, head.weight), ids, logprobs, temperature)
-                for states, ids, logprobs in zip(
-                    *(part.split(CHUNK) for part in (hidden, top_ids, top_logprobs)), strict=True
-                )
+                for states, ids, logprobs in chunks
             ]
             return tuple(torch.cat(part) for part in zip(*parts, strict=True))
-        weigh: Weigh | None = None
-        if gamma is not None and rows is not None:
-            of_rows, block = rows, gamma
-
-            def weigh(_: Tensor, alpha: Tensor, part: slice) -> Tensor:
-                return position_weights(alpha, of_rows[part], block)
-
         return head_loss(hidden, head.weight, top_ids, top_logprobs, divergence, weigh)
 
     head.forward = head_forward
@@ -240,9 +257,12 @@ class DistillationTrainer(SFTTrainer):
         loss: LossName = "forward_kl",
         attach: Callable[[PreTrainedModel, Divergence], None] = attach_distillation_forward,
         slow: tuple[str, ...] = (),
+        reference: Any = None,
         **kwargs: Any,
     ) -> None:
-        """attach, slow: of the kind of drafter that is trained (distill/drafters/base.py)."""
+        """attach, slow: of the kind of drafter that is trained (distill/drafters/base.py).
+        reference: a draft whose losses are compared (`selected`), with the same rows in its head.
+        """
         self.loss_name, self.slow = loss, slow
         self.whole: Any = None  # where its weights go when they are sharded
         self.sums = torch.zeros(3)  # since the last log, here: divergence, agreements, tokens
@@ -253,6 +273,10 @@ class DistillationTrainer(SFTTrainer):
             self.add_callback(_Progress(loss))
         model: Any = self.model
         attach(model.get_base_model() if hasattr(model, "get_base_model") else model, LOSSES[loss])
+        self.reference = reference
+        if self.reference is not None:
+            self.reference.to(self.args.device).eval()
+            attach_distillation_forward(self.reference, LOSSES[loss])
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         # as bits: FSDP and DeepSpeed round every float that they see where the weights are bf16
@@ -281,6 +305,9 @@ class DistillationTrainer(SFTTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         index = inputs.pop("index")
+        if self.reference is not None:
+            with torch.no_grad():
+                inputs["reference"] = self.reference(**inputs, each=True).each
         # the same random numbers for an answer, whichever process has it in this step
         outputs = model(**inputs, seeds=index + SEEDS_A_STEP * self.state.global_step)
         tokens = len(inputs["positions"])
@@ -539,8 +566,9 @@ def build_trainer(
     retokenizer: Retokenizer | None = None,
     new_rows: bool = False,
     states: Mapping[int, Tensor] | None = None,
+    reference: PreTrainedModel | None = None,
 ) -> DistillationTrainer:
-    """A trainer of the draft in fp32, of the recipe's kind.
+    """A trainer of the draft in fp32, of the recipe's kind. reference: as of DistillationTrainer.
 
     An input embedding that is not the head as well stays as it is, unless it has `new_rows` that
     were never trained (a transplant): then LoRA trains embedding and head whole, too. retokenizer:
@@ -562,8 +590,10 @@ def build_trainer(
             adapters.modules_to_save = [names[part] for part in whole]
             adapters.ensure_weight_tying = tied
     attach = kind.attach
-    if recipe.position_weights:  # of kinds that are trained a step at a time (recipe.py)
-        attach = partial(attach_distillation_forward, gamma=recipe.gamma or recipe.max_gamma)
+    if recipe.one_step:
+        gamma = (recipe.gamma or recipe.max_gamma) if recipe.position_weights else None
+        fraction = recipe.select_fraction or 1.0
+        attach = partial(attach_distillation_forward, gamma=gamma, fraction=fraction)
     trainer = DistillationTrainer(
         model=model,
         args=training_config(recipe),
@@ -580,6 +610,7 @@ def build_trainer(
         loss=chosen_loss(recipe)[0],
         attach=attach,
         slow=kind.SLOW,
+        reference=reference,
     )
     if trainer.args.device.type == "cpu":
         # torch's fused attention takes twice the time of two products there, its backward thrice
@@ -610,6 +641,7 @@ def distil_draft(
         pair.retokenizer,
         pair.new_rows,
         states_of(recipe, pair, answers),
+        load_reference(recipe, pair, prepared) if recipe.reference_draft else None,
     )
     held_out = held_out_rows(recipe.folder, rows, pair.vocab_size, pair.retokenizer)
     if held_out:

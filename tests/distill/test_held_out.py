@@ -246,10 +246,11 @@ def test_what_is_like_a_held_out_prompt_is_not_trained_on():
             prompt("d", "of the same document", "x"),
             prompt("e", "of no document"),
         ],
-        2,
+        3,
     )
-    assert [p.id for p in held] == ["a", "b"]
+    assert [p.id for p in held] == ["a", "d", "b"]
     assert [p.id for p in rest] == ["e"]
+    assert hold_out(rest, 0) == ([], rest)
 
 
 def test_a_run_follows_held_out_prompts_and_reports_a_forecast(job, tmp_path, monkeypatch, capsys):

@@ -139,6 +139,37 @@ def test_position_weights_are_taken_within_each_answer(tiny_model):
     torch.testing.assert_close(model(**batch).loss, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_what_the_reference_has_learnt_better_is_selected(tmp_path, tiny_model, tokenizer):
+    """The step's loss and gradient are those of the selected positions, chosen plainly."""
+    answers, reference = made_answers(5), tiny_model()
+    with torch.no_grad():
+        reference.lm_head.weight.mul_(0.3)
+    losses = []
+    model = tiny_model()
+    for one in (model, reference):
+        of = []
+        for answer in answers:
+            ids = torch.cat([answer.prompt_ids, answer.response_ids])[None]
+            logits = one(ids).logits[0, len(answer.prompt_ids) - 1 : -1]
+            of.append(coarse_loss(logits, answer.top_ids, answer.top_logprobs, forward_kl)[0])
+        losses.append(torch.cat(of))
+    mine, theirs = (part.detach() for part in losses)
+    count = round(0.4 * len(mine))
+    chosen = sorted(range(len(mine)), key=lambda i: float(theirs[i] - mine[i]))[:count]
+    expected = mine[chosen].sum() * len(mine) / count
+    trainer = build_trainer(
+        model,
+        answers,
+        None,
+        tokenizer,
+        recipe_in(tmp_path, select_fraction=0.4, reference_draft="unused"),
+        reference=reference,
+    )
+    batch = DistillationCollator(0)(list(training_rows(answers, None)))
+    loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
+    torch.testing.assert_close(loss * len(mine), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("prompt_tokens", [1, 4])
 def test_the_loss_is_divided_by_the_response_tokens(tmp_path, tiny_model, tokenizer, prompt_tokens):
     answers = made_answers(3)
