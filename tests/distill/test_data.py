@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from distill import judged, train
+from distill import budget, judged, train
 from distill.answer_cache import FIXED_TEXT, CachedAnswer, CacheError, Rows
 from distill.fixed_text import SHORTEST, fixed_rows
 from distill.judged import (
@@ -269,6 +269,7 @@ def test_minutes_are_planned_with_the_rows_beside_the_answers(mixed, monkeypatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr(train, "make_draft", cut)
+    monkeypatch.setattr(budget, "STARTED", budget.time.monotonic())
     with pytest.raises(KeyboardInterrupt):
         run(recipe)
     shown = capsys.readouterr().out
