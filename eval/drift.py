@@ -20,14 +20,12 @@ if not __package__:
 
 import argparse
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import torch
 
 from align.atomic import atomic_file
 from align.process import use_machine
-from align.sources import read_json
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.forward import build_decoder
 from eval.decoding.loop import Decoding
@@ -55,6 +53,7 @@ from eval.measuring.journal import Journal
 from eval.measuring.log import StepCosts
 from eval.prompts import PromptSet, load_prompts, render_all
 from eval.reporting.report import Costs, DraftReport, Measured, Report, ReportError, read_report
+from eval.reporting.tables import forecast_line
 
 PRICED_PROMPTS = 40
 REMEDY = (
@@ -204,13 +203,8 @@ def _step_costs(costs: Costs) -> StepCosts:
     )
 
 
-def price(
-    draft: DraftReport, report: Report, prompts: str, device: str, forecast: Any = None
-) -> int:
-    """Print what an adapter for the prompts could bring, and return the exit status.
-
-    forecast: the report's, of what more training tokens bring on its own prompts.
-    """
+def price(draft: DraftReport, report: Report, prompts: str, device: str) -> int:
+    """Print what an adapter for the prompts could bring, and return the exit status."""
     if draft.alpha is None or draft.costs is None:
         raise NotComparable(
             f"the report of {report.engine} has no alpha to compare with: give a report of engine "
@@ -223,12 +217,8 @@ def price(
         best_gamma(mean, _step_costs(draft.costs))[1] for mean in (there.mean, draft.alpha.mean)
     )
     print(f"expected speed-up {then:.2f}x at the report's alpha, {now:.2f}x here")
-    if forecast:
-        print(
-            f"forecast on the report's own prompts: alpha {forecast['at_3x']['mean']:.3f} with 3x "
-            f"the training tokens ({forecast['tokens']:,}), {forecast['at_10x']['mean']:.3f} with "
-            f"10x"
-        )
+    if forecast := forecast_line(report):
+        print(f"On the report's own prompts: {forecast}")
     if not difference.moved:
         print("\nas measured")
         return 0
@@ -253,8 +243,7 @@ def main(argv: list[str]) -> int:
             )
         draft = report.drafts[name]
         if args.prompts is not None:
-            forecast = read_json(args.report).get("forecast")
-            return price(draft, report, args.prompts, args.device, forecast)
+            return price(draft, report, args.prompts, args.device)
         return check_traffic(draft, report, args.metrics, args.since)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

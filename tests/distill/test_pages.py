@@ -37,7 +37,8 @@ MODULES = {
     "eval.run": evaluation.main,
 }
 # a command with these words is only parsed
-PARSED = ["--report_to", "vllm", "llama.cpp", "openvino", "server"]
+# (of a tiny adapter one token of alpha is more than publishing lets pass)
+PARSED = ["--adapter", "--report_to", "vllm", "llama.cpp", "openvino", "server"]
 DRY = ["--minutes", "/shared/drafts/legal"]
 
 
@@ -61,7 +62,7 @@ def desk(folder, tmp_path_factory):
         values |= {"train_prompts": "sql-train.jsonl", "eval_prompts": "sql-eval.jsonl"}
         path = desk / f"{name}.yaml"
         path.parent.mkdir(exist_ok=True)
-        path.write_text(yaml_text(values | {"name": path.stem}), encoding="utf-8")
+        path.write_text(yaml_text({"name": path.stem} | values), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(desk)
         assert distill.train.main(["--recipe", "code.yaml"]) == 0
@@ -94,7 +95,9 @@ def of_ours(words):
     return "distill/train.py" in words or (words[:2] == ["python", "-m"] and words[2] in MODULES)
 
 
-WITH_COMMANDS = "README drafters engines own-domain recipes scale serving vocabulary".split()
+WITH_COMMANDS = (
+    "README adapters drafters engines own-domain recipes scale serving vocabulary".split()
+)
 
 
 def run(words):
@@ -110,8 +113,11 @@ def run(words):
         arguments += ["--speed_prompts", "2", *([] if "--gamma" in words else ["--gamma", "2"])]
         if "--batch_sizes" in words:
             arguments += ["--batch_sizes", "1,2"]
+    status = MODULES[module](arguments) or 0
+    if module == "eval.drift" and "--prompts" in words:
+        return status, {0, 1}  # texts of a tiny model are like others, or not
     # nothing is learned in four steps: the floor for alpha is not met
-    return MODULES[module](arguments) or 0, {int("--fail_under_alpha" in words)}
+    return status, {int("--fail_under_alpha" in words)}
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ class Table:
 class Remembered(Table):
     """A real model in the same way: its own logits, each computed once."""
 
-    def __init__(self, model, context_length, embedding=None, int8=False):
+    def __init__(self, model, context_length, embedding=None, int8=False, masks=None):
         super().__init__(model.get_output_embeddings().weight.shape[0], None)
         self.model, self.context_length = model, context_length
         self.embedding = model.get_input_embeddings().weight
