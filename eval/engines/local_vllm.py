@@ -28,13 +28,20 @@ def speculation(draft: str | Path, gamma: int) -> list[str]:
     """The arguments with which a vLLM server speculates, gamma tokens a time.
 
     draft: a model of its own, or a folder in the format of speculators, which names its method, or
-    Medusa heads.
+    Medusa heads. Raises ServerError for heads that vLLM would not start with.
     """
     path = Path(draft) / "config.json"
     about = read_json(path) if path.is_file() else {}
     kind = about.get("speculators_model_type")
     if about.get("model_type") == "medusa":
         kind = "medusa"
+        if about["truncated_vocab_size"] < about["vocab_size"]:
+            # vLLM 0.32 makes a parameter of token_map and does not count it as loaded
+            raise ServerError(
+                f"{draft} has heads of {about['truncated_vocab_size']} of {about['vocab_size']} "
+                "tokens, and vLLM refuses its own token_map when it starts ('weights were not "
+                "initialized from checkpoint'); train with draft_vocab_size: null for vLLM."
+            )
     config = {"method": kind or "draft_model", "model": str(draft), "num_speculative_tokens": gamma}
     return ["--speculative-config", json.dumps(config)]
 

@@ -80,12 +80,22 @@ def test_two_servers_and_their_processes_end_with_the_block():
 
 @pytest.mark.parametrize(
     ("config", "method"),
-    [({"model_type": "llama"}, "draft_model"), ({"model_type": "medusa"}, "medusa")],
+    [
+        ({"model_type": "llama"}, "draft_model"),
+        ({"model_type": "medusa", "truncated_vocab_size": 9, "vocab_size": 9}, "medusa"),
+    ],
 )
 def test_the_method_is_that_of_the_draft(tmp_path, config, method):
     (tmp_path / "config.json").write_text(json.dumps(config))
     (_, asked) = speculation(tmp_path, 3)
     assert json.loads(asked)["method"] == method
+
+
+def test_trimmed_medusa_heads_are_refused_before_a_server_starts(tmp_path):
+    config = {"model_type": "medusa", "truncated_vocab_size": 8, "vocab_size": 9}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ServerError, match=r"heads of 8 of 9 tokens.*draft_vocab_size: null"):
+        speculation(tmp_path, 3)
 
 
 def test_a_server_that_refuses():
