@@ -197,6 +197,20 @@ def domain_mass(answers: Iterable[CachedAnswer], vocab_size: int) -> Tensor:
     return mass
 
 
+def head_tokens(
+    answers: Iterable[CachedAnswer], vocab_size: int, size: int | None, forced: Iterable[int]
+) -> tuple[Tensor | None, float]:
+    """The `size` ids [K] that a trimmed head keeps, and the share of p's mass that it loses.
+
+    size: None for a whole head, which loses nothing.
+    """
+    if size is None:
+        return None, 0.0
+    mass = domain_mass(answers, vocab_size)
+    ids = choose_tokens(mass, size, forced)
+    return ids, lost_mass(mass, ids)
+
+
 @torch.no_grad()
 def prune_and_fit(
     target: PreTrainedModel,
@@ -222,15 +236,14 @@ def prune_and_fit(
     full_head = torch.cat(
         [(rows.float() @ projection).to(rows.dtype) for rows in target_head.split(HEAD_ROWS)]
     )
-    mass = domain_mass(answers, target_head.shape[0])
-    token_ids = None if head_size is None else choose_tokens(mass, head_size, forced_tokens)
+    token_ids, lost = head_tokens(answers, len(target_head), head_size, forced_tokens)
     head = full_head if token_ids is None else full_head[token_ids]
     model = build_pruned(target, num_layers, head)
     return PreparedDraft(
         model=model,
         token_ids=token_ids,
         full_head=full_head,
-        lost_mass=0.0 if token_ids is None else lost_mass(mass, token_ids),
+        lost_mass=lost,
     )
 
 

@@ -24,7 +24,6 @@ from transformers.utils import ModelOutput
 
 from align.atomic import atomic_file, atomic_folder
 from align.sources import read_json
-from align.trim import choose_tokens, lost_mass
 from distill.answer_cache import CachedAnswer
 from distill.drafters.features import RIDGE, STEPS, following
 from distill.losses import Divergence
@@ -34,7 +33,7 @@ from distill.prepare import (
     FrozenEmbedding,
     LeastSquares,
     PreparedDraft,
-    domain_mass,
+    head_tokens,
     lost_mass_of,
     until,
 )
@@ -69,10 +68,8 @@ def prepare(
     if not (folder / PREPARED).exists():
         states = states_of(recipe, pair, answers)
         assert states is not None
-        mass = domain_mass(answers, pair.vocab_size)
-        size, ids = recipe.draft_vocab_size, None
-        if size is not None:
-            ids = choose_tokens(mass, size, forced_tokens(pair.target))
+        forced = forced_tokens(pair.target)
+        ids, lost = head_tokens(answers, pair.vocab_size, recipe.draft_vocab_size, forced)
         some = list(until(answers, recipe.fit_tokens))
         made: Any = fit_eagle3(target.loaded.model, ids, states, some)
         sizes = made.get_buffer("sizes")
@@ -80,7 +77,6 @@ def prepare(
         made.to(embedding.dtype)
         with atomic_folder(folder) as partial:
             save_eagle3(partial, made, ids, embedding, states.layers, recipe.target)
-        lost = 0.0 if ids is None else lost_mass(mass, ids)
         with atomic_file(folder / PREPARED) as file:
             json.dump({"lost_mass": lost, "sizes": sizes.tolist()}, file)
     model, token_ids = load_eagle3(folder, embedding)

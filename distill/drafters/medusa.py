@@ -24,7 +24,6 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from align.atomic import atomic_file, atomic_folder
-from align.trim import choose_tokens, lost_mass
 from distill.answer_cache import CachedAnswer
 from distill.drafters.low_rank import cut_to_rank, with_none
 from distill.drafters.parallel import drawn_depths, rows_of
@@ -34,7 +33,7 @@ from distill.prepare import (
     PREPARED,
     LeastSquares,
     PreparedDraft,
-    domain_mass,
+    head_tokens,
     lost_mass_of,
     until,
 )
@@ -67,17 +66,14 @@ def prepare(
     if not (folder / PREPARED).exists():
         states = states_of(recipe, pair, answers)
         assert states is not None
-        mass = domain_mass(answers, pair.vocab_size)
-        ids = None
-        if recipe.draft_vocab_size is not None:
-            ids = choose_tokens(mass, recipe.draft_vocab_size, forced_tokens(pair.target))
+        forced = forced_tokens(pair.target)
+        ids, lost = head_tokens(answers, pair.vocab_size, recipe.draft_vocab_size, forced)
         head = target.loaded.model.get_output_embeddings().weight.detach()
         model = new_heads(recipe, pair, head if ids is None else head[ids])
         with_head_rows(model, ids)
         known = embedding if ids is None else embedding[ids]
         fit_heads(model, known.float(), states, list(until(answers, recipe.fit_tokens)))
         save_medusa(folder, model, ids, embedding)
-        lost = 0.0 if ids is None else lost_mass(mass, ids)
         with atomic_file(folder / PREPARED) as file:
             json.dump({"lost_mass": lost}, file)
     model, ids = load_medusa(folder, embedding)
