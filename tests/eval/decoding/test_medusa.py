@@ -1,7 +1,5 @@
 """Heads on the target's last state: lossless, and each reads the state it should."""
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +20,7 @@ from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.verification import Sampling
 from eval.decoding.weights import Product
 from eval.prompts import Prompt
+from tests.eval.decoding.chi_square import assert_from_target
 
 VOCAB, DEPTH, LAYERS, SIZE, LONGEST = 61, 4, 2, 32, 40
 NEVER = frozenset({VOCAB + 1})
@@ -176,8 +175,6 @@ def test_what_it_proposes_is_what_alpha_was_taken_on(target, drafts, name, ids):
 
 @pytest.mark.parametrize("length", [DraftLength(2), DraftLength(3, 0.25)], ids=str)
 def test_sampled_tokens_have_the_targets_distribution(tiny, length):
-    from scipy.stats import chi2
-
     vocab, runs = 6, 800
     target, draft = build_decoder(tiny(0, vocab), 40), medusa(vocab, seed=5)
     rows = [[1, 2], [3, 3, 3]]
@@ -186,18 +183,7 @@ def test_sampled_tokens_have_the_targets_distribution(tiny, length):
         how = Decoding(Sampling(1.5), NEVER, 4, seed)
         for row, run in enumerate(decode(target, draft, PROMPTS[:2], rows, how, length)):
             counts[row, run.tokens[1], run.tokens[2]] += 1
-
-    def p(context):
-        logits = target.forward(torch.tensor([context]), 0, target.new_cache(1, 8), True)[0, -1]
-        return (logits.double() / 1.5).softmax(-1)
-
-    for ids, seen in zip(rows, counts, strict=True):
-        expected = torch.zeros(vocab, vocab, dtype=torch.double)
-        for a, b in itertools.product(range(vocab), repeat=2):
-            expected[b] += runs * p(ids)[a] * p([*ids, a])[b] * p([*ids, a, b])
-        common = expected >= 5
-        statistic = float(((seen - expected)[common] ** 2 / expected[common]).sum())
-        assert chi2.sf(statistic, int(common.sum()) - 1) > 1e-4
+    assert_from_target(target, rows, counts, runs, 1.5)
 
 
 @pytest.mark.parametrize("rank", [0, 4])

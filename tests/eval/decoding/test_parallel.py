@@ -13,6 +13,7 @@ from eval.decoding.forward import KVCache, StockDecoder, build_decoder
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.verification import Sampling
 from eval.prompts import Prompt
+from tests.eval.decoding.chi_square import assert_from_target
 
 VOCAB, DEPTH, CONTEXT, LONGEST = 61, 4, 90, 40
 NEVER = frozenset({VOCAB + 1})
@@ -236,8 +237,6 @@ def test_alpha_is_taken_on_the_first_token_which_knows_no_mask(drafts, drafter):
 
 @pytest.mark.parametrize("length", [DraftLength(2), DraftLength(3, 0.25)], ids=str)
 def test_sampled_tokens_have_the_targets_distribution(tiny, length):
-    from scipy.stats import chi2
-
     vocab, runs = 6, 800
     target = build_decoder(tiny(0, vocab), 40)
     masks = random_masks()
@@ -255,15 +254,4 @@ def test_sampled_tokens_have_the_targets_distribution(tiny, length):
         how = Decoding(sampling, NEVER, 4, seed)
         for row, run in enumerate(decode(target, draft, PROMPTS[:2], rows, how, length)):
             counts[row, run.tokens[1], run.tokens[2]] += 1
-
-    def p(context):
-        logits = target.forward(torch.tensor([context]), 0, target.new_cache(1, 8), True)[0, -1]
-        return (logits.double() / 1.5).softmax(-1)
-
-    for ids, seen in zip(rows, counts, strict=True):
-        expected = torch.zeros(vocab, vocab, dtype=torch.double)
-        for a, b in itertools.product(range(vocab), repeat=2):
-            expected[b] += runs * p(ids)[a] * p([*ids, a])[b] * p([*ids, a, b])
-        common = expected >= 5
-        statistic = float(((seen - expected)[common] ** 2 / expected[common]).sum())
-        assert chi2.sf(statistic, int(common.sum()) - 1) > 1e-4
+    assert_from_target(target, rows, counts, runs, 1.5)

@@ -16,6 +16,7 @@ from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.prompts import Prompt
+from tests.eval.decoding.chi_square import assert_from_target
 
 VOCAB, SIZE, LONGEST = 13, 24, 40
 NEVER = frozenset({VOCAB + 1})
@@ -214,8 +215,6 @@ def test_teacher_forced_reads_only_what_the_target_has_read(target, draft, seria
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampled_batches_keep_the_targets_distribution(tiny_llama, kind):
     """Counts of the second and third token over many seeds."""
-    from scipy.stats import chi2
-
     vocab, runs = 5, 700
     shape = {"hidden_size": SIZE, "intermediate_size": 40, "num_hidden_layers": 3}
     model = tiny_llama(0, 4, vocab_size=vocab, num_key_value_heads=2, **shape)
@@ -239,19 +238,7 @@ def test_sampled_batches_keep_the_targets_distribution(tiny_llama, kind):
             counts[row, run.tokens[1], run.tokens[2]] += 1
             accepted += sum(run.accepted)
     assert accepted > 0
-
-    def p(context):
-        cache = target.decoder.new_cache(1, 16)
-        logits = target.decoder.forward(torch.tensor([context]), 0, cache, True)[0, -1]
-        return (logits.double() / 1.5).softmax(-1)
-
-    for text, seen in zip(ids, counts, strict=True):
-        expected = torch.zeros(vocab, vocab, dtype=torch.double)
-        for a, b in itertools.product(range(vocab), repeat=2):
-            expected[b] += runs * p(text)[a] * p([*text, a])[b] * p([*text, a, b])
-        common = expected >= 5
-        statistic = float(((seen - expected)[common] ** 2 / expected[common]).sum())
-        assert chi2.sf(statistic, int(common.sum()) - 1) > 1e-4
+    assert_from_target(target.decoder, ids, counts, runs, 1.5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
