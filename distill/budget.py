@@ -11,6 +11,7 @@ import dataclasses
 import math
 import statistics
 import time
+from typing import NamedTuple
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
@@ -18,6 +19,7 @@ from accelerate.utils import broadcast_object_list
 from align.atomic import remove
 from distill.answer_cache import AnswerCache
 from distill.answers import PROBE, answer_lengths, answer_prompts
+from distill.choice import chosen_before, with_choice
 from distill.held_out import SHARE
 from distill.models import Pair, TargetOfRun
 from distill.prompts import Prompts
@@ -39,6 +41,8 @@ STARTED = time.monotonic()
 
 def adopted(recipe: Recipe) -> Recipe:
     """The recipe with what an interrupted run of its folder had decided; without, as it is."""
+    if recipe.drafter == "auto" and (choice := chosen_before(recipe.folder)):
+        recipe = with_choice(recipe, choice)
     path = recipe.folder / "recipe.yaml"
     if recipe.minutes is None or recipe.max_answers is not None or not path.exists():
         return recipe
@@ -53,7 +57,36 @@ def adopted(recipe: Recipe) -> Recipe:
     )
 
 
-def plan(recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun, texts: int) -> Recipe:
+class FirstAnswers(NamedTuple):
+    """The first answers of a run, and the seconds that each took."""
+
+    answers: AnswerCache
+    seconds: float
+
+
+def first_answers(
+    recipe: Recipe, prompts: Prompts, target: TargetOfRun, texts: int
+) -> FirstAnswers:
+    """PROBE answers, timed. texts: as of `plan`. A call of all processes."""
+    count = min(PROBE, most_answers(recipe, prompts, texts))
+    if recipe.minutes is not None:
+        with PartialState().main_process_first():
+            remove(recipe.folder / "answers")  # of a run that was cut before it had decided
+    loaded = target.loaded  # not timed
+    clock = time.monotonic()
+    some = dataclasses.replace(recipe, max_answers=count)
+    answers = answer_prompts(some, prompts.training.ids, loaded)
+    return FirstAnswers(answers, (time.monotonic() - clock) / count)
+
+
+def plan(
+    recipe: Recipe,
+    pair: Pair,
+    prompts: Prompts,
+    target: TargetOfRun,
+    texts: int,
+    first: FirstAnswers,
+) -> Recipe:
     """The recipe with `max_answers` and `max_steps` decided, printed, and written to its folder.
 
     texts: how many rows of fixed text there are. A call of all processes. Raises RecipeError where
@@ -61,19 +94,13 @@ def plan(recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun, text
     """
     assert recipe.minutes is not None
     total = most_answers(recipe, prompts, texts)
-    first = min(PROBE, total)
-    with PartialState().main_process_first():
-        remove(recipe.folder / "answers")  # of a run that was cut before it had decided
+    answers, per_answer = first
+    made = min(PROBE, total)
     model, token_ids = stand_in(recipe, pair, target.loaded)
     rows = pair.trained_rows(token_ids)
     beside = row_beside(recipe, pair, prompts, target.loaded, model)
     per_step = training_step(recipe, pair, prompts.training.ids, model, rows)
     del model
-    clock = time.monotonic()
-    answers = answer_prompts(
-        dataclasses.replace(recipe, max_answers=first), prompts.training.ids, target
-    )
-    per_answer = (time.monotonic() - clock) / first
     length = statistics.mean(answer_lengths(recipe, prompts.training.ids, answers))
     context = sum(map(len, prompts.training.ids)) / len(prompts.training.ids)
     per_answer += states_seconds(recipe, pair, target.loaded, round(context + length))
@@ -82,14 +109,14 @@ def plan(recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun, text
     evaluation = evaluation_seconds(recipe, prompts, target.loaded, length)
     timed = min(recipe.speed_prompts, len(prompts.evaluation.ids))
     left = _left(recipe) - evaluation(timed)
-    count, steps = split(recipe, left, first, total, per_answer, per_step, beside)
+    count, steps = split(recipe, left, made, total, per_answer, per_step, beside)
     decided = [count, steps]
     broadcast_object_list(decided)
     count, steps = decided
-    if count < first:
-        needed = recipe.minutes + (first - count) * per_answer / 60 + 0.5
+    if count < made:
+        needed = recipe.minutes + (made - count) * per_answer / 60 + 0.5
         raise RecipeError(
-            f"minutes is {recipe.minutes:g}, too few here: {first} answers of {per_answer:.2f} s, "
+            f"minutes is {recipe.minutes:g}, too few here: {made} answers of {per_answer:.2f} s, "
             f"training steps of {per_step:.2f} s and {evaluation(timed) / 60:.1f} "
             f"minutes of evaluation do not fit. Give {math.ceil(needed)} or more, or fewer "
             "max_eval_prompts."
@@ -97,8 +124,8 @@ def plan(recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun, text
     recipe = dataclasses.replace(
         recipe, max_answers=count, training=recipe.training | {"max_steps": steps}
     )
-    made = recipe.rows(len(prompts.training.ids))
-    others = made["fixed"] + made["on_policy"]
+    mixed = recipe.rows(len(prompts.training.ids))
+    others = mixed["fixed"] + mixed["on_policy"]
     print(
         f"plan for {recipe.minutes:g} minutes: {count} of {total} answers "
         f"({count * per_answer / 60:.1f} min), "

@@ -14,10 +14,11 @@ import torch
 
 from align.sources import load_config, weights_at_hand
 from distill.budget import UNPLANNED, most_answers, split
+from distill.choice import Comparison
 from distill.drafters.base import kind_of
 from distill.fixed_text import fixed_rows
 from distill.memory import PROMPT_TOKENS, columns, needs, summary, table
-from distill.models import Pair, check_models, load_target
+from distill.models import Pair, TargetOfRun, check_models, load_target
 from distill.prompts import Prompts, collect_prompts
 from distill.recipe import Recipe
 from distill.server import ServedTarget
@@ -55,6 +56,10 @@ def price_run(recipe: Recipe) -> int:
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
     texts = len(fixed_rows(recipe, prompts))
+    if recipe.drafter == "auto":
+        comparison = Comparison(recipe, pair, prompts, TargetOfRun(recipe, pair, prompts))
+        comparison.price()
+        return _exit_status(max(map(comparison.ceiling, comparison.tried)))
     return _time_run(recipe, pair, prompts, load_target(recipe, prompts), texts)
 
 
@@ -128,7 +133,12 @@ def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target, text
     head_rows = len(target.decoder.embedding) if token_ids is None else len(token_ids)
     for line in elsewhere(costs, 0 if sampling.greedy else head_rows):
         print(line)
-    if ceiling_speedup(costs) <= 1:
+    return _exit_status(ceiling_speedup(costs))
+
+
+def _exit_status(ceiling: float) -> int:
+    """1, and the reason, where even a perfect draft does not reach 1x."""
+    if ceiling <= 1:
         print("error: no draft length can pay with this draft; use a smaller one.", file=sys.stderr)
         return 1
     return 0

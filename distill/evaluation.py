@@ -6,6 +6,7 @@ import json
 
 from align.atomic import atomic_file
 from align.process import free_memory
+from distill.choice import chosen_before
 from distill.forecast import forecast
 from distill.models import Pair
 from distill.prepare import lost_mass_of
@@ -50,7 +51,7 @@ def evaluate(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> Re
         )
         found = forecast(folder)
         made = {"no_forecast": found} if isinstance(found, str) else {"forecast": found}
-        report = report.model_copy(update=made)
+        report = report.model_copy(update=made | {"choice": chosen_before(folder)})
         write_report(folder / "report", report)
         with atomic_file(folder / "provenance.json") as file:
             json.dump(made_by, file, indent=2)

@@ -116,7 +116,8 @@ def check_models(recipe: Recipe) -> Pair:
             "target's vocabulary; lower it."
         )
     if recipe.draft is None:
-        check_prunable(target.config, recipe.num_draft_layers if recipe.kind in PRUNED else 0)
+        keeps_layers = recipe.kind in PRUNED and recipe.drafter != "auto"
+        check_prunable(target.config, recipe.num_draft_layers if keeps_layers else 0)
         if recipe.draft_vocab_size is not None:
             choose_tokens(torch.zeros(target.rows), recipe.draft_vocab_size, forced_tokens(target))
     for spec in filter(None, (recipe.on_policy_draft, recipe.reference_draft)):

@@ -69,7 +69,8 @@ class RecipeError(ValueError):
 
 
 Strategy = Literal["auto", "direct", "padded", "remap", "transplant", "intersection"]
-Drafter = Literal["pruned", "sibling", "features", "eagle3", "medusa", "parallel"]
+Kind = Literal["pruned", "sibling", "features", "eagle3", "medusa", "parallel"]
+Drafter = Literal["auto"] | Kind
 Text = Annotated[str, Field(min_length=1)]
 HubId = Annotated[str, Field(pattern=r"^\w[\w.-]*/[\w.-]+$")]
 Count = Annotated[int, Field(ge=1)]
@@ -92,7 +93,7 @@ class Recipe:
     domain: Text = "general"  # what the draft is for, in words (goes to the model card)
     target_hub_id: HubId | None = None  # ORG/NAME of a target that is a file, for the model card
     draft: Text | None = None  # a sibling to tune; null makes a draft from the target
-    drafter: Drafter | None = None  # kind of draft; null: sibling where draft is named, else pruned
+    drafter: Drafter | None = None  # null: pruned, or sibling where draft is named; auto: compares
     base: Text | None = None  # a run whose pruned draft this one starts from, as its adapters do
     output_dir: Text | None = None  # null: outputs/ and the name
     minutes: Positive | None = None  # of the whole run on this machine; null: as the rest says
@@ -147,9 +148,11 @@ class Recipe:
     training: dict[str, Any] = field(default_factory=dict)  # any other field of trl.SFTConfig
 
     @property
-    def kind(self) -> Drafter:
-        """The kind of draft, a file of distill/drafters."""
-        return self.drafter or ("pruned" if self.draft is None else "sibling")
+    def kind(self) -> Kind:
+        """The kind of draft, a file of distill/drafters; until `auto` has chosen, the plainest."""
+        if self.drafter is None or self.drafter == "auto":
+            return "pruned" if self.draft is None else "sibling"
+        return self.drafter
 
     @property
     def one_step(self) -> bool:
@@ -499,9 +502,16 @@ def _check_minutes(recipe: Recipe) -> None:
 
 def _check_drafter(recipe: Recipe) -> None:
     kind = recipe.kind
-    if not (Path(__file__).parent / "drafters" / f"{kind}.py").is_file():
+    if recipe.drafter == "auto" and (recipe.draft or recipe.base) is not None:
+        key = "draft" if recipe.draft else "base"
         raise RecipeError(
-            f"drafter is {kind!r}, which this version cannot make yet; take pruned, or sibling."
+            f"drafter is auto, which compares what can be made of the target, but {key} is "
+            f"{getattr(recipe, key)!r}; remove one of the two."
+        )
+    if recipe.drafter == "auto" and not recipe.shares["answers"]:
+        raise RecipeError(
+            "drafter is auto, which compares kinds of draft on the target's answers, but data has "
+            "none; give answers a share, or name a drafter."
         )
     if kind == "sibling" and recipe.draft is None:
         raise RecipeError(

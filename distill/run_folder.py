@@ -40,6 +40,7 @@ FREE_KEYS = {
     "target_hub_id",
 }
 DECIDED = {"max_answers", "max_steps", "speed_prompts"}  # by a run with `minutes`
+CHOSEN = {"drafter", "num_draft_layers"}  # by a run with `drafter: auto`
 PACKAGES = "torch transformers trl peft accelerate datasets evaluate gguf safetensors".split()
 _STARTED = time.time()
 
@@ -51,6 +52,7 @@ def refuse_another_run(recipe: Recipe) -> None:
         return
     found, asked = read_yaml(path), recipe.values()
     free = FREE_KEYS | (DECIDED if recipe.minutes is not None else set())
+    free |= CHOSEN if recipe.drafter == "auto" else set()
     changed = sorted(
         key for key in (found.keys() | asked) - free if found.get(key) != asked.get(key)
     )

@@ -26,7 +26,8 @@ from align.process import free_memory, join_processes, use_machine
 from distill.adapters import on_base
 from distill.answer_cache import CachedAnswer
 from distill.answers import answer_prompts
-from distill.budget import adopted, plan, spend_rest
+from distill.budget import adopted, first_answers, plan, spend_rest
+from distill.choice import choose
 from distill.dry_run import price_run
 from distill.evaluation import evaluate
 from distill.export import export_draft
@@ -77,8 +78,15 @@ def run(recipe: Recipe) -> int:
         )
         answer_prompts(once, prompts.held_out.ids, target, HELD_OUT)
     planned = recipe.minutes is not None and recipe.max_answers is None
-    if planned:
-        recipe = plan(recipe, pair, prompts, target, len(texts))
+    undecided = recipe.drafter == "auto" and not recipe.coverage_curve
+    if planned or undecided:
+        first = first_answers(recipe, prompts, target, len(texts))
+        if undecided:
+            stage("Compare kinds of draft")
+            recipe = choose(recipe, pair, prompts, target, first.answers)
+            stage("The target answers more training prompts")
+        if planned:
+            recipe = plan(recipe, pair, prompts, target, len(texts), first)
     answers = None
     if served is not None:
         answers = served.answers()

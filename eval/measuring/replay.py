@@ -28,6 +28,8 @@ from eval.prompts import PromptSet
 NEVER = 1e-30  # as `stop_below`: the draft says how sure it is, and does not stop
 ROWS = 8  # texts at once
 TEXT_TOKENS = 64  # of an answer are enough to compare draft lengths
+# a token in hand pays from about (draft + width) / target on
+STOP_BELOW = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 
 
 class Place(NamedTuple):
@@ -116,14 +118,26 @@ def blocks(text: Sequence[Place], length: DraftLength) -> Iterator[tuple[Place, 
         at += emitted
 
 
-def seconds_per_token(
-    texts: Sequence[Sequence[Place]], length: DraftLength, costs: StepCosts
-) -> float:
-    """Seconds that a token of these texts takes with drafts of that length."""
+def spent(text: Sequence[Place], length: DraftLength, costs: StepCosts) -> tuple[float, int]:
+    """Seconds that a text takes with drafts of that length, and its tokens."""
     seconds, tokens = 0.0, 0
-    for text in texts:
-        for place, drafted, emitted in blocks(text, length):
-            seconds += 0.0 if place.free else float(costs.draft(drafted))
-            seconds += float(costs.verify(drafted + 1.0))
-            tokens += emitted
-    return seconds / max(tokens, 1)
+    for place, drafted, emitted in blocks(text, length):
+        seconds += 0.0 if place.free else float(costs.draft(drafted))
+        seconds += float(costs.verify(drafted + 1.0))
+        tokens += emitted
+    return seconds, tokens
+
+
+def best_length(texts: Sequence[Sequence[Place]], costs: StepCosts, max_gamma: int) -> DraftLength:
+    """The draft length with the fewest seconds a token.
+
+    Fixed lengths from 1 to max_gamma, each also with a stop at every one of STOP_BELOW.
+    """
+    lengths = [DraftLength(gamma) for gamma in range(1, max_gamma + 1)]
+    lengths += [DraftLength(long.gamma, stop) for long in lengths[1:] for stop in STOP_BELOW]
+
+    def seconds_per_token(length: DraftLength) -> float:
+        each = [spent(text, length, costs) for text in texts]
+        return sum(s for s, _ in each) / max(sum(tokens for _, tokens in each), 1)
+
+    return min(lengths, key=seconds_per_token)

@@ -21,7 +21,7 @@ from eval.decoding.verification import Sampling
 from eval.measuring import metrics
 from eval.measuring.journal import Journal
 from eval.measuring.log import PromptRun, StepCosts
-from eval.measuring.replay import places, seconds_per_token
+from eval.measuring.replay import best_length, places
 from eval.prompts import Batch, PromptSet
 
 R = TypeVar("R")
@@ -31,8 +31,6 @@ STOCK_PROMPTS = 6
 STOCK_TOKENS = 64
 WARM_UP_TOKENS = 8
 CHOICE_REPEATS = 10  # of the same, for the choice of a draft length
-# a token in hand pays from about (draft + width) / target on
-STOP_BELOW = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 
 # A contender: the target alone, or with a drafter of one draft length.
 Contender = tuple[Drafter | None, DraftLength]
@@ -76,15 +74,11 @@ def choose_gamma(
 ) -> DraftLength:
     """The draft length with the fewest seconds a token on prompts that are not evaluated.
 
-    Fixed lengths from 1 to max_gamma, each also with a stop at every one of STOP_BELOW: replayed
-    (eval/measuring/replay.py) at the costs of steps that are measured here.
+    Replayed (eval/measuring/replay.py) at the costs of steps that are measured here.
     """
     context = sum(map(len, prompts.ids)) // len(prompts.ids) + how.max_new_tokens // 2
     costs = step_costs(target.decoder, drafter, context, max_gamma, how.sampling, CHOICE_REPEATS)
-    texts = places(target, drafter, prompts, how, max_gamma)
-    lengths = [DraftLength(gamma) for gamma in range(1, max_gamma + 1)]
-    lengths += [DraftLength(long.gamma, stop) for long in lengths[1:] for stop in STOP_BELOW]
-    return min(lengths, key=lambda length: seconds_per_token(texts, length, costs))
+    return best_length(places(target, drafter, prompts, how, max_gamma), costs, max_gamma)
 
 
 def decode_in_turns(

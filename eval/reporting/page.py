@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from eval.reporting.report import Bucket, DraftReport, Measured, Report
+from eval.reporting.report import Bucket, DrafterChoice, DraftReport, Measured, Report
 from eval.reporting.tables import (
     DEFINITIONS,
     baseline_line,
@@ -148,6 +148,41 @@ def gamma_chart(drafts: Drafts, colours: dict[str, str]) -> dict[str, Any] | Non
     }
 
 
+def choice_chart(choice: DrafterChoice | None) -> dict[str, Any] | None:
+    """Kinds of draft by cost and alpha, and the front: none cheaper has as much alpha."""
+    if choice is None:
+        return None
+    known = [(one, one.healed or one.untuned) for one in choice.candidates]
+    dots = [(one.c, found.alpha, one) for one, found in known if found is not None]
+    front: list[tuple[float, float]] = []
+    for c, alpha, _ in sorted(dots, key=lambda dot: (dot[0], -dot[1].mean)):
+        if not front or alpha.mean > front[-1][1]:
+            front.append((c, alpha.mean))
+    widest = max(c for c, _, _ in dots)
+    unit = next(u for u in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0) if widest / u <= 8 or u == 1)
+    count = math.ceil(widest / unit) + 1
+    return {
+        "plot": Plot(0, count, 1.0),
+        "labels": [f"{i * unit:g}" for i in range(count)],
+        "front": [(c / unit + 0.5, alpha) for c, alpha in front],
+        "dots": [
+            (
+                c / unit + 0.5,
+                alpha,
+                f"var({'--s0' if one.chosen else '--s1' if one.healed else '--muted'})",
+                one.name,
+            )
+            for c, alpha, one in dots
+        ],
+        "legend": [
+            ("round", "var(--s0)", "chosen"),
+            ("round", "var(--s1)", "trained briefly"),
+            ("round", "var(--muted)", "untuned"),
+            ("line", "var(--muted)", "front"),
+        ],
+    }
+
+
 def waterfall_rows(draft: DraftReport) -> list[tuple[str, float | None, float]]:
     """(label, start, end) from the longest possible block to the wall clock; totals start at 0."""
     w = draft.waterfall
@@ -245,6 +280,7 @@ def render_page(report: Report) -> str:
             tables={table.title: table for table in found},
             baseline=baseline_line(report),
             waterfall=waterfall_rows(draft),
+            choice_chart=choice_chart(report.choice),
             gamma_chart=gamma_chart(report.drafts, colours),
             acceptance_charts=acceptance_charts(report.drafts, colours),
             colours=colours,

@@ -589,6 +589,42 @@ class Forecast(Part):
     method: str
 
 
+class Replayed(Part):
+    """A candidate on texts of the target, its steps priced by measured ones."""
+
+    alpha: Share = Field(description="of the tokens of these texts, drafted right as the first")
+    speedup: Measured = Field(description="predicted, at the best draft length")
+    gamma: Positive
+    stop_below: float = Field(ge=0, le=1, description="as of `DraftLength`; 0: never")
+
+
+class Candidate(Part):
+    """A kind of draft, and what its comparison with others found."""
+
+    drafter: str
+    layers: Positive | None = Field(description="kept of the target; null for other kinds")
+    c: Quantity = Field(
+        description="draft time of a token over a target step, in a draft of the longest length"
+    )
+    ceiling_speedup: Quantity = Field(description="of a perfect draft at this cost")
+    untuned: Replayed | None = Field(None, description="as prepared; null: priced only")
+    healed: Replayed | None = Field(None, description="trained briefly; null: not among the best")
+    chosen: bool
+
+    @property
+    def name(self) -> str:
+        """What to call it."""
+        return self.drafter if self.layers is None else f"{self.drafter}, {self.layers} layers"
+
+
+class DrafterChoice(Part):
+    """What `drafter: auto` compared."""
+
+    candidates: Annotated[list[Candidate], Field(min_length=1)]
+    ruled_out: dict[str, str] = Field(description="kinds that the recipe rules out, and why")
+    healed_seconds: Quantity = Field(description="of training, for each that was trained")
+
+
 class Findings(Part):
     """What an evaluation found, without the warnings and the headline made from it."""
 
@@ -612,6 +648,9 @@ class Findings(Part):
     )
     no_forecast: str | None = Field(
         None, description="why there is none; null also where no training was followed"
+    )
+    choice: DrafterChoice | None = Field(
+        None, description="how the kind of draft was chosen; null where the recipe named it"
     )
 
     @property

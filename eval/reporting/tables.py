@@ -16,6 +16,7 @@ from eval.reporting.report import (
     Bucket,
     Confusion,
     Divergence,
+    DrafterChoice,
     DraftReport,
     Findings,
     Forecast,
@@ -433,6 +434,26 @@ def _forecast_table(made: Forecast) -> Table:
     return Table("What more data would bring", header, rows, made.method)
 
 
+def _choice_table(choice: DrafterChoice) -> Table:
+    """What `drafter: auto` compared, and on what."""
+    header = ["kind", "cost of a token", "perfect draft", "untuned: alpha", "predicted speed-up"]
+    header += ["trained: alpha", "predicted speed-up", ""]
+    rows = []
+    for one in choice.candidates:
+        row = [one.name, f"{one.c:.3f}", f"{one.ceiling_speedup:.2f}"]
+        for found in (one.untuned, one.healed):
+            row += ["", ""] if found is None else [shown(found.alpha), shown(found.speedup)]
+        rows.append([*row, "chosen" if one.chosen else ""])
+    rows += [[kind, "ruled out", *[""] * 5, why] for kind, why in choice.ruled_out.items()]
+    note = (
+        "Kinds of draft that this target can have, by what `drafter: auto` knew when it chose: the "
+        "cost of a drafted token in target steps, and what a replay of prompts that are not "
+        f"evaluated predicts, before and after {choice.healed_seconds:.0f} seconds of training. "
+        "Each draft in the other tables is the chosen one, fully trained."
+    )
+    return Table("Kinds of draft compared", header, rows, note)
+
+
 def forecast_line(report: Findings) -> str:
     """What more different training tokens would bring; empty where nobody knows."""
     made = report.forecast
@@ -492,6 +513,7 @@ def tables(report: Report) -> list[Table]:
         _table("By category", "category, draft", categories, CATEGORIES),
         _by_draft("Other prompts", report, OTHERS),
         *([] if report.forecast is None else [_forecast_table(report.forecast)]),
+        *([] if report.choice is None else [_choice_table(report.choice)]),
         _by_draft("Cost and latency", report, COSTS),
         _by_item("Where the draft runs", report, "placement", PLACEMENT, PLACEMENT_NOTE),
         _by_draft("Drafts", report, DRAFTS),

@@ -12,7 +12,7 @@ from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring.log import StepCosts
-from eval.measuring.replay import Place, blocks, places, seconds_per_token
+from eval.measuring.replay import Place, blocks, places, spent
 from eval.prompts import Prompt, PromptSet
 
 VOCAB = 12
@@ -116,4 +116,4 @@ def test_seconds_are_those_of_the_steps():
     made = [(drafted, emitted) for _, drafted, emitted in blocks(text, length)]
     assert made == [(2, 3), (1, 1), (3, 2)]
     seconds = (2 * 1 + 12) + (1 * 1 + 11) + 13
-    assert seconds_per_token([text], length, COSTS) == pytest.approx(seconds / 6)
+    assert spent(text, length, COSTS) == (pytest.approx(seconds), 6)

@@ -7,9 +7,9 @@ from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring import metrics
+from eval.measuring.replay import STOP_BELOW
 from eval.measuring.timing import (
     ALONE,
-    STOP_BELOW,
     choose_gamma,
     decode_in_turns,
     over_stock_generate,
