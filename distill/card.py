@@ -16,6 +16,7 @@ from eval.decoding.adapters import BASE, CONFIG, WEIGHTS
 from eval.decoding.target import weights_sha256
 from eval.engines.environments import ENGINES
 from eval.engines.installed import serve_command
+from eval.engines.server import ServerError
 from eval.reporting.report import DraftReport, Measured, Report, read_report
 from eval.reporting.tables import DEFINITIONS, Table, bank_tables, gamma_text, shown, size, tables
 
@@ -93,7 +94,8 @@ def model_card(run: Path, report: Report, found: Found) -> str:
         numbers=numbers,
         looked_up=_looked_up(report, name),
         gamma=gamma_of(report),
-        vllm=_vllm_command(target, found.name, gamma_of(report), own_ids),
+        kind=recipe.get("drafter"),
+        vllm=_vllm_command(target, found.name, gamma_of(report), own_ids, run / "draft"),
         llama_cpp=serve_command(
             "llama.cpp",
             f"{target}/{short_name(spec)}.gguf" if one_file else f"{short_name(spec)}-f16.gguf",
@@ -188,8 +190,11 @@ def gamma_of(report: Report) -> int:
     return (draft.payoff.best_gamma if draft.payoff else draft.gamma) or USUAL_GAMMA
 
 
-def _vllm_command(target: str, draft: str, gamma: int, own_ids: bool) -> str:
-    command = serve_command("vllm", target, draft, gamma)
+def _vllm_command(target: str, draft: str, gamma: int, own_ids: bool, folder: Path) -> str:
+    try:
+        command = serve_command("vllm", target, draft, gamma, folder)
+    except ServerError as error:
+        return f"# vLLM does not start with it: {error}"
     own = '{"use_heterogeneous_vocab": true, '  # greedily only
     return command.replace("{", own, 1) if own_ids else command
 

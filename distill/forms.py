@@ -1,6 +1,7 @@
 """The forms that a draft is published in, exported from its run into one folder.
 
-FOLDER/            the full checkpoint: what transformers and vLLM load
+FOLDER/            the full checkpoint: what transformers and vLLM load; of eagle3 and medusa the
+                   only form, which vLLM and draftsmith's decoder load
 FOLDER/compact/    what draftsmith's decoder runs: own tensors only, `d2t` and `t2d` as EAGLE-3
                    has them (vLLM: target id = row + d2t[row])
 FOLDER/adapter/    of a LoRA run, for its base; or FOLDER/ itself, published alone
@@ -25,6 +26,10 @@ from distill.reload import Form
 from eval.decoding.adapters import CONFIG, AdapterError
 
 GGUF_KINDS = ("f16", "q8_0", "q4_0")
+HEADS = (
+    "eagle3",
+    "medusa",
+)  # kinds whose folder is no language model: they read the target's states
 WHOLE = ("f16",)  # kinds that keep the weights as they are: their alpha must be the run's
 
 
@@ -33,22 +38,28 @@ def gguf_file(folder: Path, kind: str) -> Path:
     return folder / "gguf" / f"draft-{kind}.gguf"
 
 
-def forms_of(folder: Path, base: str | None = None) -> list[Form]:
-    """The forms in a folder, GGUF included; base: what an adapter in it belongs to."""
-    forms = [Form("full checkpoint", folder)]
+def forms_of(folder: Path, kind: str | None, base: str | None = None) -> list[Form]:
+    """The forms in a folder of a draft of that kind, GGUF included.
+
+    base: what an adapter in it belongs to.
+    """
+    if kind in HEADS:
+        return [Form(kind, folder, engine="draftsmith")]
+    without_states = kind == "features"
+    forms = [Form("full checkpoint", folder, own_alpha=without_states)]
     if (folder / "compact").is_dir():
         forms.append(Form("compact form", folder / "compact", engine="draftsmith"))
     if base is not None and (folder / "adapter").is_dir():
         forms.append(Form("adapter", folder / "adapter", engine="peft", base=base))
     return forms + [
         Form(
-            f"GGUF {kind}",
-            gguf_file(folder, kind),
+            f"GGUF {bits}",
+            gguf_file(folder, bits),
             engine="transformers, dequantised",
-            quantised=kind not in WHOLE,
+            own_alpha=without_states or bits not in WHOLE,
         )
-        for kind in GGUF_KINDS
-        if gguf_file(folder, kind).is_file()
+        for bits in GGUF_KINDS
+        if gguf_file(folder, bits).is_file()
     ]
 
 
@@ -58,6 +69,9 @@ def export_forms(run: Path, folder: Path) -> tuple[list[Form], dict[str, str]]:
     shutil.copytree(run / "draft", folder, dirs_exist_ok=True)
     (folder / "README.md").unlink(missing_ok=True)
     left_out = {}
+    if (kind := recipe.get("drafter")) in HEADS:
+        left_out["GGUF"] = f"a draft of kind {kind} is no model of its own"
+        return forms_of(folder, kind), left_out
     adapter, base = folder / KEPT, adapter_base(recipe)
     if recipe.get("use_peft"):
         if base is None or used in ("remap", "transplant"):
@@ -70,14 +84,14 @@ def export_forms(run: Path, folder: Path) -> tuple[list[Form], dict[str, str]]:
     print(f"Writing GGUF {', '.join(GGUF_KINDS)} …", flush=True)
     (folder / "gguf").mkdir()
     try:
-        for kind in GGUF_KINDS:
+        for bits in GGUF_KINDS:
             # of the run's own folder: a file made again is the same, also in the name it holds
-            write_gguf(run / "draft", gguf_file(folder, kind), kind)
+            write_gguf(run / "draft", gguf_file(folder, bits), bits)
     except ValueError as error:  # a family or tokenizer that llama.cpp has no name for here
         shutil.rmtree(folder / "gguf")
         left_out["GGUF"] = str(error)
         print(f"No GGUF: {error}")
-    return forms_of(folder, base), left_out
+    return forms_of(folder, kind, base), left_out
 
 
 def adapter_base(recipe: dict[str, Any]) -> str | None:

@@ -39,7 +39,7 @@ from distill.card import (
     model_card,
     overlap_of,
 )
-from distill.forms import export_adapter, export_forms, export_target, forms_of
+from distill.forms import HEADS, export_adapter, export_forms, export_target, forms_of
 from distill.hub import push_folder
 from distill.licence import derived_licence
 from distill.recipe import read_yaml
@@ -52,14 +52,6 @@ from eval.reporting.report import Report, read_report
 RECIPE = "recipe.yaml"
 PROVENANCE = "provenance.json"
 REPORT = Path("report", "report.json")
-UNPUBLISHED = {
-    "medusa": "whose draft is no model of its own that could be loaded again and measured: vLLM "
-    "loads draft/ as it stands",
-    "eagle3": "whose draft is no model of its own that could be loaded again and measured: vLLM "
-    "and speculators load draft/ as it stands",
-    "features": "whose full form drafts without the target's states and so has another alpha than "
-    "the report: engines load draft/ as it stands, and eval.run measures it for itself",
-}
 PUBLISHED = "published"  # in the run, what goes to the Hub where no other folder is named
 
 
@@ -185,8 +177,6 @@ def publish(plan: Plan) -> None:
     """
     run, report = plan.run, check_run(plan.run)
     recipe = read_yaml(run / RECIPE)
-    if (kind := recipe.get("drafter")) in UNPUBLISHED:
-        raise PublishError(f"{run} is a run with drafter {kind}, {UNPUBLISHED[kind]}")
     licence, source = plan.licence, "as its publisher states"
     if licence is None:
         base = recipe.get("draft")
@@ -224,7 +214,8 @@ def publish(plan: Plan) -> None:
 
 def check_and_describe(run: Path, report: Report, about: Found) -> None:
     """Load the run's own draft again, and write its card into `draft/`."""
-    measured = _measured(run, report, forms_of(run / "draft"))
+    kind = read_yaml(run / RECIPE).get("drafter")
+    measured = _measured(run, report, forms_of(run / "draft", kind))
     found = replace(about, forms=measured, engines=_kept(run, report, run / "draft"))
     print(f"model card: {_write(run / 'draft', model_card(run, report, found))}")
 
@@ -254,7 +245,12 @@ def _verified(plan: Plan, report: Report, folder: Path, to: Path, found: Found) 
     spec = report.target
     target_gguf = resolve_file(spec) if in_one_file(spec) else None
     engines = _kept(plan.run, report, folder)
+    kind = read_yaml(plan.run / RECIPE).get("drafter")
     for name in plan.engines:
+        if kind in HEADS and name != "vllm":
+            engines[name] = f"it loads no draft of kind {kind}"
+            print(f"{name}: not measured, {engines[name]}")
+            continue
         target = resolve_checkpoint(spec)
         engines[name] = verify(name, plan.run, report, folder, target, target_gguf)
     name = to.name if plan.push_to_hub is None else plan.push_to_hub.partition("/")[2]

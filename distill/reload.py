@@ -20,7 +20,7 @@ from align.sources import load_model, read_json
 from distill.recipe import read_yaml
 from eval.decoding.drafters.checkpoint import teacher_forced_logits
 from eval.decoding.drafters.loading import load_drafter
-from eval.decoding.forward import build_decoder
+from eval.decoding.forward import HiddenStates, build_decoder
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target, load_target, weights_sha256
 from eval.decoding.verification import Sampling, agreement, warp
@@ -50,15 +50,15 @@ class ReloadError(ValueError):
 class Form:
     """One form of a draft. name: as in the card. engine: whose loader read it.
 
-    base: the model that an adapter is for. quantised: the weights are not the run's own, so that
-    its alpha may be another.
+    base: the model that an adapter is for. own_alpha: it is not the draft that the run measured but
+    a quantised one, or one that lacks the target's states, so that its alpha may be another.
     """
 
     name: str
     path: Path
     engine: str = "transformers"
     base: str | None = None
-    quantised: bool = False
+    own_alpha: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,14 +103,14 @@ def check(form: Form, found: Reloaded, report: Report) -> None:
     print(f"{form.name}: alpha {found.alpha:.4f}, in the run {alpha.mean:.4f}")
     if found.dropped_mass is not None:
         print(f"{form.name}: {found.dropped_mass:.3%} of q's mass on ids that the head dropped")
-        if found.dropped_mass > DROPPED_LIMIT and not form.quantised:
+        if found.dropped_mass > DROPPED_LIMIT and not form.own_alpha:
             raise ReloadError(
                 f"The {form.name} gives {found.dropped_mass:.2%} of its probability to tokens that "
                 f"the trimmed head dropped, over {DROPPED_LIMIT:.1%}, so sampled drafts would be "
                 "tokens that it never learnt. If an earlier version exported it, make the draft "
                 "again in a new folder; if this one did, with a larger draft_vocab_size or none."
             )
-    if not form.quantised and abs(found.alpha.mean - alpha.mean) > ALPHA_TOLERANCE:
+    if not form.own_alpha and abs(found.alpha.mean - alpha.mean) > ALPHA_TOLERANCE:
         raise ReloadError(
             f"The {form.name}, loaded again by {form.engine}, has alpha {found.alpha.mean:.4f}, "
             f"but the run measured {alpha.mean:.4f}: more than {ALPHA_TOLERANCE} apart, so it is "
@@ -244,7 +244,10 @@ def _by_our_decoder(form: Form, target: Target, strategy: str) -> Forced:
     drafter = load_drafter(str(form.path), target, strategy)
 
     def forced(ids: list[int], text: list[int], how: Sequence[Sampling]) -> Iterator[Tensor]:
-        return drafter.teacher_forced(ids, text, how, {})
+        states: HiddenStates = dict.fromkeys(drafter.layers)
+        if states:
+            teacher_forced_logits(target.decoder, [*ids, *text[:-1]], len(ids), states)
+        return drafter.teacher_forced(ids, text, how, states)
 
     return forced
 

@@ -92,10 +92,15 @@ def measure_installed(
         )
 
 
-def serve_command(engine: str, target: str | Path, draft: str | Path, gamma: int) -> str:
-    """The command, or for transformers the Python, that uses the draft as it is measured here."""
+def serve_command(
+    engine: str, target: str | Path, draft: str | Path, gamma: int, folder: Path | None = None
+) -> str:
+    """The command, or for transformers the Python, that uses the draft as it is measured here.
+
+    folder: where the draft lies now, if not there.
+    """
     if engine == "vllm":
-        return shlex.join(["vllm", "serve", str(target), *speculation(draft, gamma)])
+        return shlex.join(["vllm", "serve", str(target), *speculation(draft, gamma, folder)])
     if engine == "llama.cpp":
         # gamma tokens a time, however unsure the draft is
         length = ["--spec-type", "draft-simple", "--spec-draft-n-max", str(gamma)]

@@ -24,13 +24,14 @@ READY_SECONDS, END_SECONDS = 600, 60
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def speculation(draft: str | Path, gamma: int) -> list[str]:
+def speculation(draft: str | Path, gamma: int, folder: Path | None = None) -> list[str]:
     """The arguments with which a vLLM server speculates, gamma tokens a time.
 
     draft: a model of its own, or a folder in the format of speculators, which names its method, or
-    Medusa heads. Raises ServerError for heads that vLLM would not start with.
+    Medusa heads. folder: where it lies now, if not there. Raises ServerError for heads that vLLM
+    would not start with.
     """
-    path = Path(draft) / "config.json"
+    path = (folder or Path(draft)) / "config.json"
     about = read_json(path) if path.is_file() else {}
     kind = about.get("speculators_model_type")
     if about.get("model_type") == "medusa":

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from distill import reload
-from distill.forms import export_forms, forms_of
+from distill.forms import HEADS, export_forms, forms_of
 from distill.licence import derived_licence
 from distill.publish import Plan, check_run, publish
 from distill.reload import ReloadError, reload_forms
@@ -47,6 +47,39 @@ def test_every_form_is_what_the_run_measured(pruned, tmp_path, capsys):
     assert "| compact form |" in card
 
 
+@pytest.mark.parametrize("kind", ["features", "parallel", "eagle3", "medusa"])
+def test_drafts_of_every_kind_are_published_as_they_were_measured(job, tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(reload, "ALPHA_TOLERANCE", 0.025)  # one token of 96 is 0.01
+    changes = PRUNED | {"drafter": kind, "max_gamma": 3}
+    if kind in HEADS:
+        changes["draft_vocab_size"] = 280
+    recipe = job(tmp_path / "run", **changes, **SHORT)
+    assert run(recipe) == 0
+    to = tmp_path / "shelf" / "draft"
+    publish(Plan(recipe.folder, to, licence="mit"))
+    report, card = check_run(recipe.folder), (to / "README.md").read_text()
+    own = kind if kind in HEADS else "compact form"
+    again = {
+        form.name: one
+        for form, one in zip(
+            forms_of(to, kind),
+            reload_forms(recipe.folder, report, forms_of(to, kind)).values(),
+            strict=True,
+        )
+    }
+    assert again[own].alpha.mean == pytest.approx(report.tuned[1].alpha.mean, abs=0.025)
+    assert f"| {own} |" in card
+    assert (kind in HEADS) == ("This draft is no language model" in card)
+    assert (kind in HEADS) == ("AutoModelForCausalLM" not in card)
+    assert (kind == "features") == ("accepted less, as the table of forms says" in card)
+    if kind == "eagle3":
+        assert '"method": "eagle3"' in card
+    if kind == "medusa":
+        assert "vLLM does not start with it" in card  # its heads are trimmed
+    if kind == "features":
+        assert again["full checkpoint"].alpha.mean != again[own].alpha.mean
+
+
 def test_the_compact_form_names_ids_as_vllm_reads_them(tiny_llama, tmp_path):
     model, token_ids = tiny_llama(vocab_size=12), torch.tensor([2, 3, 7, 11])
     embedding = model.get_input_embeddings().weight.detach()
@@ -62,7 +95,7 @@ def test_alpha_when_sampled_is_that_of_the_run(job, tmp_path):
     recipe = job(tmp_path / "run", **PRUNED, **SHORT, temperature=0.8)
     assert run(recipe) == 0
     report = check_run(recipe.folder)
-    found = reload_forms(recipe.folder, report, forms_of(recipe.folder / "draft"))
+    found = reload_forms(recipe.folder, report, forms_of(recipe.folder / "draft", None))
     alpha = report.tuned[1].alpha.mean
     assert 0 < alpha < 1
     for one in found.values():
@@ -78,7 +111,7 @@ def test_a_form_of_other_weights_is_an_error_with_both_numbers(pruned):
     alpha = report.tuned[1].alpha.mean
     message = rf"The full checkpoint, .* alpha 0\.0\d+, but the run measured {alpha:.4f}"
     with pytest.raises(ReloadError, match=message):
-        reload_forms(pruned, report, forms_of(pruned / "draft"))
+        reload_forms(pruned, report, forms_of(pruned / "draft", "pruned"))
 
 
 def test_mass_on_dropped_ids_is_an_error(pruned, capsys):
@@ -86,14 +119,14 @@ def test_mass_on_dropped_ids_is_an_error(pruned, capsys):
     tensors = load_file(compact)
     tensors["t2d"] = torch.arange(300) < 150  # as if half of the ids had no row
     save_file(tensors, compact, metadata={"format": "pt"})
-    full = forms_of(pruned / "draft")[0]
+    full = forms_of(pruned / "draft", "pruned")[0]
     with pytest.raises(ReloadError, match=r"gives \d+\.\d\d% of its probability to tokens that"):
         reload_forms(pruned, check_run(pruned), [full])
     assert "of q's mass on ids that the head dropped" in capsys.readouterr().out
 
 
 def test_what_was_measured_is_kept_for_the_same_weights_and_prompts(pruned, monkeypatch):
-    report, forms = check_run(pruned), forms_of(pruned / "draft")
+    report, forms = check_run(pruned), forms_of(pruned / "draft", "pruned")
     found = reload_forms(pruned, report, forms)
 
     def load(*_):
@@ -110,7 +143,7 @@ def test_a_report_on_other_prompts_is_refused(pruned):
     report = check_run(pruned)
     report.prompts.sha256 = "ab" * 32
     with pytest.raises(ReloadError, match=r"on other prompts .* python -m eval.run --run"):
-        reload_forms(pruned, report, forms_of(pruned / "draft"))
+        reload_forms(pruned, report, forms_of(pruned / "draft", "pruned"))
 
 
 def test_an_adapter_stands_beside_what_it_was_merged_into(job, folder, tmp_path):
