@@ -100,7 +100,8 @@ def choose(
 
     answers: the first ones of the run. A call of all processes.
     """
-    remove(recipe.folder / FOLDER)  # of a run that was cut before it had chosen
+    with PartialState().main_process_first():
+        remove(recipe.folder / FOLDER)  # of a run that was cut before it had chosen
     comparison = Comparison(recipe, pair, prompts, target)
     comparison.price()
     tried = comparison.tried
