@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from distill.held_out import HELD_OUT, read_gamma, read_seen
+from distill.held_out import HELD_OUT, read_gamma, read_seen, read_trained
+from eval.measuring.metrics import share
 from eval.reporting.report import Forecast, HeldOutPoint, Share
 
 FEWEST = 4  # points of the first epoch
@@ -53,6 +54,8 @@ def forecast(folder: Path) -> Forecast | str:
     alphas = sums[:, picked, 0].sum(-1) / sums[:, picked, 2].sum(-1)  # [P + 1, draws + 1]
     sizes = np.array([one.tokens for one in first], dtype=float)
 
+    trained = read_trained(folder / HELD_OUT)
+
     def at(times: int) -> Share:
         both = np.stack([gain(sizes, alphas[:-1], times) for gain in (_to_ceiling, _in_log)])
         reached = np.clip(alphas[-1] + both.clip(min=0), 0, 1)
@@ -66,6 +69,9 @@ def forecast(folder: Path) -> Forecast | str:
     return Forecast(
         tokens=tokens,
         alpha=Share(mean=alpha, ci95=(min(low, alpha), max(high, alpha)), n=count),
+        trained_alpha=share("trained_alpha", [(None, row[0], row[2]) for row in trained])
+        if trained
+        else None,
         at_3x=at(3),
         at_10x=at(10),
         gamma=read_gamma(folder / HELD_OUT),

@@ -2,15 +2,17 @@
 
 Some training prompts are never trained on, nor is what nearly repeats them. The target answers them
 as it does the others; now and then the draft is taken on these answers, teacher-forced. They cost
-SHARE of the training steps at most.
+SHARE of the training steps at most. In the end it is taken on as many answers that it was trained
+on: more text brings held-out alpha nearer to that one, and not beyond.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from align.atomic import atomic_file, remove
 from align.vocab_map import Retokenizer
+from distill.answer_cache import FIXED_TEXT, AnswerCache, CachedAnswer
 from distill.answer_cache import HELD_OUT as FIRST_INDEX
-from distill.answer_cache import AnswerCache
+from distill.recipe import Recipe
 from distill.training_set import training_rows
 
 HELD_OUT = "held_out"  # its folder: the target's answers, the weights kept, and what was seen
@@ -89,6 +92,35 @@ def held_out_rows(
     return [row | {"index": FIRST_INDEX + row["index"]} for row in rows]
 
 
+def trained_rows(
+    recipe: Recipe,
+    prompts: Sequence[Sequence[int]],
+    answers: Iterable[CachedAnswer],
+    head_rows: Tensor | None,
+    retokenizer: Retokenizer | None,
+) -> list[dict[str, Any]]:
+    """Rows like those of `held_out_rows`, of the first answers that are trained on.
+
+    prompts: token ids of all training prompts, answered in this order.
+    """
+
+    def answer_alone(one: CachedAnswer) -> CachedAnswer:
+        """Without what is taught of its prompt."""
+        taught = len(prompts[one.index % len(prompts)]) - 1 if recipe.train_on_prompts else 0
+        text = torch.cat([one.prompt_ids, one.response_ids])
+        return replace(
+            one,
+            prompt_ids=text[: len(one.prompt_ids) + taught],
+            response_ids=one.response_ids[taught:],
+            top_ids=one.top_ids[taught:],
+            top_logprobs=one.top_logprobs[taught:],
+        )
+
+    own = (answer_alone(one) for one in answers if one.index < FIXED_TEXT)
+    some = itertools.islice(own, recipe.held_out_prompts)
+    return list(training_rows(some, head_rows, 1.0, retokenizer))
+
+
 def simulated_calls(accepted: Sequence[float], gamma: int) -> float:
     """Expected target calls for tokens that are accepted with these chances, gamma drafted each.
 
@@ -113,13 +145,17 @@ class HeldOut(TrainerCallback):
         self,
         trainer: Any,
         rows: list[dict[str, Any]],
+        trained: list[dict[str, Any]],
         folder: Path,
         temperature: float,
         gamma: int,
         patience: int | None,
     ) -> None:
-        """temperature: deployed; above 1 it is not known from the cache, and 1 is taken."""
+        """trained: some of the rows that are trained on. temperature: deployed; above 1 it is not
+        known from the cache, and 1 is taken.
+        """
         self.trainer, self.rows, self.folder = trainer, rows, folder / HELD_OUT
+        self.trained = trained
         self.temperature, self.gamma, self.patience = min(temperature, 1.0), gamma, patience
         self.seen: list[Seen] = []
         self.steps: list[int] = []
@@ -151,9 +187,8 @@ class HeldOut(TrainerCallback):
         better = before is None or found.alpha >= before.alpha
         if better:
             self.trainer.save_trained(self.folder / BEST)
+        self._write()
         if PartialState().is_main_process:
-            with atomic_file(self.folder / SEEN) as file:
-                json.dump({"gamma": self.gamma, "seen": [asdict(one) for one in self.seen]}, file)
             lacks = f" (up to {found.lacking:.3f} more: the cut)" if found.lacking > 5e-4 else ""
             line = f"step {found.step}: held-out alpha {found.alpha:.3f}{lacks}, "
             line += f"simulated tau {found.tau:.2f} at gamma {self.gamma}"
@@ -162,17 +197,34 @@ class HeldOut(TrainerCallback):
         if stopped(self.seen, self.patience):
             control.should_training_stop = control.should_save = True
 
-    @torch.no_grad()
+    def on_train_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if self.rows and self.trained:
+            self._write(self.sums(self.trained[: len(self.rows)]))
+
+    def _write(self, trained: list[list[float]] | None = None) -> None:
+        if PartialState().is_main_process:
+            known = {"seen": [asdict(one) for one in self.seen], "trained": trained}
+            with atomic_file(self.folder / SEEN) as file:
+                json.dump({"gamma": self.gamma} | known, file)
+
     def measured(self, step: int) -> Seen:
-        """The draft as it is, on all held-out rows. A call of all processes: each takes them all,
-        since the weights may be shared out.
+        """The draft as it is, on all held-out rows."""
+        share = min(1.0, step * self.trainer.global_batch / len(self.trainer.train_dataset))
+        return Seen(step, round(share * self.tokens), self.sums(self.rows))
+
+    @torch.no_grad()
+    def sums(self, of: list[dict[str, Any]]) -> list[list[float]]:
+        """The sums of `Seen` of each row. A call of all processes: each takes them all, since the
+        weights may be shared out.
         """
         trainer = self.trainer
         model, batch = trainer.model_wrapped, trainer.args.per_device_train_batch_size
         model.eval()
         sums: list[list[float]] = []
-        for at in range(0, len(self.rows), batch):
-            rows = self.rows[at : at + batch]
+        for at in range(0, len(of), batch):
+            rows = of[at : at + batch]
             inputs = trainer._prepare_inputs(trainer.data_collator(rows))
             inputs.pop("index")
             with trainer.compute_loss_context_manager():
@@ -184,8 +236,7 @@ class HeldOut(TrainerCallback):
                 calls = simulated_calls(chances[1:], self.gamma)
                 sums.append([sum(chances), float(lacking.sum()), len(chances), calls])
         model.train()
-        share = min(1.0, step * trainer.global_batch / len(trainer.train_dataset))
-        return Seen(step, round(share * self.tokens), sums)
+        return sums
 
 
 def read_seen(folder: Path) -> list[Seen]:
@@ -194,6 +245,12 @@ def read_seen(folder: Path) -> list[Seen]:
     if not path.exists():
         return []
     return [Seen(**one) for one in json.loads(path.read_text())["seen"]]
+
+
+def read_trained(folder: Path) -> list[list[float]] | None:
+    """The sums of rows that were trained on, after training; None where it did not end yet."""
+    found: list[list[float]] | None = json.loads((folder / SEEN).read_text())["trained"]
+    return found
 
 
 def read_gamma(folder: Path) -> int:

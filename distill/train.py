@@ -154,7 +154,7 @@ def make_draft(
         rows = with_on_policy_text(recipe, pair, target, rows)
     target.release()
     stage("Distil the draft")
-    tuned = distil_draft(recipe, pair, prepared, rows)
+    tuned = distil_draft(recipe, pair, prepared, rows, target.prompts.training.ids)
     free_memory()  # trainer and optimiser, which refer to each other
     if tuned is not None:
         stage("Save the draft")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,15 @@ from align.vocab_map import Retokenizer
 from distill.adapters import lora_config, merged
 from distill.answer_cache import CachedAnswer
 from distill.drafters.base import kind_of
-from distill.held_out import HELD_OUT, HeldOut, held_out_rows, load_best, read_seen, stopped
+from distill.held_out import (
+    HELD_OUT,
+    HeldOut,
+    held_out_rows,
+    load_best,
+    read_seen,
+    stopped,
+    trained_rows,
+)
 from distill.losses import (
     CHUNK,
     LOSSES,
@@ -623,8 +631,11 @@ def distil_draft(
     pair: Pair,
     prepared: PreparedDraft,
     answers: Iterable[CachedAnswer],
+    prompts: Sequence[Sequence[int]],
 ) -> PreTrainedModel | None:
     """The draft in fp32 after training on the answers, on the first process; None elsewhere.
+
+    prompts: token ids of all training prompts.
 
     Of adapters it is made as `merged` says but for a draft moved onto other tokens, which nobody
     else has as the base of its adapters. With `max_steps: 0` it is as it was prepared.
@@ -647,7 +658,15 @@ def distil_draft(
     if held_out:
         gamma, patience = recipe.gamma or recipe.max_gamma, recipe.early_stopping_patience
         trainer.add_callback(
-            HeldOut(trainer, held_out, recipe.folder, recipe.temperature, gamma, patience)
+            HeldOut(
+                trainer,
+                held_out,
+                trained_rows(recipe, prompts, answers, rows, pair.retokenizer),
+                recipe.folder,
+                recipe.temperature,
+                gamma,
+                patience,
+            )
         )
     rehomed = pair.strategy in ("remap", "transplant")
     return distil(trainer, recipe, None if rehomed else lambda: read_prepared(recipe, pair).model)

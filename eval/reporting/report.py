@@ -582,6 +582,11 @@ class Forecast(Part):
 
     tokens: Positive = Field(description="different tokens that the draft was trained on")
     alpha: Share = Field(description="of the draft that was kept, on held-out prompts")
+    trained_alpha: Share | None = Field(
+        None,
+        description="after training, on as many answers that it was trained on: a ceiling of what "
+        "more text can bring to this draft; null where training was not followed to its end",
+    )
     at_3x: Share = Field(description="alpha there with 3 times the different tokens")
     at_10x: Share = Field(description="and with 10 times")
     gamma: Positive = Field(description="of the simulated tau")

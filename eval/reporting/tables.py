@@ -430,6 +430,10 @@ def _forecast_table(made: Forecast) -> Table:
     for times, value in ((1, made.alpha), (3, made.at_3x), (10, made.at_10x)):
         what = "the draft that was kept" if times == 1 else f"forecast, {times}x"
         rows.append([str(times * made.tokens), f"{value:.3f}", "", what])
+    if made.trained_alpha is not None:
+        rows.append(
+            [str(made.tokens), f"{made.trained_alpha:.3f}", "", "on what it was trained on"]
+        )
     header = ["different tokens", "held-out alpha", f"simulated tau, gamma {made.gamma}", ""]
     return Table("What more data would bring", header, rows, made.method)
 
@@ -459,10 +463,13 @@ def forecast_line(report: Findings) -> str:
     made = report.forecast
     if made is None:
         return ""
-    return (
+    line = (
         f"More data: held-out alpha {made.alpha:.2f} on {made.tokens} different tokens; "
         f"{made.at_3x:.2f} expected with 3x as many, {made.at_10x:.2f} with 10x."
     )
+    if made.trained_alpha is not None:
+        line += f" On what it was trained on {made.trained_alpha:.2f}, which more cannot pass."
+    return line
 
 
 def _charted(report: Findings) -> list[Table]:

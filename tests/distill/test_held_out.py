@@ -4,13 +4,14 @@ import itertools
 import json
 import random
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from distill import held_out, prompts
-from distill.answer_cache import CachedAnswer
+from distill.answer_cache import FIXED_TEXT, CachedAnswer
 from distill.forecast import forecast
 from distill.held_out import (
     BEST,
@@ -22,7 +23,9 @@ from distill.held_out import (
     followed_rows,
     followed_steps,
     read_seen,
+    read_trained,
     simulated_calls,
+    trained_rows,
 )
 from distill.losses import acceptance
 from distill.prompts import hold_out
@@ -85,7 +88,8 @@ def trained(tmp_path, tiny_llama, monkeypatch):
         )
         trainer = build_trainer(model, made_answers(), None, tokenizer, recipe)
         rows = list(training_rows(made_answers(10, seed=6), None))
-        callback = HeldOut(trainer, rows, recipe.folder, 0.0, 2, patience)
+        known = trained_rows(recipe, [[0] * 4] * 24, made_answers(), None, None)
+        callback = HeldOut(trainer, rows, known, recipe.folder, 0.0, 2, patience)
         trainer.add_callback(callback)
         draft = distil(trainer, recipe)
         return draft, callback, recipe.folder
@@ -93,10 +97,10 @@ def trained(tmp_path, tiny_llama, monkeypatch):
     return train
 
 
-def agreement_of(draft):
-    """Greedy agreement of the draft on the held-out rows, computed plainly."""
+def agreement_of(draft, answers=None):
+    """Greedy agreement of the draft on the held-out rows, or on others, computed plainly."""
     hits = []
-    for answer in made_answers(10, seed=6):
+    for answer in answers or made_answers(10, seed=6):
         ids = torch.cat([answer.prompt_ids, answer.response_ids])[None]
         with torch.no_grad():
             guess = draft(ids).logits[0, 3:-1].argmax(-1)
@@ -112,6 +116,10 @@ def test_what_is_measured_is_the_drafts_agreement_and_its_best_weights_are_kept(
     assert seen[-1].alpha > seen[0].alpha + 0.2
     best = max(one.alpha for one in seen)
     assert agreement_of(draft) == pytest.approx(best)
+    known = read_trained(folder / HELD_OUT)
+    assert len(known) == len(seen[0].sums)  # as many
+    alpha = sum(row[0] for row in known) / sum(row[2] for row in known)
+    assert agreement_of(draft, made_answers()[: len(known)]) == pytest.approx(alpha)
     assert f"held-out alpha {best:.3f}" in capsys.readouterr().out
     tokens = [one.tokens for one in seen]
     assert tokens[-1] == 24 * 8  # all that were taught; half of them after half an epoch
@@ -266,6 +274,8 @@ def test_a_run_follows_held_out_prompts_and_reports_a_forecast(job, tmp_path, mo
     assert "More data: held-out alpha" in shown
     made = json.loads((recipe.folder / "report" / "report.json").read_text())["forecast"]
     assert made["alpha"]["n"] == 2
+    assert 0 <= made["trained_alpha"]["mean"] <= 1
+    assert "On what it was trained on" in " ".join(shown.split())
     assert made["alpha"]["mean"] <= made["at_3x"]["mean"] <= made["at_10x"]["mean"] <= 1
     assert len(made["curve"]) == len(read_seen(recipe.folder / HELD_OUT))
     for name in ("report.md", "report.html"):
@@ -285,7 +295,9 @@ def write(folder, sizes, alphas, after=()):
         for i, (size, a) in enumerate(points)
     ]
     (folder / HELD_OUT).mkdir(exist_ok=True)
-    (folder / HELD_OUT / SEEN).write_text(json.dumps({"gamma": 4, "seen": seen}))
+    known = [(90, 0, 100, 60)] * 30
+    kept = {"gamma": 4, "seen": seen, "trained": known}
+    (folder / HELD_OUT / SEEN).write_text(json.dumps(kept))
     return float(hard.mean())
 
 
@@ -302,6 +314,7 @@ def test_what_a_longer_run_reaches_lies_in_the_interval(tmp_path, curve):
     made = forecast(tmp_path)
     assert made.alpha.mean == pytest.approx(curve(8000) + 0.05 + shift)
     assert made.tokens == 8000
+    assert made.trained_alpha.mean == pytest.approx(0.9)
     for times, value in ((3, made.at_3x), (10, made.at_10x)):
         low, high = value.ci95
         assert low <= curve(8000 * times) + 0.05 + shift <= high
@@ -314,3 +327,30 @@ def test_a_run_too_short_for_a_fit_says_so(tmp_path):
     assert "no prompts were held out" in forecast(tmp_path)
     write(tmp_path, SIZES[:3], [0.1, 0.2, 0.3])
     assert "3 measurements in the first epoch, and 4 are needed" in forecast(tmp_path)
+
+
+# --- the ceiling
+
+
+def test_of_a_row_that_was_trained_on_its_answer_alone_counts():
+    recipe = build_recipe(
+        {"target": "t", "train_prompts": "p", "eval_prompts": "e", "train_on_prompts": True}
+    )
+    whole = made_answers(3)
+    taught = [
+        replace(
+            one,
+            prompt_ids=one.prompt_ids[:1],
+            response_ids=torch.cat([one.prompt_ids[1:], one.response_ids]),
+            top_ids=torch.cat([one.top_ids[:3], one.top_ids]),
+            top_logprobs=torch.cat([one.top_logprobs[:3], one.top_logprobs]),
+        )
+        for one in whole
+    ]
+    fixed = [replace(whole[0], index=FIXED_TEXT)]
+    found = trained_rows(recipe, [[0] * 4] * 3, [*fixed, *taught], None, None)
+    assert len(found) == 3
+    for row, expected in zip(found, training_rows(whole, None), strict=True):
+        assert row["input_ids"] == expected["input_ids"]
+        assert row["positions"] == expected["positions"]
+        assert row["top_ids"].tolist() == expected["top_ids"].tolist()
