@@ -67,7 +67,8 @@ def peft_agrees(folder, domain):
     own = folder / domain
     base = AutoModelForCausalLM.from_pretrained(folder / "base" / "draft", dtype=torch.float32)
     alone = PeftModel.from_pretrained(base, str(own / "draft" / "adapter")).merge_and_unload()
-    alone = alone.to(torch.bfloat16).float().eval()
+    for weight in alone.eval().parameters():
+        weight.data = weight.data.to(torch.bfloat16).float()  # and not the rotary frequencies
     merged = AutoModelForCausalLM.from_pretrained(own / "draft", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(own / "draft")
     same = 0

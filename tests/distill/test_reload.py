@@ -17,6 +17,8 @@ from distill.publish import Plan, check_run, publish
 from distill.reload import ReloadError, reload_forms
 from distill.train import run
 from eval.decoding.drafters.pruned import save_compact
+from eval.decoding.target import load_target
+from eval.decoding.verification import Sampling
 
 SHORT = {"max_steps": 10}
 PRUNED = {"draft": None, "num_draft_layers": 1}
@@ -144,6 +146,23 @@ def test_a_report_on_other_prompts_is_refused(pruned):
     report.prompts.sha256 = "ab" * 32
     with pytest.raises(ReloadError, match=r"on other prompts .* python -m eval.run --run"):
         reload_forms(pruned, report, forms_of(pruned / "draft", "pruned"))
+
+
+def test_base_and_adapter_are_the_merged_draft_to_the_bit(job, folder, tmp_path):
+    # buffers that are computed in fp32, as rotary frequencies, stay in fp32
+    adapters = {"draft": str(folder / "target"), "use_peft": True, "lora_r": 4, "lora_alpha": 8}
+    recipe = job(tmp_path / "run", **adapters, **SHORT, dtype="bfloat16")
+    assert run(recipe) == 0
+    to = tmp_path / "draft"
+    to.mkdir()
+    forms = {form.name: form for form in export_forms(recipe.folder, to)[0]}
+    target = load_target(recipe.target, torch.bfloat16, torch.device("cpu"), 64)
+    text = [5 + i for i in range(24)]
+    merged, of_adapter = (
+        next(iter(reload._plain(forms[name], target)(text, text[::-1], [Sampling(1.0)])))
+        for name in ("full checkpoint", "adapter")
+    )
+    assert torch.equal(merged, of_adapter)
 
 
 def test_an_adapter_stands_beside_what_it_was_merged_into(job, folder, tmp_path):
