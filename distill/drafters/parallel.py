@@ -308,4 +308,6 @@ def drafter(
     recipe: Recipe, pair: Pair, model: PreTrainedModel, ids: Tensor | None, target: Target
 ) -> Drafter:
     plain, parts = plain_form(model)
+    head: Any = plain.lm_head  # in fp32 where it is trained
+    head.weight = nn.Parameter(head.weight.to(target.decoder.dtype))
     return parallel_drafter(plain, ids, parts, target)

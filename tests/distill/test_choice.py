@@ -96,8 +96,9 @@ def test_kinds_that_the_recipe_rules_out_are_left_out_with_the_reason(job, tmp_p
     assert "adapters of a low rank do not train" in ruled_out["eagle3"]
 
 
-def test_a_dry_run_prices_every_kind(job, tmp_path, capsys):
-    run(job(tmp_path / "run", **AUTO, num_draft_layers=1, dry_run=True))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_dry_run_prices_every_kind(job, tmp_path, capsys, dtype):
+    run(job(tmp_path / "run", **AUTO, num_draft_layers=1, dry_run=True, dtype=dtype))
     shown = capsys.readouterr().out
     assert shown.count("a perfect draft would reach") == len(KINDS)
     assert not (tmp_path / "run" / choice.FOLDER).exists()
