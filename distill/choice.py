@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 import warnings
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,7 @@ DEPTHS = (1, 2, 3, 4)  # layers kept of the target
 HEALED = 3  # candidates
 HEAL_PART = 0.025  # of the minutes, for each of them
 HEAL_SECONDS = 30.0  # and without minutes
-FIT_TOKENS = 10_000  # that the untuned drafts are fitted on
+FIT_TOKENS = 5_000  # that the untuned drafts are fitted on
 CHOICE = "choice.json"
 FOLDER = "choice"  # the candidates', as long as they are compared
 
@@ -149,16 +148,22 @@ class Comparison:
         """Time the steps of all, and print what they allow."""
         target, ids = self.target.loaded, self.prompts.tuning.ids
         context = sum(map(len, ids)) // len(ids) + self.max_new_tokens // 2
+        calls: StepCosts | None = None  # of the target, on 1 to max_gamma + 1 tokens
         for one in self.tried:
             model, token_ids = kind_of(one).stand_in(one, self.pair, target)
             drafter = kind_of(one).drafter(one, self.pair, model, token_ids, target)
-            costs = step_costs(
-                target.decoder, drafter, context, self.max_gamma, self.sampling, CHOICE_REPEATS
-            )
+            if calls is None:
+                calls = step_costs(
+                    target.decoder, drafter, context, self.max_gamma, self.sampling, CHOICE_REPEATS
+                )
+            # beside single steps of the target, so that a slow moment is one for both
+            own = step_costs(target.decoder, drafter, context, 0, self.sampling, CHOICE_REPEATS)
+            scale = calls.target_step / own.target_step
+            step, block = own.draft_step * scale, own.draft_block * scale
+            costs = dataclasses.replace(calls, draft_step=step, draft_block=block)
             self.costs[one.folder] = _of_the_first(costs)
             del model, drafter
             free_memory()
-        self._level_costs()
         for one in self.tried:
             print(
                 f"{one.folder.name}: a drafted token costs {self._c(one):.3f} of a target step, a "
@@ -170,23 +175,6 @@ class Comparison:
     def ceiling(self, one: Recipe) -> float:
         """The speed-up of a perfect draft at a candidate's cost."""
         return ceiling_speedup(self.costs[one.folder])
-
-    def _level_costs(self) -> None:
-        """The same target steps for all: the median of what each was priced beside."""
-        every = list(self.costs.values())
-        verify = {
-            width: statistics.median(one.target_verify[width] for one in every)
-            for width in every[0].target_verify
-        }
-        for folder, one in self.costs.items():
-            scale = verify[1] / one.target_step
-            self.costs[folder] = dataclasses.replace(
-                one,
-                target_verify=verify,
-                target_step=verify[1],
-                draft_step=one.draft_step * scale,
-                draft_block=one.draft_block * scale,
-            )
 
     def _c(self, one: Recipe) -> float:
         """Of a drafted token, in steps of the target, in a draft of the longest length."""

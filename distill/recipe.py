@@ -68,6 +68,7 @@ class RecipeError(ValueError):
     """A recipe that cannot be used: which key or file, why, and what to do."""
 
 
+COMPARING = 30  # minutes, at least, of a run with drafter: auto
 Strategy = Literal["auto", "direct", "padded", "remap", "transplant", "intersection"]
 Kind = Literal["pruned", "sibling", "features", "eagle3", "medusa", "parallel"]
 Drafter = Literal["auto"] | Kind
@@ -488,6 +489,11 @@ def _check_data(recipe: Recipe) -> None:
 def _check_minutes(recipe: Recipe) -> None:
     if recipe.minutes is None:
         return
+    if recipe.drafter == "auto" and recipe.minutes < COMPARING:
+        raise RecipeError(
+            f"minutes is {recipe.minutes:g}, but drafter auto compares kinds of draft for several "
+            f"minutes before the run begins; give {COMPARING} or more, or name a drafter."
+        )
     if recipe.answers == "server":
         raise RecipeError(
             "minutes cannot be kept where a server answers: how fast it is changes with its other "

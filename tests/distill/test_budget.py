@@ -45,6 +45,7 @@ def test_prompts_that_run_out_are_not_trained_on_more_often(minutes):
 def test_minutes_too_few_are_refused_with_what_they_would_have_to_be(minutes):
     with pytest.raises(RecipeError, match=r"minutes is 0.01, too few here: .* Give \d+ or more"):
         run(minutes(0.01))
+    refuse_another_run(minutes(5.0))  # the same folder may be given more
 
 
 def test_a_run_decides_writes_it_down_and_reports(minutes, capsys):

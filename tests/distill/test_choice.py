@@ -79,13 +79,13 @@ def test_minutes_are_planned_for_what_was_chosen(job, tmp_path, monkeypatch, cap
         "training_step",
         lambda recipe, *rest: timed.append(recipe.kind) or step(recipe, *rest),
     )
-    keys = AUTO | {"minutes": 6.0, "max_steps": -1, "num_train_epochs": 1.0}
+    keys = AUTO | {"minutes": 30.0, "max_steps": -1, "num_train_epochs": 1.0}
     monkeypatch.setattr(choice, "HEAL_PART", 0.0)
     recipe = job(tmp_path / "run", **keys)
     assert run(recipe) == 0
     found = chosen_before(recipe.folder)
     assert timed == [with_choice(recipe, found).kind]
-    assert "plan for 6 minutes" in capsys.readouterr().out
+    assert "plan for 30 minutes" in capsys.readouterr().out
 
 
 def test_kinds_that_the_recipe_rules_out_are_left_out_with_the_reason(job, tmp_path):
@@ -110,6 +110,7 @@ def test_a_dry_run_prices_every_kind(job, tmp_path, capsys, dtype):
         ({"draft": "org/sibling"}, "drafter is auto, .* but draft is 'org/sibling'"),
         ({"base": "outputs/base"}, "drafter is auto, .* but base is 'outputs/base'"),
         ({"data": {"fixed": 1.0}, "fixed_text": "a.txt"}, "drafter is auto, .* data has none"),
+        ({"minutes": 20.0, "max_steps": -1}, "minutes is 20, but drafter auto .* give 30 or more"),
     ],
 )
 def test_what_leaves_nothing_to_compare_is_refused(job, tmp_path, changes, message):
