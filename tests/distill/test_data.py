@@ -89,7 +89,7 @@ def test_a_mixed_run_trains_on_all_kinds_and_goes_on_without_the_target(mixed, m
     recipe = mixed()
     seen = []
 
-    def distil(recipe, pair, prepared, rows):
+    def distil(recipe, pair, prepared, rows, _):
         seen.append(list(rows))
         raise KeyboardInterrupt
 

@@ -98,7 +98,7 @@ def test_the_target_is_gone_while_the_draft_trains(job, tmp_path, monkeypatch, k
         loaded.append(weakref.ref(target.model))
         return target
 
-    def distil(recipe, pair, prepared, answers):
+    def distil(recipe, pair, prepared, *_):
         drafts.append(weakref.ref(prepared.model))
         assert [target() for target in loaded] == [None]
         raise KeyboardInterrupt
