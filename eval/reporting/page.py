@@ -162,7 +162,7 @@ def choice_chart(choice: DrafterChoice | None) -> dict[str, Any] | None:
     unit = next(u for u in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0) if widest / u <= 8 or u == 1)
     count = math.ceil(widest / unit) + 1
     return {
-        "plot": Plot(0, count, 1.0),
+        "plot": Plot(0, count, min(1.0, 1.15 * max(alpha.ci95[1] for _, alpha, _ in dots))),
         "labels": [f"{i * unit:g}" for i in range(count)],
         "front": [(c / unit + 0.5, alpha) for c, alpha in front],
         "dots": [
@@ -171,6 +171,7 @@ def choice_chart(choice: DrafterChoice | None) -> dict[str, Any] | None:
                 alpha,
                 f"var({'--s0' if one.chosen else '--s1' if one.healed else '--muted'})",
                 one.name,
+                one.healed is not None,  # the others stand too close to be named
             )
             for c, alpha, one in dots
         ],
