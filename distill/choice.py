@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from accelerate.utils import broadcast_object_list
 from align.atomic import atomic_file, remove
 from align.process import free_memory
 from align.sources import read_json
-from distill.answer_cache import AnswerCache
+from distill.answer_cache import CachedAnswer
 from distill.drafters.base import kind_of
 from distill.export import export_draft
 from distill.models import PRUNED, Pair, TargetOfRun
@@ -93,7 +94,11 @@ def candidates(recipe: Recipe, pair: Pair) -> tuple[list[Recipe], dict[str, str]
 
 
 def choose(
-    recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun, answers: AnswerCache
+    recipe: Recipe,
+    pair: Pair,
+    prompts: Prompts,
+    target: TargetOfRun,
+    answers: Sequence[CachedAnswer],
 ) -> Recipe:
     """The recipe with `drafter` and `num_draft_layers` decided, printed, and written.
 
@@ -181,14 +186,14 @@ class Comparison:
         costs = self.costs[one.folder]
         return float(costs.draft(self.max_gamma)) / self.max_gamma / costs.target_step
 
-    def replay_untuned(self, one: Recipe, answers: AnswerCache) -> None:
+    def replay_untuned(self, one: Recipe, answers: Sequence[CachedAnswer]) -> None:
         """Prepare a candidate, and replay it."""
         cache_states(one, self.pair, self.target, answers)
         with PartialState().main_process_first():
             prepare_draft(one, self.pair, self.target, answers)
         self.untuned[one.folder] = self._replayed(one, "prepared", self.prompts.tuning)
 
-    def heal(self, some: list[Recipe], answers: AnswerCache) -> None:
+    def heal(self, some: list[Recipe], answers: Sequence[CachedAnswer]) -> None:
         """Train each for as long, and replay it on more prompts."""
         for one in some:
             self._train(one, answers)
@@ -201,7 +206,7 @@ class Comparison:
         for one in some:
             self.healed[one.folder] = self._replayed(one, "draft", more)
 
-    def _train(self, one: Recipe, answers: AnswerCache) -> None:
+    def _train(self, one: Recipe, answers: Sequence[CachedAnswer]) -> None:
         ids = self.prompts.training.ids
         model, token_ids = kind_of(one).stand_in(one, self.pair, self.target.loaded)
         rows = self.pair.trained_rows(token_ids)

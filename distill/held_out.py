@@ -249,7 +249,7 @@ def read_seen(folder: Path) -> list[Seen]:
 
 def read_trained(folder: Path) -> list[list[float]] | None:
     """The sums of rows that were trained on, after training; None where it did not end yet."""
-    found: list[list[float]] | None = json.loads((folder / SEEN).read_text())["trained"]
+    found: list[list[float]] | None = json.loads((folder / SEEN).read_text()).get("trained")
     return found
 
 

@@ -262,9 +262,8 @@ def _plain(form: Form, target: Target) -> Forced:
         whole: Any = PeftModel.from_pretrained(load_model(form.base, torch.float32), form.path)
         model = whole.merge_and_unload().eval()
         for weight in model.parameters():
-            weight.data = weight.data.to(
-                dtype
-            )  # and not the rotary frequencies, as in a checkpoint
+            # and not the rotary frequencies, as in a checkpoint
+            weight.data = weight.data.to(dtype)
     model = model.to(device)
 
     def forced(ids: list[int], text: list[int], how: Sequence[Sampling]) -> Iterator[Tensor]:

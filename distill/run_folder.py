@@ -53,8 +53,8 @@ def refuse_another_run(recipe: Recipe) -> None:
     found, asked = read_yaml(path), recipe.values()
     free = FREE_KEYS | (DECIDED if recipe.minutes is not None else set())
     free |= CHOSEN if recipe.drafter == "auto" else set()
-    if found.get("max_answers") is None:  # nothing was decided by them yet
-        free |= {"minutes"}
+    if None not in (recipe.minutes, found.get("minutes")) and found.get("max_answers") is None:
+        free |= {"minutes"}  # they have decided nothing yet
     changed = sorted(
         key for key in (found.keys() | asked) - free if found.get(key) != asked.get(key)
     )

@@ -25,7 +25,7 @@ from align.atomic import DiskFullError
 from align.process import free_memory, join_processes, use_machine
 from distill.adapters import on_base
 from distill.answer_cache import CachedAnswer
-from distill.answers import answer_prompts
+from distill.answers import PROBE, answer_prompts
 from distill.budget import adopted, first_answers, plan, spend_rest
 from distill.choice import choose
 from distill.dry_run import price_run
@@ -78,15 +78,13 @@ def run(recipe: Recipe) -> int:
         )
         answer_prompts(once, prompts.held_out.ids, target, HELD_OUT)
     planned = recipe.minutes is not None and recipe.max_answers is None
-    undecided = recipe.drafter == "auto" and not recipe.coverage_curve
-    if planned or undecided:
+    if planned:
         first = first_answers(recipe, prompts, target, len(texts))
-        if undecided:
+        if recipe.drafter == "auto" and not recipe.coverage_curve:
             stage("Compare kinds of draft")
             recipe = choose(recipe, pair, prompts, target, first.answers)
             stage("The target answers more training prompts")
-        if planned:
-            recipe = plan(recipe, pair, prompts, target, len(texts), first)
+        recipe = plan(recipe, pair, prompts, target, len(texts), first)
     answers = None
     if served is not None:
         answers = served.answers()
@@ -99,6 +97,10 @@ def run(recipe: Recipe) -> int:
         if PartialState().is_main_process:
             print_coverage(pair, rows)
         return 0
+    if recipe.drafter == "auto":
+        assert answers is not None  # `auto` is refused without
+        stage("Compare kinds of draft")
+        recipe = choose(recipe, pair, prompts, target, answers[:PROBE])
     if not (recipe.folder / "draft").exists():
         make_draft(recipe, pair, target, rows, stage)
         free_memory()

@@ -48,6 +48,13 @@ def test_minutes_too_few_are_refused_with_what_they_would_have_to_be(minutes):
     refuse_another_run(minutes(5.0))  # the same folder may be given more
 
 
+def test_minutes_do_not_take_over_a_run_that_was_made_without(minutes, job, tmp_path):
+    # its answers would be thrown away
+    run(job(tmp_path / "run", **EPOCHS))
+    with pytest.raises(RecipeError, match=r"minutes: None -> 20\.0"):
+        refuse_another_run(minutes(20.0))
+
+
 def test_a_run_decides_writes_it_down_and_reports(minutes, capsys):
     recipe = minutes(5.0)
     assert run(recipe) == 0
