@@ -10,6 +10,7 @@ from pathlib import Path
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from align.sources import read_json, split_adapter
+from distill.models import HEADS
 from distill.recipe import read_yaml
 from distill.reload import OWN_IDS, Reloaded
 from eval.decoding.adapters import BASE, CONFIG, WEIGHTS
@@ -95,6 +96,7 @@ def model_card(run: Path, report: Report, found: Found) -> str:
         looked_up=_looked_up(report, name),
         gamma=gamma_of(report),
         kind=recipe.get("drafter"),
+        heads=recipe.get("drafter") in HEADS,
         vllm=_vllm_command(target, found.name, gamma_of(report), own_ids, run / "draft"),
         llama_cpp=serve_command(
             "llama.cpp",

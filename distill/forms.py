@@ -21,15 +21,12 @@ from align.sources import read_json, resolve_checkpoint, resolve_file
 from align.to_gguf import write_gguf
 from distill.adapters import KEPT, base_draft
 from distill.card import in_one_file, public_name, short_name
+from distill.models import HEADS
 from distill.recipe import read_yaml
 from distill.reload import Form
 from eval.decoding.adapters import CONFIG, AdapterError
 
 GGUF_KINDS = ("f16", "q8_0", "q4_0")
-HEADS = (
-    "eagle3",
-    "medusa",
-)  # kinds whose folder is no language model: they read the target's states
 WHOLE = ("f16",)  # kinds that keep the weights as they are: their alpha must be the run's
 
 
@@ -46,7 +43,7 @@ def forms_of(folder: Path, kind: str | None, base: str | None = None) -> list[Fo
     if kind in HEADS:
         return [Form(kind, folder, engine="draftsmith")]
     without_states = kind == "features"
-    forms = [Form("full checkpoint", folder, own_alpha=without_states)]
+    forms = [Form("full checkpoint", folder, without_states=without_states)]
     if (folder / "compact").is_dir():
         forms.append(Form("compact form", folder / "compact", engine="draftsmith"))
     if base is not None and (folder / "adapter").is_dir():
@@ -56,7 +53,8 @@ def forms_of(folder: Path, kind: str | None, base: str | None = None) -> list[Fo
             f"GGUF {bits}",
             gguf_file(folder, bits),
             engine="transformers, dequantised",
-            own_alpha=without_states or bits not in WHOLE,
+            quantised=bits not in WHOLE,
+            without_states=without_states,
         )
         for bits in GGUF_KINDS
         if gguf_file(folder, bits).is_file()

@@ -29,6 +29,7 @@ from eval.decoding.target import load_target as load_any_target
 from eval.measuring.evaluation import context_length
 
 PRUNABLE = ("llama", "qwen2", "qwen3", "mistral")
+HEADS = ("eagle3", "medusa")  # kinds that are no language model: they read the target's states
 PRUNED = ("pruned", "features", "parallel")  # kinds of draft that keep layers of the target
 
 

@@ -39,9 +39,10 @@ from distill.card import (
     model_card,
     overlap_of,
 )
-from distill.forms import HEADS, export_adapter, export_forms, export_target, forms_of
+from distill.forms import export_adapter, export_forms, export_target, forms_of
 from distill.hub import push_folder
 from distill.licence import derived_licence
+from distill.models import HEADS
 from distill.recipe import read_yaml
 from distill.reload import Form, reload_forms
 from distill.verify import form_for, kept_report, verify

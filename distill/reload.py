@@ -50,15 +50,16 @@ class ReloadError(ValueError):
 class Form:
     """One form of a draft. name: as in the card. engine: whose loader read it.
 
-    base: the model that an adapter is for. own_alpha: it is not the draft that the run measured but
-    a quantised one, or one that lacks the target's states, so that its alpha may be another.
+    base: the model that an adapter is for. quantised: the weights are not the run's own, so that
+    its alpha may be another. without_states: of a draft that was measured with the target's, too.
     """
 
     name: str
     path: Path
     engine: str = "transformers"
     base: str | None = None
-    own_alpha: bool = False
+    quantised: bool = False
+    without_states: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,14 +104,15 @@ def check(form: Form, found: Reloaded, report: Report) -> None:
     print(f"{form.name}: alpha {found.alpha:.4f}, in the run {alpha.mean:.4f}")
     if found.dropped_mass is not None:
         print(f"{form.name}: {found.dropped_mass:.3%} of q's mass on ids that the head dropped")
-        if found.dropped_mass > DROPPED_LIMIT and not form.own_alpha:
+        if found.dropped_mass > DROPPED_LIMIT and not form.quantised:
             raise ReloadError(
                 f"The {form.name} gives {found.dropped_mass:.2%} of its probability to tokens that "
                 f"the trimmed head dropped, over {DROPPED_LIMIT:.1%}, so sampled drafts would be "
                 "tokens that it never learnt. If an earlier version exported it, make the draft "
                 "again in a new folder; if this one did, with a larger draft_vocab_size or none."
             )
-    if not form.own_alpha and abs(found.alpha.mean - alpha.mean) > ALPHA_TOLERANCE:
+    own_alpha = form.quantised or form.without_states
+    if not own_alpha and abs(found.alpha.mean - alpha.mean) > ALPHA_TOLERANCE:
         raise ReloadError(
             f"The {form.name}, loaded again by {form.engine}, has alpha {found.alpha.mean:.4f}, "
             f"but the run measured {alpha.mean:.4f}: more than {ALPHA_TOLERANCE} apart, so it is "

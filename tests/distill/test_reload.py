@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from distill import reload
-from distill.forms import HEADS, export_forms, forms_of
+from distill.forms import export_forms, forms_of
 from distill.licence import derived_licence
+from distill.models import HEADS
 from distill.publish import Plan, check_run, publish
 from distill.reload import ReloadError, reload_forms
 from distill.train import run
