@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from align.sources import resolve_checkpoint
 from distill.answer_cache import AnswerCache, CachedAnswer, CacheError
 from distill.models import TargetOfRun
 from distill.recipe import Recipe
+from distill.state_cache import StateCache
 from eval.decoding.generation import generate_batched, prefill_groups
 from eval.decoding.loop import seed_of
 from eval.decoding.target import Target
@@ -32,10 +34,12 @@ def answer_prompts(
     prompts: list[list[int]],
     target: Target | TargetOfRun,
     folder: str = "answers",
+    layers: Sequence[int] = (),
 ) -> AnswerCache:
     """The target's answers to `prompts` (token ids), kept in `folder`; those there are read.
 
-    As many as the recipe's `max_answers`, in the prompts' order.
+    As many as the recipe's `max_answers`, in the prompts' order. layers: of these the target's
+    hidden states are kept as well, in `states/`.
 
     Called by every process of a launch: each answers its share of what is left, and all return
     once all have answered. The tokens of an answer depend on the recipe's seed and its index alone.
@@ -59,6 +63,7 @@ def answer_prompts(
     if recipe.train_on_prompts:
         parts["train_on_prompts"] = True
     cache = AnswerCache(recipe.folder / folder, parts, target.vocab_size)
+    states = StateCache(recipe.folder, layers) if layers else None
     wanted = min(recipe.max_answers or len(prompts), len(prompts))
     # with `minutes` the first ones are made before it is known how many there will be
     first = min(PROBE, wanted) if recipe.minutes is not None else wanted
@@ -70,7 +75,7 @@ def answer_prompts(
         state.wait_for_everyone()  # all see the same left before anyone adds to the cache
         share = [i for group in left[state.process_index :: state.num_processes] for i in group]
         if share:
-            _answer(recipe, prompts, share, len(part), target, cache, done, wanted)
+            _answer(recipe, prompts, share, len(part), target, cache, states, done, wanted)
         state.wait_for_everyone()
         cache.refresh()
     if len(cache) < wanted:
@@ -107,6 +112,7 @@ def _answer(
     part: int,
     target: Target | TargetOfRun,
     cache: AnswerCache,
+    states: StateCache | None,
     done: set[int],
     wanted: int,
 ) -> None:
@@ -124,6 +130,16 @@ def _answer(
         disable=not PartialState().is_main_process,
     )
     pending: list[CachedAnswer] = []
+    states_of: dict[int, Tensor] = {}  # those that are pending
+
+    def keep() -> None:
+        # the states before: of an answer that is there without them they take a pass of their own
+        if states is not None:
+            states.append(states_of)
+        cache.append(pending)
+        pending.clear()
+        states_of.clear()
+
     for answer in generate_batched(
         decoder,
         [prompts[i] for i in share],
@@ -135,6 +151,7 @@ def _answer(
         [seed_of(recipe.seed, str(i)) for i in share],
         capture=lambda logits: top_logprobs(logits, recipe.cache_top_k),
         capture_prompts=recipe.train_on_prompts,
+        layers=() if states is None else states.layers,
     ):
         index = share[answer.index]
         if index in done:
@@ -151,12 +168,13 @@ def _answer(
                 top_logprobs=torch.stack(logprobs).cpu(),
             )
         )
+        if answer.states:
+            states_of[index] = torch.cat(answer.states)
         if len(pending) == ANSWERS_PER_SHARD:
-            cache.append(pending)
-            pending = []
+            keep()
         bar.update(len(cache) + len(pending) - bar.n)  # those of the other processes, too
     if pending:
-        cache.append(pending)
+        keep()
     bar.update(len(cache) - bar.n)
     bar.close()
 

@@ -25,11 +25,11 @@ from distill.models import Pair, TargetOfRun
 from distill.prompts import Prompts
 from distill.recipe import Recipe, RecipeError, read_yaml
 from distill.run_folder import write_recipe
+from distill.state_cache import layers_read
 from distill.timing import (
     evaluation_seconds,
     row_beside,
     stand_in,
-    states_seconds,
     training_step,
     training_steps,
 )
@@ -65,17 +65,19 @@ class FirstAnswers(NamedTuple):
 
 
 def first_answers(
-    recipe: Recipe, prompts: Prompts, target: TargetOfRun, texts: int
+    recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun, texts: int
 ) -> FirstAnswers:
     """PROBE answers, timed. texts: as of `plan`. A call of all processes."""
     count = min(PROBE, most_answers(recipe, prompts, texts))
     if recipe.minutes is not None:
         with PartialState().main_process_first():
-            remove(recipe.folder / "answers")  # of a run that was cut before it had decided
+            for name in ("answers", "states"):  # of a run that was cut before it had decided
+                remove(recipe.folder / name)
     loaded = target.loaded  # not timed
     clock = time.monotonic()
     some = dataclasses.replace(recipe, max_answers=count)
-    answers = answer_prompts(some, prompts.training.ids, loaded)
+    layers = layers_read(recipe, pair)
+    answers = answer_prompts(some, prompts.training.ids, loaded, layers=layers)
     return FirstAnswers(answers, (time.monotonic() - clock) / count)
 
 
@@ -103,7 +105,6 @@ def plan(
     del model
     length = statistics.mean(answer_lengths(recipe, prompts.training.ids, answers))
     context = sum(map(len, prompts.training.ids)) / len(prompts.training.ids)
-    per_answer += states_seconds(recipe, pair, target.loaded, round(context + length))
     per_step *= (context + length) / (context + recipe.answer_max_new_tokens)
     per_step *= 1 + SHARE  # held-out prompts are looked at meanwhile
     evaluation = evaluation_seconds(recipe, prompts, target.loaded, length)

@@ -119,9 +119,13 @@ def choose(
             comparison.replay_untuned(one, answers)
     best = sorted(untuned, key=comparison.speedup, reverse=True)[:HEALED]
     comparison.heal(best, answers)
-    choice = comparison.choice(max(best, key=comparison.speedup))
+    winner = max(best, key=comparison.speedup)
+    choice = comparison.choice(winner)
     recipe = with_choice(recipe, choice)
     if PartialState().is_main_process:
+        if (states := winner.folder / "states").exists():  # of the run's own first answers
+            remove(recipe.folder / "states")
+            states.replace(recipe.folder / "states")
         remove(recipe.folder / FOLDER)
         with atomic_file(recipe.folder / CHOICE) as file:
             json.dump(choice.model_dump(mode="json"), file, indent=2)

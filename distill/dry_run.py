@@ -27,7 +27,6 @@ from distill.timing import (
     evaluation_seconds,
     row_beside,
     stand_in,
-    states_seconds,
     training_step,
     training_steps,
 )
@@ -96,9 +95,7 @@ def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target, text
     answering = recipe.answer_max_new_tokens * batched_step(
         target.decoder, recipe.answer_batch_size, at
     )
-    whole = sum(map(len, training)) // len(training) + recipe.answer_max_new_tokens
-    states = states_seconds(recipe, pair, target, whole)
-    per_answer = answering / recipe.answer_batch_size + states
+    per_answer = answering / recipe.answer_batch_size
     beside = row_beside(recipe, pair, prompts, target, model)
     per_step = training_step(recipe, pair, training, model, pair.trained_rows(token_ids))
     measuring = evaluation_seconds(recipe, prompts, target, recipe.max_new_tokens)(
@@ -112,8 +109,7 @@ def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target, text
     rows = dataclasses.replace(recipe, max_answers=count).rows(len(training))
     tokens = rows["answers"] * recipe.answer_max_new_tokens
     minutes = {
-        f"answers ({tokens} tokens at most)": rows["answers"] * (per_answer - states),
-        **({"target's hidden states": sum(rows.values()) * states} if states else {}),
+        f"answers ({tokens} tokens at most)": rows["answers"] * per_answer,
     }
     if others := rows["fixed"] + rows["on_policy"]:
         name = f"other text ({rows['fixed']} fixed rows, {rows['on_policy']} on-policy ones)"

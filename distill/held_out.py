@@ -80,16 +80,21 @@ def followed_rows(rows: int, steps: int, batch: int, measured: int) -> int:
     return min(rows, int(SHARE * steps * batch / (FORWARD * measured)))
 
 
-def held_out_rows(
-    folder: Path, head_rows: Tensor | None, vocab_size: int, retokenizer: Retokenizer | None
-) -> list[dict[str, Any]]:
-    """The target's answers to the held-out prompts as `training_rows`; none where none are kept."""
+def held_out_answers(folder: Path, vocab_size: int) -> list[CachedAnswer]:
+    """The target's answers to the held-out prompts; none where none are kept."""
     key = folder / HELD_OUT / "key.json"
     if not key.exists():
         return []
     answers = AnswerCache(folder / HELD_OUT, json.loads(key.read_text()), vocab_size)
-    rows = training_rows(answers, head_rows, 1.0, retokenizer)
-    return [row | {"index": FIRST_INDEX + row["index"]} for row in rows]
+    return [replace(one, index=FIRST_INDEX + one.index) for one in answers]
+
+
+def held_out_rows(
+    folder: Path, head_rows: Tensor | None, vocab_size: int, retokenizer: Retokenizer | None
+) -> list[dict[str, Any]]:
+    """The target's answers to the held-out prompts as `training_rows`; none where none are kept."""
+    answers = held_out_answers(folder, vocab_size)
+    return list(training_rows(answers, head_rows, 1.0, retokenizer))
 
 
 def trained_rows(

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from distill.adapters import lora_config
 from distill.answer_cache import bytes_per_token
-from distill.answers import top_logprobs
+from distill.answers import ANSWERS_PER_SHARD, top_logprobs
 from distill.drafters.base import kind_of
 from distill.export import CALIBRATION_TOKENS
 from distill.models import check_prunable
@@ -132,15 +132,13 @@ def needs(
     vocab_size: int = target.get_text_config().vocab_size
     rows = recipe.max_train_prompts * recipe.answers_per_prompt
     tokens = rows * (recipe.answer_max_new_tokens + recipe.train_on_prompts * job.prompt)
-    config = target.get_text_config()
-    states = len(kind_of(recipe).layers(config.to_dict())) * config.hidden_size * STATE_BYTES
     positions = rows * (recipe.answer_max_new_tokens + job.prompt)
     return Needs(
         stages,
         tokens * bytes_per_token(recipe.cache_top_k, vocab_size),
         # the trained weights in fp32 and both of AdamW's moments
         3 * next(stage for stage in stages if stage.name == "distilling").gradients,
-        positions * states,
+        positions * job.states_per_token,
     )
 
 
@@ -163,6 +161,8 @@ class _Job:
         room = target.max_position_embeddings - self.prompt - recipe.max_gamma - 1
         self.answer = min(recipe.answer_max_new_tokens, room)
         self.new = min(recipe.max_new_tokens, room)
+        layers = kind_of(recipe).layers(target.to_dict())
+        self.states_per_token = len(layers) * target.hidden_size * STATE_BYTES
 
     def draft_shape(self, dtype: torch.dtype) -> PreTrainedModel:
         """The draft; a pruned one with its trimmed head and an embedding of its own."""
@@ -222,6 +222,9 @@ class _Job:
                 recipe.answer_batch_size, recipe.max_train_prompts * recipe.answers_per_prompt
             )
             kv, buffers = self.decode(decoder, rows, self.answer, recipe.cache_top_k)
+        if self.on_cpu:  # else the states of answers that are not on disk yet are on the host
+            kept = (rows + ANSWERS_PER_SHARD) * (self.prompt + self.answer)
+            buffers += kept * self.states_per_token
         return Stage("answering", target=_bytes(model), kv=kv, buffers=buffers)
 
     def preparing(self, target_here: bool) -> Stage:

@@ -64,8 +64,7 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
     prompts, overlap = training_prompts(recipe.train_prompts, evaluation, limit, recipe.seed)
     tuning, training = tuning_split(prompts, recipe.tuning_prompts)
     count = min(recipe.held_out_prompts, len(training) // HELD_OUT_PART)
-    # a server's answers are all trained on; alpha of drafts of several steps is not followed
-    here = recipe.answers == "local" and recipe.one_step
+    here = recipe.answers == "local"  # a server's answers are all trained on
     held_out, training = hold_out(training, count if here and count >= HELD_OUT_FEWEST else 0)
 
     tokenizer = load_tokenizer(target.spec)

@@ -1,8 +1,9 @@
 """The target's hidden states over the answers, as shards on disk, for drafts that read them.
 
-One teacher-forced pass by the very decoder that gives them while drafting. Of an answer the states
-at all tokens but the last are kept, in bf16. Legend: P prompt tokens, R response tokens, L layers,
-H hidden size.
+Kept while the target answers (distill/answers.py); what has none yet, as fixed text, is read in one
+teacher-forced pass by the very decoder that gives them while drafting. Of an answer the states at
+all tokens but the last are kept, in bf16. Legend: P prompt tokens, R response tokens, L layers, H
+hidden size.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -20,14 +20,25 @@ from tqdm import tqdm
 
 from align.atomic import atomic_file
 from align.sources import read_json
-from distill.answer_cache import CachedAnswer, CacheError, claim, content_hash, opened
+from distill.answer_cache import (
+    FIXED_TEXT,
+    CachedAnswer,
+    CacheError,
+    Rows,
+    claim,
+    content_hash,
+    opened,
+)
+from distill.answer_cache import HELD_OUT as FIRST_HELD_OUT
 from distill.drafters.base import kind_of
+from distill.held_out import HELD_OUT, held_out_answers
 from distill.models import Pair, TargetOfRun
 from distill.recipe import Recipe
 from eval.decoding.forward import Decoder, HiddenStates
 
 ANSWERS_PER_SHARD = 64
-CACHES = ("answers", "fixed_text")  # folders of texts that are trained on
+ANSWERS, FIXED = "answers", "fixed_text"  # folders of texts that are trained on
+NO_ANSWERS = {FIXED_TEXT: FIXED, FIRST_HELD_OUT: HELD_OUT}  # from which index on, and their folder
 
 
 class StateCache(Mapping[int, Tensor]):
@@ -36,34 +47,37 @@ class StateCache(Mapping[int, Tensor]):
     Read from disk each time they are asked for. Appending is as safe as to an AnswerCache.
     """
 
-    def __init__(self, folder: Path, layers: Sequence[int], answers_key: dict[str, Any]) -> None:
-        """answers_key: what the answers depend on; states of others, or of other layers, are
-        refused.
+    def __init__(self, run: Path, layers: Sequence[int]) -> None:
+        """run: the run's folder, which holds the texts; states of others than these, or of other
+        layers, are refused.
 
         Raises CacheError for that and for a shard whose bits have changed.
         """
-        self.folder, self.layers = folder, tuple(layers)
-        claim(folder, answers_key | {"layers": list(layers)}, "hidden states")
+        self.folder, self.layers = run / "states", tuple(layers)
+        for name in (ANSWERS, *NO_ANSWERS.values()):
+            if (key := run / name / "key.json").exists():
+                parts = read_json(key) | {"layers": list(layers)}
+                claim(self.folder / name, parts, "hidden states")
         # of each answer its shard, and from where to where in it
         self._places: dict[int, tuple[Path, int, int]] = {}
         self._paths: set[Path] = set()
         self.refresh()
 
-    def append(self, states: dict[int, Tensor]) -> None:
-        """Write one shard, atomically."""
+    def append(self, states: dict[int, Tensor], name: str = ANSWERS) -> None:
+        """Write one shard, atomically. name: the folder of the texts."""
         tensors = {
             "index": torch.tensor(list(states)),
             "length": torch.tensor([len(one) for one in states.values()]),
             "states": torch.cat(list(states.values())),
         }
-        name = f"shard-{next(iter(states)):08d}.safetensors"
-        with atomic_file(self.folder / name, "wb") as file:
+        path = self.folder / name / f"shard-{next(iter(states)):08d}.safetensors"
+        with atomic_file(path, "wb") as file:
             file.write(save(tensors, metadata={"sha256": content_hash(tensors)}))
         self.refresh()
 
     def refresh(self) -> None:
         """Take in the shards written since, by whatever process."""
-        for path in set(self.folder.glob("shard-*.safetensors")) - self._paths:
+        for path in set(self.folder.glob("*/shard-*.safetensors")) - self._paths:
             with opened(path) as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                 recorded = (file.metadata() or {}).get("sha256")
@@ -94,14 +108,19 @@ class StateCache(Mapping[int, Tensor]):
         return sum(path.stat().st_size for path in self._paths)
 
 
+def layers_read(recipe: Recipe, pair: Pair) -> tuple[int, ...]:
+    """The target's hidden states that the recipe's kind of drafter reads; none for most kinds."""
+    return kind_of(recipe).layers(pair.target.config)
+
+
 def states_of(recipe: Recipe, pair: Pair, answers: Iterable[CachedAnswer]) -> StateCache | None:
     """The run's cache of the states that its kind of drafter reads; None where it reads none.
 
     Raises CacheError where an answer has none, or they are of another target or other layers.
     """
-    cache = _open(recipe, pair)
-    if cache is None:
+    if not (layers := layers_read(recipe, pair)):
         return None
+    cache = StateCache(recipe.folder, layers)
     if lacking := [answer.index for answer in answers if answer.index not in cache]:
         raise CacheError(
             f"{cache.folder} lacks the target's hidden states of {len(lacking)} "
@@ -114,31 +133,42 @@ def states_of(recipe: Recipe, pair: Pair, answers: Iterable[CachedAnswer]) -> St
 def cache_states(
     recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Sequence[CachedAnswer]
 ) -> None:
-    """Make what `states_of` reads. A call of all processes: each takes its share of what is left.
+    """Make what `states_of` reads, and what alpha is followed on, where it is not there yet. A call
+    of all processes: each takes its share.
 
     Raises CacheError for states of another target or of other layers.
     """
-    cache = _open(recipe, pair)
-    if cache is None:
+    if not (layers := layers_read(recipe, pair)):
         return
+    cache = StateCache(recipe.folder, layers)
     state = PartialState()
-    left = [number for number, one in enumerate(answers) if one.index not in cache]
-    shards = [left[i : i + ANSWERS_PER_SHARD] for i in range(0, len(left), ANSWERS_PER_SHARD)]
+    texts = Rows([answers, held_out_answers(recipe.folder, pair.vocab_size)])
+    left: dict[str, list[int]] = {name: [] for name in (ANSWERS, *NO_ANSWERS.values())}
+    for number, one in enumerate(texts):
+        if one.index not in cache:
+            kinds = [name for first, name in NO_ANSWERS.items() if one.index >= first]
+            left[kinds[-1] if kinds else ANSWERS].append(number)
+    shards = [
+        (name, numbers[i : i + ANSWERS_PER_SHARD])
+        for name, numbers in left.items()
+        for i in range(0, len(numbers), ANSWERS_PER_SHARD)
+    ]
     state.wait_for_everyone()  # all see the same left before anyone adds to the cache
-    for shard in tqdm(
+    for name, shard in tqdm(
         shards[state.process_index :: state.num_processes],
         desc="target's states",
         unit="shard",
         file=sys.stderr,
         disable=not state.is_main_process,
     ):
-        some = [answers[number] for number in shard]
-        cache.append({one.index: states_at(target.decoder, one, cache.layers) for one in some})
+        some = [texts[number] for number in shard]
+        found = {one.index: states_at(target.decoder, one, layers) for one in some}
+        cache.append(found, name)
     state.wait_for_everyone()
     cache.refresh()
     if state.is_main_process:
         size = cache.bytes_on_disk() / 2**20
-        print(f"hidden states of layers {list(cache.layers)}: {size:.0f} MiB in {cache.folder}")
+        print(f"hidden states of layers {list(layers)}: {size:.0f} MiB in {cache.folder}")
 
 
 @torch.inference_mode()
@@ -149,16 +179,3 @@ def states_at(decoder: Decoder, answer: CachedAnswer, layers: Sequence[int]) -> 
     decoder.forward(ids, 0, decoder.new_cache(1, ids.shape[1]), True, states)
     found = [state[0] for state in states.values() if state is not None]
     return torch.stack(found, dim=1).to(torch.bfloat16).cpu()
-
-
-def _open(recipe: Recipe, pair: Pair) -> StateCache | None:
-    layers = kind_of(recipe).layers(pair.target.config)
-    if not layers:
-        return None
-    key: dict[str, Any] = {}
-    for path in (recipe.folder / name / "key.json" for name in CACHES):
-        # all texts are of one target; what differs goes by its cache's name
-        for part, value in read_json(path).items() if path.exists() else ():
-            if key.setdefault(part, value) != value:
-                key[f"{path.parent.name}: {part}"] = value
-    return StateCache(recipe.folder / "states", layers, key)

@@ -20,6 +20,7 @@ from distill.judged import POSITIONS, Writer, draft_that_writes, judge, similar
 from distill.models import Pair
 from distill.prompts import Prompts
 from distill.recipe import Recipe
+from distill.state_cache import layers_read
 from distill.trainer import build_trainer, training_config
 from eval.decoding.drafters.base import timed_step
 from eval.decoding.drafters.pruned import pruned_drafter
@@ -79,10 +80,10 @@ def evaluation_seconds(
 
 
 def states_seconds(recipe: Recipe, pair: Pair, target: Target, tokens: int) -> float:
-    """Seconds of the pass that keeps the target's states over an answer of so many tokens, prompt
-    included; 0 where the draft reads none.
+    """Seconds of the pass that keeps the target's states over a text of so many tokens; 0 where the
+    draft reads none.
     """
-    if not kind_of(recipe).layers(pair.target.config):
+    if not layers_read(recipe, pair):
         return 0.0
     return _median(timed_step(target.decoder, tokens, 0, Sampling()))
 
@@ -123,6 +124,7 @@ def row_beside(
             judge(target.decoder, texts, recipe.cache_top_k)
             pass_of_a_row = (time.perf_counter() - clock) / len(texts)
         seconds = (shares["fixed"] + shares["on_policy"]) * pass_of_a_row
+        seconds += shares["fixed"] * states_seconds(recipe, pair, target, context + new)
     if shares["on_policy"]:
         spec = recipe.on_policy_draft or recipe.draft
         if spec is not None:
@@ -165,8 +167,7 @@ def training_step(
         top_ids = torch.zeros((taught, recipe.cache_top_k), dtype=torch.long)
         logprobs = torch.full(top_ids.shape, -4.0)
         made_up.append(CachedAnswer(i, torch.tensor(prompt), top_ids[:, 0], top_ids, logprobs))
-    config = pair.target.config
-    shape = len(kind_of(recipe).layers(config)), config["hidden_size"]
+    shape = len(layers_read(recipe, pair)), pair.target.config["hidden_size"]
     states = {
         one.index: torch.ones((len(one.prompt_ids) + len(one.response_ids) - 1, *shape))
         for one in made_up

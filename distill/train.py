@@ -41,7 +41,7 @@ from distill.recipe import Recipe, help_text, load_recipe
 from distill.run_folder import claim_folder, delete_training_state, refuse_another_run
 from distill.served_evaluation import evaluate_served
 from distill.server import ServedTarget
-from distill.state_cache import cache_states
+from distill.state_cache import cache_states, layers_read
 from distill.trainer import distil_draft, process_timeout, training_config
 from eval.measuring.journal import INTERRUPTED
 from eval.reporting.text import print_summary
@@ -79,7 +79,7 @@ def run(recipe: Recipe) -> int:
         answer_prompts(once, prompts.held_out.ids, target, HELD_OUT)
     planned = recipe.minutes is not None and recipe.max_answers is None
     if planned:
-        first = first_answers(recipe, prompts, target, len(texts))
+        first = first_answers(recipe, pair, prompts, target, len(texts))
         if recipe.drafter == "auto" and not recipe.coverage_curve:
             stage("Compare kinds of draft")
             recipe = choose(recipe, pair, prompts, target, first.answers)
@@ -89,7 +89,9 @@ def run(recipe: Recipe) -> int:
     if served is not None:
         answers = served.answers()
     elif recipe.shares["answers"]:
-        answers = answer_prompts(recipe, prompts.training.ids, target)
+        answers = answer_prompts(
+            recipe, prompts.training.ids, target, layers=layers_read(recipe, pair)
+        )
     if recipe.shares["fixed"]:
         stage("The target reads fixed text")
     rows = with_fixed_text(recipe, texts, target, answers)

@@ -139,8 +139,8 @@ def attach_distillation_forward(
         states = body(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         hidden = states.last_hidden_state.flatten(0, 1)[positions]
         if temperature is not None:
-            accepted, lacking = head(hidden, top_ids, top_logprobs, temperature)
-            return ModelOutput(accepted=accepted, lacking=lacking)
+            found: ModelOutput = head(hidden, top_ids, top_logprobs, temperature)
+            return found
         if each:
             return ModelOutput(each=head(hidden, top_ids, top_logprobs, each=True))
 
@@ -183,25 +183,37 @@ def attach_head(model: PreTrainedModel, divergence: Divergence) -> tuple[Any, An
     ) -> Any:
         if top_logprobs.dtype == torch.int32:  # `_prepare_inputs`
             top_logprobs = top_logprobs.view(torch.float32)
-        chunks: Any = zip(
-            *(part.split(CHUNK) for part in (hidden, top_ids, top_logprobs)), strict=True
-        )
         if each:
             found = (
                 coarse_loss(F.linear(states, head.weight), ids, logprobs, divergence)[0]
-                for states, ids, logprobs in chunks
+                for states, ids, logprobs in chunks(hidden, top_ids, top_logprobs)
             )
             return torch.cat([*found])
         if temperature is not None:
-            parts = [
-                acceptance(F.linear(states, head.weight), ids, logprobs, temperature)
-                for states, ids, logprobs in chunks
-            ]
-            return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+            return accepted_at(hidden, head.weight, top_ids, top_logprobs, temperature)
         return head_loss(hidden, head.weight, top_ids, top_logprobs, divergence, weigh)
 
     head.forward = head_forward
     return model.base_model, head
+
+
+def chunks(*parts: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors over the same positions, so many of them at a time as have logits at once."""
+    return zip(*(part.split(CHUNK) for part in parts), strict=True)
+
+
+def accepted_at(
+    hidden: Tensor, weight: Tensor, top_ids: Tensor, top_logprobs: Tensor, temperature: float
+) -> ModelOutput:
+    """`acceptance` [N] of a head of that weight [K, H] after the states [N, H]."""
+    if top_logprobs.dtype == torch.int32:  # `_prepare_inputs`
+        top_logprobs = top_logprobs.view(torch.float32)
+    parts = [
+        acceptance(F.linear(states, weight), ids, logprobs, temperature)
+        for states, ids, logprobs in chunks(hidden, top_ids, top_logprobs)
+    ]
+    accepted, lacking = (torch.cat(part) for part in zip(*parts, strict=True))
+    return ModelOutput(accepted=accepted, lacking=lacking)
 
 
 def detach_distillation_forward(model: PreTrainedModel) -> None:

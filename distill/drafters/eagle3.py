@@ -237,8 +237,15 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
         top_ids: Tensor,
         top_logprobs: Tensor,
         states: Tensor,
+        temperature: float | None = None,
         **_: Any,
     ) -> ModelOutput:
+        if temperature is not None:
+            (y,) = unrolled(model, input_ids, states, 1)
+            found: ModelOutput = head(
+                y.flatten(0, 1)[positions], top_ids, top_logprobs, temperature
+            )
+            return found
         losses, agreements = [], []
         for y in unrolled(model, input_ids, states, STEPS):
             loss, agreed = head(y.flatten(0, 1)[positions], top_ids, top_logprobs)

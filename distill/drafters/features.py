@@ -126,6 +126,7 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
         top_ids: Tensor,
         top_logprobs: Tensor,
         states: Tensor,
+        temperature: float | None = None,
         **_: Any,
     ) -> ModelOutput:
         text = body(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
@@ -133,6 +134,9 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
         # what the target has read when a token is drafted ends one before the newest
         before = F.pad(states, (0, 0, 0, 0, 1, 0))[:, :-1].flatten(0, 1)[positions]
         y = fusion.first(z, before)
+        if temperature is not None:
+            found: ModelOutput = head(y, top_ids, top_logprobs, temperature)
+            return found
         loss, agreed = head(y, top_ids, top_logprobs)
         for step in range(1, STEPS):
             follows = following(positions)

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
@@ -174,9 +175,22 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
         top_ids: Tensor,
         top_logprobs: Tensor,
         states: Tensor,
-        seeds: Tensor,
+        seeds: Any = None,
+        temperature: float | None = None,
         **_: Any,
     ) -> ModelOutput:
+        def read_by_head(block: Any, at: Tensor, before: Tensor) -> Tensor:
+            x: Tensor = block(at.to(head.weight.dtype))
+            if medusa.config.sequential_rank:
+                x = torch.cat([x, medusa.sequential(medusa.head_row[before])], dim=1)
+            return x
+
+        if temperature is not None:
+            # the first drafted token, from the state one before the newest token
+            ahead = F.pad(states[..., 0, :], (0, 0, 1, 0))[:, :-1].flatten(0, 1)[positions]
+            x = read_by_head(medusa.blocks[0], ahead, input_ids.flatten()[positions])
+            found: ModelOutput = head(x, top_ids, top_logprobs, temperature)
+            return found
         width = input_ids.shape[1]
         depths = drawn_depths(positions, width, seeds, len(medusa.blocks))
         rows, read = positions // width, states[..., 0, :].flatten(0, 1)
@@ -184,10 +198,8 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
         for depth, block in enumerate(medusa.blocks, start=1):
             at = (depths[: len(depths) - depth] >= depth).nonzero()[:, 0]
             at = at[rows[at] == rows[at + depth]]
-            x = block(read[positions[at]].to(head.weight.dtype))
-            if medusa.config.sequential_rank:
-                before = input_ids.flatten()[positions[at] + depth]
-                x = torch.cat([x, medusa.sequential(medusa.head_row[before])], dim=1)
+            before = input_ids.flatten()[positions[at] + depth]
+            x = read_by_head(block, read[positions[at]], before)
             part, same = head(x, top_ids[at + depth], top_logprobs[at + depth])
             loss, count = loss + part, count + len(at)
             if depth == 1:

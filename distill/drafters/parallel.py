@@ -35,6 +35,7 @@ from distill.models import Pair, TargetOfRun, head_rows
 from distill.prepare import LeastSquares, PreparedDraft, domain_mass, prepare_pruned, until
 from distill.recipe import Recipe
 from distill.state_cache import states_at
+from distill.trainer import accepted_at
 from eval.decoding.drafters.base import Drafter
 from eval.decoding.drafters.in_turn import SequentialHead
 from eval.decoding.drafters.parallel import PARTS, Parts, parallel_drafter
@@ -257,9 +258,19 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
         positions: Tensor,
         top_ids: Tensor,
         top_logprobs: Tensor,
-        seeds: Tensor,
+        attention_mask: Tensor | None = None,
+        seeds: Any = None,
+        temperature: float | None = None,
         **_: Any,
     ) -> ModelOutput:
+        if temperature is not None:  # the first token of a draft needs no mask
+            states = parallel.base_model(
+                input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+            )
+            first = states.last_hidden_state.flatten(0, 1)[positions]
+            first = F.pad(first, (0, head.in_features - first.shape[1]))
+            found: ModelOutput = head(first, top_ids, top_logprobs, len(first), temperature)
+            return found
         width = input_ids.shape[1]
         depths = drawn_depths(positions, width, seeds, len(parallel.masks) + 1)
         batch = with_masks(input_ids, positions, depths, vocab_size)
@@ -273,7 +284,15 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
         loss, agreed = head(read, top_ids[entries], top_logprobs[entries], len(text))
         return ModelOutput(loss=loss * len(text) / len(read), agreed=agreed)
 
-    def head_forward(read: Tensor, top_ids: Tensor, top_logprobs: Tensor, of_text: int) -> Any:
+    def head_forward(
+        read: Tensor,
+        top_ids: Tensor,
+        top_logprobs: Tensor,
+        of_text: int,
+        temperature: float | None = None,
+    ) -> Any:
+        if temperature is not None:
+            return accepted_at(read, head.weight, top_ids, top_logprobs, temperature)
         if top_logprobs.dtype == torch.int32:  # DistillationTrainer._prepare_inputs
             top_logprobs = top_logprobs.view(torch.float32)
         cached = [part.split([of_text, len(part) - of_text]) for part in (top_ids, top_logprobs)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from eval.decoding.forward import Reader
+from eval.decoding.forward import HiddenStates, Reader
 from eval.decoding.verification import Sampling, argmax, inverse_cdf, warp
 
 SLACK = 32  # free slots: a step reads every slot of the cache, and resizing it reads all of it
@@ -20,12 +20,14 @@ class Answer:
     """The target's answer to prompt number `index`: tokens, a stop token included when emitted.
 
     captured: whatever `capture` returned for the raw logits at each of these tokens; where prompts
-    were captured too, first at each of the prompt's but its first.
+    were captured too, first at each of the prompt's but its first. states: the target's hidden
+    states at every token of prompt and answer but the last, in pieces [T, L, H] on the host, bf16.
     """
 
     index: int
     tokens: list[int] = field(default_factory=list)
     captured: list[tuple[Tensor, ...]] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
 
 
 def prefill_groups(prompts: Sequence[list[int]]) -> list[list[int]]:
@@ -47,12 +49,14 @@ def generate_batched(
     seeds: Sequence[int],
     capture: Callable[[Tensor], tuple[Tensor, ...]] | None = None,
     capture_prompts: bool = False,
+    layers: Sequence[int] = (),
 ) -> Iterator[Answer]:
     """Answers as they finish, not in order. `prompts` are token ids, none of them empty.
 
     A row that ends is given to the next prompt at once, so that no step is spent on finished rows.
     capture: called on the raw logits [B, V] of each step; row b of each tensor it returns goes to
     the answer that holds row b. capture_prompts: it is called on those within each prompt, too.
+    layers: those of the hidden states that answers keep, numbered as in forward.py.
     seeds: one a prompt, from which all random numbers of its answer come. Every step has batch_size
     rows, and prompts are read in `prefill_groups`: with the same ones read together, an answer's
     bits do not depend on what else runs beside it, as long as the cache has as many slots.
@@ -63,6 +67,7 @@ def generate_batched(
     prefilled = target.new_cache(PREFILL_ROWS, longest)
     waiting: list[int] = []  # prompts in the rows of `prefilled`, the last of them first
     in_prompts: dict[int, list[tuple[Tensor, ...]]] = {}  # captured of those
+    in_heads: dict[int, list[Tensor]] = {}  # and their states
     # each row's answer, the token it reads next, and that token's position; a row without an answer
     # stays where it is, which is at 0
     answers: list[Answer | None] = []
@@ -82,7 +87,11 @@ def generate_batched(
                 heads = [(prompts[i][:-1] + [0] * width)[:width] for i in waiting]
                 heads += heads[:1] * (prefilled.rows - len(heads))
                 read = torch.tensor(heads, device=target.device)
-                logits = target.forward(read, 0, prefilled, not capture_prompts)
+                states = dict.fromkeys(layers)
+                logits = target.forward(read, 0, prefilled, not capture_prompts, states)
+                if layers:
+                    for i, row_states in zip(waiting, _kept(states), strict=False):
+                        in_heads[i] = [row_states[: len(prompts[i]) - 1].clone()]
                 if capture and capture_prompts:
                     for i, row_logits in zip(waiting, logits, strict=False):
                         found = capture(row_logits[: len(prompts[i]) - 1])
@@ -97,7 +106,7 @@ def generate_batched(
         if not sampling.greedy:  # on the host: the same numbers on every device
             generator = torch.Generator().manual_seed(seeds[index])
             uniforms[row] = torch.rand(max_new_tokens, dtype=torch.float64, generator=generator)
-        return Answer(index, captured=in_prompts.pop(index, []))
+        return Answer(index, [], in_prompts.pop(index, []), in_heads.pop(index, []))
 
     for row in range(batch_size):
         answers.append(admit(row))
@@ -105,7 +114,9 @@ def generate_batched(
         needed = int(positions.max()) + 1
         if not needed <= cache.slots <= needed + 2 * SLACK:
             cache = cache.resized(needed + SLACK)
-        logits = target.forward(tokens[:, None], positions, cache)[:, -1]
+        states = dict.fromkeys(layers)
+        logits = target.forward(tokens[:, None], positions, cache, states=states)[:, -1]
+        kept = _kept(states) if layers else None
         if sampling.greedy:
             tokens = argmax(logits)
         else:
@@ -120,6 +131,14 @@ def generate_batched(
             answer.tokens.append(token)
             if captured:
                 answer.captured.append(tuple(part[row] for part in captured))
+            if kept is not None:
+                answer.states.append(kept[row])
             if token in stops or len(answer.tokens) == max_new_tokens:
                 yield answer
                 answers[row] = admit(row)
+
+
+def _kept(states: HiddenStates) -> Tensor:
+    """The states of all layers at the positions of a forward [B, T, L, H], in bf16, on the host."""
+    found = [state for state in states.values() if state is not None]
+    return torch.stack(found, 2).to(torch.bfloat16).cpu()

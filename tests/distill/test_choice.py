@@ -4,9 +4,11 @@ import json
 
 import pytest
 
-from distill import budget, choice, train
+from distill import budget, choice, held_out, prompts, state_cache, train
+from distill.answer_cache import HELD_OUT as FIRST_HELD_OUT
 from distill.budget import adopted
 from distill.choice import KINDS, chosen_before, with_choice
+from distill.held_out import HELD_OUT, read_seen
 from distill.models import check_models
 from distill.recipe import RecipeError, read_yaml
 from distill.run_folder import refuse_another_run
@@ -68,6 +70,35 @@ def test_a_run_goes_on_with_what_was_chosen(job, tmp_path, monkeypatch):
     other = next(kind for kind in KINDS if kind != with_choice(recipe, found).kind)
     with pytest.raises(RecipeError, match="holds a run of another recipe"):
         refuse_another_run(job(tmp_path / "run", **(AUTO | {"drafter": other})))
+
+
+def test_a_chosen_draft_that_reads_states_is_followed_and_gone_on_with(job, tmp_path, monkeypatch):
+    """Prompts are held out before the kind is known; the states made for the choice are kept."""
+    monkeypatch.setattr(prompts, "HELD_OUT_PART", 4)
+    monkeypatch.setattr(prompts, "HELD_OUT_FEWEST", 1)
+    monkeypatch.setattr(held_out, "SHARE", 10.0)
+    monkeypatch.setattr(choice, "KINDS", ("pruned", "features"))
+    speedup = choice.Comparison.speedup
+    monkeypatch.setattr(
+        choice.Comparison,
+        "speedup",
+        lambda self, one: speedup(self, one) + 10 * (one.kind == "features"),
+    )
+    passes, states_at = [], state_cache.states_at
+    monkeypatch.setattr(
+        state_cache, "states_at", lambda *given: passes.append(given[1].index) or states_at(*given)
+    )
+    recipe = job(tmp_path / "run", **AUTO)
+    with monkeypatch.context() as killed:
+        killed.setattr(train, "distil_draft", lambda *_: pytest.exit("killed"))
+        with pytest.raises(pytest.exit.Exception):
+            run(recipe)
+    assert passes == [*range(9), FIRST_HELD_OUT, FIRST_HELD_OUT + 1]
+    assert run(recipe) == 0
+    assert len(passes) == 11
+    assert read_seen(recipe.folder / HELD_OUT)
+    report = read_report(recipe.folder / "report" / "report.json")
+    assert next(one for one in report.choice.candidates if one.chosen).drafter == "features"
 
 
 def test_minutes_are_planned_for_what_was_chosen(job, tmp_path, monkeypatch, capsys):

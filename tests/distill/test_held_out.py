@@ -22,17 +22,22 @@ from distill.held_out import (
     Seen,
     followed_rows,
     followed_steps,
+    held_out_answers,
     read_seen,
     read_trained,
     simulated_calls,
     trained_rows,
 )
 from distill.losses import acceptance
-from distill.prompts import hold_out
+from distill.models import TargetOfRun, check_models
+from distill.prompts import collect_prompts, hold_out
 from distill.recipe import build_recipe
 from distill.train import run
 from distill.trainer import build_trainer, distil
 from distill.training_set import training_rows
+from eval.decoding.drafters.checkpoint import teacher_forced_logits
+from eval.decoding.drafters.loading import load_drafter
+from eval.decoding.verification import Sampling
 from eval.prompts import Prompt
 
 VOCAB = 50
@@ -280,6 +285,29 @@ def test_a_run_follows_held_out_prompts_and_reports_a_forecast(job, tmp_path, mo
     assert len(made["curve"]) == len(read_seen(recipe.folder / HELD_OUT))
     for name in ("report.md", "report.html"):
         assert "What more data would bring" in (recipe.folder / "report" / name).read_text()
+
+
+@pytest.mark.parametrize("kind", ["features", "eagle3", "medusa", "parallel"])
+def test_of_drafts_of_several_steps_the_first_token_is_followed(job, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(prompts, "HELD_OUT_PART", 4)
+    monkeypatch.setattr(prompts, "HELD_OUT_FEWEST", 1)
+    monkeypatch.setattr(held_out, "SHARE", 10.0)
+    made = {"draft": None, "drafter": kind, "num_draft_layers": 1, "draft_vocab_size": 270}
+    recipe = job(tmp_path / "run", **made, max_steps=30)
+    assert run(recipe) == 0
+    best = max(read_seen(recipe.folder / HELD_OUT), key=lambda one: one.alpha)
+    pair = check_models(recipe)
+    target = TargetOfRun(recipe, pair, collect_prompts(recipe, pair.target)).loaded
+    drafter = load_drafter(str(recipe.folder / "draft"), target)
+    found = []
+    for answer in held_out_answers(recipe.folder, pair.vocab_size):
+        ids, text = answer.prompt_ids.tolist(), answer.response_ids.tolist()
+        states = dict.fromkeys(drafter.layers)
+        teacher_forced_logits(target.decoder, [*ids, *text[:-1]], len(ids), states)
+        (q,) = drafter.teacher_forced(ids, text, [Sampling()], states)
+        found.append(int((q[0].argmax(-1) == answer.top_ids[:, 0]).sum()))
+    assert found == [accepted for accepted, *_ in best.sums]
+    assert sum(found) > 0
 
 
 # --- the forecast
