@@ -32,8 +32,9 @@ from distill.models import check_prunable
 from distill.prepare import pruned_config
 from distill.recipe import Recipe
 from distill.trainer import attach_distillation_forward
+from eval.decoding.build import build_decoder
 from eval.decoding.drafters.checkpoint import teacher_forced_logits
-from eval.decoding.forward import Decoder, build_decoder, input_embedding
+from eval.decoding.forward import Decoder, input_embedding
 from eval.decoding.generation import PREFILL_ROWS
 from eval.decoding.verification import Sampling, agreement, sample, warp
 from eval.measuring.agreement import BATCH, RULE_TEMPERATURES

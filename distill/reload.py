@@ -18,9 +18,10 @@ from align.atomic import atomic_file
 from align.process import use_machine
 from align.sources import load_model, read_json
 from distill.recipe import read_yaml
+from eval.decoding.build import build_decoder
 from eval.decoding.drafters.checkpoint import teacher_forced_logits
 from eval.decoding.drafters.loading import load_drafter
-from eval.decoding.forward import HiddenStates, build_decoder
+from eval.decoding.forward import HiddenStates
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target, load_target, weights_sha256
 from eval.decoding.verification import Sampling, agreement, warp

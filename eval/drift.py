@@ -26,8 +26,8 @@ import torch
 
 from align.atomic import atomic_file
 from align.process import use_machine
+from eval.decoding.build import build_decoder
 from eval.decoding.drafters.loading import load_drafter
-from eval.decoding.forward import build_decoder
 from eval.decoding.loop import Decoding
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling

@@ -42,9 +42,9 @@ from align.sources import (
     resolve_file,
 )
 from eval.bank import LoadedBank, find_runs
+from eval.decoding.build import build_decoder
 from eval.decoding.drafters.base import Drafter
 from eval.decoding.drafters.loading import load_drafter
-from eval.decoding.forward import build_decoder
 from eval.decoding.loop import Decoding
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling

@@ -32,8 +32,8 @@ from distill.export import full_vocabulary
 from distill.models import head_rows
 from distill.prepare import prune_and_fit
 from distill.trainer import attach_distillation_forward
+from eval.decoding.build import build_decoder
 from eval.decoding.drafters.pruned import pruned_drafter
-from eval.decoding.forward import build_decoder
 from eval.decoding.generation import generate_batched
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target

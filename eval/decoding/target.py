@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from align.sources import load_model, load_tokenizer
-from eval.decoding.forward import Decoder, build_decoder
+from eval.decoding.build import build_decoder
+from eval.decoding.forward import Decoder
 
 
 @dataclass

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from eval.decoding import cpu_bits
 
+INT8_TERMS = 16  # torch's kernel reads the terms of a product sixteen at a time, past the end too
 INT8_ROWS = 16  # for more rows than this, unpacking an int8 weight first is faster
 
 PIECE = 2**20  # values of a weight converted at once: few enough for a core's cache

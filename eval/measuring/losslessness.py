@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from eval.decoding.build import build_decoder
 from eval.decoding.drafters.base import Drafter
-from eval.decoding.forward import Decoder, build_decoder, starts
+from eval.decoding.forward import Decoder, starts
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.measuring.agreement import target_texts

@@ -22,10 +22,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from align.process import use_machine
+from eval.decoding.build import build_decoder
 from eval.decoding.drafters.base import Texts
 from eval.decoding.drafters.by_map import MapDrafter
 from eval.decoding.drafters.checkpoint import CheckpointDrafter, TokenSession
-from eval.decoding.forward import build_decoder
 from eval.decoding.verification import Sampling
 from eval.measuring.metrics import measure
 

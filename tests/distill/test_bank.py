@@ -11,12 +11,13 @@ from transformers import AutoModelForCausalLM
 from distill.adapters import full_head
 from distill.prepare import build_pruned
 from eval.decoding.adapters import AdapterError, adapted, read_adapter
+from eval.decoding.build import build_decoder
 from eval.decoding.drafters.adapter import SharedBase
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.drafters.pruned import pruned_drafter, save_compact
 from eval.decoding.drafters.routed import by_likelihood, routed
-from eval.decoding.forward import StockDecoder, build_decoder
 from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.stock import StockDecoder
 from eval.decoding.target import load_target, weights_sha256
 from eval.decoding.verification import Sampling
 from eval.prompts import load_prompts

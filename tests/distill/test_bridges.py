@@ -23,7 +23,7 @@ from distill.run_folder import claim_folder
 from distill.train import run
 from distill.training_set import DistillationCollator, training_rows
 from eval.decoding.drafters.loading import load_drafter
-from eval.decoding.forward import StockDecoder
+from eval.decoding.stock import StockDecoder
 from eval.decoding.target import load_target as load_any_target
 from eval.reporting.report import read_report
 from eval.run import main

@@ -24,9 +24,9 @@ from distill.losses import forward_kl, head_loss
 from distill.prepare import PreparedDraft
 from distill.recipe import RecipeError
 from distill.train import run
+from eval.decoding.build import build_decoder
 from eval.decoding.drafters.in_turn import SequentialHead
 from eval.decoding.drafters.parallel import Parts
-from eval.decoding.forward import build_decoder
 
 VOCAB, DEPTH, WIDTH = 61, 4, 9
 # two answers: of a prompt of 3 tokens and a response of 5, and of 2 and 7

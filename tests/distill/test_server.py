@@ -21,7 +21,7 @@ from distill.prompts import collect_prompts
 from distill.recipe import RecipeError
 from distill.server import ServedTarget
 from distill.train import run
-from eval.decoding.forward import build_decoder
+from eval.decoding.build import build_decoder
 from eval.decoding.generation import generate_batched
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from eval.decoding.build import build_decoder
 from eval.decoding.drafters.pruned import pruned_drafter
-from eval.decoding.forward import LeanDecoder, build_decoder
+from eval.decoding.graphs import GraphedDecoder
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
@@ -39,10 +40,29 @@ def test_logits_are_those_of_the_cpu(tiny_llama):
     on_cpu = build_decoder(model, 64)
     expected = on_cpu.forward(ids, 0, on_cpu.new_cache(1, 64))
     on_gpu = build_decoder(model.cuda(), 64)
-    assert isinstance(on_gpu, LeanDecoder)
+    assert isinstance(on_gpu, GraphedDecoder)
     found = on_gpu.forward(ids.cuda(), 0, on_gpu.new_cache(1, 64))
     # TF32 is off by default: both sum in fp32, in another order
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_replayed_graph_computes_what_the_forward_does(tiny_llama):
+    graphed = build_decoder(tiny_llama(1, spread=4, num_key_value_heads=2).cuda(), 600)
+    plain, generator = graphed.lean, torch.Generator().manual_seed(4)
+    caches = graphed.new_cache(1, 600), plain.new_cache(1, 600)
+    at = 0
+    for width in [30, 1, 4, 1, 220, 4, 1, 3, 1, 4, 1, 1]:  # beyond the first bucket of slots
+        tokens = torch.randint(61, (1, width), generator=generator).cuda()
+        states = [{0: None, 2: None}, {0: None, 2: None}]
+        one, other = (
+            decoder.forward(tokens, at, cache, states=kept)
+            for decoder, cache, kept in zip((graphed, plain), caches, states, strict=True)
+        )
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        for layer in (0, 2):
+            torch.testing.assert_close(states[0][layer], states[1][layer], rtol=1e-4, atol=1e-4)
+        at += width
+    assert len(graphed._recorded) == 5  # widths 1, 3, 4; those of 1 and 4 in two buckets
 
 
 @pytest.mark.parametrize("rows", [1, 4])

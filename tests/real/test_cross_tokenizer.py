@@ -17,9 +17,10 @@ from align.check import compare
 from align.sources import resolve_folder_in_wheel
 from align.vocab_map import build_map
 from align.vocabulary import read_vocabulary
+from eval.decoding.build import build_decoder
 from eval.decoding.drafters.loading import load_drafter
-from eval.decoding.forward import StockDecoder, build_decoder
 from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.stock import StockDecoder
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.measuring.agreement import measure_agreement, target_texts

@@ -74,6 +74,57 @@ class Session(ABC):
         """Only these rows go on, in this order."""
 
 
+class Doubt:
+    """How sure a draft is of its tokens so far, and whether another is drafted (`DraftLength`).
+
+    On a GPU the host learns how sure it is of a token while the next one is drafted: the device
+    never waits. What was drafted beyond the doubt is taken back (`standing`), so that the draft is
+    the same.
+    """
+
+    def __init__(self, stop_below: float, device: torch.device) -> None:
+        self.stop_below, self.late = stop_below, tokens_late(device)
+        self.product = torch.ones((), device=device)
+        self.reached: list[Tensor] = []  # before each token [B]
+        self.means: list[Callable[[], float]] = []  # after each
+
+    def add(self, probabilities: Tensor) -> None:
+        """The draft's own of the tokens it has just chosen [B]."""
+        self.reached.append(self.product.expand(len(probabilities)))
+        self.product = self.product * probabilities
+        self.means.append(on_its_way(self.product.mean()))
+
+    def stops(self) -> bool:
+        """Whether no further token is drafted, as far as the host knows."""
+        known = len(self.means) - self.late
+        return known > 0 and self.means[known - 1]() < self.stop_below
+
+    def standing(self) -> int:
+        """How many of the tokens drafted stand."""
+        sure = (at for at, mean in enumerate(self.means[:-1], 1) if mean() < self.stop_below)
+        return next(sure, len(self.means))
+
+
+def tokens_late(device: torch.device) -> int:
+    """How many tokens the host lets a device draft ahead of what it knows."""
+    return 0 if device.type == "cpu" else 1
+
+
+def on_its_way(number: Tensor) -> Callable[[], float]:
+    """A number's value; whoever asks waits until a GPU has sent it, and for nothing later."""
+    if number.device.type != "cuda":
+        return lambda: float(number)
+    here = number.to("cpu", non_blocking=True)
+    sent = torch.cuda.Event()
+    sent.record()
+
+    def value() -> float:
+        sent.synchronize()
+        return float(here)
+
+    return value
+
+
 @dataclass(kw_only=True)
 class Drafter(ABC):
     """A drafter as loaded.

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eval.decoding.drafters.base import DecoderDrafter, Proposal, Session, Texts
+from eval.decoding.drafters.base import DecoderDrafter, Doubt, Proposal, Session, Texts
 from eval.decoding.forward import Decoder, HiddenStates, starts
 from eval.decoding.verification import Sampling, argmax, sample, warp
 
@@ -135,11 +135,10 @@ class TokenSession(Session):
         width = max(length - seen for length, seen in zip(lengths, self.seen, strict=True))
         step = torch.tensor([text[-width:] for text in self.texts], device=device)
         start = starts([length - width for length in lengths])
-        certainty = torch.ones(len(lengths), device=device)
+        doubt = Doubt(stop_below, device)
         drafted: list[Tensor] = []
-        reached: list[Tensor] = []
         qs: list[Tensor] = []
-        while len(drafted) < count and not (stop_below and float(certainty.mean()) < stop_below):
+        while len(drafted) < count and not doubt.stops():
             logits = self.logits(step, start, len(drafted))
             start = start + step.shape[1]
             q = None
@@ -150,16 +149,16 @@ class TokenSession(Session):
                 chosen = sample(q, self.generator)
                 qs.append(q)
             if stop_below:
-                reached.append(certainty)
-                certainty = certainty * drafter.certainty(logits, chosen, q)
+                doubt.add(drafter.certainty(logits, chosen, q))
             drafted.append(drafter.to_target_ids(chosen)[:, None])
             step = drafter.to_own_ids(chosen)[:, None]
         if not drafted:
             return Proposal(step.new_zeros((len(lengths), 0)))
         self.seen = [length + len(drafted) - 1 for length in lengths]
-        q = drafter.over_target_ids(torch.stack(qs, dim=1)) if qs else None
-        sure = torch.stack(reached, dim=1) if reached else None
-        return Proposal(torch.cat(drafted, dim=1), q, certainty=sure)
+        stand = doubt.standing() if stop_below else len(drafted)
+        q = drafter.over_target_ids(torch.stack(qs[:stand], dim=1)) if qs else None
+        sure = torch.stack(doubt.reached[:stand], dim=1) if stop_below else None
+        return Proposal(torch.cat(drafted[:stand], dim=1), q, certainty=sure)
 
     def logits(self, step: Tensor, start: int | Tensor, drafted: int) -> Tensor:
         """The draft's [B, K] after `step`, its newest tokens [B, T]; `drafted` in this block."""

@@ -27,10 +27,10 @@ from eval.decoding.drafters.base import Proposal, Session, Texts
 from eval.decoding.drafters.checkpoint import CheckpointDrafter, TokenSession
 from eval.decoding.drafters.features import read_layers
 from eval.decoding.drafters.pruned import COMPACT, check_compact, read_token_ids
-from eval.decoding.forward import INT8_TERMS, HiddenStates, KVCache, causal_bias
+from eval.decoding.forward import HiddenStates, KVCache, causal_bias
 from eval.decoding.target import Target, tensor_sha256
 from eval.decoding.verification import Sampling, argmax, warp
-from eval.decoding.weights import Product
+from eval.decoding.weights import INT8_TERMS, Product
 
 EMBEDDING, PREFIX = "model.embed_tokens.weight", "model."
 SPECULATORS = "0.3.0"  # the version of its format

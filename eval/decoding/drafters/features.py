@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from align.sources import read_json
+from eval.decoding.build import build_decoder
 from eval.decoding.drafters.base import Session, Texts, timed_step
 from eval.decoding.drafters.checkpoint import (
     CheckpointDrafter,
@@ -33,10 +34,10 @@ from eval.decoding.drafters.checkpoint import (
     teacher_forced_logits,
 )
 from eval.decoding.drafters.pruned import load_compact
-from eval.decoding.forward import INT8_TERMS, HiddenStates, build_decoder
+from eval.decoding.forward import HiddenStates
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling, warp
-from eval.decoding.weights import Product
+from eval.decoding.weights import INT8_TERMS, Product
 
 
 class Fusion(nn.Module):

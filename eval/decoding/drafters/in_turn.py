@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eval.decoding.drafters.base import Proposal
+from eval.decoding.drafters.base import Doubt, Proposal
 from eval.decoding.drafters.checkpoint import over_target_ids
 from eval.decoding.verification import Sampling, argmax, sample, warp
 
@@ -77,10 +77,9 @@ class TokensInTurn(NamedTuple):
         the row of the newest token [B]; None where the first logits know it.
         """
         drafted: list[Tensor] = []
-        reached: list[Tensor] = []
         qs: list[Tensor] = []
-        certainty = torch.ones(())
-        while len(drafted) < count and not (stop_below and float(certainty.mean()) < stop_below):
+        doubt = Doubt(stop_below, generator.device)
+        while len(drafted) < count and not doubt.stops():
             scores = self.corrected(logits(len(drafted)), before)
             if sampling.greedy:
                 before = argmax(scores)
@@ -91,14 +90,13 @@ class TokensInTurn(NamedTuple):
                 qs.append(q)
             if stop_below:
                 assert q is not None
-                certainty = certainty.to(q).expand(len(q))
-                reached.append(certainty)
-                certainty = certainty * q.gather(-1, before[:, None])[:, 0]
+                doubt.add(q.gather(-1, before[:, None])[:, 0])
             drafted.append(before)
-        rows = torch.stack(drafted, dim=1)
+        stand = doubt.standing() if stop_below else len(drafted)
+        rows = torch.stack(drafted[:stand], dim=1)
         tokens = rows if self.token_ids is None else self.token_ids[rows]
         return Proposal(
             tokens,
-            self.over_target_ids(torch.stack(qs, dim=1)) if qs else None,
-            certainty=torch.stack(reached, dim=1) if reached else None,
+            self.over_target_ids(torch.stack(qs[:stand], dim=1)) if qs else None,
+            certainty=torch.stack(doubt.reached[:stand], dim=1) if stop_below else None,
         )

@@ -12,11 +12,11 @@ from align.sources import load_model, read_json
 from align.transplant import transplant
 from align.vocab_map import build_map
 from align.vocabulary import read_vocabulary
+from eval.decoding.build import build_decoder
 from eval.decoding.drafters.base import DecoderDrafter, Drafter
 from eval.decoding.drafters.by_map import MapDrafter
 from eval.decoding.drafters.by_text import TextDrafter
 from eval.decoding.drafters.checkpoint import CheckpointDrafter
-from eval.decoding.forward import build_decoder
 from eval.decoding.target import Target, model_bytes, tensor_sha256
 
 LONGER = 2  # a text in a draft's own ids has at most so many times the target's, as a rule

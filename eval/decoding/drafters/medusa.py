@@ -27,10 +27,10 @@ from align.atomic import atomic_folder
 from eval.decoding.drafters.base import Drafter, Proposal, Session, Texts
 from eval.decoding.drafters.in_turn import SequentialHead, TokensInTurn
 from eval.decoding.drafters.pruned import COMPACT, check_compact
-from eval.decoding.forward import INT8_TERMS, HiddenStates
+from eval.decoding.forward import HiddenStates
 from eval.decoding.target import Target, tensor_sha256
 from eval.decoding.verification import Sampling, argmax, warp
-from eval.decoding.weights import Product
+from eval.decoding.weights import INT8_TERMS, Product
 
 
 class MedusaConfig(PreTrainedConfig):

@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from align.atomic import atomic_folder
 from align.sources import read_json
+from eval.decoding.build import build_decoder
 from eval.decoding.drafters.checkpoint import CheckpointDrafter
-from eval.decoding.forward import build_decoder
 from eval.decoding.target import Target, tensor_sha256
 
 EMBEDDING = "model.embed_tokens.weight"

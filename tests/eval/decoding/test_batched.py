@@ -6,11 +6,13 @@ import itertools
 import pytest
 import torch
 
-from eval.decoding import forward, loop
+from eval.decoding import lean, loop
+from eval.decoding.build import build_decoder
 from eval.decoding.drafters.checkpoint import TokenSession
 from eval.decoding.drafters.prompt_lookup import PromptLookup
-from eval.decoding.forward import StockDecoder, build_decoder
+from eval.decoding.forward import KVCache
 from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.stock import StockDecoder
 from eval.decoding.verification import Sampling
 from eval.prompts import Prompt
 
@@ -230,19 +232,17 @@ def one_acceptance_for_all(monkeypatch):
 
 
 def stale_keys_seen(monkeypatch):
-    causal_bias = forward.causal_bias
+    causal_bias = lean.causal_bias
 
     def loose(start, width, length, dtype):
         return causal_bias(start.max().expand_as(start), width, length, dtype)
 
-    monkeypatch.setattr(forward, "causal_bias", loose)
+    monkeypatch.setattr(lean, "causal_bias", loose)
 
 
 def caches_of_other_rows(monkeypatch):
-    keep_rows = forward.KVCache.keep_rows
-    monkeypatch.setattr(
-        forward.KVCache, "keep_rows", lambda cache, rows: keep_rows(cache, rows.flip(0))
-    )
+    keep_rows = KVCache.keep_rows
+    monkeypatch.setattr(KVCache, "keep_rows", lambda cache, rows: keep_rows(cache, rows.flip(0)))
 
 
 def next_token_of_the_first_row(monkeypatch):

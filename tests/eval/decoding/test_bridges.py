@@ -19,6 +19,7 @@ from align.transplant import transplant
 from align.vocab_map import MapError, Retokenizer, VocabMap, build_map
 from align.vocabulary import read_vocabulary
 from eval.decoding import verification
+from eval.decoding.build import build_decoder
 from eval.decoding.drafters import by_map, by_text, checkpoint, loading, pruned
 from eval.decoding.drafters.base import Texts
 from eval.decoding.drafters.by_map import MapDrafter
@@ -26,7 +27,6 @@ from eval.decoding.drafters.by_text import TextDrafter, TextSession
 from eval.decoding.drafters.checkpoint import CheckpointDrafter
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.drafters.pruned import load_compact, save_compact
-from eval.decoding.forward import build_decoder
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling, warp

@@ -20,15 +20,10 @@ from transformers import (
 )
 
 from eval.decoding import weights
-from eval.decoding.forward import (
-    BATCHED_ROWS,
-    KVCache,
-    LeanDecoder,
-    StockDecoder,
-    batched_attention,
-    build_decoder,
-    causal_bias,
-)
+from eval.decoding.build import build_decoder
+from eval.decoding.forward import KVCache, causal_bias
+from eval.decoding.lean import BATCHED_ROWS, LeanDecoder, batched_attention
+from eval.decoding.stock import StockDecoder
 from eval.decoding.target import model_bytes
 from eval.decoding.weights import INT8_ROWS, Int8Weight
 

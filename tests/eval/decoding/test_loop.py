@@ -5,9 +5,11 @@ import copy
 import pytest
 import torch
 
-from eval.decoding.forward import LeanDecoder, StockDecoder, build_decoder
+from eval.decoding.build import build_decoder
 from eval.decoding.generation import generate_batched
+from eval.decoding.lean import LeanDecoder
 from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.stock import StockDecoder
 from eval.decoding.verification import Sampling
 from eval.prompts import Prompt
 

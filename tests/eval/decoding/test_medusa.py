@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from eval.decoding.build import build_decoder
 from eval.decoding.drafters.base import Texts
 from eval.decoding.drafters.in_turn import SequentialHead, TokensInTurn
 from eval.decoding.drafters.lookup_first import lookup_first
@@ -15,7 +16,7 @@ from eval.decoding.drafters.medusa import (
     load_medusa,
     save_medusa,
 )
-from eval.decoding.forward import KVCache, build_decoder
+from eval.decoding.forward import KVCache
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.verification import Sampling
 from eval.decoding.weights import Product

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from eval.decoding.build import build_decoder
 from eval.decoding.drafters.base import Texts
-from eval.decoding.forward import StockDecoder, build_decoder
 from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.stock import StockDecoder
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring.evaluation import Plan, evaluate

@@ -5,12 +5,14 @@ import itertools
 import pytest
 import torch
 
+from eval.decoding.build import build_decoder
 from eval.decoding.drafters import parallel
 from eval.decoding.drafters.in_turn import SequentialHead
 from eval.decoding.drafters.lookup_first import lookup_first
 from eval.decoding.drafters.parallel import ParallelDrafter
-from eval.decoding.forward import KVCache, StockDecoder, build_decoder
+from eval.decoding.forward import KVCache
 from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.stock import StockDecoder
 from eval.decoding.verification import Sampling
 from eval.prompts import Prompt
 from tests.eval.decoding.chi_square import assert_from_target

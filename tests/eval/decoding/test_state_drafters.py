@@ -6,12 +6,12 @@ import itertools
 import pytest
 import torch
 
+from eval.decoding.build import build_decoder
 from eval.decoding.drafters.base import Texts
 from eval.decoding.drafters.checkpoint import TokenSession
 from eval.decoding.drafters.eagle3 import build_eagle3, eagle3_drafter, layer_config
 from eval.decoding.drafters.features import Fusion, features_drafter
 from eval.decoding.drafters.lookup_first import lookup_first
-from eval.decoding.forward import build_decoder
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling

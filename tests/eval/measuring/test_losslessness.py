@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from eval.decoding.forward import build_decoder
+from eval.decoding.build import build_decoder
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling

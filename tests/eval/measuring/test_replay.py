@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
+from eval.decoding.build import build_decoder
 from eval.decoding.drafters.lookup_first import lookup_first
 from eval.decoding.drafters.prompt_lookup import PromptLookup
-from eval.decoding.forward import build_decoder
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling

@@ -2,7 +2,7 @@
 
 import pytest
 
-from eval.decoding.forward import build_decoder
+from eval.decoding.build import build_decoder
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling

@@ -1,0 +1,69 @@
+"""Which decoder a model gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from eval.decoding.forward import Decoder
+from eval.decoding.graphs import CudaGraphs, GraphedDecoder
+from eval.decoding.lean import LeanDecoder
+from eval.decoding.stock import StockDecoder
+from eval.decoding.weights import INT8_TERMS
+
+# Families whose blocks are RMSNorm, rotary attention with grouped keys, SwiGLU, and nothing else.
+LEAN_FAMILIES = ("llama", "qwen2", "qwen3")
+# Rotary variants whose angles depend on the position alone, so that they can be tabulated once.
+TABULATED_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+def build_decoder(
+    model: PreTrainedModel,
+    context_length: int,
+    embedding: Tensor | None = None,
+    int8: bool = False,
+    fp32: bool = False,
+    masks: Tensor | None = None,
+) -> Decoder:
+    """The fastest decoder this model can have; the model itself may be dropped afterwards.
+
+    No weight is copied: the decoder reads the model's own, of which those it fuses become views.
+    context_length: positions a row will ever have (prompt and answer). embedding: a tensor equal to
+    the model's input embedding, shared instead of the model's own (a pruned draft reads its
+    target's). int8: the layers and the head copied in eight bits where the lean decoder has kernels
+    for their shapes; other logits than the model's, so for drafts only. fp32: computes in fp32, the
+    model's weights converted a piece at a time as they are used. masks: as of `embedded`.
+    """
+    config = model.config.get_text_config()
+    limit = config.max_position_embeddings
+    if context_length > limit:
+        raise ValueError(
+            f"A context of {context_length} tokens was asked for, but the model has "
+            f"{limit} positions; shorten max_new_tokens or the prompts."
+        )
+    if _is_lean(model):
+        int8 = int8 and _fits_int8(model)
+        lean = LeanDecoder(model, context_length, embedding, int8, fp32, masks)
+        # of fp32 checks each weight is converted as it is used: nothing that a launch would hold up
+        return lean if fp32 or lean.device.type != "cuda" else GraphedDecoder(lean, CudaGraphs())
+    return StockDecoder(model, context_length, fp32, masks)
+
+
+def _is_lean(model: PreTrainedModel) -> bool:
+    config: Any = model.config
+    if config.model_type not in LEAN_FAMILIES or config.hidden_act != "silu":
+        return False
+    full_attention = all(
+        kind == "full_attention" for kind in getattr(config, "layer_types", None) or []
+    )
+    return full_attention and config.rope_parameters["rope_type"] in TABULATED_ROPE
+
+
+def _fits_int8(model: PreTrainedModel) -> bool:
+    """Whether every product sums a multiple of INT8_TERMS terms."""
+    config: Any = model.config
+    attention: Any = model.get_submodule("model.layers.0.self_attn")
+    heads = config.num_attention_heads * attention.head_dim
+    return all(k % INT8_TERMS == 0 for k in (config.hidden_size, heads, config.intermediate_size))

@@ -1,0 +1,143 @@
+"""Small forwards on a GPU as CUDA graphs: recorded once, replayed by a single launch.
+
+A step of a small draft is some hundred kernels, each of which takes longer to launch than to run. A
+recorded forward reads and writes memory of fixed addresses, and its shapes are fixed: so caches are
+taken from a pool and given back to it, attention runs over whole buckets of slots, the unused ones
+masked, and tokens and position are copied in. Batches and wide forwards, as of a prompt, run as
+they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from eval.decoding.forward import HiddenStates, KVCache
+from eval.decoding.lean import LeanDecoder
+
+WIDEST = 16  # tokens of a recorded forward at most
+BUCKET = 256  # slots
+WARM_UPS = 2  # before a recording, so that kernels are chosen and workspaces exist
+
+
+@dataclass
+class StaticCache(KVCache):
+    """A cache of one row whose tensors stay where they are. number: of these tensors."""
+
+    number: int
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> KVCache:
+        return KVCache([*self.keys], [*self.values])._each(change)
+
+
+# Makes of a function and the tensors it reads what runs it on whatever these hold by then.
+Record = Callable[[Callable[..., list[Tensor]], Sequence[Tensor]], Callable[[], list[Tensor]]]
+
+
+class CudaGraphs:
+    """`Record` on a GPU. All graphs share one pool of memory: none runs beside another."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(
+        self, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]
+    ) -> Callable[[], list[Tensor]]:
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(WARM_UPS):
+                run(*inputs)
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            made = run(*inputs)
+
+        def replay() -> list[Tensor]:
+            graph.replay()
+            return made  # kept, so that no other graph takes its memory
+
+        return replay
+
+
+class GraphedDecoder:
+    """A lean decoder whose forwards of one row and a few tokens are recorded and replayed."""
+
+    def __init__(self, lean: LeanDecoder, record: Record) -> None:
+        self.lean, self.record = lean, record
+        self.embedding, self.device, self.dtype = lean.embedding, lean.device, lean.dtype
+        self.context_length = lean.context_length
+        self.own_bytes, self.layer_bytes = lean.own_bytes, lean.layer_bytes
+        self._free: dict[int, list[StaticCache]] = defaultdict(list)  # by slots
+        self._numbers = itertools.count()
+        self._recorded: dict[tuple[Any, ...], Callable[[], list[Tensor]]] = {}
+        self._tokens: dict[int, Tensor] = {}  # by width
+        self._start = torch.zeros(1, dtype=torch.long, device=lean.device)
+
+    def with_layers(self, model: PreTrainedModel) -> Self:
+        return type(self)(self.lean.with_layers(model), self.record)
+
+    def new_cache(self, rows: int, slots: int) -> KVCache:
+        if rows > 1:
+            return self.lean.new_cache(rows, slots)
+        slots = -(-slots // BUCKET) * BUCKET
+        free = self._free[slots]
+        if not free:
+            made = self.lean.new_cache(1, slots)
+            free.append(StaticCache(made.keys, made.values, next(self._numbers)))
+        held = free.pop()
+        given = StaticCache(held.keys, held.values, held.number)
+        weakref.finalize(given, free.append, held).atexit = False
+        return given
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Tensor,
+        start: int | Tensor,
+        cache: KVCache,
+        last_only: bool = False,
+        states: HiddenStates | None = None,
+    ) -> Tensor:
+        width = tokens.shape[1]
+        if not isinstance(cache, StaticCache) or isinstance(start, Tensor) or width > WIDEST:
+            return self.lean.forward(tokens, start, cache, last_only, states)
+        length = -(-(start + width) // BUCKET) * BUCKET
+        layers = tuple(states or ())
+        key = (cache.number, width, length, last_only, layers)
+        read = self._tokens.setdefault(width, torch.empty_like(tokens))
+        read.copy_(tokens)
+        self._start.fill_(start)
+        if key not in self._recorded:
+            self._recorded[key] = self._record(read, cache, length, last_only, layers)
+        # what is returned is written anew by the next replay
+        logits, *found = (made.clone() for made in self._recorded[key]())
+        if states is not None:
+            states.update(zip(layers, found, strict=True))
+        return logits
+
+    def _record(
+        self,
+        read: Tensor,
+        cache: StaticCache,
+        length: int,
+        last_only: bool,
+        layers: tuple[int, ...],
+    ) -> Callable[[], list[Tensor]]:
+        count = len(cache.keys)
+
+        def run(tokens: Tensor, start: Tensor, *held: Tensor) -> list[Tensor]:
+            states: HiddenStates = dict.fromkeys(layers)
+            cached = KVCache([*held[:count]], [*held[count:]])
+            logits = self.lean.static_forward(tokens, start, cached, length, last_only, states)
+            return [logits, *(state for state in states.values() if state is not None)]
+
+        return self.record(run, [read, self._start, *cache.keys, *cache.values])

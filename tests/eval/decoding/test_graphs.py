@@ -1,0 +1,189 @@
+"""Recorded forwards, without a GPU: torch's own tracer records what a CUDA graph would.
+
+Both keep the tensor operations of one run and repeat them on whatever the same memory holds by
+then. What depends on a number that the host has read is frozen in both; the tracer refuses to have
+one read at all.
+"""
+
+import gc
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from eval.decoding import graphs, lean
+from eval.decoding.build import build_decoder
+from eval.decoding.drafters import base
+from eval.decoding.drafters.checkpoint import CheckpointDrafter
+from eval.decoding.drafters.parallel import ParallelDrafter
+from eval.decoding.graphs import GraphedDecoder, StaticCache
+from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.verification import Sampling
+from eval.prompts import Prompt
+
+VOCAB, CONTEXT = 61, 200
+IDS = [3, 14, 15, 9, 2, 6, 5, 35]
+
+
+class Recorder:
+    """`graphs.Record` by torch.fx. made: what was recorded, by the shape of its tokens."""
+
+    def __init__(self):
+        self.made = []
+
+    def __call__(self, run, inputs):
+        self.made.append(tuple(inputs[0].shape))
+        with torch.inference_mode(False):  # the tracer's tensors are no inference tensors
+            traced = make_fx(run)(*[one.clone() for one in inputs])
+        return lambda: traced(*inputs)
+
+
+@pytest.fixture
+def pair(tiny, monkeypatch):
+    """A lean decoder, the same one graphed, and its recorder; buckets of 32 slots."""
+    monkeypatch.setattr(graphs, "BUCKET", 32)
+    monkeypatch.setattr(graphs, "WIDEST", 6)
+    plain = build_decoder(tiny(0), CONTEXT)
+    recorder = Recorder()
+    return plain, GraphedDecoder(plain, recorder), recorder
+
+
+def steps(decoder, widths, layers=()):
+    """Logits, and states, of a text read in pieces of these widths, some of them twice."""
+    generator = torch.Generator().manual_seed(4)
+    cache, at, found = decoder.new_cache(1, 120), 0, []
+    for width in widths:
+        for back in (0, 1):  # the second time from one token further back
+            start = max(0, at - back)
+            tokens = torch.randint(VOCAB, (1, width), generator=generator)
+            states = dict.fromkeys(layers)
+            logits = decoder.forward(tokens, start, cache, last_only=width == 2, states=states)
+            found.append([logits, *states.values()])
+        at += width
+    return found
+
+
+@pytest.mark.parametrize("layers", [(), (0, 2), (1,)])
+def test_a_replay_is_right_at_every_place_and_for_every_token(pair, layers):
+    plain, graphed, recorder = pair
+    widths = [9, 1, 3, 1, 2, 4, 3, 1, 6, 5, 2, 1, 3, 4, 1, 2, 3]  # 9 is wider than is recorded
+    for one, other in zip(
+        steps(plain, widths, layers), steps(graphed, widths, layers), strict=True
+    ):
+        for mine, theirs in zip(one, other, strict=True):
+            torch.testing.assert_close(theirs, mine, rtol=1e-4, atol=1e-5)
+    # a width once for each bucket in which it was asked for, however often it was
+    asked, at = set(), 0
+    for width in widths:
+        asked |= {(width, (start + width - 1) // 32) for start in (max(0, at - 1), at)}
+        at += width
+    assert sorted(recorder.made) == sorted((1, width) for width, _ in asked if width <= 6)
+    assert len(recorder.made) < 2 * len(widths) - 2
+
+
+def test_what_a_replay_returned_stays_after_the_next(pair):
+    _, graphed, _ = pair
+    cache = graphed.new_cache(1, 40)
+    first = graphed.forward(torch.tensor([[5]]), 0, cache)
+    kept = first.clone()
+    graphed.forward(torch.tensor([[7]]), 1, cache)
+    assert torch.equal(first, kept)
+
+
+def test_a_number_read_by_the_host_is_caught(pair, monkeypatch):
+    _, graphed, _ = pair
+    bias = lean.causal_bias
+    monkeypatch.setattr(
+        lean, "causal_bias", lambda start, *rest: bias(torch.tensor([int(start)]), *rest)
+    )
+    with pytest.raises(RuntimeError, match="get value out of a tracing tensor"):
+        graphed.forward(torch.tensor([[5]]), 3, graphed.new_cache(1, 40))
+
+
+def test_caches_are_given_back_and_never_shared(pair):
+    _, graphed, recorder = pair
+    one, other = graphed.new_cache(1, 40), graphed.new_cache(1, 50)
+    assert one.slots == other.slots == 64
+    assert one.number != other.number
+    assert one.keys[0].data_ptr() != other.keys[0].data_ptr()
+    expected = graphed.forward(torch.tensor([[5, 6]]), 0, one)
+    one.keys[0].fill_(1e4)  # what stands where nobody has written in this text is masked
+    one.values[0].fill_(1e4)
+    number = one.number
+    del one
+    gc.collect()
+    again = graphed.new_cache(1, 33)
+    assert again.number == number
+    assert torch.equal(graphed.forward(torch.tensor([[5, 6]]), 0, again), expected)
+    assert len(recorder.made) == 1
+    assert not isinstance(graphed.new_cache(2, 40), StaticCache)
+    kept = again.keep_rows(torch.tensor([0]))
+    assert not isinstance(kept, StaticCache)
+    kept.keys[0].zero_()
+    assert again.keys[0].abs().sum() > 0
+
+
+def test_other_layers_have_recordings_of_their_own(pair, tiny):
+    plain, graphed, _ = pair
+    changed = graphed.with_layers(tiny(7))
+    alone = plain.with_layers(tiny(7))
+    for decoder in (graphed, changed):
+        decoder.forward(torch.tensor([[5]]), 0, decoder.new_cache(1, 40))
+    found = changed.forward(torch.tensor([[9]]), 0, changed.new_cache(1, 40))
+    expected = alone.forward(torch.tensor([[9]]), 0, alone.new_cache(1, 40))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def drafters(tiny, graph):
+    """A checkpoint and a parallel draft, of other weights than the target's."""
+    about = {"vocab_size": VOCAB, "vocabulary": {}}
+    masks = torch.randn((3, 32), generator=torch.Generator().manual_seed(9))
+    near = tiny(0)
+    with torch.no_grad():
+        for weight in near.parameters():
+            weight.add_(0.05 * weight.std() * torch.randn_like(weight))
+    return [
+        CheckpointDrafter(decoder=graph(build_decoder(near, CONTEXT)), **about),
+        ParallelDrafter(decoder=graph(build_decoder(near, CONTEXT, masks=masks)), depth=4, **about),
+    ]
+
+
+@pytest.mark.parametrize("length", [DraftLength(3), DraftLength(5, 1e-3)], ids=str)
+def test_texts_and_drafts_are_those_without_graphs(tiny, pair, length):
+    plain, graphed, recorder = pair
+    how = Decoding(Sampling(), frozenset(), 60)
+    prompts, ids = [Prompt("p", prompt="unused")], [IDS]
+    torch.manual_seed(0)
+    without = drafters(tiny, lambda decoder: decoder)
+    torch.manual_seed(0)
+    within = drafters(tiny, lambda decoder: GraphedDecoder(decoder, recorder))
+    (alone,) = decode(plain, None, prompts, ids, how, DraftLength(0))
+    (baseline,) = decode(graphed, None, prompts, ids, how, DraftLength(0))
+    assert baseline.tokens == alone.tokens
+    for one, other in zip(without, within, strict=True):
+        (expected,) = decode(plain, one, prompts, ids, how, length)
+        (found,) = decode(graphed, other, prompts, ids, how, length)
+        assert found.tokens == alone.tokens
+        assert (found.drafted, found.accepted) == (expected.drafted, expected.accepted)
+        assert sum(found.accepted) > 0
+    assert len(recorder.made) < 40  # not one a step
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("stop_below", [1e-4, 1e-3, 0.02])
+def test_a_host_that_knows_a_token_late_drafts_the_same(tiny, monkeypatch, rows, stop_below):
+    """As on a GPU, where it does not wait for the token that is being drafted."""
+    plain = build_decoder(tiny(0), CONTEXT)
+    how = Decoding(Sampling(), frozenset(), 40)
+    prompts = [Prompt(str(i), prompt="unused") for i in range(rows)]
+    ids = [IDS[: 4 + i] for i in range(rows)]
+    for drafter in drafters(tiny, lambda decoder: decoder):
+        at_once = decode(plain, drafter, prompts, ids, how, DraftLength(5, stop_below))
+        with monkeypatch.context() as patch:
+            patch.setattr(base, "tokens_late", lambda device: 1)
+            late = decode(plain, drafter, prompts, ids, how, DraftLength(5, stop_below))
+        for one, other in zip(at_once, late, strict=True):
+            assert (one.tokens, one.drafted) == (other.tokens, other.drafted)
+            assert one.accepted == other.accepted
+            if stop_below == 0.02:
+                assert min(one.drafted[:-1]) < 5
