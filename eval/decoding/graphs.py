@@ -45,21 +45,21 @@ Record = Callable[[Callable[..., list[Tensor]], Sequence[Tensor]], Callable[[], 
 class CudaGraphs:
     """`Record` on a GPU. All graphs share one pool of memory: none runs beside another."""
 
-    def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.pool = device, torch.cuda.graph_pool_handle()
 
     def __call__(
         self, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]
     ) -> Callable[[], list[Tensor]]:
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(WARM_UPS):
-                run(*inputs)
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            made = run(*inputs)
+        with torch.cuda.device(self.device):
+            aside, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):
+                for _ in range(WARM_UPS):
+                    run(*inputs)
+            torch.cuda.current_stream().wait_stream(aside)
+            with torch.cuda.graph(graph, pool=self.pool):
+                made = run(*inputs)
 
         def replay() -> list[Tensor]:
             graph.replay()
@@ -113,8 +113,9 @@ class GraphedDecoder:
         length = -(-(start + width) // BUCKET) * BUCKET
         layers = tuple(states or ())
         key = (cache.number, width, length, last_only, layers)
-        read = self._tokens.setdefault(width, torch.empty_like(tokens))
-        read.copy_(tokens)
+        if width not in self._tokens:
+            self._tokens[width] = torch.zeros((1, width), dtype=torch.long, device=self.device)
+        read = self._tokens[width].copy_(tokens)
         self._start.fill_(start)
         if key not in self._recorded:
             self._recorded[key] = self._record(read, cache, length, last_only, layers)
