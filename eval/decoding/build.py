@@ -46,12 +46,10 @@ def build_decoder(
     if _is_lean(model):
         int8 = int8 and _fits_int8(model)
         lean = LeanDecoder(model, context_length, embedding, int8, fp32, masks)
-        # of fp32 checks each weight is converted as it is used: nothing that a launch would hold up
-        return (
-            lean
-            if fp32 or lean.device.type != "cuda"
-            else GraphedDecoder(lean, CudaGraphs(lean.device))
-        )
+        # an fp32 check converts each weight as it is used: no launch holds it up
+        if fp32 or lean.device.type != "cuda":
+            return lean
+        return GraphedDecoder(lean, CudaGraphs(lean.device))
     return StockDecoder(model, context_length, fp32, masks)
 
 
