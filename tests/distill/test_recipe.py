@@ -67,7 +67,7 @@ def test_every_recipe_opens_with_its_command_hardware_time_and_measurement(path)
 
 
 def test_embedded_recipes_need_no_hub_and_no_gpu():
-    for name in ("base", "code", "code/lora", "legal", "legal/lora"):
+    for name in ("base", "code", "code/long", "code/lora", "legal", "legal/lora"):
         recipe = load_recipe(["--recipe", name])
         assert recipe.target.startswith("pypi:")
         assert "#sha256=" in recipe.target
