@@ -44,7 +44,7 @@ def test_what_is_not_foreseen_keeps_its_traceback(tmp_path, monkeypatch):
 PRUNED = {"draft": None, "num_draft_layers": 1, "draft_vocab_size": 270}
 
 
-def no_target(*_):
+def no_target(*_, **__):
     raise AssertionError("the target was loaded")
 
 
