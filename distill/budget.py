@@ -58,15 +58,10 @@ def adopted(recipe: Recipe) -> Recipe:
 
 
 class FirstAnswers(NamedTuple):
-    """The first answers of a run, and the seconds that another one takes.
-
-    idle: how many more would have been answered in the same time, had no row been without a prompt
-    in the end; as many are lost again when the rest is answered.
-    """
+    """The first answers of a run, and the seconds that each took."""
 
     answers: AnswerCache
     seconds: float
-    idle: float
 
 
 def first_answers(
@@ -83,9 +78,7 @@ def first_answers(
     some = dataclasses.replace(recipe, max_answers=count)
     layers = layers_read(recipe, pair)
     answers = answer_prompts(some, prompts.training.ids, loaded, layers=layers)
-    # when the prompts run out, rows end one by one, as evenly as they had begun
-    idle = min(recipe.answer_batch_size, count) / 2
-    return FirstAnswers(answers, (time.monotonic() - clock) / (count + idle), idle)
+    return FirstAnswers(answers, (time.monotonic() - clock) / count)
 
 
 def plan(
@@ -103,7 +96,7 @@ def plan(
     """
     assert recipe.minutes is not None
     total = most_answers(recipe, prompts, texts)
-    answers, per_answer, idle = first
+    answers, per_answer = first
     made = min(PROBE, total)
     model, token_ids = stand_in(recipe, pair, target.loaded)
     rows = pair.trained_rows(token_ids)
@@ -116,7 +109,7 @@ def plan(
     per_step *= 1 + SHARE  # held-out prompts are looked at meanwhile
     evaluation = evaluation_seconds(recipe, prompts, target.loaded, length)
     timed = min(recipe.speed_prompts, len(prompts.evaluation.ids))
-    left = _left(recipe) - evaluation(timed) - idle * per_answer
+    left = _left(recipe) - evaluation(timed)
     count, steps = split(recipe, left, made, total, per_answer, per_step, beside)
     decided = [count, steps]
     broadcast_object_list(decided)
