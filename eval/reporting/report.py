@@ -619,7 +619,9 @@ class Candidate(Part):
     @property
     def name(self) -> str:
         """What to call it."""
-        return self.drafter if self.layers is None else f"{self.drafter}, {self.layers} layers"
+        if self.layers is None:
+            return self.drafter
+        return f"{self.drafter}, {self.layers} layer{'s' * (self.layers > 1)}"
 
 
 class DrafterChoice(Part):
