@@ -44,7 +44,7 @@ from eval.measuring.timing import CHOICE_REPEATS, step_costs
 from eval.prompts import PromptSet
 from eval.reporting.report import Candidate, DrafterChoice, Replayed
 
-KINDS: tuple[Kind, ...] = ("pruned", "features", "parallel", "eagle3", "medusa")
+KINDS: tuple[Kind, ...] = ("pruned", "features", "parallel", "recurrent", "eagle3", "medusa")
 DEPTHS = (1, 2, 3, 4)  # layers kept of the target
 HEALED = 3  # candidates
 HEAL_PART = 0.025  # of the minutes, for each of them

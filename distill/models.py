@@ -29,7 +29,8 @@ from eval.decoding.target import load_target as load_any_target
 from eval.measuring.evaluation import context_length
 
 PRUNABLE = ("llama", "qwen2", "qwen3", "mistral")
-HEADS = ("eagle3", "medusa")  # kinds that are no language model: they read the target's states
+HEADS = ("recurrent", "eagle3", "medusa")  # kinds that are no language model without its states
+OURS = ("recurrent",)  # kinds that no other engine loads
 PRUNED = ("pruned", "features", "parallel")  # kinds of draft that keep layers of the target
 
 

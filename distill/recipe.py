@@ -70,7 +70,7 @@ class RecipeError(ValueError):
 
 COMPARING = 30  # minutes, at least, of a run with drafter: auto
 Strategy = Literal["auto", "direct", "padded", "remap", "transplant", "intersection"]
-Kind = Literal["pruned", "sibling", "features", "eagle3", "medusa", "parallel"]
+Kind = Literal["pruned", "sibling", "features", "recurrent", "eagle3", "medusa", "parallel"]
 Drafter = Literal["auto"] | Kind
 Text = Annotated[str, Field(min_length=1)]
 HubId = Annotated[str, Field(pattern=r"^\w[\w.-]*/[\w.-]+$")]

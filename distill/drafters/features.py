@@ -9,7 +9,7 @@ positions, L layers read, H hidden size.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -131,24 +131,51 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
     ) -> ModelOutput:
         text = body(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         z = text.last_hidden_state.flatten(0, 1)[positions]
-        # what the target has read when a token is drafted ends one before the newest
-        before = F.pad(states, (0, 0, 0, 0, 1, 0))[:, :-1].flatten(0, 1)[positions]
-        y = fusion.first(z, before)
+        y = fusion.first(z, states_before(states, positions))
         if temperature is not None:
             found: ModelOutput = head(y, top_ids, top_logprobs, temperature)
             return found
-        loss, agreed = head(y, top_ids, top_logprobs)
-        for step in range(1, STEPS):
-            follows = following(positions)
-            y, z, positions = y[:-1][follows], z[1:][follows], positions[1:][follows]
-            top_ids, top_logprobs = top_ids[1:][follows], top_logprobs[1:][follows]
+
+        def further(at: Tensor, before: Tensor, step: int) -> Tensor:
             if step == 1:
-                y = y * (positions % ALONE != 0)[:, None]
-            y = fusion.further(z, y)
-            loss = loss + head(y, top_ids, top_logprobs)[0]
-        return ModelOutput(loss=loss / STEPS, agreed=agreed)
+                before = before * (positions[at] % ALONE != 0)[:, None]
+            y: Tensor = fusion.further(z[at], before)
+            return y
+
+        return several_steps(head, y, further, positions, top_ids, top_logprobs)
 
     model.forward = forward
+
+
+def states_before(states: Tensor, positions: Tensor) -> Tensor:
+    """What the target has read when a token is drafted [N, L, H]: it ends before the newest token.
+
+    states: [B, T, L, H]. positions: of the newest tokens, in the flattened batch [N].
+    """
+    return F.pad(states, (0, 0, 0, 0, 1, 0))[:, :-1].flatten(0, 1)[positions]
+
+
+def several_steps(
+    head: Any,
+    y: Tensor,
+    further: Callable[[Tensor, Tensor, int], Tensor],
+    positions: Tensor,
+    top_ids: Tensor,
+    top_logprobs: Tensor,
+) -> ModelOutput:
+    """The mean loss of STEPS steps of drafts that begin at every position.
+
+    y: [N, H] of the first step. further: those of step 1, 2, … at some of the N places, of the y
+    one token before them.
+    """
+    loss, agreed = head(y, top_ids, top_logprobs)
+    at = torch.arange(len(positions), device=positions.device)
+    for step in range(1, STEPS):
+        follows = following(positions[at])
+        y, at = y[:-1][follows], at[1:][follows]
+        y = further(at, y, step)
+        loss = loss + head(y, top_ids[at], top_logprobs[at])[0]
+    return ModelOutput(loss=loss / STEPS, agreed=agreed)
 
 
 def following(positions: Tensor) -> Tensor:

@@ -8,12 +8,20 @@ align/process.py.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eval.decoding.forward import causal_bias
+
 SLOT_BLOCK = 64  # attention runs over a multiple of so many slots, the last ones masked
-APART = 16  # up to so many positions of one row attend one by one, as rows of their own
+WIDEST = 16  # up to so many positions of one row attend with the bits that each has alone
+KERNEL_ROWS = 32  # query rows that torch's fused attention takes at a time
+FEWEST_ROWS = 4  # of fewer of them the sums have another order
+TRIED_WIDTHS, TRIED_SLOTS = (2, 3, 4, 5, 7), (64, 180, 256, 320)
+TRIED_HEADS, TRIALS = 32, 8
 ROW_SUMS = 1024  # oneDNN sums more terms of a single row in another order than of two
 
 
@@ -33,35 +41,93 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-class SeparatePositions:
-    """Attention of a few positions of one row, each as its own row, over as many slots as alone.
+class BlockAttention:
+    """Attention of a few positions of one row, each with the bits that it has alone.
 
+    Each attends over as many slots as alone. Where this machine's kernel allows (`sums_alike`)
+    positions attend together, otherwise as rows of their own.
     bias: as of `forward.causal_bias` [1, T, S]. first: the first position. slots: of the cache.
     group: query heads that share a key head.
     """
 
-    def __init__(self, bias: Tensor, first: int, slots: int, group: int) -> None:
-        self.group = group
+    def __init__(self, bias: Tensor, first: int, slots: int, group: int, together: bool) -> None:
+        self.group, self.together = group, together
         self.parts: list[tuple[int, int, int, Tensor]] = []  # positions from, to, slots, mask
         width, at = bias.shape[1], 0
+        most = KERNEL_ROWS // group if together else width
         while at < width:
             length = min(whole_blocks(first + at + 1), slots)
-            to = min(width, length - first)
-            shape = (to - at, 1, group, length)
-            mask = bias[0, at:to, None, None, :length].expand(shape).contiguous()
+            to = min(width, at + most, length - first)
+            mask = bias[:, at:to, :length]
+            if together:
+                mask = enough_rows(mask.repeat(1, group, 1))[:, None]
+            else:
+                mask = mask[0, :, None, None].expand(-1, 1, group, -1).contiguous()
             self.parts.append((at, to, length, mask))
             at = to
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """q [1, heads, T, D], keys and values [1, key heads, S, D] -> [T, key heads, group, D]."""
-        q = q.reshape(keys.shape[1], self.group, q.shape[2], -1).permute(2, 0, 1, 3)
+        """q [1, heads, T, D], keys and values [1, key heads, S, D] -> [T, heads, D]."""
+        attend = self._together if self.together else self._apart
         found = [
-            F.scaled_dot_product_attention(
-                q[at:to],
-                keys[:, :, :length].expand(to - at, -1, -1, -1),
-                values[:, :, :length].expand(to - at, -1, -1, -1),
-                mask,
-            )
+            attend(q[:, :, at:to], keys[:, :, :length], values[:, :, :length], mask)
             for at, to, length, mask in self.parts
         ]
         return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _together(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        _, heads, width, size = q.shape
+        h = alike(q.reshape(1, keys.shape[1], self.group * width, size), keys, values, mask)
+        return h.reshape(heads, width, size).transpose(0, 1)
+
+    def _apart(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        _, heads, width, size = q.shape
+        q = q.view(keys.shape[1], self.group, width, size).permute(2, 0, 1, 3)
+        keys, values = (held.expand(width, -1, -1, -1) for held in (keys, values))
+        h = F.scaled_dot_product_attention(q, keys, values, mask)
+        return h.reshape(width, heads, size)
+
+
+def alike(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Fused attention of a few query rows, with the bits that they have among more.
+
+    q [B, heads, T, D], keys and values [B, heads, S, D]; mask: `enough_rows` of one of T rows.
+    """
+    rows = q.shape[2]
+    if rows >= FEWEST_ROWS:
+        return F.scaled_dot_product_attention(q, keys, values, mask)
+    return F.scaled_dot_product_attention(enough_rows(q), keys, values, mask)[:, :, :rows]
+
+
+def enough_rows(x: Tensor) -> Tensor:
+    """x [..., T, D] with as many rows as its sums need to have the order of more: zeros."""
+    return F.pad(x, (0, 0, 0, max(0, FEWEST_ROWS - x.shape[-2])))
+
+
+@functools.cache
+def sums_alike(group: int, head_size: int, dtype: torch.dtype) -> bool:
+    """Whether attention of several positions at once has, on this machine, the bits of each alone.
+
+    Tried on random numbers (0.3 s), since it depends on the kernels of the CPU at hand. Rounded to
+    bf16 other sums seldom show (a head's output in 1 to 5 of 500), hence so many.
+    """
+    if 2 * group > KERNEL_ROWS:
+        return False
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn((1, TRIED_HEADS, *shape), generator=generator).to(dtype)
+
+    longest = max(TRIED_SLOTS)
+    for slots in TRIED_SLOTS * TRIALS:
+        keys, values = drawn(longest, head_size), drawn(longest, head_size)
+        for width in TRIED_WIDTHS:
+            q = drawn(group, width, head_size).flatten(1, 2)
+            first = slots - width
+            bias = causal_bias(torch.tensor([first]), width, longest, dtype)
+            whole = BlockAttention(bias, first, longest, group, True)(q, keys, values)
+            for i in range(width):
+                one = BlockAttention(bias[:, i : i + 1], first + i, longest, group, True)
+                if not torch.equal(whole[i : i + 1], one(q[:, :, i : i + 1], keys, values)):
+                    return False
+    return True

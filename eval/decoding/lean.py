@@ -79,6 +79,9 @@ class LeanDecoder:
         self.group = self.heads // self.key_heads
         self.eps = config.rms_norm_eps
         self.head_size = body.layers[0].self_attn.head_dim
+        self.together = self.device.type == "cpu" and cpu_bits.sums_alike(
+            self.group, self.head_size, self.dtype
+        )
         self.product = partial(product.of, int8=int8)
         self.layers = [self._layer(layer) for layer in body.layers]
         self.final_norm = self._scale(body.norm)
@@ -241,16 +244,19 @@ class LeanDecoder:
             first = start.to(self.device)
         length = min(cpu_bits.whole_blocks(end), slots) if on_cpu else end
         mask = None
-        if many or width > 1 or length > end or not isinstance(start, int):
+        if many or width > 1 or length > end or not isinstance(start, int) or self.together:
             mask = causal_bias(first, width, length, self.dtype)
-        if rows == 1 and 1 < width <= cpu_bits.APART and on_cpu:
+        if rows == 1 and 1 < width <= cpu_bits.WIDEST and on_cpu:
             assert mask is not None
-            return cpu_bits.SeparatePositions(mask, end - width, slots, self.group)
+            return cpu_bits.BlockAttention(mask, end - width, slots, self.group, self.together)
+        attention: Any = batched_attention if many else F.scaled_dot_product_attention
         if mask is not None:
             mask = mask.repeat(1, self.group, 1)[:, None]
             if many:
                 mask = mask.expand(rows, self.key_heads, -1, -1).flatten(0, 1)
-        attention: Any = batched_attention if many else F.scaled_dot_product_attention
+            elif self.together:
+                mask = cpu_bits.enough_rows(mask)
+                attention = cpu_bits.alike
         return self._grouped(attention, rows, width, length, mask)
 
     def _grouped(
@@ -262,7 +268,7 @@ class LeanDecoder:
             # heads that share a key head are folded into the query length: no repeated keys
             folded = q.reshape(rows, self.key_heads, self.group * width, self.head_size)
             h = attention(folded, keys[:, :, :length], values[:, :, :length], mask)
-            return h.view(rows, self.heads, width, self.head_size).transpose(1, 2)
+            return h.reshape(rows, self.heads, width, self.head_size).transpose(1, 2)
 
         return attend
 

@@ -35,7 +35,7 @@ from distill.timing import training_step
 from distill.trainer import distil_draft
 from eval.reporting.report import read_report
 
-KINDS = ("pruned-3", "features-3", "eagle3", "medusa", "parallel-3")
+KINDS = ("pruned-3", "features-3", "recurrent", "eagle3", "medusa", "parallel-3")
 
 
 def train_kind(run: Path, folder: Path, name: str, minutes: float) -> dict:

@@ -287,7 +287,7 @@ def test_a_run_follows_held_out_prompts_and_reports_a_forecast(job, tmp_path, mo
         assert "What more data would bring" in (recipe.folder / "report" / name).read_text()
 
 
-@pytest.mark.parametrize("kind", ["features", "eagle3", "medusa", "parallel"])
+@pytest.mark.parametrize("kind", ["features", "recurrent", "eagle3", "medusa", "parallel"])
 def test_of_drafts_of_several_steps_the_first_token_is_followed(job, tmp_path, monkeypatch, kind):
     monkeypatch.setattr(prompts, "HELD_OUT_PART", 4)
     monkeypatch.setattr(prompts, "HELD_OUT_FEWEST", 1)

@@ -224,7 +224,7 @@ def test_a_run_makes_and_measures_it(job, tmp_path):
     assert about["drafter"] == "parallel"
 
 
-@pytest.mark.parametrize("drafter", ["parallel", "medusa"])
+@pytest.mark.parametrize("drafter", ["parallel", "recurrent", "medusa"])
 def test_a_dry_run_prices_it(job, tmp_path, capsys, drafter):
     changes = {"drafter": drafter, "max_gamma": 3, "dry_run": True}
     run(job(tmp_path / "run", **(PARALLEL | changes)))

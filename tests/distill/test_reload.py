@@ -50,7 +50,7 @@ def test_every_form_is_what_the_run_measured(pruned, tmp_path, capsys):
     assert "| compact form |" in card
 
 
-@pytest.mark.parametrize("kind", ["features", "parallel", "eagle3", "medusa"])
+@pytest.mark.parametrize("kind", ["features", "parallel", "recurrent", "eagle3", "medusa"])
 def test_drafts_of_every_kind_are_published_as_they_were_measured(job, tmp_path, kind, monkeypatch):
     monkeypatch.setattr(reload, "ALPHA_TOLERANCE", 0.025)  # one token of 96 is 0.01
     changes = PRUNED | {"drafter": kind, "max_gamma": 3}

@@ -19,6 +19,10 @@ from eval.decoding.drafters.base import Doubt, Proposal
 from eval.decoding.drafters.checkpoint import over_target_ids
 from eval.decoding.verification import Sampling, argmax, sample, warp
 
+# [B, K] of the token at a depth from 0 on, after the tokens before it [B]: rows of the head, None
+# where the first logits know the newest one
+Logits = Callable[[int, Tensor | None], Tensor]
+
 
 class SequentialHead(NamedTuple):
     """read [K+1, r]: of the token before, by its row of the head; write [K, r].
@@ -53,6 +57,10 @@ class TokensInTurn(NamedTuple):
         rows[self.token_ids] = torch.arange(len(self.token_ids), device=ids.device)
         return rows[ids]
 
+    def ids_of(self, rows: Tensor) -> Tensor:
+        """The target ids of rows of the head."""
+        return rows if self.token_ids is None else self.token_ids[rows]
+
     def corrected(self, logits: Tensor, before: Tensor | None) -> Tensor:
         """Logits [..., K] after the tokens `before` [...], rows of the head."""
         if self.sequential is None or before is None:
@@ -64,7 +72,7 @@ class TokensInTurn(NamedTuple):
 
     def propose(
         self,
-        logits: Callable[[int], Tensor],
+        logits: Logits,
         before: Tensor | None,
         count: int,
         stop_below: float,
@@ -73,14 +81,13 @@ class TokensInTurn(NamedTuple):
     ) -> Proposal:
         """`count` tokens, at least one, and no more once the draft doubts them (Session.propose).
 
-        logits: of the token at each depth from 0 on [B, K], whatever was drafted before it. before:
-        the row of the newest token [B]; None where the first logits know it.
+        before: the row of the newest token [B]; None where the first logits know it.
         """
         drafted: list[Tensor] = []
         qs: list[Tensor] = []
         doubt = Doubt(stop_below, generator.device)
         while len(drafted) < count and not doubt.stops():
-            scores = self.corrected(logits(len(drafted)), before)
+            scores = self.corrected(logits(len(drafted), before), before)
             if sampling.greedy:
                 before = argmax(scores)
                 q = scores.float().softmax(-1) if stop_below else None
@@ -94,9 +101,8 @@ class TokensInTurn(NamedTuple):
             drafted.append(before)
         stand = doubt.standing() if stop_below else len(drafted)
         rows = torch.stack(drafted[:stand], dim=1)
-        tokens = rows if self.token_ids is None else self.token_ids[rows]
         return Proposal(
-            tokens,
+            self.ids_of(rows),
             self.over_target_ids(torch.stack(qs[:stand], dim=1)) if qs else None,
             certainty=torch.stack(doubt.reached[:stand], dim=1) if stop_below else None,
         )

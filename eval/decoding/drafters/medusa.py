@@ -12,7 +12,7 @@ the output head, V the target's vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from align.atomic import atomic_folder
-from eval.decoding.drafters.base import Drafter, Proposal, Session, Texts
-from eval.decoding.drafters.in_turn import SequentialHead, TokensInTurn
+from eval.decoding.drafters.from_states import StateDrafter
+from eval.decoding.drafters.in_turn import Logits, SequentialHead, TokensInTurn
 from eval.decoding.drafters.pruned import COMPACT, check_compact
-from eval.decoding.forward import HiddenStates
 from eval.decoding.target import Target, tensor_sha256
 from eval.decoding.verification import Sampling, argmax, warp
 from eval.decoding.weights import INT8_TERMS, Product
@@ -130,38 +129,20 @@ def load_medusa(folder: Path, embedding: Tensor) -> tuple[MedusaModel, Tensor | 
 
 
 @dataclass(kw_only=True)
-class MedusaDrafter(Drafter):
-    """layers: the number of the target's last one. blocks: D, head: the one that they share."""
+class MedusaDrafter(StateDrafter):
+    """layers: the number of the target's last one. blocks: D of them, with one head for all."""
 
-    alike: bool = False
     blocks: list[Product]
-    head: Product
-    in_turn: TokensInTurn
-    size: int
-    dtype: torch.dtype
-    device: torch.device
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
-        """[B, T, K] of the head at a depth from 0 on, from the target's states [B, T, H]."""
+        """[B, T, K] at a depth from 0 on, from the target's states [B, T, H]."""
         return self.head(states + F.silu(self.blocks[depth](states)))
 
-    def start(self, texts: Texts) -> Session:
-        return MedusaSession(self, texts)
+    def first_logits(self, states: Tensor, newest: Tensor) -> Tensor:
+        return self.in_turn.corrected(self.logits(states, 0), self.in_turn.rows_of(newest))
 
-    @torch.inference_mode()
-    def teacher_forced(
-        self, ids: list[int], text: list[int], samplings: Sequence[Sampling], states: HiddenStates
-    ) -> Iterator[Tensor]:
-        """Of the first head; zero where no token stands before the newest."""
-        (found,) = (states[layer] for layer in self.layers)
-        assert found is not None
-        newest = torch.tensor([[*ids, *text][: len(ids) + len(text) - 1]], device=self.device)
-        known = self.logits(found[:, :-1].to(self.dtype), 0)  # before all tokens but the first two
-        known = self.in_turn.corrected(known, self.in_turn.rows_of(newest[:, 1:]))
-        known = known[:, max(0, len(ids) - 2) :]
-        for sampling in samplings:
-            q = self.in_turn.over_target_ids(warp(known, sampling))
-            yield F.pad(q, (0, 0, len(text) - q.shape[1], 0))
+    def block_logits(self, states: Tensor, newest: Tensor) -> Logits:
+        return lambda depth, _: self.logits(states, depth)[:, -1]
 
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
         """A head, and the choice of its token."""
@@ -178,45 +159,6 @@ class MedusaDrafter(Drafter):
     def probe(self, ids: list[int]) -> Tensor:
         state = torch.ones((1, 1, self.size), dtype=self.dtype, device=self.device)
         return torch.stack([self.logits(state, depth) for depth in range(len(self.blocks))])
-
-
-class MedusaSession(Session):
-    """`state` [B, 1, H]: the target's before the newest token of each row; `newest` [B]: that."""
-
-    def __init__(self, drafter: MedusaDrafter, texts: Texts) -> None:
-        self.drafter, self.sampling, self.generator = drafter, texts.sampling, texts.generator
-        (layer,) = drafter.layers
-        last = [state[layer][:, -1:] for state in texts.states]  # type: ignore[index]
-        self.state = torch.cat(last).to(drafter.dtype)
-        self.newest = torch.tensor([text[-1] for text in texts.ids], device=drafter.device)
-
-    @torch.inference_mode()
-    def propose(self, count: int, stop_below: float) -> Proposal:
-        drafter = self.drafter
-        count = min(count, len(drafter.blocks))
-        if count < 1:
-            return Proposal(self.newest.new_zeros((len(self.newest), 0)))
-        return drafter.in_turn.propose(
-            lambda depth: drafter.logits(self.state, depth)[:, -1],
-            drafter.in_turn.rows_of(self.newest),
-            count,
-            stop_below,
-            self.sampling,
-            self.generator,
-        )
-
-    def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
-        (found,) = (states[layer] for layer in self.drafter.layers)
-        assert found is not None
-        # of what was emitted the target has read all but the last, which is the newest now
-        read = torch.tensor([len(new) - 1 for new in emitted], device=found.device)
-        rows = torch.arange(len(emitted), device=found.device)
-        self.state = found[rows, read][:, None].to(self.drafter.dtype)
-        self.newest = torch.tensor([new[-1] for new in emitted], device=found.device)
-
-    def keep(self, rows: list[int]) -> None:
-        at = torch.tensor(rows, device=self.newest.device)
-        self.state, self.newest = self.state[at], self.newest[at]
 
 
 def medusa_drafter(
@@ -246,6 +188,7 @@ def medusa_drafter(
         bytes=sum(part.nbytes for part in (*own, shared, *(sequential or ()))),
         layers=(layer,),
         blocks=own,
+        longest=len(own),
         head=shared,
         in_turn=TokensInTurn(len(embedding), token_ids, sequential),
         size=size,

@@ -153,7 +153,7 @@ class ParallelSession(Session):
         at = torch.arange(len(rows), device=device)
         self.seen = lengths
         return drafter.in_turn.propose(
-            lambda depth: logits[at, newest + depth],
+            lambda depth, _: logits[at, newest + depth],
             None,
             count,
             stop_below,

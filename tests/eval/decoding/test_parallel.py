@@ -209,7 +209,7 @@ def test_a_state_of_the_mask_beside_is_caught(target, perfect, monkeypatch):
     propose = parallel.TokensInTurn.propose
 
     def beside(self, logits, *rest):
-        return propose(self, lambda depth: logits(max(0, depth - 1)), *rest)
+        return propose(self, lambda depth, before: logits(max(0, depth - 1), before), *rest)
 
     monkeypatch.setattr(parallel.TokensInTurn, "propose", beside)
     with pytest.raises(AssertionError):

@@ -1,4 +1,6 @@
-"""Heads on the target's last state: lossless, and each reads the state it should."""
+"""Drafts from the target's states: lossless, and each token is drafted from what it should."""
+
+import types
 
 import pytest
 import torch
@@ -6,15 +8,23 @@ import torch.nn.functional as F
 
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.base import Texts
+from eval.decoding.drafters.from_states import StateSession
 from eval.decoding.drafters.in_turn import SequentialHead, TokensInTurn
 from eval.decoding.drafters.lookup_first import lookup_first
 from eval.decoding.drafters.medusa import (
     MedusaConfig,
     MedusaDrafter,
     MedusaModel,
-    MedusaSession,
     load_medusa,
     save_medusa,
+)
+from eval.decoding.drafters.pruned import save_compact
+from eval.decoding.drafters.recurrent import (
+    RecurrentConfig,
+    RecurrentDrafter,
+    RecurrentModel,
+    load_recurrent,
+    recurrent_drafter,
 )
 from eval.decoding.forward import KVCache
 from eval.decoding.loop import Decoding, DraftLength, decode
@@ -50,9 +60,33 @@ def medusa(vocab=VOCAB, head=None, kept=None, rank=4, seed=0, layer=LAYERS, size
         blocks=[product(0.3 * torch.randn(size, size), torch.randn(size)) for _ in range(DEPTH)],
         head=product(torch.randn(rows, size) if head is None else head),
         in_turn=TokensInTurn(vocab, kept, sequential),
+        longest=DEPTH,
         size=size,
         dtype=torch.float32,
         device=torch.device("cpu"),
+    )
+
+
+def recurrent(vocab=VOCAB, kept=None, seed=0, layers=(0, LAYERS), size=SIZE, **parts):
+    """Random maps, or those given in `parts`."""
+    torch.manual_seed(seed)
+    rows = vocab if kept is None else len(kept)
+    made = {
+        "embedding": torch.randn(vocab, size),
+        "first": product(0.1 * torch.randn(size, (1 + len(layers)) * size)),
+        "further": product(0.1 * torch.randn(size, 2 * size)),
+        "head": product(torch.randn(rows, size)),
+    }
+    return RecurrentDrafter(
+        vocab_size=vocab,
+        vocabulary={},
+        layers=layers,
+        in_turn=TokensInTurn(vocab, kept, None),
+        longest=LONGEST,
+        size=size,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        **(made | parts),
     )
 
 
@@ -69,6 +103,8 @@ def drafts(tiny):
         "random": medusa(),
         "plain": medusa(head=head, rank=0),
         "trimmed": medusa(head=head[kept], kept=kept, seed=3),
+        "recurrent": recurrent(),
+        "recurrent, trimmed": recurrent(kept=kept, seed=3),
     }
 
 
@@ -81,17 +117,18 @@ def alone(target):
 
 @pytest.mark.parametrize("stop_below", [0.0, 0.1])
 @pytest.mark.parametrize("rows", [1, 2, 5])
-@pytest.mark.parametrize("name", ["random", "plain", "trimmed"])
+@pytest.mark.parametrize("name", ["random", "plain", "trimmed", "recurrent", "recurrent, trimmed"])
 def test_greedy_texts_are_the_targets_own(target, drafts, alone, name, rows, stop_below):
     for gamma in (1, 3, DEPTH + 2):
         length = DraftLength(gamma, stop_below)
         runs = decode(target, drafts[name], PROMPTS[:rows], IDS[:rows], GREEDY, length)
         assert [run.tokens for run in runs] == alone[:rows]
-        assert max(max(run.drafted) for run in runs) <= min(gamma, DEPTH)
+        assert max(max(run.drafted) for run in runs) <= min(gamma, drafts[name].longest)
 
 
-def test_behind_prompt_lookup_the_texts_stay_the_same(target, drafts, alone):
-    both = lookup_first(drafts["plain"])
+@pytest.mark.parametrize("name", ["plain", "recurrent"])
+def test_behind_prompt_lookup_the_texts_stay_the_same(target, drafts, alone, name):
+    both = lookup_first(drafts[name])
     for rows in (1, 5):
         runs = decode(target, both, PROMPTS[:rows], IDS[:rows], GREEDY, DraftLength(DEPTH))
         assert [run.tokens for run in runs] == alone[:rows]
@@ -115,8 +152,7 @@ class Counter:
         return logits[:, -1:] if last_only else logits
 
 
-@pytest.fixture(scope="module")
-def perfect():
+def perfect_medusa():
     """Head d turns the state's token into the one d places on, the output head adds one."""
     draft = medusa(head=torch.eye(VOCAB).roll(1, 0), rank=0, size=VOCAB)
     draft.blocks = [
@@ -125,37 +161,63 @@ def perfect():
     return draft
 
 
-def test_heads_that_know_what_follows_are_accepted_whole(perfect):
+def perfect_recurrent():
+    """From the state's token it is two to the first drafted, and one from each to the next."""
+    nothing, one = torch.zeros(VOCAB, VOCAB), torch.eye(VOCAB).roll(1, 0)
+    return recurrent(
+        layers=(LAYERS,),
+        size=VOCAB,
+        first=product(torch.cat([nothing, one @ one], 1)),
+        further=product(torch.cat([nothing, one], 1)),
+        head=product(torch.eye(VOCAB)),
+    )
+
+
+PERFECT = pytest.mark.parametrize("perfect", [perfect_medusa, perfect_recurrent])
+
+
+@PERFECT
+def test_drafts_that_know_what_follows_are_accepted_whole(perfect):
     for rows in (1, 5):
         for gamma in (2, DEPTH):
             length = DraftLength(gamma)
-            for run in decode(Counter(), perfect, PROMPTS[:rows], IDS[:rows], GREEDY, length):
+            for run in decode(Counter(), perfect(), PROMPTS[:rows], IDS[:rows], GREEDY, length):
                 assert run.accepted == run.drafted
                 assert set(run.drafted[:-1]) == {gamma}
 
 
-def test_a_head_of_another_depth_is_caught(perfect, monkeypatch):
+def test_a_head_of_another_depth_is_caught(monkeypatch):
     right = MedusaDrafter.logits
     monkeypatch.setattr(
         MedusaDrafter, "logits", lambda self, states, depth: right(self, states, max(0, depth - 1))
     )
     with pytest.raises(AssertionError):
-        test_heads_that_know_what_follows_are_accepted_whole(perfect)
+        test_drafts_that_know_what_follows_are_accepted_whole(perfect_medusa)
 
 
+def test_a_state_of_another_row_is_caught(monkeypatch):
+    right = RecurrentDrafter.beside
+    monkeypatch.setattr(
+        RecurrentDrafter, "beside", lambda self, ids, read: right(self, ids, read.roll(1, 0))
+    )
+    with pytest.raises(AssertionError):
+        test_drafts_that_know_what_follows_are_accepted_whole(perfect_recurrent)
+
+
+@PERFECT
 def test_states_off_by_one_position_are_caught(perfect, monkeypatch):
-    commit = MedusaSession.commit
+    commit = StateSession.commit
 
     def shifted(session, emitted, accepted, states):
         commit(session, emitted, accepted, {k: v.roll(1, 1) for k, v in states.items()})
 
-    monkeypatch.setattr(MedusaSession, "commit", shifted)
+    monkeypatch.setattr(StateSession, "commit", shifted)
     with pytest.raises(AssertionError):
-        test_heads_that_know_what_follows_are_accepted_whole(perfect)
+        test_drafts_that_know_what_follows_are_accepted_whole(perfect)
 
 
 @pytest.mark.parametrize("ids", [IDS[0], IDS[1]], ids=["a prompt", "a prompt of one token"])
-@pytest.mark.parametrize("name", ["plain", "trimmed"])
+@pytest.mark.parametrize("name", ["plain", "trimmed", "recurrent", "recurrent, trimmed"])
 def test_what_it_proposes_is_what_alpha_was_taken_on(target, drafts, name, ids):
     draft, how = drafts[name], Sampling(0.8)
     text = decode(target, None, PROMPTS[:1], [ids], GREEDY, DraftLength(0))[0].tokens
@@ -174,10 +236,11 @@ def test_what_it_proposes_is_what_alpha_was_taken_on(target, drafts, name, ids):
         session.commit([[text[at]]], [0], {k: v[:, place : place + 2] for k, v in states.items()})
 
 
+@pytest.mark.parametrize("made", [medusa, recurrent])
 @pytest.mark.parametrize("length", [DraftLength(2), DraftLength(3, 0.25)], ids=str)
-def test_sampled_tokens_have_the_targets_distribution(tiny, length):
+def test_sampled_tokens_have_the_targets_distribution(tiny, length, made):
     vocab, runs = 6, 800
-    target, draft = build_decoder(tiny(0, vocab), 40), medusa(vocab, seed=5)
+    target, draft = build_decoder(tiny(0, vocab), 40), made(vocab, seed=5)
     rows = [[1, 2], [3, 3, 3]]
     counts = torch.zeros(2, vocab, vocab)
     for seed in range(runs):
@@ -188,7 +251,7 @@ def test_sampled_tokens_have_the_targets_distribution(tiny, length):
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_it_is_read_as_it_was_saved_and_by_no_other_target(tmp_path, rank):
+def test_heads_are_read_as_they_were_saved_and_by_no_other_target(tmp_path, rank):
     kept = torch.arange(0, VOCAB, 2)
     model = MedusaModel(
         MedusaConfig(
@@ -207,3 +270,43 @@ def test_it_is_read_as_it_was_saved_and_by_no_other_target(tmp_path, rank):
         assert torch.equal(found.state_dict()[name], tensor)
     with pytest.raises(ValueError, match="was made for another target"):
         load_medusa(tmp_path / "heads", embedding + 1)
+
+
+def small_recurrent(layers=2):
+    torch.manual_seed(0)
+    config = RecurrentConfig(
+        hidden_size=SIZE, vocab_size=VOCAB, states_read=layers, head_rows=VOCAB // 2
+    )
+    model = RecurrentModel(config)
+    model.sizes.copy_(torch.arange(1, layers + 1) / 4)
+    return model.eval()
+
+
+def test_a_recurrent_draft_is_read_as_it_was_saved_and_by_no_other_target(tmp_path):
+    kept, model = torch.arange(1, VOCAB, 2), small_recurrent()
+    embedding = model.get_input_embeddings().weight.detach()
+    save_compact(tmp_path / "draft", model, kept, embedding, "recurrent", (1, 2))
+    found, ids = load_recurrent(tmp_path / "draft", embedding)
+    assert torch.equal(ids, kept)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor)
+    with pytest.raises(ValueError, match="was made for another target"):
+        load_recurrent(tmp_path / "draft", embedding + 1)
+
+
+def test_a_recurrent_draft_drafts_what_its_model_says(tiny):
+    model, target = small_recurrent(), build_decoder(tiny(0), 90)
+    target = types.SimpleNamespace(decoder=target)
+    target.decoder.embedding = model.get_input_embeddings().weight.detach()
+    draft = recurrent_drafter(model, torch.arange(1, VOCAB, 2), target, (1, 2))
+    newest, states = torch.tensor([3, 60]), torch.randn(2, 2, SIZE)
+    logits = draft.block_logits(states.flatten(1)[:, None], newest)
+    with torch.no_grad():
+        y = model.after_target(newest, states)
+        torch.testing.assert_close(
+            logits(0, None), model.lm_head(y), rtol=0.02, atol=0.02 * float(y.abs().max())
+        )
+        y = model.after_draft(torch.tensor([1, 59]), y)  # the ids of rows 0 and 29
+        torch.testing.assert_close(
+            logits(1, torch.tensor([0, 29])), model.lm_head(y), rtol=0.02, atol=0.02
+        )
