@@ -41,6 +41,7 @@ from eval.decoding.target import Target
 
 SLOW = ("lm_head", "fusion")
 STEPS = 3  # of a draft that are trained at once
+LATER = 3  # the later ones at every so many-th position, each for as many: a third of their cost
 RIDGE = 1e-2  # of maps from many states, which the fit's tokens determine poorly otherwise
 ALONE = 4  # at every so many-th position the second step goes without the draft's own state, too
 
@@ -163,18 +164,19 @@ def several_steps(
     top_ids: Tensor,
     top_logprobs: Tensor,
 ) -> ModelOutput:
-    """The mean loss of STEPS steps of drafts that begin at every position.
+    """The loss of STEPS steps of drafts; at every LATER-th position begins one that goes on.
 
     y: [N, H] of the first step. further: those of step 1, 2, … at some of the N places, of the y
     one token before them.
     """
     loss, agreed = head(y, top_ids, top_logprobs)
-    at = torch.arange(len(positions), device=positions.device)
+    goes_on = F.pad(following(positions), (0, 1))
+    at = (positions % LATER == 0).nonzero()[:, 0]
+    y = y[at]
     for step in range(1, STEPS):
-        follows = following(positions[at])
-        y, at = y[:-1][follows], at[1:][follows]
+        y, at = y[goes_on[at]], at[goes_on[at]] + 1
         y = further(at, y, step)
-        loss = loss + head(y, top_ids[at], top_logprobs[at])[0]
+        loss = loss + LATER * head(y, top_ids[at], top_logprobs[at])[0]
     return ModelOutput(loss=loss / STEPS, agreed=agreed)
 
 

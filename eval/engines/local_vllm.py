@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from align.sources import read_json
+from eval.decoding.drafters.recurrent import RecurrentConfig
 from eval.engines.environments import environment, vllm_python
 from eval.engines.server import ServerError
 
@@ -28,7 +29,7 @@ def speculation(draft: str | Path, gamma: int, folder: Path | None = None) -> li
     """The arguments with which a vLLM server speculates, gamma tokens a time.
 
     draft: a model of its own, or a folder in the format of speculators, which names its method, or
-    Medusa heads. folder: where it lies now, if not there. Raises ServerError for heads that vLLM
+    Medusa heads. folder: where it lies now, if not there. Raises ServerError for a draft that vLLM
     would not start with.
     """
     path = (folder or Path(draft)) / "config.json"
@@ -43,6 +44,11 @@ def speculation(draft: str | Path, gamma: int, folder: Path | None = None) -> li
                 "tokens, and vLLM refuses its own token_map when it starts ('weights were not "
                 "initialized from checkpoint'); train with draft_vocab_size: null for vLLM."
             )
+    if about.get("model_type") == RecurrentConfig.model_type:
+        raise ServerError(
+            f"{draft} is a recurrent draft, a kind that vLLM does not have; train another drafter "
+            "(pruned, eagle3, medusa) for vLLM."
+        )
     config = {"method": kind or "draft_model", "model": str(draft), "num_speculative_tokens": gamma}
     return ["--speculative-config", json.dumps(config)]
 

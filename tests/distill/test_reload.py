@@ -79,6 +79,8 @@ def test_drafts_of_every_kind_are_published_as_they_were_measured(job, tmp_path,
         assert '"method": "eagle3"' in card
     if kind == "medusa":
         assert "vLLM does not start with it" in card  # its heads are trimmed
+    if kind == "recurrent":
+        assert "a kind that vLLM does not have" in card
     if kind == "features":
         assert again["full checkpoint"].alpha.mean != again[own].alpha.mean
 

@@ -12,7 +12,7 @@ from align.sources import read_json
 from distill import state_cache, train
 from distill.answer_cache import AnswerCache, CacheError
 from distill.answers import answer_prompts
-from distill.drafters import eagle3, features
+from distill.drafters import eagle3, features, recurrent
 from distill.drafters.base import kind_of
 from distill.dry_run import price_run
 from distill.losses import forward_kl
@@ -28,14 +28,14 @@ from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.verification import Sampling
 from eval.reporting.report import read_report
 
-KINDS = ["features", "eagle3"]
+KINDS = ["features", "recurrent", "eagle3"]
 MADE = {"draft": None, "num_draft_layers": 1, "draft_vocab_size": 270}
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def finished(request, job, tmp_path_factory):
     """A finished run of each kind."""
-    dtype = {"features": "float32", "eagle3": "bfloat16"}[request.param]
+    dtype = "float32" if request.param == "features" else "bfloat16"
     folder = tmp_path_factory.mktemp("run") / "run"
     recipe = job(folder, **MADE, drafter=request.param, dtype=dtype)
     assert run(recipe) == 0
@@ -227,7 +227,7 @@ def test_training_reads_what_is_known_when_a_token_is_drafted(answered, kind):
     assert read([5])[-1] == 4
     assert read([7])[-1] == 6
     assert 5 not in read([5])
-    if kind == "features":
+    if kind != "eagle3":
         assert read([5]) == [4]
         assert read([5, 6, 7]) == [4, 5, 6]
     # a draft that cannot have begun earlier has one step only
@@ -236,7 +236,8 @@ def test_training_reads_what_is_known_when_a_token_is_drafted(answered, kind):
     assert one != two
 
 
-def test_later_steps_of_a_features_draft_read_its_own_states(answered):
+def test_later_steps_of_a_features_draft_read_its_own_states(answered, monkeypatch):
+    monkeypatch.setattr(features, "LATER", 1)
     recipe, pair, target, answers = answered("features")
     model = prepare_draft(recipe, pair, target, answers).model.float()
     fusion = model.fusion
@@ -258,6 +259,66 @@ def test_later_steps_of_a_features_draft_read_its_own_states(answered):
         wanted = sum(loss(y, t) for step in (first, second, third) for t, y in step.items())
         features.attach(model, forward_kl)
         torch.testing.assert_close(model(**batch).loss, wanted / features.STEPS)
+
+
+def test_later_steps_of_a_recurrent_draft_read_its_own_states(answered, monkeypatch):
+    monkeypatch.setattr(features, "LATER", 1)
+    recipe, pair, target, answers = answered("recurrent")
+    model = prepare_draft(recipe, pair, target, answers).model
+    states = torch.randn(1, 12, 3, model.config.hidden_size)
+    batch = batch_of(pair.vocab_size, [5, 6, 7], states)
+    ids = batch["input_ids"][0]
+    with torch.no_grad():
+        first = {t: model.after_target(ids[[t]], states[0, [t - 1]]) for t in (5, 6, 7)}
+        second = {t: model.after_draft(ids[[t]], first[t - 1]) for t in (6, 7)}
+        third = {7: model.after_draft(ids[[7]], second[6])}
+        _, head = attach_head(model, forward_kl)
+
+        def loss(y, at):
+            row = [at - 5]
+            return head(y, batch["top_ids"][row], batch["top_logprobs"][row])[0]
+
+        wanted = sum(loss(y, t) for step in (first, second, third) for t, y in step.items())
+        recurrent.attach(model, forward_kl)
+        torch.testing.assert_close(model(**batch).loss, wanted / features.STEPS)
+
+
+def test_drafts_that_go_on_begin_at_every_third_position():
+    positions = torch.tensor([3, 4, 5, 6, 8, 9, 10, 12, 15, 16])  # 9 is followed, 12 is not
+    seen = []
+
+    def head(y, ids, logprobs):
+        seen.append(ids[:, 0].tolist())
+        return y.sum() * 0 + float(len(y)), 0
+
+    def further(at, before, step):
+        assert before[:, 0].tolist() == [float(positions[i - 1]) for i in at]
+        return positions[at, None].float()
+
+    found = features.several_steps(
+        head, positions[:, None].float(), further, positions, positions[:, None], positions
+    )
+    assert seen == [positions.tolist(), [4, 10, 16], [5]]
+    assert float(found.loss) == pytest.approx((10 + 3 * 3 + 3 * 1) / features.STEPS)
+
+
+def test_a_recurrent_draft_starts_as_the_least_squares_fit(answered):
+    recipe, pair, target, answers = answered("recurrent")
+    model = prepare_draft(recipe, pair, target, answers).model
+    states = states_of(recipe, pair, answers)
+    x, y = [], []
+    for answer in answers:
+        text = torch.cat([answer.prompt_ids, answer.response_ids]).long()
+        for at in range(len(answer.prompt_ids) - 1, len(text) - 1):
+            found = states[answer.index].float()
+            read = found[at - 1] / model.sizes[:, None]
+            x.append(model.beside(text[[at]], read.flatten()[None])[0])
+            y.append(found[at, -1] / model.sizes[-1])
+    x, y = torch.stack(x).double(), torch.stack(y).double()
+    gram = x.T @ x
+    gram += features.RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.double)
+    wanted = torch.linalg.solve(gram, x.T @ y).T
+    torch.testing.assert_close(model.first.weight.double(), wanted, atol=0.02, rtol=0.02)
 
 
 def test_steps_of_an_eagle3_draft_are_those_of_its_session(answered):

@@ -11,6 +11,7 @@ from eval.decoding.verification import (
     acceptance,
     agreement,
     argmax,
+    inverse_cdf,
     sample,
     verify_greedy,
     verify_sampled,
@@ -289,6 +290,17 @@ def test_the_tail_of_a_large_vocabulary_gets_its_share():
     # 1.5% of 4000 draws, spread over the tail: its last half gets half of them
     assert 30 <= len(tail) <= 95
     assert 0.25 < float((tail > 75_000).float().mean()) < 0.75
+
+
+@pytest.mark.parametrize("size", [5, 256, 1000])
+def test_ids_are_found_as_in_the_sums_of_all(size):
+    generator = torch.Generator().manual_seed(7)
+    p = torch.randn(3000, size, generator=generator).mul(3).softmax(-1)
+    uniform = torch.rand(3000, 1, dtype=torch.float64, generator=generator)
+    cdf = p.double().cumsum(-1)
+    wanted = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True)[:, 0]
+    # but for numbers that fall on an id's edge: the sum of a run is taken in fp32
+    assert int((inverse_cdf(p, uniform) != wanted).sum()) <= 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
