@@ -295,9 +295,11 @@ def test_of_drafts_of_several_steps_the_first_token_is_followed(job, tmp_path, m
     made = {"draft": None, "drafter": kind, "num_draft_layers": 1, "draft_vocab_size": 270}
     recipe = job(tmp_path / "run", **made, max_steps=30)
     assert run(recipe) == 0
-    best = max(read_seen(recipe.folder / HELD_OUT), key=lambda one: one.alpha)
+    best = max(reversed(read_seen(recipe.folder / HELD_OUT)), key=lambda one: one.alpha)
     pair = check_models(recipe)
     target = TargetOfRun(recipe, pair, collect_prompts(recipe, pair.target)).loaded
+    # in eight bits another token than the trained weights' may be the best one
+    monkeypatch.setattr(f"eval.decoding.drafters.{kind}.INT8_TERMS", 10**9, raising=False)
     drafter = load_drafter(str(recipe.folder / "draft"), target)
     found = []
     for answer in held_out_answers(recipe.folder, pair.vocab_size):
