@@ -86,7 +86,7 @@ def sample(probabilities: Tensor, generator: torch.Generator | None = None) -> T
 def inverse_cdf(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """The id at which the sums of each row of [..., V] pass a number in [0, 1) [..., 1], fp64.
 
-    First the run of CDF_RUN ids, then the id in it: all of V in fp64 would take ten times as long.
+    First the run of CDF_RUN ids, then the id in it: all of V in fp64 takes six times as long.
     """
     lacking = -probabilities.shape[-1] % CDF_RUN
     whole = F.pad(probabilities, (0, lacking)) if lacking else probabilities
