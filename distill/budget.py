@@ -35,6 +35,7 @@ from distill.timing import (
 )
 
 UNPLANNED = 0.05  # of the minutes: loading, fit, export, saving
+MARGIN = 0.5  # minutes more than were lacking, since the next run's timings differ
 MIN_TIMED = 32  # prompts; of fewer the interval says little
 STARTED = time.monotonic()
 
@@ -100,7 +101,7 @@ def plan(
     made = min(PROBE, total)
     model, token_ids = stand_in(recipe, pair, target.loaded)
     rows = pair.trained_rows(token_ids)
-    beside = row_beside(recipe, pair, prompts, target.loaded, model)
+    beside = row_beside(recipe, pair, prompts, target.loaded, model, token_ids)
     per_step = training_step(recipe, pair, prompts.training.ids, model, rows)
     del model
     length = statistics.mean(answer_lengths(recipe, prompts.training.ids, answers))
@@ -110,18 +111,11 @@ def plan(
     evaluation = evaluation_seconds(recipe, prompts, target.loaded, length)
     timed = min(recipe.speed_prompts, len(prompts.evaluation.ids))
     left = _left(recipe) - evaluation(timed)
+    timings = [left, per_answer, per_step, beside]
+    broadcast_object_list(timings)
+    left, per_answer, per_step, beside = timings
     count, steps = split(recipe, left, made, total, per_answer, per_step, beside)
-    decided = [count, steps]
-    broadcast_object_list(decided)
-    count, steps = decided
-    if count < made:
-        needed = recipe.minutes + (made - count) * per_answer / 60 + 0.5
-        raise RecipeError(
-            f"minutes is {recipe.minutes:g}, too few here: {made} answers of {per_answer:.2f} s, "
-            f"training steps of {per_step:.2f} s and {evaluation(timed) / 60:.1f} "
-            f"minutes of evaluation do not fit. Give {math.ceil(needed)} or more, or fewer "
-            "max_eval_prompts."
-        )
+    refuse_too_few(recipe, left, made, total, per_answer, per_step, beside)
     recipe = dataclasses.replace(
         recipe, max_answers=count, training=recipe.training | {"max_steps": steps}
     )
@@ -153,11 +147,44 @@ def split(
     leave time, it stays. per_step, and beside: a row that is no answer, in seconds. A count below
     `first` does not fit.
     """
-    rows = 1 / recipe.shares["answers"]  # that go with an answer, itself among them
-    steps_each = training_steps(recipe, round(total * rows)) / total
-    each = per_answer + (rows - 1) * beside + steps_each * per_step
+    each, steps_each = _with_answer(recipe, total, per_answer, per_step, beside)
     count = min(total, math.floor((left + first * per_answer) / each))
     return count, max(1, math.ceil(steps_each * count))
+
+
+def refuse_too_few(
+    recipe: Recipe,
+    left: float,
+    first: int,
+    total: int,
+    per_answer: float,
+    per_step: float,
+    beside: float,
+) -> None:
+    """Raise RecipeError where the first answers of a run and the training on them do not fit.
+
+    Parameters as of `split`.
+    """
+    assert recipe.minutes is not None
+    made = min(PROBE, total)
+    each, _ = _with_answer(recipe, total, per_answer, per_step, beside)
+    lacking = made * each - first * per_answer - left
+    if lacking > 0:
+        needed = recipe.minutes + lacking / 60 / (1 - UNPLANNED) + MARGIN
+        raise RecipeError(
+            f"minutes is {recipe.minutes:g}, too few here: {made} answers of {per_answer:.2f} s, "
+            f"the training on them in steps of {per_step:.2f} s, and the evaluation do not fit. "
+            f"Give {math.ceil(needed)} or more, or fewer max_eval_prompts."
+        )
+
+
+def _with_answer(
+    recipe: Recipe, total: int, per_answer: float, per_step: float, beside: float
+) -> tuple[float, float]:
+    """Seconds of an answer, the rows that go with it and the steps on them, and how many steps."""
+    rows = 1 / recipe.shares["answers"]  # that go with an answer, itself among them
+    steps = training_steps(recipe, round(total * rows)) / total
+    return per_answer + (rows - 1) * beside + steps * per_step, steps
 
 
 def most_answers(recipe: Recipe, prompts: Prompts, texts: int) -> int:

@@ -131,6 +131,7 @@ def choose(
             json.dump(choice.model_dump(mode="json"), file, indent=2)
         on = f" of {recipe.num_draft_layers} layers" if recipe.kind in PRUNED else ""
         print(f"chosen: {recipe.kind}{on}")
+    PartialState().wait_for_everyone()  # its states are in their place for all
     write_recipe(recipe)
     return recipe
 

@@ -13,7 +13,7 @@ import sys
 import torch
 
 from align.sources import load_config, weights_at_hand
-from distill.budget import UNPLANNED, most_answers, split
+from distill.budget import UNPLANNED, most_answers, refuse_too_few, split
 from distill.choice import Comparison
 from distill.drafters.base import kind_of
 from distill.fixed_text import fixed_rows
@@ -91,18 +91,21 @@ def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target, text
     costs = step_costs(target.decoder, drafter, context, recipe.max_gamma, sampling)
 
     count = most_answers(recipe, prompts, texts)
+    if recipe.max_answers is not None:
+        count = min(count, recipe.max_answers)
     at = sum(map(len, training)) // len(training) + recipe.answer_max_new_tokens // 2
     answering = recipe.answer_max_new_tokens * batched_step(
         target.decoder, recipe.answer_batch_size, at
     )
     per_answer = answering / recipe.answer_batch_size
-    beside = row_beside(recipe, pair, prompts, target, model)
+    beside = row_beside(recipe, pair, prompts, target, model, token_ids)
     per_step = training_step(recipe, pair, training, model, pair.trained_rows(token_ids))
     measuring = evaluation_seconds(recipe, prompts, target, recipe.max_new_tokens)(
         min(recipe.speed_prompts, len(evaluation))
     )
-    if recipe.minutes is not None:
+    if recipe.minutes is not None and recipe.max_answers is None:
         left = 60 * recipe.minutes * (1 - UNPLANNED) - measuring
+        refuse_too_few(recipe, left, 0, count, per_answer, per_step, beside)
         count, steps = split(recipe, left, 0, count, per_answer, per_step, beside)
     else:
         steps = training_steps(recipe, sum(recipe.rows(len(training)).values()))

@@ -39,7 +39,8 @@ def fixed_rows(recipe: Recipe, prompts: Prompts) -> list[list[int]]:
     length = sum(map(len, prompts.training.ids)) // len(prompts.training.ids)
     length += recipe.answer_max_new_tokens
     texts, not_trained = _texts(spec)
-    not_trained += [p.text for p in prompts.evaluation.prompts + prompts.tuning.prompts]
+    for part in (prompts.evaluation, prompts.tuning, prompts.held_out):
+        not_trained += [prompt.text for prompt in part.prompts]
     random.Random(recipe.seed).shuffle(texts)
     planned = recipe.minutes is not None and recipe.max_answers is None
     rows = _cut(texts, NearDuplicates(not_trained), load_tokenizer(recipe.target), length)
@@ -47,8 +48,8 @@ def fixed_rows(recipe: Recipe, prompts: Prompts) -> list[list[int]]:
     if len(found) < (1 if planned else count):
         raise PromptError(
             f"The fixed text {spec!r} has {len(found)} rows of up to {length} tokens that do not "
-            f"repeat evaluation prompts, and data asks for {count}; lower its share or "
-            "max_train_prompts, or name more text with --fixed_text."
+            f"repeat evaluation, tuning or held-out prompts, and data asks for {count}; lower its "
+            "share or max_train_prompts, or name more text with --fixed_text."
         )
     return found
 

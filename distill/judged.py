@@ -30,12 +30,14 @@ from distill.models import Pair, TargetOfRun
 from distill.recipe import Recipe, RecipeError
 from eval.decoding.drafters.checkpoint import CheckpointDrafter
 from eval.decoding.drafters.loading import load_drafter
+from eval.decoding.drafters.parallel import ParallelDrafter
 from eval.decoding.forward import Decoder, HiddenStates, KVCache
 from eval.decoding.generation import generate_batched
 from eval.decoding.loop import seed_of
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 
+WRITERS = (CheckpointDrafter, ParallelDrafter)
 POSITIONS = 1024  # of a pass, padding included: so many rows of logits over V exist at once
 WRITTEN = 4  # on-policy texts, in batches, before they are judged and kept
 
@@ -113,7 +115,8 @@ def with_on_policy_text(
 def draft_that_writes(spec: str, target: Target, strategy: str) -> CheckpointDrafter:
     """The drafter of that spec. Raises RecipeError for one that does not speak the target's ids."""
     drafter = load_drafter(spec, target, strategy)
-    if type(drafter) is not CheckpointDrafter:
+    # of these the decoder gives logits over the target's ids from the text alone
+    if not isinstance(drafter, CheckpointDrafter) or type(drafter) not in WRITERS:
         raise RecipeError(
             f"data has on_policy, but {spec!r} has ids of its own or no model of its own, so it "
             "cannot write a text in the target's; leave on_policy out, or name another draft."

@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import random
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,8 +65,17 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
     prompts, overlap = training_prompts(recipe.train_prompts, evaluation, limit, recipe.seed)
     tuning, training = tuning_split(prompts, recipe.tuning_prompts)
     count = min(recipe.held_out_prompts, len(training) // HELD_OUT_PART)
-    here = recipe.answers == "local"  # a server's answers are all trained on
-    held_out, training = hold_out(training, count if here and count >= HELD_OUT_FEWEST else 0)
+    if recipe.answers == "server" or count < HELD_OUT_FEWEST:  # a server's are all trained on
+        count = 0
+    held_out, rest = hold_out(training, count)
+    like_them = len(training) - len(held_out) - len(rest)
+    if count and (len(held_out) < HELD_OUT_FEWEST or len(rest) < len(training) / 2):
+        print(
+            f"no prompts are held out: of {len(training)}, {len(held_out)} could be, and "
+            f"{like_them} nearly repeat those (is there a template that all share?)"
+        )
+        held_out, rest, like_them = [], training, 0
+    training = rest
 
     tokenizer = load_tokenizer(target.spec)
     config = AutoConfig.from_pretrained(target.folder).get_text_config()
@@ -83,7 +93,8 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
     )
     print(
         f"prompts: {len(training)} to train on ({sum(map(len, made.training.ids))} tokens), "
-        + (f"{count} held out, " if (count := len(held_out)) else "")
+        + (f"{len(held_out)} held out, " if held_out else "")
+        + (f"{like_them} like those dropped, " if like_them else "")
         + f"{len(tuning)} to choose gamma, {len(evaluation)} to evaluate; "
         f"{overlap.dropped} dropped as near-duplicates"
     )
@@ -177,15 +188,18 @@ def tuning_split(prompts: list[Prompt], count: int) -> tuple[list[Prompt], list[
 def hold_out(prompts: list[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
     """The first prompts, `count` or as many more as complete their groups, and the rest.
 
-    The rest is without near-duplicates of them.
+    A group that would make them more than twice as many is passed over. The rest is without
+    near-duplicates of them.
     """
+    sizes = Counter(prompt.group for prompt in prompts)
     held_out: list[Prompt] = []
     for first in prompts:
         if len(held_out) >= count:
             break
-        if first not in held_out:
-            alike = (p for p in prompts if p.group is not None and p.group == first.group)
-            held_out += [first] if first.group is None else alike
+        if first.group is None:
+            held_out.append(first)
+        elif first not in held_out and len(held_out) + sizes[first.group] <= 2 * count:
+            held_out += (prompt for prompt in prompts if prompt.group == first.group)
     near = NearDuplicates(p.text for p in held_out)
     ids = {p.id for p in held_out}
     return held_out, [p for p in prompts if p.id not in ids and not near.closest(p.text)[0]]

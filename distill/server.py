@@ -248,6 +248,7 @@ class ServedTarget:
         self.recipe, self.target = recipe, target
         self.texts = [prompt.text for prompt in prompts.training.prompts]
         self.prompts = prompts.training.ids * recipe.answers_per_prompt
+        self.wanted = min(recipe.max_answers or len(self.prompts), len(self.prompts))
         self.folder = recipe.folder / "answers"
         self.server = Server(
             recipe.answer_url,
@@ -295,11 +296,11 @@ class ServedTarget:
         return 0
 
     def answers(self) -> AnswerCache:
-        """The server's answers to all training prompts, by index; those in `answers/` are kept.
+        """The server's answers to the training prompts, by index; those in `answers/` are kept.
 
-        The main process asks, the others wait. Raises ServerError where the server fails for
-        longer than is waited, sends what it must not, or is another model midway; what was kept by
-        then stays.
+        As many as the recipe's `max_answers`, in the prompts' order. The main process asks, the
+        others wait. Raises ServerError where the server fails for longer than is waited, sends what
+        it must not, or is another model midway; what was kept by then stays.
         """
         if PartialState().is_main_process and (left := self._left()):
             self._answer(left)
@@ -313,8 +314,8 @@ class ServedTarget:
         self.server.retries = PATIENT
         cache, request = self._cache(), self._request()
         bar = tqdm(
-            total=len(self.prompts),
-            initial=len(self.prompts) - len(left),
+            total=self.wanted,
+            initial=self.wanted - len(left),
             desc="answers of the server",
             unit="answer",
             file=sys.stderr,
@@ -397,7 +398,7 @@ class ServedTarget:
         done: set[int] = set()
         if (self.folder / "key.json").exists():
             done = set(self._cache().indices)
-        return [i for i in range(len(self.prompts)) if i not in done]
+        return [i for i in range(self.wanted) if i not in done]
 
     def _cached_witnesses(self) -> list[Witness]:
         if not (self.folder / "key.json").exists():

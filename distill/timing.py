@@ -23,7 +23,6 @@ from distill.recipe import Recipe
 from distill.state_cache import layers_read
 from distill.trainer import build_trainer, training_config
 from eval.decoding.drafters.base import timed_step
-from eval.decoding.drafters.pruned import pruned_drafter
 from eval.decoding.forward import Reader
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
@@ -108,11 +107,16 @@ def training_steps(recipe: Recipe, rows: int) -> int:
 
 
 def row_beside(
-    recipe: Recipe, pair: Pair, prompts: Prompts, target: Target, model: PreTrainedModel
+    recipe: Recipe,
+    pair: Pair,
+    prompts: Prompts,
+    target: Target,
+    model: PreTrainedModel,
+    token_ids: Tensor | None,
 ) -> float:
     """Seconds of a row that is no answer: fixed or on-policy text, as the recipe mixes them.
 
-    model: a `stand_in` of the draft.
+    model, token_ids: a `stand_in` of the draft.
     """
     shares, ids = recipe.shares, prompts.training.ids
     context, new = sum(map(len, ids)) // len(ids), recipe.answer_max_new_tokens
@@ -130,8 +134,8 @@ def row_beside(
         if spec is not None:
             drafter = draft_that_writes(spec, target, pair.strategy)
         else:
-            rows = len(model.get_output_embeddings().weight)
-            drafter = pruned_drafter(model, torch.arange(rows), target)
+            made: Any = kind_of(recipe).drafter(recipe, pair, model, token_ids, target)
+            drafter = made
         rows = recipe.answer_batch_size
         step = batched_step(Writer(drafter), rows, context + new // 2)
         seconds += shares["on_policy"] * new * step / rows

@@ -21,6 +21,7 @@ from datasets import Dataset
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
@@ -35,7 +36,7 @@ from transformers.integrations import (
     get_available_reporting_integrations,
     unset_hf_deepspeed_config,
 )
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput
 from trl import SFTConfig, SFTTrainer
@@ -77,7 +78,7 @@ from distill.training_set import TRAINING_SET, DistillationCollator, training_se
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
 
 SLOW_RATE = 1 / 3  # of the learning rate, for weights that began as a fit
-SEEDS_A_STEP = 2**31  # more than there are answers
+SEEDS_A_STEP = 2**31 - 1  # more than there are answers; prime: a place counted from it moves
 COMPLETE = "complete"  # the last file of a checkpoint: its step, and the rows of each
 WAIT = 7 * 24 * 3600  # seconds; a process that dies is noticed by the launcher, at once
 
@@ -287,6 +288,9 @@ class DistillationTrainer(SFTTrainer):
         self.whole: Any = None  # where its weights go when they are sharded
         self.sums = torch.zeros(3)  # since the last log, here: divergence, agreements, tokens
         super().__init__(*args, **kwargs)
+        # every kind's forward takes what a batch has; Trainer looks before that is attached, and
+        # would then take the mean of small batches' means, where short answers weigh more
+        self.model_accepts_loss_kwargs = True
         self.checkpoints_kept, self.args.save_total_limit = self.args.save_total_limit, None
         self.remove_callback(PrinterCallback)
         if self.pop_callback(ProgressCallback):
@@ -360,7 +364,11 @@ class DistillationTrainer(SFTTrainer):
         if not self.args.should_save:
             return
         model: Any = self.model
-        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        names = [  # as in the state, which has no names of what recomputes activations
+            name.replace(_CHECKPOINT_PREFIX, "")
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        ]
         with atomic_file(path, "wb") as file:
             save_file({name: state[name].contiguous() for name in names}, file.name)
 
@@ -567,7 +575,14 @@ def _refuse_missing_trackers(config: SFTConfig) -> None:
 def _resumed(recipe: Recipe) -> Path | None:
     """The checkpoint that training goes on from, None at its start."""
     asked = recipe.training.get("resume_from_checkpoint")
-    return last_checkpoint(recipe.folder) if asked is None else Path(asked)
+    if asked is None:
+        return last_checkpoint(recipe.folder)
+    if not (Path(asked) / TRAINER_STATE_NAME).is_file():
+        raise RecipeError(
+            f"resume_from_checkpoint is {asked!r}, which is no folder of a checkpoint (it has no "
+            f"{TRAINER_STATE_NAME}); name one, or leave it out: a run goes on from its last."
+        )
+    return Path(asked)
 
 
 def _trained_batch(checkpoint: Path) -> int | None:

@@ -200,6 +200,7 @@ def _step_costs(costs: Costs) -> StepCosts:
         costs.target_step_ms / 1000,
         {int(width): ms / 1000 for width, ms in costs.target_verify_ms.items()},
         costs.context_length,
+        costs.draft_block_ms / 1000,
     )
 
 

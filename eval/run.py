@@ -260,7 +260,7 @@ def _rendered(
 def _named(text: str) -> tuple[str, str]:
     """Name and spec of a [NAME=]SPEC."""
     name, equals, spec = text.partition("=")
-    if not equals or "==" in text.split("/")[0]:  # a pypi: spec has == of its own
+    if not equals or spec.startswith("="):  # a pypi: spec has == of its own
         return Path(text).name, text
     return name, spec
 

@@ -230,6 +230,7 @@ def unrolled(
 
 def attach(model: PreTrainedModel, divergence: Divergence) -> None:
     _, head = attach_head(model, divergence)
+    model._no_split_modules = []  # its layer is read in parts, so it is no unit to shard on its own
 
     def forward(
         input_ids: Tensor,

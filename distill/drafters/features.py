@@ -127,6 +127,7 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
         top_ids: Tensor,
         top_logprobs: Tensor,
         states: Tensor,
+        seeds: Any = None,
         temperature: float | None = None,
         **_: Any,
     ) -> ModelOutput:
@@ -137,13 +138,15 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
             found: ModelOutput = head(y, top_ids, top_logprobs, temperature)
             return found
 
+        places = places_in_turn(positions, input_ids.shape[1], seeds)
+
         def further(at: Tensor, before: Tensor, step: int) -> Tensor:
             if step == 1:
-                before = before * (positions[at] % ALONE != 0)[:, None]
+                before = before * (places[at] % ALONE != 0)[:, None]
             y: Tensor = fusion.further(z[at], before)
             return y
 
-        return several_steps(head, y, further, positions, top_ids, top_logprobs)
+        return several_steps(head, y, further, positions, places, top_ids, top_logprobs)
 
     model.forward = forward
 
@@ -156,22 +159,33 @@ def states_before(states: Tensor, positions: Tensor) -> Tensor:
     return F.pad(states, (0, 0, 0, 0, 1, 0))[:, :-1].flatten(0, 1)[positions]
 
 
+def places_in_turn(positions: Tensor, width: int, seeds: Tensor) -> Tensor:
+    """Each response position's place in its row, counted from one that changes with the step [N].
+
+    What is picked by it hangs neither on the batch's padding nor on the rows beside. seeds: of each
+    row's random numbers, in a batch of that width.
+    """
+    rows = positions // width
+    return positions % width + seeds.to(positions.device)[rows]
+
+
 def several_steps(
     head: Any,
     y: Tensor,
     further: Callable[[Tensor, Tensor, int], Tensor],
     positions: Tensor,
+    places: Tensor,
     top_ids: Tensor,
     top_logprobs: Tensor,
 ) -> ModelOutput:
-    """The loss of STEPS steps of drafts; at every LATER-th position begins one that goes on.
+    """The loss of STEPS steps of drafts; at every LATER-th of `places` begins one that goes on.
 
-    y: [N, H] of the first step. further: those of step 1, 2, … at some of the N places, of the y
-    one token before them.
+    y: [N, H] of the first step. further: those of step 1, 2, … at some of the N positions, of the
+    y one token before them.
     """
     loss, agreed = head(y, top_ids, top_logprobs)
     goes_on = F.pad(following(positions), (0, 1))
-    at = (positions % LATER == 0).nonzero()[:, 0]
+    at = (places % LATER == 0).nonzero()[:, 0]
     y = y[at]
     for step in range(1, STEPS):
         y, at = y[goes_on[at]], at[goes_on[at]] + 1

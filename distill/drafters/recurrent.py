@@ -20,7 +20,13 @@ from transformers.utils import ModelOutput
 
 from align.atomic import atomic_file, atomic_folder
 from distill.answer_cache import CachedAnswer
-from distill.drafters.features import RIDGE, layers, several_steps, states_before
+from distill.drafters.features import (
+    RIDGE,
+    layers,
+    places_in_turn,
+    several_steps,
+    states_before,
+)
 from distill.losses import Divergence
 from distill.models import Pair, TargetOfRun, forced_tokens
 from distill.prepare import (
@@ -137,6 +143,7 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
         top_ids: Tensor,
         top_logprobs: Tensor,
         states: Tensor,
+        seeds: Any = None,
         temperature: float | None = None,
         **_: Any,
     ) -> ModelOutput:
@@ -150,7 +157,8 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
             y: Tensor = draft.after_draft(newest[at], before)
             return y
 
-        return several_steps(head, y, further, positions, top_ids, top_logprobs)
+        places = places_in_turn(positions, input_ids.shape[1], seeds)
+        return several_steps(head, y, further, positions, places, top_ids, top_logprobs)
 
     draft.forward = forward
 

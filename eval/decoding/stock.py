@@ -67,6 +67,21 @@ class _SlotLayer(CacheLayerMixin):
         return self.keys.shape[2]
 
 
+def longest_context(config: Any) -> int:
+    """Up to how many positions a model attends to all of a text, each token by the same angles."""
+    longest: int = config.max_position_embeddings
+    kinds = getattr(config, "layer_types", None) or []
+    # without layer_types (Mistral-v0.1, Phi-3-mini) every layer has the window
+    if (not kinds or any("sliding" in kind for kind in kinds)) and (
+        window := getattr(config, "sliding_window", None)
+    ):
+        longest = min(longest, window)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # all angles are others from this many tokens on
+        longest = min(longest, rope.get("original_max_position_embeddings", longest))
+    return longest
+
+
 class StockDecoder:
     """Any causal LM of transformers behind the same interface, computed by its own modules."""
 
@@ -84,13 +99,12 @@ class StockDecoder:
                 f"{config.model_type} has recurrent layers, whose state cannot be rolled back by "
                 "position; use a target and a draft with attention layers only."
             )
-        window = getattr(config, "sliding_window", None)
-        # without layer_types (Mistral-v0.1, Phi-3-mini) every layer has the window
-        slides = not kinds or any("sliding" in kind for kind in kinds)
-        if slides and window and context_length > window:
+        longest = longest_context(config)
+        if context_length > longest:
             raise ValueError(
-                f"A context of {context_length} tokens exceeds the sliding window of {window} of "
-                f"{config.model_type}; shorten max_new_tokens or the prompts."
+                f"A context of {context_length} tokens exceeds the {longest} within which "
+                f"{config.model_type} reads all of a text in one way (a sliding window, or rotary "
+                "angles that change); shorten max_new_tokens or the prompts."
             )
         self.model, self.config = model, config
         self.embedding, self.masks = input_embedding(model), masks
@@ -117,7 +131,9 @@ class StockDecoder:
         head_size = getattr(config, "head_dim", None) or (
             config.hidden_size // config.num_attention_heads
         )
-        shape = (rows, config.num_key_value_heads, slots, head_size)
+        # GPT-NeoX and others have as many as heads, and do not say so
+        key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        shape = (rows, key_heads, slots, head_size)
         return empty_cache(config.num_hidden_layers, shape, self.dtype, self.device)
 
     @torch.inference_mode()

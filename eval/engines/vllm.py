@@ -24,7 +24,7 @@ from eval.engines.server import Server, ServerError
 from eval.measuring.build import build_report
 from eval.measuring.log import DraftLog, Floats, PromptRun, RunLog
 from eval.measuring.losslessness import divergence, ledger
-from eval.measuring.metrics import measure, share
+from eval.measuring.metrics import Measured, measure, share
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.report import Report
 
@@ -230,26 +230,31 @@ def _counters_block(pairs: Sequence[Pair]) -> tuple[dict[str, Any] | None, str |
         for _, answer in pairs
         if answer.counters is not None and answer.counters[0]
     ]
-    lengths = [(category, (row[2] + row[0], row[0])) for category, _, row in drafting]
-    rates = [(row[2], row[1]) for row in grown if row[1]]
-    if not lengths or not rates:
+    if not any(row[1] for _, _, row in drafting):
         return None, "they did not grow while this run was served"
+
+    def length(of: Sequence[tuple[str | None, str | None, Any]]) -> Measured:
+        rows, groups = [(row[2] + row[0], row[0]) for *_, row in of], [group for _, group, _ in of]
+        return measure("mean_acceptance_length", rows, groups=groups)
+
     return {
         "num_drafts": round(drafts),
         "num_draft_tokens": round(drafted),
         "num_accepted_tokens": round(accepted),
-        "mean_acceptance_length": measure("mean_acceptance_length", [row for _, row in lengths]),
-        "acceptance_rate": measure("acceptance_rate", rates),
+        "mean_acceptance_length": length(drafting),
+        "acceptance_rate": measure(
+            "acceptance_rate",
+            [(row[2], row[1]) for *_, row in drafting],
+            groups=[group for _, group, _ in drafting],
+        ),
         "acceptance_per_position": [count / drafts for count in accepted_at],
         "per_position": [
             share("acceptance", [(group, row[place], row[0]) for _, group, row in drafting])
             for place in range(3, 3 + len(accepted_at))
         ],
         "by_category": {
-            category: measure(
-                "mean_acceptance_length", [row for of, row in lengths if of == category]
-            )
-            for category in sorted({of for of, _ in lengths if of is not None})
+            category: length([one for one in drafting if one[0] == category])
+            for category in sorted({of for of, *_ in drafting if of is not None})
         },
     }, None
 

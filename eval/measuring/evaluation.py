@@ -156,7 +156,7 @@ class _Evaluation:
     ) -> None:
         self.target, self.drafters, self.timed, self.tuning = target, drafters, timed, tuning
         self.how, self.plan, self.journal = how, plan, journal
-        self.spell = speller(target)
+        self.spell, self.text_of = speller(target), speller(target, special=False)
         self.check = LosslessCheck(target, replace(how, sampling=Sampling()))
         self.lengths = {name: self._draft_length(name) for name in drafters}
 
@@ -182,7 +182,7 @@ class _Evaluation:
             target, self.drafters, prompts, texts, how, journal, stage
         )
         answers = [
-            Answer(prompt.id, list(map(self.spell, text)), bits, (prompt.prompt or "").encode())
+            Answer(prompt.id, list(map(self.text_of, text)), bits, (prompt.prompt or "").encode())
             for prompt, text, bits in zip(prompts.prompts, texts, entropy, strict=True)
         ]
         return found, answers
@@ -310,7 +310,7 @@ def _begin(
     known_by += [_hash_of_numbers(name, d.probe(ids), dtype) for name, d in drafters.items()]
     journal.begin(
         known_by,
-        [(name, drafter.vocabulary) for name, drafter in drafters.items()],
+        [(name, drafter.path, drafter.vocabulary) for name, drafter in drafters.items()],
         [(part.ids, [(p.id, p.category, p.group) for p in part.prompts]) for part in given],
         asdict(how) | {"stops": sorted(how.stops)},
         asdict(plan),
@@ -331,13 +331,16 @@ def _hash_of_numbers(name: str, computed: Tensor, dtype: str) -> str:
     return tensor_sha256(computed)
 
 
-def speller(target: Target) -> Callable[[int], bytes]:
-    """The bytes of a token id of the target; none for padding rows that no token has."""
+def speller(target: Target, special: bool = True) -> Callable[[int], bytes]:
+    """The bytes of a token id of the target; none for padding rows that no token has.
+
+    special: a special token's name, else none: it is no text.
+    """
     keys = tokens_of(target.tokenizer)
 
     def spell(token: int) -> bytes:
         key = keys[token] if token < len(keys) else None
-        return key[1] if key else b""
+        return key[1] if key and (special or key[0] != "special") else b""
 
     return spell
 

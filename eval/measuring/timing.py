@@ -166,8 +166,8 @@ def over_stock_generate(
     config = GenerationConfig(
         max_new_tokens=new_tokens,
         do_sample=False,
-        eos_token_id=sorted(how.stops),
-        pad_token_id=min(how.stops),
+        eos_token_id=sorted(how.stops) or None,
+        pad_token_id=min(how.stops, default=0),
     )
     stock: Any = target.model  # transformers wraps `generate` in a type that mypy cannot call
     rows: list[tuple[float, ...]] = []

@@ -102,10 +102,12 @@ class Work:
         clock = time.perf_counter()
         answer_prompts(once, asked, self.target, "timed_answers")
         found = {"answers": (time.perf_counter() - clock) / len(asked)}
-        model, _ = stand_in(self.recipe, self.pair, self.target.loaded)
+        model, ids = stand_in(self.recipe, self.pair, self.target.loaded)
         for kind in ("fixed", "on_policy"):
             recipe = dataclasses.replace(self.recipe, data={kind: 1.0})
-            found[kind] = row_beside(recipe, self.pair, self.prompts, self.target.loaded, model)
+            found[kind] = row_beside(
+                recipe, self.pair, self.prompts, self.target.loaded, model, ids
+            )
         return found
 
 

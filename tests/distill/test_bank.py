@@ -13,6 +13,7 @@ from distill.prepare import build_pruned
 from eval.decoding.adapters import AdapterError, adapted, read_adapter
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.adapter import SharedBase
+from eval.decoding.drafters.base import Texts
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.drafters.pruned import pruned_drafter, save_compact
 from eval.decoding.drafters.routed import by_likelihood, routed
@@ -124,6 +125,24 @@ def test_a_row_of_a_batch_drafts_what_it_drafts_alone(base, drafts, target, prom
     for row, run in enumerate(together):
         alone = decoded(target, drafts[NAMES[row % 2]], ([prompts[0][row]], [ids[row]]))[0]
         assert (run.drafted, run.accepted) == (alone.drafted, alone.accepted)
+
+
+def test_rows_of_different_adapters_bring_their_doubts(base, drafts, target, prompts):
+    """By these the draft length of `routed` is chosen."""
+    ids = prompts[1][:2]
+    chosen = {tuple(own): NAMES[row] for row, own in enumerate(ids)}
+    drafter = routed(base, drafts, lambda own: chosen[tuple(own)])
+
+    def proposed(drafter, rows):
+        states = [{} for _ in rows]
+        texts = Texts([[*own, 9] for own in rows], 60, Sampling(), torch.Generator(), states)
+        return drafter.start(texts).propose(4, 1e-9)
+
+    together = proposed(drafter, ids)
+    for row, own in enumerate(ids):
+        alone = proposed(drafts[NAMES[row]], [own])
+        torch.testing.assert_close(together.certainty[row], alone.certainty[0])
+    assert together.certainty[:, 1:].max() < 1  # the first token is drafted in any case
 
 
 def test_rows_that_are_sampled_bring_their_q(base, drafts, target, prompts):

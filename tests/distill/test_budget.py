@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
 
 from align.sources import load_model
-from distill import budget, train
+from distill import budget, dry_run, train
 from distill.budget import adopted, split
 from distill.models import TargetOfRun, check_models
 from distill.prompts import collect_prompts
@@ -46,6 +47,24 @@ def test_minutes_too_few_are_refused_with_what_they_would_have_to_be(minutes):
     with pytest.raises(RecipeError, match=r"minutes is 0.01, too few here: .* Give \d+ or more"):
         run(minutes(0.01))
     refuse_another_run(minutes(5.0))  # the same folder may be given more
+
+
+def test_the_minutes_that_it_names_are_enough_where_training_is_dear(minutes, monkeypatch):
+    monkeypatch.setattr(budget, "training_step", lambda *_: 30.0)
+    with pytest.raises(RecipeError, match="too few") as refused:
+        run(minutes(0.5))
+    named = float(re.search(r"Give (\d+) or more", str(refused.value))[1])
+    with pytest.raises(RecipeError, match="too few"):
+        run(minutes(named - 2))
+    assert run(minutes(named)) == 0
+
+
+def test_a_dry_run_is_of_what_is_asked_for(minutes, job, tmp_path, capsys, monkeypatch):
+    run(job(tmp_path / "run", **EPOCHS, max_answers=3, dry_run=True))
+    assert "answers (72 tokens at most)" in capsys.readouterr().out
+    monkeypatch.setattr(dry_run, "training_step", lambda *_: 30.0)
+    with pytest.raises(RecipeError, match=r"minutes is 0\.5, too few here"):
+        run(minutes(0.5, dry_run=True))
 
 
 def test_minutes_do_not_take_over_a_run_that_was_made_without(minutes, job, tmp_path):

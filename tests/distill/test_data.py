@@ -1,5 +1,6 @@
 """What is trained on: answers, fixed text, on-policy text, in one kind of cache."""
 
+import dataclasses
 import json
 import random
 import shutil
@@ -23,7 +24,7 @@ from distill.near_duplicates import NearDuplicates, without_near_duplicates
 from distill.prompts import collect_prompts
 from distill.recipe import RecipeError, build_recipe
 from distill.train import run
-from eval.prompts import PromptError
+from eval.prompts import Prompt, PromptError, PromptSet
 
 MIXED = {"answers": 0.5, "fixed": 0.25, "on_policy": 0.25}
 
@@ -201,11 +202,16 @@ def test_passages_that_are_held_out_are_cut_out():
     ]
 
 
-def test_rows_leave_out_evaluation_and_tuning_prompts(mixed):
+def test_rows_leave_out_evaluation_tuning_and_held_out_prompts(mixed):
     recipe = mixed()
     _, prompts, target = loaded(recipe)
     rows = fixed_rows(recipe, prompts)
-    held_out = NearDuplicates(p.text for p in prompts.evaluation.prompts + prompts.tuning.prompts)
+    first = target.tokenizer.decode(rows[0])
+    followed = PromptSet("held out", [Prompt("a", prompt=first)], [[1]])
+    prompts = dataclasses.replace(prompts, held_out=followed)
+    rows = fixed_rows(recipe, prompts)
+    parts = (prompts.evaluation, prompts.tuning, prompts.held_out)
+    held_out = NearDuplicates(p.text for part in parts for p in part.prompts)
     assert len(rows) == recipe.rows(len(prompts.training.ids))["fixed"]
     longest = max(map(len, prompts.training.ids)) + recipe.answer_max_new_tokens
     for row in rows:

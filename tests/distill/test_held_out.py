@@ -266,6 +266,30 @@ def test_what_is_like_a_held_out_prompt_is_not_trained_on():
     assert hold_out(rest, 0) == ([], rest)
 
 
+def test_a_group_larger_than_what_is_wanted_is_passed_over():
+    many = [Prompt(f"a{i}", prompt=f"{i} of one", group="x") for i in range(9)]
+    few = [Prompt(f"b{i}", prompt=f"{i} of another", group="y") for i in range(3)]
+    held, rest = hold_out([*many, *few], 2)
+    assert held == few
+    assert rest == many
+    assert hold_out(many, 2) == ([], many)
+
+
+def test_prompts_that_are_all_alike_are_trained_on(job, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prompts, "HELD_OUT_PART", 4)
+    monkeypatch.setattr(prompts, "HELD_OUT_FEWEST", 1)
+    template = " ".join(f"word{i}" for i in range(24))
+    lines = [json.dumps({"id": str(i), "prompt": f"{template} {i}"}) for i in range(12)]
+    (tmp_path / "alike.jsonl").write_text("\n".join(lines))
+    recipe = job(tmp_path / "run", train_prompts=str(tmp_path / "alike.jsonl"))
+    made = collect_prompts(recipe, check_models(recipe).target)
+    assert not made.held_out.prompts
+    assert len(made.training.prompts) == 11
+    assert "no prompts are held out: of 11, 2 could be, and 9 nearly repeat" in (
+        capsys.readouterr().out
+    )
+
+
 def test_a_run_follows_held_out_prompts_and_reports_a_forecast(job, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prompts, "HELD_OUT_PART", 4)
     monkeypatch.setattr(prompts, "HELD_OUT_FEWEST", 1)

@@ -17,6 +17,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from safetensors.torch import load_file
 
+from distill.held_out import HELD_OUT, read_seen
 from distill.recipe import dump
 from distill.trainer import last_checkpoint
 
@@ -26,6 +27,16 @@ ONE, DDP, FSDP2, ZERO3 = "cpu.yaml", "cpu_2.yaml", "fsdp2.yaml", "zero3.yaml"
 NEEDS_DEEPSPEED = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="deepspeed is not installed: pip install deepspeed"
 )
+# a run of few prompts that follows some of them all the same
+HOLDS_OUT = """
+import sys
+from distill import held_out, prompts
+from distill.train import main
+
+prompts.HELD_OUT_PART, prompts.HELD_OUT_FEWEST, held_out.SHARE = 4, 1, 10.0
+sys.exit(main(sys.argv[1:]))
+"""
+
 STEPS = 24  # of 4 rows, 3 an epoch
 PRUNED = {"draft": None, "num_draft_layers": 1, "draft_vocab_size": 270}
 LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 8}
@@ -70,7 +81,7 @@ def test_accelerate_reads_every_config(path):
 class Run:
     """A command of the job that is running."""
 
-    def __init__(self, config, recipe, script=ROOT / "distill" / "train.py"):
+    def __init__(self, config, recipe, script=ROOT / "distill" / "train.py", flags=()):
         file = recipe.folder.with_suffix(".yaml")
         file.write_text(dump(recipe))
         self.folder, self.log = recipe.folder, recipe.folder.with_suffix(".log")
@@ -81,7 +92,7 @@ class Run:
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         with self.log.open("w") as log:
             self.launcher = psutil.Popen(
-                [*map(str, command), str(script), "--recipe", str(file)],
+                [*map(str, command), *flags, str(script), "--recipe", str(file)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=os.environ | {"PYTHONPATH": path, "DS_ACCELERATOR": "cpu"},
@@ -191,3 +202,25 @@ def test_a_run_goes_on_with_any_number_of_processes(recipe, tmp_path):
     assert last_checkpoint(two.folder).name != f"checkpoint-{STEPS}"
     assert "training over 2 processes: MULTI_CPU" in Run(DDP, two).ends()
     assert_same_draft(two.folder, straight.folder)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("eagle3", ()),
+        ("pruned", ("--fsdp_activation_checkpointing", "true")),
+    ],
+)
+def test_shards_follow_held_out_prompts_as_one_process_does(recipe, tmp_path, kind, flags):
+    script = tmp_path / "holds_out.py"
+    script.write_text(HOLDS_OUT)
+    one, two = (recipe(rows, **PRUNED, drafter=kind) for rows in (4, 2))
+    Run(ONE, one, script).ends()
+    assert "training over 2 processes: FSDP" in Run(FSDP2, two, script, flags).ends()
+    seen = [read_seen(made.folder / HELD_OUT) for made in (one, two)]
+    assert seen[0]
+    assert [a.step for a in seen[0]] == [b.step for b in seen[1]]
+    for a, b in zip(*seen, strict=True):
+        assert b.alpha == pytest.approx(a.alpha, abs=0.02)
+    assert_same_draft(two.folder, one.folder)

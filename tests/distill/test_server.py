@@ -296,6 +296,12 @@ def test_a_sampled_answer_depends_on_its_prompt_and_the_seed_alone(stand_in, ser
     assert contents(others) != contents(first)
 
 
+def test_no_more_prompts_are_answered_than_wanted(stand_in, served, asked):
+    server = stand_in()
+    assert len(asked(served(server, max_answers=4)).answers()) == 4
+    assert len(asked(served(server, max_answers=6)).answers()) == 6
+
+
 def test_whatever_the_servers_defaults_are_the_distribution_is_as_it_is(stand_in, served, asked):
     server = stand_in()
     asked(served(server, answer_temperature=0.8)).answers()

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from align.sources import read_json
@@ -22,7 +23,7 @@ from distill.prompts import collect_prompts
 from distill.recipe import RecipeError
 from distill.state_cache import cache_states, layers_read, states_of
 from distill.train import run
-from distill.trainer import attach_head
+from distill.trainer import attach_head, distil_draft
 from eval.decoding.drafters.base import Texts
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.verification import Sampling
@@ -200,6 +201,7 @@ def batch_of(vocab_size, positions, states):
         "top_ids": torch.randint(200, (count, 3)),
         "top_logprobs": torch.full((count, 3), -1.5),
         "states": states,
+        "seeds": torch.tensor([0]),
     }
 
 
@@ -296,10 +298,54 @@ def test_drafts_that_go_on_begin_at_every_third_position():
         return positions[at, None].float()
 
     found = features.several_steps(
-        head, positions[:, None].float(), further, positions, positions[:, None], positions
+        head,
+        positions[:, None].float(),
+        further,
+        positions,
+        positions,
+        positions[:, None],
+        positions,
     )
     assert seen == [positions.tolist(), [4, 10, 16], [5]]
     assert float(found.loss) == pytest.approx((10 + 3 * 3 + 3 * 1) / features.STEPS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_of_a_row_hangs_neither_on_its_padding_nor_on_what_is_beside_it(answered, kind):
+    """Else another number of processes would take other steps."""
+    recipe, pair, target, answers = answered(kind)
+    model = prepare_draft(recipe, pair, target, answers).model.float()
+    kind_of(recipe).attach(model, forward_kl)
+    layers = len(kind_of(recipe).layers(pair.target.config))
+    states = torch.randn(2, 13, layers, model.config.hidden_size)
+    short = batch_of(pair.vocab_size, [3, 4, 5, 6, 7], states[:1, :9])
+    long = batch_of(pair.vocab_size, [2, 3, 4, 5, 6, 8, 9, 10, 11], states[1:])
+    short["seeds"], long["seeds"] = torch.tensor([7]), torch.tensor([2**31 + 4])
+    both = {name: torch.cat([short[name], long[name]]) for name in ("top_ids", "top_logprobs")}
+    for name in ("input_ids", "attention_mask"):
+        both[name] = torch.cat([F.pad(short[name], (0, 4)), long[name]])
+    both["states"] = torch.cat([F.pad(short["states"], (0, 0, 0, 0, 0, 4)), long["states"]])
+    both["seeds"] = torch.cat([short["seeds"], long["seeds"]])
+    both["positions"] = torch.cat([short["positions"], 13 + long["positions"]])
+    with torch.no_grad():
+        apart = model(**short).loss + model(**long).loss
+        torch.testing.assert_close(model(**both).loss, apart)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_in_small_batches_is_that_of_a_large_one(answered, tmp_path, kind):
+    recipe, pair, target, answers = answered(kind)
+    weights = []
+    for rows, together in ((4, 1), (1, 4)):
+        keys = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": together}
+        keys |= {"max_steps": 2, "save_strategy": "no"}
+        other = dataclasses.replace(recipe, training=recipe.training | keys)
+        prepared = prepare_draft(other, pair, target, answers)
+        prompts = target.prompts.training.ids
+        draft = distil_draft(other, pair, prepared, answers, prompts)
+        weights.append({name: w.detach() for name, w in draft.named_parameters()})
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weight, weights[1][name], rtol=1e-4, atol=1e-5)
 
 
 def test_a_recurrent_draft_starts_as_the_least_squares_fit(answered):

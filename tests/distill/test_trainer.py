@@ -336,6 +336,13 @@ def test_steps_stay_those_of_the_checkpoint_for_another_number_of_processes(tmp_
         training_config(recipe)
 
 
+@pytest.mark.parametrize("name", ["checkpoint-9", "true"])
+def test_a_checkpoint_that_is_not_there_is_refused_first(tmp_path, name):
+    recipe = recipe_in(tmp_path, resume_from_checkpoint=str(tmp_path / name))
+    with pytest.raises(RecipeError, match=f"{name}', which is no folder of a checkpoint"):
+        training_config(recipe)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_gathered_weights_fill_a_copy_that_took_no_memory(tiny_llama, tied):
     model = tiny_llama(vocab_size=VOCAB, tie_word_embeddings=tied)

@@ -188,6 +188,13 @@ def test_what_an_adapter_could_bring(report, tmp_path, alpha, status, said, monk
     assert f"traffic {alpha:.3f}" in shown
 
 
+def test_what_a_draft_costs_once_is_priced_too(report):
+    costs = read_report(report).drafts["tuned"].costs
+    dear = costs.model_copy(update={"draft_block_ms": 7.0})
+    assert drift_command._step_costs(dear).draft_block == 7.0 / 1000
+    assert drift_command._step_costs(costs).draft_block == costs.draft_block_ms / 1000
+
+
 def test_input_of_no_use(report, traffic, tmp_path, server, capsys):
     def refused(reason, *arguments):
         assert main([str(argument) for argument in arguments]) == 2

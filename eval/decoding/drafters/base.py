@@ -171,6 +171,10 @@ class Drafter(ABC):
         """
         return None
 
+    def side_by_side(self, states: HiddenStates, dtype: torch.dtype) -> Tensor:
+        """The layers it reads, of the target's [B, T, H] each, in its own order [B, T, L * H]."""
+        return torch.cat([states[k] for k in self.layers], -1).to(dtype)  # type: ignore[misc]
+
     def probe(self, ids: list[int]) -> Tensor:
         """Numbers that this drafter computes from a text of target ids; finite if it is sound."""
         return torch.zeros(1)
@@ -194,7 +198,9 @@ class DecoderDrafter(Drafter):
         return logits[..., : self.rows]
 
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
-        return timed_step(self.decoder, 1, context_length, sampling, self.cut)
+        # in ids of its own its context may be shorter than the target's
+        at = min(context_length, self.decoder.context_length - 1)
+        return timed_step(self.decoder, 1, at, sampling, self.cut)
 
 
 class SeparateRows(Session):

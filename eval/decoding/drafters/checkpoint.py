@@ -121,18 +121,27 @@ class TokenSession(Session):
         self.seen = [0] * len(self.texts)
         self.slots = drafter.own_slots(texts.slots)
         self.cache = drafter.decoder.new_cache(len(self.texts), self.slots)
-        if len(self.texts) > 1:  # rows step together, so all but the last token is read before
-            for row, text in enumerate(self.texts):
-                head = torch.tensor([text[:-1]], device=drafter.decoder.device)
-                drafter.decoder.forward(head, 0, self.cache.row(row), last_only=True)
+        if len(self.texts) > 1:
+            self.read_alone()
+
+    def read_alone(self) -> None:
+        """Every row reads its own text, all but the newest token."""
+        for row, text in enumerate(self.texts):
+            if new := text[self.seen[row] : -1]:
+                tokens = torch.tensor([new], device=self.drafter.decoder.device)
+                self.drafter.decoder.forward(tokens, self.seen[row], self.cache.row(row), True)
                 self.seen[row] = len(text) - 1
 
     def propose(self, count: int, stop_below: float) -> Proposal:
         drafter, device = self.drafter, self.drafter.decoder.device
         lengths = [len(text) for text in self.texts]
         count = min(count, self.slots - max(lengths) + 1)  # no more than it has room to read
-        # what is new to a row is one token, or two after a full acceptance; all read as many
+        # what is new to a row is one token, two after a full acceptance, more where others drafted
+        # for it (lookup_first.py); all read as many, or where a row has not as many, one each
         width = max(length - seen for length, seen in zip(lengths, self.seen, strict=True))
+        if width > min(lengths):
+            self.read_alone()
+            width = 1
         step = torch.tensor([text[-width:] for text in self.texts], device=device)
         start = starts([length - width for length in lengths])
         doubt = Doubt(stop_below, device)

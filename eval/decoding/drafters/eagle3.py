@@ -232,8 +232,7 @@ class Eagle3Drafter(CheckpointDrafter):
 
     def fused(self, states: HiddenStates) -> Tensor:
         """The states it reads [B, T, H], of the target's [B, T, H] a layer."""
-        whole = torch.cat([states[k] for k in self.layers], -1)  # type: ignore[misc]
-        return self.decoder.fc(whole.to(self.decoder.dtype))
+        return self.decoder.fc(self.side_by_side(states, self.decoder.dtype))
 
     def start(self, texts: Texts) -> Session:
         return Eagle3Session(self, texts)
@@ -327,6 +326,7 @@ class Eagle3Session(TokenSession):
 
     def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
         super().commit(emitted, accepted, states)
+        self.seen = [len(text) - 1 for text in self.texts]  # what is new to it, `new` says
         fused = self.drafter.fused(states)
         self.new = [
             ([*tokens, *new], torch.cat([h, fused[row, : len(new)]]))

@@ -78,15 +78,12 @@ class FeaturesDrafter(CheckpointDrafter):
 
     def first(self, both: Tensor, states: HiddenStates) -> Tensor:
         """y [B, T, H] from what the decoder gives and the target's states one token earlier."""
-        return both.chunk(2, -1)[1] + self.states_map(self.side_by_side(states))
+        known = self.side_by_side(states, self.decoder.dtype)
+        return both.chunk(2, -1)[1] + self.states_map(known)
 
     def further(self, both: Tensor, before: Tensor) -> Tensor:
         """y [B, T, H] from what the decoder gives and the draft's own y one token earlier."""
         return both.chunk(2, -1)[0] + self.own_map(before)
-
-    def side_by_side(self, states: HiddenStates) -> Tensor:
-        """The layers it reads [B, T, L * H], in its own order and dtype."""
-        return torch.cat([states[k] for k in self.layers], -1).to(self.decoder.dtype)  # type: ignore[misc]
 
     def start(self, texts: Texts) -> Session:
         return FeaturesSession(self, texts)

@@ -42,10 +42,6 @@ class StateDrafter(Drafter):
     def block_logits(self, states: Tensor, newest: Tensor) -> Logits:
         """Those of a whole draft, from the states [B, 1, L * H] before the newest token [B]."""
 
-    def side_by_side(self, states: HiddenStates) -> Tensor:
-        """The layers it reads [B, T, L * H], in its own order and dtype."""
-        return torch.cat([states[k] for k in self.layers], -1).to(self.dtype)  # type: ignore[misc]
-
     def start(self, texts: Texts) -> Session:
         return StateSession(self, texts)
 
@@ -55,7 +51,7 @@ class StateDrafter(Drafter):
     ) -> Iterator[Tensor]:
         """Of the first token of a draft; zero where no token stands before the newest."""
         newest = torch.tensor([[*ids, *text][1 : len(ids) + len(text) - 1]], device=self.device)
-        known = self.first_logits(self.side_by_side(states)[:, :-1], newest)
+        known = self.first_logits(self.side_by_side(states, self.dtype)[:, :-1], newest)
         known = known[:, max(0, len(ids) - 2) :]
         for sampling in samplings:
             q = self.in_turn.over_target_ids(warp(known, sampling))
@@ -67,7 +63,9 @@ class StateSession(Session):
 
     def __init__(self, drafter: StateDrafter, texts: Texts) -> None:
         self.drafter, self.sampling, self.generator = drafter, texts.sampling, texts.generator
-        self.states = torch.cat([drafter.side_by_side(one)[:, -1:] for one in texts.states])
+        self.states = torch.cat(
+            [drafter.side_by_side(one, drafter.dtype)[:, -1:] for one in texts.states]
+        )
         self.newest = torch.tensor([text[-1] for text in texts.ids], device=drafter.device)
 
     @torch.inference_mode()
@@ -86,7 +84,7 @@ class StateSession(Session):
         )
 
     def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
-        found = self.drafter.side_by_side(states)
+        found = self.drafter.side_by_side(states, self.drafter.dtype)
         # of what was emitted the target has read all but the last, which is the newest now
         read = torch.tensor([len(new) - 1 for new in emitted], device=found.device)
         rows = torch.arange(len(emitted), device=found.device)

@@ -17,6 +17,7 @@ from eval.decoding.drafters.base import DecoderDrafter, Drafter
 from eval.decoding.drafters.by_map import MapDrafter
 from eval.decoding.drafters.by_text import TextDrafter
 from eval.decoding.drafters.checkpoint import CheckpointDrafter
+from eval.decoding.stock import longest_context
 from eval.decoding.target import Target, model_bytes, tensor_sha256
 
 LONGER = 2  # a text in a draft's own ids has at most so many times the target's, as a rule
@@ -75,7 +76,7 @@ def checkpoint_drafter(loaded: Any, spec: str, target: Target, strategy: str) ->
         shared = left.count
     context = target.decoder.context_length
     if chosen in ("intersection", "string"):
-        context = min(model.config.get_text_config().max_position_embeddings, LONGER * context)
+        context = min(longest_context(model.config.get_text_config()), LONGER * context)
     size, head_rows = model_bytes(model), model.get_output_embeddings().weight.shape[0]
     about: dict[str, Any] = {
         "decoder": build_decoder(model, context),

@@ -73,15 +73,18 @@ class GroupedRows(Session):
         size = sum(map(len, self.rows)), max(one.tokens.shape[1] for one in made)
         tokens = made[0].tokens.new_zeros(size)
         counts = tokens.new_zeros(size[0])
+        certainty = torch.ones(size, device=tokens.device)
         q = None
         for one, rows in zip(made, self.rows, strict=True):
             width = one.tokens.shape[1]
             tokens[rows, :width] = one.tokens
             counts[rows] = width if one.counts is None else one.counts
+            if one.certainty is not None:
+                certainty[rows, :width] = one.certainty
             if one.q is not None:
                 q = one.q.new_zeros((*size, one.q.shape[2])) if q is None else q
                 q[rows, :width] = one.q
-        return Proposal(tokens, q, counts)
+        return Proposal(tokens, q, counts, certainty=certainty if stop_below else None)
 
     def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
         for session, rows in zip(self.sessions, self.rows, strict=True):

@@ -74,6 +74,21 @@ def test_after_a_row_was_looked_up_the_draft_reads_what_was_emitted(drafter, tin
     assert session.propose(4, 0.0).tokens.tolist() == fresh.propose(4, 0.0).tokens.tolist()
 
 
+def test_a_short_row_beside_one_that_was_looked_up_far(drafter, tiny_llama):
+    """The long row has more to read than the short one has tokens."""
+    other = tiny_llama(5, spread=4, vocab_size=VOCAB, eos_token_id=None, bos_token_id=None)
+    drafter.draft.decoder = build_decoder(other, 100)
+    ids = [[1, 2, 3, 4, 5, 6, 1, 2], [9, 8]]
+    session = session_on(drafter, ids)
+    found = session.propose(4, 0.0).tokens.tolist()
+    assert found[0] == [3, 4, 5, 6]
+    emitted = [[*found[0], 30], [31]]
+    session.commit(emitted, [4, 0], {})
+    now = [text + new for text, new in zip(ids, emitted, strict=True)]
+    fresh = drafter.draft.start(Texts(now, 60, Sampling(), torch.Generator(), [{}, {}]))
+    assert session.propose(4, 0.0).tokens.tolist() == fresh.propose(4, 0.0).tokens.tolist()
+
+
 @pytest.mark.parametrize("length", [DraftLength(1), DraftLength(4), DraftLength(6, 0.3)], ids=str)
 @pytest.mark.parametrize("batched", [False, True])
 def test_texts_are_the_targets_and_drafts_that_are_the_target_are_accepted(
