@@ -72,10 +72,13 @@ def use_machine(processes: int = 1) -> None:
     training: 23 GiB after 30 steps, not 9).
     MKL otherwise lets the order of its sums depend on where in memory a tensor lies: now and then a
     verified token then had other last bits than the same token alone.
+    oneDNN keeps what it has made for the last 1,024 shapes of a product: batches of texts of all
+    lengths fill that with 0.6 GB, while few shapes come again (docs/lab-notes.md).
     processes: how many of them share this machine.
     """
-    # read by MKL at its first call; what is set already is the user's choice
+    # read by MKL and oneDNN at their first call; what is set already is the user's choice
     os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None  # not on a Mac
     cores = len(mine) if mine else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // processes))
