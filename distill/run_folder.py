@@ -35,6 +35,7 @@ FREE_KEYS = {
     "output_dir",
     "logging_steps",
     "save_steps",
+    "report_to",
     "answer_url",
     "speculative_url",
     "target_hub_id",

@@ -37,7 +37,7 @@ def timed(answer, *arguments):
 def main():
     use_machine()
     keys = ["--max_train_prompts", str(ROUNDS * PROMPTS), "--max_eval_prompts", "8"]
-    keys += ["--answer_batch_size", "48", "--minutes", "null"]
+    keys += ["--answer_batch_size", "48", "--minutes", "null", "--train_on_prompts", "false"]
     local = load_recipe(["--recipe", "code", *keys])
     vocabulary = read_vocabulary(local.target)
     prompts = collect_prompts(local, vocabulary)

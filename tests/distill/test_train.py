@@ -86,6 +86,8 @@ def test_a_run_that_made_nothing_does_not_claim_its_folder(folder, job, tmp_path
         run(job(tmp_path / "run"))
     with pytest.raises(RecipeError, match=r"another recipe \(max_steps: 40 -> 41\)"):
         run(job(tmp_path / "run", max_steps=41))
+    with pytest.raises(AssertionError, match="the target was loaded"):  # a tracker changes nothing
+        run(job(tmp_path / "run", report_to="tensorboard"))
 
 
 @pytest.mark.parametrize("kind", [PRUNED, {}])
