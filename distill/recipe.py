@@ -100,7 +100,7 @@ class Recipe:
     minutes: Positive | None = None  # of the whole run on this machine; null: as the rest says
     max_train_prompts: Count = 2000  # at most so many prompts, drawn with the seed
     max_eval_prompts: Count | None = None  # at most so many prompts; null: all of them
-    strategy: Strategy = "auto"  # how vocabularies are bridged; auto moves a foreign draft onto the target's
+    strategy: Strategy = "auto"  # how vocabularies are bridged; auto moves foreign ones over
     num_draft_layers: Count = 2  # layers kept of a pruned target
     draft_vocab_size: Count | None = None  # rows of the draft's head; null keeps all
     sequential_rank: AtLeastNone = 64  # of what a drafted token tells the next; 0: none
