@@ -27,7 +27,7 @@ from transformers.utils import ModelOutput
 from align.atomic import atomic_file, atomic_folder
 from distill.answer_cache import CachedAnswer
 from distill.drafters.low_rank import cut_to_rank, with_none
-from distill.drafters.parallel import drawn_depths, rows_of
+from distill.drafters.parallel import drawn_depths, mean_depth, rows_of
 from distill.losses import Divergence
 from distill.models import Pair, TargetOfRun, forced_tokens
 from distill.prepare import (
@@ -165,7 +165,7 @@ def _pairs(
 
 
 def attach(model: PreTrainedModel, divergence: Divergence) -> None:
-    """The loss: the mean over drawn depths of all positions, times the response positions."""
+    """The loss: the sum over drawn depths, over how many a position has in the mean."""
     medusa: Any = model
     _, head = attach_head(model, divergence)
 
@@ -194,17 +194,17 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
         width = input_ids.shape[1]
         depths = drawn_depths(positions, width, seeds, len(medusa.blocks))
         rows, read = positions // width, states[..., 0, :].flatten(0, 1)
-        loss, agreed, count = read.new_zeros(()), 0, 0
+        loss, agreed = read.new_zeros(()), 0
         for depth, block in enumerate(medusa.blocks, start=1):
             at = (depths[: len(depths) - depth] >= depth).nonzero()[:, 0]
             at = at[rows[at] == rows[at + depth]]
             before = input_ids.flatten()[positions[at] + depth]
             x = read_by_head(block, read[positions[at]], before)
             part, same = head(x, top_ids[at + depth], top_logprobs[at + depth])
-            loss, count = loss + part, count + len(at)
+            loss = loss + part
             if depth == 1:
                 agreed = same * len(positions) / max(len(at), 1)
-        return ModelOutput(loss=loss * len(positions) / max(count, 1), agreed=agreed)
+        return ModelOutput(loss=loss / mean_depth(len(medusa.blocks)), agreed=agreed)
 
     medusa.forward = forward
 

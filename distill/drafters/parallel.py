@@ -124,6 +124,11 @@ def drawn_depths(positions: Tensor, width: int, seeds: Tensor, most: int) -> Ten
     return drawn.long().clamp(max=most).to(positions.device)
 
 
+def mean_depth(most: int) -> float:
+    """Of `drawn_depths`. What is divided by it, not by what was drawn, adds up over processes."""
+    return float(sum(KEEP**depth for depth in range(most)))
+
+
 def layers(config: dict[str, Any]) -> tuple[int, ...]:
     return ()
 
@@ -248,7 +253,7 @@ def plain_form(model: PreTrainedModel) -> tuple[PreTrainedModel, Parts]:
 
 
 def attach(model: PreTrainedModel, divergence: Divergence) -> None:
-    """The loss over text and masks: the mean over both, times the response positions."""
+    """The loss: the sum over text and masks, over how many of both a position has in the mean."""
     parallel: Any = model
     head: Any = parallel.lm_head
     vocab_size = len(parallel.get_input_embeddings().weight)
@@ -282,7 +287,7 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
             read = torch.cat([read, F.pad(before, (0, 0, len(text), 0))], dim=1)
         entries = torch.cat([torch.arange(len(text), device=text.device), batch.entries])
         loss, agreed = head(read, top_ids[entries], top_logprobs[entries], len(text))
-        return ModelOutput(loss=loss * len(text) / len(read), agreed=agreed)
+        return ModelOutput(loss=loss / mean_depth(len(parallel.masks) + 1), agreed=agreed)
 
     def head_forward(
         read: Tensor,

@@ -115,7 +115,7 @@ def test_a_mask_off_by_one_is_caught(model, monkeypatch, changed):
         check_states(model)
 
 
-def test_the_loss_is_the_mean_over_text_and_masks(model, monkeypatch):
+def test_the_loss_is_a_sum_over_text_and_masks(model, monkeypatch):
     torch.manual_seed(4)
     rows = len(model.lm_head.weight)
     top_ids = torch.stack([torch.randperm(rows)[:3] for _ in POSITIONS])
@@ -127,7 +127,6 @@ def test_the_loss_is_the_mean_over_text_and_masks(model, monkeypatch):
         input_ids=IDS, positions=POSITIONS, top_ids=top_ids, top_logprobs=logprobs, seeds=None
     )
     table = torch.cat([plain.model.embed_tokens.weight, parts.masks])
-    total, count, agreed = 0.0, len(POSITIONS), None
     with torch.no_grad():
         text = plain.model(input_ids=IDS).last_hidden_state.flatten(0, 1)[POSITIONS]
         total, agreed = head_loss(text, plain.lm_head.weight, top_ids, logprobs)
@@ -140,8 +139,8 @@ def test_the_loss_is_the_mean_over_text_and_masks(model, monkeypatch):
             total += head_loss(logits[None], torch.eye(rows), top_ids[[entry]], logprobs[[entry]])[
                 0
             ]
-            count += 1
-    torch.testing.assert_close(output.loss, total * len(POSITIONS) / count, rtol=1e-4, atol=1e-4)
+    drawn = sum(KEEP**depth for depth in range(1 + len(model.masks)))  # a position, in the mean
+    torch.testing.assert_close(output.loss, total / drawn, rtol=1e-4, atol=1e-4)
     assert output.agreed == agreed
     output.loss.backward()
     assert model.masks.grad.abs().sum() > 0
