@@ -70,7 +70,7 @@ def _draft_block(log: DraftLog, run: RunLog, shown: Sequence[str]) -> dict[str, 
             metrics.tau(blocks(log)).mean,
             metrics.mean_drafted(log.runs),
             timed(log),
-            run.q_rows(log.vocabulary["coverage"]),
+            log.q_rows if run.decoding["temperature"] else 0,
         ),
         "gamma_curve": lambda log: gamma_curve(
             metrics.alpha(agreed(log)).mean, _replayed(log, run), timed(log)

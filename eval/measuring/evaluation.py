@@ -131,7 +131,6 @@ def evaluate(
         ),
         answers=answers,
         spell=on.spell,
-        vocab_size=len(target.decoder.embedding),
         target_quantization=gguf_kind(target.spec),
     )
     return build_report(run, logs)
@@ -261,6 +260,7 @@ class _Evaluation:
             by_batch_size=by_batch_size,
             by_temperature={t: _both(decoded[t], name) for t in plan.temperatures},
             alike=drafter.alike,
+            q_rows=drafter.q_rows,
         )
 
     def _policy(self, length: DraftLength) -> str:

@@ -134,7 +134,7 @@ class DraftLog:
     kv_bytes_per_token: {target, draft}} in the form measured. lossless: the ledger of greedy texts.
     gamma_sweep: measured points {gamma, tau, speedup}. other_prompts: {source, sha256, alpha}.
     by_temperature: (runs, baseline runs) by the temperature they were decoded at. counters: a
-    server's own. alike: as of a Drafter (eval/decoding/drafters/base.py).
+    server's own. alike, q_rows: as of a Drafter (eval/decoding/drafters/base.py).
     """
 
     name: str
@@ -158,6 +158,7 @@ class DraftLog:
     )
     counters: dict[str, Any] | None = None
     alike: bool = True
+    q_rows: int = 0
     missing: dict[str, str] = field(default_factory=dict)
 
 
@@ -167,7 +168,6 @@ class RunLog:
 
     over_stock_generate: tokens/s of the baseline over stock `generate`, {mean, ci95, n}, None where
     the baseline is stock. answers: the texts that alpha was taken on. spell: bytes of a token id.
-    vocab_size: rows of the target's embedding; 0 where single steps are not timed.
     target_quantization: of the file the target's weights came from, None where they were whole.
     """
 
@@ -181,11 +181,4 @@ class RunLog:
     over_stock_generate: Any = None
     answers: list[Answer] = field(default_factory=list)
     spell: Callable[[int], bytes] = lambda token: b""
-    vocab_size: int = 0
     target_quantization: str | None = None
-
-    def q_rows(self, coverage: float | None) -> int:
-        """How many probabilities a draft of that coverage sends with a token; none if greedy."""
-        if self.decoding["temperature"] == 0:
-            return 0
-        return round(self.vocab_size * (1 if coverage is None else coverage))

@@ -27,6 +27,12 @@ class CheckpointDrafter(DecoderDrafter):
 
     token_ids: Tensor | None = None
 
+    @property
+    def q_rows(self) -> int:
+        if self.token_ids is not None:
+            return len(self.token_ids.unique())
+        return self.rows or self.vocab_size
+
     def read(self, ids: Sequence[int], begins: bool = False) -> list[int]:
         """Target ids as the draft's own; begins: they are the beginning of a text."""
         return list(ids)

@@ -42,6 +42,11 @@ class StateDrafter(Drafter):
     def block_logits(self, states: Tensor, newest: Tensor) -> Logits:
         """Those of a whole draft, from the states [B, 1, L * H] before the newest token [B]."""
 
+    @property
+    def q_rows(self) -> int:
+        ids = self.in_turn.token_ids
+        return self.vocab_size if ids is None else len(ids)
+
     def start(self, texts: Texts) -> Session:
         return StateSession(self, texts)
 

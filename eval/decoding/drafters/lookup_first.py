@@ -28,6 +28,10 @@ SHORTEST = 2
 class LookupFirst(Drafter):
     draft: Drafter
 
+    @property
+    def q_rows(self) -> int:
+        return self.draft.q_rows
+
     def start(self, texts: Texts) -> Session:
         return LookupFirstSession(self.draft.start(texts), texts, self.vocab_size)
 
