@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TIE = 1e-4  # logits: the same sum in fp32, in another order, is off by less
 SHORT = {
     "minutes": "null",
+    "train_on_prompts": "false",
     "max_train_prompts": 40,
     "answer_max_new_tokens": 32,
     "answer_temperature": 0.0,
