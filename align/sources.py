@@ -238,11 +238,12 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def load_model(spec: str, dtype: torch.dtype) -> PreTrainedModel:
+def load_model(spec: str, dtype: torch.dtype, spread: bool = False) -> PreTrainedModel:
     """The causal language model of a checkpoint in `dtype`, in evaluation mode.
 
-    Raises SourceError when it cannot be read, or when weights are missing: transformers would fill
-    them with random numbers and only warn.
+    spread: its layers over all GPUs of this process, instead of in this machine's memory.
+    Raises SourceError when it cannot be read, when weights are missing (transformers would fill
+    them with random numbers and only warn), or when the GPUs do not hold it.
     """
     folder = resolve_checkpoint(spec)
     from safetensors import SafetensorError
@@ -257,6 +258,7 @@ def load_model(spec: str, dtype: torch.dtype) -> PreTrainedModel:
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            device_map="auto" if spread else None,
         )
     except (OSError, SafetensorError, RuntimeError) as error:
         raise SourceError(
@@ -267,6 +269,13 @@ def load_model(spec: str, dtype: torch.dtype) -> PreTrainedModel:
         raise SourceError(
             f"{spec!r} lacks {len(missing)} of its model's tensors ({_some(missing)}); the "
             "checkpoint is incomplete or not a causal language model: fetch or save it again."
+        )
+    # what accelerate would bring in layer by layer is a `meta` tensor meanwhile
+    if spread and {p.device.type for p in model.parameters()} & {"cpu", "meta"}:
+        raise SourceError(
+            f"{spec!r} does not fit on the GPUs of this process: layers of it were left in the "
+            "machine's memory or on its disk. Show it more GPUs (CUDA_VISIBLE_DEVICES), or let a "
+            "server answer (answers: server)."
         )
     return model.eval()
 

@@ -445,8 +445,8 @@ def summary(found: Needs) -> str:
     if None in spread:
         return f"The run fits on none of these devices. {on_disk}"
     return (
-        f"The run fits on {max(n or 0 for n in spread)} x 80 GB, the draft spread by FSDP and the "
-        f"target by a server (answers: server), since no target is spread here. {on_disk}"
+        f"The run fits on {max(n or 0 for n in spread)} x 80 GB, the target spread by a server "
+        f"(answers: server) or by device_map: auto, the draft by FSDP. {on_disk}"
     )
 
 

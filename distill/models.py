@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate import PartialState
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -98,6 +100,12 @@ def check_models(recipe: Recipe) -> Pair:
 
     SourceError and MapError name files that are missing, damaged, or of other tokenizers.
     """
+    if recipe.device_map is not None and (processes := PartialState().num_processes) > 1:
+        raise ValueError(
+            f"device_map is auto, but {processes} processes were started, each of which would put "
+            "the whole target on the same GPUs; start one (accelerate launch --num_processes 1), "
+            "or let a server answer (answers: server)."
+        )
     target = read_vocabulary(recipe.target)
     if recipe.answers == "local" or recipe.draft is None:  # its weights are read here
         refuse_quantised(recipe.target, target.config)
@@ -182,15 +190,22 @@ class TargetOfRun:
 
 def load_target(recipe: Recipe, prompts: Prompts) -> Target:
     """The target, its decoder long enough for every prompt and its answer."""
-    on_gpu = torch.cuda.is_available() and not recipe.training.get("use_cpu", False)
     ids = prompts.evaluation.ids + prompts.training.ids + prompts.tuning.ids
     new = max(recipe.max_new_tokens, recipe.answer_max_new_tokens)
     return load_any_target(
         recipe.target,
         getattr(torch, recipe.dtype),
-        torch.device("cuda" if on_gpu else "cpu"),
+        target_device({"device_map": recipe.device_map} | recipe.training),
         context_length(ids, new, recipe.max_gamma),
     )
+
+
+def target_device(keys: Mapping[str, Any]) -> str:
+    """Where a recipe's target is loaded, as of `load_on`. keys: the recipe's, as written."""
+    if keys.get("device_map") is not None:
+        return str(keys["device_map"])
+    on_gpu = torch.cuda.is_available() and not keys.get("use_cpu", False)
+    return "cuda" if on_gpu else "cpu"
 
 
 def load_sibling(spec: str, pair: Pair) -> PreTrainedModel:

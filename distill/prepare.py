@@ -231,8 +231,8 @@ def prune_and_fit(
             "TOK-012: the target's head has a bias, which a refitted or trimmed head would lack; "
             "name a sibling with --draft."
         )
-    projection = _fit_projection(target, answers, num_layers, fit_tokens).to(target.device)
     target_head = target.get_output_embeddings().weight
+    projection = _fit_projection(target, answers, num_layers, fit_tokens).to(target_head.device)
     full_head = torch.cat(
         [(rows.float() @ projection).to(rows.dtype) for rows in target_head.split(HEAD_ROWS)]
     )
@@ -258,22 +258,25 @@ def pruned_config(target: PreTrainedConfig, num_layers: int) -> Any:
 
 
 def build_pruned(target: PreTrainedModel, num_layers: int, head: Tensor) -> PreTrainedModel:
-    """The target's first layers, sharing its embedding, under a `head` [K, H] of their own."""
-    config = pruned_config(target.config, num_layers)
+    """The target's first layers, sharing its embedding, under a `head` [K, H] of their own.
+
+    All on the embedding's device, wherever the target's layers are.
+    """
+    config, embedding = pruned_config(target.config, num_layers), input_embedding(target)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
     kept = {
-        name: tensor.clone()
+        name: tensor.to(embedding.device, copy=True)
         for name, tensor in target.model.state_dict().items()
         if not name.startswith("layers.") or int(name.split(".")[1]) < num_layers
     }
-    kept["embed_tokens.weight"] = input_embedding(target)
+    kept["embed_tokens.weight"] = embedding
     # the fitted projection starts from the plain normalised state
     kept["norm.weight"] = torch.ones_like(kept["norm.weight"])
     model.model.load_state_dict(kept, assign=True)
-    model.model.rotary_emb = copy.deepcopy(target.model.rotary_emb)
+    model.model.rotary_emb = type(target.model.rotary_emb)(config).to(embedding.device)
     model.lm_head = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")
-    model.lm_head.weight = nn.Parameter(head.contiguous())
+    model.lm_head.weight = nn.Parameter(head.contiguous().to(embedding.device))
     model.generation_config = copy.deepcopy(target.generation_config)
     return model.eval()
 
@@ -308,7 +311,7 @@ def _fit_projection(
         for hook in hooks:
             hook.remove()
         bar.close()
-    return fit.solution().to(target.device)
+    return fit.solution()
 
 
 class LeastSquares:
@@ -322,7 +325,7 @@ class LeastSquares:
 
     def add(self, x: Tensor, y: Tensor) -> None:
         self.gram += (x.T @ x).cpu()
-        self.cross += (x.T @ y).cpu()
+        self.cross += (x.T @ y.to(x.device)).cpu()
 
     def solution(self, inputs: int | None = None) -> Tensor:
         """M [O, I] in fp32; inputs: from the first so many alone."""

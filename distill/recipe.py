@@ -108,6 +108,7 @@ class Recipe:
     data: Fractions | None = None  # of rows: answers, fixed, on_policy; null: answers alone
     fixed_text: Text | None = None  # .txt, or .jsonl with `text`; null: the embedded: builder's own
     on_policy_draft: Text | None = None  # folder of the draft that writes; null: the untuned one
+    device_map: Literal["auto"] | None = None  # auto: the target's layers over all GPUs
     answers: Literal["local", "server"] = "local"  # who gives the target's: it here, or a server
     answer_url: Text | None = None  # of the server that answers: http://HOST:PORT
     answer_model: Text | None = None  # the target's name there; null: the one model it serves
@@ -413,6 +414,11 @@ def _check_together(recipe: Recipe) -> None:
     _check_data(recipe)
     _check_minutes(recipe)
     _check_server(recipe)
+    if recipe.device_map is not None and recipe.training.get("use_cpu", False):
+        raise RecipeError(
+            "device_map is auto, which spreads the target over GPUs, but use_cpu is true; set it "
+            "to false, or leave device_map out."
+        )
     _check_drafter(recipe)
     if recipe.gamma is not None and recipe.gamma > recipe.max_gamma:
         raise RecipeError(
@@ -576,6 +582,11 @@ def _check_server(recipe: Recipe) -> None:
         raise RecipeError(
             "answers is server, but answer_url is null; give the address of the server that "
             "serves the target, as http://HOST:PORT."
+        )
+    if recipe.device_map is not None:
+        raise RecipeError(
+            "device_map is auto, but answers is server, and then no target is loaded here; leave "
+            "one of them out."
         )
     if recipe.train_on_prompts:
         raise RecipeError(

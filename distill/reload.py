@@ -17,6 +17,7 @@ from torch import Tensor
 from align.atomic import atomic_file
 from align.process import use_machine
 from align.sources import load_model, read_json
+from distill.models import target_device
 from distill.recipe import read_yaml
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.checkpoint import teacher_forced_logits
@@ -172,11 +173,7 @@ class _Measurement:
     def _loaded(self) -> tuple[Target, PromptSet]:
         use_machine()
         given = load_prompts(str(self.run / "prompts" / "eval.jsonl"))
-        on_gpu = torch.cuda.is_available() and not self.recipe.get("use_cpu", False)
-        device, dtype = (
-            torch.device("cuda" if on_gpu else "cpu"),
-            getattr(torch, self.report.dtype),
-        )
+        dtype, device = getattr(torch, self.report.dtype), target_device(self.recipe)
         target = load_target(self.recipe["target"], dtype, device, 64)
         new = self.report.decoding.max_new_tokens
         room = target.model.config.get_text_config().max_position_embeddings

@@ -39,6 +39,7 @@ FREE_KEYS = {
     "answer_url",
     "speculative_url",
     "target_hub_id",
+    "device_map",
 }
 DECIDED = {"max_answers", "max_steps", "speed_prompts"}  # by a run with `minutes`
 CHOSEN = {"drafter", "num_draft_layers"}  # by a run with `drafter: auto`

@@ -543,6 +543,8 @@ def training_config(recipe: Recipe) -> SFTConfig:
         )
     except (ValueError, TypeError) as error:
         raise RecipeError(f"SFTConfig refuses the recipe: {error}") from error
+    # with more the trainer takes torch's DataParallel, which would cut a batch's flat positions
+    config._n_gpu = min(1, config.n_gpu)
     _refuse_missing_trackers(config)
     checkpoint = _resumed(recipe)
     batch = None if checkpoint is None else _trained_batch(checkpoint)

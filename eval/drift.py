@@ -176,7 +176,7 @@ def _alpha_on(spec: str, path: str, report: Report, device: str) -> Measured:
     """alpha of a draft on other prompts, decoded as the report's were."""
     use_machine()
     how = report.decoding
-    target = load_target(report.target, getattr(torch, report.dtype), torch.device(device), 64)
+    target = load_target(report.target, getattr(torch, report.dtype), device, 64)
     prompts = load_prompts(spec, PRICED_PROMPTS)
     if len(prompts) < FEW_PROMPTS:
         raise NotComparable(f"{spec} has {len(prompts)} prompts; give {FEW_PROMPTS} at least.")

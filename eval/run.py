@@ -137,7 +137,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="how vocabularies are bridged (docs/vocabulary.md)",
     )
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="of both models; auto: the target's layers over all GPUs, the draft on the first",
+    )
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--fail_under_alpha", type=float)
     parser.add_argument("--fail_under_speedup", type=float)
@@ -269,7 +273,7 @@ def _measure(args: argparse.Namespace, journal: Journal) -> Report:
     """The report of our own decoder."""
     use_machine()
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    target = load_target(args.target, getattr(torch, args.dtype), torch.device(args.device), 64)
+    target = load_target(args.target, getattr(torch, args.dtype), args.device, 64)
     evaluation, tuning = _prompt_sets(args, target.tokenizer, target.model.config)
     others = None
     if args.other_prompts is not None:
@@ -314,7 +318,7 @@ def _measure(args: argparse.Namespace, journal: Journal) -> Report:
 def _measure_assisted(args: argparse.Namespace, journal: Journal) -> Report:
     """The report of transformers' assisted generation, on the prompts that engine torch times."""
     use_machine()
-    target = load_stock(args.target, getattr(torch, args.dtype), torch.device(args.device))
+    target = load_stock(args.target, getattr(torch, args.dtype), args.device)
     evaluation, _ = _prompt_sets(args, target.tokenizer, target.model.config)
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     return measure_assisted(

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import traceback
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,21 +30,30 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from distill.answer_cache import CachedAnswer
 from distill.answers import top_logprobs
+from distill.drafters import eagle3, features, medusa, parallel, pruned, recurrent
 from distill.export import full_vocabulary
+from distill.judged import Writer, judge
+from distill.losses import forward_kl
 from distill.models import head_rows
 from distill.prepare import prune_and_fit
+from distill.state_cache import states_at
 from distill.trainer import attach_distillation_forward
 from eval.decoding.build import build_decoder
+from eval.decoding.drafters import prompt_lookup
+from eval.decoding.drafters.lookup_first import lookup_first
 from eval.decoding.drafters.pruned import pruned_drafter
 from eval.decoding.generation import generate_batched
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling, agreement, argmax, warp
 from eval.measuring.agreement import entropy_bits, teacher_forced_logits
-from eval.prompts import Prompt
+from eval.measuring.replay import places
+from eval.prompts import Prompt, PromptSet
 
 ROOT = Path(__file__).resolve().parents[1]
-GPU = "gpu:0"
+GPU, OTHER_GPU = "gpu:0", "gpu:1"
+PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
+PARTS += ("model.rotary_emb",)
 V, K, H = 300, 270, 32
 SHAPE = LlamaConfig(
     vocab_size=V,
@@ -71,13 +82,28 @@ class MadeUpData(TorchFunctionMode):
             device = kwargs.pop("device")
             made = func(*args, **kwargs)
             return torch.empty(made.shape, dtype=made.dtype, device=device)
-        if func is torch.Tensor.to and isinstance(args[-1], torch.device):
-            return torch.empty(args[0].shape, dtype=args[0].dtype, device=args[-1])
+        if func is torch.Tensor.to:
+            device, dtype = _asked(args[1:], kwargs)
+            if device not in (None, args[0].device):
+                return torch.empty(args[0].shape, dtype=dtype or args[0].dtype, device=device)
         if func is torch.linalg.lstsq:
             states, wanted = args
             assert states.device == wanted.device
             return SimpleNamespace(solution=states.new_zeros(states.shape[1], wanted.shape[1]))
         return func(*args, **kwargs)
+
+
+def _asked(args, kwargs):
+    """Device and dtype that Tensor.to is asked for."""
+    found = {"device": kwargs.get("device"), "dtype": kwargs.get("dtype")}
+    for one in args:
+        if isinstance(one, torch.Tensor):
+            found = {"device": one.device, "dtype": one.dtype}
+        elif isinstance(one, torch.dtype):
+            found["dtype"] = one
+        elif isinstance(one, (torch.device, str)):
+            found["device"] = torch.device(one)
+    return found.values()
 
 
 def _zeros(shape):
@@ -90,7 +116,7 @@ class AsCudaIndexes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_):
             for index in args[1]:
-                if index is not None and index.device.type not in ("cpu", args[0].device.type):
+                if index is not None and index.device not in (torch.device("cpu"), args[0].device):
                     raise RuntimeError(f"an index on {index.device} into {args[0].device}")
             # of a mask over the vocabulary nobody knows how many are set
             many = tree_map(
@@ -104,6 +130,8 @@ class AsCudaIndexes(TorchDispatchMode):
             args = (args[0], many, *args[2:])
         if func is torch.ops.aten.nonzero.default:
             return torch.zeros((V - K, 1), dtype=torch.long, device=args[0].device)
+        if func is torch.ops.aten.bincount.default:
+            return torch.zeros(args[2], dtype=torch.long, device=args[0].device)
         return func(*args, **(kwargs or {}))
 
 
@@ -120,8 +148,20 @@ class NoGenerator:
         return self
 
 
-def rand(shape, generator, rand=torch.rand, **options):
-    return rand(shape, **options)
+def without_generator(make):
+    return lambda *args, generator=None, **options: make(*args, **options)
+
+
+def converted(module, convert, recurse=True):
+    """nn.Module._apply; torch's own swaps the contents of tensors, of which there are none."""
+    for child in module.children():
+        converted(child, convert)
+    for held in (module._parameters, module._buffers):
+        for name, one in [*held.items()]:
+            if one is not None:
+                new = convert(one.detach())
+                held[name] = torch.nn.Parameter(new) if held is module._parameters else new
+    return module
 
 
 @contextmanager
@@ -133,26 +173,34 @@ def pretended():
         MadeUpData(),
         quiet,
         patch("torch.Generator", NoGenerator),
-        patch("torch.rand", rand),
+        patch("torch.rand", without_generator(torch.rand)),
+        patch("torch.randn", without_generator(torch.randn)),
+        patch.object(torch.Tensor, "normal_", without_generator(torch.Tensor.normal_)),
+        patch.object(torch.nn.Module, "_apply", converted),
         # its own reads memory that is not there
         patch.object(torch.Tensor, "__deepcopy__", lambda tensor, _: torch.clone(tensor)),
     ):
         yield
 
 
-def build(rows=V, layers=2, dtype=torch.bfloat16):
+def placed(model, home=lambda name: GPU, dtype=None):
+    """The model, its tensors as new ones on the device of each name."""
+    for at, module in model.named_modules():
+        for held in (module._parameters, module._buffers):
+            for name, one in [*held.items()]:
+                if one is not None:
+                    new = dtype if one.is_floating_point() and held is module._parameters else None
+                    one = torch.empty(one.shape, dtype=new or one.dtype, device=home(at))
+                    held[name] = torch.nn.Parameter(one) if held is module._parameters else one
+    return model
+
+
+def build(rows=V, layers=2, dtype=torch.bfloat16, home=lambda name: GPU):
     config = LlamaConfig(**SHAPE.to_dict() | {"num_hidden_layers": layers})
     with torch.device("meta"):
         model = LlamaForCausalLM._from_config(config, dtype=dtype)
         model.lm_head = torch.nn.Linear(H, rows, bias=False, dtype=dtype)
-    for module in model.modules():
-        for name, held in [*module._parameters.items()]:
-            if held is not None:
-                empty = torch.empty(held.shape, dtype=dtype, device=GPU)
-                setattr(module, name, torch.nn.Parameter(empty))
-        for name, held in [*module._buffers.items()]:
-            setattr(module, name, torch.empty(held.shape, dtype=held.dtype, device=GPU))
-    return model.eval()
+    return placed(model, home, dtype).eval()
 
 
 def answers(count=3):
@@ -164,9 +212,20 @@ def answers(count=3):
     return [CachedAnswer(i, ids(6), ids(9), ids(9, 15), torch.zeros(9, 15)) for i in range(count)]
 
 
-def target():
-    model = build()
+def as_target(model):
     return Target("target", model, None, build_decoder(model, 64), frozenset({299}))
+
+
+def target():
+    return as_target(build())
+
+
+def spread_target():
+    """Its second layer, norm and head on a second device, as by device_map: auto."""
+    later = ("model.layers.1", "model.norm", "lm_head")
+    homes = {name: OTHER_GPU if name.startswith(later) else GPU for name in PARTS}
+    model = build(home=lambda name: OTHER_GPU if name.startswith(later) else GPU)
+    return as_target(dispatch_model(model, homes, force_hooks=True))
 
 
 # --- the checks, in the order of a run
@@ -227,17 +286,46 @@ def exporting():
 def decoding():
     whole = target()
     for ids, model in ((token_ids(), build(K, 1)), (None, build(V, 1))):
-        drafter = pruned_drafter(model, ids, whole)
-        for temperature in (0.0, 0.7):
-            for rows in (1, 2):
-                for stop_below in (0.0, 0.4):
-                    runs = decode(
-                        *(whole.decoder, drafter, [Prompt(str(i), "x") for i in range(rows)]),
-                        [[1, 2, 3]] * rows,
-                        Decoding(Sampling(temperature), whole.stops, 9),
-                        DraftLength(3, stop_below),
-                    )
-                    assert [len(run.tokens) for run in runs] == [9] * rows
+        every_way(whole, pruned_drafter(model, ids, whole))
+
+
+def looking_up():
+    whole = target()
+    for drafter in (
+        prompt_lookup.load("prompt-lookup", whole, "auto"),
+        lookup_first(pruned_drafter(build(K, 1), token_ids(), whole)),
+    ):
+        every_way(whole, drafter)
+
+
+def choosing_gamma():
+    whole = target()
+    drafter = pruned_drafter(build(K, 1), token_ids(), whole)
+    prompts = PromptSet("made up", [], [[1, 2, 3], [4, 5]])
+    found = places(whole, drafter, prompts, Decoding(Sampling(), whole.stops, 9), 3)
+    assert [len(text) for text in found] == [8, 8]
+
+
+def judging_and_keeping_states():
+    whole = target()
+    writer = Writer(pruned_drafter(build(K, 1), token_ids(), whole))
+    texts = [(0, [1, 2], [3, 4, 5]), (1, [1], [2, 3])]
+    for decoder in (whole.decoder, writer):
+        assert [len(one.response_ids) for one in judge(decoder, texts, 15)] == [3, 2]
+    assert states_at(whole.decoder, answers()[0], (0, 1, 2)).device.type == "cpu"
+
+
+def every_way(whole, drafter):
+    for temperature in (0.0, 0.7):
+        for rows in (1, 2):
+            for stop_below in (0.0, 0.4):
+                runs = decode(
+                    *(whole.decoder, drafter, [Prompt(str(i), "x") for i in range(rows)]),
+                    [[1, 2, 3]] * rows,
+                    Decoding(Sampling(temperature), whole.stops, 9),
+                    DraftLength(3, stop_below),
+                )
+                assert [len(run.tokens) for run in runs] == [9] * rows
 
 
 def measuring():
@@ -252,7 +340,138 @@ def measuring():
     drafter.step(20, Sampling())()
 
 
-CHECKS = (*(answering, fitting, rows_of_a_trimmed_head, training, exporting, decoding, measuring),)
+def a_target_on_two_devices():
+    whole = spread_target()
+    assert {p.device for p in whole.model.parameters()} == {*map(torch.device, (GPU, OTHER_GPU))}
+    made = generate_batched(
+        *(whole.decoder, [[1, 2, 3], [4, 5], [6]], 5, frozenset({299}), Sampling(), 2, [0, 1, 2]),
+        capture=lambda logits: top_logprobs(logits, 15),
+    )
+    assert len([ids.cpu() for a in made for ids, _ in a.captured[:1]]) == 3
+    with (
+        patch("distill.prepare.choose_tokens", lambda *_: torch.zeros(K, dtype=torch.long)),
+        patch("distill.prepare.lost_mass", lambda *_: 0.0),
+    ):
+        pruned = prune_and_fit(whole.model, answers(), 2, 20, K, {0})
+    assert {p.device for p in pruned.model.parameters()} == {torch.device(GPU)}
+    every_way(whole, pruned_drafter(pruned.model, token_ids(), whole))
+    states = dict.fromkeys((0, 1, 2))
+    whole.decoder.forward(
+        torch.zeros((1, 4), dtype=torch.long, device=GPU),
+        0,
+        whole.decoder.new_cache(1, 8),
+        False,
+        states,
+    )
+    assert {state.device for state in states.values()} == {torch.device(GPU)}
+
+
+def a_pair(kind):
+    """Recipe and vocabularies, as far as a kind of draft looks at them."""
+    recipe = SimpleNamespace(
+        **{"drafter": kind, "kind": kind, "num_draft_layers": 1, "draft_vocab_size": K},
+        **{"sequential_rank": 4, "max_gamma": 3, "seed": 0},
+    )
+    config = SHAPE.to_dict() | {"num_hidden_layers": 2}
+    return recipe, SimpleNamespace(vocab_size=V, target=SimpleNamespace(config=config))
+
+
+def pricing_a_stand_in(kind):
+    recipe, pair = a_pair(kind.__name__.rpartition(".")[2])
+    for whole in (target(), spread_target()):
+        drafter = kind.drafter(recipe, pair, *kind.stand_in(recipe, pair, whole), whole)
+        drafter.step(20, Sampling())()
+        drafter.step(20, Sampling(0.7))()
+        if block := drafter.block(20):
+            block()
+        every_way(whole, drafter)
+
+
+def training_a_stand_in(kind):
+    recipe, pair = a_pair(kind.__name__.rpartition(".")[2])
+    model, _ = kind.stand_in(recipe, pair, target())
+    placed(model, dtype=torch.float32).train()
+    kind.attach(model, forward_kl)
+    read = len(kind.layers(pair.target.config))
+    batch = {
+        "input_ids": torch.zeros((2, 15), dtype=torch.long, device=GPU),
+        "attention_mask": None,
+        "positions": torch.zeros(18, dtype=torch.long, device=GPU),
+        "top_ids": torch.zeros((18, 15), dtype=torch.long, device=GPU),
+        "top_logprobs": torch.zeros((18, 15), device=GPU),
+        "states": torch.zeros((2, 15, read, H), device=GPU) if read else None,
+        "seeds": torch.zeros(2, dtype=torch.long),
+    }
+    drawn = f"{kind.__name__}.drawn_depths"
+    with patch(drawn, lambda positions, *_: positions.clone(), create=True):
+        model(**batch).loss.backward()
+    model(**batch, temperature=0.0)
+
+
+class States(dict):
+    """Of answers, as they are read from the disk."""
+
+    def __init__(self, read):
+        self.layers = range(read)
+        super().__init__({i: torch.zeros((14, read, H), dtype=torch.bfloat16) for i in range(3)})
+
+
+def fitting_features():
+    with (
+        patch("distill.prepare.choose_tokens", lambda *_: torch.zeros(K, dtype=torch.long)),
+        patch("distill.prepare.lost_mass", lambda *_: 0.0),
+    ):
+        for whole in (target().model, spread_target().model):
+            made = prune_and_fit(whole, answers(), 1, 20, K, {0})
+            features.fit_fusion(made.model, whole, made.token_ids, States(3), answers())
+
+
+def fitting_eagle3():
+    for whole in (target().model, spread_target().model):
+        ids = torch.zeros(K, dtype=torch.long)
+        made = eagle3.fit_eagle3(whole, ids, States(3), answers())
+        eagle3.fold(made, made.get_buffer("sizes"))
+
+
+def fitting_recurrent():
+    head = target().model.get_output_embeddings().weight.detach()
+    made = recurrent.new_model(torch.zeros((V, H), dtype=torch.bfloat16), 3, head[:K])
+    recurrent.fit(made, States(3), answers())
+
+
+def fitting_medusa():
+    recipe, pair = a_pair("medusa")
+    head = target().model.get_output_embeddings().weight.detach()
+    made = medusa.new_heads(recipe, pair, head[:K])
+    medusa.with_head_rows(made, torch.zeros(K, dtype=torch.long))
+    medusa.fit_heads(made, torch.zeros((K, H)), States(1), answers())
+
+
+def fitting_parallel():
+    recipe, _ = a_pair("parallel")
+    # what has been prepared is read from its files, on the CPU
+    model = placed(build(K, 1), lambda name: "cpu")
+    parts = parallel.first_parts(recipe, model, torch.zeros(H))
+    prepared = SimpleNamespace(model=model, token_ids=torch.zeros(K, dtype=torch.long))
+    with patch("distill.drafters.parallel.drawn_depths", lambda positions, *_: positions.clone()):
+        parallel.fit_sequential(parts, prepared, target(), answers())
+
+
+KINDS = (pruned, features, recurrent, eagle3, medusa, parallel)
+CHECKS = {
+    check.__name__: check
+    for check in (
+        *(answering, fitting, rows_of_a_trimmed_head, training, exporting, decoding, measuring),
+        *(looking_up, choosing_gamma, judging_and_keeping_states),
+        *(fitting_features, fitting_recurrent, fitting_eagle3, fitting_medusa, fitting_parallel),
+        a_target_on_two_devices,
+    )
+} | {
+    f"{check.__name__}: {kind.__name__.rpartition('.')[2]}": partial(check, kind)
+    for check in (pricing_a_stand_in, training_a_stand_in)
+    for kind in KINDS
+    if not (check is training_a_stand_in and kind is pruned)
+}
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +487,7 @@ def outcomes():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])
+@pytest.mark.parametrize("name", CHECKS)
 def test_tensors_of_two_devices_never_meet(outcomes, name):
     assert outcomes[name] == ""
 
@@ -276,13 +495,13 @@ def test_tensors_of_two_devices_never_meet(outcomes, name):
 def main():
     _setup_privateuseone_for_python_backend("gpu", Backend())
     found = {}
-    for check in CHECKS:
+    for name, check in CHECKS.items():
         try:
             with pretended():
                 check()
-            found[check.__name__] = ""
+            found[name] = ""
         except Exception:
-            found[check.__name__] = traceback.format_exc()
+            found[name] = traceback.format_exc()
     print(json.dumps(found))
 
 

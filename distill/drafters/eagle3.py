@@ -157,7 +157,7 @@ def _fitted_on(
         found = pairs.attend(body.embed_tokens(ids[:, 1:]), body.fc(before))
         # the first token has no pair
         at = slice(max(0, len(answer.prompt_ids) - 2), None)
-        yield _Fitted(before[0, at], found[0, at], (y / weight)[at])
+        yield _Fitted(before[0, at], found[0, at], (y / weight)[at].to(model.device))
 
 
 def scaled(model: PreTrainedModel, states: Tensor) -> Tensor:
@@ -284,7 +284,7 @@ def stand_in(recipe: Recipe, pair: Pair, target: Target) -> tuple[PreTrainedMode
     head: Tensor = target.model.get_output_embeddings().weight.detach()
     head = head[: recipe.draft_vocab_size].clone()
     model = started(target.model, len(layers(pair.target.config)), head)
-    return model, torch.arange(len(head))
+    return model, torch.arange(len(head), device=target.decoder.device)
 
 
 def drafter(
@@ -302,7 +302,8 @@ def started(target: PreTrainedModel, layers: int, head: Tensor) -> PreTrainedMod
     It shares nothing with the target but the embedding.
     """
     config = layer_config(target.config.get_text_config())
-    model = build_eagle3(config, layers, len(head)).to_empty(device=head.device)
+    embedding = input_embedding(target)
+    model = build_eagle3(config, layers, len(head)).to_empty(device=embedding.device)
     body: Any = model.model
     for weight in body.layers.parameters():
         weight.zero_()
@@ -321,7 +322,7 @@ def started(target: PreTrainedModel, layers: int, head: Tensor) -> PreTrainedMod
     mine.post_attention_layernorm.weight.copy_(first.post_attention_layernorm.weight)
     body.norm.weight.copy_(last.weight)
     model.lm_head.weight.copy_(head)
-    model.set_input_embeddings(FrozenEmbedding(input_embedding(target)))
-    body.rotary_emb = type(body.rotary_emb)(config).to(head.device)
-    model.register_buffer("sizes", torch.ones(layers, device=head.device), persistent=False)
+    model.set_input_embeddings(FrozenEmbedding(embedding))
+    body.rotary_emb = type(body.rotary_emb)(config).to(embedding.device)
+    model.register_buffer("sizes", torch.ones(layers, device=embedding.device), persistent=False)
     return model.eval()

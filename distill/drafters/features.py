@@ -235,7 +235,8 @@ def export(
 
 def stand_in(recipe: Recipe, pair: Pair, target: Target) -> tuple[PreTrainedModel, Tensor | None]:
     model, ids = pruned.stand_in(recipe, pair, target)
-    model.fusion = Fusion(model.config.hidden_size, len(layers(pair.target.config))).to(model.dtype)
+    fusion = Fusion(model.config.hidden_size, len(layers(pair.target.config)))
+    model.fusion = fusion.to(model.device, model.dtype)
     return model, ids
 
 

@@ -228,9 +228,10 @@ def stand_in(recipe: Recipe, pair: Pair, target: Target) -> tuple[PreTrainedMode
     """Which rows a head keeps depends on the answers: here the first."""
     head: Tensor = target.model.get_output_embeddings().weight.detach()
     model = new_heads(recipe, pair, head[: recipe.draft_vocab_size].float())
-    ids = None if recipe.draft_vocab_size is None else torch.arange(recipe.draft_vocab_size)
-    with_head_rows(model, ids)
-    return model, ids
+    ids = torch.arange(len(model.lm_head.weight), device=target.decoder.device)
+    kept = None if recipe.draft_vocab_size is None else ids
+    with_head_rows(model, kept)
+    return model, kept
 
 
 def drafter(

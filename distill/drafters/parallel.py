@@ -223,11 +223,12 @@ def rows_of(token_ids: Tensor | None, vocab_size: int) -> Tensor:
 
 def for_training(model: Any, token_ids: Tensor | None, parts: Parts) -> None:
     """Hang the parts on the model, in fp32; `plain_form` is the way back."""
-    model.masks = nn.Parameter(parts.masks.float())
-    rows = rows_of(token_ids, len(input_embedding(model)))
+    parts = parts.like(torch.empty(0, device=model.device))
+    model.masks = nn.Parameter(parts.masks)
+    rows = rows_of(token_ids, len(input_embedding(model))).to(model.device)
     model.register_buffer("head_row", rows, persistent=False)
     if parts.sequential is not None:
-        read, write = (part.float() for part in parts.sequential)
+        read, write = parts.sequential
         # the last row is for tokens before that the head has no row for: zero, and never trained
         model.sequential = nn.Embedding.from_pretrained(
             read, freeze=False, padding_idx=len(read) - 1

@@ -74,7 +74,8 @@ def stand_in(recipe: Recipe, pair: Pair, target: Target) -> tuple[PreTrainedMode
     head: Tensor = target.model.get_output_embeddings().weight.detach()
     head = head[: recipe.draft_vocab_size].clone()
     model = copy.deepcopy(build_pruned(target.model, recipe.num_draft_layers, head))
-    return model, None if recipe.draft_vocab_size is None else torch.arange(len(head))
+    ids = torch.arange(len(head), device=target.decoder.device)
+    return model, None if recipe.draft_vocab_size is None else ids
 
 
 def drafter(

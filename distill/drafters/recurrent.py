@@ -185,7 +185,8 @@ def stand_in(recipe: Recipe, pair: Pair, target: Target) -> tuple[PreTrainedMode
     head: Tensor = target.model.get_output_embeddings().weight.detach()
     head = head[: recipe.draft_vocab_size]
     model = new_model(target.decoder.embedding, len(layers(pair.target.config)), head)
-    return model, None if recipe.draft_vocab_size is None else torch.arange(len(head))
+    ids = torch.arange(len(head), device=target.decoder.device)
+    return model, None if recipe.draft_vocab_size is None else ids
 
 
 def drafter(

@@ -47,9 +47,15 @@ def build_decoder(
         int8 = int8 and _fits_int8(model)
         lean = LeanDecoder(model, context_length, embedding, int8, fp32, masks)
         # an fp32 check converts each weight as it is used: no launch holds it up
-        if fp32 or lean.device.type != "cuda":
+        if fp32 or lean.device.type != "cuda" or {*lean.devices, lean.head.device} != {lean.device}:
             return lean
         return GraphedDecoder(lean, CudaGraphs(lean.device))
+    if len(places := {str(p.device) for p in model.parameters()}) > 1:
+        raise ValueError(
+            f"The layers of a {config.model_type} model lie on {', '.join(sorted(places))}, but "
+            f"only those of {', '.join(LEAN_FAMILIES)} may be spread; load it on one device, or "
+            "let a server answer (answers: server)."
+        )
     return StockDecoder(model, context_length, fp32, masks)
 
 

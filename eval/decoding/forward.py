@@ -9,7 +9,7 @@ slots beyond it are masked and then overwritten.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -55,7 +55,7 @@ class KVCache:
 
     def keep_rows(self, rows: Tensor) -> KVCache:
         """This cache, from now on with only the given rows (indices [B']), in that order."""
-        return self._each(lambda tensor: tensor[rows])
+        return self._each(lambda tensor: tensor[rows.to(tensor.device)])
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> KVCache:
         """Its tensors replaced one by one, so that no second cache is ever in memory."""
@@ -66,11 +66,12 @@ class KVCache:
 
 
 def empty_cache(
-    layers: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    shape: tuple[int, ...], dtype: torch.dtype, devices: Sequence[torch.device]
 ) -> KVCache:
+    """devices: where each layer's keys and values are."""
     # zeros, not empty: a masked slot still enters a product, and 0 * nan is nan
     keys, values = (
-        [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)] for _ in range(2)
+        [torch.zeros(shape, dtype=dtype, device=device) for device in devices] for _ in range(2)
     )
     return KVCache(keys, values)
 

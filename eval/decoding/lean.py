@@ -47,6 +47,9 @@ class _Places(NamedTuple):
     write: Callable[[Tensor, Tensor], None]
 
 
+_Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # as of LeanDecoder._attention
+
+
 def _put(held: Tensor, at: slice, new: Tensor) -> None:
     held[:, :, at] = new
 
@@ -55,7 +58,8 @@ class LeanDecoder:
     """The weights of a Llama-like model with q/k/v and gate/up fused and no module overhead.
 
     Same arithmetic as the stock model in the same dtype up to the order of sums (tests compare
-    them).
+    them). Where the model's layers lie on several devices, each computes on its own; logits and
+    states come back to the embedding's.
     """
 
     def __init__(
@@ -88,12 +92,13 @@ class LeanDecoder:
         head = model.get_output_embeddings()
         tied = head.weight is body.embed_tokens.weight and not int8
         self.head = product(self.embedding, head.bias) if tied else self.product(head)
+        self.devices = [layer.input_norm.device for layer in self.layers]
         positions = torch.arange(context_length, device=self.device)[None]
         cos, sin = body.rotary_emb(self.embedding[:1, :1].to(self.dtype), positions)
         half = self.head_size // 2
         # rotate_half(x) * sin == roll(x) * signed sin: one copy less for every layer
-        self.cos = cos[0]
-        self.sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+        sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+        self.angles = {home: (cos[0].to(home), sin.to(home)) for home in {*self.devices}}
 
     def _layer(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -131,7 +136,7 @@ class LeanDecoder:
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
         shape = (rows, self.key_heads, cpu_bits.whole_blocks(slots), self.head_size)
-        return empty_cache(len(self.layers), shape, self.dtype, self.device)
+        return empty_cache(shape, self.dtype, self.devices)
 
     @torch.inference_mode()
     def forward(
@@ -143,9 +148,12 @@ class LeanDecoder:
         states: HiddenStates | None = None,
     ) -> Tensor:
         rows, width = tokens.shape
-        places = self._places(start, rows, width)
-        attend = self._attention(rows, width, start, cache.slots)
-        return self._through_layers(tokens, cache, places, attend, last_only, states)
+
+        def on(device: torch.device) -> tuple[_Places, _Attend]:
+            attend = self._attention(rows, width, start, cache.slots, device)
+            return self._places(start, rows, width, device), attend
+
+        return self._through_layers(tokens, cache, on, last_only, states)
 
     @torch.inference_mode()
     def static_forward(
@@ -160,45 +168,51 @@ class LeanDecoder:
         """As `forward`, attending over the first `length` slots, whatever is in them.
 
         start: on the device [B]. Nothing is read by the host, and no shape depends on a number on
-        the device: what was recorded once (graphs.py) is right for any other tokens and start.
+        the device: what was recorded once (graphs.py) is right for any other tokens and start. For
+        a model on one device.
         """
         rows, width = tokens.shape
         mask = causal_bias(start, width, length, self.dtype).repeat(1, self.group, 1)[:, None]
         attend = self._grouped(F.scaled_dot_product_attention, rows, width, length, mask)
-        places = self._places(start, rows, width)
-        return self._through_layers(tokens, cache, places, attend, last_only, states)
+        places = self._places(start, rows, width, self.device)
+        return self._through_layers(tokens, cache, lambda _: (places, attend), last_only, states)
 
-    def _places(self, start: int | Tensor, rows: int, width: int) -> _Places:
+    def _places(self, start: int | Tensor, rows: int, width: int, device: torch.device) -> _Places:
+        cos, sin = self.angles[device]
         if isinstance(start, int):
             at = slice(start, start + width)
-            return _Places(self.cos[at], self.sin[at], lambda held, new: _put(held, at, new))
-        positions = start.to(self.device)[:, None] + torch.arange(width, device=self.device)
-        row_index = torch.arange(rows, device=self.device)[:, None]
+            return _Places(cos[at], sin[at], lambda held, new: _put(held, at, new))
+        positions = start.to(device)[:, None] + torch.arange(width, device=device)
+        row_index = torch.arange(rows, device=device)[:, None]
 
         def write(held: Tensor, new: Tensor) -> None:
             held[row_index, :, positions] = new.transpose(1, 2)
 
-        return _Places(self.cos[positions][:, None], self.sin[positions][:, None], write)
+        return _Places(cos[positions][:, None], sin[positions][:, None], write)
 
     def _through_layers(
         self,
         tokens: Tensor,
         cache: KVCache,
-        places: _Places,
-        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        on: Callable[[torch.device], tuple[_Places, _Attend]],
         last_only: bool,
         states: HiddenStates | None,
     ) -> Tensor:
+        """on: what the layers on a device share."""
         rows, width = tokens.shape
-        cos, sin, write = places
         x = self._embedded(tokens).to(self.dtype)
         size = (x.shape[-1],)
         turned = self.heads + self.key_heads
-        for number, (layer, keys, values) in enumerate(
-            zip(self.layers, cache.keys, cache.values, strict=True)
+        home = None
+        for number, (layer, keys, values, device) in enumerate(
+            zip(self.layers, cache.keys, cache.values, self.devices, strict=True)
         ):
             if states and number in states:
-                states[number] = x
+                states[number] = x.to(self.device)
+            if device != home:
+                home = device
+                (cos, sin, write), attend = on(home)
+                x = x.to(home)
             h = F.rms_norm(x, size, layer.input_norm, self.eps)
             qkv = layer.qkv(h).view(rows, width, -1, self.head_size).transpose(1, 2)
             qk, v = qkv[:, :turned], qkv[:, turned:]
@@ -218,30 +232,31 @@ class LeanDecoder:
         last = len(self.layers)
         if last_only and not (states and last in states):
             x = x[:, -1:]
-        x = F.rms_norm(x, size, self.final_norm, self.eps)
+        x = F.rms_norm(x.to(self.final_norm.device), size, self.final_norm, self.eps)
         if states and last in states:
-            states[last] = x
-        return self.head(x[:, -1:] if last_only else x)
+            states[last] = x.to(self.device)
+        x = x[:, -1:] if last_only else x
+        return self.head(x.to(self.head.device)).to(self.device)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         table = self.embedding
         return embedded(tokens, lambda ids: F.embedding(ids, table), len(table), self.masks)
 
     def _attention(
-        self, rows: int, width: int, start: int | Tensor, slots: int
-    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        self, rows: int, width: int, start: int | Tensor, slots: int, device: torch.device
+    ) -> _Attend:
         """The attention of one forward, from q [B, heads, T, D], keys and values [B, key heads, S,
         D] to what reshapes to [B, T, heads * D].
         """
-        on_cpu = self.device.type == "cpu"
+        on_cpu = device.type == "cpu"
         many = rows >= BATCHED_ROWS and on_cpu
         if isinstance(start, int):
             end = start + width
-            first = torch.tensor([start], device=self.device)
+            first = torch.tensor([start], device=device)
         else:
             # products of whole tensors copy no slice, and generate_batched keeps `slots` tight
             end = slots if many else int(start.max()) + width
-            first = start.to(self.device)
+            first = start.to(device)
         length = min(cpu_bits.whole_blocks(end), slots) if on_cpu else end
         mask = None
         if many or width > 1 or length > end or not isinstance(start, int) or self.together:
@@ -261,7 +276,7 @@ class LeanDecoder:
 
     def _grouped(
         self, attention: Any, rows: int, width: int, length: int, mask: Tensor | None
-    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    ) -> _Attend:
         """What `_attention` returns, over the first `length` slots."""
 
         def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:

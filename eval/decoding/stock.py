@@ -134,7 +134,7 @@ class StockDecoder:
         # GPT-NeoX and others have as many as heads, and do not say so
         key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         shape = (rows, key_heads, slots, head_size)
-        return empty_cache(config.num_hidden_layers, shape, self.dtype, self.device)
+        return empty_cache(shape, self.dtype, [self.device] * config.num_hidden_layers)
 
     @torch.inference_mode()
     def forward(

@@ -35,12 +35,20 @@ class Target:
         return self.decoder.embedding.shape[0]
 
 
-def load_target(spec: str, dtype: torch.dtype, device: torch.device, context_length: int) -> Target:
-    """The target of a spec, ready to decode contexts of `context_length` tokens."""
-    loaded: Any = load_model(spec, dtype)
-    model, tokenizer = loaded.to(device), load_tokenizer(spec)
+def load_target(spec: str, dtype: torch.dtype, device: str, context_length: int) -> Target:
+    """The target of a spec, ready to decode contexts of `context_length` tokens on a device.
+
+    device: as of `load_on`.
+    """
+    model, tokenizer = load_on(spec, dtype, device), load_tokenizer(spec)
     decoder = build_decoder(model, context_length)
     return Target(spec, model, tokenizer, decoder, stop_tokens(model, tokenizer))
+
+
+def load_on(spec: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """A model on a device, or with "auto" its layers over all GPUs of this process."""
+    loaded: Any = load_model(spec, dtype, spread=device == "auto")
+    return loaded if device == "auto" else loaded.to(device)
 
 
 def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -69,6 +69,11 @@ class Product(NamedTuple):
         return cls(weight, torch.cat(biases) if biases else None)
 
     @property
+    def device(self) -> torch.device:
+        held = self.weight
+        return held.device if isinstance(held, Tensor) else held.values.device
+
+    @property
     def nbytes(self) -> int:
         """Of the weight as it is held, a bias aside."""
         weight = self.weight

@@ -23,10 +23,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer
 
 from align.check import compare
-from align.sources import load_model, load_tokenizer
+from align.sources import load_tokenizer
 from align.vocabulary import read_vocabulary
 from eval.decoding.loop import Decoding, seed_of
-from eval.decoding.target import model_bytes, stop_tokens, tensor_sha256
+from eval.decoding.target import load_on, model_bytes, stop_tokens, tensor_sha256
 from eval.decoding.verification import Sampling
 from eval.engines.log import decoding, log_blocks, missing, prompt_run, prompts_used
 from eval.measuring.build import build_report
@@ -61,10 +61,9 @@ class Assistant:
     vocabulary: dict[str, Any]
 
 
-def load_stock(spec: str, dtype: torch.dtype, device: torch.device) -> StockTarget:
-    """The target of a spec. Raises SourceError when it cannot be read."""
-    loaded: Any = load_model(spec, dtype)
-    model, tokenizer = loaded.to(device), load_tokenizer(spec)
+def load_stock(spec: str, dtype: torch.dtype, device: str) -> StockTarget:
+    """The target of a spec, device as of `load_on`. Raises SourceError when it cannot be read."""
+    model, tokenizer = load_on(spec, dtype, device), load_tokenizer(spec)
     stops = stop_tokens(model, tokenizer)
     # `generate` fills what a call leaves open from here: a checkpoint's repetition penalty, say
     model.generation_config = GenerationConfig()
@@ -91,15 +90,14 @@ def load_assistant(name: str, spec: str, target: StockTarget, gamma: int) -> Ass
             f"(distill/train.py) and give its draft/, or use --engine torch, which bridges them "
             f"without loss."
         )
-    loaded: Any = load_model(spec, target.model.dtype)
-    rows, target_rows = (m.config.get_text_config().vocab_size for m in (loaded, target.model))
+    model = load_on(spec, target.model.dtype, str(target.model.device))
+    rows, target_rows = (m.config.get_text_config().vocab_size for m in (model, target.model))
     if rows != target_rows:
         raise ValueError(
             f"Draft {name!r}: its head has {rows} rows, the target's {target_rows}, and "
             f"transformers takes equal ones only; pad the draft's (resize_token_embeddings), or "
             f"use --engine torch."
         )
-    model = loaded.to(target.model.device)
     # arguments of `generate` are not asked for these; the defaults draft 20, and fewer when unsure
     model.generation_config = GenerationConfig(
         num_assistant_tokens=gamma,

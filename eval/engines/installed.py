@@ -80,7 +80,7 @@ def measure_installed(
         assert engine == "transformers", engine
         dtype = load_config(str(target)).dtype or torch.float32  # as transformers itself loads it
         assert isinstance(dtype, torch.dtype), dtype
-        stock = load_stock(str(target), dtype, torch.device("cpu"))
+        stock = load_stock(str(target), dtype, "cpu")
         return measure_assisted(
             stock,
             [load_assistant(draft.name, str(draft), stock, gamma)],

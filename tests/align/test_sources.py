@@ -369,6 +369,12 @@ def test_truncated_weights(checkpoint):
         load_model(str(checkpoint), torch.float32)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to put it on")
+def test_a_model_that_is_spread_over_gpus_is_never_left_on_the_cpu(checkpoint):
+    with pytest.raises(SourceError, match=r"not fit on the GPUs .* left in the machine.*answers: server"):
+        load_model(str(checkpoint), torch.float32, spread=True)
+
+
 def test_missing_tensors_are_not_made_up(checkpoint):
     from safetensors.torch import load_file, save_file
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,6 +75,14 @@ def answered(stopped, tmp_path):
         return parts(dataclasses.replace(stopped[kind], output_dir=str(folder)))
 
     return make
+
+
+def test_a_spread_target_is_for_one_process(stopped, monkeypatch):
+    recipe = dataclasses.replace(stopped["recurrent"], device_map="auto")
+    check_models(recipe)
+    monkeypatch.setattr("distill.models.PartialState", lambda: SimpleNamespace(num_processes=2))
+    with pytest.raises(ValueError, match=r"2 processes were started, .*--num_processes 1"):
+        check_models(recipe)
 
 
 def parts(recipe):

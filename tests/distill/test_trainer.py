@@ -336,6 +336,13 @@ def test_steps_stay_those_of_the_checkpoint_for_another_number_of_processes(tmp_
         training_config(recipe)
 
 
+@pytest.mark.parametrize("gpus", [0, 1, 8])
+def test_one_process_trains_on_one_gpu(tmp_path, monkeypatch, gpus):
+    # transformers would wrap the model in DataParallel, and multiply the batch
+    monkeypatch.setattr(SFTConfig, "n_gpu", gpus)
+    assert training_config(recipe_in(tmp_path))._n_gpu == min(1, gpus)
+
+
 @pytest.mark.parametrize("name", ["checkpoint-9", "true"])
 def test_a_checkpoint_that_is_not_there_is_refused_first(tmp_path, name):
     recipe = recipe_in(tmp_path, resume_from_checkpoint=str(tmp_path / name))

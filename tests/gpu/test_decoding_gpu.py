@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate import dispatch_model
 
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.pruned import pruned_drafter
@@ -63,6 +64,23 @@ def test_a_replayed_graph_computes_what_the_forward_does(tiny_llama):
             torch.testing.assert_close(states[0][layer], states[1][layer], rtol=1e-4, atol=1e-4)
         at += width
     assert len(graphed._recorded) == 5  # widths 1, 3, 4; those of 1 and 4 in two buckets
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU has nothing to spread over")
+def test_a_target_on_two_gpus_computes_what_it_does_on_one(tiny_llama):
+    model = tiny_llama(1, spread=4, num_key_value_heads=2).cuda()
+    alone = build_decoder(model, 64)
+    ids = torch.tensor([IDS[0]]).cuda()
+    states = [{0: None, 1: None, 2: None}, {0: None, 1: None, 2: None}]
+    expected = alone.forward(ids, 0, alone.new_cache(1, 64), states=states[0])
+    homes = {"model.embed_tokens": 0, "model.layers.0": 0, "model.rotary_emb": 0}
+    homes |= {"model.layers.1": 1, "model.norm": 1, "lm_head": 1}
+    spread = build_decoder(dispatch_model(model, homes), 64)
+    assert {device.index for device in spread.devices} == {0, 1}
+    found = spread.forward(ids, 0, spread.new_cache(1, 64), states=states[1])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    for layer in (0, 1, 2):
+        torch.testing.assert_close(states[1][layer], states[0][layer], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("rows", [1, 4])

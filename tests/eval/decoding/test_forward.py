@@ -250,6 +250,10 @@ def test_what_a_decoder_cannot_do_is_said():
     recurrent.config.layer_types = ["linear_attention"] * 3
     with pytest.raises(ValueError, match="recurrent layers, whose state cannot be rolled back"):
         build_decoder(recurrent, CONTEXT)
+    spread = made("gemma3")
+    spread.model.norm.to("meta")
+    with pytest.raises(ValueError, match=r"gemma3_text model lie on cpu, meta, but only .*llama"):
+        build_decoder(spread, CONTEXT)
 
 
 def test_a_family_that_does_not_tell_its_key_heads(tiny_llama):
