@@ -221,8 +221,10 @@ def target():
 
 
 def spread_target():
-    """Its second layer, norm and head on a second device, as by device_map: auto."""
-    later = ("model.layers.1", "model.norm", "lm_head")
+    """Its second layer and what has no layer but the embedding on a second device, as by
+    device_map: auto.
+    """
+    later = ("model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
     homes = {name: OTHER_GPU if name.startswith(later) else GPU for name in PARTS}
     model = build(home=lambda name: OTHER_GPU if name.startswith(later) else GPU)
     return as_target(dispatch_model(model, homes, force_hooks=True))
