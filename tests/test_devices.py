@@ -243,11 +243,14 @@ def answering():
         assert len([ids.cpu() for a in made for ids, _ in a.captured[:1]]) == 3
 
 
+def rows_chosen():
+    """Of a trimmed head, which hang on the answers' numbers."""
+    kept = {"choose_tokens": lambda *_: torch.zeros(K, dtype=torch.long)}
+    return patch.multiple("distill.prepare", **kept, lost_mass=lambda *_: 0.0)
+
+
 def fitting():
-    with (
-        patch("distill.prepare.choose_tokens", lambda *_: torch.zeros(K, dtype=torch.long)),
-        patch("distill.prepare.lost_mass", lambda *_: 0.0),
-    ):
+    with rows_chosen():
         made = prune_and_fit(target().model, answers(), 1, 20, K, {0})
     assert made.full_head.shape == (V, H)
     assert made.model.lm_head.weight.device.type == "gpu"
@@ -350,10 +353,7 @@ def a_target_on_two_devices():
         capture=lambda logits: top_logprobs(logits, 15),
     )
     assert len([ids.cpu() for a in made for ids, _ in a.captured[:1]]) == 3
-    with (
-        patch("distill.prepare.choose_tokens", lambda *_: torch.zeros(K, dtype=torch.long)),
-        patch("distill.prepare.lost_mass", lambda *_: 0.0),
-    ):
+    with rows_chosen():
         pruned = prune_and_fit(whole.model, answers(), 2, 20, K, {0})
     assert {p.device for p in pruned.model.parameters()} == {torch.device(GPU)}
     every_way(whole, pruned_drafter(pruned.model, token_ids(), whole))
@@ -419,10 +419,7 @@ class States(dict):
 
 
 def fitting_features():
-    with (
-        patch("distill.prepare.choose_tokens", lambda *_: torch.zeros(K, dtype=torch.long)),
-        patch("distill.prepare.lost_mass", lambda *_: 0.0),
-    ):
+    with rows_chosen():
         for whole in (target().model, spread_target().model):
             made = prune_and_fit(whole, answers(), 1, 20, K, {0})
             features.fit_fusion(made.model, whole, made.token_ids, States(3), answers())
