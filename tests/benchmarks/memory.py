@@ -1,11 +1,12 @@
-"""Peak memory of each stage of the main job and of the fp32 tie check, beside the weights.
+"""Peak memory of each stage of the main job and of the fp32 tie check, beside what is said of it.
 
     python tests/benchmarks/memory.py
 
 A random-weight Llama of 1.1B parameters (TinyLlama's shape under the embedded target's tokenizer)
 stands in as the target of the code recipe, shortened; 5 GB of disk, 15 to 30 minutes on two cores.
-Prints the peak of the resident set of each stage against 1.3x the weights + 1.5 GiB, then how much
-more than decoding the tie check takes, beside one layer in fp32.
+Prints the peak of the resident set of each stage against 1.3x the weights + 1.5 GiB, and beside
+what `--dry_run` says of it from the configs (distill/memory.py), with what the process takes before
+any stage; then how much more than decoding the tie check takes, beside one layer in fp32.
 """
 
 import subprocess
@@ -15,11 +16,14 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from align.process import use_machine
 from align.sources import load_tokenizer
 from distill import train
+from distill.memory import needs
+from distill.models import check_models
+from distill.prompts import collect_prompts
 from distill.recipe import load_recipe
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import load_target
@@ -37,7 +41,13 @@ SHAPE = LlamaConfig(
     num_key_value_heads=4,
     max_position_embeddings=2048,
 )
-STAGES = "answer_prompts prepare_draft distil_draft export_draft evaluate".split()
+STAGES = {  # of distill/train.py, and as distill/memory.py names them
+    "answer_prompts": "answering",
+    "prepare_draft": "preparing",
+    "distil_draft": "distilling",
+    "export_draft": "exporting",
+    "evaluate": "evaluating",
+}
 SHORT = {
     "minutes": "null",
     "max_train_prompts": 100,
@@ -76,19 +86,36 @@ def watched(name, stage):
     return run
 
 
-def run_recipe(folder, output):
-    """The main job in this process, a line of its peak after each stage."""
-    for name in STAGES:
-        setattr(train, name, watched(name, getattr(train, name)))
+def arguments(folder, output):
+    """Of the main job, shortened."""
     keys = SHORT | {"target": folder, "output_dir": output}
     flags = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-    return train.main(["--recipe", "code", *flags])
+    return ["--recipe", "code", *flags]
+
+
+def run_recipe(folder, output):
+    """The main job in this process, a line of its peak after each stage."""
+    print(f"@ process {peak()} 0", flush=True)
+    for name, stage in STAGES.items():
+        setattr(train, name, watched(stage, getattr(train, name)))
+    return train.main(arguments(folder, output))
+
+
+def said(folder, output):
+    """What `--dry_run` says of each stage with the longest prompt that there is, in bytes."""
+    recipe = load_recipe(arguments(folder, output))
+    target = check_models(recipe).target
+    prompts = collect_prompts(recipe, target)
+    longest = max(map(len, prompts.training.ids + prompts.evaluation.ids))
+    found = needs(recipe, AutoConfig.from_pretrained(folder), None, longest)
+    print(f"prompts of up to {longest} tokens", flush=True)
+    return {stage.name: stage.peak for stage in found.stages}
 
 
 def check_ties(folder):
     """Peaks of decoding in bf16, then of decoding in fp32."""
     use_machine()
-    target = load_target(folder, torch.bfloat16, torch.device("cpu"), 512)
+    target = load_target(folder, torch.bfloat16, "cpu", 512)
     how = Decoding(Sampling(), target.stops, TOKENS)
     peak(since_now=True)
     for name in ("decoding", "ties"):
@@ -126,7 +153,13 @@ def main():
         load_tokenizer(load_recipe(["--recipe", "code"]).target).save_pretrained(f"{folder}/target")
         bound = 1.3 * weights + 1.5 * GIB
         print(f"weights {weights / GIB:.2f} GiB, bound {bound / GIB:.2f} GiB", flush=True)
-        measured(bound, "run", f"{folder}/target", f"{folder}/run")
+        peaks = measured(bound, "run", f"{folder}/target", f"{folder}/run")
+        for name, size in said(f"{folder}/target", f"{folder}/other").items():
+            whole = size + peaks["process"]
+            print(
+                f"{name}: {whole / GIB:.2f} GiB said, {size / GIB:.2f} of them the stage's; "
+                f"measured {peaks[name] / whole:.2f} of it"
+            )
         peaks = measured(bound, "ties", f"{folder}/target")
     more = peaks["ties"] - peaks["decoding"]
     print(f"tie check: {more / 2**20:.0f} MiB more, {more / layer:.2f} of a layer in fp32")

@@ -32,9 +32,7 @@ def main(folder):
     use_machine()
     recipe = read_yaml(folder / "recipe.yaml")
     prompts = load_prompts(str(folder / "prompts" / "eval.jsonl"), PROMPTS)
-    target = load_target(
-        recipe["target"], getattr(torch, recipe["dtype"]), torch.device("cpu"), 2048
-    )
+    target = load_target(recipe["target"], getattr(torch, recipe["dtype"]), "cpu", 2048)
     drafter = load_drafter(str(folder / "draft"), target)
     ids = render_all(prompts, target.tokenizer, 2048, NEW_TOKENS)
     how = Decoding(Sampling(1.0), target.stops, NEW_TOKENS, rule="block")

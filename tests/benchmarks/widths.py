@@ -29,7 +29,7 @@ def main(folder):
     use_machine()
     recipe = read_yaml(folder / "recipe.yaml")
     dtype = getattr(torch, recipe["dtype"])
-    together = load_target(recipe["target"], dtype, torch.device("cpu"), 512).decoder
+    together = load_target(recipe["target"], dtype, "cpu", 512).decoder
     if not together.together:
         print("positions attend apart here: together they would not have the same bits")
     apart = copy.copy(together)

@@ -19,7 +19,7 @@ PROMPTS = [[3, 4, 5], [6], [7, 8], [9, 10, 11, 12], [13, 2]]
 
 @pytest.fixture(scope="module")
 def target(folder):
-    return load_target(str(folder / "target"), torch.float32, torch.device("cpu"), 60)
+    return load_target(str(folder / "target"), torch.float32, "cpu", 60)
 
 
 @pytest.fixture

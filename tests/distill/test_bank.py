@@ -67,7 +67,7 @@ def bank(folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def target(folder):
-    return load_target(str(folder / "target"), torch.float32, torch.device("cpu"), 200)
+    return load_target(str(folder / "target"), torch.float32, "cpu", 200)
 
 
 @pytest.fixture(scope="module")

@@ -279,7 +279,7 @@ def test_text_alone_cannot_be_tuned(job, tmp_path):
 
 @pytest.mark.parametrize("strategy", ["auto", "intersection", "string", "transplant"])
 def test_a_draft_is_loaded_under_any_strategy(folder, strategy):
-    target = load_any_target(str(folder / "target"), torch.float32, torch.device("cpu"), 64)
+    target = load_any_target(str(folder / "target"), torch.float32, "cpu", 64)
     drafter = load_drafter(str(folder / "draft"), target, strategy)
     used = drafter.vocabulary["strategy"]
     assert used == ("intersection" if strategy == "auto" else strategy)

@@ -159,7 +159,7 @@ def test_base_and_adapter_are_the_merged_draft_to_the_bit(job, folder, tmp_path)
     to = tmp_path / "draft"
     to.mkdir()
     forms = {form.name: form for form in export_forms(recipe.folder, to)[0]}
-    target = load_target(recipe.target, torch.bfloat16, torch.device("cpu"), 64)
+    target = load_target(recipe.target, torch.bfloat16, "cpu", 64)
     text = [5 + i for i in range(24)]
     merged, of_adapter = (
         next(iter(reload._plain(forms[name], target)(text, text[::-1], [Sampling(1.0)])))

@@ -190,7 +190,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def target(folder):
-    return load_target(str(folder / "target"), torch.float32, torch.device("cpu"), 128)
+    return load_target(str(folder / "target"), torch.float32, "cpu", 128)
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +199,7 @@ def other(folder):
     model = load_model(str(folder / "target"), torch.float32)
     with torch.no_grad():
         model.lm_head.weight.add_(model.lm_head.weight.flip(0), alpha=0.3)
-    made = load_target(str(folder / "target"), torch.float32, torch.device("cpu"), 128)
+    made = load_target(str(folder / "target"), torch.float32, "cpu", 128)
     return dataclasses.replace(made, model=model, decoder=build_decoder(model, 128))
 
 

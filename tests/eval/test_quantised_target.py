@@ -44,7 +44,7 @@ def folder(tmp_path_factory, tiny_llama):
 
 def loaded(folder, name):
     spec = str(folder / name)
-    return load_target(spec, torch.float32, torch.device("cpu"), 64)
+    return load_target(spec, torch.float32, "cpu", 64)
 
 
 def test_a_draft_made_for_one_form_drafts_for_the_other(folder, capsys):

@@ -21,7 +21,7 @@ from eval.decoding.target import load_target
 from eval.prompts import render_all
 
 recipe = load_recipe(["--recipe", "code"])
-target = load_target(recipe.target, torch.bfloat16, torch.device("cpu"), 600)
+target = load_target(recipe.target, torch.bfloat16, "cpu", 600)
 decoder = target.decoder
 prompts = evaluation_prompts(recipe.eval_prompts, 3, 1)
 for ids in render_all(prompts, target.tokenizer, 600, 70):

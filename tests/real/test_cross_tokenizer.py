@@ -168,7 +168,7 @@ def test_every_bridge_end_to_end(run, tmp_path):
         "transplant, distilled": blocks["tuned"]["alpha"],
     }
 
-    target = load_target(GEMMA, torch.bfloat16, torch.device("cpu"), 64)
+    target = load_target(GEMMA, torch.bfloat16, "cpu", 64)
     prompts = load_prompts(str(run / "eval.jsonl"))
     ids = render_all(prompts, target.tokenizer, 500, NEW)
     rendered = PromptSet("HumanEval", prompts, ids)
@@ -179,7 +179,7 @@ def test_every_bridge_end_to_end(run, tmp_path):
     drafters = {name: load_drafter(SMOL, target, name) for name in ("intersection", "string")}
     journal = Journal(tmp_path / "measured.jsonl")
     agreements, _ = measure_agreement(target, drafters, rendered, answers, how, journal)
-    exact = load_target(GEMMA, torch.float32, torch.device("cpu"), target.decoder.context_length)
+    exact = load_target(GEMMA, torch.float32, "cpu", target.decoder.context_length)
     batches = rendered.batches(1)[0], rendered.batches(2)[0]
     alone = [decode(exact.decoder, None, *batch, how, DraftLength(3)) for batch in batches]
     for name, drafter in drafters.items():

@@ -93,7 +93,7 @@ def test_greedy_tokens_are_ours_and_log_probabilities_within_a_thousandth(argume
     request = served._request()
     with ThreadPoolExecutor(8) as pool:  # many in flight: before they are rounded to fp16
         answers = list(pool.map(lambda i: served._ask(i, request), range(len(served.prompts))))
-    target = load_target(str(weights), torch.float32, torch.device("cpu"), 1024)
+    target = load_target(str(weights), torch.float32, "cpu", 1024)
     tokens = ties = 0
     worst = 0.0
     for answer in answers:

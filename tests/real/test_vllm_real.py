@@ -76,7 +76,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def target(recipe):
-    return load_target(recipe["target"], torch.float32, torch.device("cpu"), 2048)
+    return load_target(recipe["target"], torch.float32, "cpu", 2048)
 
 
 @pytest.fixture(scope="module")

@@ -309,7 +309,7 @@ def test_a_checkpoint_s_own_generation_config_is_left_aside(folder, tmp_path, ti
     save(tmp_path / "target", model)
     how = Decoding(Sampling(), frozenset([256]), 24)
     texts = [
-        generate(load_stock(str(where), torch.float32, torch.device("cpu")), None, Prompt("a"),
+        generate(load_stock(str(where), torch.float32, "cpu"), None, Prompt("a"),
                  [5, 6, 7], how).tokens
         for where in (folder / "target", tmp_path / "target")
     ]  # fmt: skip
