@@ -76,10 +76,10 @@ def peak(since_now=False):
 
 
 def watched(name, stage):
-    def run(*args):
+    def run(*args, **options):
         peak(since_now=True)
         clock = time.time()
-        made = stage(*args)
+        made = stage(*args, **options)
         print(f"@ {name} {peak()} {time.time() - clock:.0f}", flush=True)
         return made
 
