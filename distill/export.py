@@ -86,11 +86,10 @@ def full_vocabulary(
     trimmed[token_ids] = False
     lower = torch.linalg.lstsq(h.double(), -torch.ones(len(h), 1).double().to(h.device)).solution
     tuned_rows = tuned.get_output_embeddings().weight
-    best, own = _best_and_sum(h, tuned_rows.float())
+    best, own = _best_and_sum(h, tuned_rows.split(HEAD_ROWS))
     # lowered, all trimmed rows lose the same at a position: the best of them stays the best
     pieces = trimmed.nonzero()[:, 0].split(HEAD_ROWS)
-    rivals, sums = zip(*(_best_and_sum(h, full_head[rows].float()) for rows in pieces), strict=True)
-    rival, others = torch.stack(rivals).amax(0), torch.stack(sums).logsumexp(0)
+    rival, others = _best_and_sum(h, (full_head[rows] for rows in pieces))
     loss = (h @ lower.float())[:, 0]
     for strength in SUPPRESSION:
         kept = float((rival + strength * loss < best).float().mean())
@@ -120,7 +119,12 @@ def with_head(tuned: PreTrainedModel, head: Tensor) -> PreTrainedModel:
     return model
 
 
-def _best_and_sum(h: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The best logit of these rows of a head at each state [N], and the log of their exp's sum."""
-    logits = h @ rows.T
-    return logits.amax(-1), logits.logsumexp(-1)
+def _best_and_sum(h: Tensor, pieces: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    """The best logit of a head's rows at each state [N], and the log of the sum of their exp."""
+    found = []
+    for rows in pieces:
+        logits = h @ rows.float().T
+        found.append((logits.amax(-1), logits.logsumexp(-1)))
+        del logits  # else the next ones are made beside them
+    bests, sums = zip(*found, strict=True)
+    return torch.stack(bests).amax(0), torch.stack(sums).logsumexp(0)

@@ -29,7 +29,7 @@ from distill.answers import ANSWERS_PER_SHARD, top_logprobs
 from distill.drafters.base import kind_of
 from distill.export import CALIBRATION_TOKENS
 from distill.models import check_prunable
-from distill.prepare import pruned_config
+from distill.prepare import HEAD_ROWS, pruned_config
 from distill.recipe import Recipe
 from distill.trainer import attach_distillation_forward
 from eval.decoding.build import build_decoder
@@ -39,7 +39,6 @@ from eval.decoding.generation import PREFILL_ROWS
 from eval.decoding.verification import Sampling, agreement, sample, warp
 from eval.measuring.agreement import BATCH, RULE_TEMPERATURES
 
-PIECE = 4096  # rows of a head that are in fp32 at once
 STATE_BYTES = 2  # of each of the numbers in a hidden state, in bf16
 PROMPT_TOKENS = 512  # of the longest prompt, where nobody knows it yet
 RUNTIME = 2**30  # of every device: the process, or a GPU's context and the libraries' workspaces
@@ -241,7 +240,9 @@ class _Job:
                 target.base_model(input_ids=ids, use_cache=False)
                 head = target.get_output_embeddings().weight
                 projection = torch.zeros((head.shape[1], head.shape[1]))
-                pieces = [(rows.float() @ projection).to(rows.dtype) for rows in head.split(PIECE)]
+                pieces = [
+                    (rows.float() @ projection).to(rows.dtype) for rows in head.split(HEAD_ROWS)
+                ]
                 fitted = torch.cat(pieces)
                 fitted[: self.recipe.draft_vocab_size].clone()
         return Stage("preparing", target=_bytes(target), draft=own, buffers=meter.peak)
@@ -284,10 +285,11 @@ class _Job:
         buffers = max(p.numel() for p in draft.parameters()) * item
         if self.draft is None and self.recipe.draft_vocab_size is not None:
             # export.full_vocabulary, whose shapes depend on data: the fitted head and the one made
-            # from it beside a draft that is converted already, and logits of one piece of it
+            # from it beside a draft that is converted already; of each calibration token its state,
+            # listed and joined in fp32, twice in fp64 for the fit, logits of a piece and their exp
             heads = 2 * self.target.vocab_size * self.target.hidden_size * item
-            logits = CALIBRATION_TOKENS * PIECE * 4
-            buffers = max(buffers, heads + logits - _bytes(draft) // 4 * (4 - item))
+            pieces = CALIBRATION_TOKENS * (24 * self.target.hidden_size + 8 * HEAD_ROWS)
+            buffers = max(buffers, heads + pieces - _bytes(draft) // 4 * (4 - item))
         return Stage("exporting", draft=_bytes(draft), buffers=buffers)
 
     def evaluating(self) -> Stage:

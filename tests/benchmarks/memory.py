@@ -3,10 +3,10 @@
     python tests/benchmarks/memory.py
 
 A random-weight Llama of 1.1B parameters (TinyLlama's shape under the embedded target's tokenizer)
-stands in as the target of the code recipe, shortened; 5 GB of disk, 15 to 30 minutes on two cores.
-Prints the peak of the resident set of each stage against 1.3x the weights + 1.5 GiB, and beside
-what `--dry_run` says of it from the configs (distill/memory.py), with what the process takes before
-any stage; then how much more than decoding the tie check takes, beside one layer in fp32.
+stands in as the target of the code recipe, shortened; 5 GB of disk, 5 to 10 minutes on two cores.
+Prints the peak of the resident set of each stage against 1.3x the weights + 1.5 GiB; then what
+`--dry_run` says of it from the configs (distill/memory.py), and the device that it asks for; then
+how much more than decoding the tie check takes, beside one layer in fp32.
 """
 
 import subprocess
@@ -21,7 +21,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from align.process import use_machine
 from align.sources import load_tokenizer
 from distill import train
-from distill.memory import needs
+from distill.memory import FRAGMENTED, RUNTIME, needs
 from distill.models import check_models
 from distill.prompts import collect_prompts
 from distill.recipe import load_recipe
@@ -95,7 +95,6 @@ def arguments(folder, output):
 
 def run_recipe(folder, output):
     """The main job in this process, a line of its peak after each stage."""
-    print(f"@ process {peak()} 0", flush=True)
     for name, stage in STAGES.items():
         setattr(train, name, watched(stage, getattr(train, name)))
     return train.main(arguments(folder, output))
@@ -155,10 +154,10 @@ def main():
         print(f"weights {weights / GIB:.2f} GiB, bound {bound / GIB:.2f} GiB", flush=True)
         peaks = measured(bound, "run", f"{folder}/target", f"{folder}/run")
         for name, size in said(f"{folder}/target", f"{folder}/other").items():
-            whole = size + peaks["process"]
+            device = (size + RUNTIME) / (1 - FRAGMENTED)
             print(
-                f"{name}: {whole / GIB:.2f} GiB said, {size / GIB:.2f} of them the stage's; "
-                f"measured {peaks[name] / whole:.2f} of it"
+                f"{name}: {size / GIB:.2f} GiB said, so a device of {device / GIB:.2f}; measured "
+                f"{peaks[name] / device:.2f} of it"
             )
         peaks = measured(bound, "ties", f"{folder}/target")
     more = peaks["ties"] - peaks["decoding"]

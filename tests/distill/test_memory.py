@@ -4,17 +4,20 @@ import dataclasses
 import itertools
 import json
 import re
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.profiler import profile
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from align import sources
-from distill import dry_run, memory
+from distill import dry_run, export, memory
 from distill.memory import DEVICES, RUNTIME, Stage, fits, least_shards, needs, smallest_device
+from distill.prepare import pruned_config
 from distill.recipe import build_recipe
 from distill.train import run
 from tests.benchmarks.what_fits import CONFIGS, config_of, hub_recipes, markdown, needs_of
@@ -120,6 +123,26 @@ def test_a_step_with_data_takes_what_one_without_does(tiny_job, monkeypatch, cha
     said = job.distilling().peak
     monkeypatch.setattr(memory, "_without_data", nullcontext)
     assert peak_with_data(job.distilling) == pytest.approx(said, rel=1e-3)
+
+
+def test_the_full_form_takes_no_more_than_is_said(tiny_job, monkeypatch):
+    recipe = dataclasses.replace(tiny_job, draft_vocab_size=3000)
+    for module in (memory, export):  # a trimmed head of many pieces
+        monkeypatch.setattr(module, "HEAD_ROWS", 256)
+    said = memory._Job(recipe, SHAPE, None, 100).exporting().buffers
+    tuned = LlamaForCausalLM(pruned_config(SHAPE, 1)).to(torch.bfloat16)
+    tuned.lm_head = torch.nn.Linear(256, 3000, bias=False, dtype=torch.bfloat16)
+    full_head = torch.randn(4096, 256, dtype=torch.bfloat16)
+    text = SimpleNamespace(prompt_ids=torch.arange(20), response_ids=torch.arange(100))
+    answers = [text] * (export.CALIBRATION_TOKENS // 100)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The full-vocabulary form makes another greedy")
+        taken = peak_with_data(
+            lambda: export.full_vocabulary(tuned, torch.arange(3000), full_head, answers)
+        )
+    # what is said leaves out what a draft in bf16 no longer takes
+    smaller = memory._bytes(memory._Job(recipe, SHAPE, None, 100).draft_shape(torch.bfloat16))
+    assert taken <= said + smaller
 
 
 @pytest.mark.parametrize("name", ["answering", "evaluating"])
