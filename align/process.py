@@ -73,7 +73,8 @@ def use_machine(processes: int = 1) -> None:
     MKL otherwise lets the order of its sums depend on where in memory a tensor lies: now and then a
     verified token then had other last bits than the same token alone.
     oneDNN keeps what it has made for the last 1,024 shapes of a product: batches of texts of all
-    lengths fill that with 0.6 GB, while few shapes come again (docs/lab-notes.md).
+    lengths fill that with 0.6 GB, while few shapes come again (docs/lab-notes.md). Of each shape it
+    keeps another 0.3 MB for good, which no setting changes: training has few (`losses.rounded`).
     processes: how many of them share this machine.
     """
     # read by MKL and oneDNN at their first call; what is set already is the user's choice

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 1024  # response positions whose logits exist at once
+ROWS = 64  # of which there are a whole number in each product: `rounded`
 P_FLOOR = 1e-6  # what fp16 storage cannot tell from 0 in the mass of the rest
 
 # A loss of p, q and log q [N, K]: its values [N], and q times its derivative in q [N, K].
@@ -153,7 +154,8 @@ def coarse_loss(
     gradient are 0.
     """
     top, best = logits.max(-1, keepdim=True)
-    shifted = logits.float() - top.float()  # both converted first: mixed dtypes subtract slowly
+    shifted = logits.to(torch.float32, copy=True)  # converted first: mixed dtypes subtract slowly
+    shifted -= top.float()
     known = cached_ids >= 0
     ids = cached_ids.clamp_min(0)
     log_q = shifted.gather(1, ids)
@@ -227,6 +229,20 @@ def sharpen(logprobs: Tensor, temperature: float) -> Tensor:
     return powers - torch.cat([powers, bound], dim=-1).logsumexp(-1, keepdim=True)
 
 
+def rounded(rows: Tensor) -> Tensor:
+    """Rows [N, …], and so many of zeros that ROWS divides them.
+
+    oneDNN keeps 0.3 MB for each shape of a product for as long as the process lives, and nearly
+    every batch brings another N (docs/lab-notes.md).
+    """
+    return F.pad(rows, (0, 0, 0, -len(rows) % ROWS))
+
+
+def head_logits(states: Tensor, weight: Tensor) -> Tensor:
+    """Logits [N, V] of a head of that weight [V, H] after the states [N, H]."""
+    return F.linear(rounded(states), weight)[: len(states)]
+
+
 class _HeadLoss(torch.autograd.Function):
     """The head and its loss in one: gradients are taken while a chunk's logits exist.
 
@@ -257,16 +273,16 @@ class _HeadLoss(torch.autograd.Function):
             head = weight.to(dtype)
             for at in range(0, len(hidden), CHUNK):
                 part = slice(at, at + CHUNK)
-                states = hidden[part].to(dtype)
+                ids, states = cached_ids[part], hidden[part].to(dtype)
                 taken = divergence if weigh is None else weighted(divergence, weigh, part)
                 loss, same, gradient = coarse_loss(
-                    F.linear(states, head), cached_ids[part], cached_logprobs[part], taken
+                    head_logits(states, head), ids, cached_logprobs[part], taken
                 )
                 total += loss.sum()
                 agreed += same.sum()
-                gradient = gradient.to(dtype)
+                states, gradient = rounded(states), rounded(gradient.to(dtype))
                 if hidden_gradient is not None:
-                    hidden_gradient[part] = gradient @ head
+                    hidden_gradient[part] = (gradient @ head)[: len(ids)]
                 if weight_gradient is not None:
                     weight_gradient += gradient.T @ states
         ctx.save_for_backward(hidden_gradient, weight_gradient)

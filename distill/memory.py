@@ -31,7 +31,8 @@ from distill.export import CALIBRATION_TOKENS
 from distill.models import check_prunable
 from distill.prepare import HEAD_ROWS, pruned_config
 from distill.recipe import Recipe
-from distill.trainer import attach_distillation_forward
+from distill.trainer import attach_distillation_forward, cpu_attention
+from distill.training_set import WIDTH
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.checkpoint import teacher_forced_logits
 from eval.decoding.forward import Decoder, input_embedding
@@ -174,13 +175,14 @@ class _Job:
         model.set_output_embeddings(nn.Linear(size, rows, False, "meta", dtype))
         return model
 
-    def trained_shape(self) -> PreTrainedModel:
-        """The draft in fp32 as `build_trainer` makes it."""
+    def trained_shape(self, rows: int, width: int) -> PreTrainedModel:
+        """The draft in fp32 as `build_trainer` makes it, for such a batch."""
         recipe, model = self.recipe, self.draft_shape(torch.float32)
         embedding: Any = model.get_input_embeddings()
         if embedding.weight is not model.get_output_embeddings().weight:
             embedding.weight.requires_grad_(False)
-        model.set_attn_implementation("eager" if self.on_cpu else "sdpa")
+        how = cpu_attention(model.config, rows, width) if self.on_cpu else "sdpa"
+        model.set_attn_implementation(how)
         attach_distillation_forward(model)
         if recipe.training.get("activation_checkpointing", False):
             # the state of random numbers cannot be kept without data; it takes no room
@@ -249,8 +251,10 @@ class _Job:
 
     def distilling(self) -> Stage:
         """A step with AdamW's moments already there, as from the second one on."""
-        recipe, args, shape = self.recipe, self.recipe.training, self.trained_shape()
-        rows, width = args.get("per_device_train_batch_size", 8), self.prompt + self.answer
+        recipe, args = self.recipe, self.recipe.training
+        rows = args.get("per_device_train_batch_size", 8)
+        width = -(-(self.prompt + self.answer) // WIDTH) * WIDTH
+        shape = self.trained_shape(rows, width)
         with _without_data():
             model = _placed(shape).train()
             trained = [p for p in model.parameters() if p.requires_grad]

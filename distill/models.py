@@ -72,7 +72,11 @@ class Pair:
         return load_tokenizer((self.draft if self.retokenizer else self.target).spec)
 
     def target_embedding(self, dtype: torch.dtype) -> Tensor:
-        """The target's input embedding [V, H], read from its file alone, on the CPU."""
+        """The target's input embedding [V, H], on the CPU, mapped anew from its file.
+
+        A page of it takes memory once read, and a check that it is the target's reads them all:
+        what is kept is asked for after that.
+        """
         for path in sorted(resolve_checkpoint(self.target.spec).glob("*.safetensors")):
             with safe_open(path, "pt") as file:
                 names = [n for n in file.keys() if n.endswith("embed_tokens.weight")]  # noqa: SIM118

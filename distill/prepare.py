@@ -64,7 +64,8 @@ class FrozenEmbedding(nn.Embedding):
         super().__init__(rows, size, _weight=weight, _freeze=True)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenEmbedding:
-        return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), recurse)
+        # where it goes is asked of no rows: converted whole it would be copied, twice
+        return super()._apply(lambda tensor: tensor.to(fn(tensor[:0]).device), recurse)
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).float()
@@ -134,9 +135,9 @@ def read_prepared(
     if recipe.draft is not None:
         return PreparedDraft(load_sibling(recipe.draft, pair), None, None, 0.0)
     folder = recipe.folder / "prepared"
-    embedding = pair.target_embedding(getattr(torch, recipe.dtype))
-    model, token_ids = load(folder, embedding)
-    model.set_input_embeddings(FrozenEmbedding(embedding))
+    dtype = getattr(torch, recipe.dtype)
+    model, token_ids = load(folder, pair.target_embedding(dtype))
+    model.set_input_embeddings(FrozenEmbedding(pair.target_embedding(dtype)))
     head = load_file(folder / FULL_HEAD)["full_head"]
     return PreparedDraft(model, token_ids, head, lost_mass_of(recipe))
 

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 from transformers import (
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
@@ -64,6 +65,7 @@ from distill.losses import (
     acceptance,
     coarse_loss,
     forward_kl,
+    head_logits,
     head_loss,
     position_weights,
     selected,
@@ -77,6 +79,7 @@ from distill.training_set import TRAINING_SET, DistillationCollator, training_se
 # trl asks transformers for it by its old name; there is nothing a user could do about that
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
 
+SCORES = 2**26  # bytes of attention scores that a batch on a CPU may keep for its gradients
 SLOW_RATE = 1 / 3  # of the learning rate, for weights that began as a fit
 SEEDS_A_STEP = 2**31 - 1  # more than there are answers; prime: a place counted from it moves
 COMPLETE = "complete"  # the last file of a checkpoint: its step, and the rows of each
@@ -160,6 +163,19 @@ def attach_distillation_forward(
     model.forward = forward
 
 
+def cpu_attention(config: PreTrainedConfig, rows: int, width: int) -> str:
+    """The attention that a batch of so many rows and tokens trains with on a CPU.
+
+    Two products take 0.9 to 1 of the time of torch's fused attention there (docs/lab-notes.md),
+    but every layer keeps its scores twice, in fp32 and in bf16: bytes that grow as width².
+    """
+    text = config.get_text_config()
+    if not hasattr(text, "num_attention_heads"):
+        return "eager"  # a draft without attention
+    scores = rows * text.num_attention_heads * width**2 * text.num_hidden_layers
+    return "eager" if 6 * scores <= SCORES else "sdpa"
+
+
 def attach_head(model: PreTrainedModel, divergence: Divergence) -> tuple[Any, Any]:
     """The model's body, and its head, which from now on gives the loss of the states it reads.
 
@@ -186,7 +202,7 @@ def attach_head(model: PreTrainedModel, divergence: Divergence) -> tuple[Any, An
             top_logprobs = top_logprobs.view(torch.float32)
         if each:
             found = (
-                coarse_loss(F.linear(states, head.weight), ids, logprobs, divergence)[0]
+                coarse_loss(head_logits(states, head.weight), ids, logprobs, divergence)[0]
                 for states, ids, logprobs in chunks(hidden, top_ids, top_logprobs)
             )
             return torch.cat([*found])
@@ -210,7 +226,7 @@ def accepted_at(
     if top_logprobs.dtype == torch.int32:  # `_prepare_inputs`
         top_logprobs = top_logprobs.view(torch.float32)
     parts = [
-        acceptance(F.linear(states, weight), ids, logprobs, temperature)
+        acceptance(head_logits(states, weight), ids, logprobs, temperature)
         for states, ids, logprobs in chunks(hidden, top_ids, top_logprobs)
     ]
     accepted, lacking = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -329,6 +345,10 @@ class DistillationTrainer(SFTTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         index = inputs.pop("index")
+        if self.args.device.type == "cpu":
+            for each in filter(None, (self.model, self.reference)):
+                how = cpu_attention(each.config, *inputs["input_ids"].shape)
+                each.config._attn_implementation = how
         if self.reference is not None:
             with torch.no_grad():
                 inputs["reference"] = self.reference(**inputs, each=True).each
@@ -631,7 +651,7 @@ def build_trainer(
         gamma = (recipe.gamma or recipe.max_gamma) if recipe.position_weights else None
         fraction = recipe.select_fraction or 1.0
         attach = partial(attach_distillation_forward, gamma=gamma, fraction=fraction)
-    trainer = DistillationTrainer(
+    return DistillationTrainer(
         model=model,
         args=training_config(recipe),
         train_dataset=training_set(
@@ -649,10 +669,6 @@ def build_trainer(
         slow=kind.SLOW,
         reference=reference,
     )
-    if trainer.args.device.type == "cpu":
-        # torch's fused attention takes twice the time of two products there, its backward thrice
-        model.set_attn_implementation("eager")
-    return trainer
 
 
 def distil_draft(

@@ -27,6 +27,7 @@ TRAINING_SET = "training_set.arrow"
 # Tokens that are written at once, and lie together in the file: reading one column of all rows
 # brings a page or more of each such block into memory.
 BLOCK = 2**17
+WIDTH = 16  # divides a batch's: of each width oneDNN keeps 5 MB for good (`losses.rounded`)
 
 
 def training_set(
@@ -103,6 +104,12 @@ def training_rows(
         }
 
 
+def _padded(rows: list[Tensor], value: int = 0) -> Tensor:
+    """Rows [T', …] as one tensor [B, T, …], `value` behind them, T a multiple of WIDTH."""
+    whole = pad_sequence(rows, True, value)
+    return F.pad(whole, (0, 0) * (whole.dim() - 2) + (0, -whole.shape[1] % WIDTH), value=value)
+
+
 class DistillationCollator:
     """Right-padded batches; each response token with the target's distribution there.
 
@@ -115,7 +122,7 @@ class DistillationCollator:
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         ids = [torch.tensor(row["input_ids"]) for row in rows]
-        input_ids = pad_sequence(ids, True, self.pad_token_id)
+        input_ids = _padded(ids, self.pad_token_id)
         predicting = [torch.tensor(row["positions"]) for row in rows]
         # only counted by the trainer, which leaves the first of each row out
         labels = [F.pad(torch.ones_like(at), (1, 0), value=-100) for at in predicting]
@@ -126,8 +133,8 @@ class DistillationCollator:
 
         batch = {
             "input_ids": input_ids,
-            "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], True),
-            "labels": pad_sequence(labels, True, -100),
+            "attention_mask": _padded([torch.ones_like(row) for row in ids]),
+            "labels": _padded(labels, -100),
             "positions": torch.cat([b * width + at for b, at in enumerate(predicting)]),
             "top_ids": flat("top_ids"),
             "top_logprobs": flat("top_logprobs"),
@@ -136,5 +143,5 @@ class DistillationCollator:
         if self.states is not None:
             known = [self.states[row["index"]] for row in rows]
             # the last token is only predicted: nobody reads what the target makes of it
-            batch["states"] = pad_sequence([F.pad(s, (0, 0, 0, 0, 0, 1)) for s in known], True)
+            batch["states"] = _padded([F.pad(s, (0, 0, 0, 0, 0, 1)) for s in known])
         return batch

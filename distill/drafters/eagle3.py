@@ -80,7 +80,7 @@ def prepare(
         with atomic_file(folder / PREPARED) as file:
             json.dump({"lost_mass": lost, "sizes": sizes.tolist()}, file)
     model, token_ids = load_eagle3(folder, embedding)
-    model.set_input_embeddings(FrozenEmbedding(embedding))
+    model.set_input_embeddings(FrozenEmbedding(pair.target_embedding(embedding.dtype)))
     sizes = torch.tensor(read_json(folder / PREPARED)["sizes"])
     model.float()
     fold(model, 1 / sizes)

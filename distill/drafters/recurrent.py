@@ -73,7 +73,7 @@ def prepare(
         with atomic_file(folder / PREPARED) as file:
             json.dump({"lost_mass": lost}, file)
     model, ids = load_recurrent(folder, embedding)
-    model.set_input_embeddings(FrozenEmbedding(embedding))
+    model.set_input_embeddings(FrozenEmbedding(pair.target_embedding(embedding.dtype)))
     lost = lost_mass_of(recipe)
     print(f"draft: recurrent, trimmed head loses {lost:.2%} of p's mass")
     return PreparedDraft(model.float(), ids, None, lost)

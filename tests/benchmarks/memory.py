@@ -134,7 +134,7 @@ def measured(bound, *arguments):
                 name, size, seconds = line.split()[1:]
                 peaks[name] = int(size)
                 share = peaks[name] / bound
-                print(f"{name}: {peaks[name] / GIB:.2f} GiB, {share:.2f} of the bound, {seconds} s")
+                print(f"{name}: {peaks[name] / GIB:.3f} GiB, {share:.3f} of the bound, {seconds} s")
                 sys.stdout.flush()
     if process.returncode:
         sys.exit(f"{arguments[0]} ended with {process.returncode}")

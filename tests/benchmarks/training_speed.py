@@ -24,7 +24,7 @@ from distill.models import head_rows
 from distill.prepare import build_pruned, domain_mass
 from distill.prompts import training_prompts
 from distill.recipe import load_recipe
-from distill.trainer import attach_distillation_forward
+from distill.trainer import attach_distillation_forward, cpu_attention
 from distill.training_set import DistillationCollator, training_rows
 from eval.decoding.target import load_target
 from eval.measuring.metrics import measure
@@ -42,13 +42,14 @@ def cached_loop(target, recipe, batches, token_ids):
         head.clone() if token_ids is None else head[token_ids],
     ).float()
     draft.get_input_embeddings().weight.requires_grad_(False)
-    if target.decoder.device.type == "cpu":
-        draft.set_attn_implementation("eager")
     attach_distillation_forward(draft.train())
     optimizer = adamw(draft)
 
     def step(number):
         batch = {k: v.to(target.decoder.device) for k, v in batches[number].items() if k != "index"}
+        if target.decoder.device.type == "cpu":
+            how = cpu_attention(draft.config, *batch["input_ids"].shape)
+            draft.config._attn_implementation = how
         with torch.autocast(target.decoder.device.type, torch.bfloat16):
             loss = draft(**batch).loss
         finish(draft, optimizer, loss / len(batch["positions"]))

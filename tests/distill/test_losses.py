@@ -3,12 +3,14 @@ from typing import get_args
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distill.losses import (
     LOSSES,
     LossName,
     coarse_loss,
     forward_kl,
+    head_logits,
     head_loss,
     position_weights,
     selected,
@@ -229,6 +231,30 @@ def test_head_loss_has_the_gradients_of_autograd_through_the_logits(case, monkey
     frozen = [hidden.clone().requires_grad_(), weight]  # LoRA trains no head
     head_loss(*frozen, ids, logp)[0].backward()
     torch.testing.assert_close(frozen[0].grad, leaves[0].grad / 3, rtol=1e-4, atol=1e-4)
+
+
+def test_few_shapes_of_product_are_asked_for_however_many_positions_a_batch_has(case, monkeypatch):
+    """Each of them takes memory for good (oneDNN)."""
+    _, _, top_ids, top_logp, row_ids, rows = case
+    shapes = set()
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+                shapes.add(tuple(tuple(one.shape) for one in args[-2:]))
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr("distill.losses.CHUNK", 128)
+    for count in range(1, 200, 7):
+        at = torch.arange(count) % len(top_ids)
+        hidden = torch.randn(count, 8, requires_grad=True)
+        weight = torch.randn(len(row_ids), 8, requires_grad=True)
+        with Seen():
+            head_loss(hidden, weight, rows[top_ids[at]], top_logp[at].float())[0].backward()
+            head_logits(hidden, weight)
+    # the logits, the gradient by the states, that by the head: after 64 and 128 positions, and
+    # those that are asked for all at once after 192 and 256
+    assert len(shapes) <= 3 * 2 + 2
 
 
 @pytest.mark.parametrize("temperature", [0.25, 0.5, 0.9])

@@ -116,8 +116,10 @@ def peak_with_data(work):
     return max(itertools.accumulate(sizes))
 
 
+@pytest.mark.parametrize("scores", [0, 2**30])  # torch's fused attention, and two products
 @pytest.mark.parametrize("changes", [{}, {"use_peft": True, "activation_checkpointing": True}])
-def test_a_step_with_data_takes_what_one_without_does(tiny_job, monkeypatch, changes):
+def test_a_step_with_data_takes_what_one_without_does(tiny_job, monkeypatch, changes, scores):
+    monkeypatch.setattr("distill.trainer.SCORES", scores)
     recipe = build_recipe(tiny_job.values() | {"draft": "sibling"} | changes)
     job = memory._Job(recipe, SHAPE, SHAPE, 100)
     said = job.distilling().peak

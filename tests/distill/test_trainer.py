@@ -1,5 +1,6 @@
 import errno
 import itertools
+import math
 import re
 import shutil
 from types import SimpleNamespace
@@ -182,6 +183,34 @@ def test_the_loss_is_divided_by_the_response_tokens(tmp_path, tiny_model, tokeni
     # as the trainer counts: labels are those of the next token, so the first of a row is left out
     assert int(trainer._get_num_items_in_batch([batch], torch.device("cpu"))) == count
     assert len(batch["positions"]) == len(batch["top_ids"])
+
+
+def test_a_wide_batch_keeps_no_attention_scores(tmp_path, tiny_model, tokenizer, monkeypatch):
+    trainer = build_trainer(tiny_model(), made_answers(5), None, tokenizer, recipe_in(tmp_path))
+    model, found = trainer.model, []
+    batch = DistillationCollator(0)(list(training_rows(made_answers(5), None)))
+    rows, width = batch["input_ids"].shape
+    scores = rows * model.config.num_attention_heads * width**2
+    limit = 6 * scores * model.config.num_hidden_layers
+    for limited in (limit, limit - 1):
+        monkeypatch.setattr("distill.trainer.SCORES", limited)
+        inputs, kept = trainer._prepare_inputs(dict(batch)), []
+
+        def keep(tensor, kept=kept):
+            kept.append(tensor.shape)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = trainer.compute_loss(model, inputs)
+        loss.backward()
+        squares = [shape for shape in kept if shape[-2:] == (width, width)]
+        found.append((max(map(math.prod, squares), default=0), loss.detach()))
+        found[-1] += (model.lm_head.weight.grad.clone(),)
+        model.zero_grad()
+    (eager, *of_products), (fused, *of_fused) = found
+    assert eager == scores
+    assert fused < scores
+    torch.testing.assert_close(of_fused, of_products, rtol=1e-4, atol=1e-6)
 
 
 def test_chunks_change_nothing(monkeypatch, tiny_model):

@@ -70,6 +70,34 @@ def test_a_teacher_temperature_sharpens_the_cached_tokens_and_keeps_a_rest():
         assert np.array_equal(sharpened["top_ids"], row["top_ids"])
 
 
+def test_a_batch_has_one_of_few_widths_and_nothing_is_at_its_end():
+    answers = made_answers()
+    texts = [torch.cat([one.prompt_ids, one.response_ids]) for one in answers]
+    states = {
+        one.index: torch.randn(len(t) - 1, 2, 4) for one, t in zip(answers, texts, strict=True)
+    }
+    collate = DistillationCollator(7, states)
+    rows = list(training_rows(answers, None))
+    for first in range(len(rows)):
+        part = slice(first, first + 3)
+        batch = collate(rows[part])
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        longest = max(len(text) for text in texts[part])
+        assert ids.shape[1] == -(-longest // module.WIDTH) * module.WIDTH
+        assert mask.shape == ids.shape
+        assert batch["states"].shape == (*ids.shape, 2, 4)
+        for row, text in enumerate(texts[part]):
+            end = len(text)
+            assert torch.equal(ids[row, :end], text)
+            assert (ids[row, end:] == 7).all()
+            assert mask[row].tolist() == [1] * end + [0] * (ids.shape[1] - end)
+            known = batch["states"][row]
+            assert torch.equal(known[: end - 1], states[answers[first + row].index])
+            assert not known[end - 1 :].any()
+        said = torch.cat([one.response_ids for one in answers[part]])
+        assert torch.equal(ids.flatten()[batch["positions"] + 1], said)
+
+
 def test_what_another_run_or_a_kill_left_is_never_read(tmp_path):
     path = tmp_path / "rows.arrow"
     old = training_set(path, made_answers(3), None)
