@@ -92,7 +92,8 @@ def use_machine(processes: int = 1) -> None:
 def free_memory() -> None:
     """Give back what only garbage refers to, and what glibc keeps of what has died.
 
-    For between two stages: within one, what dies is soon asked for again (`use_machine`).
+    For between two stages and minutes apart: from one step to the next what dies is asked for again
+    (`use_machine`).
     """
     gc.collect()
     if _GLIBC:

@@ -43,6 +43,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput
 from trl import SFTConfig, SFTTrainer
 
 from align.atomic import atomic_file, disk_full_explained, remove
+from align.process import free_memory
 from align.vocab_map import Retokenizer
 from distill.adapters import lora_config, merged
 from distill.answer_cache import CachedAnswer
@@ -504,6 +505,7 @@ class DistillationTrainer(SFTTrainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        free_memory()  # steps of other lengths leave other holes: none are kept for minutes
         first = self.args.should_save
         if first:
             (folder / COMPLETE).unlink(missing_ok=True)  # of one that is written over
