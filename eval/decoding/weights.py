@@ -143,8 +143,13 @@ def _unload(weights: Sequence[Tensor]) -> None:
 
 
 def fp32_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear in fp32 of a weight [N, K] in fewer bits, converted a few rows at a time."""
-    y = torch.cat([F.linear(x, rows.float()) for rows in _pieces(weight)], -1)
+    """F.linear in fp32 of a weight [N, K] in fewer bits, converted a few rows at a time.
+
+    All in one place: outputs would lie in the holes that pieces leave, so that each takes more.
+    """
+    pieces = _pieces(weight)
+    place = torch.empty(pieces[0].shape, dtype=torch.float32, device=weight.device)
+    y = torch.cat([F.linear(x, place[: len(rows)].copy_(rows)) for rows in pieces], -1)
     return y if bias is None else y + bias.float()
 
 

@@ -339,8 +339,8 @@ def test_weights_of_a_mapped_file_are_let_go_once_fused(tmp_path):
     assert decoder.own_bytes() > 0
 
 
-class ProductSizes(TorchFunctionMode):
-    """Collects how large the weights are that products are made with."""
+class Products(TorchFunctionMode):
+    """Keeps the weights that products are made with."""
 
     def __init__(self):
         super().__init__()
@@ -348,7 +348,7 @@ class ProductSizes(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.nn.functional.linear:
-            self.found.append(args[1].numel())
+            self.found.append(args[1])
         return func(*args, **(kwargs or {}))
 
 
@@ -378,15 +378,26 @@ def test_a_decoder_in_fp32_has_the_logits_of_a_deep_copy(kind, stock, monkeypatc
     for decoder in (want, exact, rounded):
         cache = decoder.new_cache(2, CONTEXT)
         parts = (text[:, :width], 0), (text[:, width:], torch.tensor([width, width]))
-        with ProductSizes() as sizes:
+        with Products() as products:
             logits.append(torch.cat([decoder.forward(*part, cache) for part in parts], 1).float())
         if decoder is exact:
-            assert 0 < max(sizes.found) <= 100
+            assert 0 < max(weight.numel() for weight in products.found) <= 100
             assert cache.keys[0].dtype == decoder.dtype == torch.float32
     assert_close(logits[1], logits[0])
     assert not torch.allclose(logits[2], logits[0], atol=1e-3)  # what bf16 rounds is seen
     assert marks() == untouched
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_a_product_in_fp32_converts_its_weight_in_one_place(monkeypatch):
+    """A place for each piece, with outputs between them, takes as much as the whole weight."""
+    monkeypatch.setattr(weights, "PIECE", 100)
+    x, weight, bias = torch.randn(2, 3, 32), torch.randn(53, 32).to(torch.bfloat16), torch.ones(53)
+    with Products() as products:
+        y = weights.fp32_linear(x, weight, bias)
+    assert_close(y, torch.nn.functional.linear(x, weight.float(), bias))
+    assert len(products.found) == 18  # of 3 rows, the last of 2
+    assert len({piece.untyped_storage().data_ptr() for piece in products.found}) == 1
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama with biases", "qwen2", "qwen3"])
