@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import json
 import os
 import secrets
 import shutil
@@ -36,6 +37,12 @@ def atomic_file(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """`content` as JSON in a new file `path`. Raises DiskFullError where there is no room."""
+    with atomic_file(path) as file:
+        json.dump(content, file, indent=2)
 
 
 @contextmanager

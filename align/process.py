@@ -8,10 +8,13 @@ import gc
 import os
 import platform
 import sys
+from typing import TypeVar
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import get_int_from_env
+from accelerate.utils import broadcast_object_list, get_int_from_env
+
+T = TypeVar("T")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _KEPT = 2**28  # bytes
@@ -60,6 +63,13 @@ def join_processes(on_cpu: bool, timeout: float) -> int:
     if not state.is_main_process:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is printed is said once
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def from_first(value: T) -> T:
+    """The first process's value, on all. A call of all processes."""
+    found = [value]
+    broadcast_object_list(found)
+    return found[0]
 
 
 def use_machine(processes: int = 1) -> None:

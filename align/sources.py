@@ -47,6 +47,7 @@ _ADAPTED = "+adapter:"
 _GGUF_MAGIC = b"GGUF"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PART = re.compile(r"(?P<requirement>[A-Za-z0-9][\w.-]*==[\w.!+-]+)/(?P<path>.+)")
+CONVERTED = "bf16-2"  # ends the name of a GGUF file's checkpoint in the cache
 _MANIFEST = "manifest.json"  # beside `content/` in every cached entry
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -426,7 +427,7 @@ def _converted(spec: str, file: Path) -> Path:
             raise SourceError(
                 f"{spec!r} is a file, but not in GGUF; name a GGUF file or a checkpoint's folder."
             )
-    entry = cache_folder() / "checkpoints" / f"{_sha256(file)[:32]}-bf16-2"
+    entry = cache_folder() / "checkpoints" / f"{_sha256(file)[:32]}-{CONVERTED}"
 
     def fill(folder: Path) -> None:
         import torch

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from align.atomic import atomic_file
+from align.atomic import atomic_file, write_json
 
 
 @dataclass
@@ -85,8 +85,7 @@ def claim(folder: Path, parts: dict[str, Any], what: str) -> None:
     """Write `parts` into the folder's key.json, or raise CacheError where it names others."""
     key = folder / "key.json"
     if not key.exists():
-        with atomic_file(key) as file:
-            json.dump(parts, file, indent=2, sort_keys=True)
+        write_json(key, dict(sorted(parts.items())))
     try:
         found = json.loads(key.read_text())
     except ValueError as error:
@@ -152,9 +151,7 @@ class AnswerCache(Sequence[CachedAnswer]):
         }
         # named by its first answer, not by count: a shard deleted by hand must not make the next
         # one overwrite another, nor one process the shard of another
-        name = f"shard-{answers[0].index:08d}.safetensors"
-        with atomic_file(self.folder / name, "wb") as file:
-            file.write(save(tensors, metadata={"sha256": content_hash(tensors)}))
+        write_shard(self.folder, answers[0].index, tensors)
         self.refresh()
 
     def refresh(self) -> None:
@@ -168,14 +165,7 @@ class AnswerCache(Sequence[CachedAnswer]):
                 self._take_in(path)
 
     def _take_in(self, path: Path) -> None:
-        with opened(path) as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            recorded = (file.metadata() or {}).get("sha256")
-        if recorded != content_hash(tensors):
-            raise CacheError(
-                f"{path} does not match its checksum: bits changed since it was written; "
-                "delete it and run again, its answers are made anew."
-            )
+        tensors = read_shard(path, "answers")
         index = tensors["index"].numpy()
         columns = [index, np.full_like(index, len(self._paths))]
         for lengths in (tensors["prompt_length"].numpy(), tensors["response_length"].numpy()):
@@ -222,6 +212,25 @@ class AnswerCache(Sequence[CachedAnswer]):
 
     def bytes_on_disk(self) -> int:
         return sum(path.stat().st_size for path in self.shards())
+
+
+def write_shard(folder: Path, first: int, tensors: dict[str, Tensor]) -> None:
+    """Write a shard, atomically, under the index of its first answer."""
+    with atomic_file(folder / f"shard-{first:08d}.safetensors", "wb") as file:
+        file.write(save(tensors, metadata={"sha256": content_hash(tensors)}))
+
+
+def read_shard(path: Path, what: str) -> dict[str, Tensor]:
+    """All tensors of a shard. Raises CacheError where their bits have changed; what: they are."""
+    with opened(path) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        recorded = (file.metadata() or {}).get("sha256")
+    if recorded != content_hash(tensors):
+        raise CacheError(
+            f"{path} does not match its checksum: bits changed since it was written; "
+            f"delete it and run again, its {what} are made anew."
+        )
+    return tensors
 
 
 @contextmanager

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from tqdm import tqdm
 
+from align.process import from_first
 from align.sources import resolve_checkpoint
 from distill.answer_cache import AnswerCache, CachedAnswer, CacheError
 from distill.models import TargetOfRun
@@ -49,11 +49,8 @@ def answer_prompts(
     clock = time.time()
     state = PartialState()
     prompts = prompts * recipe.answers_per_prompt
-    found: list[dict[str, Any]] = [{}]
-    if state.is_main_process:  # reads all the target's weights
-        found[0] = what_decides_p(recipe, target)
-    broadcast_object_list(found)
-    parts = found[0] | {
+    # the first reads all the target's weights
+    parts = from_first(what_decides_p(recipe, target) if state.is_main_process else {}) | {
         "answer_temperature": recipe.answer_temperature,
         "answer_max_new_tokens": recipe.answer_max_new_tokens,
         "cache_top_k": recipe.cache_top_k,

@@ -14,12 +14,13 @@ import time
 from typing import NamedTuple
 
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 
 from align.atomic import remove
+from align.process import from_first
 from distill.answer_cache import AnswerCache
 from distill.answers import PROBE, answer_lengths, answer_prompts
 from distill.choice import chosen_before, with_choice
+from distill.drafters.base import kind_of
 from distill.held_out import SHARE
 from distill.models import Pair, TargetOfRun
 from distill.prompts import Prompts
@@ -29,7 +30,6 @@ from distill.state_cache import layers_read
 from distill.timing import (
     evaluation_seconds,
     row_beside,
-    stand_in,
     training_step,
     training_steps,
 )
@@ -99,7 +99,7 @@ def plan(
     total = most_answers(recipe, prompts, texts)
     answers, per_answer = first
     made = min(PROBE, total)
-    model, token_ids = stand_in(recipe, pair, target.loaded)
+    model, token_ids = kind_of(recipe).stand_in(recipe, pair, target.loaded)
     rows = pair.trained_rows(token_ids)
     beside = row_beside(recipe, pair, prompts, target.loaded, model, token_ids)
     per_step = training_step(recipe, pair, prompts.training.ids, model, rows)
@@ -111,11 +111,8 @@ def plan(
     evaluation = evaluation_seconds(recipe, prompts, target.loaded, length)
     timed = min(recipe.speed_prompts, len(prompts.evaluation.ids))
     left = _left(recipe) - evaluation(timed)
-    timings = [left, per_answer, per_step, beside]
-    broadcast_object_list(timings)
-    left, per_answer, per_step, beside = timings
+    left, per_answer, per_step, beside = from_first((left, per_answer, per_step, beside))
     count, steps = split(recipe, left, made, total, per_answer, per_step, beside)
-    refuse_too_few(recipe, left, made, total, per_answer, per_step, beside)
     recipe = dataclasses.replace(
         recipe, max_answers=count, training=recipe.training | {"max_steps": steps}
     )
@@ -144,47 +141,24 @@ def split(
     """How many answers and training steps take `left` seconds, `first` answers being there.
 
     Every row is trained on `num_train_epochs` times, never more often: where `total` answers
-    leave time, it stays. per_step, and beside: a row that is no answer, in seconds. A count below
-    `first` does not fit.
+    leave time, it stays. per_step, and beside: a row that is no answer, in seconds. Raises
+    RecipeError where PROBE answers and the training on them do not fit.
     """
-    each, steps_each = _with_answer(recipe, total, per_answer, per_step, beside)
-    count = min(total, math.floor((left + first * per_answer) / each))
-    return count, max(1, math.ceil(steps_each * count))
-
-
-def refuse_too_few(
-    recipe: Recipe,
-    left: float,
-    first: int,
-    total: int,
-    per_answer: float,
-    per_step: float,
-    beside: float,
-) -> None:
-    """Raise RecipeError where the first answers of a run and the training on them do not fit.
-
-    Parameters as of `split`.
-    """
-    assert recipe.minutes is not None
+    rows = 1 / recipe.shares["answers"]  # that go with an answer, itself among them
+    steps_each = training_steps(recipe, round(total * rows)) / total
+    each = per_answer + (rows - 1) * beside + steps_each * per_step
     made = min(PROBE, total)
-    each, _ = _with_answer(recipe, total, per_answer, per_step, beside)
     lacking = made * each - first * per_answer - left
     if lacking > 0:
+        assert recipe.minutes is not None
         needed = recipe.minutes + lacking / 60 / (1 - UNPLANNED) + MARGIN
         raise RecipeError(
             f"minutes is {recipe.minutes:g}, too few here: {made} answers of {per_answer:.2f} s, "
             f"the training on them in steps of {per_step:.2f} s, and the evaluation do not fit. "
             f"Give {math.ceil(needed)} or more, or fewer max_eval_prompts."
         )
-
-
-def _with_answer(
-    recipe: Recipe, total: int, per_answer: float, per_step: float, beside: float
-) -> tuple[float, float]:
-    """Seconds of an answer, the rows that go with it and the steps on them, and how many steps."""
-    rows = 1 / recipe.shares["answers"]  # that go with an answer, itself among them
-    steps = training_steps(recipe, round(total * rows)) / total
-    return per_answer + (rows - 1) * beside + steps * per_step, steps
+    count = min(total, math.floor((left + first * per_answer) / each))
+    return count, max(1, math.ceil(steps_each * count))
 
 
 def most_answers(recipe: Recipe, prompts: Prompts, texts: int) -> int:

@@ -10,17 +10,14 @@ replayed again. What is chosen has the highest speed-up that the replay predicts
 from __future__ import annotations
 
 import dataclasses
-import json
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 
-from align.atomic import atomic_file, remove
-from align.process import free_memory
+from align.atomic import remove, write_json
+from align.process import free_memory, from_first
 from align.sources import read_json
 from distill.answer_cache import CachedAnswer
 from distill.drafters.base import kind_of
@@ -35,7 +32,6 @@ from distill.timing import training_step
 from distill.trainer import distil_draft
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
-from eval.decoding.verification import Sampling
 from eval.measuring.cost import ceiling_speedup
 from eval.measuring.log import StepCosts
 from eval.measuring.metrics import measure, share
@@ -127,8 +123,7 @@ def choose(
             remove(recipe.folder / "states")
             states.replace(recipe.folder / "states")
         remove(recipe.folder / FOLDER)
-        with atomic_file(recipe.folder / CHOICE) as file:
-            json.dump(choice.model_dump(mode="json"), file, indent=2)
+        write_json(recipe.folder / CHOICE, choice.model_dump(mode="json"))
         on = f" of {recipe.num_draft_layers} layers" if recipe.kind in PRUNED else ""
         print(f"chosen: {recipe.kind}{on}")
     PartialState().wait_for_everyone()  # its states are in their place for all
@@ -141,7 +136,7 @@ class Comparison:
 
     def __init__(self, recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun) -> None:
         self.pair, self.prompts, self.target = pair, prompts, target
-        self.sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
+        self.sampling = recipe.sampling
         self.max_gamma, self.max_new_tokens = recipe.max_gamma, recipe.max_new_tokens
         self.seed = recipe.seed
         minutes = recipe.minutes
@@ -171,7 +166,7 @@ class Comparison:
             scale = calls.target_step / own.target_step
             step, block = own.draft_step * scale, own.draft_block * scale
             costs = dataclasses.replace(calls, draft_step=step, draft_block=block)
-            self.costs[one.folder] = _of_the_first(costs)
+            self.costs[one.folder] = from_first(costs)
             del model, drafter
             free_memory()
         for one in self.tried:
@@ -215,7 +210,7 @@ class Comparison:
         ids = self.prompts.training.ids
         model, token_ids = kind_of(one).stand_in(one, self.pair, self.target.loaded)
         rows = self.pair.trained_rows(token_ids)
-        steps = _of_the_first(
+        steps = from_first(
             max(1, round(self.seconds / training_step(one, self.pair, ids, model, rows)))
         )
         del model
@@ -243,7 +238,7 @@ class Comparison:
         drafted = [spent(text, length, costs) for text in texts]
         rows = [(tokens * costs.target_step, seconds) for seconds, tokens in drafted]
         first = [(None, sum(place.accepted > 0 for place in text), len(text)) for text in texts]
-        found = _of_the_first(
+        found = from_first(
             Replayed(
                 alpha=share("alpha", first),
                 speedup=measure("speedup", rows),
@@ -276,10 +271,3 @@ class Comparison:
             ruled_out=self.ruled_out,
             healed_seconds=self.seconds,
         )
-
-
-def _of_the_first(value: Any) -> Any:
-    """What the first process has measured, on all."""
-    found = [value]
-    broadcast_object_list(found)
-    return found[0]

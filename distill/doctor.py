@@ -32,7 +32,7 @@ import urllib3
 from huggingface_hub import constants
 from packaging.requirements import Requirement
 
-from align.sources import SourceError, cache_folder
+from align.sources import CONVERTED, SourceError, cache_folder
 from distill.dry_run import price_run
 from distill.recipe import RecipeError, load_recipe, read_yaml, recipe_files
 from eval.engines.environments import ENGINES, EngineMissing, installed, vllm_python
@@ -177,7 +177,7 @@ def _size(folder: Path) -> int:
 
 
 def _network() -> Iterator[Check]:
-    if any((cache_folder() / "checkpoints").glob("*-bf16")):
+    if any((cache_folder() / "checkpoints").glob(f"*-{CONVERTED}")):
         yield Check("embedded target", "is here")
     elif _index_answers():
         yield Check("embedded target", "comes from the package index, which answers")

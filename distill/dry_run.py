@@ -13,7 +13,7 @@ import sys
 import torch
 
 from align.sources import load_config, weights_at_hand
-from distill.budget import UNPLANNED, most_answers, refuse_too_few, split
+from distill.budget import UNPLANNED, most_answers, split
 from distill.choice import Comparison
 from distill.drafters.base import kind_of
 from distill.fixed_text import fixed_rows
@@ -26,13 +26,11 @@ from distill.timing import (
     batched_step,
     evaluation_seconds,
     row_beside,
-    stand_in,
     training_step,
     training_steps,
 )
 from distill.trainer import training_config
 from eval.decoding.target import Target
-from eval.decoding.verification import Sampling
 from eval.measuring.cost import ceiling_speedup, elsewhere, price
 from eval.measuring.timing import step_costs
 
@@ -83,11 +81,12 @@ def why_not_timed(recipe: Recipe) -> str | None:
 
 
 def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target, texts: int) -> int:
-    model, token_ids = stand_in(recipe, pair, target)
-    drafter = kind_of(recipe).drafter(recipe, pair, model, token_ids, target)
+    kind = kind_of(recipe)
+    model, token_ids = kind.stand_in(recipe, pair, target)
+    drafter = kind.drafter(recipe, pair, model, token_ids, target)
     evaluation, training = prompts.evaluation.ids, prompts.training.ids
     context = sum(map(len, evaluation)) // len(evaluation)
-    sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
+    sampling = recipe.sampling
     costs = step_costs(target.decoder, drafter, context, recipe.max_gamma, sampling)
 
     count = most_answers(recipe, prompts, texts)
@@ -105,7 +104,6 @@ def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target, text
     )
     if recipe.minutes is not None and recipe.max_answers is None:
         left = 60 * recipe.minutes * (1 - UNPLANNED) - measuring
-        refuse_too_few(recipe, left, 0, count, per_answer, per_step, beside)
         count, steps = split(recipe, left, 0, count, per_answer, per_step, beside)
     else:
         steps = training_steps(recipe, sum(recipe.rows(len(training)).values()))

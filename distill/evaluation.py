@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
-from align.atomic import atomic_file
+from align.atomic import write_json
 from align.process import free_memory
 from distill.choice import chosen_before
 from distill.forecast import forecast
@@ -19,7 +17,6 @@ from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.drafters.lookup_first import lookup_first
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target
-from eval.decoding.verification import Sampling
 from eval.measuring.evaluation import Plan
 from eval.measuring.evaluation import evaluate as measure
 from eval.measuring.journal import JOURNAL, Journal
@@ -38,12 +35,7 @@ def evaluate(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> Re
             drafts,
             prompts.evaluation,
             prompts.tuning,
-            Decoding(
-                Sampling(recipe.temperature, recipe.top_k, recipe.top_p),
-                target.stops,
-                recipe.max_new_tokens,
-                recipe.seed,
-            ),
+            Decoding(recipe.sampling, target.stops, recipe.max_new_tokens, recipe.seed),
             Plan(recipe.gamma, recipe.max_gamma, recipe.speed_prompts),
             journal,
             prompts.overlap.exact + prompts.overlap.near,
@@ -53,8 +45,7 @@ def evaluate(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> Re
         made = {"no_forecast": found} if isinstance(found, str) else {"forecast": found}
         report = report.model_copy(update=made | {"choice": chosen_before(folder)})
         write_report(folder / "report", report)
-        with atomic_file(folder / "provenance.json") as file:
-            json.dump(made_by, file, indent=2)
+        write_json(folder / "provenance.json", made_by)
         write_card(folder)
     return report
 

@@ -6,19 +6,19 @@ import copy
 import shutil
 import warnings
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from align.atomic import remove
+from align.atomic import atomic_folder, remove
 from distill.adapters import KEPT
 from distill.answer_cache import CachedAnswer
-from distill.drafters.base import kind_of
+from distill.drafters.base import Finished, kind_of
 from distill.models import Pair
 from distill.prepare import HEAD_ROWS, PreparedDraft, until
 from distill.recipe import Recipe
+from eval.decoding.weights import linear
 
 SUPPRESSION = (0.0, 5.0, 10.0, 20.0, 40.0, 80.0)  # logits below the fitted ones, tried in order
 CALIBRATION_TOKENS = 4_000
@@ -35,29 +35,27 @@ def export_draft(
     answers: Iterable[CachedAnswer],
 ) -> None:
     """`draft/`: a checkpoint for every engine, and `draft/compact/` for our decoder."""
-    kind_of(recipe).export(recipe, pair, prepared, tuned, answers)
-    remove(recipe.folder / KEPT)
+    adapter = recipe.folder / KEPT
+    with atomic_folder(recipe.folder / "draft") as partial:
+        kind_of(recipe).export(Finished(partial, recipe, pair, prepared, tuned, answers))
+        pair.load_tokenizer().save_pretrained(partial)
+        if adapter.is_dir():  # that training has left
+            shutil.copytree(adapter, partial / KEPT)
+    remove(adapter)
 
 
-def full_form(
-    recipe: Recipe,
-    prepared: PreparedDraft,
-    tuned: PreTrainedModel,
-    answers: Iterable[CachedAnswer],
-) -> PreTrainedModel:
-    """The draft over the target's whole vocabulary; where its head has that, as it is."""
+def full_form(made: Finished, tuned: PreTrainedModel) -> PreTrainedModel:
+    """The draft over the target's whole vocabulary; where its head has that, as it is.
+
+    tuned: the draft as a plain language model.
+    """
+    recipe, prepared = made.recipe, made.prepared
     if prepared.token_ids is None:
         return tuned
     assert prepared.full_head is not None
     if recipe.base is not None and recipe.use_peft:  # the base's own, as others load it
         return with_head(tuned, prepared.full_head.to(tuned.device))
-    return full_vocabulary(tuned, prepared.token_ids, prepared.full_head, answers)
-
-
-def keep_adapter(recipe: Recipe, folder: Path) -> None:
-    """Put the adapter that training left, where it left one, beside the other forms."""
-    if (adapter := recipe.folder / KEPT).is_dir():
-        shutil.copytree(adapter, folder / KEPT)
+    return full_vocabulary(tuned, prepared.token_ids, prepared.full_head, made.answers)
 
 
 @torch.no_grad()
@@ -113,8 +111,7 @@ def full_vocabulary(
 def with_head(tuned: PreTrainedModel, head: Tensor) -> PreTrainedModel:
     """A model of its own on the same weights, but for its head [V, H]."""
     model = copy.deepcopy(tuned, {id(weight): weight for weight in tuned.parameters()})
-    model.lm_head = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")
-    model.lm_head.weight = nn.Parameter(head)
+    model.lm_head = linear(head)
     model.config.vocab_size = head.shape[0]
     return model
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from align.atomic import atomic_file, remove
+from align.atomic import remove, write_json
 from align.vocab_map import Retokenizer
 from distill.answer_cache import FIXED_TEXT, AnswerCache, CachedAnswer
 from distill.answer_cache import HELD_OUT as FIRST_INDEX
@@ -211,8 +211,7 @@ class HeldOut(TrainerCallback):
     def _write(self, trained: list[list[float]] | None = None) -> None:
         if PartialState().is_main_process:
             known = {"seen": [asdict(one) for one in self.seen], "trained": trained}
-            with atomic_file(self.folder / SEEN) as file:
-                json.dump({"gamma": self.gamma} | known, file)
+            write_json(self.folder / SEEN, {"gamma": self.gamma} | known)
 
     def measured(self, step: int) -> Seen:
         """The draft as it is, on all held-out rows."""

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from tqdm import tqdm
 
+from align.process import from_first
 from align.sources import resolve_checkpoint
 from distill.answer_cache import FIXED_TEXT, ON_POLICY, AnswerCache, CachedAnswer, Rows
 from distill.answers import (
@@ -183,11 +183,8 @@ def judge(decoder: Decoder, texts: Sequence[Text], top_k: int) -> list[CachedAns
 
 
 def _cache(recipe: Recipe, name: str, parts: dict[str, Any], target: TargetOfRun) -> AnswerCache:
-    found: list[dict[str, Any]] = [{}]
-    if PartialState().is_main_process:
-        found[0] = what_decides_p(recipe, target)
-    broadcast_object_list(found)
-    parts = found[0] | parts | {"cache_top_k": recipe.cache_top_k}
+    found = from_first(what_decides_p(recipe, target) if PartialState().is_main_process else {})
+    parts = found | parts | {"cache_top_k": recipe.cache_top_k}
     return AnswerCache(recipe.folder / name, parts, target.vocab_size)
 
 

@@ -299,7 +299,7 @@ class _Job:
     def evaluating(self) -> Stage:
         """The target, the untuned and the tuned draft: batched texts, then p and q compared."""
         recipe, context = self.recipe, self.prompt + self.new
-        samplings = [Sampling(recipe.temperature, recipe.top_k, recipe.top_p)]
+        samplings = [recipe.sampling]
         samplings += [Sampling(temperature) for temperature in RULE_TEMPERATURES]
         shapes = _shape(self.target, self.dtype), self.draft_shape(self.dtype)
         pruned = self.draft is None

@@ -6,12 +6,11 @@ Legend: H hidden size, V the target's vocabulary, K rows of the draft's head.
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from align.atomic import atomic_file, atomic_folder
+from align.atomic import atomic_file, atomic_folder, write_json
 from align.sources import load_model, read_json
 from align.trim import choose_tokens, coverage_curve, lost_mass
 from distill.adapters import base_draft, full_head
@@ -28,13 +27,19 @@ from distill.answer_cache import CachedAnswer
 from distill.drafters.base import kind_of
 from distill.models import Pair, TargetOfRun, forced_tokens, load_sibling
 from distill.recipe import Recipe, RecipeError
+from distill.state_cache import StateCache, states_of
 from eval.decoding.drafters.pruned import load_compact, save_compact
 from eval.decoding.forward import input_embedding
+from eval.decoding.target import Target
+from eval.decoding.weights import linear
 
 FIT_RIDGE = 1e-4  # relative to the mean diagonal: only keeps the solve well conditioned
 PREPARED = "prepared.json"
 FULL_HEAD = "full_head.safetensors"
 HEAD_ROWS = 4096  # of a head are in fp32 at once
+
+# From a folder and the target's embedding [V, H]: the draft, and its head's ids [K], None for all
+Load = Callable[[Path, Tensor], tuple[PreTrainedModel, Tensor | None]]
 
 
 @dataclass
@@ -74,10 +79,7 @@ class FrozenEmbedding(nn.Embedding):
 def prepare_draft(
     recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Iterable[CachedAnswer]
 ) -> PreparedDraft:
-    """The untuned draft of the recipe's kind.
-
-    The target is loaded only where `prepared/` is not there yet; a sibling or a base needs none.
-    """
+    """The untuned draft of the recipe's kind."""
     return kind_of(recipe).prepare(recipe, pair, target, answers)
 
 
@@ -88,7 +90,7 @@ def prepare_pruned(
     answers: Iterable[CachedAnswer],
     finish: Callable[[PreparedDraft], None] = lambda made: None,
     layers: tuple[int, ...] = (),
-    load: Callable[[Path, Tensor], tuple[PreTrainedModel, Tensor | None]] = load_compact,
+    load: Load = load_compact,
 ) -> PreparedDraft:
     """The pruned target, kept in `prepared/`.
 
@@ -117,8 +119,7 @@ def prepare_pruned(
         assert made.full_head is not None
         with atomic_file(head, "wb") as file:
             save_file({"full_head": made.full_head}, file.name)
-        with atomic_file(about) as file:
-            json.dump({"lost_mass": made.lost_mass}, file)
+        write_json(about, {"lost_mass": made.lost_mass})
         del made  # from here on it is read from the files, a page at a time
     prepared = read_prepared(recipe, pair, load)
     kept, lost = recipe.num_draft_layers, prepared.lost_mass
@@ -126,11 +127,61 @@ def prepare_pruned(
     return prepared
 
 
-def read_prepared(
+class FitData(NamedTuple):
+    """What a draft that reads the target's states is fitted on.
+
+    embedding: the target's [V, H]. head: its output head's rows for `token_ids` [K, H], all rows
+    where that is None.
+    """
+
+    embedding: Tensor
+    head: Tensor
+    token_ids: Tensor | None
+    states: StateCache
+    answers: list[CachedAnswer]
+
+
+def prepare_on_states(
     recipe: Recipe,
     pair: Pair,
-    load: Callable[[Path, Tensor], tuple[PreTrainedModel, Tensor | None]] = load_compact,
+    target: TargetOfRun,
+    answers: Iterable[CachedAnswer],
+    make: Callable[[Path, FitData], dict[str, Any] | None],
+    load: Load,
 ) -> PreparedDraft:
+    """A draft that is no model without the target's states, kept in `prepared/`.
+
+    make: writes the fitted draft into a folder, and returns what PREPARED says besides.
+    """
+    folder = recipe.folder / "prepared"
+    embedding = pair.target_embedding(getattr(torch, recipe.dtype))
+    if not (folder / PREPARED).exists():
+        states = states_of(recipe, pair, answers)
+        assert states is not None
+        forced = forced_tokens(pair.target)
+        ids, lost = head_tokens(answers, pair.vocab_size, recipe.draft_vocab_size, forced)
+        head = target.loaded.model.get_output_embeddings().weight.detach()
+        head = head if ids is None else head[ids]
+        some = list(until(answers, recipe.fit_tokens))
+        about = make(folder, FitData(embedding, head, ids, states, some))
+        write_json(folder / PREPARED, {"lost_mass": lost, **(about or {})})
+    model, token_ids = load(folder, embedding)
+    lost = lost_mass_of(recipe)
+    print(f"draft: {recipe.kind}, trimmed head loses {lost:.2%} of p's mass")
+    return PreparedDraft(model, token_ids, None, lost)
+
+
+def first_rows(recipe: Recipe, target: Target) -> tuple[Tensor, Tensor | None]:
+    """A head of the recipe's size [K, H] and its ids [K], None for all, for a draft to be timed.
+
+    Which rows a head keeps depends on the answers: here they are the target's first.
+    """
+    head = target.model.get_output_embeddings().weight.detach()[: recipe.draft_vocab_size].clone()
+    ids = torch.arange(len(head), device=target.decoder.device)
+    return head, None if recipe.draft_vocab_size is None else ids
+
+
+def read_prepared(recipe: Recipe, pair: Pair, load: Load = load_compact) -> PreparedDraft:
     """The untuned draft that `prepare_draft` has left, read again."""
     if recipe.draft is not None:
         return PreparedDraft(load_sibling(recipe.draft, pair), None, None, 0.0)
@@ -276,8 +327,7 @@ def build_pruned(target: PreTrainedModel, num_layers: int, head: Tensor) -> PreT
     kept["norm.weight"] = torch.ones_like(kept["norm.weight"])
     model.model.load_state_dict(kept, assign=True)
     model.model.rotary_emb = type(target.model.rotary_emb)(config).to(embedding.device)
-    model.lm_head = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")
-    model.lm_head.weight = nn.Parameter(head.contiguous().to(embedding.device))
+    model.lm_head = linear(head.to(embedding.device))
     model.generation_config = copy.deepcopy(target.generation_config)
     return model.eval()
 

@@ -22,6 +22,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from distill.losses import LossName
+from eval.decoding.verification import Sampling
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
@@ -172,6 +173,11 @@ class Recipe:
     @property
     def seed(self) -> int:
         return int(self.training.get("seed", 42))
+
+    @property
+    def sampling(self) -> Sampling:
+        """As deployed."""
+        return Sampling(self.temperature, self.top_k, self.top_p)
 
     @property
     def shares(self) -> dict[DataKind, float]:

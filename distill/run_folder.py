@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import platform
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 from accelerate import PartialState
 
-from align.atomic import atomic_file, remove
+from align.atomic import atomic_file, remove, write_json
 from align.checks import VOCAB_MAP
 from align.sources import read_json
 from align.vocab_map import save_map
@@ -76,8 +75,7 @@ def claim_folder(recipe: Recipe, pair: Pair, prompts: Prompts) -> None:
     folder = recipe.folder
     if pair.vocab_map is not None and not (folder / VOCAB_MAP).exists():
         save_map(folder / VOCAB_MAP, pair.vocab_map)
-    with atomic_file(folder / "vocab_check.json") as file:
-        json.dump(pair.verdict.to_json() | {"used": pair.strategy}, file, indent=2)
+    write_json(folder / "vocab_check.json", pair.verdict.to_json() | {"used": pair.strategy})
     for name, part in (
         ("train", prompts.training),
         ("tuning", prompts.tuning),

@@ -6,7 +6,7 @@ import json
 import shlex
 from typing import Any
 
-from align.atomic import atomic_file
+from align.atomic import write_json
 from align.sources import read_json
 from distill.models import Pair
 from distill.prepare import lost_mass_of
@@ -14,7 +14,6 @@ from distill.prompts import Prompts
 from distill.publish import write_card
 from distill.recipe import Recipe
 from distill.run_folder import provenance
-from eval.decoding.verification import Sampling
 from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer, measure_servers
 from eval.reporting.report import Report, write_report
@@ -31,8 +30,7 @@ def evaluate_served(recipe: Recipe, pair: Pair, prompts: Prompts) -> Report | No
     """
     folder = recipe.folder
     made_by = provenance(recipe, prompts, lost_mass_of(recipe))
-    with atomic_file(folder / "provenance.json") as file:
-        json.dump(made_by, file, indent=2)
+    write_json(folder / "provenance.json", made_by)
     served = read_json(folder / "answers" / "key.json")["served model"]
     how = (
         f"Serve the target with this draft where {folder / 'draft'} can be read:\n\n"
@@ -48,7 +46,7 @@ def evaluate_served(recipe: Recipe, pair: Pair, prompts: Prompts) -> Report | No
             VllmServer(recipe.answer_url, model=served),
             prompts.evaluation.drawn(recipe.speed_prompts, recipe.seed).prompts,
             prompts.evaluation.source,
-            Sampling(recipe.temperature, recipe.top_k, recipe.top_p),
+            recipe.sampling,
             recipe.max_new_tokens,
             recipe.seed,
             made_by,

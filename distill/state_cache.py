@@ -14,11 +14,9 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
-from align.atomic import atomic_file
 from align.sources import read_json
 from distill.answer_cache import (
     FIXED_TEXT,
@@ -26,8 +24,9 @@ from distill.answer_cache import (
     CacheError,
     Rows,
     claim,
-    content_hash,
     opened,
+    read_shard,
+    write_shard,
 )
 from distill.answer_cache import HELD_OUT as FIRST_HELD_OUT
 from distill.drafters.base import kind_of
@@ -70,22 +69,13 @@ class StateCache(Mapping[int, Tensor]):
             "length": torch.tensor([len(one) for one in states.values()]),
             "states": torch.cat(list(states.values())),
         }
-        path = self.folder / name / f"shard-{next(iter(states)):08d}.safetensors"
-        with atomic_file(path, "wb") as file:
-            file.write(save(tensors, metadata={"sha256": content_hash(tensors)}))
+        write_shard(self.folder / name, next(iter(states)), tensors)
         self.refresh()
 
     def refresh(self) -> None:
         """Take in the shards written since, by whatever process."""
         for path in set(self.folder.glob("*/shard-*.safetensors")) - self._paths:
-            with opened(path) as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                recorded = (file.metadata() or {}).get("sha256")
-            if recorded != content_hash(tensors):
-                raise CacheError(
-                    f"{path} does not match its checksum: bits changed since it was written; "
-                    "delete it and run again, its states are made anew."
-                )
+            tensors = read_shard(path, "states")
             self._paths.add(path)
             ends = tensors["length"].cumsum(0)
             columns = (tensors["index"], ends - tensors["length"], ends)

@@ -35,11 +35,6 @@ SPEEDUPS = (1.0, 1.3, 1.7)  # taken for granted of the untuned, the tuned draft,
 PLACE = 4  # steps of the target that drafting and verifying at a place of ROWS texts takes
 
 
-def stand_in(recipe: Recipe, pair: Pair, target: Target) -> tuple[PreTrainedModel, Tensor | None]:
-    """A model of the draft's shape, and the ids of its head where that is trimmed."""
-    return kind_of(recipe).stand_in(recipe, pair, target)
-
-
 def batched_step(decoder: Reader, rows: int, at: int) -> float:
     """Seconds of one step of the target for so many rows, each `at` tokens in."""
     cache = decoder.new_cache(rows, at + 1)
@@ -61,7 +56,7 @@ def evaluation_seconds(
     """
     ids = prompts.evaluation.ids
     context = sum(map(len, ids)) // len(ids)
-    sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
+    sampling = recipe.sampling
     step = _median(timed_step(target.decoder, 1, context, sampling))
     whole = _median(timed_step(target.decoder, context + round(tokens), 0, sampling))
     texts = len(ids) / BATCH * tokens * batched_step(target.decoder, BATCH, context)

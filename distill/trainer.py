@@ -75,7 +75,7 @@ from distill.models import Pair
 from distill.prepare import PreparedDraft, load_reference, read_prepared
 from distill.recipe import Recipe, RecipeError, chosen_loss
 from distill.state_cache import states_of
-from distill.training_set import TRAINING_SET, DistillationCollator, training_set
+from distill.training_set import TRAINING_SET, Batch, DistillationCollator, training_set
 
 # trl asks transformers for it by its old name; there is nothing a user could do about that
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
@@ -130,36 +130,51 @@ def attach_distillation_forward(
     """
     body, head = attach_head(model, divergence)
 
-    def forward(
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        positions: Tensor,
-        top_ids: Tensor,
-        top_logprobs: Tensor,
-        temperature: float | None = None,
-        reference: Tensor | None = None,
-        each: bool = False,
-        **_: Any,
-    ) -> ModelOutput:
-        states = body(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-        hidden = states.last_hidden_state.flatten(0, 1)[positions]
-        if temperature is not None:
-            found: ModelOutput = head(hidden, top_ids, top_logprobs, temperature)
-            return found
+    def read_by_head(batch: Batch) -> Tensor:
+        mask = batch.attention_mask
+        states = body(input_ids=batch.input_ids, attention_mask=mask, use_cache=False)
+        hidden: Tensor = states.last_hidden_state.flatten(0, 1)[batch.positions]
+        return hidden
+
+    def compute(batch: Batch, each: bool = False) -> ModelOutput:
+        hidden = read_by_head(batch)
         if each:
-            return ModelOutput(each=head(hidden, top_ids, top_logprobs, each=True))
+            return ModelOutput(each=head(hidden, batch.top_ids, batch.top_logprobs, each=True))
 
         def weigh(loss: Tensor, alpha: Tensor, part: slice) -> Tensor:
             weights = torch.ones_like(loss)
             if gamma is not None:
-                weights *= position_weights(alpha, positions[part] // input_ids.shape[1], gamma)
-            if reference is not None:
-                weights *= selected(loss, reference[part], fraction)
+                rows = batch.positions[part] // batch.width
+                weights *= position_weights(alpha, rows, gamma)
+            if batch.reference is not None:
+                weights *= selected(loss, batch.reference[part], fraction)
             return weights
 
-        weighs = gamma is not None or reference is not None
-        loss, agreed = head(hidden, top_ids, top_logprobs, weigh=weigh if weighs else None)
+        how = weigh if gamma is not None or batch.reference is not None else None
+        loss, agreed = head(hidden, batch.top_ids, batch.top_logprobs, weigh=how)
         return ModelOutput(loss=loss, agreed=agreed)
+
+    attach_forward(model, head, read_by_head, compute)
+
+
+def attach_forward(
+    model: PreTrainedModel,
+    head: Any,
+    first: Callable[[Batch], Tensor],
+    compute: Callable[..., ModelOutput],
+) -> None:
+    """Let `model` compute a batch's loss, or, called with a `temperature`, its acceptance.
+
+    first: what the head reads of the first token of a draft, at each response position [N, H].
+    compute: from the batch, ModelOutput(loss, agreed).
+    """
+
+    def forward(temperature: float | None = None, each: bool = False, **inputs: Any) -> ModelOutput:
+        batch = Batch(**{name: inputs[name] for name in Batch._fields if name in inputs})
+        if temperature is None:
+            return compute(batch, each=True) if each else compute(batch)
+        found: ModelOutput = head(first(batch), batch.top_ids, batch.top_logprobs, temperature)
+        return found
 
     model.forward = forward
 

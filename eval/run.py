@@ -24,10 +24,10 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
+from contextlib import ExitStack
 from typing import Any, get_args
 
 import torch
-import transformers
 from ruamel.yaml import YAML
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -48,8 +48,9 @@ from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
-from eval.engines.assisted import load_assistant, load_stock, measure_assisted
-from eval.engines.child import measure_child
+from eval.engines.assisted import Assisted, load_assistant, load_stock
+from eval.engines.child import ChildEngine
+from eval.engines.driven import DrivenEngine, measure_driven
 from eval.engines.environments import installed
 from eval.engines.installed import NAMES
 from eval.engines.llama_cpp import LlamaCpp
@@ -315,55 +316,39 @@ def _measure(args: argparse.Namespace, journal: Journal) -> Report:
     return report if bank is None else bank.with_bank(report, evaluation)
 
 
-def _measure_assisted(args: argparse.Namespace, journal: Journal) -> Report:
-    """The report of transformers' assisted generation, on the prompts that engine torch times."""
+def _measure_driven(args: argparse.Namespace, journal: Journal) -> Report:
+    """The report of an engine that is called from here, on the prompts that engine torch times."""
     use_machine()
-    target = load_stock(args.target, getattr(torch, args.dtype), args.device)
-    evaluation, _ = _prompt_sets(args, target.tokenizer, target.model.config)
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    return measure_assisted(
-        target,
-        [load_assistant(*named, target, args.gamma) for named in map(_named, args.draft)],
-        evaluation.drawn(args.speed_prompts, args.seed),
-        Decoding(sampling, target.stops, args.max_new_tokens, args.seed),
-        args.gamma,
-        journal,
-        {
-            "command": sys.argv,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "seed": args.seed,
-        },
-    )
+    drafts = list(map(_named, args.draft))
+    engine: DrivenEngine
+    with ExitStack() as until_measured:
+        if args.engine == "transformers":
+            stock = load_stock(args.target, getattr(torch, args.dtype), args.device)
+            stops, timed = stock.stops, _timed(args, stock.tokenizer, stock.model.config)
+            engine = Assisted(stock, [load_assistant(*one, stock, args.gamma) for one in drafts])
+        else:
+            installed(args.engine)  # said before a target is converted
+            timed = _timed(args, load_tokenizer(args.target), load_config(args.target))
+            find = resolve_file if args.engine == "llama.cpp" else resolve_checkpoint
+            target, found = find(args.target), {name: find(spec) for name, spec in drafts}
+            child: ChildEngine = (
+                LlamaCpp(target, found, context_length(timed.ids, args.max_new_tokens, args.gamma))
+                if args.engine == "llama.cpp"
+                else OpenVino(target, found)
+            )
+            engine = until_measured.enter_context(child)
+            stops = child.stops
+        how = Decoding(sampling, stops, args.max_new_tokens, args.seed)
+        about = {"command": sys.argv, "seed": args.seed}
+        return measure_driven(engine, timed, how, args.gamma, journal, about)
 
 
-def _measure_child(args: argparse.Namespace, journal: Journal) -> Report:
-    """The report of llama.cpp or OpenVINO, on the prompts that engine torch times."""
-    installed(args.engine)  # said before a target is converted
-    use_machine()
-    evaluation, _ = _prompt_sets(args, load_tokenizer(args.target), load_config(args.target))
-    timed = evaluation.drawn(args.speed_prompts, args.seed)
-    find = resolve_file if args.engine == "llama.cpp" else resolve_checkpoint
-    target, drafts = find(args.target), {n: find(spec) for n, spec in map(_named, args.draft)}
-    positions = context_length(timed.ids, args.max_new_tokens, args.gamma)
-    with (
-        LlamaCpp(target, drafts, positions)
-        if args.engine == "llama.cpp"
-        else OpenVino(target, drafts)
-    ) as engine:
-        return measure_child(
-            engine,
-            timed,
-            Decoding(
-                Sampling(args.temperature, args.top_k, args.top_p),
-                engine.stops,
-                args.max_new_tokens,
-                args.seed,
-            ),
-            args.gamma,
-            journal,
-            {"command": sys.argv, "seed": args.seed},
-        )
+def _timed(
+    args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
+) -> PromptSet:
+    evaluation, _ = _prompt_sets(args, tokenizer, config)
+    return evaluation.drawn(args.speed_prompts, args.seed)
 
 
 def _measure_servers(args: argparse.Namespace) -> Report:
@@ -387,12 +372,10 @@ def main(argv: list[str]) -> int:
         with Journal(folder / JOURNAL) as journal:
             if args.engine == "vllm":
                 report = _measure_servers(args)
-            elif args.engine == "transformers":
-                report = _measure_assisted(args, journal)
             elif args.engine == "torch":
                 report = _measure(args, journal)
             else:
-                report = _measure_child(args, journal)
+                report = _measure_driven(args, journal)
             write_report(folder, report)
     except (ValueError, DiskFullError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -427,8 +427,8 @@ def fitting_features():
 
 def fitting_eagle3():
     for whole in (target().model, spread_target().model):
-        ids = torch.zeros(K, dtype=torch.long)
-        made = eagle3.fit_eagle3(whole, ids, States(3), answers())
+        head = whole.get_output_embeddings().weight.detach()[torch.zeros(K, dtype=torch.long)]
+        made = eagle3.fit_eagle3(whole, head, States(3), answers())
         eagle3.fold(made, made.get_buffer("sizes"))
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,6 +25,22 @@ if TYPE_CHECKING:
     from distill.answer_cache import CachedAnswer
     from distill.models import Pair, TargetOfRun
     from distill.prepare import PreparedDraft
+
+
+class Finished(NamedTuple):
+    """A draft after training: where it is written to, and what it was made from."""
+
+    folder: Path
+    recipe: Recipe
+    pair: Pair
+    prepared: PreparedDraft
+    tuned: PreTrainedModel
+    answers: Iterable[CachedAnswer]
+
+    @property
+    def dtype(self) -> Any:
+        """The torch.dtype of what is written."""
+        return getattr(torch, self.recipe.dtype)
 
 
 class Kind(Protocol):
@@ -47,27 +65,22 @@ class Kind(Protocol):
     def prepare(
         self, recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Iterable[CachedAnswer]
     ) -> PreparedDraft:
-        """The untuned draft; what is made for it stays in `prepared/` and is read from there."""
-        ...
+        """The untuned draft; what is made for it stays in `prepared/` and is read from there.
 
-    def attach(self, model: PreTrainedModel, divergence: Divergence) -> None:
-        """Give `model` a `forward(**batch) -> ModelOutput(loss, agreed)`, as an instance attribute.
-
-        A batch is what DistillationCollator makes; with `layers`, it has their `states` [B, T, L,
-        H] as well, in that order, zeros where a text has ended. loss: of the N response positions
-        in sum; agreed: how many of them have the target's most likely token.
+        The target is loaded only where that is not there yet; a sibling or a base needs none.
         """
         ...
 
-    def export(
-        self,
-        recipe: Recipe,
-        pair: Pair,
-        prepared: PreparedDraft,
-        tuned: PreTrainedModel,
-        answers: Iterable[CachedAnswer],
-    ) -> None:
-        """Write `draft/`, and `draft/compact` with its compact.json."""
+    def attach(self, model: PreTrainedModel, divergence: Divergence) -> None:
+        """Give `model` its loss by `attach_forward` (distill/trainer.py).
+
+        loss: of the N response positions in sum; agreed: how many of them have the target's most
+        likely token.
+        """
+        ...
+
+    def export(self, made: Finished) -> None:
+        """Write the draft, and its compact.json into the folder or `compact/` there."""
         ...
 
     def stand_in(

@@ -11,8 +11,8 @@ steps.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,24 +22,26 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 from transformers.utils import ModelOutput
 
-from align.atomic import atomic_file, atomic_folder
+from align.atomic import atomic_folder
 from align.sources import read_json
 from distill.answer_cache import CachedAnswer
+from distill.drafters.base import Finished
 from distill.drafters.features import RIDGE, STEPS, following
 from distill.losses import Divergence
-from distill.models import Pair, TargetOfRun, forced_tokens
+from distill.models import Pair, TargetOfRun
 from distill.prepare import (
     PREPARED,
+    FitData,
     FrozenEmbedding,
     LeastSquares,
     PreparedDraft,
-    head_tokens,
-    lost_mass_of,
-    until,
+    first_rows,
+    prepare_on_states,
 )
 from distill.recipe import Recipe
-from distill.state_cache import StateCache, states_of
-from distill.trainer import attach_head
+from distill.state_cache import StateCache
+from distill.trainer import attach_forward, attach_head
+from distill.training_set import Batch
 from eval.decoding.drafters.base import Drafter
 from eval.decoding.drafters.eagle3 import (
     build_eagle3,
@@ -63,31 +65,25 @@ def layers(config: dict[str, Any]) -> tuple[int, ...]:
 def prepare(
     recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Iterable[CachedAnswer]
 ) -> PreparedDraft:
-    folder = recipe.folder / "prepared"
-    embedding = pair.target_embedding(getattr(torch, recipe.dtype))
-    if not (folder / PREPARED).exists():
-        states = states_of(recipe, pair, answers)
-        assert states is not None
-        forced = forced_tokens(pair.target)
-        ids, lost = head_tokens(answers, pair.vocab_size, recipe.draft_vocab_size, forced)
-        some = list(until(answers, recipe.fit_tokens))
-        made: Any = fit_eagle3(target.loaded.model, ids, states, some)
+    def make(folder: Path, found: FitData) -> dict[str, Any]:
+        model: Any = target.loaded.model
+        made: Any = fit_eagle3(model, found.head, found.states, found.answers)
         sizes = made.get_buffer("sizes")
         fold(made, sizes)
-        made.to(embedding.dtype)
+        made.to(found.embedding.dtype)
         with atomic_folder(folder) as partial:
-            save_eagle3(partial, made, ids, embedding, states.layers, recipe.target)
-        with atomic_file(folder / PREPARED) as file:
-            json.dump({"lost_mass": lost, "sizes": sizes.tolist()}, file)
-    model, token_ids = load_eagle3(folder, embedding)
-    model.set_input_embeddings(FrozenEmbedding(pair.target_embedding(embedding.dtype)))
-    sizes = torch.tensor(read_json(folder / PREPARED)["sizes"])
-    model.float()
-    fold(model, 1 / sizes)
+            read, ids = found.states.layers, found.token_ids
+            save_eagle3(partial, made, ids, found.embedding, read, recipe.target)
+        return {"sizes": sizes.tolist()}
+
+    prepared = prepare_on_states(recipe, pair, target, answers, make, load_eagle3)
+    model = prepared.model
+    embedding = pair.target_embedding(getattr(torch, recipe.dtype))
+    model.set_input_embeddings(FrozenEmbedding(embedding))
+    sizes = torch.tensor(read_json(recipe.folder / "prepared" / PREPARED)["sizes"])
+    fold(model.float(), 1 / sizes)
     model.register_buffer("sizes", sizes, persistent=False)
-    lost = lost_mass_of(recipe)
-    print(f"draft: EAGLE-3, trimmed head loses {lost:.2%} of p's mass")
-    return PreparedDraft(model, token_ids, None, lost)
+    return prepared
 
 
 def fold(model: PreTrainedModel, sizes: Tensor) -> None:
@@ -99,17 +95,13 @@ def fold(model: PreTrainedModel, sizes: Tensor) -> None:
 
 @torch.no_grad()
 def fit_eagle3(
-    target: PreTrainedModel,
-    token_ids: Tensor | None,
-    states: StateCache,
-    answers: list[CachedAnswer],
+    target: PreTrainedModel, head: Tensor, states: StateCache, answers: list[CachedAnswer]
 ) -> PreTrainedModel:
-    """The draft before training, in fp32.
+    """The draft before training, in fp32, under this `head` [K, H].
 
     What it is fitted to is what the target's final norm makes, without that norm's weights.
     """
-    head = target.get_output_embeddings().weight
-    model = started(target, len(states.layers), head if token_ids is None else head[token_ids])
+    model = started(target, len(states.layers), head)
     known = torch.cat([states[answer.index] for answer in answers])
     model.get_buffer("sizes").copy_(known.float().pow(2).mean((0, 2)).sqrt())
     body: Any = model.model
@@ -232,23 +224,14 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
     _, head = attach_head(model, divergence)
     model._no_split_modules = []  # its layer is read in parts, so it is no unit to shard on its own
 
-    def forward(
-        input_ids: Tensor,
-        positions: Tensor,
-        top_ids: Tensor,
-        top_logprobs: Tensor,
-        states: Tensor,
-        temperature: float | None = None,
-        **_: Any,
-    ) -> ModelOutput:
-        if temperature is not None:
-            (y,) = unrolled(model, input_ids, states, 1)
-            found: ModelOutput = head(
-                y.flatten(0, 1)[positions], top_ids, top_logprobs, temperature
-            )
-            return found
+    def first(batch: Batch) -> Tensor:
+        (y,) = unrolled(model, batch.input_ids, batch.states, 1)
+        return y.flatten(0, 1)[batch.positions]
+
+    def compute(batch: Batch) -> ModelOutput:
+        positions, top_ids, top_logprobs = batch.positions, batch.top_ids, batch.top_logprobs
         losses, agreements = [], []
-        for y in unrolled(model, input_ids, states, STEPS):
+        for y in unrolled(model, batch.input_ids, batch.states, STEPS):
             loss, agreed = head(y.flatten(0, 1)[positions], top_ids, top_logprobs)
             losses.append(loss)
             agreements.append(agreed)
@@ -257,32 +240,21 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
             top_ids, top_logprobs = top_ids[1:][follows], top_logprobs[1:][follows]
         return ModelOutput(loss=torch.stack(losses).mean(), agreed=agreements[0])
 
-    model.forward = forward
+    attach_forward(model, head, first, compute)
 
 
 @torch.no_grad()
-def export(
-    recipe: Recipe,
-    pair: Pair,
-    prepared: PreparedDraft,
-    tuned: PreTrainedModel,
-    answers: Iterable[CachedAnswer],
-) -> None:
+def export(made: Finished) -> None:
     """One form, which vLLM, speculators and our decoder read."""
-    dtype = getattr(torch, recipe.dtype)
-    fold(tuned, tuned.get_buffer("sizes"))
-    draft: Any = tuned
-    embedding = input_embedding(draft.to(dtype)).to(dtype)
-    read = layers(pair.target.config)
-    with atomic_folder(recipe.folder / "draft") as partial:
-        save_eagle3(partial, draft, prepared.token_ids, embedding, read, recipe.target)
-        pair.load_tokenizer().save_pretrained(partial)
+    fold(made.tuned, made.tuned.get_buffer("sizes"))
+    draft: Any = made.tuned.to(made.dtype)
+    embedding = input_embedding(draft).to(made.dtype)
+    ids, read = made.prepared.token_ids, layers(made.pair.target.config)
+    save_eagle3(made.folder, draft, ids, embedding, read, made.recipe.target)
 
 
 def stand_in(recipe: Recipe, pair: Pair, target: Target) -> tuple[PreTrainedModel, Tensor | None]:
-    """Which rows a head keeps depends on the answers: here the first."""
-    head: Tensor = target.model.get_output_embeddings().weight.detach()
-    head = head[: recipe.draft_vocab_size].clone()
+    head, _ = first_rows(recipe, target)
     model = started(target.model, len(layers(pair.target.config)), head)
     return model, torch.arange(len(head), device=target.decoder.device)
 

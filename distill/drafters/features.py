@@ -18,16 +18,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from align.atomic import atomic_folder
 from distill.answer_cache import CachedAnswer
 from distill.drafters import pruned
+from distill.drafters.base import Finished
 from distill.export import full_form
 from distill.losses import Divergence
 from distill.models import Pair, TargetOfRun
 from distill.prepare import LeastSquares, PreparedDraft, prepare_pruned, until
 from distill.recipe import Recipe
 from distill.state_cache import StateCache, states_of
-from distill.trainer import attach_head
+from distill.trainer import attach_forward, attach_head
+from distill.training_set import Batch
 from eval.decoding.drafters.base import Drafter
 from eval.decoding.drafters.features import (
     Fusion,
@@ -120,25 +121,16 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
     body, head = attach_head(model, divergence)
     fusion: Any = model.get_submodule("fusion")
 
-    def forward(
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        positions: Tensor,
-        top_ids: Tensor,
-        top_logprobs: Tensor,
-        states: Tensor,
-        seeds: Any = None,
-        temperature: float | None = None,
-        **_: Any,
-    ) -> ModelOutput:
-        text = body(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-        z = text.last_hidden_state.flatten(0, 1)[positions]
-        y = fusion.first(z, states_before(states, positions))
-        if temperature is not None:
-            found: ModelOutput = head(y, top_ids, top_logprobs, temperature)
-            return found
+    def both(batch: Batch) -> tuple[Tensor, Tensor]:
+        """z and y at the response positions [N, H]."""
+        mask = batch.attention_mask
+        text = body(input_ids=batch.input_ids, attention_mask=mask, use_cache=False)
+        z = text.last_hidden_state.flatten(0, 1)[batch.positions]
+        return z, fusion.first(z, states_before(batch.states, batch.positions))
 
-        places = places_in_turn(positions, input_ids.shape[1], seeds)
+    def compute(batch: Batch) -> ModelOutput:
+        z, y = both(batch)
+        places = places_in_turn(batch)
 
         def further(at: Tensor, before: Tensor, step: int) -> Tensor:
             if step == 1:
@@ -146,9 +138,9 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
             y: Tensor = fusion.further(z[at], before)
             return y
 
-        return several_steps(head, y, further, positions, places, top_ids, top_logprobs)
+        return several_steps(head, batch, y, further)
 
-    model.forward = forward
+    attach_forward(model, head, lambda batch: both(batch)[1], compute)
 
 
 def states_before(states: Tensor, positions: Tensor) -> Tensor:
@@ -159,33 +151,27 @@ def states_before(states: Tensor, positions: Tensor) -> Tensor:
     return F.pad(states, (0, 0, 0, 0, 1, 0))[:, :-1].flatten(0, 1)[positions]
 
 
-def places_in_turn(positions: Tensor, width: int, seeds: Tensor) -> Tensor:
+def places_in_turn(batch: Batch) -> Tensor:
     """Each response position's place in its row, counted from one that changes with the step [N].
 
-    What is picked by it hangs neither on the batch's padding nor on the rows beside. seeds: of each
-    row's random numbers, in a batch of that width.
+    What is picked by it hangs neither on the batch's padding nor on the rows beside.
     """
-    rows = positions // width
-    return positions % width + seeds.to(positions.device)[rows]
+    rows = batch.positions // batch.width
+    return batch.positions % batch.width + batch.seeds.to(rows.device)[rows]
 
 
 def several_steps(
-    head: Any,
-    y: Tensor,
-    further: Callable[[Tensor, Tensor, int], Tensor],
-    positions: Tensor,
-    places: Tensor,
-    top_ids: Tensor,
-    top_logprobs: Tensor,
+    head: Any, batch: Batch, y: Tensor, further: Callable[[Tensor, Tensor, int], Tensor]
 ) -> ModelOutput:
-    """The loss of STEPS steps of drafts; at every LATER-th of `places` begins one that goes on.
+    """The loss of STEPS steps of drafts; at every LATER-th of the places begins one that goes on.
 
     y: [N, H] of the first step. further: those of step 1, 2, … at some of the N positions, of the
     y one token before them.
     """
+    top_ids, top_logprobs = batch.top_ids, batch.top_logprobs
     loss, agreed = head(y, top_ids, top_logprobs)
-    goes_on = F.pad(following(positions), (0, 1))
-    at = (places % LATER == 0).nonzero()[:, 0]
+    goes_on = F.pad(following(batch.positions), (0, 1))
+    at = (places_in_turn(batch) % LATER == 0).nonzero()[:, 0]
     y = y[at]
     for step in range(1, STEPS):
         y, at = y[goes_on[at]], at[goes_on[at]] + 1
@@ -203,34 +189,19 @@ def following(positions: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def export(
-    recipe: Recipe,
-    pair: Pair,
-    prepared: PreparedDraft,
-    tuned: PreTrainedModel,
-    answers: Iterable[CachedAnswer],
-) -> None:
+def export(made: Finished) -> None:
     """`compact/` reads states; the full form is the same draft without them."""
-    dtype = getattr(torch, recipe.dtype)
+    tuned, ids, read = made.tuned, made.prepared.token_ids, layers(made.pair.target.config)
     fusion: Any = tuned.get_submodule("fusion")
     head: Any = tuned.get_output_embeddings()
-    alone = (head.weight @ fusion.alone.weight).to(dtype)
-    tuned.to(dtype)
-    embedding = input_embedding(tuned).to(dtype)
+    alone = (head.weight @ fusion.alone.weight).to(made.dtype)
+    tuned.to(made.dtype)
+    embedding = input_embedding(tuned).to(made.dtype)
     tuned.set_input_embeddings(nn.Embedding.from_pretrained(embedding))
-    with atomic_folder(recipe.folder / "draft") as partial:
-        save_compact(
-            partial / "compact",
-            tuned,
-            prepared.token_ids,
-            embedding,
-            recipe.kind,
-            layers(pair.target.config),
-        )
-        del tuned.fusion
-        head.weight = nn.Parameter(alone)
-        full_form(recipe, prepared, tuned, answers).save_pretrained(partial)
-        pair.load_tokenizer().save_pretrained(partial)
+    save_compact(made.folder / "compact", tuned, ids, embedding, made.recipe.kind, read)
+    del tuned.fusion
+    head.weight = nn.Parameter(alone)
+    full_form(made, tuned).save_pretrained(made.folder)
 
 
 def stand_in(recipe: Recipe, pair: Pair, target: Target) -> tuple[PreTrainedModel, Tensor | None]:

@@ -14,33 +14,27 @@ the head.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from align.atomic import atomic_file, atomic_folder
 from distill.answer_cache import CachedAnswer
+from distill.drafters.base import Finished
+from distill.drafters.features import states_before
 from distill.drafters.low_rank import cut_to_rank, with_none
 from distill.drafters.parallel import drawn_depths, mean_depth, rows_of
 from distill.losses import Divergence
-from distill.models import Pair, TargetOfRun, forced_tokens
-from distill.prepare import (
-    PREPARED,
-    LeastSquares,
-    PreparedDraft,
-    head_tokens,
-    lost_mass_of,
-    until,
-)
+from distill.models import Pair, TargetOfRun
+from distill.prepare import FitData, LeastSquares, PreparedDraft, first_rows, prepare_on_states
 from distill.recipe import Recipe
-from distill.state_cache import StateCache, states_of
-from distill.trainer import attach_head
+from distill.state_cache import StateCache
+from distill.trainer import attach_forward, attach_head
+from distill.training_set import Batch
 from eval.decoding.drafters.base import Drafter
 from eval.decoding.drafters.medusa import (
     MedusaConfig,
@@ -62,26 +56,18 @@ def layers(config: dict[str, Any]) -> tuple[int, ...]:
 def prepare(
     recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Iterable[CachedAnswer]
 ) -> PreparedDraft:
-    folder = recipe.folder / "prepared"
-    embedding = pair.target_embedding(getattr(torch, recipe.dtype))
-    if not (folder / PREPARED).exists():
-        states = states_of(recipe, pair, answers)
-        assert states is not None
-        forced = forced_tokens(pair.target)
-        ids, lost = head_tokens(answers, pair.vocab_size, recipe.draft_vocab_size, forced)
-        head = target.loaded.model.get_output_embeddings().weight.detach()
-        model = new_heads(recipe, pair, head if ids is None else head[ids])
+    def make(folder: Path, found: FitData) -> None:
+        ids, embedding = found.token_ids, found.embedding
+        model = new_heads(recipe, pair, found.head)
         with_head_rows(model, ids)
         known = embedding if ids is None else embedding[ids]
-        fit_heads(model, known.float(), states, list(until(answers, recipe.fit_tokens)))
+        fit_heads(model, known.float(), found.states, found.answers)
         save_medusa(folder, model, ids, embedding)
-        with atomic_file(folder / PREPARED) as file:
-            json.dump({"lost_mass": lost}, file)
-    model, ids = load_medusa(folder, embedding)
-    with_head_rows(model, ids)
-    lost = lost_mass_of(recipe)
-    print(f"draft: {recipe.max_gamma} heads, trimmed head loses {lost:.2%} of p's mass")
-    return PreparedDraft(model, ids, None, lost)
+
+    prepared = prepare_on_states(recipe, pair, target, answers, make, load_medusa)
+    model: Any = prepared.model
+    with_head_rows(model, prepared.token_ids)
+    return prepared
 
 
 def new_heads(recipe: Recipe, pair: Pair, head: Tensor) -> MedusaModel:
@@ -169,69 +155,47 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
     medusa: Any = model
     _, head = attach_head(model, divergence)
 
-    def forward(
-        input_ids: Tensor,
-        positions: Tensor,
-        top_ids: Tensor,
-        top_logprobs: Tensor,
-        states: Tensor,
-        seeds: Any = None,
-        temperature: float | None = None,
-        **_: Any,
-    ) -> ModelOutput:
-        def read_by_head(block: Any, at: Tensor, before: Tensor) -> Tensor:
-            x: Tensor = block(at.to(head.weight.dtype))
-            if medusa.config.sequential_rank:
-                x = torch.cat([x, medusa.sequential(medusa.head_row[before])], dim=1)
-            return x
+    def read_by_head(block: Any, at: Tensor, before: Tensor) -> Tensor:
+        x: Tensor = block(at.to(head.weight.dtype))
+        if medusa.config.sequential_rank:
+            x = torch.cat([x, medusa.sequential(medusa.head_row[before])], dim=1)
+        return x
 
-        if temperature is not None:
-            # the first drafted token, from the state one before the newest token
-            ahead = F.pad(states[..., 0, :], (0, 0, 1, 0))[:, :-1].flatten(0, 1)[positions]
-            x = read_by_head(medusa.blocks[0], ahead, input_ids.flatten()[positions])
-            found: ModelOutput = head(x, top_ids, top_logprobs, temperature)
-            return found
-        width = input_ids.shape[1]
-        depths = drawn_depths(positions, width, seeds, len(medusa.blocks))
-        rows, read = positions // width, states[..., 0, :].flatten(0, 1)
+    def first(batch: Batch) -> Tensor:
+        before = states_before(batch.states, batch.positions)[:, 0]
+        return read_by_head(medusa.blocks[0], before, batch.newest)
+
+    def compute(batch: Batch) -> ModelOutput:
+        positions, width = batch.positions, batch.width
+        depths = drawn_depths(positions, width, batch.seeds, len(medusa.blocks))
+        rows, read = positions // width, batch.states[..., 0, :].flatten(0, 1)
         loss, agreed = read.new_zeros(()), 0
         for depth, block in enumerate(medusa.blocks, start=1):
             at = (depths[: len(depths) - depth] >= depth).nonzero()[:, 0]
             at = at[rows[at] == rows[at + depth]]
-            before = input_ids.flatten()[positions[at] + depth]
+            before = batch.input_ids.flatten()[positions[at] + depth]
             x = read_by_head(block, read[positions[at]], before)
-            part, same = head(x, top_ids[at + depth], top_logprobs[at + depth])
+            part, same = head(x, batch.top_ids[at + depth], batch.top_logprobs[at + depth])
             loss = loss + part
             if depth == 1:
                 agreed = same * len(positions) / max(len(at), 1)
         return ModelOutput(loss=loss / mean_depth(len(medusa.blocks)), agreed=agreed)
 
-    medusa.forward = forward
+    attach_forward(model, head, first, compute)
 
 
-def export(
-    recipe: Recipe,
-    pair: Pair,
-    prepared: PreparedDraft,
-    tuned: PreTrainedModel,
-    answers: Iterable[CachedAnswer],
-) -> None:
+def export(made: Finished) -> None:
     """One form, which vLLM and our decoder read."""
-    dtype = getattr(torch, recipe.dtype)
-    medusa: Any = tuned.to(dtype)
-    with atomic_folder(recipe.folder / "draft") as partial:
-        save_medusa(partial, medusa, prepared.token_ids, pair.target_embedding(dtype))
-        pair.load_tokenizer().save_pretrained(partial)
+    medusa: Any = made.tuned.to(made.dtype)
+    embedding = made.pair.target_embedding(made.dtype)
+    save_medusa(made.folder, medusa, made.prepared.token_ids, embedding)
 
 
 def stand_in(recipe: Recipe, pair: Pair, target: Target) -> tuple[PreTrainedModel, Tensor | None]:
-    """Which rows a head keeps depends on the answers: here the first."""
-    head: Tensor = target.model.get_output_embeddings().weight.detach()
-    model = new_heads(recipe, pair, head[: recipe.draft_vocab_size].float())
-    ids = torch.arange(len(model.lm_head.weight), device=target.decoder.device)
-    kept = None if recipe.draft_vocab_size is None else ids
-    with_head_rows(model, kept)
-    return model, kept
+    head, ids = first_rows(recipe, target)
+    model = new_heads(recipe, pair, head.float())
+    with_head_rows(model, ids)
+    return model, ids
 
 
 def drafter(

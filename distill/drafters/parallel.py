@@ -26,21 +26,23 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from align.atomic import atomic_folder
 from distill.answer_cache import CachedAnswer
 from distill.drafters import pruned
+from distill.drafters.base import Finished
 from distill.drafters.low_rank import cut_to_rank, with_none
 from distill.losses import Divergence, head_loss
 from distill.models import Pair, TargetOfRun, head_rows
 from distill.prepare import LeastSquares, PreparedDraft, domain_mass, prepare_pruned, until
 from distill.recipe import Recipe
 from distill.state_cache import states_at
-from distill.trainer import accepted_at
+from distill.trainer import accepted_at, attach_forward
+from distill.training_set import Batch
 from eval.decoding.drafters.base import Drafter
 from eval.decoding.drafters.in_turn import SequentialHead
 from eval.decoding.drafters.parallel import PARTS, Parts, parallel_drafter
 from eval.decoding.forward import embedded, input_embedding
 from eval.decoding.target import Target
+from eval.decoding.weights import linear
 
 SLOW: tuple[str, ...] = ()
 KEEP = 0.5  # of the positions that have a mask of some depth, those that have one deeper
@@ -234,8 +236,7 @@ def for_training(model: Any, token_ids: Tensor | None, parts: Parts) -> None:
             read, freeze=False, padding_idx=len(read) - 1
         )
         weight = torch.cat([model.lm_head.weight.detach().float(), write], dim=1)
-        model.lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        model.lm_head.weight = nn.Parameter(weight)
+        model.lm_head = linear(weight)
 
 
 def plain_form(model: PreTrainedModel) -> tuple[PreTrainedModel, Parts]:
@@ -248,8 +249,7 @@ def plain_form(model: PreTrainedModel) -> tuple[PreTrainedModel, Parts]:
         del plain.sequential
     parts = Parts(plain.masks.detach(), sequential)
     del plain.masks, plain.head_row
-    plain.lm_head = nn.Linear(size, len(weight), bias=False, device="meta")
-    plain.lm_head.weight = nn.Parameter(weight[:, :size].contiguous())
+    plain.lm_head = linear(weight[:, :size])
     return plain, parts
 
 
@@ -259,43 +259,35 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
     head: Any = parallel.lm_head
     vocab_size = len(parallel.get_input_embeddings().weight)
 
-    def forward(
-        input_ids: Tensor,
-        positions: Tensor,
-        top_ids: Tensor,
-        top_logprobs: Tensor,
-        attention_mask: Tensor | None = None,
-        seeds: Any = None,
-        temperature: float | None = None,
-        **_: Any,
-    ) -> ModelOutput:
-        if temperature is not None:  # the first token of a draft needs no mask
-            states = parallel.base_model(
-                input_ids=input_ids, attention_mask=attention_mask, use_cache=False
-            )
-            first = states.last_hidden_state.flatten(0, 1)[positions]
-            first = F.pad(first, (0, head.in_features - first.shape[1]))
-            found: ModelOutput = head(first, top_ids, top_logprobs, len(first), temperature)
-            return found
-        width = input_ids.shape[1]
-        depths = drawn_depths(positions, width, seeds, len(parallel.masks) + 1)
-        batch = with_masks(input_ids, positions, depths, vocab_size)
-        flat = read_masks(parallel, batch, parallel.masks).flatten(0, 1)
-        text = positions // width * batch.ids.shape[1] + positions % width
-        read = flat[torch.cat([text, batch.places])]
+    def first(batch: Batch) -> Tensor:
+        """The first token of a draft needs no mask."""
+        states = parallel.base_model(
+            input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
+        )
+        read: Tensor = states.last_hidden_state.flatten(0, 1)[batch.positions]
+        return F.pad(read, (0, head.in_features - read.shape[1]))
+
+    def compute(batch: Batch) -> ModelOutput:
+        positions, width = batch.positions, batch.width
+        depths = drawn_depths(positions, width, batch.seeds, len(parallel.masks) + 1)
+        masked = with_masks(batch.input_ids, positions, depths, vocab_size)
+        flat = read_masks(parallel, masked, parallel.masks).flatten(0, 1)
+        text = positions // width * masked.ids.shape[1] + positions % width
+        read = flat[torch.cat([text, masked.places])]
         if hasattr(parallel, "sequential"):
-            before = parallel.sequential(parallel.head_row[batch.before])
+            before = parallel.sequential(parallel.head_row[masked.before])
             read = torch.cat([read, F.pad(before, (0, 0, len(text), 0))], dim=1)
-        entries = torch.cat([torch.arange(len(text), device=text.device), batch.entries])
-        loss, agreed = head(read, top_ids[entries], top_logprobs[entries], len(text))
+        entries = torch.cat([torch.arange(len(text), device=text.device), masked.entries])
+        cached = batch.top_ids[entries], batch.top_logprobs[entries]
+        loss, agreed = head(read, *cached, of_text=len(text))
         return ModelOutput(loss=loss / mean_depth(len(parallel.masks) + 1), agreed=agreed)
 
     def head_forward(
         read: Tensor,
         top_ids: Tensor,
         top_logprobs: Tensor,
-        of_text: int,
         temperature: float | None = None,
+        of_text: int = 0,
     ) -> Any:
         if temperature is not None:
             return accepted_at(read, head.weight, top_ids, top_logprobs, temperature)
@@ -306,21 +298,15 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
         loss, agreed = head_loss(text[0], head.weight, text[1], text[2], divergence)
         return loss + head_loss(masks[0], head.weight, masks[1], masks[2], divergence)[0], agreed
 
-    parallel.forward, head.forward = forward, head_forward
+    head.forward = head_forward
+    attach_forward(model, head, first, compute)
 
 
-def export(
-    recipe: Recipe,
-    pair: Pair,
-    prepared: PreparedDraft,
-    tuned: PreTrainedModel,
-    answers: Iterable[CachedAnswer],
-) -> None:
+def export(made: Finished) -> None:
     """The plain LM is what other engines load: one token a step."""
-    plain, parts = plain_form(tuned)
-    with atomic_folder(recipe.folder / "draft") as partial:
-        pruned.write_forms(partial, recipe, pair, prepared, plain, answers)
-        parts.like(torch.empty(0, dtype=getattr(torch, recipe.dtype))).save(partial / "compact")
+    plain, parts = plain_form(made.tuned)
+    pruned.export(made._replace(tuned=plain))
+    parts.like(torch.empty(0, dtype=made.dtype)).save(made.folder / "compact")
 
 
 def stand_in(recipe: Recipe, pair: Pair, target: Target) -> tuple[PreTrainedModel, Tensor | None]:

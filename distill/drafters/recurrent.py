@@ -8,8 +8,8 @@ reads. Legend: N response positions, L layers read, H hidden size, K rows of the
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,29 +18,28 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from align.atomic import atomic_file, atomic_folder
 from distill.answer_cache import CachedAnswer
+from distill.drafters.base import Finished
 from distill.drafters.features import (
     RIDGE,
     layers,
-    places_in_turn,
     several_steps,
     states_before,
 )
 from distill.losses import Divergence
-from distill.models import Pair, TargetOfRun, forced_tokens
+from distill.models import Pair, TargetOfRun
 from distill.prepare import (
-    PREPARED,
+    FitData,
     FrozenEmbedding,
     LeastSquares,
     PreparedDraft,
-    head_tokens,
-    lost_mass_of,
-    until,
+    first_rows,
+    prepare_on_states,
 )
 from distill.recipe import Recipe
-from distill.state_cache import StateCache, states_of
-from distill.trainer import attach_head
+from distill.state_cache import StateCache
+from distill.trainer import attach_forward, attach_head
+from distill.training_set import Batch
 from eval.decoding.drafters.base import Drafter
 from eval.decoding.drafters.pruned import save_compact
 from eval.decoding.drafters.recurrent import (
@@ -57,26 +56,18 @@ SLOW = ("first", "further", "lm_head")
 def prepare(
     recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Iterable[CachedAnswer]
 ) -> PreparedDraft:
-    folder = recipe.folder / "prepared"
+    def make(folder: Path, found: FitData) -> None:
+        read = found.states.layers
+        made: Any = new_model(found.embedding, len(read), found.head)
+        fit(made, found.states, found.answers)
+        made.to(found.embedding.dtype)
+        save_compact(folder, made, found.token_ids, found.embedding, recipe.kind, read)
+
+    prepared = prepare_on_states(recipe, pair, target, answers, make, load_recurrent)
     embedding = pair.target_embedding(getattr(torch, recipe.dtype))
-    if not (folder / PREPARED).exists():
-        states = states_of(recipe, pair, answers)
-        assert states is not None
-        forced = forced_tokens(pair.target)
-        ids, lost = head_tokens(answers, pair.vocab_size, recipe.draft_vocab_size, forced)
-        head = target.loaded.model.get_output_embeddings().weight.detach()
-        kept = head if ids is None else head[ids]
-        made: Any = new_model(embedding, len(states.layers), kept)
-        fit(made, states, list(until(answers, recipe.fit_tokens)))
-        made.to(embedding.dtype)
-        save_compact(folder, made, ids, embedding, recipe.kind, states.layers)
-        with atomic_file(folder / PREPARED) as file:
-            json.dump({"lost_mass": lost}, file)
-    model, ids = load_recurrent(folder, embedding)
-    model.set_input_embeddings(FrozenEmbedding(pair.target_embedding(embedding.dtype)))
-    lost = lost_mass_of(recipe)
-    print(f"draft: recurrent, trimmed head loses {lost:.2%} of p's mass")
-    return PreparedDraft(model.float(), ids, None, lost)
+    prepared.model.set_input_embeddings(FrozenEmbedding(embedding))
+    prepared.model.float()
+    return prepared
 
 
 def new_model(embedding: Tensor, states_read: int, head: Tensor) -> RecurrentModel:
@@ -137,56 +128,30 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
     _, head = attach_head(model, divergence)
     draft: Any = model
 
-    def forward(
-        input_ids: Tensor,
-        positions: Tensor,
-        top_ids: Tensor,
-        top_logprobs: Tensor,
-        states: Tensor,
-        seeds: Any = None,
-        temperature: float | None = None,
-        **_: Any,
-    ) -> ModelOutput:
-        newest = input_ids.flatten()[positions]
-        y = draft.after_target(newest, states_before(states, positions))
-        if temperature is not None:
-            found: ModelOutput = head(y, top_ids, top_logprobs, temperature)
-            return found
+    def first(batch: Batch) -> Tensor:
+        y: Tensor = draft.after_target(batch.newest, states_before(batch.states, batch.positions))
+        return y
 
-        def further(at: Tensor, before: Tensor, step: int) -> Tensor:
-            y: Tensor = draft.after_draft(newest[at], before)
-            return y
+    def compute(batch: Batch) -> ModelOutput:
+        newest = batch.newest
+        return several_steps(
+            head, batch, first(batch), lambda at, y, _: draft.after_draft(newest[at], y)
+        )
 
-        places = places_in_turn(positions, input_ids.shape[1], seeds)
-        return several_steps(head, y, further, positions, places, top_ids, top_logprobs)
-
-    draft.forward = forward
+    attach_forward(model, head, first, compute)
 
 
 @torch.no_grad()
-def export(
-    recipe: Recipe,
-    pair: Pair,
-    prepared: PreparedDraft,
-    tuned: PreTrainedModel,
-    answers: Iterable[CachedAnswer],
-) -> None:
+def export(made: Finished) -> None:
     """One form, which our decoder reads."""
-    dtype = getattr(torch, recipe.dtype)
-    embedding, read = pair.target_embedding(dtype), layers(pair.target.config)
-    tuned.to(dtype)
-    with atomic_folder(recipe.folder / "draft") as partial:
-        save_compact(partial, tuned, prepared.token_ids, embedding, recipe.kind, read)
-        pair.load_tokenizer().save_pretrained(partial)
+    embedding = made.pair.target_embedding(made.dtype)
+    ids, read = made.prepared.token_ids, layers(made.pair.target.config)
+    save_compact(made.folder, made.tuned.to(made.dtype), ids, embedding, made.recipe.kind, read)
 
 
 def stand_in(recipe: Recipe, pair: Pair, target: Target) -> tuple[PreTrainedModel, Tensor | None]:
-    """Which rows a head keeps depends on the answers: here the first."""
-    head: Tensor = target.model.get_output_embeddings().weight.detach()
-    head = head[: recipe.draft_vocab_size]
-    model = new_model(target.decoder.embedding, len(layers(pair.target.config)), head)
-    ids = torch.arange(len(head), device=target.decoder.device)
-    return model, None if recipe.draft_vocab_size is None else ids
+    head, ids = first_rows(recipe, target)
+    return new_model(target.decoder.embedding, len(layers(pair.target.config)), head), ids
 
 
 def drafter(

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from align.atomic import atomic_folder
 from distill.answer_cache import CachedAnswer
-from distill.export import keep_adapter
+from distill.drafters.base import Finished
 from distill.models import Pair, TargetOfRun, load_sibling
 from distill.prepare import PreparedDraft, read_prepared
 from distill.recipe import Recipe
@@ -35,18 +33,9 @@ def prepare(
     return read_prepared(recipe, pair)
 
 
-def export(
-    recipe: Recipe,
-    pair: Pair,
-    prepared: PreparedDraft,
-    tuned: PreTrainedModel,
-    answers: Iterable[CachedAnswer],
-) -> None:
+def export(made: Finished) -> None:
     """One form for all engines, ours too."""
-    with atomic_folder(recipe.folder / "draft") as partial:
-        tuned.to(getattr(torch, recipe.dtype)).save_pretrained(partial)
-        pair.load_tokenizer().save_pretrained(partial)
-        keep_adapter(recipe, partial)
+    made.tuned.to(made.dtype).save_pretrained(made.folder)
 
 
 def stand_in(recipe: Recipe, pair: Pair, target: Target) -> tuple[PreTrainedModel, Tensor | None]:

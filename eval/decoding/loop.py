@@ -94,7 +94,7 @@ def decode(
     cache, first, read = prefill(target, ids, slots, layers, how.sampling, generator)
     now = time.perf_counter()
     runs = [
-        start_run(prompt, row, tokens, now - clock)
+        PromptRun.of(prompt, len(row), [now - clock], [tokens])
         for prompt, row, tokens in zip(prompts, ids, first, strict=True)
     ]
 
@@ -203,21 +203,3 @@ def _emit(
 
 def _ended(run: PromptRun, how: Decoding) -> bool:
     return run.tokens[-1] in how.stops or len(run.tokens) == how.max_new_tokens
-
-
-def start_run(prompt: Prompt, ids: list[int], tokens: list[int], seconds: float) -> PromptRun:
-    """The log of an answer whose prefill has emitted `tokens`."""
-    return PromptRun(
-        prompt_id=prompt.id,
-        category=prompt.category,
-        prompt_tokens=len(ids),
-        tokens=tokens,
-        prefill_seconds=seconds,
-        block_seconds=[],
-        block_tokens=[],
-        drafted=[],
-        accepted=[],
-        last_truncated=False,
-        group=prompt.group,
-        prefill_tokens=len(tokens),
-    )

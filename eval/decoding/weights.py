@@ -98,6 +98,13 @@ class Fp32Product(Product):
         return fp32_linear(x, self.weight, self.bias)
 
 
+def linear(weight: Tensor) -> nn.Linear:
+    """A layer without a bias that holds this very weight [N, K]."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight.contiguous())
+    return layer
+
+
 def fused(parts: Sequence[nn.Linear]) -> Tensor:
     """The weights of products that read the same input, one below the other [N, K].
 

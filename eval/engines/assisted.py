@@ -11,7 +11,7 @@ import copy
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,18 +27,12 @@ from align.sources import load_tokenizer
 from align.vocabulary import read_vocabulary
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.target import load_on, model_bytes, stop_tokens, tensor_sha256
-from eval.decoding.verification import Sampling
-from eval.engines.log import decoding, log_blocks, missing, prompt_run, prompts_used
-from eval.measuring.build import build_report
+from eval.engines.driven import DrivenEngine, LoadedDraft, Parting
+from eval.engines.log import log_blocks
 from eval.measuring.evaluation import device_name
-from eval.measuring.journal import Journal
-from eval.measuring.log import DraftLog, PromptRun, RunLog
-from eval.measuring.losslessness import divergence, ledger, tie
-from eval.measuring.timing import in_turns
-from eval.prompts import Prompt, PromptSet
-from eval.reporting.report import Report
-
-GAMMA_POLICY = "fixed; a drafted end of text ends a draft"
+from eval.measuring.log import PromptRun
+from eval.measuring.losslessness import tie
+from eval.prompts import Prompt
 
 
 @dataclass
@@ -143,7 +137,11 @@ def generate(
     drafted = [call[0, len(ids) if i == 0 else 1 :].tolist() for i, call in enumerate(inputs)]
     gamma = assistant.model.generation_config.num_assistant_tokens if assistant else 0
     return log_blocks(
-        prompt_run(prompt, len(ids), seconds, emitted), drafted, emitted, gamma, how.max_new_tokens
+        PromptRun.of(prompt, len(ids), seconds, emitted),
+        drafted,
+        emitted,
+        gamma,
+        how.max_new_tokens,
     )
 
 
@@ -175,86 +173,60 @@ def _call(
     )
 
 
-def measure_assisted(
-    target: StockTarget,
-    assistants: Sequence[Assistant],
-    timed: PromptSet,
-    how: Decoding,
-    gamma: int,
-    journal: Journal,
-    provenance: dict[str, Any],
-) -> Report:
-    """The report of every draft against stock `generate`, on the same prompts.
+class Assisted(DrivenEngine):
+    """`generate` of transformers, assisted by these drafts or by none."""
 
-    journal: keeps the runs, for a process that takes over.
-    """
-    device, dtype = device_name(target.model.device), str(target.model.dtype)
-    journal.begin(
-        [_fingerprint(m, timed.ids[0]) for m in (target.model, *(a.model for a in assistants))],
-        [assistant.name for assistant in assistants],
-        (timed.ids, [(prompt.id, prompt.category, prompt.group) for prompt in timed.prompts]),
-        asdict(how) | {"stops": sorted(how.stops)},
-        gamma,
-        (device, dtype, transformers.__version__),
-    )
-    rows = list(zip(timed.prompts, timed.ids, strict=True))
+    name = "transformers"
+    gamma_policy = "fixed; a drafted end of text ends a draft"
 
-    def in_all_ways(how: Decoding) -> list[list[PromptRun]]:
-        """Every prompt without a draft and with each: [baseline, *drafts]."""
-        ways = [partial(generate, target, one, how=how) for one in (None, *assistants)]
-        for way in ways:  # warm-up, not counted
-            way(*rows[0])
-        stage = f"speed at T={how.sampling.temperature:g}"
-        return in_turns(ways, rows, journal, stage, PromptRun.from_json)
+    def __init__(self, target: StockTarget, assistants: Sequence[Assistant]) -> None:
+        self.stock, self.assistants, self.target = target, assistants, target.spec
+        self.device, dtype = device_name(target.model.device), str(target.model.dtype)
+        self.dtype = dtype.removeprefix("torch.")
+        self.versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        models = [target.model, *(one.model for one in assistants)]
+        self.known_by = [_fingerprint(model) for model in models]
+        self.loaded = []
+        for one in assistants:
+            kv_bytes = {"target": _kv_bytes(target.model), "draft": _kv_bytes(one.model)}
+            size = model_bytes(one.model)
+            taken = {"target_bytes": model_bytes(target.model), "draft_bytes": size}
+            memory = taken | {"kv_bytes_per_token": kv_bytes}
+            draft = LoadedDraft(one.name, one.spec, one.vocabulary, memory, size)
+            self.loaded.append(draft)
 
-    baseline, *runs = in_all_ways(how)
-    greedy = replace(how, sampling=Sampling())  # losslessness is always measured greedily
-    plain, *greedy_runs = [baseline, *runs] if how.sampling.greedy else in_all_ways(greedy)
-    drafts = [
-        DraftLog(
-            name=assistant.name,
-            path=assistant.spec,
-            form="full",
-            vocabulary=assistant.vocabulary,
-            runs=drafted,
-            baseline=baseline,
-            lossless=_compare(target, assistant, timed, greedy, plain, compared),
-            gamma=gamma,
-            gamma_policy=GAMMA_POLICY,
-            memory={
-                "target_bytes": model_bytes(target.model),
-                "draft_bytes": model_bytes(assistant.model),
-                "kv_bytes_per_token": {
-                    "target": _kv_bytes(target.model),
-                    "draft": _kv_bytes(assistant.model),
-                },
-            },
-            full_form_bytes=model_bytes(assistant.model),
-            missing=missing("transformers"),
-        )
-        for assistant, drafted, compared in zip(assistants, runs, greedy_runs, strict=True)
-    ]
-    log = RunLog(
-        target=target.spec,
-        engine="transformers",
-        device=device,
-        dtype=dtype.removeprefix("torch."),
-        decoding=decoding(
-            how,
-            [run.tokens[-1] in how.stops for run in baseline],
-            gamma=gamma,
-            gamma_policy=GAMMA_POLICY,
-        ),
-        prompts=prompts_used(timed),
-        provenance=provenance | {"resumed": journal.resumed},
-    )
-    return build_report(log, drafts)
+    @cached_property
+    def _in_fp32(self) -> list[Any]:
+        parts: list[Any] = [self.stock, *self.assistants]
+        return [replace(part, model=copy.deepcopy(part.model).float()) for part in parts]
+
+    def decode(
+        self, draft: int | None, prompt: Prompt, ids: list[int], how: Decoding, gamma: int
+    ) -> PromptRun:
+        """gamma: as of `load_assistant`."""
+        assistant = None if draft is None else self.assistants[draft]
+        return generate(self.stock, assistant, prompt, ids, how)
+
+    def tie(self, draft: int, at: Parting) -> dict[str, Any]:
+        """As in our own check: both ways' logits explain the gap, and the texts agree in fp32."""
+        ways = None, self.assistants[draft]
+        outputs = [_call(self.stock, way, at.ids, at.how, logits=True) for way in ways]
+        single, wide = (output.logits[at.position][0].float() for output in outputs)
+        found = tie(single, wide, *at.tokens)
+        if found["tie"]:
+            exact, *drafts = self._in_fp32
+            exactly = [generate(exact, a, at.prompt, at.ids, at.how) for a in (None, drafts[draft])]
+            found["tie"] = exactly[0].tokens == exactly[1].tokens
+        return found
+
+    def text_of(self, tokens: list[int]) -> str:
+        return str(self.stock.tokenizer.decode(tokens))
 
 
 @torch.inference_mode()
-def _fingerprint(model: Any, ids: list[int]) -> str:
-    """What a model is known by: the hash of its logits after a prompt."""
-    return tensor_sha256(model(torch.tensor([ids], device=model.device)).logits)
+def _fingerprint(model: Any) -> str:
+    """What a model is known by: the hash of its logits after a few tokens."""
+    return tensor_sha256(model(torch.arange(8, device=model.device)[None]).logits)
 
 
 @torch.inference_mode()
@@ -263,42 +235,3 @@ def _kv_bytes(model: Any) -> int:
     token = torch.ones((1, 1), dtype=torch.long, device=model.device)
     cache = model(token, use_cache=True).past_key_values
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-
-
-def _compare(
-    target: StockTarget,
-    assistant: Assistant,
-    timed: PromptSet,
-    how: Decoding,
-    baseline: Sequence[PromptRun],
-    runs: Sequence[PromptRun],
-) -> dict[str, Any]:
-    """The ledger of greedy texts.
-
-    As in our own check, a divergence is a tie where the two ways' logits at that position explain
-    the gap between the two tokens, and the texts agree in fp32.
-    """
-
-    @cache
-    def in_fp32() -> list[Any]:
-        parts = (target, assistant)
-        return [replace(part, model=copy.deepcopy(part.model).float()) for part in parts]
-
-    entries = []
-    for prompt, ids, base, run in zip(timed.prompts, timed.ids, baseline, runs, strict=True):
-        if base.tokens == run.tokens:
-            continue
-        entry = divergence(base, run, lambda token: str(target.tokenizer.decode(token)))
-        at = entry["position"]
-        if at < min(len(base.tokens), len(run.tokens)):  # lengths can never differ by a tie
-            single, wide = (
-                _call(target, draft, ids, how, logits=True).logits[at][0].float()
-                for draft in (None, assistant)
-            )
-            entry |= tie(single, wide, base.tokens[at], run.tokens[at])
-        if entry["tie"]:
-            exact, exact_draft = in_fp32()
-            one, other = (generate(exact, a, prompt, ids, how) for a in (None, exact_draft))
-            entry["tie"] = one.tokens == other.tokens
-        entries.append(entry)
-    return ledger(len(runs), entries)

@@ -1,4 +1,4 @@
-"""Engines that run in a process of their own, started here: what is asked of them, and the report.
+"""Engines that run in a process of their own, started here.
 
 A process reads one JSON object a line, and answers each with one: `{"answer": …}`, or
 `{"error": "…"}`. Prompts are token ids, text is greedy, batches are of one prompt.
@@ -12,8 +12,6 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -23,18 +21,14 @@ import torch
 from torch import Tensor
 
 from eval.decoding.loop import Decoding
+from eval.engines.driven import DrivenEngine, LoadedDraft, Parting
 from eval.engines.environments import environment
-from eval.engines.log import decoding, log_blocks, missing, prompt_run, prompts_used
-from eval.measuring.build import build_report
+from eval.engines.log import log_blocks
 from eval.measuring.evaluation import device_name
-from eval.measuring.journal import Journal
-from eval.measuring.log import DraftLog, PromptRun, RunLog
-from eval.measuring.losslessness import divergence, ledger, tie
-from eval.measuring.timing import in_turns
-from eval.prompts import Prompt, PromptSet
-from eval.reporting.report import Report
+from eval.measuring.log import PromptRun
+from eval.measuring.losslessness import tie
+from eval.prompts import Prompt
 
-GAMMA_POLICY = "fixed"
 PATIENCE = 600.0  # seconds for one answer; a large model may load for minutes
 
 
@@ -42,7 +36,7 @@ class EngineError(ValueError):
     """An engine did not do what it was asked: what it said, and what to do."""
 
 
-class ChildEngine:
+class ChildEngine(DrivenEngine):
     """An engine that has loaded a target and drafts for it; its process ends with the `with`.
 
     name: as the report calls it. command: starts it in `folder`, its environment. drafts: files or
@@ -72,11 +66,26 @@ class ChildEngine:
         try:
             files = [str(path) for path in drafts.values()]
             self.about = self.ask("load", target=str(target), drafts=files, **more)
-            for draft, about in zip(drafts, self.about["models"][1:], strict=True):
+            target_about, *abouts = self.about["models"]
+            for draft, about in zip(drafts, abouts, strict=True):
                 self._check_vocabulary(draft, about)
         except BaseException:
             self.close()
             raise
+        self.loaded = [
+            LoadedDraft(
+                name,
+                str(path),
+                _vocabulary(target_about["vocab_size"], about["vocab_size"]),
+                _memory(target_about, about),
+                about.get("bytes"),
+            )
+            for (name, path), about in zip(drafts.items(), abouts, strict=True)
+        ]
+        stats = [(path.absolute(), path.stat()) for path in (target, *drafts.values())]
+        self.known_by = [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+        self.device = device_name(torch.device("cpu"))
+        self.dtype, self.versions = self.about["dtype"], self.about["versions"]
 
     def _check_vocabulary(self, name: str, about: dict[str, Any]) -> None:
         if about["first_other_token"] is not None:
@@ -156,9 +165,14 @@ class ChildEngine:
     def decode(
         self, draft: int | None, prompt: Prompt, ids: list[int], how: Decoding, gamma: int
     ) -> PromptRun:
-        """One prompt, decoded alone (None) or with the draft of that number."""
+        """Raises EngineError for a temperature above 0."""
+        if not how.sampling.greedy:
+            raise EngineError(
+                f"temperature {how.sampling.temperature:g}: with {self.name} greedy text is "
+                f"measured only; give --temperature 0."
+            )
         blocks = self.blocks(draft, prompt, ids, how, gamma)
-        run = prompt_run(prompt, len(ids), blocks["seconds"], blocks["emitted"])
+        run = PromptRun.of(prompt, len(ids), blocks["seconds"], blocks["emitted"])
         return log_blocks(run, blocks["drafted"], blocks["emitted"], gamma, how.max_new_tokens)
 
     def blocks(
@@ -190,78 +204,12 @@ class ChildEngine:
         """
         return None
 
-
-def measure_child(
-    engine: ChildEngine,
-    timed: PromptSet,
-    how: Decoding,
-    gamma: int,
-    journal: Journal,
-    provenance: dict[str, Any],
-) -> Report:
-    """The report of every draft against the target alone, both in this engine, on the same prompts.
-
-    how: greedy, with the engine's own stop tokens. journal: keeps the runs, for a process that
-    takes over. Raises EngineError for a temperature above 0, and where the engine fails midway.
-    """
-    if not how.sampling.greedy:
-        raise EngineError(
-            f"temperature {how.sampling.temperature:g}: with {engine.name} greedy text is measured "
-            f"only; give --temperature 0."
-        )
-    files = [engine.target, *engine.drafts.values()]
-    device = device_name(torch.device("cpu"))
-    journal.begin(
-        [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in files],
-        list(engine.drafts),
-        (timed.ids, [(prompt.id, prompt.category, prompt.group) for prompt in timed.prompts]),
-        asdict(how) | {"stops": sorted(how.stops)},
-        gamma,
-        (device, engine.about["versions"]),
-    )
-    rows = list(zip(timed.prompts, timed.ids, strict=True))
-    ways = [
-        partial(engine.decode, which, how=how, gamma=gamma)
-        for which in (None, *range(len(engine.drafts)))
-    ]
-    for way in ways:  # warm-up, not counted
-        way(*rows[0])
-    baseline, *runs = in_turns(ways, rows, journal, "speed at T=0", PromptRun.from_json)
-    target, *drafts = engine.about["models"]
-    logs = [
-        DraftLog(
-            name=name,
-            path=str(path),
-            form="full",
-            vocabulary=_vocabulary(target["vocab_size"], about["vocab_size"]),
-            runs=drafted,
-            baseline=baseline,
-            lossless=_compare(engine, number, timed, how, gamma, baseline, drafted),
-            gamma=gamma,
-            gamma_policy=GAMMA_POLICY,
-            memory=_memory(target, about),
-            full_form_bytes=about.get("bytes"),
-            missing=missing(engine.name),
-        )
-        for number, ((name, path), about, drafted) in enumerate(
-            zip(engine.drafts.items(), drafts, runs, strict=True)
-        )
-    ]
-    log = RunLog(
-        target=str(engine.target),
-        engine=engine.name,
-        device=device,
-        dtype=engine.about["dtype"],
-        decoding=decoding(
-            how,
-            [run.tokens[-1] in how.stops for run in baseline],
-            gamma=gamma,
-            gamma_policy=GAMMA_POLICY,
-        ),
-        prompts=prompts_used(timed),
-        provenance=provenance | engine.about["versions"] | {"resumed": journal.resumed},
-    )
-    return build_report(log, logs)
+    def tie(self, draft: int, at: Parting) -> dict[str, Any]:
+        """Of the logits read one by one and in the draft's blocks: there is no fp32 to ask, too."""
+        blocks = self.blocks(draft, at.prompt, at.ids, at.how, at.gamma)
+        same = list(chain(*blocks["emitted"])) == at.drafted  # else not even the same twice
+        logits = self.explain(blocks, at.ids, at.position) if same else None
+        return {} if logits is None else tie(*logits, *at.tokens)
 
 
 def _memory(target: dict[str, Any], draft: dict[str, Any]) -> dict[str, Any] | None:
@@ -278,33 +226,3 @@ def _vocabulary(target: int, draft: int) -> dict[str, Any]:
     if target == draft:
         return {"relation": "identical", "strategy": "direct", "coverage": 1.0}
     return {"relation": "padded", "strategy": "padded", "coverage": min(draft / target, 1.0)}
-
-
-def _compare(
-    engine: ChildEngine,
-    draft: int,
-    timed: PromptSet,
-    how: Decoding,
-    gamma: int,
-    baseline: Sequence[PromptRun],
-    runs: Sequence[PromptRun],
-) -> dict[str, Any]:
-    """The ledger of greedy texts.
-
-    A divergence is a tie where the engine's logits at that position, read one by one and in the
-    draft's blocks, explain the gap between the two tokens. There is no fp32 to ask as well.
-    """
-    entries = []
-    for prompt, ids, base, run in zip(timed.prompts, timed.ids, baseline, runs, strict=True):
-        if base.tokens == run.tokens:
-            continue
-        entry = divergence(base, run, lambda ids: f"token {ids[0]}" if ids else "end")
-        at = entry["position"]
-        if at < min(len(base.tokens), len(run.tokens)):  # lengths can never differ by a tie
-            blocks = engine.blocks(draft, prompt, ids, how, gamma)
-            same = list(chain(*blocks["emitted"])) == run.tokens  # else not even the same twice
-            logits = engine.explain(blocks, ids, at) if same else None
-            if logits is not None:
-                entry |= tie(*logits, base.tokens[at], run.tokens[at])
-        entries.append(entry)
-    return ledger(len(runs), entries)

@@ -8,14 +8,13 @@ import tempfile
 from pathlib import Path
 
 import torch
-import transformers
 
 from align.process import use_machine
 from align.sources import load_config
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
-from eval.engines.assisted import load_assistant, load_stock, measure_assisted
-from eval.engines.child import measure_child
+from eval.engines.assisted import Assisted, load_assistant, load_stock
+from eval.engines.driven import measure_driven
 from eval.engines.environments import ENGINES, EngineMissing
 from eval.engines.llama_cpp import LlamaCpp
 from eval.engines.local_vllm import serve_vllm, speculation
@@ -72,24 +71,18 @@ def measure_installed(
         if engine == "llama.cpp":
             with LlamaCpp(target, {draft.name: draft}, positions) as process:
                 how = Decoding(Sampling(), process.stops, max_new_tokens, seed)
-                return measure_child(process, prompts, how, gamma, journal, provenance)
+                return measure_driven(process, prompts, how, gamma, journal, provenance)
         if engine == "openvino":
             with OpenVino(target, {draft.name: draft}) as process:
                 how = Decoding(Sampling(), process.stops, max_new_tokens, seed)
-                return measure_child(process, prompts, how, gamma, journal, provenance)
+                return measure_driven(process, prompts, how, gamma, journal, provenance)
         assert engine == "transformers", engine
         dtype = load_config(str(target)).dtype or torch.float32  # as transformers itself loads it
         assert isinstance(dtype, torch.dtype), dtype
         stock = load_stock(str(target), dtype, "cpu")
-        return measure_assisted(
-            stock,
-            [load_assistant(draft.name, str(draft), stock, gamma)],
-            prompts,
-            Decoding(Sampling(), stock.stops, max_new_tokens, seed),
-            gamma,
-            journal,
-            provenance | {"transformers": transformers.__version__, "torch": torch.__version__},
-        )
+        assisted = Assisted(stock, [load_assistant(draft.name, str(draft), stock, gamma)])
+        how = Decoding(Sampling(), stock.stops, max_new_tokens, seed)
+        return measure_driven(assisted, prompts, how, gamma, journal, provenance)
 
 
 def serve_command(

@@ -11,7 +11,7 @@ from typing import Any
 
 from eval.decoding.loop import Decoding
 from eval.measuring.log import PromptRun
-from eval.prompts import Prompt, PromptSet
+from eval.prompts import PromptSet
 
 # Fields of a draft in the report, by what they are made from.
 DISTRIBUTIONS = "alpha atlas"
@@ -47,29 +47,6 @@ REASONS = {
 def missing(engine: str) -> dict[str, str]:
     """The report's fields that the engine leaves null, each with the reason."""
     return {name: why for names, why in REASONS[engine].items() for name in names.split()}
-
-
-def prompt_run(
-    prompt: Prompt, prompt_tokens: int, seconds: Sequence[float], emitted: Sequence[list[int]]
-) -> PromptRun:
-    """The log of one answer from the tokens and seconds of its target calls, the prefill first.
-
-    What was drafted for them is left at 0: whoever knows it fills it in.
-    """
-    return PromptRun(
-        prompt_id=prompt.id,
-        category=prompt.category,
-        group=prompt.group,
-        prompt_tokens=prompt_tokens,
-        tokens=[token for block in emitted for token in block],
-        prefill_tokens=len(emitted[0]),
-        prefill_seconds=seconds[0],
-        block_seconds=list(seconds[1:]),
-        block_tokens=[len(block) for block in emitted[1:]],
-        drafted=[0] * len(emitted[1:]),
-        accepted=[0] * len(emitted[1:]),
-        last_truncated=False,
-    )
 
 
 def log_blocks(

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
 from eval.engines.counters import read_series, total
-from eval.engines.log import decoding, missing, prompt_run, prompts_used
+from eval.engines.log import decoding, missing, prompts_used
 from eval.engines.server import Server, ServerError
 from eval.measuring.build import build_report
 from eval.measuring.log import DraftLog, Floats, PromptRun, RunLog
@@ -91,7 +91,7 @@ class VllmServer(Server):
             )
         after = self.counters()
         return Answer(
-            prompt_run(prompt, prompt_tokens, np.diff(times).tolist(), blocks),
+            PromptRun.of(prompt, prompt_tokens, np.diff(times).tolist(), blocks),
             finish == "stop",
             None if before is None or after is None else after - before,
         )

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.measuring.log import Floats
-from eval.measuring.metrics import Rows, difference, measure, ratio, share
+from eval.measuring.metrics import Rows, difference, measure_rows, share, speedup_of
 from eval.reporting.report import (
     Bank,
     BankAdapter,
@@ -110,31 +109,25 @@ def _speed_rows(sums: Sums) -> Rows:
     return rows
 
 
-def _speedup(totals: Floats) -> Floats:
-    return ratio(totals[..., :2]) / ratio(totals[..., 2:])
-
-
 def _cell(draft: str, domain: str, sums: Sums, plain: Sums | None) -> BankCell:
     alpha, speed = _alpha_rows(sums), _speed_rows(sums)
     over: dict[str, Measured | None] = {"alpha_over_base": None, "speedup_over_base": None}
     if plain is not None:
         over = {
             "alpha_over_base": difference("alpha", alpha, _alpha_rows(plain)),
-            "speedup_over_base": difference("speedup", speed, _speed_rows(plain), _speedup),
+            "speedup_over_base": difference("speedup", speed, _speed_rows(plain), speedup_of),
         }
-    groups = [group for group, _ in speed.values()]
-    seconds = [columns for _, columns in speed.values()]
     return BankCell(
         draft=draft,
         domain=domain,
         alpha=share("alpha", [(group, total, n) for group, (total, n) in alpha.values()]),
-        speedup=measure("speedup", seconds, _speedup, groups) if seconds else None,
+        speedup=measure_rows("speedup", speed, speedup_of) if speed else None,
         **over,
     )
 
 
 def _gain(routed: Sums, over: str, sums: Sums) -> Gain | None:
-    speedup = difference("speedup", _speed_rows(routed), _speed_rows(sums), _speedup)
+    speedup = difference("speedup", _speed_rows(routed), _speed_rows(sums), speedup_of)
     if speedup is None:
         return None
     return Gain(

@@ -124,11 +124,7 @@ def evaluate(
             "random_bits": round(math.log2(target.decoder.embedding.shape[0]), 2),
         },
         provenance=provenance | {"resumed": journal.resumed},
-        over_stock_generate=metrics.measure(
-            "over_stock_generate",
-            stock,
-            lambda t: (t[..., 0] / t[..., 1]) / (t[..., 2] / t[..., 3]),
-        ),
+        over_stock_generate=metrics.measure("over_stock_generate", stock, metrics.speedup_of),
         answers=answers,
         spell=on.spell,
         target_quantization=gguf_kind(target.spec),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from eval.measuring.atlas import Answer
+    from eval.prompts import Prompt
 
 Floats = NDArray[np.float64]
 
@@ -41,6 +42,33 @@ class PromptRun:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
         return cls(**fields)
+
+    @classmethod
+    def of(
+        cls,
+        prompt: Prompt,
+        prompt_tokens: int,
+        seconds: Sequence[float],
+        emitted: Sequence[Sequence[int]],
+    ) -> Self:
+        """From the seconds and tokens of target calls, the prefill first.
+
+        What was drafted for them is left at 0: whoever knows it fills it in.
+        """
+        return cls(
+            prompt_id=prompt.id,
+            category=prompt.category,
+            group=prompt.group,
+            prompt_tokens=prompt_tokens,
+            tokens=[token for block in emitted for token in block],
+            prefill_tokens=len(emitted[0]),
+            prefill_seconds=seconds[0],
+            block_seconds=list(seconds[1:]),
+            block_tokens=[len(block) for block in emitted[1:]],
+            drafted=[0] * len(emitted[1:]),
+            accepted=[0] * len(emitted[1:]),
+            last_truncated=False,
+        )
 
     @property
     def seconds(self) -> float:

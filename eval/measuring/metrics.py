@@ -109,7 +109,8 @@ def _by_group(columns: Floats, groups: Sequence[str | None]) -> Floats:
     return sums
 
 
-def _measure(name: str, rows: Rows, statistic: Callable[[Floats], Floats] = ratio) -> Measured:
+def measure_rows(name: str, rows: Rows, statistic: Callable[[Floats], Floats] = ratio) -> Measured:
+    """`measure` of rows that know their groups."""
     columns = [columns for _, columns in rows.values()]
     return measure(name, columns, statistic, [group for group, _ in rows.values()])
 
@@ -131,7 +132,7 @@ def difference(
         width = totals.shape[-1] // 2
         return statistic(totals[..., :width]) - statistic(totals[..., width:])
 
-    return _measure(f"gain of {name}", both, apart) if both else None
+    return measure_rows(f"gain of {name}", both, apart) if both else None
 
 
 # --- The log ---
@@ -203,7 +204,7 @@ def _same_prompts(ids: Iterable[str], other_ids: Iterable[str]) -> None:
 
 def alpha(agreements: Sequence[Agreement]) -> Measured:
     """Mean over positions of sum_x min(p, q) (arXiv 2211.17192, theorem 3.5)."""
-    return _measure("alpha", _alpha_rows(agreements))
+    return measure_rows("alpha", _alpha_rows(agreements))
 
 
 def both(metric: Callable[[Sequence[PromptRun]], T], log: DraftLog) -> Both[T]:
@@ -248,7 +249,7 @@ def tau(runs: Sequence[PromptRun]) -> Measured:
     The bonus token is in; what the prefill emitted and a last block that the length limit cut are
     out.
     """
-    return _measure("tau", _block_rows(runs))
+    return measure_rows("tau", _block_rows(runs))
 
 
 def mean_drafted(runs: Sequence[PromptRun]) -> float:
@@ -265,13 +266,13 @@ def drafted_calls(runs: Sequence[PromptRun]) -> Measured:
         [run for run in runs if run.whole_blocks],
         lambda run: (sum(n > 0 for n in run.drafted[: run.whole_blocks]), run.whole_blocks),
     )
-    return _measure("drafted_calls", rows)
+    return measure_rows("drafted_calls", rows)
 
 
 def accepted_over_drafted(runs: Sequence[PromptRun]) -> Measured:
     """Accepted over drafted tokens, over the blocks that tau is taken on."""
     rows = {key: row for key, row in _block_rows(runs).items() if row[1][2]}
-    return _measure("accepted_over_drafted", rows, lambda t: t[..., 3] / t[..., 2])
+    return measure_rows("accepted_over_drafted", rows, lambda t: t[..., 3] / t[..., 2])
 
 
 def per_position(runs: Sequence[PromptRun]) -> list[PositionAcceptance]:
@@ -342,7 +343,7 @@ def replayed_tau(agreements: Sequence[Agreement], gamma: int) -> Measured:
     for one in agreements:
         if emitted := replayed(one, gamma):
             rows[one.prompt_id] = one.group, (sum(emitted), len(emitted))
-    return _measure("replayed tau", rows)
+    return measure_rows("replayed tau", rows)
 
 
 # --- Cost and speed ---
@@ -369,7 +370,7 @@ def predicted_speedup(runs: Sequence[PromptRun], costs: StepCosts) -> Measured:
 
     The interval is that of tau and gamma; the step costs are taken as exact.
     """
-    return _measure(
+    return measure_rows(
         "predicted_speedup",
         _block_rows(runs),
         lambda t: _predicted(t[..., 0] / t[..., 1], t[..., 2] / t[..., 1], costs),
@@ -395,18 +396,19 @@ def _decode_rows(runs: Sequence[PromptRun], baseline: Sequence[PromptRun]) -> Ro
     return rows
 
 
-def _speedup(totals: Floats) -> Floats:
-    return (totals[..., 0] / totals[..., 1]) / (totals[..., 2] / totals[..., 3])
+def speedup_of(totals: Floats) -> Floats:
+    """Seconds a token without a draft over the same with it, of both sums of each in this order."""
+    return ratio(totals[..., :2]) / ratio(totals[..., 2:])
 
 
 def speedup(runs: Sequence[PromptRun], baseline: Sequence[PromptRun]) -> Measured:
     """Wall seconds per emitted token without a draft over the same with it, prefill included."""
-    return _measure("speedup", _speed_rows(runs, baseline), _speedup)
+    return measure_rows("speedup", _speed_rows(runs, baseline), speedup_of)
 
 
 def decode_speedup(runs: Sequence[PromptRun], baseline: Sequence[PromptRun]) -> Measured:
     """`speedup` without the prefill, over the blocks that tau is taken on."""
-    return _measure("decode_speedup", _decode_rows(runs, baseline), _speedup)
+    return measure_rows("decode_speedup", _decode_rows(runs, baseline), speedup_of)
 
 
 def decode_efficiency(
@@ -415,9 +417,9 @@ def decode_efficiency(
     """decode_speedup over predicted_speedup: 1 means no overhead beyond the two models."""
 
     def efficiency(t: Floats) -> Floats:
-        return _speedup(t) / _predicted(t[..., 3] / t[..., 4], t[..., 5] / t[..., 4], costs)
+        return speedup_of(t) / _predicted(t[..., 3] / t[..., 4], t[..., 5] / t[..., 4], costs)
 
-    return _measure("decode_efficiency", _decode_rows(runs, baseline), efficiency)
+    return measure_rows("decode_efficiency", _decode_rows(runs, baseline), efficiency)
 
 
 def _run_rows(
@@ -428,7 +430,7 @@ def _run_rows(
 
 def tokens_per_s(runs: Sequence[PromptRun]) -> Measured:
     """Emitted tokens per wall second, prefill included."""
-    return _measure("tokens_per_s", _run_rows(runs, lambda run: (len(run.tokens), run.seconds)))
+    return measure_rows("tokens_per_s", _run_rows(runs, lambda run: (len(run.tokens), run.seconds)))
 
 
 # Prompts decoded together, all from the start on: the batch took as long as its slowest row.
@@ -451,7 +453,7 @@ def by_batch(batches: Sequence[Batch], baseline: Sequence[Batch]) -> dict[str, A
             baseline=measure("tokens_per_s", rows, lambda t: t[..., 1] / t[..., 0]),
             speculative=measure("tokens_per_s", rows, lambda t: t[..., 3] / t[..., 2]),
         ),
-        "speedup": measure("speedup", rows, _speedup),
+        "speedup": measure("speedup", rows, speedup_of),
         "tau": measure("tau", [np.sum(batch, axis=0) for batch in whole if batch]),
     }
 
@@ -463,7 +465,7 @@ def _batch_row(batch: Batch) -> tuple[float, float]:
 
 def ttft_ms(runs: Sequence[PromptRun]) -> Measured:
     """Milliseconds from the start to the first token, mean over prompts."""
-    return _measure("ttft_ms", _run_rows(runs, lambda run: (1000 * run.prefill_seconds, 1)))
+    return measure_rows("ttft_ms", _run_rows(runs, lambda run: (1000 * run.prefill_seconds, 1)))
 
 
 def itl_ms(runs: Sequence[PromptRun]) -> Latency:
@@ -501,7 +503,7 @@ def looped(tokens: Sequence[int]) -> NDArray[np.bool_]:
 def loop_share(runs: Sequence[PromptRun]) -> Measured:
     """Share of the emitted tokens that stand in repeated loops (see `looped`)."""
     rows = _run_rows(runs, lambda run: (float(looped(run.tokens).sum()), len(run.tokens)))
-    return _measure("loop_share", rows)
+    return measure_rows("loop_share", rows)
 
 
 def gain(log: DraftLog, over: DraftLog) -> dict[str, Any]:
@@ -511,7 +513,7 @@ def gain(log: DraftLog, over: DraftLog) -> dict[str, Any]:
     """
     rows = _speed_rows(log.runs, log.baseline), _speed_rows(over.runs, over.baseline)
     _same_prompts(*rows)
-    found = {"speedup": difference("speedup", *rows, _speedup), "alpha": None, "tau": None}
+    found = {"speedup": difference("speedup", *rows, speedup_of), "alpha": None, "tau": None}
     if log.agreement is not None and over.agreement is not None:
         _same_prompts(*([a.prompt_id for a in one] for one in (log.agreement, over.agreement)))
         sides = _alpha_rows(log.agreement), _alpha_rows(over.agreement)

@@ -37,6 +37,7 @@ from align.process import use_machine
 from distill.answer_cache import AnswerCache
 from distill.answers import answer_prompts
 from distill.budget import split
+from distill.drafters.base import kind_of
 from distill.fixed_text import fixed_rows
 from distill.judged import with_fixed_text, with_on_policy_text
 from distill.losses import LOSSES
@@ -44,7 +45,7 @@ from distill.models import TargetOfRun, check_models
 from distill.prepare import build_pruned, prepare_draft
 from distill.prompts import collect_prompts
 from distill.recipe import build_recipe, read_yaml
-from distill.timing import row_beside, stand_in
+from distill.timing import row_beside
 from distill.trainer import build_trainer, distil
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
@@ -102,7 +103,7 @@ class Work:
         clock = time.perf_counter()
         answer_prompts(once, asked, self.target, "timed_answers")
         found = {"answers": (time.perf_counter() - clock) / len(asked)}
-        model, ids = stand_in(self.recipe, self.pair, self.target.loaded)
+        model, ids = kind_of(self.recipe).stand_in(self.recipe, self.pair, self.target.loaded)
         for kind in ("fixed", "on_policy"):
             recipe = dataclasses.replace(self.recipe, data={kind: 1.0})
             found[kind] = row_beside(

@@ -10,11 +10,12 @@ import torch
 from align.sources import load_model
 from distill import budget, dry_run, train
 from distill.budget import adopted, split
+from distill.drafters.base import kind_of
 from distill.models import TargetOfRun, check_models
 from distill.prompts import collect_prompts
 from distill.recipe import RecipeError, load_recipe, read_yaml
 from distill.run_folder import refuse_another_run
-from distill.timing import stand_in, training_step
+from distill.timing import training_step
 from distill.train import run
 
 EPOCHS = {"max_steps": -1, "num_train_epochs": 2.0}
@@ -144,7 +145,7 @@ def test_timing_a_training_step_leaves_the_target_as_it_was(minutes, folder):
     prompts = collect_prompts(recipe, pair.target)
     target = TargetOfRun(recipe, pair, prompts).loaded
     before = load_model(recipe.target, torch.float32).state_dict()
-    model, token_ids = stand_in(recipe, pair, target)
+    model, token_ids = kind_of(recipe).stand_in(recipe, pair, target)
     rows = pair.trained_rows(token_ids)
     assert training_step(recipe, pair, prompts.training.ids, model, rows) > 0
     after = target.model.state_dict()

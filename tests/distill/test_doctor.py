@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from align.sources import CONVERTED
 from distill import doctor
 from distill.doctor import available_memory, checks, main, where_to_start
 
@@ -71,7 +72,7 @@ def test_packages_that_are_off_or_not_there(machine, monkeypatch):
 def test_no_network_matters_until_the_target_is_here(machine, monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "_index_answers", lambda: False)
     assert state("embedded target").state == "missing"
-    (tmp_path / "checkpoints" / "abc-bf16").mkdir(parents=True)
+    (tmp_path / "checkpoints" / f"abc-{CONVERTED}").mkdir(parents=True)
     assert state("embedded target").state == "ok"
 
 

@@ -25,6 +25,7 @@ from distill.recipe import RecipeError
 from distill.state_cache import cache_states, layers_read, states_of
 from distill.train import run
 from distill.trainer import attach_head, distil_draft
+from distill.training_set import Batch
 from eval.decoding.drafters.base import Texts
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.verification import Sampling
@@ -306,15 +307,10 @@ def test_drafts_that_go_on_begin_at_every_third_position():
         assert before[:, 0].tolist() == [float(positions[i - 1]) for i in at]
         return positions[at, None].float()
 
-    found = features.several_steps(
-        head,
-        positions[:, None].float(),
-        further,
-        positions,
-        positions,
-        positions[:, None],
-        positions,
+    batch = Batch(
+        torch.zeros((1, 32)), positions, positions[:, None], positions, seeds=torch.tensor([0])
     )
+    found = features.several_steps(head, batch, positions[:, None].float(), further)
     assert seen == [positions.tolist(), [4, 10, 16], [5]]
     assert float(found.loss) == pytest.approx((10 + 3 * 3 + 3 * 1) / features.STEPS)
 

@@ -10,7 +10,8 @@ from align.sources import load_tokenizer, resolve_file
 from distill.recipe import load_recipe
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
-from eval.engines.child import EngineError, measure_child
+from eval.engines.child import EngineError
+from eval.engines.driven import measure_driven
 from eval.engines.environments import EngineMissing, install
 from eval.engines.llama_cpp import LlamaCpp
 from eval.measuring.journal import Journal
@@ -75,7 +76,7 @@ def how(engine):
 
 
 def test_the_text_is_the_target_s_own(engine, timed, tmp_path):
-    report = measure_child(engine, timed, how(engine), GAMMA, Journal(tmp_path / "j"), {})
+    report = measure_driven(engine, timed, how(engine), GAMMA, Journal(tmp_path / "j"), {})
     worse, own = report.drafts["worse"], report.drafts["self"]
     for draft in (worse, own):
         assert draft.lossless.unexplained == 0

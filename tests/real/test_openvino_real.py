@@ -6,7 +6,7 @@ from align.sources import load_tokenizer, resolve_checkpoint
 from distill.recipe import load_recipe
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
-from eval.engines.child import measure_child
+from eval.engines.driven import measure_driven
 from eval.engines.environments import EngineMissing, installed
 from eval.engines.openvino import OpenVino
 from eval.measuring.journal import Journal
@@ -32,7 +32,7 @@ def test_the_text_is_the_target_s_own(tmp_path):
     with OpenVino(target, {"self": target}) as engine:
         assert engine.stops >= {2}  # <|im_end|>
         how = Decoding(Sampling(), engine.stops, TOKENS)
-        report = measure_child(engine, timed, how, GAMMA, Journal(tmp_path / "j"), {})
+        report = measure_driven(engine, timed, how, GAMMA, Journal(tmp_path / "j"), {})
     draft = report.drafts["self"]
     assert draft.lossless.identical == 2
     assert report.decoding.ended_by_stop == 0.5

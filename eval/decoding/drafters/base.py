@@ -133,7 +133,8 @@ class Drafter(ABC):
     runs, full_form_bytes: what the form for other engines weighs. bytes: its own in memory, what it
     shares with the target not counted. layers: the target's hidden states it reads, numbered as in
     forward.py. alike: every token of a draft is drafted as the first one, so that `teacher_forced`
-    tells of all of them.
+    tells of all of them. one_form: its folder is itself the form for other engines, which
+    otherwise lies one level up.
     """
 
     vocab_size: int
@@ -145,6 +146,7 @@ class Drafter(ABC):
     kv_bytes_per_token: int = 0
     layers: tuple[int, ...] = ()
     alike: bool = True
+    one_form: bool = False
 
     @property
     def q_rows(self) -> int:
@@ -210,39 +212,74 @@ class DecoderDrafter(Drafter):
         return timed_step(self.decoder, 1, at, sampling, self.cut)
 
 
-class SeparateRows(Session):
-    """One session a row, for kinds that draft for one text at a time."""
+class GroupedRows(Session):
+    """Sessions side by side, each on rows of the batch that are its own."""
 
-    def __init__(self, sessions: list[Session]) -> None:
+    def __init__(self, sessions: list[Session], rows: list[list[int]] | None = None) -> None:
+        """rows: of each session; None where each is on one row."""
         self.sessions = sessions
+        self.rows = [[row] for row in range(len(sessions))] if rows is None else rows
 
     def propose(self, count: int, stop_below: float) -> Proposal:
         made = [session.propose(count, stop_below) for session in self.sessions]
         if len(made) == 1:
             return made[0]
-        lengths = [one.tokens.shape[1] for one in made]
-        rows, device = len(made), made[0].tokens.device
-        tokens = torch.zeros((rows, max(lengths)), dtype=torch.long, device=device)
-        certainty = torch.ones(tokens.shape)
-        q = None
-        for row, (one, length) in enumerate(zip(made, lengths, strict=True)):
-            tokens[row, :length] = one.tokens
-            if one.certainty is not None:
-                certainty[row, :length] = one.certainty
-            if one.q is not None:
-                if q is None:
-                    q = one.q.new_zeros((*tokens.shape, one.q.shape[2]))
-                q[row, :length] = one.q
-        counts = torch.tensor(lengths, device=device)
-        return Proposal(tokens, q, counts, certainty=certainty if stop_below else None)
+        return merged(made, self.rows, sum(map(len, self.rows)), stop_below)
 
     def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
-        for row, (session, new, n) in enumerate(zip(self.sessions, emitted, accepted, strict=True)):
-            own = {k: None if v is None else v[row : row + 1] for k, v in states.items()}
-            session.commit([new], [n], own)
+        for session, rows in zip(self.sessions, self.rows, strict=True):
+            at = _index(rows)
+            own = {layer: None if v is None else v[at] for layer, v in states.items()}
+            session.commit([emitted[i] for i in rows], [accepted[i] for i in rows], own)
 
     def keep(self, rows: list[int]) -> None:
-        self.sessions = [self.sessions[row] for row in rows]
+        left = []
+        for session, own in zip(self.sessions, self.rows, strict=True):
+            if kept := [row for row in rows if row in own]:
+                session.keep([own.index(row) for row in kept])
+                left.append((session, [rows.index(row) for row in kept]))
+        self.sessions, self.rows = [one for one, _ in left], [own for _, own in left]
+
+
+def _index(rows: list[int]) -> slice | list[int]:
+    """The same rows as an index: a list has to go to a GPU first, a slice has not."""
+    whole = slice(rows[0], rows[-1] + 1)
+    return whole if rows == list(range(whole.start, whole.stop)) else rows
+
+
+def merged(
+    made: Sequence[Proposal], places: Sequence[list[int]], rows: int, stop_below: float
+) -> Proposal:
+    """One proposal of several. places: the rows of each; a later one replaces what stands there."""
+    lengths = [0] * rows
+    for one, own in zip(made, places, strict=True):
+        width = one.tokens.shape[1]
+        counts = [width] * len(own) if one.counts is None else one.counts.tolist()
+        for row, length in zip(own, counts, strict=True):
+            lengths[row] = length
+    size = rows, max(lengths)
+    tokens = made[0].tokens.new_zeros(size)
+    certainty = torch.ones(size, device=tokens.device) if stop_below else None
+    q = None
+    for one, at in zip(made, map(_index, places), strict=True):
+        width = min(one.tokens.shape[1], size[1])
+        tokens[at, :width] = one.tokens[:, :width]
+        if certainty is not None and one.certainty is not None:
+            certainty[at, :width] = one.certainty[:, :width]
+        if one.q is not None:
+            q = one.q.new_zeros((*size, one.q.shape[2])) if q is None else q
+            q[at, :width] = one.q[:, :width]
+    return Proposal(tokens, q, torch.tensor(lengths, device=tokens.device), certainty=certainty)
+
+
+def timed_choice(logits: Callable[[], Tensor], sampling: Sampling) -> Callable[[], None]:
+    """A step to be timed: what computes the logits, and the choice of a token."""
+
+    def run() -> None:
+        found = logits()
+        (argmax(found) if sampling.greedy else warp(found, sampling)).sum().item()
+
+    return run
 
 
 def timed_step(
@@ -255,9 +292,4 @@ def timed_step(
     """A step on `width` tokens as decoding takes it: forward, head, the choice of a token."""
     tokens = torch.ones((1, width), dtype=torch.long, device=decoder.device)
     cache = decoder.new_cache(1, context_length + width)
-
-    def run() -> None:
-        logits = cut(decoder.forward(tokens, context_length, cache))
-        (argmax(logits) if sampling.greedy else warp(logits, sampling)).sum().item()
-
-    return run
+    return timed_choice(lambda: cut(decoder.forward(tokens, context_length, cache)), sampling)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from align.vocab_map import Retokenizer, build_map
 from align.vocabulary import Vocabulary
-from eval.decoding.drafters.base import SeparateRows, Session, Texts
+from eval.decoding.drafters.base import GroupedRows, Session, Texts
 from eval.decoding.drafters.checkpoint import CheckpointDrafter, TokenSession
 
 
@@ -46,14 +46,14 @@ class MapDrafter(CheckpointDrafter):
         # torch selects in bf16 three times as slowly as it converts and selects in fp32
         return logits.float().index_select(-1, self.mapped)
 
-    def certainty(self, logits: Tensor, chosen: Tensor, q: Tensor | None) -> Tensor:
+    def certainty(self, q: Tensor, chosen: Tensor, logits: Tensor) -> Tensor:
         """As of any draft, times the mass of what may be drafted at all."""
         share = self.cut(logits.float().softmax(-1)).sum(-1)
-        return super().certainty(logits, chosen, q) * share
+        return super().certainty(q, chosen, logits) * share
 
     def to_own_ids(self, rows: Tensor) -> Tensor:
         return self.own_ids[rows]
 
     def start(self, texts: Texts) -> Session:
         # in its own ids rows do not go on by as many tokens: each keeps to itself
-        return SeparateRows([TokenSession(self, texts._replace(ids=[i])) for i in texts.ids])
+        return GroupedRows([TokenSession(self, texts._replace(ids=[i])) for i in texts.ids])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from align.token_bytes import unfinished
 from align.vocabulary import Vocabulary
-from eval.decoding.drafters.base import DecoderDrafter, Proposal, SeparateRows, Session, Texts
+from eval.decoding.drafters.base import DecoderDrafter, GroupedRows, Proposal, Session, Texts
 from eval.decoding.drafters.checkpoint import teacher_forced_logits
 from eval.decoding.forward import HiddenStates
 from eval.decoding.verification import Sampling, argmax, sample, warp
@@ -41,7 +41,7 @@ class TextDrafter(DecoderDrafter):
         return {i: theirs[key] for i, key in enumerate(self.target.tokens) if key in theirs}
 
     def start(self, texts: Texts) -> Session:
-        return SeparateRows(
+        return GroupedRows(
             [TextSession(self, ids, texts.sampling, texts.generator) for ids in texts.ids]
         )
 

@@ -1,37 +1,27 @@
 """A draft that is a causal LM over the target's ids (its head may lack some of them).
 
-Legend: B rows, G drafted tokens, R answer tokens, V the target's vocabulary, K rows of the draft's
-head that may be drafted.
+Legend: B rows, T positions, R answer tokens, V the target's vocabulary, K rows of the draft's head
+that may be drafted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from eval.decoding.drafters.base import DecoderDrafter, Doubt, Proposal, Session, Texts
+from eval.decoding.drafters.base import DecoderDrafter, Proposal, Session, Texts
+from eval.decoding.drafters.in_turn import HeadDrafter
 from eval.decoding.forward import Decoder, HiddenStates, starts
-from eval.decoding.verification import Sampling, argmax, sample, warp
 
 
 @dataclass(kw_only=True)
-class CheckpointDrafter(DecoderDrafter):
-    """token_ids: target id of each head row [K], None where head row i is target id i.
-
-    The logits are cut *before* any warper, so that q is exactly what is sampled from.
-    """
-
-    token_ids: Tensor | None = None
-
+class CheckpointDrafter(DecoderDrafter, HeadDrafter):
     @property
     def q_rows(self) -> int:
-        if self.token_ids is not None:
-            return len(self.token_ids.unique())
-        return self.rows or self.vocab_size
+        return self.rows or super().q_rows
 
     def read(self, ids: Sequence[int], begins: bool = False) -> list[int]:
         """Target ids as the draft's own; begins: they are the beginning of a text."""
@@ -41,60 +31,29 @@ class CheckpointDrafter(DecoderDrafter):
         """How many of its own tokens a text of `slots` target tokens may have."""
         return slots
 
-    def certainty(self, logits: Tensor, chosen: Tensor, q: Tensor | None) -> Tensor:
-        """The draft's own probability [B] of the rows it chose, after the warpers if sampled."""
-        probabilities = self.cut(logits).float().softmax(-1) if q is None else q
-        return probabilities.gather(-1, chosen[:, None])[:, 0]
-
-    def to_target_ids(self, rows: Tensor) -> Tensor:
-        return rows if self.token_ids is None else self.token_ids[rows]
-
     def to_own_ids(self, rows: Tensor) -> Tensor:
         """What the draft reads after it has drafted these rows."""
         return self.to_target_ids(rows)
 
-    def over_target_ids(self, q: Tensor) -> Tensor:
-        """q [..., K] over the target's vocabulary [..., V]."""
-        return over_target_ids(q, self.token_ids, self.vocab_size)
-
     def start(self, texts: Texts) -> Session:
         return TokenSession(self, texts)
 
-    def teacher_forced(
-        self, ids: list[int], text: list[int], samplings: Sequence[Sampling], states: HiddenStates
-    ) -> Iterator[Tensor]:
+    def text_logits(
+        self, ids: list[int], text: list[int], states: HiddenStates
+    ) -> tuple[Tensor, int]:
         pieces = [self.read(ids, begins=True), *(self.read([i]) for i in text[:-1])]
         ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0) - 1
         # where its own ids outrun its context a draft proposes nothing
-        fits = int((ends < self.decoder.context_length).sum())
-        if fits == 0:
-            for _ in samplings:
-                yield torch.zeros((1, len(text), self.vocab_size), device=self.decoder.device)
-            return
-        read = [i for piece in pieces[:fits] for i in piece]
-        logits = teacher_forced_logits(self.decoder, read, len(pieces[0]))
-        logits = logits[:, (ends[:fits] - len(pieces[0]) + 1).to(logits.device)]
-        for sampling in samplings:
-            q = self.over_target_ids(warp(self.cut(logits), sampling))
-            yield F.pad(q, (0, 0, 0, len(text) - fits))
+        context, prompt = self.decoder.context_length, len(pieces[0])
+        fits = int((ends < context).sum())
+        read = [i for piece in pieces[: max(1, fits)] for i in piece][:context]
+        logits = teacher_forced_logits(self.decoder, read, prompt)
+        return logits[:, (ends[:fits] - prompt + 1).to(logits.device)], 0
 
     @torch.inference_mode()
     def probe(self, ids: list[int]) -> Tensor:
         own = [i % self.decoder.embedding.shape[0] for i in ids][: self.decoder.context_length]
         return teacher_forced_logits(self.decoder, own, 1)
-
-
-def over_target_ids(q: Tensor, token_ids: Tensor | None, vocab_size: int) -> Tensor:
-    """q [..., K] over the target's vocabulary [..., V], zero where the draft has no row.
-
-    Rows of one target id (tokens of the same bytes) add up.
-    """
-    if token_ids is None:
-        missing = vocab_size - q.shape[-1]
-        assert missing >= 0
-        return F.pad(q, (0, missing)) if missing else q
-    full = torch.zeros((*q.shape[:-1], vocab_size), dtype=q.dtype, device=q.device)
-    return full.scatter_add_(-1, token_ids.expand(q.shape), q)
 
 
 def teacher_forced_logits(
@@ -150,30 +109,19 @@ class TokenSession(Session):
             width = 1
         step = torch.tensor([text[-width:] for text in self.texts], device=device)
         start = starts([length - width for length in lengths])
-        doubt = Doubt(stop_below, device)
-        drafted: list[Tensor] = []
-        qs: list[Tensor] = []
-        while len(drafted) < count and not doubt.stops():
-            logits = self.logits(step, start, len(drafted))
-            start = start + step.shape[1]
-            q = None
-            if self.sampling.greedy:
-                chosen = argmax(drafter.cut(logits))
-            else:
-                q = warp(drafter.cut(logits), self.sampling)
-                chosen = sample(q, self.generator)
-                qs.append(q)
-            if stop_below:
-                doubt.add(drafter.certainty(logits, chosen, q))
-            drafted.append(drafter.to_target_ids(chosen)[:, None])
-            step = drafter.to_own_ids(chosen)[:, None]
-        if not drafted:
+        if count < 1:
             return Proposal(step.new_zeros((len(lengths), 0)))
-        self.seen = [length + len(drafted) - 1 for length in lengths]
-        stand = doubt.standing() if stop_below else len(drafted)
-        q = drafter.over_target_ids(torch.stack(qs[:stand], dim=1)) if qs else None
-        sure = torch.stack(doubt.reached[:stand], dim=1) if stop_below else None
-        return Proposal(torch.cat(drafted[:stand], dim=1), q, certainty=sure)
+
+        def logits(depth: int, before: Tensor | None) -> Tensor:
+            nonlocal step, start
+            if before is not None:
+                step = drafter.to_own_ids(before)[:, None]
+            found = self.logits(step, start, depth)
+            start = start + step.shape[1]
+            self.seen = [length + depth for length in lengths]
+            return found
+
+        return drafter.in_turn(logits, count, stop_below, self.sampling, self.generator)
 
     def logits(self, step: Tensor, start: int | Tensor, drafted: int) -> Tensor:
         """The draft's [B, K] after `step`, its newest tokens [B, T]; `drafted` in this block."""

@@ -11,7 +11,7 @@ slots.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from align.sources import read_json
-from eval.decoding.drafters.base import Proposal, Session, Texts
+from eval.decoding.drafters.base import Proposal, Session, Texts, timed_choice
 from eval.decoding.drafters.checkpoint import CheckpointDrafter, TokenSession
 from eval.decoding.drafters.features import read_layers
-from eval.decoding.drafters.pruned import COMPACT, check_compact, read_token_ids
+from eval.decoding.drafters.in_turn import on_target_ids
+from eval.decoding.drafters.pruned import check_compact, read_token_ids, write_about
 from eval.decoding.forward import HiddenStates, KVCache, causal_bias
-from eval.decoding.target import Target, tensor_sha256
-from eval.decoding.verification import Sampling, argmax, warp
+from eval.decoding.target import Target
+from eval.decoding.verification import Sampling
 from eval.decoding.weights import INT8_TERMS, Product
 
 EMBEDDING, PREFIX = "model.embed_tokens.weight", "model."
@@ -111,14 +112,8 @@ def save_eagle3(
         },
         "torch_dtype": str(embedding.dtype).removeprefix("torch."),
     }
-    compact = {
-        "format": COMPACT,
-        "drafter": "eagle3",
-        "embedding_sha256": tensor_sha256(embedding),
-        "layers": list(layers),
-    }
     (folder / "config.json").write_text(json.dumps(about, indent=2))
-    (folder / "compact.json").write_text(json.dumps(compact, indent=2))
+    write_about(folder, "eagle3", embedding, layers=list(layers))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -224,10 +219,16 @@ class Eagle3Decoder:
         hidden = hidden + self.down(F.silu(gate) * up)
         return F.rms_norm(hidden, (size,), norm_end, self.eps), hidden
 
+    def from_start(self, tokens: Tensor, hidden: Tensor, cache: KVCache | None = None) -> Tensor:
+        """What the head reads of a text's first pairs, as of `forward`."""
+        first = torch.zeros(1, dtype=torch.long, device=self.device)
+        return self.forward(tokens, hidden, first, cache or self.new_cache(1, tokens.shape[1]))[0]
+
 
 @dataclass(kw_only=True)
 class Eagle3Drafter(CheckpointDrafter):
     alike: bool = False
+    one_form: bool = True
     decoder: Eagle3Decoder  # type: ignore[assignment]
 
     def fused(self, states: HiddenStates) -> Tensor:
@@ -238,20 +239,16 @@ class Eagle3Drafter(CheckpointDrafter):
         return Eagle3Session(self, texts)
 
     @torch.inference_mode()
-    def teacher_forced(
-        self, ids: list[int], text: list[int], samplings: Sequence[Sampling], states: HiddenStates
-    ) -> Iterator[Tensor]:
+    def text_logits(
+        self, ids: list[int], text: list[int], states: HiddenStates
+    ) -> tuple[Tensor, int]:
         decoder = self.decoder
         tokens = torch.tensor([[*ids, *text[:-1]][1:]], device=decoder.device)
         hidden = self.fused({k: states[k][:, :-1] for k in self.layers})  # type: ignore[index]
-        cache, first = decoder.new_cache(1, tokens.shape[1]), torch.zeros(1, dtype=torch.long)
         # of a prompt of one token there is no pair before the first token of the text
-        known = min(len(text), tokens.shape[1])
-        y, _ = decoder.forward(tokens, hidden, first.to(decoder.device), cache)
-        logits = decoder.head(y[:, tokens.shape[1] - known :])
-        for sampling in samplings:
-            q = self.over_target_ids(warp(logits, sampling))
-            yield F.pad(q, (0, 0, len(text) - known, 0))
+        first = max(0, tokens.shape[1] - len(text))
+        logits = decoder.head(decoder.from_start(tokens, hidden)[:, first:])
+        return logits, len(text) - logits.shape[1]
 
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
         decoder = self.decoder
@@ -262,20 +259,14 @@ class Eagle3Drafter(CheckpointDrafter):
         start = torch.tensor([context_length], device=decoder.device)
         cache = decoder.new_cache(1, context_length + 1)
 
-        def run() -> None:
-            logits = decoder.head(decoder.forward(token, hidden, start, cache)[0])
-            (argmax(logits) if sampling.greedy else warp(logits, sampling)).sum().item()
-
-        return run
+        return timed_choice(
+            lambda: decoder.head(decoder.forward(token, hidden, start, cache)[0]), sampling
+        )
 
     def probe(self, ids: list[int]) -> Tensor:
         decoder = self.decoder
         tokens = torch.tensor([ids[: decoder.context_length]], device=decoder.device)
-        hidden = F.embedding(tokens, decoder.embedding)
-        first = torch.zeros(1, dtype=torch.long, device=decoder.device)
-        return decoder.head(
-            decoder.forward(tokens, hidden, first, decoder.new_cache(1, tokens.shape[1]))[0]
-        )
+        return decoder.head(decoder.from_start(tokens, F.embedding(tokens, decoder.embedding)))
 
 
 class Eagle3Session(TokenSession):
@@ -294,8 +285,7 @@ class Eagle3Session(TokenSession):
             fused = drafter.fused(states)[0]
             if len(text) > 2:
                 tokens = torch.tensor([text[1:-1]], device=drafter.decoder.device)
-                first = torch.zeros(1, dtype=torch.long, device=drafter.decoder.device)
-                drafter.decoder.forward(tokens, fused[None, :-1], first, self.cache.row(row))
+                drafter.decoder.from_start(tokens, fused[None, :-1], self.cache.row(row))
             self.new.append((text[-1:], fused[-1:]))
 
     def logits(self, step: Tensor, start: int | Tensor, drafted: int) -> Tensor:
@@ -344,26 +334,11 @@ def eagle3_drafter(
     """That draft over its target's embedding, on a CPU in eight bits."""
     embedding = target.decoder.embedding
     decoder = Eagle3Decoder(model, target.decoder.context_length, embedding)
-    return Eagle3Drafter(
-        vocab_size=len(embedding),
-        form="eagle3",
-        vocabulary={
-            "relation": "identical",
-            "strategy": "direct",
-            "coverage": len(token_ids) / len(embedding),
-        },
-        bytes=decoder.own_bytes(),
-        decoder=decoder,
-        token_ids=token_ids,
-        layers=layers,
-    )
+    about = on_target_ids(token_ids, embedding) | {"form": "eagle3"}
+    return Eagle3Drafter(**about, bytes=decoder.own_bytes(), decoder=decoder, layers=layers)
 
 
 def load(folder: Path, target: Target, strategy: str) -> Eagle3Drafter:
     """The draft in `folder`. Raises ValueError when it was made for another target."""
     layers = read_layers(folder, target)
-    model, token_ids = load_eagle3(folder, target.decoder.embedding)
-    drafter = eagle3_drafter(model, token_ids, target, layers)
-    drafter.path = str(folder)
-    drafter.full_form_bytes = (folder / "model.safetensors").stat().st_size
-    return drafter
+    return eagle3_drafter(*load_eagle3(folder, target.decoder.embedding), target, layers)

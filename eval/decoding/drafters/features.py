@@ -15,7 +15,7 @@ head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,12 @@ from eval.decoding.drafters.checkpoint import (
     TokenSession,
     teacher_forced_logits,
 )
+from eval.decoding.drafters.in_turn import on_target_ids
 from eval.decoding.drafters.pruned import load_compact
 from eval.decoding.forward import HiddenStates
 from eval.decoding.target import Target
-from eval.decoding.verification import Sampling, warp
-from eval.decoding.weights import INT8_TERMS, Product
+from eval.decoding.verification import Sampling
+from eval.decoding.weights import INT8_TERMS, Product, linear
 
 
 class Fusion(nn.Module):
@@ -89,16 +90,14 @@ class FeaturesDrafter(CheckpointDrafter):
         return FeaturesSession(self, texts)
 
     @torch.inference_mode()
-    def teacher_forced(
-        self, ids: list[int], text: list[int], samplings: Sequence[Sampling], states: HiddenStates
-    ) -> Iterator[Tensor]:
+    def text_logits(
+        self, ids: list[int], text: list[int], states: HiddenStates
+    ) -> tuple[Tensor, int]:
         both = teacher_forced_logits(self.decoder, [*ids, *text[:-1]], len(ids))
         # a zero where there is no token before: of a prompt of one token the first
         earlier = {k: F.pad(states[k], (0, 0, 1, 0)) for k in self.layers}  # type: ignore[arg-type]
         at = slice(len(ids) - 1, len(ids) - 1 + len(text))
-        logits = self.head(self.first(both, {k: state[:, at] for k, state in earlier.items()}))
-        for sampling in samplings:
-            yield self.over_target_ids(warp(self.cut(logits), sampling))
+        return self.head(self.first(both, {k: state[:, at] for k, state in earlier.items()})), 0
 
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
         shape = (1, 1, self.own_map.weight[0].shape[0])
@@ -158,18 +157,12 @@ def features_drafter(
     head = Product.of(model.get_submodule("lm_head"), int8=int8)  # type: ignore[arg-type]
     fusion.states.weight.data.view(size, -1, size).div_(fusion.sizes[:, None])
     maps = [Product.of(part, int8=int8) for part in (fusion.states, fusion.own)]
-    ends = nn.Linear(size, 2 * size, bias=False, device="meta")
-    ends.weight = nn.Parameter(torch.cat([fusion.alone.weight, fusion.given.weight]).detach())
-    model.set_output_embeddings(ends)
+    model.set_output_embeddings(linear(torch.cat([fusion.alone.weight, fusion.given.weight])))
     decoder = build_decoder(model, target.decoder.context_length, embedding, int8=int8)
-    coverage = 1.0 if token_ids is None else len(token_ids) / len(embedding)
     return FeaturesDrafter(
-        vocab_size=len(embedding),
-        form="compact",
-        vocabulary={"relation": "identical", "strategy": "direct", "coverage": coverage},
+        **on_target_ids(token_ids, embedding),
         bytes=decoder.own_bytes() + sum(product.nbytes for product in (head, *maps)),
         decoder=decoder,
-        token_ids=token_ids,
         layers=layers,
         head=head,
         states_map=maps[0],
@@ -205,8 +198,4 @@ def read_layers(folder: Path, target: Target) -> tuple[int, ...]:
 def load(folder: Path, target: Target, strategy: str) -> FeaturesDrafter:
     """The draft in `folder`. Raises ValueError where it reads layers that the target lacks."""
     layers = read_layers(folder, target)
-    drafter = features_drafter(*load_features(folder, target.decoder.embedding), target, layers)
-    full_form = folder.parent / "model.safetensors"
-    drafter.path = str(folder)
-    drafter.full_form_bytes = full_form.stat().st_size if full_form.is_file() else None
-    return drafter
+    return features_drafter(*load_features(folder, target.decoder.embedding), target, layers)

@@ -8,31 +8,28 @@ target's hidden size, K rows of the output head.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from eval.decoding.drafters.base import Drafter, Proposal, Session, Texts
-from eval.decoding.drafters.in_turn import Logits, TokensInTurn
+from eval.decoding.drafters.base import Proposal, Session, Texts
+from eval.decoding.drafters.in_turn import HeadDrafter, Logits
 from eval.decoding.forward import HiddenStates
-from eval.decoding.verification import Sampling, warp
 from eval.decoding.weights import Product
 
 
 @dataclass(kw_only=True)
-class StateDrafter(Drafter):
-    """head: the output head. longest: how many tokens a draft has at most."""
+class StateDrafter(HeadDrafter):
+    """embedding: the target's [V, H]. head: the output head. longest: how many tokens a draft has
+    at most.
+    """
 
     alike: bool = False
+    one_form: bool = True
+    embedding: Tensor
     head: Product
-    in_turn: TokensInTurn
     longest: int
-    size: int
-    dtype: torch.dtype
-    device: torch.device
 
     @abstractmethod
     def first_logits(self, states: Tensor, newest: Tensor) -> Tensor:
@@ -42,25 +39,18 @@ class StateDrafter(Drafter):
     def block_logits(self, states: Tensor, newest: Tensor) -> Logits:
         """Those of a whole draft, from the states [B, 1, L * H] before the newest token [B]."""
 
-    @property
-    def q_rows(self) -> int:
-        ids = self.in_turn.token_ids
-        return self.vocab_size if ids is None else len(ids)
-
     def start(self, texts: Texts) -> Session:
         return StateSession(self, texts)
 
     @torch.inference_mode()
-    def teacher_forced(
-        self, ids: list[int], text: list[int], samplings: Sequence[Sampling], states: HiddenStates
-    ) -> Iterator[Tensor]:
-        """Of the first token of a draft; zero where no token stands before the newest."""
-        newest = torch.tensor([[*ids, *text][1 : len(ids) + len(text) - 1]], device=self.device)
-        known = self.first_logits(self.side_by_side(states, self.dtype)[:, :-1], newest)
+    def text_logits(
+        self, ids: list[int], text: list[int], states: HiddenStates
+    ) -> tuple[Tensor, int]:
+        """Of the first token of a draft: none where no token stands before the newest."""
+        newest = torch.tensor([[*ids, *text][1:-1]], device=self.embedding.device)
+        known = self.first_logits(self.side_by_side(states, self.embedding.dtype)[:, :-1], newest)
         known = known[:, max(0, len(ids) - 2) :]
-        for sampling in samplings:
-            q = self.in_turn.over_target_ids(warp(known, sampling))
-            yield F.pad(q, (0, 0, len(text) - q.shape[1], 0))
+        return known, len(text) - known.shape[1]
 
 
 class StateSession(Session):
@@ -68,10 +58,9 @@ class StateSession(Session):
 
     def __init__(self, drafter: StateDrafter, texts: Texts) -> None:
         self.drafter, self.sampling, self.generator = drafter, texts.sampling, texts.generator
-        self.states = torch.cat(
-            [drafter.side_by_side(one, drafter.dtype)[:, -1:] for one in texts.states]
-        )
-        self.newest = torch.tensor([text[-1] for text in texts.ids], device=drafter.device)
+        dtype, device = drafter.embedding.dtype, drafter.embedding.device
+        self.states = torch.cat([drafter.side_by_side(one, dtype)[:, -1:] for one in texts.states])
+        self.newest = torch.tensor([text[-1] for text in texts.ids], device=device)
 
     @torch.inference_mode()
     def propose(self, count: int, stop_below: float) -> Proposal:
@@ -79,17 +68,11 @@ class StateSession(Session):
         count = min(count, drafter.longest)
         if count < 1:
             return Proposal(self.newest.new_zeros((len(self.newest), 0)))
-        return drafter.in_turn.propose(
-            drafter.block_logits(self.states, self.newest),
-            drafter.in_turn.rows_of(self.newest),
-            count,
-            stop_below,
-            self.sampling,
-            self.generator,
-        )
+        logits = drafter.block_logits(self.states, self.newest)
+        return drafter.in_turn(logits, count, stop_below, self.sampling, self.generator)
 
     def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
-        found = self.drafter.side_by_side(states, self.drafter.dtype)
+        found = self.drafter.side_by_side(states, self.drafter.embedding.dtype)
         # of what was emitted the target has read all but the last, which is the newest now
         read = torch.tensor([len(new) - 1 for new in emitted], device=found.device)
         rows = torch.arange(len(emitted), device=found.device)

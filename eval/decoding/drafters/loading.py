@@ -43,7 +43,11 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
                     file=sys.stderr,
                 )
                 return _load_checkpoint(spec, target, strategy)
-            return _kind(about.get("drafter", "pruned")).load(folder, target, strategy)
+            drafter: Drafter = _kind(about.get("drafter", "pruned")).load(folder, target, strategy)
+            full = (folder if drafter.one_form else folder.parent) / "model.safetensors"
+            drafter.path = str(folder)
+            drafter.full_form_bytes = full.stat().st_size if full.is_file() else None
+            return drafter
     name = spec.partition(":")[0].replace("-", "_")
     if (Path(__file__).parent / f"{name}.py").is_file():
         return _kind(name).load(spec, target, strategy)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eval.decoding.drafters.base import Drafter, Proposal, Session, Texts
+from eval.decoding.drafters.base import Drafter, Proposal, Session, Texts, merged
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.drafters.prompt_lookup import following
 from eval.decoding.forward import HiddenStates
@@ -33,7 +33,7 @@ class LookupFirst(Drafter):
         return self.draft.q_rows
 
     def start(self, texts: Texts) -> Session:
-        return LookupFirstSession(self.draft.start(texts), texts, self.vocab_size)
+        return LookupFirstSession(self.draft.start(texts), texts)
 
     def teacher_forced(
         self, ids: list[int], text: list[int], samplings: Sequence[Sampling], states: HiddenStates
@@ -57,8 +57,8 @@ class LookupFirst(Drafter):
 
 
 class LookupFirstSession(Session):
-    def __init__(self, session: Session, texts: Texts, vocab_size: int) -> None:
-        self.session, self.vocab_size = session, vocab_size
+    def __init__(self, session: Session, texts: Texts) -> None:
+        self.session = session
         self.device = texts.generator.device
         self.texts = [list(text) for text in texts.ids]
         self.replaced: list[int] = []  # rows that were drafted, too, but looked up
@@ -66,35 +66,24 @@ class LookupFirstSession(Session):
     def propose(self, count: int, stop_below: float) -> Proposal:
         found = [following(text, count, SHORTEST) for text in self.texts]
         rows = [row for row, tokens in enumerate(found) if tokens]
-        drafted = Proposal(torch.zeros((len(found), 0), dtype=torch.long, device=self.device))
+        made: list[Proposal] = []
+        places: list[list[int]] = []
         self.replaced = []
         if len(rows) < len(found):
-            drafted, self.replaced = self.session.propose(count, stop_below), rows
+            made, places = [self.session.propose(count, stop_below)], [[*range(len(found))]]
+            self.replaced = rows
         if not rows:
-            return drafted
-        lengths = [drafted.tokens.shape[1]] * len(found)
-        if drafted.counts is not None:
-            lengths = drafted.counts.tolist()
+            return made[0]
+        looked_up = [Proposal(torch.tensor([found[row]], device=self.device)) for row in rows]
+        every = [*places, *([row] for row in rows)]
+        whole = merged([*made, *looked_up], every, len(found), stop_below)
         for row in rows:
-            lengths[row] = len(found[row])
-        size = (len(found), max(lengths))
-        tokens = torch.zeros(size, dtype=torch.long, device=self.device)
-        tokens[:, : drafted.tokens.shape[1]] = drafted.tokens[:, : size[1]]
-        certainty = torch.ones(size, device=self.device)
-        if drafted.certainty is not None:
-            certainty[:, : drafted.tokens.shape[1]] = drafted.certainty[:, : size[1]]
-            certainty[rows] = 1
-        for row in rows:
-            tokens[row, : lengths[row]] = torch.tensor(found[row], device=self.device)
-        q = None
-        if drafted.q is not None:
-            q = drafted.q.new_zeros((*size, self.vocab_size))
-            q[:, : drafted.q.shape[1]] = drafted.q[:, : size[1]]
-            for row in rows:
-                q[row] = 0
-                q[row, range(lengths[row]), found[row]] = 1
-        counts = torch.tensor(lengths, device=self.device)
-        return Proposal(tokens, q, counts, rows, certainty if stop_below else None)
+            if whole.certainty is not None:
+                whole.certainty[row] = 1
+            if whole.q is not None:
+                whole.q[row] = 0
+                whole.q[row, range(len(found[row])), found[row]] = 1
+        return whole._replace(free=rows)
 
     def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
         for text, new in zip(self.texts, emitted, strict=True):

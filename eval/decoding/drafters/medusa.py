@@ -11,7 +11,6 @@ the output head, V the target's vocabulary.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +23,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from align.atomic import atomic_folder
+from eval.decoding.drafters.base import timed_choice
 from eval.decoding.drafters.from_states import StateDrafter
-from eval.decoding.drafters.in_turn import Logits, SequentialHead, TokensInTurn
-from eval.decoding.drafters.pruned import COMPACT, check_compact
-from eval.decoding.target import Target, tensor_sha256
-from eval.decoding.verification import Sampling, argmax, warp
-from eval.decoding.weights import INT8_TERMS, Product
+from eval.decoding.drafters.in_turn import Logits, SequentialHead, on_target_ids
+from eval.decoding.drafters.pruned import check_compact, write_about
+from eval.decoding.target import Target
+from eval.decoding.verification import Sampling
+from eval.decoding.weights import INT8_TERMS, Product, linear
 
 
 class MedusaConfig(PreTrainedConfig):
@@ -96,16 +96,11 @@ def save_medusa(
         tensors["sequential.write"] = head[:, size:].contiguous()
     if token_ids is not None:
         tensors["token_map"] = token_ids
-    about = {
-        "format": COMPACT,
-        "drafter": "medusa",
-        "embedding_sha256": tensor_sha256(embedding),
-    }
     with atomic_folder(folder) as partial:
         model.config.architectures = ["MedusaModel"]
         model.config.save_pretrained(partial)
         save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-        (partial / "compact.json").write_text(json.dumps(about, indent=2))
+        write_about(partial, "medusa", embedding)
 
 
 def load_medusa(folder: Path, embedding: Tensor) -> tuple[MedusaModel, Tensor | None]:
@@ -139,25 +134,25 @@ class MedusaDrafter(StateDrafter):
         return self.head(states + F.silu(self.blocks[depth](states)))
 
     def first_logits(self, states: Tensor, newest: Tensor) -> Tensor:
-        return self.in_turn.corrected(self.logits(states, 0), self.in_turn.rows_of(newest))
+        return self.corrected(self.logits(states, 0), self.rows_of(newest))
 
     def block_logits(self, states: Tensor, newest: Tensor) -> Logits:
-        return lambda depth, _: self.logits(states, depth)[:, -1]
+        def logits(depth: int, before: Tensor | None) -> Tensor:
+            found = self.logits(states, depth)[:, -1]
+            # the newest token is the one before the first
+            return self.corrected(found, self.rows_of(newest)) if before is None else found
+
+        return logits
 
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
         """A head, and the choice of its token."""
-        state = torch.zeros((1, 1, self.size), dtype=self.dtype, device=self.device)
-        before = torch.zeros(1, dtype=torch.long, device=self.device)
-
-        def run() -> None:
-            scores = self.in_turn.corrected(self.logits(state, 0)[:, -1], before)
-            (argmax(scores) if sampling.greedy else warp(scores, sampling)).sum().item()
-
-        return run
+        state = self.embedding.new_zeros((1, 1, self.embedding.shape[1]))
+        before = torch.zeros(1, dtype=torch.long, device=self.embedding.device)
+        return timed_choice(lambda: self.corrected(self.logits(state, 0)[:, -1], before), sampling)
 
     @torch.inference_mode()
     def probe(self, ids: list[int]) -> Tensor:
-        state = torch.ones((1, 1, self.size), dtype=self.dtype, device=self.device)
+        state = self.embedding.new_ones((1, 1, self.embedding.shape[1]))
         return torch.stack([self.logits(state, depth) for depth in range(len(self.blocks))])
 
 
@@ -171,29 +166,22 @@ def medusa_drafter(
     embedding = target.decoder.embedding
     size, weight = model.config.hidden_size, model.lm_head.weight.detach().to(embedding)
     int8 = embedding.device.type == "cpu" and size % INT8_TERMS == 0
-    head = nn.Linear(size, len(weight), bias=False, device="meta")
-    head.weight = nn.Parameter(weight[:, :size].contiguous(), requires_grad=False)
     sequential = None
     if model.config.sequential_rank:
         read = model.sequential.weight.detach().to(embedding)
         sequential = SequentialHead(read, weight[:, size:].contiguous())
     parts: Any = model.blocks
     own = [Product.of(block.layers[0].to(embedding), int8=int8) for block in parts]
-    shared = Product.of(head, int8=int8)
-    coverage = 1.0 if token_ids is None else len(token_ids) / len(embedding)
+    shared = Product.of(linear(weight[:, :size].contiguous()), int8=int8)
     return MedusaDrafter(
-        vocab_size=len(embedding),
-        form="compact",
-        vocabulary={"relation": "identical", "strategy": "direct", "coverage": coverage},
+        **on_target_ids(token_ids, embedding),
         bytes=sum(part.nbytes for part in (*own, shared, *(sequential or ()))),
         layers=(layer,),
+        embedding=embedding,
         blocks=own,
         longest=len(own),
         head=shared,
-        in_turn=TokensInTurn(len(embedding), token_ids, sequential),
-        size=size,
-        dtype=embedding.dtype,
-        device=embedding.device,
+        sequential=sequential,
     )
 
 
@@ -201,7 +189,4 @@ def load(folder: Path, target: Target, strategy: str) -> MedusaDrafter:
     """The heads in `folder`."""
     model, token_ids = load_medusa(folder, target.decoder.embedding)
     layer = target.model.config.get_text_config().num_hidden_layers
-    drafter = medusa_drafter(model, token_ids, target, layer)
-    drafter.path = str(folder)
-    drafter.full_form_bytes = (folder / "model.safetensors").stat().st_size
-    return drafter
+    return medusa_drafter(model, token_ids, target, layer)

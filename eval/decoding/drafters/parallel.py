@@ -11,10 +11,8 @@ Legend: B rows, T positions, D the most tokens it drafts, H hidden size, K rows 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,19 +21,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from align.atomic import atomic_file
+from align.atomic import atomic_file, write_json
 from align.sources import read_json
-from eval.decoding.drafters.base import Proposal, Session, Texts
-from eval.decoding.drafters.checkpoint import CheckpointDrafter
-from eval.decoding.drafters.in_turn import SequentialHead, TokensInTurn
+from eval.decoding.drafters.base import Proposal, Session, Texts, timed_choice
+from eval.decoding.drafters.checkpoint import CheckpointDrafter, TokenSession
+from eval.decoding.drafters.in_turn import SequentialHead
 from eval.decoding.drafters.pruned import load_compact, pruned_drafter
-from eval.decoding.forward import HiddenStates, starts
+from eval.decoding.forward import starts
 from eval.decoding.target import Target
-from eval.decoding.verification import Sampling, argmax, warp
+from eval.decoding.verification import Sampling
 
 NEW_TOKENS = 2  # that a pass reads before its masks, as it is timed: about a block's tokens
-
-
 PARTS = "parallel.safetensors"
 
 
@@ -53,8 +49,7 @@ class Parts(NamedTuple):
         with atomic_file(folder / PARTS, "wb") as file:
             save_file(tensors, file.name)
         about = read_json(folder / "compact.json") | {"drafter": "parallel"}
-        with atomic_file(folder / "compact.json") as file:
-            json.dump(about, file, indent=2)
+        write_json(folder / "compact.json", about)
 
     @classmethod
     def load(cls, folder: Path) -> Parts:
@@ -79,15 +74,10 @@ class ParallelDrafter(CheckpointDrafter):
 
     alike: bool = False
     depth: int
-    sequential: SequentialHead | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.bytes += sum(part.nbytes for part in self.sequential or ())
-
-    @cached_property
-    def in_turn(self) -> TokensInTurn:
-        return TokensInTurn(self.vocab_size, self.token_ids, self.sequential)
 
     def masks(self, count: int) -> list[int]:
         """The ids that stand for the second to the last of `count` tokens to be drafted."""
@@ -103,11 +93,7 @@ class ParallelDrafter(CheckpointDrafter):
         logits = torch.zeros((1, rows), dtype=self.decoder.dtype, device=self.decoder.device)
         before = torch.zeros(1, dtype=torch.long, device=logits.device)
 
-        def run() -> None:
-            scores = self.in_turn.corrected(logits, before)
-            (argmax(scores) if sampling.greedy else warp(scores, sampling)).sum().item()
-
-        return run
+        return timed_choice(lambda: self.corrected(logits, before), sampling)
 
     def block(self, context_length: int) -> Callable[[], None]:
         decoder = self.decoder
@@ -121,18 +107,14 @@ class ParallelDrafter(CheckpointDrafter):
         return run
 
 
-class ParallelSession(Session):
-    """A batch in progress; `seen`: how much of each text is in its cache, masks not counted."""
+class ParallelSession(TokenSession):
+    """What a cache has `seen` of a text are no masks."""
+
+    drafter: ParallelDrafter
 
     def __init__(self, drafter: ParallelDrafter, texts: Texts) -> None:
-        self.drafter, self.sampling, self.generator = drafter, texts.sampling, texts.generator
-        self.texts = [list(text) for text in texts.ids]
-        self.slots = texts.slots
-        self.cache = drafter.decoder.new_cache(len(self.texts), self.slots)
-        for row, text in enumerate(self.texts):
-            head = torch.tensor([text[:-1]], device=drafter.decoder.device)
-            drafter.decoder.forward(head, 0, self.cache.row(row), last_only=True)
-        self.seen = [len(text) - 1 for text in self.texts]
+        super().__init__(drafter, texts)
+        self.read_alone()
 
     def propose(self, count: int, stop_below: float) -> Proposal:
         drafter, device = self.drafter, self.drafter.decoder.device
@@ -148,28 +130,17 @@ class ParallelSession(Session):
         rows = [row + [0] * (width + len(masks) - len(row)) for row in rows]
         start = starts([max(0, length - width) for length in lengths])
         tokens = torch.tensor(rows, device=device)
-        logits = drafter.cut(drafter.decoder.forward(tokens, start, self.cache))
+        logits = drafter.decoder.forward(tokens, start, self.cache)
         newest = torch.tensor([min(length, width) - 1 for length in lengths], device=device)
         at = torch.arange(len(rows), device=device)
         self.seen = lengths
-        return drafter.in_turn.propose(
+        return drafter.in_turn(
             lambda depth, _: logits[at, newest + depth],
-            None,
             count,
             stop_below,
             self.sampling,
             self.generator,
         )
-
-    def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
-        # what it drafted it has not read: masks stood there
-        for text, new in zip(self.texts, emitted, strict=True):
-            text += new
-
-    def keep(self, rows: list[int]) -> None:
-        self.texts = [self.texts[row] for row in rows]
-        self.seen = [self.seen[row] for row in rows]
-        self.cache = self.cache.keep_rows(torch.tensor(rows, device=self.drafter.decoder.device))
 
 
 def parallel_drafter(
@@ -178,18 +149,12 @@ def parallel_drafter(
     """A draft of that model and those parts, otherwise as `pruned_drafter`."""
     parts = parts.like(target.decoder.embedding)
     plain = pruned_drafter(model, token_ids, target, parts.masks)
-    return ParallelDrafter(
-        **{field.name: getattr(plain, field.name) for field in fields(plain)} | {"alike": False},
-        depth=len(parts.masks) + 1,
-        sequential=parts.sequential,
-    )
+    known = {field.name: getattr(plain, field.name) for field in fields(plain)}
+    own = {"alike": False, "depth": len(parts.masks) + 1, "sequential": parts.sequential}
+    return ParallelDrafter(**known | own)
 
 
 def load(folder: Path, target: Target, strategy: str) -> ParallelDrafter:
     """The parallel draft in `folder`."""
     model, token_ids = load_compact(folder, target.decoder.embedding)
-    drafter = parallel_drafter(model, token_ids, Parts.load(folder), target)
-    full_form = folder.parent / "model.safetensors"
-    drafter.path = str(folder)
-    drafter.full_form_bytes = full_form.stat().st_size if full_form.is_file() else None
-    return drafter
+    return parallel_drafter(model, token_ids, Parts.load(folder), target)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from eval.decoding.drafters.base import Drafter, Proposal, SeparateRows, Session, Texts
+from eval.decoding.drafters.base import Drafter, GroupedRows, Proposal, Session, Texts
 from eval.decoding.forward import HiddenStates
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
@@ -25,7 +25,7 @@ class PromptLookup(Drafter):
     device: torch.device
 
     def start(self, texts: Texts) -> Session:
-        return SeparateRows([LookupSession(self.device, ids) for ids in texts.ids])
+        return GroupedRows([LookupSession(self.device, ids) for ids in texts.ids])
 
     def teacher_forced(
         self, ids: list[int], text: list[int], samplings: Sequence[Sampling], states: HiddenStates

@@ -20,6 +20,7 @@ from align.atomic import atomic_folder
 from align.sources import read_json
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.checkpoint import CheckpointDrafter
+from eval.decoding.drafters.in_turn import on_target_ids
 from eval.decoding.target import Target, tensor_sha256
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -48,13 +49,13 @@ def save_compact(
     with atomic_folder(folder) as partial:
         model.config.save_pretrained(partial)
         save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-        about = {
-            "format": COMPACT,
-            "drafter": drafter,
-            "embedding_sha256": tensor_sha256(embedding),
-            "layers": list(layers),
-        }
-        (partial / "compact.json").write_text(json.dumps(about, indent=2))
+        write_about(partial, drafter, embedding, layers=list(layers))
+
+
+def write_about(folder: Path, drafter: str, embedding: Tensor, **more: Any) -> None:
+    """compact.json of a kind; `embedding` is the target's."""
+    about = {"format": COMPACT, "drafter": drafter, "embedding_sha256": tensor_sha256(embedding)}
+    (folder / "compact.json").write_text(json.dumps(about | more, indent=2))
 
 
 def load_compact(
@@ -132,21 +133,11 @@ def pruned_drafter(
     decoder = build_decoder(
         model, target.decoder.context_length, embedding, int8=on_cpu, masks=masks
     )
-    coverage = 1.0 if token_ids is None else len(token_ids) / len(embedding)
     return CheckpointDrafter(
-        vocab_size=len(embedding),
-        form="compact",
-        vocabulary={"relation": "identical", "strategy": "direct", "coverage": coverage},
-        bytes=decoder.own_bytes(),
-        decoder=decoder,
-        token_ids=token_ids,
+        **on_target_ids(token_ids, embedding), bytes=decoder.own_bytes(), decoder=decoder
     )
 
 
 def load(folder: Path, target: Target, strategy: str) -> CheckpointDrafter:
     """The pruned draft in `folder`."""
-    drafter = pruned_drafter(*load_compact(folder, target.decoder.embedding), target)
-    full_form = folder.parent / "model.safetensors"
-    drafter.path = str(folder)
-    drafter.full_form_bytes = full_form.stat().st_size if full_form.is_file() else None
-    return drafter
+    return pruned_drafter(*load_compact(folder, target.decoder.embedding), target)

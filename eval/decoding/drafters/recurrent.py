@@ -23,13 +23,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from eval.decoding.drafters.base import timed_choice
 from eval.decoding.drafters.features import read_layers
 from eval.decoding.drafters.from_states import StateDrafter
-from eval.decoding.drafters.in_turn import Logits, TokensInTurn
+from eval.decoding.drafters.in_turn import Logits, on_target_ids
 from eval.decoding.drafters.pruned import EMBEDDING, check_compact, read_token_ids
 from eval.decoding.target import Target
-from eval.decoding.verification import Sampling, argmax, warp
-from eval.decoding.weights import INT8_TERMS, Product
+from eval.decoding.verification import Sampling
+from eval.decoding.weights import INT8_TERMS, Product, linear
 
 EPS = 1e-6  # of the embeddings' norm
 
@@ -95,9 +96,8 @@ def load_recurrent(folder: Path, embedding: Tensor) -> tuple[RecurrentModel, Ten
 
 @dataclass(kw_only=True)
 class RecurrentDrafter(StateDrafter):
-    """embedding: the target's [V, H]. first, further: A and C; A reads states as they are."""
+    """first, further: A and C; A reads states as they are."""
 
-    embedding: Tensor
     first: Product
     further: Product
 
@@ -115,28 +115,24 @@ class RecurrentDrafter(StateDrafter):
             nonlocal y
             if depth > 0:
                 assert before is not None
-                y = self.further(self.beside(self.in_turn.ids_of(before)[:, None], y))
+                y = self.further(self.beside(self.to_target_ids(before)[:, None], y))
             return self.head(y)[:, -1]
 
         return logits
 
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
         """A further token."""
-        before = torch.zeros((1, 1, self.size), dtype=self.dtype, device=self.device)
-        token = torch.zeros((1, 1), dtype=torch.long, device=self.device)
-
-        def run() -> None:
-            scores = self.head(self.further(self.beside(token, before)))[:, -1]
-            (argmax(scores) if sampling.greedy else warp(scores, sampling)).sum().item()
-
-        return run
+        before = self.embedding.new_zeros((1, 1, self.embedding.shape[1]))
+        token = torch.zeros((1, 1), dtype=torch.long, device=self.embedding.device)
+        return timed_choice(
+            lambda: self.head(self.further(self.beside(token, before)))[:, -1], sampling
+        )
 
     @torch.inference_mode()
     def probe(self, ids: list[int]) -> Tensor:
-        tokens = torch.tensor([ids], device=self.device)
-        width = self.size * len(self.layers)
-        states = torch.ones((1, len(ids), width), dtype=self.dtype, device=self.device)
-        y = self.first(self.beside(tokens, states))
+        tokens = torch.tensor([ids], device=self.embedding.device)
+        width = self.embedding.shape[1] * len(self.layers)
+        y = self.first(self.beside(tokens, self.embedding.new_ones((1, len(ids), width))))
         return self.head(torch.cat([y, self.further(self.beside(tokens, y))]))
 
 
@@ -150,39 +146,23 @@ def recurrent_drafter(
     usual = torch.cat([torch.ones(1).to(model.sizes), model.sizes])
     scaled = model.first.weight.detach().view(size, -1, size) / usual[:, None]
     first, further, head = (
-        Product.of(_linear(weight.to(embedding)), int8=int8)
+        Product.of(linear(weight.to(embedding)), int8=int8)
         for weight in (scaled.flatten(1), model.further.weight, model.lm_head.weight)
     )
-    coverage = 1.0 if token_ids is None else len(token_ids) / len(embedding)
     return RecurrentDrafter(
-        vocab_size=len(embedding),
-        form="compact",
-        vocabulary={"relation": "identical", "strategy": "direct", "coverage": coverage},
+        **on_target_ids(token_ids, embedding),
         bytes=sum(part.nbytes for part in (first, further, head)),
         layers=layers,
         embedding=embedding,
         first=first,
         further=further,
         head=head,
-        in_turn=TokensInTurn(len(embedding), token_ids, None),
         longest=target.decoder.context_length,
-        size=size,
-        dtype=embedding.dtype,
-        device=embedding.device,
     )
-
-
-def _linear(weight: Tensor) -> nn.Linear:
-    found = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    found.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    return found
 
 
 def load(folder: Path, target: Target, strategy: str) -> RecurrentDrafter:
     """The draft in `folder`. Raises ValueError where it was made for another target."""
     layers = read_layers(folder, target)
     model, token_ids = load_recurrent(folder, target.decoder.embedding)
-    drafter = recurrent_drafter(model, token_ids, target, layers)
-    drafter.path = str(folder)
-    drafter.full_form_bytes = (folder / "model.safetensors").stat().st_size
-    return drafter
+    return recurrent_drafter(model, token_ids, target, layers)

@@ -2,7 +2,7 @@
 
 The draft decides nothing but speed, so a wrong choice costs time and never a word. By default the
 adapter is taken whose draft finds the prompt's last tokens likeliest; who knows a request's domain
-gives a route of their own. Legend: B rows, G drafted tokens, V the target's vocabulary.
+gives a route of their own. V: the target's vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eval.decoding.adapters import find_adapters
 from eval.decoding.drafters.adapter import SharedBase
-from eval.decoding.drafters.base import DecoderDrafter, Drafter, Proposal, Session, Texts
+from eval.decoding.drafters.base import DecoderDrafter, Drafter, GroupedRows, Session, Texts
 from eval.decoding.forward import HiddenStates
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
@@ -62,51 +62,6 @@ class Routed(Drafter):
 
     def probe(self, ids: list[int]) -> Tensor:
         return torch.cat([draft.probe(ids) for draft in self.drafts.values()])
-
-
-class GroupedRows(Session):
-    """A session for each adapter in use, on the rows of the batch that are its own."""
-
-    def __init__(self, sessions: list[Session], rows: list[list[int]]) -> None:
-        self.sessions, self.rows = sessions, rows
-
-    def propose(self, count: int, stop_below: float) -> Proposal:
-        made = [session.propose(count, stop_below) for session in self.sessions]
-        if len(made) == 1:
-            return made[0]
-        size = sum(map(len, self.rows)), max(one.tokens.shape[1] for one in made)
-        tokens = made[0].tokens.new_zeros(size)
-        counts = tokens.new_zeros(size[0])
-        certainty = torch.ones(size, device=tokens.device)
-        q = None
-        for one, rows in zip(made, self.rows, strict=True):
-            width = one.tokens.shape[1]
-            tokens[rows, :width] = one.tokens
-            counts[rows] = width if one.counts is None else one.counts
-            if one.certainty is not None:
-                certainty[rows, :width] = one.certainty
-            if one.q is not None:
-                q = one.q.new_zeros((*size, one.q.shape[2])) if q is None else q
-                q[rows, :width] = one.q
-        return Proposal(tokens, q, counts, certainty=certainty if stop_below else None)
-
-    def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
-        for session, rows in zip(self.sessions, self.rows, strict=True):
-            own = {layer: None if v is None else v[rows] for layer, v in states.items()}
-            session.commit([emitted[i] for i in rows], [accepted[i] for i in rows], own)
-
-    def keep(self, rows: list[int]) -> None:
-        left = [[own.index(row) for row in rows if row in own] for own in self.rows]
-        places = {row: place for place, row in enumerate(rows)}
-        for session, kept in zip(self.sessions, left, strict=True):
-            if kept:
-                session.keep(kept)
-        groups = [
-            (session, [places[own[i]] for i in kept])
-            for session, own, kept in zip(self.sessions, self.rows, left, strict=True)
-            if kept
-        ]
-        self.sessions, self.rows = [one for one, _ in groups], [own for _, own in groups]
 
 
 def by_likelihood(drafts: Mapping[str, DecoderDrafter]) -> Route:

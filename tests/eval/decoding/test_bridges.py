@@ -20,7 +20,7 @@ from align.vocab_map import MapError, Retokenizer, VocabMap, build_map
 from align.vocabulary import read_vocabulary
 from eval.decoding import verification
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters import by_map, by_text, checkpoint, loading, pruned
+from eval.decoding.drafters import by_map, by_text, in_turn, loading, pruned
 from eval.decoding.drafters.base import Texts
 from eval.decoding.drafters.by_map import MapDrafter
 from eval.decoding.drafters.by_text import TextDrafter, TextSession
@@ -197,7 +197,7 @@ def branches(monkeypatch):
         index = found.choose(probabilities.flatten().double().tolist())
         return torch.full(probabilities.shape[:-1], index)
 
-    for module in (checkpoint, by_text, verification):
+    for module in (in_turn, by_text, verification):
         monkeypatch.setattr(module, "sample", sample)
     return found
 
@@ -502,9 +502,13 @@ def test_a_draft_by_map_is_as_certain_as_its_mass_on_shared_tokens_allows(load):
     assert draft.mapped.tolist() == [1, 2, 3, 4]  # not "aa"
     chosen = torch.tensor([0])  # of these: the head's row 1
     whole = float(logits.softmax(-1)[0, 1])
-    assert float(draft.certainty(logits, chosen, None)) == pytest.approx(whole)
-    assert draft.certainty(logits.bfloat16(), chosen, None) == draft.certainty(logits, chosen, None)
-    plain = load("direct").certainty(logits[:, :4], chosen, None)
+
+    def certainty(draft, logits):
+        return draft.certainty(draft.cut(logits).float().softmax(-1), chosen, logits)
+
+    assert float(certainty(draft, logits)) == pytest.approx(whole)
+    assert certainty(draft, logits.bfloat16()) == certainty(draft, logits)
+    plain = certainty(load("direct"), logits[:, :4])
     assert float(plain) == pytest.approx(float(logits[:, :4].softmax(-1)[0, 0]))
 
 

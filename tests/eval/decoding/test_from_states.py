@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.base import Texts
 from eval.decoding.drafters.from_states import StateSession
-from eval.decoding.drafters.in_turn import SequentialHead, TokensInTurn
+from eval.decoding.drafters.in_turn import SequentialHead
 from eval.decoding.drafters.lookup_first import lookup_first
 from eval.decoding.drafters.medusa import (
     MedusaConfig,
@@ -59,11 +59,10 @@ def medusa(vocab=VOCAB, head=None, kept=None, rank=4, seed=0, layer=LAYERS, size
         layers=(layer,),
         blocks=[product(0.3 * torch.randn(size, size), torch.randn(size)) for _ in range(DEPTH)],
         head=product(torch.randn(rows, size) if head is None else head),
-        in_turn=TokensInTurn(vocab, kept, sequential),
+        token_ids=kept,
+        sequential=sequential,
         longest=DEPTH,
-        size=size,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+        embedding=torch.zeros(vocab, size),
     )
 
 
@@ -81,11 +80,8 @@ def recurrent(vocab=VOCAB, kept=None, seed=0, layers=(0, LAYERS), size=SIZE, **p
         vocab_size=vocab,
         vocabulary={},
         layers=layers,
-        in_turn=TokensInTurn(vocab, kept, None),
+        token_ids=kept,
         longest=LONGEST,
-        size=size,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
         **(made | parts),
     )
 

@@ -206,12 +206,12 @@ def test_a_pass_off_by_one_position_is_caught(target, perfect, monkeypatch, by):
 
 
 def test_a_state_of_the_mask_beside_is_caught(target, perfect, monkeypatch):
-    propose = parallel.TokensInTurn.propose
+    propose = ParallelDrafter.in_turn
 
     def beside(self, logits, *rest):
         return propose(self, lambda depth, before: logits(max(0, depth - 1), before), *rest)
 
-    monkeypatch.setattr(parallel.TokensInTurn, "propose", beside)
+    monkeypatch.setattr(ParallelDrafter, "in_turn", beside)
     with pytest.raises(AssertionError):
         test_a_draft_that_knows_what_follows_is_accepted_whole(target, perfect)
 

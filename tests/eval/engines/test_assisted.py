@@ -17,13 +17,15 @@ from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.engines.assisted import (
     Assistant,
+    Assisted,
     StockTarget,
     generate,
     load_stock,
-    measure_assisted,
 )
+from eval.engines.driven import measure_driven
 from eval.engines.installed import measure_installed
-from eval.engines.log import log_blocks, prompt_run
+from eval.engines.log import log_blocks
+from eval.measuring.log import PromptRun
 from eval.measuring.metrics import check_runs
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.page import render_page
@@ -103,7 +105,7 @@ def logged(*calls, max_new_tokens, gamma=3):
     """The run of these calls: [(drafted, emitted), …]."""
     drafted, emitted = zip(PREFILL, *calls, strict=True)
     seconds = [1.0, *(0.1 * i for i in range(1, len(emitted)))]
-    run = prompt_run(Prompt("a", group="doc"), 2, seconds, emitted)
+    run = PromptRun.of(Prompt("a", group="doc"), 2, seconds, emitted)
     return log_blocks(run, drafted, emitted, gamma, max_new_tokens)
 
 
@@ -265,7 +267,7 @@ def test_other_tokens_are_not_explained_away(tiny_llama, monkeypatch, journal):
     prompts = [Prompt(str(i), prompt="x") for i in range(3)]
     timed = PromptSet("made up", prompts, [[5, 6, i] for i in range(3)])
     how = Decoding(Sampling(), frozenset(), 20)
-    report = measure_assisted(target, [draft], timed, how, 2, journal, {})
+    report = measure_driven(Assisted(target, [draft]), timed, how, 2, journal, {})
     assert report.drafts["draft"].lossless.unexplained == 3
     assert report.warnings[0].startswith("NOT LOSSLESS")
 
@@ -285,7 +287,7 @@ def test_a_tie_is_one_only_where_fp32_agrees(tiny_llama, journal, in_fp32):
     prompts = [Prompt(str(i), prompt="x") for i in range(6)]
     timed = PromptSet("made up", prompts, [[5, 6, i] for i in range(6)])
     how = Decoding(Sampling(), frozenset(), 24)
-    report = measure_assisted(target, [draft], timed, how, 4, journal, {"command": "test"})
+    report = measure_driven(Assisted(target, [draft]), timed, how, 4, journal, {"command": "test"})
     found = report.drafts["draft"].lossless
     ties, unexplained = found.tie_divergences, found.unexplained
     assert (ties == 0 < unexplained) if in_fp32 else (unexplained == 0 < ties)

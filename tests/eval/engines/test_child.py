@@ -7,7 +7,8 @@ import pytest
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.engines import child
-from eval.engines.child import ChildEngine, EngineError, measure_child
+from eval.engines.child import ChildEngine, EngineError
+from eval.engines.driven import measure_driven
 from eval.engines.llama_cpp import LlamaCpp
 from eval.measuring.journal import Journal
 from eval.prompts import Prompt, PromptSet
@@ -102,7 +103,7 @@ def engine(tmp_path):
 
 
 def measure(engine, journal, how=HOW):
-    return measure_child(engine, TIMED, how, 3, journal, {"command": "test"})
+    return measure_driven(engine, TIMED, how, 3, journal, {"command": "test"})
 
 
 def test_a_whole_report(engine, journal):
