@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from distill.held_out import HELD_OUT, read_gamma, read_seen, read_trained
+from distill.held_out import HELD_OUT, best_of, read_followed
 from eval.measuring.metrics import share
 from eval.reporting.report import Forecast, HeldOutPoint, Share
 
@@ -32,8 +32,9 @@ Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 def forecast(folder: Path) -> Forecast | str:
     """The forecast of a run from what it has seen of its held-out prompts, or why there is none."""
-    seen = read_seen(folder / HELD_OUT)
-    if not seen:
+    followed = read_followed(folder / HELD_OUT)
+    seen, trained, best = followed.seen, followed.trained, best_of(followed.seen)
+    if best is None:
         return (
             "no prompts were held out and followed: too few training prompts or steps, answers "
             "from a server, or held_out_prompts 0"
@@ -46,7 +47,6 @@ def forecast(folder: Path) -> Forecast | str:
             f"{len(first)} measurements in the first epoch, and {FEWEST} are needed: "
             "train for more steps"
         )
-    best = max(reversed(seen), key=lambda one: one.alpha)
     sums = np.array([[row[:3] for row in one.sums] for one in [*first, best]])  # [P + 1, rows, 3]
     count = sums.shape[1]
     draws = np.random.default_rng(0).integers(count, size=(DRAWS, count))
@@ -54,27 +54,25 @@ def forecast(folder: Path) -> Forecast | str:
     alphas = sums[:, picked, 0].sum(-1) / sums[:, picked, 2].sum(-1)  # [P + 1, draws + 1]
     sizes = np.array([one.tokens for one in first], dtype=float)
 
-    trained = read_trained(folder / HELD_OUT)
+    def of_draws(values: Array) -> Share:
+        """values: of the sample, then of each draw [..., draws + 1]."""
+        mean = float(values[..., 0].mean())
+        low, high = np.quantile(values[..., 1:], [0.025, 0.975])
+        return Share(mean=mean, ci95=(min(low, mean), max(high, mean)), n=count)
 
     def at(times: int) -> Share:
         both = np.stack([gain(sizes, alphas[:-1], times) for gain in (_to_ceiling, _in_log)])
-        reached = np.clip(alphas[-1] + both.clip(min=0), 0, 1)
-        mean = float(reached[:, 0].mean())
-        low, high = np.quantile(reached[:, 1:], [0.025, 0.975])
-        return Share(mean=mean, ci95=(min(low, mean), max(high, mean)), n=count)
+        return of_draws(np.clip(alphas[-1] + both.clip(min=0), 0, 1))
 
-    now = alphas[-1]
-    low, high = np.quantile(now[1:], [0.025, 0.975])
-    alpha = float(now[0])
     return Forecast(
         tokens=tokens,
-        alpha=Share(mean=alpha, ci95=(min(low, alpha), max(high, alpha)), n=count),
+        alpha=of_draws(alphas[-1]),
         trained_alpha=share("trained_alpha", [(None, row[0], row[2]) for row in trained])
         if trained
         else None,
         at_3x=at(3),
         at_10x=at(10),
-        gamma=read_gamma(folder / HELD_OUT),
+        gamma=followed.gamma,
         curve=[HeldOutPoint(step=s.step, tokens=s.tokens, alpha=s.alpha, tau=s.tau) for s in seen],
         method=METHOD,
     )

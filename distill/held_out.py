@@ -68,6 +68,19 @@ class Seen:
         return (positions - len(self.sums)) / calls if calls else 1.0
 
 
+@dataclass
+class Followed:
+    """What a run has written of its measurements.
+
+    gamma: of the simulated tau. trained: the sums of rows that were trained on, after training;
+    None where it did not end yet.
+    """
+
+    gamma: int
+    seen: list[Seen]
+    trained: list[list[float]] | None = None
+
+
 def followed_steps(steps: int, epoch: int, warmup: int) -> list[int]:
     """After which of so many optimiser steps the draft is measured, an epoch having `epoch`."""
     first = {round(epoch / 2 ** (i / 2)) for i in range(IN_FIRST_EPOCH)}
@@ -165,11 +178,6 @@ class HeldOut(TrainerCallback):
         self.seen: list[Seen] = []
         self.steps: list[int] = []
 
-    @property
-    def best(self) -> Seen | None:
-        """The measurement of the highest alpha, the last of equals."""
-        return max(reversed(self.seen), key=lambda one: one.alpha, default=None)
-
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
@@ -180,14 +188,15 @@ class HeldOut(TrainerCallback):
         self.rows = self.rows[:count]
         taught = self.trainer.train_dataset.data.column("positions")
         self.tokens = sum(len(chunk.flatten()) for chunk in taught.chunks)
-        self.seen = [one for one in read_seen(self.folder) if one.step <= state.global_step]
+        known = read_followed(self.folder).seen
+        self.seen = [one for one in known if one.step <= state.global_step]
 
     def on_step_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         if not self.rows or state.global_step not in self.steps:
             return
-        before = self.best
+        before = best_of(self.seen)
         self.seen.append(found := self.measured(state.global_step))
         better = before is None or found.alpha >= before.alpha
         if better:
@@ -210,8 +219,7 @@ class HeldOut(TrainerCallback):
 
     def _write(self, trained: list[list[float]] | None = None) -> None:
         if PartialState().is_main_process:
-            known = {"seen": [asdict(one) for one in self.seen], "trained": trained}
-            write_json(self.folder / SEEN, {"gamma": self.gamma} | known)
+            write_json(self.folder / SEEN, asdict(Followed(self.gamma, self.seen, trained)))
 
     def measured(self, step: int) -> Seen:
         """The draft as it is, on all held-out rows."""
@@ -243,23 +251,16 @@ class HeldOut(TrainerCallback):
         return sums
 
 
-def read_seen(folder: Path) -> list[Seen]:
-    """The measurements that a run has written, in order."""
+def read_followed(folder: Path) -> Followed:
+    """What a run has written; nothing seen where it has not."""
     path = folder / SEEN
-    if not path.exists():
-        return []
-    return [Seen(**one) for one in json.loads(path.read_text())["seen"]]
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"gamma": 0}
+    return Followed(**found | {"seen": [Seen(**one) for one in found.get("seen", [])]})
 
 
-def read_trained(folder: Path) -> list[list[float]] | None:
-    """The sums of rows that were trained on, after training; None where it did not end yet."""
-    found: list[list[float]] | None = json.loads((folder / SEEN).read_text()).get("trained")
-    return found
-
-
-def read_gamma(folder: Path) -> int:
-    """Of the simulated tau of the measurements."""
-    return int(json.loads((folder / SEEN).read_text())["gamma"])
+def best_of(seen: Sequence[Seen]) -> Seen | None:
+    """The measurement of the highest alpha, the last of equals; None of none."""
+    return max(reversed(seen), key=lambda one: one.alpha, default=None)
 
 
 def stopped(seen: Sequence[Seen], patience: int | None) -> bool:
@@ -270,10 +271,10 @@ def stopped(seen: Sequence[Seen], patience: int | None) -> bool:
 
 def load_best(folder: Path, model: Any) -> None:
     """Put the best weights into the model, where some were kept, and say which."""
-    seen = read_seen(folder / HELD_OUT)
-    if not seen:
+    seen = read_followed(folder / HELD_OUT).seen
+    best = best_of(seen)
+    if best is None:
         return
-    best = max(reversed(seen), key=lambda one: one.alpha)
     print(f"held-out alpha {best.alpha:.3f} after step {best.step} of {seen[-1].step}: kept")
     if best is not seen[-1]:
         model.load_state_dict(load_file(folder / HELD_OUT / BEST), strict=False)

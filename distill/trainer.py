@@ -53,7 +53,7 @@ from distill.held_out import (
     HeldOut,
     held_out_rows,
     load_best,
-    read_seen,
+    read_followed,
     stopped,
     trained_rows,
 )
@@ -789,7 +789,8 @@ def _refuse_other_shards(trainer: DistillationTrainer, checkpoint: Path) -> None
 
 def _is_final(checkpoint: Path, recipe: Recipe) -> bool:
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    seen = [one for one in read_seen(recipe.folder / HELD_OUT) if one.step <= state.global_step]
+    known = read_followed(recipe.folder / HELD_OUT).seen
+    seen = [one for one in known if one.step <= state.global_step]
     early = bool(seen) and seen[-1].step == state.global_step
     return state.global_step >= state.max_steps or (
         early and stopped(seen, recipe.early_stopping_patience)

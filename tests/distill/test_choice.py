@@ -8,7 +8,7 @@ from distill import budget, choice, held_out, prompts, state_cache, train
 from distill.answer_cache import HELD_OUT as FIRST_HELD_OUT
 from distill.budget import adopted
 from distill.choice import KINDS, chosen_before, with_choice
-from distill.held_out import HELD_OUT, read_seen
+from distill.held_out import HELD_OUT, read_followed
 from distill.models import check_models
 from distill.recipe import RecipeError, read_yaml
 from distill.run_folder import refuse_another_run
@@ -96,7 +96,7 @@ def test_a_chosen_draft_that_reads_states_is_followed_and_gone_on_with(job, tmp_
     assert passes == [*range(9), FIRST_HELD_OUT, FIRST_HELD_OUT + 1]
     assert run(recipe) == 0
     assert len(passes) == 11
-    assert read_seen(recipe.folder / HELD_OUT)
+    assert read_followed(recipe.folder / HELD_OUT).seen
     report = read_report(recipe.folder / "report" / "report.json")
     assert next(one for one in report.choice.candidates if one.chosen).drafter == "features"
 

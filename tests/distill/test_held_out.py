@@ -20,11 +20,11 @@ from distill.held_out import (
     SHARE,
     HeldOut,
     Seen,
+    best_of,
     followed_rows,
     followed_steps,
     held_out_answers,
-    read_seen,
-    read_trained,
+    read_followed,
     simulated_calls,
     trained_rows,
 )
@@ -115,13 +115,13 @@ def agreement_of(draft, answers=None):
 
 def test_what_is_measured_is_the_drafts_agreement_and_its_best_weights_are_kept(trained, capsys):
     draft, callback, folder = trained()
-    seen = read_seen(folder / HELD_OUT)
+    seen = read_followed(folder / HELD_OUT).seen
     assert seen == callback.seen
     assert [one.step for one in seen] == followed_steps(24, 6, 0)
     assert seen[-1].alpha > seen[0].alpha + 0.2
     best = max(one.alpha for one in seen)
     assert agreement_of(draft) == pytest.approx(best)
-    known = read_trained(folder / HELD_OUT)
+    known = read_followed(folder / HELD_OUT).trained
     assert len(known) == len(seen[0].sums)  # as many
     alpha = sum(row[0] for row in known) / sum(row[2] for row in known)
     assert agreement_of(draft, made_answers()[: len(known)]) == pytest.approx(alpha)
@@ -142,7 +142,7 @@ def test_the_best_weights_come_back_where_the_last_are_worse(trained, monkeypatc
 
     monkeypatch.setattr(HeldOut, "measured", worse_at_the_end)
     draft, callback, folder = trained()
-    best = callback.best
+    best = best_of(callback.seen)
     assert best.step <= 12
     assert agreement_of(draft) == pytest.approx(best.alpha)
     assert (folder / HELD_OUT / BEST).exists()
@@ -306,7 +306,7 @@ def test_a_run_follows_held_out_prompts_and_reports_a_forecast(job, tmp_path, mo
     assert 0 <= made["trained_alpha"]["mean"] <= 1
     assert "On what it was trained on" in " ".join(shown.split())
     assert made["alpha"]["mean"] <= made["at_3x"]["mean"] <= made["at_10x"]["mean"] <= 1
-    assert len(made["curve"]) == len(read_seen(recipe.folder / HELD_OUT))
+    assert len(made["curve"]) == len(read_followed(recipe.folder / HELD_OUT).seen)
     for name in ("report.md", "report.html"):
         assert "What more data would bring" in (recipe.folder / "report" / name).read_text()
 
@@ -319,7 +319,7 @@ def test_of_drafts_of_several_steps_the_first_token_is_followed(job, tmp_path, m
     made = {"draft": None, "drafter": kind, "num_draft_layers": 1, "draft_vocab_size": 270}
     recipe = job(tmp_path / "run", **made, max_steps=30)
     assert run(recipe) == 0
-    best = max(reversed(read_seen(recipe.folder / HELD_OUT)), key=lambda one: one.alpha)
+    best = max(reversed(read_followed(recipe.folder / HELD_OUT).seen), key=lambda one: one.alpha)
     pair = check_models(recipe)
     target = TargetOfRun(recipe, pair, collect_prompts(recipe, pair.target)).loaded
     # in eight bits another token than the trained weights' may be the best one

@@ -17,7 +17,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from safetensors.torch import load_file
 
-from distill.held_out import HELD_OUT, read_seen
+from distill.held_out import HELD_OUT, read_followed
 from distill.recipe import dump
 from distill.trainer import last_checkpoint
 
@@ -218,7 +218,7 @@ def test_shards_follow_held_out_prompts_as_one_process_does(recipe, tmp_path, ki
     one, two = (recipe(rows, **PRUNED, drafter=kind) for rows in (4, 2))
     Run(ONE, one, script).ends()
     assert "training over 2 processes: FSDP" in Run(FSDP2, two, script, flags).ends()
-    seen = [read_seen(made.folder / HELD_OUT) for made in (one, two)]
+    seen = [read_followed(made.folder / HELD_OUT).seen for made in (one, two)]
     assert seen[0]
     assert [a.step for a in seen[0]] == [b.step for b in seen[1]]
     for a, b in zip(*seen, strict=True):
