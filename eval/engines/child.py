@@ -40,8 +40,9 @@ class ChildEngine(DrivenEngine):
     """An engine that has loaded a target and drafts for it; its process ends with the `with`.
 
     name: as the report calls it. command: starts it in `folder`, its environment. drafts: files or
-    folders by name. about: what the engine says of itself and its models. more: of what `load` is
-    asked. Raises EngineError for what cannot be loaded, and for a draft of another vocabulary.
+    folders by name. files: what it loads in place of these, where they were converted for it.
+    about: what it says of itself and its models. more: of what `load` is asked. Raises EngineError
+    for what cannot be loaded, and for a draft of another vocabulary.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class ChildEngine(DrivenEngine):
         folder: Path,
         target: Path,
         drafts: Mapping[str, Path],
+        files: Mapping[Path, Path] | None = None,
         **more: Any,
     ) -> None:
         self.name, self.target, self.drafts = name, target, dict(drafts)
@@ -64,8 +66,8 @@ class ChildEngine(DrivenEngine):
             env=environment(folder),
         )
         try:
-            files = [str(path) for path in drafts.values()]
-            self.about = self.ask("load", target=str(target), drafts=files, **more)
+            own, *others = (str((files or {}).get(p, p)) for p in (target, *drafts.values()))
+            self.about = self.ask("load", target=own, drafts=others, **more)
             target_about, *abouts = self.about["models"]
             for draft, about in zip(drafts, abouts, strict=True):
                 self._check_vocabulary(draft, about)

@@ -53,12 +53,12 @@ class OpenVino(ChildEngine):
             "openvino",
             [str(folder / "bin" / "python"), "-P", script],
             folder,
-            files[target],
-            {name: files[path] for name, path in drafts.items()},
+            target,
+            drafts,
+            files,
             threads=torch.get_num_threads(),
             stops=sorted(stops - {None}),
         )
-        self.target, self.drafts = target, dict(drafts)
 
     def close(self) -> None:
         super().close()

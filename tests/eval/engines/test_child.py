@@ -31,7 +31,8 @@ for line in sys.stdin:
         target, draft = about | {"first_other_token": None}, about | {"first_other_token": None}
         if how == "other":
             draft["first_other_token"] = [5, "a", "b"]
-        answer = {"dtype": "q8_0", "stops": [119], "versions": {"stand-in": "1"}}
+        loaded = [asked["target"], *asked["drafts"]]
+        answer = {"dtype": "q8_0", "stops": [119], "versions": {"stand-in": "1", "loaded": loaded}}
         answer["models"] = [target, draft | {"bytes": 50}]
     elif what == "logits":
         wide = [0.0] * 200
@@ -92,9 +93,9 @@ def engine(tmp_path):
         path.write_bytes(b"GGUF")
     started = []
 
-    def start(how="good"):
+    def start(how="good", files=None):
         command = [sys.executable, str(script), how]
-        started.append(StandIn("llama.cpp", command, tmp_path, target, {"mine": draft}))
+        started.append(StandIn("llama.cpp", command, tmp_path, target, {"mine": draft}, files))
         return started[-1]
 
     yield start
@@ -104,6 +105,17 @@ def engine(tmp_path):
 
 def measure(engine, journal, how=HOW):
     return measure_driven(engine, TIMED, how, 3, journal, {"command": "test"})
+
+
+def test_what_was_converted_for_an_engine_keeps_its_name(engine, journal, tmp_path):
+    """The report and the journal of an interrupted run know the model, not a temporary file."""
+    own = [tmp_path / "target.gguf", tmp_path / "draft.gguf"]
+    converted = [tmp_path / "0.gguf", tmp_path / "1.gguf"]
+    started = engine(files=dict(zip(own, converted, strict=True)))
+    report = measure(started, journal)
+    assert report.provenance["loaded"] == [str(path) for path in converted]
+    assert [report.target, report.drafts["mine"].path] == [str(path) for path in own]
+    assert [name for name, *_ in started.known_by] == [str(path) for path in own]
 
 
 def test_a_whole_report(engine, journal):
