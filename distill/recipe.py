@@ -64,6 +64,28 @@ _FIXED = {
 }
 FIXED = {key: reason for reason, keys in _FIXED.items() for key in keys.split()}
 
+# Keys and kinds of draft of earlier versions, and what to do instead.
+GONE = {
+    "data": "the target's answers are all that a draft is trained on: other text was no better at "
+    "equal minutes",
+    "fixed_text": "only the target's answers are trained on; name the texts' beginnings as "
+    "train_prompts",
+    "on_policy_draft": "only the target's answers are trained on, which were as good at equal "
+    "minutes",
+    "select_fraction": "every position is trained on; what the loss weighs is said by loss",
+    "reference_draft": "every position is trained on; what the loss weighs is said by loss",
+    "position_weights": "all positions weigh the same, which was as good at equal minutes",
+    "use_rslora": "set lora_alpha, which scales the adapters",
+    "use_dora": "use_peft is LoRA, which was as good at equal minutes",
+    "init_lora_weights": "LoRA starts as peft starts it, which was as good at equal minutes",
+    "sequential_rank": "medusa drafts each token by a head of its own",
+}
+GONE_DRAFTERS = {
+    "features": "use eagle3, which reads the target's states and is served by vLLM",
+    "recurrent": "use eagle3, which reads the target's states and is served by vLLM",
+    "parallel": "use medusa, which drafts several tokens in a pass and is served by vLLM",
+}
+
 
 class RecipeError(ValueError):
     """A recipe that cannot be used: which key or file, why, and what to do."""
@@ -254,6 +276,8 @@ def load_recipe(argv: list[str]) -> Recipe:
 def build_recipe(values: dict[str, Any]) -> Recipe:
     """A checked Recipe of flat keys. Raises RecipeError for unknown and ill-typed ones."""
     for key, value in values.items():
+        if key == "drafter" and value in GONE_DRAFTERS and value not in typing.get_args(Kind):
+            raise RecipeError(f"drafter {value!r} is gone: {GONE_DRAFTERS[value]}.")
         try:
             _type_of(key).validate_python(value)
         except ValidationError as error:
@@ -383,6 +407,8 @@ def _type_of(key: str) -> TypeAdapter[Any]:
     if key in FIXED:
         raise RecipeError(f"{key} cannot be set: {FIXED[key]}. Remove it.")
     if key not in _types():
+        if key in GONE:
+            raise RecipeError(f"{key} is no key any more: {GONE[key]}. Remove it.")
         near = difflib.get_close_matches(key.replace("-", "_"), _types(), n=1, cutoff=0.5)
         hint = f"Did you mean {near[0]!r}?" if near else "docs/recipes.md lists all keys."
         raise RecipeError(f"Unknown key {key!r}: neither draftsmith nor SFTConfig has it. {hint}")
