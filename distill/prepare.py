@@ -20,13 +20,13 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from align.atomic import atomic_file, atomic_folder, write_json
-from align.sources import load_model, read_json
+from align.sources import read_json
 from align.trim import choose_tokens, coverage_curve, lost_mass
 from distill.adapters import base_draft, full_head
 from distill.answer_cache import CachedAnswer
 from distill.drafters.base import kind_of
 from distill.models import Pair, TargetOfRun, forced_tokens, load_sibling
-from distill.recipe import Recipe, RecipeError
+from distill.recipe import Recipe
 from distill.state_cache import StateCache, states_of
 from eval.decoding.drafters.pruned import load_compact, save_compact
 from eval.decoding.forward import input_embedding
@@ -201,28 +201,6 @@ def _from_base(base: str, answers: Iterable[CachedAnswer], embedding: Tensor) ->
     mass = domain_mass(answers, len(embedding))
     lost = 0.0 if token_ids is None else lost_mass(mass, token_ids)
     return PreparedDraft(model, token_ids, full_head(base), lost)
-
-
-def load_reference(recipe: Recipe, pair: Pair, prepared: PreparedDraft) -> PreTrainedModel:
-    """The draft of `reference_draft` in fp32. Raises RecipeError where its head has other rows."""
-    folder = Path(str(recipe.reference_draft))
-    if recipe.draft is None and (folder / "compact" / "compact.json").is_file():
-        embedding = pair.target_embedding(getattr(torch, recipe.dtype))
-        model, token_ids = load_compact(folder / "compact", embedding)
-    else:
-        model, token_ids = load_model(str(folder), torch.float32), None
-    heads = [one.get_output_embeddings().weight.shape[0] for one in (model, prepared.model)]
-    mine = prepared.token_ids
-    same = token_ids is mine or (
-        token_ids is not None and mine is not None and torch.equal(token_ids, mine)
-    )
-    if heads[0] != heads[1] or not same:
-        raise RecipeError(
-            f"reference_draft {str(folder)!r} has another head than the draft that is trained "
-            f"({heads[0]} rows, {heads[1]} here, or other tokens), so their losses cannot be "
-            "compared; name a draft of the same recipe and answers."
-        )
-    return model.float()
 
 
 def lost_mass_of(recipe: Recipe) -> float:
