@@ -2,16 +2,14 @@
 
 Some training prompts are never trained on, nor is what nearly repeats them. The target answers them
 as it does the others; now and then the draft is taken on these answers, teacher-forced. They cost
-SHARE of the training steps at most. In the end it is taken on as many answers that it was trained
-on: more text brings held-out alpha nearer to that one, and not beyond.
+SHARE of the training steps at most.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,9 @@ from align.atomic import remove, write_json
 from align.vocab_map import Retokenizer
 from distill.answer_cache import HELD_OUT as FIRST_INDEX
 from distill.answer_cache import AnswerCache, CachedAnswer
-from distill.recipe import Recipe
 from distill.training_set import training_rows
+from eval.measuring.metrics import share
+from eval.reporting.report import HeldOutCurve, HeldOutPoint
 
 HELD_OUT = "held_out"  # its folder: the target's answers, the weights kept, and what was seen
 SEEN = "seen.json"
@@ -70,15 +69,10 @@ class Seen:
 
 @dataclass
 class Followed:
-    """What a run has written of its measurements.
-
-    gamma: of the simulated tau. trained: the sums of rows that were trained on, after training;
-    None where it did not end yet.
-    """
+    """What a run has written of its measurements; gamma: of the simulated tau."""
 
     gamma: int
     seen: list[Seen]
-    trained: list[list[float]] | None = None
 
 
 def followed_steps(steps: int, epoch: int, warmup: int) -> list[int]:
@@ -110,34 +104,6 @@ def held_out_rows(
     return list(training_rows(answers, head_rows, 1.0, retokenizer))
 
 
-def trained_rows(
-    recipe: Recipe,
-    prompts: Sequence[Sequence[int]],
-    answers: Iterable[CachedAnswer],
-    head_rows: Tensor | None,
-    retokenizer: Retokenizer | None,
-) -> list[dict[str, Any]]:
-    """Rows like those of `held_out_rows`, of the first answers that are trained on.
-
-    prompts: token ids of all training prompts, answered in this order.
-    """
-
-    def answer_alone(one: CachedAnswer) -> CachedAnswer:
-        """Without what is taught of its prompt."""
-        taught = len(prompts[one.index % len(prompts)]) - 1 if recipe.train_on_prompts else 0
-        text = torch.cat([one.prompt_ids, one.response_ids])
-        return replace(
-            one,
-            prompt_ids=text[: len(one.prompt_ids) + taught],
-            response_ids=one.response_ids[taught:],
-            top_ids=one.top_ids[taught:],
-            top_logprobs=one.top_logprobs[taught:],
-        )
-
-    some = itertools.islice(map(answer_alone, answers), recipe.held_out_prompts)
-    return list(training_rows(some, head_rows, 1.0, retokenizer))
-
-
 def simulated_calls(accepted: Sequence[float], gamma: int) -> float:
     """Expected target calls for tokens that are accepted with these chances, gamma drafted each.
 
@@ -162,17 +128,13 @@ class HeldOut(TrainerCallback):
         self,
         trainer: Any,
         rows: list[dict[str, Any]],
-        trained: list[dict[str, Any]],
         folder: Path,
         temperature: float,
         gamma: int,
         patience: int | None,
     ) -> None:
-        """trained: some of the rows that are trained on. temperature: deployed; above 1 it is not
-        known from the cache, and 1 is taken.
-        """
+        """temperature: deployed; above 1 it is not known from the cache, and 1 is taken."""
         self.trainer, self.rows, self.folder = trainer, rows, folder / HELD_OUT
-        self.trained = trained
         self.temperature, self.gamma, self.patience = min(temperature, 1.0), gamma, patience
         self.seen: list[Seen] = []
         self.steps: list[int] = []
@@ -200,8 +162,8 @@ class HeldOut(TrainerCallback):
         better = before is None or found.alpha >= before.alpha
         if better:
             self.trainer.save_trained(self.folder / BEST)
-        self._write()
         if PartialState().is_main_process:
+            write_json(self.folder / SEEN, asdict(Followed(self.gamma, self.seen)))
             lacks = f" (up to {found.lacking:.3f} more: the cut)" if found.lacking > 5e-4 else ""
             line = f"step {found.step}: held-out alpha {found.alpha:.3f}{lacks}, "
             line += f"simulated tau {found.tau:.2f} at gamma {self.gamma}"
@@ -210,20 +172,10 @@ class HeldOut(TrainerCallback):
         if stopped(self.seen, self.patience):
             control.should_training_stop = control.should_save = True
 
-    def on_train_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        if self.rows and self.trained:
-            self._write(self.sums(self.trained[: len(self.rows)]))
-
-    def _write(self, trained: list[list[float]] | None = None) -> None:
-        if PartialState().is_main_process:
-            write_json(self.folder / SEEN, asdict(Followed(self.gamma, self.seen, trained)))
-
     def measured(self, step: int) -> Seen:
         """The draft as it is, on all held-out rows."""
-        share = min(1.0, step * self.trainer.global_batch / len(self.trainer.train_dataset))
-        return Seen(step, round(share * self.tokens), self.sums(self.rows))
+        part = min(1.0, step * self.trainer.global_batch / len(self.trainer.train_dataset))
+        return Seen(step, round(part * self.tokens), self.sums(self.rows))
 
     @torch.no_grad()
     def sums(self, of: list[dict[str, Any]]) -> list[list[float]]:
@@ -253,8 +205,29 @@ class HeldOut(TrainerCallback):
 def read_followed(folder: Path) -> Followed:
     """What a run has written; nothing seen where it has not."""
     path = folder / SEEN
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"gamma": 0}
-    return Followed(**found | {"seen": [Seen(**one) for one in found.get("seen", [])]})
+    if not path.exists():
+        return Followed(0, [])
+    written = json.loads(path.read_text())
+    return Followed(written["gamma"], [Seen(**one) for one in written["seen"]])
+
+
+def held_out_curve(folder: Path) -> HeldOutCurve | None:
+    """alpha by the tokens trained on, for the report of a run; None where nothing was followed."""
+    followed = read_followed(folder / HELD_OUT)
+    if not followed.seen:
+        return None
+    kept = best_of(followed.seen)
+    points = [
+        HeldOutPoint(
+            step=seen.step,
+            tokens=seen.tokens,
+            alpha=share("alpha", [(None, row[0], row[2]) for row in seen.sums]),
+            tau=seen.tau,
+            kept=seen is kept,
+        )
+        for seen in followed.seen
+    ]
+    return HeldOutCurve(gamma=followed.gamma, points=points)
 
 
 def best_of(seen: Sequence[Seen]) -> Seen | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,6 @@ from distill.held_out import (
     load_best,
     read_followed,
     stopped,
-    trained_rows,
 )
 from distill.losses import (
     CHUNK,
@@ -643,11 +642,8 @@ def distil_draft(
     pair: Pair,
     prepared: PreparedDraft,
     answers: Iterable[CachedAnswer],
-    prompts: Sequence[Sequence[int]],
 ) -> PreTrainedModel | None:
     """The draft in fp32 after training on the answers, on the first process; None elsewhere.
-
-    prompts: token ids of all training prompts.
 
     Of adapters it is made as `merged` says but for a draft moved onto other tokens, which nobody
     else has as the base of its adapters. With `max_steps: 0` it is as it was prepared.
@@ -672,7 +668,6 @@ def distil_draft(
             HeldOut(
                 trainer,
                 held_out,
-                trained_rows(recipe, prompts, answers, rows, pair.retokenizer),
                 recipe.folder,
                 recipe.temperature,
                 gamma,

@@ -1,10 +1,9 @@
-"""alpha on held-out prompts while training: measured, acted on, and fitted."""
+"""alpha on held-out prompts while training: measured, and acted on."""
 
 import itertools
 import json
 import random
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,11 +11,9 @@ import torch
 
 from distill import held_out, prompts
 from distill.answer_cache import CachedAnswer
-from distill.forecast import forecast
 from distill.held_out import (
     BEST,
     HELD_OUT,
-    SEEN,
     SHARE,
     HeldOut,
     Seen,
@@ -26,7 +23,6 @@ from distill.held_out import (
     held_out_answers,
     read_followed,
     simulated_calls,
-    trained_rows,
 )
 from distill.losses import acceptance
 from distill.models import TargetOfRun, check_models
@@ -39,6 +35,7 @@ from eval.decoding.drafters.checkpoint import teacher_forced_logits
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.verification import Sampling
 from eval.prompts import Prompt
+from eval.reporting.report import read_report
 
 VOCAB = 50
 
@@ -93,8 +90,7 @@ def trained(tmp_path, tiny_llama, monkeypatch):
         )
         trainer = build_trainer(model, made_answers(), None, tokenizer, recipe)
         rows = list(training_rows(made_answers(10, seed=6), None))
-        known = trained_rows(recipe, [[0] * 4] * 24, made_answers(), None, None)
-        callback = HeldOut(trainer, rows, known, recipe.folder, 0.0, 2, patience)
+        callback = HeldOut(trainer, rows, recipe.folder, 0.0, 2, patience)
         trainer.add_callback(callback)
         draft = distil(trainer, recipe)
         return draft, callback, recipe.folder
@@ -102,10 +98,10 @@ def trained(tmp_path, tiny_llama, monkeypatch):
     return train
 
 
-def agreement_of(draft, answers=None):
-    """Greedy agreement of the draft on the held-out rows, or on others, computed plainly."""
+def agreement_of(draft):
+    """Greedy agreement of the draft on the held-out rows, computed plainly."""
     hits = []
-    for answer in answers or made_answers(10, seed=6):
+    for answer in made_answers(10, seed=6):
         ids = torch.cat([answer.prompt_ids, answer.response_ids])[None]
         with torch.no_grad():
             guess = draft(ids).logits[0, 3:-1].argmax(-1)
@@ -121,10 +117,6 @@ def test_what_is_measured_is_the_drafts_agreement_and_its_best_weights_are_kept(
     assert seen[-1].alpha > seen[0].alpha + 0.2
     best = max(one.alpha for one in seen)
     assert agreement_of(draft) == pytest.approx(best)
-    known = read_followed(folder / HELD_OUT).trained
-    assert len(known) == len(seen[0].sums)  # as many
-    alpha = sum(row[0] for row in known) / sum(row[2] for row in known)
-    assert agreement_of(draft, made_answers()[: len(known)]) == pytest.approx(alpha)
     assert f"held-out alpha {best:.3f}" in capsys.readouterr().out
     tokens = [one.tokens for one in seen]
     assert tokens[-1] == 24 * 8  # all that were taught; half of them after half an epoch
@@ -290,7 +282,7 @@ def test_prompts_that_are_all_alike_are_trained_on(job, tmp_path, monkeypatch, c
     )
 
 
-def test_a_run_follows_held_out_prompts_and_reports_a_forecast(job, tmp_path, monkeypatch, capsys):
+def test_a_run_follows_held_out_prompts_and_reports_the_curve(job, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prompts, "HELD_OUT_PART", 4)
     monkeypatch.setattr(prompts, "HELD_OUT_FEWEST", 1)
     monkeypatch.setattr(held_out, "SHARE", 10.0)
@@ -299,16 +291,17 @@ def test_a_run_follows_held_out_prompts_and_reports_a_forecast(job, tmp_path, mo
     shown = capsys.readouterr().out
     assert "9 to train on (" in shown
     assert "2 held out, 1 to choose gamma" in shown
-    assert "held-out alpha" in shown
-    assert "More data: held-out alpha" in shown
-    made = json.loads((recipe.folder / "report" / "report.json").read_text())["forecast"]
-    assert made["alpha"]["n"] == 2
-    assert 0 <= made["trained_alpha"]["mean"] <= 1
-    assert "On what it was trained on" in " ".join(shown.split())
-    assert made["alpha"]["mean"] <= made["at_3x"]["mean"] <= made["at_10x"]["mean"] <= 1
-    assert len(made["curve"]) == len(read_followed(recipe.folder / HELD_OUT).seen)
+    seen = read_followed(recipe.folder / HELD_OUT).seen
+    curve = read_report(recipe.folder / "report" / "report.json").held_out
+    assert [point.tokens for point in curve.points] == [one.tokens for one in seen]
+    assert [point.alpha.mean for point in curve.points] == pytest.approx([s.alpha for s in seen])
+    (kept,) = (point for point in curve.points if point.kept)
+    assert kept.alpha.n == 2
+    assert kept.alpha.mean == max(point.alpha.mean for point in curve.points)
     for name in ("report.md", "report.html"):
-        assert "What more data would bring" in (recipe.folder / "report" / name).read_text()
+        assert (
+            "Held-out prompts while it was trained" in (recipe.folder / "report" / name).read_text()
+        )
 
 
 @pytest.mark.parametrize("kind", ["features", "recurrent", "eagle3", "medusa", "parallel"])
@@ -334,76 +327,3 @@ def test_of_drafts_of_several_steps_the_first_token_is_followed(job, tmp_path, m
         found.append(int((q[0].argmax(-1) == answer.top_ids[:, 0]).sum()))
     assert found == [accepted for accepted, *_ in best.sums]
     assert sum(found) > 0
-
-
-# --- the forecast
-
-
-def write(folder, sizes, alphas, after=()):
-    """Measurements with alphas of a few prompts over a first epoch, and after it."""
-    points = [*zip(sizes, alphas, strict=True), *((sizes[-1], alpha) for alpha in after)]
-    rng = np.random.default_rng(3)
-    hard = rng.normal(0, 0.05, 30)
-    seen = [
-        {"step": i + 1, "tokens": size, "sums": [(100 * (a + h), 0, 100, 60) for h in hard]}
-        for i, (size, a) in enumerate(points)
-    ]
-    (folder / HELD_OUT).mkdir(exist_ok=True)
-    known = [(90, 0, 100, 60)] * 30
-    kept = {"gamma": 4, "seen": seen, "trained": known}
-    (folder / HELD_OUT / SEEN).write_text(json.dumps(kept))
-    return float(hard.mean())
-
-
-SIZES = [1000, 1400, 2000, 2800, 4000, 5600, 8000]
-
-
-@pytest.mark.parametrize(
-    "curve",
-    [lambda n: 0.7 - 2.0 * n**-0.3, lambda n: 0.05 * np.log(n)],
-    ids=["power law", "logarithm"],
-)
-def test_what_a_longer_run_reaches_lies_in_the_interval(tmp_path, curve):
-    shift = write(tmp_path, SIZES, [curve(n) for n in SIZES], after=[curve(8000) + 0.05])
-    made = forecast(tmp_path)
-    assert made.alpha.mean == pytest.approx(curve(8000) + 0.05 + shift)
-    assert made.tokens == 8000
-    assert made.trained_alpha.mean == pytest.approx(0.9)
-    for times, value in ((3, made.at_3x), (10, made.at_10x)):
-        low, high = value.ci95
-        assert low <= curve(8000 * times) + 0.05 + shift <= high
-        assert low <= value.mean <= high
-        assert high - low < 0.3
-    assert len(made.curve) == 8
-
-
-def test_a_run_too_short_for_a_fit_says_so(tmp_path):
-    assert "no prompts were held out" in forecast(tmp_path)
-    write(tmp_path, SIZES[:3], [0.1, 0.2, 0.3])
-    assert "3 measurements in the first epoch, and 4 are needed" in forecast(tmp_path)
-
-
-# --- the ceiling
-
-
-def test_of_a_row_that_was_trained_on_its_answer_alone_counts():
-    recipe = build_recipe(
-        {"target": "t", "train_prompts": "p", "eval_prompts": "e", "train_on_prompts": True}
-    )
-    whole = made_answers(3)
-    taught = [
-        replace(
-            one,
-            prompt_ids=one.prompt_ids[:1],
-            response_ids=torch.cat([one.prompt_ids[1:], one.response_ids]),
-            top_ids=torch.cat([one.top_ids[:3], one.top_ids]),
-            top_logprobs=torch.cat([one.top_logprobs[:3], one.top_logprobs]),
-        )
-        for one in whole
-    ]
-    found = trained_rows(recipe, [[0] * 4] * 3, taught, None, None)
-    assert len(found) == 3
-    for row, expected in zip(found, training_rows(whole, None), strict=True):
-        assert row["input_ids"] == expected["input_ids"]
-        assert row["positions"] == expected["positions"]
-        assert row["top_ids"].tolist() == expected["top_ids"].tolist()
