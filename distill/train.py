@@ -10,9 +10,8 @@ Run again after an interruption, the same command goes on where it stopped.
 import dataclasses
 import os
 import sys
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 if not __package__:
@@ -25,18 +24,27 @@ from align.atomic import DiskFullError
 from align.process import free_memory, join_processes, use_machine
 from distill.adapters import on_base
 from distill.answer_cache import CachedAnswer
-from distill.answers import PROBE, answer_prompts
-from distill.budget import adopted, first_answers, plan, spend_rest
-from distill.choice import choose
+from distill.answers import PROBE, answer_lengths, answer_prompts
+from distill.compare import compare
 from distill.dry_run import price_run
 from distill.evaluation import evaluate
 from distill.export import export_draft
 from distill.held_out import HELD_OUT
 from distill.models import Pair, TargetOfRun, check_models
+from distill.plan import (
+    Clock,
+    Plan,
+    first_answers,
+    measured_costs,
+    plan_as_given,
+    plan_within,
+    read_plan,
+    write_plan,
+)
 from distill.prepare import prepare_draft, print_coverage
-from distill.prompts import collect_prompts
-from distill.recipe import Recipe, help_text, load_recipe
-from distill.run_folder import claim_folder, delete_training_state, refuse_another_run
+from distill.prompts import Prompts, collect_prompts
+from distill.recipe import Recipe, build_recipe, help_text, load_recipe
+from distill.run_folder import claim_folder, delete_training_state, refuse_another_run, write_recipe
 from distill.served_evaluation import evaluate_served
 from distill.server import ServedTarget
 from distill.state_cache import cache_states, layers_read
@@ -54,9 +62,8 @@ def run(recipe: Recipe) -> int:
         return price_run(recipe)
     training_config(recipe)  # what transformers refuses is refused now, not after minutes
     refuse_another_run(recipe)
-    recipe = adopted(recipe)
-    stage = stage_clock()
-    stage("Check the pair, collect prompts")
+    clock = Clock()
+    clock.stage("Check the pair, collect prompts")
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
     target = TargetOfRun(recipe, pair, prompts)  # behind a server it is never loaded
@@ -64,50 +71,34 @@ def run(recipe: Recipe) -> int:
     if served is not None and PartialState().is_main_process:
         served.check()
     claim_folder(recipe, pair, prompts)
-    stage("The target answers the training prompts")
+
+    clock.stage("The target answers the training prompts")
     if prompts.held_out.prompts:
-        once = dataclasses.replace(
-            recipe,
-            minutes=None,
-            max_answers=None,
-            answers_per_prompt=1,
-            train_on_prompts=False,
-        )
+        once = dataclasses.replace(recipe, answers_per_prompt=1, train_on_prompts=False)
         answer_prompts(once, prompts.held_out.ids, target, HELD_OUT)
-    planned = recipe.minutes is not None and recipe.max_answers is None
-    if planned:
-        first = first_answers(recipe, pair, prompts, target)
-        if recipe.drafter == "auto" and not recipe.coverage_curve:
-            stage("Compare kinds of draft")
-            recipe = choose(recipe, pair, prompts, target, first.answers)
-            stage("The target answers more training prompts")
-        recipe = plan(recipe, pair, prompts, target, first)
-    if served is not None:
-        answers = served.answers()
-    else:
-        layers = layers_read(recipe, pair)
-        answers = answer_prompts(recipe, prompts.training.ids, target, layers=layers)
     if recipe.coverage_curve:
+        count = PROBE if recipe.planned else recipe.max_answers
+        answers = served.answers() if served else answered(recipe, pair, target, count)
         if PartialState().is_main_process:
             print_coverage(pair, answers)
         return 0
-    if recipe.drafter == "auto":
-        stage("Compare kinds of draft")
-        recipe = choose(recipe, pair, prompts, target, answers[:PROBE])
+    plan = read_plan(recipe.folder) or make_plan(recipe, pair, prompts, target, clock)
+    write_recipe(recipe, plan.decided())
+    recipe = with_choice(recipe, plan.choice)
+    answers = served.answers() if served else answered(recipe, pair, target, plan.answers)
+
     if not (recipe.folder / "draft").exists():
-        make_draft(recipe, pair, target, answers, stage)
+        make_draft(recipe, pair, target, answers, plan, clock)
         free_memory()
     if PartialState().is_main_process:
-        stage("Measure the drafts")
-        if planned:
-            recipe = spend_rest(recipe, prompts, target, answers)
+        clock.stage("Measure the drafts")
         report = (
-            evaluate(recipe, pair, prompts, target.loaded)
+            evaluate(recipe, pair, prompts, target.loaded, plan, clock)
             if served is None
-            else evaluate_served(recipe, pair, prompts)
+            else evaluate_served(recipe, pair, prompts, clock)
         )
         delete_training_state(recipe.folder)
-        stage("Done")
+        clock.stage("Done")
         if report is not None:
             print_summary(report)
         print(f"\nDraft: {recipe.folder / 'draft'}")
@@ -116,15 +107,37 @@ def run(recipe: Recipe) -> int:
     return 0
 
 
-def stage_clock() -> Callable[[str], None]:
-    """Prints the name of a stage as it begins, after the minutes and seconds from here."""
-    start = time.monotonic()
+def answered(recipe: Recipe, pair: Pair, target: TargetOfRun, count: int | None) -> AnswerCache:
+    """The target's first answers to the training prompts, with its states where they are read."""
+    ids, layers = target.prompts.training.ids, layers_read(recipe, pair)
+    return answer_prompts(recipe, ids, target, layers=layers, count=count)
 
-    def stage(name: str) -> None:
-        minutes, seconds = divmod(round(time.monotonic() - start), 60)
-        print(f"\n[{minutes:3d}:{seconds:02d}] {name}", flush=True)
 
-    return stage
+def make_plan(
+    recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun, clock: Clock
+) -> Plan:
+    """What the run will do: printed, and written for whoever goes on with it."""
+    if not recipe.planned:
+        plan = plan_as_given(recipe, prompts, answers_there(recipe, pair))
+    else:
+        assert recipe.minutes is not None
+        answers, answer = first_answers(recipe, pair, prompts, target)
+        choice = None
+        if recipe.drafter == "auto":
+            clock.stage("Compare kinds of draft")
+            choice = compare(recipe, pair, prompts, target, answers, clock)
+            clock.stage("The target answers more training prompts")
+        recipe = with_choice(recipe, choice)
+        tokens = statistics.mean(answer_lengths(recipe, prompts.training.ids, answers))
+        steps, costs = measured_costs(recipe, pair, prompts, target, tokens, answer)
+        print(price(steps))
+        left = from_first(clock.left(recipe.minutes))
+        plan = plan_within(recipe, prompts, len(answers), costs, left)
+        plan = dataclasses.replace(plan, choice=choice)
+    if PartialState().is_main_process:
+        write_plan(recipe.folder, plan)
+        print("\n".join(plan.lines()))
+    return plan
 
 
 def make_draft(
@@ -132,20 +145,21 @@ def make_draft(
     pair: Pair,
     target: TargetOfRun,
     answers: Sequence[CachedAnswer],
-    stage: Callable[[str], None],
+    plan: Plan,
+    clock: Clock,
 ) -> None:
     """`draft/`: prepared, distilled, exported. The target is not in memory while it is trained."""
     cache_states(recipe, pair, target, answers)
-    stage("Prepare the draft")
+    clock.stage("Prepare the draft")
     # one process prepares, the others wait and read what it left on disk
     with PartialState().main_process_first():
         prepared = prepare_draft(recipe, pair, target, answers)
     target.release()
-    stage("Distil the draft")
-    tuned = distil_draft(recipe, pair, prepared, answers)
+    clock.stage("Distil the draft")
+    tuned = distil_draft(recipe, pair, prepared, answers, plan.steps)
     free_memory()  # trainer and optimiser, which refer to each other
     if tuned is not None:
-        stage("Save the draft")
+        clock.stage("Save the draft")
         export_draft(recipe, pair, prepared, tuned, answers)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from distill.memory import needs, summary, table
+from distill.memory import needs
 from distill.recipe import build_recipe, read_yaml, recipe_files
 
 CONFIGS = Path(__file__).resolve().parents[1] / "distill" / "configs"
