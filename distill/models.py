@@ -31,9 +31,6 @@ from eval.decoding.target import load_target as load_any_target
 from eval.measuring.evaluation import context_length
 
 PRUNABLE = ("llama", "qwen2", "qwen3", "mistral")
-HEADS = ("recurrent", "eagle3", "medusa")  # kinds that are no language model without its states
-OURS = ("recurrent",)  # kinds that no other engine loads
-PRUNED = ("pruned", "features", "parallel")  # kinds of draft that keep layers of the target
 
 
 @dataclass(frozen=True)
@@ -130,7 +127,7 @@ def check_models(recipe: Recipe) -> Pair:
             "target's vocabulary; lower it."
         )
     if recipe.draft is None:
-        keeps_layers = recipe.kind in PRUNED and recipe.drafter != "auto"
+        keeps_layers = recipe.kind.keeps_layers and recipe.drafter != "auto"
         check_prunable(target.config, recipe.num_draft_layers if keeps_layers else 0)
         if recipe.draft_vocab_size is not None:
             choose_tokens(torch.zeros(target.rows), recipe.draft_vocab_size, forced_tokens(target))

@@ -22,6 +22,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from distill.losses import LossName
+from eval.decoding.drafters.drafter import Kind, kinds
 from eval.decoding.verification import Sampling
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -93,8 +94,6 @@ class RecipeError(ValueError):
 
 COMPARING = 30  # minutes, at least, of a run with drafter: auto
 Strategy = Literal["auto", "direct", "padded", "remap", "transplant", "intersection"]
-Kind = Literal["pruned", "sibling", "features", "recurrent", "eagle3", "medusa", "parallel"]
-Drafter = Literal["auto"] | Kind
 Text = Annotated[str, Field(min_length=1)]
 HubId = Annotated[str, Field(pattern=r"^\w[\w.-]*/[\w.-]+$")]
 Count = Annotated[int, Field(ge=1)]
@@ -117,7 +116,7 @@ class Recipe:
     domain: Text = "general"  # what the draft is for, in words (goes to the model card)
     target_hub_id: HubId | None = None  # ORG/NAME of a target that is a file, for the model card
     draft: Text | None = None  # a sibling to tune; null makes a draft from the target
-    drafter: Drafter | None = None  # null: pruned, or sibling where draft is named; auto: compares
+    drafter: Text | None = None  # null: pruned, or sibling where draft is named; auto: compares
     base: Text | None = None  # a run whose pruned draft this one starts from, as its adapters do
     output_dir: Text | None = None  # null: outputs/ and the name
     minutes: Positive | None = None  # of the whole run on this machine; null: as the rest says
@@ -126,7 +125,6 @@ class Recipe:
     strategy: Strategy = "auto"  # how vocabularies are bridged; auto moves foreign ones over
     num_draft_layers: Count = 2  # layers kept of a pruned target
     draft_vocab_size: Count | None = None  # rows of the draft's head; null keeps all
-    sequential_rank: AtLeastNone = 64  # of what a drafted token tells the next; 0: none
     fit_tokens: Count = 20_000  # answer tokens that the head is fitted on
     data: Fractions | None = None  # of rows: answers, fixed, on_policy; null: answers alone
     fixed_text: Text | None = None  # .txt, or .jsonl with `text`; null: the embedded: builder's own
@@ -173,16 +171,15 @@ class Recipe:
     training: dict[str, Any] = field(default_factory=dict)  # any other field of trl.SFTConfig
 
     @property
-    def kind(self) -> Kind:
-        """The kind of draft, a file of distill/drafters; until `auto` has chosen, the plainest."""
+    def kind_name(self) -> str:
+        """The kind of draft, a file of eval/decoding/drafters; the plainest until `auto` chooses."""
         if self.drafter is None or self.drafter == "auto":
             return "pruned" if self.draft is None else "sibling"
         return self.drafter
 
     @property
-    def one_step(self) -> bool:
-        """Whether the draft is an ordinary language model, which learns one token at a time."""
-        return self.kind in ("pruned", "sibling")
+    def kind(self) -> Kind:
+        return kinds()[self.kind_name]
 
     @property
     def folder(self) -> Path:
@@ -276,7 +273,7 @@ def load_recipe(argv: list[str]) -> Recipe:
 def build_recipe(values: dict[str, Any]) -> Recipe:
     """A checked Recipe of flat keys. Raises RecipeError for unknown and ill-typed ones."""
     for key, value in values.items():
-        if key == "drafter" and value in GONE_DRAFTERS and value not in typing.get_args(Kind):
+        if key == "drafter" and value in GONE_DRAFTERS:
             raise RecipeError(f"drafter {value!r} is gone: {GONE_DRAFTERS[value]}.")
         try:
             _type_of(key).validate_python(value)
@@ -545,7 +542,11 @@ def _check_minutes(recipe: Recipe) -> None:
 
 
 def _check_drafter(recipe: Recipe) -> None:
-    kind = recipe.kind
+    name, known = recipe.kind_name, kinds()
+    if name not in known:
+        raise RecipeError(
+            f"drafter is {name!r}, but must be auto or one of {', '.join(known)}; correct its value."
+        )
     if recipe.drafter == "auto" and (recipe.draft or recipe.base) is not None:
         key = "draft" if recipe.draft else "base"
         raise RecipeError(
@@ -557,46 +558,41 @@ def _check_drafter(recipe: Recipe) -> None:
             "drafter is auto, which compares kinds of draft on the target's answers, but data has "
             "none; give answers a share, or name a drafter."
         )
-    if kind == "sibling" and recipe.draft is None:
+    if not recipe.kind.from_target and recipe.draft is None:
         raise RecipeError(
-            "drafter is 'sibling', but draft is null; name the sibling with --draft, or set "
-            "drafter to pruned."
+            f"drafter is {name!r}, but draft is null; name the draft with --draft, or set drafter "
+            "to pruned."
         )
-    if kind != "sibling" and recipe.draft is not None:
+    if recipe.kind.from_target and recipe.draft is not None:
         raise RecipeError(
-            f"drafter is {kind!r}, which is made from the target itself, but draft names "
+            f"drafter is {name!r}, which is made from the target itself, but draft names "
             f"{recipe.draft!r}; remove one of the two."
         )
-    if recipe.one_step:
+    if recipe.kind.language_model:
         return
     if recipe.position_weights or recipe.select_fraction is not None:
         raise RecipeError(
             "position_weights and select_fraction are for drafts that learn one step at a time, "
-            f"and drafter {kind!r} learns several; leave them out."
+            f"and drafter {name!r} learns several; leave them out."
         )
-    if recipe.shares["on_policy"] and kind != "parallel":
+    if recipe.shares["on_policy"]:
         raise RecipeError(
             f"data has {recipe.shares['on_policy']:g} of on_policy text, written after the "
-            f"target's hidden states are kept, which drafter {kind!r} reads; leave it out."
+            f"target's hidden states are kept, which drafter {name!r} reads; leave it out."
         )
     if recipe.base is not None:
         raise RecipeError(
-            f"base is {recipe.base!r}, a pruned draft, but drafter {kind!r} is made anew; leave "
+            f"base is {recipe.base!r}, a pruned draft, but drafter {name!r} is made anew; leave "
             "one of them out."
         )
     if recipe.use_peft:
         raise RecipeError(
-            f"use_peft is true, but drafter {kind!r} has weights that start at nothing, which "
+            f"use_peft is true, but drafter {name!r} has weights that start at nothing, which "
             "adapters of a low rank do not train; set use_peft to false."
-        )
-    if kind == "parallel" and recipe.max_gamma < 2:
-        raise RecipeError(
-            "max_gamma is 1, but drafter 'parallel' drafts several tokens in a pass; raise it, or "
-            "set drafter to pruned."
         )
     if recipe.strategy not in ("auto", "direct"):
         raise RecipeError(
-            f"strategy is {recipe.strategy!r}, but drafter {kind!r} drafts in the target's own "
+            f"strategy is {recipe.strategy!r}, but drafter {name!r} drafts in the target's own "
             "ids, so there is nothing to bridge; set strategy to auto."
         )
 

@@ -29,7 +29,6 @@ from distill.answer_cache import (
     write_shard,
 )
 from distill.answer_cache import HELD_OUT as FIRST_HELD_OUT
-from distill.drafters.base import kind_of
 from distill.held_out import HELD_OUT, held_out_answers
 from distill.models import Pair, TargetOfRun
 from distill.recipe import Recipe
@@ -100,7 +99,7 @@ class StateCache(Mapping[int, Tensor]):
 
 def layers_read(recipe: Recipe, pair: Pair) -> tuple[int, ...]:
     """The target's hidden states that the recipe's kind of drafter reads; none for most kinds."""
-    return kind_of(recipe).layers(pair.target.config)
+    return recipe.kind.layers(pair.target.config)
 
 
 def states_of(recipe: Recipe, pair: Pair, answers: Iterable[CachedAnswer]) -> StateCache | None:
@@ -115,7 +114,7 @@ def states_of(recipe: Recipe, pair: Pair, answers: Iterable[CachedAnswer]) -> St
         raise CacheError(
             f"{cache.folder} lacks the target's hidden states of {len(lacking)} "
             f"answers, the first of them number {lacking[0]}, and drafter "
-            f"{recipe.kind} reads them; run the same command again, which makes them."
+            f"{recipe.kind_name} reads them; run the same command again, which makes them."
         )
     return cache
 

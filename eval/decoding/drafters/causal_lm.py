@@ -11,14 +11,21 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from eval.decoding.drafters.base import DecoderDrafter, Proposal, Session, Texts
-from eval.decoding.drafters.in_turn import HeadDrafter
+from eval.decoding.drafters.drafter import (
+    DecoderDrafter,
+    HeadDrafter,
+    Proposal,
+    Session,
+    Texts,
+)
+from eval.decoding.drafters.training import TrainingBatch
 from eval.decoding.forward import Decoder, HiddenStates, starts
 
 
 @dataclass(kw_only=True)
-class CheckpointDrafter(DecoderDrafter, HeadDrafter):
+class CausalLMDrafter(DecoderDrafter, HeadDrafter):
     @property
     def q_rows(self) -> int:
         return self.rows or super().q_rows
@@ -56,6 +63,14 @@ class CheckpointDrafter(DecoderDrafter, HeadDrafter):
         return teacher_forced_logits(self.decoder, own, 1)
 
 
+def input_of_head(model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
+    """What the head of a causal LM reads at each response position [N, H]."""
+    body = model.base_model
+    output = body(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+    states: Tensor = output.last_hidden_state.flatten(0, 1)[batch.positions]
+    return states
+
+
 def teacher_forced_logits(
     decoder: Decoder, ids: Sequence[int], prompt_length: int, states: HiddenStates | None = None
 ) -> Tensor:
@@ -80,7 +95,7 @@ def teacher_forced_logits(
 class TokenSession(Session):
     """A batch in progress: `texts` in the draft's ids, `seen` how much of each is in its cache."""
 
-    def __init__(self, drafter: CheckpointDrafter, texts: Texts) -> None:
+    def __init__(self, drafter: CausalLMDrafter, texts: Texts) -> None:
         self.drafter, self.sampling, self.generator = drafter, texts.sampling, texts.generator
         self.texts = [drafter.read(text, begins=True) for text in texts.ids]
         self.seen = [0] * len(self.texts)
@@ -102,7 +117,7 @@ class TokenSession(Session):
         lengths = [len(text) for text in self.texts]
         count = min(count, self.slots - max(lengths) + 1)  # no more than it has room to read
         # what is new to a row is one token, two after a full acceptance, more where others drafted
-        # for it (lookup_first.py); all read as many, or where a row has not as many, one each
+        # for it (lookup.py); all read as many, or where a row has not as many, one each
         width = max(length - seen for length, seen in zip(lengths, self.seen, strict=True))
         if width > min(lengths):
             self.read_alone()
@@ -116,10 +131,10 @@ class TokenSession(Session):
             nonlocal step, start
             if before is not None:
                 step = drafter.to_own_ids(before)[:, None]
-            found = self.logits(step, start, depth)
+            scores = self.logits(step, start, depth)
             start = start + step.shape[1]
             self.seen = [length + depth for length in lengths]
-            return found
+            return scores
 
         return drafter.in_turn(logits, count, stop_below, self.sampling, self.generator)
 

@@ -1,6 +1,8 @@
-"""A draft that shares text with its target, and no ids: proposals are cut into target tokens.
+"""Drafts with a vocabulary of their own: bridged token by token, or by text alone.
 
-Legend: B rows, G drafted tokens, R answer tokens, V the target's vocabulary, D the draft's.
+By map, the tokens that both vocabularies have are drafted. By text, what the draft writes is cut
+into target tokens. Legend: B rows, G drafted tokens, R answer tokens, V the target's vocabulary, K
+rows of the draft's head that may be drafted.
 """
 
 from __future__ import annotations
@@ -15,9 +17,14 @@ import torch
 from torch import Tensor
 
 from align.token_bytes import unfinished
+from align.vocab_map import Retokenizer, build_map
 from align.vocabulary import Vocabulary
-from eval.decoding.drafters.base import DecoderDrafter, GroupedRows, Proposal, Session, Texts
-from eval.decoding.drafters.checkpoint import teacher_forced_logits
+from eval.decoding.drafters.causal_lm import (
+    CausalLMDrafter,
+    TokenSession,
+    teacher_forced_logits,
+)
+from eval.decoding.drafters.drafter import DecoderDrafter, RowByRow, Proposal, Session, Texts
 from eval.decoding.forward import HiddenStates
 from eval.decoding.verification import Sampling, argmax, sample, warp
 
@@ -25,6 +32,49 @@ from eval.decoding.verification import Sampling, argmax, sample, warp
 REREAD = 16
 # Draft tokens behind the proposal whose first target token counts for alpha.
 ALPHA_STEPS = 3
+
+
+@dataclass(kw_only=True)
+class MapDrafter(CausalLMDrafter):
+    """Strategy `intersection`: reads the target's text in its own ids, drafts the tokens both have.
+
+    Raises MapError when the two share no token.
+    """
+
+    target: Vocabulary
+    draft: Vocabulary
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        vocab_map = build_map(self.target, self.draft)
+        self.retokenizer = Retokenizer(vocab_map, self.target, self.draft)
+        device = self.decoder.device
+        token_ids = vocab_map.to_target[vocab_map.mapped]
+        self.mapped = vocab_map.mapped.to(device)  # head rows that may be drafted [K]
+        self.token_ids = token_ids.to(device)
+        self.own_ids = vocab_map.to_draft[token_ids].to(device)  # what is read for each [K]
+
+    def read(self, ids: Sequence[int], begins: bool = False) -> list[int]:
+        return self.retokenizer.from_start(ids) if begins else self.retokenizer.continuation(ids)
+
+    def own_slots(self, slots: int) -> int:
+        return self.decoder.context_length  # in its own ids a text may be longer
+
+    def cut(self, logits: Tensor) -> Tensor:
+        # torch selects in bf16 three times as slowly as it converts and selects in fp32
+        return logits.float().index_select(-1, self.mapped)
+
+    def certainty(self, q: Tensor, chosen: Tensor, logits: Tensor) -> Tensor:
+        """As of any draft, times the mass of what may be drafted at all."""
+        share = self.cut(logits.float().softmax(-1)).sum(-1)
+        return super().certainty(q, chosen, logits) * share
+
+    def to_own_ids(self, rows: Tensor) -> Tensor:
+        return self.own_ids[rows]
+
+    def start(self, texts: Texts) -> Session:
+        # in its own ids rows do not go on by as many tokens: each keeps to itself
+        return RowByRow([TokenSession(self, texts._replace(ids=[i])) for i in texts.ids])
 
 
 @dataclass(kw_only=True)
@@ -41,7 +91,7 @@ class TextDrafter(DecoderDrafter):
         return {i: theirs[key] for i, key in enumerate(self.target.tokens) if key in theirs}
 
     def start(self, texts: Texts) -> Session:
-        return GroupedRows(
+        return RowByRow(
             [TextSession(self, ids, texts.sampling, texts.generator) for ids in texts.ids]
         )
 
@@ -55,12 +105,12 @@ class TextDrafter(DecoderDrafter):
         for sampling in samplings:
             generator = torch.Generator(device=self.decoder.device).manual_seed(0)
             session = TextSession(self, ids, sampling, generator)
-            found = torch.zeros((1, len(text), self.vocab_size), device=self.decoder.device)
+            one_hot = torch.zeros((1, len(text), self.vocab_size), device=self.decoder.device)
             for i, token in enumerate(text):
                 tokens = session.propose(ALPHA_STEPS, 0.0).tokens[0, :1]
-                found[0, i, tokens] = 1
+                one_hot[0, i, tokens] = 1
                 session.extend([token])
-            yield found
+            yield one_hot
 
     @torch.inference_mode()
     def probe(self, ids: list[int]) -> Tensor:
