@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -84,9 +83,6 @@ def lora_config(recipe: Recipe) -> LoraConfig:
         lora_alpha=recipe.lora_alpha,
         lora_dropout=recipe.lora_dropout,
         target_modules=modules if modules == "all-linear" else modules.split(","),
-        use_rslora=recipe.use_rslora,
-        use_dora=recipe.use_dora,
-        init_lora_weights=recipe.init_lora_weights,
         task_type="CAUSAL_LM",
     )
 
@@ -97,20 +93,12 @@ def merged(
     """The draft in fp32, made of its base and the adapter that is kept in the run's `adapter/`.
 
     fresh: the draft as it was before training. What is kept is rounded to the recipe's dtype, and
-    the draft is made of that, so that peft makes the same one of the files. PiSSA changes the base
-    that it starts from: what is kept is for the base as it was, at twice the rank (peft's own
-    conversion).
+    the draft is made of that, so that peft makes the same one of the files.
     """
     folder = recipe.folder / KEPT
-    with atomic_folder(folder) as partial, tempfile.TemporaryDirectory() as scratch:
-        about: dict[str, Any] = {}
-        if recipe.init_lora_weights == "pissa":
-            start: Any = get_peft_model(fresh().float(), lora_config(recipe))
-            start.peft_config["default"].init_lora_weights = True
-            start.save_pretrained(scratch, save_embedding_layers=False)
-            about = {"path_initial_model_for_weight_conversion": scratch}
+    with atomic_folder(folder) as partial:
         trained.peft_config["default"].base_model_name_or_path = str(_base_folder(recipe))
-        trained.save_pretrained(str(partial), save_embedding_layers=False, **about)
+        trained.save_pretrained(str(partial), save_embedding_layers=False)
         (partial / "README.md").unlink()  # peft's
         dtype = getattr(torch, recipe.dtype)
         tensors = {k: v.to(dtype) for k, v in load_file(partial / WEIGHTS).items()}

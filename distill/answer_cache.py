@@ -11,9 +11,7 @@ index, of which nothing is in memory but where each answer stands.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,33 +41,8 @@ class CachedAnswer:
     top_logprobs: Tensor
 
 
-# Where the indices of rows that are no answers to training prompts begin: no two rows share one.
-FIXED_TEXT, ON_POLICY, HELD_OUT = 2**29, 2**30, 2**30 + 2**29
-
-
-class Rows(Sequence[CachedAnswer]):
-    """Several caches as one sequence, each read from its own place."""
-
-    def __init__(self, parts: Sequence[Sequence[CachedAnswer]]) -> None:
-        self.parts = parts
-        self.ends = list(itertools.accumulate(map(len, parts)))
-
-    def __len__(self) -> int:
-        return self.ends[-1] if self.ends else 0
-
-    @overload
-    def __getitem__(self, number: int) -> CachedAnswer: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> list[CachedAnswer]: ...
-
-    def __getitem__(self, number: int | slice) -> CachedAnswer | list[CachedAnswer]:
-        if isinstance(number, slice):
-            return [self[i] for i in range(*number.indices(len(self)))]
-        if not 0 <= number < len(self):
-            raise IndexError(number)
-        part = bisect_right(self.ends, number)
-        return self.parts[part][number - self.ends[part] + len(self.parts[part])]
+# Where the indices of answers to held-out prompts begin: no two answers share one.
+HELD_OUT = 2**30 + 2**29
 
 
 class CacheError(ValueError):

@@ -29,7 +29,6 @@ from distill.run_folder import write_recipe
 from distill.state_cache import layers_read
 from distill.timing import (
     evaluation_seconds,
-    row_beside,
     training_step,
     training_steps,
 )
@@ -66,10 +65,10 @@ class FirstAnswers(NamedTuple):
 
 
 def first_answers(
-    recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun, texts: int
+    recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun
 ) -> FirstAnswers:
-    """PROBE answers, timed. texts: as of `plan`. A call of all processes."""
-    count = min(PROBE, most_answers(recipe, prompts, texts))
+    """PROBE answers, timed. A call of all processes."""
+    count = min(PROBE, most_answers(recipe, prompts))
     if recipe.minutes is not None:
         with PartialState().main_process_first():
             for name in ("answers", "states"):  # of a run that was cut before it had decided
@@ -87,21 +86,18 @@ def plan(
     pair: Pair,
     prompts: Prompts,
     target: TargetOfRun,
-    texts: int,
     first: FirstAnswers,
 ) -> Recipe:
     """The recipe with `max_answers` and `max_steps` decided, printed, and written to its folder.
 
-    texts: how many rows of fixed text there are. A call of all processes. Raises RecipeError where
-    the minutes are too few.
+    A call of all processes. Raises RecipeError where the minutes are too few.
     """
     assert recipe.minutes is not None
-    total = most_answers(recipe, prompts, texts)
+    total = most_answers(recipe, prompts)
     answers, per_answer = first
     made = min(PROBE, total)
     model, token_ids = kind_of(recipe).stand_in(recipe, pair, target.loaded)
     rows = pair.trained_rows(token_ids)
-    beside = row_beside(recipe, pair, prompts, target.loaded, model, token_ids)
     per_step = training_step(recipe, pair, prompts.training.ids, model, rows)
     del model
     length = statistics.mean(answer_lengths(recipe, prompts.training.ids, answers))
@@ -111,19 +107,15 @@ def plan(
     evaluation = evaluation_seconds(recipe, prompts, target.loaded, length)
     timed = min(recipe.speed_prompts, len(prompts.evaluation.ids))
     left = _left(recipe) - evaluation(timed)
-    left, per_answer, per_step, beside = from_first((left, per_answer, per_step, beside))
-    count, steps = split(recipe, left, made, total, per_answer, per_step, beside)
+    left, per_answer, per_step = from_first((left, per_answer, per_step))
+    count, steps = split(recipe, left, made, total, per_answer, per_step)
     recipe = dataclasses.replace(
         recipe, max_answers=count, training=recipe.training | {"max_steps": steps}
     )
-    mixed = recipe.rows(len(prompts.training.ids))
-    others = mixed["fixed"] + mixed["on_policy"]
     print(
         f"plan for {recipe.minutes:g} minutes: {count} of {total} answers "
-        f"({count * per_answer / 60:.1f} min), "
-        + (f"{others} rows of other text ({others * beside / 60:.1f} min), " if others else "")
-        + f"{steps} steps ({steps * per_step / 60:.1f} min), evaluation "
-        f"({evaluation(timed) / 60:.1f} min)"
+        f"({count * per_answer / 60:.1f} min), {steps} steps "
+        f"({steps * per_step / 60:.1f} min), evaluation ({evaluation(timed) / 60:.1f} min)"
     )
     write_recipe(recipe)
     return recipe
@@ -136,17 +128,15 @@ def split(
     total: int,
     per_answer: float,
     per_step: float,
-    beside: float = 0.0,
 ) -> tuple[int, int]:
     """How many answers and training steps take `left` seconds, `first` answers being there.
 
     Every row is trained on `num_train_epochs` times, never more often: where `total` answers
-    leave time, it stays. per_step, and beside: a row that is no answer, in seconds. Raises
-    RecipeError where PROBE answers and the training on them do not fit.
+    leave time, it stays. per_answer, per_step: seconds. Raises RecipeError where PROBE answers and
+    the training on them do not fit.
     """
-    rows = 1 / recipe.shares["answers"]  # that go with an answer, itself among them
-    steps_each = training_steps(recipe, round(total * rows)) / total
-    each = per_answer + (rows - 1) * beside + steps_each * per_step
+    steps_each = training_steps(recipe, total) / total
+    each = per_answer + steps_each * per_step
     made = min(PROBE, total)
     lacking = made * each - first * per_answer - left
     if lacking > 0:
@@ -161,15 +151,9 @@ def split(
     return count, max(1, math.ceil(steps_each * count))
 
 
-def most_answers(recipe: Recipe, prompts: Prompts, texts: int) -> int:
-    """How many answers there can be, and as many other rows as go with them: `texts` of fixed text.
-
-    Without a share of answers, how many rows in all.
-    """
-    total, shares = len(prompts.training.ids) * recipe.answers_per_prompt, recipe.shares
-    if shares["answers"] and shares["fixed"]:
-        return min(total, math.floor(texts * shares["answers"] / shares["fixed"]))
-    return total
+def most_answers(recipe: Recipe, prompts: Prompts) -> int:
+    """How many answers there can be."""
+    return len(prompts.training.ids) * recipe.answers_per_prompt
 
 
 def spend_rest(

@@ -6,7 +6,6 @@ step of each kind, timed at its real shape, where the weights are at hand.
 
 from __future__ import annotations
 
-import dataclasses
 import resource
 import sys
 
@@ -16,7 +15,6 @@ from align.sources import load_config, weights_at_hand
 from distill.budget import UNPLANNED, most_answers, split
 from distill.choice import Comparison
 from distill.drafters.base import kind_of
-from distill.fixed_text import fixed_rows
 from distill.memory import PROMPT_TOKENS, columns, needs, summary, table
 from distill.models import Pair, TargetOfRun, check_models, load_target
 from distill.prompts import Prompts, collect_prompts
@@ -25,7 +23,6 @@ from distill.server import ServedTarget
 from distill.timing import (
     batched_step,
     evaluation_seconds,
-    row_beside,
     training_step,
     training_steps,
 )
@@ -52,12 +49,11 @@ def price_run(recipe: Recipe) -> int:
     training_config(recipe)
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
-    texts = len(fixed_rows(recipe, prompts))
     if recipe.drafter == "auto":
         comparison = Comparison(recipe, pair, prompts, TargetOfRun(recipe, pair, prompts))
         comparison.price()
         return _exit_status(max(map(comparison.ceiling, comparison.tried)))
-    return _time_run(recipe, pair, prompts, load_target(recipe, prompts), texts)
+    return _time_run(recipe, pair, prompts, load_target(recipe, prompts))
 
 
 def print_needs(recipe: Recipe) -> None:
@@ -80,7 +76,7 @@ def why_not_timed(recipe: Recipe) -> str | None:
     return None
 
 
-def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target, texts: int) -> int:
+def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> int:
     kind = kind_of(recipe)
     model, token_ids = kind.stand_in(recipe, pair, target)
     drafter = kind.drafter(recipe, pair, model, token_ids, target)
@@ -89,7 +85,7 @@ def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target, text
     sampling = recipe.sampling
     costs = step_costs(target.decoder, drafter, context, recipe.max_gamma, sampling)
 
-    count = most_answers(recipe, prompts, texts)
+    count = most_answers(recipe, prompts)
     if recipe.max_answers is not None:
         count = min(count, recipe.max_answers)
     at = sum(map(len, training)) // len(training) + recipe.answer_max_new_tokens // 2
@@ -97,25 +93,18 @@ def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target, text
         target.decoder, recipe.answer_batch_size, at
     )
     per_answer = answering / recipe.answer_batch_size
-    beside = row_beside(recipe, pair, prompts, target, model, token_ids)
     per_step = training_step(recipe, pair, training, model, pair.trained_rows(token_ids))
     measuring = evaluation_seconds(recipe, prompts, target, recipe.max_new_tokens)(
         min(recipe.speed_prompts, len(evaluation))
     )
     if recipe.minutes is not None and recipe.max_answers is None:
         left = 60 * recipe.minutes * (1 - UNPLANNED) - measuring
-        count, steps = split(recipe, left, 0, count, per_answer, per_step, beside)
+        count, steps = split(recipe, left, 0, count, per_answer, per_step)
     else:
-        steps = training_steps(recipe, sum(recipe.rows(len(training)).values()))
-    rows = dataclasses.replace(recipe, max_answers=count).rows(len(training))
-    tokens = rows["answers"] * recipe.answer_max_new_tokens
+        steps = training_steps(recipe, count)
+    tokens = count * recipe.answer_max_new_tokens
     minutes = {
-        f"answers ({tokens} tokens at most)": rows["answers"] * per_answer,
-    }
-    if others := rows["fixed"] + rows["on_policy"]:
-        name = f"other text ({rows['fixed']} fixed rows, {rows['on_policy']} on-policy ones)"
-        minutes[name] = others * beside
-    minutes |= {
+        f"answers ({tokens} tokens at most)": count * per_answer,
         f"training ({steps} steps)": steps * per_step,
         "evaluation": measuring,
     }

@@ -25,8 +25,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from align.atomic import remove, write_json
 from align.vocab_map import Retokenizer
-from distill.answer_cache import FIXED_TEXT, AnswerCache, CachedAnswer
 from distill.answer_cache import HELD_OUT as FIRST_INDEX
+from distill.answer_cache import AnswerCache, CachedAnswer
 from distill.recipe import Recipe
 from distill.training_set import training_rows
 
@@ -134,8 +134,7 @@ def trained_rows(
             top_logprobs=one.top_logprobs[taught:],
         )
 
-    own = (answer_alone(one) for one in answers if one.index < FIXED_TEXT)
-    some = itertools.islice(own, recipe.held_out_prompts)
+    some = itertools.islice(map(answer_alone, answers), recipe.held_out_prompts)
     return list(training_rows(some, head_rows, 1.0, retokenizer))
 
 

@@ -59,19 +59,7 @@ def lk(p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     return weight * kl + (1 - weight) * distance, pull
 
 
-def ce(p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """-log q(argmax p), over the cached tokens: what a greedy verification asks."""
-    best = torch.zeros_like(p).scatter_(1, p[:, :-1].argmax(-1, keepdim=True), 1.0)
-    return -(best * log_q).sum(-1), -best
-
-
-def ce_tv(p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """0.1 CE + 0.9 TV (arXiv 2607.05147)."""
-    (entropy, ce_pull), (distance, tv_pull) = ce(p, q, log_q), tv(p, q, log_q)
-    return 0.1 * entropy + 0.9 * distance, 0.1 * ce_pull + 0.9 * tv_pull
-
-
-LossName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "log_alpha", "lk", "ce", "ce_tv"]
+LossName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "log_alpha", "lk"]
 LOSSES: dict[LossName, Divergence] = {
     "forward_kl": forward_kl,
     "reverse_kl": reverse_kl,
@@ -79,56 +67,7 @@ LOSSES: dict[LossName, Divergence] = {
     "tv": tv,
     "log_alpha": log_alpha,
     "lk": lk,
-    "ce": ce,
-    "ce_tv": ce_tv,
 }
-
-
-# Weights [n] of positions from their losses [n], their alphas [n] and where they stand.
-Weigh = Callable[[Tensor, Tensor, slice], Tensor]
-
-
-def position_weights(alpha: Tensor, rows: Tensor, gamma: int) -> Tensor:
-    """How much the accepted length rises with alpha at each position [N], with mean 1.
-
-    D-PACE (arXiv 2605.18810), which weighs the places of one drafted block, for a chain that is
-    taught on whole texts: E = sum over blocks that begin anywhere in a row, sum_(k=1…gamma) of the
-    product of alpha over their first k tokens, is the expected accepted length summed over all
-    offsets, and the weight is dE / dalpha. It is the chance that blocks survive to the position,
-    times one more than what they still expect after it. alpha is a constant. rows: of each position
-    the number of its row [N], equal for neighbours.
-    """
-    same = F.pad(rows[1:] == rows[:-1], (1, 0))  # whether the position before is of the same row
-    alpha = alpha.detach()
-    before = [torch.ones_like(alpha)]  # survival of o tokens before
-    after = [torch.ones_like(alpha)]  # expected from here on, itself counted as accepted, of m more
-    for _ in range(gamma - 1):
-        before.append(F.pad((alpha * before[-1])[:-1], (1, 0)) * same)
-        after.append(1 + F.pad((alpha * after[-1] * same)[1:], (0, 1)))
-    weight = torch.stack([b * a for b, a in zip(before, reversed(after), strict=True)]).sum(0)
-    return weight / weight.mean()
-
-
-def selected(loss: Tensor, reference: Tensor, fraction: float) -> Tensor:
-    """Weights [N] of mean 1: 1 / fraction at that fraction of positions, else 0 (AdaSPEC).
-
-    Taken are those with the largest loss less that of a reference draft [N], which has been trained
-    already: what it has learnt can be learnt, what neither has is left out (arXiv 2510.19779).
-    """
-    count = max(1, round(fraction * len(loss)))
-    best = (loss.detach() - reference).topk(count).indices
-    return torch.zeros_like(loss).scatter_(0, best, len(loss) / count)
-
-
-def weighted(divergence: Divergence, weigh: Weigh, part: slice) -> Divergence:
-    """The loss with each position's value and gradient times its weight, which is a constant."""
-
-    def loss(p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        value, pull = divergence(p, q, log_q)
-        weight = weigh(value, torch.minimum(p, q).sum(-1), part)
-        return weight * value, weight[:, None] * pull
-
-    return loss
 
 
 def coarse_loss(
@@ -258,7 +197,6 @@ class _HeadLoss(torch.autograd.Function):
         cached_ids: Tensor,
         cached_logprobs: Tensor,
         divergence: Divergence,
-        weigh: Weigh | None,
     ) -> tuple[Tensor, Tensor]:
         device = hidden.device.type
         dtype = hidden.dtype
@@ -274,9 +212,8 @@ class _HeadLoss(torch.autograd.Function):
             for at in range(0, len(hidden), CHUNK):
                 part = slice(at, at + CHUNK)
                 ids, states = cached_ids[part], hidden[part].to(dtype)
-                taken = divergence if weigh is None else weighted(divergence, weigh, part)
                 loss, same, gradient = coarse_loss(
-                    head_logits(states, head), ids, cached_logprobs[part], taken
+                    head_logits(states, head), ids, cached_logprobs[part], divergence
                 )
                 total += loss.sum()
                 agreed += same.sum()
@@ -292,7 +229,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         gradients = (part if part is None else part * scale for part in ctx.saved_tensors)
-        return (*gradients, None, None, None, None)
+        return (*gradients, None, None, None)
 
 
 def head_loss(
@@ -301,12 +238,10 @@ def head_loss(
     cached_ids: Tensor,
     cached_logprobs: Tensor,
     divergence: Divergence = forward_kl,
-    weigh: Weigh | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The summed `coarse_loss` of the logits `hidden @ weight.T`, and how many agreed.
 
     hidden: what the head reads at response positions [N, H]. weight: the head [V, H]. The products
-    run in autocast's dtype where that is on. weigh: of CHUNK positions at a time, so a row that two
-    chunks share is weighed as two. Differentiable once, in hidden and weight.
+    run in autocast's dtype where that is on. Differentiable once, in hidden and weight.
     """
-    return _HeadLoss.apply(hidden, weight, cached_ids, cached_logprobs, divergence, weigh)
+    return _HeadLoss.apply(hidden, weight, cached_ids, cached_logprobs, divergence)

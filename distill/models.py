@@ -131,8 +131,6 @@ def check_models(recipe: Recipe) -> Pair:
         check_prunable(target.config, recipe.num_draft_layers if keeps_layers else 0)
         if recipe.draft_vocab_size is not None:
             choose_tokens(torch.zeros(target.rows), recipe.draft_vocab_size, forced_tokens(target))
-    for spec in filter(None, (recipe.on_policy_draft, recipe.reference_draft)):
-        resolve_checkpoint(spec)  # read after minutes: that it is there is known now
     vocab_map = None
     if strategy in ("remap", "transplant", "intersection"):
         path = recipe.folder / VOCAB_MAP

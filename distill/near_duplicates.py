@@ -52,20 +52,6 @@ class NearDuplicates:
         return near, max((jaccard for jaccard, _ in found), default=0.0)
 
 
-def without_near_duplicates(text: str, held_out: NearDuplicates) -> Iterator[str]:
-    """The text in pieces, cut out of it each passage that nearly duplicates one held out.
-
-    A passage stands between blank lines, so part of a text that is held out is found as well.
-    """
-    piece: list[str] = []
-    for passage in [*re.split(r"\n[ \t]*\n", text), None]:
-        if passage is not None and not held_out.closest(passage)[0]:
-            piece.append(passage)
-        elif piece:
-            yield "\n\n".join(piece)
-            piece = []
-
-
 @dataclass(frozen=True)
 class Overlap:
     """What training shares with evaluation.

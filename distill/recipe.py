@@ -65,7 +65,7 @@ _FIXED = {
 }
 FIXED = {key: reason for reason, keys in _FIXED.items() for key in keys.split()}
 
-# Keys and kinds of draft of earlier versions, and what to do instead.
+# Keys, kinds of draft and losses of earlier versions, and what to do instead.
 GONE = {
     "data": "the target's answers are all that a draft is trained on: other text was no better at "
     "equal minutes",
@@ -88,6 +88,12 @@ GONE_DRAFTERS = {
 }
 
 
+GONE_LOSSES = {
+    "ce": "use forward_kl, which came out best for greedy decoding",
+    "ce_tv": "use forward_kl, which came out best for greedy decoding",
+}
+
+
 class RecipeError(ValueError):
     """A recipe that cannot be used: which key or file, why, and what to do."""
 
@@ -97,12 +103,9 @@ Strategy = Literal["auto", "direct", "padded", "remap", "transplant", "intersect
 Text = Annotated[str, Field(min_length=1)]
 HubId = Annotated[str, Field(pattern=r"^\w[\w.-]*/[\w.-]+$")]
 Count = Annotated[int, Field(ge=1)]
-Part = Annotated[float, Field(gt=0, le=1)]
 AtLeastNone = Annotated[int, Field(ge=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
-DataKind = Literal["answers", "fixed", "on_policy"]
-Fractions = dict[DataKind, Annotated[float, Field(ge=0, le=1)]]
 
 
 @dataclass
@@ -126,9 +129,6 @@ class Recipe:
     num_draft_layers: Count = 2  # layers kept of a pruned target
     draft_vocab_size: Count | None = None  # rows of the draft's head; null keeps all
     fit_tokens: Count = 20_000  # answer tokens that the head is fitted on
-    data: Fractions | None = None  # of rows: answers, fixed, on_policy; null: answers alone
-    fixed_text: Text | None = None  # .txt, or .jsonl with `text`; null: the embedded: builder's own
-    on_policy_draft: Text | None = None  # folder of the draft that writes; null: the untuned one
     device_map: Literal["auto"] | None = None  # auto: the target's layers over all GPUs
     answers: Literal["local", "server"] = "local"  # who gives the target's: it here, or a server
     answer_url: Text | None = None  # of the server that answers: http://HOST:PORT
@@ -142,9 +142,6 @@ class Recipe:
     answer_batch_size: Count = 48  # prompts answered at once, or in flight to the server
     cache_top_k: Count = 15  # most likely tokens kept of each distribution
     loss: LossName | Literal["auto"] = "auto"  # of distill/losses.py; auto goes by `temperature`
-    position_weights: bool = False  # more weight where more accepted tokens hang on it (D-PACE)
-    select_fraction: Part | None = None  # of positions: best to learn (AdaSPEC); null: all
-    reference_draft: Text | None = None  # folder of a tuned draft: what it has learnt can be learnt
     held_out_prompts: AtLeastNone = 32  # to follow alpha on while training; a 20th of all at most
     early_stopping_patience: Count | None = 5  # measurements of them without a best; null: never
     teacher_temperature: Positive = 1.0  # the draft learns p ** (1 / this); 1 at most
@@ -153,9 +150,6 @@ class Recipe:
     lora_alpha: Count = 128  # the adapters are scaled by lora_alpha / lora_r
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # dropout on the adapters
     lora_target_modules: Text = "all-linear"  # every linear layer but the head, or a comma list
-    use_rslora: bool = False  # adapters scaled by lora_alpha / sqrt(lora_r) instead
-    use_dora: bool = False  # DoRA: a trained length for each row of a weight beside its direction
-    init_lora_weights: Literal[True, "pissa"] = True  # pissa: from the weights' largest directions
     temperature: NotNegative = 0.0  # deployed sampling; 0 is greedy
     top_k: Count | None = None  # deployed top-k; null keeps every token
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # deployed top-p; 1 keeps every token
@@ -197,25 +191,6 @@ class Recipe:
     def sampling(self) -> Sampling:
         """As deployed."""
         return Sampling(self.temperature, self.top_k, self.top_p)
-
-    @property
-    def shares(self) -> dict[DataKind, float]:
-        """Fractions of the rows that are trained on, by where their text comes from."""
-        given: Fractions = {"answers": 1.0} if self.data is None else self.data
-        return {kind: given.get(kind, 0.0) for kind in typing.get_args(DataKind)}
-
-    def rows(self, prompts: int) -> dict[DataKind, int]:
-        """How many rows of each kind are trained on, of so many training prompts.
-
-        All that may be answered are, and the other kinds come on top in proportion; without a share
-        of answers there are as many rows in all.
-        """
-        count = prompts * self.answers_per_prompt
-        count = min(self.max_answers or count, count)
-        return {
-            kind: round(count * x / (self.shares["answers"] or 1))
-            for kind, x in self.shares.items()
-        }
 
 
 OWN = {f.name: f for f in dataclasses.fields(Recipe) if f.name != "training"}
@@ -275,6 +250,8 @@ def build_recipe(values: dict[str, Any]) -> Recipe:
     for key, value in values.items():
         if key == "drafter" and value in GONE_DRAFTERS:
             raise RecipeError(f"drafter {value!r} is gone: {GONE_DRAFTERS[value]}.")
+        if key == "loss" and value in GONE_LOSSES:
+            raise RecipeError(f"loss {value!r} is gone: {GONE_LOSSES[value]}.")
         try:
             _type_of(key).validate_python(value)
         except ValidationError as error:
@@ -434,13 +411,6 @@ def _check_together(recipe: Recipe) -> None:
             f"teacher_temperature is {recipe.teacher_temperature}, but must be at most 1: above 1 "
             "most of p would move to tokens that were not cached, and how much cannot be known."
         )
-    if (recipe.select_fraction is None) != (recipe.reference_draft is None):
-        raise RecipeError(
-            f"select_fraction is {yaml_text(recipe.select_fraction)} and reference_draft "
-            f"{yaml_text(recipe.reference_draft)}: what is selected is what a tuned draft has "
-            "learnt better; give both, or neither."
-        )
-    _check_data(recipe)
     _check_minutes(recipe)
     _check_server(recipe)
     if recipe.device_map is not None and recipe.training.get("use_cpu", False):
@@ -474,50 +444,10 @@ def _check_adapters(recipe: Recipe) -> None:
             "max_steps is 0, which trains nothing, and use_peft is true: there would be no "
             "adapter; leave max_steps out, or set use_peft to false to make a base."
         )
-    if recipe.use_dora and recipe.init_lora_weights == "pissa":
-        raise RecipeError(
-            "use_dora is true and init_lora_weights is pissa, which peft does not turn into an "
-            "adapter of the base as it was; leave one of them out."
-        )
     if recipe.base is not None and recipe.draft is not None:
         raise RecipeError(
             f"base is {recipe.base!r}, a pruned draft, and draft is {recipe.draft!r}, a sibling; "
             "give one. A sibling is the base of its adapters by itself."
-        )
-
-
-def _check_data(recipe: Recipe) -> None:
-    shares, mixed = recipe.shares, yaml_text(recipe.data).replace("\n", ", ")
-    if abs(sum(shares.values()) - 1) > 1e-6:
-        raise RecipeError(
-            f"data is {mixed}, which sums to {sum(shares.values()):g}; fractions must sum to 1."
-        )
-    if recipe.answers == "server" and shares["answers"] < 1:
-        raise RecipeError(
-            f"data is {mixed}, but answers is server, and other text than its answers is read by "
-            "a target that is loaded here; answer locally, or leave data out."
-        )
-    if recipe.minutes is not None and not shares["answers"]:
-        raise RecipeError(
-            f"data is {mixed}, without answers, but minutes is planned on answers as they are "
-            "timed; give answers a share, or set minutes to null."
-        )
-    for share, kind, key, value in (
-        (shares["fixed"], "fixed", "fixed_text", recipe.fixed_text),
-        (shares["on_policy"], "on_policy", "on_policy_draft", recipe.on_policy_draft),
-    ):
-        if value is not None and not share:
-            raise RecipeError(f"{key} is {value!r}, but data has no {kind}; give it a share there.")
-    embedded = recipe.train_prompts.startswith("embedded:")
-    if shares["fixed"] and recipe.fixed_text is None and not embedded:
-        raise RecipeError(
-            f"data is {mixed}, but fixed_text is null, and train_prompts is a file without text "
-            "of its own; name a .txt or .jsonl file with --fixed_text."
-        )
-    if shares["on_policy"] == 1 and recipe.draft is None:
-        raise RecipeError(
-            "data is on_policy alone, but draft is null, and the head of a pruned draft is fitted "
-            "on answers or fixed text before it can write; give these a share, or name a sibling."
         )
 
 
@@ -553,11 +483,6 @@ def _check_drafter(recipe: Recipe) -> None:
             f"drafter is auto, which compares what can be made of the target, but {key} is "
             f"{getattr(recipe, key)!r}; remove one of the two."
         )
-    if recipe.drafter == "auto" and not recipe.shares["answers"]:
-        raise RecipeError(
-            "drafter is auto, which compares kinds of draft on the target's answers, but data has "
-            "none; give answers a share, or name a drafter."
-        )
     if not recipe.kind.from_target and recipe.draft is None:
         raise RecipeError(
             f"drafter is {name!r}, but draft is null; name the draft with --draft, or set drafter "
@@ -570,16 +495,6 @@ def _check_drafter(recipe: Recipe) -> None:
         )
     if recipe.kind.language_model:
         return
-    if recipe.position_weights or recipe.select_fraction is not None:
-        raise RecipeError(
-            "position_weights and select_fraction are for drafts that learn one step at a time, "
-            f"and drafter {name!r} learns several; leave them out."
-        )
-    if recipe.shares["on_policy"]:
-        raise RecipeError(
-            f"data has {recipe.shares['on_policy']:g} of on_policy text, written after the "
-            f"target's hidden states are kept, which drafter {name!r} reads; leave it out."
-        )
     if recipe.base is not None:
         raise RecipeError(
             f"base is {recipe.base!r}, a pruned draft, but drafter {name!r} is made anew; leave "

@@ -1,9 +1,9 @@
 """The target's hidden states over the answers, as shards on disk, for drafts that read them.
 
-Kept while the target answers (distill/answers.py); what has none yet, as fixed text, is read in one
-teacher-forced pass by the very decoder that gives them while drafting. Of an answer the states at
-all tokens but the last are kept, in bf16. Legend: P prompt tokens, R response tokens, L layers, H
-hidden size.
+Kept while the target answers (distill/answers.py); a text that has none yet, as a held-out answer,
+is read in one teacher-forced pass by the very decoder that gives them while drafting. Of an answer
+the states at all tokens but the last are kept, in bf16. Legend: P prompt tokens, R response tokens,
+L layers, H hidden size.
 """
 
 from __future__ import annotations
@@ -19,24 +19,20 @@ from tqdm import tqdm
 
 from align.sources import read_json
 from distill.answer_cache import (
-    FIXED_TEXT,
     CachedAnswer,
     CacheError,
-    Rows,
     claim,
     opened,
     read_shard,
     write_shard,
 )
-from distill.answer_cache import HELD_OUT as FIRST_HELD_OUT
 from distill.held_out import HELD_OUT, held_out_answers
 from distill.models import Pair, TargetOfRun
 from distill.recipe import Recipe
 from eval.decoding.forward import Decoder, HiddenStates
 
 ANSWERS_PER_SHARD = 64
-ANSWERS, FIXED = "answers", "fixed_text"  # folders of texts that are trained on
-NO_ANSWERS = {FIXED_TEXT: FIXED, FIRST_HELD_OUT: HELD_OUT}  # from which index on, and their folder
+ANSWERS = "answers"  # folder of the texts that are trained on
 
 
 class StateCache(Mapping[int, Tensor]):
@@ -52,7 +48,7 @@ class StateCache(Mapping[int, Tensor]):
         Raises CacheError for that and for a shard whose bits have changed.
         """
         self.folder, self.layers = run / "states", tuple(layers)
-        for name in (ANSWERS, *NO_ANSWERS.values()):
+        for name in (ANSWERS, HELD_OUT):
             if (key := run / name / "key.json").exists():
                 parts = read_json(key) | {"layers": list(layers)}
                 claim(self.folder / name, parts, "hidden states")
@@ -131,28 +127,24 @@ def cache_states(
         return
     cache = StateCache(recipe.folder, layers)
     state = PartialState()
-    texts = Rows([answers, held_out_answers(recipe.folder, pair.vocab_size)])
-    left: dict[str, list[int]] = {name: [] for name in (ANSWERS, *NO_ANSWERS.values())}
-    for number, one in enumerate(texts):
-        if one.index not in cache:
-            kinds = [name for first, name in NO_ANSWERS.items() if one.index >= first]
-            left[kinds[-1] if kinds else ANSWERS].append(number)
-    shards = [
-        (name, numbers[i : i + ANSWERS_PER_SHARD])
-        for name, numbers in left.items()
-        for i in range(0, len(numbers), ANSWERS_PER_SHARD)
-    ]
+    texts = {ANSWERS: answers, HELD_OUT: held_out_answers(recipe.folder, pair.vocab_size)}
+    shards = []
+    for name, some in texts.items():
+        left = [number for number, answer in enumerate(some) if answer.index not in cache]
+        shards += [
+            (name, left[i : i + ANSWERS_PER_SHARD]) for i in range(0, len(left), ANSWERS_PER_SHARD)
+        ]
     state.wait_for_everyone()  # all see the same left before anyone adds to the cache
-    for name, shard in tqdm(
+    for name, numbers in tqdm(
         shards[state.process_index :: state.num_processes],
         desc="target's states",
         unit="shard",
         file=sys.stderr,
         disable=not state.is_main_process,
     ):
-        some = [texts[number] for number in shard]
-        found = {one.index: states_at(target.decoder, one, layers) for one in some}
-        cache.append(found, name)
+        shard = [texts[name][number] for number in numbers]
+        states = {answer.index: states_at(target.decoder, answer, layers) for answer in shard}
+        cache.append(states, name)
     state.wait_for_everyone()
     cache.refresh()
     if state.is_main_process:

@@ -15,8 +15,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
 from distill.answer_cache import CachedAnswer
-from distill.drafters.base import kind_of
-from distill.judged import POSITIONS, Writer, draft_that_writes, judge, similar
 from distill.models import Pair
 from distill.prompts import Prompts
 from distill.recipe import Recipe
@@ -101,42 +99,6 @@ def training_steps(recipe: Recipe, rows: int) -> int:
     return math.ceil(rows / batch * args.num_train_epochs)
 
 
-def row_beside(
-    recipe: Recipe,
-    pair: Pair,
-    prompts: Prompts,
-    target: Target,
-    model: PreTrainedModel,
-    token_ids: Tensor | None,
-) -> float:
-    """Seconds of a row that is no answer: fixed or on-policy text, as the recipe mixes them.
-
-    model, token_ids: a `stand_in` of the draft.
-    """
-    shares, ids = recipe.shares, prompts.training.ids
-    context, new = sum(map(len, ids)) // len(ids), recipe.answer_max_new_tokens
-    seconds = 0.0
-    if shares["fixed"] or shares["on_policy"]:
-        texts = similar([(i, [0], [0] * (context + new - 1)) for i in range(POSITIONS)])[0]
-        for _ in range(2):  # the first is warm-up
-            clock = time.perf_counter()
-            judge(target.decoder, texts, recipe.cache_top_k)
-            pass_of_a_row = (time.perf_counter() - clock) / len(texts)
-        seconds = (shares["fixed"] + shares["on_policy"]) * pass_of_a_row
-        seconds += shares["fixed"] * states_seconds(recipe, pair, target, context + new)
-    if shares["on_policy"]:
-        spec = recipe.on_policy_draft or recipe.draft
-        if spec is not None:
-            drafter = draft_that_writes(spec, target, pair.strategy)
-        else:
-            made: Any = kind_of(recipe).drafter(recipe, pair, model, token_ids, target)
-            drafter = made
-        rows = recipe.answer_batch_size
-        step = batched_step(Writer(drafter), rows, context + new // 2)
-        seconds += shares["on_policy"] * new * step / rows
-    return seconds / ((shares["fixed"] + shares["on_policy"]) or 1)
-
-
 class _StepClock(TrainerCallback):
     """Seconds of each optimiser step."""
 
@@ -159,9 +121,8 @@ def training_step(
     made_up = []
     for i in range(batch * TIMED_STEPS):
         prompt = ids[i % len(ids)]
-        # taught from its second token on
-        if recipe.train_on_prompts or i % batch < batch * recipe.shares["fixed"]:
-            prompt = prompt[:1]
+        if recipe.train_on_prompts:
+            prompt = prompt[:1]  # taught from its second token on
         taught = recipe.answer_max_new_tokens + len(ids[i % len(ids)]) - len(prompt)
         top_ids = torch.zeros((taught, recipe.cache_top_k), dtype=torch.long)
         logprobs = torch.full(top_ids.shape, -4.0)

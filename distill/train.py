@@ -31,9 +31,7 @@ from distill.choice import choose
 from distill.dry_run import price_run
 from distill.evaluation import evaluate
 from distill.export import export_draft
-from distill.fixed_text import fixed_rows
 from distill.held_out import HELD_OUT
-from distill.judged import with_fixed_text, with_on_policy_text
 from distill.models import Pair, TargetOfRun, check_models
 from distill.prepare import prepare_draft, print_coverage
 from distill.prompts import collect_prompts
@@ -61,7 +59,6 @@ def run(recipe: Recipe) -> int:
     stage("Check the pair, collect prompts")
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
-    texts = fixed_rows(recipe, prompts)
     target = TargetOfRun(recipe, pair, prompts)  # behind a server it is never loaded
     served = ServedTarget(recipe, pair.target, prompts) if recipe.answers == "server" else None
     if served is not None and PartialState().is_main_process:
@@ -79,37 +76,30 @@ def run(recipe: Recipe) -> int:
         answer_prompts(once, prompts.held_out.ids, target, HELD_OUT)
     planned = recipe.minutes is not None and recipe.max_answers is None
     if planned:
-        first = first_answers(recipe, pair, prompts, target, len(texts))
+        first = first_answers(recipe, pair, prompts, target)
         if recipe.drafter == "auto" and not recipe.coverage_curve:
             stage("Compare kinds of draft")
             recipe = choose(recipe, pair, prompts, target, first.answers)
             stage("The target answers more training prompts")
-        recipe = plan(recipe, pair, prompts, target, len(texts), first)
-    answers = None
+        recipe = plan(recipe, pair, prompts, target, first)
     if served is not None:
         answers = served.answers()
-    elif recipe.shares["answers"]:
-        answers = answer_prompts(
-            recipe, prompts.training.ids, target, layers=layers_read(recipe, pair)
-        )
-    if recipe.shares["fixed"]:
-        stage("The target reads fixed text")
-    rows = with_fixed_text(recipe, texts, target, answers)
+    else:
+        layers = layers_read(recipe, pair)
+        answers = answer_prompts(recipe, prompts.training.ids, target, layers=layers)
     if recipe.coverage_curve:
         if PartialState().is_main_process:
-            print_coverage(pair, rows)
+            print_coverage(pair, answers)
         return 0
     if recipe.drafter == "auto":
-        assert answers is not None  # `auto` is refused without
         stage("Compare kinds of draft")
         recipe = choose(recipe, pair, prompts, target, answers[:PROBE])
     if not (recipe.folder / "draft").exists():
-        make_draft(recipe, pair, target, rows, stage)
+        make_draft(recipe, pair, target, answers, stage)
         free_memory()
     if PartialState().is_main_process:
         stage("Measure the drafts")
         if planned:
-            assert answers is not None  # `minutes` is refused without
             recipe = spend_rest(recipe, prompts, target, answers)
         report = (
             evaluate(recipe, pair, prompts, target.loaded)
@@ -141,28 +131,22 @@ def make_draft(
     recipe: Recipe,
     pair: Pair,
     target: TargetOfRun,
-    rows: Sequence[CachedAnswer],
+    answers: Sequence[CachedAnswer],
     stage: Callable[[str], None],
 ) -> None:
-    """`draft/`: prepared, distilled, exported. The target is not in memory while it is trained.
-
-    rows: what the target has answered or read so far.
-    """
-    cache_states(recipe, pair, target, rows)
+    """`draft/`: prepared, distilled, exported. The target is not in memory while it is trained."""
+    cache_states(recipe, pair, target, answers)
     stage("Prepare the draft")
     # one process prepares, the others wait and read what it left on disk
     with PartialState().main_process_first():
-        prepared = prepare_draft(recipe, pair, target, rows)
-    if recipe.shares["on_policy"]:
-        stage("The draft writes, the target judges")
-        rows = with_on_policy_text(recipe, pair, target, rows)
+        prepared = prepare_draft(recipe, pair, target, answers)
     target.release()
     stage("Distil the draft")
-    tuned = distil_draft(recipe, pair, prepared, rows, target.prompts.training.ids)
+    tuned = distil_draft(recipe, pair, prepared, answers, target.prompts.training.ids)
     free_memory()  # trainer and optimiser, which refer to each other
     if tuned is not None:
         stage("Save the draft")
-        export_draft(recipe, pair, prepared, tuned, rows)
+        export_draft(recipe, pair, prepared, tuned, answers)
 
 
 def main(argv: list[str]) -> int:

@@ -9,7 +9,6 @@ import copy
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +61,13 @@ from distill.losses import (
     LOSSES,
     Divergence,
     LossName,
-    Weigh,
     acceptance,
-    coarse_loss,
     forward_kl,
     head_logits,
     head_loss,
-    position_weights,
-    selected,
 )
 from distill.models import Pair
-from distill.prepare import PreparedDraft, load_reference, read_prepared
+from distill.prepare import PreparedDraft, read_prepared
 from distill.recipe import Recipe, RecipeError, chosen_loss
 from distill.state_cache import states_of
 from distill.training_set import TRAINING_SET, Batch, DistillationCollator, training_set
@@ -113,20 +108,15 @@ def _gathered(value: Any, kept: bool) -> Any:
 
 
 def attach_distillation_forward(
-    model: PreTrainedModel,
-    divergence: Divergence = forward_kl,
-    gamma: int | None = None,
-    fraction: float = 1.0,
+    model: PreTrainedModel, divergence: Divergence = forward_kl
 ) -> None:
     """Make `model.forward` return the summed loss over response positions instead of logits.
 
     Inside forward, so that DDP's gradient hooks, PEFT's adapters and autocast all see it; and the
     head's share inside the head's own, since its weight is whole only while it is called where
-    FSDP or ZeRO-3 shard it. The head is applied to response positions only; called with a
-    `temperature`, it returns `acceptance` at each of them, and with `each` their losses. gamma:
-    weighs them by `position_weights` for so many drafted tokens. fraction: of them that is
-    `selected`, where the batch holds the `reference` losses. Undone by
-    `detach_distillation_forward`. Raises ValueError for a head that is more than a product.
+    FSDP shards it. The head is applied to response positions only; called with a `temperature`, it
+    returns `acceptance` at each of them. Undone by `detach_distillation_forward`. Raises ValueError
+    for a head that is more than a product.
     """
     body, head = attach_head(model, divergence)
 
@@ -136,22 +126,8 @@ def attach_distillation_forward(
         hidden: Tensor = states.last_hidden_state.flatten(0, 1)[batch.positions]
         return hidden
 
-    def compute(batch: Batch, each: bool = False) -> ModelOutput:
-        hidden = read_by_head(batch)
-        if each:
-            return ModelOutput(each=head(hidden, batch.top_ids, batch.top_logprobs, each=True))
-
-        def weigh(loss: Tensor, alpha: Tensor, part: slice) -> Tensor:
-            weights = torch.ones_like(loss)
-            if gamma is not None:
-                rows = batch.positions[part] // batch.width
-                weights *= position_weights(alpha, rows, gamma)
-            if batch.reference is not None:
-                weights *= selected(loss, batch.reference[part], fraction)
-            return weights
-
-        how = weigh if gamma is not None or batch.reference is not None else None
-        loss, agreed = head(hidden, batch.top_ids, batch.top_logprobs, weigh=how)
+    def compute(batch: Batch) -> ModelOutput:
+        loss, agreed = head(read_by_head(batch), batch.top_ids, batch.top_logprobs)
         return ModelOutput(loss=loss, agreed=agreed)
 
     attach_forward(model, head, read_by_head, compute)
@@ -169,10 +145,10 @@ def attach_forward(
     compute: from the batch, ModelOutput(loss, agreed).
     """
 
-    def forward(temperature: float | None = None, each: bool = False, **inputs: Any) -> ModelOutput:
+    def forward(temperature: float | None = None, **inputs: Any) -> ModelOutput:
         batch = Batch(**{name: inputs[name] for name in Batch._fields if name in inputs})
         if temperature is None:
-            return compute(batch, each=True) if each else compute(batch)
+            return compute(batch)
         found: ModelOutput = head(first(batch), batch.top_ids, batch.top_logprobs, temperature)
         return found
 
@@ -211,20 +187,12 @@ def attach_head(model: PreTrainedModel, divergence: Divergence) -> tuple[Any, An
         top_ids: Tensor,
         top_logprobs: Tensor,
         temperature: float | None = None,
-        each: bool = False,
-        weigh: Weigh | None = None,
     ) -> Any:
         if top_logprobs.dtype == torch.int32:  # `_prepare_inputs`
             top_logprobs = top_logprobs.view(torch.float32)
-        if each:
-            found = (
-                coarse_loss(head_logits(states, head.weight), ids, logprobs, divergence)[0]
-                for states, ids, logprobs in chunks(hidden, top_ids, top_logprobs)
-            )
-            return torch.cat([*found])
         if temperature is not None:
             return accepted_at(hidden, head.weight, top_ids, top_logprobs, temperature)
-        return head_loss(hidden, head.weight, top_ids, top_logprobs, divergence, weigh)
+        return head_loss(hidden, head.weight, top_ids, top_logprobs, divergence)
 
     head.forward = head_forward
     return model.base_model, head
@@ -310,12 +278,9 @@ class DistillationTrainer(SFTTrainer):
         loss: LossName = "forward_kl",
         attach: Callable[[PreTrainedModel, Divergence], None] = attach_distillation_forward,
         slow: tuple[str, ...] = (),
-        reference: Any = None,
         **kwargs: Any,
     ) -> None:
-        """attach, slow: of the kind of drafter that is trained (distill/drafters/base.py).
-        reference: a draft whose losses are compared (`selected`), with the same rows in its head.
-        """
+        """attach, slow: of the kind of drafter that is trained (distill/drafters/base.py)."""
         self.loss_name, self.slow = loss, slow
         self.whole: Any = None  # where its weights go when they are sharded
         self.sums = torch.zeros(3)  # since the last log, here: divergence, agreements, tokens
@@ -329,10 +294,6 @@ class DistillationTrainer(SFTTrainer):
             self.add_callback(_Progress(loss))
         model: Any = self.model
         attach(model.get_base_model() if hasattr(model, "get_base_model") else model, LOSSES[loss])
-        self.reference = reference
-        if self.reference is not None:
-            self.reference.to(self.args.device).eval()
-            attach_distillation_forward(self.reference, LOSSES[loss])
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         # as bits: FSDP and DeepSpeed round every float that they see where the weights are bf16
@@ -362,12 +323,8 @@ class DistillationTrainer(SFTTrainer):
     ) -> Any:
         index = inputs.pop("index")
         if self.args.device.type == "cpu":
-            for each in filter(None, (self.model, self.reference)):
-                how = cpu_attention(each.config, *inputs["input_ids"].shape)
-                each.config._attn_implementation = how
-        if self.reference is not None:
-            with torch.no_grad():
-                inputs["reference"] = self.reference(**inputs, each=True).each
+            config = self.model.config
+            config._attn_implementation = cpu_attention(config, *inputs["input_ids"].shape)
         # the same random numbers for an answer, whichever process has it in this step
         outputs = model(**inputs, seeds=index + SEEDS_A_STEP * self.state.global_step)
         tokens = len(inputs["positions"])
@@ -640,9 +597,8 @@ def build_trainer(
     retokenizer: Retokenizer | None = None,
     new_rows: bool = False,
     states: Mapping[int, Tensor] | None = None,
-    reference: PreTrainedModel | None = None,
 ) -> DistillationTrainer:
-    """A trainer of the draft in fp32, of the recipe's kind. reference: as of DistillationTrainer.
+    """A trainer of the draft in fp32, of the recipe's kind.
 
     An input embedding that is not the head as well stays as it is, unless it has `new_rows` that
     were never trained (a transplant): then LoRA trains embedding and head whole, too. retokenizer:
@@ -663,11 +619,6 @@ def build_trainer(
             whole = [embedding] if tied else [embedding, head]
             adapters.modules_to_save = [names[part] for part in whole]
             adapters.ensure_weight_tying = tied
-    attach = kind.attach
-    if recipe.one_step:
-        gamma = (recipe.gamma or recipe.max_gamma) if recipe.position_weights else None
-        fraction = recipe.select_fraction or 1.0
-        attach = partial(attach_distillation_forward, gamma=gamma, fraction=fraction)
     return DistillationTrainer(
         model=model,
         args=training_config(recipe),
@@ -682,9 +633,8 @@ def build_trainer(
         processing_class=tokenizer,
         peft_config=adapters,
         loss=chosen_loss(recipe)[0],
-        attach=attach,
+        attach=kind.attach,
         slow=kind.SLOW,
-        reference=reference,
     )
 
 
@@ -714,7 +664,6 @@ def distil_draft(
         pair.retokenizer,
         pair.new_rows,
         states_of(recipe, pair, answers),
-        load_reference(recipe, pair, prepared) if recipe.reference_draft else None,
     )
     held_out = held_out_rows(recipe.folder, rows, pair.vocab_size, pair.retokenizer)
     if held_out:

@@ -109,8 +109,7 @@ class Batch(NamedTuple):
 
     input_ids, attention_mask [B, T]. positions: in the flattened batch, where the next token is
     predicted [N]. top_ids, top_logprobs: the target's there [N, C]. states: its hidden states [B,
-    T, L, H], zeros where a text has ended. seeds: of each row's random numbers [B]. reference: the
-    losses of another draft [N] (`losses.selected`).
+    T, L, H], zeros where a text has ended. seeds: of each row's random numbers [B].
     """
 
     input_ids: Tensor
@@ -120,7 +119,6 @@ class Batch(NamedTuple):
     attention_mask: Any = None
     states: Any = None
     seeds: Any = None
-    reference: Tensor | None = None
 
     @property
     def width(self) -> int:

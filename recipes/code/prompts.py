@@ -50,7 +50,6 @@ class _Function:
     arguments: ast.arguments
     docstring: str
     before: str  # the source of the function before it in the same module, "" if that is long
-    source: str  # its own, body included
 
 
 def stdlib_prompts() -> list[Prompt]:
@@ -89,11 +88,6 @@ def stdlib_prompts() -> list[Prompt]:
     return prompts
 
 
-def stdlib_sources() -> list[str]:
-    """The same functions as they stand in the standard library, body included."""
-    return [function.source for function in _documented_functions()]
-
-
 def _documented_functions() -> Iterator[_Function]:
     root = Path(sysconfig.get_paths()["stdlib"])
     seen: set[str] = set()
@@ -123,7 +117,7 @@ def _documented_functions() -> Iterator[_Function]:
                     seen.add(docstring)
                     arguments = _standing_alone(node, owner)
                     identity = f"{module}.{node.name}:{node.lineno}"
-                    yield _Function(identity, name, arguments, docstring, before, source)
+                    yield _Function(identity, name, arguments, docstring, before)
                 before = source + "\n\n" if len(whole) <= 12 else ""
 
 

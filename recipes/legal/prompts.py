@@ -47,25 +47,16 @@ def licence_prompts(held_out: bool) -> list[Prompt]:
     From the documents held out for evaluation, or from those to train on: no near-duplicate of a
     held-out document, and no clause that nearly duplicates one of a held-out document.
     """
-    training, evaluation, _ = _licence_split()
+    training, evaluation = _licence_split()
     if held_out:
         return [_clause_prompt(clause) for clause in evaluation]
     taken = NearDuplicates(clause.text for clause in evaluation)
     return [_clause_prompt(clause) for clause in training if not taken.closest(clause.text)[0]]
 
 
-def licence_sources() -> tuple[list[str], list[str]]:
-    """The whole licences to train on, and the held-out clauses, which these may repeat."""
-    _, evaluation, texts = _licence_split()
-    return [*texts], [clause.text for clause in evaluation]
-
-
 @functools.cache
-def _licence_split() -> tuple[list[_Clause], list[_Clause], list[str]]:
-    """Clauses to train on, held-out clauses, and the whole texts to train on.
-
-    One document stands for all its near-duplicates.
-    """
+def _licence_split() -> tuple[list[_Clause], list[_Clause]]:
+    """Clauses to train on, and held-out ones. One document stands for all its near-duplicates."""
     documents = dict(_licence_texts(resolve_folder_in_wheel(LICENCE_FOLDER)))
     names = _representatives({name: text for name, (_, text) in documents.items()})
     random.Random("held-out licences").shuffle(names)
@@ -79,7 +70,7 @@ def _licence_split() -> tuple[list[_Clause], list[_Clause], list[str]]:
             for clause in _clauses(name, *documents[name])
         }
         parts.append(list(clauses.values()))
-    return parts[0], parts[1], [documents[name][1] for name in names[cut:]]
+    return parts[0], parts[1]
 
 
 def _licence_texts(folder: Path) -> Iterator[tuple[str, tuple[str, str]]]:

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bank.py outputs/bank
     python tests/benchmarks/bank.py outputs/bank --prompts 300 --speed_prompts 8 --max_steps 60
-    python tests/benchmarks/bank.py outputs/bank --lora use_rslora=true lora_alpha=16
+    python tests/benchmarks/bank.py outputs/bank --lora lora_r=32 lora_alpha=64
 
 Makes the base, the adapters for code and legal text, and a full fine-tune of each on the same
 answers with as many steps (all as ordinary runs, gone on from where they stopped), and measures

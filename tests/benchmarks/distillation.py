@@ -1,14 +1,14 @@
-"""Ways to train one draft, at equal minutes or equal steps: losses, data, LoRA, trl's GKD and SFT.
+"""Ways to train one draft, at equal minutes or equal steps: losses, LoRA, trl's GKD and SFT.
 
     python tests/benchmarks/distillation.py outputs/code --minutes 2 5 10
-    python tests/benchmarks/distillation.py outputs/code --steps 200 --rows forward_kl ce "trl GKD"
+    python tests/benchmarks/distillation.py outputs/code --steps 200 --rows forward_kl lk "trl GKD"
 
 The folder holds a finished run of a pruned draft, whose answers, prompts and recipe are used. Each
 row is trained in a process of its own, whose peak memory is taken before it is evaluated. `minutes`
-charge what the data costs as well: an answer, a row of fixed text and a row of on-policy text are
-timed here first, a step of each row is timed before it is trained, and the recipe's own split
-(distill/budget.py) says how many rows and steps the minutes buy, num_train_epochs over each row.
-With `steps`, every row takes as many steps on as many rows as these visit once.
+charge what the answers cost as well: an answer is timed here first, a step of each row is timed
+before it is trained, and the recipe's own split (distill/budget.py) says how many answers and steps
+the minutes buy, num_train_epochs over each answer.
+With `steps`, every row takes as many steps on as many answers as these visit once.
 
 Ours trains the trimmed head against the cache, the target being gone. trl's trainers have what they
 need: the same draft with the fitted head over the whole vocabulary, and GKD the target in memory.
@@ -37,30 +37,18 @@ from align.process import use_machine
 from distill.answer_cache import AnswerCache
 from distill.answers import answer_prompts
 from distill.budget import split
-from distill.drafters.base import kind_of
-from distill.fixed_text import fixed_rows
-from distill.judged import with_fixed_text, with_on_policy_text
 from distill.losses import LOSSES
 from distill.models import TargetOfRun, check_models
 from distill.prepare import build_pruned, prepare_draft
 from distill.prompts import collect_prompts
 from distill.recipe import build_recipe, read_yaml
-from distill.timing import row_beside
 from distill.trainer import build_trainer, distil
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.measuring.agreement import target_texts
 from eval.measuring.metrics import measure
 
-OURS = {name: {"loss": name} for name in LOSSES} | {
-    "forward_kl, position_weights": {"loss": "forward_kl", "position_weights": True},
-    "ce_tv, position_weights": {"loss": "ce_tv", "position_weights": True},
-    "LoRA": {"use_peft": True},
-    "fixed text": {"data": {"fixed": 1.0}},
-    "half fixed text": {"data": {"answers": 0.5, "fixed": 0.5}},
-    "on-policy": {"data": {"answers": 0.1, "on_policy": 0.9}},  # the head is fitted on answers
-    "half on-policy": {"data": {"answers": 0.5, "on_policy": 0.5}},
-}
+OURS = {name: {"loss": name} for name in LOSSES} | {"LoRA": {"use_peft": True}}
 THEIRS = {"trl SFT": {}, "trl GKD": {"lmbda": 0.0}, "trl GKD, half on-policy": {"lmbda": 0.5}}
 ROWS = [*OURS, *THEIRS]
 TIMED_ANSWERS, TIMED_STEPS = 128, 6
@@ -82,7 +70,7 @@ class Work:
         key = json.loads((run / "answers" / "key.json").read_text())
         self.answers = AnswerCache(run / "answers", key, self.pair.vocab_size)
 
-    def kept(self, name: str, make) -> dict:
+    def kept(self, name: str, make):
         """What `make` gives, from OUTPUT/name.json where it is there."""
         file = self.output / f"{name}.json"
         if not file.exists():
@@ -96,44 +84,30 @@ class Work:
         how = Decoding(Sampling(), self.target.stops, self.recipe.max_new_tokens, 0)
         return target_texts(self.target.loaded, ids, how)
 
-    def costs(self) -> dict[str, float]:
-        """Seconds of a row of each kind of data."""
+    def cost(self) -> float:
+        """Seconds of an answer."""
         once = dataclasses.replace(self.recipe, answers_per_prompt=1)
         asked = self.prompts.training.ids[-TIMED_ANSWERS:]
         clock = time.perf_counter()
         answer_prompts(once, asked, self.target, "timed_answers")
-        found = {"answers": (time.perf_counter() - clock) / len(asked)}
-        model, ids = kind_of(self.recipe).stand_in(self.recipe, self.pair, self.target.loaded)
-        for kind in ("fixed", "on_policy"):
-            recipe = dataclasses.replace(self.recipe, data={kind: 1.0})
-            found[kind] = row_beside(
-                recipe, self.pair, self.prompts, self.target.loaded, model, ids
-            )
-        return found
+        return (time.perf_counter() - clock) / len(asked)
 
 
 def train_row(work: Work, name: str, minutes: float | None, steps: int | None) -> dict:
     """Train one row and take its alpha; called in a process of its own."""
-    texts, costs = work.kept("texts", work.texts), work.kept("costs", work.costs)
+    texts, per_answer = work.kept("texts", work.texts), work.kept("cost", work.cost)
     prepared = prepare_draft(work.recipe, work.pair, work.target, work.answers)
     work.target.release()
     recipe = build_recipe(work.keys | OURS.get(name, {}))
-    share = recipe.shares["answers"]
-    others = {kind: x for kind, x in recipe.shares.items() if kind != "answers" and x}
-    beside = sum(x * costs[kind] for kind, x in others.items()) / (sum(others.values()) or 1)
-    per_answer = costs["answers"] if share else beside
     make = ours if name in OURS else theirs
     batch = work.keys["per_device_train_batch_size"]
     charged = 0.0
     if minutes is not None:
         per_step = timed(lambda count: make(work, name, prepared, recipe, batch * count, count))
-        every = dataclasses.replace(recipe, minutes=minutes)  # all fixed text that there is
-        total = len(work.answers) if share else len(fixed_rows(every, work.prompts))
-        whole = dataclasses.replace(recipe, data=recipe.data if share else None)
-        rows, steps = split(whole, 60 * minutes, 0, total, per_answer, per_step, beside)
-        charged = (rows * per_answer + (rows / share - rows) * beside) if share else rows * beside
+        rows, steps = split(recipe, 60 * minutes, 0, len(work.answers), per_answer, per_step)
+        charged = rows * per_answer
     else:
-        rows = round(batch * steps * (share or 1))
+        rows = batch * steps
     train, drafts, taught, count_rows = make(work, name, prepared, recipe, rows, steps)
     clock = time.perf_counter()
     draft = train()
@@ -180,11 +154,7 @@ def ours(work, name, prepared, recipe, count, steps):
     fewer = dataclasses.replace(
         recipe, output_dir=str(folder), max_answers=count, training=recipe.training | few
     )
-    answers = work.answers[:count] if recipe.shares["answers"] else None
-    rows = with_fixed_text(fewer, fixed_rows(fewer, work.prompts), work.target, answers)
-    if recipe.shares["on_policy"]:
-        shared = dataclasses.replace(fewer, on_policy_draft=str(work.output / "prepared"))
-        rows = with_on_policy_text(shared, work.pair, work.target, rows)
+    rows = work.answers[:count]
     work.target.release()
 
     def train(callback=None):

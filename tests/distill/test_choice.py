@@ -140,7 +140,6 @@ def test_a_dry_run_prices_every_kind(job, tmp_path, capsys, dtype):
     [
         ({"draft": "org/sibling"}, "drafter is auto, .* but draft is 'org/sibling'"),
         ({"base": "outputs/base"}, "drafter is auto, .* but base is 'outputs/base'"),
-        ({"data": {"fixed": 1.0}, "fixed_text": "a.txt"}, "drafter is auto, .* data has none"),
         ({"minutes": 20.0, "max_steps": -1}, "minutes is 20, but drafter auto .* give 30 or more"),
     ],
 )

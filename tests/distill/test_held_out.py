@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from distill import held_out, prompts
-from distill.answer_cache import FIXED_TEXT, CachedAnswer
+from distill.answer_cache import CachedAnswer
 from distill.forecast import forecast
 from distill.held_out import (
     BEST,
@@ -401,8 +401,7 @@ def test_of_a_row_that_was_trained_on_its_answer_alone_counts():
         )
         for one in whole
     ]
-    fixed = [replace(whole[0], index=FIXED_TEXT)]
-    found = trained_rows(recipe, [[0] * 4] * 3, [*fixed, *taught], None, None)
+    found = trained_rows(recipe, [[0] * 4] * 3, taught, None, None)
     assert len(found) == 3
     for row, expected in zip(found, training_rows(whole, None), strict=True):
         assert row["input_ids"] == expected["input_ids"]

@@ -12,8 +12,6 @@ from distill.losses import (
     forward_kl,
     head_logits,
     head_loss,
-    position_weights,
-    selected,
     sharpen,
 )
 
@@ -116,7 +114,6 @@ def dense(name, p, log_q):
     kl = (p * (log_p - log_q)).sum(-1)
     alpha = torch.minimum(p, q).sum(-1)
     distance = (p - q).abs().sum(-1) / 2
-    entropy = -log_q.gather(1, p.argmax(-1, keepdim=True))[:, 0]
     middle = ((p + q) / 2).log()
     share = torch.exp(-3 * alpha).detach()
     return {
@@ -126,8 +123,6 @@ def dense(name, p, log_q):
         "tv": distance,
         "log_alpha": -alpha.log(),
         "lk": share * kl + (1 - share) * distance,
-        "ce": entropy,
-        "ce_tv": 0.1 * entropy + 0.9 * distance,
     }[name]
 
 
@@ -286,77 +281,3 @@ def test_agreement_is_with_the_best_token_the_draft_has():
     ids = torch.tensor([[-1, 1, 2]])
     _, agreed, _ = coarse_loss(logits, ids, torch.tensor([[0.6, 0.3, 0.1]]).log(), forward_kl)
     assert agreed.tolist() == [True]
-
-
-# --- weights of positions
-
-
-def expected_length(alpha, rows, gamma):
-    """Accepted tokens of blocks of gamma that begin at every position, one token at a time."""
-    total = alpha.new_zeros(())
-    for begin in range(len(alpha)):
-        survives = alpha.new_ones(())
-        for at in range(begin, min(begin + gamma, len(alpha))):
-            if rows[at] != rows[begin]:
-                break
-            survives = survives * alpha[at]
-            total = total + survives
-    return total
-
-
-@pytest.mark.parametrize("gamma", [1, 2, 5, 40])
-def test_position_weights_are_the_gradient_of_the_accepted_length(gamma):
-    torch.manual_seed(9)
-    rows = torch.tensor([0] * 7 + [1] + [2] * 12)
-    alpha = torch.rand(len(rows), dtype=torch.float64).requires_grad_()
-    (wanted,) = torch.autograd.grad(expected_length(alpha, rows, gamma), alpha)
-    found = position_weights(alpha, rows, gamma)
-    torch.testing.assert_close(found, wanted / wanted.mean())
-    assert not found.requires_grad
-    if gamma == 1:
-        assert torch.equal(found.detach(), torch.ones_like(found))
-
-
-def test_a_position_behind_a_sure_rejection_weighs_less():
-    alpha = torch.tensor([0.9, 0.0, 0.9, 0.9])
-    weights = position_weights(alpha, torch.zeros(4), 3)
-    assert weights[1] > weights[2]  # all blocks that began before end at the rejection
-    assert weights[1] == weights.max()
-
-
-def test_the_tokens_that_can_be_learnt_are_selected():
-    loss = torch.tensor([3.0, 3.0, 0.1, 1.0, 2.0])
-    reference = torch.tensor([2.9, 0.5, 0.1, 0.2, 2.5])
-    assert selected(loss, reference, 0.4).tolist() == [0, 2.5, 0, 2.5, 0]
-    assert selected(loss, reference, 1.0).tolist() == [1] * 5
-    assert selected(loss, reference, 0.01).tolist() == [0, 5, 0, 0, 0]
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_weighted_losses_have_the_gradient_of_the_dense_one_in_fp64(name, monkeypatch):
-    """head_loss with weights of alpha, against autograd through the vocabulary."""
-    monkeypatch.setattr("distill.losses.CHUNK", 8)
-    torch.manual_seed(11)
-    rows = torch.arange(16) // 4  # no row is shared by two chunks
-    p = (2 * torch.randn(16, 12, dtype=torch.float64)).softmax(-1)
-    hidden, weight = torch.randn(16, 6), torch.randn(12, 6)
-    exact = hidden.double().requires_grad_()
-    log_q = (exact @ weight.double().T).log_softmax(-1)
-    alpha = torch.minimum(p, log_q.exp()).sum(-1)
-    weights = torch.cat([position_weights(alpha[c], rows[c], 3) for c in (slice(8), slice(8, 16))])
-    expected = (weights * dense(name, p, log_q)).sum()
-    expected.backward()
-    top_p, ids = p.topk(11, dim=-1)
-    ours = hidden.clone().requires_grad_()
-    value, _ = head_loss(
-        ours,
-        weight,
-        ids,
-        top_p.log(),
-        LOSSES[name],
-        lambda _, alpha, part: position_weights(alpha, rows[part], 3),
-    )
-    value.backward()
-    # one fp32 pass against fp64
-    torch.testing.assert_close(value.double(), expected.detach(), atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(ours.grad.double(), exact.grad, atol=2e-3, rtol=5e-3)

@@ -209,9 +209,8 @@ def test_what_cannot_be_is_refused_first(job, tmp_path, changes, message):
         job(tmp_path / "run", **(PARALLEL | changes))
 
 
-@pytest.mark.parametrize("data", [None, {"answers": 0.5, "on_policy": 0.5}])
-def test_a_run_makes_and_measures_it(job, tmp_path, data):
-    recipe = job(tmp_path / "run", **PARALLEL, max_gamma=3, sequential_rank=4, data=data)
+def test_a_run_makes_and_measures_it(job, tmp_path):
+    recipe = job(tmp_path / "run", **PARALLEL, max_gamma=3, sequential_rank=4)
     assert run(recipe) == 0
     report = json.loads((recipe.folder / "report" / "report.json").read_text())
     assert set(report["drafts"]) == {"untuned", "tuned"}
@@ -224,17 +223,9 @@ def test_a_run_makes_and_measures_it(job, tmp_path, data):
     assert about["drafter"] == "parallel"
 
 
-@pytest.mark.parametrize(
-    ("drafter", "data"),
-    [
-        ("parallel", None),
-        ("parallel", {"answers": 0.5, "on_policy": 0.5}),
-        ("recurrent", None),
-        ("medusa", None),
-    ],
-)
-def test_a_dry_run_prices_it(job, tmp_path, capsys, drafter, data):
-    changes = {"drafter": drafter, "max_gamma": 3, "dry_run": True, "data": data}
+@pytest.mark.parametrize("drafter", ["parallel", "recurrent", "medusa"])
+def test_a_dry_run_prices_it(job, tmp_path, capsys, drafter):
+    changes = {"drafter": drafter, "max_gamma": 3, "dry_run": True}
     run(job(tmp_path / "run", **(PARALLEL | changes)))
     assert "a perfect draft would reach" in capsys.readouterr().out
     assert not (tmp_path / "run" / "prepared").exists()

@@ -7,6 +7,8 @@ from ruamel.yaml import YAML
 
 from distill.recipe import (
     FIXED,
+    GONE,
+    GONE_LOSSES,
     OWN,
     RECIPES,
     Recipe,
@@ -203,8 +205,6 @@ def test_mistakes_on_the_command_line(arguments, message):
         ("name: ../elsewhere", "names a folder"),
         ("domain: ''", "at least 1 character"),
         ("teacher_temperature: 0", "greater than 0"),
-        ("select_fraction: 0.4", "reference_draft null: .* give both, or neither"),
-        ("reference_draft: outputs/code/draft", "select_fraction is null and .* give both"),
         ("held_out_prompts: -1", "greater than or equal to 0"),
         ("early_stopping_patience: 0", "greater than or equal to 1"),
         ("teacher_temperature: 1.5", "at most 1: above 1 .* cannot be known"),
@@ -255,6 +255,16 @@ def test_the_fields_that_are_fixed_exist_and_are_not_ours():
 
     assert set(FIXED) <= set(typing.get_type_hints(SFTConfig))
     assert not set(OWN) & set(FIXED)
+
+
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [(f"{key}: null", sentence) for key, sentence in GONE.items() if key not in OWN]
+    + [(f"loss: {name}", sentence) for name, sentence in GONE_LOSSES.items()],
+)
+def test_what_is_gone_says_what_to_use_instead(loaded, line, remedy):
+    with pytest.raises(RecipeError, match=re.escape(remedy)):
+        loaded(line)
 
 
 def test_every_key_is_explained_in_help_and_docs():

@@ -11,7 +11,7 @@ import pytest
 from safetensors import safe_open
 
 from align.atomic import atomic_file
-from align.sources import SourceError, load_tokenizer
+from align.sources import load_tokenizer
 from distill import models, train
 from distill.recipe import RecipeError, dump
 from distill.train import main, run
@@ -210,35 +210,3 @@ def test_the_terminal_names_each_stage_and_shows_nothing_that_a_user_cannot_mend
     shown = {line for line in re.split(r"[\r\n]+", done.stderr) if line.strip()}
     assert all(re.match(r"[\w =.]+: +\d+%\|", line) for line in shown), shown
     assert not any(line.startswith(("Loading", "Writing")) for line in shown)
-
-
-def test_a_run_selects_by_the_draft_of_an_earlier_one(job, tmp_path, monkeypatch):
-    def measured(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(train, "evaluate", measured)
-    for name, keys in (
-        ("first", {}),
-        ("second", {"reference_draft": str(tmp_path / "first" / "draft"), "select_fraction": 0.4}),
-    ):
-        with pytest.raises(KeyboardInterrupt):
-            run(job(tmp_path / name, **PRUNED, max_steps=4, **keys))
-    first, second = (
-        (tmp_path / name / "draft" / "compact" / "model.safetensors").read_bytes()
-        for name in ("first", "second")
-    )
-    assert first != second
-    other = PRUNED | {"draft_vocab_size": 280}
-    reference = {"reference_draft": str(tmp_path / "first" / "draft"), "select_fraction": 0.4}
-    with pytest.raises(RecipeError, match="another head than the draft that is trained"):
-        run(job(tmp_path / "third", **other, max_steps=4, **reference))
-
-
-@pytest.mark.parametrize("key", ["on_policy_draft", "reference_draft"])
-def test_a_draft_that_is_not_there_is_missed_first(job, tmp_path, key):
-    asked = {"on_policy_draft": {"data": {"answers": 0.5, "on_policy": 0.5}}}
-    keys = asked.get(key, {"select_fraction": 0.4}) | {key: str(tmp_path / "nowhere")}
-    recipe = job(tmp_path / "run", **keys)
-    with pytest.raises(SourceError, match="nowhere"):
-        run(recipe)
-    assert not recipe.folder.exists()

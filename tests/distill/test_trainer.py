@@ -17,7 +17,7 @@ from trl import SFTConfig, SFTTrainer
 
 from align.atomic import DiskFullError
 from distill.answer_cache import CachedAnswer
-from distill.losses import coarse_loss, forward_kl, position_weights, tv
+from distill.losses import coarse_loss, forward_kl
 from distill.recipe import RecipeError, build_recipe
 from distill.trainer import (
     SameOrder,
@@ -121,54 +121,6 @@ def test_a_head_that_is_more_than_a_product_is_refused(tiny_model):
     model.config.final_logit_softcapping = 30.0
     with pytest.raises(ValueError, match=r"head has softcap 30.0"):
         attach_distillation_forward(model)
-
-
-def test_position_weights_are_taken_within_each_answer(tiny_model):
-    model, answers = tiny_model(), made_answers(5)
-    alphas, values = [], []
-    for answer in answers:
-        ids = torch.cat([answer.prompt_ids, answer.response_ids])[None]
-        logits = model(ids).logits[0, len(answer.prompt_ids) - 1 : -1]
-        one = (logits, answer.top_ids, answer.top_logprobs)
-        values.append(coarse_loss(*one, forward_kl)[0])
-        alphas.append(1 - coarse_loss(*one, tv)[0])
-    lengths = torch.tensor([len(answer.response_ids) for answer in answers])
-    rows = torch.arange(5).repeat_interleave(lengths)
-    expected = (position_weights(torch.cat(alphas), rows, 3) * torch.cat(values)).sum()
-    attach_distillation_forward(model, forward_kl, 3)
-    batch = DistillationCollator(7)(list(training_rows(answers, None)))
-    torch.testing.assert_close(model(**batch).loss, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_what_the_reference_has_learnt_better_is_selected(tmp_path, tiny_model, tokenizer):
-    """The step's loss and gradient are those of the selected positions, chosen plainly."""
-    answers, reference = made_answers(5), tiny_model()
-    with torch.no_grad():
-        reference.lm_head.weight.mul_(0.3)
-    losses = []
-    model = tiny_model()
-    for one in (model, reference):
-        of = []
-        for answer in answers:
-            ids = torch.cat([answer.prompt_ids, answer.response_ids])[None]
-            logits = one(ids).logits[0, len(answer.prompt_ids) - 1 : -1]
-            of.append(coarse_loss(logits, answer.top_ids, answer.top_logprobs, forward_kl)[0])
-        losses.append(torch.cat(of))
-    mine, theirs = (part.detach() for part in losses)
-    count = round(0.4 * len(mine))
-    chosen = sorted(range(len(mine)), key=lambda i: float(theirs[i] - mine[i]))[:count]
-    expected = mine[chosen].sum() * len(mine) / count
-    trainer = build_trainer(
-        model,
-        answers,
-        None,
-        tokenizer,
-        recipe_in(tmp_path, select_fraction=0.4, reference_draft="unused"),
-        reference=reference,
-    )
-    batch = DistillationCollator(0)(list(training_rows(answers, None)))
-    loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
-    torch.testing.assert_close(loss * len(mine), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 4])
