@@ -12,9 +12,9 @@ from distill.prompts import Prompts
 from distill.publish import write_card
 from distill.recipe import Recipe
 from distill.run_folder import provenance
-from eval.decoding.drafters.base import Drafter
+from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.drafters.loading import load_drafter
-from eval.decoding.drafters.lookup_first import lookup_first
+from eval.decoding.drafters.lookup import lookup_first
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target
 from eval.measuring.evaluation import Plan

@@ -37,7 +37,7 @@ def export_draft(
     tuned: PreTrainedModel,
     answers: Iterable[CachedAnswer],
 ) -> None:
-    """`draft/`: what every engine loads, and, of a pruned draft, `draft/compact/` for our decoder."""
+    """`draft/`: what engines load, and, of a pruned draft, `draft/compact/` for our decoder."""
     adapter, kind = recipe.folder / KEPT, recipe.kind
     dtype = getattr(torch, recipe.dtype)
     with atomic_folder(recipe.folder / "draft") as partial:

@@ -34,7 +34,7 @@ from distill.recipe import Recipe
 from distill.trainer import attach_distillation_forward, cpu_attention
 from distill.training_set import WIDTH
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters.checkpoint import teacher_forced_logits
+from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.forward import Decoder, input_embedding
 from eval.decoding.generation import PREFILL_ROWS
 from eval.decoding.verification import Sampling, agreement, sample, warp

@@ -107,14 +107,10 @@ def _start_of(
     texts: list[AnsweredText],
 ) -> Start:
     layers = recipe.kind.layers(pair.target.config)
-    return Start(
-        target.model, token_ids, texts, recipe.num_draft_layers, recipe.max_gamma, layers
-    )
+    return Start(target.model, token_ids, texts, recipe.num_draft_layers, recipe.max_gamma, layers)
 
 
-def _copy_base(
-    base: str, folder: Path, answers: Iterable[CachedAnswer], vocab_size: int
-) -> float:
+def _copy_base(base: str, folder: Path, answers: Iterable[CachedAnswer], vocab_size: int) -> float:
     """The base's draft as it stands: the same bytes, since adapters know them by hash."""
     with atomic_folder(folder) as partial:
         shutil.copytree(base_draft(base) / "compact", partial, dirs_exist_ok=True)

@@ -166,7 +166,7 @@ class Recipe:
 
     @property
     def kind_name(self) -> str:
-        """The kind of draft, a file of eval/decoding/drafters; the plainest until `auto` chooses."""
+        """A file of eval/decoding/drafters; the plainest until `auto` chooses."""
         if self.drafter is None or self.drafter == "auto":
             return "pruned" if self.draft is None else "sibling"
         return self.drafter
@@ -475,7 +475,7 @@ def _check_drafter(recipe: Recipe) -> None:
     name, known = recipe.kind_name, kinds()
     if name not in known:
         raise RecipeError(
-            f"drafter is {name!r}, but must be auto or one of {', '.join(known)}; correct its value."
+            f"drafter is {name!r}, but must be auto or one of {', '.join(known)}; correct it."
         )
     if recipe.drafter == "auto" and (recipe.draft or recipe.base) is not None:
         key = "draft" if recipe.draft else "base"

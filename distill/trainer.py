@@ -38,7 +38,7 @@ from transformers.integrations import (
 )
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput
+from transformers.utils import SAFE_WEIGHTS_NAME
 from trl import SFTConfig, SFTTrainer
 
 from align.atomic import atomic_file, disk_full_explained, remove
@@ -46,7 +46,6 @@ from align.process import free_memory
 from align.vocab_map import Retokenizer
 from distill.adapters import lora_config, merged
 from distill.answer_cache import CachedAnswer
-from distill.drafters.base import kind_of
 from distill.held_out import (
     HELD_OUT,
     HeldOut,
@@ -56,21 +55,17 @@ from distill.held_out import (
     stopped,
     trained_rows,
 )
+from distill.loss_forward import give_loss_forward, take_loss_forward
 from distill.losses import (
-    CHUNK,
     LOSSES,
-    Divergence,
     LossName,
-    acceptance,
-    forward_kl,
-    head_logits,
-    head_loss,
 )
 from distill.models import Pair
 from distill.prepare import PreparedDraft, read_prepared
 from distill.recipe import Recipe, RecipeError, chosen_loss
 from distill.state_cache import states_of
-from distill.training_set import TRAINING_SET, Batch, DistillationCollator, training_set
+from distill.training_set import TRAINING_SET, DistillationCollator, training_set
+from eval.decoding.drafters.drafter import Kind
 
 # trl asks transformers for it by its old name; there is nothing a user could do about that
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
@@ -107,54 +102,6 @@ def _gathered(value: Any, kept: bool) -> Any:
     return whole.cpu() if kept else None
 
 
-def attach_distillation_forward(
-    model: PreTrainedModel, divergence: Divergence = forward_kl
-) -> None:
-    """Make `model.forward` return the summed loss over response positions instead of logits.
-
-    Inside forward, so that DDP's gradient hooks, PEFT's adapters and autocast all see it; and the
-    head's share inside the head's own, since its weight is whole only while it is called where
-    FSDP shards it. The head is applied to response positions only; called with a `temperature`, it
-    returns `acceptance` at each of them. Undone by `detach_distillation_forward`. Raises ValueError
-    for a head that is more than a product.
-    """
-    body, head = attach_head(model, divergence)
-
-    def read_by_head(batch: Batch) -> Tensor:
-        mask = batch.attention_mask
-        states = body(input_ids=batch.input_ids, attention_mask=mask, use_cache=False)
-        hidden: Tensor = states.last_hidden_state.flatten(0, 1)[batch.positions]
-        return hidden
-
-    def compute(batch: Batch) -> ModelOutput:
-        loss, agreed = head(read_by_head(batch), batch.top_ids, batch.top_logprobs)
-        return ModelOutput(loss=loss, agreed=agreed)
-
-    attach_forward(model, head, read_by_head, compute)
-
-
-def attach_forward(
-    model: PreTrainedModel,
-    head: Any,
-    first: Callable[[Batch], Tensor],
-    compute: Callable[..., ModelOutput],
-) -> None:
-    """Let `model` compute a batch's loss, or, called with a `temperature`, its acceptance.
-
-    first: what the head reads of the first token of a draft, at each response position [N, H].
-    compute: from the batch, ModelOutput(loss, agreed).
-    """
-
-    def forward(temperature: float | None = None, **inputs: Any) -> ModelOutput:
-        batch = Batch(**{name: inputs[name] for name in Batch._fields if name in inputs})
-        if temperature is None:
-            return compute(batch)
-        found: ModelOutput = head(first(batch), batch.top_ids, batch.top_logprobs, temperature)
-        return found
-
-    model.forward = forward
-
-
 def cpu_attention(config: PreTrainedConfig, rows: int, width: int) -> str:
     """The attention that a batch of so many rows and tokens trains with on a CPU.
 
@@ -166,61 +113,6 @@ def cpu_attention(config: PreTrainedConfig, rows: int, width: int) -> str:
         return "eager"  # a draft without attention
     scores = rows * text.num_attention_heads * width**2 * text.num_hidden_layers
     return "eager" if 6 * scores <= SCORES else "sdpa"
-
-
-def attach_head(model: PreTrainedModel, divergence: Divergence) -> tuple[Any, Any]:
-    """The model's body, and its head, which from now on gives the loss of the states it reads.
-
-    Raises ValueError for a head that is more than a product.
-    """
-    head: Any = model.get_output_embeddings()
-    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    if head.bias is not None or softcap:
-        what = "a bias" if head.bias is not None else f"softcap {softcap}"
-        raise ValueError(
-            f"TOK-012: the draft's head has {what}, which the loss here does not know; use "
-            "another draft, or none: the target is pruned."
-        )
-
-    def head_forward(
-        hidden: Tensor,
-        top_ids: Tensor,
-        top_logprobs: Tensor,
-        temperature: float | None = None,
-    ) -> Any:
-        if top_logprobs.dtype == torch.int32:  # `_prepare_inputs`
-            top_logprobs = top_logprobs.view(torch.float32)
-        if temperature is not None:
-            return accepted_at(hidden, head.weight, top_ids, top_logprobs, temperature)
-        return head_loss(hidden, head.weight, top_ids, top_logprobs, divergence)
-
-    head.forward = head_forward
-    return model.base_model, head
-
-
-def chunks(*parts: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors over the same positions, so many of them at a time as have logits at once."""
-    return zip(*(part.split(CHUNK) for part in parts), strict=True)
-
-
-def accepted_at(
-    hidden: Tensor, weight: Tensor, top_ids: Tensor, top_logprobs: Tensor, temperature: float
-) -> ModelOutput:
-    """`acceptance` [N] of a head of that weight [K, H] after the states [N, H]."""
-    if top_logprobs.dtype == torch.int32:  # `_prepare_inputs`
-        top_logprobs = top_logprobs.view(torch.float32)
-    parts = [
-        acceptance(head_logits(states, weight), ids, logprobs, temperature)
-        for states, ids, logprobs in chunks(hidden, top_ids, top_logprobs)
-    ]
-    accepted, lacking = (torch.cat(part) for part in zip(*parts, strict=True))
-    return ModelOutput(accepted=accepted, lacking=lacking)
-
-
-def detach_distillation_forward(model: PreTrainedModel) -> None:
-    """Give the model its class's `forward` back, which returns logits."""
-    for module in (model, model.get_output_embeddings()):
-        vars(module).pop("forward", None)
 
 
 class _Progress(ProgressCallback):
@@ -276,12 +168,11 @@ class DistillationTrainer(SFTTrainer):
         self,
         *args: Any,
         loss: LossName = "forward_kl",
-        attach: Callable[[PreTrainedModel, Divergence], None] = attach_distillation_forward,
-        slow: tuple[str, ...] = (),
+        kind: Kind,
         **kwargs: Any,
     ) -> None:
-        """attach, slow: of the kind of drafter that is trained (distill/drafters/base.py)."""
-        self.loss_name, self.slow = loss, slow
+        """kind: of the draft that is trained."""
+        self.loss_name, self.slow = loss, kind.slow
         self.whole: Any = None  # where its weights go when they are sharded
         self.sums = torch.zeros(3)  # since the last log, here: divergence, agreements, tokens
         super().__init__(*args, **kwargs)
@@ -293,7 +184,8 @@ class DistillationTrainer(SFTTrainer):
         if self.pop_callback(ProgressCallback):
             self.add_callback(_Progress(loss))
         model: Any = self.model
-        attach(model.get_base_model() if hasattr(model, "get_base_model") else model, LOSSES[loss])
+        plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+        give_loss_forward(plain, kind, LOSSES[loss])
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         # as bits: FSDP and DeepSpeed round every float that they see where the weights are bf16
@@ -604,7 +496,7 @@ def build_trainer(
     were never trained (a transplant): then LoRA trains embedding and head whole, too. retokenizer:
     as for `training_set`. states: as for DistillationCollator.
     """
-    kind, model = kind_of(recipe), model.float()
+    model = model.float()
     names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = embedding is not None and head.weight is embedding.weight
@@ -633,8 +525,7 @@ def build_trainer(
         processing_class=tokenizer,
         peft_config=adapters,
         loss=chosen_loss(recipe)[0],
-        attach=kind.attach,
-        slow=kind.SLOW,
+        kind=recipe.kind,
     )
 
 
@@ -714,7 +605,7 @@ def distil(
         tuned = merged(recipe, tuned, fresh)
     elif recipe.use_peft:
         tuned = tuned.merge_and_unload(safe_merge=True)
-    detach_distillation_forward(tuned)
+    take_loss_forward(tuned)
     tuned._keys_to_ignore_on_save = None
     tuned.set_attn_implementation("sdpa")
     tuned.config.use_cache = True  # SFTTrainer turns it off

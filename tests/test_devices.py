@@ -39,7 +39,7 @@ from distill.state_cache import states_at
 from distill.trainer import attach_distillation_forward
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters import prompt_lookup
-from eval.decoding.drafters.lookup_first import lookup_first
+from eval.decoding.drafters.lookup import lookup_first
 from eval.decoding.drafters.pruned import pruned_drafter
 from eval.decoding.generation import generate_batched
 from eval.decoding.loop import Decoding, DraftLength, decode

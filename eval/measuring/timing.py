@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 from transformers import GenerationConfig
 
-from eval.decoding.drafters.base import Drafter, timed_step
+from eval.decoding.drafters.drafter import Drafter, timed_step
 from eval.decoding.forward import Decoder
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target

@@ -23,7 +23,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from align.process import use_machine
 from distill.prepare import build_pruned
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters.base import Drafter, Session
+from eval.decoding.drafters.drafter import Drafter, Session
 from eval.decoding.drafters.pruned import pruned_drafter
 from eval.decoding.graphs import GraphedDecoder
 from eval.decoding.loop import Decoding, DraftLength, decode

@@ -13,7 +13,7 @@ from distill.prepare import build_pruned
 from eval.decoding.adapters import AdapterError, adapted, read_adapter
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.adapter import SharedBase
-from eval.decoding.drafters.base import Texts
+from eval.decoding.drafters.drafter import Texts
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.drafters.pruned import pruned_drafter, save_compact
 from eval.decoding.drafters.routed import by_likelihood, routed

@@ -35,7 +35,7 @@ from distill.recipe import build_recipe
 from distill.train import run
 from distill.trainer import build_trainer, distil
 from distill.training_set import training_rows
-from eval.decoding.drafters.checkpoint import teacher_forced_logits
+from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.verification import Sampling
 from eval.prompts import Prompt

@@ -25,7 +25,7 @@ from distill.prepare import PreparedDraft
 from distill.recipe import RecipeError
 from distill.train import run
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters.in_turn import SequentialHead
+from eval.decoding.drafters.drafter import SequentialHead
 from eval.decoding.drafters.parallel import Parts
 
 VOCAB, DEPTH, WIDTH = 61, 4, 9

@@ -26,7 +26,7 @@ from distill.state_cache import cache_states, layers_read, states_of
 from distill.train import run
 from distill.trainer import attach_head, distil_draft
 from distill.training_set import Batch
-from eval.decoding.drafters.base import Texts
+from eval.decoding.drafters.drafter import Texts
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.verification import Sampling
 from eval.reporting.report import read_report

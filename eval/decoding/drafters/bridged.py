@@ -24,7 +24,7 @@ from eval.decoding.drafters.causal_lm import (
     TokenSession,
     teacher_forced_logits,
 )
-from eval.decoding.drafters.drafter import DecoderDrafter, RowByRow, Proposal, Session, Texts
+from eval.decoding.drafters.drafter import DecoderDrafter, Proposal, RowByRow, Session, Texts
 from eval.decoding.forward import HiddenStates
 from eval.decoding.verification import Sampling, argmax, sample, warp
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from eval.decoding.drafters.drafter import (
     Drafter,
-    RowByRow,
     Proposal,
+    RowByRow,
     Session,
     Texts,
     merged,

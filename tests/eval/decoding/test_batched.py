@@ -8,8 +8,8 @@ import torch
 
 from eval.decoding import lean, loop
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters.checkpoint import TokenSession
-from eval.decoding.drafters.prompt_lookup import PromptLookup
+from eval.decoding.drafters.causal_lm import TokenSession
+from eval.decoding.drafters.lookup import PromptLookup
 from eval.decoding.forward import KVCache
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.stock import StockDecoder

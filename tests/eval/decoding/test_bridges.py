@@ -21,10 +21,10 @@ from align.vocabulary import read_vocabulary
 from eval.decoding import verification
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters import by_map, by_text, in_turn, loading, pruned
-from eval.decoding.drafters.base import Texts
-from eval.decoding.drafters.by_map import MapDrafter
-from eval.decoding.drafters.by_text import TextDrafter, TextSession
-from eval.decoding.drafters.checkpoint import CheckpointDrafter
+from eval.decoding.drafters.drafter import Texts
+from eval.decoding.drafters.bridged import MapDrafter
+from eval.decoding.drafters.bridged import TextDrafter, TextSession
+from eval.decoding.drafters.causal_lm import CausalLMDrafter
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.drafters.pruned import load_compact, save_compact
 from eval.decoding.loop import Decoding, DraftLength, decode
@@ -331,9 +331,9 @@ def test_no_strategy_changes_the_model_it_is_given(checkpoints, target, load, mo
 
 def unwarped(branches, monkeypatch):
     """q is the softmax of the logits, though a warped one was sampled from."""
-    original = CheckpointDrafter.over_target_ids
+    original = CausalLMDrafter.over_target_ids
     monkeypatch.setattr(
-        CheckpointDrafter,
+        CausalLMDrafter,
         "over_target_ids",
         lambda self, q: original(self, (q.clamp_min(1e-9).log() * 1.3).softmax(-1)),
     )
@@ -346,21 +346,21 @@ def collisions_overwrite(branches, monkeypatch):
         full = torch.zeros((*q.shape[:-1], self.vocab_size))
         return full.index_copy_(-1, self.token_ids, q)
 
-    monkeypatch.setattr(CheckpointDrafter, "over_target_ids", over_target_ids)
+    monkeypatch.setattr(CausalLMDrafter, "over_target_ids", over_target_ids)
 
 
 def masked_after_the_warpers(branches, monkeypatch):
     """q keeps the share of mass that unmapped tokens took, though they are never sampled."""
-    original = CheckpointDrafter.over_target_ids
+    original = CausalLMDrafter.over_target_ids
     monkeypatch.setattr(
-        CheckpointDrafter, "over_target_ids", lambda self, q: original(self, 0.8 * q)
+        CausalLMDrafter, "over_target_ids", lambda self, q: original(self, 0.8 * q)
     )
 
 
 def scattered_backwards(branches, monkeypatch):
     """q is scattered over the target's ids in another order than its tokens are."""
     monkeypatch.setattr(
-        CheckpointDrafter,
+        CausalLMDrafter,
         "over_target_ids",
         lambda self, q: torch.zeros((*q.shape[:-1], self.vocab_size)).index_add_(
             -1, self.token_ids.flip(0), q
@@ -371,7 +371,7 @@ def scattered_backwards(branches, monkeypatch):
 def tokens_shifted(branches, monkeypatch):
     """Drafted tokens are named one row further on than q says."""
     monkeypatch.setattr(
-        CheckpointDrafter, "to_target_ids", lambda self, rows: self.token_ids.roll(1)[rows]
+        CausalLMDrafter, "to_target_ids", lambda self, rows: self.token_ids.roll(1)[rows]
     )
 
 
@@ -427,7 +427,7 @@ def test_a_broken_bridge_is_caught(branches, target, load, monkeypatch, name, mu
 
 def test_padding_that_is_drafted_is_caught(branches, target, load, monkeypatch):
     draft = load("padded")
-    monkeypatch.setattr(CheckpointDrafter, "cut", lambda self, logits: logits)
+    monkeypatch.setattr(CausalLMDrafter, "cut", lambda self, logits: logits)
     with pytest.raises(AssertionError):
         output(branches, target, draft, DraftLength(2))
 
@@ -525,7 +525,7 @@ def nothing_transplanted(monkeypatch):
 
 def rows_the_target_lacks(monkeypatch):
     """Rows that stand for nothing are drafted as well."""
-    monkeypatch.setattr(CheckpointDrafter, "cut", lambda self, logits: logits[..., :TARGET_ROWS])
+    monkeypatch.setattr(CausalLMDrafter, "cut", lambda self, logits: logits[..., :TARGET_ROWS])
 
 
 def bonus_unmapped(monkeypatch):
@@ -625,7 +625,7 @@ def bridged(lettered, tiny_llama):
     return own, {
         "intersection": intersection(lettered, build_decoder(model, 240)),
         "string": by_text_of(target, draft, build_decoder(model, 240)),
-        "transplant": CheckpointDrafter(
+        "transplant": CausalLMDrafter(
             decoder=build_decoder(rehomed, 120), vocab_size=42, vocabulary={}
         ),
         "self as text": by_text_of(target, target, own),

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters.base import Texts
+from eval.decoding.drafters.drafter import Texts
 from eval.decoding.drafters.from_states import StateSession
-from eval.decoding.drafters.in_turn import SequentialHead
-from eval.decoding.drafters.lookup_first import lookup_first
+from eval.decoding.drafters.drafter import SequentialHead
+from eval.decoding.drafters.lookup import lookup_first
 from eval.decoding.drafters.medusa import (
     MedusaConfig,
     MedusaDrafter,

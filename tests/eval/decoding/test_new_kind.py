@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters.base import Texts
+from eval.decoding.drafters.drafter import Texts
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.stock import StockDecoder
 from eval.decoding.target import Target

@@ -7,8 +7,8 @@ import torch
 
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters import parallel
-from eval.decoding.drafters.in_turn import SequentialHead
-from eval.decoding.drafters.lookup_first import lookup_first
+from eval.decoding.drafters.drafter import SequentialHead
+from eval.decoding.drafters.lookup import lookup_first
 from eval.decoding.drafters.parallel import ParallelDrafter
 from eval.decoding.forward import KVCache
 from eval.decoding.loop import Decoding, DraftLength, decode

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters.base import Texts
-from eval.decoding.drafters.checkpoint import TokenSession
+from eval.decoding.drafters.drafter import Texts
+from eval.decoding.drafters.causal_lm import TokenSession
 from eval.decoding.drafters.eagle3 import build_eagle3, eagle3_drafter, layer_config
 from eval.decoding.drafters.features import Fusion, features_drafter
-from eval.decoding.drafters.lookup_first import lookup_first
+from eval.decoding.drafters.lookup import lookup_first
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling

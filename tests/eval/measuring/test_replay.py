@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters.lookup_first import lookup_first
-from eval.decoding.drafters.prompt_lookup import PromptLookup
+from eval.decoding.drafters.lookup import lookup_first
+from eval.decoding.drafters.lookup import PromptLookup
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
