@@ -20,9 +20,9 @@ from align.process import from_first
 from distill.answer_cache import AnswerCache
 from distill.answers import PROBE, answer_lengths, answer_prompts
 from distill.choice import chosen_before, with_choice
-from distill.drafters.base import kind_of
 from distill.held_out import SHARE
 from distill.models import Pair, TargetOfRun
+from distill.prepare import stand_in
 from distill.prompts import Prompts
 from distill.recipe import Recipe, RecipeError, read_yaml
 from distill.run_folder import write_recipe
@@ -96,7 +96,7 @@ def plan(
     total = most_answers(recipe, prompts)
     answers, per_answer = first
     made = min(PROBE, total)
-    model, token_ids = kind_of(recipe).stand_in(recipe, pair, target.loaded)
+    model, token_ids = stand_in(recipe, pair, target.loaded)
     rows = pair.trained_rows(token_ids)
     per_step = training_step(recipe, pair, prompts.training.ids, model, rows)
     del model

@@ -10,10 +10,10 @@ from pathlib import Path
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from align.sources import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json, split_adapter
-from distill.models import HEADS
 from distill.recipe import read_yaml
 from distill.reload import OWN_IDS, Reloaded
 from eval.decoding.drafters.adapter import BASE
+from eval.decoding.drafters.drafter import kinds
 from eval.engines.environments import ENGINES
 from eval.engines.installed import serve_command
 from eval.engines.server import ServerError
@@ -95,7 +95,7 @@ def model_card(run: Path, report: Report, found: Found) -> str:
         looked_up=_looked_up(report, name),
         gamma=gamma_of(report),
         kind=recipe.get("drafter"),
-        heads=recipe.get("drafter") in HEADS,
+        heads=not kinds()[recipe.get("drafter") or "pruned"].language_model,
         vllm=_vllm_command(target, found.name, gamma_of(report), own_ids, run / "draft"),
         llama_cpp=serve_command(
             "llama.cpp",

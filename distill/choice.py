@@ -20,16 +20,16 @@ from align.atomic import remove, write_json
 from align.process import free_memory, from_first
 from align.sources import read_json
 from distill.answer_cache import CachedAnswer
-from distill.drafters.base import kind_of
 from distill.export import export_draft
-from distill.models import PRUNED, Pair, TargetOfRun
-from distill.prepare import prepare_draft
+from distill.models import Pair, TargetOfRun
+from distill.prepare import prepare_draft, stand_in, stand_in_drafter
 from distill.prompts import Prompts
 from distill.recipe import Kind, Recipe, RecipeError, build_recipe
 from distill.run_folder import write_recipe
 from distill.state_cache import cache_states
 from distill.timing import training_step
 from distill.trainer import distil_draft
+from eval.decoding.drafters.drafter import kinds
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
 from eval.measuring.cost import ceiling_speedup
@@ -70,10 +70,10 @@ def candidates(recipe: Recipe, pair: Pair) -> tuple[list[Recipe], dict[str, str]
     ruled_out: dict[str, str] = {}
     most = pair.target.config["num_hidden_layers"] - 1
     for kind in KINDS:
-        for depth in DEPTHS if kind in PRUNED else DEPTHS[:1]:
+        for depth in DEPTHS if kinds()[kind].keeps_layers else DEPTHS[:1]:
             if depth > most:
                 continue
-            name = f"{kind}-{depth}" if kind in PRUNED else kind
+            name = f"{kind}-{depth}" if kinds()[kind].keeps_layers else kind
             keys = {
                 "drafter": kind,
                 "num_draft_layers": depth,
@@ -105,12 +105,14 @@ def choose(
     comparison = Comparison(recipe, pair, prompts, target)
     comparison.price()
     tried = comparison.tried
-    untuned = [one for one in tried if one.kind == "pruned"]
+    untuned = [one for one in tried if one.kind_name == "pruned"]
     for one in untuned:
         comparison.replay_untuned(one, answers)
     depth = max(untuned, key=comparison.speedup).num_draft_layers
     for one in tried:
-        if one.kind != "pruned" and (one.kind not in PRUNED or one.num_draft_layers == depth):
+        if one.kind_name != "pruned" and (
+            not one.kind.keeps_layers or one.num_draft_layers == depth
+        ):
             untuned.append(one)
             comparison.replay_untuned(one, answers)
     best = sorted(untuned, key=comparison.speedup, reverse=True)[:HEALED]
@@ -124,8 +126,8 @@ def choose(
             states.replace(recipe.folder / "states")
         remove(recipe.folder / FOLDER)
         write_json(recipe.folder / CHOICE, choice.model_dump(mode="json"))
-        on = f" of {recipe.num_draft_layers} layers" if recipe.kind in PRUNED else ""
-        print(f"chosen: {recipe.kind}{on}")
+        on = f" of {recipe.num_draft_layers} layers" if recipe.kind.keeps_layers else ""
+        print(f"chosen: {recipe.kind_name}{on}")
     PartialState().wait_for_everyone()  # its states are in their place for all
     write_recipe(recipe)
     return recipe
@@ -155,8 +157,8 @@ class Comparison:
         context = sum(map(len, ids)) // len(ids) + self.max_new_tokens // 2
         calls: StepCosts | None = None  # of the target, on 1 to max_gamma + 1 tokens
         for one in self.tried:
-            model, token_ids = kind_of(one).stand_in(one, self.pair, target)
-            drafter = kind_of(one).drafter(one, self.pair, model, token_ids, target)
+            model, token_ids = stand_in(one, self.pair, target)
+            drafter = stand_in_drafter(one, self.pair, model, token_ids, target)
             if calls is None:
                 calls = step_costs(
                     target.decoder, drafter, context, self.max_gamma, self.sampling, CHOICE_REPEATS
@@ -208,7 +210,7 @@ class Comparison:
 
     def _train(self, one: Recipe, answers: Sequence[CachedAnswer]) -> None:
         ids = self.prompts.training.ids
-        model, token_ids = kind_of(one).stand_in(one, self.pair, self.target.loaded)
+        model, token_ids = stand_in(one, self.pair, self.target.loaded)
         rows = self.pair.trained_rows(token_ids)
         steps = from_first(
             max(1, round(self.seconds / training_step(one, self.pair, ids, model, rows)))
@@ -258,8 +260,8 @@ class Comparison:
         return DrafterChoice(
             candidates=[
                 Candidate(
-                    drafter=one.kind,
-                    layers=one.num_draft_layers if one.kind in PRUNED else None,
+                    drafter=one.kind_name,
+                    layers=one.num_draft_layers if one.kind.keeps_layers else None,
                     c=self._c(one),
                     ceiling_speedup=self.ceiling(one),
                     untuned=self.untuned.get(one.folder),

@@ -15,9 +15,9 @@ from align.process import machine_lines
 from align.sources import load_config, weights_at_hand
 from distill.budget import UNPLANNED, most_answers, split
 from distill.choice import Comparison
-from distill.drafters.base import kind_of
 from distill.memory import PROMPT_TOKENS, RUNTIME, columns, needs, summary, table
 from distill.models import Pair, TargetOfRun, check_models, load_target
+from distill.prepare import stand_in, stand_in_drafter
 from distill.prompts import Prompts, collect_prompts
 from distill.recipe import Recipe
 from distill.server import ServedTarget
@@ -82,9 +82,8 @@ def why_not_timed(recipe: Recipe) -> str | None:
 
 
 def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> int:
-    kind = kind_of(recipe)
-    model, token_ids = kind.stand_in(recipe, pair, target)
-    drafter = kind.drafter(recipe, pair, model, token_ids, target)
+    model, token_ids = stand_in(recipe, pair, target)
+    drafter = stand_in_drafter(recipe, pair, model, token_ids, target)
     evaluation, training = prompts.evaluation.ids, prompts.training.ids
     context = sum(map(len, evaluation)) // len(evaluation)
     sampling = recipe.sampling

@@ -21,10 +21,10 @@ from align.sources import ADAPTER_CONFIG, read_json, resolve_checkpoint, resolve
 from align.to_gguf import write_gguf
 from distill.adapters import KEPT, base_draft
 from distill.card import in_one_file, public_name, short_name
-from distill.models import HEADS
 from distill.recipe import read_yaml
 from distill.reload import Form
 from eval.decoding.drafters.adapter import AdapterError
+from eval.decoding.drafters.drafter import kinds
 
 GGUF_KINDS = ("f16", "q8_0", "q4_0")
 WHOLE = ("f16",)  # kinds that keep the weights as they are: their alpha must be the run's
@@ -40,10 +40,9 @@ def forms_of(folder: Path, kind: str | None, base: str | None = None) -> list[Fo
 
     base: what an adapter in it belongs to.
     """
-    if kind in HEADS:
+    if kind is not None and not kinds()[kind].language_model:
         return [Form(kind, folder, engine="draftsmith")]
-    without_states = kind == "features"
-    forms = [Form("full checkpoint", folder, without_states=without_states)]
+    forms = [Form("full checkpoint", folder)]
     if (folder / "compact").is_dir():
         forms.append(Form("compact form", folder / "compact", engine="draftsmith"))
     if base is not None and (folder / "adapter").is_dir():
@@ -54,7 +53,6 @@ def forms_of(folder: Path, kind: str | None, base: str | None = None) -> list[Fo
             gguf_file(folder, bits),
             engine="transformers, dequantised",
             quantised=bits not in WHOLE,
-            without_states=without_states,
         )
         for bits in GGUF_KINDS
         if gguf_file(folder, bits).is_file()
@@ -67,7 +65,8 @@ def export_forms(run: Path, folder: Path) -> tuple[list[Form], dict[str, str]]:
     shutil.copytree(run / "draft", folder, dirs_exist_ok=True)
     (folder / "README.md").unlink(missing_ok=True)
     left_out = {}
-    if (kind := recipe.get("drafter")) in HEADS:
+    kind = recipe.get("drafter")
+    if kind is not None and not kinds()[kind].language_model:
         left_out["GGUF"] = f"a draft of kind {kind} is no model of its own"
         return forms_of(folder, kind), left_out
     adapter, base = folder / KEPT, adapter_base(recipe)

@@ -26,15 +26,16 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from distill.adapters import lora_config
 from distill.answer_cache import bytes_per_token
 from distill.answers import ANSWERS_PER_SHARD, top_logprobs
-from distill.drafters.base import kind_of
 from distill.export import CALIBRATION_TOKENS
+from distill.loss_forward import give_loss_forward
+from distill.losses import forward_kl
 from distill.models import check_prunable
-from distill.prepare import HEAD_ROWS, pruned_config
 from distill.recipe import Recipe
-from distill.trainer import attach_distillation_forward, cpu_attention
+from distill.trainer import cpu_attention
 from distill.training_set import WIDTH
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.causal_lm import teacher_forced_logits
+from eval.decoding.drafters.pruned import HEAD_ROWS, pruned_config
 from eval.decoding.forward import Decoder, input_embedding
 from eval.decoding.generation import PREFILL_ROWS
 from eval.decoding.verification import Sampling, agreement, sample, warp
@@ -162,7 +163,7 @@ class _Job:
         room = target.max_position_embeddings - self.prompt - recipe.max_gamma - 1
         self.answer = min(recipe.answer_max_new_tokens, room)
         self.new = min(recipe.max_new_tokens, room)
-        layers = kind_of(recipe).layers(target.to_dict())
+        layers = recipe.kind.layers(target.to_dict())
         self.states_per_token = len(layers) * target.hidden_size * STATE_BYTES
 
     def draft_shape(self, dtype: torch.dtype) -> PreTrainedModel:
@@ -183,7 +184,7 @@ class _Job:
             embedding.weight.requires_grad_(False)
         how = cpu_attention(model.config, rows, width) if self.on_cpu else "sdpa"
         model.set_attn_implementation(how)
-        attach_distillation_forward(model)
+        give_loss_forward(model, recipe.kind, forward_kl)
         if recipe.training.get("activation_checkpointing", False):
             # the state of random numbers cannot be kept without data; it takes no room
             model.activation_checkpointing_enable(

@@ -42,10 +42,10 @@ from distill.card import (
 from distill.forms import export_adapter, export_forms, export_target, forms_of
 from distill.hub import push_folder
 from distill.licence import derived_licence
-from distill.models import HEADS, OURS
 from distill.recipe import read_yaml
 from distill.reload import Form, reload_forms
 from distill.verify import form_for, kept_report, verify
+from eval.decoding.drafters.drafter import kinds
 from eval.decoding.target import weights_sha256
 from eval.engines.installed import NAMES
 from eval.reporting.report import Report, read_report
@@ -248,7 +248,7 @@ def _verified(plan: Plan, report: Report, folder: Path, to: Path, found: Found) 
     engines = _kept(plan.run, report, folder)
     kind = read_yaml(plan.run / RECIPE).get("drafter")
     for name in plan.engines:
-        if kind in HEADS and (name != "vllm" or kind in OURS):
+        if name not in kinds()[kind or "pruned"].engines:
             engines[name] = f"it loads no draft of kind {kind}"
             print(f"{name}: not measured, {engines[name]}")
             continue

@@ -184,7 +184,7 @@ class DistillationTrainer(SFTTrainer):
         if self.pop_callback(ProgressCallback):
             self.add_callback(_Progress(loss))
         model: Any = self.model
-        plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+        plain: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
         give_loss_forward(plain, kind, LOSSES[loss])
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:

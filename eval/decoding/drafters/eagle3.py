@@ -128,7 +128,8 @@ class Eagle3(Kind):
         sizes = torch.tensor(read_json(folder / "compact.json")["sizes"])
         model.get_buffer("sizes").copy_(1 / sizes)
         weight = fc_of_states(model)  # reads the states divided by their sizes, from now on
-        model.get_submodule("model.fc").weight.data.copy_(weight)  # type: ignore[operator,union-attr]
+        fc: Any = model.get_submodule("model.fc")
+        fc.weight.data.copy_(weight)
         model.get_buffer("sizes").copy_(sizes)
         model.set_input_embeddings(FrozenEmbedding(embedding))
         return model, token_ids
@@ -235,10 +236,8 @@ def from_target(target: PreTrainedModel, layers: Sequence[int], head: Tensor) ->
     """
     config = layer_config(target.config.get_text_config())
     embedding = input_embedding(target)
-    model = build_eagle3(config, layers, len(head))
-    sizes = model.sizes
-    model = model.to_empty(device=embedding.device)
-    model.get_buffer("sizes").copy_(sizes)
+    model = build_eagle3(config, layers, len(head)).to_empty(device=embedding.device)
+    model.get_buffer("sizes").fill_(1)
     body: Any = model.model
     for weight in body.layers.parameters():
         weight.zero_()
@@ -262,7 +261,7 @@ def from_target(target: PreTrainedModel, layers: Sequence[int], head: Tensor) ->
     return model.eval()
 
 
-def load_eagle3(folder: Path, embedding: Tensor) -> tuple[LlamaForCausalLM, Tensor]:
+def load_eagle3(folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tensor]:
     """The model on the target's own embedding [V, H], and the target ids [K] of its head.
 
     Raises ValueError when it was made for another target.
@@ -272,7 +271,7 @@ def load_eagle3(folder: Path, embedding: Tensor) -> tuple[LlamaForCausalLM, Tens
     config = LlamaConfig(**read_json(folder / "config.json")["transformer_layer_config"])
     token_ids = read_token_ids(folder, tensors)
     assert token_ids is not None
-    model = build_eagle3(config, about["layers"], len(token_ids))
+    model: Any = build_eagle3(config, about["layers"], len(token_ids))
     named = {
         name if name.startswith("lm_head") else PREFIX + name: tensor.to(embedding.dtype)
         for name, tensor in tensors.items()

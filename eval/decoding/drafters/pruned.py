@@ -53,6 +53,11 @@ class Pruned(Kind):
         """The head is fitted by least squares: it maps the RMS-normalised state after the last kept
         layer to the state that the target's head reads. Folded into the head it costs nothing.
         """
+        if start.target.get_output_embeddings().bias is not None:
+            raise ValueError(
+                "TOK-012: the target's head has a bias, which a refitted or trimmed head would "
+                "lack; name a sibling with --draft."
+            )
         head = start.head()
         full_head = None
         if start.texts:
