@@ -36,7 +36,7 @@ def give_loss_forward(model: PreTrainedModel, kind: Kind, divergence: Divergence
         )
 
     def forward(temperature: float | None = None, **inputs: Any) -> ModelOutput:
-        batch = TrainingBatch(**{"states": None, "seeds": None} | inputs)
+        batch = TrainingBatch(**{k: v for k, v in inputs.items() if k in TrainingBatch._fields})
         if batch.top_logprobs.dtype == torch.int32:  # the trainer's `_prepare_inputs`
             batch = batch._replace(top_logprobs=batch.top_logprobs.view(torch.float32))
         if temperature is not None:

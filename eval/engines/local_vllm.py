@@ -17,7 +17,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from align.sources import read_json
-from eval.decoding.drafters.recurrent import RecurrentConfig
 from eval.engines.environments import environment, vllm_python
 from eval.engines.server import ServerError
 
@@ -44,11 +43,6 @@ def speculation(draft: str | Path, gamma: int, folder: Path | None = None) -> li
                 "tokens, and vLLM refuses its own token_map when it starts ('weights were not "
                 "initialized from checkpoint'); train with draft_vocab_size: null for vLLM."
             )
-    if about.get("model_type") == RecurrentConfig.model_type:
-        raise ServerError(
-            f"{draft} is a recurrent draft, a kind that vLLM does not have; train another drafter "
-            "(pruned, eagle3, medusa) for vLLM."
-        )
     config = {"method": kind or "draft_model", "model": str(draft), "num_speculative_tokens": gamma}
     return ["--speculative-config", json.dumps(config)]
 

@@ -255,7 +255,6 @@ class _Evaluation:
             gamma_sweep=sweep,
             by_batch_size=by_batch_size,
             by_temperature={t: _both(decoded[t], name) for t in plan.temperatures},
-            alike=drafter.alike,
             q_rows=drafter.q_rows,
         )
 

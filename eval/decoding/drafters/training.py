@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +32,9 @@ class TrainingBatch(NamedTuple):
     positions: Tensor
     top_ids: Tensor
     top_logprobs: Tensor
-    attention_mask: Tensor
-    states: Tensor
-    seeds: Tensor
+    attention_mask: Any
+    states: Any = None
+    seeds: Any = None
 
     @property
     def width(self) -> int:
