@@ -307,8 +307,8 @@ def choosing_gamma():
     whole = target()
     drafter = pruned_drafter(build(K, 1), token_ids(), whole)
     prompts = PromptSet("made up", [], [[1, 2, 3], [4, 5]])
-    found = places(whole, drafter, prompts, Decoding(Sampling(), whole.stops, 9), 3)
-    assert [len(text) for text in found] == [8, 8]
+    found = places(whole, drafter, prompts, Decoding(Sampling(), whole.stops, 4), 2)
+    assert [len(text) for text in found] == [3, 3]
 
 
 def judging_and_keeping_states():
@@ -327,10 +327,10 @@ def every_way(whole, drafter):
                 runs = decode(
                     *(whole.decoder, drafter, [Prompt(str(i), "x") for i in range(rows)]),
                     [[1, 2, 3]] * rows,
-                    Decoding(Sampling(temperature), whole.stops, 9),
-                    DraftLength(3, stop_below),
+                    Decoding(Sampling(temperature), whole.stops, 4),
+                    DraftLength(2, stop_below),
                 )
-                assert [len(run.tokens) for run in runs] == [9] * rows
+                assert [len(run.tokens) for run in runs] == [4] * rows
 
 
 def measuring():

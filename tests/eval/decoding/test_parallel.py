@@ -15,7 +15,7 @@ from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.stock import StockDecoder
 from eval.decoding.verification import Sampling
 from eval.prompts import Prompt
-from tests.eval.decoding.chi_square import assert_from_target
+from tests.eval.decoding.enumeration import assert_exact, played
 
 VOCAB, DEPTH, CONTEXT, LONGEST = 61, 4, 90, 40
 NEVER = frozenset({VOCAB + 1})
@@ -238,8 +238,8 @@ def test_alpha_is_taken_on_the_first_token_which_knows_no_mask(drafts, drafter):
 
 
 @pytest.mark.parametrize("length", [DraftLength(2), DraftLength(3, 0.25)], ids=str)
-def test_sampled_tokens_have_the_targets_distribution(tiny, length):
-    vocab, runs = 6, 800
+def test_sampled_tokens_have_the_targets_distribution(tiny, monkeypatch, length):
+    vocab = 6
     target = build_decoder(tiny(0, vocab), 40)
     masks = random_masks()
     draft = ParallelDrafter(
@@ -249,11 +249,5 @@ def test_sampled_tokens_have_the_targets_distribution(tiny, length):
         depth=DEPTH,
         sequential=sequential(vocab),
     )
-    sampling = Sampling(temperature=1.5)
-    rows = [[1, 2], [3, 3, 3]]
-    counts = torch.zeros(2, vocab, vocab)
-    for seed in range(runs):
-        how = Decoding(sampling, NEVER, 4, seed)
-        for row, run in enumerate(decode(target, draft, PROMPTS[:2], rows, how, length)):
-            counts[row, run.tokens[1], run.tokens[2]] += 1
-    assert_from_target(target, rows, counts, runs, 1.5)
+    how = Decoding(Sampling(1.5, top_k=2), NEVER, 4)
+    assert_exact(played(monkeypatch), target, draft, [[1, 2], [3, 3, 3]], how, length)
