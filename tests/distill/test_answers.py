@@ -179,6 +179,10 @@ def test_what_is_there_is_not_answered_again(answered, target, tmp_path, monkeyp
     ("change", "named"),
     [
         ({"seed": 2}, "seed"),
+        ({"answer_temperature": 0.5}, "answer_temperature"),
+        ({"answer_max_new_tokens": 13}, "answer_max_new_tokens"),
+        ({"cache_top_k": 7}, "cache_top_k"),
+        ({"train_on_prompts": True}, "train_on_prompts"),
         ({"dtype": "bfloat16"}, "dtype"),
         ({"prompts": PROMPTS[:4]}, "prompts"),
         ({"answers_per_prompt": 2}, "prompts"),
@@ -188,6 +192,18 @@ def test_a_cache_of_something_else_is_refused(answered, change, named):
     answered()
     with pytest.raises(CacheError, match=f"made with another {named}"):
         answered(**change)
+
+
+def test_each_of_several_ends_of_text_ends_an_answer_and_is_taught(answered, tmp_path):
+    whole = [answer.response_ids.tolist() for answer in answered(folder=tmp_path / "whole")]
+    ends = {whole[0][4], whole[1][7]}
+    answers = answered(folder=tmp_path / "ended", stops=frozenset(ends))
+    cut = [[i for i, token in enumerate(row) if token in ends][:1] for row in whole]
+    for answer, row, at in zip(answers, whole, cut, strict=True):
+        wanted = row[: at[0] + 1] if at else row  # the end included
+        assert answer.response_ids.tolist() == wanted
+        assert len(answer.top_ids) == len(answer.top_logprobs) == len(wanted)
+    assert {answer.response_ids[-1].item() for answer in answers} > ends
 
 
 def test_answers_that_are_all_empty_are_an_error(answered):

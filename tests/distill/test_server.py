@@ -52,7 +52,7 @@ class StandIn(ThreadingHTTPServer):
         self.drafts, self.swap = 0, None
         self.__dict__.update(changes)
         self.requests, self.lock = [], threading.Lock()
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=[0.01], daemon=True).start()
 
     @property
     def url(self):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from eval.decoding.drafters.drafter import Drafter, RowByRow, Proposal, Session
+from eval.decoding.drafters.drafter import Drafter, Proposal, RowByRow, Session
 
 
 def most_alike(states, upto):

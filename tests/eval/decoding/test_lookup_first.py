@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters.drafter import Texts
 from eval.decoding.drafters.causal_lm import CausalLMDrafter
+from eval.decoding.drafters.drafter import Texts
 from eval.decoding.drafters.loading import load_drafter
-from eval.decoding.drafters.lookup import LookupFirst, lookup_first
-from eval.decoding.drafters.lookup import PromptLookup, following
+from eval.decoding.drafters.lookup import LookupFirst, PromptLookup, following, lookup_first
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling

@@ -40,7 +40,7 @@ class Fake(ThreadingHTTPServer):
         self.__dict__.update(faults)
         self.drafts = self.drafted = self.accepted = self.answers = 0
         self.requests = []
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=[0.01], daemon=True).start()
 
     @property
     def url(self):

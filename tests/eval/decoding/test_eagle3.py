@@ -1,6 +1,5 @@
 """Drafts that read the target's hidden states: lossless, and the states are those of the text."""
 
-import copy
 import itertools
 
 import pytest
@@ -8,20 +7,17 @@ import torch
 
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.drafter import Texts
-from eval.decoding.drafters.causal_lm import TokenSession
-from eval.decoding.drafters.eagle3 import build_eagle3, eagle3_drafter, layer_config
-from eval.decoding.drafters.features import Fusion, features_drafter
+from eval.decoding.drafters.eagle3 import KIND, build_eagle3, layer_config
 from eval.decoding.drafters.lookup import lookup_first
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.prompts import Prompt
-from tests.eval.decoding.chi_square import assert_from_target
+from tests.eval.decoding.enumeration import assert_exact, played
 
 VOCAB, SIZE, LONGEST = 13, 24, 40
 NEVER = frozenset({VOCAB + 1})
-KINDS = ["features", "eagle3"]
-LAYERS = {"features": (1, 2, 3), "eagle3": (1, 2)}
+LAYERS = (1, 2)
 GREEDY = Decoding(Sampling(), NEVER, LONGEST)
 ROWS = [[3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8, 9, 7, 9, 3, 2], [11], [8, 4, 6]]
 PROMPTS = [Prompt(str(i), prompt="unused") for i in range(len(ROWS))]
@@ -35,23 +31,10 @@ def target(tiny_llama):
     return Target("tiny", model, None, build_decoder(model, 120), NEVER)
 
 
-def made_features(target):
-    """The whole target as trunk, so that it is often right, and states that say something."""
-    model = copy.deepcopy(target.model)
-    model.fusion = Fusion(SIZE, 3)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        model.fusion.sizes.copy_(torch.tensor([1.0, 2.0, 0.5]))
-        for maps in (model.fusion.given, model.fusion.alone):
-            maps.weight.copy_(torch.eye(SIZE))
-        model.fusion.states.weight.normal_(std=0.1)
-        model.fusion.own.weight.normal_(std=0.1)
-    return model
-
-
 def made_eagle3(target):
     torch.manual_seed(2)
-    model = build_eagle3(layer_config(target.model.config), 2, VOCAB).to_empty(device="cpu")
+    model = build_eagle3(layer_config(target.model.config), LAYERS, VOCAB).to_empty(device="cpu")
+    model.sizes.fill_(1)
     with torch.no_grad():
         for weight in model.parameters():
             weight.fill_(1) if weight.ndim == 1 else weight.normal_(std=0.3)
@@ -62,17 +45,13 @@ def made_eagle3(target):
 
 @pytest.fixture(scope="module")
 def draft(target):
-    """Makes a drafter of a kind, over every token or only some."""
+    """Makes a drafter over every token or only some."""
 
-    def make(kind, ids=None):
+    def make(ids=None):
         ids = torch.arange(VOCAB) if ids is None else ids
-        if kind == "features":
-            model = made_features(target)
-        else:
-            model = made_eagle3(target)
+        model = made_eagle3(target)
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight[ids].clone())
-        made = features_drafter if kind == "features" else eagle3_drafter
-        return made(model, ids, target, LAYERS[kind])
+        return KIND.drafter(model, ids, target)
 
     return make
 
@@ -93,11 +72,10 @@ def known(target, whole, layers):
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-@pytest.mark.parametrize("kind", KINDS)
-def test_greedy_tokens_are_the_targets_own(target, draft, serial, kind, count):
-    for drafter in (draft(kind), draft(kind, torch.arange(0, VOCAB, 2)), lookup_first(draft(kind))):
+def test_greedy_tokens_are_the_targets_own(target, draft, serial, count):
+    for drafter in (draft(), draft(torch.arange(0, VOCAB, 2)), lookup_first(draft())):
         accepted = 0
-        for gamma in (1, 2, 4, 7):
+        for gamma in (1, 4, 7):
             runs = decode(
                 target.decoder, drafter, PROMPTS[:count], ROWS[:count], GREEDY, DraftLength(gamma)
             )
@@ -106,20 +84,18 @@ def test_greedy_tokens_are_the_targets_own(target, draft, serial, kind, count):
         assert accepted > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_end_leave_the_others_as_they_are(target, draft, serial, kind):
+def test_rows_that_end_leave_the_others_as_they_are(target, draft, serial):
     stops = frozenset({serial[0][9], serial[2][17]})
     how = Decoding(Sampling(), stops, LONGEST)
-    runs = decode(target.decoder, draft(kind), PROMPTS, ROWS, how, DraftLength(3, 0.2))
+    runs = decode(target.decoder, draft(), PROMPTS, ROWS, how, DraftLength(3, 0.2))
     assert len({len(run.tokens) for run in runs}) > 1
     for run, tokens in zip(runs, serial, strict=True):
         assert run.tokens == tokens[: len(run.tokens)]
         assert run.tokens[-1] in stops or len(run.tokens) == LONGEST
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_row_accepts_what_it_accepts_alone(target, draft, kind):
-    drafter, length = draft(kind), DraftLength(3)
+def test_each_row_accepts_what_it_accepts_alone(target, draft):
+    drafter, length = draft(), DraftLength(3)
     runs = decode(target.decoder, drafter, PROMPTS, ROWS, GREEDY, length)
     for prompt, ids, run in zip(PROMPTS, ROWS, runs, strict=True):
         single = decode(target.decoder, drafter, [prompt], [ids], GREEDY, length)[0]
@@ -148,8 +124,8 @@ def proposed_along(target, drafter, ids, text):
     return found
 
 
-def check_proposals(target, draft, serial, kind):
-    drafter = draft(kind)
+def check_proposals(target, draft, serial):
+    drafter = draft()
     for ids, text in zip(ROWS, serial, strict=True):
         states = known(target, [*ids, *text[:-1]], drafter.layers)
         (q,) = drafter.teacher_forced(ids, text, [Sampling()], states)
@@ -160,9 +136,8 @@ def check_proposals(target, draft, serial, kind):
             assert token == int(q[0, at].argmax())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_it_proposes_is_what_alpha_was_taken_on(target, draft, serial, kind):
-    check_proposals(target, draft, serial, kind)
+def test_what_it_proposes_is_what_alpha_was_taken_on(target, draft, serial):
+    check_proposals(target, draft, serial)
 
 
 def off_by_one(session, emitted, accepted, states):
@@ -175,13 +150,10 @@ def of_other_layers(session, emitted, accepted, states):
 
 
 @pytest.mark.parametrize("mutant", [off_by_one, of_other_layers])
-@pytest.mark.parametrize("kind", KINDS)
-def test_states_of_another_place_or_layer_are_caught(
-    target, draft, serial, kind, mutant, monkeypatch
-):
+def test_states_of_another_place_or_layer_are_caught(target, draft, serial, mutant, monkeypatch):
     session = type(
-        draft(kind).start(
-            Texts([[1, 2]], 9, Sampling(), torch.Generator(), [known(target, [1], LAYERS[kind])])
+        draft().start(
+            Texts([[1, 2]], 9, Sampling(), torch.Generator(), [known(target, [1], LAYERS)])
         )
     )
     commit = session.commit
@@ -191,13 +163,12 @@ def test_states_of_another_place_or_layer_are_caught(
 
     monkeypatch.setattr(session, "commit", mutated)
     with pytest.raises(AssertionError):
-        check_proposals(target, draft, serial, kind)
+        check_proposals(target, draft, serial)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_teacher_forced_reads_only_what_the_target_has_read(target, draft, serial, kind):
+def test_teacher_forced_reads_only_what_the_target_has_read(target, draft, serial):
     """q before token i changes with the states two tokens earlier, and not with those after."""
-    drafter, ids, text = draft(kind), ROWS[0], serial[0][:9]
+    drafter, ids, text = draft(), ROWS[0], serial[0][:9]
     states = known(target, [*ids, *text[:-1]], drafter.layers)
     hot = [Sampling(1.0)]
     (before,) = drafter.teacher_forced(ids, text, hot, states)
@@ -212,53 +183,25 @@ def test_teacher_forced_reads_only_what_the_target_has_read(target, draft, seria
         assert first >= len(text) or not same[first]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_sampled_batches_keep_the_targets_distribution(tiny_llama, kind):
-    """Counts of the second and third token over many seeds."""
-    vocab, runs = 5, 700
+def test_sampled_batches_keep_the_targets_distribution(tiny_llama, monkeypatch):
+    vocab = 5
     shape = {"hidden_size": SIZE, "intermediate_size": 40, "num_hidden_layers": 3}
     model = tiny_llama(0, 4, vocab_size=vocab, num_key_value_heads=2, **shape)
     target = Target("tiny", model, None, build_decoder(model, 40), NEVER)
-    if kind == "features":
-        own = made_features(target)
-    else:
-        own = made_eagle3(target)
-        own.lm_head.weight = torch.nn.Parameter(own.lm_head.weight[:vocab].clone())
-    kept = torch.tensor([0, 1, 3, 4])
+    kept, own = torch.tensor([0, 1, 3, 4]), made_eagle3(target)
     own.lm_head.weight = torch.nn.Parameter(own.lm_head.weight[kept].clone())
-    made = features_drafter if kind == "features" else eagle3_drafter
-    drafter = made(own, kept, target, LAYERS[kind])
-    ids, counts = [[1, 2, 1], [3, 3]], torch.zeros(2, vocab, vocab)
-    accepted = 0
-    for seed in range(runs):
-        how = Decoding(Sampling(1.5), frozenset({vocab + 1}), 3, seed)
-        for row, run in enumerate(
-            decode(target.decoder, drafter, PROMPTS[:2], ids, how, DraftLength(2))
-        ):
-            counts[row, run.tokens[1], run.tokens[2]] += 1
-            accepted += sum(run.accepted)
-    assert accepted > 0
-    assert_from_target(target.decoder, ids, counts, runs, 1.5)
+    drafter = KIND.drafter(own, kept, target)
+    how = Decoding(Sampling(1.5, top_k=2), NEVER, 4)
+    assert_exact(
+        *(played(monkeypatch), target.decoder, drafter),
+        *([[1, 2, 1], [3, 3]], how, DraftLength(2)),
+    )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_step_can_be_timed_and_probed(draft, kind):
-    drafter = draft(kind)
+def test_a_step_can_be_timed_and_probed(draft):
+    drafter = draft()
     for sampling in (Sampling(), Sampling(0.7)):
         drafter.step(20, sampling)()
     assert drafter.probe([1, 2, 3]).isfinite().all()
     assert drafter.bytes > 0
     assert drafter.kv_bytes_per_token > 0
-
-
-def test_the_cache_of_a_features_draft_depends_on_the_text_alone(target, draft):
-    drafter = draft("features")
-    states = known(target, [1, 2, 3], drafter.layers)
-    sessions = [
-        drafter.start(Texts([[1, 2, 3, 4]], 20, Sampling(), torch.Generator(), [one]))
-        for one in (states, {k: v * 2 for k, v in states.items()})
-    ]
-    for session in sessions:
-        assert isinstance(session, TokenSession)
-        session.propose(1, 0.0)
-    assert torch.equal(*(session.cache.keys[0] for session in sessions))
