@@ -28,7 +28,7 @@ class Branches:
         """In place of `verification.sample`."""
         fixed = torch.full((*probabilities.shape[:-1], 1), 0.4, dtype=torch.float64)
         chosen = inverse_cdf(probabilities, fixed)
-        chosen[-1] = self.choose(probabilities[-1].double().tolist())
+        chosen.view(-1)[-1] = self.choose(probabilities.flatten(0, -2)[-1].double().tolist())
         return chosen
 
     def choose(self, probabilities):
