@@ -104,7 +104,6 @@ def model_card(run: Path, report: Report, found: Found) -> str:
             f"{found.name}/gguf/draft-{GGUF_SERVED}.gguf",
             gamma_of(report),
         ),
-        openvino=serve_command("openvino", f"{target}-ir", f"{found.name}-ir", gamma_of(report)),
         definitions={key: DEFINITIONS[key] for key in ("alpha", "tau", "speed-up")},
         tables=[
             *(_forms_table(found), _engine_table(found.engines)),

@@ -47,6 +47,7 @@ from distill.recipe import read_yaml
 from distill.reload import Form, reload_forms
 from distill.verify import form_for, kept_report, verify
 from eval.decoding.target import weights_sha256
+from eval.engines.environments import engine_name
 from eval.engines.installed import NAMES
 from eval.reporting.report import Report, read_report
 
@@ -277,7 +278,7 @@ def _write(folder: Path, card: str) -> Path:
 
 
 def _engines(text: str) -> tuple[str, ...]:
-    names = () if text == "none" else tuple(text.split(","))
+    names = () if text == "none" else tuple(map(engine_name, text.split(",")))
     if unknown := [name for name in names if name not in NAMES]:
         raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(NAMES)}, none")
     return names

@@ -9,7 +9,6 @@
     python -m eval.run --engine vllm --base_url URL --baseline_url URL --prompts P
     python -m eval.run --engine transformers --gamma 3 --target T --draft D --prompts P
     python -m eval.run --engine llama.cpp --gamma 3 --target T.gguf --draft D.gguf --prompts P
-    python -m eval.run --engine openvino --gamma 3 --target T --draft D --prompts P
 
 Exit status: 0; 1 when --fail_under_alpha or --fail_under_speedup is not met by the lower bound of
 the last draft's 95% interval; 2 for input that cannot be used, and for a server that failed midway
@@ -38,7 +37,6 @@ from align.sources import (
     load_config,
     load_tokenizer,
     read_json,
-    resolve_checkpoint,
     resolve_file,
 )
 from eval.bank import LoadedBank, find_runs
@@ -49,12 +47,10 @@ from eval.decoding.loop import Decoding
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.engines.assisted import Assisted, load_assistant, load_stock
-from eval.engines.child import ChildEngine
 from eval.engines.driven import DrivenEngine, measure_driven
-from eval.engines.environments import installed
+from eval.engines.environments import engine_name, installed
 from eval.engines.installed import NAMES
 from eval.engines.llama_cpp import LlamaCpp
-from eval.engines.openvino import OpenVino
 from eval.engines.vllm import VllmServer, measure_servers
 from eval.measuring.evaluation import Plan, context_length, evaluate
 from eval.measuring.journal import INTERRUPTED, JOURNAL, Journal
@@ -128,7 +124,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="T,T,…",
         help="decode the timed prompts also at each temperature, as 0,0.6,1.0",
     )
-    parser.add_argument("--engine", choices=["torch", *NAMES], default="torch")
+    parser.add_argument(
+        "--engine", type=engine_name, choices=["torch", *NAMES], default="torch"
+    )
     parser.add_argument("--base_url", help="engine vllm: the server that speculates")
     parser.add_argument("--baseline_url", help="engine vllm: the same target without a draft")
     parser.add_argument(
@@ -330,15 +328,11 @@ def _measure_driven(args: argparse.Namespace, journal: Journal) -> Report:
         else:
             installed(args.engine)  # said before a target is converted
             timed = _timed(args, load_tokenizer(args.target), load_config(args.target))
-            find = resolve_file if args.engine == "llama.cpp" else resolve_checkpoint
-            target, found = find(args.target), {name: find(spec) for name, spec in drafts}
-            child: ChildEngine = (
-                LlamaCpp(target, found, context_length(timed.ids, args.max_new_tokens, args.gamma))
-                if args.engine == "llama.cpp"
-                else OpenVino(target, found)
-            )
-            engine = until_measured.enter_context(child)
-            stops = child.stops
+            target = resolve_file(args.target)
+            found = {name: resolve_file(spec) for name, spec in drafts}
+            positions = context_length(timed.ids, args.max_new_tokens, args.gamma)
+            child = until_measured.enter_context(LlamaCpp(target, found, positions))
+            engine, stops = child, child.stops
         how = Decoding(sampling, stops, args.max_new_tokens, args.seed)
         about = {"command": sys.argv, "seed": args.seed}
         return measure_driven(engine, timed, how, args.gamma, journal, about)

@@ -1,6 +1,6 @@
 """Engines that others wrote, each installed into an environment of its own.
 
-    python -m eval.engines.environments vllm llama.cpp openvino
+    python -m eval.engines.environments vllm llama.cpp
 
 An environment is a folder in the cache ($DRAFTSMITH_CACHE), apart from the project's own packages:
 vLLM wants an older transformers, llama.cpp comes from npm. It is made once, whole or not at all; a
@@ -111,11 +111,17 @@ ENGINES = {
              " require(`./node_modules/${name}/package.json`).version).join(' ')"],
             npm=True,
         ),
-        # its library asks for this openvino by its full version, its metadata for any 2026.4
-        _pip("openvino", "openvino-genai", "2026.4.0.0", "300 MB", "openvino_genai",
-             "openvino==2026.4.0"),
     )
 }  # fmt: skip
+
+
+def engine_name(name: str) -> str:
+    """A name as a command takes it; an engine that left is answered with what to use instead."""
+    if name == "openvino":
+        raise argparse.ArgumentTypeError(
+            "openvino is not measured any more; use transformers, llama.cpp or vllm"
+        )
+    return name
 
 
 def installed(name: str) -> Path:
@@ -232,7 +238,9 @@ def main(argv: Sequence[str]) -> int:
         description="Install engines, each into an environment of its own.",
     )
     sizes = ", ".join(f"{engine.name} ({engine.size})" for engine in ENGINES.values())
-    parser.add_argument("engines", nargs="+", choices=ENGINES, metavar="ENGINE", help=sizes)
+    parser.add_argument(
+        "engines", nargs="+", type=engine_name, choices=ENGINES, metavar="ENGINE", help=sizes
+    )
     status = 0
     for name in parser.parse_args(argv).engines:
         try:

@@ -18,7 +18,6 @@ from eval.engines.driven import measure_driven
 from eval.engines.environments import ENGINES, EngineMissing
 from eval.engines.llama_cpp import LlamaCpp
 from eval.engines.local_vllm import serve_vllm, speculation
-from eval.engines.openvino import OpenVino
 from eval.engines.vllm import VllmServer, measure_servers
 from eval.measuring.evaluation import context_length
 from eval.measuring.journal import JOURNAL, Journal
@@ -72,10 +71,6 @@ def measure_installed(
             with LlamaCpp(target, {draft.name: draft}, positions) as process:
                 how = Decoding(Sampling(), process.stops, max_new_tokens, seed)
                 return measure_driven(process, prompts, how, gamma, journal, provenance)
-        if engine == "openvino":
-            with OpenVino(target, {draft.name: draft}) as process:
-                how = Decoding(Sampling(), process.stops, max_new_tokens, seed)
-                return measure_driven(process, prompts, how, gamma, journal, provenance)
         assert engine == "transformers", engine
         dtype = load_config(str(target)).dtype or torch.float32  # as transformers itself loads it
         assert isinstance(dtype, torch.dtype), dtype
@@ -99,17 +94,6 @@ def serve_command(
         length = ["--spec-type", "draft-simple", "--spec-draft-n-max", str(gamma)]
         sure = ["--spec-draft-p-min", "0"]
         return shlex.join(["llama-server", "-m", str(target), "-md", str(draft), *length, *sure])
-    if engine == "openvino":
-        return "\n".join(
-            [
-                "import openvino_genai as genai",
-                "# folders with an IR: LLMPipeline(FILE.gguf, 'CPU', enable_save_ov_model=True) "
-                "writes it beside a GGUF file in f16",
-                f'draft = genai.draft_model({json.dumps(str(draft))}, "CPU")',
-                f'target = genai.LLMPipeline({json.dumps(str(target))}, "CPU", draft_model=draft)',
-                f"target.generate(prompt, num_assistant_tokens={gamma}, do_sample=False)",
-            ]
-        )
     assert engine == "transformers", engine
     load = "AutoModelForCausalLM.from_pretrained({})"
     return "\n".join(

@@ -30,11 +30,6 @@ REASONS = {
         DISTRIBUTIONS: "only the tokens chosen are asked for: take it with --engine torch",
         STEPS: "single steps are not timed in llama.cpp",
     },
-    "openvino": {
-        DISTRIBUTIONS: "the pipeline does not give distributions: take it with --engine torch",
-        STEPS: "single steps are not timed in OpenVINO",
-        "memory": "the pipeline does not tell what its models and caches take",
-    },
     "vllm": {
         DISTRIBUTIONS: "a server does not give the distributions of target and draft",
         BLOCKS: "the server counts cut blocks and no others apart: see counters for its own figure",
