@@ -47,8 +47,7 @@ from distill.recipe import read_yaml
 from distill.reload import Form, reload_forms
 from distill.verify import form_for, kept_report, verify
 from eval.decoding.target import weights_sha256
-from eval.engines.environments import engine_name
-from eval.engines.installed import NAMES
+from eval.engines.environments import NAMES, engine_name
 from eval.reporting.report import Report, read_report
 
 RECIPE = "recipe.yaml"

@@ -14,6 +14,7 @@ from distill.prompts import Prompts
 from distill.publish import write_card
 from distill.recipe import Recipe
 from distill.run_folder import provenance
+from eval.decoding.loop import Decoding
 from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer, measure_servers
 from eval.reporting.report import Report, write_report
@@ -44,11 +45,8 @@ def evaluate_served(recipe: Recipe, pair: Pair, prompts: Prompts) -> Report | No
         report = measure_servers(
             VllmServer(recipe.speculative_url, model=served),
             VllmServer(recipe.answer_url, model=served),
-            prompts.evaluation.drawn(recipe.speed_prompts, recipe.seed).prompts,
-            prompts.evaluation.source,
-            recipe.sampling,
-            recipe.max_new_tokens,
-            recipe.seed,
+            prompts.evaluation.drawn(recipe.speed_prompts, recipe.seed),
+            Decoding(recipe.sampling, frozenset(), recipe.max_new_tokens, recipe.seed),
             made_by,
             name="tuned",
             target=recipe.target,

@@ -23,7 +23,6 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
-from contextlib import ExitStack
 from typing import Any, get_args
 
 import torch
@@ -33,12 +32,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from align.atomic import DiskFullError
 from align.check import Strategy
 from align.process import use_machine
-from align.sources import (
-    load_config,
-    load_tokenizer,
-    read_json,
-    resolve_file,
-)
+from align.sources import load_config, load_tokenizer, read_json
 from eval.bank import LoadedBank, find_runs
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.base import Drafter
@@ -46,11 +40,9 @@ from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
-from eval.engines.assisted import Assisted, load_assistant, load_stock
-from eval.engines.driven import DrivenEngine, measure_driven
-from eval.engines.environments import engine_name, installed
-from eval.engines.installed import NAMES
-from eval.engines.llama_cpp import LlamaCpp
+from eval.engines.driven import measure_driven
+from eval.engines.environments import ENGINES, NAMES, engine_name, installed
+from eval.engines.installed import driven_engine
 from eval.engines.vllm import VllmServer, measure_servers
 from eval.measuring.evaluation import Plan, context_length, evaluate
 from eval.measuring.journal import INTERRUPTED, JOURNAL, Journal
@@ -124,9 +116,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="T,T,…",
         help="decode the timed prompts also at each temperature, as 0,0.6,1.0",
     )
-    parser.add_argument(
-        "--engine", type=engine_name, choices=["torch", *NAMES], default="torch"
-    )
+    parser.add_argument("--engine", type=engine_name, choices=["torch", *NAMES], default="torch")
     parser.add_argument("--base_url", help="engine vllm: the server that speculates")
     parser.add_argument("--baseline_url", help="engine vllm: the same target without a draft")
     parser.add_argument(
@@ -317,44 +307,31 @@ def _measure(args: argparse.Namespace, journal: Journal) -> Report:
 def _measure_driven(args: argparse.Namespace, journal: Journal) -> Report:
     """The report of an engine that is called from here, on the prompts that engine torch times."""
     use_machine()
-    sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    drafts = list(map(_named, args.draft))
-    engine: DrivenEngine
-    with ExitStack() as until_measured:
-        if args.engine == "transformers":
-            stock = load_stock(args.target, getattr(torch, args.dtype), args.device)
-            stops, timed = stock.stops, _timed(args, stock.tokenizer, stock.model.config)
-            engine = Assisted(stock, [load_assistant(*one, stock, args.gamma) for one in drafts])
-        else:
-            installed(args.engine)  # said before a target is converted
-            timed = _timed(args, load_tokenizer(args.target), load_config(args.target))
-            target = resolve_file(args.target)
-            found = {name: resolve_file(spec) for name, spec in drafts}
-            positions = context_length(timed.ids, args.max_new_tokens, args.gamma)
-            child = until_measured.enter_context(LlamaCpp(target, found, positions))
-            engine, stops = child, child.stops
-        how = Decoding(sampling, stops, args.max_new_tokens, args.seed)
+    if args.engine in ENGINES:
+        installed(args.engine)  # said before a target is converted
+    evaluation, _ = _prompt_sets(args, load_tokenizer(args.target), load_config(args.target))
+    timed = evaluation.drawn(args.speed_prompts, args.seed)
+    positions = context_length(timed.ids, args.max_new_tokens, args.gamma)
+    drafts = dict(map(_named, args.draft))
+    if len(drafts) < len(args.draft):
+        raise ValueError("Two drafts have the same name; name them: --draft NAME=SPEC.")
+    models = args.target, drafts, args.gamma, positions, getattr(torch, args.dtype), args.device
+    with driven_engine(args.engine, *models) as engine:
+        sampling = Sampling(args.temperature, args.top_k, args.top_p)
+        how = Decoding(sampling, engine.stops, args.max_new_tokens, args.seed)
         about = {"command": sys.argv, "seed": args.seed}
-        return measure_driven(engine, timed, how, args.gamma, journal, about)
-
-
-def _timed(
-    args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
-) -> PromptSet:
-    evaluation, _ = _prompt_sets(args, tokenizer, config)
-    return evaluation.drawn(args.speed_prompts, args.seed)
+        return measure_driven(engine, timed, how, journal, about)
 
 
 def _measure_servers(args: argparse.Namespace) -> Report:
     """The report of vLLM behind --base_url, against --baseline_url."""
+    prompts = load_prompts(args.prompts, args.max_prompts or args.speed_prompts, args.seed)
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
     return measure_servers(
         VllmServer(args.base_url),
         VllmServer(args.baseline_url),
-        load_prompts(args.prompts, args.max_prompts or args.speed_prompts, args.seed),
-        args.prompts,
-        Sampling(args.temperature, args.top_k, args.top_p),
-        args.max_new_tokens,
-        args.seed,
+        PromptSet(args.prompts, prompts, []),
+        Decoding(sampling, frozenset(), args.max_new_tokens, args.seed),
         {"command": sys.argv, "seed": args.seed},
     )
 
