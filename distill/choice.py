@@ -24,7 +24,7 @@ from distill.drafters.base import kind_of
 from distill.export import export_draft
 from distill.models import PRUNED, Pair, TargetOfRun
 from distill.prepare import prepare_draft
-from distill.prompts import Prompts
+from distill.prompt_sets import Prompts
 from distill.recipe import Kind, Recipe, RecipeError, build_recipe
 from distill.run_folder import write_recipe
 from distill.state_cache import cache_states

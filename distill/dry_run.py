@@ -19,9 +19,9 @@ from distill.drafters.base import kind_of
 from distill.fixed_text import fixed_rows
 from distill.memory import PROMPT_TOKENS, columns, needs, summary, table
 from distill.models import Pair, TargetOfRun, check_models, load_target
-from distill.prompts import Prompts, collect_prompts
+from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe
-from distill.server import ServedTarget
+from distill.served_answers import ServedTarget
 from distill.timing import (
     batched_step,
     evaluation_seconds,

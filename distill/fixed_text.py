@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from align.sources import load_tokenizer, resolve_file
 from distill.near_duplicates import NearDuplicates, without_near_duplicates
-from distill.prompts import LICENCES, STDLIB, Prompts
+from distill.prompt_sets import LICENCES, STDLIB, Prompts
 from distill.recipe import Recipe
 from eval.prompts import PromptError
 from recipes.code.prompts import stdlib_sources

@@ -1,7 +1,7 @@
 """The forms that a draft is published in, exported from its run into one folder.
 
-FOLDER/            the full checkpoint: what transformers and vLLM load; of eagle3, medusa and
-                   recurrent the only form, for draftsmith's decoder and vLLM (not recurrent)
+FOLDER/            the full checkpoint: what transformers and vLLM load; of eagle3 and medusa the
+                   only form, for draftsmith's decoder and vLLM
 FOLDER/compact/    what draftsmith's decoder runs: own tensors only, `d2t` and `t2d` as EAGLE-3
                    has them (vLLM: target id = row + d2t[row])
 FOLDER/adapter/    of a LoRA run, for its base; or FOLDER/ itself, published alone
@@ -42,8 +42,7 @@ def forms_of(folder: Path, kind: str | None, base: str | None = None) -> list[Fo
     """
     if kind in HEADS:
         return [Form(kind, folder, engine="draftsmith")]
-    without_states = kind == "features"
-    forms = [Form("full checkpoint", folder, without_states=without_states)]
+    forms = [Form("full checkpoint", folder)]
     if (folder / "compact").is_dir():
         forms.append(Form("compact form", folder / "compact", engine="draftsmith"))
     if base is not None and (folder / "adapter").is_dir():
@@ -54,7 +53,6 @@ def forms_of(folder: Path, kind: str | None, base: str | None = None) -> list[Fo
             gguf_file(folder, bits),
             engine="transformers, dequantised",
             quantised=bits not in WHOLE,
-            without_states=without_states,
         )
         for bits in GGUF_KINDS
         if gguf_file(folder, bits).is_file()

@@ -75,11 +75,6 @@ def reload_forms(run: Path, report: Report, forms: Sequence[Form]) -> dict[str, 
     What was measured of the same weights before is kept in the run. Raises ReloadError for a form
     whose alpha is not the run's within 0.01, or whose trimmed ids hold more than 0.5% of q's mass.
     """
-    print(
-        f"Loading {', '.join(form.name for form in forms)} again and measuring alpha on "
-        f"{report.prompts.n} prompts: minutes on a CPU, kept for the next time.",
-        flush=True,
-    )
     measurement = _Measurement(run, report)
     reloaded = {}
     for form in forms:
@@ -133,6 +128,11 @@ class _Measurement:
 
     @cached_property
     def target(self) -> Target:
+        print(
+            f"Measuring alpha of what was exported on {self.report.prompts.n} prompts: minutes on "
+            "a CPU, kept for the next time.",
+            flush=True,
+        )
         use_machine()
         dtype, device = getattr(torch, self.report.dtype), target_device(self.recipe)
         target = load_target(self.recipe["target"], dtype, device, 64)

@@ -18,7 +18,7 @@ from distill.answer_cache import CachedAnswer
 from distill.drafters.base import kind_of
 from distill.judged import POSITIONS, Writer, draft_that_writes, judge, similar
 from distill.models import Pair
-from distill.prompts import Prompts
+from distill.prompt_sets import Prompts
 from distill.recipe import Recipe
 from distill.state_cache import layers_read
 from distill.trainer import build_trainer, training_config

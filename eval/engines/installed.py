@@ -83,14 +83,20 @@ def measure_installed(
 
 
 def serve_command(
-    engine: str, target: str | Path, draft: str | Path, gamma: int, folder: Path | None = None
+    engine: str,
+    target: str | Path,
+    draft: str | Path,
+    gamma: int,
+    folder: Path | None = None,
+    own_ids: bool = False,
 ) -> str:
     """The command, or for transformers the Python, that uses the draft as it is measured here.
 
-    folder: where the draft lies now, if not there.
+    folder, own_ids: as of `speculation`.
     """
     if engine == "vllm":
-        return shlex.join(["vllm", "serve", str(target), *speculation(draft, gamma, folder)])
+        speculating = speculation(draft, gamma, folder, own_ids)
+        return shlex.join(["vllm", "serve", str(target), *speculating])
     if engine == "llama.cpp":
         # gamma tokens a time, however unsure the draft is
         length = ["--spec-type", "draft-simple", "--spec-draft-n-max", str(gamma)]

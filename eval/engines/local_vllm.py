@@ -24,12 +24,15 @@ READY_SECONDS, END_SECONDS = 600, 60
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def speculation(draft: str | Path, gamma: int, folder: Path | None = None) -> list[str]:
+def speculation(
+    draft: str | Path, gamma: int, folder: Path | None = None, own_ids: bool = False
+) -> list[str]:
     """The arguments with which a vLLM server speculates, gamma tokens a time.
 
     draft: a model of its own, or a folder in the format of speculators, which names its method, or
-    Medusa heads. folder: where it lies now, if not there. Raises ServerError for a draft that vLLM
-    would not start with.
+    Medusa heads. folder: where it lies now, if not there. own_ids: its token ids are not the
+    target's, and vLLM maps them, greedily only. Raises ServerError for a draft that vLLM would not
+    start with.
     """
     path = (folder or Path(draft)) / "config.json"
     about = read_json(path) if path.is_file() else {}
@@ -44,6 +47,7 @@ def speculation(draft: str | Path, gamma: int, folder: Path | None = None) -> li
                 "initialized from checkpoint'); train with draft_vocab_size: null for vLLM."
             )
     config = {"method": kind or "draft_model", "model": str(draft), "num_speculative_tokens": gamma}
+    config |= {"use_heterogeneous_vocab": True} if own_ids else {}
     return ["--speculative-config", json.dumps(config)]
 
 

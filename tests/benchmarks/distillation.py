@@ -43,7 +43,7 @@ from distill.judged import with_fixed_text, with_on_policy_text
 from distill.losses import LOSSES
 from distill.models import TargetOfRun, check_models
 from distill.prepare import build_pruned, prepare_draft
-from distill.prompts import collect_prompts
+from distill.prompt_sets import collect_prompts
 from distill.recipe import build_recipe, read_yaml
 from distill.timing import row_beside
 from distill.trainer import build_trainer, distil

@@ -21,7 +21,7 @@ from distill.judged import (
 )
 from distill.models import TargetOfRun, check_models
 from distill.near_duplicates import NearDuplicates, without_near_duplicates
-from distill.prompts import collect_prompts
+from distill.prompt_sets import collect_prompts
 from distill.recipe import RecipeError, build_recipe
 from distill.train import run
 from eval.prompts import Prompt, PromptError, PromptSet
