@@ -23,7 +23,7 @@ from distill.choice import chosen_before, with_choice
 from distill.held_out import SHARE
 from distill.models import Pair, TargetOfRun
 from distill.prepare import stand_in
-from distill.prompts import Prompts
+from distill.prompt_sets import Prompts
 from distill.recipe import Recipe, RecipeError, read_yaml
 from distill.run_folder import write_recipe
 from distill.state_cache import layers_read

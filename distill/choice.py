@@ -23,7 +23,7 @@ from distill.answer_cache import CachedAnswer
 from distill.export import export_draft
 from distill.models import Pair, TargetOfRun
 from distill.prepare import prepare_draft, stand_in, stand_in_drafter
-from distill.prompts import Prompts
+from distill.prompt_sets import Prompts
 from distill.recipe import Kind, Recipe, RecipeError, build_recipe
 from distill.run_folder import write_recipe
 from distill.state_cache import cache_states

@@ -18,9 +18,9 @@ from distill.choice import Comparison
 from distill.memory import PROMPT_TOKENS, RUNTIME, columns, needs, summary, table
 from distill.models import Pair, TargetOfRun, check_models, load_target
 from distill.prepare import stand_in, stand_in_drafter
-from distill.prompts import Prompts, collect_prompts
+from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe
-from distill.server import ServedTarget
+from distill.served_answers import ServedTarget
 from distill.timing import (
     batched_step,
     evaluation_seconds,

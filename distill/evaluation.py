@@ -8,7 +8,7 @@ from distill.choice import chosen_before
 from distill.forecast import forecast
 from distill.models import Pair
 from distill.prepare import lost_mass_of
-from distill.prompts import Prompts
+from distill.prompt_sets import Prompts
 from distill.publish import write_card
 from distill.recipe import Recipe
 from distill.run_folder import provenance

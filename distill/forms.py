@@ -1,7 +1,7 @@
 """The forms that a draft is published in, exported from its run into one folder.
 
-FOLDER/            the full checkpoint: what transformers and vLLM load; of eagle3, medusa and
-                   recurrent the only form, for draftsmith's decoder and vLLM (not recurrent)
+FOLDER/            the full checkpoint: what transformers and vLLM load; of eagle3 and medusa the
+                   only form, for draftsmith's decoder and vLLM
 FOLDER/compact/    what draftsmith's decoder runs: own tensors only, `d2t` and `t2d` as EAGLE-3
                    has them (vLLM: target id = row + d2t[row])
 FOLDER/adapter/    of a LoRA run, for its base; or FOLDER/ itself, published alone

@@ -23,7 +23,7 @@ from align.transplant import transplant
 from align.trim import byte_units, choose_tokens
 from align.vocab_map import Retokenizer, VocabMap, build_map, load_map
 from align.vocabulary import Vocabulary, read_vocabulary
-from distill.prompts import Prompts
+from distill.prompt_sets import Prompts
 from distill.recipe import Recipe
 from eval.decoding.forward import Decoder
 from eval.decoding.target import Target

@@ -20,7 +20,7 @@ from align.vocab_map import save_map
 from distill.adapters import base_sha256
 from distill.answers import hash_prompts
 from distill.models import Pair
-from distill.prompts import Prompts
+from distill.prompt_sets import Prompts
 from distill.recipe import Recipe, RecipeError, chosen_loss, dump, read_yaml
 from distill.trainer import last_checkpoint
 from distill.training_set import TRAINING_SET

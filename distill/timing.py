@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from distill.answer_cache import CachedAnswer
 from distill.models import Pair
-from distill.prompts import Prompts
+from distill.prompt_sets import Prompts
 from distill.recipe import Recipe
 from distill.state_cache import layers_read
 from distill.trainer import build_trainer, training_config

@@ -34,11 +34,11 @@ from distill.export import export_draft
 from distill.held_out import HELD_OUT
 from distill.models import Pair, TargetOfRun, check_models
 from distill.prepare import prepare_draft, print_coverage
-from distill.prompts import collect_prompts
+from distill.prompt_sets import collect_prompts
 from distill.recipe import Recipe, help_text, load_recipe
 from distill.run_folder import claim_folder, delete_training_state, refuse_another_run
+from distill.served_answers import ServedTarget
 from distill.served_evaluation import evaluate_served
-from distill.server import ServedTarget
 from distill.state_cache import cache_states, layers_read
 from distill.trainer import distil_draft, process_timeout, training_config
 from eval.measuring.journal import INTERRUPTED

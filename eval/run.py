@@ -8,7 +8,6 @@
     python -m eval.run --engine vllm --base_url URL --baseline_url URL --prompts P
     python -m eval.run --engine transformers --gamma 3 --target T --draft D --prompts P
     python -m eval.run --engine llama.cpp --gamma 3 --target T.gguf --draft D.gguf --prompts P
-    python -m eval.run --engine openvino --gamma 3 --target T --draft D --prompts P
 
 Exit status: 0; 1 when --fail_under_alpha or --fail_under_speedup is not met by the lower bound of
 the last draft's 95% interval; 2 for input that cannot be used, and for a server that failed midway
@@ -23,7 +22,6 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
-from contextlib import ExitStack
 from typing import Any, get_args
 
 import torch
@@ -37,8 +35,6 @@ from align.sources import (
     load_config,
     load_tokenizer,
     read_json,
-    resolve_checkpoint,
-    resolve_file,
 )
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.drafter import Drafter
@@ -46,13 +42,9 @@ from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
-from eval.engines.assisted import Assisted, load_assistant, load_stock
-from eval.engines.child import ChildEngine
-from eval.engines.driven import DrivenEngine, measure_driven
-from eval.engines.environments import installed
-from eval.engines.installed import NAMES
-from eval.engines.llama_cpp import LlamaCpp
-from eval.engines.openvino import OpenVino
+from eval.engines.driven import measure_driven
+from eval.engines.environments import ENGINES, NAMES, engine_name, installed
+from eval.engines.installed import driven_engine
 from eval.engines.vllm import VllmServer, measure_servers
 from eval.measuring.evaluation import Plan, context_length, evaluate
 from eval.measuring.journal import INTERRUPTED, JOURNAL, Journal
@@ -125,7 +117,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="T,T,…",
         help="decode the timed prompts also at each temperature, as 0,0.6,1.0",
     )
-    parser.add_argument("--engine", choices=["torch", *NAMES], default="torch")
+    parser.add_argument("--engine", type=engine_name, choices=["torch", *NAMES], default="torch")
     parser.add_argument("--base_url", help="engine vllm: the server that speculates")
     parser.add_argument("--baseline_url", help="engine vllm: the same target without a draft")
     parser.add_argument(
@@ -300,48 +292,31 @@ def _measure(args: argparse.Namespace, journal: Journal) -> Report:
 def _measure_driven(args: argparse.Namespace, journal: Journal) -> Report:
     """The report of an engine that is called from here, on the prompts that engine torch times."""
     use_machine()
-    sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    drafts = list(map(_named, args.draft))
-    engine: DrivenEngine
-    with ExitStack() as until_measured:
-        if args.engine == "transformers":
-            stock = load_stock(args.target, getattr(torch, args.dtype), args.device)
-            stops, timed = stock.stops, _timed(args, stock.tokenizer, stock.model.config)
-            engine = Assisted(stock, [load_assistant(*one, stock, args.gamma) for one in drafts])
-        else:
-            installed(args.engine)  # said before a target is converted
-            timed = _timed(args, load_tokenizer(args.target), load_config(args.target))
-            find = resolve_file if args.engine == "llama.cpp" else resolve_checkpoint
-            target, found = find(args.target), {name: find(spec) for name, spec in drafts}
-            child: ChildEngine = (
-                LlamaCpp(target, found, context_length(timed.ids, args.max_new_tokens, args.gamma))
-                if args.engine == "llama.cpp"
-                else OpenVino(target, found)
-            )
-            engine = until_measured.enter_context(child)
-            stops = child.stops
-        how = Decoding(sampling, stops, args.max_new_tokens, args.seed)
+    if args.engine in ENGINES:
+        installed(args.engine)  # said before a target is converted
+    evaluation, _ = _prompt_sets(args, load_tokenizer(args.target), load_config(args.target))
+    timed = evaluation.drawn(args.speed_prompts, args.seed)
+    positions = context_length(timed.ids, args.max_new_tokens, args.gamma)
+    drafts = dict(map(_named, args.draft))
+    if len(drafts) < len(args.draft):
+        raise ValueError("Two drafts have the same name; name them: --draft NAME=SPEC.")
+    models = args.target, drafts, args.gamma, positions, getattr(torch, args.dtype), args.device
+    with driven_engine(args.engine, *models) as engine:
+        sampling = Sampling(args.temperature, args.top_k, args.top_p)
+        how = Decoding(sampling, engine.stops, args.max_new_tokens, args.seed)
         about = {"command": sys.argv, "seed": args.seed}
-        return measure_driven(engine, timed, how, args.gamma, journal, about)
-
-
-def _timed(
-    args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
-) -> PromptSet:
-    evaluation, _ = _prompt_sets(args, tokenizer, config)
-    return evaluation.drawn(args.speed_prompts, args.seed)
+        return measure_driven(engine, timed, how, journal, about)
 
 
 def _measure_servers(args: argparse.Namespace) -> Report:
     """The report of vLLM behind --base_url, against --baseline_url."""
+    prompts = load_prompts(args.prompts, args.max_prompts or args.speed_prompts, args.seed)
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
     return measure_servers(
         VllmServer(args.base_url),
         VllmServer(args.baseline_url),
-        load_prompts(args.prompts, args.max_prompts or args.speed_prompts, args.seed),
-        args.prompts,
-        Sampling(args.temperature, args.top_k, args.top_p),
-        args.max_new_tokens,
-        args.seed,
+        PromptSet(args.prompts, prompts, []),
+        Decoding(sampling, frozenset(), args.max_new_tokens, args.seed),
         {"command": sys.argv, "seed": args.seed},
     )
 

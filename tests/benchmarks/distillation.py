@@ -40,7 +40,7 @@ from distill.budget import split
 from distill.losses import LOSSES
 from distill.models import TargetOfRun, check_models
 from distill.prepare import build_pruned, prepare_draft
-from distill.prompts import collect_prompts
+from distill.prompt_sets import collect_prompts
 from distill.recipe import build_recipe, read_yaml
 from distill.trainer import build_trainer, distil
 from eval.decoding.loop import Decoding

@@ -28,7 +28,7 @@ from distill.drafters.base import kind_of
 from distill.export import export_draft
 from distill.models import PRUNED, TargetOfRun, check_models
 from distill.prepare import prepare_draft
-from distill.prompts import collect_prompts
+from distill.prompt_sets import collect_prompts
 from distill.recipe import build_recipe, read_yaml
 from distill.state_cache import cache_states
 from distill.timing import training_step

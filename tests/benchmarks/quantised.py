@@ -22,7 +22,7 @@ from align.sources import resolve_checkpoint
 from align.to_gguf import write_gguf
 from distill.answers import answer_prompts
 from distill.models import TargetOfRun, check_models, load_target
-from distill.prompts import collect_prompts
+from distill.prompt_sets import collect_prompts
 from distill.recipe import load_recipe
 from distill.run_folder import claim_folder
 from distill.train import make_draft, stage_clock

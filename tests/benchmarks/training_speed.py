@@ -22,7 +22,7 @@ from align.trim import choose_tokens
 from distill.answers import answer_prompts
 from distill.models import head_rows
 from distill.prepare import build_pruned, domain_mass
-from distill.prompts import training_prompts
+from distill.prompt_sets import training_prompts
 from distill.recipe import load_recipe
 from distill.trainer import attach_distillation_forward, cpu_attention
 from distill.training_set import DistillationCollator, training_rows

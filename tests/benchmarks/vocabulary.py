@@ -23,9 +23,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from align.process import use_machine
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters.drafter import Texts
 from eval.decoding.drafters.bridged import MapDrafter
 from eval.decoding.drafters.causal_lm import CausalLMDrafter, TokenSession
+from eval.decoding.drafters.drafter import Texts
 from eval.decoding.verification import Sampling
 from eval.measuring.metrics import measure
 

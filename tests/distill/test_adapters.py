@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from distill import train
 from distill.adapters import full_head
 from distill.forms import export_forms
-from distill.publish import Plan, publish
+from distill.publish import publish
 from distill.recipe import RecipeError
 from distill.train import run
 from eval.decoding.drafters.adapter import AdapterError
@@ -271,7 +271,7 @@ def measured(job, tmp_path_factory):
 def test_an_adapter_is_published_alone(measured, tmp_path):
     """And what peft makes of it, alone on the base, is the draft that the run measured."""
     to = tmp_path / "shelf" / "code-adapter"
-    publish(Plan(measured, to, licence="mit", adapter=True, base="org/base-draft"))
+    publish(measured, to, licence="mit", adapter=True, base="org/base-draft")
     assert sorted(path.name for path in to.iterdir()) == [
         "README.md",
         "adapter_config.json",
@@ -295,11 +295,11 @@ def test_an_adapter_is_published_alone(measured, tmp_path):
     assert ModelCard(card).data.library_name == "peft"
     assert ModelCard(card).data.base_model == "org/base-draft"
     for words in (
-        "| base | `org/base-draft` |",
-        f"`{about['base_sha256'][0]}`",
-        "| loaded again by peft on the base | alpha ",
+        "A LoRA adapter of `org/base-draft`",
+        f"`{json.loads((to / 'base.json').read_text())['base_sha256'][0]}`",
+        "| adapter | ",
         "gain of alpha over `untuned`",
-        "--draft adapter:code-adapter@org/base-draft",
+        "--draft org/base-draft+adapter:code-adapter",
     ):
         assert words in card
     assert str(tmp_path) not in card
@@ -320,7 +320,7 @@ def test_an_adapter_of_what_nobody_else_has_is_not_published(job, tmp_path):
     recipe = job(tmp_path / "run", num_draft_layers=1, **LORA)
     assert run(recipe) == 0
     with pytest.raises(AdapterError, match="no adapter of a base that others have"):
-        publish(Plan(recipe.folder, tmp_path / "to", licence="mit", adapter=True))
+        publish(recipe.folder, tmp_path / "to", licence="mit", adapter=True)
     assert not (tmp_path / "to").exists()
     (tmp_path / "forms").mkdir()
     forms, left_out = export_forms(recipe.folder, tmp_path / "forms")

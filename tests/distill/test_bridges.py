@@ -17,7 +17,7 @@ from align.vocabulary import read_vocabulary
 from distill.answer_cache import CachedAnswer, CacheError
 from distill.answers import answer_prompts
 from distill.models import check_models, load_target
-from distill.prompts import collect_prompts
+from distill.prompt_sets import collect_prompts
 from distill.recipe import RecipeError
 from distill.run_folder import claim_folder
 from distill.train import run

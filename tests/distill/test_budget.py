@@ -12,7 +12,7 @@ from distill import budget, dry_run, train
 from distill.budget import adopted, split
 from distill.drafters.base import kind_of
 from distill.models import TargetOfRun, check_models
-from distill.prompts import collect_prompts
+from distill.prompt_sets import collect_prompts
 from distill.recipe import RecipeError, load_recipe, read_yaml
 from distill.run_folder import refuse_another_run
 from distill.timing import training_step

@@ -30,7 +30,7 @@ from distill.held_out import (
 )
 from distill.losses import acceptance
 from distill.models import TargetOfRun, check_models
-from distill.prompts import collect_prompts, hold_out
+from distill.prompt_sets import collect_prompts, hold_out
 from distill.recipe import build_recipe
 from distill.train import run
 from distill.trainer import build_trainer, distil

@@ -35,7 +35,7 @@ MODULES = {
 }
 # a command with these words is only parsed
 # (of a tiny adapter one token of alpha is more than publishing lets pass)
-PARSED = ["--adapter", "--report_to", "vllm", "llama.cpp", "openvino", "server"]
+PARSED = ["--adapter", "--report_to", "vllm", "llama.cpp", "server"]
 DRY = ["--minutes", "/shared/drafts/legal"]
 
 

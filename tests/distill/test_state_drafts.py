@@ -20,7 +20,7 @@ from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
 from distill.models import TargetOfRun, check_models
 from distill.prepare import prepare_draft
-from distill.prompts import collect_prompts
+from distill.prompt_sets import collect_prompts
 from distill.recipe import RecipeError
 from distill.state_cache import cache_states, layers_read, states_of
 from distill.train import run

@@ -11,7 +11,7 @@ from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
 from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer, measure_servers
-from eval.prompts import Prompt
+from eval.prompts import Prompt, PromptSet
 from eval.reporting.page import render_page
 from eval.reporting.report import read_report
 from eval.reporting.text import render_markdown
@@ -133,11 +133,8 @@ def measure(drafting, plain, prompts=PROMPTS, temperature=0.0, timeout=5.0):
     return measure_servers(
         VllmServer(drafting.url + "/v1/", timeout),
         VllmServer(plain.url, timeout),
-        prompts,
-        "made up",
-        Sampling(temperature),
-        20,
-        0,
+        PromptSet("made up", prompts, []),
+        Decoding(Sampling(temperature), frozenset(), 20),
         {"command": "test"},
     )
 

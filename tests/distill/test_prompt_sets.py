@@ -14,7 +14,7 @@ from distill.near_duplicates import (
     drop_overlap,
     shingles,
 )
-from distill.prompts import LICENCES, STDLIB, evaluation_prompts, training_prompts, tuning_split
+from distill.prompt_sets import LICENCES, STDLIB, evaluation_prompts, training_prompts, tuning_split
 from eval.prompts import Prompt, PromptError
 from recipes.code.prompts import stdlib_prompts
 from recipes.legal import prompts as legal

@@ -13,13 +13,13 @@ import torch
 
 from align.sources import load_model, load_tokenizer
 from align.vocabulary import read_vocabulary
-from distill import server as module
+from distill import served_answers as module
 from distill import train
 from distill.answer_cache import CacheError
 from distill.answers import answer_prompts, top_logprobs
-from distill.prompts import collect_prompts
+from distill.prompt_sets import collect_prompts
 from distill.recipe import RecipeError
-from distill.server import ServedTarget
+from distill.served_answers import ServedTarget
 from distill.train import run
 from eval.decoding.build import build_decoder
 from eval.decoding.generation import generate_batched

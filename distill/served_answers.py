@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from multiprocessing.pool import ThreadPool
@@ -20,14 +20,13 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from pydantic import BaseModel, Field, ValidationError
-from torch import Tensor
 from tqdm import tqdm
 
 from align.sources import load_tokenizer, read_json
 from align.vocabulary import Vocabulary
 from distill.answer_cache import AnswerCache, CachedAnswer, bytes_per_token
 from distill.answers import ANSWERS_PER_SHARD, hash_prompts, refuse_empty
-from distill.prompts import Prompts
+from distill.prompt_sets import Prompts
 from distill.recipe import Recipe
 from eval.decoding.loop import seed_of
 from eval.engines.server import PATIENT, Server, ServerError
@@ -115,60 +114,63 @@ class Request:
                 f"it is no completion with log-probabilities ({'.'.join(map(str, first['loc']))}: "
                 f"{first['msg']}); use a server that returns them by token id, as vLLM does"
             ) from None
-        choice = completion.choices[0]
-        tokens = _token_ids(choice.logprobs.tokens)
-        if completion.model != self.model:
-            raise ServerError(
-                f"it comes from model {completion.model!r}, and {self.model!r} was asked; serve "
-                "one model under this address, or name it with answer_model"
-            )
-        if choice.prompt_token_ids not in (None, prompt):
-            raise ServerError(
-                "the prompt's tokens are others there than here: it was cut or changed; serve the "
-                "model as it is, without a limit on prompts"
-            )
-        self._check_end(tokens, choice)
-        ids, logprobs = self._top(choice.logprobs.top_logprobs)
+        logprobs = completion.choices[0].logprobs
+        tokens = _token_ids(logprobs.tokens)
+        for fault in self._faults(completion, tokens, prompt):
+            raise ServerError(fault)
+        ids, values = self._top(logprobs.top_logprobs)
         if self.temperature == 0:
-            first = np.where(ids == np.array(tokens)[:, None], logprobs, -np.inf).max(1)
-            if (wrong := (first < logprobs[:, 0] - ROUNDING).nonzero()[0]).size:
+            chosen = np.where(ids == np.array(tokens)[:, None], values, -np.inf).max(1)
+            if (wrong := (chosen < values[:, 0] - ROUNDING).nonzero()[0]).size:
                 raise ServerError(
                     f"token {tokens[wrong[0]]} was chosen greedily and is not the most likely one: "
-                    "the server changes the distribution (a penalty, a bias, a mask), or its log-"
-                    "probabilities are of another; switch that off"
+                    "the server changes the distribution; switch off what does (a penalty, a mask)"
                 )
         return CachedAnswer(
             index=index,
             prompt_ids=torch.tensor(prompt),
             response_ids=torch.tensor(tokens),
             top_ids=torch.from_numpy(ids),
-            top_logprobs=torch.from_numpy(logprobs).float(),
+            top_logprobs=torch.from_numpy(values).float(),
         )
 
-    def _check_end(self, tokens: list[int], choice: _Choice) -> None:
-        """The tokens are whole: as many as were asked for, or up to a stop."""
+    def _faults(
+        self, completion: _Completion, tokens: list[int], prompt: list[int]
+    ) -> Iterator[str]:
+        """Of whose answer it is, to what, and whether it is whole."""
+        choice = completion.choices[0]
+        if completion.model != self.model:
+            yield (
+                f"it comes from model {completion.model!r}, and {self.model!r} was asked; serve "
+                "one model under this address, or name it with answer_model"
+            )
+        if choice.prompt_token_ids not in (None, prompt):
+            yield (
+                "the prompt's tokens are others there than here; serve the model as it is, without "
+                "a limit on prompts"
+            )
         count = len(choice.logprobs.top_logprobs)
         if len(tokens) != count or choice.token_ids not in (None, tokens):
-            raise ServerError(
+            yield (
                 f"it has {len(tokens)} tokens and the distributions of {count}, or other token "
                 "ids beside them: it was cut; ask again"
             )
-        ended = [i for i, token in enumerate(tokens) if token in self.stops]
         if choice.finish_reason == "length" and len(tokens) != self.max_tokens:
-            raise ServerError(
-                f"it ended by length after {len(tokens)} of {self.max_tokens} tokens: the server's "
-                "context is too short, or the answer was cut; raise its --max-model-len"
+            yield (
+                f"it ended by length after {len(tokens)} of {self.max_tokens} tokens; raise the "
+                "server's --max-model-len"
             )
+        ended = [i for i, token in enumerate(tokens) if token in self.stops]
         if ended[:1] not in ([], [len(tokens) - 1]):
-            raise ServerError(
+            yield (
                 f"it goes on after stop token {tokens[ended[0]]}; serve without ignore_eos or "
                 "min_tokens"
             )
         if choice.finish_reason == "stop" and not ended:
-            raise ServerError(
+            yield (
                 f"it stopped, but not at a stop token of the target ({sorted(self.stops)}): the "
-                "server leaves the stop token out or has stops of its own; what the target thinks "
-                "of ending would not be learned. Use one that returns it, as vLLM does"
+                "server leaves the stop token out, so that ending would not be learned; use one "
+                "that returns it, as vLLM does"
             )
 
     def _top(self, rows: list[dict[str, float]]) -> tuple[Array, Array]:
@@ -211,33 +213,25 @@ class Request:
 
 def _token_ids(texts: Iterable[str]) -> list[int]:
     """The ids that texts `token_id:N` stand for."""
-    found = list(texts)
-    if strange := [t for t in found if not (t[:9] == "token_id:" and t[9:].isdecimal())]:
+    named = list(texts)
+    if strange := [t for t in named if not (t[:9] == "token_id:" and t[9:].isdecimal())]:
         raise ServerError(
             f"its tokens are texts ({strange[0]!r}), of which several ids can have the same; use a "
             "server that knows return_tokens_as_token_ids, as vLLM does"
         )
-    return [int(text[9:]) for text in found]
+    return [int(text[9:]) for text in named]
 
 
-@dataclass(frozen=True)
-class Witness:
-    """What the model said after some prompt, by which it is known again: [C] tokens and log p."""
+def _difference(before: CachedAnswer, now: CachedAnswer) -> float:
+    """Of what a model says first after the same prompt, in nats, a mean over the tokens of before.
 
-    prompt: list[int]
-    top_ids: Tensor
-    top_logprobs: Tensor
-
-    def difference(self, ids: Tensor, logprobs: Tensor) -> float:
-        """Of what a model says after the same prompt, in nats, a mean over the tokens here.
-
-        A token that it does not name is taken to be as likely as the last that it does.
-        """
-        said = dict(zip(ids.tolist(), logprobs.tolist(), strict=True))
-        lowest = min(said.values())
-        pairs = zip(self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True)
-        gaps = [abs(p - said.get(token, min(p, lowest))) for token, p in pairs]
-        return sum(gaps) / len(gaps)
+    A token that it does not name now is taken to be as likely as the last that it does.
+    """
+    said = dict(zip(now.top_ids[0].tolist(), now.top_logprobs[0].tolist(), strict=True))
+    lowest = min(said.values())
+    pairs = zip(before.top_ids[0].tolist(), before.top_logprobs[0].tolist(), strict=True)
+    gaps = [abs(p - said.get(token, min(p, lowest))) for token, p in pairs]
+    return sum(gaps) / len(gaps)
 
 
 class ServedTarget:
@@ -256,7 +250,7 @@ class ServedTarget:
             recipe.answer_model,
             connections=recipe.answer_batch_size + 1,  # and the witnesses'
         )
-        self.witnesses: list[Witness] = []
+        self.witnesses: list[CachedAnswer] = []  # by their first tokens the model is known again
 
     def check(self) -> None:
         """Refuse a server that does not fit, before anything is made.
@@ -276,9 +270,10 @@ class ServedTarget:
         one = replace(request, max_tokens=1)
         if request.temperature not in (0, 1):
             self._check_raw(one)
-        self.witnesses = self._cached_witnesses() or [
-            Witness(prompt, *self._first(prompt, one)) for prompt in self.prompts[:WITNESSES]
-        ]
+        if (self.folder / "key.json").exists():
+            self.witnesses = list(islice(self._cache(), WITNESSES))
+        if not self.witnesses:
+            self.witnesses = [self._completed(p, one) for p in self.prompts[:WITNESSES]]
         self._check_witnesses()
 
     def describe(self) -> int:
@@ -342,14 +337,13 @@ class ServedTarget:
 
     def _ask(self, index: int, request: Request) -> CachedAnswer:
         """The answer to prompt `index`; its random numbers depend on that and the run's seed."""
-        prompt = self.prompts[index]
-        body = request.body(prompt, seed_of(self.recipe.seed, str(index)))
-        return self._completed(prompt, body, request, index)
+        seed = seed_of(self.recipe.seed, str(index))
+        return self._completed(self.prompts[index], request, index, seed)
 
     def _completed(
-        self, prompt: list[int], body: dict[str, Any], request: Request, index: int = 0
+        self, prompt: list[int], request: Request, index: int = 0, seed: int = 0
     ) -> CachedAnswer:
-        sent = self.server.ask("/v1/completions", body, f" to prompt {index}")
+        sent = self.server.ask("/v1/completions", request.body(prompt, seed), f" to prompt {index}")
         try:
             return request.read(sent, index, prompt)
         except ServerError as error:
@@ -357,11 +351,6 @@ class ServedTarget:
                 f"{self.server.url}, answer to prompt {index} ({len(prompt)} tokens): {error}. "
                 "Nothing of it was kept."
             ) from None
-
-    def _first(self, prompt: list[int], one: Request) -> tuple[Tensor, Tensor]:
-        """The most likely tokens [C] after a prompt, and their log-probabilities."""
-        answer = self._completed(prompt, one.body(prompt), one)
-        return answer.top_ids[0], answer.top_logprobs[0]
 
     # --- what is there already
 
@@ -399,14 +388,6 @@ class ServedTarget:
         if (self.folder / "key.json").exists():
             done = set(self._cache().indices)
         return [i for i in range(self.wanted) if i not in done]
-
-    def _cached_witnesses(self) -> list[Witness]:
-        if not (self.folder / "key.json").exists():
-            return []
-        return [
-            Witness(answer.prompt_ids.tolist(), answer.top_ids[0], answer.top_logprobs[0])
-            for answer in islice(self._cache(), WITNESSES)
-        ]
 
     # --- what is refused
 
@@ -470,32 +451,33 @@ class ServedTarget:
 
     def _check_stop(self, prompt: list[int]) -> None:
         """An answer ends with its stop token: tried with a token that comes at once."""
-        first = self._first(prompt, replace(self._request(), max_tokens=1, temperature=0.0))[0]
-        stopping = replace(self._request(), temperature=0.0, stops=frozenset(first[:1].tolist()))
-        self._completed(prompt, stopping.body(prompt), stopping)
+        one = replace(self._request(), max_tokens=1, temperature=0.0)
+        first = self._completed(prompt, one).top_ids[0, :1]
+        stops = frozenset(first.tolist())
+        self._completed(prompt, replace(self._request(), temperature=0.0, stops=stops))
 
     def _check_raw(self, one: Request) -> None:
         """Log-probabilities do not change with the temperature: they are taken before it."""
         spreads = []
         for temperature in (1.0, one.temperature):
-            found = [
-                self._first(prompt, replace(one, temperature=temperature))[1]
-                for prompt in self.prompts[:WITNESSES]
-            ]
-            spreads.append(sum(float(row[0] - row[-1]) for row in found))
+            request = replace(one, temperature=temperature)
+            tops = [self._completed(p, request).top_logprobs[0] for p in self.prompts[:WITNESSES]]
+            spreads.append(sum(float(top[0] - top[-1]) for top in tops))
         stretch = spreads[1] / spreads[0] if spreads[0] else 1.0
         if abs(stretch - 1) > abs(1 / one.temperature - 1) / 2:
             raise ServerError(
-                f"{self.server.url}: between the most likely tokens lie {stretch:.2f} times the "
-                f"nats at temperature {one.temperature} that lie there at 1, so its log-"
-                "probabilities are those after the temperature, not the target's; serve with "
-                "--logprobs-mode raw_logprobs, or set answer_temperature to 1 or 0."
+                f"{self.server.url}: the most likely tokens lie {stretch:.2f} times as many nats "
+                f"apart at temperature {one.temperature} as at 1, so its log-probabilities come "
+                "after the temperature; serve with --logprobs-mode raw_logprobs, or set "
+                "answer_temperature to 1 or 0."
             )
 
     def _check_witnesses(self) -> None:
         """The model is still the one whose answers are kept."""
         one = replace(self._request(), max_tokens=1)
-        moved = [w.difference(*self._first(w.prompt, one)) for w in self.witnesses]
+        moved = [
+            _difference(w, self._completed(w.prompt_ids.tolist(), one)) for w in self.witnesses
+        ]
         if (mean := sum(moved) / len(moved)) > ANOTHER_MODEL:
             raise ServerError(
                 f"{self.server.url} gives log-probabilities that differ by {mean:.2f} nats from "

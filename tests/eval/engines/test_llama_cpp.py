@@ -1,4 +1,4 @@
-"""Engines in a process of their own, against a stand-in for one: what is counted, how they fail."""
+"""llama.cpp, against a stand-in for its process: what is counted, how it fails."""
 
 import sys
 
@@ -6,17 +6,16 @@ import pytest
 
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
-from eval.engines import child
-from eval.engines.child import ChildEngine, EngineError
+from eval.engines import llama_cpp
 from eval.engines.driven import measure_driven
-from eval.engines.llama_cpp import LlamaCpp
+from eval.engines.llama_cpp import EngineError, LlamaCpp
 from eval.measuring.journal import Journal
 from eval.prompts import Prompt, PromptSet
 
 # Says TEXT to everything; with a draft in calls of three drafted tokens, the first of them right.
-STAND_IN = """
+STAND_IN = """#!{python}
 import json, os, sys, time
-how = sys.argv[1]
+how = os.environ["STAND_IN"]
 TEXT = list(range(100, 120))
 decoded = 0
 for line in sys.stdin:
@@ -31,8 +30,7 @@ for line in sys.stdin:
         target, draft = about | {"first_other_token": None}, about | {"first_other_token": None}
         if how == "other":
             draft["first_other_token"] = [5, "a", "b"]
-        loaded = [asked["target"], *asked["drafts"]]
-        answer = {"dtype": "q8_0", "stops": [119], "versions": {"stand-in": "1", "loaded": loaded}}
+        answer = {"dtype": "q8_0", "stops": [119], "versions": {"stand-in": "1"}}
         answer["models"] = [target, draft | {"bytes": 50}]
     elif what == "logits":
         wide = [0.0] * 200
@@ -74,54 +72,44 @@ for line in sys.stdin:
 """
 
 
-class StandIn(ChildEngine):
-    explain = LlamaCpp.explain
-
-
 PROMPTS = [Prompt(str(i), prompt="x", category="ab"[i % 2], group="doc") for i in range(4)]
 TIMED = PromptSet("made up", PROMPTS, [[5, 6, i] for i in range(4)])
 HOW = Decoding(Sampling(), frozenset([119]), 20)
 
 
 @pytest.fixture
-def engine(tmp_path):
+def engine(tmp_path, monkeypatch):
     """Starts a stand-in: engine(how it is)."""
-    script = tmp_path / "stand_in.py"
-    script.write_text(STAND_IN)
+    node = tmp_path / "node"
+    node.write_text(STAND_IN.replace("{python}", sys.executable))
+    node.chmod(0o755)
+    monkeypatch.setattr(llama_cpp, "node", lambda name: str(node))
+    monkeypatch.setattr(llama_cpp, "installed", lambda name: tmp_path)
     target, draft = tmp_path / "target.gguf", tmp_path / "draft.gguf"
     for path in (target, draft):
         path.write_bytes(b"GGUF")
     started = []
 
-    def start(how="good", files=None):
-        command = [sys.executable, str(script), how]
-        started.append(StandIn("llama.cpp", command, tmp_path, target, {"mine": draft}, files))
+    def start(how="good"):
+        monkeypatch.setenv("STAND_IN", how)
+        started.append(LlamaCpp(str(target), {"mine": str(draft)}, 3, 64))
         return started[-1]
 
     yield start
     for one in started:
-        one.close()
+        one.__exit__()
 
 
 def measure(engine, journal, how=HOW):
-    return measure_driven(engine, TIMED, how, 3, journal, {"command": "test"})
-
-
-def test_what_was_converted_for_an_engine_keeps_its_name(engine, journal, tmp_path):
-    """The report and the journal of an interrupted run know the model, not a temporary file."""
-    own = [tmp_path / "target.gguf", tmp_path / "draft.gguf"]
-    converted = [tmp_path / "0.gguf", tmp_path / "1.gguf"]
-    started = engine(files=dict(zip(own, converted, strict=True)))
-    report = measure(started, journal)
-    assert report.provenance["loaded"] == [str(path) for path in converted]
-    assert [report.target, report.drafts["mine"].path] == [str(path) for path in own]
-    assert [name for name, *_ in started.known_by] == [str(path) for path in own]
+    return measure_driven(engine, TIMED, how, journal, {"command": "test"})
 
 
 def test_a_whole_report(engine, journal):
     report = measure(engine(), journal)
     draft = report.drafts["mine"]
     assert (report.engine, report.dtype) == ("llama.cpp", "q8_0")
+    assert report.target.endswith("target.gguf")
+    assert draft.path.endswith("draft.gguf")
     assert report.provenance["stand-in"] == "1"
     # 20 tokens: one of the prefill, nine calls of two tokens, and one for the last, not counted
     assert draft.tau.mean == 2
@@ -152,7 +140,10 @@ def test_a_tie_is_explained_by_the_engine_s_own_logits(engine, journal):
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("cut", r"cannot load draft.gguf: Failed to load model \(gguf: error: tensor 'x' is cut"),
+        (
+            "cut",
+            r"failed to load: draft.gguf: Failed .*\(gguf: error: tensor 'x' is cut",
+        ),
         ("other", r"Draft 'mine': .*draft.gguf has another vocabulary .*token 5 is 'b'.*tune"),
     ],
 )
@@ -177,7 +168,7 @@ def test_an_engine_that_fails_midway(engine, journal, how, says):
 
 def test_an_engine_that_hangs_is_ended(engine, journal, monkeypatch):
     started = engine("hangs")
-    monkeypatch.setattr(child, "PATIENCE", 0.3)
+    monkeypatch.setattr(llama_cpp, "PATIENCE", 0.3)
     with pytest.raises(EngineError, match=r"status -9.*silent for 0.3 s"):
         measure(started, journal)
 
@@ -203,3 +194,9 @@ def test_the_process_ends_with_the_block(engine):
         process = started._process
         assert process.poll() is None
     assert process.poll() is not None
+
+
+def test_a_file_that_is_no_gguf(tmp_path, engine):
+    (tmp_path / "draft.gguf").write_text("none")
+    with pytest.raises(EngineError, match=r"draft.gguf is no GGUF file"):
+        engine()
