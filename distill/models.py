@@ -15,13 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from align.check import Strategy, Verdict, choose_strategy, compare
-from align.checks import VOCAB_MAP
 from align.process import free_memory
 from align.sources import load_model, load_tokenizer, refuse_quantised, resolve_checkpoint
 from align.token_bytes import tokens_of
 from align.transplant import transplant
 from align.trim import byte_units, choose_tokens
-from align.vocab_map import Retokenizer, VocabMap, build_map, load_map
+from align.vocab_map import VOCAB_MAP, Retokenizer, VocabMap, build_map, load_map
 from align.vocabulary import Vocabulary, read_vocabulary
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe

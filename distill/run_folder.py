@@ -14,9 +14,8 @@ from typing import Any
 from accelerate import PartialState
 
 from align.atomic import atomic_file, remove, write_json
-from align.checks import VOCAB_MAP
 from align.sources import read_json
-from align.vocab_map import save_map
+from align.vocab_map import VOCAB_MAP, save_map
 from distill.adapters import base_sha256
 from distill.answers import hash_prompts
 from distill.models import Pair
@@ -74,7 +73,7 @@ def claim_folder(recipe: Recipe, pair: Pair, prompts: Prompts) -> None:
     """
     folder = recipe.folder
     if pair.vocab_map is not None and not (folder / VOCAB_MAP).exists():
-        save_map(folder / VOCAB_MAP, pair.vocab_map)
+        save_map(folder / VOCAB_MAP, pair.vocab_map, pair.target, pair.draft)
     write_json(folder / "vocab_check.json", pair.verdict.to_json() | {"used": pair.strategy})
     for name, part in (
         ("train", prompts.training),

@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
 
 from align.check import check_pair
-from align.checks import VOCAB_MAP
 from align.sources import load_model
-from align.vocab_map import MapError, Retokenizer, build_map
+from align.vocab_map import VOCAB_MAP, MapError, Retokenizer, build_map
 from align.vocabulary import read_vocabulary
 from distill.answer_cache import CachedAnswer, CacheError
 from distill.answers import answer_prompts

@@ -748,7 +748,7 @@ def test_remapped_logits_are_the_old_ones_in_the_targets_order(shuffled, model):
 def test_an_inverted_permutation_is_caught(shuffled, model):
     target, draft = shuffled
     right = build_map(target, draft)
-    wrong = VocabMap(right.relation, right.to_draft, right.to_target, "", "")
+    wrong = VocabMap(right.to_draft, right.to_target)
     moved = transplant(model, wrong, target, draft, 27)
     ids = torch.tensor([[3, 1, 4, 1, 5, 26, 9]])
     old = model(right.to_draft[ids]).logits
