@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from align.atomic import atomic_folder, remove
 from distill.adapters import KEPT
-from distill.answer_cache import CachedAnswer
 from distill.drafters.base import Finished, kind_of
 from distill.models import Pair
 from distill.prepare import HEAD_ROWS, PreparedDraft, until
 from distill.recipe import Recipe
+from distill.teacher.store import CachedAnswer
 from eval.decoding.weights import linear
 
 SUPPRESSION = (0.0, 5.0, 10.0, 20.0, 40.0, 80.0)  # logits below the fitted ones, tried in order

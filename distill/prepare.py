@@ -23,11 +23,11 @@ from align.atomic import atomic_file, atomic_folder, write_json
 from align.sources import read_json
 from align.trim import choose_tokens, coverage_curve, lost_mass
 from distill.adapters import base_draft, full_head
-from distill.answer_cache import CachedAnswer
 from distill.drafters.base import kind_of
 from distill.models import Pair, TargetOfRun, forced_tokens, load_sibling
 from distill.recipe import Recipe
-from distill.state_cache import StateCache, states_of
+from distill.teacher.states import States, states_of
+from distill.teacher.store import Answers, CachedAnswer
 from eval.decoding.drafters.pruned import load_compact, save_compact
 from eval.decoding.forward import input_embedding
 from eval.decoding.target import Target
@@ -77,7 +77,7 @@ class FrozenEmbedding(nn.Embedding):
 
 
 def prepare_draft(
-    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Iterable[CachedAnswer]
+    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Answers
 ) -> PreparedDraft:
     """The untuned draft of the recipe's kind."""
     return kind_of(recipe).prepare(recipe, pair, target, answers)
@@ -87,7 +87,7 @@ def prepare_pruned(
     recipe: Recipe,
     pair: Pair,
     target: TargetOfRun,
-    answers: Iterable[CachedAnswer],
+    answers: Answers,
     finish: Callable[[PreparedDraft], None] = lambda made: None,
     layers: tuple[int, ...] = (),
     load: Load = load_compact,
@@ -137,7 +137,7 @@ class FitData(NamedTuple):
     embedding: Tensor
     head: Tensor
     token_ids: Tensor | None
-    states: StateCache
+    states: States
     answers: list[CachedAnswer]
 
 
@@ -145,7 +145,7 @@ def prepare_on_states(
     recipe: Recipe,
     pair: Pair,
     target: TargetOfRun,
-    answers: Iterable[CachedAnswer],
+    answers: Answers,
     make: Callable[[Path, FitData], dict[str, Any] | None],
     load: Load,
 ) -> PreparedDraft:

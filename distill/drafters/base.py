@@ -22,9 +22,9 @@ from eval.decoding.drafters.base import Drafter
 from eval.decoding.target import Target
 
 if TYPE_CHECKING:
-    from distill.answer_cache import CachedAnswer
     from distill.models import Pair, TargetOfRun
     from distill.prepare import PreparedDraft
+    from distill.teacher.store import Answers, CachedAnswer
 
 
 class Finished(NamedTuple):
@@ -63,7 +63,7 @@ class Kind(Protocol):
         ...
 
     def prepare(
-        self, recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Iterable[CachedAnswer]
+        self, recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Answers
     ) -> PreparedDraft:
         """The untuned draft; what is made for it stays in `prepared/` and is read from there.
 

@@ -11,7 +11,7 @@ steps.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,6 @@ from transformers.utils import ModelOutput
 
 from align.atomic import atomic_folder
 from align.sources import read_json
-from distill.answer_cache import CachedAnswer
 from distill.drafters.base import Finished
 from distill.drafters.features import RIDGE, STEPS, following
 from distill.losses import Divergence
@@ -39,7 +38,8 @@ from distill.prepare import (
     prepare_on_states,
 )
 from distill.recipe import Recipe
-from distill.state_cache import StateCache
+from distill.teacher.states import States
+from distill.teacher.store import Answers, CachedAnswer
 from distill.trainer import attach_forward, attach_head
 from distill.training_set import Batch
 from eval.decoding.drafters.base import Drafter
@@ -62,9 +62,7 @@ def layers(config: dict[str, Any]) -> tuple[int, ...]:
     return tuple(sorted({min(2, depth - 1), depth // 2, max(depth - 3, depth // 2)}))
 
 
-def prepare(
-    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Iterable[CachedAnswer]
-) -> PreparedDraft:
+def prepare(recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Answers) -> PreparedDraft:
     def make(folder: Path, found: FitData) -> dict[str, Any]:
         model: Any = target.loaded.model
         made: Any = fit_eagle3(model, found.head, found.states, found.answers)
@@ -95,7 +93,7 @@ def fold(model: PreTrainedModel, sizes: Tensor) -> None:
 
 @torch.no_grad()
 def fit_eagle3(
-    target: PreTrainedModel, head: Tensor, states: StateCache, answers: list[CachedAnswer]
+    target: PreTrainedModel, head: Tensor, states: States, answers: list[CachedAnswer]
 ) -> PreTrainedModel:
     """The draft before training, in fp32, under this `head` [K, H].
 
@@ -135,7 +133,7 @@ class _Fitted(NamedTuple):
 def _fitted_on(
     model: PreTrainedModel,
     target: PreTrainedModel,
-    states: StateCache,
+    states: States,
     answers: list[CachedAnswer],
 ) -> Iterator[_Fitted]:
     body: Any = model.model

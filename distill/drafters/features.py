@@ -9,7 +9,7 @@ positions, L layers read, H hidden size.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from distill.answer_cache import CachedAnswer
 from distill.drafters import pruned
 from distill.drafters.base import Finished
 from distill.export import full_form
@@ -26,7 +25,8 @@ from distill.losses import Divergence
 from distill.models import Pair, TargetOfRun
 from distill.prepare import LeastSquares, PreparedDraft, prepare_pruned, until
 from distill.recipe import Recipe
-from distill.state_cache import StateCache, states_of
+from distill.teacher.states import States, states_of
+from distill.teacher.store import Answers, CachedAnswer
 from distill.trainer import attach_forward, attach_head
 from distill.training_set import Batch
 from eval.decoding.drafters.base import Drafter
@@ -53,9 +53,7 @@ def layers(config: dict[str, Any]) -> tuple[int, ...]:
     return tuple(sorted({depth // 4, depth // 2, 3 * depth // 4, depth}))
 
 
-def prepare(
-    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Iterable[CachedAnswer]
-) -> PreparedDraft:
+def prepare(recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Answers) -> PreparedDraft:
     def finish(made: PreparedDraft) -> None:
         states = states_of(recipe, pair, answers)
         assert states is not None
@@ -71,7 +69,7 @@ def fit_fusion(
     model: PreTrainedModel,
     target: PreTrainedModel,
     token_ids: Tensor | None,
-    states: StateCache,
+    states: States,
     answers: list[CachedAnswer],
 ) -> None:
     """Hang a fitted `fusion` on a pruned draft, and put the target's own rows into its head.
@@ -105,7 +103,7 @@ def fit_fusion(
 
 
 def _fitted_on(
-    model: PreTrainedModel, fusion: Any, states: StateCache, answers: list[CachedAnswer]
+    model: PreTrainedModel, fusion: Any, states: States, answers: list[CachedAnswer]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Of each answer's response positions z [N, H], the states before [N, L * H], and y [N, H]."""
     for answer in answers:

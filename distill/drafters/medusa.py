@@ -14,7 +14,7 @@ the head.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from distill.answer_cache import CachedAnswer
 from distill.drafters.base import Finished
 from distill.drafters.features import states_before
 from distill.drafters.low_rank import cut_to_rank, with_none
@@ -32,7 +31,8 @@ from distill.losses import Divergence
 from distill.models import Pair, TargetOfRun
 from distill.prepare import FitData, LeastSquares, PreparedDraft, first_rows, prepare_on_states
 from distill.recipe import Recipe
-from distill.state_cache import StateCache
+from distill.teacher.states import States
+from distill.teacher.store import Answers, CachedAnswer
 from distill.trainer import attach_forward, attach_head
 from distill.training_set import Batch
 from eval.decoding.drafters.base import Drafter
@@ -53,9 +53,7 @@ def layers(config: dict[str, Any]) -> tuple[int, ...]:
     return (config["num_hidden_layers"],)
 
 
-def prepare(
-    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Iterable[CachedAnswer]
-) -> PreparedDraft:
+def prepare(recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Answers) -> PreparedDraft:
     def make(folder: Path, found: FitData) -> None:
         ids, embedding = found.token_ids, found.embedding
         model = new_heads(recipe, pair, found.head)
@@ -100,7 +98,7 @@ def with_head_rows(model: MedusaModel, ids: Tensor | None) -> None:
 
 @torch.no_grad()
 def fit_heads(
-    model: MedusaModel, known: Tensor, states: StateCache, answers: list[CachedAnswer]
+    model: MedusaModel, known: Tensor, states: States, answers: list[CachedAnswer]
 ) -> None:
     """The closed form of the module's docstring, from the states of these answers.
 
@@ -138,7 +136,7 @@ def fit_heads(
 
 
 def _pairs(
-    states: StateCache, answers: list[CachedAnswer], depth: int
+    states: States, answers: list[CachedAnswer], depth: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """The target's states at an answer's response positions and those `depth` tokens later [N, H].
 

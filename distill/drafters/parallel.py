@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from distill.answer_cache import CachedAnswer
 from distill.drafters import pruned
 from distill.drafters.base import Finished
 from distill.drafters.low_rank import cut_to_rank, with_none
@@ -34,7 +33,8 @@ from distill.losses import Divergence, head_loss
 from distill.models import Pair, TargetOfRun, head_rows
 from distill.prepare import LeastSquares, PreparedDraft, domain_mass, prepare_pruned, until
 from distill.recipe import Recipe
-from distill.state_cache import states_at
+from distill.teacher.states import states_at
+from distill.teacher.store import Answers, CachedAnswer
 from distill.trainer import accepted_at, attach_forward
 from distill.training_set import Batch
 from eval.decoding.drafters.base import Drafter
@@ -135,9 +135,7 @@ def layers(config: dict[str, Any]) -> tuple[int, ...]:
     return ()
 
 
-def prepare(
-    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Iterable[CachedAnswer]
-) -> PreparedDraft:
+def prepare(recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Answers) -> PreparedDraft:
     """The pruned draft; every mask is the mean of the domain's tokens."""
     prepared = prepare_pruned(recipe, pair, target, answers)
     folder = recipe.folder / "prepared"

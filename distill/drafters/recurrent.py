@@ -8,7 +8,7 @@ reads. Legend: N response positions, L layers read, H hidden size, K rows of the
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from distill.answer_cache import CachedAnswer
 from distill.drafters.base import Finished
 from distill.drafters.features import (
     RIDGE,
@@ -37,7 +36,8 @@ from distill.prepare import (
     prepare_on_states,
 )
 from distill.recipe import Recipe
-from distill.state_cache import StateCache
+from distill.teacher.states import States
+from distill.teacher.store import Answers, CachedAnswer
 from distill.trainer import attach_forward, attach_head
 from distill.training_set import Batch
 from eval.decoding.drafters.base import Drafter
@@ -53,9 +53,7 @@ from eval.decoding.target import Target
 SLOW = ("first", "further", "lm_head")
 
 
-def prepare(
-    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Iterable[CachedAnswer]
-) -> PreparedDraft:
+def prepare(recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Answers) -> PreparedDraft:
     def make(folder: Path, found: FitData) -> None:
         read = found.states.layers
         made: Any = new_model(found.embedding, len(read), found.head)
@@ -91,7 +89,7 @@ def new_model(embedding: Tensor, states_read: int, head: Tensor) -> RecurrentMod
 
 
 @torch.no_grad()
-def fit(model: RecurrentModel, states: StateCache, answers: list[CachedAnswer]) -> None:
+def fit(model: RecurrentModel, states: States, answers: list[CachedAnswer]) -> None:
     """Both maps by least squares; the head reads the target's state divided by its usual size."""
     known = torch.cat([states[one.index][len(one.prompt_ids) - 1 :] for one in answers])
     model.sizes.copy_(known.float().pow(2).mean((0, 2)).sqrt())
@@ -109,7 +107,7 @@ def fit(model: RecurrentModel, states: StateCache, answers: list[CachedAnswer]) 
 
 
 def _fitted_on(
-    model: RecurrentModel, states: StateCache, answers: list[CachedAnswer]
+    model: RecurrentModel, states: States, answers: list[CachedAnswer]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Of each answer's response positions the newest token [N], the target's states before it
     [N, L, H], and its last one there, as the head reads it [N, H].

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill.answer_cache import CachedAnswer
 from distill.drafters.base import Finished
 from distill.models import Pair, TargetOfRun, load_sibling
 from distill.prepare import PreparedDraft, read_prepared
 from distill.recipe import Recipe
+from distill.teacher.store import Answers
 from distill.trainer import attach_distillation_forward
 from eval.decoding.drafters.base import Drafter
 from eval.decoding.drafters.loading import load_drafter
@@ -26,9 +25,7 @@ def layers(config: dict[str, Any]) -> tuple[int, ...]:
     return ()
 
 
-def prepare(
-    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Iterable[CachedAnswer]
-) -> PreparedDraft:
+def prepare(recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Answers) -> PreparedDraft:
     assert recipe.draft is not None
     return read_prepared(recipe, pair)
 
