@@ -13,12 +13,7 @@ import statistics
 import time
 from typing import NamedTuple
 
-from accelerate import PartialState
-
-from align.atomic import remove
 from align.process import from_first
-from distill.answer_cache import AnswerCache
-from distill.answers import PROBE, answer_lengths, answer_prompts
 from distill.choice import chosen_before, with_choice
 from distill.held_out import SHARE
 from distill.models import Pair, TargetOfRun
@@ -26,7 +21,15 @@ from distill.prepare import stand_in
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe, RecipeError, read_yaml
 from distill.run_folder import write_recipe
-from distill.state_cache import layers_read
+from distill.teacher.answers import (
+    PROBE,
+    answer_lengths,
+    answer_prompts,
+    seconds_each,
+    to_answer,
+)
+from distill.teacher.states import layers_read
+from distill.teacher.store import Answers, Store
 from distill.timing import (
     evaluation_seconds,
     training_step,
@@ -60,25 +63,18 @@ def adopted(recipe: Recipe) -> Recipe:
 class FirstAnswers(NamedTuple):
     """The first answers of a run, and the seconds that each took."""
 
-    answers: AnswerCache
+    answers: Answers
     seconds: float
 
 
 def first_answers(
-    recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun
+    recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun, store: Store
 ) -> FirstAnswers:
-    """PROBE answers, timed. A call of all processes."""
-    count = min(PROBE, most_answers(recipe, prompts))
-    if recipe.minutes is not None:
-        with PartialState().main_process_first():
-            for name in ("answers", "states"):  # of a run that was cut before it had decided
-                remove(recipe.folder / name)
-    loaded = target.loaded  # not timed
-    clock = time.monotonic()
-    some = dataclasses.replace(recipe, max_answers=count)
-    layers = layers_read(recipe, pair)
-    answers = answer_prompts(some, prompts.training.ids, loaded, layers=layers)
-    return FirstAnswers(answers, (time.monotonic() - clock) / count)
+    """PROBE answers, and what those that are not at hand cost. A call of all processes."""
+    some = to_answer(recipe, prompts.training.ids)[:PROBE]
+    layers, taught = layers_read(recipe, pair), recipe.train_on_prompts
+    answers = answer_prompts(recipe, some, target, store, layers, taught)
+    return FirstAnswers(answers, seconds_each(recipe, some, target, store, layers))
 
 
 def plan(
@@ -95,7 +91,8 @@ def plan(
     assert recipe.minutes is not None
     total = most_answers(recipe, prompts)
     answers, per_answer = first
-    made = min(PROBE, total)
+    asked = prompts.training.ids * recipe.answers_per_prompt
+    made = answers.store.at_hand(asked, recipe.train_on_prompts)
     model, token_ids = stand_in(recipe, pair, target.loaded)
     rows = pair.trained_rows(token_ids)
     per_step = training_step(recipe, pair, prompts.training.ids, model, rows)
@@ -107,14 +104,14 @@ def plan(
     evaluation = evaluation_seconds(recipe, prompts, target.loaded, length)
     timed = min(recipe.speed_prompts, len(prompts.evaluation.ids))
     left = _left(recipe) - evaluation(timed)
-    left, per_answer, per_step = from_first((left, per_answer, per_step))
+    left, made, per_step = from_first((left, made, per_step))
     count, steps = split(recipe, left, made, total, per_answer, per_step)
     recipe = dataclasses.replace(
         recipe, max_answers=count, training=recipe.training | {"max_steps": steps}
     )
     print(
-        f"plan for {recipe.minutes:g} minutes: {count} of {total} answers "
-        f"({count * per_answer / 60:.1f} min), {steps} steps "
+        f"plan for {recipe.minutes:g} minutes: {count} of {total} answers, {min(made, count)} of "
+        f"them at hand ({max(0, count - made) * per_answer / 60:.1f} min), {steps} steps "
         f"({steps * per_step / 60:.1f} min), evaluation ({evaluation(timed) / 60:.1f} min)"
     )
     write_recipe(recipe)
@@ -129,16 +126,16 @@ def split(
     per_answer: float,
     per_step: float,
 ) -> tuple[int, int]:
-    """How many answers and training steps take `left` seconds, `first` answers being there.
+    """How many answers and training steps take `left` seconds, `first` answers being at hand.
 
     Every row is trained on `num_train_epochs` times, never more often: where `total` answers
     leave time, it stays. per_answer, per_step: seconds. Raises RecipeError where PROBE answers and
     the training on them do not fit.
     """
     steps_each = training_steps(recipe, total) / total
-    each = per_answer + steps_each * per_step
+    trained = steps_each * per_step
     made = min(PROBE, total)
-    lacking = made * each - first * per_answer - left
+    lacking = max(0, made - first) * per_answer + made * trained - left
     if lacking > 0:
         assert recipe.minutes is not None
         needed = recipe.minutes + lacking / 60 / (1 - UNPLANNED) + MARGIN
@@ -147,7 +144,8 @@ def split(
             f"the training on them in steps of {per_step:.2f} s, and the evaluation do not fit. "
             f"Give {math.ceil(needed)} or more, or fewer max_eval_prompts."
         )
-    count = min(total, math.floor((left + first * per_answer) / each))
+    with_new = (left + first * per_answer) / (per_answer + trained)
+    count = min(total, math.floor(min(left / trained, with_new)))
     return count, max(1, math.ceil(steps_each * count))
 
 
@@ -156,9 +154,7 @@ def most_answers(recipe: Recipe, prompts: Prompts) -> int:
     return len(prompts.training.ids) * recipe.answers_per_prompt
 
 
-def spend_rest(
-    recipe: Recipe, prompts: Prompts, target: TargetOfRun, answers: AnswerCache
-) -> Recipe:
+def spend_rest(recipe: Recipe, prompts: Prompts, target: TargetOfRun, answers: Answers) -> Recipe:
     """The recipe with as many `speed_prompts` as the rest of its minutes allows, written."""
     length = statistics.mean(answer_lengths(recipe, prompts.training.ids, answers))
     seconds = evaluation_seconds(recipe, prompts, target.loaded, length)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 
 from accelerate import PartialState
@@ -19,14 +18,14 @@ from accelerate import PartialState
 from align.atomic import remove, write_json
 from align.process import free_memory, from_first
 from align.sources import read_json
-from distill.answer_cache import CachedAnswer
 from distill.export import export_draft
 from distill.models import Pair, TargetOfRun
 from distill.prepare import prepare_draft, stand_in, stand_in_drafter
 from distill.prompt_sets import Prompts
 from distill.recipe import Kind, Recipe, RecipeError, build_recipe
 from distill.run_folder import write_recipe
-from distill.state_cache import cache_states
+from distill.teacher.states import cache_states
+from distill.teacher.store import Answers
 from distill.timing import training_step
 from distill.trainer import distil_draft
 from eval.decoding.drafters.drafter import kinds
@@ -94,7 +93,7 @@ def choose(
     pair: Pair,
     prompts: Prompts,
     target: TargetOfRun,
-    answers: Sequence[CachedAnswer],
+    answers: Answers,
 ) -> Recipe:
     """The recipe with `drafter` and `num_draft_layers` decided, printed, and written.
 
@@ -121,9 +120,6 @@ def choose(
     choice = comparison.choice(winner)
     recipe = with_choice(recipe, choice)
     if PartialState().is_main_process:
-        if (states := winner.folder / "states").exists():  # of the run's own first answers
-            remove(recipe.folder / "states")
-            states.replace(recipe.folder / "states")
         remove(recipe.folder / FOLDER)
         write_json(recipe.folder / CHOICE, choice.model_dump(mode="json"))
         on = f" of {recipe.num_draft_layers} layers" if recipe.kind.keeps_layers else ""
@@ -188,14 +184,14 @@ class Comparison:
         costs = self.costs[one.folder]
         return float(costs.draft(self.max_gamma)) / self.max_gamma / costs.target_step
 
-    def replay_untuned(self, one: Recipe, answers: Sequence[CachedAnswer]) -> None:
+    def replay_untuned(self, one: Recipe, answers: Answers) -> None:
         """Prepare a candidate, and replay it."""
         cache_states(one, self.pair, self.target, answers)
         with PartialState().main_process_first():
             prepare_draft(one, self.pair, self.target, answers)
         self.untuned[one.folder] = self._replayed(one, "prepared", self.prompts.tuning)
 
-    def heal(self, some: list[Recipe], answers: Sequence[CachedAnswer]) -> None:
+    def heal(self, some: list[Recipe], answers: Answers) -> None:
         """Train each for as long, and replay it on more prompts."""
         for one in some:
             self._train(one, answers)
@@ -208,7 +204,7 @@ class Comparison:
         for one in some:
             self.healed[one.folder] = self._replayed(one, "draft", more)
 
-    def _train(self, one: Recipe, answers: Sequence[CachedAnswer]) -> None:
+    def _train(self, one: Recipe, answers: Answers) -> None:
         ids = self.prompts.training.ids
         model, token_ids = stand_in(one, self.pair, self.target.loaded)
         rows = self.pair.trained_rows(token_ids)

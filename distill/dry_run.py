@@ -20,7 +20,7 @@ from distill.models import Pair, TargetOfRun, check_models, load_target
 from distill.prepare import stand_in, stand_in_drafter
 from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe
-from distill.served_answers import ServedTarget
+from distill.teacher.served import ServedTarget
 from distill.timing import (
     batched_step,
     evaluation_seconds,

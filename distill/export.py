@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from align.atomic import atomic_folder, remove
 from distill.adapters import KEPT
-from distill.answer_cache import CachedAnswer
 from distill.models import Pair
 from distill.prepare import PreparedDraft, until
 from distill.recipe import Recipe
+from distill.teacher.store import CachedAnswer
 from eval.decoding.drafters.pruned import HEAD_ROWS
 from eval.decoding.forward import input_embedding
 from eval.decoding.weights import linear

@@ -25,12 +25,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from align.atomic import remove, write_json
 from align.vocab_map import Retokenizer
-from distill.answer_cache import HELD_OUT as FIRST_INDEX
-from distill.answer_cache import AnswerCache, CachedAnswer
 from distill.recipe import Recipe
+from distill.teacher.answers import USED
+from distill.teacher.store import Answers, CachedAnswer, Store
 from distill.training_set import training_rows
 
-HELD_OUT = "held_out"  # its folder: the target's answers, the weights kept, and what was seen
+HELD_OUT = "held_out"  # its folder: the weights kept, and what was seen
+FIRST_INDEX = 2**30  # of the answers to held-out prompts: no two answers of a run share one
 SEEN = "seen.json"
 BEST = "best.safetensors"
 SHARE = 0.025  # of the steps' time; a forward pass takes a third of a step
@@ -93,21 +94,19 @@ def followed_rows(rows: int, steps: int, batch: int, measured: int) -> int:
     return min(rows, int(SHARE * steps * batch / (FORWARD * measured)))
 
 
-def held_out_answers(folder: Path, vocab_size: int) -> list[CachedAnswer]:
-    """The target's answers to the held-out prompts; none where none are kept."""
-    key = folder / HELD_OUT / "key.json"
-    if not key.exists():
+def held_out_answers(folder: Path) -> Sequence[CachedAnswer]:
+    """The target's answers to the held-out prompts of a run; none where it has not noted any."""
+    if not (path := folder / USED).exists():
         return []
-    answers = AnswerCache(folder / HELD_OUT, json.loads(key.read_text()), vocab_size)
-    return [replace(one, index=FIRST_INDEX + one.index) for one in answers]
+    used = json.loads(path.read_text())
+    return Answers(Store(Path(used["store"])), used["held_out"], FIRST_INDEX)
 
 
 def held_out_rows(
-    folder: Path, head_rows: Tensor | None, vocab_size: int, retokenizer: Retokenizer | None
+    folder: Path, head_rows: Tensor | None, retokenizer: Retokenizer | None
 ) -> list[dict[str, Any]]:
     """The target's answers to the held-out prompts as `training_rows`; none where none are kept."""
-    answers = held_out_answers(folder, vocab_size)
-    return list(training_rows(answers, head_rows, 1.0, retokenizer))
+    return list(training_rows(held_out_answers(folder), head_rows, 1.0, retokenizer))
 
 
 def trained_rows(

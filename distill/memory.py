@@ -24,13 +24,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from distill.adapters import lora_config
-from distill.answer_cache import bytes_per_token
-from distill.answers import ANSWERS_PER_SHARD, top_logprobs
 from distill.export import CALIBRATION_TOKENS
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
 from distill.models import check_prunable
 from distill.recipe import Recipe
+from distill.teacher.answers import ANSWERS_PER_SHARD, top_logprobs
+from distill.teacher.store import bytes_per_token
 from distill.trainer import cpu_attention
 from distill.training_set import WIDTH
 from eval.decoding.build import build_decoder

@@ -21,10 +21,10 @@ from align.atomic import atomic_file, atomic_folder, write_json
 from align.sources import read_json
 from align.trim import choose_tokens, coverage_curve, lost_mass
 from distill.adapters import base_draft, full_head
-from distill.answer_cache import CachedAnswer
 from distill.models import Pair, TargetOfRun, forced_tokens, load_sibling
 from distill.recipe import Recipe
-from distill.state_cache import states_of
+from distill.teacher.states import states_of
+from distill.teacher.store import Answers, CachedAnswer
 from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.drafters.training import AnsweredText, Start
@@ -51,7 +51,7 @@ class PreparedDraft:
 
 
 def prepare_draft(
-    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Iterable[CachedAnswer]
+    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Answers
 ) -> PreparedDraft:
     """The untuned draft; what is made for it stays in `prepared/` and is read from there.
 
@@ -77,7 +77,7 @@ def _start(
     recipe: Recipe,
     pair: Pair,
     target: Target,
-    answers: Iterable[CachedAnswer],
+    answers: Answers,
     embedding: Tensor,
     folder: Path,
 ) -> float:

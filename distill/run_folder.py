@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import platform
 import subprocess
@@ -17,10 +18,11 @@ from align.atomic import atomic_file, remove, write_json
 from align.sources import read_json
 from align.vocab_map import VOCAB_MAP, save_map
 from distill.adapters import base_sha256
-from distill.answers import hash_prompts
 from distill.models import Pair
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe, RecipeError, chosen_loss, dump, read_yaml
+from distill.teacher.answers import USED
+from distill.teacher.store import names_of
 from distill.trainer import last_checkpoint
 from distill.training_set import TRAINING_SET
 from eval.prompts import prompts_sha256, write_prompts
@@ -61,8 +63,8 @@ def refuse_another_run(recipe: Recipe) -> None:
     if changed:
         detail = "; ".join(f"{k}: {found.get(k)!r} -> {asked.get(k)!r}" for k in changed)
         raise RecipeError(
-            f"{recipe.folder} holds a run of another recipe ({detail}). Give --output_dir a "
-            "new folder, or delete that one."
+            f"{recipe.folder} holds a run of another recipe ({detail}). Give this one a "
+            "--name of its own; answers that the target has given already are used again."
         )
 
 
@@ -100,8 +102,7 @@ def provenance(recipe: Recipe, prompts: Prompts, lost_mass: float) -> dict[str, 
         text=True,
         check=False,  # an installed wheel has no repository
     ).stdout.strip()
-    # all caches of a run are of one target
-    answers = read_json(next(recipe.folder.glob("*/key.json")))
+    used, ids = read_json(recipe.folder / USED), names_of(prompts.training.ids)
     return {
         "command": sys.argv,
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
@@ -110,10 +111,11 @@ def provenance(recipe: Recipe, prompts: Prompts, lost_mass: float) -> dict[str, 
         "processes": PartialState().num_processes,
         "seed": recipe.seed,
         "hashes": {
-            **{k: answers[k] for k in ("target weights", "tokenizer", "chat template", "dtype")},
+            **{name: used["key"][name] for name in ("target weights", "dtype")},
+            **{name: used[name] for name in ("tokenizer", "chat template", "answers")},
             "train_prompts": prompts_sha256(prompts.training.prompts),
             "eval_prompts": prompts_sha256(prompts.evaluation.prompts),
-            "train_ids": hash_prompts(prompts.training.ids),
+            "train_ids": hashlib.sha256(" ".join(ids).encode()).hexdigest(),
             **({} if recipe.base is None else {"base": base_sha256(recipe.base)}),
         },
         "loss": dict(zip(("name", "why"), chosen_loss(recipe), strict=True)),
@@ -131,14 +133,12 @@ _SPENT += ["global_step*", "latest", "zero_to_*.py"]  # DeepSpeed's
 def delete_training_state(folder: Path) -> None:
     """Keep of a finished run what it takes to go on, audit and publish.
 
-    The last checkpoint stays, with its weights and marker, and so do answers and both drafts; the
-    target's hidden states, which take many times as much, can be made again.
+    The last checkpoint stays, with its weights and marker, and so do both drafts.
     """
     last = last_checkpoint(folder)
     for checkpoint in folder.glob("checkpoint-*"):
         if checkpoint != last:
             remove(checkpoint)
     spent = [path for pattern in _SPENT if last is not None for path in last.glob(pattern)]
-    spent.append(folder / "states")
     for path in [*spent, folder / "prepared" / "full_head.safetensors", folder / TRAINING_SET]:
         remove(path)

@@ -13,6 +13,7 @@ from distill.prompt_sets import Prompts
 from distill.publish import write_card
 from distill.recipe import Recipe
 from distill.run_folder import provenance
+from distill.teacher.answers import USED
 from eval.decoding.loop import Decoding
 from eval.engines.local_vllm import speculation
 from eval.engines.server import ServerError
@@ -30,7 +31,7 @@ def evaluate_served(recipe: Recipe, pair: Pair, prompts: Prompts) -> Report | No
     folder = recipe.folder
     made_by = provenance(recipe, prompts, lost_mass_of(recipe))
     write_json(folder / "provenance.json", made_by)
-    served = read_json(folder / "answers" / "key.json")["served model"]
+    served = read_json(folder / USED)["key"]["served model"]
     how = (
         f"Serve the target with this draft where {folder / 'draft'} can be read:\n\n"
         f"    {serving_command(recipe, pair, served)}\n\nand run the same command again"

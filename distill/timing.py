@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
-from distill.answer_cache import CachedAnswer
 from distill.models import Pair
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe
-from distill.state_cache import layers_read
+from distill.teacher.states import layers_read
+from distill.teacher.store import CachedAnswer
 from distill.trainer import build_trainer, training_config
 from eval.decoding.drafters.drafter import timed_step
 from eval.decoding.forward import Decoder

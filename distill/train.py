@@ -7,12 +7,11 @@
 Run again after an interruption, the same command goes on where it stopped.
 """
 
-import dataclasses
 import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 if not __package__:
@@ -24,22 +23,21 @@ from accelerate import PartialState
 from align.atomic import DiskFullError
 from align.process import free_memory, join_processes, use_machine
 from distill.adapters import on_base
-from distill.answer_cache import CachedAnswer
-from distill.answers import PROBE, answer_prompts
 from distill.budget import adopted, first_answers, plan, spend_rest
 from distill.choice import choose
 from distill.dry_run import price_run
 from distill.evaluation import evaluate
 from distill.export import export_draft
-from distill.held_out import HELD_OUT
 from distill.models import Pair, TargetOfRun, check_models
 from distill.prepare import prepare_draft, print_coverage
-from distill.prompt_sets import collect_prompts
+from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe, help_text, load_recipe
 from distill.run_folder import claim_folder, delete_training_state, refuse_another_run
-from distill.served_answers import ServedTarget
 from distill.served_evaluation import evaluate_served
-from distill.state_cache import cache_states, layers_read
+from distill.teacher.answers import PROBE, answer_prompts, note_used, open_store, to_answer
+from distill.teacher.served import ServedTarget
+from distill.teacher.states import cache_states, layers_read
+from distill.teacher.store import Answers
 from distill.trainer import distil_draft, process_timeout, training_config
 from eval.measuring.journal import INTERRUPTED
 from eval.reporting.text import print_summary
@@ -60,23 +58,23 @@ def run(recipe: Recipe) -> int:
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
     target = TargetOfRun(recipe, pair, prompts)  # behind a server it is never loaded
-    served = ServedTarget(recipe, pair.target, prompts) if recipe.answers == "server" else None
-    if served is not None and PartialState().is_main_process:
-        served.check()
+    drafted = (recipe.folder / "draft").exists() and not recipe.coverage_curve
+    served = None
+    if recipe.answers == "server" and not drafted:
+        served = ServedTarget(recipe, pair.target, prompts)
+        if PartialState().is_main_process:
+            served.check()
     claim_folder(recipe, pair, prompts)
+    if drafted:
+        return measure(recipe, pair, prompts, target, stage)
     stage("The target answers the training prompts")
+    store = open_store(recipe, pair.target) if served is None else served.store
+    held_out: list[str] = []
     if prompts.held_out.prompts:
-        once = dataclasses.replace(
-            recipe,
-            minutes=None,
-            max_answers=None,
-            answers_per_prompt=1,
-            train_on_prompts=False,
-        )
-        answer_prompts(once, prompts.held_out.ids, target, HELD_OUT)
+        held_out = answer_prompts(recipe, prompts.held_out.ids, target, store).names
     planned = recipe.minutes is not None and recipe.max_answers is None
     if planned:
-        first = first_answers(recipe, pair, prompts, target)
+        first = first_answers(recipe, pair, prompts, target, store)
         if recipe.drafter == "auto" and not recipe.coverage_curve:
             stage("Compare kinds of draft")
             recipe = choose(recipe, pair, prompts, target, first.answers)
@@ -85,34 +83,47 @@ def run(recipe: Recipe) -> int:
     if served is not None:
         answers = served.answers()
     else:
-        layers = layers_read(recipe, pair)
-        answers = answer_prompts(recipe, prompts.training.ids, target, layers=layers)
+        asked, layers = to_answer(recipe, prompts.training.ids), layers_read(recipe, pair)
+        answers = answer_prompts(recipe, asked, target, store, layers, recipe.train_on_prompts)
     if recipe.coverage_curve:
         if PartialState().is_main_process:
             print_coverage(pair, answers)
         return 0
+    if PartialState().is_main_process:
+        note_used(recipe.folder, pair.target, answers, held_out)
+    PartialState().wait_for_everyone()  # they read what was noted
     if recipe.drafter == "auto":
         stage("Compare kinds of draft")
         recipe = choose(recipe, pair, prompts, target, answers[:PROBE])
-    if not (recipe.folder / "draft").exists():
-        make_draft(recipe, pair, target, answers, stage)
-        free_memory()
-    if PartialState().is_main_process:
-        stage("Measure the drafts")
-        if planned:
-            recipe = spend_rest(recipe, prompts, target, answers)
-        report = (
-            evaluate(recipe, pair, prompts, target.loaded)
-            if served is None
-            else evaluate_served(recipe, pair, prompts)
-        )
-        delete_training_state(recipe.folder)
-        stage("Done")
-        if report is not None:
-            print_summary(report)
-        print(f"\nDraft: {recipe.folder / 'draft'}")
-        if report is not None:
-            print(f"Report: {recipe.folder / 'report' / 'report.html'}")
+    make_draft(recipe, pair, target, answers, stage)
+    free_memory()
+    if planned and PartialState().is_main_process:
+        recipe = spend_rest(recipe, prompts, target, answers)
+    return measure(recipe, pair, prompts, target, stage)
+
+
+def measure(
+    recipe: Recipe,
+    pair: Pair,
+    prompts: Prompts,
+    target: TargetOfRun,
+    stage: Callable[[str], None],
+) -> int:
+    """The report, by the first process alone."""
+    if not PartialState().is_main_process:
+        return 0
+    stage("Measure the drafts")
+    if recipe.answers == "server":
+        report = evaluate_served(recipe, pair, prompts)
+    else:
+        report = evaluate(recipe, pair, prompts, target.loaded)
+    delete_training_state(recipe.folder)
+    stage("Done")
+    if report is not None:
+        print_summary(report)
+    print(f"\nDraft: {recipe.folder / 'draft'}")
+    if report is not None:
+        print(f"Report: {recipe.folder / 'report' / 'report.html'}")
     return 0
 
 
@@ -131,7 +142,7 @@ def make_draft(
     recipe: Recipe,
     pair: Pair,
     target: TargetOfRun,
-    answers: Sequence[CachedAnswer],
+    answers: Answers,
     stage: Callable[[str], None],
 ) -> None:
     """`draft/`: prepared, distilled, exported. The target is not in memory while it is trained."""

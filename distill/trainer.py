@@ -45,7 +45,6 @@ from align.atomic import atomic_file, disk_full_explained, remove
 from align.process import free_memory
 from align.vocab_map import Retokenizer
 from distill.adapters import lora_config, merged
-from distill.answer_cache import CachedAnswer
 from distill.held_out import (
     HELD_OUT,
     HeldOut,
@@ -63,7 +62,8 @@ from distill.losses import (
 from distill.models import Pair
 from distill.prepare import PreparedDraft, read_prepared
 from distill.recipe import Recipe, RecipeError, chosen_loss
-from distill.state_cache import states_of
+from distill.teacher.states import states_of
+from distill.teacher.store import Answers, CachedAnswer
 from distill.training_set import TRAINING_SET, DistillationCollator, training_set
 from eval.decoding.drafters.drafter import Kind
 
@@ -533,7 +533,7 @@ def distil_draft(
     recipe: Recipe,
     pair: Pair,
     prepared: PreparedDraft,
-    answers: Iterable[CachedAnswer],
+    answers: Answers,
     prompts: Sequence[Sequence[int]],
 ) -> PreTrainedModel | None:
     """The draft in fp32 after training on the answers, on the first process; None elsewhere.
@@ -556,7 +556,7 @@ def distil_draft(
         pair.new_rows,
         states_of(recipe, pair, answers),
     )
-    held_out = held_out_rows(recipe.folder, rows, pair.vocab_size, pair.retokenizer)
+    held_out = held_out_rows(recipe.folder, rows, pair.retokenizer)
     if held_out:
         gamma, patience = recipe.gamma or recipe.max_gamma, recipe.early_stopping_patience
         trainer.add_callback(

@@ -20,8 +20,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from align.atomic import atomic_file
 from align.vocab_map import Retokenizer
-from distill.answer_cache import CachedAnswer
 from distill.losses import sharpen
+from distill.teacher.store import CachedAnswer
 
 TRAINING_SET = "training_set.arrow"
 # Tokens that are written at once, and lie together in the file: reading one column of all rows

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from align.sources import cache_folder
 from eval.measuring import metrics
 from eval.measuring.atlas import Answer
 from eval.measuring.build import build_report
@@ -45,6 +46,22 @@ def pytest_runtest_setup(item):
     if CORES is not None:  # before the fixtures of a test that starts `use_machine`
         os.sched_getaffinity = (lambda process: {0}) if tiny else CORES
     torch.set_num_threads(1 if tiny else len(CORES(0)) if CORES else os.cpu_count())
+
+
+def cache_without_answers(folder):
+    """The path of a new cache that shares with the machine's all but what targets have answered."""
+    for name in ("files", "folders", "checkpoints", "adapted", "engines"):
+        (cache_folder() / name).mkdir(parents=True, exist_ok=True)
+        (folder / name).symlink_to(cache_folder() / name)
+    return str(folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_cache(tmp_path_factory):
+    """Runs of a whole module or session share their answers, and nobody else's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTSMITH_CACHE", cache_without_answers(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture

@@ -11,15 +11,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
-from align.sources import load_model, load_tokenizer
+from align.sources import cache_folder, load_model, load_tokenizer
 from align.vocabulary import read_vocabulary
-from distill import served_answers as module
 from distill import train
-from distill.answer_cache import CacheError
-from distill.answers import answer_prompts, top_logprobs
 from distill.prompt_sets import collect_prompts
 from distill.recipe import RecipeError
-from distill.served_answers import ServedTarget
+from distill.teacher import served as module
+from distill.teacher.answers import answer_prompts, note_used, top_logprobs
+from distill.teacher.served import ServedTarget
+from distill.teacher.store import Store
 from distill.train import run
 from eval.decoding.build import build_decoder
 from eval.decoding.generation import generate_batched
@@ -47,7 +47,7 @@ class StandIn(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.target, self.names = target, ["org/target"]
         self.tokenizer, self.routes = target.tokenizer, {"/tokenize", "/metrics"}
-        self.max_logprobs, self.max_model_len = 1000, 4096
+        self.max_logprobs, self.max_model_len, self.root = 1000, 4096, "/models/target"
         self.faults, self.mangle, self.scaled, self.speculates = [], None, False, False
         self.drafts, self.swap = 0, None
         self.__dict__.update(changes)
@@ -114,7 +114,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         server = self.server
         if self.path == "/v1/models":
-            about = {"root": "/models/target", "max_model_len": server.max_model_len}
+            about = {"root": server.root, "max_model_len": server.max_model_len}
             self.reply({"data": [{"id": name} | about for name in server.names]})
         elif self.path == "/metrics" and server.speculates:
             counts = {"drafts": 1, "draft_tokens": DRAFTED, "accepted_tokens": DRAFTED}
@@ -257,12 +257,25 @@ def asked():
     return make
 
 
+@pytest.fixture
+def apart(asked, tmp_path, monkeypatch):
+    """Makes the contents of a recipe's answers in a cache of their own."""
+
+    def make(recipe):
+        with monkeypatch.context() as patch:
+            patch.setenv("DRAFTSMITH_CACHE", str(tmp_path / f"cache of {recipe.folder.name}"))
+            return contents(asked(recipe).answers())
+
+    return make
+
+
 def contents(answers):
     return [[part.tolist() for part in dataclasses.astuple(a)[1:]] for a in answers]
 
 
-def shards(recipe):
-    return {path: path.read_bytes() for path in (recipe.folder / "answers").glob("shard-*")}
+def shards():
+    """Of all stores."""
+    return {path: path.read_bytes() for path in cache_folder().glob("teacher/*/shard-*")}
 
 
 def test_greedy_answers_are_those_of_the_weights(stand_in, served, asked, job, target, tmp_path):
@@ -280,20 +293,20 @@ def test_greedy_answers_are_those_of_the_weights(stand_in, served, asked, job, t
         assert torch.equal(answer.top_logprobs, logprobs.half())
     keys = ("draft", "answer_max_new_tokens", "cache_top_k")
     local = job(tmp_path / "local", **{key: getattr(recipe, key) for key in keys})
-    for answer, other in zip(answers, answer_prompts(local, made.prompts, target), strict=True):
+    ours = answer_prompts(local, made.prompts, target, Store(tmp_path / "store"))
+    for answer, other in zip(answers, ours, strict=True):
         assert answer.response_ids.tolist() == other.response_ids.tolist()
         # fp32 sums in batches, then fp16
         torch.testing.assert_close(answer.top_logprobs, other.top_logprobs, atol=2e-3, rtol=0)
 
 
-def test_a_sampled_answer_depends_on_its_prompt_and_the_seed_alone(stand_in, served, asked):
+def test_a_sampled_answer_depends_on_its_prompt_and_the_seed_alone(stand_in, served, asked, apart):
     server = stand_in()
-    first = asked(served(server, "a", answer_temperature=0.8)).answers()
-    made = asked(served(server, "b", answer_temperature=0.8, answer_batch_size=1))
+    first = apart(served(server, "a", answer_temperature=0.8))
+    again = asked(served(server, "b", answer_temperature=0.8, answer_batch_size=1))
     server.faults = [None, 500, "cut"]
-    assert contents(made.answers()) == contents(first)
-    others = asked(served(server, "c", answer_temperature=0.8, seed=3)).answers()
-    assert contents(others) != contents(first)
+    assert contents(again.answers()) == first
+    assert apart(served(server, "c", answer_temperature=0.8, seed=3)) != first
 
 
 def test_no_more_prompts_are_answered_than_wanted(stand_in, served, asked):
@@ -314,9 +327,9 @@ def test_whatever_the_servers_defaults_are_the_distribution_is_as_it_is(stand_in
 
 
 @pytest.mark.parametrize("fault", [429, (503, {"Retry-After": "1"}), 500, 502, "cut", "hang"])
-def test_a_fault_that_passes_is_waited_out(stand_in, served, asked, fault):
+def test_a_fault_that_passes_is_waited_out(stand_in, served, asked, apart, fault):
     server = stand_in()
-    expected = contents(asked(served(server, "whole")).answers())
+    expected = apart(served(server, "whole"))
     made = asked(served(server))
     made.server.timeout = 3 if fault == "hang" else module.TIMEOUT
     server.faults, clock = [None, fault, fault], time.monotonic()
@@ -335,19 +348,19 @@ def test_a_fault_that_passes_is_waited_out(stand_in, served, asked, fault):
         ("cut", "broke off"),
     ],
 )
-def test_a_fault_that_stays_loses_nothing(stand_in, served, asked, fault, message):
+def test_a_fault_that_stays_loses_nothing(stand_in, served, asked, apart, fault, message):
     server = stand_in()
-    expected = contents(asked(served(server, "whole")).answers())
+    expected = apart(served(server, "whole"))
     recipe = served(server)
     made, before = asked(recipe), server.answered
     server.faults = [None] * 6 + [fault] * 99
     with pytest.raises(ServerError, match=message):
         made.answers()
-    kept = shards(recipe)
+    kept = shards()
     assert kept
     server.faults, again = [], server.answered
     assert contents(asked(recipe).answers()) == expected
-    assert kept.items() <= shards(recipe).items()
+    assert kept.items() <= shards().items()
     assert server.answered - again < 11 + 2  # the check, and not all the prompts
     assert before < again
 
@@ -363,7 +376,9 @@ def test_a_server_that_dies_midway_and_another_that_goes_on(stand_in, served, as
     with pytest.raises(ServerError, match="cannot be reached"):
         asked(recipe)
     second = stand_in()
-    assert len(asked(served(second)).answers()) == 11
+    made = asked(served(second))
+    note_used(recipe.folder, made.target, made.answers())
+    assert second.answered < 11 + 2  # the check, and not all the prompts
     second.stop()
     assert len(asked(recipe).answers()) == 11  # all there: no server is needed any more
 
@@ -508,9 +523,9 @@ def aborted(sent):
         (aborted, "finish_reason"),
     ],
 )
-def test_what_goes_wrong_midway_is_not_mixed_in(stand_in, served, asked, mangle, message):
+def test_what_goes_wrong_midway_is_not_mixed_in(stand_in, served, asked, apart, mangle, message):
     server = stand_in()
-    expected = contents(asked(served(server, "whole")).answers())
+    expected = apart(served(server, "whole"))
     recipe = served(server)
     made, number = asked(recipe), iter(range(10**6))
 
@@ -537,35 +552,51 @@ def test_a_key_that_stands_twice_is_refused(stand_in, served, asked, monkeypatch
         asked(served(stand_in()))
 
 
-def test_another_model_under_the_same_name_is_found_out(stand_in, served, asked, other, target):
+def test_another_model_under_the_same_name_is_found_out(
+    stand_in, served, asked, apart, other, target
+):
     server = stand_in()
-    expected = contents(asked(served(server, "whole")).answers())
+    expected = apart(served(server, "whole"))
     recipe = served(server, answer_batch_size=1)
     made = asked(recipe)
     server.swap = server.answered + 9, other
     with pytest.raises(ServerError, match="another model behind 'org/target' now"):
         made.answers()
-    kept = shards(recipe)
+    kept = shards()
     assert kept
     with pytest.raises(ServerError, match="another model behind 'org/target' now"):
         asked(recipe)  # on the cached answers' own prompts
-    assert shards(recipe) == kept
+    assert shards() == kept
     server.swap, server.target = None, target
     assert contents(asked(recipe).answers()) == expected
 
 
-def test_a_server_of_another_name_does_not_go_on(stand_in, served, asked):
+@pytest.mark.parametrize("changes", [{"names": ["org/newer"]}, {"root": "/models/newer"}])
+def test_a_server_of_another_name_does_not_go_on(stand_in, served, asked, changes):
     server = stand_in()
     recipe = served(server)
     made = asked(recipe)
     server.faults = [None] * 6 + [400]
     with pytest.raises(ServerError, match="answered 400"):
         made.answers()
-    server.names, server.faults = ["org/newer"], []
-    with pytest.raises(ServerError, match="holds answers of 'org/target'"):
-        asked(recipe)
-    with pytest.raises(CacheError, match="another answer_temperature"):
-        asked(served(server, answer_temperature=0.5))
+    kept = shards()
+    server.faults, before = [], server.answered
+    server.__dict__.update(changes)
+    assert len(asked(recipe).answers()) == 11
+    assert server.answered == before + 11 + 2
+    assert kept.items() < shards().items()
+    assert len({path.parent for path in shards()}) == 2
+
+
+def test_another_run_asks_nothing_and_answers_of_other_settings_are_not_its(
+    stand_in, served, asked
+):
+    server = stand_in()
+    asked(served(server)).answers()
+    before = len(server.requests)
+    assert len(asked(served(server, "other", learning_rate=1.0)).answers()) == 11
+    assert len(server.requests) == before
+    assert len(asked(served(server, answer_temperature=0.5))._left()) == 11
 
 
 def test_answers_that_are_all_empty_are_an_error(stand_in, served, asked):

@@ -7,11 +7,11 @@ knows `return_tokens_as_token_ids`.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from multiprocessing.pool import ThreadPool
 from typing import Annotated, Any, Literal
@@ -24,10 +24,16 @@ from tqdm import tqdm
 
 from align.sources import load_tokenizer, read_json
 from align.vocabulary import Vocabulary
-from distill.answer_cache import AnswerCache, CachedAnswer, bytes_per_token
-from distill.answers import ANSWERS_PER_SHARD, hash_prompts, refuse_empty
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe
+from distill.teacher.answers import (
+    ANSWERS_PER_SHARD,
+    USED,
+    refuse_empty,
+    to_answer,
+    what_decides_answers,
+)
+from distill.teacher.store import Answers, CachedAnswer, Store, bytes_per_token, names_of
 from eval.decoding.loop import seed_of
 from eval.engines.server import PATIENT, Server, ServerError
 
@@ -241,9 +247,8 @@ class ServedTarget:
         assert recipe.answer_url is not None
         self.recipe, self.target = recipe, target
         self.texts = [prompt.text for prompt in prompts.training.prompts]
-        self.prompts = prompts.training.ids * recipe.answers_per_prompt
-        self.wanted = min(recipe.max_answers or len(self.prompts), len(self.prompts))
-        self.folder = recipe.folder / "answers"
+        self.prompts = to_answer(recipe, prompts.training.ids)
+        self.names = names_of(self.prompts)
         self.server = Server(
             recipe.answer_url,
             TIMEOUT,
@@ -256,11 +261,10 @@ class ServedTarget:
         """Refuse a server that does not fit, before anything is made.
 
         Nothing is asked where all answers are there. Raises ServerError with value, reason and
-        remedy, and CacheError for answers of something else.
+        remedy.
         """
         if not self._left():
             return
-        self._check_model()
         self._check_tokenizer()
         request = self._request()
         # all that an answer can lack is found on a whole one to the longest prompt
@@ -270,10 +274,10 @@ class ServedTarget:
         one = replace(request, max_tokens=1)
         if request.temperature not in (0, 1):
             self._check_raw(one)
-        if (self.folder / "key.json").exists():
-            self.witnesses = list(islice(self._cache(), WITNESSES))
-        if not self.witnesses:
-            self.witnesses = [self._completed(p, one) for p in self.prompts[:WITNESSES]]
+        cached = Answers(self.store, list(islice(self.store, WITNESSES)))
+        self.witnesses = list(cached) or [
+            self._completed(prompt, one) for prompt in self.prompts[:WITNESSES]
+        ]
         self._check_witnesses()
 
     def describe(self) -> int:
@@ -290,27 +294,28 @@ class ServedTarget:
         )
         return 0
 
-    def answers(self) -> AnswerCache:
-        """The server's answers to the training prompts, by index; those in `answers/` are kept.
+    def answers(self) -> Answers:
+        """The server's answers to the training prompts, in their order; those at hand are kept.
 
-        As many as the recipe's `max_answers`, in the prompts' order. The main process asks, the
-        others wait. Raises ServerError where the server fails for longer than is waited, sends what
-        it must not, or is another model midway; what was kept by then stays.
+        The main process asks, the others wait. Raises ServerError where the server fails for longer
+        than is waited, sends what it must not, or is another model midway; what was kept by then
+        stays.
         """
         if PartialState().is_main_process and (left := self._left()):
             self._answer(left)
         PartialState().wait_for_everyone()
-        answers = self._cache()
+        self.store.refresh()
+        answers = Answers(self.store, self.names)
         refuse_empty(answers.response_lengths)
         return answers
 
     def _answer(self, left: list[int]) -> None:
         clock, tokens = time.time(), 0
         self.server.retries = PATIENT
-        cache, request = self._cache(), self._request()
+        request = self._request()
         bar = tqdm(
-            total=self.wanted,
-            initial=self.wanted - len(left),
+            total=len(self.names),
+            initial=len(self.names) - len(left),
             desc="answers of the server",
             unit="answer",
             file=sys.stderr,
@@ -319,7 +324,8 @@ class ServedTarget:
             found = pool.imap_unordered(lambda i: self._ask(i, request), left)
             while shard := list(islice(found, ANSWERS_PER_SHARD)):
                 self._check_witnesses()  # what came before them is the same model's
-                cache.append(shard)
+                packed = {self.names[a.index]: a.packed(self.target.rows) for a in shard}
+                self.store.append(packed)
                 tokens += sum(len(answer.response_ids) for answer in shard)
                 bar.update(len(shard))
         seconds = time.time() - clock
@@ -336,8 +342,8 @@ class ServedTarget:
         )
 
     def _ask(self, index: int, request: Request) -> CachedAnswer:
-        """The answer to prompt `index`; its random numbers depend on that and the run's seed."""
-        seed = seed_of(self.recipe.seed, str(index))
+        """The answer to prompt `index`; its random numbers depend on its name and the seed."""
+        seed = seed_of(self.recipe.seed, self.names[index])
         return self._completed(self.prompts[index], request, index, seed)
 
     def _completed(
@@ -354,40 +360,25 @@ class ServedTarget:
 
     # --- what is there already
 
-    def _parts(self) -> dict[str, Any]:
-        """What the answers depend on (AnswerCache); the model is asked for once, for the first."""
-        recipe, key = self.recipe, self.folder / "key.json"
-        if key.exists():
-            found = read_json(key)
-            served = {name: found.get(name) for name in ("target weights", "served model")}
-        else:
-            card = next(c for c in self.server.models if c["id"] == self.server.model)
-            root = card.get("root") or "not told"
-            served = {
-                "target weights": f"served as {self.server.model}, root {root}",
-                "served model": self.server.model,
-            }
-        template = str(self.target.chat_template or "")
-        return served | {
-            "tokenizer": self.target.sha256,
-            "chat template": hashlib.sha256(template.encode()).hexdigest(),
+    @cached_property
+    def store(self) -> Store:
+        """Of what is served there. Raises ServerError for another model than is asked for."""
+        if (used := self.recipe.folder / USED).exists():
+            store = Store.of(read_json(used)["key"])
+            if all(name in store for name in self.names):
+                return store  # whether the server still runs or not
+        self._check_model()
+        card = next(c for c in self.server.models if c["id"] == self.server.model)
+        served = {
+            "target weights": f"served as {card['id']}, root {card.get('root') or 'not told'}",
+            "served model": card["id"],
             "dtype": "of the server",
-            "answer_temperature": recipe.answer_temperature,
-            "answer_max_new_tokens": recipe.answer_max_new_tokens,
-            "cache_top_k": recipe.cache_top_k,
-            "prompts": [len(self.prompts), hash_prompts(self.prompts)],
-            "seed": recipe.seed,
         }
-
-    def _cache(self) -> AnswerCache:
-        return AnswerCache(self.folder, self._parts(), self.target.rows)
+        return Store.of(served | what_decides_answers(self.recipe, self.target))
 
     def _left(self) -> list[int]:
-        """The prompts without an answer. Makes no cache where there is none."""
-        done: set[int] = set()
-        if (self.folder / "key.json").exists():
-            done = set(self._cache().indices)
-        return [i for i in range(self.wanted) if i not in done]
+        """The prompts without an answer."""
+        return [i for i, name in enumerate(self.names) if name not in self.store]
 
     # --- what is refused
 
@@ -401,12 +392,6 @@ class ServedTarget:
             raise ServerError(
                 f"{server.url} serves {', '.join(names)}, not {server.model!r}; correct "
                 "answer_model or answer_url, or leave answer_model null."
-            )
-        cached = self._parts()["served model"]
-        if cached != server.model:
-            raise ServerError(
-                f"{server.url} serves {server.model!r}, but {self.folder} holds answers of "
-                f"{cached!r}; serve that one, use another output_dir, or delete that folder."
             )
         length = next(c for c in server.models if c["id"] == server.model).get("max_model_len")
         needed = max(map(len, self.prompts)) + self.recipe.answer_max_new_tokens
@@ -483,5 +468,5 @@ class ServedTarget:
                 f"{self.server.url} gives log-probabilities that differ by {mean:.2f} nats from "
                 f"those it gave to the same {len(moved)} prompts before: there is another model "
                 f"behind {self.server.model!r} now. Nothing of it was kept. Serve the first one "
-                f"again, or delete {self.folder} to begin anew."
+                f"again, or delete {self.store.folder} to begin anew."
             )

@@ -4,14 +4,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from distill import answers as module
-from distill.answer_cache import AnswerCache, CacheError
-from distill.answers import answer_lengths, answer_prompts, top_logprobs
+from align.vocabulary import read_vocabulary
+from distill.teacher import answers as module
+from distill.teacher.answers import (
+    answer_lengths,
+    answer_prompts,
+    open_store,
+    seconds_each,
+    to_answer,
+    top_logprobs,
+)
+from distill.teacher.store import Answers, CacheError, Store, names_of
 from eval.decoding.target import load_target
 
 PROMPTS = [[3, 4, 5], [6], [7, 8], [9, 10, 11, 12], [13, 2]]
@@ -24,7 +31,7 @@ def target(folder):
 
 @pytest.fixture
 def answered(job, target, tmp_path):
-    """The answers to PROMPTS in tmp_path, by a target that never stops."""
+    """The answers to PROMPTS in a store in tmp_path, by a target that never stops."""
 
     def answer(prompts=PROMPTS, stops=frozenset(), decoder=None, folder=tmp_path, **changes):
         recipe = job(
@@ -38,8 +45,10 @@ def answered(job, target, tmp_path):
                 **changes,
             },
         )
-        made = dataclasses.replace(target, stops=stops, decoder=decoder or target.decoder)
-        return answer_prompts(recipe, prompts, made)
+        asked = to_answer(recipe, prompts)
+        endless = dataclasses.replace(target, stops=stops, decoder=decoder or target.decoder)
+        store, taught = Store(folder / "store"), recipe.train_on_prompts
+        return answer_prompts(recipe, asked, endless, store, (), taught)
 
     return answer
 
@@ -58,9 +67,8 @@ def test_every_prompt_is_answered_with_the_distributions_the_tokens_came_from(an
         assert (answer.top_ids == ids).float().mean() > 0.95  # the order of near-equals may differ
 
 
-def test_with_train_on_prompts_all_tokens_but_the_first_are_taught(answered, target, tmp_path):
-    plain = answered(folder=tmp_path / "plain")
-    taught = answered(folder=tmp_path / "taught", train_on_prompts=True)
+def test_with_train_on_prompts_all_tokens_but_the_first_are_taught(answered, target, job, tmp_path):
+    plain, taught = answered(), answered(train_on_prompts=True)
     for one, other, prompt in zip(plain, taught, PROMPTS, strict=True):
         assert other.prompt_ids.tolist() == prompt[:1]
         whole = torch.cat([one.prompt_ids, one.response_ids])
@@ -70,7 +78,7 @@ def test_with_train_on_prompts_all_tokens_but_the_first_are_taught(answered, tar
             logp = target.model(whole[None]).logits[0, :-1].log_softmax(-1)
         top, _ = logp.topk(6, dim=-1)
         torch.testing.assert_close(other.top_logprobs.float(), top, atol=5e-3, rtol=2e-3)
-    recipe = SimpleNamespace(train_on_prompts=True)
+    recipe = job(tmp_path, train_on_prompts=True)
     assert answer_lengths(recipe, PROMPTS, taught) == plain.response_lengths
 
 
@@ -112,7 +120,7 @@ def test_processes_make_the_cache_of_one_and_a_killed_run_goes_on(job, answered,
         script = [Path(__file__).with_name("answering.py"), json.dumps(recipe.values())]
         return subprocess.run(
             [*command, f"--nproc_per_node={processes}", *script, json.dumps(prompts), str(dies)],
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[3])},
             capture_output=True,
             text=True,
             timeout=240,
@@ -121,10 +129,8 @@ def test_processes_make_the_cache_of_one_and_a_killed_run_goes_on(job, answered,
     killed = launched(2, dies=1)
     assert killed.returncode != 0
     assert "SIGKILL" in killed.stderr  # the first does not wait for ever, nor without a word
-    parts = json.loads((folder / "answers" / "key.json").read_text())
-    some = AnswerCache(folder / "answers", parts, 300)
-    assert 2 <= len(some) < len(prompts)
-    before = {path: path.read_bytes() for path in some.shards()}
+    assert 2 <= Store(folder / "store").at_hand(prompts) < len(prompts)
+    before = {path: path.read_bytes() for path in folder.glob("store/shard-*")}
 
     resumed = launched(3)
     assert resumed.returncode == 0, resumed.stderr
@@ -132,66 +138,130 @@ def test_processes_make_the_cache_of_one_and_a_killed_run_goes_on(job, answered,
         assert f"process {rank} of 3: 20 answers" in resumed.stdout
     assert resumed.stdout.count("answers: 240 tokens") == 1
     assert all(path.read_bytes() == content for path, content in before.items())
-    same_answers(alone, AnswerCache(folder / "answers", parts, 300))
+    # prompts are read together with others after a kill: other sums, then fp16
+    same_answers(alone, Answers(Store(folder / "store"), names_of(prompts)), 2e-3)
 
 
 def test_processes_that_do_not_share_a_folder_are_told(answered, monkeypatch):
     class First:
-        is_main_process, process_index, num_processes = True, 0, 2
+        is_main_process, process_index, num_processes, device = True, 0, 2, torch.device("cpu")
 
         def wait_for_everyone(self):
             pass
 
     monkeypatch.setattr(module, "PartialState", First)
-    with pytest.raises(CacheError, match=r"holds 4 of 5 answers .* a disk that all of them share"):
+    with pytest.raises(CacheError, match=r"lacks 1 of 5 answers .* a disk that all of them share"):
         answered()
 
 
+class Interrupted(Exception):
+    pass
+
+
+class Failing:
+    """A decoder that is interrupted in so many steps."""
+
+    def __init__(self, decoder, steps):
+        self.decoder, self.steps, self.calls = decoder, steps, 0
+        self.device, self.new_cache = decoder.device, decoder.new_cache
+        self.embedding = decoder.embedding
+
+    def forward(self, *args, **kwargs):
+        self.calls += 1
+        if self.calls > self.steps:
+            raise Interrupted
+        return self.decoder.forward(*args, **kwargs)
+
+
 def test_what_is_there_is_not_answered_again(answered, target, tmp_path, monkeypatch):
-    class Interrupted(Exception):
-        pass
-
-    class Failing:
-        def __init__(self, decoder):
-            self.decoder, self.calls = decoder, 0
-            self.device, self.new_cache = decoder.device, decoder.new_cache
-            self.embedding = decoder.embedding
-
-        def forward(self, *args, **kwargs):
-            self.calls += 1
-            if self.calls > 25:
-                raise Interrupted
-            return self.decoder.forward(*args, **kwargs)
-
     with monkeypatch.context() as patch:
-        patch.setattr("distill.answers.ANSWERS_PER_SHARD", 1)
+        patch.setattr(module, "ANSWERS_PER_SHARD", 1)
         with pytest.raises(Interrupted):
-            answered(decoder=Failing(target.decoder))
-    first = {path: path.read_bytes() for path in tmp_path.glob("answers/shard-*")}
+            answered(decoder=Failing(target.decoder, 25))
+    first = {path: path.read_bytes() for path in tmp_path.glob("store/shard-*")}
     assert 0 < len(first) < len(PROMPTS)
     resumed = answered()
     assert [answer.index for answer in resumed] == list(range(len(PROMPTS)))
     assert all(path.read_bytes() == content for path, content in first.items())
-    same_answers(resumed, answered(folder=tmp_path / "straight"))
+    same_answers(resumed, answered(folder=tmp_path / "straight"), 2e-3)
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    "changes",
+    [{"learning_rate": 1.0, "max_steps": 3}, {"name": "other"}, {"prompts": PROMPTS[::-1]}],
+)
+def test_another_run_reads_the_answers_that_are_there(answered, target, changes):
+    first, never = answered(), Failing(target.decoder, 0)
+    again = answered(decoder=never, **changes)
+    texts = [[answer.text.tolist() for answer in answers] for answers in (first, again)]
+    assert texts[1] == texts[0] or texts[1] == texts[0][::-1]
+    assert [answer.index for answer in again] == list(range(len(PROMPTS)))
+
+
+def test_of_more_prompts_only_the_new_ones_are_answered(answered, target, tmp_path):
+    answered()
+    counted = Failing(target.decoder, 1000)
+    more = [[7, 7, 7], *PROMPTS, [3, 4]]
+    answers = answered(prompts=more, decoder=counted)
+    assert [answer.prompt_ids.tolist() for answer in answers] == more
+    assert counted.calls == 1 + 12  # both prompts are read at once, then a token at a time
+    assert len(list(tmp_path.glob("store/shard-*"))) == 2
+
+
+@pytest.fixture
+def key(job, folder, tmp_path):
+    """The key of the store of a recipe."""
+
+    def make(**changes):
+        keys = {"answer_temperature": 0.8, "seed": 1, "target": "target"} | changes
+        recipe = job(tmp_path, **keys | {"target": str(folder / keys["target"])})
+        return open_store(recipe, read_vocabulary(recipe.target)).folder.name
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "changes",
     [
-        ({"seed": 2}, "seed"),
-        ({"answer_temperature": 0.5}, "answer_temperature"),
-        ({"answer_max_new_tokens": 13}, "answer_max_new_tokens"),
-        ({"cache_top_k": 7}, "cache_top_k"),
-        ({"train_on_prompts": True}, "train_on_prompts"),
-        ({"dtype": "bfloat16"}, "dtype"),
-        ({"prompts": PROMPTS[:4]}, "prompts"),
-        ({"answers_per_prompt": 2}, "prompts"),
+        {"target": "draft"},
+        {"dtype": "bfloat16"},
+        {"answer_temperature": 0.5},
+        {"answer_max_new_tokens": 13},
+        {"cache_top_k": 7},
+        {"seed": 2},
     ],
 )
-def test_a_cache_of_something_else_is_refused(answered, change, named):
-    answered()
-    with pytest.raises(CacheError, match=f"made with another {named}"):
-        answered(**change)
+def test_what_changes_an_answer_has_another_store(key, changes):
+    assert key(**changes) != key()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"learning_rate": 1.0, "num_train_epochs": 2.0, "loss": "tv", "name": "other"},
+        {"answers_per_prompt": 2, "max_train_prompts": 2, "train_on_prompts": True},
+        {"answer_batch_size": 3},
+        {"target": "moved"},  # the same weights: of the ids of other prompts
+    ],
+)
+def test_what_does_not_has_the_same(key, changes):
+    assert key(**changes) == key()
+
+
+def test_greedy_answers_are_drawn_with_no_seed(key):
+    assert key(answer_temperature=0.0, seed=2) == key(answer_temperature=0.0)
+
+
+def test_seconds_of_an_answer_are_known_from_those_at_hand_or_timed_anew(
+    answered, job, target, tmp_path
+):
+    store, recipe = answered().store, job(tmp_path, answer_batch_size=2)
+    never = dataclasses.replace(target, decoder=Failing(target.decoder, 0))
+    known = seconds_each(recipe, PROMPTS, never, store)
+    assert 0 < known < 60
+    elsewhere = job(tmp_path, answer_batch_size=3)  # as on another machine
+    assert 0 < seconds_each(elsewhere, PROMPTS, target, store) < 60
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
 def test_each_of_several_ends_of_text_ends_an_answer_and_is_taught(answered, tmp_path):
