@@ -2,8 +2,10 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -11,37 +13,40 @@ import pytest
 import torch
 from accelerate.commands.config import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
 
-from distill import held_out, prompts, train
 from distill.held_out import HELD_OUT, read_followed
 from distill.recipe import dump
 from distill.trainer import last_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "recipes" / "accelerate"
-DDP, FSDP2 = "cpu_2.yaml", "fsdp2.yaml"
-STEPS, DEATH = 16, 8  # of 4 rows, 3 an epoch
-PRUNED = {"draft": None, "num_draft_layers": 1, "draft_vocab_size": 270}
-# few prompts, and some of them are followed all the same
-FOLLOWED = [
-    (prompts, "HELD_OUT_PART", 4),
-    (prompts, "HELD_OUT_FEWEST", 1),
-    (held_out, "SHARE", 10.0),
-]
-# the job; the process of rank DIES dies, as by kill -9, before all have written a checkpoint
-SCRIPT = f"""
-import os, signal, sys
-from trl import SFTTrainer
-from distill import held_out, prompts
+ONE, DDP, FSDP2 = "cpu.yaml", "cpu_2.yaml", "fsdp2.yaml"
+# a run of few prompts that follows some of them all the same
+HOLDS_OUT = """
+import sys
+from distill import held_out, prompt_sets
 from distill.train import main
 
-prompts.HELD_OUT_PART, prompts.HELD_OUT_FEWEST, held_out.SHARE = 4, 1, 10.0
+prompt_sets.HELD_OUT_PART, prompt_sets.HELD_OUT_FEWEST, held_out.SHARE = 4, 1, 10.0
+sys.exit(main(sys.argv[1:]))
+"""
+
+STEPS = 24  # of 4 rows, 3 an epoch
+PRUNED = {"draft": None, "num_draft_layers": 1, "draft_vocab_size": 270}
+LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 8}
+
+# a second process that dies, as by kill -9, before all have written their part of a checkpoint
+DIES = """
+import os, signal, sys
+from trl import SFTTrainer
+from distill.train import main
+
 save = SFTTrainer._save_checkpoint
 def dies(trainer, model, trial):
     save(trainer, model, trial)
-    if os.environ["RANK"] == os.environ["DIES"] and trainer.state.global_step == {DEATH}:
+    if os.environ["RANK"] == "1" and trainer.state.global_step == 8:
         os.kill(os.getpid(), signal.SIGKILL)
 SFTTrainer._save_checkpoint = dies
 sys.exit(main(sys.argv[1:]))
@@ -56,43 +61,48 @@ def test_accelerate_reads_every_config(path):
         parser.parse_args(["--config_file", str(path), "--main_process_port", "0", "train.py"])
     )
     assert args.num_processes == config.num_processes
-    if args.use_deepspeed:
-        args.deepspeed_fields_from_accelerate_config = ",".join(config.deepspeed_config)
-        _, environment = prepare_deepspeed_cmd_env(args)
-        assert environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
-        assert environment["ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"] == "true"
-        assert environment["ACCELERATE_DEEPSPEED_ZERO3_INIT"] == "false"
-    elif path.stem != "cpu":
+    if path.stem != "cpu":
         environment = prepare_multi_gpu_env(args)
         assert args.nproc_per_node == str(config.num_processes)
         assert environment.get("FSDP_VERSION") == ("2" if args.use_fsdp else None)
         assert environment.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false") == "false"
 
 
-def launched(config, recipe, flags=(), dies=None):
-    """What a run of two processes prints, one of which dies where its rank is given."""
-    file, script = (recipe.folder.with_suffix(suffix) for suffix in (".yaml", ".py"))
-    file.write_text(dump(recipe))
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
-    command += ["--config_file", CONFIGS / config, "--num_processes", "2", *flags]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    log = recipe.folder.with_suffix(".log")
-    with log.open("w") as out:
-        launcher = psutil.Popen(
-            [*map(str, command), str(script), "--recipe", str(file)],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": path, "DIES": str(dies)},
-        )
-    started = []
-    while launcher.poll() is None:
-        started = launcher.children(recursive=True) or started
-        psutil.wait_procs([launcher], timeout=0.5)
-    assert (launcher.wait() == 0) == (dies is None), log.read_text()
-    _, alive = psutil.wait_procs(started, timeout=30)
-    assert not alive  # the launcher ends the others, too
-    return log.read_text()
+class Run:
+    """A command of the job that is running."""
+
+    def __init__(self, config, recipe, script=ROOT / "distill" / "train.py", flags=()):
+        file = recipe.folder.with_suffix(".yaml")
+        file.write_text(dump(recipe))
+        self.folder, self.log = recipe.folder, recipe.folder.with_suffix(".log")
+        command = [sys.executable, "-m", "accelerate.commands.launch"]
+        command += ["--config_file", CONFIGS / config, "--main_process_port", "0"]
+        if config == FSDP2:
+            command += ["--num_processes", "2"]
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        with self.log.open("w") as log:
+            self.launcher = psutil.Popen(
+                [*map(str, command), *flags, str(script), "--recipe", str(file)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"PYTHONPATH": path},
+            )
+
+    def ends(self, well=True):
+        started = self.launcher.children(recursive=True)
+        assert (self.launcher.wait(timeout=300) == 0) == well, self.log.read_text()
+        _, alive = psutil.wait_procs(started, timeout=30)
+        assert not alive  # the launcher ends the others, too
+        return self.log.read_text()
+
+    def kill(self, rank, after):
+        """kill -9 of that process after so many seconds, where it still runs."""
+        time.sleep(after)
+        for process in self.launcher.children(recursive=True):
+            if process.environ().get("RANK") == str(rank):
+                process.kill()
+                return self.ends(well=False)
+        return self.ends()
 
 
 def assert_same_draft(folder, straight):
@@ -126,56 +136,75 @@ def recipe(job, tmp_path_factory):
     def make(rows, **changes):
         steps = {"max_steps": STEPS, "save_steps": 4, "logging_steps": 4}
         folder = tmp_path_factory.mktemp("processes") / "run"
-        return job(folder, per_device_train_batch_size=rows, **PRUNED, **steps, **changes)
+        return job(folder, per_device_train_batch_size=rows, **steps, **changes)
 
     return make
 
 
 @pytest.fixture(scope="module")
 def straight(recipe):
-    """The folder of a kind's run in one process, this one: straight(kind)."""
-    folders = {}
-
-    def run(kind):
-        if kind not in folders:
-            alone = recipe(4, drafter=kind)
-            with pytest.MonkeyPatch.context() as patch:
-                for module, name, value in FOLLOWED:
-                    patch.setattr(module, name, value)
-                assert train.run(alone) == 0
-            folders[kind] = alone.folder
-        return folders[kind]
-
-    return run
+    """What one process makes of the pruned target, and in how many seconds."""
+    clock = time.time()
+    run = Run(ONE, recipe(4, **PRUNED))
+    assert "processes: " not in run.ends()
+    return run.folder, time.time() - clock
 
 
 @pytest.mark.real
 @pytest.mark.parametrize(
-    ("config", "how", "kind", "flags", "dies"),
+    ("config", "how", "rank"),
     [
-        pytest.param(DDP, "MULTI_CPU", "pruned", (), 0, id="ddp"),
-        pytest.param(
-            *(FSDP2, "FSDP", "pruned", ("--fsdp_activation_checkpointing", "true"), 1), id="fsdp2"
-        ),
-        pytest.param(FSDP2, "FSDP", "eagle3", (), None, id="fsdp2, eagle3"),
+        pytest.param(DDP, "MULTI_CPU", 0, id="ddp"),
+        pytest.param(FSDP2, "FSDP", 1, id="fsdp2"),
     ],
 )
 def test_two_processes_make_the_draft_of_one_though_either_is_killed(
-    recipe, straight, config, how, kind, flags, dies
+    recipe, straight, config, how, rank
 ):
-    two = recipe(2, drafter=kind)
-    if dies is not None:
-        launched(config, two, flags, dies)
-        assert (two.folder / f"checkpoint-{DEATH}" / "trainer_state.json").exists()
-        assert last_checkpoint(two.folder).name == f"checkpoint-{DEATH - 4}"
-    shown = launched(config, two, flags)
-    assert "processes: 2, gloo, cpu" in shown
-    assert f"training over 2 processes: {how}" in shown
-    assert_same_draft(two.folder, straight(kind))
-    theirs, ours = (
-        read_followed(folder / HELD_OUT).seen for folder in (straight(kind), two.folder)
-    )
-    assert theirs
-    assert [a.step for a in theirs] == [b.step for b in ours]
-    for a, b in zip(theirs, ours, strict=True):
+    expected, seconds = straight
+    after = random.uniform(0.2, 1) * seconds
+    two = recipe(2, **PRUNED)
+    killed = Run(config, two).kill(rank, after)
+    ended = Run(config, two).ends()
+    print(f"rank {rank} killed after {after:.2f} s of about {seconds:.2f}")
+    assert "processes: 2, gloo, cpu" in ended
+    assert f"training over 2 processes ({how})" in killed + ended
+    assert_same_draft(two.folder, expected)
+
+
+@pytest.mark.real
+def test_a_run_goes_on_with_the_processes_that_began_it_alone(recipe, tmp_path):
+    straight = Run(ONE, recipe(4, **LORA))
+    straight.ends()
+    two = recipe(2, **LORA)
+    script = tmp_path / "dies.py"
+    script.write_text(DIES)
+    assert "training over 2 processes (FSDP)" in Run(FSDP2, two, script).ends(well=False)
+    assert (two.folder / "checkpoint-8" / "trainer_state.json").exists()
+    assert last_checkpoint(two.folder).name == "checkpoint-4"
+    refused = Run(ONE, two).ends(well=False)
+    assert "checkpoint-4 was left by 2 processes (FSDP), and 1 process (alone) would" in refused
+    Run(FSDP2, two).ends()
+    assert_same_draft(two.folder, straight.folder)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("eagle3", ()),
+        ("pruned", ("--fsdp_activation_checkpointing", "true")),
+    ],
+)
+def test_shards_follow_held_out_prompts_as_one_process_does(recipe, tmp_path, kind, flags):
+    script = tmp_path / "holds_out.py"
+    script.write_text(HOLDS_OUT)
+    one, two = (recipe(rows, **PRUNED, drafter=kind) for rows in (4, 2))
+    Run(ONE, one, script).ends()
+    assert "training over 2 processes (FSDP)" in Run(FSDP2, two, script, flags).ends()
+    seen = [read_followed(made.folder / HELD_OUT).seen for made in (one, two)]
+    assert seen[0]
+    assert [a.step for a in seen[0]] == [b.step for b in seen[1]]
+    for a, b in zip(*seen, strict=True):
         assert b.alpha == pytest.approx(a.alpha, abs=0.02)
+    assert_same_draft(two.folder, one.folder)
