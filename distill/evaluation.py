@@ -5,7 +5,7 @@ from __future__ import annotations
 from align.atomic import write_json
 from align.process import free_memory
 from distill.choice import chosen_before
-from distill.forecast import forecast
+from distill.held_out import held_out_curve
 from distill.models import Pair
 from distill.prepare import lost_mass_of
 from distill.prompt_sets import Prompts
@@ -41,9 +41,8 @@ def evaluate(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> Re
             prompts.overlap.exact + prompts.overlap.near,
             made_by,
         )
-        found = forecast(folder)
-        made = {"no_forecast": found} if isinstance(found, str) else {"forecast": found}
-        report = report.model_copy(update=made | {"choice": chosen_before(folder)})
+        about = {"held_out": held_out_curve(folder), "choice": chosen_before(folder)}
+        report = report.model_copy(update=about)
         write_report(folder / "report", report)
         write_json(folder / "provenance.json", made_by)
         write_card(folder)

@@ -27,6 +27,8 @@ from align.vocab_map import Retokenizer
 from distill.teacher.answers import USED
 from distill.teacher.store import Answers, CachedAnswer, Store
 from distill.training_set import training_rows
+from eval.measuring.metrics import share
+from eval.reporting.report import HeldOutCurve, HeldOutPoint
 
 HELD_OUT = "held_out"  # its folder: what was seen
 FIRST_INDEX = 2**30  # of the answers to held-out prompts: no two answers of a run share one
@@ -177,8 +179,8 @@ class HeldOut(TrainerCallback):
     def on_evaluate(
         self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        share = min(1.0, state.global_step * self.batch / self.trained_rows)
-        latest = Seen(state.global_step, round(share * self.tokens), self.sums)
+        part = min(1.0, state.global_step * self.batch / self.trained_rows)
+        latest = Seen(state.global_step, round(part * self.tokens), self.sums)
         self.seen.append(latest)
         better = state.best_metric is None or latest.alpha > state.best_metric
         control.should_save = control.should_save or better
@@ -200,8 +202,29 @@ class HeldOut(TrainerCallback):
 def read_followed(folder: Path) -> Followed:
     """What a run has written; nothing seen where it has not."""
     path = folder / SEEN
-    written: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"gamma": 0}
-    return Followed(written["gamma"], [Seen(**seen) for seen in written.get("seen", [])])
+    if not path.exists():
+        return Followed(0, [])
+    written = json.loads(path.read_text())
+    return Followed(written["gamma"], [Seen(**seen) for seen in written["seen"]])
+
+
+def held_out_curve(folder: Path) -> HeldOutCurve | None:
+    """alpha by the tokens trained on, for the report of a run; None where nothing was followed."""
+    followed = read_followed(folder / HELD_OUT)
+    if not followed.seen:
+        return None
+    kept = best_of(followed.seen)
+    points = [
+        HeldOutPoint(
+            step=seen.step,
+            tokens=seen.tokens,
+            alpha=share("alpha", [(None, row[0], row[2]) for row in seen.sums]),
+            tau=seen.tau,
+            kept=seen is kept,
+        )
+        for seen in followed.seen
+    ]
+    return HeldOutCurve(gamma=followed.gamma, points=points)
 
 
 def best_of(seen: Sequence[Seen]) -> Seen | None:

@@ -53,7 +53,6 @@ from eval.measuring.journal import Journal
 from eval.measuring.log import StepCosts
 from eval.prompts import PromptSet, load_prompts, render_all
 from eval.reporting.report import Costs, DraftReport, Measured, Report, ReportError, read_report
-from eval.reporting.tables import forecast_line
 
 PRICED_PROMPTS = 40
 REMEDY = (
@@ -218,8 +217,6 @@ def price(draft: DraftReport, report: Report, prompts: str, device: str) -> int:
         best_gamma(mean, _step_costs(draft.costs))[1] for mean in (there.mean, draft.alpha.mean)
     )
     print(f"expected speed-up {then:.2f}x at the report's alpha, {now:.2f}x here")
-    if forecast := forecast_line(report):
-        print(f"On the report's own prompts: {forecast}")
     if not difference.moved:
         print("\nas measured")
         return 0

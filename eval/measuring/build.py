@@ -69,7 +69,7 @@ def _draft_block(log: DraftLog, run: RunLog, shown: Sequence[str]) -> dict[str, 
         "placement": lambda log: placements(
             metrics.tau(blocks(log)).mean,
             metrics.mean_drafted(log.runs),
-            timed(log),
+            metrics.paid(log),
             log.q_rows if run.decoding["temperature"] else 0,
         ),
         "gamma_curve": lambda log: gamma_curve(
@@ -95,7 +95,7 @@ def _waterfall(log: DraftLog) -> Any:
     return waterfall(
         metrics.tau(blocks(log)).mean,
         metrics.mean_drafted(log.runs),
-        timed(log),
+        metrics.paid(log),
         metrics.decode_speedup(log.runs, log.baseline).mean,
         metrics.speedup(log.runs, log.baseline).mean,
     )

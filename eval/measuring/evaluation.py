@@ -212,10 +212,7 @@ class _Evaluation:
             lambda: step_costs(target.decoder, drafter, context, longest, sampling),
             StepCosts.from_json,
         )
-        # per drafted token: what was looked up took no step
         free = sum(sum(run.free) for run in runs) / max(sum(sum(run.drafted) for run in runs), 1)
-        step, block = (cost * (1 - free) for cost in (costs.draft_step, costs.draft_block))
-        costs = replace(costs, draft_step=step, draft_block=block)
         sweep = []
         if plan.sweep_prompts:
             swept = self.timed.drawn(plan.sweep_prompts, self.how.seed)
@@ -243,6 +240,7 @@ class _Evaluation:
             gamma_policy=self._policy(length),
             agreement=agreement,
             costs=costs,
+            free_share=free,
             memory={
                 "target_bytes": target.bytes,
                 "draft_bytes": drafter.bytes,

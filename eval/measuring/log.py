@@ -162,7 +162,8 @@ class DraftLog:
     kv_bytes_per_token: {target, draft}} in the form measured. lossless: the ledger of greedy texts.
     gamma_sweep: measured points {gamma, tau, speedup}. other_prompts: {source, sha256, alpha}.
     by_temperature: (runs, baseline runs) by the temperature they were decoded at. counters: a
-    server's own. alike, q_rows: as of a Drafter (eval/decoding/drafters/base.py).
+    server's own. free_share: of the drafted tokens, those that took no step of the draft. alike,
+    q_rows: as of a Drafter (eval/decoding/drafters/base.py).
     """
 
     name: str
@@ -185,6 +186,7 @@ class DraftLog:
         default_factory=dict
     )
     counters: dict[str, Any] | None = None
+    free_share: float = 0.0
     alike: bool = True
     q_rows: int = 0
     missing: dict[str, str] = field(default_factory=dict)

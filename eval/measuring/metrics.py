@@ -9,6 +9,7 @@ each other). docs/metrics.md says in prose what is in each number and what is no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -563,6 +564,13 @@ def timed(log: DraftLog) -> StepCosts:
     return _known(log.costs, "step costs")
 
 
+def paid(log: DraftLog) -> StepCosts:
+    """The step costs with the draft's spread over all it drafted: what was looked up took none."""
+    costs, share = timed(log), 1 - log.free_share
+    step, block = costs.draft_step * share, costs.draft_block * share
+    return replace(costs, draft_step=step, draft_block=block)
+
+
 def agreed(log: DraftLog) -> list[Agreement]:
     """The log of alpha. Raises `NothingToMeasure` where there is none."""
     return _known(log.agreement, "teacher-forced distributions")
@@ -615,10 +623,10 @@ NUMBERS: dict[str, Callable[[DraftLog], Any]] = {
     "costs": lambda log: costs_ms(timed(log)),
     "c": lambda log: c(timed(log)),
     "verify_ratio": lambda log: verify_ratio(timed(log), mean_drafted(blocks(log))),
-    "predicted_speedup": lambda log: predicted_speedup(blocks(log), timed(log)),
+    "predicted_speedup": lambda log: predicted_speedup(blocks(log), paid(log)),
     "speedup": lambda log: speedup(log.runs, log.baseline),
     "decode_speedup": lambda log: decode_speedup(blocks(log), log.baseline),
-    "decode_efficiency": lambda log: decode_efficiency(blocks(log), log.baseline, timed(log)),
+    "decode_efficiency": lambda log: decode_efficiency(blocks(log), log.baseline, paid(log)),
     "tokens_per_s": lambda log: both(tokens_per_s, log),
     "ttft_ms": lambda log: both(ttft_ms, log),
     "itl_ms": lambda log: both(itl_ms, log),

@@ -524,25 +524,16 @@ class HeldOutPoint(Part):
 
     step: Positive
     tokens: Positive = Field(description="different tokens that it was trained on until then")
-    alpha: float = Field(ge=0, le=1)
+    alpha: Share
     tau: float = Field(ge=1, description="simulated: a chain of `gamma` drafted tokens")
+    kept: bool = Field(description="these weights became the draft")
 
 
-class Forecast(Part):
-    """What more different training tokens would bring, on prompts held out of training."""
+class HeldOutCurve(Part):
+    """alpha while the draft was trained, on prompts held out of training."""
 
-    tokens: Positive = Field(description="different tokens that the draft was trained on")
-    alpha: Share = Field(description="of the draft that was kept, on held-out prompts")
-    trained_alpha: Share | None = Field(
-        None,
-        description="after training, on as many answers that it was trained on: a ceiling of what "
-        "more text can bring to this draft; null where training was not followed to its end",
-    )
-    at_3x: Share = Field(description="alpha there with 3 times the different tokens")
-    at_10x: Share = Field(description="and with 10 times")
     gamma: Positive = Field(description="of the simulated tau")
-    curve: Annotated[list[HeldOutPoint], Field(min_length=1)]
-    method: str
+    points: Annotated[list[HeldOutPoint], Field(min_length=1)]
 
 
 class Replayed(Part):
@@ -600,11 +591,8 @@ class Findings(Part):
     drafts: dict[str, DraftReport] = Field(min_length=1, description="by name")
     gain: list[Gain] = Field(description="difference to the draft named, on the same prompts.")
     provenance: dict[str, JsonValue]
-    forecast: Forecast | None = Field(
-        None, description="what more training data would bring; null: see `no_forecast`"
-    )
-    no_forecast: str | None = Field(
-        None, description="why there is none; null also where no training was followed"
+    held_out: HeldOutCurve | None = Field(
+        None, description="null: no prompts were held out, or no training was followed"
     )
     choice: DrafterChoice | None = Field(
         None, description="how the kind of draft was chosen; null where the recipe named it"
@@ -629,12 +617,6 @@ class Findings(Part):
     def ledgers(self) -> list[tuple[str, Ledger]]:
         """Those of all drafts, by what to call them."""
         return [one for name, draft in self.drafts.items() for one in draft.ledgers(name)]
-
-    @model_validator(mode="after")
-    def _a_forecast_or_the_reason(self) -> Self:
-        if self.forecast and self.no_forecast:
-            raise ValueError(f"there is a forecast, and no_forecast says {self.no_forecast!r}")
-        return self
 
     @model_validator(mode="after")
     def _gains_are_differences(self) -> Self:

@@ -19,7 +19,7 @@ from eval.reporting.report import (
     DrafterChoice,
     DraftReport,
     Findings,
-    Forecast,
+    HeldOutCurve,
     Ledger,
     Measured,
     Memory,
@@ -167,7 +167,7 @@ def missing_lines(report: Findings) -> list[str]:
         for entry in draft.missing:
             reasons.setdefault(entry.reason, []).append(entry.field)
         lines += [f"{name}, {', '.join(fields)}: {why}" for why, fields in reasons.items()]
-    return lines + ([f"forecast: {report.no_forecast}"] if report.no_forecast else [])
+    return lines
 
 
 # --- What the rows or columns show: label, fields of the report, and how they are written ---
@@ -380,18 +380,14 @@ def _setting(report: Findings) -> list[list[Any]]:
     return [[label, "none" if value is None else value] for label, value in rows]
 
 
-def _forecast_table(made: Forecast) -> Table:
-    """The draft on held-out prompts while it was trained, and what more tokens would bring."""
-    rows = [[str(p.tokens), f"{p.alpha:.3f}", f"{p.tau:.2f}", f"step {p.step}"] for p in made.curve]
-    for times, value in ((1, made.alpha), (3, made.at_3x), (10, made.at_10x)):
-        what = "the draft that was kept" if times == 1 else f"forecast, {times}x"
-        rows.append([str(times * made.tokens), f"{value:.3f}", "", what])
-    if made.trained_alpha is not None:
-        rows.append(
-            [str(made.tokens), f"{made.trained_alpha:.3f}", "", "on what it was trained on"]
-        )
-    header = ["different tokens", "held-out alpha", f"simulated tau, gamma {made.gamma}", ""]
-    return Table("What more data would bring", header, rows, made.method)
+def _held_out_table(curve: HeldOutCurve) -> Table:
+    """The draft on held-out prompts while it was trained."""
+    rows = [
+        [str(p.tokens), str(p.step), f"{p.alpha:.3f}", f"{p.tau:.2f}", "kept" if p.kept else ""]
+        for p in curve.points
+    ]
+    header = ["different tokens", "step", "alpha", f"simulated tau, gamma {curve.gamma}", ""]
+    return Table("Held-out prompts while it was trained", header, rows)
 
 
 def _choice_table(choice: DrafterChoice) -> Table:
@@ -412,20 +408,6 @@ def _choice_table(choice: DrafterChoice) -> Table:
         "Each draft in the other tables is the chosen one, fully trained."
     )
     return Table("Kinds of draft compared", header, rows, note)
-
-
-def forecast_line(report: Findings) -> str:
-    """What more different training tokens would bring; empty where nobody knows."""
-    made = report.forecast
-    if made is None:
-        return ""
-    line = (
-        f"More data: held-out alpha {made.alpha:.2f} on {made.tokens} different tokens; "
-        f"{made.at_3x:.2f} expected with 3x as many, {made.at_10x:.2f} with 10x."
-    )
-    if made.trained_alpha is not None:
-        line += f" On what it was trained on {made.trained_alpha:.2f}, which more cannot pass."
-    return line
 
 
 def _charted(report: Findings) -> list[Table]:
@@ -474,7 +456,7 @@ def tables(report: Report) -> list[Table]:
         ledger_table(report),
         _table("By category", "category, draft", categories, CATEGORIES),
         _by_draft("Other prompts", report, OTHERS),
-        *([] if report.forecast is None else [_forecast_table(report.forecast)]),
+        *([] if report.held_out is None else [_held_out_table(report.held_out)]),
         *([] if report.choice is None else [_choice_table(report.choice)]),
         _by_draft("Cost and latency", report, COSTS),
         _by_item("Where the draft runs", report, "placement", PLACEMENT, PLACEMENT_NOTE),

@@ -19,7 +19,6 @@ from eval.reporting.tables import (
     DEFINITIONS,
     Table,
     baseline_line,
-    forecast_line,
     lossless_line,
     missing_lines,
     result_table,
@@ -81,8 +80,6 @@ def print_summary(report: Report, console: Console | None = None) -> None:
         lines.append((lossless_line(which, ledger), "red bold" if ledger.unexplained else "green"))
     lines += [(f"Warning: {warning}", "yellow") for warning in report.warnings]
     lines += [(verdict, "") for verdict in verdict_lines(report)[-1:]]
-    if forecast := forecast_line(report):
-        lines.append((forecast, ""))
     for line, style in [*lines, (report.headline, "bold")]:
         # Text, not markup: a path or a range in brackets must not be read as a style
         console.print(Text(line, style=style))

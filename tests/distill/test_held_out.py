@@ -1,4 +1,4 @@
-"""alpha on held-out prompts while training: measured, acted on, and fitted."""
+"""alpha on held-out prompts while training: measured, and acted on."""
 
 import itertools
 import json
@@ -11,10 +11,8 @@ import torch
 
 from distill import held_out, prompts
 from distill.answer_cache import CachedAnswer
-from distill.forecast import forecast
 from distill.held_out import (
     HELD_OUT,
-    SEEN,
     SHARE,
     HeldOut,
     Seen,
@@ -35,6 +33,7 @@ from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.verification import Sampling
 from eval.prompts import Prompt
+from eval.reporting.report import read_report
 
 VOCAB = 50
 
@@ -287,7 +286,7 @@ def test_prompts_that_are_all_alike_are_trained_on(job, tmp_path, monkeypatch, c
     )
 
 
-def test_a_run_follows_held_out_prompts_and_reports_a_forecast(job, tmp_path, monkeypatch, capsys):
+def test_a_run_follows_held_out_prompts_and_reports_the_curve(job, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prompts, "HELD_OUT_PART", 4)
     monkeypatch.setattr(prompts, "HELD_OUT_FEWEST", 1)
     monkeypatch.setattr(held_out, "SHARE", 10.0)
@@ -296,14 +295,17 @@ def test_a_run_follows_held_out_prompts_and_reports_a_forecast(job, tmp_path, mo
     shown = capsys.readouterr().out
     assert "9 to train on (" in shown
     assert "2 held out, 1 to choose gamma" in shown
-    assert "held-out alpha" in shown
-    assert "More data: held-out alpha" in shown
-    made = json.loads((recipe.folder / "report" / "report.json").read_text())["forecast"]
-    assert made["alpha"]["n"] == 2
-    assert made["alpha"]["mean"] <= made["at_3x"]["mean"] <= made["at_10x"]["mean"] <= 1
-    assert len(made["curve"]) == len(read_followed(recipe.folder / HELD_OUT).seen)
+    seen = read_followed(recipe.folder / HELD_OUT).seen
+    curve = read_report(recipe.folder / "report" / "report.json").held_out
+    assert [point.tokens for point in curve.points] == [one.tokens for one in seen]
+    assert [point.alpha.mean for point in curve.points] == pytest.approx([s.alpha for s in seen])
+    (kept,) = (point for point in curve.points if point.kept)
+    assert kept.alpha.n == 2
+    assert kept.alpha.mean == max(point.alpha.mean for point in curve.points)
     for name in ("report.md", "report.html"):
-        assert "What more data would bring" in (recipe.folder / "report" / name).read_text()
+        assert (
+            "Held-out prompts while it was trained" in (recipe.folder / "report" / name).read_text()
+        )
 
 
 @pytest.mark.parametrize("kind", ["features", "recurrent", "eagle3", "medusa", "parallel"])
@@ -329,48 +331,3 @@ def test_of_drafts_of_several_steps_the_first_token_is_followed(job, tmp_path, m
         found.append(int((q[0].argmax(-1) == answer.top_ids[:, 0]).sum()))
     assert found == [accepted for accepted, *_ in best.sums]
     assert sum(found) > 0
-
-
-# --- the forecast
-
-
-def write(folder, sizes, alphas, after=()):
-    """Measurements with alphas of a few prompts over a first epoch, and after it."""
-    points = [*zip(sizes, alphas, strict=True), *((sizes[-1], alpha) for alpha in after)]
-    rng = np.random.default_rng(3)
-    hard = rng.normal(0, 0.05, 30)
-    seen = [
-        {"step": i + 1, "tokens": size, "sums": [(100 * (a + h), 0, 100, 60) for h in hard]}
-        for i, (size, a) in enumerate(points)
-    ]
-    (folder / HELD_OUT).mkdir(exist_ok=True)
-    kept = {"gamma": 4, "seen": seen}
-    (folder / HELD_OUT / SEEN).write_text(json.dumps(kept))
-    return float(hard.mean())
-
-
-SIZES = [1000, 1400, 2000, 2800, 4000, 5600, 8000]
-
-
-@pytest.mark.parametrize(
-    "curve",
-    [lambda n: 0.7 - 2.0 * n**-0.3, lambda n: 0.05 * np.log(n)],
-    ids=["power law", "logarithm"],
-)
-def test_what_a_longer_run_reaches_lies_in_the_interval(tmp_path, curve):
-    shift = write(tmp_path, SIZES, [curve(n) for n in SIZES], after=[curve(8000) + 0.05])
-    made = forecast(tmp_path)
-    assert made.alpha.mean == pytest.approx(curve(8000) + 0.05 + shift)
-    assert made.tokens == 8000
-    for times, value in ((3, made.at_3x), (10, made.at_10x)):
-        low, high = value.ci95
-        assert low <= curve(8000 * times) + 0.05 + shift <= high
-        assert low <= value.mean <= high
-        assert high - low < 0.3
-    assert len(made.curve) == 8
-
-
-def test_a_run_too_short_for_a_fit_says_so(tmp_path):
-    assert "no prompts were held out" in forecast(tmp_path)
-    write(tmp_path, SIZES[:3], [0.1, 0.2, 0.3])
-    assert "3 measurements in the first epoch, and 4 are needed" in forecast(tmp_path)

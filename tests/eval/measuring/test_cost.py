@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from eval.measuring import cost, metrics
-from eval.measuring.log import StepCosts
+from eval.measuring.log import DraftLog, StepCosts
 
 
 def free_verification(c, max_gamma=30):
@@ -160,3 +160,11 @@ def test_a_pass_once_a_draft_counts_once():
     assert metrics.c(costs) == pytest.approx(0.5)
     (here, *_) = cost.placements(2.0, 4, costs)
     assert here.speedup == pytest.approx(1.0)
+
+
+def test_looked_up_tokens_take_no_step_and_leave_c_and_the_ceiling_as_measured():
+    costs = StepCosts(0.004, 0.010, {1: 0.010, 3: 0.011}, 100)
+    log = DraftLog("d", "d", "full", {}, [], [], {}, 2, "fixed", costs=costs, free_share=0.75)
+    assert metrics.NUMBERS["c"](log) == pytest.approx(0.4)
+    assert metrics.timed(log) is costs  # what `payoff` is made of
+    assert metrics.paid(log).draft_step == pytest.approx(0.001)
