@@ -34,15 +34,16 @@ from trl.experimental.gkd import GKDConfig, GKDTrainer
 
 from align.atomic import atomic_file
 from align.process import use_machine
-from distill.answer_cache import AnswerCache
-from distill.answers import answer_prompts
 from distill.budget import split
 from distill.losses import LOSSES
 from distill.models import TargetOfRun, check_models
-from distill.prepare import build_pruned, prepare_draft
+from distill.prepare import prepare_draft
 from distill.prompt_sets import collect_prompts
 from distill.recipe import build_recipe, read_yaml
+from distill.teacher.answers import answer_prompts
+from distill.teacher.store import AnswerCache
 from distill.trainer import build_trainer, distil
+from eval.decoding.drafters.pruned import build_pruned
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.measuring.agreement import target_texts

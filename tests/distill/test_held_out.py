@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from distill import held_out, prompts
-from distill.answer_cache import CachedAnswer
 from distill.held_out import (
     HELD_OUT,
     SHARE,
@@ -27,6 +26,7 @@ from distill.losses import acceptance
 from distill.models import TargetOfRun, check_models
 from distill.prompt_sets import collect_prompts, hold_out
 from distill.recipe import build_recipe
+from distill.teacher.store import CachedAnswer
 from distill.train import run
 from distill.trainer import build_trainer, distil, last_checkpoint
 from eval.decoding.drafters.causal_lm import teacher_forced_logits

@@ -16,7 +16,7 @@ from distill.forms import export_forms, forms_of
 from distill.publish import check_run, publish
 from distill.reload import ReloadError, reload_forms
 from distill.train import run
-from eval.decoding.drafters.pruned import save_compact
+from eval.decoding.drafters.pruned import KIND
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 
@@ -74,7 +74,8 @@ def test_the_compact_form_names_ids_as_vllm_reads_them(tiny_llama, tmp_path):
     model, token_ids = tiny_llama(vocab_size=12), torch.tensor([2, 3, 7, 11])
     embedding = model.get_input_embeddings().weight.detach()
     model.lm_head = torch.nn.Linear(32, 4, bias=False)
-    save_compact(tmp_path / "compact", model, token_ids, embedding)
+    (tmp_path / "compact").mkdir()
+    KIND.save(tmp_path / "compact", model, token_ids, embedding, "")
     tensors = load_file(tmp_path / "compact" / "model.safetensors")
     rows = torch.arange(len(tensors["lm_head.weight"]))
     assert (rows + tensors["d2t"]).tolist() == token_ids.tolist()  # as EAGLE-3's are read there

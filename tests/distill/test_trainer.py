@@ -16,19 +16,19 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from align.atomic import DiskFullError
-from distill.answer_cache import CachedAnswer
+from distill.loss_forward import give_loss_forward, take_loss_forward
 from distill.losses import coarse_loss, forward_kl
 from distill.recipe import RecipeError, build_recipe
+from distill.teacher.store import CachedAnswer
 from distill.trainer import (
     SameOrder,
-    attach_distillation_forward,
     build_trainer,
-    detach_distillation_forward,
     distil,
     last_checkpoint,
     training_config,
 )
 from distill.training_set import TRAINING_SET, DistillationCollator, training_rows
+from eval.decoding.drafters.pruned import KIND as PRUNED
 
 VOCAB = 50
 
@@ -102,7 +102,7 @@ def test_batched_loss_is_the_sum_of_single_answers(tiny_model):
         ids = torch.cat([answer.prompt_ids, answer.response_ids])[None]
         logits = model(ids).logits[0, len(answer.prompt_ids) - 1 : -1]
         expected += coarse_loss(logits, answer.top_ids, answer.top_logprobs, forward_kl)[0].sum()
-    attach_distillation_forward(model)
+    give_loss_forward(model, PRUNED, forward_kl)
     batch = DistillationCollator(pad_token_id=7)(rows)
     batch.pop("index")
     # fp32 sums in another order
@@ -113,11 +113,11 @@ def test_a_head_that_is_more_than_a_product_is_refused(tiny_model):
     model = tiny_model()
     model.lm_head = torch.nn.Linear(16, VOCAB, bias=True)
     with pytest.raises(ValueError, match="head has a bias, which the loss here does not know"):
-        attach_distillation_forward(model)
+        give_loss_forward(model, PRUNED, forward_kl)
     model = tiny_model()
     model.config.final_logit_softcapping = 30.0
     with pytest.raises(ValueError, match=r"head has softcap 30.0"):
-        attach_distillation_forward(model)
+        give_loss_forward(model, PRUNED, forward_kl)
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 4])
@@ -166,7 +166,7 @@ def test_chunks_change_nothing(monkeypatch, tiny_model):
     batch = DistillationCollator(0)(list(training_rows(made_answers(6), None)))
     batch.pop("index")
     model = tiny_model()
-    attach_distillation_forward(model)
+    give_loss_forward(model, PRUNED, forward_kl)
     whole = model(**batch).loss
     whole.backward()
     gradient = model.lm_head.weight.grad.clone()
@@ -186,9 +186,9 @@ def test_training_lowers_the_loss_and_leaves_a_plain_model(tmp_path, train, use_
 
     def loss(model):
         with torch.no_grad():
-            attach_distillation_forward(model)
+            give_loss_forward(model, PRUNED, forward_kl)
             value = float(model(**batch).loss)
-        detach_distillation_forward(model)
+        take_loss_forward(model)
         return value
 
     before = loss(tiny_model())
@@ -363,7 +363,7 @@ def test_bf16_sets_the_products_and_leaves_weights_and_distributions(
     prepared = trainer._prepare_inputs(batch)
     assert prepared["top_logprobs"].dtype == torch.int32  # which nobody rounds
     model = tiny_model()
-    attach_distillation_forward(model)
+    give_loss_forward(model, PRUNED, forward_kl)
     assert torch.equal(model(**prepared).loss, model(**batch).loss)
 
 
