@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from align.checks import PROBES, Found, error, fatal, show, warning
+from align.checks import PROBES, Finding, show
 from align.sources import load_model
 from align.token_bytes import is_used
 from align.vocab_map import Retokenizer, build_map
@@ -24,7 +24,7 @@ LOST = 0.2  # of q's mass on tokens that only the draft has
 
 
 @torch.inference_mode()
-def check_behaviour(target: Vocabulary, draft: Vocabulary, strategy: str) -> Iterator[Found]:
+def check_behaviour(target: Vocabulary, draft: Vocabulary, strategy: str) -> Iterator[Finding]:
     """Findings TOK-016 of a pair that has a lossless strategy; loads both models in fp32."""
     ids = target.encode("".join(PROBES[:2]).encode())
     text = [*target.prefix, *ids]
@@ -46,10 +46,12 @@ def check_behaviour(target: Vocabulary, draft: Vocabulary, strategy: str) -> Ite
     yield from _rolls_back(model, text)
 
 
-def _distribution(p: Tensor, vocabulary: Vocabulary) -> Iterator[Found]:
+def _distribution(p: Tensor, vocabulary: Vocabulary) -> Iterator[Finding]:
     """Logits that are not finite, and mass on ids that stand for nothing: padding, placeholders."""
     if not torch.isfinite(p).all():
-        yield fatal(
+        yield Finding(
+            "TOK-016",
+            "fatal",
             f"The logits of {vocabulary.spec} on a probe text are not finite.",
             "its weights are damaged: fetch or copy them again",
         )
@@ -58,40 +60,46 @@ def _distribution(p: Tensor, vocabulary: Vocabulary) -> Iterator[Found]:
     mass = float(p[:, nothing].sum(-1).mean())
     if mass > LEAK:
         worst = p[:, nothing].mean(0).argsort(descending=True)
-        yield warning(
+        yield Finding(
+            "TOK-016",
+            "warning",
             f"{vocabulary.spec} gives {mass:.1%} of its probability to ids that stand for nothing.",
             "zero rows do that: set them to a row that is never likely",
-            nothing.nonzero()[worst, 0].tolist(),
+            nothing.nonzero()[worst[:5], 0].tolist(),
         )
 
 
-def _lost(q: Tensor, retokenizer: Retokenizer) -> Iterator[Found]:
+def _lost(q: Tensor, retokenizer: Retokenizer) -> Iterator[Finding]:
     only = torch.ones(q.shape[-1], dtype=torch.bool)
     only[retokenizer.vocab_map.mapped] = False
     mass = float(q[:, only].sum(-1).mean())
     if mass > LOST:
-        yield warning(
+        yield Finding(
+            "TOK-016",
+            "warning",
             f"The draft gives {mass:.1%} of its probability to tokens that the target lacks.",
             "transplant it onto the target's vocabulary and distil, or use strategy string",
         )
 
 
-def _bonus(retokenizer: Retokenizer) -> Iterator[Found]:
+def _bonus(retokenizer: Retokenizer) -> Iterator[Finding]:
     """A token of the target alone must be retokenized to the same bytes."""
     target, draft = retokenizer.target, retokenizer.draft
     alone = (retokenizer.vocab_map.to_draft < 0).nonzero()[:, 0].tolist()
     normal = [i for i in alone if (token := target.tokens[i]) and token[0] == "normal"]
     lost = [i for i in normal if draft.bytes_of(retokenizer.of_token(i)) != target.bytes_of([i])]
     if lost:
-        yield warning(
+        yield Finding(
+            "TOK-016",
+            "warning",
             f"{len(lost)} tokens of the target cannot be written in the draft's ({lost[0]} is "
             f"{show(target.tokens[lost[0]])}); it reads on without them.",
             "nothing for losslessness; acceptance falls after such tokens",
-            lost,
+            lost[:5],
         )
 
 
-def _rolls_back(model: Any, text: list[int]) -> Iterator[Found]:
+def _rolls_back(model: Any, text: list[int]) -> Iterator[Finding]:
     """Logits after a rejected token was taken back must be those of a text that never had it."""
     half = len(text) // 2
     tokens = torch.tensor([text])
@@ -102,7 +110,9 @@ def _rolls_back(model: Any, text: list[int]) -> Iterator[Found]:
     fresh = model(tokens).logits[0, -1]
     off = float((back - fresh).abs().max())
     if off > 1e-2 * float(fresh.abs().max()):
-        yield error(
+        yield Finding(
+            "TOK-016",
+            "error",
             f"After a rejected token is taken back the draft's logits are off by {off:.2g}.",
             "use a draft with attention layers only: a state that runs on cannot be rolled back",
         )

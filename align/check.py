@@ -17,13 +17,12 @@ if not __package__:
 import argparse
 import gzip
 import json
-import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast, get_args
 
-from align.checks import Comparison, Finding, Relation, all_findings, findings
+from align.checks import Comparison, Finding, Relation, find
 from align.sources import SourceError, resolve_file
 from align.token_bytes import is_used
 from align.vocabulary import Vocabulary, read_vocabulary
@@ -51,11 +50,10 @@ class Verdict:
     """What `check_pair` says.
 
     strategy: the strongest lossless way to draft as the models are, None if there is none;
-    tuned_strategy: the one to take when the draft is tuned anyway. costs: what each of them costs.
-    shared_ids: under "direct" and "padded" the draft's logits are cut to so many.
-    coverage: share of the target's tokens that the draft has too, weighted by how often they occur
-    in the corpus given, else in the running Python's documentation; coverages: that share by count
-    and by frequency, of the target's tokens and of the draft's.
+    tuned_strategy: the one to take when the draft is tuned anyway. shared_ids: under "direct" and
+    "padded" the draft's logits are cut to so many. coverage: share of the target's tokens that the
+    draft has too, weighted by how often they occur in the corpus given, else in the running
+    Python's documentation.
     """
 
     target: str
@@ -63,10 +61,8 @@ class Verdict:
     relation: Relation
     strategy: Strategy | None
     tuned_strategy: Strategy | None
-    costs: dict[str, str]
     shared_ids: int
     coverage: float
-    coverages: dict[str, float]
     engines: tuple[EngineVerdict, ...]
     findings: tuple[Finding, ...]
 
@@ -95,19 +91,18 @@ def compare(
     target: Vocabulary, draft: Vocabulary, weights: bool = False, corpus: str | None = None
 ) -> Verdict:
     """As `check_pair`, of vocabularies that were read already."""
-    texts = _sample() if corpus is None else list(_texts(corpus))
+    texts = _sample() if corpus is None else _texts(corpus)
     if not any(texts):
         raise SourceError(f"{corpus!r} holds no text; name a file with text of the domain.")
     pair = Comparison(target, draft)
-    shares = pair.coverages(texts)
-    coverage = shares["target_by_frequency"]
+    coverage = pair.coverage(texts)
     strategy = _strategy(pair, coverage)
-    found = all_findings(pair, strategy)
-    if weights and strategy is not None and not _fatal(found):
+    findings = [*find(pair, strategy)]
+    if weights and strategy is not None and not _fatal(findings):
         from align.behaviour import check_behaviour
 
-        found += findings(16, check_behaviour(target, draft, strategy))
-    if _fatal(found):
+        findings += check_behaviour(target, draft, strategy)
+    if _fatal(findings):
         strategy = None
     tuned = strategy
     if strategy in ("intersection", "string") and _head_is_plain(draft):
@@ -118,17 +113,15 @@ def compare(
         relation=pair.relation,
         strategy=strategy,
         tuned_strategy=tuned,
-        costs={s: _cost(s, target, draft, coverage) for s in (strategy, tuned) if s is not None},
         shared_ids=min(target.count, draft.count),
         coverage=coverage,
-        coverages=shares,
-        engines=tuple(EngineVerdict(n, *rule) for n, rule in _engines(pair, strategy).items()),
-        findings=tuple(found),
+        engines=tuple(_engines(pair, strategy)),
+        findings=tuple(findings),
     )
 
 
-def _fatal(found: Iterable[Finding]) -> bool:
-    return any(finding.severity == "fatal" for finding in found)
+def _fatal(findings: list[Finding]) -> bool:
+    return any(finding.severity == "fatal" for finding in findings)
 
 
 def choose_strategy(verdict: Verdict, asked: str, tuned: bool) -> Strategy:
@@ -185,71 +178,59 @@ def _bytes_in(vocabulary: Vocabulary) -> set[int]:
     return {byte for kind, raw in vocabulary.used if kind == "normal" for byte in raw}
 
 
-def _cost(strategy: Strategy, target: Vocabulary, draft: Vocabulary, coverage: float) -> str:
-    if strategy == "transplant":
-        rows = target.head_rows or len(target.tokens)
-        size = draft.config.get("hidden_size")
-        grown = f" of {rows} x {size} numbers" if size else ""
-        return (
-            f"an embedding and head{grown} in place of the draft's own, and tuning: untuned, the "
-            f"{1 - coverage:.0%} of tokens that were not its own are guesses"
-        )
-    return {
-        "direct": "nothing: the draft's ids are the target's",
-        "padded": "next to nothing: the draft's logits are cut to the ids that both have",
-        "remap": "nothing while decoding: rows of embedding and head are moved once, at export",
-        "intersection": (
-            f"a selection of logits a draft step; {1 - coverage:.0%} of the target's tokens are "
-            "never drafted, and are retokenized for the draft"
-        ),
-        "string": (
-            "text is encoded again twice a block, and without q the acceptance is sum q*p in place "
-            "of sum min(q, p)"
-        ),
-    }[strategy]
-
-
-def _engines(pair: Comparison, strategy: Strategy | None) -> dict[str, tuple[Works, str]]:
-    """Only what is known of each engine's own rule; all of them verify in the target's ids."""
+def _engines(pair: Comparison, strategy: Strategy | None) -> Iterator[EngineVerdict]:
+    """By each engine's own rule, as far as it is known; all of them verify in the target's ids."""
+    if strategy is None:
+        yield EngineVerdict("draftsmith", "no", "no lossless strategy; see the fatal findings")
+    else:
+        yield EngineVerdict("draftsmith", "yes", f"strategy {strategy}")
     rows = pair.target.config_rows, pair.draft.config_rows
     sizes = f"config vocab_size {rows[0]} and {rows[1]}"
-    corrupts = f"{sizes}: only sizes are compared, so it corrupts"
-    resize = f"{sizes}: refused, though only padding differs; resize the draft's embeddings"
-    assisted = (
-        f"{sizes}: assisted generation wants tokenizer and assistant_tokenizer; greedy text is the "
-        "target's, sampled text is not (seen in 5.23)"
-    )
-    flag = f"{sizes}: refused unless use_heterogeneous_vocab, which is greedy"
-    own: tuple[Works, str] = ("yes", f"strategy {strategy}")
-    if strategy is None:
-        own = ("no", "no lossless strategy; see the fatal findings")
-    transformers: tuple[Works, str]
-    vllm: tuple[Works, str]
-    if rows[0] != rows[1]:
-        transformers = ("greedy only", assisted) if pair.differing else ("no", resize)
-        vllm = ("greedy only", flag)
-    elif pair.differing:
-        transformers, vllm = ("no", f"{corrupts} silently"), ("no", corrupts)
+    if rows[0] == rows[1] and pair.differing:
+        for engine in ("transformers", "vLLM"):
+            yield EngineVerdict(
+                engine, "no", f"{sizes}: only sizes are compared, so it corrupts silently"
+            )
+    elif rows[0] == rows[1]:
+        yield EngineVerdict("transformers", "yes", "assistant_model=draft")
+        yield EngineVerdict("vLLM", "yes", "method draft_model")
     else:
-        transformers, vllm = ("yes", "assistant_model=draft"), ("yes", "method draft_model")
-    llama_cpp = _llama_cpp(pair.target, pair.draft)
-    return {"draftsmith": own, "transformers": transformers, "vLLM": vllm, "llama.cpp": llama_cpp}
+        if pair.differing:
+            yield EngineVerdict(
+                "transformers",
+                "greedy only",
+                f"{sizes}: assisted generation wants tokenizer and assistant_tokenizer; greedy "
+                "text is the target's, sampled text is not (seen in 5.23)",
+            )
+        else:
+            yield EngineVerdict(
+                "transformers",
+                "no",
+                f"{sizes}: refused, though only padding differs; resize the draft's embeddings",
+            )
+        yield EngineVerdict(
+            "vLLM",
+            "greedy only",
+            f"{sizes}: refused unless use_heterogeneous_vocab, which is greedy",
+        )
+    why_not = _llama_cpp_refusal(pair)
+    yield EngineVerdict("llama.cpp", "no" if why_not else "yes", why_not or "-md with a GGUF of it")
 
 
-def _llama_cpp(target: Vocabulary, draft: Vocabulary) -> tuple[Works, str]:
-    """By the rules of llama.cpp's common/speculative.cpp."""
-    sizes = [one.config_rows or len(one.tokens) for one in (target, draft)]
+def _llama_cpp_refusal(pair: Comparison) -> str | None:
+    """By the rules of llama.cpp's common/speculative.cpp; None where it drafts."""
+    sizes = [side.config_rows or len(side.tokens) for side in pair.both]
     if abs(sizes[0] - sizes[1]) > 128:
-        return "no", f"vocabularies of {sizes[0]} and {sizes[1]}: more than 128 apart"
+        return f"vocabularies of {sizes[0]} and {sizes[1]}: more than 128 apart"
     for name in ("bos_token", "eos_token"):
-        if target.special_ids.get(name) != draft.special_ids.get(name):
-            return "no", f"{name} ids differ"
-    both = list(zip(target.tokens, draft.tokens, strict=False))
+        if pair.target.special_ids.get(name) != pair.draft.special_ids.get(name):
+            return f"{name} ids differ"
+    both = list(zip(pair.target.tokens, pair.draft.tokens, strict=False))
     if any(is_used(a) and is_used(b) and a != b for a, b in both[5:]):
-        return "no", "token texts differ"
+        return "token texts differ"
     if any(a != b for a, b in both[:5]):
-        return "no", "ids 0 to 4 differ, which it does not compare: it corrupts silently"
-    return "yes", "-md with a GGUF of the draft"
+        return "ids 0 to 4 differ, which it does not compare: it corrupts silently"
+    return None
 
 
 def _sample() -> list[str]:
@@ -262,39 +243,36 @@ def _sample() -> list[str]:
     return [topics[name] for name in sorted(topics)][:SAMPLE_TOPICS]
 
 
-def _texts(spec: str) -> Iterator[str]:
+def _texts(spec: str) -> list[str]:
     """The texts of a corpus, in pieces: a tokenizer is slow on one huge string.
 
     Of a .jsonl file (.gz or not) what stands under prompt, text, completion and messages; of any
-    other file everything, cut at line ends into pieces of about 64 kB.
+    other file everything.
     """
     path = resolve_file(spec)
     try:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
-    except (UnicodeDecodeError, gzip.BadGzipFile, zlib.error, EOFError) as error:
+        if ".jsonl" not in path.suffixes:
+            return [text[at : at + 65536] for at in range(0, len(text), 65536)]
+        texts = []
+        for row in (json.loads(line) for line in text.split("\n") if line.strip()):
+            texts += [row.get(name) for name in ("prompt", "text", "completion")]
+            texts += [message["content"] for message in row.get("messages") or []]
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        EOFError,
+        OSError,
+        zlib.error,
+    ) as error:
         raise SourceError(
-            f"{path} is not UTF-8 text, plain or in gzip ({error}); convert or restore it."
+            f"{path} cannot be read ({error}); give UTF-8 text, or one JSON object a line with "
+            "prompt or messages, plain or in gzip."
         ) from error
-    if ".jsonl" not in path.suffixes:
-        yield from re.findall(r"(?s).{1,65536}(?:\n|\Z)|.{1,65536}", text)
-        return
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            found = [row.get(name) for name in ("prompt", "text", "completion")]
-            found += [message["content"] for message in row.get("messages") or []]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise SourceError(
-                f"Line {number} of {path} is not a prompt ({error}); write one JSON object a line, "
-                "with prompt or messages."
-            ) from error
-        yield from (text for text in found if isinstance(text, str))
-
-
-# --- command line
+    return [text for text in texts if isinstance(text, str)]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -323,41 +301,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def print_verdict(verdict: Verdict) -> None:
-    """The verdict as tables; coloured on a terminal."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(markup=False, highlight=False, emoji=False)
-    good = "bold red" if verdict.fatal else "bold green"
-    shares = (f"{name.replace('_', ' ')} {v:.1%}" for name, v in verdict.coverages.items())
-    summary = Table.grid(padding=(0, 2))
-    summary.add_column(style="bold")
-    summary.add_row("target", verdict.target)
-    summary.add_row("draft", verdict.draft)
-    summary.add_row("relation", Text(verdict.relation, style=good))
-    summary.add_row("lossless strategy", Text(verdict.strategy or "none as they are", style=good))
-    if verdict.tuned_strategy != verdict.strategy:
-        summary.add_row("when it is tuned", verdict.tuned_strategy)
-    for name, cost in verdict.costs.items():
-        summary.add_row(f"cost of {name}", cost)
-    summary.add_row("shared tokens", ", ".join(shares))
-    console.print(summary)
-    engines = Table("engine", "serves it", "why")
-    colours = {"yes": "green", "greedy only": "yellow", "no": "red"}
-    for one in verdict.engines:
-        engines.add_row(one.engine, Text(one.works, style=colours[one.works]), one.why)
-    console.print(engines)
+    lines = {
+        "target": verdict.target,
+        "draft": verdict.draft,
+        "relation": verdict.relation,
+        "lossless strategy": verdict.strategy or "none as they are",
+        "when it is tuned": verdict.tuned_strategy or "none",
+        "target's tokens that the draft has": f"{verdict.coverage:.1%}",
+    }
+    lines |= {engine.engine: f"{engine.works} ({engine.why})" for engine in verdict.engines}
+    width = max(map(len, lines))
+    for name, text in lines.items():
+        print(f"{name:{width}}  {text}")
+    for finding in verdict.findings:
+        print(f"\n{finding}", f"Ids: {', '.join(map(str, finding.ids))}." * bool(finding.ids))
     if not verdict.findings:
-        console.print("No findings.", style="green")
-        return
-    table = Table("code", "severity", "finding", "ids", "fix", show_lines=True)
-    colours = {"fatal": "bold red", "error": "red", "warning": "yellow", "info": "cyan"}
-    for found in verdict.findings:
-        severity = Text(found.severity, style=colours[found.severity])
-        ids = ", ".join(map(str, found.ids))
-        table.add_row(found.code, severity, found.message, ids, found.fix)
-    console.print(table)
+        print("\nNo findings.")
 
 
 if __name__ == "__main__":

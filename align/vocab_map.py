@@ -8,18 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
 from align.atomic import atomic_file
-from align.checks import Comparison, Relation
-from align.sources import SourceError
+from align.checks import Comparison
 from align.token_bytes import Token
 from align.vocabulary import Vocabulary, open_safetensors
 
+VOCAB_MAP = "vocab_map.safetensors"  # in a run's folder
 FORMAT = "draftsmith-vocab-map/1"
 
 
@@ -35,11 +34,8 @@ class VocabMap:
     `to_target[to_draft[t]]` is t, or the id of a token that equals t's.
     """
 
-    relation: Relation
     to_target: Tensor
     to_draft: Tensor
-    target_sha256: str
-    draft_sha256: str
 
     @property
     def mapped(self) -> Tensor:
@@ -49,8 +45,7 @@ class VocabMap:
 
 def build_map(target: Vocabulary, draft: Vocabulary) -> VocabMap:
     """The map of a pair. Raises MapError when they share no token that stands for text."""
-    relation = Comparison(target, draft).relation
-    if relation == "disjoint":
+    if Comparison(target, draft).relation == "disjoint":
         raise MapError(
             f"TOK-005: of {len(target.used)} and {len(draft.used)} tokens {target.spec!r} and "
             f"{draft.spec!r} share none that stands for text, so a map of tokens would be empty; "
@@ -59,53 +54,43 @@ def build_map(target: Vocabulary, draft: Vocabulary) -> VocabMap:
     to_target = _look_up(target.id_of, draft.tokens)
     to_draft = _look_up(draft.id_of, target.tokens)
     # an end of text is one whatever it is called
-    mine, theirs = (one.special_ids.get("eos_token") for one in (target, draft))
+    mine, theirs = (side.special_ids.get("eos_token") for side in (target, draft))
     if mine is not None and theirs is not None and to_draft[mine] < 0 and to_target[theirs] < 0:
         to_draft[mine], to_target[theirs] = theirs, mine
-    return VocabMap(relation, to_target, to_draft, target.sha256, draft.sha256)
+    return VocabMap(to_target, to_draft)
 
 
 def _look_up(ids: dict[Token, int], tokens: list[Token | None]) -> Tensor:
     return torch.tensor([-1 if token is None else ids.get(token, -1) for token in tokens])
 
 
-def save_map(path: Path, vocab_map: VocabMap) -> None:
+def save_map(path: Path, vocab_map: VocabMap, target: Vocabulary, draft: Vocabulary) -> None:
     """Write the map and the hashes of the tokenizers it was made from."""
     tensors = {"to_target": vocab_map.to_target.int(), "to_draft": vocab_map.to_draft.int()}
-    about = {
-        "format": FORMAT,
-        "relation": vocab_map.relation,
-        "target_sha256": vocab_map.target_sha256,
-        "draft_sha256": vocab_map.draft_sha256,
-    }
     with atomic_file(path, "wb") as file:
-        file.write(save(tensors, about))
+        file.write(save(tensors, _header(target, draft)))
 
 
 def load_map(path: Path, target: Vocabulary, draft: Vocabulary) -> VocabMap:
     """The map saved at `path`.
 
-    Raises MapError when either tokenizer is not the one it was made of, SourceError when the file
-    is no whole map.
+    Raises MapError when it was made of other tokenizers, SourceError when the file is not whole.
     """
     with open_safetensors(path) as file:
-        about = file.metadata() or {}
+        header = file.metadata() or {}
         tensors = {n: torch.from_numpy(file.get_tensor(n)).long() for n in sorted(file.keys())}
-    if about.get("format") != FORMAT:
-        raise SourceError(
-            f"{path} has format {about.get('format')!r}, not {FORMAT!r}; delete it, it is made "
-            "again from the tokenizers."
-        )
-    for name, vocabulary in (("target", target), ("draft", draft)):
-        found = about[f"{name}_sha256"]
-        if found != vocabulary.sha256:
+    for name, value in _header(target, draft).items():
+        if header.get(name) != value:
             raise MapError(
-                f"TOK-014: {path} was made for another {name} tokenizer (hash {found[:12]}…, that "
-                f"of {vocabulary.spec} is {vocabulary.sha256[:12]}…), and would corrupt; delete "
-                "the map, it is made again from the tokenizers."
+                f"TOK-014: {path} was not made for {target.spec} and {draft.spec} ({name} is "
+                f"{header.get(name)}, not {value}), and would corrupt; delete the map, it is made "
+                "again from the tokenizers."
             )
-    relation = cast(Relation, about["relation"])
-    return VocabMap(relation, **tensors, target_sha256=target.sha256, draft_sha256=draft.sha256)
+    return VocabMap(**tensors)
+
+
+def _header(target: Vocabulary, draft: Vocabulary) -> dict[str, str]:
+    return {"format": FORMAT, "target_sha256": target.sha256, "draft_sha256": draft.sha256}
 
 
 @dataclass(frozen=True)
@@ -123,8 +108,8 @@ class Retokenizer:
     def from_start(self, ids: Sequence[int]) -> list[int]:
         """Of a text from its start."""
         bos = self.target.special_ids.get("bos_token")
-        own = ids[1:] if ids and ids[0] == bos else ids
-        whole = [*self.draft.prefix, *self.continuation(own)]
+        text = ids[1:] if ids and ids[0] == bos else ids
+        whole = [*self.draft.prefix, *self.continuation(text)]
         # a model needs something to begin with: without a BOS, texts follow the end of another
         return whole or [self.draft.special_ids.get("eos_token") or 0]
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 
 from align.sources import (
+    ADAPTER_WEIGHTS,
     SourceError,
     load_tokenizer,
     read_json,
@@ -29,7 +30,6 @@ _HEAD_BIASES = ("lm_head.bias", "embed_out.bias")
 # Keys of a config by which logits are changed after the head, as several families name them.
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
-ADAPTER = "adapter_model.safetensors"
 _ANY_TEXT = "".join(map(chr, range(0x180))) + "\U0010ffff"
 
 
@@ -81,12 +81,6 @@ class Vocabulary:
         return all(r is None or r >= self.count for r in (self.embedding_rows, self.head_rows))
 
     @property
-    def tied(self) -> bool | None:
-        if self.tensors:
-            return self._rows_of(_HEADS) is None
-        return self.config.get("tie_word_embeddings")
-
-    @property
     def head_bias(self) -> bool:
         return any(tensor.endswith(_HEAD_BIASES) for tensor in self.tensors)
 
@@ -118,21 +112,21 @@ class Vocabulary:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         try:
-            made = Tokenizer.from_str(
+            tokenizer = Tokenizer.from_str(
                 json.dumps(self.backend | {"truncation": None, "padding": None})
             )
-            made.encode(_ANY_TEXT)  # an unk_token that has no id is noticed when it is needed
+            tokenizer.encode(_ANY_TEXT)  # an unk_token that has no id is noticed when it is needed
         except Exception as error:  # the Rust library raises Exception itself
             raise SourceError(
                 f"TOK-000: The tokenizer of {self.spec} is ill-formed ({error}); restore its files."
             ) from error
-        return made
+        return tokenizer
 
-    def encode_plain(self, text: str) -> Encoding:
-        """Of a text alone: nothing put before it, and special strings in it taken as text."""
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of a text alone: nothing put before it, and special strings in it taken as text."""
         self.tokenizer.encode_special_tokens = True
         try:
-            return self.tokenizer.encode(text, add_special_tokens=False)
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
         finally:
             self.tokenizer.encode_special_tokens = False
 
@@ -172,17 +166,15 @@ class Vocabulary:
 
         A byte that no token begins with is left out.
         """
-        ids, longest = self._normal_ids
-        found, at = [], 0
+        id_of, longest = self._normal_ids
+        ids, at = [], 0
         while at < len(data):
-            for end in range(min(at + longest, len(data)), at, -1):
-                if (i := ids.get(data[at:end])) is not None:
-                    found.append(i)
-                    at = end
-                    break
-            else:
-                at += 1
-        return found
+            ends = range(min(at + longest, len(data)), at, -1)
+            end = next((end for end in ends if data[at:end] in id_of), None)
+            if end is not None:
+                ids.append(id_of[data[at:end]])
+            at = end or at + 1
+        return ids
 
     def encode(self, data: bytes) -> list[int]:
         """Ids of a stretch of text that stands anywhere, special strings in it taken as text.
@@ -194,7 +186,7 @@ class Vocabulary:
             text = data.decode()
         except UnicodeDecodeError:
             return self.longest_match(data)
-        ids = self.encode_plain(text).ids
+        ids = self.encode_plain(text)
         if ids and self.bytes_of(ids) == b" " + data:  # SentencePiece begins texts with a space
             ids = self.longest_match(self.bytes_of(ids[:1])[1:]) + ids[1:]
         return ids if self.bytes_of(ids) == data else self.longest_match(data)
@@ -208,21 +200,20 @@ def read_vocabulary(spec: str, weights: bool = False) -> Vocabulary:
     Raises SourceError, with code TOK-000 or TOK-013, for input that is missing or ill-formed.
     """
     try:
-        _refuse_adapter_with_rows((split_adapter(spec)[1] or Path(spec).expanduser()) / ADAPTER)
-        folder = resolve_checkpoint(spec, weights=weights)
-        try:
-            return _parse(spec, folder)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise SourceError(
-                f"The tokenizer or config files of {spec!r} are ill-formed "
-                f"({type(error).__name__}: {error}); restore them in {folder}."
-            ) from error
+        beside = split_adapter(spec)[1] or Path(spec).expanduser()
+        refuse_adapter_with_rows(beside / ADAPTER_WEIGHTS)
+        return _parse(spec, resolve_checkpoint(spec, weights=weights))
     except ValueError as error:
         text = str(error) if isinstance(error, SourceError) else f"{spec!r}: {error}"
         raise SourceError(text if text.startswith("TOK-") else f"TOK-000: {text}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise SourceError(
+            f"TOK-000: The tokenizer or config files of {spec!r} are ill-formed "
+            f"({type(error).__name__}: {error}); restore them."
+        ) from error
 
 
-def _refuse_adapter_with_rows(path: Path) -> None:
+def refuse_adapter_with_rows(path: Path) -> None:
     """A LoRA adapter beside or without its model, when it brings rows of embedding or head."""
     shapes = _shapes(path) if path.is_file() else {}
     for name, shape in shapes.items():
@@ -256,27 +247,17 @@ def _parse(spec: str, folder: Path) -> Vocabulary:
         "config": _as_set(config.get("eos_token_id", top.get("eos_token_id"))),
         "generation_config": _as_set(generation.get("eos_token_id")),
     }
-    chat_template = names.get("chat_template")
+    template = names.get("chat_template")
     if (folder / "chat_template.jinja").is_file():
-        chat_template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    elif isinstance(chat_template, list):  # several by name: the default one is what is rendered
-        chat_template = next((t["template"] for t in chat_template if t["name"] == "default"), None)
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    elif isinstance(template, list):  # several by name: the default one is what is rendered
+        template = next((t["template"] for t in template if t["name"] == "default"), None)
     tensors: dict[str, list[int]] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        if path.name != ADAPTER:
+        if path.name != ADAPTER_WEIGHTS:
             tensors |= _shapes(path)
-    return Vocabulary(
-        spec,
-        folder,
-        tokens,
-        backend,
-        special_ids,
-        special_texts,
-        stops,
-        chat_template,
-        config,
-        tensors,
-    )
+    about = special_ids, special_texts, stops, template, config, tensors
+    return Vocabulary(spec, folder, tokens, backend, *about)
 
 
 def _read_optional(path: Path) -> dict[str, Any]:

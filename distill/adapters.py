@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from align.atomic import atomic_folder
-from align.sources import read_json, resolve_checkpoint
+from align.sources import ADAPTER_WEIGHTS, merge_adapter, read_json, resolve_checkpoint
 from distill.recipe import OWN, Recipe, RecipeError
-from eval.decoding.adapters import BASE, WEIGHTS
+from eval.decoding.drafters.adapter import BASE
 from eval.decoding.target import weights_sha256
 
 KEPT = "adapter"
@@ -87,13 +86,11 @@ def lora_config(recipe: Recipe) -> LoraConfig:
     )
 
 
-def merged(
-    recipe: Recipe, trained: PeftModel, fresh: Callable[[], PreTrainedModel]
-) -> PreTrainedModel:
+def merged(recipe: Recipe, trained: Any) -> PreTrainedModel:
     """The draft in fp32, made of its base and the adapter that is kept in the run's `adapter/`.
 
-    fresh: the draft as it was before training. What is kept is rounded to the recipe's dtype, and
-    the draft is made of that, so that peft makes the same one of the files.
+    trained: a PeftModel. What is kept is rounded to the recipe's dtype, and the draft is made of
+    that, so that peft makes the same one of the files.
     """
     folder = recipe.folder / KEPT
     with atomic_folder(folder) as partial:
@@ -101,12 +98,10 @@ def merged(
         trained.save_pretrained(str(partial), save_embedding_layers=False)
         (partial / "README.md").unlink()  # peft's
         dtype = getattr(torch, recipe.dtype)
-        tensors = {k: v.to(dtype) for k, v in load_file(partial / WEIGHTS).items()}
-        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        tensors = {k: v.to(dtype) for k, v in load_file(partial / ADAPTER_WEIGHTS).items()}
+        save_file(tensors, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         (partial / BASE).write_text(json.dumps(_what_it_is_for(recipe), indent=2))
-    whole: Any = PeftModel.from_pretrained(fresh().float(), str(folder))
-    model: PreTrainedModel = whole.merge_and_unload(safe_merge=True)
-    return model
+    return merge_adapter(trained.unload(), str(_base_folder(recipe)), folder)
 
 
 def _base_folder(recipe: Recipe) -> Path:

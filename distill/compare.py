@@ -9,22 +9,21 @@ texts. Where that is not told apart, the pruned one is taken, since every engine
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 
 from accelerate import PartialState
 
 from align.atomic import remove
 from align.process import free_memory, from_first
-from distill.answer_cache import CachedAnswer
-from distill.drafters.base import kind_of
 from distill.export import export_draft
 from distill.models import Pair, TargetOfRun
 from distill.plan import Clock, StepClock, draft_costs
-from distill.prepare import prepare_draft
-from distill.prompts import Prompts
-from distill.recipe import Kind, Recipe, RecipeError, build_recipe
-from distill.state_cache import cache_states, states_of
+from distill.prepare import prepare_draft, stand_in, stand_in_drafter
+from distill.prompt_sets import Prompts
+from distill.recipe import Recipe, RecipeError, build_recipe
+from distill.teacher.states import cache_states, states_of
+from distill.teacher.store import Answers
 from distill.trainer import build_trainer, distil
+from eval.decoding.drafters.drafter import kinds
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding, DraftLength
 from eval.measuring.cost import best_gamma
@@ -34,8 +33,8 @@ from eval.measuring.replay import Place, best_length, places, spent
 from eval.prompts import PromptSet
 from eval.reporting.report import Candidate, DrafterChoice, Measured
 
-KINDS: tuple[Kind, ...] = ("pruned", "eagle3", "medusa")
-DEPTHS = (1, 2, 3, 4)  # layers kept of a pruned target
+PLAIN = "pruned"  # the kind that every engine runs
+DEEPEST = 4  # layers kept of the target
 TRAINED = 3  # candidates
 SHARE = 0.1  # of the minutes, for all of it
 FIT_TOKENS = 5_000  # that the candidates are fitted on
@@ -50,11 +49,11 @@ def candidates(recipe: Recipe, pair: Pair) -> tuple[dict[str, Recipe], dict[str,
     tried: dict[str, Recipe] = {}
     ruled_out: dict[str, str] = {}
     most = pair.target.config["num_hidden_layers"] - 1
-    for kind in KINDS:
-        for depth in DEPTHS if kind == "pruned" else DEPTHS[:1]:
-            if depth > most:
-                continue
-            name = f"{kind}-{depth}" if kind == "pruned" else kind
+    for kind, traits in kinds().items():
+        if not traits.from_target:
+            continue
+        for depth in range(1, min(most, DEEPEST) + 1) if traits.keeps_layers else (1,):
+            name = f"{kind}-{depth}" if traits.keeps_layers else kind
             keys = {
                 "drafter": kind,
                 "num_draft_layers": depth,
@@ -64,6 +63,7 @@ def candidates(recipe: Recipe, pair: Pair) -> tuple[dict[str, Recipe], dict[str,
                 # stopped by the clock, so no schedule of a known length
                 "lr_scheduler_type": "constant_with_warmup",
                 "max_steps": 10**6,
+                "warmup_steps": 5,
                 "save_strategy": "no",
             }
             try:
@@ -79,9 +79,8 @@ def price(
     """The step costs of each, printed with what they allow."""
     costs: dict[str, StepCosts] = {}
     for name, recipe in tried.items():
-        kind = kind_of(recipe)
-        model, token_ids = kind.stand_in(recipe, pair, target.loaded)
-        drafter = kind.drafter(recipe, pair, model, token_ids, target.loaded)
+        model, token_ids = stand_in(recipe, pair, target.loaded)
+        drafter = stand_in_drafter(recipe, pair, model, token_ids, target.loaded)
         costs[name] = draft_costs(recipe, prompts, target.loaded, drafter)
         del model, drafter
         free_memory()
@@ -94,7 +93,7 @@ def price(
 
 def expected(recipe: Recipe, costs: StepCosts) -> float:
     """The speed-up at the alpha that a tuned draft of this kind and depth is taken to reach."""
-    more = recipe.num_draft_layers - 2 if recipe.kind == "pruned" else 0
+    more = recipe.num_draft_layers - 2 if recipe.kind.keeps_layers else 0
     return best_gamma(ALPHA + OF_A_LAYER * more, costs)[1]
 
 
@@ -106,8 +105,8 @@ def _c(costs: StepCosts) -> float:
 def few_best(tried: dict[str, Recipe], costs: dict[str, StepCosts]) -> list[str]:
     """The pruned draft of the best depth, the best of each other kind, then the next best."""
     ranked = sorted(tried, key=lambda name: -expected(tried[name], costs[name]))
-    of_kind = {tried[name].kind: name for name in reversed(ranked)}
-    plain = of_kind.pop("pruned")
+    of_kind = {tried[name].kind_name: name for name in reversed(ranked)}
+    plain = of_kind.pop(PLAIN)
     firsts = [name for name in ranked if name in of_kind.values()]
     others = [name for name in ranked if name not in (plain, *firsts)]
     return [plain, *firsts, *others][:TRAINED]
@@ -118,7 +117,7 @@ def compare(
     pair: Pair,
     prompts: Prompts,
     target: TargetOfRun,
-    answers: Sequence[CachedAnswer],
+    answers: Answers,
     clock: Clock,
 ) -> DrafterChoice:
     """What is chosen, and what it was compared with. answers: the run's first ones.
@@ -165,8 +164,8 @@ def compare(
     return DrafterChoice(
         candidates=[
             Candidate(
-                drafter=one.kind,
-                layers=one.num_draft_layers if one.kind == "pruned" else None,
+                drafter=one.kind_name,
+                layers=one.num_draft_layers if one.kind.keeps_layers else None,
                 c=_c(costs[name]),
                 expected_speedup=expected(one, costs[name]),
                 trained=trained.get(name),
@@ -185,7 +184,7 @@ def train(
     recipe: Recipe,
     pair: Pair,
     target: TargetOfRun,
-    answers: Sequence[CachedAnswer],
+    answers: Answers,
     seconds: float,
 ) -> None:
     """Leave a candidate's `draft/`, trained for so many seconds without the target in memory."""

@@ -1,8 +1,8 @@
-"""What a run would take, where it fits, and whether it can pay: its plan, printed.
+"""What a run would take, whether it fits here, and whether it can pay: its plan, printed.
 
-Memory comes from the models' configs alone (distill/memory.py), for prompts of PROMPT_TOKENS tokens
-where nobody has read them. Minutes and the pay-off come from a step of each kind, timed where the
-weights are at hand; answers are taken to be as long as allowed.
+Memory comes from the models' configs alone, for prompts of PROMPT_TOKENS tokens where nobody has
+read them. Minutes and the pay-off come from a step of each kind, timed where the weights are at
+hand; answers are taken to be as long as allowed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 
 import torch
 
+from align.process import machine_lines
 from align.sources import weights_at_hand
 from distill.compare import candidates, price
 from distill.models import TargetOfRun, check_models
@@ -22,9 +23,10 @@ from distill.plan import (
     plan_within,
     run_memory,
 )
-from distill.prompts import collect_prompts
+from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe
-from distill.server import ServedTarget
+from distill.teacher.answers import open_store
+from distill.teacher.served import ServedTarget
 from distill.trainer import training_config
 from eval.measuring import cost
 
@@ -37,13 +39,13 @@ def price_run(recipe: Recipe) -> int:
     clock = Clock()
     untimed = why_not_timed(recipe)
     if untimed is not None and recipe.answers == "local":
-        print("\n".join(run_memory(recipe, None).lines()))
+        print_memory(recipe, None)
         print(f"minutes and pay-off: not measured, {untimed}")
         return 0
     training_config(recipe)
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
-    print("\n".join(run_memory(recipe, prompts).lines()))
+    print_memory(recipe, prompts)
     if recipe.answers == "server":
         served = ServedTarget(recipe, pair.target, prompts)
         served.check()
@@ -52,8 +54,9 @@ def price_run(recipe: Recipe) -> int:
     if recipe.drafter == "auto":
         costs = price(candidates(recipe, pair)[0], pair, prompts, target)
         return exit_status(max(map(cost.ceiling_speedup, costs.values())))
-    there, tokens = answers_there(recipe, pair), recipe.answer_max_new_tokens
-    steps, parts = measured_costs(recipe, pair, prompts, target, tokens)
+    store, tokens = open_store(recipe, pair.target), recipe.answer_max_new_tokens
+    steps, parts = measured_costs(recipe, pair, prompts, target, store, tokens)
+    there = answers_there(recipe, prompts, store)
     if recipe.planned:
         assert recipe.minutes is not None
         plan = plan_within(recipe, prompts, there, parts, clock.left(recipe.minutes))
@@ -62,6 +65,15 @@ def price_run(recipe: Recipe) -> int:
     print("\n".join(plan.lines()))
     print(cost.price(steps))
     return exit_status(cost.ceiling_speedup(steps))
+
+
+def print_memory(recipe: Recipe, prompts: Prompts | None) -> None:
+    """What each stage needs, and what is here; of the Hub no more than configs are fetched."""
+    needed = run_memory(recipe, prompts)
+    disk = needed.answers_on_disk + needed.states_on_disk + needed.checkpoint
+    on_gpu = not recipe.training.get("use_cpu", False)
+    here = machine_lines(needed.device, disk, recipe.folder, on_gpu)
+    print("\n".join([*needed.lines(), *here]))
 
 
 def why_not_timed(recipe: Recipe) -> str | None:

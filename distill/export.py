@@ -6,18 +6,21 @@ import copy
 import shutil
 import warnings
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from align.atomic import atomic_folder, remove
 from distill.adapters import KEPT
-from distill.answer_cache import CachedAnswer
-from distill.drafters.base import Finished, kind_of
 from distill.models import Pair
-from distill.prepare import HEAD_ROWS, PreparedDraft, until
+from distill.prepare import PreparedDraft, until
 from distill.recipe import Recipe
+from distill.teacher.store import CachedAnswer
+from eval.decoding.drafters.pruned import HEAD_ROWS
+from eval.decoding.forward import input_embedding
 from eval.decoding.weights import linear
 
 SUPPRESSION = (0.0, 5.0, 10.0, 20.0, 40.0, 80.0)  # logits below the fitted ones, tried in order
@@ -34,28 +37,48 @@ def export_draft(
     tuned: PreTrainedModel,
     answers: Iterable[CachedAnswer],
 ) -> None:
-    """`draft/`: a checkpoint for every engine, and `draft/compact/` for our decoder."""
-    adapter = recipe.folder / KEPT
+    """`draft/`: what engines load, and, of a pruned draft, `draft/compact/` for our decoder."""
+    adapter, kind = recipe.folder / KEPT, recipe.kind
+    dtype = getattr(torch, recipe.dtype)
     with atomic_folder(recipe.folder / "draft") as partial:
-        kind_of(recipe).export(Finished(partial, recipe, pair, prepared, tuned, answers))
+        if not kind.language_model:
+            embedding = pair.target_embedding(dtype)
+            kind.save(partial, tuned, prepared.token_ids, embedding, recipe.target)
+        elif not kind.from_target:
+            plain: Any = tuned
+            plain.to(dtype).save_pretrained(partial)
+        else:
+            _export_pruned(partial, recipe, prepared, tuned, answers)
         pair.load_tokenizer().save_pretrained(partial)
         if adapter.is_dir():  # that training has left
             shutil.copytree(adapter, partial / KEPT)
     remove(adapter)
 
 
-def full_form(made: Finished, tuned: PreTrainedModel) -> PreTrainedModel:
-    """The draft over the target's whole vocabulary; where its head has that, as it is.
-
-    tuned: the draft as a plain language model.
-    """
-    recipe, prepared = made.recipe, made.prepared
-    if prepared.token_ids is None:
-        return tuned
-    assert prepared.full_head is not None
-    if recipe.base is not None and recipe.use_peft:  # the base's own, as others load it
-        return with_head(tuned, prepared.full_head.to(tuned.device))
-    return full_vocabulary(tuned, prepared.token_ids, prepared.full_head, made.answers)
+def _export_pruned(
+    folder: Path,
+    recipe: Recipe,
+    prepared: PreparedDraft,
+    tuned: Any,
+    answers: Iterable[CachedAnswer],
+) -> None:
+    """The full form, over the target's whole vocabulary, and `compact/` in it."""
+    dtype, ids = getattr(torch, recipe.dtype), prepared.token_ids
+    plain = tuned.to(dtype)
+    embedding = input_embedding(plain).to(dtype)
+    # a FrozenEmbedding keeps its dtype and gives fp32
+    plain.set_input_embeddings(nn.Embedding.from_pretrained(embedding))
+    if ids is None:
+        full = plain
+    elif recipe.base is not None and recipe.use_peft:  # the base's own, as others load it
+        assert prepared.full_head is not None
+        full = with_head(plain, prepared.full_head.to(plain.device))
+    else:
+        assert prepared.full_head is not None
+        full = full_vocabulary(plain, ids, prepared.full_head, answers)
+    full.save_pretrained(folder)
+    (folder / "compact").mkdir()
+    recipe.kind.save(folder / "compact", plain, ids, embedding, recipe.target)
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """The forms that a draft is published in, exported from its run into one folder.
 
-FOLDER/            the full checkpoint: what transformers and vLLM load; of eagle3, medusa and
-                   recurrent the only form, for draftsmith's decoder and vLLM (not recurrent)
+FOLDER/            the full checkpoint: what transformers and vLLM load; of eagle3 and medusa the
+                   only form, for draftsmith's decoder and vLLM
 FOLDER/compact/    what draftsmith's decoder runs: own tensors only, `d2t` and `t2d` as EAGLE-3
                    has them (vLLM: target id = row + d2t[row])
 FOLDER/adapter/    of a LoRA run, for its base; or FOLDER/ itself, published alone
@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from align.atomic import atomic_folder
-from align.sources import read_json, resolve_checkpoint, resolve_file
+from align.sources import ADAPTER_CONFIG, read_json, resolve_checkpoint, resolve_file
 from align.to_gguf import write_gguf
 from distill.adapters import KEPT, base_draft
 from distill.card import in_one_file, public_name, short_name
-from distill.models import HEADS
 from distill.recipe import read_yaml
 from distill.reload import Form
-from eval.decoding.adapters import CONFIG, AdapterError
+from eval.decoding.drafters.adapter import AdapterError
+from eval.decoding.drafters.drafter import kinds
 
 GGUF_KINDS = ("f16", "q8_0", "q4_0")
 WHOLE = ("f16",)  # kinds that keep the weights as they are: their alpha must be the run's
@@ -40,10 +40,9 @@ def forms_of(folder: Path, kind: str | None, base: str | None = None) -> list[Fo
 
     base: what an adapter in it belongs to.
     """
-    if kind in HEADS:
+    if kind is not None and not kinds()[kind].language_model:
         return [Form(kind, folder, engine="draftsmith")]
-    without_states = kind == "features"
-    forms = [Form("full checkpoint", folder, without_states=without_states)]
+    forms = [Form("full checkpoint", folder)]
     if (folder / "compact").is_dir():
         forms.append(Form("compact form", folder / "compact", engine="draftsmith"))
     if base is not None and (folder / "adapter").is_dir():
@@ -54,7 +53,6 @@ def forms_of(folder: Path, kind: str | None, base: str | None = None) -> list[Fo
             gguf_file(folder, bits),
             engine="transformers, dequantised",
             quantised=bits not in WHOLE,
-            without_states=without_states,
         )
         for bits in GGUF_KINDS
         if gguf_file(folder, bits).is_file()
@@ -67,7 +65,8 @@ def export_forms(run: Path, folder: Path) -> tuple[list[Form], dict[str, str]]:
     shutil.copytree(run / "draft", folder, dirs_exist_ok=True)
     (folder / "README.md").unlink(missing_ok=True)
     left_out = {}
-    if (kind := recipe.get("drafter")) in HEADS:
+    kind = recipe.get("drafter")
+    if kind is not None and not kinds()[kind].language_model:
         left_out["GGUF"] = f"a draft of kind {kind} is no model of its own"
         return forms_of(folder, kind), left_out
     adapter, base = folder / KEPT, adapter_base(recipe)
@@ -124,8 +123,9 @@ def export_adapter(run: Path, folder: Path, base: str | None) -> list[Form]:
 
 
 def _name_base(adapter: Path, base: str) -> None:
-    config = read_json(adapter / CONFIG)
-    (adapter / CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": base}, indent=2))
+    path = adapter / ADAPTER_CONFIG
+    config = read_json(path) | {"base_model_name_or_path": base}
+    path.write_text(json.dumps(config, indent=2))
 
 
 def export_target(spec: str, folder: Path) -> None:

@@ -35,8 +35,22 @@ def push_folder(folder: Path, repo_id: str, public: bool) -> str:
     """
     if not re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", repo_id):
         raise HubError(f"{repo_id!r} is no Hub repository: write it as ORG/NAME")
+    api = HfApi()
     try:
-        return _push(HfApi(), folder, repo_id, public)
+        api.whoami()
+        address = api.create_repo(repo_id, private=not public, exist_ok=True)
+        if api.repo_info(repo_id).private == public:
+            remedy = "leave --public out" if public else "give --public"
+            raise HubError(
+                f"{repo_id} exists and is {'private' if public else 'public'}: change that in its "
+                f"settings on the Hub, {remedy}, or name another repository"
+            )
+        api.upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            commit_message="Draft model",
+            delete_patterns=OURS,
+        )
     except LocalTokenNotFoundError:
         raise HubError("not logged in to the Hub: run `hf auth login` or set HF_TOKEN") from None
     except HubError:
@@ -45,25 +59,6 @@ def push_folder(folder: Path, repo_id: str, public: bool) -> str:
         # huggingface_hub wraps what stopped the upload of a file in a RuntimeError
         cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
         raise HubError(_reason(cause, repo_id)) from None
-
-
-def _push(api: HfApi, folder: Path, repo_id: str, public: bool) -> str:
-    api.whoami()
-    address = api.create_repo(repo_id, private=not public, exist_ok=True)
-    private = api.repo_info(repo_id).private
-    if private == public:
-        is_now, wanted = ("private", "public") if private else ("public", "private")
-        raise HubError(
-            f"{repo_id} exists and is {is_now}, and would be published as {wanted}: change it in "
-            f"its settings on the Hub, {'leave --public out' if public else 'give --public'}, or "
-            f"name another repository"
-        )
-    api.upload_folder(
-        repo_id=repo_id,
-        folder_path=folder,
-        commit_message="Draft model",
-        delete_patterns=OURS,
-    )
     return str(address)
 
 
@@ -73,11 +68,8 @@ def _reason(error: BaseException, repo_id: str) -> str:
     if token := get_token():
         text = text.replace(token, "***")
     again = "Nothing of it is visible there yet; run the same command again to go on"
-    if isinstance(error, HfHubHTTPError | ValueError):
-        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-        remedy = REMEDIES.get(status, "try again later")
-        return f"the Hub refused {repo_id} ({text}): {remedy}. {again}"
-    return (
-        f"the Hub was not reached ({text}): go online and unset HF_HUB_OFFLINE, or publish with "
-        f"--to FOLDER. {again}"
-    )
+    if not isinstance(error, HfHubHTTPError | ValueError):
+        return f"the Hub was not reached ({text}): go online, or publish with --to FOLDER. {again}"
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    remedy = REMEDIES.get(status, "try again later")
+    return f"the Hub refused {repo_id} ({text}): {remedy}. {again}"

@@ -13,13 +13,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from distill.answer_cache import bytes_per_token
-from distill.answers import ANSWERS_PER_SHARD
-from distill.drafters.base import kind_of
 from distill.losses import CHUNK
 from distill.models import check_prunable
-from distill.prepare import pruned_config
 from distill.recipe import Recipe
+from distill.teacher.answers import ANSWERS_PER_SHARD
+from distill.teacher.store import bytes_per_token
+from eval.decoding.drafters.pruned import pruned_config
 from eval.decoding.generation import PREFILL_ROWS
 from eval.measuring.agreement import BATCH
 
@@ -94,17 +93,15 @@ def needs(
     """What the recipe's run needs with models of these configs; draft None: the target, pruned.
 
     prompt_tokens: of the longest prompt. Where a server runs the target, nobody answers or
-    evaluates here. A draft on the target's states is taken for a pruned one of as many layers.
+    evaluates here. A draft on the target's states is taken for a pruned one of a single layer.
     """
     target = target.get_text_config()
-    if draft is None:
-        check_prunable(target.to_dict(), recipe.num_draft_layers)
     dtype: torch.dtype = getattr(torch, recipe.dtype)
     size, on_cpu = dtype.itemsize, bool(recipe.training.get("use_cpu", False))
     prompt = min(prompt_tokens, target.max_position_embeddings // 2)
     room = target.max_position_embeddings - prompt - recipe.max_gamma - 1
     answer, new = min(recipe.answer_max_new_tokens, room), min(recipe.max_new_tokens, room)
-    states = len(kind_of(recipe).layers(target.to_dict())) * target.hidden_size * STATE_BYTES
+    states = len(recipe.kind.layers(target.to_dict())) * target.hidden_size * STATE_BYTES
     head = target.vocab_size * target.hidden_size * size
 
     model = _pruned(recipe, target) if draft is None else _shape(draft.get_text_config())
@@ -197,7 +194,9 @@ def _distilling(recipe: Recipe, model: PreTrainedModel, width: int, answer: int)
 
 def _pruned(recipe: Recipe, target: PreTrainedConfig) -> PreTrainedModel:
     """The pruned draft, with its trimmed head and an embedding of its own."""
-    model = _shape(pruned_config(target, recipe.num_draft_layers))
+    layers = recipe.num_draft_layers if recipe.kind.keeps_layers else 1
+    check_prunable(target.to_dict(), layers)
+    model = _shape(pruned_config(target, layers))
     rows, size = model.get_output_embeddings().weight.shape
     trimmed = nn.Linear(size, recipe.draft_vocab_size or rows, bias=False, device="meta")
     model.set_output_embeddings(trimmed)

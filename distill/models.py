@@ -15,15 +15,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from align.check import Strategy, Verdict, choose_strategy, compare
-from align.checks import VOCAB_MAP
 from align.process import free_memory
 from align.sources import load_model, load_tokenizer, refuse_quantised, resolve_checkpoint
 from align.token_bytes import tokens_of
 from align.transplant import transplant
 from align.trim import byte_units, choose_tokens
-from align.vocab_map import Retokenizer, VocabMap, build_map, load_map
+from align.vocab_map import VOCAB_MAP, Retokenizer, VocabMap, build_map, load_map
 from align.vocabulary import Vocabulary, read_vocabulary
-from distill.prompts import Prompts
+from distill.prompt_sets import Prompts
 from distill.recipe import Recipe
 from eval.decoding.forward import Decoder
 from eval.decoding.target import Target
@@ -31,9 +30,6 @@ from eval.decoding.target import load_target as load_any_target
 from eval.measuring.evaluation import context_length
 
 PRUNABLE = ("llama", "qwen2", "qwen3", "mistral")
-HEADS = ("recurrent", "eagle3", "medusa")  # kinds that are no language model without its states
-OURS = ("recurrent",)  # kinds that no other engine loads
-PRUNED = ("pruned", "features", "parallel")  # kinds of draft that keep layers of the target
 
 
 @dataclass(frozen=True)
@@ -130,7 +126,7 @@ def check_models(recipe: Recipe) -> Pair:
             "target's vocabulary; lower it."
         )
     if recipe.draft is None:
-        keeps_layers = recipe.kind in PRUNED and recipe.drafter != "auto"
+        keeps_layers = recipe.kind.keeps_layers and recipe.drafter != "auto"
         check_prunable(target.config, recipe.num_draft_layers if keeps_layers else 0)
         if recipe.draft_vocab_size is not None:
             choose_tokens(torch.zeros(target.rows), recipe.draft_vocab_size, forced_tokens(target))

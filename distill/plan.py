@@ -25,18 +25,18 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from align.atomic import atomic_file
 from align.process import free_memory, from_first
-from align.sources import load_config, read_json
-from distill.answer_cache import AnswerCache, CachedAnswer
-from distill.answers import PROBE, answer_lengths, answer_prompts
-from distill.drafters.base import kind_of
+from align.sources import load_config
 from distill.held_out import SHARE
 from distill.memory import PROMPT_TOKENS, Needs, needs
 from distill.models import Pair, TargetOfRun
-from distill.prompts import Prompts
+from distill.prepare import stand_in, stand_in_drafter
+from distill.prompt_sets import Prompts
 from distill.recipe import Recipe, RecipeError, build_recipe
-from distill.state_cache import layers_read
+from distill.teacher.answers import PROBE, this_machine, to_answer
+from distill.teacher.states import layers_read
+from distill.teacher.store import CachedAnswer, Store
 from distill.trainer import build_trainer, training_config
-from eval.decoding.drafters.base import Drafter, timed_step
+from eval.decoding.drafters.drafter import Drafter, timed_step
 from eval.decoding.forward import Decoder
 from eval.decoding.target import Target
 from eval.measuring.agreement import BATCH
@@ -145,12 +145,19 @@ class Plan:
         if self.costs is not None:
             keys |= {"max_answers": self.answers, "max_steps": self.steps}
             keys |= {"speed_prompts": self.timed}
-        if self.choice is not None:
-            (chosen,) = (one for one in self.choice.candidates if one.chosen)
-            keys["drafter"] = chosen.drafter
-            if chosen.layers is not None:
-                keys["num_draft_layers"] = chosen.layers
-        return keys
+        return keys if self.choice is None else keys | chosen_keys(self.choice)
+
+
+def with_choice(recipe: Recipe, choice: DrafterChoice | None) -> Recipe:
+    """The recipe, of the kind that was chosen where `auto` had to."""
+    return recipe if choice is None else build_recipe(recipe.values() | chosen_keys(choice))
+
+
+def chosen_keys(choice: DrafterChoice) -> dict[str, Any]:
+    """Keys of a recipe of the kind that was chosen."""
+    (chosen,) = (one for one in choice.candidates if one.chosen)
+    keys: dict[str, Any] = {"drafter": chosen.drafter}
+    return keys if chosen.layers is None else keys | {"num_draft_layers": chosen.layers}
 
 
 def read_plan(folder: Path) -> Plan | None:
@@ -164,17 +171,17 @@ def write_plan(folder: Path, plan: Plan) -> None:
         file.write(TypeAdapter(Plan).dump_json(plan, indent=2))
 
 
-def plan_as_given(recipe: Recipe, prompts: Prompts, there: int, costs: Costs | None = None) -> Plan:
+def plan_as_given(
+    recipe: Recipe, prompts: Prompts, there: int = 0, costs: Costs | None = None
+) -> Plan:
     """The plan of a recipe that says itself how much is done."""
-    count = most_answers(recipe, prompts)
+    count = len(to_answer(recipe, prompts.training.ids))
     timed = min(recipe.speed_prompts, len(prompts.evaluation.ids))
     memory = peaks(recipe, prompts)
     return Plan(count, there, training_steps(recipe, count), timed, memory, costs)
 
 
-def plan_within(
-    recipe: Recipe, prompts: Prompts, there: int, costs: Costs, seconds: float
-) -> Plan:
+def plan_within(recipe: Recipe, prompts: Prompts, there: int, costs: Costs, seconds: float) -> Plan:
     """The plan that takes so many seconds. there: answers that are there already, and cost nothing.
 
     Every row is trained on `num_train_epochs` times, never more often: where the prompts do not
@@ -182,7 +189,8 @@ def plan_within(
     evaluation of MIN_TIMED prompts do not fit.
     """
     assert recipe.minutes is not None
-    total, fewest = most_answers(recipe, prompts), min(PROBE, most_answers(recipe, prompts))
+    total = len(to_answer(recipe, prompts.training.ids))
+    fewest = min(PROBE, total)
     steps_each = training_steps(recipe, total) / total
     train = steps_each * costs.step  # on an answer
     needed = max(0, fewest - there) * costs.answer + fewest * train
@@ -204,18 +212,10 @@ def plan_within(
     return Plan(math.floor(count), there, steps, timed, peaks(recipe, prompts), costs)
 
 
-def most_answers(recipe: Recipe, prompts: Prompts) -> int:
-    """How many answers there can be."""
-    count = len(prompts.training.ids) * recipe.answers_per_prompt
-    return min(count, recipe.max_answers or count)
-
-
-def answers_there(recipe: Recipe, pair: Pair) -> int:
-    """How many answers there are already."""
-    folder = recipe.folder / "answers"
-    if not (folder / "key.json").exists():
-        return 0
-    return len(AnswerCache(folder, read_json(folder / "key.json"), pair.vocab_size))
+def answers_there(recipe: Recipe, prompts: Prompts, store: Store) -> int:
+    """How many of the answers are at hand."""
+    asked = to_answer(recipe, prompts.training.ids)
+    return store.at_hand(asked, recipe.train_on_prompts)
 
 
 def training_steps(recipe: Recipe, rows: int) -> int:
@@ -244,53 +244,33 @@ def peaks(recipe: Recipe, prompts: Prompts) -> dict[str, int]:
 # --- What is timed
 
 
-def first_answers(
-    recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun
-) -> tuple[AnswerCache, float]:
-    """The first PROBE answers, and the seconds that an answer takes. A call of all processes."""
-    there, count = answers_there(recipe, pair), min(PROBE, most_answers(recipe, prompts))
-    decoder = target.decoder  # loaded, which is not timed
-    clock = time.monotonic()
-    layers = layers_read(recipe, pair)
-    answers = answer_prompts(recipe, prompts.training.ids, target, layers=layers, count=count)
-    if there < count:
-        return answers, from_first((time.monotonic() - clock) / (count - there))
-    tokens = statistics.mean(answer_lengths(recipe, prompts.training.ids, answers))
-    return answers, from_first(answer_seconds(recipe, prompts, decoder, tokens))
-
-
-def answer_seconds(recipe: Recipe, prompts: Prompts, decoder: Decoder, tokens: float) -> float:
-    """Seconds of an answer of so many tokens, by a step of a whole batch."""
-    at, rows = mean_length(prompts.training.ids) + round(tokens / 2), recipe.answer_batch_size
-    return tokens * batched_step(decoder, rows, at) / rows
-
-
 def measured_costs(
     recipe: Recipe,
     pair: Pair,
     prompts: Prompts,
     target: TargetOfRun,
+    store: Store,
     tokens: float,
-    answer: float | None = None,
 ) -> tuple[StepCosts, Costs]:
     """The steps of target and draft, and what the parts of the run cost. A call of all processes.
 
-    tokens: of an answer in the mean. answer: seconds of one, timed here where they are not known.
-    The target is not in memory while a training step is timed, nor afterwards.
+    tokens: of an answer in the mean. The target is not in memory while a training step is timed,
+    nor afterwards.
     """
-    kind, loaded = kind_of(recipe), target.loaded
-    model, token_ids = kind.stand_in(recipe, pair, loaded)
-    drafter = kind.drafter(recipe, pair, model, token_ids, loaded)
+    loaded = target.loaded
+    model, token_ids = stand_in(recipe, pair, loaded)
+    drafter = stand_in_drafter(recipe, pair, model, token_ids, loaded)
     steps = draft_costs(recipe, prompts, loaded, drafter)
     timed, evaluation = evaluation_seconds(recipe, prompts, loaded.decoder, steps, tokens)
-    if answer is None:
-        answer = answer_seconds(recipe, prompts, loaded.decoder, tokens)
+    prompt, rows = mean_length(prompts.training.ids), recipe.answer_batch_size
+    answer = store.seconds_each(this_machine(recipe))
+    if answer is None:  # none was made here
+        answer = tokens * batched_step(loaded.decoder, rows, prompt + round(tokens / 2)) / rows
     del drafter, loaded
     target.release()
     step = training_step(recipe, pair, prompts.training.ids, model, pair.trained_rows(token_ids))
     del model
     free_memory()
-    prompt = mean_length(prompts.training.ids)
     step *= (prompt + tokens) / (prompt + recipe.answer_max_new_tokens)
     step *= 1 + SHARE  # held-out prompts are looked at meanwhile
     return steps, from_first(Costs(answer, step, timed, evaluation))

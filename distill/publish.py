@@ -22,32 +22,30 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from align.atomic import DiskFullError, atomic_file, atomic_folder
-from align.sources import load_model, read_json, resolve_checkpoint, resolve_file, split_adapter
+from align.sources import load_model, read_json, split_adapter
 from distill.adapters import KEPT
 from distill.card import (
-    EnginesFound,
     FormsFound,
     Found,
-    adapter_card,
+    derived_licence,
     in_one_file,
     model_card,
     overlap_of,
 )
 from distill.forms import export_adapter, export_forms, export_target, forms_of
 from distill.hub import push_folder
-from distill.licence import derived_licence
-from distill.models import HEADS, OURS
 from distill.recipe import read_yaml
 from distill.reload import Form, reload_forms
-from distill.verify import form_for, kept_report, verify
+from distill.verify import in_engines
 from eval.decoding.target import weights_sha256
-from eval.engines.installed import NAMES
+from eval.engines.environments import NAMES, engine_name
 from eval.reporting.report import Report, read_report
 
 RECIPE = "recipe.yaml"
@@ -60,18 +58,17 @@ class PublishError(ValueError):
     """The run cannot be published as it is."""
 
 
-def check_run(run_folder: Path | str) -> Report:
-    """The run's report, once draft, recipe and provenance are found to be whole.
+def check_run(folder: Path) -> Report:
+    """The report of a run, once draft, recipe and provenance are found to be whole.
 
     Raises `PublishError` (or another ValueError) naming what is missing or broken.
     """
-    folder = Path(run_folder)
     if not folder.is_dir():
         raise PublishError(f"{folder} is no folder: give the output folder of a finished run")
     check_draft(folder / "draft")
-    read_yaml(_found(folder / RECIPE))
+    read_yaml(_present(folder / RECIPE))
     for name in (PROVENANCE, "vocab_check.json"):
-        read_json(_found(folder / name))
+        read_json(_present(folder / name))
     report = read_report(folder / REPORT)
     for field in () if report.engine == "vllm" else ("alpha", "memory", "payoff"):
         # the card must have them; servers do not tell them
@@ -86,12 +83,12 @@ def check_run(run_folder: Path | str) -> Report:
 def check_draft(draft: Path) -> None:
     """Raise ValueError unless `draft` is a whole checkpoint: config, tokenizer, safetensors."""
     for name in ("config.json", "tokenizer.json"):
-        read_json(_found(draft / name))
+        read_json(_present(draft / name))
     index = draft / "model.safetensors.index.json"
     shards = {"model.safetensors"}
     if index.exists():
         shards = set(read_json(index)["weight_map"].values())
-    for path in (_found(draft / shard) for shard in sorted(shards)):
+    for path in (_present(draft / shard) for shard in sorted(shards)):
         try:
             with safe_open(path, framework="numpy") as weights:  # compares header and file size
                 names = list(weights.keys())
@@ -107,7 +104,7 @@ def check_draft(draft: Path) -> None:
         )
 
 
-def _found(path: Path) -> Path:
+def _present(path: Path) -> Path:
     if not path.is_file():
         raise PublishError(
             f"{path} is missing: the run did not finish (start it again), or this is not the "
@@ -124,10 +121,9 @@ def unmet_conditions(run: Path, report: Report, licence: str | None, why: str) -
     unmet = []
     draft, again = report.tuned[1], "python -m eval.run --run DIR"
     folder = run / "draft"
-    own = [weights_sha256(str(form)) for form in (folder, folder / "compact")]
     if draft.sha256 is None:
         unmet.append(f"The report does not name the weights that it measured: run {again}.")
-    elif draft.sha256 not in own:
+    elif draft.sha256 not in [weights_sha256(str(form)) for form in (folder, folder / "compact")]:
         unmet.append(
             f"The report is of other weights (sha256 {draft.sha256[:12]}…) than the draft's: run "
             f"{again}."
@@ -145,80 +141,68 @@ def unmet_conditions(run: Path, report: Report, licence: str | None, why: str) -
 # --- The command
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is to be published, and where: the command line's arguments.
-
-    to: a new folder. engines: to verify it in. licence: None takes the one it derives from.
-    adapter: publish the adapter alone. base: the name of what it is for, None takes the run's.
-    """
-
-    run: Path
-    to: Path | None = None
-    engines: tuple[str, ...] = ()
-    push_to_hub: str | None = None
-    public: bool = False
-    force: bool = False
-    licence: str | None = None
-    adapter: bool = False
-    base: str | None = None
+def write_card(run: Path) -> None:
+    """Write the card of a run that was just measured into its draft folder."""
+    _write(run / "draft", model_card(run, check_run(run), Found()))
 
 
-def write_card(run_folder: Path | str) -> Path:
-    """Write the card of a run that was just measured into its draft folder; return its path."""
-    run = Path(run_folder)
-    return _write(run / "draft", model_card(run, check_run(run), Found()))
-
-
-def publish(plan: Plan) -> None:
+def publish(
+    run: Path,
+    to: Path | None = None,
+    engines: Sequence[str] = (),
+    push_to_hub: str | None = None,
+    public: bool = False,
+    force: bool = False,
+    licence: str | None = None,
+    adapter: bool = False,
+    base: str | None = None,
+) -> None:
     """Export, load again, measure, verify; then announce, and push.
 
-    Raises ValueError for a run that is not whole, a condition that is not met, a form that is not
-    what was measured, and a Hub that does not take it. But for the last, nothing has appeared then.
+    to: a new folder; None of all three checks the run's own draft and writes its card. engines: to
+    verify it in. licence: None takes the one it derives from. adapter: publish the adapter alone.
+    base: the name of what it is for, None takes the run's. Raises ValueError for a run that is not
+    whole, a condition that is not met, a form that is not what was measured, and a Hub that does
+    not take it. But for the last, nothing has appeared then.
     """
-    run, report = plan.run, check_run(plan.run)
-    recipe = read_yaml(run / RECIPE)
-    licence, source = plan.licence, "as its publisher states"
+    report, recipe = check_run(run), read_yaml(run / RECIPE)
+    source = "as its publisher states"
     if licence is None:
-        base = recipe.get("draft")
-        licence, source = derived_licence([recipe["target"], *([] if base is None else [base])])
+        started = recipe.get("draft")
+        specs = [recipe["target"], *([] if started is None else [started])]
+        licence, source = derived_licence(specs)
     unmet = unmet_conditions(run, report, licence, source)
-    about = Found(licence=licence, licence_source=source)
-    if plan.to is None and plan.push_to_hub is None and not plan.engines:
-        check_and_describe(run, report, about)
+    found = Found(licence=licence, licence_source=source)
+    if to is None and push_to_hub is None and not engines:
+        draft = run / "draft"
+        forms = _measured(run, report, forms_of(draft, recipe.get("drafter")))
+        found = replace(found, forms=forms, engines=in_engines(run, report, draft))
+        print(f"model card: {_write(draft, model_card(run, report, found))}")
         for line in unmet:
             print(f"Not to be published yet: {line}")
         return
-    if unmet and not plan.force:
+    if unmet and not force:
         raise PublishError(
             "\n- ".join(["not to be published yet; --force does so, and its card says why", *unmet])
         )
-    to = plan.to or run / PUBLISHED
-    _check_free(to, run / "draft" / KEPT if plan.adapter else run / "draft", run)
-    with atomic_folder(to) as folder:
-        found = replace(about, unmet=unmet)
-        if plan.adapter:
-            found = replace(found, name=to.name, repo_id=plan.push_to_hub)
-            found = replace(
-                found, forms=_measured(run, report, export_adapter(run, folder, plan.base))
-            )
-            card = adapter_card(run, report, found, folder)
+    place, spec = to or run / PUBLISHED, recipe["target"]
+    _check_free(place, run / "draft" / KEPT if adapter else run / "draft", run)
+    name = place.name if to or not push_to_hub else push_to_hub.partition("/")[2]
+    found = replace(found, unmet=unmet, name=name, repo_id=push_to_hub)
+    with atomic_folder(place) as folder:
+        if adapter:
+            exported = export_adapter(run, folder, base)
+            found = replace(found, adapter=folder, forms=_measured(run, report, exported))
         else:
-            forms, left_out = export_forms(run, folder)
-            found = replace(found, forms=_measured(run, report, forms), left_out=left_out)
-            card = model_card(run, report, _verified(plan, report, folder, to, found))
-        _write(folder, card)
-    print(f"draft: {to}")
-    if plan.push_to_hub is not None:
-        print(f"pushed: {push_folder(to, plan.push_to_hub, plan.public)}")
-
-
-def check_and_describe(run: Path, report: Report, about: Found) -> None:
-    """Load the run's own draft again, and write its card into `draft/`."""
-    kind = read_yaml(run / RECIPE).get("drafter")
-    measured = _measured(run, report, forms_of(run / "draft", kind))
-    found = replace(about, forms=measured, engines=_kept(run, report, run / "draft"))
-    print(f"model card: {_write(run / 'draft', model_card(run, report, found))}")
+            exported, left_out = export_forms(run, folder)
+            found = replace(found, forms=_measured(run, report, exported), left_out=left_out)
+            found = replace(found, engines=in_engines(run, report, folder, engines))
+            if to is not None and (in_one_file(spec) or split_adapter(spec)[1] is not None):
+                export_target(spec, to.parent / f"{name}-target")
+        _write(folder, model_card(run, report, found))
+    print(f"draft: {place}")
+    if push_to_hub is not None:
+        print(f"pushed: {push_folder(place, push_to_hub, public)}")
 
 
 def _measured(run: Path, report: Report, forms: list[Form]) -> FormsFound:
@@ -230,36 +214,6 @@ def _measured(run: Path, report: Report, forms: list[Form]) -> FormsFound:
     reason = "not measured: the target is behind a server"
     print(f"The full checkpoint loads; its alpha is {reason}")
     return {form.name: (form.path, reason) for form in forms}
-
-
-def _kept(run: Path, report: Report, folder: Path) -> EnginesFound:
-    """What engines were found to do before, of those that were not asked for now."""
-    found: EnginesFound = {}
-    for name in NAMES:
-        kept = kept_report(name, run, report, weights_sha256(str(form_for(name, folder))))
-        found[name] = kept or f"not asked for (--engines {name})"
-    return found
-
-
-def _verified(plan: Plan, report: Report, folder: Path, to: Path, found: Found) -> Found:
-    """With the engines' reports, and the names that the card's commands use."""
-    spec = report.target
-    target_gguf = resolve_file(spec) if in_one_file(spec) else None
-    engines = _kept(plan.run, report, folder)
-    kind = read_yaml(plan.run / RECIPE).get("drafter")
-    for name in plan.engines:
-        if kind in HEADS and (name != "vllm" or kind in OURS):
-            engines[name] = f"it loads no draft of kind {kind}"
-            print(f"{name}: not measured, {engines[name]}")
-            continue
-        target = resolve_checkpoint(spec)
-        engines[name] = verify(name, plan.run, report, folder, target, target_gguf)
-    name = to.name if plan.push_to_hub is None else plan.push_to_hub.partition("/")[2]
-    if plan.to is not None:
-        name = to.name
-        if target_gguf is not None or split_adapter(spec)[1] is not None:
-            export_target(spec, to.parent / f"{name}-target")
-    return replace(found, engines=engines, name=name, repo_id=plan.push_to_hub)
 
 
 def _check_free(to: Path, draft: Path, run: Path) -> None:
@@ -277,7 +231,7 @@ def _write(folder: Path, card: str) -> Path:
 
 
 def _engines(text: str) -> tuple[str, ...]:
-    names = () if text == "none" else tuple(text.split(","))
+    names = () if text == "none" else tuple(map(engine_name, text.split(",")))
     if unknown := [name for name in names if name not in NAMES]:
         raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(NAMES)}, none")
     return names
@@ -287,26 +241,23 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m distill.publish", description="Publish the draft of a finished run."
     )
-    parser.add_argument("run", metavar="DIR", nargs="?", help="the output folder of a finished run")
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help="export to this new folder")
-    parser.add_argument(
+    add = parser.add_argument
+    add("run", type=Path, metavar="DIR", nargs="?", help="the output folder of a finished run")
+    add("--to", type=Path, metavar="FOLDER", help="export to this new folder")
+    add(
         "--engines",
         type=_engines,
         default=(),
         metavar="NAME,…",
         help=f"verify it there: {','.join(NAMES)} or none (default); minutes each",
     )
-    parser.add_argument("--push_to_hub", metavar="ORG/NAME", help="upload it to the Hub, private")
-    parser.add_argument(
-        "--adapter", action="store_true", help="the adapter alone, for who has its base"
-    )
-    parser.add_argument("--base", metavar="NAME", help="with --adapter: the base as published")
-    parser.add_argument("--public", action="store_true", help="visible to all on the Hub")
-    parser.add_argument("--license", metavar="ID", help="default: that of target and draft")
-    parser.add_argument("--force", action="store_true", help="publish although not all is there")
-    parser.add_argument(
-        "--target", metavar="T", help="export only this target, a pypi: or GGUF file"
-    )
+    add("--push_to_hub", metavar="ORG/NAME", help="upload it to the Hub, private")
+    add("--adapter", action="store_true", help="the adapter alone, for who has its base")
+    add("--base", metavar="NAME", help="with --adapter: the base as published")
+    add("--public", action="store_true", help="visible to all on the Hub")
+    add("--license", dest="licence", metavar="ID", help="default: that of target and draft")
+    add("--force", action="store_true", help="publish although not all is there")
+    add("--target", metavar="T", help="export only this target, a pypi: or GGUF file")
     args = parser.parse_args(argv)
     if (args.run is None) == (args.target is None) or (args.target and args.to is None):
         parser.error("give the output folder of a run, or --target T --to FOLDER")
@@ -318,23 +269,13 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("--engines load whole drafts; leave --adapter out to verify the merged one")
     if args.base is not None and not args.adapter:
         parser.error("--base is of --adapter")
+    target = vars(args).pop("target")
     try:
-        if args.target is not None:
-            export_target(args.target, args.to)
-            print(f"target: {args.to}")
+        if target is None:
+            publish(**vars(args))
         else:
-            plan = Plan(
-                Path(args.run),
-                args.to,
-                args.engines,
-                args.push_to_hub,
-                args.public,
-                args.force,
-                args.license,
-                args.adapter,
-                args.base,
-            )
-            publish(plan)
+            export_target(target, args.to)
+            print(f"target: {args.to}")
     except (ValueError, DiskFullError) as error:
         parser.exit(2, f"error: {error}\n")
 

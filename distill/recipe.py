@@ -22,6 +22,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from distill.losses import LossName
+from eval.decoding.drafters.drafter import Kind, kinds
 from eval.decoding.verification import Sampling
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -60,6 +61,7 @@ _FIXED = {
     "transformers calls it activation_checkpointing now": (
         "gradient_checkpointing gradient_checkpointing_kwargs"
     ),
+    "what is sharded is sharded by FSDP2 (recipes/accelerate/fsdp2.yaml)": "deepspeed",
     "the launcher sets it": "local_rank",
 }
 FIXED = {key: reason for reason, keys in _FIXED.items() for key in keys.split()}
@@ -99,8 +101,6 @@ class RecipeError(ValueError):
 
 COMPARING = 30  # minutes, at least, of a run with drafter: auto
 Strategy = Literal["auto", "direct", "padded", "remap", "transplant", "intersection"]
-Kind = Literal["pruned", "sibling", "features", "recurrent", "eagle3", "medusa", "parallel"]
-Drafter = Literal["auto"] | Kind
 Text = Annotated[str, Field(min_length=1)]
 HubId = Annotated[str, Field(pattern=r"^\w[\w.-]*/[\w.-]+$")]
 Count = Annotated[int, Field(ge=1)]
@@ -109,7 +109,7 @@ NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Recipe:
     """What a run does. The comments are the help text of `--help` and of docs/recipes.md."""
 
@@ -120,7 +120,7 @@ class Recipe:
     domain: Text = "general"  # what the draft is for, in words (goes to the model card)
     target_hub_id: HubId | None = None  # ORG/NAME of a target that is a file, for the model card
     draft: Text | None = None  # a sibling to tune; null makes a draft from the target
-    drafter: Drafter | None = None  # null: pruned, or sibling where draft is named; auto: compares
+    drafter: Text | None = None  # null: pruned, or sibling where draft is named; auto: compares
     base: Text | None = None  # a run whose pruned draft this one starts from, as its adapters do
     output_dir: Text | None = None  # null: outputs/ and the name
     minutes: Positive | None = None  # of the whole run on this machine; null: as the rest says
@@ -129,7 +129,6 @@ class Recipe:
     strategy: Strategy = "auto"  # how vocabularies are bridged; auto moves foreign ones over
     num_draft_layers: Count = 2  # layers kept of a pruned target
     draft_vocab_size: Count | None = None  # rows of the draft's head; null keeps all
-    sequential_rank: AtLeastNone = 64  # of what a drafted token tells the next; 0: none
     fit_tokens: Count = 20_000  # answer tokens that the head is fitted on
     device_map: Literal["auto"] | None = None  # auto: the target's layers over all GPUs
     answers: Literal["local", "server"] = "local"  # who gives the target's: it here, or a server
@@ -167,16 +166,20 @@ class Recipe:
     training: dict[str, Any] = field(default_factory=dict)  # any other field of trl.SFTConfig
 
     @property
-    def kind(self) -> Kind:
-        """The kind of draft, a file of distill/drafters; until `auto` has chosen, the plainest."""
+    def kind_name(self) -> str:
+        """A file of eval/decoding/drafters; the plainest until `auto` chooses."""
         if self.drafter is None or self.drafter == "auto":
             return "pruned" if self.draft is None else "sibling"
         return self.drafter
 
     @property
-    def one_step(self) -> bool:
-        """Whether the draft is an ordinary language model, which learns one token at a time."""
-        return self.kind in ("pruned", "sibling")
+    def kind(self) -> Kind:
+        return kinds()[self.kind_name]
+
+    @property
+    def planned(self) -> bool:
+        """Whether `minutes` has to decide how much is done."""
+        return self.minutes is not None and self.max_answers is None
 
     @property
     def folder(self) -> Path:
@@ -201,7 +204,8 @@ _REQUIRED = [key for key, f in OWN.items() if f.default is dataclasses.MISSING]
 
 # Ranges of fields that SFTConfig itself takes as they come.
 _RANGES: list[tuple[str, Any]] = [
-    ("per_device_train_batch_size gradient_accumulation_steps save_total_limit", Field(ge=1)),
+    ("per_device_train_batch_size gradient_accumulation_steps", Field(ge=1)),
+    ("save_total_limit", Field(ge=2)),  # the latest may be cut short by a kill
     ("learning_rate warmup_steps weight_decay max_grad_norm", Field(ge=0)),
     ("seed data_seed dataloader_num_workers", Field(ge=0)),
     ("num_train_epochs logging_steps save_steps adam_epsilon", Field(gt=0)),
@@ -251,7 +255,7 @@ def load_recipe(argv: list[str]) -> Recipe:
 def build_recipe(values: dict[str, Any]) -> Recipe:
     """A checked Recipe of flat keys. Raises RecipeError for unknown and ill-typed ones."""
     for key, value in values.items():
-        if key == "drafter" and value in GONE_DRAFTERS and value not in typing.get_args(Kind):
+        if key == "drafter" and value in GONE_DRAFTERS:
             raise RecipeError(f"drafter {value!r} is gone: {GONE_DRAFTERS[value]}.")
         if key == "loss" and value in GONE_LOSSES:
             raise RecipeError(f"loss {value!r} is gone: {GONE_LOSSES[value]}.")
@@ -271,9 +275,9 @@ def build_recipe(values: dict[str, Any]) -> Recipe:
     return recipe
 
 
-def dump(recipe: Recipe) -> str:
-    """The resolved recipe as YAML, which is a recipe too."""
-    return yaml_text(recipe.values()) + "\n"
+def dump(values: dict[str, Any]) -> str:
+    """A resolved recipe's keys as YAML, which is a recipe too."""
+    return yaml_text(values) + "\n"
 
 
 def comments() -> dict[str, str]:
@@ -457,11 +461,6 @@ def _check_adapters(recipe: Recipe) -> None:
 def _check_minutes(recipe: Recipe) -> None:
     if recipe.minutes is None:
         return
-    if recipe.drafter == "auto" and recipe.minutes < COMPARING:
-        raise RecipeError(
-            f"minutes is {recipe.minutes:g}, but drafter auto compares kinds of draft for several "
-            f"minutes before the run begins; give {COMPARING} or more, or name a drafter."
-        )
     if recipe.answers == "server":
         raise RecipeError(
             "minutes cannot be kept where a server answers: how fast it is changes with its other "
@@ -475,43 +474,48 @@ def _check_minutes(recipe: Recipe) -> None:
 
 
 def _check_drafter(recipe: Recipe) -> None:
-    kind = recipe.kind
+    name, known = recipe.kind_name, kinds()
+    if name not in known:
+        raise RecipeError(
+            f"drafter is {name!r}, but must be auto or one of {', '.join(known)}; correct it."
+        )
+    if recipe.drafter == "auto" and not (recipe.planned and (recipe.minutes or 0) >= COMPARING):
+        raise RecipeError(
+            f"minutes is {yaml_text(recipe.minutes)}, max_answers {yaml_text(recipe.max_answers)}, "
+            "but drafter is auto, which compares kinds of draft for a tenth of the minutes; give "
+            f"{COMPARING} or more without max_answers and max_steps, or name a drafter."
+        )
     if recipe.drafter == "auto" and (recipe.draft or recipe.base) is not None:
         key = "draft" if recipe.draft else "base"
         raise RecipeError(
             f"drafter is auto, which compares what can be made of the target, but {key} is "
             f"{getattr(recipe, key)!r}; remove one of the two."
         )
-    if kind == "sibling" and recipe.draft is None:
+    if not recipe.kind.from_target and recipe.draft is None:
         raise RecipeError(
-            "drafter is 'sibling', but draft is null; name the sibling with --draft, or set "
-            "drafter to pruned."
+            f"drafter is {name!r}, but draft is null; name the draft with --draft, or set drafter "
+            "to pruned."
         )
-    if kind != "sibling" and recipe.draft is not None:
+    if recipe.kind.from_target and recipe.draft is not None:
         raise RecipeError(
-            f"drafter is {kind!r}, which is made from the target itself, but draft names "
+            f"drafter is {name!r}, which is made from the target itself, but draft names "
             f"{recipe.draft!r}; remove one of the two."
         )
-    if recipe.one_step:
+    if recipe.kind.language_model:
         return
     if recipe.base is not None:
         raise RecipeError(
-            f"base is {recipe.base!r}, a pruned draft, but drafter {kind!r} is made anew; leave "
+            f"base is {recipe.base!r}, a pruned draft, but drafter {name!r} is made anew; leave "
             "one of them out."
         )
     if recipe.use_peft:
         raise RecipeError(
-            f"use_peft is true, but drafter {kind!r} has weights that start at nothing, which "
+            f"use_peft is true, but drafter {name!r} has weights that start at nothing, which "
             "adapters of a low rank do not train; set use_peft to false."
-        )
-    if kind == "parallel" and recipe.max_gamma < 2:
-        raise RecipeError(
-            "max_gamma is 1, but drafter 'parallel' drafts several tokens in a pass; raise it, or "
-            "set drafter to pruned."
         )
     if recipe.strategy not in ("auto", "direct"):
         raise RecipeError(
-            f"strategy is {recipe.strategy!r}, but drafter {kind!r} drafts in the target's own "
+            f"strategy is {recipe.strategy!r}, but drafter {name!r} drafts in the target's own "
             "ids, so there is nothing to bridge; set strategy to auto."
         )
 

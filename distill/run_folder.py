@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import platform
 import subprocess
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,15 @@ from typing import Any
 from accelerate import PartialState
 
 from align.atomic import atomic_file, remove, write_json
-from align.checks import VOCAB_MAP
 from align.sources import read_json
-from align.vocab_map import save_map
+from align.vocab_map import VOCAB_MAP, save_map
 from distill.adapters import base_sha256
-from distill.answers import hash_prompts
 from distill.models import Pair
-from distill.prompts import Prompts
+from distill.plan import Plan, read_plan
+from distill.prompt_sets import Prompts
 from distill.recipe import Recipe, RecipeError, chosen_loss, dump, read_yaml
+from distill.teacher.answers import USED
+from distill.teacher.store import names_of
 from distill.trainer import last_checkpoint
 from distill.training_set import TRAINING_SET
 from eval.prompts import prompts_sha256, write_prompts
@@ -40,10 +41,7 @@ FREE_KEYS = {
     "target_hub_id",
     "device_map",
 }
-DECIDED = {"max_answers", "max_steps", "speed_prompts"}  # by a run with `minutes`
-CHOSEN = {"drafter", "num_draft_layers"}  # by a run with `drafter: auto`
 PACKAGES = "torch transformers trl peft accelerate datasets evaluate gguf safetensors".split()
-_STARTED = time.time()
 
 
 def refuse_another_run(recipe: Recipe) -> None:
@@ -52,29 +50,29 @@ def refuse_another_run(recipe: Recipe) -> None:
     if recipe.dry_run or not path.exists():
         return
     found, asked = read_yaml(path), recipe.values()
-    free = FREE_KEYS | (DECIDED if recipe.minutes is not None else set())
-    free |= CHOSEN if recipe.drafter == "auto" else set()
-    if None not in (recipe.minutes, found.get("minutes")) and found.get("max_answers") is None:
-        free |= {"minutes"}  # they have decided nothing yet
+    plan, free = read_plan(recipe.folder), set(FREE_KEYS)
+    if recipe.planned:
+        decided = {"minutes"} if plan is None else set(plan.decided())
+        free |= decided if recipe.drafter == "auto" else decided - {"drafter", "num_draft_layers"}
     changed = sorted(
         key for key in (found.keys() | asked) - free if found.get(key) != asked.get(key)
     )
     if changed:
         detail = "; ".join(f"{k}: {found.get(k)!r} -> {asked.get(k)!r}" for k in changed)
         raise RecipeError(
-            f"{recipe.folder} holds a run of another recipe ({detail}). Give --output_dir a "
-            "new folder, or delete that one."
+            f"{recipe.folder} holds a run of another recipe ({detail}). Give this one a "
+            "--name of its own; answers that the target has given already are used again."
         )
 
 
-def claim_folder(recipe: Recipe, pair: Pair, prompts: Prompts) -> None:
+def claim_folder(recipe: Recipe, pair: Pair, prompts: Prompts, plan: Plan | None) -> None:
     """Write recipe, verdict, map and prompts: from here on the folder is this recipe's.
 
-    All checks have passed by then, and minutes of work follow.
+    All checks have passed by then, and minutes of work follow. plan: what was decided before.
     """
     folder = recipe.folder
     if pair.vocab_map is not None and not (folder / VOCAB_MAP).exists():
-        save_map(folder / VOCAB_MAP, pair.vocab_map)
+        save_map(folder / VOCAB_MAP, pair.vocab_map, pair.target, pair.draft)
     write_json(folder / "vocab_check.json", pair.verdict.to_json() | {"used": pair.strategy})
     for name, part in (
         ("train", prompts.training),
@@ -82,18 +80,23 @@ def claim_folder(recipe: Recipe, pair: Pair, prompts: Prompts) -> None:
         ("eval", prompts.evaluation),
     ):
         write_prompts(folder / "prompts" / f"{name}.jsonl", part.prompts)
-    write_recipe(recipe)
+    write_recipe(recipe, plan)
 
 
-def write_recipe(recipe: Recipe) -> None:
-    """`recipe.yaml`: the recipe as it stands, all decisions included."""
+def write_recipe(recipe: Recipe, plan: Plan | None) -> None:
+    """`recipe.yaml`: the recipe with all that was decided, so that it repeats the run."""
     if PartialState().is_main_process:
         with atomic_file(recipe.folder / "recipe.yaml") as file:
-            file.write(dump(recipe))
+            file.write(dump(recipe.values() | ({} if plan is None else plan.decided())))
 
 
-def provenance(recipe: Recipe, prompts: Prompts, lost_mass: float) -> dict[str, Any]:
-    """What made the report: command, versions, commit, seed, hashes of models and prompts."""
+def provenance(
+    recipe: Recipe, prompts: Prompts, lost_mass: float, seconds: float
+) -> dict[str, Any]:
+    """What made the report: command, versions, commit, seed, hashes of models and prompts.
+
+    seconds: that the run had taken by then.
+    """
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"],
         cwd=Path(__file__).parent,
@@ -101,8 +104,7 @@ def provenance(recipe: Recipe, prompts: Prompts, lost_mass: float) -> dict[str, 
         text=True,
         check=False,  # an installed wheel has no repository
     ).stdout.strip()
-    # all caches of a run are of one target
-    answers = read_json(next(recipe.folder.glob("*/key.json")))
+    used, ids = read_json(recipe.folder / USED), names_of(prompts.training.ids)
     return {
         "command": sys.argv,
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
@@ -111,35 +113,33 @@ def provenance(recipe: Recipe, prompts: Prompts, lost_mass: float) -> dict[str, 
         "processes": PartialState().num_processes,
         "seed": recipe.seed,
         "hashes": {
-            **{k: answers[k] for k in ("target weights", "tokenizer", "chat template", "dtype")},
+            **{name: used["key"][name] for name in ("target weights", "dtype")},
+            **{name: used[name] for name in ("tokenizer", "chat template", "answers")},
             "train_prompts": prompts_sha256(prompts.training.prompts),
             "eval_prompts": prompts_sha256(prompts.evaluation.prompts),
-            "train_ids": hash_prompts(prompts.training.ids),
+            "train_ids": hashlib.sha256(" ".join(ids).encode()).hexdigest(),
             **({} if recipe.base is None else {"base": base_sha256(recipe.base)}),
         },
         "loss": dict(zip(("name", "why"), chosen_loss(recipe), strict=True)),
         "overlap": asdict(prompts.overlap),
         "lost_mass": lost_mass,
-        "seconds_before_evaluation": round(time.time() - _STARTED, 1),
+        "seconds_before_evaluation": round(seconds, 1),
     }
 
 
 # Of a checkpoint, what only goes on with training; of the preparation, what only the export read.
 _SPENT = ["optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "training_args.bin"]
-_SPENT += ["global_step*", "latest", "zero_to_*.py"]  # DeepSpeed's
 
 
 def delete_training_state(folder: Path) -> None:
     """Keep of a finished run what it takes to go on, audit and publish.
 
-    The last checkpoint stays, with its weights and marker, and so do answers and both drafts; the
-    target's hidden states, which take many times as much, can be made again.
+    The last checkpoint stays, with its weights and marker, and so do both drafts.
     """
     last = last_checkpoint(folder)
     for checkpoint in folder.glob("checkpoint-*"):
         if checkpoint != last:
             remove(checkpoint)
     spent = [path for pattern in _SPENT if last is not None for path in last.glob(pattern)]
-    spent.append(folder / "states")
     for path in [*spent, folder / "prepared" / "full_head.safetensors", folder / TRAINING_SET]:
         remove(path)

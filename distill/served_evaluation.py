@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-from typing import Any
 
 from align.atomic import write_json
 from align.sources import read_json
+from distill.card import USUAL_GAMMA
 from distill.models import Pair
 from distill.prepare import lost_mass_of
-from distill.prompts import Prompts
+from distill.prompt_sets import Prompts
 from distill.publish import write_card
 from distill.recipe import Recipe
 from distill.run_folder import provenance
+from distill.teacher.answers import USED
+from eval.decoding.loop import Decoding
+from eval.engines.local_vllm import speculation
 from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer, measure_servers
 from eval.reporting.report import Report, write_report
 
-USUAL_GAMMA = 3  # where the recipe fixes none: a server is not asked what it would cost
 
-
-def evaluate_served(recipe: Recipe, pair: Pair, prompts: Prompts) -> Report | None:
+def evaluate_served(recipe: Recipe, pair: Pair, prompts: Prompts, seconds: float) -> Report | None:
     """The report of `speculative_url` against `answer_url`, with provenance and model card.
 
     None where no speculative server is named: then the draft is all there is, and how to serve it
     is printed. Raises ServerError where one is named and cannot be measured, or not to the end;
-    what was measured by then is in the report.
+    what was measured by then is in the report. seconds: that the run has taken.
     """
     folder = recipe.folder
-    made_by = provenance(recipe, prompts, lost_mass_of(recipe))
+    made_by = provenance(recipe, prompts, lost_mass_of(recipe), seconds)
     write_json(folder / "provenance.json", made_by)
-    served = read_json(folder / "answers" / "key.json")["served model"]
+    served = read_json(folder / USED)["key"]["served model"]
     how = (
         f"Serve the target with this draft where {folder / 'draft'} can be read:\n\n"
         f"    {serving_command(recipe, pair, served)}\n\nand run the same command again"
@@ -44,11 +44,8 @@ def evaluate_served(recipe: Recipe, pair: Pair, prompts: Prompts) -> Report | No
         report = measure_servers(
             VllmServer(recipe.speculative_url, model=served),
             VllmServer(recipe.answer_url, model=served),
-            prompts.evaluation.drawn(recipe.speed_prompts, recipe.seed).prompts,
-            prompts.evaluation.source,
-            recipe.sampling,
-            recipe.max_new_tokens,
-            recipe.seed,
+            prompts.evaluation.drawn(recipe.speed_prompts, recipe.seed),
+            Decoding(recipe.sampling, frozenset(), recipe.max_new_tokens, recipe.seed),
             made_by,
             name="tuned",
             target=recipe.target,
@@ -69,12 +66,6 @@ def evaluate_served(recipe: Recipe, pair: Pair, prompts: Prompts) -> Report | No
 
 def serving_command(recipe: Recipe, pair: Pair, served: str) -> str:
     """What starts vLLM on the target with this run's draft, under the name it has now."""
-    config: dict[str, Any] = {
-        "method": "draft_model",
-        "model": str((recipe.folder / "draft").resolve()),
-        "num_speculative_tokens": recipe.gamma or USUAL_GAMMA,
-    }
-    if pair.retokenizer is not None:  # greedily only
-        config["use_heterogeneous_vocab"] = True
+    draft, own_ids = (recipe.folder / "draft").resolve(), pair.retokenizer is not None
     words = ["vllm", "serve", recipe.target, "--served-model-name", served]
-    return shlex.join([*words, "--speculative-config", json.dumps(config)])
+    return shlex.join([*words, *speculation(draft, recipe.gamma or USUAL_GAMMA, own_ids=own_ids)])

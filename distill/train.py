@@ -9,9 +9,9 @@ Run again after an interruption, the same command goes on where it stopped.
 
 import dataclasses
 import os
+import statistics
 import sys
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 
 if not __package__:
@@ -21,34 +21,42 @@ os.environ.setdefault("TQDM_DELAY", "1")  # when tqdm is imported: no bar for wh
 from accelerate import PartialState
 
 from align.atomic import DiskFullError
-from align.process import free_memory, join_processes, use_machine
+from align.process import free_memory, from_first, join_processes, use_machine
 from distill.adapters import on_base
-from distill.answer_cache import CachedAnswer
-from distill.answers import PROBE, answer_lengths, answer_prompts
 from distill.compare import compare
 from distill.dry_run import price_run
 from distill.evaluation import evaluate
 from distill.export import export_draft
-from distill.held_out import HELD_OUT
 from distill.models import Pair, TargetOfRun, check_models
 from distill.plan import (
     Clock,
     Plan,
-    first_answers,
+    answers_there,
     measured_costs,
     plan_as_given,
     plan_within,
     read_plan,
+    with_choice,
     write_plan,
 )
 from distill.prepare import prepare_draft, print_coverage
-from distill.prompts import Prompts, collect_prompts
-from distill.recipe import Recipe, build_recipe, help_text, load_recipe
+from distill.prompt_sets import Prompts, collect_prompts
+from distill.recipe import Recipe, help_text, load_recipe
 from distill.run_folder import claim_folder, delete_training_state, refuse_another_run, write_recipe
 from distill.served_evaluation import evaluate_served
-from distill.server import ServedTarget
-from distill.state_cache import cache_states, layers_read
+from distill.teacher.answers import (
+    PROBE,
+    answer_lengths,
+    answer_prompts,
+    note_used,
+    open_store,
+    to_answer,
+)
+from distill.teacher.served import ServedTarget
+from distill.teacher.states import cache_states, layers_read
+from distill.teacher.store import Answers, Store
 from distill.trainer import distil_draft, process_timeout, training_config
+from eval.measuring.cost import price
 from eval.measuring.journal import INTERRUPTED
 from eval.reporting.text import print_summary
 
@@ -67,86 +75,78 @@ def run(recipe: Recipe) -> int:
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
     target = TargetOfRun(recipe, pair, prompts)  # behind a server it is never loaded
-    served = ServedTarget(recipe, pair.target, prompts) if recipe.answers == "server" else None
-    if served is not None and PartialState().is_main_process:
-        served.check()
-    claim_folder(recipe, pair, prompts)
-
+    drafted = (recipe.folder / "draft").exists() and not recipe.coverage_curve
+    served = None
+    if recipe.answers == "server" and not drafted:
+        served = ServedTarget(recipe, pair.target, prompts)
+        if PartialState().is_main_process:
+            served.check()
+    plan = read_plan(recipe.folder)
+    claim_folder(recipe, pair, prompts, plan)
+    if drafted:
+        plan = plan or plan_as_given(recipe, prompts)
+        return measure(with_choice(recipe, plan.choice), pair, prompts, target, plan, clock)
     clock.stage("The target answers the training prompts")
+    store = open_store(recipe, pair.target) if served is None else served.store
+    held_out: list[str] = []
     if prompts.held_out.prompts:
-        once = dataclasses.replace(recipe, answers_per_prompt=1, train_on_prompts=False)
-        answer_prompts(once, prompts.held_out.ids, target, HELD_OUT)
+        held_out = answer_prompts(recipe, prompts.held_out.ids, target, store).names
     if recipe.coverage_curve:
-        count = PROBE if recipe.planned else recipe.max_answers
-        answers = served.answers() if served else answered(recipe, pair, target, count)
+        count = PROBE if recipe.planned else None
+        answers = served.answers() if served else answered(recipe, pair, target, store, count)
         if PartialState().is_main_process:
             print_coverage(pair, answers)
         return 0
-    plan = read_plan(recipe.folder) or make_plan(recipe, pair, prompts, target, clock)
-    write_recipe(recipe, plan.decided())
+    plan = plan or make_plan(recipe, pair, prompts, target, store, clock)
     recipe = with_choice(recipe, plan.choice)
-    answers = served.answers() if served else answered(recipe, pair, target, plan.answers)
-
-    if not (recipe.folder / "draft").exists():
-        make_draft(recipe, pair, target, answers, plan, clock)
-        free_memory()
+    answers = served.answers() if served else answered(recipe, pair, target, store, plan.answers)
     if PartialState().is_main_process:
-        clock.stage("Measure the drafts")
-        report = (
-            evaluate(recipe, pair, prompts, target.loaded, plan, clock)
-            if served is None
-            else evaluate_served(recipe, pair, prompts, clock)
-        )
-        delete_training_state(recipe.folder)
-        clock.stage("Done")
-        if report is not None:
-            print_summary(report)
-        print(f"\nDraft: {recipe.folder / 'draft'}")
-        if report is not None:
-            print(f"Report: {recipe.folder / 'report' / 'report.html'}")
-    return 0
+        note_used(recipe.folder, pair.target, answers, held_out)
+    PartialState().wait_for_everyone()  # they read what was noted
+    make_draft(recipe, pair, target, answers, plan, clock)
+    free_memory()
+    return measure(recipe, pair, prompts, target, plan, clock)
 
 
-def answered(recipe: Recipe, pair: Pair, target: TargetOfRun, count: int | None) -> AnswerCache:
-    """The target's first answers to the training prompts, with its states where they are read."""
-    ids, layers = target.prompts.training.ids, layers_read(recipe, pair)
-    return answer_prompts(recipe, ids, target, layers=layers, count=count)
+def answered(
+    recipe: Recipe, pair: Pair, target: TargetOfRun, store: Store, count: int | None
+) -> Answers:
+    """The first answers of a run, as many as `count` of them, with the states that are read."""
+    asked, layers = to_answer(recipe, target.prompts.training.ids), layers_read(recipe, pair)
+    taught = recipe.train_on_prompts
+    return answer_prompts(recipe, asked[:count], target, store, layers, taught)
 
 
 def make_plan(
-    recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun, clock: Clock
+    recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun, store: Store, clock: Clock
 ) -> Plan:
     """What the run will do: printed, and written for whoever goes on with it."""
-    if not recipe.planned:
-        plan = plan_as_given(recipe, prompts, answers_there(recipe, pair))
-    else:
+    if recipe.planned:
         assert recipe.minutes is not None
-        answers, answer = first_answers(recipe, pair, prompts, target)
+        first = answered(recipe, pair, target, store, PROBE)
         choice = None
         if recipe.drafter == "auto":
             clock.stage("Compare kinds of draft")
-            choice = compare(recipe, pair, prompts, target, answers, clock)
-            clock.stage("The target answers more training prompts")
-        recipe = with_choice(recipe, choice)
-        tokens = statistics.mean(answer_lengths(recipe, prompts.training.ids, answers))
-        steps, costs = measured_costs(recipe, pair, prompts, target, tokens, answer)
+            choice = compare(recipe, pair, prompts, target, first, clock)
+        picked = with_choice(recipe, choice)
+        tokens = statistics.mean(answer_lengths(recipe, prompts.training.ids, first))
+        steps, costs = measured_costs(picked, pair, prompts, target, store, tokens)
         print(price(steps))
-        left = from_first(clock.left(recipe.minutes))
-        plan = plan_within(recipe, prompts, len(answers), costs, left)
+        there, left = answers_there(recipe, prompts, store), clock.left(recipe.minutes)
+        there, left = from_first((there, left))
+        plan = plan_within(picked, prompts, there, costs, left)
         plan = dataclasses.replace(plan, choice=choice)
+    else:
+        plan = plan_as_given(recipe, prompts)
     if PartialState().is_main_process:
         write_plan(recipe.folder, plan)
+        write_recipe(recipe, plan)
         print("\n".join(plan.lines()))
     return plan
 
 
 def make_draft(
-    recipe: Recipe,
-    pair: Pair,
-    target: TargetOfRun,
-    answers: Sequence[CachedAnswer],
-    plan: Plan,
-    clock: Clock,
+    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Answers, plan: Plan, clock: Clock
 ) -> None:
     """`draft/`: prepared, distilled, exported. The target is not in memory while it is trained."""
     cache_states(recipe, pair, target, answers)
@@ -161,6 +161,27 @@ def make_draft(
     if tuned is not None:
         clock.stage("Save the draft")
         export_draft(recipe, pair, prepared, tuned, answers)
+
+
+def measure(
+    recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun, plan: Plan, clock: Clock
+) -> int:
+    """The report, by the first process alone."""
+    if not PartialState().is_main_process:
+        return 0
+    clock.stage("Measure the drafts")
+    if recipe.answers == "server":
+        report = evaluate_served(recipe, pair, prompts, clock.seconds())
+    else:
+        report = evaluate(recipe, pair, prompts, target.loaded, plan, clock.seconds())
+    delete_training_state(recipe.folder)
+    clock.stage("Done")
+    if report is not None:
+        print_summary(report)
+    print(f"\nDraft: {recipe.folder / 'draft'}")
+    if report is not None:
+        print(f"Report: {recipe.folder / 'report' / 'report.html'}")
+    return 0
 
 
 def main(argv: list[str]) -> int:

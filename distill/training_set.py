@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from align.atomic import atomic_file
 from align.vocab_map import Retokenizer
-from distill.answer_cache import CachedAnswer
 from distill.losses import sharpen
+from distill.teacher.store import CachedAnswer
 
 TRAINING_SET = "training_set.arrow"
 # Tokens that are written at once, and lie together in the file: reading one column of all rows
@@ -102,33 +102,6 @@ def training_rows(
             "top_ids": ids.flatten().numpy(),
             "top_logprobs": logprobs.flatten().numpy(),
         }
-
-
-class Batch(NamedTuple):
-    """What a draft's loss reads: B rows padded to T tokens, N response positions in all.
-
-    input_ids, attention_mask [B, T]. positions: in the flattened batch, where the next token is
-    predicted [N]. top_ids, top_logprobs: the target's there [N, C]. states: its hidden states [B,
-    T, L, H], zeros where a text has ended. seeds: of each row's random numbers [B].
-    """
-
-    input_ids: Tensor
-    positions: Tensor
-    top_ids: Tensor
-    top_logprobs: Tensor
-    attention_mask: Any = None
-    states: Any = None
-    seeds: Any = None
-
-    @property
-    def width(self) -> int:
-        """T."""
-        return self.input_ids.shape[1]
-
-    @property
-    def newest(self) -> Tensor:
-        """The token at each response position [N]."""
-        return self.input_ids.flatten()[self.positions]
 
 
 def _padded(rows: list[Tensor], value: int = 0) -> Tensor:

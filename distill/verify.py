@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from align.atomic import atomic_file
-from align.sources import load_tokenizer, read_json
+from align.sources import load_tokenizer, read_json, resolve_checkpoint, resolve_file
 from align.to_gguf import write_gguf
-from distill.card import GGUF_SERVED, gamma_of
+from distill.card import GGUF_SERVED, EnginesFound, gamma_of, in_one_file
 from distill.forms import gguf_file
+from distill.recipe import read_yaml
+from eval.decoding.drafters.drafter import kinds
 from eval.decoding.target import weights_sha256
+from eval.engines.environments import NAMES
 from eval.engines.installed import measure_installed
 from eval.prompts import PromptSet, load_prompts, render_all
 from eval.reporting.report import Report, checked
@@ -20,72 +25,64 @@ from eval.reporting.tables import lossless_line
 PROMPTS, MAX_NEW_TOKENS = 24, 64  # of each engine's check
 
 
-def verify(
-    name: str, run: Path, report: Report, draft: Path, target: Path, target_gguf: Path | None
-) -> Report | str:
-    """The report of one engine on the published folder `draft`, or why there is none.
+def in_engines(run: Path, report: Report, draft: Path, asked: Sequence[str] = ()) -> EnginesFound:
+    """What each engine does with the published folder `draft`, or why that is not known.
 
-    What it was found to do with the same weights, prompts and draft length before is kept in the
-    run. target: a checkpoint's folder; target_gguf: the same as one file, made where there is none.
+    What one was found to do with the same weights, prompts and draft length before is kept in the
+    run, and not measured again; of the others those that are asked for are measured.
     """
-    form = form_for(name, draft)
+    recipe = read_yaml(run / "recipe.yaml")
+    engines: EnginesFound = {}
+    for name in NAMES:
+        form = gguf_file(draft, GGUF_SERVED) if name == "llama.cpp" else draft
+        path = run / "report" / "engines" / f"{name}.json"
+        length = [gamma_of(report), PROMPTS, MAX_NEW_TOKENS]
+        of = [report.target, weights_sha256(str(form)), report.prompts.sha256, *length]
+        kept = read_json(path) if path.is_file() else None
+        if kept is not None and kept["of"] == of:
+            engines[name] = checked(Report, kept["report"])
+        elif name not in asked:
+            engines[name] = f"not asked for (--engines {name})"
+        else:
+            engines[name] = found = _verify(name, run, report, recipe, form)
+            if isinstance(found, str):
+                print(f"{name}: not measured, {found}")
+                continue
+            path.parent.mkdir(exist_ok=True)
+            with atomic_file(path) as file:
+                json.dump({"of": of, "report": found.model_dump(mode="json")}, file)
+    return engines
+
+
+def _verify(
+    name: str, run: Path, report: Report, recipe: dict[str, Any], form: Path
+) -> Report | str:
+    """The report of one engine, or why there is none."""
+    spec, kind = recipe["target"], recipe.get("drafter")
+    if name not in kinds()[kind or "pruned"].engines:
+        return f"it loads no draft of kind {kind}"
     if not form.exists():
-        print(f"{name}: not measured, there is no GGUF of the draft")
         return "there is no GGUF of the draft"
-    sha256 = weights_sha256(str(form))
-    kept = kept_report(name, run, report, sha256)
-    if kept is not None:
-        print(f"{name}: measured before, and kept in {run / 'report' / 'engines'}")
-        return kept
     print(
         f"Verifying in {name}: {PROMPTS} prompts, {MAX_NEW_TOKENS} tokens each, with the draft and "
         "without: minutes on a CPU",
         flush=True,
     )
+    target = resolve_checkpoint(spec)
     prompts = _prompts(run, report, target)
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            if name == "llama.cpp":
-                target = target_gguf or _as_gguf(target, Path(scratch))
+            if name == "llama.cpp" and in_one_file(spec):
+                target = resolve_file(spec)
+            elif name == "llama.cpp":
+                write_gguf(target, Path(scratch) / "target.gguf", "f16")
+                target = Path(scratch) / "target.gguf"
             found = measure_installed(name, target, form, prompts, gamma_of(report), MAX_NEW_TOKENS)
     except ValueError as error:  # not installed, or not up to this pair: the card says which
-        print(f"{name}: not measured, {error}")
         return str(error)
-    one = found.last[1]
-    print(f"{name}: speed-up {one.speedup:.2f}. {lossless_line(name, one.lossless)}")
-    path = _path(name, run)
-    path.parent.mkdir(exist_ok=True)
-    with atomic_file(path) as file:
-        content = {"of": _about(report, sha256), "report": found.model_dump(mode="json")}
-        json.dump(content, file)
+    draft = found.last[1]
+    print(f"{name}: speed-up {draft.speedup:.2f}. {lossless_line(name, draft.lossless)}")
     return found
-
-
-def form_for(name: str, draft: Path) -> Path:
-    """What an engine loads of a published folder."""
-    return gguf_file(draft, GGUF_SERVED) if name == "llama.cpp" else draft
-
-
-def kept_report(name: str, run: Path, report: Report, sha256: str | None) -> Report | None:
-    """What an engine was found to do with just these weights, prompts and draft length."""
-    if not _path(name, run).is_file():
-        return None
-    kept = read_json(_path(name, run))
-    return checked(Report, kept["report"]) if kept["of"] == _about(report, sha256) else None
-
-
-def _path(name: str, run: Path) -> Path:
-    return run / "report" / "engines" / f"{name}.json"
-
-
-def _about(report: Report, sha256: str | None) -> list[object]:
-    length = [gamma_of(report), PROMPTS, MAX_NEW_TOKENS]
-    return [report.target, sha256, report.prompts.sha256, *length]
-
-
-def _as_gguf(target: Path, scratch: Path) -> Path:
-    write_gguf(target, scratch / "target.gguf", "f16")
-    return scratch / "target.gguf"
 
 
 def _prompts(run: Path, report: Report, target: Path) -> PromptSet:

@@ -1,12 +1,16 @@
-"""What tests share: a tiny Llama, and a small made-up evaluation."""
+"""What tests share: processes and cores, a tiny Llama, and a small made-up evaluation."""
 
+import fcntl
 import os
 import random
+from functools import partial
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from align.sources import cache_folder
+from eval.measuring import metrics
 from eval.measuring.atlas import Answer
 from eval.measuring.build import build_report
 from eval.measuring.log import Agreement, DraftLog, PromptRun, RunLog, StepCosts
@@ -14,6 +18,25 @@ from eval.measuring.losslessness import ledger
 from eval.measuring.metrics import by_batch
 
 CORES = getattr(os, "sched_getaffinity", None)
+WORKER = os.environ.get("PYTEST_XDIST_WORKER")  # gw0, gw1, …; None outside of pytest-xdist
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Where all tests are asked for, two processes share them, a file at a time."""
+    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.option.usepdb
+    if whole and not WORKER and getattr(config.option, "numprocesses", 0) is None:
+        config.option.numprocesses, config.option.dist = 2, "loadfile"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """A real model has the machine to itself: it takes every core, and its steps are timed."""
+    if WORKER:
+        with open(__file__) as everyone:
+            fcntl.flock(everyone, fcntl.LOCK_EX if "real" in item.keywords else fcntl.LOCK_SH)
+            return (yield)
+    return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -25,10 +48,39 @@ def pytest_runtest_setup(item):
     torch.set_num_threads(1 if tiny else len(CORES(0)) if CORES else os.cpu_count())
 
 
+def cache_without_answers(folder):
+    """The path of a new cache that shares with the machine's all but what targets have answered."""
+    for name in ("files", "folders", "checkpoints", "adapted", "engines"):
+        (cache_folder() / name).mkdir(parents=True, exist_ok=True)
+        (folder / name).symlink_to(cache_folder() / name)
+    return str(folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_cache(tmp_path_factory):
+    """Runs of a whole module or session share their answers, and nobody else's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTSMITH_CACHE", cache_without_answers(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def one_core():
     """The same for a program that a test starts: its `preexec_fn`; None where there is no such."""
-    return CORES and (lambda: os.sched_setaffinity(0, {min(CORES(0))}))
+    if CORES is None:
+        return None
+    cores = sorted(CORES(0))
+    core = cores[int((WORKER or "gw0")[2:]) % len(cores)]
+    return lambda: os.sched_setaffinity(0, {core})
+
+
+@pytest.fixture(autouse=True, scope="session")
+def few_resamples():
+    """500 for 10,000: an interval is about as wide, and a report takes a tenth of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        fewer = partial(metrics.bootstrap_totals, resamples=500)
+        patch.setattr(metrics, "bootstrap_totals", fewer)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -30,17 +30,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from distill.answer_cache import CachedAnswer
 from distill.answers import top_logprobs
-from distill.drafters import eagle3, features, medusa, parallel, pruned, recurrent
 from distill.export import full_vocabulary
+from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
 from distill.models import head_rows
-from distill.prepare import prune_and_fit
 from distill.state_cache import states_at
-from distill.trainer import attach_distillation_forward
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters import prompt_lookup
-from eval.decoding.drafters.lookup_first import lookup_first
-from eval.decoding.drafters.pruned import pruned_drafter
+from eval.decoding.drafters import eagle3, medusa, pruned
+from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
+from eval.decoding.drafters.training import AnsweredText, Start
 from eval.decoding.generation import generate_batched
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
@@ -242,19 +240,6 @@ def answering():
         assert len([ids.cpu() for a in made for ids, _ in a.captured[:1]]) == 3
 
 
-def rows_chosen():
-    """Of a trimmed head, which hang on the answers' numbers."""
-    kept = {"choose_tokens": lambda *_: torch.zeros(K, dtype=torch.long)}
-    return patch.multiple("distill.prepare", **kept, lost_mass=lambda *_: 0.0)
-
-
-def fitting():
-    with rows_chosen():
-        made = prune_and_fit(target().model, answers(), 1, 20, K, {0})
-    assert made.full_head.shape == (V, H)
-    assert made.model.lm_head.weight.device.type == "gpu"
-
-
 def token_ids():
     """As load_compact has them: beside the target."""
     return torch.zeros(K, dtype=torch.long, device=GPU)
@@ -264,20 +249,6 @@ def rows_of_a_trimmed_head():
     rows = head_rows(token_ids(), V)
     assert rows.device.type == "cpu"  # where the answers are
     assert rows[answers()[0].top_ids].shape == (9, 15)
-
-
-def training():
-    model = build(K, 1, dtype=torch.float32).train()
-    attach_distillation_forward(model)
-    batch = {
-        "input_ids": torch.zeros((2, 15), dtype=torch.long, device=GPU),
-        "attention_mask": None,
-        "positions": torch.zeros(18, dtype=torch.long, device=GPU),
-        "top_ids": torch.zeros((18, 15), dtype=torch.long, device=GPU),
-        "top_logprobs": torch.zeros((18, 15), device=GPU),
-    }
-    model(**batch).loss.backward()
-    assert model.lm_head.weight.grad.device.type == "gpu"
 
 
 def exporting():
@@ -290,24 +261,24 @@ def exporting():
 def decoding():
     whole = target()
     for ids, model in ((token_ids(), build(K, 1)), (None, build(V, 1))):
-        every_way(whole, pruned_drafter(model, ids, whole))
+        every_way(whole, pruned.KIND.drafter(model, ids, whole))
 
 
 def looking_up():
     whole = target()
     for drafter in (
-        prompt_lookup.load("prompt-lookup", whole, "auto"),
-        lookup_first(pruned_drafter(build(K, 1), token_ids(), whole)),
+        prompt_lookup(whole),
+        lookup_first(pruned.KIND.drafter(build(K, 1), token_ids(), whole)),
     ):
         every_way(whole, drafter)
 
 
 def choosing_gamma():
     whole = target()
-    drafter = pruned_drafter(build(K, 1), token_ids(), whole)
+    drafter = pruned.KIND.drafter(build(K, 1), token_ids(), whole)
     prompts = PromptSet("made up", [], [[1, 2, 3], [4, 5]])
-    found = places(whole, drafter, prompts, Decoding(Sampling(), whole.stops, 9), 3)
-    assert [len(text) for text in found] == [8, 8]
+    found = places(whole, drafter, prompts, Decoding(Sampling(), whole.stops, 4), 2)
+    assert [len(text) for text in found] == [3, 3]
 
 
 def keeping_states():
@@ -321,15 +292,15 @@ def every_way(whole, drafter):
                 runs = decode(
                     *(whole.decoder, drafter, [Prompt(str(i), "x") for i in range(rows)]),
                     [[1, 2, 3]] * rows,
-                    Decoding(Sampling(temperature), whole.stops, 9),
-                    DraftLength(3, stop_below),
+                    Decoding(Sampling(temperature), whole.stops, 4),
+                    DraftLength(2, stop_below),
                 )
-                assert [len(run.tokens) for run in runs] == [9] * rows
+                assert [len(run.tokens) for run in runs] == [4] * rows
 
 
 def measuring():
     whole = target()
-    drafter = pruned_drafter(build(K, 1), token_ids(), whole)
+    drafter = pruned.KIND.drafter(build(K, 1), token_ids(), whole)
     for sampling in (Sampling(), Sampling(0.7, 20, 0.9)):
         logits = teacher_forced_logits(whole.decoder, [1, 2, 3, 4], 3)
         (q,) = drafter.teacher_forced([1, 2, 3], [4], [sampling], {})
@@ -347,10 +318,6 @@ def a_target_on_two_devices():
         capture=lambda logits: top_logprobs(logits, 15),
     )
     assert len([ids.cpu() for a in made for ids, _ in a.captured[:1]]) == 3
-    with rows_chosen():
-        pruned = prune_and_fit(whole.model, answers(), 2, 20, K, {0})
-    assert {p.device for p in pruned.model.parameters()} == {torch.device(GPU)}
-    every_way(whole, pruned_drafter(pruned.model, token_ids(), whole))
     states = dict.fromkeys((0, 1, 2))
     whole.decoder.forward(
         torch.zeros((1, 4), dtype=torch.long, device=GPU),
@@ -362,33 +329,36 @@ def a_target_on_two_devices():
     assert {state.device for state in states.values()} == {torch.device(GPU)}
 
 
-def a_pair(kind):
-    """Recipe and vocabularies, as far as a kind of draft looks at them."""
-    recipe = SimpleNamespace(
-        **{"drafter": kind, "kind": kind, "num_draft_layers": 1, "draft_vocab_size": K},
-        **{"sequential_rank": 4, "max_gamma": 3, "seed": 0},
-    )
-    config = SHAPE.to_dict() | {"num_hidden_layers": 2}
-    return recipe, SimpleNamespace(vocab_size=V, target=SimpleNamespace(config=config))
+def started(kind, whole, fitted):
+    """A draft of that kind and its head's ids; fitted: on answers, not of its shape alone."""
+    layers = kind.layers(SHAPE.to_dict())
+    states = torch.zeros((14, len(layers), H), dtype=torch.bfloat16) if layers else None
+    texts = [AnsweredText(a.prompt_ids, a.response_ids, states) for a in answers()]
+    ids = torch.zeros(K, dtype=torch.long)
+    return kind.start(Start(whole.model, ids, texts if fitted else [], 1, 3, layers))
 
 
-def pricing_a_stand_in(kind):
-    recipe, pair = a_pair(kind.__name__.rpartition(".")[2])
+def starting(kind):
     for whole in (target(), spread_target()):
-        drafter = kind.drafter(recipe, pair, *kind.stand_in(recipe, pair, whole), whole)
+        model, full_head = started(kind, whole, True)
+        assert model.get_output_embeddings().weight.shape == (K, H)
+        assert full_head is None or full_head.shape == (V, H)
+
+
+def drafting(kind):
+    for whole in (target(), spread_target()):
+        model, _ = started(kind, whole, False)
+        drafter = kind.drafter(placed(model, dtype=torch.bfloat16), token_ids(), whole)
         drafter.step(20, Sampling())()
         drafter.step(20, Sampling(0.7))()
-        if block := drafter.block(20):
-            block()
         every_way(whole, drafter)
 
 
-def training_a_stand_in(kind):
-    recipe, pair = a_pair(kind.__name__.rpartition(".")[2])
-    model, _ = kind.stand_in(recipe, pair, target())
+def training(kind):
+    model, _ = started(kind, target(), False)
     placed(model, dtype=torch.float32).train()
-    kind.attach(model, forward_kl)
-    read = len(kind.layers(pair.target.config))
+    give_loss_forward(model, kind, forward_kl)
+    read = len(kind.layers(SHAPE.to_dict()))
     batch = {
         "input_ids": torch.zeros((2, 15), dtype=torch.long, device=GPU),
         "attention_mask": None,
@@ -398,72 +368,23 @@ def training_a_stand_in(kind):
         "states": torch.zeros((2, 15, read, H), device=GPU) if read else None,
         "seeds": torch.zeros(2, dtype=torch.long),
     }
-    drawn = f"{kind.__name__}.drawn_depths"
-    with patch(drawn, lambda positions, *_: positions.clone(), create=True):
+    drawn = "eval.decoding.drafters.medusa.drawn_depths"
+    with patch(drawn, lambda positions, *_: positions.clone()):
         model(**batch).loss.backward()
+    assert model.get_output_embeddings().weight.grad.device.type == "gpu"
     model(**batch, temperature=0.0)
 
 
-class States(dict):
-    """Of answers, as they are read from the disk."""
-
-    def __init__(self, read):
-        self.layers = range(read)
-        super().__init__({i: torch.zeros((14, read, H), dtype=torch.bfloat16) for i in range(3)})
-
-
-def fitting_features():
-    with rows_chosen():
-        for whole in (target().model, spread_target().model):
-            made = prune_and_fit(whole, answers(), 1, 20, K, {0})
-            features.fit_fusion(made.model, whole, made.token_ids, States(3), answers())
-
-
-def fitting_eagle3():
-    for whole in (target().model, spread_target().model):
-        head = whole.get_output_embeddings().weight.detach()[torch.zeros(K, dtype=torch.long)]
-        made = eagle3.fit_eagle3(whole, head, States(3), answers())
-        eagle3.fold(made, made.get_buffer("sizes"))
-
-
-def fitting_recurrent():
-    head = target().model.get_output_embeddings().weight.detach()
-    made = recurrent.new_model(torch.zeros((V, H), dtype=torch.bfloat16), 3, head[:K])
-    recurrent.fit(made, States(3), answers())
-
-
-def fitting_medusa():
-    recipe, pair = a_pair("medusa")
-    head = target().model.get_output_embeddings().weight.detach()
-    made = medusa.new_heads(recipe, pair, head[:K])
-    medusa.with_head_rows(made, torch.zeros(K, dtype=torch.long))
-    medusa.fit_heads(made, torch.zeros((K, H)), States(1), answers())
-
-
-def fitting_parallel():
-    recipe, _ = a_pair("parallel")
-    # what has been prepared is read from its files, on the CPU
-    model = placed(build(K, 1), lambda name: "cpu")
-    parts = parallel.first_parts(recipe, model, torch.zeros(H))
-    prepared = SimpleNamespace(model=model, token_ids=torch.zeros(K, dtype=torch.long))
-    with patch("distill.drafters.parallel.drawn_depths", lambda positions, *_: positions.clone()):
-        parallel.fit_sequential(parts, prepared, target(), answers())
-
-
-KINDS = (pruned, features, recurrent, eagle3, medusa, parallel)
 CHECKS = {
     check.__name__: check
     for check in (
-        *(answering, fitting, rows_of_a_trimmed_head, training, exporting, decoding, measuring),
-        *(looking_up, choosing_gamma, keeping_states),
-        *(fitting_features, fitting_recurrent, fitting_eagle3, fitting_medusa, fitting_parallel),
-        a_target_on_two_devices,
+        *(answering, rows_of_a_trimmed_head, exporting, decoding, measuring),
+        *(looking_up, choosing_gamma, keeping_states, a_target_on_two_devices),
     )
 } | {
-    f"{check.__name__}: {kind.__name__.rpartition('.')[2]}": partial(check, kind)
-    for check in (pricing_a_stand_in, training_a_stand_in)
-    for kind in KINDS
-    if not (check is training_a_stand_in and kind is pruned)
+    f"{check.__name__} {kind.__name__.rpartition('.')[2]}": partial(check, kind.KIND)
+    for check in (starting, drafting, training)
+    for kind in (pruned, eagle3, medusa)
 }
 
 

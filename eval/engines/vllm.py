@@ -19,7 +19,7 @@ from tqdm import tqdm
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
 from eval.engines.counters import read_series, total
-from eval.engines.log import decoding, missing, prompts_used
+from eval.engines.driven import decoding, missing, prompts_used
 from eval.engines.server import Server, ServerError
 from eval.measuring.build import build_report
 from eval.measuring.log import DraftLog, Floats, PromptRun, RunLog
@@ -100,17 +100,14 @@ class VllmServer(Server):
 def measure_servers(
     speculative: VllmServer,
     baseline: VllmServer,
-    prompts: Sequence[Prompt],
-    source: str,
-    sampling: Sampling,
-    max_new_tokens: int,
-    seed: int,
+    prompts: PromptSet,
+    how: Decoding,
     provenance: dict[str, Any],
     name: str = NAME,
     target: str | None = None,
     overlap: int | None = None,
 ) -> Report:
-    """The report of a speculative server against a plain one, on the same prompts.
+    """The report of a speculative server against a plain one, on the same prompts, rendered there.
 
     name: of the draft in it. target: what the report calls it; None: as the servers do. overlap: of
     the prompts with the training data, where that is known.
@@ -124,16 +121,15 @@ def measure_servers(
             f"{speculative.url} serves {speculative.model!r}, {baseline.url} {baseline.model!r}; "
             f"serve the same target twice (--served-model-name, if only the names differ)."
         )
-    how = Decoding(sampling, frozenset(), max_new_tokens, seed)
-    _warm_up(speculative, baseline, prompts[0], replace(how, max_new_tokens=16))
-    pairs, failure = _interleave(speculative, baseline, prompts, how)
-    done = prompts[: len(pairs)]
+    _warm_up(speculative, baseline, prompts.prompts[0], replace(how, max_new_tokens=16))
+    pairs, failure = _interleave(speculative, baseline, prompts.prompts, how)
+    done = prompts.prompts[: len(pairs)]
     greedy, greedy_failure = pairs, None
-    if not sampling.greedy:  # losslessness is always measured greedily
+    if not how.sampling.greedy:  # losslessness is always measured greedily
         greedily = replace(how, sampling=Sampling())
         greedy, greedy_failure = _interleave(speculative, baseline, done, greedily)
     counters, no_counters = _counters_block(pairs)
-    own = {
+    lacking = {
         "prompts": failure,
         "lossless": greedy_failure,
         **missing("vllm"),
@@ -150,7 +146,7 @@ def measure_servers(
         gamma=len(counters["acceptance_per_position"]) or None if counters else None,
         gamma_policy="of the server",
         counters=counters,
-        missing={field: reason for field, reason in own.items() if reason},
+        missing={field: reason for field, reason in lacking.items() if reason},
     )
     run = RunLog(
         target=target or speculative.model,
@@ -163,10 +159,10 @@ def measure_servers(
             gamma=draft.gamma,
             gamma_policy=draft.gamma_policy,
             # greedily the tokens themselves are compared; sampled, nobody can see the rule
-            verification="greedy match" if sampling.greedy else "the server's own rule",
+            verification="greedy match" if how.sampling.greedy else "the server's own rule",
             stop_tokens=None,
         ),
-        prompts=prompts_used(PromptSet(source, list(done), []))
+        prompts=prompts_used(PromptSet(prompts.source, done, []))
         | {"overlap_with_training": overlap},
         provenance=provenance,
     )
@@ -211,13 +207,13 @@ def _interleave(
 
 def _counters_block(pairs: Sequence[Pair]) -> tuple[dict[str, Any] | None, str | None]:
     """The `counters` of the report, or the reason why there are none."""
-    grown = [drafted.counters for _, drafted in pairs if drafted.counters is not None]
+    grown = [(answer.run, answer.counters) for _, answer in pairs if answer.counters is not None]
     if not grown:
         return None, (
             "the server has no counters vllm:spec_decode_* at /metrics: speculation is off, "
             "--disable-log-stats is set, or it is no vLLM"
         )
-    drafts, drafted, accepted, *accepted_at = np.sum(grown, axis=0).tolist()
+    drafts, drafted, accepted, *accepted_at = np.sum([row for _, row in grown], axis=0).tolist()
     tokens = sum(len(answer.run.tokens) for _, answer in pairs)
     # a draft emits one token beside the accepted ones; a last one may be cut by its whole length
     if accepted + drafts > tokens + (len(accepted_at) + 1) * len(grown):
@@ -225,36 +221,34 @@ def _counters_block(pairs: Sequence[Pair]) -> tuple[dict[str, Any] | None, str |
             f"they grew by {accepted + drafts:.0f} tokens while this run was sent {tokens}: others "
             f"used the server; measure again while it is idle"
         )
-    drafting = [
-        (answer.run.category, answer.run.group, answer.counters)
-        for _, answer in pairs
-        if answer.counters is not None and answer.counters[0]
-    ]
-    if not any(row[1] for _, _, row in drafting):
+    drafting = [(run, row) for run, row in grown if row[0]]
+    if not any(row[1] for _, row in drafting):
         return None, "they did not grow while this run was served"
 
-    def length(of: Sequence[tuple[str | None, str | None, Any]]) -> Measured:
-        rows, groups = [(row[2] + row[0], row[0]) for *_, row in of], [group for _, group, _ in of]
-        return measure("mean_acceptance_length", rows, groups=groups)
+    def length(category: str | None = None) -> Measured:
+        """Of the prompts of a category, or all of them."""
+        of = [(run, row) for run, row in drafting if category in (None, run.category)]
+        sums = [(row[2] + row[0], row[0]) for _, row in of]
+        return measure("mean_acceptance_length", sums, groups=[run.group for run, _ in of])
 
     return {
         "num_drafts": round(drafts),
         "num_draft_tokens": round(drafted),
         "num_accepted_tokens": round(accepted),
-        "mean_acceptance_length": length(drafting),
+        "mean_acceptance_length": length(),
         "acceptance_rate": measure(
             "acceptance_rate",
-            [(row[2], row[1]) for *_, row in drafting],
-            groups=[group for _, group, _ in drafting],
+            [(row[2], row[1]) for _, row in drafting],
+            groups=[run.group for run, _ in drafting],
         ),
         "acceptance_per_position": [count / drafts for count in accepted_at],
         "per_position": [
-            share("acceptance", [(group, row[place], row[0]) for _, group, row in drafting])
+            share("acceptance", [(run.group, row[place], row[0]) for run, row in drafting])
             for place in range(3, 3 + len(accepted_at))
         ],
         "by_category": {
-            category: length([one for one in drafting if one[0] == category])
-            for category in sorted({of for of, *_ in drafting if of is not None})
+            category: length(category)
+            for category in sorted({run.category for run, _ in drafting if run.category})
         },
     }, None
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from eval.decoding.drafters.base import Drafter
-from eval.decoding.drafters.checkpoint import teacher_forced_logits
+from eval.decoding.drafters.causal_lm import teacher_forced_logits
+from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.forward import HiddenStates
 from eval.decoding.generation import generate_batched
 from eval.decoding.loop import Decoding, seed_of

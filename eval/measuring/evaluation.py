@@ -12,8 +12,8 @@ from torch import Tensor
 
 from align.sources import gguf_kind
 from align.token_bytes import tokens_of
-from eval.decoding.drafters.base import Drafter
-from eval.decoding.drafters.checkpoint import teacher_forced_logits
+from eval.decoding.drafters.causal_lm import teacher_forced_logits
+from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.loop import Decoding, DraftLength
 from eval.decoding.target import Target, tensor_sha256
 from eval.decoding.verification import Sampling
@@ -253,7 +253,6 @@ class _Evaluation:
             gamma_sweep=sweep,
             by_batch_size=by_batch_size,
             by_temperature={t: _both(decoded[t], name) for t in plan.temperatures},
-            alike=drafter.alike,
             q_rows=drafter.q_rows,
         )
 

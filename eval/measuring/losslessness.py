@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters.base import Drafter
+from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.forward import Decoder, starts
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target

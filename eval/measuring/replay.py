@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from eval.decoding.drafters.base import Drafter, Texts
+from eval.decoding.drafters.drafter import Drafter, Texts
 from eval.decoding.forward import starts
 from eval.decoding.loop import Decoding, DraftLength, prefill
 from eval.decoding.target import Target

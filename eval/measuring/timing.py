@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 from transformers import GenerationConfig
 
-from eval.decoding.drafters.base import Drafter, timed_step
+from eval.decoding.drafters.drafter import Drafter, timed_step
 from eval.decoding.forward import Decoder
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
@@ -51,8 +51,6 @@ def step_costs(
     """
     synchronise = torch.cuda.synchronize if target.device.type == "cuda" else lambda: None
     steps = {0: drafter.step(context_length, sampling)}
-    if block := drafter.block(context_length):
-        steps[-1] = block
     for width in range(1, max_gamma + 2):
         steps[width] = timed_step(target, width, context_length, sampling)
     seconds: dict[int, list[float]] = {width: [] for width in steps}
@@ -65,8 +63,7 @@ def step_costs(
             if repeat >= 3:
                 seconds[width].append(time.perf_counter() - clock)
     median = {width: statistics.median(values) for width, values in seconds.items()}
-    draft_step, draft_block = median.pop(0), median.pop(-1, 0.0)
-    return StepCosts(draft_step, median[1], median, context_length, draft_block)
+    return StepCosts(median.pop(0), median[1], median, context_length)
 
 
 def choose_gamma(

@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from eval.reporting.report import Bucket, DrafterChoice, DraftReport, Measured, Report
+from eval.reporting.report import Bucket, DraftReport, Measured, Report
 from eval.reporting.tables import (
     DEFINITIONS,
     baseline_line,
@@ -148,42 +148,6 @@ def gamma_chart(drafts: Drafts, colours: dict[str, str]) -> dict[str, Any] | Non
     }
 
 
-def choice_chart(choice: DrafterChoice | None) -> dict[str, Any] | None:
-    """Kinds of draft by cost and alpha, and the front: none cheaper has as much alpha."""
-    if choice is None:
-        return None
-    known = [(one, one.healed or one.untuned) for one in choice.candidates]
-    dots = [(one.c, found.alpha, one) for one, found in known if found is not None]
-    front: list[tuple[float, float]] = []
-    for c, alpha, _ in sorted(dots, key=lambda dot: (dot[0], -dot[1].mean)):
-        if not front or alpha.mean > front[-1][1]:
-            front.append((c, alpha.mean))
-    widest = max(c for c, _, _ in dots)
-    unit = next(u for u in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0) if widest / u <= 8 or u == 1)
-    count = math.ceil(widest / unit) + 1
-    return {
-        "plot": Plot(0, count, min(1.0, 1.15 * max(alpha.ci95[1] for _, alpha, _ in dots))),
-        "labels": [f"{i * unit:g}" for i in range(count)],
-        "front": [(c / unit + 0.5, alpha) for c, alpha in front],
-        "dots": [
-            (
-                c / unit + 0.5,
-                alpha,
-                f"var({'--s0' if one.chosen else '--s1' if one.healed else '--muted'})",
-                one.name,
-                one.healed is not None,  # the others stand too close to be named
-            )
-            for c, alpha, one in dots
-        ],
-        "legend": [
-            ("round", "var(--s0)", "chosen"),
-            ("round", "var(--s1)", "trained briefly"),
-            ("round", "var(--muted)", "untuned"),
-            ("line", "var(--muted)", "front"),
-        ],
-    }
-
-
 def waterfall_rows(draft: DraftReport) -> list[tuple[str, float | None, float]]:
     """(label, start, end) from the longest possible block to the wall clock; totals start at 0."""
     w = draft.waterfall
@@ -217,25 +181,6 @@ def memory_rows(drafts: Drafts, colours: dict[str, str]) -> list[tuple[str, str,
             form = f"full form, {m.full_form_bytes / m.target_bytes:.1%}"
             rows.append((name, form, m.full_form_bytes, kv.draft, colours[name]))
     return rows
-
-
-def bank_maps(report: Report) -> list[dict[str, Any]]:
-    """Heat maps of a bank: (draft, cells), a cell being (number, its place from least to most)."""
-    if (bank := report.bank) is None:
-        return []
-    maps = []
-    for title, key in (("alpha", "alpha"), ("speed-up", "speedup")):
-        rows = [(name, [getattr(cell, key) for cell in bank.row(name)]) for name in report.drafts]
-        means = [value.mean for _, values in rows for value in values if value is not None]
-        if not means:
-            continue
-        low, span = min(means), max(max(means) - min(means), 1e-9)
-        placed = [
-            (name, [(v, 0.0 if v is None else (v.mean - low) / span) for v in values])
-            for name, values in rows
-        ]
-        maps.append({"title": title, "domains": bank.domains, "rows": placed})
-    return maps
 
 
 def _environment() -> Environment:
@@ -281,11 +226,9 @@ def render_page(report: Report) -> str:
             tables={table.title: table for table in found},
             baseline=baseline_line(report),
             waterfall=waterfall_rows(draft),
-            choice_chart=choice_chart(report.choice),
             gamma_chart=gamma_chart(report.drafts, colours),
             acceptance_charts=acceptance_charts(report.drafts, colours),
             colours=colours,
-            bank_maps=bank_maps(report),
             memory=memory_rows(report.drafts, colours),
             atlases=[(n, report.drafts[n].atlas) for n in order if report.drafts[n].atlas],
             verdicts=verdict_lines(report),

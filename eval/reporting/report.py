@@ -487,55 +487,6 @@ class Gain(Part):
     speedup: Measured
 
 
-class BankCell(Part):
-    """One draft on one domain's prompts; null where none of them was timed, or for the base."""
-
-    draft: str
-    domain: str
-    alpha: Share
-    speedup: Measured | None
-    alpha_over_base: Measured | None = Field(description="paired by prompt; so below")
-    speedup_over_base: Measured | None
-
-
-class BankAdapter(Part):
-    """What one adapter takes, and what it costs the other domains."""
-
-    name: str
-    bytes: Positive = Field(description="of its file")
-    of_base: Quantity = Field(description="these bytes over the base draft's")
-    swap_ms: Quantity = Field(
-        description="to make its layers anew in memory, the base staying as it is"
-    )
-    forgetting: Measured | None = Field(
-        description="alpha of the base less its own, on the other domains' prompts, paired; "
-        "negative where it helps them, too."
-    )
-
-
-class RoutingFound(Part):
-    """How requests of all domains together are served by adapters that are chosen for each."""
-
-    accuracy: Share = Field(description="share of prompts that get their own domain's adapter")
-    route_ms: Quantity = Field(description="mean time to choose, of one request")
-    gain: list[Gain] = Field(description="the routed draft over another, on all prompts, paired")
-
-
-class Bank(Part):
-    """Adapters of one base draft, on every domain's prompts."""
-
-    base: str
-    base_bytes: Positive
-    domains: list[str]
-    cells: list[BankCell]
-    adapters: list[BankAdapter]
-    routing: RoutingFound | None = Field(description="null: there is one adapter only")
-
-    def row(self, draft: str) -> list[BankCell]:
-        """A draft's cells, in the order of `domains`."""
-        return [cell for cell in self.cells if cell.draft == draft]
-
-
 class Baseline(Part):
     """The target without a draft."""
 
@@ -585,15 +536,6 @@ class HeldOutCurve(Part):
     points: Annotated[list[HeldOutPoint], Field(min_length=1)]
 
 
-class Replayed(Part):
-    """A candidate on texts of the target, its steps priced by measured ones."""
-
-    alpha: Share = Field(description="of the tokens of these texts, drafted right as the first")
-    speedup: Measured = Field(description="predicted, at the best draft length")
-    gamma: Positive
-    stop_below: float = Field(ge=0, le=1, description="as of `DraftLength`; 0: never")
-
-
 class Candidate(Part):
     """A kind of draft, and what its comparison with others found."""
 
@@ -602,9 +544,15 @@ class Candidate(Part):
     c: Quantity = Field(
         description="draft time of a token over a target step, in a draft of the longest length"
     )
-    ceiling_speedup: Quantity = Field(description="of a perfect draft at this cost")
-    untuned: Replayed | None = Field(None, description="as prepared; null: priced only")
-    healed: Replayed | None = Field(None, description="trained briefly; null: not among the best")
+    expected_speedup: Quantity = Field(
+        description="at this cost and the alpha that a tuned draft is taken to reach"
+    )
+    trained: Measured | None = Field(
+        None, description="speed-up that a replay predicts after a short training; null: priced"
+    )
+    measured: Measured | None = Field(
+        None, description="the same on other texts, at the length chosen on the first; null: not"
+    )
     chosen: bool
 
     @property
@@ -620,7 +568,8 @@ class DrafterChoice(Part):
 
     candidates: Annotated[list[Candidate], Field(min_length=1)]
     ruled_out: dict[str, str] = Field(description="kinds that the recipe rules out, and why")
-    healed_seconds: Quantity = Field(description="of training, for each that was trained")
+    trained_seconds: Quantity = Field(description="for each that was trained")
+    why: str
 
 
 class Findings(Part):
@@ -639,7 +588,6 @@ class Findings(Part):
     prompts: PromptsUsed
     drafts: dict[str, DraftReport] = Field(min_length=1, description="by name")
     gain: list[Gain] = Field(description="difference to the draft named, on the same prompts.")
-    bank: Bank | None = Field(default=None, description="where adapters were measured together")
     provenance: dict[str, JsonValue]
     held_out: HeldOutCurve | None = Field(
         None, description="null: no prompts were held out, or no training was followed"

@@ -1,6 +1,5 @@
 """Wheels made by hand, an index that is a folder, and checkpoints of a few kilobytes."""
 
-import hashlib
 import json
 import zipfile
 
@@ -70,11 +69,6 @@ def make_wheel(index):
     return make
 
 
-@pytest.fixture
-def sha256():
-    return lambda content: hashlib.sha256(content).hexdigest()
-
-
 @pytest.fixture(params=STRINGS, ids=lambda text: ascii(text[:20]))
 def text(request):
     return request.param
@@ -97,11 +91,10 @@ def byte_level_tokenizer():
     return tokenizer
 
 
-@pytest.fixture
-def spell():
+def spell(content):
     """Bytes in GPT-2's alphabet, as a byte-level vocabulary writes them."""
     alphabet = {ord(v): chr(k) for k, v in _byte_alphabet().items() if v != "\uffff"}
-    return lambda content: "".join(alphabet.get(byte, chr(byte)) for byte in content)
+    return "".join(alphabet.get(byte, chr(byte)) for byte in content)
 
 
 def byte_level(vocabulary, added=()):
@@ -132,11 +125,6 @@ def byte_level(vocabulary, added=()):
             "merges": [],
         },
     }
-
-
-@pytest.fixture
-def byte_level_json():
-    return byte_level
 
 
 @pytest.fixture

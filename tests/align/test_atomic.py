@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -223,10 +224,11 @@ def test_a_lock_is_held_by_one_at_a_time(tmp_path):
 
     def work():
         nonlocal inside, most
-        for _ in range(20):
+        for _ in range(3):
             with locked(tmp_path / "entry"):
                 inside += 1
                 most = max(most, inside)
+                time.sleep(0.005)  # the others come by
                 inside -= 1
 
     threads = [threading.Thread(target=work) for _ in range(4)]

@@ -12,7 +12,6 @@ intervals over prompts. What is done is not done again.
 """
 
 import argparse
-import dataclasses
 import json
 import resource
 import shutil
@@ -23,16 +22,16 @@ from pathlib import Path
 
 from align.atomic import atomic_file
 from align.process import free_memory, use_machine
-from distill.answer_cache import AnswerCache
-from distill.drafters.base import kind_of
 from distill.export import export_draft
-from distill.models import PRUNED, TargetOfRun, check_models
-from distill.prepare import prepare_draft
-from distill.prompts import collect_prompts
+from distill.models import TargetOfRun, check_models
+from distill.plan import training_step
+from distill.prepare import prepare_draft, stand_in
+from distill.prompt_sets import collect_prompts
 from distill.recipe import build_recipe, read_yaml
-from distill.state_cache import cache_states
-from distill.timing import training_step
+from distill.teacher.states import cache_states
+from distill.teacher.store import AnswerCache
 from distill.trainer import distil_draft
+from eval.decoding.drafters.drafter import kinds
 from eval.reporting.report import read_report
 
 KINDS = ("pruned-3", "features-3", "recurrent", "eagle3", "medusa", "parallel-3")
@@ -43,7 +42,7 @@ def train_kind(run: Path, folder: Path, name: str, minutes: float) -> dict:
     kind, _, layers = name.partition("-")
     keys = read_yaml(run / "recipe.yaml") | {"output_dir": str(folder), "drafter": kind}
     keys |= {"minutes": None, "max_answers": None, "save_strategy": "no"}
-    if kind in PRUNED and layers:
+    if layers and kinds()[kind].keeps_layers:
         keys["num_draft_layers"] = int(layers)
     keys.pop("max_steps", None)
     recipe = build_recipe(keys)
@@ -54,7 +53,7 @@ def train_kind(run: Path, folder: Path, name: str, minutes: float) -> dict:
     target = TargetOfRun(recipe, pair, prompts)
     key = json.loads((run / "answers" / "key.json").read_text())
     answers = AnswerCache(folder / "answers", key, pair.vocab_size)
-    model, token_ids = kind_of(recipe).stand_in(recipe, pair, target.loaded)
+    model, token_ids = stand_in(recipe, pair, target.loaded)
     rows = pair.trained_rows(token_ids)
     per_step = training_step(recipe, pair, prompts.training.ids, model, rows)
     del model
@@ -67,9 +66,8 @@ def train_kind(run: Path, folder: Path, name: str, minutes: float) -> dict:
     target.release()
     before = time.monotonic() - clock
     steps = max(1, round((60 * minutes - before) / per_step))
-    recipe = dataclasses.replace(recipe, training=recipe.training | {"max_steps": steps})
     clock = time.monotonic()
-    tuned = distil_draft(recipe, pair, prepared, answers)
+    tuned = distil_draft(recipe, pair, prepared, answers, steps)
     training = time.monotonic() - clock
     export_draft(recipe, pair, prepared, tuned, answers)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -21,10 +21,9 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from align.process import use_machine
-from distill.prepare import build_pruned
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters.base import Drafter, Session
-from eval.decoding.drafters.pruned import pruned_drafter
+from eval.decoding.drafters.drafter import Drafter, Session
+from eval.decoding.drafters.pruned import KIND, build_pruned
 from eval.decoding.graphs import GraphedDecoder
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target, model_bytes
@@ -106,7 +105,7 @@ def random_pair(shape, device):
     head = model.lm_head.weight.detach()[:HEAD].clone()
     draft = build_pruned(model, DRAFT_LAYERS, head)
     target = Target(shape, model, None, build_decoder(model, 1024), frozenset())
-    return target, pruned_drafter(draft, torch.arange(len(head), device=device), target)
+    return target, KIND.drafter(draft, torch.arange(len(head), device=device), target)
 
 
 def stock_seconds(target, ids, new_tokens):

@@ -23,7 +23,7 @@ from align.sources import load_tokenizer
 from distill import train
 from distill.memory import FRAGMENTED, RUNTIME, needs
 from distill.models import check_models
-from distill.prompts import collect_prompts
+from distill.prompt_sets import collect_prompts
 from distill.recipe import load_recipe
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import load_target

@@ -20,11 +20,11 @@ from pathlib import Path
 from align.process import free_memory, use_machine
 from align.sources import resolve_checkpoint
 from align.to_gguf import write_gguf
-from distill.answers import answer_prompts
 from distill.models import TargetOfRun, check_models, load_target
-from distill.prompts import collect_prompts
+from distill.prompt_sets import collect_prompts
 from distill.recipe import load_recipe
 from distill.run_folder import claim_folder
+from distill.teacher.answers import answer_prompts
 from distill.train import make_draft, stage_clock
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding

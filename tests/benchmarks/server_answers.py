@@ -17,10 +17,10 @@ import torch
 
 from align.process import use_machine
 from align.vocabulary import read_vocabulary
-from distill.answers import answer_prompts
-from distill.prompts import collect_prompts
+from distill.prompt_sets import collect_prompts
 from distill.recipe import load_recipe
-from distill.server import ServedTarget
+from distill.served_answers import ServedTarget
+from distill.teacher.answers import answer_prompts
 from eval.decoding.target import load_target
 from eval.measuring.metrics import measure
 

@@ -23,9 +23,9 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from align.process import use_machine
-from distill.answer_cache import AnswerCache, CachedAnswer
-from distill.answers import ANSWERS_PER_SHARD
 from distill.recipe import build_recipe
+from distill.teacher.answers import ANSWERS_PER_SHARD
+from distill.teacher.store import AnswerCache, CachedAnswer
 from distill.trainer import build_trainer, distil
 
 TOKENS = (100_000, 10_000_000)

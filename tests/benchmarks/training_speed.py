@@ -19,13 +19,17 @@ import torch.nn.functional as F
 
 from align.process import use_machine
 from align.trim import choose_tokens
-from distill.answers import answer_prompts
+from distill.loss_forward import give_loss_forward
+from distill.losses import forward_kl
 from distill.models import head_rows
-from distill.prepare import build_pruned, domain_mass
-from distill.prompts import training_prompts
+from distill.prepare import domain_mass
+from distill.prompt_sets import training_prompts
 from distill.recipe import load_recipe
-from distill.trainer import attach_distillation_forward, cpu_attention
+from distill.teacher.answers import answer_prompts
+from distill.trainer import cpu_attention
 from distill.training_set import DistillationCollator, training_rows
+from eval.decoding.drafters import pruned
+from eval.decoding.drafters.pruned import build_pruned
 from eval.decoding.target import load_target
 from eval.measuring.metrics import measure
 from eval.prompts import render_all
@@ -34,7 +38,7 @@ BATCHES = 12
 
 
 def cached_loop(target, recipe, batches, token_ids):
-    """One optimiser step of our loss on a batch, as DistillationTrainer takes it."""
+    """One optimiser step of our loss on a batch, as DraftTrainer takes it."""
     head = target.model.get_output_embeddings().weight.detach()
     draft = build_pruned(
         target.model,
@@ -42,7 +46,7 @@ def cached_loop(target, recipe, batches, token_ids):
         head.clone() if token_ids is None else head[token_ids],
     ).float()
     draft.get_input_embeddings().weight.requires_grad_(False)
-    attach_distillation_forward(draft.train())
+    give_loss_forward(draft.train(), pruned.KIND, forward_kl)
     optimizer = adamw(draft)
 
     def step(number):

@@ -23,9 +23,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from align.process import use_machine
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters.base import Texts
-from eval.decoding.drafters.by_map import MapDrafter
-from eval.decoding.drafters.checkpoint import CheckpointDrafter, TokenSession
+from eval.decoding.drafters.bridged import MapDrafter
+from eval.decoding.drafters.causal_lm import CausalLMDrafter, TokenSession
+from eval.decoding.drafters.drafter import Texts
 from eval.decoding.verification import Sampling
 from eval.measuring.metrics import measure
 
@@ -103,7 +103,7 @@ class Mapped(MapDrafter):
     """A map made up, between no tokenizers."""
 
     def __post_init__(self):
-        CheckpointDrafter.__post_init__(self)
+        CausalLMDrafter.__post_init__(self)
 
     def read(self, ids, begins=False):
         return list(ids)
@@ -133,7 +133,7 @@ def step_ratio():
         draft=None,
     )
     by_map.mapped = by_map.own_ids = mapped
-    arms = (CheckpointDrafter(decoder=decoder, vocab_size=49_152, vocabulary={}), by_map)
+    arms = (CausalLMDrafter(decoder=decoder, vocab_size=49_152, vocabulary={}), by_map)
     ids = torch.randint(49_152, (CONTEXT,)).tolist()
     samplings = (Sampling(), Sampling(temperature=0.8))
     for sampling, stop_below in itertools.product(samplings, (0.0, NEVER_STOPS)):

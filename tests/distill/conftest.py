@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from distill.recipe import build_recipe
+from tests.conftest import cache_without_answers
 
 WORDS = "the cat sat on a mat and the dog ran to the red barn while rain fell on old stones"
 TEXTS = [" ".join(WORDS.split()[i:] + WORDS.split()[:i]) for i in range(18)]
@@ -25,6 +26,13 @@ def tokenizer(texts, size, end):
     )
     made.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=end, pad_token=end)
+
+
+@pytest.fixture(autouse=True)
+def no_answers(tmp_path_factory, monkeypatch):
+    """No target has answered anything before a test."""
+    cache = cache_without_answers(tmp_path_factory.mktemp("cache"))
+    monkeypatch.setenv("DRAFTSMITH_CACHE", cache)
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from align.check import main as check
 from align.sources import SourceError, load_model, load_tokenizer, split_adapter
-from distill.answer_cache import CacheError
-from distill.card import public_name, short_name
+from distill.card import derived_licence, public_name, short_name
 from distill.forms import export_target
-from distill.licence import derived_licence
+from distill.teacher.store import CacheError
 from distill.train import run
 
 SHORT = {"draft": None, "num_draft_layers": 1, "max_steps": 6}

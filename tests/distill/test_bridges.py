@@ -10,16 +10,15 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
 
 from align.check import check_pair
-from align.checks import VOCAB_MAP
 from align.sources import load_model
-from align.vocab_map import MapError, Retokenizer, build_map
+from align.vocab_map import VOCAB_MAP, MapError, Retokenizer, build_map
 from align.vocabulary import read_vocabulary
-from distill.answer_cache import CachedAnswer, CacheError
-from distill.answers import answer_prompts
 from distill.models import check_models, load_target
-from distill.prompts import collect_prompts
+from distill.prompt_sets import collect_prompts
 from distill.recipe import RecipeError
 from distill.run_folder import claim_folder
+from distill.teacher.answers import answer_prompts
+from distill.teacher.store import CachedAnswer, CacheError
 from distill.train import run
 from distill.training_set import DistillationCollator, training_rows
 from eval.decoding.drafters.loading import load_drafter

@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from distill import held_out, prompts
-from distill.answer_cache import CachedAnswer
 from distill.held_out import (
-    BEST,
     HELD_OUT,
     SHARE,
     HeldOut,
@@ -26,12 +24,12 @@ from distill.held_out import (
 )
 from distill.losses import acceptance
 from distill.models import TargetOfRun, check_models
-from distill.prompts import collect_prompts, hold_out
+from distill.prompt_sets import collect_prompts, hold_out
 from distill.recipe import build_recipe
+from distill.teacher.store import CachedAnswer
 from distill.train import run
-from distill.trainer import build_trainer, distil
-from distill.training_set import training_rows
-from eval.decoding.drafters.checkpoint import teacher_forced_logits
+from distill.trainer import build_trainer, distil, last_checkpoint
+from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.verification import Sampling
 from eval.prompts import Prompt
@@ -58,7 +56,7 @@ def trained(tmp_path, tiny_llama, monkeypatch):
     """Trains with held-out rows; gives the draft and what was seen."""
     monkeypatch.setattr(held_out, "SHARE", 10.0)
 
-    def train(name="run", patience=None, steps=24, stop_at=None, **changes):
+    def train(name="run", patience=None, steps=24, **changes):
         recipe = build_recipe(
             {
                 "target": "unused",
@@ -70,6 +68,7 @@ def trained(tmp_path, tiny_llama, monkeypatch):
                 "per_device_train_batch_size": 4,
                 "logging_steps": 4,
                 "save_steps": 8,
+                "gamma": 2,
                 "use_cpu": True,
                 "bf16": False,
                 "disable_tqdm": True,
@@ -88,12 +87,9 @@ def trained(tmp_path, tiny_llama, monkeypatch):
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), pad_token="w0"
         )
-        trainer = build_trainer(model, made_answers(), None, tokenizer, recipe)
-        rows = list(training_rows(made_answers(10, seed=6), None))
-        callback = HeldOut(trainer, rows, recipe.folder, 0.0, 2, patience)
-        trainer.add_callback(callback)
-        draft = distil(trainer, recipe)
-        return draft, callback, recipe.folder
+        held = made_answers(10, seed=6)
+        trainer = build_trainer(model, made_answers(), None, tokenizer, recipe, held_out=held)
+        return distil(trainer, recipe), read_followed(recipe.folder / HELD_OUT).seen, recipe.folder
 
     return train
 
@@ -110,59 +106,67 @@ def agreement_of(draft):
 
 
 def test_what_is_measured_is_the_drafts_agreement_and_its_best_weights_are_kept(trained, capsys):
-    draft, callback, folder = trained()
-    seen = read_followed(folder / HELD_OUT).seen
-    assert seen == callback.seen
+    draft, seen, folder = trained()
     assert [one.step for one in seen] == followed_steps(24, 6, 0)
     assert seen[-1].alpha > seen[0].alpha + 0.2
     best = max(one.alpha for one in seen)
     assert agreement_of(draft) == pytest.approx(best)
-    assert f"held-out alpha {best:.3f}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    so_far = [one.step for i, one in enumerate(seen) if best_of(seen[: i + 1]) is one]
+    assert shown.count("the best so far") == len(so_far)
+    kept = {int(path.parent.name.partition("-")[2]) for path in folder.glob("*/complete")}
+    assert kept == {so_far[-1], 24}
+    assert f"held-out alpha {best:.3f} after step {best_of(seen).step} of 24: kept" in shown
     tokens = [one.tokens for one in seen]
     assert tokens[-1] == 24 * 8  # all that were taught; half of them after half an epoch
     assert dict(zip([one.step for one in seen], tokens, strict=True))[3] == 12 * 8
 
 
+def worse_after(last):
+    """The metrics of HeldOut, but 0 accepted after so many steps."""
+    metrics = HeldOut.metrics
+
+    def found(self, prediction):
+        metrics(self, prediction)
+        if len(self.seen) > self.steps.index(last):
+            self.sums = [[0.0, *rest] for _, *rest in self.sums]
+        return {"alpha": Seen(0, 0, self.sums).alpha, "tau": 1.0}
+
+    return found
+
+
 def test_the_best_weights_come_back_where_the_last_are_worse(trained, monkeypatch):
-    measured = HeldOut.measured
-
-    def worse_at_the_end(self, step):
-        found = measured(self, step)
-        if step > 12:
-            found.sums = [[0.0, *rest] for _, *rest in found.sums]
-        return found
-
-    monkeypatch.setattr(HeldOut, "measured", worse_at_the_end)
-    draft, callback, folder = trained()
-    best = best_of(callback.seen)
+    monkeypatch.setattr(HeldOut, "metrics", worse_after(12))
+    draft, seen, _ = trained()
+    best = best_of(seen)
     assert best.step <= 12
     assert agreement_of(draft) == pytest.approx(best.alpha)
-    assert (folder / HELD_OUT / BEST).exists()
     # and again from the finished training's checkpoint, with nothing trained
-    monkeypatch.setattr(HeldOut, "measured", None)
+    monkeypatch.setattr(HeldOut, "metrics", None)
     assert agreement_of(trained()[0]) == pytest.approx(best.alpha)
 
 
 def test_training_stops_when_alpha_has_not_risen_for_a_while(trained, monkeypatch):
-    monkeypatch.setattr(
-        HeldOut, "measured", lambda self, step: Seen(step, step, [[1.0 / step, 0.0, 1, 1.0]])
-    )
-    _, callback, folder = trained(patience=2)
+    monkeypatch.setattr(HeldOut, "metrics", worse_after(2))
+    draft, seen, folder = trained(patience=2)
     steps = followed_steps(24, 6, 0)
-    assert [one.step for one in callback.seen] == steps[:3]
-    assert (folder / f"checkpoint-{steps[2]}" / "complete").exists()
-    monkeypatch.setattr(HeldOut, "measured", None)
-    trained(patience=2)  # it is final: no step is taken after it
-    assert len(list(folder.glob("checkpoint-*"))) == 1
+    assert [one.step for one in seen] == steps[: steps.index(2) + 3]
+    assert agreement_of(draft) == pytest.approx(seen[steps.index(2)].alpha)
+    assert last_checkpoint(folder).name == "checkpoint-2"
+    again, later, _ = trained(patience=2)  # goes on from there, and stops where it did
+    assert later == seen
+    assert agreement_of(again) == agreement_of(draft)
 
 
 def test_a_resumed_run_has_seen_what_an_uninterrupted_one_has(trained):
-    straight, callback, folder = trained()
-    shutil.copytree(folder, folder.parent / "killed")
-    for step in (16, 24):
-        shutil.rmtree(folder.parent / "killed" / f"checkpoint-{step}")
-    resumed, again, _ = trained("killed")
-    assert again.seen == callback.seen
+    straight, seen, folder = trained(save_total_limit=99)
+    killed = shutil.copytree(folder, folder.parent / "killed")
+    shutil.move(folder, folder.parent / "moved")
+    for path in killed.glob("checkpoint-*"):
+        if int(path.name.partition("-")[2]) > 8:
+            shutil.rmtree(path)
+    resumed, again, _ = trained("killed", save_total_limit=99)
+    assert again == seen
     for name, weight in straight.state_dict().items():
         assert torch.equal(weight, resumed.state_dict()[name]), name
 
@@ -312,7 +316,7 @@ def test_of_drafts_of_several_steps_the_first_token_is_followed(job, tmp_path, m
     made = {"draft": None, "drafter": kind, "num_draft_layers": 1, "draft_vocab_size": 270}
     recipe = job(tmp_path / "run", **made, max_steps=30)
     assert run(recipe) == 0
-    best = max(reversed(read_followed(recipe.folder / HELD_OUT).seen), key=lambda one: one.alpha)
+    best = best_of(read_followed(recipe.folder / HELD_OUT).seen)
     pair = check_models(recipe)
     target = TargetOfRun(recipe, pair, collect_prompts(recipe, pair.target)).loaded
     # in eight bits another token than the trained weights' may be the best one

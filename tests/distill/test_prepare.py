@@ -5,10 +5,12 @@ import torch
 import torch.nn.functional as F
 from transformers import GemmaConfig, LlamaForCausalLM
 
-from distill.answer_cache import CachedAnswer
 from distill.export import full_vocabulary
 from distill.models import check_prunable, head_rows
-from distill.prepare import FrozenEmbedding, build_pruned, domain_mass, prune_and_fit
+from distill.prepare import PreparedDraft, domain_mass, head_tokens
+from distill.teacher.store import CachedAnswer
+from eval.decoding.drafters.pruned import KIND, build_pruned
+from eval.decoding.drafters.training import AnsweredText, FrozenEmbedding, Start
 
 VOCAB, LAYERS = 60, 4
 
@@ -37,6 +39,13 @@ def answers(target):
     return made
 
 
+def prune_and_fit(target, answers, num_layers, head_size, forced):
+    ids, lost = head_tokens(answers, VOCAB, head_size, forced)
+    texts = [AnsweredText(a.prompt_ids, a.response_ids) for a in answers]
+    model, full_head = KIND.start(Start(target, ids, texts, num_layers, 3, ()))
+    return PreparedDraft(model, ids, full_head, lost)
+
+
 def states(target, answers, num_layers):
     """RMS-normalised states after the last kept layer and final normalised states, [N, H] each."""
     early, final = [], []
@@ -57,7 +66,7 @@ def test_the_fitted_head_is_the_least_squares_one(target, answers, eps):
     config.rms_norm_eps = eps
     state, target = target.state_dict(), LlamaForCausalLM(config).eval()
     target.load_state_dict(state)
-    draft = prune_and_fit(target, answers, 2, 10**9, None, [0])
+    draft = prune_and_fit(target, answers, 2, None, [0])
     x, y = states(target, answers, 2)
     fitted = torch.linalg.lstsq(x.double(), y.double()).solution
     want = x.double() @ fitted @ target.lm_head.weight.double().T
@@ -113,7 +122,7 @@ def hook_count(model):
 def test_the_target_is_left_as_it_was(target, answers):
     before = {name: weight.clone() for name, weight in target.state_dict().items()}
     config, hooks = target.config.to_dict(), hook_count(target)
-    prune_and_fit(target, answers, 1, 100, 30, [0])
+    prune_and_fit(target, answers, 1, 30, [0])
     assert target.config.to_dict() == config
     assert all(torch.equal(weight, before[name]) for name, weight in target.state_dict().items())
     assert hook_count(target) == hooks
@@ -125,8 +134,8 @@ def test_a_trimmed_head_keeps_the_domains_tokens_and_the_forced_ones(target, ans
         sum(float(a.top_logprobs.exp().sum()) for a in answers), rel=1e-5
     )
     rare = int(mass.argmin())
-    draft = prune_and_fit(target, answers, 2, 100, 20, [rare])
-    whole = prune_and_fit(target, answers, 2, 100, None, [rare])
+    draft = prune_and_fit(target, answers, 2, 20, [rare])
+    whole = prune_and_fit(target, answers, 2, None, [rare])
     assert len(draft.token_ids) == 20
     assert rare in draft.token_ids.tolist()
     others = mass.clone()
@@ -148,7 +157,7 @@ def test_the_full_form_makes_the_compact_forms_greedy_choices(target, answers):
     target = copy.deepcopy(target)
     with torch.no_grad():  # states of real models share a component, along which to lower
         target.model.embed_tokens.weight[:, 0] = 0.2  # others: 0.02
-    draft = prune_and_fit(target, answers, 2, 10**9, 25, [0, 1])
+    draft = prune_and_fit(target, answers, 2, 25, [0, 1])
     tuned = draft.model
     with torch.no_grad():  # training moves the states: the fitted rows outside would win now
         for parameter in tuned.model.layers.parameters():
@@ -187,4 +196,4 @@ def test_a_head_bias_is_refused(target, answers):
     biased = copy.deepcopy(target)
     biased.lm_head.bias = torch.nn.Parameter(torch.zeros(VOCAB))
     with pytest.raises(ValueError, match=r"TOK-012: the target's head has a bias.*--draft"):
-        prune_and_fit(biased, answers, 2, 100, 20, [0])
+        prune_and_fit(biased, answers, 2, 20, [0])

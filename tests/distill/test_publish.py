@@ -17,7 +17,7 @@ from distill.card import Found, is_hub_id, public_name, short_name
 from distill.publish import PublishError, check_run, main, unmet_conditions
 from distill.reload import Reloaded, ReloadError
 from eval.decoding.target import weights_sha256
-from eval.engines.installed import EngineMissing
+from eval.engines.environments import EngineMissing
 from eval.reporting.report import Missing, read_report, write_report
 
 
@@ -132,12 +132,11 @@ def test_the_card_has_the_command_of_every_engine_that_was_measured(run_folder, 
     report = read_report(run_folder / "report/report.json")
     found = Found(
         forms={"GGUF q8_0": (run_folder / "draft" / "config.json", "not measured")},
-        engines={"openvino": report, "llama.cpp": report},
+        engines={"llama.cpp": report},
         name="code-draft",
     )
     card = cards.model_card(run_folder, report, found)
     assert re.search(r"^llama-server -m \S+\.gguf -md code-draft/gguf/draft-q8_0.gguf ", card, re.M)
-    assert 'genai.draft_model("code-draft-ir", "CPU")' in card
     for code in re.findall(r"```python\n(.*?)```", card, re.DOTALL):
         compile(code, "card", "exec")
 
@@ -221,16 +220,16 @@ class Stage:
         monkeypatch.setattr(publish, "reload_forms", self.reload)
         monkeypatch.setattr(forms, "write_gguf", self.gguf)
         monkeypatch.setattr(verify, "write_gguf", lambda target, path, kind: path.touch())
+        monkeypatch.setattr(verify, "resolve_checkpoint", lambda spec: Path("target"))
         monkeypatch.setattr(verify, "measure_installed", self.measure)
         monkeypatch.setattr(verify, "_prompts", lambda *_: "prompts")
-        monkeypatch.setattr(publish, "resolve_checkpoint", lambda spec: Path("target"))
         monkeypatch.setattr(publish, "derived_licence", lambda specs: ("mit", "as stated by T"))
 
     def reload(self, run, report, forms):
         assert all(form.path.exists() for form in forms)
         self.loaded.append([form.name for form in forms])
         alpha = report.tuned[1].alpha
-        return {form.name: Reloaded("ab" * 32, alpha, 0.0012) for form in forms}
+        return {form.name: Reloaded(alpha, 0.0012) for form in forms}
 
     def gguf(self, checkpoint, path, kind):
         assert checkpoint.name == "draft"  # GGUF holds the name: a temporary one would be published

@@ -57,17 +57,6 @@ def test_every_recipe_parses_and_dumps_to_itself(path, tmp_path):
     assert build_recipe(YAML(typ="safe", pure=True).load(again)) == recipe
 
 
-@pytest.mark.parametrize("path", ALL, ids=lambda p: str(p.relative_to(RECIPES)))
-def test_every_recipe_opens_with_its_command_hardware_time_and_measurement(path):
-    head = path.read_text(encoding="utf-8").partition("\nname:")[0]
-    name = next(name for name, file in recipe_files().items() if file == path)
-    assert head.splitlines()[0].startswith("# accelerate launch ")
-    assert re.search(rf"--recipe {re.escape(name)}$", head.splitlines()[0])
-    assert "# Hardware: " in head
-    assert "# Time: " in head
-    assert "measured" in head.lower()
-
-
 def test_embedded_recipes_need_no_hub_and_no_gpu():
     for name in ("base", "code", "code/long", "code/lora", "legal", "legal/lora"):
         recipe = load_recipe(["--recipe", name])

@@ -1,5 +1,6 @@
 """Drafts that read the target's hidden states: cached, prepared, trained over several steps."""
 
+import copy
 import dataclasses
 import json
 import shutil
@@ -14,31 +15,30 @@ from align.sources import read_json
 from distill import state_cache, train
 from distill.answer_cache import AnswerCache, CacheError
 from distill.answers import answer_prompts
-from distill.drafters import eagle3, features, recurrent
-from distill.drafters.base import kind_of
 from distill.dry_run import price_run
+from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
 from distill.models import TargetOfRun, check_models
 from distill.prepare import prepare_draft
-from distill.prompts import collect_prompts
+from distill.prompt_sets import collect_prompts
 from distill.recipe import RecipeError
 from distill.state_cache import cache_states, layers_read, states_of
 from distill.train import run
-from distill.trainer import attach_head, distil_draft
-from distill.training_set import Batch
-from eval.decoding.drafters.base import Texts
+from distill.trainer import distil_draft
+from eval.decoding.drafters import eagle3
+from eval.decoding.drafters.drafter import Texts
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.verification import Sampling
 from eval.reporting.report import read_report
 
-KINDS = ["features", "recurrent", "eagle3"]
+KINDS = ["eagle3", "medusa"]
 MADE = {"draft": None, "num_draft_layers": 1, "draft_vocab_size": 270}
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def finished(request, job, tmp_path_factory):
     """A finished run of each kind."""
-    dtype = "float32" if request.param == "features" else "bfloat16"
+    dtype = "float32" if request.param == "medusa" else "bfloat16"
     folder = tmp_path_factory.mktemp("run") / "run"
     recipe = job(folder, **MADE, drafter=request.param, dtype=dtype)
     assert run(recipe) == 0
@@ -79,7 +79,7 @@ def answered(stopped, tmp_path):
 
 
 def test_a_spread_target_is_for_one_process(stopped, monkeypatch):
-    recipe = dataclasses.replace(stopped["recurrent"], device_map="auto")
+    recipe = dataclasses.replace(stopped["medusa"], device_map="auto")
     check_models(recipe)
     monkeypatch.setattr("distill.models.PartialState", lambda: SimpleNamespace(num_processes=2))
     with pytest.raises(ValueError, match=r"2 processes were started, .*--num_processes 1"):
@@ -102,8 +102,13 @@ def test_a_finished_run_is_lossless_and_keeps_no_states(finished):
         assert draft.lossless.identical + draft.lossless.tie_divergences == 3
     assert not (folder / "states").exists()
     again = load_drafter(str(folder / "draft"), parts(finished)[2].loaded)
-    assert again.layers == kind_of(finished).layers({"num_hidden_layers": 2})
-    (compact,) = (folder / "draft").rglob("compact.json")
+    assert again.layers == finished.kind.layers({"num_hidden_layers": 2})
+
+
+@pytest.mark.parametrize("finished", ["eagle3"], indirect=True)
+def test_a_draft_that_reads_layers_the_target_lacks_is_refused(finished):
+    folder = finished.folder
+    compact = folder / "draft" / "compact.json"
     about = compact.read_text()
     compact.write_text(json.dumps(json.loads(about) | {"layers": [1, 9]}))
     with pytest.raises(ValueError, match=r"of layers \[1, 9\], but this target has 2 layers"):
@@ -130,9 +135,9 @@ def test_an_exported_eagle3_has_the_names_that_engines_load(finished):
 
 
 def test_states_are_those_of_one_pass_of_the_model(answered):
-    recipe, pair, target, answers = answered("features")
+    recipe, pair, target, answers = answered("eagle3")
     states = states_of(recipe, pair, answers)
-    assert states.layers == (0, 1, 2)
+    assert states.layers == (1,)
     for answer in answers:
         whole = torch.cat([answer.prompt_ids, answer.response_ids])[None]
         with torch.no_grad():
@@ -146,7 +151,7 @@ def test_states_are_those_of_one_pass_of_the_model(answered):
 @pytest.mark.parametrize("taught", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_answering_keeps_the_states_of_a_pass_over_prompt_and_answer(answered, taught, temperature):
-    recipe, pair, target, _ = answered("features")
+    recipe, pair, target, _ = answered("eagle3")
     recipe = dataclasses.replace(
         recipe, train_on_prompts=taught, answer_temperature=temperature, answer_batch_size=3
     )
@@ -181,8 +186,8 @@ def test_states_are_made_once_and_only_what_lacks(answered, monkeypatch, capsys)
 
 def test_states_of_other_layers_or_another_target_are_refused(answered):
     recipe, pair, target, answers = answered("eagle3")
-    other = dataclasses.replace(recipe, drafter="features")
-    with pytest.raises(CacheError, match=r"another layers \(layers: \[1\] -> \[0, 1, 2\]\)"):
+    other = dataclasses.replace(recipe, drafter="medusa")
+    with pytest.raises(CacheError, match=r"another layers \(layers: \[1\] -> \[2\]\)"):
         cache_states(other, pair, target, answers)
     key = recipe.folder / "answers" / "key.json"
     key.write_text(key.read_text().replace('"target weights": "', '"target weights": "00'))
@@ -215,18 +220,17 @@ def batch_of(vocab_size, positions, states):
     }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_reads_what_is_known_when_a_token_is_drafted(answered, kind):
+def test_training_reads_what_is_known_when_a_token_is_drafted(answered):
     """The first step at token t reads the states up to t - 1, the later ones fewer."""
-    recipe, pair, target, answers = answered(kind)
+    recipe, pair, target, answers = answered("eagle3")
     prepared = prepare_draft(recipe, pair, target, answers)
     model = prepared.model.float()
     with torch.no_grad():  # where a fit leaves nothing, nothing could be seen
         for name, weight in model.named_parameters():
             if weight.ndim > 1 and "embed" not in name:
                 weight.copy_(torch.randn(weight.shape) * 0.2)
-    kind_of(recipe).attach(model, forward_kl)
-    layers = len(kind_of(recipe).layers(pair.target.config))
+    give_loss_forward(model, recipe.kind, forward_kl)
+    layers = len(recipe.kind.layers(pair.target.config))
     states = torch.randn(1, 12, layers, model.config.hidden_size, requires_grad=True)
 
     def read(positions):
@@ -239,80 +243,10 @@ def test_training_reads_what_is_known_when_a_token_is_drafted(answered, kind):
     assert read([5])[-1] == 4
     assert read([7])[-1] == 6
     assert 5 not in read([5])
-    if kind != "eagle3":
-        assert read([5]) == [4]
-        assert read([5, 6, 7]) == [4, 5, 6]
     # a draft that cannot have begun earlier has one step only
     assert len(batch_of(pair.vocab_size, [5, 7], states)["positions"]) == 2
     one, two = (model(**batch_of(pair.vocab_size, p, states)).loss for p in ([5], [5, 7]))
     assert one != two
-
-
-def test_later_steps_of_a_features_draft_read_its_own_states(answered, monkeypatch):
-    monkeypatch.setattr(features, "LATER", 1)
-    recipe, pair, target, answers = answered("features")
-    model = prepare_draft(recipe, pair, target, answers).model.float()
-    fusion = model.fusion
-    with torch.no_grad():
-        fusion.own.weight.normal_(std=0.2)
-    states = torch.randn(1, 12, 3, model.config.hidden_size)
-    batch = batch_of(pair.vocab_size, [5, 6, 7], states)
-    with torch.no_grad():
-        z = model.base_model(input_ids=batch["input_ids"]).last_hidden_state[0]
-        first = {t: fusion.first(z[[t]], states[0, [t - 1]]) for t in (5, 6, 7)}
-        second = {6: fusion.further(z[[6]], first[5]), 7: fusion.further(z[[7]], first[6])}
-        third = {7: fusion.further(z[[7]], second[6])}
-        _, head = attach_head(model, forward_kl)
-
-        def loss(states, at):
-            row = [at - 5]
-            return head(states, batch["top_ids"][row], batch["top_logprobs"][row])[0]
-
-        wanted = sum(loss(y, t) for step in (first, second, third) for t, y in step.items())
-        features.attach(model, forward_kl)
-        torch.testing.assert_close(model(**batch).loss, wanted / features.STEPS)
-
-
-def test_later_steps_of_a_recurrent_draft_read_its_own_states(answered, monkeypatch):
-    monkeypatch.setattr(features, "LATER", 1)
-    recipe, pair, target, answers = answered("recurrent")
-    model = prepare_draft(recipe, pair, target, answers).model
-    states = torch.randn(1, 12, 3, model.config.hidden_size)
-    batch = batch_of(pair.vocab_size, [5, 6, 7], states)
-    ids = batch["input_ids"][0]
-    with torch.no_grad():
-        first = {t: model.after_target(ids[[t]], states[0, [t - 1]]) for t in (5, 6, 7)}
-        second = {t: model.after_draft(ids[[t]], first[t - 1]) for t in (6, 7)}
-        third = {7: model.after_draft(ids[[7]], second[6])}
-        _, head = attach_head(model, forward_kl)
-
-        def loss(y, at):
-            row = [at - 5]
-            return head(y, batch["top_ids"][row], batch["top_logprobs"][row])[0]
-
-        wanted = sum(loss(y, t) for step in (first, second, third) for t, y in step.items())
-        recurrent.attach(model, forward_kl)
-        torch.testing.assert_close(model(**batch).loss, wanted / features.STEPS)
-
-
-def test_drafts_that_go_on_begin_at_every_third_position():
-    positions = torch.tensor([3, 4, 5, 6, 8, 9, 10, 12, 15, 16])  # 9 is followed, 12 is not
-    seen = []
-
-    def head(y, ids, logprobs):
-        seen.append(ids[:, 0].tolist())
-        return y.sum() * 0 + float(len(y)), 0
-
-    def further(at, before, step):
-        assert before[:, 0].tolist() == [float(positions[i - 1]) for i in at]
-        return positions[at, None].float()
-
-    batch = Batch(
-        torch.zeros((1, 32)), positions, positions[:, None], positions, seeds=torch.tensor([0])
-    )
-    found = features.several_steps(head, batch, positions[:, None].float(), further)
-    assert seen == [positions.tolist(), [4, 10, 16], [5]]
-    assert float(found.loss) == pytest.approx((10 + 3 * 3 + 3 * 1) / features.STEPS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -320,8 +254,8 @@ def test_the_loss_of_a_row_hangs_neither_on_its_padding_nor_on_what_is_beside_it
     """Else another number of processes would take other steps."""
     recipe, pair, target, answers = answered(kind)
     model = prepare_draft(recipe, pair, target, answers).model.float()
-    kind_of(recipe).attach(model, forward_kl)
-    layers = len(kind_of(recipe).layers(pair.target.config))
+    give_loss_forward(model, recipe.kind, forward_kl)
+    layers = len(recipe.kind.layers(pair.target.config))
     states = torch.randn(2, 13, layers, model.config.hidden_size)
     short = batch_of(pair.vocab_size, [3, 4, 5, 6, 7], states[:1, :9])
     long = batch_of(pair.vocab_size, [2, 3, 4, 5, 6, 8, 9, 10, 11], states[1:])
@@ -346,30 +280,10 @@ def test_a_step_in_small_batches_is_that_of_a_large_one(answered, tmp_path, kind
         keys |= {"max_steps": 2, "save_strategy": "no"}
         other = dataclasses.replace(recipe, training=recipe.training | keys)
         prepared = prepare_draft(other, pair, target, answers)
-        prompts = target.prompts.training.ids
-        draft = distil_draft(other, pair, prepared, answers, prompts)
+        draft = distil_draft(other, pair, prepared, answers)
         weights.append({name: w.detach() for name, w in draft.named_parameters()})
     for name, weight in weights[0].items():
         torch.testing.assert_close(weight, weights[1][name], rtol=1e-4, atol=1e-5)
-
-
-def test_a_recurrent_draft_starts_as_the_least_squares_fit(answered):
-    recipe, pair, target, answers = answered("recurrent")
-    model = prepare_draft(recipe, pair, target, answers).model
-    states = states_of(recipe, pair, answers)
-    x, y = [], []
-    for answer in answers:
-        text = torch.cat([answer.prompt_ids, answer.response_ids]).long()
-        for at in range(len(answer.prompt_ids) - 1, len(text) - 1):
-            found = states[answer.index].float()
-            read = found[at - 1] / model.sizes[:, None]
-            x.append(model.beside(text[[at]], read.flatten()[None])[0])
-            y.append(found[at, -1] / model.sizes[-1])
-    x, y = torch.stack(x).double(), torch.stack(y).double()
-    gram = x.T @ x
-    gram += features.RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.double)
-    wanted = torch.linalg.solve(gram, x.T @ y).T
-    torch.testing.assert_close(model.first.weight.double(), wanted, atol=0.02, rtol=0.02)
 
 
 def test_steps_of_an_eagle3_draft_are_those_of_its_session(answered):
@@ -381,7 +295,9 @@ def test_steps_of_an_eagle3_draft_are_those_of_its_session(answered):
         for name, weight in model.named_parameters():
             if weight.ndim > 1 and "embed" not in name and "lm_head" not in name:
                 weight.normal_(std=0.3)
-    draft = eagle3.drafter(recipe, pair, model, prepared.token_ids, loaded)
+    given = copy.deepcopy(model)
+    given.sizes.fill_(1)
+    draft = eagle3.KIND.drafter(given, prepared.token_ids, loaded)
     text, gamma, seen = answers[0].prompt_ids.tolist(), 3, set()
     for end in range(4, len(text)):
         known = dict.fromkeys(draft.layers)
@@ -415,13 +331,13 @@ def test_a_dry_run_prices_it(job, tmp_path, kind, capsys):
         ({"draft": "d", "drafter": "eagle3"}, "is made from the target itself, but draft names"),
         ({"draft": "d", "drafter": "pruned"}, "is made from the target itself, but draft names"),
         ({"drafter": "sibling"}, "'sibling', but draft is null"),
-        ({"drafter": "features", "use_peft": True}, "set use_peft to false"),
+        ({"drafter": "eagle3", "use_peft": True}, "set use_peft to false"),
         ({"drafter": "eagle3", "strategy": "remap"}, "set strategy to auto"),
         (
-            {"drafter": "features", "answers": "server", "answer_url": "http://a:1"},
+            {"drafter": "eagle3", "answers": "server", "answer_url": "http://a:1"},
             "with a server they are never loaded",
         ),
-        ({"drafter": "eagle4"}, "drafter is eagle4"),
+        ({"drafter": "eagle4"}, "drafter is 'eagle4'"),
     ],
 )
 def test_what_contradicts_the_drafter_is_refused(job, tmp_path, keys, message):

@@ -16,22 +16,19 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from align.atomic import DiskFullError
-from distill.answer_cache import CachedAnswer
+from distill.loss_forward import give_loss_forward, take_loss_forward
 from distill.losses import coarse_loss, forward_kl
 from distill.recipe import RecipeError, build_recipe
+from distill.teacher.store import CachedAnswer
 from distill.trainer import (
     SameOrder,
-    attach_distillation_forward,
     build_trainer,
-    detach_distillation_forward,
     distil,
-    fill,
-    hollow_copy,
     last_checkpoint,
     training_config,
-    whole_checkpoints,
 )
 from distill.training_set import TRAINING_SET, DistillationCollator, training_rows
+from eval.decoding.drafters.pruned import KIND as PRUNED
 
 VOCAB = 50
 
@@ -105,7 +102,7 @@ def test_batched_loss_is_the_sum_of_single_answers(tiny_model):
         ids = torch.cat([answer.prompt_ids, answer.response_ids])[None]
         logits = model(ids).logits[0, len(answer.prompt_ids) - 1 : -1]
         expected += coarse_loss(logits, answer.top_ids, answer.top_logprobs, forward_kl)[0].sum()
-    attach_distillation_forward(model)
+    give_loss_forward(model, PRUNED, forward_kl)
     batch = DistillationCollator(pad_token_id=7)(rows)
     batch.pop("index")
     # fp32 sums in another order
@@ -116,11 +113,11 @@ def test_a_head_that_is_more_than_a_product_is_refused(tiny_model):
     model = tiny_model()
     model.lm_head = torch.nn.Linear(16, VOCAB, bias=True)
     with pytest.raises(ValueError, match="head has a bias, which the loss here does not know"):
-        attach_distillation_forward(model)
+        give_loss_forward(model, PRUNED, forward_kl)
     model = tiny_model()
     model.config.final_logit_softcapping = 30.0
     with pytest.raises(ValueError, match=r"head has softcap 30.0"):
-        attach_distillation_forward(model)
+        give_loss_forward(model, PRUNED, forward_kl)
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 4])
@@ -169,7 +166,7 @@ def test_chunks_change_nothing(monkeypatch, tiny_model):
     batch = DistillationCollator(0)(list(training_rows(made_answers(6), None)))
     batch.pop("index")
     model = tiny_model()
-    attach_distillation_forward(model)
+    give_loss_forward(model, PRUNED, forward_kl)
     whole = model(**batch).loss
     whole.backward()
     gradient = model.lm_head.weight.grad.clone()
@@ -189,14 +186,14 @@ def test_training_lowers_the_loss_and_leaves_a_plain_model(tmp_path, train, use_
 
     def loss(model):
         with torch.no_grad():
-            attach_distillation_forward(model)
+            give_loss_forward(model, PRUNED, forward_kl)
             value = float(model(**batch).loss)
-        detach_distillation_forward(model)
+        take_loss_forward(model)
         return value
 
     before = loss(tiny_model())
     embedding = tiny_model().model.embed_tokens.weight
-    recipe = recipe_in(tmp_path, use_peft=use_peft, lora_r=4, lora_alpha=8, max_steps=60)
+    recipe = recipe_in(tmp_path, use_peft=use_peft, lora_r=4, lora_alpha=8, max_steps=20)
     tuned = train(tiny_model(), answers, recipe)
     assert loss(tuned) < 0.97 * before
     assert type(tuned) is LlamaForCausalLM
@@ -303,18 +300,11 @@ def test_every_epoch_has_its_own_order_of_rows():
     assert list(order) != first
 
 
-def test_steps_stay_those_of_the_checkpoint_for_another_number_of_processes(tmp_path, monkeypatch):
-    (tmp_path / "checkpoint-4").mkdir()
-    (tmp_path / "checkpoint-4" / "complete").write_text("4 12\n")
-    recipe = recipe_in(tmp_path, per_device_train_batch_size=5)
-    config = training_config(recipe)
-    assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (4, 3)
-    monkeypatch.setattr(SFTConfig, "world_size", 6)
-    config = training_config(recipe)
-    assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (2, 1)
-    monkeypatch.setattr(SFTConfig, "world_size", 5)
-    with pytest.raises(RecipeError, match="12 rows a step, which 5 processes cannot share evenly"):
-        training_config(recipe)
+def test_other_processes_than_left_a_checkpoint_are_refused(tmp_path, train, tiny_model):
+    train(tiny_model(), made_answers(), recipe_in(tmp_path))
+    (tmp_path / "checkpoint-8" / "complete").write_text("2 processes (FSDP)")
+    with pytest.raises(RecipeError, match=r"left by 2 processes \(FSDP\), and 1 process \(alone\)"):
+        train(tiny_model(), made_answers(), recipe_in(tmp_path))
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 8])
@@ -331,20 +321,6 @@ def test_a_checkpoint_that_is_not_there_is_refused_first(tmp_path, name):
         training_config(recipe)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_gathered_weights_fill_a_copy_that_took_no_memory(tiny_llama, tied):
-    model = tiny_llama(vocab_size=VOCAB, tie_word_embeddings=tied)
-    attach_distillation_forward(model)
-    copy = hollow_copy(model)
-    assert {weight.device.type for weight in copy.parameters()} == {"meta"}
-    fill(copy, {name: weight.detach().clone() for name, weight in model.state_dict().items()})
-    for each in (model, copy):
-        detach_distillation_forward(each)
-    assert (copy.lm_head.weight is copy.model.embed_tokens.weight) == tied
-    ids = torch.tensor([[2, 3, 4]])
-    assert torch.equal(copy(ids).logits, model(ids).logits)
-
-
 def test_the_first_fsdp_is_refused(tmp_path, train, tiny_model, monkeypatch):
     def first_fsdp(trainer):
         plugin = SimpleNamespace(fsdp_version=1)
@@ -352,28 +328,14 @@ def test_the_first_fsdp_is_refused(tmp_path, train, tiny_model, monkeypatch):
         trainer.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
 
     monkeypatch.setattr(SFTTrainer, "create_accelerator_and_postprocess", first_fsdp)
-    with pytest.raises(RecipeError, match="fsdp_version is 1, whose checkpoints would not be"):
+    with pytest.raises(RecipeError, match="fsdp_version is 1, with which no draft"):
         train(tiny_model(), made_answers(4), recipe_in(tmp_path))
 
 
 def test_only_the_latest_checkpoints_are_kept_and_they_are_whole(tmp_path, train, tiny_model):
     train(tiny_model(), made_answers(), recipe_in(tmp_path, save_steps=2, save_total_limit=2))
-    assert [path.name for path in whole_checkpoints(tmp_path)] == ["checkpoint-6", "checkpoint-8"]
     left = {path.name for path in tmp_path.iterdir()} - {TRAINING_SET}
     assert left == {"checkpoint-6", "checkpoint-8"}
-
-
-def test_parts_of_deepspeeds_state_fit_as_many_processes_only(tmp_path, train, tiny_model):
-    recipe = recipe_in(tmp_path, max_steps=4)
-    train(tiny_model(), made_answers(), recipe)
-    (tmp_path / "checkpoint-4" / "global_step4").mkdir()
-    for rank in (0, 1):
-        name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        (tmp_path / "checkpoint-4" / "global_step4" / name).touch()
-    state = tmp_path / "checkpoint-4" / "trainer_state.json"
-    state.write_text(state.read_text().replace('"max_steps": 4', '"max_steps": 8'))
-    with pytest.raises(RecipeError, match="left by 2 processes of DeepSpeed, and none would go on"):
-        train(tiny_model(), made_answers(), recipe)
 
 
 @pytest.mark.parametrize("use_peft", [False, True])
@@ -401,7 +363,7 @@ def test_bf16_sets_the_products_and_leaves_weights_and_distributions(
     prepared = trainer._prepare_inputs(batch)
     assert prepared["top_logprobs"].dtype == torch.int32  # which nobody rounds
     model = tiny_model()
-    attach_distillation_forward(model)
+    give_loss_forward(model, PRUNED, forward_kl)
     assert torch.equal(model(**prepared).loss, model(**batch).loss)
 
 

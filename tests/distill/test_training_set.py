@@ -8,7 +8,7 @@ import torch
 
 from align.atomic import DiskFullError
 from distill import training_set as module
-from distill.answer_cache import AnswerCache, CachedAnswer
+from distill.teacher.store import AnswerCache, CachedAnswer
 from distill.training_set import DistillationCollator, training_rows, training_set
 
 VOCAB, TOP = 50, 6

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from eval.decoding.drafters.checkpoint import CheckpointDrafter
+from eval.decoding.drafters.causal_lm import CausalLMDrafter
 from eval.measuring.journal import Journal
 
 
@@ -21,7 +21,7 @@ def drafter():
     """Makes a drafter of a decoder over the target's ids: drafter(decoder, **fields to change)."""
 
     def make(decoder, vocab_size=61, **fields):
-        return CheckpointDrafter(decoder=decoder, vocab_size=vocab_size, vocabulary={}, **fields)
+        return CausalLMDrafter(decoder=decoder, vocab_size=vocab_size, vocabulary={}, **fields)
 
     return make
 

@@ -51,7 +51,7 @@ def server():
             self.wfile.write(self.server.text.encode())
 
     made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=made.serve_forever, daemon=True).start()
+    threading.Thread(target=made.serve_forever, args=[0.01], daemon=True).start()
     made.url = f"http://127.0.0.1:{made.server_port}"
     yield made
     made.shutdown()

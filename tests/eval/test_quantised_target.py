@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from align.sources import gguf_kind, load_model
 from align.to_gguf import write_gguf
-from eval.decoding.drafters.checkpoint import teacher_forced_logits
+from eval.decoding.drafters import pruned
+from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.loading import load_drafter
-from eval.decoding.drafters.pruned import save_compact
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling, agreement, warp
 from eval.measuring.build import build_report
@@ -37,7 +37,8 @@ def folder(tmp_path_factory, tiny_llama):
     shutil.copytree(root / "target", root / "draft")
     whole = load_model(str(root / "target"), torch.float32)
     embedding = whole.get_input_embeddings().weight.detach()
-    save_compact(root / "draft" / "compact", whole, None, embedding)
+    (root / "draft" / "compact").mkdir()
+    pruned.KIND.save(root / "draft" / "compact", whole, None, embedding, "")
     write_gguf(root / "target", root / "target.gguf", "q4_0")
     return root
 

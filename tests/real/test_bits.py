@@ -15,7 +15,7 @@ SCRIPT = """
 from align.process import use_machine
 use_machine()
 import torch
-from distill.prompts import evaluation_prompts
+from distill.prompt_sets import evaluation_prompts
 from distill.recipe import load_recipe
 from eval.decoding.target import load_target
 from eval.prompts import render_all

@@ -10,10 +10,9 @@ from align.sources import load_tokenizer, resolve_file
 from distill.recipe import load_recipe
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
-from eval.engines.child import EngineError
 from eval.engines.driven import measure_driven
 from eval.engines.environments import EngineMissing, install
-from eval.engines.llama_cpp import LlamaCpp
+from eval.engines.llama_cpp import EngineError, LlamaCpp
 from eval.measuring.journal import Journal
 from eval.prompts import Prompt, PromptSet, render_all
 
@@ -67,7 +66,7 @@ def timed(spec):
 
 @pytest.fixture(scope="module")
 def engine(target, worse):
-    with LlamaCpp(target, {"worse": worse, "self": target}, 256) as engine:
+    with LlamaCpp(str(target), {"worse": str(worse), "self": str(target)}, GAMMA, 256) as engine:
         yield engine
 
 
@@ -76,7 +75,7 @@ def how(engine):
 
 
 def test_the_text_is_the_target_s_own(engine, timed, tmp_path):
-    report = measure_driven(engine, timed, how(engine), GAMMA, Journal(tmp_path / "j"), {})
+    report = measure_driven(engine, timed, how(engine), Journal(tmp_path / "j"), {})
     worse, own = report.drafts["worse"], report.drafts["self"]
     for draft in (worse, own):
         assert draft.lossless.unexplained == 0
@@ -90,11 +89,11 @@ def test_the_text_is_the_target_s_own(engine, timed, tmp_path):
 def test_logits_of_both_widths_choose_the_text(engine, timed):
     """What ties are explained by: each way's own logits have its text's token at the top."""
     ids = timed.ids[0]
-    blocks = engine.blocks(0, timed.prompts[0], ids, how(engine), GAMMA)
+    blocks = engine.blocks(0, timed.prompts[0], ids, how(engine))
     text = [token for block in blocks["emitted"] for token in block]
     assert any(len(block) < GAMMA + 1 for block in blocks["emitted"][1:-1])  # some were rejected
     for position in (0, 1, 7, len(text) - 1):
-        single, wide = engine.explain(blocks, ids, position)
+        single, wide = engine.logits(blocks, ids, position)
         assert wide.argmax() == text[position]
         assert (single - wide).abs().max() < 0.5
 
@@ -106,16 +105,16 @@ def test_files_that_llama_cpp_cannot_take(target, tmp_path):
     other.write_bytes(whole.replace("Ġreturn".encode(), "Ġretorn".encode(), 1))
     text.write_text("none")
     for path, says in (
-        (cut, r"cannot load .*cut.gguf: .*the file is cut, or of a kind"),
+        (cut, r"failed to load: .*cut.gguf: .*the file is cut, or of a kind"),
         (other, r"another vocabulary .*token \d+ is 'Ġretorn', the target's is 'Ġreturn'.*tune"),
         (text, r"text.gguf is no GGUF file"),
     ):
         with pytest.raises(EngineError, match=says):
-            LlamaCpp(target, {"draft": path}, 256)
+            LlamaCpp(str(target), {"draft": str(path)}, GAMMA, 256)
 
 
 def test_a_process_that_is_killed(target, timed):
-    with LlamaCpp(target, {"self": target}, 256) as engine:
+    with LlamaCpp(str(target), {"self": str(target)}, GAMMA, 256) as engine:
         engine._process.kill()
         with pytest.raises(EngineError, match=r"ended while it was asked to decode \(status -9"):
-            engine.decode(None, timed.prompts[0], timed.ids[0], how(engine), GAMMA)
+            engine.decode(None, timed.prompts[0], timed.ids[0], how(engine))

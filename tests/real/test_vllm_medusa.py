@@ -1,4 +1,4 @@
-"""vLLM's own Medusa loads what `save_medusa` writes, all of it, and drafts the tokens that we do.
+"""vLLM's own Medusa loads what the kind saves, all of it, and drafts the tokens that we do.
 
 It needs an environment with vLLM (python -m eval.engines.environments vllm), and no model. A whole
 run behind a server is tests/real/test_vllm_real.py with DRAFTSMITH_RUN at a medusa run.
@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from eval.decoding.drafters.medusa import MedusaConfig, MedusaModel, save_medusa
+from eval.decoding.drafters.medusa import KIND, MedusaConfig, MedusaModel
 from eval.engines.environments import EngineMissing, environment, vllm_python
 
 pytestmark = pytest.mark.real
@@ -58,7 +58,8 @@ def test_vllms_own_class_loads_it_and_drafts_alike(tmp_path):
     model, ids = MedusaModel(config), torch.randperm(VOCAB)[:ROWS]
     for weight in model.parameters():
         weight.data.normal_()
-    save_medusa(tmp_path / "heads", model, ids, torch.zeros(VOCAB, SIZE))
+    (tmp_path / "heads").mkdir()
+    KIND.save(tmp_path / "heads", model, ids, torch.zeros(VOCAB, SIZE), "a target")
     states = torch.randn(50, SIZE)
     save_file({"states": states}, tmp_path / "states")
     child = subprocess.run(

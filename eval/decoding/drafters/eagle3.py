@@ -3,38 +3,177 @@
 For each token but the first, the layer's attention reads its embedding beside a state of H numbers:
 for what the target has read, its own states one token earlier, fused (`fc`); for a token that was
 just drafted, what the layer itself made of the token before. So a pair is a token and the states
-before it; pair i belongs to token i + 1. A folder holds the checkpoint as vLLM and speculators load
-it, and compact.json. Legend: B rows, T pairs, L layers read, H hidden size, K rows of the head, S
-slots.
+before it; pair i belongs to token i + 1.
+
+It learns over several steps of a draft at once, the later ones on what it made itself
+(training-time test). It starts as a fit: the queries, keys and values of the embeddings are those
+of the target's first layer, those of the states are zero; `fc` and the attention's output map, then
+the last map of the MLP, are least squares to the state that the target's head reads. A folder holds
+the checkpoint as vLLM and speculators load it, and compact.json. Legend: B rows, T pairs, N
+response positions, L layers read, H hidden size, K rows of the head, S slots, V the target's
+vocabulary.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
 from align.sources import read_json
-from eval.decoding.drafters.base import Proposal, Session, Texts, timed_choice
-from eval.decoding.drafters.checkpoint import CheckpointDrafter, TokenSession
-from eval.decoding.drafters.features import read_layers
-from eval.decoding.drafters.in_turn import on_target_ids
-from eval.decoding.drafters.pruned import check_compact, read_token_ids, write_about
-from eval.decoding.forward import HiddenStates, KVCache, causal_bias
+from eval.decoding.drafters.causal_lm import CausalLMDrafter, TokenSession
+from eval.decoding.drafters.compact import (
+    check_compact,
+    read_token_ids,
+    target_id_maps,
+    write_about,
+)
+from eval.decoding.drafters.drafter import (
+    Kind,
+    Proposal,
+    Session,
+    Texts,
+    on_target_ids,
+    timed_choice,
+)
+from eval.decoding.drafters.training import (
+    AnsweredText,
+    FrozenEmbedding,
+    HeadInput,
+    LeastSquares,
+    Start,
+    TrainingBatch,
+)
+from eval.decoding.forward import HiddenStates, KVCache, causal_bias, input_embedding
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
-from eval.decoding.weights import INT8_TERMS, Product
+from eval.decoding.weights import INT8_TERMS, Product, linear
 
 EMBEDDING, PREFIX = "model.embed_tokens.weight", "model."
 SPECULATORS = "0.3.0"  # the version of its format
+RIDGE = 1e-2  # of maps from many states, which the fit's tokens determine poorly otherwise
+STEPS = 3  # of a draft that are trained at once
+
+
+class Eagle3(Kind):
+    engines = ("vllm",)
+    slow = ("lm_head", "model.fc")
+
+    def layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
+        """A low, a middle and a high one: what vLLM takes where a checkpoint names none."""
+        depth = config["num_hidden_layers"]
+        return tuple(sorted({min(2, depth - 1), depth // 2, max(depth - 3, depth // 2)}))
+
+    def start(self, start: Start) -> tuple[PreTrainedModel, Tensor | None]:
+        model = from_target(start.target, start.layers, start.head())
+        if start.texts:
+            fit(model, start.target, start.texts)
+        return model, None
+
+    def save(
+        self,
+        folder: Path,
+        model: PreTrainedModel,
+        token_ids: Tensor | None,
+        embedding: Tensor,
+        target: str,
+    ) -> None:
+        config: Any = model.config
+        layers = list(target_layers(model))
+        tensors = {
+            name.removeprefix(PREFIX): weight.to(embedding.dtype).contiguous()
+            for name, weight in model.state_dict().items()
+            if name != EMBEDDING
+        }
+        tensors["fc.weight"] = fc_of_states(model).to(embedding.dtype)
+        rows = len(tensors["lm_head.weight"])
+        ids = torch.arange(rows) if token_ids is None else token_ids
+        about = {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "speculators_version": SPECULATORS,
+            "draft_vocab_size": rows,
+            "norm_before_residual": False,
+            "norm_before_fc": False,
+            "eagle_aux_hidden_state_layer_ids": layers,
+            "transformer_layer_config": {**config.to_dict(), "architectures": ["LlamaForCausalLM"]},
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+                "verifier": {"name_or_path": target, "architectures": ["LlamaForCausalLM"]},
+            },
+            "torch_dtype": str(embedding.dtype).removeprefix("torch."),
+        }
+        (folder / "config.json").write_text(json.dumps(about, indent=2))
+        sizes = model.get_buffer("sizes").tolist()
+        write_about(folder, "eagle3", embedding, layers=layers, sizes=sizes)
+        tensors |= target_id_maps(ids, len(embedding))
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def load_to_train(
+        self, folder: Path, embedding: Tensor
+    ) -> tuple[PreTrainedModel, Tensor | None]:
+        model, token_ids = load_eagle3(folder, embedding)
+        model = model.float()
+        sizes = torch.tensor(read_json(folder / "compact.json")["sizes"])
+        model.get_buffer("sizes").copy_(1 / sizes)
+        weight = fc_of_states(model)  # reads the states divided by their sizes, from now on
+        fc: Any = model.get_submodule("model.fc")
+        fc.weight.data.copy_(weight)
+        model.get_buffer("sizes").copy_(sizes)
+        model.set_input_embeddings(FrozenEmbedding(embedding))
+        return model, token_ids
+
+    def first_input(self, model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
+        (y,) = unrolled(model, batch.input_ids, batch.states, 1)
+        return y.flatten(0, 1)[batch.positions]
+
+    def head_inputs(self, model: PreTrainedModel, batch: TrainingBatch) -> Iterator[HeadInput]:
+        entries = torch.arange(len(batch.positions), device=batch.positions.device)
+        for y in unrolled(model, batch.input_ids, batch.states, STEPS):
+            positions = batch.positions[entries]
+            yield HeadInput(y.flatten(0, 1)[positions], entries, 1 / STEPS)
+            # only what comes right after another response position is a later token of a draft
+            entries = entries[1:][positions[1:] == positions[:-1] + 1]
+
+    def drafter(
+        self, model: PreTrainedModel, token_ids: Tensor | None, target: Target
+    ) -> Eagle3Drafter:
+        """On a CPU in eight bits."""
+        embedding = target.decoder.embedding
+        decoder = Eagle3Decoder(model, target.decoder.context_length, embedding)
+        return Eagle3Drafter(
+            **on_target_ids(token_ids, embedding) | {"form": "eagle3"},
+            bytes=decoder.own_bytes(),
+            decoder=decoder,
+            layers=target_layers(model),
+        )
+
+    def load(self, folder: Path, target: Target) -> Eagle3Drafter:
+        model, token_ids = load_eagle3(folder, target.decoder.embedding)
+        layers, depth = (
+            target_layers(model),
+            target.model.config.get_text_config().num_hidden_layers,
+        )
+        if max(layers) > depth:
+            raise ValueError(
+                f"{folder} reads the hidden states of layers {list(layers)}, but this target has "
+                f"{depth} layers; use the target that the draft was made for."
+            )
+        return self.drafter(model, token_ids, target)
+
+
+KIND = Eagle3()
 
 
 def layer_config(target: PreTrainedConfig) -> LlamaConfig:
@@ -53,71 +192,76 @@ def layer_config(target: PreTrainedConfig) -> LlamaConfig:
     )
 
 
-def build_eagle3(config: LlamaConfig, layers: int, rows: int) -> LlamaForCausalLM:
+def build_eagle3(config: LlamaConfig, layers: Sequence[int], rows: int) -> LlamaForCausalLM:
     """The draft without weights: a Llama whose one layer reads pairs, with `fc` and `hidden_norm`.
 
-    layers: of the target it reads. rows: of its head.
+    layers: of the target it reads. rows: of its head. Its buffer `sizes` [L] is what it divides the
+    target's states by, 1 but for a draft that is trained.
     """
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model: Any = LlamaForCausalLM(config)
         layer: Any = model.model.layers[0]
         size = config.hidden_size
         for name in ("q_proj", "k_proj", "v_proj"):
             narrow = layer.self_attn.get_submodule(name)
             setattr(layer.self_attn, name, nn.Linear(2 * size, narrow.out_features, bias=False))
         layer.hidden_norm = type(layer.input_layernorm)(size, config.rms_norm_eps)
-        model.model.fc = nn.Linear(layers * size, size, bias=False)
+        model.model.fc = nn.Linear(len(layers) * size, size, bias=False)
         model.lm_head = nn.Linear(size, rows, bias=False)
-    return model
+    model.target_layers = tuple(layers)
+    model.register_buffer("sizes", torch.ones(len(layers)), persistent=False)
+    model._no_split_modules = []  # its layer is read in parts, so it is no unit to shard on its own
+    built: LlamaForCausalLM = model
+    return built
 
 
-def save_eagle3(
-    folder: Path,
-    model: PreTrainedModel,
-    token_ids: Tensor | None,
-    embedding: Tensor,
-    layers: Sequence[int],
-    target: str,
-) -> None:
-    """Write the checkpoint into a folder that is there.
+def target_layers(model: Any) -> tuple[int, ...]:
+    """The target's hidden states that an EAGLE-3 model reads."""
+    layers: tuple[int, ...] = model.target_layers
+    return layers
 
-    embedding: the target's, of which only the hash is kept. layers: the target's states that it
-    reads. target: its name, for speculators.
+
+def fc_of_states(model: PreTrainedModel) -> Tensor:
+    """The weight of `fc` [H, L * H] as it reads states that are not divided by their sizes."""
+    fc: Any = model.get_submodule("model.fc")
+    sizes = model.get_buffer("sizes").to(fc.weight)
+    return (fc.weight.detach().unflatten(1, (len(sizes), -1)) / sizes[:, None]).flatten(1)
+
+
+@torch.no_grad()
+def from_target(target: PreTrainedModel, layers: Sequence[int], head: Tensor) -> LlamaForCausalLM:
+    """The draft in fp32 with all that is taken from the target; the fitted maps are zero.
+
+    It shares nothing with the target but the embedding. head: [K, H].
     """
-    config: Any = model.config
-    tensors = {
-        name.removeprefix(PREFIX): weight.contiguous()
-        for name, weight in model.state_dict().items()
-        if name != EMBEDDING
-    }
-    rows = len(tensors["lm_head.weight"])
-    ids = torch.arange(rows) if token_ids is None else token_ids.cpu()
-    tensors["d2t"] = ids - torch.arange(rows)
-    tensors["t2d"] = torch.zeros(len(embedding), dtype=torch.bool)
-    tensors["t2d"][ids] = True
-    about = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": SPECULATORS,
-        "draft_vocab_size": rows,
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "eagle_aux_hidden_state_layer_ids": list(layers),
-        "transformer_layer_config": {**config.to_dict(), "architectures": ["LlamaForCausalLM"]},
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-            "verifier": {"name_or_path": target, "architectures": ["LlamaForCausalLM"]},
-        },
-        "torch_dtype": str(embedding.dtype).removeprefix("torch."),
-    }
-    (folder / "config.json").write_text(json.dumps(about, indent=2))
-    write_about(folder, "eagle3", embedding, layers=list(layers))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = layer_config(target.config.get_text_config())
+    embedding = input_embedding(target)
+    model = build_eagle3(config, layers, len(head)).to_empty(device=embedding.device)
+    model.get_buffer("sizes").fill_(1)
+    body: Any = model.model
+    for weight in body.layers.parameters():
+        weight.zero_()
+    body.fc.weight.zero_()
+    for norm in (body.norm, body.layers[0].hidden_norm):
+        norm.weight.fill_(1)
+    size = config.hidden_size
+    first: Any = target.get_submodule("model.layers.0")
+    last: Any = target.get_submodule("model.norm")
+    mine = body.layers[0]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        getattr(mine.self_attn, name).weight[:, :size] = getattr(first.self_attn, name).weight
+    for name in ("gate_proj", "up_proj"):
+        getattr(mine.mlp, name).weight.copy_(getattr(first.mlp, name).weight)
+    mine.input_layernorm.weight.copy_(first.input_layernorm.weight)
+    mine.post_attention_layernorm.weight.copy_(first.post_attention_layernorm.weight)
+    body.norm.weight.copy_(last.weight)
+    model.lm_head.weight.copy_(head)
+    model.set_input_embeddings(FrozenEmbedding(embedding))
+    body.rotary_emb = type(body.rotary_emb)(config).to(embedding.device)
+    return model.eval()
 
 
-def load_eagle3(folder: Path, embedding: Tensor) -> tuple[LlamaForCausalLM, Tensor]:
+def load_eagle3(folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tensor]:
     """The model on the target's own embedding [V, H], and the target ids [K] of its head.
 
     Raises ValueError when it was made for another target.
@@ -127,15 +271,133 @@ def load_eagle3(folder: Path, embedding: Tensor) -> tuple[LlamaForCausalLM, Tens
     config = LlamaConfig(**read_json(folder / "config.json")["transformer_layer_config"])
     token_ids = read_token_ids(folder, tensors)
     assert token_ids is not None
-    model = build_eagle3(config, len(about["layers"]), len(token_ids))
+    model: Any = build_eagle3(config, about["layers"], len(token_ids))
     named = {
         name if name.startswith("lm_head") else PREFIX + name: tensor.to(embedding.dtype)
         for name, tensor in tensors.items()
     }
     model.load_state_dict({**named, EMBEDDING: embedding}, assign=True)
     # rotary tables are no parameters: build them for real
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(embedding.device)
-    return model.eval(), token_ids
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    return model.to(embedding.device).eval(), token_ids
+
+
+@torch.no_grad()
+def fit(model: LlamaForCausalLM, target: PreTrainedModel, texts: Sequence[AnsweredText]) -> None:
+    """Fit `from_target`'s draft to what the target's final norm makes, its weights left out."""
+    known = torch.cat([text.states for text in texts if text.states is not None])
+    model.get_buffer("sizes").copy_(known.float().pow(2).mean((0, 2)).sqrt())
+    body: Any = model.model
+    layer = body.layers[0]
+    size, width = model.config.hidden_size, body.fc.in_features
+    # 1. The state before the MLP: of the target's states, and of what attention found
+    state = LeastSquares(width + layer.self_attn.o_proj.in_features, size, RIDGE)
+    for at in _fitted_on(model, target, texts):
+        state.add(torch.cat([at.states, at.attended], 1), at.goal)
+    maps = state.solution()
+    body.fc.weight.copy_(maps[:, :width])
+    layer.self_attn.o_proj.weight.copy_(maps[:, width:])
+    # 2. What is still lacking, of the numbers inside the MLP
+    rest = LeastSquares(layer.mlp.down_proj.in_features, size, RIDGE)
+    for at in _fitted_on(model, target, texts):
+        x = body.fc(at.states) + layer.self_attn.o_proj(at.attended)
+        inner = layer.post_attention_layernorm(x)
+        rest.add(F.silu(layer.mlp.gate_proj(inner)) * layer.mlp.up_proj(inner), at.goal - x)
+    layer.mlp.down_proj.weight.copy_(rest.solution())
+
+
+class _Fitted(NamedTuple):
+    """Of an answer's N response positions: states before [N, L * H], what attention finds, goal."""
+
+    states: Tensor
+    attended: Tensor
+    goal: Tensor
+
+
+def _fitted_on(
+    model: PreTrainedModel, target: PreTrainedModel, texts: Sequence[AnsweredText]
+) -> Iterator[_Fitted]:
+    body: Any = model.model
+    last: Any = target.get_submodule("model.norm")
+    weight = last.weight.float()
+    for text in texts:
+        assert text.states is not None
+        ids = torch.cat([text.prompt_ids, text.response_ids])[None, :-1].to(model.device)
+        y = target.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, 1:].float()
+        before = scaled(model, text.states[None, :-1].to(model.device))
+        pairs = Pairs(model, ids.shape[1] - 1)
+        attended = pairs.attend(body.embed_tokens(ids[:, 1:]), body.fc(before))
+        # the first token has no pair
+        at = slice(max(0, len(text.prompt_ids) - 2), None)
+        yield _Fitted(before[0, at], attended[0, at], (y / weight)[at].to(model.device))
+
+
+def scaled(model: PreTrainedModel, states: Tensor) -> Tensor:
+    """The target's states [B, T, L, H], each layer divided by its usual size [B, T, L * H]."""
+    return (states.float() / model.get_buffer("sizes")[:, None]).flatten(2)
+
+
+class Pairs:
+    """The attention over T pairs, one step of a draft after another."""
+
+    def __init__(self, model: PreTrainedModel, pairs: int) -> None:
+        body: Any = model.base_model
+        self.layer = body.layers[0]
+        positions = torch.arange(pairs, device=model.device)[None]
+        self.rotary = body.rotary_emb(torch.zeros(1, device=model.device), positions)
+        self.past: list[tuple[Tensor, Tensor]] = []
+
+    def attend(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """What the heads of this step find [B, T, heads * D], of embeddings and states [B, T, H].
+
+        A pair of step g sees the first step's up to g - 1 pairs before it, what the target has
+        read, and of each later step the one pair of the same draft.
+        """
+        layer, attention = self.layer, self.layer.self_attn
+        read = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(hidden)], -1)
+        shape = (*read.shape[:2], -1, attention.head_dim)
+        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+        q, k, v = (part(read).view(shape).transpose(1, 2) for part in parts)
+        q, k = apply_rotary_pos_emb(q, k, *self.rotary)
+        groups = attention.num_key_value_groups
+        self.past.append((repeat_kv(k, groups), repeat_kv(v, groups)))
+        (keys, values), *own = self.past
+        count = read.shape[1]
+        seen = torch.ones(count, count, dtype=torch.bool, device=q.device).tril(-len(own))
+        scores = (q @ keys.transpose(2, 3)).masked_fill(~seen, float("-inf"))
+        columns = [scores]
+        for age, (own_keys, _) in enumerate(reversed(own)):
+            columns.append((q * _moved(own_keys, age)).sum(-1, keepdim=True))
+        weights = (torch.cat(columns, -1).float() * attention.scaling).softmax(-1).to(v.dtype)
+        attended = weights[..., :count] @ values
+        for age, (_, own_values) in enumerate(reversed(own)):
+            attended = attended + weights[..., count + age, None] * _moved(own_values, age)
+        return attended.transpose(1, 2).flatten(2)
+
+
+def _moved(pairs: Tensor, places: int) -> Tensor:
+    """Each pair's numbers [B, heads, T, D] so many places later, zeros first."""
+    return F.pad(pairs, (0, 0, places, 0))[:, :, : pairs.shape[2]]
+
+
+def unrolled(
+    model: PreTrainedModel, input_ids: Tensor, states: Tensor, steps: int
+) -> Iterator[Tensor]:
+    """What the head reads after each token [B, T, H], at each step of a draft; zero at the first.
+
+    At step g the target has read all but the last g tokens. states: [B, T, L, H].
+    """
+    body: Any = model.base_model
+    layer = body.layers[0]
+    embedded = body.embed_tokens(input_ids[:, 1:])
+    pairs = Pairs(model, embedded.shape[1])
+    hidden = body.fc(scaled(model, states[:, :-1]))
+    for step in range(steps):
+        if step:
+            hidden = F.pad(hidden, (0, 0, 1, 0))[:, :-1]
+        x = hidden + layer.self_attn.o_proj(pairs.attend(embedded, hidden))
+        hidden = x + layer.mlp(layer.post_attention_layernorm(x))
+        yield F.pad(body.norm(hidden), (0, 0, 1, 0))
 
 
 class Eagle3Decoder:
@@ -161,7 +423,7 @@ class Eagle3Decoder:
                 body.norm,
             )
         ]
-        self.fc = Product.of(body.fc, int8=int8)
+        self.fc = Product.of(linear(fc_of_states(model).to(self.dtype)), int8=int8)
         self.qkv = Product.of(attention.q_proj, attention.k_proj, attention.v_proj, int8=int8)
         self.output = Product.of(attention.o_proj, int8=int8)
         self.gate_up = Product.of(layer.mlp.gate_proj, layer.mlp.up_proj, int8=int8)
@@ -226,9 +488,7 @@ class Eagle3Decoder:
 
 
 @dataclass(kw_only=True)
-class Eagle3Drafter(CheckpointDrafter):
-    alike: bool = False
-    one_form: bool = True
+class Eagle3Drafter(CausalLMDrafter):
     decoder: Eagle3Decoder  # type: ignore[assignment]
 
     def fused(self, states: HiddenStates) -> Tensor:
@@ -326,19 +586,3 @@ class Eagle3Session(TokenSession):
     def keep(self, rows: list[int]) -> None:
         super().keep(rows)
         self.new = [self.new[row] for row in rows]
-
-
-def eagle3_drafter(
-    model: PreTrainedModel, token_ids: Tensor, target: Target, layers: tuple[int, ...]
-) -> Eagle3Drafter:
-    """That draft over its target's embedding, on a CPU in eight bits."""
-    embedding = target.decoder.embedding
-    decoder = Eagle3Decoder(model, target.decoder.context_length, embedding)
-    about = on_target_ids(token_ids, embedding) | {"form": "eagle3"}
-    return Eagle3Drafter(**about, bytes=decoder.own_bytes(), decoder=decoder, layers=layers)
-
-
-def load(folder: Path, target: Target, strategy: str) -> Eagle3Drafter:
-    """The draft in `folder`. Raises ValueError when it was made for another target."""
-    layers = read_layers(folder, target)
-    return eagle3_drafter(*load_eagle3(folder, target.decoder.embedding), target, layers)

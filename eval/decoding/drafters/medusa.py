@@ -2,16 +2,22 @@
 
 The target has read all but the newest token. From its state before that one (after the final norm),
 head d drafts the token d places after the newest: a residual block, then an output head that all
-share. There is no cache of keys and values, and no model that reads the text: a head is a step. A
-sequential head may add what the token before says (Hydra), at the first place the newest one.
-A folder holds the checkpoint as vLLM loads it (its MedusaModel), compact.json, and what is ours:
-vLLM passes a sequential head over. Legend: B rows, T positions, D heads, H hidden size, K rows of
-the output head, V the target's vocabulary.
+share. There is no cache of keys and values, and no model that reads the text: a head is a step.
+
+Training reads the cached states alone: from the state at token t, head d learns the target's
+distribution over the token after t + d. It starts as a fit: A_d, least squares from the state at t
+to the target's own at t + d, which the target's head turns into logits. A block can only add SiLU(W
+x + b) to x; with b a few times the size of (A_d - I) x that is nearly linear, and one more least
+squares, over all depths at once, takes out what b and the bend add. It is folded into the output
+head. A folder holds the checkpoint as vLLM loads it (its MedusaModel), and compact.json. Legend: B
+rows, T positions, N response positions, D heads, L layers read, H hidden size, K rows of the output
+head, V the target's vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,18 +28,35 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from align.atomic import atomic_folder
-from eval.decoding.drafters.base import timed_choice
-from eval.decoding.drafters.from_states import StateDrafter
-from eval.decoding.drafters.in_turn import Logits, SequentialHead, on_target_ids
-from eval.decoding.drafters.pruned import check_compact, write_about
+from eval.decoding.drafters.compact import check_compact, write_about
+from eval.decoding.drafters.drafter import (
+    HeadDrafter,
+    Kind,
+    Proposal,
+    Session,
+    Texts,
+    on_target_ids,
+    timed_choice,
+)
+from eval.decoding.drafters.training import (
+    AnsweredText,
+    HeadInput,
+    LeastSquares,
+    Start,
+    TrainingBatch,
+    states_before,
+)
+from eval.decoding.forward import HiddenStates
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
-from eval.decoding.weights import INT8_TERMS, Product, linear
+from eval.decoding.weights import INT8_TERMS, Product
+
+BIAS = 2.0  # of a block, in root mean squares of what it is to add
+KEEP = 0.5  # of the positions that train the head of some depth, those that train the next one
 
 
 class MedusaConfig(PreTrainedConfig):
-    """vLLM's keys, and the rank of a sequential head, 0 for none."""
+    """vLLM's keys."""
 
     model_type = "medusa"
     hidden_size: int = 4096
@@ -43,7 +66,6 @@ class MedusaConfig(PreTrainedConfig):
     num_hidden_layers: int = 1  # of a block
     original_lm_head: bool = True  # one output head for all
     medusa_fc_bias: bool = True
-    sequential_rank: int = 0
 
 
 class Block(nn.Module):
@@ -58,22 +80,15 @@ class Block(nn.Module):
 
 
 class MedusaModel(PreTrainedModel):
-    """The heads. In training `lm_head` reads, beside a state, what the token before reads [K, H+r].
-
-    sequential: as `read` of a SequentialHead; its rows are those of `lm_head`.
-    """
-
     config: MedusaConfig
     config_class = MedusaConfig
     _supports_sdpa = True  # it has no attention, so any implementation is right
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
-        rows, size, rank = config.truncated_vocab_size, config.hidden_size, config.sequential_rank
+        size = config.hidden_size
         self.blocks = nn.ModuleList([Block(size) for _ in range(config.num_heads)])
-        self.lm_head = nn.Linear(size + rank, rows, bias=False)
-        if rank:
-            self.sequential = nn.Embedding(rows + 1, rank, padding_idx=rows)
+        self.lm_head = nn.Linear(size, config.truncated_vocab_size, bias=False)
         self.post_init()
 
     def get_input_embeddings(self) -> None:  # type: ignore[override]
@@ -83,72 +98,184 @@ class MedusaModel(PreTrainedModel):
         return self.lm_head
 
 
-def save_medusa(
-    folder: Path, model: MedusaModel, token_ids: Tensor | None, embedding: Tensor
-) -> None:
-    """Write the checkpoint in the dtype of the target's `embedding`, of which the hash is kept."""
-    tensors = {name: tensor.to(embedding.dtype) for name, tensor in model.state_dict().items()}
-    size = model.config.hidden_size
-    head = tensors.pop("lm_head.weight")
-    tensors["lm_head.weight"] = head[:, :size].contiguous()
-    if model.config.sequential_rank:
-        tensors["sequential.read"] = tensors.pop("sequential.weight")
-        tensors["sequential.write"] = head[:, size:].contiguous()
-    if token_ids is not None:
-        tensors["token_map"] = token_ids
-    with atomic_folder(folder) as partial:
+class Medusa(Kind):
+    engines = ("vllm",)
+    slow = ("blocks", "lm_head")
+
+    def layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
+        return (config["num_hidden_layers"],)
+
+    @torch.no_grad()
+    def start(self, start: Start) -> tuple[PreTrainedModel, Tensor | None]:
+        """Heads that all draft what the target's own head says, then fitted; in fp32."""
+        head = start.head()
+        model = MedusaModel(
+            MedusaConfig(
+                hidden_size=head.shape[1],
+                vocab_size=start.target.get_output_embeddings().weight.shape[0],
+                num_heads=start.max_gamma,
+                truncated_vocab_size=len(head),
+            )
+        )
+        for weight in model.blocks.parameters():
+            weight.zero_()
+        model.lm_head.weight.copy_(head)
+        if start.texts:
+            fit_heads(model, start.texts)
+        return model, None
+
+    def save(
+        self,
+        folder: Path,
+        model: PreTrainedModel,
+        token_ids: Tensor | None,
+        embedding: Tensor,
+        target: str,
+    ) -> None:
+        tensors = {name: tensor.to(embedding.dtype) for name, tensor in model.state_dict().items()}
+        if token_ids is not None:
+            tensors["token_map"] = token_ids.cpu()
         model.config.architectures = ["MedusaModel"]
-        model.config.save_pretrained(partial)
-        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-        write_about(partial, "medusa", embedding)
+        model.config.save_pretrained(folder)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        write_about(folder, "medusa", embedding)
+
+    def load_to_train(
+        self, folder: Path, embedding: Tensor
+    ) -> tuple[PreTrainedModel, Tensor | None]:
+        config = MedusaConfig.from_pretrained(folder)
+        tensors = load_file(folder / "model.safetensors", device=str(embedding.device))
+        # the target's own numbers, in whatever dtype it is loaded
+        check_compact(folder, embedding.to(tensors["lm_head.weight"].dtype))
+        token_ids = tensors.pop("token_map", None)
+        with torch.device("meta"):
+            model = MedusaModel(config)
+        model.load_state_dict(tensors, assign=True)
+        return model.eval(), token_ids
+
+    def first_input(self, model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
+        heads: Any = model
+        states: Tensor = heads.blocks[0](states_before(batch)[:, 0].to(heads.lm_head.weight.dtype))
+        return states
+
+    def head_inputs(self, model: PreTrainedModel, batch: TrainingBatch) -> Iterator[HeadInput]:
+        """A sum over drawn depths, over how many a position has in the mean."""
+        heads: Any = model
+        positions, width, dtype = batch.positions, batch.width, heads.lm_head.weight.dtype
+        depths = drawn_depths(positions, width, batch.seeds, len(heads.blocks))
+        rows, states = positions // width, batch.states[..., 0, :].flatten(0, 1)
+        weight = 1 / mean_depth(len(heads.blocks))
+        for depth, block in enumerate(heads.blocks, start=1):
+            at = (depths[: len(depths) - depth] >= depth).nonzero()[:, 0]
+            at = at[rows[at] == rows[at + depth]]
+            yield HeadInput(block(states[positions[at]].to(dtype)), at + depth, weight)
+
+    def drafter(
+        self, model: PreTrainedModel, token_ids: Tensor | None, target: Target
+    ) -> MedusaDrafter:
+        """In the target's dtype, on a CPU in eight bits."""
+        heads: Any = model
+        embedding = target.decoder.embedding
+        int8 = embedding.device.type == "cpu" and heads.config.hidden_size % INT8_TERMS == 0
+        blocks = [Product.of(block.layers[0].to(embedding), int8=int8) for block in heads.blocks]
+        head = Product.of(heads.lm_head.to(embedding), int8=int8)
+        return MedusaDrafter(
+            **on_target_ids(token_ids, embedding),
+            bytes=sum(part.nbytes for part in (*blocks, head)),
+            layers=self.layers(target.model.config.get_text_config().to_dict()),
+            embedding=embedding,
+            blocks=blocks,
+            head=head,
+        )
 
 
-def load_medusa(folder: Path, embedding: Tensor) -> tuple[MedusaModel, Tensor | None]:
-    """The model as it is trained, and the target id of each row of its head [K], None for all.
+KIND = Medusa()
 
-    Raises ValueError when it was made for another target.
+
+@torch.no_grad()
+def fit_heads(model: MedusaModel, texts: Sequence[AnsweredText]) -> None:
+    """The closed form of the module's docstring, from the states of these texts."""
+    size = model.config.hidden_size
+    maps = []
+    for depth in range(1, len(model.blocks) + 1):
+        to_later = LeastSquares(size, size)
+        for x, y in _pairs(texts, depth):
+            to_later.add(x, y)
+        maps.append(to_later.solution() - torch.eye(size))
+    squares, count = torch.zeros(len(maps), size), 0
+    for x, _ in _pairs(texts, 1):
+        squares += torch.stack([(x @ added.T).pow(2).sum(0) for added in maps])
+        count += len(x)
+    bias = BIAS * (squares / count).sqrt().amax(0)
+    to_state = LeastSquares(size, size)
+    for depth, (block, added) in enumerate(zip(model.blocks, maps, strict=True), start=1):
+        layer: Any = block.layers[0]  # type: ignore[index]
+        layer.weight.copy_(added)
+        layer.bias.copy_(bias)
+        for x, y in _pairs(texts, depth):
+            to_state.add(block(x), y)
+    model.lm_head.weight.copy_(model.lm_head.weight @ to_state.solution())
+
+
+def _pairs(texts: Sequence[AnsweredText], depth: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The target's states at a text's response positions and those `depth` tokens later [N, H]."""
+    for text in texts:
+        assert text.states is not None
+        states = text.states[len(text.prompt_ids) - 1 :, 0].float()
+        if len(states) > depth:
+            yield states[:-depth], states[depth:]
+
+
+def drawn_depths(positions: Tensor, width: int, seeds: Tensor, most: int) -> Tensor:
+    """How many heads are trained from each response position [N].
+
+    d or more with chance KEEP ** (d - 1), and no more than `most`. positions: in the flattened
+    batch of that width. seeds: of each row's random numbers.
     """
-    config = MedusaConfig.from_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors", device=str(embedding.device))
-    # the target's own numbers, in whatever dtype it is loaded
-    check_compact(folder, embedding.to(tensors["lm_head.weight"].dtype))
-    token_ids = tensors.pop("token_map", None)
-    if config.sequential_rank:
-        tensors["sequential.weight"] = tensors.pop("sequential.read")
-        both = [tensors["lm_head.weight"], tensors.pop("sequential.write")]
-        tensors["lm_head.weight"] = torch.cat(both, dim=1)
-    with torch.device("meta"):
-        model = MedusaModel(config)
-    model.load_state_dict(tensors, assign=True)
-    return model.eval(), token_ids
+    counts = (positions // width).bincount(minlength=len(seeds)).tolist()
+    uniform = torch.cat(
+        [
+            torch.rand(count, generator=torch.Generator().manual_seed(seed))
+            for count, seed in zip(counts, seeds.tolist(), strict=True)
+        ]
+    )
+    drawn = 1 + uniform.clamp_min(1e-9).log() / math.log(KEEP)
+    return drawn.long().clamp(max=most).to(positions.device)
+
+
+def mean_depth(most: int) -> float:
+    """Of `drawn_depths`. What is divided by it, not by what was drawn, adds up over processes."""
+    return float(sum(KEEP**depth for depth in range(most)))
 
 
 @dataclass(kw_only=True)
-class MedusaDrafter(StateDrafter):
-    """layers: the number of the target's last one. blocks: D of them, with one head for all."""
+class MedusaDrafter(HeadDrafter):
+    """embedding: the target's [V, H]. blocks: D of them, with one `head` for all."""
 
+    embedding: Tensor
     blocks: list[Product]
+    head: Product
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
         """[B, T, K] at a depth from 0 on, from the target's states [B, T, H]."""
         return self.head(states + F.silu(self.blocks[depth](states)))
 
-    def first_logits(self, states: Tensor, newest: Tensor) -> Tensor:
-        return self.corrected(self.logits(states, 0), self.rows_of(newest))
+    def start(self, texts: Texts) -> Session:
+        return MedusaSession(self, texts)
 
-    def block_logits(self, states: Tensor, newest: Tensor) -> Logits:
-        def logits(depth: int, before: Tensor | None) -> Tensor:
-            found = self.logits(states, depth)[:, -1]
-            # the newest token is the one before the first
-            return self.corrected(found, self.rows_of(newest)) if before is None else found
-
-        return logits
+    @torch.inference_mode()
+    def text_logits(
+        self, ids: list[int], text: list[int], states: HiddenStates
+    ) -> tuple[Tensor, int]:
+        """Of the first token of a draft: none where no token stands before the newest."""
+        before = self.side_by_side(states, self.embedding.dtype)[:, :-1]
+        logits = self.logits(before, 0)[:, max(0, len(ids) - 2) :]
+        return logits, len(text) - logits.shape[1]
 
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
         """A head, and the choice of its token."""
         state = self.embedding.new_zeros((1, 1, self.embedding.shape[1]))
-        before = torch.zeros(1, dtype=torch.long, device=self.embedding.device)
-        return timed_choice(lambda: self.corrected(self.logits(state, 0)[:, -1], before), sampling)
+        return timed_choice(lambda: self.logits(state, 0)[:, -1], sampling)
 
     @torch.inference_mode()
     def probe(self, ids: list[int]) -> Tensor:
@@ -156,37 +283,37 @@ class MedusaDrafter(StateDrafter):
         return torch.stack([self.logits(state, depth) for depth in range(len(self.blocks))])
 
 
-def medusa_drafter(
-    model: MedusaModel, token_ids: Tensor | None, target: Target, layer: int
-) -> MedusaDrafter:
-    """The heads as they draft, in the target's dtype; on a CPU in eight bits, as `pruned_drafter`.
+class MedusaSession(Session):
+    """`states` [B, 1, H]: the target's before the newest token of each row."""
 
-    layer: the number of the target's last one.
-    """
-    embedding = target.decoder.embedding
-    size, weight = model.config.hidden_size, model.lm_head.weight.detach().to(embedding)
-    int8 = embedding.device.type == "cpu" and size % INT8_TERMS == 0
-    sequential = None
-    if model.config.sequential_rank:
-        read = model.sequential.weight.detach().to(embedding)
-        sequential = SequentialHead(read, weight[:, size:].contiguous())
-    parts: Any = model.blocks
-    own = [Product.of(block.layers[0].to(embedding), int8=int8) for block in parts]
-    shared = Product.of(linear(weight[:, :size].contiguous()), int8=int8)
-    return MedusaDrafter(
-        **on_target_ids(token_ids, embedding),
-        bytes=sum(part.nbytes for part in (*own, shared, *(sequential or ()))),
-        layers=(layer,),
-        embedding=embedding,
-        blocks=own,
-        longest=len(own),
-        head=shared,
-        sequential=sequential,
-    )
+    def __init__(self, drafter: MedusaDrafter, texts: Texts) -> None:
+        self.drafter, self.sampling, self.generator = drafter, texts.sampling, texts.generator
+        dtype = drafter.embedding.dtype
+        self.states = torch.cat(
+            [drafter.side_by_side(states, dtype)[:, -1:] for states in texts.states]
+        )
 
+    @torch.inference_mode()
+    def propose(self, count: int, stop_below: float) -> Proposal:
+        drafter, states = self.drafter, self.states
+        count = min(count, len(drafter.blocks))
+        if count < 1:
+            empty = torch.zeros((len(states), 0), dtype=torch.long, device=states.device)
+            return Proposal(empty)
+        return drafter.in_turn(
+            lambda depth, _: drafter.logits(states, depth)[:, -1],
+            count,
+            stop_below,
+            self.sampling,
+            self.generator,
+        )
 
-def load(folder: Path, target: Target, strategy: str) -> MedusaDrafter:
-    """The heads in `folder`."""
-    model, token_ids = load_medusa(folder, target.decoder.embedding)
-    layer = target.model.config.get_text_config().num_hidden_layers
-    return medusa_drafter(model, token_ids, target, layer)
+    def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
+        read = self.drafter.side_by_side(states, self.drafter.embedding.dtype)
+        # of what was emitted the target has read all but the last, which is the newest now
+        last = torch.tensor([len(tokens) - 1 for tokens in emitted], device=read.device)
+        rows = torch.arange(len(emitted), device=read.device)
+        self.states = read[rows, last][:, None]
+
+    def keep(self, rows: list[int]) -> None:
+        self.states = self.states[torch.tensor(rows, device=self.states.device)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from eval.decoding.drafters.base import Drafter, GroupedRows, Proposal, Session
+from eval.decoding.drafters.drafter import Drafter, Proposal, RowByRow, Session
 
 
 def most_alike(states, upto):
@@ -29,7 +29,7 @@ def features(states):
 class NearestState(Drafter):
     def start(self, texts):
         both = zip(texts.ids, texts.states, strict=True)
-        return GroupedRows([StateSession(ids, states) for ids, states in both])
+        return RowByRow([StateSession(ids, states) for ids, states in both])
 
     def teacher_forced(self, ids, text, samplings, states):
         known, whole = features(states), [*ids, *text]

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters.base import Texts
-from eval.decoding.drafters.checkpoint import CheckpointDrafter
+from eval.decoding.drafters.causal_lm import CausalLMDrafter
+from eval.decoding.drafters.drafter import Texts
 from eval.decoding.drafters.loading import load_drafter
-from eval.decoding.drafters.lookup_first import LookupFirst, lookup_first
-from eval.decoding.drafters.prompt_lookup import PromptLookup, following
+from eval.decoding.drafters.lookup import LookupFirst, PromptLookup, following, lookup_first
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
@@ -31,7 +30,7 @@ def target(tiny_llama, letters):
 @pytest.fixture
 def drafter(target):
     """Its draft is the target itself: always right, unless it has read wrongly."""
-    draft = CheckpointDrafter(
+    draft = CausalLMDrafter(
         vocab_size=VOCAB,
         path="itself",
         vocabulary={"relation": "identical", "strategy": "direct", "coverage": 1.0},

@@ -1,183 +1,355 @@
-"""Losslessness in fp32: with any draft the tokens are those of the target alone."""
+"""Losslessness in fp32: with any draft, and beside any rows, a text is that of the target alone."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 
+from eval.decoding import lean, loop
 from eval.decoding.build import build_decoder
+from eval.decoding.drafters.causal_lm import TokenSession
+from eval.decoding.drafters.lookup import PromptLookup
+from eval.decoding.forward import KVCache
 from eval.decoding.generation import generate_batched
 from eval.decoding.lean import LeanDecoder
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.stock import StockDecoder
 from eval.decoding.verification import Sampling
 from eval.prompts import Prompt
+from tests.eval.decoding.enumeration import (
+    assert_exact,
+    emitted,
+    of_target,
+    played,
+    total_variation,
+)
 
 VOCAB = 61
-PROMPT = Prompt("p", prompt="unused")
-IDS = [3, 14, 15, 9, 2]
 NEVER = frozenset({VOCAB + 1})
-
-
-def baseline(target, prompt, ids, how):
-    return decode(target, None, [prompt], [ids], how, DraftLength(0))[0]
-
-
-def alone(target, drafter, prompt, ids, how, length):
-    return decode(target, drafter, [prompt], [ids], how, length)[0]
+LONGEST = 40
+CONTEXT = 80
+GREEDY = Decoding(Sampling(), NEVER, LONGEST)
+NAMES = ["self", "good", "random", "adversarial", "trimmed", "padded", "stock", "lookup"]
 
 
 @pytest.fixture(scope="module")
 def target(tiny):
-    return build_decoder(tiny(0), 200)
+    decoder = build_decoder(tiny(0), CONTEXT)
+    assert isinstance(decoder, LeanDecoder)
+    return decoder
 
 
 @pytest.fixture(scope="module")
 def drafts(target, tiny, adversary, drafter):
+    generator = torch.Generator().manual_seed(5)
     good = copy.deepcopy(tiny(0))
     with torch.no_grad():
-        for parameter in good.parameters():
-            parameter.add_(0.05 * parameter.std() * torch.randn_like(parameter))
+        for weight in good.parameters():
+            weight += 0.05 * weight.std() * torch.randn(weight.shape, generator=generator)
     trimmed = tiny(0)
     kept = torch.arange(0, VOCAB, 2)
     trimmed.lm_head.weight = torch.nn.Parameter(trimmed.lm_head.weight[kept].clone())
     return {
         "self": drafter(target),
-        "good": drafter(build_decoder(good, 200)),
-        "random": drafter(build_decoder(tiny(7), 200)),
+        "good": drafter(build_decoder(good, CONTEXT)),
+        "random": drafter(build_decoder(tiny(7), CONTEXT)),
         "adversarial": drafter(adversary(target)),
-        "trimmed": drafter(build_decoder(trimmed, 200), token_ids=kept),
-        "padded": drafter(build_decoder(tiny(9, VOCAB + 8), 200), rows=VOCAB),
-        "stock": drafter(StockDecoder(good, 200)),
+        "trimmed": drafter(build_decoder(trimmed, CONTEXT), token_ids=kept),
+        "padded": drafter(build_decoder(tiny(9, VOCAB + 8), CONTEXT), rows=VOCAB),
+        "stock": drafter(StockDecoder(good, CONTEXT)),
+        "lookup": PromptLookup(vocab_size=VOCAB, vocabulary={}, device=target.device),
     }
 
 
-NAMES = ["self", "good", "random", "adversarial", "trimmed", "padded", "stock"]
+def drawn(count):
+    """Prompts of 1 to 17 tokens."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = itertools.cycle((5, 1, 9, 2, 17, 4, 12, 3))
+    rows = [
+        torch.randint(VOCAB, (n,), generator=generator).tolist()
+        for n in itertools.islice(lengths, count)
+    ]
+    return [Prompt(str(i), prompt="unused") for i in range(count)], rows
 
 
-@pytest.mark.parametrize("gamma", range(1, 9))
+@pytest.fixture(scope="module")
+def serial(target):
+    """The target's own answers to drawn(8), one by one, without a stop."""
+    return [
+        decode(target, None, [prompt], [ids], GREEDY, DraftLength(0))[0].tokens
+        for prompt, ids in zip(*drawn(8), strict=True)
+    ]
+
+
+def until(tokens, stops):
+    """The tokens up to the first stop, included."""
+    ends = [i for i, token in enumerate(tokens) if token in stops]
+    return tokens[: ends[0] + 1] if ends else tokens
+
+
+def texts(target, draft, count, length, stops=NEVER, longest=LONGEST):
+    how = Decoding(Sampling(), stops, longest)
+    runs = decode(target, draft, *drawn(count), how, length)
+    assert [run.prompt_id for run in runs] == [str(i) for i in range(count)]
+    return [run.tokens for run in runs]
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_tokens_are_the_targets_own(target, drafts, accepts_as_named, name, gamma):
-    how = Decoding(Sampling(), NEVER, 60)
-    expected = baseline(target, PROMPT, IDS, how)
-    run = alone(target, drafts[name], PROMPT, IDS, how, DraftLength(gamma))
-    assert run.tokens == expected.tokens
-    assert 1 + sum(run.block_tokens) == len(run.tokens) == 60
-    whole = zip(run.accepted[:-1], run.block_tokens[:-1], strict=True)
-    assert all(tokens == accepted + 1 for accepted, tokens in whole)
-    accepts_as_named(name, sum(run.drafted), sum(run.accepted))
+def test_greedy_tokens_are_the_targets_own(target, drafts, serial, accepts_as_named, name, count):
+    for gamma in (1, 2, 4, 8):
+        runs = decode(target, drafts[name], *drawn(count), GREEDY, DraftLength(gamma))
+        assert [run.tokens for run in runs] == serial[:count]
+        drafted, accepted = (
+            sum(sum(counts) for counts in lists)
+            for lists in ([r.drafted for r in runs], [r.accepted for r in runs])
+        )
+        accepts_as_named(name, drafted, accepted)
+        for run in runs:
+            assert 1 + sum(run.block_tokens) == len(run.tokens) == LONGEST
+            whole = zip(run.accepted[:-1], run.block_tokens[:-1], strict=True)
+            assert all(tokens == n + 1 for n, tokens in whole)
 
 
-@pytest.mark.parametrize("stop_below", [1e-4, 1e-3, 0.01, 0.3])
+def test_the_baseline_of_a_batch_is_that_of_its_rows(target, serial):
+    for count in (2, 8):
+        assert texts(target, None, count, DraftLength(4)) == serial[:count]
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_a_draft_that_stops_in_doubt_changes_no_token(target, drafts, name, stop_below):
-    how = Decoding(Sampling(), NEVER, 60)
-    expected = baseline(target, PROMPT, IDS, how)
-    run = alone(target, drafts[name], PROMPT, IDS, how, DraftLength(6, stop_below))
-    assert run.tokens == expected.tokens
-    assert min(run.drafted[:-1]) >= 1  # the first token is always drafted
-    assert not run.last_truncated or len(run.tokens) == 60
+def test_each_row_accepts_what_it_accepts_alone(target, drafts, name):
+    """As long as it has room for a whole draft; so a draft's cache is right, row by row."""
+    length = DraftLength(3)
+    prompts, rows = drawn(8)
+    runs = decode(target, drafts[name], prompts, rows, GREEDY, length)
+    for prompt, ids, run in zip(prompts, rows, runs, strict=True):
+        single = decode(target, drafts[name], [prompt], [ids], GREEDY, length)[0]
+        ends = [1 + sum(single.block_tokens[:i]) for i in range(len(single.block_tokens))]
+        whole = sum(LONGEST - end - 1 >= length.gamma for end in ends)
+        assert whole >= 9
+        assert run.accepted[:whole] == single.accepted[:whole]
 
 
-def test_doubt_shortens_drafts_as_the_product_of_probabilities_says(target, drafts):
-    how = Decoding(Sampling(), NEVER, 60)
-    run = alone(target, drafts["good"], PROMPT, IDS, how, DraftLength(6, 1e-3))
-    assert len(set(run.drafted[:-1])) > 1  # these models are sure of 4% at most
-    decoder, at = drafts["good"].decoder, 1
-    for drafted, emitted in zip(run.drafted[:-2], run.block_tokens[:-2], strict=True):
-        context, confidence = IDS + run.tokens[:at], 1.0
-        expected = 0
-        while expected < 6 and confidence >= 1e-3:
-            expected += 1
-            cache = decoder.new_cache(1, 200)
-            q = decoder.forward(torch.tensor([context]), 0, cache, last_only=True)[0, -1].softmax(
-                -1
-            )
-            context, confidence = [*context, int(q.argmax())], confidence * float(q.max())
-        assert drafted == expected
-        at += emitted
+@pytest.mark.parametrize("name", NAMES)
+def test_drafts_that_stop_in_doubt_change_no_token(target, drafts, serial, name):
+    for stop_below, count in itertools.product((1e-3, 0.01, 0.3), (1, 3, 8)):
+        length = DraftLength(6, stop_below)
+        runs = decode(target, drafts[name], *drawn(count), GREEDY, length)
+        assert [run.tokens for run in runs] == serial[:count]
+        if name != "lookup":  # the first token is always drafted
+            assert all(min(run.drafted[:-1]) >= 1 for run in runs[:1])
 
 
-@pytest.mark.parametrize("longest", range(1, 13))
-def test_cut_at_the_longest_answer(target, drafts, longest):
-    how = Decoding(Sampling(), NEVER, longest)
-    expected = baseline(target, PROMPT, IDS, how).tokens
-    for draft in drafts.values():
-        assert alone(target, draft, PROMPT, IDS, how, DraftLength(4)).tokens == expected
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_batch_drafts_on_while_its_rows_believe_in_it_on_average(target, drafts, count):
+    below = 2e-3  # these models are sure of 4% at most
+    prompts, rows = drawn(count)
+    runs = decode(target, drafts["good"], prompts, rows, GREEDY, DraftLength(6, below))
+    decoder = drafts["good"].decoder
+    contexts = [[*ids, run.tokens[0]] for ids, run in zip(rows, runs, strict=True)]
+    lengths = []
+    for block in range(7):
+        drafted, confidence, ahead = 0, [1.0] * count, copy.deepcopy(contexts)
+        while drafted < 6 and sum(confidence) / count >= below:
+            drafted += 1
+            for row in range(count):
+                cache = decoder.new_cache(1, CONTEXT)
+                logits = decoder.forward(torch.tensor([ahead[row]]), 0, cache, last_only=True)
+                q = logits[0, -1].softmax(-1)
+                ahead[row].append(int(q.argmax()))
+                confidence[row] *= float(q.max())
+        assert [run.drafted[block] for run in runs] == [drafted] * count
+        lengths.append(drafted)
+        for context, run in zip(contexts, runs, strict=True):
+            at = 1 + sum(run.block_tokens[:block])
+            context += run.tokens[at : at + run.block_tokens[block]]
+    assert len(set(lengths)) > 1, lengths
 
 
-def test_a_stop_inside_a_draft_ends_the_text(target, drafts):
-    text = baseline(target, PROMPT, IDS, Decoding(Sampling(), NEVER, 60)).tokens
-    for at in (0, 5, 11, 12, 13):
-        how = Decoding(Sampling(), frozenset({text[at]}), 60)
-        expected = text[: text.index(text[at]) + 1]
-        assert baseline(target, PROMPT, IDS, how).tokens == expected
-        for draft in drafts.values():
-            for gamma in (1, 3, 8):
-                run = alone(target, draft, PROMPT, IDS, how, DraftLength(gamma))
-                assert run.tokens == expected
+@pytest.mark.parametrize("longest", [1, 2, 3, 5, 6, 12])
+def test_cut_at_the_longest_answer(target, drafts, serial, longest):
+    for draft, count in itertools.product(drafts.values(), (1, 5)):
+        got = texts(target, draft, count, DraftLength(4), longest=longest)
+        assert got == [tokens[:longest] for tokens in serial[:count]]
+
+
+@pytest.mark.parametrize("places", [(0, 5, 11), (3, 3, 20), (12, 13, 2)])
+def test_rows_that_stop_inside_a_draft_end_alone(target, drafts, serial, places):
+    """Several tokens stop; rows leave one by one, from the first token on, to an empty batch."""
+    stops = frozenset(serial[row][at] for row, at in enumerate(places))
+    want = [until(tokens, stops) for tokens in serial]
+    assert len({len(tokens) for tokens in want}) > 3
+    for draft, gamma in itertools.product([*drafts.values(), None], (1, 3, 8)):
+        for count in (1, 8):
+            assert texts(target, draft, count, DraftLength(gamma), stops) == want[:count]
+
+
+def test_a_row_stays_in_a_batch_for_as_long_as_it_decodes(target, drafts, serial):
+    how = Decoding(Sampling(), frozenset({serial[0][10]}), LONGEST)
+    runs = decode(target, drafts["good"], *drawn(5), how, DraftLength(3))
+    assert len({len(run.tokens) for run in runs}) > 1
+    last = max(runs, key=lambda run: run.seconds)
+    for run in runs:
+        assert run.prefill_seconds == last.prefill_seconds
+        assert run.block_seconds == last.block_seconds[: len(run.block_seconds)]
+        # where a text ends in its draft, the draft ends as well
+        whole = max(len(run.drafted) - 1, 0)
+        assert run.drafted[:whole] == last.drafted[:whole]
+        assert len(run.block_seconds) == len(run.block_tokens) == len(run.accepted)
+
+
+def test_only_the_end_of_a_row_that_had_room_for_fewer_is_out_of_tau(target, adversary, drafter):
+    """A row cut at the limit counts its last block, cut or not, only where it could not be cut."""
+    how = Decoding(Sampling(), NEVER, 12)
+    prompts, rows = drawn(2)
+    runs = decode(target, drafter(adversary(target)), prompts, rows, how, DraftLength(4))
+    # a token a block: from the eighth block on fewer than four drafted tokens have room
+    assert [run.block_tokens for run in runs] == [[1] * 11] * 2
+    assert [run.last_truncated for run in runs] == [True] * 2
+    assert [run.drafted for run in runs] == [[4] * 7 + [3, 2, 1, 0]] * 2
+    for gamma, cut in ((10, False), (11, True)):
+        runs = decode(target, drafter(target), prompts, rows, how, DraftLength(gamma))
+        assert [run.last_truncated for run in runs] == [cut] * 2
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 16])
-def test_ragged_batches_give_the_tokens_of_single_rows(target, batch_size):
-    generator = torch.Generator().manual_seed(1)
-    prompts = [
-        torch.randint(VOCAB, (length,), generator=generator).tolist()
-        for length in (1, 4, 9, 2, 17, 5, 5, 3, 12)
-    ]
-    longest = baseline(target, PROMPT, prompts[2], Decoding(Sampling(), NEVER, 30)).tokens
-    stops = frozenset({longest[8], longest[15]})  # rows end at different times
-    how = Decoding(Sampling(), stops, 30)
+def test_answers_in_batches_of_any_size_are_those_of_single_rows(target, serial, batch_size):
+    stops = frozenset({serial[0][8], serial[2][15]})  # rows end at different times
+    _, rows = drawn(8)
     answers = {
         answer.index: answer
         for answer in generate_batched(
-            target,
-            prompts,
-            30,
-            stops,
-            Sampling(),
-            batch_size,
-            seeds=[0] * len(prompts),
+            *(target, rows, LONGEST, stops, Sampling(), batch_size),
+            seeds=[0] * len(rows),
             capture=lambda logits: (logits.argmax(-1),),
         )
     }
-    assert sorted(answers) == list(range(len(prompts)))
-    for index, prompt in enumerate(prompts):
-        assert answers[index].tokens == baseline(target, PROMPT, prompt, how).tokens
+    assert sorted(answers) == list(range(len(rows)))
+    for index, tokens in enumerate(serial):
+        assert answers[index].tokens == until(tokens, stops)
         assert [int(best) for (best,) in answers[index].captured] == answers[index].tokens
 
 
-@pytest.mark.parametrize("length", [DraftLength(1), DraftLength(3), DraftLength(3, 0.25)], ids=str)
-def test_sampled_tokens_have_the_targets_distribution(tiny, drafter, length):
-    from scipy.stats import chi2
-
-    vocab, runs = 6, 4000
-    target, draft = (
-        build_decoder(tiny(0, vocab), 40),
-        drafter(build_decoder(tiny(1, vocab), 40), vocab),
-    )
-    sampling = Sampling(temperature=1.5)
-    ids = [1, 2]
-    counts = torch.zeros(vocab, vocab)
-    for seed in range(runs):
-        how = Decoding(sampling, NEVER, 3, seed)
-        tokens = alone(target, draft, PROMPT, ids, how, length).tokens
-        counts[tokens[1], tokens[2]] += 1  # the first token never sees a draft
-
-    def p(context):
-        cache = target.new_cache(1, 8)
-        logits = target.forward(torch.tensor([context]), 0, cache, last_only=True)[0, -1]
-        return (logits.double() / 1.5).softmax(-1)
-
-    expected = torch.zeros(vocab, vocab, dtype=torch.double)
-    for a in range(vocab):
-        for b in range(vocab):
-            expected[b] += p(ids)[a] * p([*ids, a])[b] * p([*ids, a, b])
-    expected *= runs
-    common = expected >= 5
-    statistic = float(((counts - expected)[common] ** 2 / expected[common]).sum())
-    assert chi2.sf(statistic, int(common.sum()) - 1) > 1e-4
+# ---------------------------------------------------------------------------------------------
+# Mutants: each breaks one thing that makes a batch exact
 
 
-def test_the_lean_decoder_was_what_ran(target):
-    assert isinstance(target, LeanDecoder)
+def one_position_for_all(monkeypatch):
+    starts = loop.starts
+    monkeypatch.setattr(loop, "starts", lambda at: starts([max(at)] * len(at)))
+
+
+def one_acceptance_for_all(monkeypatch):
+    verify = loop.verify
+
+    def shared(*args):
+        accepted, following = verify(*args)
+        return accepted[:1].expand_as(accepted), following
+
+    monkeypatch.setattr(loop, "verify", shared)
+
+
+def stale_keys_seen(monkeypatch):
+    causal_bias = lean.causal_bias
+
+    def loose(start, width, length, dtype):
+        return causal_bias(start.max().expand_as(start), width, length, dtype)
+
+    monkeypatch.setattr(lean, "causal_bias", loose)
+
+
+def caches_of_other_rows(monkeypatch):
+    keep_rows = KVCache.keep_rows
+    monkeypatch.setattr(KVCache, "keep_rows", lambda cache, rows: keep_rows(cache, rows.flip(0)))
+
+
+def next_token_of_the_first_row(monkeypatch):
+    verify = loop.verify
+
+    def shared(*args):
+        accepted, following = verify(*args)
+        return accepted, following[:1].expand_as(following)
+
+    monkeypatch.setattr(loop, "verify", shared)
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        one_position_for_all,
+        one_acceptance_for_all,
+        stale_keys_seen,
+        caches_of_other_rows,
+        next_token_of_the_first_row,
+    ],
+)
+def test_a_broken_batch_is_caught(target, drafts, serial, monkeypatch, mutant):
+    stops = frozenset({serial[0][10]})
+    want = [until(tokens, stops) for tokens in serial[:5]]
+    assert texts(target, drafts["good"], 5, DraftLength(3), stops) == want
+    mutant(monkeypatch)
+    assert texts(target, drafts["good"], 5, DraftLength(3), stops) != want
+
+
+def test_a_draft_that_forgets_what_it_drafted_alone_is_caught(target, drafts, monkeypatch):
+    """A draft's stale cache changes no token, only how many are accepted."""
+
+    def accepted():
+        runs = decode(target, drafts["self"], *drawn(5), GREEDY, DraftLength(3))
+        return sum(sum(run.accepted) for run in runs) / sum(sum(run.drafted) for run in runs)
+
+    assert accepted() == 1
+    commit = TokenSession.commit
+
+    def unread(session, *said):
+        commit(session, *said)
+        session.seen = [len(text) - 1 for text in session.texts]
+
+    monkeypatch.setattr(TokenSession, "commit", unread)
+    assert accepted() < 1
+
+
+# ---------------------------------------------------------------------------------------------
+# Sampling
+
+SMALL = 6
+WARM = Decoding(Sampling(1.5, top_k=2), NEVER, 4)
+ROWS = [[4, 0, 5], [1, 2]]
+
+
+@pytest.fixture(scope="module")
+def pair(tiny, drafter):
+    draft = drafter(build_decoder(tiny(1, SMALL), CONTEXT), SMALL)
+    return build_decoder(tiny(0, SMALL), CONTEXT), draft
+
+
+@pytest.mark.parametrize("length", [DraftLength(1), DraftLength(3), DraftLength(3, 0.5)], ids=str)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_sampled_tokens_have_the_targets_distribution(pair, monkeypatch, rows, length):
+    """Beside another row, whatever that one accepts."""
+    assert_exact(played(monkeypatch), *pair, ROWS[-rows:], WARM, length)
+
+
+@pytest.mark.parametrize("mutant", [one_acceptance_for_all, next_token_of_the_first_row])
+def test_a_broken_batch_has_another_distribution(pair, monkeypatch, mutant):
+    mutant(monkeypatch)
+    answers, *_ = emitted(played(monkeypatch), *pair, ROWS, WARM, DraftLength(3))
+    assert total_variation(answers, of_target(pair[0], ROWS[-1], WARM)) > 0.01
+
+
+def test_rows_are_sampled_independently_and_as_often_as_they_should_be(pair):
+    """The one test here that draws: the second token of two rows of one prompt, over many seeds."""
+    target, draft = pair
+    prompts = [Prompt(str(i), prompt="unused") for i in range(3)]
+    pairs, seeds = torch.zeros(SMALL, SMALL), 600
+    for seed in range(seeds):
+        how = Decoding(Sampling(1.5), NEVER, 3, seed)
+        runs = decode(target, draft, prompts, [[1, 2], [3], [1, 2]], how, DraftLength(2))
+        pairs[runs[0].tokens[1], runs[2].tokens[1]] += 1
+    first = of_target(target, [1, 2], Decoding(Sampling(1.5), NEVER, 2))
+    p = torch.tensor([sum(w for (_, b), w in first.items() if b == i) for i in range(SMALL)])
+    expected = seeds * p[:, None] * p[None]
+    often = expected >= 5
+    statistic = float(((pairs - expected)[often] ** 2 / expected[often]).sum())
+    assert statistic < int(often.sum()) + 5 * (2 * int(often.sum())) ** 0.5  # five deviations

@@ -1,20 +1,20 @@
 """A new kind of drafter is one file: nearest_state.py goes through all that is measured."""
 
 import importlib.util
-import itertools
 from pathlib import Path
 
 import pytest
 import torch
 
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters.base import Texts
+from eval.decoding.drafters.drafter import Texts
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.stock import StockDecoder
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring.evaluation import Plan, evaluate
 from eval.prompts import Prompt, PromptSet
+from tests.eval.decoding.enumeration import assert_exact, played
 
 spec = importlib.util.spec_from_file_location(
     "nearest_state", Path(__file__).with_name("nearest_state.py")
@@ -133,33 +133,10 @@ def test_it_stands_in_a_report_with_batches_and_temperatures(target, drafter, jo
     assert draft.payoff.verdict
 
 
-def test_sampled_batches_keep_the_targets_distribution(tiny):
-    """Counts of the third token over many seeds, with rows that draft unequal numbers."""
-    from scipy.stats import chi2
-
-    vocab, runs = 6, 800
-    target = build_decoder(tiny(0, vocab), 40)
-    own = nearest_state.NearestState(vocab_size=vocab, vocabulary={}, layers=(2,))
-    ids = [[1, 2, 1, 2, 1], [3, 3, 3]]
-    sampling = Sampling(1.5)
-    counts = torch.zeros(2, vocab, vocab)
-    drafted = set()
-    for seed in range(runs):
-        how = Decoding(sampling, STOPS, 3, seed)
-        made = decode(target, own, PROMPTS.prompts[:2], ids, how, DraftLength(2))
-        for row, run in enumerate(made):
-            counts[row, run.tokens[1], run.tokens[2]] += 1
-            drafted |= set(run.drafted)
-    assert {0, 1} <= drafted
-
-    def p(context):
-        logits = target.forward(torch.tensor([context]), 0, target.new_cache(1, 16), True)[0, -1]
-        return (logits.double() / 1.5).softmax(-1)
-
-    for text, seen in zip(ids, counts, strict=True):
-        expected = torch.zeros(vocab, vocab, dtype=torch.double)
-        for a, b in itertools.product(range(vocab), repeat=2):
-            expected[b] += runs * p(text)[a] * p([*text, a])[b] * p([*text, a, b])
-        common = expected >= 5
-        statistic = float(((seen - expected)[common] ** 2 / expected[common]).sum())
-        assert chi2.sf(statistic, int(common.sum()) - 1) > 1e-4
+def test_sampled_batches_keep_the_targets_distribution(tiny, monkeypatch):
+    """Rows draft unequal numbers: the first has nothing to look up yet."""
+    target = build_decoder(tiny(0, 6), 40)
+    states = nearest_state.NearestState(vocab_size=6, vocabulary={}, layers=(2,))
+    how = Decoding(Sampling(1.5, top_k=2), STOPS, 4)
+    texts = [[3], [1, 2, 1, 2, 1]]
+    assert_exact(played(monkeypatch), target, states, texts, how, DraftLength(2))

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters.base import Texts
+from eval.decoding.drafters.drafter import Texts
 from eval.decoding.drafters.loading import load_drafter
-from eval.decoding.drafters.prompt_lookup import following
+from eval.decoding.drafters.lookup import following
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling

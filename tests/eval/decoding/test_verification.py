@@ -18,7 +18,7 @@ from eval.decoding.verification import (
     warp,
 )
 
-ROWS = 200_000
+ROWS = 20_000
 
 
 def distributions(vocab, seed):

@@ -15,16 +15,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from eval import convert
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
-from eval.engines.assisted import (
-    Assistant,
-    Assisted,
-    StockTarget,
-    generate,
-    load_stock,
-)
-from eval.engines.driven import measure_driven
+from eval.engines.assisted import Assisted
+from eval.engines.driven import log_blocks, measure_driven
 from eval.engines.installed import measure_installed
-from eval.engines.log import log_blocks
 from eval.measuring.log import PromptRun
 from eval.measuring.metrics import check_runs
 from eval.prompts import Prompt, PromptSet
@@ -83,19 +76,18 @@ def report_of(folder, out, *more, engine="transformers"):
     return read_report(out / "report" / "report.json")
 
 
-def stock(model, stops=frozenset()):
-    model.generation_config = GenerationConfig()
-    return StockTarget("tiny", model, None, stops)
+class Ids:
+    """A tokenizer, as far as an engine needs one."""
+
+    eos_token_id, decode = None, staticmethod(str)
 
 
-def assistant(model, gamma):
-    model.generation_config = GenerationConfig(
-        num_assistant_tokens=gamma,
-        num_assistant_tokens_schedule="constant",
-        assistant_confidence_threshold=0.0,
-    )
-    about = {"relation": "identical", "strategy": "direct", "coverage": 1.0}
-    return Assistant("draft", "tiny", model, about)
+def assisted(target, draft=None, gamma=3):
+    engine = Assisted("tiny", target, Ids(), gamma)
+    if draft is not None:
+        about = {"relation": "identical", "strategy": "direct", "coverage": 1.0}
+        engine.add("draft", "tiny", draft, about)
+    return engine
 
 
 PREFILL = ([1, 2, 3], [1, 2, 4])  # drafted and emitted by the first call: not of the decode phase
@@ -149,8 +141,8 @@ def test_a_block_that_the_length_limit_can_cut_does_not_count(last, max_new_toke
 
 
 def test_each_prompt_has_random_numbers_of_its_own(tiny_llama):
-    target, how = stock(tiny_llama(spread=1)), Decoding(Sampling(1.0), frozenset(), 20)
-    one, again, other = (generate(target, None, Prompt(i), [5, 6, 7], how).tokens for i in "aab")
+    engine, how = assisted(tiny_llama(spread=1)), Decoding(Sampling(1.0), frozenset(), 20)
+    one, again, other = (engine.decode(None, Prompt(i), [5, 6, 7], how).tokens for i in "aab")
     assert one == again
     assert one != other
 
@@ -158,13 +150,9 @@ def test_each_prompt_has_random_numbers_of_its_own(tiny_llama):
 @pytest.mark.parametrize("noise", [0.0, 0.1, 10.0])
 @pytest.mark.parametrize("gamma", [1, 4])
 def test_lossless_in_fp32(tiny_llama, noise, gamma):
-    target, draft = (
-        stock(tiny_llama(spread=4)),
-        assistant(noisy(tiny_llama(spread=4), noise), gamma),
-    )
+    engine = assisted(tiny_llama(spread=4), noisy(tiny_llama(spread=4), noise), gamma)
     how = Decoding(Sampling(), frozenset(), 30)
-    plain = generate(target, None, Prompt("a"), [5, 6, 7], how)
-    drafted = generate(target, draft, Prompt("a"), [5, 6, 7], how)
+    plain, drafted = (engine.decode(way, Prompt("a"), [5, 6, 7], how) for way in (None, 0))
     assert drafted.tokens == plain.tokens
     assert len(plain.tokens) == 30
     check_runs([plain, dataclasses.replace(drafted, prompt_id="b")])
@@ -174,7 +162,7 @@ def test_lossless_in_fp32(tiny_llama, noise, gamma):
     # a stop amid the text ends both in the same place, in a block that counts
     stops = frozenset(plain.tokens[11:12])
     how = Decoding(Sampling(), stops, 30)
-    runs = [generate(target, one, Prompt("a"), [5, 6, 7], how) for one in (None, draft)]
+    runs = [engine.decode(way, Prompt("a"), [5, 6, 7], how) for way in (None, 0)]
     assert runs[0].tokens == runs[1].tokens == plain.tokens[: plain.tokens.index(*stops) + 1]
     assert runs[1].whole_blocks == len(runs[1].block_tokens)
     check_runs(runs[1:])
@@ -182,9 +170,9 @@ def test_lossless_in_fp32(tiny_llama, noise, gamma):
 
 def test_the_target_as_its_own_draft_is_accepted_when_sampled(tiny_llama):
     """At temperature 1: else transformers warps the draft's distribution twice."""
-    target, draft = stock(tiny_llama(spread=4)), assistant(tiny_llama(spread=4), 3)
+    engine = assisted(tiny_llama(spread=4), tiny_llama(spread=4))
     how = Decoding(Sampling(1.0), frozenset(), 40)
-    run = generate(target, draft, Prompt("a"), [5, 6, 7], how)
+    run = engine.decode(0, Prompt("a"), [5, 6, 7], how)
     assert run.accepted == run.drafted
     assert run.drafted[:8] == [3] * 8
 
@@ -227,16 +215,16 @@ def test_numbers_that_its_log_does_not_hold_are_not_converted(folder, tmp_path, 
 def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys):
     drafts = ("--draft", f"bad={folder / 'draft'}", "--draft", f"self={folder / 'target'}")
     whole = report_of(folder, tmp_path / "whole", *drafts)
-    calls = []
+    calls, decode = [], Assisted.decode
 
     def interrupted(*args, **kwargs):
         calls.append(args)
         if len(calls) == 3 + 2 * 3 + 2:  # the warm-up, two prompts, and within the third
             raise KeyboardInterrupt
-        return generate(*args, **kwargs)
+        return decode(*args, **kwargs)
 
     with monkeypatch.context() as patched:
-        patched.setattr("eval.engines.assisted.generate", interrupted)
+        patched.setattr(Assisted, "decode", interrupted)
         assert run(folder, tmp_path / "cut", *drafts) == 130
     assert "Measured so far: speed at T=0 2/6." in capsys.readouterr().err
     resumed = report_of(folder, tmp_path / "cut", *drafts)
@@ -255,19 +243,19 @@ def test_a_sampled_report(folder, tmp_path):
 
 def test_other_tokens_are_not_explained_away(tiny_llama, monkeypatch, journal):
     """A verification that mostly takes the draft's word is found out."""
-    target, draft = stock(tiny_llama(spread=4)), assistant(noisy(tiny_llama(spread=4), 10.0), 2)
-    target.tokenizer = type("Ids", (), {"decode": staticmethod(str)})
-    honest = type(target.model)._get_candidate_generator
+    target = tiny_llama(spread=4)
+    engine = assisted(target, noisy(tiny_llama(spread=4), 10.0), 2)
+    honest = type(target)._get_candidate_generator
 
     def believed(self, *args, **given):
         given["generation_config"].assistant_ensemble_weight = 0.1
         return honest(self, *args, **given)
 
-    monkeypatch.setattr(type(target.model), "_get_candidate_generator", believed)
+    monkeypatch.setattr(type(target), "_get_candidate_generator", believed)
     prompts = [Prompt(str(i), prompt="x") for i in range(3)]
     timed = PromptSet("made up", prompts, [[5, 6, i] for i in range(3)])
     how = Decoding(Sampling(), frozenset(), 20)
-    report = measure_driven(Assisted(target, [draft]), timed, how, 2, journal, {})
+    report = measure_driven(engine, timed, how, journal, {})
     assert report.drafts["draft"].lossless.unexplained == 3
     assert report.warnings[0].startswith("NOT LOSSLESS")
 
@@ -275,19 +263,19 @@ def test_other_tokens_are_not_explained_away(tiny_llama, monkeypatch, journal):
 @pytest.mark.parametrize("in_fp32", [False, True])
 def test_a_tie_is_one_only_where_fp32_agrees(tiny_llama, journal, in_fp32):
     """A target whose wide forwards have other last bits, in bf16 alone or in fp32 as well."""
-    target, draft = stock(tiny_llama().bfloat16()), assistant(tiny_llama().bfloat16(), 4)
-    target.tokenizer = type("Ids", (), {"decode": staticmethod(str)})
+    target = tiny_llama().bfloat16()
+    engine = assisted(target, tiny_llama().bfloat16(), 4)
 
     def blur(model, args, output):
         logits = output.logits
         if logits.shape[1] > 1 and (in_fp32 or logits.dtype == torch.bfloat16):
             logits += 0.02 * torch.linspace(0, 1, logits.shape[-1])
 
-    target.model.register_forward_hook(blur)
+    target.register_forward_hook(blur)
     prompts = [Prompt(str(i), prompt="x") for i in range(6)]
     timed = PromptSet("made up", prompts, [[5, 6, i] for i in range(6)])
     how = Decoding(Sampling(), frozenset(), 24)
-    report = measure_driven(Assisted(target, [draft]), timed, how, 4, journal, {"command": "test"})
+    report = measure_driven(engine, timed, how, journal, {"command": "test"})
     found = report.drafts["draft"].lossless
     ties, unexplained = found.tie_divergences, found.unexplained
     assert (ties == 0 < unexplained) if in_fp32 else (unexplained == 0 < ties)
@@ -311,10 +299,11 @@ def test_a_checkpoint_s_own_generation_config_is_left_aside(folder, tmp_path, ti
     save(tmp_path / "target", model)
     how = Decoding(Sampling(), frozenset([256]), 24)
     texts = [
-        generate(load_stock(str(where), torch.float32, "cpu"), None, Prompt("a"),
-                 [5, 6, 7], how).tokens
+        Assisted.load(str(where), {}, 3, torch.float32, "cpu")
+        .decode(None, Prompt("a"), [5, 6, 7], how)
+        .tokens
         for where in (folder / "target", tmp_path / "target")
-    ]  # fmt: skip
+    ]
     assert texts[0] == texts[1]
 
 
@@ -323,7 +312,7 @@ def test_a_checkpoint_s_own_generation_config_is_left_aside(folder, tmp_path, ti
     [
         ("other", "Draft 'other': its vocabulary is .* changes the text; tune the draft for this"),
         ("wide", "Draft 'wide': its head has 264 rows, the target's 257.*resize_token_embeddings"),
-        ("prompt-lookup", "has no model to assist; use --engine torch"),
+        ("prompt-lookup", "is no checkpoint that transformers loads.*use --engine torch"),
     ],
 )
 def test_drafts_that_cannot_assist(folder, tmp_path, capsys, draft, says):
@@ -337,7 +326,7 @@ def test_the_compact_form_is_refused(folder, tmp_path, capsys):
     compact.mkdir(parents=True)
     (compact / "compact.json").write_text("{}")
     assert run(folder, tmp_path, "--draft", str(compact)) == 2
-    assert f"give the full form beside it, {compact.parent}" in capsys.readouterr().err
+    assert "full form (the folder above compact/)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

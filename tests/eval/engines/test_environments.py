@@ -7,6 +7,7 @@ import zipfile
 
 import pytest
 
+from distill.publish import main as publish
 from eval.engines import environments
 from eval.engines.environments import (
     ENGINES,
@@ -136,16 +137,28 @@ def test_commands_that_serve_the_pair():
         "llama-server -m t.gguf -md 'my draft.gguf' --spec-type draft-simple "
         "--spec-draft-n-max 2 --spec-draft-p-min 0"
     )
-    for engine in ("transformers", "openvino"):
-        compile(serve_command(engine, "org/target", "draft", 3), "card", "exec")
+    compile(serve_command("transformers", "org/target", "draft", 3), "card", "exec")
 
 
-@pytest.mark.parametrize("engine", ["llama.cpp", "openvino"])
-def test_the_command_without_its_engine(tmp_path, capsys, engine):
+def test_the_command_without_its_engine(tmp_path, capsys):
     """Exit status 2 and how to install it, before any file is converted."""
     for name in ("target.gguf", "draft.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
     what = ["--target", str(tmp_path / "target.gguf"), "--draft", str(tmp_path / "draft.gguf")]
-    what += ["--engine", engine, "--gamma", "3", "--prompts", "x.jsonl"]
+    what += ["--engine", "llama.cpp", "--gamma", "3", "--prompts", "x.jsonl"]
     assert run([*what, "--output_dir", str(tmp_path)]) == 2
-    assert f"{engine} is not installed here" in capsys.readouterr().err
+    assert "llama.cpp is not installed here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        lambda: main(["openvino"]),
+        lambda: run(["--engine", "openvino"]),
+        lambda: publish(["outputs/code", "--engines", "openvino"]),
+    ],
+)
+def test_an_engine_that_left_names_those_that_stay(command, capsys):
+    with pytest.raises(SystemExit):
+        command()
+    assert "use transformers, llama.cpp or vllm" in capsys.readouterr().err

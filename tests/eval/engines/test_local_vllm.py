@@ -91,12 +91,6 @@ def test_the_method_is_that_of_the_draft(tmp_path, config, method):
     assert json.loads(asked)["method"] == method
 
 
-def test_a_recurrent_draft_is_refused_before_a_server_starts(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "recurrent_draft"}')
-    with pytest.raises(ServerError, match="a kind that vLLM does not have; train another drafter"):
-        speculation(tmp_path, 3)
-
-
 def test_trimmed_medusa_heads_are_refused_before_a_server_starts(tmp_path):
     config = {"model_type": "medusa", "truncated_vocab_size": 8, "vocab_size": 9}
     (tmp_path / "config.json").write_text(json.dumps(config))

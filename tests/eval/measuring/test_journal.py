@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 
 from align.atomic import DiskFullError
+from eval.decoding.build import build_decoder
+from eval.decoding.loop import Decoding
+from eval.decoding.target import Target
+from eval.decoding.verification import Sampling
+from eval.measuring.evaluation import Plan, evaluate
 from eval.measuring.journal import Journal
 from eval.measuring.metrics import Agreement, PromptRun, StepCosts
+from eval.prompts import Prompt, PromptSet
 
 RUN = PromptRun("p1", None, 7, [3, 4, 5], 0.1 + 0.2, [1 / 3], [2], [3], [1], True)
 AGREEMENT = Agreement("p1", "odd", 1.5, 2, [1.0, 0.5], [3, 9], {0.6: {"exact": 1 / 3}, 1.0: {}})
@@ -159,3 +165,43 @@ def test_each_line_says_what_it_is(tmp_path):
         ["squares", 0, 2, 25],
         ["squares", 1, 2, 36],
     ]
+
+
+class BegunError(Exception):
+    pass
+
+
+def test_an_evaluation_depends_on_models_prompts_and_settings(tiny_llama, drafter):
+    """Each of them alone makes what was measured a measurement of something else."""
+    model = tiny_llama()
+    decoder = build_decoder(model, 60)
+
+    def prompts(*ids, **fields):
+        return PromptSet("made up", [Prompt("p", prompt="unused", **fields)], [[1, *ids]])
+
+    def asked(seed=None, other=None, tuning=None, shown=None, plan=None, **how):
+        class Told(Journal):
+            def begin(self, *what):
+                raise BegunError(json.dumps(what))
+
+        weights = decoder if seed is None else build_decoder(tiny_llama(seed), 60)
+        target = Target("tiny", model, None, weights, frozenset({60}))
+        draft = drafter(decoder if other is None else build_decoder(tiny_llama(other), 60))
+        settings = {"sampling": Sampling(), "stops": target.stops, "max_new_tokens": 8} | how
+        with pytest.raises(BegunError) as begun:
+            evaluate(
+                *(target, {"draft": draft}, shown or prompts(2), tuning or prompts(3)),
+                *(Decoding(**settings), plan or Plan(2, 2, 1), Told(Path("nowhere")), 0, {}),
+            )
+        return str(begun.value)
+
+    changes = [
+        *({"seed": 1}, {"other": 1}),
+        *({"shown": prompts(4)}, {"shown": prompts(2, category="odd")}, {"tuning": prompts(4)}),
+        *({"sampling": Sampling(0.7)}, {"sampling": Sampling(0.7, 9)}),
+        *({"sampling": Sampling(0.7, None, 0.9)}, {"stops": frozenset({59})}),
+        *({"max_new_tokens": 9}, {"rule": "token"}, {"plan": Plan(3, 3, 1)}),
+    ]
+    begun = [asked(), *(asked(**change) for change in changes)]
+    assert len(set(begun)) == len(begun)
+    assert asked() == begun[0]

@@ -18,6 +18,12 @@ COSTS = StepCosts(
     target_verify={1: 1.0, 2: 1.1, 3: 1.2, 4: 1.4},
     context_length=9,
 )
+BOOTSTRAP = metrics.bootstrap_totals
+
+
+@pytest.fixture(autouse=True)
+def all_resamples(monkeypatch):
+    monkeypatch.setattr(metrics, "bootstrap_totals", BOOTSTRAP)
 
 
 def make_run(

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters.lookup_first import lookup_first
-from eval.decoding.drafters.prompt_lookup import PromptLookup
+from eval.decoding.drafters.lookup import PromptLookup, lookup_first
+from eval.decoding.forward import KVCache
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring.log import StepCosts
-from eval.measuring.replay import Place, blocks, places, spent
+from eval.measuring.replay import Place, best_length, blocks, places, spent
 from eval.prompts import Prompt, PromptSet
 
 VOCAB = 12
@@ -92,16 +92,51 @@ def test_a_text_that_stops_has_no_place_after_its_stop(target, draft):
     assert len(places(target, draft, one, stopping, GAMMA)[0]) == first
 
 
-def test_sampled_drafts_are_accepted_as_often_as_p_and_q_overlap(target, draft):
+class Constant:
+    """A decoder whose logits are the same after any text."""
+
+    device, dtype, context_length = torch.device("cpu"), torch.float32, 100
+
+    def __init__(self, p):
+        self.logits = torch.tensor(p).log()
+
+    def new_cache(self, rows, slots):
+        return KVCache([torch.zeros(rows, 1, slots, 1)], [torch.zeros(rows, 1, slots, 1)])
+
+    def forward(self, tokens, start, cache, last_only=False, states=None):
+        width = 1 if last_only else tokens.shape[1]
+        return self.logits.expand(len(tokens), width, -1)
+
+
+def test_sampled_drafts_are_accepted_as_often_as_p_and_q_overlap(drafter):
+    p, q = [0.5, 0.3, 0.2], [0.2, 0.3, 0.5]
     warm = dataclasses.replace(GREEDY, sampling=Sampling(1.0), max_new_tokens=60)
-    accepted = [place.accepted for text in places(target, draft, SET, warm, 1) for place in text]
-    alone = [
-        place.accepted
-        for text in places(target, draft, SET, dataclasses.replace(warm, seed=1), 1)
-        for place in text
-    ]
-    assert set(accepted) == {0, 1}
-    assert abs(sum(accepted) - sum(alone)) < 0.15 * len(accepted)  # other seeds, one rate
+    target = Target("constant", None, None, Constant(p), NEVER)
+    texts = places(target, drafter(Constant(q), 3), SET, warm, 2)
+    accepted = torch.tensor([place.accepted for text in texts for place in text])
+    alpha = sum(map(min, p, q))  # 0.7; were q taken for unknown, sum p q = 0.29
+    for length, wanted in ((1, alpha), (2, alpha**2)):
+        share = float((accepted >= length).float().mean())
+        assert share == pytest.approx(wanted, abs=4 * (0.25 / len(accepted)) ** 0.5)
+
+
+SURE, WRONG, ONE = (
+    Place([1.0, sure, sure, sure], accepted, False)
+    for sure, accepted in ((0.9, 4), (0.15, 0), (0.15, 1))
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "length"),
+    [
+        ([SURE] * 20, DraftLength(GAMMA)),
+        ([WRONG] * 20, DraftLength(1)),
+        # sure of four that stand, else of one at most: worth a stop, the first that is high enough
+        ([SURE, WRONG, WRONG, WRONG, WRONG, ONE, WRONG] * 5, DraftLength(GAMMA, 0.2)),
+    ],
+)
+def test_the_length_with_the_fewest_seconds_a_token_is_best(text, length):
+    assert best_length([text, text], COSTS, GAMMA) == length
 
 
 def test_seconds_are_those_of_the_steps():

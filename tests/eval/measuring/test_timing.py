@@ -1,17 +1,20 @@
 """Texts in turns, step costs and draft lengths, on tiny models whose answers are known."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from eval.decoding.build import build_decoder
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
-from eval.measuring import metrics
-from eval.measuring.replay import STOP_BELOW
+from eval.measuring import metrics, timing
+from eval.measuring.log import StepCosts
 from eval.measuring.timing import (
     ALONE,
     choose_gamma,
     decode_in_turns,
+    in_turns,
     over_stock_generate,
     step_costs,
     sweep_gamma,
@@ -64,17 +67,44 @@ def test_a_sweep_measures_every_length(target, own, journal):
     assert all(point["speedup"].mean > 0 for point in points)
 
 
-def test_costs_are_positive_and_hold_every_width(target, own):
-    costs = step_costs(target.decoder, own, 30, 3, Sampling())
-    assert sorted(costs.target_verify) == [1, 2, 3, 4]
-    assert min(costs.target_verify.values()) > 0
-    assert costs.draft_step > 0
+def test_costs_are_those_of_every_width_after_the_warm_up(target, own, monkeypatch):
+    clock, calls = 0.0, {}
+
+    def step(width):
+        def run():
+            nonlocal clock
+            calls[width] = calls.get(width, 0) + 1
+            clock += width * (9 if calls[width] <= 3 else 1)  # slower the first three times
+
+        return run
+
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock))
+    monkeypatch.setattr(timing, "timed_step", lambda target, width, *_: step(width))
+    monkeypatch.setattr(type(own), "step", lambda *_: step(0.5))
+    costs = step_costs(target.decoder, own, 30, 3, Sampling(), repeats=2)
+    assert costs == StepCosts(0.5, 1.0, {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}, 30)
 
 
-def test_gamma_is_one_of_those_tried(target, own):
-    chosen = choose_gamma(target, own, SET, GREEDY, 3)
-    assert chosen.gamma in (1, 2, 3)
-    assert chosen.stop_below in (0, *STOP_BELOW)
+@pytest.mark.parametrize(("verify", "gamma"), [(0.0, 3), (9.0, 1)])
+def test_the_draft_length_is_the_fastest_on_what_was_measured(
+    target, own, monkeypatch, verify, gamma
+):
+    """All is accepted: long drafts pay where a wide call costs no more, else the shortest do."""
+    costs = StepCosts(0.1, 1.0, {width: 1 + verify * (width - 1) for width in range(1, 5)}, 30)
+    monkeypatch.setattr(timing, "step_costs", lambda *_: costs)
+    assert choose_gamma(target, own, SET, GREEDY, 3) == DraftLength(gamma)
+
+
+def test_contenders_take_turns_at_being_first(journal):
+    calls = []
+
+    def contender(which):
+        return lambda row: calls.append(which) or f"{which} on {row}"
+
+    rows = [("a",), ("b",), ("c",)]
+    found = in_turns([contender(which) for which in range(3)], rows, journal, "stage", str)
+    assert calls == [0, 1, 2, 1, 2, 0, 2, 0, 1]
+    assert found == [[f"{which} on {row}" for (row,) in rows] for which in range(3)]
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -1,0 +1,73 @@
+"""The forward pass of a draft that is trained: from a batch to its loss, whatever its kind.
+
+Legend: N response positions of the batch, H hidden size, K rows of the draft's head, C cached
+tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from distill.losses import CHUNK, Divergence, acceptance, head_logits, head_loss
+from eval.decoding.drafters.drafter import Kind
+from eval.decoding.drafters.training import TrainingBatch
+
+
+def give_loss_forward(model: PreTrainedModel, kind: Kind, divergence: Divergence) -> None:
+    """Make `model.forward` return the summed loss over response positions instead of logits.
+
+    Inside forward, so that DDP's gradient hooks, PEFT's adapters, autocast and FSDP, which has the
+    head's weight whole only in there, all see it. The head is applied to response positions only;
+    called with a `temperature`, it returns `acceptance` at each of them, of the first token of a
+    draft. Undone by `take_loss_forward`. Raises ValueError for a head that is more than a product.
+    """
+    head: Any = model.get_output_embeddings()
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    if head.bias is not None or softcap:
+        what = "a bias" if head.bias is not None else f"softcap {softcap}"
+        raise ValueError(
+            f"TOK-012: the draft's head has {what}, which the loss here does not know; use "
+            "another draft, or none: the target is pruned."
+        )
+
+    def forward(temperature: float | None = None, **inputs: Any) -> ModelOutput:
+        batch = TrainingBatch(**{k: v for k, v in inputs.items() if k in TrainingBatch._fields})
+        if batch.top_logprobs.dtype == torch.int32:  # the trainer's `_prepare_inputs`
+            batch = batch._replace(top_logprobs=batch.top_logprobs.view(torch.float32))
+        if temperature is not None:
+            return _acceptance(kind.first_input(model, batch), head.weight, batch, temperature)
+        losses, agreements = [], []
+        for states, entries, weight in kind.head_inputs(model, batch):
+            cached = batch.top_ids[entries], batch.top_logprobs[entries]
+            loss, agreed = head_loss(states, head.weight, *cached, divergence)
+            losses.append(weight * loss)
+            # of kinds that train some positions only, as if they had been all
+            agreements.append(agreed * len(batch.positions) / max(len(states), 1))
+        return ModelOutput(loss=torch.stack(losses).sum(), agreed=agreements[0])
+
+    model.forward = forward
+
+
+def take_loss_forward(model: PreTrainedModel) -> None:
+    """Give the model its class's `forward` back, which returns logits."""
+    vars(model).pop("forward", None)
+
+
+def _acceptance(
+    states: Tensor, weight: Tensor, batch: TrainingBatch, temperature: float
+) -> ModelOutput:
+    """`acceptance` [N] of a head of that weight [K, H] after the states [N, H]."""
+    parts = zip(
+        *(part.split(CHUNK) for part in (states, batch.top_ids, batch.top_logprobs)), strict=True
+    )
+    chances = [
+        acceptance(head_logits(rows, weight), ids, logprobs, temperature)
+        for rows, ids, logprobs in parts
+    ]
+    accepted, lacking = (torch.cat(part) for part in zip(*chances, strict=True))
+    return ModelOutput(accepted=accepted, lacking=lacking)

@@ -1,0 +1,233 @@
+"""The target answers prompts; its distributions are kept in a store while it does."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import Tensor
+from tqdm import tqdm
+
+from align.atomic import write_json
+from align.process import from_first
+from align.vocabulary import Vocabulary
+from distill.models import TargetOfRun
+from distill.recipe import Recipe
+from distill.teacher.store import (
+    TAUGHT,
+    Answers,
+    CachedAnswer,
+    CacheError,
+    Entry,
+    Store,
+    bytes_per_token,
+    name_of,
+    names_of,
+)
+from eval.decoding.generation import generate_batched, prefill_groups
+from eval.decoding.loop import seed_of
+from eval.decoding.target import Target, weights_sha256
+from eval.decoding.verification import Sampling
+
+PROBE = 256  # answers by which a run with `minutes` is planned
+ANSWERS_PER_SHARD = 64  # at most so many answers of a process are lost to a kill
+USED = "answers.json"  # in a run's folder: which store it reads, and what of it
+
+
+def open_store(recipe: Recipe, target: Vocabulary) -> Store:
+    """The store of this target's answers under this recipe. A call of all processes."""
+    key = {}
+    if PartialState().is_main_process:  # it reads all the target's weights
+        key = {"target weights": weights_sha256(str(target.folder)), "dtype": recipe.dtype}
+    return Store.of(from_first(key) | what_decides_answers(recipe, target))
+
+
+def what_decides_answers(recipe: Recipe, target: Vocabulary) -> dict[str, Any]:
+    """What two runs on one model must have in common to share their answers."""
+    key = {
+        "answer_temperature": recipe.answer_temperature,
+        "answer_max_new_tokens": recipe.answer_max_new_tokens,
+        "cache_top_k": recipe.cache_top_k,
+        "stop tokens": sorted(target.all_stops),
+    }
+    return key | ({"seed": recipe.seed} if recipe.answer_temperature else {})
+
+
+def to_answer(recipe: Recipe, prompts: list[list[int]]) -> list[list[int]]:
+    """The training prompts (token ids) of a run, one for each of its answers."""
+    return (prompts * recipe.answers_per_prompt)[: recipe.max_answers]
+
+
+def answer_prompts(
+    recipe: Recipe,
+    prompts: list[list[int]],
+    target: Target | TargetOfRun,
+    store: Store,
+    layers: Sequence[int] = (),
+    teach_prompts: bool = False,
+) -> Answers:
+    """The target's answers to these prompts (token ids), in their order; those there are read.
+
+    layers: of answers that are made the target's hidden states there are kept as well.
+    teach_prompts: with the distributions within the prompts. Called by every process of a launch:
+    each answers its share of what is left, and all return once all have answered. An answer's
+    random numbers depend on the recipe's seed and its name in the store alone. Raises ValueError
+    when not one answer has a token before its stop.
+    """
+    clock, state = time.monotonic(), PartialState()
+    names = names_of(prompts, teach_prompts)
+    # of one process: another run may append meanwhile, and all have to share out the same
+    left = from_first([i for i, name in enumerate(names) if name not in store])
+    groups = prefill_groups([prompts[i] for i in left])
+    share = {
+        names[left[i]]: prompts[left[i]]
+        for group in groups[state.process_index :: state.num_processes]
+        for i in group
+    }
+    if share:
+        # of all shares, not of this one: as many rows for any number of processes, for equal bits
+        rows = min(recipe.answer_batch_size, len(left))
+        _answer(recipe, share, rows, target, store, layers, teach_prompts)
+    state.wait_for_everyone()
+    store.refresh()
+    if lacking := sum(name not in store for name in names):
+        raise CacheError(
+            f"{store.folder} lacks {lacking} of {len(names)} answers after every process has "
+            "answered its share: the processes do not see the same folder. Set DRAFTSMITH_CACHE "
+            "to a folder on a disk that all of them share."
+        )
+    answers = Answers(store, names)
+    whole = answers.response_lengths
+    lengths = answer_lengths(recipe, prompts, answers) if teach_prompts else whole
+    refuse_empty(lengths)
+    if state.is_main_process:
+        each = bytes_per_token(recipe.cache_top_k, target.vocab_size)
+        print(
+            f"answers: {sum(lengths)} tokens, {each} B each, in {store.folder}; {len(left)} of "
+            f"{len(names)} answers made in {time.monotonic() - clock:.0f} s"
+            + (f"; and {sum(whole) - sum(lengths)} tokens of their prompts" * teach_prompts)
+        )
+    return answers
+
+
+def answer_lengths(recipe: Recipe, prompts: list[list[int]], answers: Answers) -> list[int]:
+    """Tokens of each answer, what is taught of its prompt left out."""
+    lengths = answers.response_lengths
+    if not recipe.train_on_prompts:
+        return lengths
+    return [length - len(prompts[i % len(prompts)]) + 1 for i, length in enumerate(lengths)]
+
+
+def _answer(
+    recipe: Recipe,
+    share: dict[str, list[int]],
+    rows: int,
+    target: Target | TargetOfRun,
+    store: Store,
+    layers: Sequence[int],
+    teach_prompts: bool,
+) -> None:
+    """Put the answers to these prompts into the store under their names, `rows` made at once."""
+    decoder, stops = target.decoder, target.stops  # loaded before there is a bar to be torn
+    names, prompts = list(share), list(share.values())
+    processes = PartialState().num_processes
+    pending: dict[str, Entry] = {}
+    states: dict[str, Entry] = {}
+    generated = generate_batched(
+        decoder,
+        prompts,
+        recipe.answer_max_new_tokens,
+        stops,
+        Sampling(recipe.answer_temperature),
+        rows,
+        # with its prompt taught an answer is the same
+        [seed_of(recipe.seed, name.removesuffix(TAUGHT)) for name in names],
+        capture=lambda logits: top_logprobs(logits, recipe.cache_top_k),
+        capture_prompts=teach_prompts,
+        layers=layers,
+    )
+    shown = tqdm(
+        generated,
+        "target answers",
+        len(names),
+        unit="answer",
+        file=sys.stderr,
+        disable=not PartialState().is_main_process,
+    )
+    clock = time.monotonic()
+    for count, answer in enumerate(shown, start=1):
+        ids, logprobs = zip(*answer.captured, strict=True)
+        text = torch.tensor(prompts[answer.index] + answer.tokens)
+        given = len(text) - len(ids)
+        pending[names[answer.index]] = CachedAnswer(
+            index=answer.index,
+            prompt_ids=text[:given],
+            response_ids=text[given:],
+            top_ids=torch.stack(ids).cpu(),
+            top_logprobs=torch.stack(logprobs).cpu(),
+        ).packed(target.vocab_size)
+        if layers:
+            states[name_of(text)] = {"states": torch.cat(answer.states)}
+        if count % ANSWERS_PER_SHARD == 0 or count == len(names):
+            # the states before: of an answer that is there without them they take another pass
+            if layers:
+                states_store(store, layers).append(states)
+            seconds = (time.monotonic() - clock) / len(pending) / processes
+            store.append(pending, seconds, this_machine(recipe))
+            pending, states, clock = {}, {}, time.monotonic()
+
+
+def states_store(store: Store, layers: Sequence[int]) -> Store:
+    """Hidden states of these layers over texts, each by the name of its text."""
+    return Store(store.folder / f"states-{'-'.join(map(str, layers))}")
+
+
+def this_machine(recipe: Recipe) -> str:
+    """What the seconds of an answer depend on, besides the prompts."""
+    state = PartialState()
+    processes = f"{state.num_processes} x {state.device.type}"
+    return f"{platform.node()}, {processes}, {recipe.answer_batch_size} rows"
+
+
+def refuse_empty(lengths: list[int]) -> None:
+    """Raise ValueError where no answer, of so many tokens each, has one before its stop."""
+    if max(lengths) <= 1:
+        raise ValueError(
+            f"All {len(lengths)} answers of the target are empty: it stops at its first token, "
+            "and there is nothing to distil. Check the chat template, and whether the prompts "
+            "should be `messages`."
+        )
+
+
+def top_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Ids and natural-log probabilities [B, C] of the C most likely tokens of logits [B, V]."""
+    top, ids = logits.topk(count, dim=-1)
+    # the normaliser in fp32 over all V: what the kept tokens lack of 1 is the mass of the rest
+    return ids, top.float() - logits.float().logsumexp(-1, keepdim=True)
+
+
+def note_used(
+    folder: Path, target: Vocabulary, answers: Answers, held_out: Sequence[str] = ()
+) -> None:
+    """Write into a run's folder where its answers are, and which they are: `answers.json`.
+
+    held_out: names of those that the draft is followed on.
+    """
+    template = str(target.chat_template or "")
+    about = {
+        "store": str(answers.store.folder),
+        "key": answers.store.key,
+        "tokenizer": target.sha256,
+        "chat template": hashlib.sha256(template.encode()).hexdigest(),
+        "count": len(answers),
+        "answers": answers.sha256,
+        "held_out": list(held_out),
+    }
+    write_json(folder / USED, about)

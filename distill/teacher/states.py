@@ -1,0 +1,111 @@
+"""The target's hidden states over the answers, for drafts that read them.
+
+Kept while the target answers (distill/teacher/answers.py); a text that has none yet, as a held-out
+answer, is read in one teacher-forced pass by the very decoder that gives them while drafting. Of an
+answer the states at all tokens but the last are kept, in bf16. Legend: P prompt tokens, R response
+tokens, L layers, H hidden size.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+
+import torch
+from accelerate import PartialState
+from torch import Tensor
+from tqdm import tqdm
+
+from align.process import from_first
+from distill.held_out import held_out_answers
+from distill.models import Pair, TargetOfRun
+from distill.recipe import Recipe
+from distill.teacher.answers import ANSWERS_PER_SHARD, states_store
+from distill.teacher.store import Answers, CachedAnswer, CacheError, Store, name_of
+from eval.decoding.forward import Decoder, HiddenStates
+
+
+class States(Mapping[int, Tensor]):
+    """Index of an answer -> the states of `layers` at its tokens but the last [P + R - 1, L, H].
+
+    Read from disk each time they are asked for.
+    """
+
+    def __init__(self, store: Store, layers: Sequence[int], names: dict[int, str]) -> None:
+        """names: of the answers' texts, by index."""
+        self.store, self.layers, self.names = store, tuple(layers), names
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.store[self.names[index]]["states"]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def layers_read(recipe: Recipe, pair: Pair) -> tuple[int, ...]:
+    """The target's hidden states that the recipe's kind of drafter reads; none for most kinds."""
+    return recipe.kind.layers(pair.target.config)
+
+
+def states_of(recipe: Recipe, pair: Pair, answers: Answers) -> States | None:
+    """The states that the recipe's kind of drafter reads, of answers and held-out answers.
+
+    None where it reads none. Raises CacheError where an answer has none.
+    """
+    if not (layers := layers_read(recipe, pair)):
+        return None
+    store = states_store(answers.store, layers)
+    texts = chain(answers, held_out_answers(recipe.folder))
+    names = {answer.index: name_of(answer.text) for answer in texts}
+    if lacking := [index for index, name in names.items() if name not in store]:
+        raise CacheError(
+            f"{store.folder} lacks the target's hidden states of {len(lacking)} answers, the first "
+            f"of them number {lacking[0]}, and drafter {recipe.kind_name} reads them; run the same "
+            "command again, which makes them."
+        )
+    return States(store, layers, names)
+
+
+def cache_states(recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Answers) -> None:
+    """Make what `states_of` reads, where it is not there yet.
+
+    A call of all processes: each takes its share.
+    """
+    if not (layers := layers_read(recipe, pair)):
+        return
+    store, state = states_store(answers.store, layers), PartialState()
+    held_out = held_out_answers(recipe.folder)
+    names = [name_of(answer.text) for answer in chain(answers, held_out)]
+    # of one process: another run may append meanwhile, and all have to share out the same
+    left = from_first([i for i, name in enumerate(names) if name not in store])
+    shards = [left[at : at + ANSWERS_PER_SHARD] for at in range(0, len(left), ANSWERS_PER_SHARD)]
+    for shard in tqdm(
+        shards[state.process_index :: state.num_processes],
+        desc="target's states",
+        unit="shard",
+        file=sys.stderr,
+        disable=not state.is_main_process,
+    ):
+        some = {i: answers[i] if i < len(answers) else held_out[i - len(answers)] for i in shard}
+        store.append(
+            {names[i]: {"states": states_at(target.decoder, a, layers)} for i, a in some.items()}
+        )
+    state.wait_for_everyone()
+    store.refresh()
+    if state.is_main_process:
+        size = store.bytes_on_disk() / 2**20
+        print(f"hidden states of layers {list(layers)}: {size:.0f} MiB in {store.folder}")
+
+
+@torch.inference_mode()
+def states_at(decoder: Decoder, answer: CachedAnswer, layers: Sequence[int]) -> Tensor:
+    """The states of `layers` at the tokens of an answer but the last [P + R - 1, L, H], in bf16."""
+    ids = answer.text[None, :-1].to(decoder.device)
+    states: HiddenStates = dict.fromkeys(layers)
+    decoder.forward(ids, 0, decoder.new_cache(1, ids.shape[1]), True, states)
+    found = [state[0] for state in states.values() if state is not None]
+    return torch.stack(found, dim=1).to(torch.bfloat16).cpu()

@@ -1,0 +1,280 @@
+"""The target's answers, distributions and hidden states on disk, shared by all runs.
+
+A store is a folder `teacher/KEY` of the cache. KEY is a hash of all that changes an answer, which
+key.json says in words; a learning rate does not, so runs that differ in it read the same answers.
+An entry has a name, a hash of the ids that it belongs to, and a few tensors. A shard is one
+safetensors file of whole entries: written beside, renamed, never changed. So any number of
+processes and runs read and append at once, and a kill loses the shard that is being written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from align.atomic import atomic_file, locked, write_json
+from align.sources import cache_folder
+
+TAUGHT = "-taught"  # ends the name of an answer that holds distributions within its prompt
+CHECKED = "checked.json"  # size and time of each shard whose bits were found to be whole
+
+Entry = Mapping[str, Tensor]
+
+
+class CacheError(ValueError):
+    """Something in a store that must not be used, or that a run needs and is not there."""
+
+
+def bytes_per_token(top_k: int, vocab_size: int) -> int:
+    """What a response token takes on disk, its own id included."""
+    return top_k * (4 if vocab_size <= 2**16 else 6) + 4
+
+
+def name_of(ids: Sequence[int] | Tensor) -> str:
+    """The name that token ids have in a store."""
+    bits = torch.as_tensor(ids, dtype=torch.int64).numpy().tobytes()
+    return hashlib.sha256(bits).hexdigest()[:32]
+
+
+def names_of(prompts: Sequence[Sequence[int]], taught: bool = False) -> list[str]:
+    """Each prompt's answer by name, numbered, since a prompt may be answered several times.
+
+    taught: with distributions within the prompts.
+    """
+    times: Counter[str] = Counter()
+    names = []
+    for name in map(name_of, prompts):
+        names.append(f"{name}-{times[name]}{TAUGHT * taught}")
+        times[name] += 1
+    return names
+
+
+@dataclass
+class CachedAnswer:
+    """One answer: prompt_ids [P], response_ids [R]; top_ids, top_logprobs [R, C], best first.
+
+    The log-probabilities are those of the raw logits, before any warper; what they lack of the
+    whole mass is the rest's. index: its number in a run. Where prompts teach as well, prompt_ids is
+    their first token, and response_ids has the rest.
+    """
+
+    index: int
+    prompt_ids: Tensor
+    response_ids: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+    @property
+    def text(self) -> Tensor:
+        """All token ids [P + R]."""
+        return torch.cat([self.prompt_ids, self.response_ids])
+
+    def packed(self, vocab_size: int) -> Entry:
+        """As it is kept: `bytes_per_token` each."""
+        return {
+            "prompt_ids": self.prompt_ids.to(torch.int32),
+            "response_ids": self.response_ids.to(torch.int32),
+            "top_ids": self.top_ids.to(torch.uint16 if vocab_size <= 2**16 else torch.int32),
+            "top_logprobs": self.top_logprobs.to(torch.float16),
+        }
+
+
+class Store:
+    """The entries of a folder, by name. In memory is only where each of them stands."""
+
+    def __init__(self, folder: Path, key: Mapping[str, Any] | None = None) -> None:
+        """key: what the entries depend on. Nothing is written before the first entry is.
+
+        Raises CacheError for a shard whose bits have changed.
+        """
+        self.folder, self.key = folder, dict(key or {})
+        self._places: dict[str, tuple[Path, int]] = {}  # shard, and number there
+        self._ends: dict[Path, dict[str, Any]] = {}  # of a shard, by column, where entries end
+        self._seconds: dict[str, list[float]] = {}  # by machine, of each entry
+        self.refresh()
+
+    @classmethod
+    def of(cls, key: Mapping[str, Any]) -> Store:
+        """The one in the cache whose entries depend on this."""
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+        return cls(cache_folder() / "teacher" / digest, key)
+
+    def append(self, entries: Mapping[str, Entry], seconds: float = 0.0, machine: str = "") -> None:
+        """Write a shard of those that are not there yet. Raises DiskFullError.
+
+        seconds: that each of them took on a machine of that name.
+        """
+        with locked(self.folder / "shards"):
+            self.refresh()
+            new = {name: entry for name, entry in entries.items() if name not in self}
+            if not new:
+                return
+            if self.key and not (self.folder / "key.json").exists():
+                write_json(self.folder / "key.json", self.key)
+            columns = next(iter(new.values())).keys()
+            tensors = {c: torch.cat([entry[c] for entry in new.values()]) for c in columns}
+            about = {
+                "names": list(new),
+                "lengths": {c: [len(entry[c]) for entry in new.values()] for c in columns},
+                "seconds": seconds,
+                "machine": machine,
+            }
+            text = json.dumps(about)
+            last = max((int(path.stem[-6:]) for path in self._ends), default=-1)
+            path = self.folder / f"shard-{last + 1:06d}.safetensors"
+            with atomic_file(path, "wb") as file:
+                metadata = {"about": text, "sha256": _sha256(text, tensors)}
+                file.write(save(tensors, metadata=metadata))
+            self._remember([path])
+            self._take_in(path, about)
+
+    def refresh(self) -> None:
+        """Take in the shards written since, by whatever process. Each is read whole once only."""
+        checked, whole = self._checked(), []
+        for path in sorted(self.folder.glob("shard-*.safetensors")):
+            if path in self._ends:
+                continue
+            with opened(path) as file:
+                about = file.metadata()["about"]
+                if checked.get(path.name) != _state(path):
+                    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                    if file.metadata()["sha256"] != _sha256(about, tensors):
+                        raise CacheError(
+                            f"{path} does not match its checksum: bits changed since it was "
+                            "written; delete it and run again, what it held is made anew."
+                        )
+                    whole.append(path)
+            self._take_in(path, json.loads(about))
+        if whole:
+            self._remember(whole)
+
+    def _take_in(self, path: Path, about: dict[str, Any]) -> None:
+        lengths = about["lengths"].items()
+        self._ends[path] = {column: np.cumsum([0, *each]) for column, each in lengths}
+        self._places |= {name: (path, number) for number, name in enumerate(about["names"])}
+        seconds = [about["seconds"]] * len(about["names"])
+        self._seconds.setdefault(about["machine"], []).extend(seconds)
+
+    def _checked(self) -> dict[str, list[int]]:
+        path = self.folder / CHECKED
+        known: dict[str, list[int]] = json.loads(path.read_text()) if path.exists() else {}
+        return known
+
+    def _remember(self, whole: Sequence[Path]) -> None:
+        """That the bits of these shards are as they were written."""
+        known = self._checked() | {path.name: _state(path) for path in whole}
+        write_json(self.folder / CHECKED, known)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __getitem__(self, name: str) -> Entry:
+        path, number = self._places[name]
+        # opened anew each time: pages of a map that stays open would count as this process's memory
+        with opened(path) as file:
+            return {
+                column: file.get_slice(column)[ends[number] : ends[number + 1]].clone()
+                for column, ends in self._ends[path].items()
+            }
+
+    def rows(self, name: str, column: str) -> int:
+        """How many rows an entry has there."""
+        path, number = self._places[name]
+        ends = self._ends[path][column]
+        return int(ends[number + 1] - ends[number])
+
+    def at_hand(self, prompts: Sequence[Sequence[int]], taught: bool = False) -> int:
+        """How many of these prompts have their answer here. taught: as of `names_of`."""
+        return sum(name in self for name in names_of(prompts, taught))
+
+    def shard_of(self, name: str) -> str:
+        return self._places[name][0].name
+
+    def seconds_each(self, machine: str) -> float | None:
+        """What an entry took on that machine in the mean; None where it made none."""
+        seconds = self._seconds.get(machine)
+        return statistics.mean(seconds) if seconds else None
+
+    def bytes_on_disk(self) -> int:
+        return sum(path.stat().st_size for path in self._ends)
+
+
+class Answers(Sequence[CachedAnswer]):
+    """Answers of a store in a run's order; each is read from disk when it is asked for."""
+
+    def __init__(self, store: Store, names: Sequence[str], first: int = 0) -> None:
+        """first: the index of the first of them."""
+        self.store, self.names, self.first = store, list(names), first
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @overload
+    def __getitem__(self, number: int) -> CachedAnswer: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> Answers: ...
+
+    def __getitem__(self, number: int | slice) -> CachedAnswer | Answers:
+        at = range(len(self))[number]
+        if isinstance(at, range):
+            return Answers(self.store, self.names[at.start : at.stop], self.first + at.start)
+        entry = self.store[self.names[at]]
+        return CachedAnswer(
+            index=self.first + at,
+            prompt_ids=entry["prompt_ids"].long(),
+            response_ids=entry["response_ids"].long(),
+            top_ids=entry["top_ids"].long(),
+            top_logprobs=entry["top_logprobs"],
+        )
+
+    @property
+    def response_lengths(self) -> list[int]:
+        """Tokens of each response."""
+        return [self.store.rows(name, "response_ids") for name in self.names]
+
+    @property
+    def sha256(self) -> str:
+        """Of their names and the shards that they stand in."""
+        lines = [f"{name} {self.store.shard_of(name)}\n" for name in self.names]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _sha256(about: str, tensors: Mapping[str, Tensor]) -> str:
+    """Of all that a shard holds, the tensors' order aside."""
+    digest = hashlib.sha256(about.encode())
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _state(path: Path) -> list[int]:
+    about = path.stat()
+    return [about.st_size, about.st_mtime_ns]
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A shard, memory-mapped. Raises CacheError for one that is cut or gone."""
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except (SafetensorError, FileNotFoundError) as error:
+        raise CacheError(f"{path} is damaged ({error}); delete it and run again.") from error

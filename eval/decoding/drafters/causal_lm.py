@@ -1,0 +1,156 @@
+"""A draft that is a causal LM over the target's ids (its head may lack some of them).
+
+Legend: B rows, T positions, R answer tokens, V the target's vocabulary, K rows of the draft's head
+that may be drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from eval.decoding.drafters.drafter import (
+    DecoderDrafter,
+    HeadDrafter,
+    Proposal,
+    Session,
+    Texts,
+)
+from eval.decoding.drafters.training import TrainingBatch
+from eval.decoding.forward import Decoder, HiddenStates, starts
+
+
+@dataclass(kw_only=True)
+class CausalLMDrafter(DecoderDrafter, HeadDrafter):
+    @property
+    def q_rows(self) -> int:
+        return self.rows or super().q_rows
+
+    def read(self, ids: Sequence[int], begins: bool = False) -> list[int]:
+        """Target ids as the draft's own; begins: they are the beginning of a text."""
+        return list(ids)
+
+    def own_slots(self, slots: int) -> int:
+        """How many of its own tokens a text of `slots` target tokens may have."""
+        return slots
+
+    def to_own_ids(self, rows: Tensor) -> Tensor:
+        """What the draft reads after it has drafted these rows."""
+        return self.to_target_ids(rows)
+
+    def start(self, texts: Texts) -> Session:
+        return TokenSession(self, texts)
+
+    def text_logits(
+        self, ids: list[int], text: list[int], states: HiddenStates
+    ) -> tuple[Tensor, int]:
+        pieces = [self.read(ids, begins=True), *(self.read([i]) for i in text[:-1])]
+        ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0) - 1
+        # where its own ids outrun its context a draft proposes nothing
+        context, prompt = self.decoder.context_length, len(pieces[0])
+        fits = int((ends < context).sum())
+        read = [i for piece in pieces[: max(1, fits)] for i in piece][:context]
+        logits = teacher_forced_logits(self.decoder, read, prompt)
+        return logits[:, (ends[:fits] - prompt + 1).to(logits.device)], 0
+
+    @torch.inference_mode()
+    def probe(self, ids: list[int]) -> Tensor:
+        own = [i % self.decoder.embedding.shape[0] for i in ids][: self.decoder.context_length]
+        return teacher_forced_logits(self.decoder, own, 1)
+
+
+def input_of_head(model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
+    """What the head of a causal LM reads at each response position [N, H]."""
+    body = model.base_model
+    output = body(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+    states: Tensor = output.last_hidden_state.flatten(0, 1)[batch.positions]
+    return states
+
+
+def teacher_forced_logits(
+    decoder: Decoder, ids: Sequence[int], prompt_length: int, states: HiddenStates | None = None
+) -> Tensor:
+    """Logits [1, R, V] after the prompt and after each later token of `ids`.
+
+    states: as of Decoder.forward, at every one of the ids.
+    """
+    tokens = torch.tensor([ids], device=decoder.device)
+    cache = decoder.new_cache(1, len(ids))
+    prompt = dict.fromkeys(states or ())
+    logits = decoder.forward(tokens[:, :prompt_length], 0, cache, True, prompt)
+    if len(ids) > prompt_length:
+        rest = decoder.forward(tokens[:, prompt_length:], prompt_length, cache, states=states)
+        logits = torch.cat([logits, rest], dim=1)
+        for layer, state in prompt.items():
+            prompt[layer] = torch.cat([state, states[layer]], dim=1)  # type: ignore[index,list-item]
+    if states:
+        states.update(prompt)
+    return logits
+
+
+class TokenSession(Session):
+    """A batch in progress: `texts` in the draft's ids, `seen` how much of each is in its cache."""
+
+    def __init__(self, drafter: CausalLMDrafter, texts: Texts) -> None:
+        self.drafter, self.sampling, self.generator = drafter, texts.sampling, texts.generator
+        self.texts = [drafter.read(text, begins=True) for text in texts.ids]
+        self.seen = [0] * len(self.texts)
+        self.slots = drafter.own_slots(texts.slots)
+        self.cache = drafter.decoder.new_cache(len(self.texts), self.slots)
+        if len(self.texts) > 1:
+            self.read_alone()
+
+    def read_alone(self) -> None:
+        """Every row reads its own text, all but the newest token."""
+        for row, text in enumerate(self.texts):
+            if new := text[self.seen[row] : -1]:
+                tokens = torch.tensor([new], device=self.drafter.decoder.device)
+                self.drafter.decoder.forward(tokens, self.seen[row], self.cache.row(row), True)
+                self.seen[row] = len(text) - 1
+
+    def propose(self, count: int, stop_below: float) -> Proposal:
+        drafter, device = self.drafter, self.drafter.decoder.device
+        lengths = [len(text) for text in self.texts]
+        count = min(count, self.slots - max(lengths) + 1)  # no more than it has room to read
+        # what is new to a row is one token, two after a full acceptance, more where others drafted
+        # for it (lookup.py); all read as many, or where a row has not as many, one each
+        width = max(length - seen for length, seen in zip(lengths, self.seen, strict=True))
+        if width > min(lengths):
+            self.read_alone()
+            width = 1
+        step = torch.tensor([text[-width:] for text in self.texts], device=device)
+        start = starts([length - width for length in lengths])
+        if count < 1:
+            return Proposal(step.new_zeros((len(lengths), 0)))
+
+        def logits(depth: int, before: Tensor | None) -> Tensor:
+            nonlocal step, start
+            if before is not None:
+                step = drafter.to_own_ids(before)[:, None]
+            scores = self.logits(step, start, depth)
+            start = start + step.shape[1]
+            self.seen = [length + depth for length in lengths]
+            return scores
+
+        return drafter.in_turn(logits, count, stop_below, self.sampling, self.generator)
+
+    def logits(self, step: Tensor, start: int | Tensor, drafted: int) -> Tensor:
+        """The draft's [B, K] after `step`, its newest tokens [B, T]; `drafted` in this block."""
+        return self.drafter.decoder.forward(step, start, self.cache, last_only=True)[:, -1]
+
+    def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
+        for row, (text, new, n) in enumerate(zip(self.texts, emitted, accepted, strict=True)):
+            # what it read of its own beyond the accepted tokens is stale and will be overwritten
+            seen = min(self.seen[row], len(text) + n)
+            text += self.drafter.read(new)
+            # where the new tokens are nothing in its own ids, it reads its last one again
+            self.seen[row] = min(seen, len(text) - 1)
+
+    def keep(self, rows: list[int]) -> None:
+        self.texts = [self.texts[row] for row in rows]
+        self.seen = [self.seen[row] for row in rows]
+        self.cache = self.cache.keep_rows(torch.tensor(rows, device=self.drafter.decoder.device))

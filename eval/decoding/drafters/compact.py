@@ -1,0 +1,71 @@
+"""compact.json and the id tensors of a draft that shares its target's embedding.
+
+Legend: V the target's vocabulary, K rows of the draft's head.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from align.sources import read_json
+from eval.decoding.target import tensor_sha256
+
+COMPACT = "draftsmith-compact/2"
+
+
+def write_about(folder: Path, kind: str, embedding: Tensor, **more: Any) -> None:
+    """compact.json of a kind; `embedding` is the target's."""
+    about = {"format": COMPACT, "drafter": kind, "embedding_sha256": tensor_sha256(embedding)}
+    (folder / "compact.json").write_text(json.dumps(about | more, indent=2))
+
+
+def check_compact(folder: Path, embedding: Tensor) -> Mapping[str, Any]:
+    """What compact.json says. Raises ValueError when it names another target or format."""
+    about: dict[str, Any] = read_json(folder / "compact.json")
+    if about.get("format") != COMPACT:
+        raise ValueError(
+            f"{folder} has format {about.get('format')!r}, not {COMPACT!r}; it was written by "
+            "another version: make the draft again, or use the full form beside it."
+        )
+    if about["embedding_sha256"] != tensor_sha256(embedding):
+        raise ValueError(
+            f"{folder} was made for another target: its input embedding has hash "
+            f"{about['embedding_sha256'][:12]}…, this target's is "
+            f"{tensor_sha256(embedding)[:12]}…. Use the target it was made for, in the same "
+            "dtype, or the full form beside it."
+        )
+    return about
+
+
+def target_id_maps(token_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """As other engines store a trimmed head's ids [K]: d2t, the target's id less the row's number
+    [K], and t2d, which ids have a row [V].
+    """
+    rows = torch.arange(len(token_ids), device=token_ids.device)
+    has_row = torch.zeros(vocab_size, dtype=torch.bool)
+    has_row[token_ids.cpu()] = True
+    return {"d2t": (token_ids - rows).cpu(), "t2d": has_row}
+
+
+def read_token_ids(folder: Path, tensors: dict[str, Tensor]) -> Tensor | None:
+    """Target id of each head row [K], taken out of the tensors; None where it has them all.
+
+    Raises ValueError where d2t and t2d disagree.
+    """
+    if "d2t" not in tensors:
+        return None
+    d2t = tensors.pop("d2t").long()
+    token_ids = d2t + torch.arange(len(d2t), device=d2t.device)
+    named = tensors.pop("t2d").nonzero()[:, 0]
+    if not torch.equal(named, token_ids.sort().values):
+        raise ValueError(
+            f"TOK-015: d2t and t2d of {folder} name different ids, so its drafts would be "
+            "other tokens than meant; make the draft again."
+        )
+    return token_ids

@@ -1,0 +1,72 @@
+"""A sibling: a small model of its own, its vocabulary bridged to the target's where they differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from align.check import choose_strategy, compare
+from align.transplant import transplant
+from align.vocab_map import build_map
+from align.vocabulary import read_vocabulary
+from eval.decoding.build import build_decoder
+from eval.decoding.drafters.bridged import MapDrafter, TextDrafter
+from eval.decoding.drafters.causal_lm import CausalLMDrafter, input_of_head
+from eval.decoding.drafters.drafter import DecoderDrafter, Kind
+from eval.decoding.drafters.training import TrainingBatch
+from eval.decoding.stock import longest_context
+from eval.decoding.target import Target, model_bytes
+
+LONGER = 2  # a text in a draft's own ids has at most so many times the target's, as a rule
+
+
+class Sibling(Kind):
+    engines = ("vllm", "transformers", "llama.cpp")
+    language_model = True
+    from_target = False
+
+    def first_input(self, model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
+        return input_of_head(model, batch)
+
+
+KIND = Sibling()
+
+
+def sibling_drafter(model: Any, spec: str, target: Target, strategy: str) -> DecoderDrafter:
+    """The drafter of a model that was loaded from that spec, whose tokenizer it has.
+
+    strategy: how the vocabularies are bridged (align/check.py). Raises ValueError when no lossless
+    one exists for the pair, or the one asked for is none.
+    """
+    left, right = read_vocabulary(target.spec), read_vocabulary(spec)
+    verdict = compare(left, right)
+    chosen = choose_strategy(verdict, strategy, tuned=False)
+    model = model.to(target.decoder.device)
+    vocab_size, shared = target.decoder.embedding.shape[0], verdict.shared_ids
+    if chosen in ("remap", "transplant"):
+        model = transplant(model, build_map(left, right), left, right, vocab_size)
+        shared = left.count
+    context = target.decoder.context_length
+    if chosen in ("intersection", "string"):
+        context = min(longest_context(model.config.get_text_config()), LONGER * context)
+    size, head_rows = model_bytes(model), model.get_output_embeddings().weight.shape[0]
+    about: dict[str, Any] = {
+        "decoder": build_decoder(model, context),
+        "vocab_size": vocab_size,
+        "path": spec,
+        "vocabulary": {
+            "relation": verdict.relation,
+            "strategy": chosen,
+            "coverage": verdict.coverage,
+        },
+        "bytes": size,
+        "full_form_bytes": size,
+    }
+    if chosen == "intersection":
+        return MapDrafter(target=left, draft=right, **about)
+    if chosen == "string":
+        rows = None if head_rows == right.count else right.count
+        return TextDrafter(target=left, draft=right, rows=rows, **about)
+    return CausalLMDrafter(rows=None if head_rows == shared else shared, **about)

@@ -1,0 +1,284 @@
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from align.vocabulary import read_vocabulary
+from distill.teacher import answers as module
+from distill.teacher.answers import (
+    answer_lengths,
+    answer_prompts,
+    open_store,
+    this_machine,
+    to_answer,
+    top_logprobs,
+)
+from distill.teacher.store import Answers, CacheError, Store, names_of
+from eval.decoding.target import load_target
+
+PROMPTS = [[3, 4, 5], [6], [7, 8], [9, 10, 11, 12], [13, 2]]
+
+
+@pytest.fixture(scope="module")
+def target(folder):
+    return load_target(str(folder / "target"), torch.float32, "cpu", 60)
+
+
+@pytest.fixture
+def answered(job, target, tmp_path):
+    """The answers to PROMPTS in a store in tmp_path, by a target that never stops."""
+
+    def answer(prompts=PROMPTS, stops=frozenset(), decoder=None, folder=tmp_path, **changes):
+        recipe = job(
+            folder,
+            **{
+                "answer_temperature": 0.8,
+                "answer_max_new_tokens": 12,
+                "answer_batch_size": 2,
+                "cache_top_k": 6,
+                "seed": 1,
+                **changes,
+            },
+        )
+        asked = to_answer(recipe, prompts)
+        endless = dataclasses.replace(target, stops=stops, decoder=decoder or target.decoder)
+        store, taught = Store(folder / "store"), recipe.train_on_prompts
+        return answer_prompts(recipe, asked, endless, store, (), taught)
+
+    return answer
+
+
+def test_every_prompt_is_answered_with_the_distributions_the_tokens_came_from(answered, target):
+    answers = answered()
+    assert [answer.prompt_ids.tolist() for answer in answers] == PROMPTS
+    for answer in answers:
+        assert len(answer.response_ids) == 12
+        ids = torch.cat([answer.prompt_ids, answer.response_ids])[None]
+        with torch.no_grad():
+            logp = target.model(ids).logits[0, len(answer.prompt_ids) - 1 : -1].log_softmax(-1)
+        top, ids = logp.topk(6, dim=-1)
+        # fp16 on disk
+        torch.testing.assert_close(answer.top_logprobs.float(), top, atol=5e-3, rtol=2e-3)
+        assert (answer.top_ids == ids).float().mean() > 0.95  # the order of near-equals may differ
+
+
+def test_with_train_on_prompts_all_tokens_but_the_first_are_taught(answered, target, job, tmp_path):
+    plain, taught = answered(), answered(train_on_prompts=True)
+    for one, other, prompt in zip(plain, taught, PROMPTS, strict=True):
+        assert other.prompt_ids.tolist() == prompt[:1]
+        whole = torch.cat([one.prompt_ids, one.response_ids])
+        assert torch.equal(torch.cat([other.prompt_ids, other.response_ids]), whole)
+        assert torch.equal(other.top_logprobs[len(prompt) - 1 :], one.top_logprobs)
+        with torch.no_grad():
+            logp = target.model(whole[None]).logits[0, :-1].log_softmax(-1)
+        top, _ = logp.topk(6, dim=-1)
+        torch.testing.assert_close(other.top_logprobs.float(), top, atol=5e-3, rtol=2e-3)
+    recipe = job(tmp_path, train_on_prompts=True)
+    assert answer_lengths(recipe, PROMPTS, taught) == plain.response_lengths
+
+
+def same_answers(ours, theirs, tolerance=0.0):
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.index == other.index
+        assert torch.equal(one.prompt_ids, other.prompt_ids)
+        assert torch.equal(one.response_ids, other.response_ids)
+        torch.testing.assert_close(
+            one.top_logprobs, other.top_logprobs, atol=tolerance, rtol=tolerance
+        )
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_an_answer_does_not_depend_on_those_beside_it(answered, tmp_path, batch):
+    ours = answered(folder=tmp_path / "ours")
+    # fp16 on disk, and the sums of other batches
+    same_answers(ours, answered(folder=tmp_path / "other", answer_batch_size=batch), 2e-3)
+    assert len({tuple(answer.response_ids.tolist()) for answer in ours}) == len(PROMPTS)
+
+
+def test_each_draw_of_a_prompt_is_another(answered):
+    answers = answered(prompts=PROMPTS[:2], answers_per_prompt=6)
+    assert [answer.prompt_ids.tolist() for answer in answers] == PROMPTS[:2] * 6
+    assert len({tuple(answer.response_ids.tolist()) for answer in answers}) == 12
+
+
+def test_processes_make_the_cache_of_one_and_a_killed_run_goes_on(job, answered, tmp_path):
+    """Two processes, of which one is killed; then three finish what one alone makes in a go."""
+    prompts = [[3 + i, 4, 5 + i % 3] for i in range(20)]
+    folder = tmp_path / "many"
+    alone = answered(prompts, folder=tmp_path / "alone")
+    keys = {"answer_temperature": 0.8, "answer_max_new_tokens": 12, "cache_top_k": 6, "seed": 1}
+    recipe = job(folder, **keys, answer_batch_size=3)
+
+    def launched(processes, dies=-1):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        script = [Path(__file__).with_name("answering.py"), json.dumps(recipe.values())]
+        return subprocess.run(
+            [*command, f"--nproc_per_node={processes}", *script, json.dumps(prompts), str(dies)],
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[3])},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+
+    killed = launched(2, dies=1)
+    assert killed.returncode != 0
+    assert "SIGKILL" in killed.stderr  # the first does not wait for ever, nor without a word
+    assert 2 <= Store(folder / "store").at_hand(prompts) < len(prompts)
+    before = {path: path.read_bytes() for path in folder.glob("store/shard-*")}
+
+    resumed = launched(3)
+    assert resumed.returncode == 0, resumed.stderr
+    for rank in range(3):
+        assert f"process {rank} of 3: 20 answers" in resumed.stdout
+    assert resumed.stdout.count("answers: 240 tokens") == 1
+    assert all(path.read_bytes() == content for path, content in before.items())
+    # prompts are read together with others after a kill: other sums, then fp16
+    same_answers(alone, Answers(Store(folder / "store"), names_of(prompts)), 2e-3)
+
+
+def test_processes_that_do_not_share_a_folder_are_told(answered, monkeypatch):
+    class First:
+        is_main_process, process_index, num_processes, device = True, 0, 2, torch.device("cpu")
+
+        def wait_for_everyone(self):
+            pass
+
+    monkeypatch.setattr(module, "PartialState", First)
+    with pytest.raises(CacheError, match=r"lacks 1 of 5 answers .* a disk that all of them share"):
+        answered()
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Failing:
+    """A decoder that is interrupted in so many steps."""
+
+    def __init__(self, decoder, steps):
+        self.decoder, self.steps, self.calls = decoder, steps, 0
+        self.device, self.new_cache = decoder.device, decoder.new_cache
+        self.embedding = decoder.embedding
+
+    def forward(self, *args, **kwargs):
+        self.calls += 1
+        if self.calls > self.steps:
+            raise Interrupted
+        return self.decoder.forward(*args, **kwargs)
+
+
+def test_what_is_there_is_not_answered_again(answered, target, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "ANSWERS_PER_SHARD", 1)
+        with pytest.raises(Interrupted):
+            answered(decoder=Failing(target.decoder, 25))
+    first = {path: path.read_bytes() for path in tmp_path.glob("store/shard-*")}
+    assert 0 < len(first) < len(PROMPTS)
+    resumed = answered()
+    assert [answer.index for answer in resumed] == list(range(len(PROMPTS)))
+    assert all(path.read_bytes() == content for path, content in first.items())
+    same_answers(resumed, answered(folder=tmp_path / "straight"), 2e-3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"learning_rate": 1.0, "max_steps": 3}, {"name": "other"}, {"prompts": PROMPTS[::-1]}],
+)
+def test_another_run_reads_the_answers_that_are_there(answered, target, changes):
+    first, never = answered(), Failing(target.decoder, 0)
+    again = answered(decoder=never, **changes)
+    texts = [[answer.text.tolist() for answer in answers] for answers in (first, again)]
+    assert texts[1] == texts[0] or texts[1] == texts[0][::-1]
+    assert [answer.index for answer in again] == list(range(len(PROMPTS)))
+
+
+def test_of_more_prompts_only_the_new_ones_are_answered(answered, target, tmp_path):
+    answered()
+    counted = Failing(target.decoder, 1000)
+    more = [[7, 7, 7], *PROMPTS, [3, 4]]
+    answers = answered(prompts=more, decoder=counted)
+    assert [answer.prompt_ids.tolist() for answer in answers] == more
+    assert counted.calls == 1 + 12  # both prompts are read at once, then a token at a time
+    assert len(list(tmp_path.glob("store/shard-*"))) == 2
+
+
+@pytest.fixture
+def key(job, folder, tmp_path):
+    """The key of the store of a recipe."""
+
+    def make(**changes):
+        keys = {"answer_temperature": 0.8, "seed": 1, "target": "target"} | changes
+        recipe = job(tmp_path, **keys | {"target": str(folder / keys["target"])})
+        return open_store(recipe, read_vocabulary(recipe.target)).folder.name
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target": "draft"},
+        {"dtype": "bfloat16"},
+        {"answer_temperature": 0.5},
+        {"answer_max_new_tokens": 13},
+        {"cache_top_k": 7},
+        {"seed": 2},
+    ],
+)
+def test_what_changes_an_answer_has_another_store(key, changes):
+    assert key(**changes) != key()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"learning_rate": 1.0, "num_train_epochs": 2.0, "loss": "tv", "name": "other"},
+        {"answers_per_prompt": 2, "max_train_prompts": 2, "train_on_prompts": True},
+        {"answer_batch_size": 3},
+        {"target": "moved"},  # the same weights: of the ids of other prompts
+    ],
+)
+def test_what_does_not_has_the_same(key, changes):
+    assert key(**changes) == key()
+
+
+def test_greedy_answers_are_drawn_with_no_seed(key):
+    assert key(answer_temperature=0.0, seed=2) == key(answer_temperature=0.0)
+
+
+def test_seconds_of_an_answer_are_known_of_the_machine_that_made_it(answered, job, tmp_path):
+    store, recipe = answered().store, job(tmp_path, answer_batch_size=2)
+    assert 0 < store.seconds_each(this_machine(recipe)) < 60
+    elsewhere = job(tmp_path, answer_batch_size=3)  # as on another machine
+    assert store.seconds_each(this_machine(elsewhere)) is None
+
+
+def test_each_of_several_ends_of_text_ends_an_answer_and_is_taught(answered, tmp_path):
+    whole = [answer.response_ids.tolist() for answer in answered(folder=tmp_path / "whole")]
+    ends = {whole[0][4], whole[1][7]}
+    answers = answered(folder=tmp_path / "ended", stops=frozenset(ends))
+    cut = [[i for i, token in enumerate(row) if token in ends][:1] for row in whole]
+    for answer, row, at in zip(answers, whole, cut, strict=True):
+        wanted = row[: at[0] + 1] if at else row  # the end included
+        assert answer.response_ids.tolist() == wanted
+        assert len(answer.top_ids) == len(answer.top_logprobs) == len(wanted)
+    assert {answer.response_ids[-1].item() for answer in answers} > ends
+
+
+def test_answers_that_are_all_empty_are_an_error(answered):
+    with pytest.raises(ValueError, match="All 5 answers of the target are empty: it stops at its"):
+        answered(stops=frozenset(range(300)))
+
+
+def test_what_the_top_tokens_lack_of_one_is_the_mass_of_the_rest():
+    logits = torch.randn(3, 50)
+    ids, logprobs = top_logprobs(logits, 7)
+    p = logits.softmax(-1)
+    torch.testing.assert_close(logprobs.exp(), p.gather(1, ids))
+    torch.testing.assert_close(1 - logprobs.exp().sum(-1), p.sort().values[:, :-7].sum(-1))

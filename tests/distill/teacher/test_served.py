@@ -1,0 +1,680 @@
+"""Answers by a server: a stand-in with a tiny model behind it, and every way it can fail."""
+
+import dataclasses
+import json
+import re
+import shutil
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+
+from align.sources import cache_folder, load_model, load_tokenizer
+from align.vocabulary import read_vocabulary
+from distill import train
+from distill.prompt_sets import collect_prompts
+from distill.recipe import RecipeError
+from distill.teacher import served as module
+from distill.teacher.answers import answer_prompts, note_used, top_logprobs
+from distill.teacher.served import ServedTarget
+from distill.teacher.store import Store
+from distill.train import run
+from eval.decoding.build import build_decoder
+from eval.decoding.generation import generate_batched
+from eval.decoding.target import load_target
+from eval.decoding.verification import Sampling
+from eval.engines.server import ServerError
+from eval.reporting.report import read_report
+
+DRAFTED = 2  # tokens of each block of the one that speculates, beside the target's own
+
+
+class StandIn(ThreadingHTTPServer):
+    """Answers with `target` (eval.decoding.target.Target).
+
+    faults: of the next answers, one each: None, a status, (status, headers), "cut" midway
+    through the body, "hang". mangle: changes a completion before it is sent. scaled: log
+    probabilities are taken after the temperature. swap: (number of answers, the model that takes
+    over after them). speculates: has counters, and streams blocks of several tokens.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, target, **changes):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.target, self.names = target, ["org/target"]
+        self.tokenizer, self.routes = target.tokenizer, {"/tokenize", "/metrics"}
+        self.max_logprobs, self.max_model_len, self.root = 1000, 4096, "/models/target"
+        self.faults, self.mangle, self.scaled, self.speculates = [], None, False, False
+        self.drafts, self.swap = 0, None
+        self.__dict__.update(changes)
+        self.requests, self.lock = [], threading.Lock()
+        threading.Thread(target=self.serve_forever, args=[0.01], daemon=True).start()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
+    @property
+    def answered(self):
+        """How many completions of more than a token were asked for."""
+        return sum(path == "/v1/completions" and b["max_tokens"] > 1 for path, b in self.requests)
+
+    def stop(self):
+        self.shutdown()
+        self.server_close()
+
+    def complete(self, body):
+        """Token ids of the answer, and the raw top log-probabilities [R, C] at each."""
+        if self.swap and self.answered > self.swap[0]:
+            self.target = self.swap[1]
+        prompt = body["prompt"]
+        if isinstance(prompt, str):
+            prompt = self.tokenizer(prompt)["input_ids"]
+        scale = 1 / body["temperature"] if self.scaled and body["temperature"] else 1
+        count = body.get("logprobs", 1)
+        stops = {*self.target.stops, *body.get("stop_token_ids", [])}
+        with self.lock:
+            (answer,) = generate_batched(
+                self.target.decoder,
+                [prompt],
+                body["max_tokens"],
+                frozenset(stops),
+                Sampling(body["temperature"]),
+                1,
+                [body["seed"]],
+                capture=lambda logits: top_logprobs(logits * scale, count),
+            )
+        finish = "stop" if answer.tokens[-1] in stops else "length"
+        return prompt, answer, finish
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def log_message(self, *args):
+        pass
+
+    def reply(self, content, status=200, headers=(), cut=False):
+        data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in [("Content-Length", str(len(data))), *headers]:
+            self.send_header(name, value)
+        self.end_headers()
+        if cut:
+            self.wfile.write(data[: len(data) // 2])
+            self.close_connection = True
+        else:
+            self.wfile.write(data)
+
+    def do_GET(self):
+        server = self.server
+        if self.path == "/v1/models":
+            about = {"root": server.root, "max_model_len": server.max_model_len}
+            self.reply({"data": [{"id": name} | about for name in server.names]})
+        elif self.path == "/metrics" and server.speculates:
+            counts = {"drafts": 1, "draft_tokens": DRAFTED, "accepted_tokens": DRAFTED}
+            self.reply(
+                "".join(
+                    f"vllm:spec_decode_num_{name}_total {server.drafts * each}\n"
+                    for name, each in counts.items()
+                )
+            )
+        else:
+            self.reply({"error": "not found"}, 404)
+
+    def do_POST(self):
+        server = self.server
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server.requests.append((self.path, body))
+        if self.path not in {"/v1/completions", *server.routes}:
+            return self.reply({"error": "not found"}, 404)
+        if body["model"] not in server.names:
+            return self.reply({"error": f"The model `{body['model']}` does not exist."}, 404)
+        if self.path == "/tokenize":
+            return self.reply({"tokens": server.tokenizer(body["prompt"])["input_ids"]})
+        if body.get("logprobs", 0) > server.max_logprobs:
+            return self.reply(
+                {"error": f"logprobs {body['logprobs']}, max allowed: {server.max_logprobs}"}, 400
+            )
+        whole = body["max_tokens"] > 1  # and not a witness
+        fault = server.faults.pop(0) if server.faults and whole else None
+        if fault == "hang":
+            time.sleep(5)
+        elif fault not in (None, "cut"):
+            status, headers = fault if isinstance(fault, tuple) else (fault, {})
+            return self.reply({"error": f"fault {status}"}, status, headers.items())
+        prompt, answer, finish = server.complete(body)
+        if body.get("stream"):
+            return self.stream(prompt, answer, finish)
+        choice = {
+            "finish_reason": finish,
+            "token_ids": answer.tokens,
+            "prompt_token_ids": prompt,
+            "logprobs": {
+                "tokens": [f"token_id:{token}" for token in answer.tokens],
+                "top_logprobs": [
+                    {f"token_id:{i}": p for i, p in zip(ids.tolist(), top.tolist(), strict=True)}
+                    for ids, top in answer.captured
+                ],
+            },
+        }
+        sent = {"model": body["model"], "choices": [choice]}
+        if server.mangle is not None:
+            server.mangle(sent)
+        self.reply(sent, cut=fault == "cut")
+
+    def stream(self, prompt, answer, finish):
+        server = self.server
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        width = 1 + DRAFTED * server.speculates
+        blocks = [answer.tokens[:1]]
+        blocks += [answer.tokens[at : at + width] for at in range(1, len(answer.tokens), width)]
+        server.drafts += server.speculates * (len(blocks) - 1)
+        for block in blocks:
+            self.event({"choices": [{"token_ids": block, "finish_reason": None}]})
+        self.event({"choices": [{"token_ids": [], "finish_reason": finish}]})
+        self.event({"choices": [], "usage": {"prompt_tokens": len(prompt)}})
+        self.wfile.write(b"0\r\n\r\n")
+
+    def event(self, message):
+        data = f"data: {json.dumps(message)}\n\n".encode()
+        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+
+
+@pytest.fixture(scope="module")
+def target(folder):
+    return load_target(str(folder / "target"), torch.float32, "cpu", 128)
+
+
+@pytest.fixture(scope="module")
+def other(folder):
+    """A fine-tuned one, of the same name and tokenizer."""
+    model = load_model(str(folder / "target"), torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight.add_(model.lm_head.weight.flip(0), alpha=0.3)
+    made = load_target(str(folder / "target"), torch.float32, "cpu", 128)
+    return dataclasses.replace(made, model=model, decoder=build_decoder(model, 128))
+
+
+@pytest.fixture
+def stand_in(target):
+    made = []
+
+    def make(**changes):
+        made.append(StandIn(target, **changes))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.stop()
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch):
+    monkeypatch.setattr(module, "PATIENT", module.PATIENT.new(total=3, backoff_factor=0.01))
+    monkeypatch.setattr(module.PATIENT, "backoff_jitter", 0.01)
+    monkeypatch.setattr(module, "ANSWERS_PER_SHARD", 2)
+
+
+@pytest.fixture
+def served(job, folder, tmp_path):
+    """Makes a recipe whose target is behind a stand-in: its folder holds no weights here."""
+    bare = tmp_path / "bare"
+    shutil.copytree(folder / "target", bare, ignore=shutil.ignore_patterns("*.safetensors"))
+
+    def make(server, output="run", **changes):
+        keys = {
+            "target": str(bare),
+            "draft": str(folder / "moved"),
+            "answers": "server",
+            "answer_url": server.url,
+            "answer_batch_size": 4,
+            "cache_top_k": 6,
+            "answer_max_new_tokens": 12,
+        }
+        return job(tmp_path / output, **(keys | changes))
+
+    return make
+
+
+@pytest.fixture
+def asked():
+    """Makes what a run asks with, after its check."""
+
+    def make(recipe):
+        vocabulary = read_vocabulary(recipe.target)
+        made = ServedTarget(recipe, vocabulary, collect_prompts(recipe, vocabulary))
+        made.check()
+        return made
+
+    return make
+
+
+@pytest.fixture
+def apart(asked, tmp_path, monkeypatch):
+    """Makes the contents of a recipe's answers in a cache of their own."""
+
+    def make(recipe):
+        with monkeypatch.context() as patch:
+            patch.setenv("DRAFTSMITH_CACHE", str(tmp_path / f"cache of {recipe.folder.name}"))
+            return contents(asked(recipe).answers())
+
+    return make
+
+
+def contents(answers):
+    return [[part.tolist() for part in dataclasses.astuple(a)[1:]] for a in answers]
+
+
+def shards():
+    """Of all stores."""
+    return {path: path.read_bytes() for path in cache_folder().glob("teacher/*/shard-*")}
+
+
+def test_greedy_answers_are_those_of_the_weights(stand_in, served, asked, job, target, tmp_path):
+    server = stand_in()
+    recipe = served(server)
+    made = asked(recipe)
+    answers = made.answers()
+    assert [answer.index for answer in answers] == list(range(len(made.prompts)))
+    assert len({len(answer.response_ids) for answer in answers}) > 1  # some end by themselves
+    for answer, prompt in zip(answers, made.prompts, strict=True):  # one alone: bit by bit
+        _, alone, _ = server.complete(made._request().body(prompt))
+        ids, logprobs = map(torch.stack, zip(*alone.captured, strict=True))
+        assert answer.response_ids.tolist() == alone.tokens
+        assert answer.top_ids.tolist() == ids.tolist()
+        assert torch.equal(answer.top_logprobs, logprobs.half())
+    keys = ("draft", "answer_max_new_tokens", "cache_top_k")
+    local = job(tmp_path / "local", **{key: getattr(recipe, key) for key in keys})
+    ours = answer_prompts(local, made.prompts, target, Store(tmp_path / "store"))
+    for answer, other in zip(answers, ours, strict=True):
+        assert answer.response_ids.tolist() == other.response_ids.tolist()
+        # fp32 sums in batches, then fp16
+        torch.testing.assert_close(answer.top_logprobs, other.top_logprobs, atol=2e-3, rtol=0)
+
+
+def test_a_sampled_answer_depends_on_its_prompt_and_the_seed_alone(stand_in, served, asked, apart):
+    server = stand_in()
+    first = apart(served(server, "a", answer_temperature=0.8))
+    again = asked(served(server, "b", answer_temperature=0.8, answer_batch_size=1))
+    server.faults = [None, 500, "cut"]
+    assert contents(again.answers()) == first
+    assert apart(served(server, "c", answer_temperature=0.8, seed=3)) != first
+
+
+def test_no_more_prompts_are_answered_than_wanted(stand_in, served, asked):
+    server = stand_in()
+    assert len(asked(served(server, max_answers=4)).answers()) == 4
+    assert len(asked(served(server, max_answers=6)).answers()) == 6
+
+
+def test_whatever_the_servers_defaults_are_the_distribution_is_as_it_is(stand_in, served, asked):
+    server = stand_in()
+    asked(served(server, answer_temperature=0.8)).answers()
+    for path, body in server.requests:
+        if path == "/v1/completions":
+            assert module.UNCHANGED.items() <= body.items()
+            assert body["logprobs"] == 6
+            assert body["return_tokens_as_token_ids"] is True
+            assert all(isinstance(token, int) for token in body["prompt"])
+
+
+@pytest.mark.parametrize("fault", [429, (503, {"Retry-After": "1"}), 500, 502, "cut", "hang"])
+def test_a_fault_that_passes_is_waited_out(stand_in, served, asked, apart, fault):
+    server = stand_in()
+    expected = apart(served(server, "whole"))
+    made = asked(served(server))
+    made.server.timeout = 3 if fault == "hang" else module.TIMEOUT
+    server.faults, clock = [None, fault, fault], time.monotonic()
+    assert contents(made.answers()) == expected
+    assert not server.faults
+    if isinstance(fault, tuple):
+        assert time.monotonic() - clock > 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (429, "answered 429 to prompt"),
+        (500, "answered 500 to prompt"),
+        (400, "answered 400 to prompt"),
+        ("cut", "broke off"),
+    ],
+)
+def test_a_fault_that_stays_loses_nothing(stand_in, served, asked, apart, fault, message):
+    server = stand_in()
+    expected = apart(served(server, "whole"))
+    recipe = served(server)
+    made, before = asked(recipe), server.answered
+    server.faults = [None] * 6 + [fault] * 99
+    with pytest.raises(ServerError, match=message):
+        made.answers()
+    kept = shards()
+    assert kept
+    server.faults, again = [], server.answered
+    assert contents(asked(recipe).answers()) == expected
+    assert kept.items() <= shards().items()
+    assert server.answered - again < 11 + 2  # the check, and not all the prompts
+    assert before < again
+
+
+def test_a_server_that_dies_midway_and_another_that_goes_on(stand_in, served, asked):
+    first = stand_in()
+    recipe = served(first)
+    made = asked(recipe)
+    first.faults = [None] * 6 + ["cut"] * 99
+    with pytest.raises(ServerError, match="cannot be reached or broke off"):
+        made.answers()
+    first.stop()
+    with pytest.raises(ServerError, match="cannot be reached"):
+        asked(recipe)
+    second = stand_in()
+    made = asked(served(second))
+    note_used(recipe.folder, made.target, made.answers())
+    assert second.answered < 11 + 2  # the check, and not all the prompts
+    second.stop()
+    assert len(asked(recipe).answers()) == 11  # all there: no server is needed any more
+
+
+def fewer(sent):
+    for row in sent["choices"][0]["logprobs"]["top_logprobs"]:
+        row.popitem()
+
+
+def texts(sent):
+    sent["choices"][0]["logprobs"]["tokens"][:1] = [" the"]
+
+
+def nothing(sent):
+    sent["choices"][0]["logprobs"] = None
+
+
+def without_stop(sent):
+    choice = sent["choices"][0]
+    if choice["finish_reason"] == "stop":
+        for part in (choice["token_ids"], *choice["logprobs"].values()):
+            part.pop()
+
+
+def penalised(sent):
+    for row in sent["choices"][0]["logprobs"]["top_logprobs"]:
+        first, second, *_ = row
+        row[first], row[second] = row[second], row[first]
+
+
+def silent_about_prompts(sent):
+    del sent["choices"][0]["prompt_token_ids"]
+
+
+def value(number):
+    def change(sent):
+        row = sent["choices"][0]["logprobs"]["top_logprobs"][0]
+        row[list(row)[-1]] = number
+
+    return change
+
+
+def flat(sent):
+    for row in sent["choices"][0]["logprobs"]["top_logprobs"]:
+        row.update(dict.fromkeys(row, -0.1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "recipe", "message"),
+    [
+        ({}, {"answer_model": "org/another"}, "serves org/target, not 'org/another'"),
+        ({"names": ["a", "b"]}, {}, "serves a, b; name the target with answer_model"),
+        ({"max_model_len": 15}, {}, "a context of 15 tokens, and the longest .* takes"),
+        ({"max_logprobs": 5}, {}, "answered 400 .*logprobs 6, max allowed: 5"),
+        ({"mangle": fewer}, {}, "5 log-probabilities .* and 6 were .*lower cache_top_k, or start"),
+        ({"mangle": texts}, {}, r"tokens are texts \(' the'\).*return_tokens_as_token_ids"),
+        ({"mangle": nothing}, {}, "no completion with log-probabilities .*by token id, as vLLM"),
+        ({"mangle": without_stop}, {}, "leaves the stop token out"),
+        ({"mangle": penalised}, {}, "chosen greedily and is not the most likely.*a penalty"),
+        ({"mangle": flat}, {}, "probabilities sum to 5.4.*logits or scores"),
+        ({"mangle": value(3.0)}, {}, "3.0 is no log-probability .*above 0 is a logit"),
+        ({"scaled": True}, {"answer_temperature": 0.6}, "1.67 times .*--logprobs-mode raw_logp"),
+        ({"routes": (), "mangle": silent_about_prompts}, {}, "does not tell how it cuts a text"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_first_answer(
+    stand_in, served, asked, changes, recipe, message
+):
+    recipe = served(stand_in(**changes), **recipe)
+    with pytest.raises(ServerError, match=message):
+        asked(recipe)
+    assert not recipe.folder.exists()
+
+
+@pytest.mark.parametrize("routes", [("/tokenize",), ()])
+def test_a_tokenizer_of_another_is_refused_and_the_targets_own_is_not(
+    stand_in, served, asked, folder, routes
+):
+    strange = stand_in(tokenizer=load_tokenizer(str(folder / "draft")), routes=routes)
+    with pytest.raises(ServerError, match=r"cuts .* its ids mean other tokens\. Serve"):
+        asked(served(strange))
+    moved = stand_in(tokenizer=load_tokenizer(str(folder / "moved")), routes=routes)
+    with pytest.raises(ServerError, match="its ids mean other tokens"):
+        asked(served(moved))
+    assert asked(served(stand_in(routes=routes)))
+
+
+def test_log_probabilities_after_the_temperature_are_raw_at_1_and_when_greedy(
+    stand_in, served, asked
+):
+    for temperature in (0.0, 1.0):
+        assert asked(served(stand_in(scaled=True), answer_temperature=temperature))
+
+
+def duplicate(sent):
+    row = sent["choices"][0]["logprobs"]["top_logprobs"][-1]
+    first = next(iter(row))
+    row[first.replace(":", ":0")] = row.pop(list(row)[-1])
+
+
+def cut_lists(sent):
+    sent["choices"][0]["logprobs"]["top_logprobs"].pop()
+
+
+def cut_answer(sent):
+    choice = sent["choices"][0]
+    choice["finish_reason"] = "length"
+    for part in (choice["token_ids"], *choice["logprobs"].values()):
+        del part[5:]
+
+
+def other_ids(sent):
+    sent["choices"][0]["token_ids"][0] += 1
+
+
+def renamed(sent):
+    sent["model"] = "org/another"
+
+
+def beyond(sent):
+    row = sent["choices"][0]["logprobs"]["top_logprobs"][0]
+    row["token_id:9999"] = row.pop(list(row)[-1])
+
+
+def aborted(sent):
+    sent["choices"][0]["finish_reason"] = "abort"
+
+
+@pytest.mark.parametrize(
+    ("mangle", "message"),
+    [
+        (value(float("nan")), "nan is no log-probability"),
+        (value(float("-inf")), "-inf is no log-probability"),
+        (value(-9999.0), "-9999.0 is no log-probability .*masked"),
+        (value(0.5), "0.5 is no log-probability"),
+        (duplicate, "names an id twice"),
+        (cut_lists, "it was cut"),
+        (cut_answer, "ended by length after . of 12 tokens"),
+        (other_ids, "other token ids beside them"),
+        (renamed, "comes from model 'org/another'"),
+        (beyond, "token 9999 is beyond the 300 rows"),
+        (aborted, "finish_reason"),
+    ],
+)
+def test_what_goes_wrong_midway_is_not_mixed_in(stand_in, served, asked, apart, mangle, message):
+    server = stand_in()
+    expected = apart(served(server, "whole"))
+    recipe = served(server)
+    made, number = asked(recipe), iter(range(10**6))
+
+    def later(sent):
+        if len(sent["choices"][0]["token_ids"]) > 1 and next(number) >= 6:
+            mangle(sent)
+
+    server.mangle = later
+    with pytest.raises(ServerError, match=f"{message}.*Nothing of it was kept"):
+        made.answers()
+    server.mangle = None
+    assert contents(asked(recipe).answers()) == expected
+
+
+def test_a_key_that_stands_twice_is_refused(stand_in, served, asked, monkeypatch):
+    reply = Handler.reply
+
+    def twice(handler, content, *others, **more):
+        text = re.sub(r'("token_id:\d+": )', r"\1-1, \1", json.dumps(content))
+        reply(handler, text, *others, **more)
+
+    monkeypatch.setattr(Handler, "reply", twice)
+    with pytest.raises(ServerError, match="has a key twice"):
+        asked(served(stand_in()))
+
+
+def test_another_model_under_the_same_name_is_found_out(
+    stand_in, served, asked, apart, other, target
+):
+    server = stand_in()
+    expected = apart(served(server, "whole"))
+    recipe = served(server, answer_batch_size=1)
+    made = asked(recipe)
+    server.swap = server.answered + 9, other
+    with pytest.raises(ServerError, match="another model behind 'org/target' now"):
+        made.answers()
+    kept = shards()
+    assert kept
+    with pytest.raises(ServerError, match="another model behind 'org/target' now"):
+        asked(recipe)  # on the cached answers' own prompts
+    assert shards() == kept
+    server.swap, server.target = None, target
+    assert contents(asked(recipe).answers()) == expected
+
+
+@pytest.mark.parametrize("changes", [{"names": ["org/newer"]}, {"root": "/models/newer"}])
+def test_a_server_of_another_name_does_not_go_on(stand_in, served, asked, changes):
+    server = stand_in()
+    recipe = served(server)
+    made = asked(recipe)
+    server.faults = [None] * 6 + [400]
+    with pytest.raises(ServerError, match="answered 400"):
+        made.answers()
+    kept = shards()
+    server.faults, before = [], server.answered
+    server.__dict__.update(changes)
+    assert len(asked(recipe).answers()) == 11
+    assert server.answered == before + 11 + 2
+    assert kept.items() < shards().items()
+    assert len({path.parent for path in shards()}) == 2
+
+
+def test_another_run_asks_nothing_and_answers_of_other_settings_are_not_its(
+    stand_in, served, asked
+):
+    server = stand_in()
+    asked(served(server)).answers()
+    before = len(server.requests)
+    assert len(asked(served(server, "other", learning_rate=1.0)).answers()) == 11
+    assert len(server.requests) == before
+    assert len(asked(served(server, answer_temperature=0.5))._left()) == 11
+
+
+def test_answers_that_are_all_empty_are_an_error(stand_in, served, asked):
+    made = asked(served(stand_in()))
+    made.target.stops["config"] = set(range(300))
+    with pytest.raises(ValueError, match=r"All 11 answers of .* are empty"):
+        made.answers()
+
+
+def test_a_run_ends_in_a_draft_then_in_a_report_and_never_sees_the_weights(
+    stand_in, served, monkeypatch, capsys
+):
+    plain = stand_in()
+    recipe = served(plain)
+    assert run(recipe) == 0
+    shown = capsys.readouterr().out
+    folder = recipe.folder
+    command = f"vllm serve {recipe.target} --served-model-name org/target --speculative-config "
+    assert command in shown
+    assert f'"model": "{folder.resolve() / "draft"}"' in shown
+    assert "run the same command again" in shown
+    assert (folder / "draft" / "model.safetensors").is_file()
+    assert not (folder / "report").exists()
+    assert json.loads((folder / "provenance.json").read_text())["hashes"]["target weights"] == (
+        "served as org/target, root /models/target"
+    )
+
+    def never(*_):
+        raise AssertionError("it was made already")
+
+    monkeypatch.setattr(train, "distil_draft", never)
+    down = stand_in(speculates=True)
+    down.stop()
+    with pytest.raises(ServerError, match=r"(?s)cannot be reached.*is made, and kept.*vllm"):
+        run(served(plain, speculative_url=down.url))
+    assert run(served(plain, speculative_url=stand_in(speculates=True).url)) == 0
+    report = read_report(folder / "report" / "report.json")
+    assert report.target == recipe.target
+    assert report.engine == "vllm"
+    assert list(report.drafts) == ["tuned"]
+    assert report.drafts["tuned"].speedup.n == recipe.speed_prompts
+    assert report.drafts["tuned"].lossless.identical == recipe.speed_prompts
+    assert report.prompts.overlap_with_training == 0
+    card = (folder / "draft" / "README.md").read_text()
+    assert "speed-up" in card
+    assert "{" not in re.sub(r"```.*?```", "", card, flags=re.DOTALL)
+    with pytest.raises(RecipeError, match="another recipe"):
+        run(served(plain, max_steps=41))
+
+
+def test_of_a_target_on_the_hub_no_weights_are_fetched(stand_in, served, monkeypatch):
+    fetched, recipe = [], served(stand_in(), target="org/target", max_steps=2)
+
+    def download(spec, allow_patterns, **_):
+        fetched.append((spec, allow_patterns))
+        return str(recipe.folder.parent / "bare")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert run(recipe) == 0
+    assert {spec for spec, _ in fetched} == {"org/target"}
+    assert not any("safetensors" in pattern for _, patterns in fetched for pattern in patterns)
+
+
+def test_a_server_that_fails_while_it_is_measured_leaves_what_was_measured(
+    stand_in, served, capsys
+):
+    plain, drafting = stand_in(), stand_in(speculates=True)
+    drafting.faults = [None, None, 500]  # after the warm-up and a prompt
+    recipe = served(plain, speculative_url=drafting.url)
+    with pytest.raises(ServerError, match="measured in part only, after 1 of 3 prompts"):
+        run(recipe)
+    assert read_report(recipe.folder / "report" / "report.json").prompts.n == 1
+
+
+def test_a_dry_run_checks_the_server_and_makes_nothing(stand_in, served, capsys):
+    recipe = served(stand_in(), dry_run=True)
+    assert run(recipe) == 0
+    assert "answers: 132 tokens at most" in capsys.readouterr().out
+    assert not recipe.folder.exists()
+    with pytest.raises(ServerError, match="a context of 15 tokens"):
+        run(served(stand_in(max_model_len=15), dry_run=True))

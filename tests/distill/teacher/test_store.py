@@ -1,0 +1,186 @@
+import json
+import os
+
+import pytest
+import torch
+
+from align.atomic import DiskFullError
+from distill.prepare import until
+from distill.teacher import store as module
+from distill.teacher.store import Answers, CachedAnswer, CacheError, Store, name_of, names_of
+
+KEY = {"target weights": "abc", "seed": 1}
+
+
+def answer(index, prompt=5, response=7, count=4):
+    generator = torch.Generator().manual_seed(index)
+
+    def ids(*shape):
+        return torch.randint(0, 60_000, shape, generator=generator)
+
+    top = -torch.rand(response, count, generator=generator)
+    return CachedAnswer(index, ids(prompt), ids(response), ids(response, count), top)
+
+
+def packed(*answers, vocab_size=60_001):
+    return {str(answer.index): answer.packed(vocab_size) for answer in answers}
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    """A store whose one shard has changed since it was written: by a bit, or cut."""
+
+    def make(how):
+        Store(tmp_path).append(packed(answer(0), answer(1)))
+        (shard,) = tmp_path.glob("shard-*")
+        data = bytearray(shard.read_bytes())
+        if how == "flip":
+            data[-3] ^= 4
+        else:
+            del data[-10:]
+        shard.write_bytes(bytes(data))
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.parametrize("vocab_size", [60_001, 200_000])
+def test_round_trip_in_both_id_widths(tmp_path, vocab_size):
+    given = {i: answer(i, *sizes) for i, sizes in ((3, (5, 7)), (0, (1, 1)), (1, (2, 9)))}
+    store = Store(tmp_path)
+    store.append(packed(given[3], given[0], vocab_size=vocab_size))
+    store.append(packed(given[1], vocab_size=vocab_size))
+    for opened in (store, Store(tmp_path)):
+        for i, read in zip(given, Answers(opened, map(str, given)), strict=True):
+            assert torch.equal(read.prompt_ids, given[i].prompt_ids)
+            assert torch.equal(read.response_ids, given[i].response_ids)
+            assert torch.equal(read.top_ids, given[i].top_ids)
+            # fp16 keeps 11 bits of a number below one
+            difference = read.top_logprobs.float() - given[i].top_logprobs
+            assert difference.abs().max() < 5e-4
+
+
+def test_at_most_64_bytes_of_distribution_a_token(tmp_path):
+    store = Store(tmp_path)
+    store.append(packed(*(answer(i, 20, 2_000, count=15) for i in range(3)), vocab_size=49_152))
+    # 15 entries of 4 bytes, the token's own id, the headers
+    assert store.bytes_on_disk() < 66 * 3 * 2_000
+
+
+def test_answers_stand_in_the_order_that_is_asked_for_whoever_wrote_them(tmp_path):
+    ours, theirs = Store(tmp_path), Store(tmp_path)
+    ours.append(packed(answer(3), answer(0, 2, 1)))
+    assert "3" not in theirs  # until it looks again
+    theirs.append(packed(answer(3), answer(5)))  # what is there already is left out
+    ours.refresh()
+    for store in (ours, theirs, Store(tmp_path)):
+        assert sorted(store) == ["0", "3", "5"]
+        answers = Answers(store, ["5", "0", "3"], first=10)
+        assert [a.index for a in answers] == [10, 11, 12]
+        assert answers.response_lengths == [7, 1, 7]
+        assert [a.index for a in answers[1:]] == [11, 12]
+        assert torch.equal(answers[-1].response_ids, answer(3).response_ids)
+        with pytest.raises(IndexError):
+            answers[3]
+    assert len(list(tmp_path.glob("shard-*"))) == 2
+
+
+def test_an_answer_is_known_by_its_prompt_and_how_often_that_was_asked():
+    one, other, again = names_of([[1, 2], [1, 2, 0], [1, 2]])
+    assert one == name_of([1, 2]) + "-0"
+    assert again == name_of(torch.tensor([1, 2])) + "-1"
+    assert other[:-2] not in one
+    assert names_of([[1, 2]], taught=True) != [one]
+
+
+def test_how_many_are_at_hand_and_what_they_took_here(tmp_path):
+    store, prompts = Store(tmp_path), [[1, 2], [3], [1, 2]]
+    assert store.at_hand(prompts) == 0
+    assert store.seconds_each("here") is None
+    for names, seconds in ((names_of(prompts)[:1], 3.0), (names_of(prompts)[2:], 1.0)):
+        store.append({name: answer(0).packed(99) for name in names}, seconds, "here")
+    assert Store(tmp_path).at_hand(prompts) == 2
+    assert Store(tmp_path).at_hand(prompts, taught=True) == 0
+    assert store.seconds_each("here") == Store(tmp_path).seconds_each("here") == 2
+    assert store.seconds_each("there") is None
+
+
+def test_what_changes_an_answer_has_a_store_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    store = Store.of(KEY)
+    assert not list(tmp_path.iterdir())  # before there is an answer
+    store.append(packed(answer(0)))
+    assert json.loads((store.folder / "key.json").read_text()) == KEY
+    assert "0" in Store.of(dict(reversed(KEY.items())))
+    for change in ({"target weights": "xyz"}, {"seed": 2}, {"more": None}):
+        assert "0" not in Store.of(KEY | change)
+
+
+@pytest.mark.parametrize("how", ["flip", "cut"])
+def test_a_damaged_shard_is_an_error(damaged, how):
+    with pytest.raises(CacheError, match="delete it and run again"):
+        Store(damaged(how))
+
+
+def test_a_shard_that_is_cut_or_gone_after_it_was_opened_is_an_error(tmp_path):
+    store = Store(tmp_path)
+    store.append(packed(answer(0), answer(1)))
+    (shard,) = tmp_path.glob("shard-*")
+    shard.write_bytes(shard.read_bytes()[:-10])
+    with pytest.raises(CacheError, match=r"is damaged .*run again"):
+        store["1"]
+    shard.unlink()
+    with pytest.raises(CacheError, match=r"is damaged .*run again"):
+        store["1"]
+
+
+def test_bits_are_checked_once(tmp_path, monkeypatch):
+    calls = []
+    hashed = module._sha256
+    monkeypatch.setattr(module, "_sha256", lambda *given: calls.append(1) or hashed(*given))
+    store = Store(tmp_path)
+    for i in range(7):
+        store.append(packed(answer(i)))
+    assert len(calls) == 7  # as they were written
+    for _ in range(3):
+        Store(tmp_path)
+        store.refresh()
+    assert len(calls) == 7
+    shard = sorted(tmp_path.glob("shard-*"))[2]
+    os.utime(shard)
+    Store(tmp_path)
+    Store(tmp_path)
+    assert len(calls) == 8
+
+
+def test_a_shard_cut_short_while_writing_is_never_seen(tmp_path, monkeypatch):
+    store = Store(tmp_path)
+    store.append(packed(answer(0)))
+
+    def full_disk(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "save", full_disk)
+        with pytest.raises(DiskFullError, match="disk is full"):
+            store.append(packed(answer(1)))
+    for opened in (store, Store(tmp_path)):
+        assert list(opened) == ["0"]
+    store.append(packed(answer(1)))
+    assert not list(tmp_path.glob(".*.partial"))
+
+
+def test_only_the_answers_that_are_asked_for_are_read(tmp_path, monkeypatch):
+    Store(tmp_path).append(packed(*(answer(i) for i in range(20))))
+    opened, safe_open = [], module.safe_open
+
+    def counted(path, framework):
+        opened.append(path)
+        return safe_open(path, framework)
+
+    monkeypatch.setattr(module, "safe_open", counted)
+    answers = Answers(Store(tmp_path), map(str, range(20)))
+    assert len(answers) == len(answers.response_lengths) == 20
+    assert len(opened) == 1  # for where they stand
+    assert [a.index for a in until(answers, 15)] == [0, 1, 2]  # of 7 tokens each
+    assert len(opened) <= 5

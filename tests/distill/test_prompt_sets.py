@@ -1,0 +1,374 @@
+import ast
+import collections
+import gzip
+import json
+import random
+import tracemalloc
+
+import pytest
+
+from distill.near_duplicates import (
+    CONTAINED,
+    NEAR_DUPLICATE,
+    NearDuplicates,
+    drop_overlap,
+    shingles,
+)
+from distill.prompt_sets import LICENCES, STDLIB, evaluation_prompts, training_prompts, tuning_split
+from eval.prompts import Prompt, PromptError
+from recipes.code.prompts import stdlib_prompts
+from recipes.legal import prompts as legal
+
+HUMAN_EVAL_LIKE = (
+    "from typing import List\n\n\ndef below_zero(operations: List[int]) -> bool:\n"
+    '    """ You are given a list of deposit and withdrawal operations on a bank account that\n'
+    "    starts with zero balance. Detect if at any point the balance falls below zero.\n"
+    '    >>> below_zero([1, 2, -4, 5])\n    True\n    """\n'
+)
+WORDS = [f"word{i}" for i in range(400)]
+
+
+def text_of(rng, count):
+    return " ".join(rng.choices(WORDS, k=count))
+
+
+def jaccard(a, b):
+    return len(a & b) / len(a | b)
+
+
+def assert_no_leak(training, evaluation):
+    """Every pair, compared plainly: no index, no sketch."""
+    for prompt in training:
+        ours = shingles(prompt.text)
+        for other in evaluation:
+            theirs = shingles(other.text)
+            assert jaccard(ours, theirs) < NEAR_DUPLICATE, (prompt.id, other.id)
+            assert len(ours & theirs) < CONTAINED * min(len(ours), len(theirs))
+
+
+# --- overlap
+
+
+def test_shingles_and_jaccard():
+    assert shingles("A b, c: d e f") == {"a b c d e", "b c d e f"}
+    assert shingles("Too short") == {"too short"}
+    assert jaccard(shingles("a b c d e f"), shingles("a b c d e g")) == pytest.approx(1 / 3)
+
+
+def test_what_is_similar_is_found_with_its_similarity():
+    rng = random.Random(3)
+    few = WORDS[:12]  # so few words that shingles are shared by chance
+    texts = [" ".join(rng.choices(few, k=rng.randint(1, 300))) for _ in range(60)]
+    index = NearDuplicates(texts[:40])
+    for text in texts:
+        found = {i: (near, share) for i, near, share in index.similar(text)}
+        for i, other in enumerate(texts[:40]):
+            a, b = shingles(text), shingles(other)
+            expected = (jaccard(a, b), len(a & b) / min(len(a), len(b)))
+            assert found.get(i, (0, 0)) == pytest.approx(expected)
+
+
+def test_planted_near_duplicates_are_dropped():
+    evaluation = [Prompt("e", HUMAN_EVAL_LIKE)]
+    renamed = HUMAN_EVAL_LIKE.replace("deposit", "payment").replace("Detect if", "Tell whether")
+    question = f"Complete this function and explain every line of it:\n```\n{HUMAN_EVAL_LIKE}```"
+    shown = f"{question}\n{text_of(random.Random(0), 200)}"
+    planted = [
+        Prompt("equal", HUMAN_EVAL_LIKE),
+        Prompt("spaces", HUMAN_EVAL_LIKE.replace("    ", "\t").upper()),
+        Prompt("renamed", renamed),
+        Prompt("beginning", HUMAN_EVAL_LIKE[: len(HUMAN_EVAL_LIKE) // 2]),
+        Prompt("quoted", None, [{"role": "user", "content": shown}]),
+    ]
+    other = Prompt(
+        "other", "def add(a, b):\n    '''Return the sum of two numbers that are given'''\n"
+    )
+    kept, overlap = drop_overlap([*planted, other], evaluation)
+    assert kept == [other]
+    assert (overlap.exact, overlap.near, overlap.dropped) == (0, 0, len(planted))
+    assert overlap.max_jaccard < NEAR_DUPLICATE
+
+
+def test_no_pair_is_left_at_the_threshold_whatever_the_texts():
+    rng = random.Random(0)
+    evaluation = [Prompt(f"e{i}", text_of(rng, rng.randint(3, 60))) for i in range(40)]
+    training = [Prompt(f"t{i}", text_of(rng, rng.randint(3, 60))) for i in range(40)]
+    for i, prompt in enumerate(evaluation):  # from a copy to a distant relative of each
+        words = prompt.text.split()
+        for changed in (0, 1, 3, 8):
+            for at in rng.choices(range(len(words)), k=changed):
+                words[at] = rng.choice(WORDS)
+            training.append(Prompt(f"near{i}-{changed}", " ".join(words)))
+    kept, overlap = drop_overlap(training, evaluation)
+    assert_no_leak(kept, evaluation)
+    assert 40 <= overlap.dropped == len(training) - len(kept) < len(training)
+    closest = max(jaccard(shingles(a.text), shingles(b.text)) for a in kept for b in evaluation)
+    assert overlap.max_jaccard == pytest.approx(closest, abs=1e-4)
+    assert overlap.max_jaccard > 0
+    assert overlap.threshold == NEAR_DUPLICATE
+
+
+def test_tuning_prompts_are_not_trained_on():
+    prompts = [Prompt(str(i), f"p{i}") for i in range(5)]
+    tuning, rest = tuning_split(prompts, 2)
+    assert tuning + rest == prompts
+    assert len(tuning) == 2
+    with pytest.raises(PromptError, match="tuning_prompts"):
+        tuning_split(prompts, 5)
+
+
+# --- a user's own domain
+
+
+@pytest.fixture
+def sql(tmp_path):
+    """A small domain: the paths of its training and evaluation prompts."""
+    tables = "orders customers invoices parcels suppliers".split()
+    ask = "-- {0} of the last {1} days with more than {2} entries, newest first\nSELECT * FROM {0}"
+
+    def row(i):
+        return {"prompt": ask.format(tables[i % 5], 3 * i, 7 * i), "category": tables[i % 5]}
+
+    train, held_out = tmp_path / "train.jsonl", tmp_path / "eval.jsonl"
+    held_out.write_text("".join(json.dumps(row(i)) + "\n" for i in range(1, 9)))
+    rows = [*map(row, range(5, 40)), row(20)]  # four stand in both files, one stands twice
+    question = [{"role": "user", "content": "What does an outer join do?"}]
+    train.write_text("".join(json.dumps(r) + "\n" for r in [*rows, {"messages": question}]))
+    return str(train), str(held_out)
+
+
+def test_a_users_own_domain(sql):
+    train, held_out = sql
+    evaluation = evaluation_prompts(held_out, None, 0)
+    training, overlap = training_prompts(train, evaluation, None, 0)
+    assert len(evaluation) == 8
+    assert_no_leak(training, evaluation)
+    assert overlap.dropped >= 4
+    assert len({p.text for p in training}) == len(training)
+    assert {p.category for p in evaluation} <= {p.category for p in training}
+    assert [p for p in training if p.messages]
+
+
+def test_the_limit_and_the_seed_decide_which_prompts(sql):
+    train, held_out = sql
+    evaluation = evaluation_prompts(held_out, 3, 0)
+    assert evaluation == evaluation_prompts(held_out, 3, 0)
+    some, _ = training_prompts(train, evaluation, 10, 0)
+    assert len(some) == 10
+    assert some == training_prompts(train, evaluation, 10, 0)[0]
+    assert some == training_prompts(train, evaluation, None, 0)[0][:10]
+    assert some != training_prompts(train, evaluation, 10, 1)[0]
+
+
+@pytest.mark.parametrize("name", ["large.jsonl", "large.jsonl.gz"])
+def test_a_large_file_is_never_in_memory(tmp_path, name):
+    """30 MB of prompts, a thousandth of them wanted; the order is that of all of them shuffled."""
+    path, rng = tmp_path / name, random.Random(0)
+    lines = (json.dumps({"prompt": f"{i} {text_of(rng, 12)} " + "x" * 30_000}) for i in range(1000))
+    content = "\n".join(lines).encode()
+    path.write_bytes(gzip.compress(content, 1) if name.endswith("gz") else content)
+    del content
+    tracemalloc.start()
+    kept, _ = training_prompts(str(path), [], 3, 0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3_000_000
+    order = list(range(1000))
+    random.Random(0).shuffle(order)
+    assert [int(prompt.text.split()[0]) for prompt in kept] == order[:3]
+
+
+def test_of_a_data_set_only_what_is_wanted_is_read(monkeypatch):
+    class Rows:
+        read = 0
+
+        def __len__(self):
+            return 1000
+
+        def __getitem__(self, i):
+            self.read += 1
+            return {"prompt": f"question {i % 40} of {i}" if i % 2 else "the same again"}
+
+    rows = Rows()
+    monkeypatch.setattr("datasets.load_dataset", lambda name, split: rows)
+    evaluation = [Prompt("e", "the same again")]
+    kept, overlap = training_prompts("org/set", evaluation, 20, 0)
+    assert len({prompt.text for prompt in kept}) == 20
+    assert rows.read <= 20 + overlap.dropped + 1 < 100
+
+
+def test_several_domains_come_by_turns_and_each_with_its_share(tmp_path):
+    for name, words in (("a", "apples are red and pears"), ("b", "the court may order that")):
+        rows = [{"prompt": f"{words} {i}", "category": name} for i in range(9)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    both = f"{tmp_path / 'a.jsonl'} + {tmp_path / 'b.jsonl'}"
+    prompts, overlap = training_prompts(both, [], 7, 0)
+    assert [prompt.category for prompt in prompts] == ["a", "b"] * 3 + ["a"]
+    assert len({prompt.id for prompt in prompts}) == 7
+    assert (overlap.exact, overlap.near) == (0, 0)
+    held_out = evaluation_prompts(both, 4, 0)
+    assert [prompt.category for prompt in held_out] == ["a", "b", "a", "b"]
+    with pytest.raises(PromptError, match="no prompts 'embedded:no'"):
+        evaluation_prompts(f"{both} + embedded:no", 4, 0)
+
+
+def test_ids_that_stand_twice_among_training_prompts_are_refused(tmp_path):
+    path = tmp_path / "train.jsonl"
+    rows = [{"prompt": f"question {i}", "id": i // 2} for i in range(20)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(PromptError, match=r"train.jsonl': the id '\d' stands twice; make the ids"):
+        training_prompts(str(path), [], 20, 0)
+
+
+def test_training_on_the_evaluation_prompts_is_refused(sql):
+    _, held_out = sql
+    with pytest.raises(PromptError, match="repeat evaluation prompts; train on others"):
+        training_prompts(held_out, evaluation_prompts(held_out, None, 0), 10, 0)
+
+
+def test_builders_that_do_not_exist():
+    for ask in (
+        lambda: training_prompts("embedded:x", [], 1, 0),
+        lambda: evaluation_prompts("embedded:x", 1, 0),
+    ):
+        with pytest.raises(PromptError, match=f"{STDLIB} and {LICENCES}"):
+            ask()
+    with pytest.raises(PromptError, match="held-out"):
+        evaluation_prompts(STDLIB, 1, 0)
+
+
+# --- code
+
+
+@pytest.fixture(scope="module")
+def stdlib():
+    return stdlib_prompts()
+
+
+def test_the_standard_library_gives_thousands_of_prompts(stdlib):
+    assert len(stdlib) > 2500
+    assert len({p.id for p in stdlib}) == len({p.text for p in stdlib}) == len(stdlib)
+    styles = collections.Counter(p.category for p in stdlib)
+    assert styles["complete"] >= 0.7 * len(stdlib)
+    assert all(styles[style] > 20 for style in ("in context", "write", "finish", "explain", "test"))
+    assert sum(p.prompt is None for p in stdlib) < 0.3 * len(stdlib)
+
+
+def test_completions_look_like_human_eval(stdlib):
+    raw = [p.prompt for p in stdlib if p.category == "complete"]
+    selves = 0
+    for text in raw:
+        assert text.startswith(("\n", "from typing import List\n\n\ndef "))
+        assert text.endswith('\n    """\n')
+        assert "\ndef " in text
+        assert text.count('"""') == 2
+        [function] = [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]
+        assert len(ast.get_docstring(function)) >= 50
+        assert len(function.body) == 1  # the docstring: the body is for the target to write
+        selves += "self" in [a.arg for a in function.args.args]
+    assert selves < 0.01 * len(raw)  # a few functions have a parameter of that name
+    assert sum(">>> " in text for text in raw) > 50
+    assert sum(") -> " in text for text in raw) > 50
+
+
+def test_a_prompt_in_context_has_a_whole_function_before_it(stdlib):
+    for prompt in stdlib:
+        if prompt.category == "in context":
+            names = [n for n in ast.parse(prompt.prompt).body if isinstance(n, ast.FunctionDef)]
+            assert len(names) == 2, prompt.id
+
+
+def test_the_standard_library_is_drawn_the_same_way_every_time():
+    evaluation = [Prompt("e", HUMAN_EVAL_LIKE)]
+    once, overlap = training_prompts(STDLIB, evaluation, 200, 5)
+    again, _ = training_prompts(STDLIB, evaluation, 200, 5)
+    assert once == again
+    assert len(once) == 200
+    assert overlap.max_jaccard < NEAR_DUPLICATE
+
+
+# --- legal: made-up licences instead of the wheel
+
+PARTS = {
+    "warranty": "THE SOFTWARE IS PROVIDED without any warranty of merchantability or fitness.",
+    "liability": "In no event shall the authors be liable for damages of any kind.",
+    "termination": "This agreement terminates when you breach it in any way.",
+    "grant": "The owner grants you a licence to copy and to change the work.",
+    "definitions": "The word Program means what the owner has published.",
+    "other": "This document is governed by the law of the country of its author.",
+}
+
+
+@pytest.fixture
+def licences(tmp_path, monkeypatch):
+    """60 licences in 40 groups: 20 have a near-duplicate that differs in one clause."""
+
+    def save(name, title, clauses):
+        numbered = [f"{i}. Clause\n\n{clause}\n" for i, clause in enumerate(clauses, start=1)]
+        matter = f"---\nkey: {name}\nname: {title}\nnotes: not a part of it\n---\n\n"
+        (tmp_path / f"{name}.LICENSE").write_text(matter + "\n".join(numbered))
+
+    rng = random.Random(1)
+    for i in range(40):
+        clauses = [f"{text_of(rng, 8)} {part} {text_of(rng, 60)}" for part in PARTS.values()]
+        save(f"licence-{i}", f"Licence {i}", clauses)
+        if i % 2:
+            save(f"variant-{i}", f"Licence {i} v2", [*clauses[:-1], text_of(rng, 60)])
+    (tmp_path / "short.LICENSE").write_text("---\nname: Short\n---\nDo what you like.")
+    (tmp_path / "fr.LICENSE").write_text(f"---\nname: F\nlanguage: fr\n---\n{text_of(rng, 300)}")
+    monkeypatch.setattr(legal, "resolve_folder_in_wheel", lambda spec: tmp_path)
+    legal._licence_split.cache_clear()
+    yield
+    legal._licence_split.cache_clear()
+
+
+@pytest.mark.usefixtures("licences")
+def test_held_out_licences_have_no_near_duplicate_in_training():
+    evaluation = evaluation_prompts(LICENCES, None, 0)
+    training, overlap = training_prompts(LICENCES, evaluation, None, 0)
+    assert_no_leak(training, evaluation)
+    assert overlap.exact == overlap.near == 0
+
+    def documents(prompts):
+        return {p.id.partition(":")[0] for p in prompts}
+
+    assert not documents(training) & documents(evaluation)
+    assert len(documents(evaluation)) == 8
+    assert len(documents(training)) == 32  # one of each group, none of the two that do not count
+    groups = [name.rpartition("-")[2] for name in documents(training) | documents(evaluation)]
+    assert len(set(groups)) == len(groups) == 40
+    # what one document says is not independent: intervals are made over documents
+    assert all(p.group == p.id.partition(":")[0] for p in training + evaluation)
+
+
+@pytest.mark.usefixtures("licences")
+def test_clauses_are_begun_and_have_a_type():
+    evaluation = evaluation_prompts(LICENCES, None, 0)
+    assert evaluation == evaluation_prompts(LICENCES, None, 0)
+    training, _ = training_prompts(LICENCES, evaluation, None, 0)
+    assert training_prompts(LICENCES, evaluation, 20, 0)[0] == training[:20]
+    assert {p.category for p in training} == set(PARTS)
+    raw = [p.prompt for p in training if p.prompt]
+    assert len(raw) > 0.7 * len(training) > 0
+    assert len(raw) < len(training)
+    for text in raw:
+        title, heading, opening = text.split("\n\n")
+        assert title.startswith("Licence ")
+        assert heading.endswith("Clause")
+        assert len(opening.split()) <= 24
+    assert not [p for p in training if "not a part of it" in p.text]
+
+
+@pytest.mark.usefixtures("licences")
+def test_a_clause_that_stands_in_both_sides_is_not_trained_on(tmp_path):
+    taken = {clause.identity.partition(":")[0] for clause in legal._licence_split()[1]}
+    names = sorted(path.stem for path in tmp_path.glob("licence-*"))
+    ours = next(name for name in names if name not in taken)
+    shared = f"The parties agree as follows: {text_of(random.Random(9), 80)}"
+    for name in (ours, *(name for name in names if name in taken)):
+        with open(tmp_path / f"{name}.LICENSE", "a") as file:
+            file.write(f"\n\n{shared}\n")
+    legal._licence_split.cache_clear()
+    assert [c for c in legal._licence_split()[1] if c.text == shared]
+    for prompt in legal.licence_prompts(held_out=False):
+        assert "The parties agree" not in prompt.text
