@@ -69,11 +69,6 @@ def make_wheel(index):
     return make
 
 
-@pytest.fixture(params=STRINGS, ids=lambda text: ascii(text[:20]))
-def text(request):
-    return request.param
-
-
 @pytest.fixture(scope="session")
 def byte_level_tokenizer():
     """Byte-level BPE with merges of its own, and <|im_end|> as id 0."""
