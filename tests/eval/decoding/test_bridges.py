@@ -311,14 +311,8 @@ def tokens_shifted(branches, monkeypatch):
 
 def no_residual(branches, monkeypatch):
     """After a rejection p is sampled, the rejected token included."""
-
-    original = verification.verify_without_q
-
-    def verify(p, draft_tokens, *rest):
-        n, _ = original(p, draft_tokens, *rest)
-        return n, verification.sample(p[:, int(n)])
-
-    monkeypatch.setattr(verification, "verify_without_q", verify)
+    original = verification.acceptance
+    monkeypatch.setattr(verification, "acceptance", lambda p, *rest: (original(p, *rest)[0], p))
 
 
 def draft_probability_for_q(branches, monkeypatch):
