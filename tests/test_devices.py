@@ -28,14 +28,14 @@ from torch.utils.backend_registration import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from distill.answer_cache import CachedAnswer
-from distill.answers import top_logprobs
 from distill.drafters import eagle3, features, medusa, parallel, pruned, recurrent
 from distill.export import full_vocabulary
 from distill.losses import forward_kl
 from distill.models import head_rows
 from distill.prepare import prune_and_fit
-from distill.state_cache import states_at
+from distill.teacher.answers import top_logprobs
+from distill.teacher.states import states_at
+from distill.teacher.store import CachedAnswer
 from distill.trainer import attach_distillation_forward
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters import prompt_lookup

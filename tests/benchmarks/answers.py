@@ -14,9 +14,9 @@ import torch
 from transformers import GenerationConfig
 
 from align.process import use_machine
-from distill.answers import top_logprobs
 from distill.prompts import training_prompts
 from distill.recipe import load_recipe
+from distill.teacher.answers import top_logprobs
 from eval.decoding.generation import generate_batched
 from eval.decoding.loop import seed_of
 from eval.decoding.target import load_target

@@ -91,7 +91,7 @@ def test_a_run_decides_writes_it_down_and_reports(minutes, capsys):
 def test_fewer_answers_than_prompts_are_made_and_trained_on(minutes, monkeypatch):
     monkeypatch.setattr(budget, "split", lambda *_: (7, 4))
     monkeypatch.setattr(budget, "PROBE", 4)
-    monkeypatch.setattr("distill.answers.PROBE", 4)
+    monkeypatch.setattr("distill.teacher.answers.PROBE", 4)
     recipe = minutes(5.0)
     seen = []
     monkeypatch.setattr(

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from distill import held_out, prompts
-from distill.answer_cache import CachedAnswer
 from distill.forecast import forecast
 from distill.held_out import (
     BEST,
@@ -32,6 +31,7 @@ from distill.losses import acceptance
 from distill.models import TargetOfRun, check_models
 from distill.prompts import collect_prompts, hold_out
 from distill.recipe import build_recipe
+from distill.teacher.store import CachedAnswer
 from distill.train import run
 from distill.trainer import build_trainer, distil
 from distill.training_set import training_rows
@@ -326,7 +326,7 @@ def test_of_drafts_of_several_steps_the_first_token_is_followed(job, tmp_path, m
     monkeypatch.setattr(f"eval.decoding.drafters.{kind}.INT8_TERMS", 10**9, raising=False)
     drafter = load_drafter(str(recipe.folder / "draft"), target)
     found = []
-    for answer in held_out_answers(recipe.folder, pair.vocab_size):
+    for answer in held_out_answers(recipe.folder):
         ids, text = answer.prompt_ids.tolist(), answer.response_ids.tolist()
         states = dict.fromkeys(drafter.layers)
         teacher_forced_logits(target.decoder, [*ids, *text[:-1]], len(ids), states)

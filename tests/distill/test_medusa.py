@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from distill.answer_cache import CachedAnswer
 from distill.drafters import medusa
 from distill.drafters.medusa import attach, fit_heads, with_head_rows
 from distill.losses import forward_kl, head_loss
+from distill.teacher.store import CachedAnswer
 from distill.train import run
 from eval.decoding.drafters.medusa import MedusaConfig, MedusaModel
 

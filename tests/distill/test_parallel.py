@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from distill.answer_cache import CachedAnswer
 from distill.drafters import parallel
 from distill.drafters.parallel import (
     KEEP,
@@ -23,6 +22,7 @@ from distill.drafters.parallel import (
 from distill.losses import forward_kl, head_loss
 from distill.prepare import PreparedDraft
 from distill.recipe import RecipeError
+from distill.teacher.store import CachedAnswer
 from distill.train import run
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.in_turn import SequentialHead

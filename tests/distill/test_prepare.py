@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from transformers import GemmaConfig, LlamaForCausalLM
 
-from distill.answer_cache import CachedAnswer
 from distill.export import full_vocabulary
 from distill.models import check_prunable, head_rows
 from distill.prepare import FrozenEmbedding, build_pruned, domain_mass, prune_and_fit
+from distill.teacher.store import CachedAnswer
 
 VOCAB, LAYERS = 60, 4
 

@@ -16,9 +16,9 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from align.atomic import DiskFullError
-from distill.answer_cache import CachedAnswer
 from distill.losses import coarse_loss, forward_kl
 from distill.recipe import RecipeError, build_recipe
+from distill.teacher.store import CachedAnswer
 from distill.trainer import (
     SameOrder,
     attach_distillation_forward,

@@ -16,11 +16,11 @@ import torch
 
 from align.sources import load_model, load_tokenizer, resolve_checkpoint
 from align.vocabulary import read_vocabulary
-from distill.answers import top_logprobs
 from distill.prepare import build_pruned
 from distill.prompts import collect_prompts
 from distill.recipe import load_recipe
-from distill.server import ServedTarget
+from distill.teacher.answers import top_logprobs
+from distill.teacher.served import ServedTarget
 from eval.decoding.target import load_target
 from eval.reporting.report import read_report
 
