@@ -24,7 +24,7 @@ from distill.models import TargetOfRun, check_models, load_target
 from distill.prompt_sets import collect_prompts
 from distill.recipe import load_recipe
 from distill.run_folder import claim_folder
-from distill.teacher.answers import answer_prompts
+from distill.teacher.answers import answer_prompts, open_store, to_answer
 from distill.train import make_draft, stage_clock
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
@@ -52,7 +52,9 @@ def distil(recipe):
     prompts = collect_prompts(recipe, pair.target)
     target = TargetOfRun(recipe, pair, prompts)
     claim_folder(recipe, pair, prompts)
-    answers = answer_prompts(recipe, prompts.training.ids, target)
+    answers = answer_prompts(
+        recipe, to_answer(recipe, prompts.training.ids), target, open_store(recipe, pair.target)
+    )
     make_draft(recipe, pair, target, answers, stage_clock())
     shutil.rmtree(recipe.folder / "draft" / "compact")
     free_memory()

@@ -10,7 +10,6 @@ import torch
 from align.sources import load_model
 from distill import budget, dry_run, train
 from distill.budget import adopted, split
-from distill.drafters.base import kind_of
 from distill.models import TargetOfRun, check_models
 from distill.prompt_sets import collect_prompts
 from distill.recipe import RecipeError, load_recipe, read_yaml
@@ -91,7 +90,7 @@ def test_a_run_decides_writes_it_down_and_reports(minutes, capsys):
 def test_fewer_answers_than_prompts_are_made_and_trained_on(minutes, monkeypatch):
     monkeypatch.setattr(budget, "split", lambda *_: (7, 4))
     monkeypatch.setattr(budget, "PROBE", 4)
-    monkeypatch.setattr("distill.answers.PROBE", 4)
+    monkeypatch.setattr("distill.teacher.answers.PROBE", 4)
     recipe = minutes(5.0)
     seen = []
     monkeypatch.setattr(

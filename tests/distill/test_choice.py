@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from distill import budget, choice, held_out, prompts, state_cache, train
-from distill.answer_cache import HELD_OUT as FIRST_HELD_OUT
+from distill import budget, choice, held_out, prompts, train
 from distill.budget import adopted
 from distill.choice import KINDS, chosen_before, with_choice
-from distill.held_out import HELD_OUT, read_followed
+from distill.held_out import FIRST_INDEX, HELD_OUT, read_followed
 from distill.models import check_models
 from distill.recipe import RecipeError, read_yaml
 from distill.run_folder import refuse_another_run
+from distill.teacher import states
 from distill.train import run
 from eval.reporting.page import render_page
 from eval.reporting.report import read_report
@@ -84,16 +84,16 @@ def test_a_chosen_draft_that_reads_states_is_followed_and_gone_on_with(job, tmp_
         "speedup",
         lambda self, one: speedup(self, one) + 10 * (one.kind == "features"),
     )
-    passes, states_at = [], state_cache.states_at
+    passes, states_at = [], states.states_at
     monkeypatch.setattr(
-        state_cache, "states_at", lambda *given: passes.append(given[1].index) or states_at(*given)
+        states, "states_at", lambda *given: passes.append(given[1].index) or states_at(*given)
     )
     recipe = job(tmp_path / "run", **AUTO)
     with monkeypatch.context() as killed:
         killed.setattr(train, "distil_draft", lambda *_: pytest.exit("killed"))
         with pytest.raises(pytest.exit.Exception):
             run(recipe)
-    assert passes == [*range(9), FIRST_HELD_OUT, FIRST_HELD_OUT + 1]
+    assert passes == [*range(9), FIRST_INDEX, FIRST_INDEX + 1]
     assert run(recipe) == 0
     assert len(passes) == 11
     assert read_followed(recipe.folder / HELD_OUT).seen

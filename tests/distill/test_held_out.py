@@ -323,7 +323,7 @@ def test_of_drafts_of_several_steps_the_first_token_is_followed(job, tmp_path, m
     monkeypatch.setattr(f"eval.decoding.drafters.{kind}.INT8_TERMS", 10**9, raising=False)
     drafter = load_drafter(str(recipe.folder / "draft"), target)
     found = []
-    for answer in held_out_answers(recipe.folder, pair.vocab_size):
+    for answer in held_out_answers(recipe.folder):
         ids, text = answer.prompt_ids.tolist(), answer.response_ids.tolist()
         states = dict.fromkeys(drafter.layers)
         teacher_forced_logits(target.decoder, [*ids, *text[:-1]], len(ids), states)
