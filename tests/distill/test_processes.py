@@ -30,10 +30,10 @@ NEEDS_DEEPSPEED = pytest.mark.skipif(
 # a run of few prompts that follows some of them all the same
 HOLDS_OUT = """
 import sys
-from distill import held_out, prompts
+from distill import held_out, prompt_sets
 from distill.train import main
 
-prompts.HELD_OUT_PART, prompts.HELD_OUT_FEWEST, held_out.SHARE = 4, 1, 10.0
+prompt_sets.HELD_OUT_PART, prompt_sets.HELD_OUT_FEWEST, held_out.SHARE = 4, 1, 10.0
 sys.exit(main(sys.argv[1:]))
 """
 
