@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,6 @@ def model_card(run: Path, report: Report, found: Found) -> str:
         config = read_json(found.adapter / ADAPTER_CONFIG)
         base_model = str(config["base_model_name_or_path"])
         about = {"base": base_model, "sha256": read_json(found.adapter / BASE)["base_sha256"]}
-    numbers = _numbers(report, name, draft)
     tags = ["speculative-decoding", "draft-model", "draftsmith", *(["lora"] if about else [])]
     card = ModelCard.from_template(
         ModelCardData(
@@ -83,12 +83,9 @@ def model_card(run: Path, report: Report, found: Found) -> str:
             tags=tags + [re.sub(r"\W+", "-", domain).lower()] * bool(domain),
             model_name=f"{short_name(spec)}-draft{'-adapter' if about else ''}",
             eval_results=[
-                *(_result(report, label, value) for label, value, _ in numbers),
-                *(
-                    _result(one, f"speed-up in {engine}", one.last[1].speedup)
-                    for engine, one in found.engines.items()
-                    if isinstance(one, Report)
-                ),
+                _result(of, label, value)
+                for of, label, value in _numbers(report, name, draft, found.engines)
+                if value is not None
             ],
             target=public_name(spec),
         ),
@@ -105,8 +102,8 @@ def model_card(run: Path, report: Report, found: Found) -> str:
         domain=domain,
         report=report,
         draft=draft,
-        numbers=numbers,
-        looked_up=_looked_up(report, name),
+        looked_up=f"{name}+lookup" in report.drafts,
+        gains=[gain for gain in report.gain if gain.draft == name and gain.alpha],
         gamma=gamma,
         kind=recipe.get("drafter"),
         heads=not kinds()[recipe.get("drafter") or "pruned"].language_model,
@@ -154,22 +151,19 @@ def _vllm_command(target: str, draft: str, gamma: int, own_ids: bool, folder: Pa
 # --- Numbers and tables
 
 
-def _numbers(report: Report, name: str, draft: DraftReport) -> list[tuple[str, Measured, str]]:
-    """What the draft is worth: (label, number, unit)."""
-    numbers = [
-        ("alpha", draft.alpha, ""),
-        (f"tau (gamma {gamma_text(draft.gamma, draft.gamma_policy)})", draft.tau, ""),
-        ("speed-up", draft.speedup, "x"),
-        *((f"gain of alpha over `{g.over}`", g.alpha, "") for g in report.gain if g.draft == name),
-    ]
-    return [(label, value, unit) for label, value, unit in numbers if value]
-
-
-def _looked_up(report: Report, name: str) -> list[tuple[str, Measured, str]]:
-    """The same of the draft behind prompt lookup, where the run measured it."""
-    both = report.drafts.get(f"{name}+lookup")
-    numbers = [] if both is None else _numbers(report, "", both)
-    return [(f"{label}, looked up first", value, unit) for label, value, unit in numbers]
+def _numbers(
+    report: Report, name: str, draft: DraftReport, engines: EnginesFound
+) -> Iterator[tuple[Report, str, Measured | None]]:
+    """What the draft is worth, each number with the report that it is of."""
+    yield report, "alpha", draft.alpha
+    yield report, f"tau (gamma {gamma_text(draft.gamma, draft.gamma_policy)})", draft.tau
+    yield report, "speed-up", draft.speedup
+    for gain in report.gain:
+        if gain.draft == name:
+            yield report, f"gain of alpha over `{gain.over}`", gain.alpha
+    for engine, measured in engines.items():
+        if isinstance(measured, Report):
+            yield measured, f"speed-up in {engine}", measured.last[1].speedup
 
 
 def _result(report: Report, label: str, value: Measured) -> EvalResult:

@@ -368,10 +368,10 @@ class ServedTarget:
             if all(name in store for name in self.names):
                 return store  # whether the server still runs or not
         self._check_model()
-        card = next(c for c in self.server.models if c["id"] == self.server.model)
+        name, root = self.server.model, self._entry().get("root") or "not told"
         served = {
-            "target weights": f"served as {card['id']}, root {card.get('root') or 'not told'}",
-            "served model": card["id"],
+            "target weights": f"served as {name}, root {root}",
+            "served model": name,
             "dtype": "of the server",
         }
         return Store.of(served | what_decides_answers(self.recipe, self.target))
@@ -382,18 +382,22 @@ class ServedTarget:
 
     # --- what is refused
 
-    def _check_model(self) -> None:
-        server, names = self.server, [card["id"] for card in self.server.models]
-        if server.asked_model is None and len(names) > 1:
+    def _entry(self) -> dict[str, Any]:
+        """The target as the server lists it. Raises ServerError where it is not there."""
+        server, entries = self.server, {entry["id"]: entry for entry in self.server.models}
+        if server.asked_model is None and len(entries) > 1:
             raise ServerError(
-                f"{server.url} serves {', '.join(names)}; name the target with answer_model."
+                f"{server.url} serves {', '.join(entries)}; name the target with answer_model."
             )
-        if server.model not in names:
+        if server.model not in entries:
             raise ServerError(
-                f"{server.url} serves {', '.join(names)}, not {server.model!r}; correct "
+                f"{server.url} serves {', '.join(entries)}, not {server.model!r}; correct "
                 "answer_model or answer_url, or leave answer_model null."
             )
-        length = next(c for c in server.models if c["id"] == server.model).get("max_model_len")
+        return entries[server.model]
+
+    def _check_model(self) -> None:
+        server, length = self.server, self._entry().get("max_model_len")
         needed = max(map(len, self.prompts)) + self.recipe.answer_max_new_tokens
         if length is not None and length < needed:
             raise ServerError(
@@ -418,14 +422,13 @@ class ServedTarget:
         server = self.server
         body = {"model": server.model, "prompt": text, "add_special_tokens": False}
         try:
-            found = server.ask("/tokenize", body)
-            tokens = found.get("tokens") if isinstance(found, dict) else None
+            tokens = server.ask("/tokenize", body).get("tokens")
         except ServerError as error:
             if error.status not in NO_ROUTE:
                 raise
-            one = replace(self._request(), max_tokens=1)
-            found = server.ask("/v1/completions", one.body(text), " to a text")
-            tokens = found["choices"][0].get("prompt_token_ids")
+            body = replace(self._request(), max_tokens=1).body(text)
+            answer = server.ask("/v1/completions", body, " to a text")
+            tokens = answer["choices"][0].get("prompt_token_ids")
         if not isinstance(tokens, list):
             raise ServerError(
                 f"{server.url} does not tell how it cuts a text into tokens (neither /tokenize nor "

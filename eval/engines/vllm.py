@@ -19,7 +19,7 @@ from tqdm import tqdm
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
 from eval.engines.counters import read_series, total
-from eval.engines.driven import decoding, missing, prompts_used
+from eval.engines.driven import MISSING, decoding, prompts_used
 from eval.engines.server import Server, ServerError
 from eval.measuring.build import build_report
 from eval.measuring.log import DraftLog, Floats, PromptRun, RunLog
@@ -29,6 +29,13 @@ from eval.prompts import Prompt, PromptSet
 from eval.reporting.report import Report
 
 NAME = "served"  # of the draft in the report
+# Fields that are made from blocks.
+BLOCKS = "tau mean_drafted accepted_over_drafted per_position decode_speedup"
+UNTOLD = {
+    **MISSING,
+    **dict.fromkeys(BLOCKS.split(), "it counts cut blocks and no others apart: see counters"),
+    "memory": "it does not tell what its models weigh",
+}
 
 
 @dataclass(frozen=True)
@@ -132,7 +139,7 @@ def measure_servers(
     lacking = {
         "prompts": failure,
         "lossless": greedy_failure,
-        **missing("vllm"),
+        **UNTOLD,
         "counters": no_counters,
     }
     draft = DraftLog(

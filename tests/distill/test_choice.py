@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from distill import budget, choice, held_out, prompts, train
+from distill import budget, choice, held_out, train
 from distill.budget import adopted
 from distill.choice import KINDS, chosen_before, with_choice
 from distill.held_out import FIRST_INDEX, HELD_OUT, read_followed
@@ -74,8 +74,8 @@ def test_a_run_goes_on_with_what_was_chosen(job, tmp_path, monkeypatch):
 
 def test_a_chosen_draft_that_reads_states_is_followed_and_gone_on_with(job, tmp_path, monkeypatch):
     """Prompts are held out before the kind is known; the states made for the choice are kept."""
-    monkeypatch.setattr(prompts, "HELD_OUT_PART", 4)
-    monkeypatch.setattr(prompts, "HELD_OUT_FEWEST", 1)
+    monkeypatch.setattr(prompt_sets, "HELD_OUT_PART", 4)
+    monkeypatch.setattr(prompt_sets, "HELD_OUT_FEWEST", 1)
     monkeypatch.setattr(held_out, "SHARE", 10.0)
     monkeypatch.setattr(choice, "KINDS", ("pruned", "features"))
     speedup = choice.Comparison.speedup

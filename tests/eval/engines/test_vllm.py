@@ -174,7 +174,7 @@ def test_a_whole_report_of_two_servers(fake):
     assert {entry.field for entry in draft.missing} >= {"alpha", "tau", "c", "memory"}
     for rendered in (render_markdown(report), render_page(report)):
         assert "Counters of the server" in rendered
-        assert "served, alpha, atlas: a server does not give the distributions" in rendered
+        assert "served, alpha, atlas: it gives no distributions" in rendered
         assert "decode efficiency" not in rendered.split("What the numbers mean")[0]
 
 
