@@ -13,9 +13,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from align.sources import read_json
+from align.sources import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json
 from align.token_bytes import Token, is_used
-from align.vocabulary import ADAPTER, SPECIAL_NAMES, Vocabulary, open_safetensors
+from align.vocabulary import SPECIAL_NAMES, Vocabulary, open_safetensors
 
 Relation = Literal[
     "identical", "padded", "permuted", "subset", "superset", "intersection", "disjoint"
@@ -526,14 +526,14 @@ def _heads(pair: Comparison) -> Iterator[Found]:
 
 def _adapters(pair: Comparison) -> Iterator[Found]:
     for one in pair.each:
-        path = one.folder / "adapter_config.json"
+        path = one.folder / ADAPTER_CONFIG
         config = read_json(path) if path.is_file() else {}
         names = config.get("modules_to_save") or []
         touched = [name for name in names if "embed" in name or "lm_head" in name]
         if touched or config.get("trainable_token_indices"):
             yield error(
                 f"{one.spec} holds an adapter that trains {touched or 'single token rows'} beside "
-                f"its model ({ADAPTER} is not read here).",
+                f"its model ({ADAPTER_WEIGHTS} is not read here).",
                 "merge it with peft's merge_and_unload and name the merged folder",
             )
 

@@ -7,7 +7,10 @@ import datetime
 import gc
 import os
 import platform
+import re
+import shutil
 import sys
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -95,9 +98,7 @@ def use_machine(processes: int = 1) -> None:
     # read by MKL and oneDNN at their first call; what is set already is the user's choice
     os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
-    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None  # not on a Mac
-    cores = len(mine) if mine else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // processes))
+    torch.set_num_threads(max(1, _cores() // processes))
     if _GLIBC:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, _KEPT)
@@ -113,3 +114,45 @@ def free_memory() -> None:
     gc.collect()
     if _GLIBC:
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def machine_lines(memory: int, disk: int, folder: Path, on_gpu: bool) -> list[str]:
+    """This machine, against what a run needs of it: bytes at its peak, and on disk in `folder`."""
+    about = _read("/proc/cpuinfo")
+    name = re.search(r"^model name\s*: (.+)$", about, flags=re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*: (.+)$", about, flags=re.MULTILINE)
+    bf16 = {"amx_bf16", "avx512_bf16", "bf16"} & set(flags[1].split() if flags else ())
+    speed = ", ".join(sorted(bf16)) or "no products in bf16: they are emulated, and slow"
+    cpu = f"{_cores()} cores of {name[1] if name else platform.machine()} ({speed})"
+    lines = [f"machine: Python {platform.python_version()}, torch {torch.__version__}, {cpu}"]
+    here = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = {"memory": _free_memory(), f"disk of {here}": shutil.disk_usage(here).free}
+    if on_gpu and torch.cuda.is_available():
+        lines[0] += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+        free["memory"] = torch.cuda.mem_get_info()[0]
+    for (what, there), needed in zip(free.items(), (memory, disk), strict=True):
+        enough = "" if there >= needed else ": TOO LITTLE (docs/troubleshooting.md)"
+        lines.append(f"{what}: {needed / 2**30:.1f} GiB needed, {there / 2**30:.1f} free{enough}")
+    return lines
+
+
+def _cores() -> int:
+    """That this process may use."""
+    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None  # not on a Mac
+    return len(mine) if mine else os.cpu_count() or 1
+
+
+def _free_memory() -> int:
+    """Bytes that this process may still take: of the machine and of its control group."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if left := re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"), flags=re.MULTILINE):
+        free = int(left[1]) * 1024
+    limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
+    if limit.isdecimal() and used.isdecimal():
+        return min(free, int(limit) - int(used))
+    return free
+
+
+def _read(path: str) -> str:
+    """A file of Linux; empty on other systems."""
+    return Path(path).read_text(encoding="utf-8") if Path(path).exists() else ""

@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from align.atomic import atomic_folder
-from align.sources import read_json, resolve_checkpoint
+from align.sources import ADAPTER_WEIGHTS, merge_adapter, read_json, resolve_checkpoint
 from distill.recipe import OWN, Recipe, RecipeError
-from eval.decoding.adapters import BASE, WEIGHTS
+from eval.decoding.drafters.adapter import BASE
 from eval.decoding.target import weights_sha256
 
 KEPT = "adapter"
@@ -98,12 +98,10 @@ def merged(recipe: Recipe, trained: Any) -> PreTrainedModel:
         trained.save_pretrained(str(partial), save_embedding_layers=False)
         (partial / "README.md").unlink()  # peft's
         dtype = getattr(torch, recipe.dtype)
-        tensors = {k: v.to(dtype) for k, v in load_file(partial / WEIGHTS).items()}
-        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        tensors = {k: v.to(dtype) for k, v in load_file(partial / ADAPTER_WEIGHTS).items()}
+        save_file(tensors, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         (partial / BASE).write_text(json.dumps(_what_it_is_for(recipe), indent=2))
-    whole: Any = PeftModel.from_pretrained(trained.unload(), str(folder))
-    model: PreTrainedModel = whole.merge_and_unload(safe_merge=True)
-    return model
+    return merge_adapter(trained.unload(), str(_base_folder(recipe)), folder)
 
 
 def _base_folder(recipe: Recipe) -> Path:

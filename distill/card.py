@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from align.sources import read_json, split_adapter
+from align.sources import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json, split_adapter
 from distill.models import HEADS
 from distill.recipe import read_yaml
 from distill.reload import OWN_IDS, Reloaded
-from eval.decoding.adapters import BASE, CONFIG, WEIGHTS
-from eval.decoding.target import weights_sha256
+from eval.decoding.drafters.adapter import BASE
 from eval.engines.environments import ENGINES
 from eval.engines.installed import serve_command
 from eval.engines.server import ServerError
-from eval.reporting.report import DraftReport, Measured, Report, read_report
-from eval.reporting.tables import DEFINITIONS, Table, bank_tables, gamma_text, shown, size, tables
+from eval.reporting.report import DraftReport, Measured, Report
+from eval.reporting.tables import DEFINITIONS, Table, gamma_text, shown, size, tables
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
 TABLES = ("Acceptance by position", "By category")  # of the report, which the card repeats
@@ -124,15 +123,11 @@ def model_card(run: Path, report: Report, found: Found) -> str:
 
 
 def adapter_card(run: Path, report: Report, found: Found, adapter: Path) -> str:
-    """The card of an adapter that is published alone.
-
-    Its row of the matrix is of the bank that the run's folder lies in, if that measured just these
-    weights.
-    """
+    """The card of an adapter that is published alone."""
     recipe = read_yaml(run / "recipe.yaml")
     name, draft = report.tuned
     spec, domain = str(recipe["target"]), str(recipe.get("domain", "")).strip()
-    base = str(read_json(adapter / CONFIG)["base_model_name_or_path"])
+    base = str(read_json(adapter / ADAPTER_CONFIG)["base_model_name_or_path"])
     measured = found.forms["adapter"][1]
     card = ModelCard.from_template(
         ModelCardData(
@@ -153,27 +148,13 @@ def adapter_card(run: Path, report: Report, found: Found, adapter: Path) -> str:
         base=base,
         base_sha256=read_json(adapter / BASE)["base_sha256"],
         domain=domain,
-        bytes=(adapter / WEIGHTS).stat().st_size,
+        bytes=(adapter / ADAPTER_WEIGHTS).stat().st_size,
         again=measured if isinstance(measured, str) else f"alpha {shown(measured.alpha, '.3f')}",
         report=report,
         eval_prompts=public_name(report.prompts.source),
         numbers=_numbers(report, name, draft),
-        matrix=_matrix_row(run, adapter),
     )
     return f"{card}\n"
-
-
-def _matrix_row(run: Path, adapter: Path) -> Table | None:
-    path = run.parent / "report" / "report.json"
-    if not path.is_file():
-        return None
-    report = read_report(path)
-    measured = report.drafts.get(run.name)
-    if report.bank is None or measured is None or measured.sha256 != weights_sha256(str(adapter)):
-        return None
-    matrix = bank_tables(report)[0]
-    rows = [row for row in matrix.rows if row[0].startswith(f"{run.name} on ")]
-    return replace(matrix, rows=rows)
 
 
 def overlap_of(run: Path, report: Report) -> float | None:

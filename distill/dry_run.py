@@ -11,11 +11,12 @@ import sys
 
 import torch
 
+from align.process import machine_lines
 from align.sources import load_config, weights_at_hand
 from distill.budget import UNPLANNED, most_answers, split
 from distill.choice import Comparison
 from distill.drafters.base import kind_of
-from distill.memory import PROMPT_TOKENS, columns, needs, summary, table
+from distill.memory import PROMPT_TOKENS, RUNTIME, columns, needs, summary, table
 from distill.models import Pair, TargetOfRun, check_models, load_target
 from distill.prompts import Prompts, collect_prompts
 from distill.recipe import Recipe
@@ -57,12 +58,16 @@ def price_run(recipe: Recipe) -> int:
 
 
 def print_needs(recipe: Recipe) -> None:
-    """Print what each stage needs of memory and where it fits; fetches no more than configs."""
+    """Print what each stage needs and what is here; of the Hub no more than configs are fetched."""
     draft = None if recipe.draft is None else load_config(recipe.draft)
     found = needs(recipe, load_config(recipe.target), draft, target_here=recipe.answers == "local")
     print(f"memory at most, for prompts of up to {PROMPT_TOKENS} tokens, from the configs alone:")
     print(columns(*table(found)))
     print(summary(found))
+    disk = found.answers_on_disk + found.states_on_disk + found.checkpoint
+    on_gpu = not recipe.training.get("use_cpu", False)
+    for line in machine_lines(found.peak + RUNTIME, disk, recipe.folder, on_gpu):
+        print(line)
 
 
 def why_not_timed(recipe: Recipe) -> str | None:

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from align.atomic import atomic_folder
-from align.sources import read_json, resolve_checkpoint, resolve_file
+from align.sources import ADAPTER_CONFIG, read_json, resolve_checkpoint, resolve_file
 from align.to_gguf import write_gguf
 from distill.adapters import KEPT, base_draft
 from distill.card import in_one_file, public_name, short_name
 from distill.models import HEADS
 from distill.recipe import read_yaml
 from distill.reload import Form
-from eval.decoding.adapters import CONFIG, AdapterError
+from eval.decoding.drafters.adapter import AdapterError
 
 GGUF_KINDS = ("f16", "q8_0", "q4_0")
 WHOLE = ("f16",)  # kinds that keep the weights as they are: their alpha must be the run's
@@ -124,8 +124,9 @@ def export_adapter(run: Path, folder: Path, base: str | None) -> list[Form]:
 
 
 def _name_base(adapter: Path, base: str) -> None:
-    config = read_json(adapter / CONFIG)
-    (adapter / CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": base}, indent=2))
+    path = adapter / ADAPTER_CONFIG
+    config = read_json(path) | {"base_model_name_or_path": base}
+    path.write_text(json.dumps(config, indent=2))
 
 
 def export_target(spec: str, folder: Path) -> None:

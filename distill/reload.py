@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft import PeftModel
 from safetensors import safe_open
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from align.sources import load_model, read_json
 from distill.models import target_device
 from distill.recipe import read_yaml
 from eval.decoding.build import build_decoder
+from eval.decoding.drafters.adapter import merged_in_fp32
 from eval.decoding.drafters.checkpoint import teacher_forced_logits
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.forward import HiddenStates
@@ -259,11 +259,7 @@ def _plain(form: Form, target: Target) -> Forced:
     if form.base is None:
         model = load_model(str(form.path), dtype)
     else:
-        whole: Any = PeftModel.from_pretrained(load_model(form.base, torch.float32), form.path)
-        model = whole.merge_and_unload().eval()
-        for weight in model.parameters():
-            # and not the rotary frequencies, as in a checkpoint
-            weight.data = weight.data.to(dtype)
+        model = merged_in_fp32(load_model(form.base, torch.float32), form.base, form.path, dtype)
     model = model.to(device)
 
     def forced(ids: list[int], text: list[int], how: Sequence[Sampling]) -> Iterator[Tensor]:

@@ -21,7 +21,7 @@ from distill.recipe import Recipe
 from distill.state_cache import layers_read
 from distill.trainer import build_trainer, training_config
 from eval.decoding.drafters.base import timed_step
-from eval.decoding.forward import Reader
+from eval.decoding.forward import Decoder
 from eval.decoding.target import Target
 from eval.measuring.agreement import BATCH
 from eval.measuring.replay import ROWS, TEXT_TOKENS
@@ -32,7 +32,7 @@ SPEEDUPS = (1.0, 1.3, 1.7)  # taken for granted of the untuned, the tuned draft,
 PLACE = 4  # steps of the target that drafting and verifying at a place of ROWS texts takes
 
 
-def batched_step(decoder: Reader, rows: int, at: int) -> float:
+def batched_step(decoder: Decoder, rows: int, at: int) -> float:
     """Seconds of one step of the target for so many rows, each `at` tokens in."""
     cache = decoder.new_cache(rows, at + 1)
     token = torch.zeros((rows, 1), dtype=torch.long, device=decoder.device)

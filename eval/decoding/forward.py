@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -116,7 +116,7 @@ def starts(positions: list[int]) -> int | Tensor:
 HiddenStates = dict[int, Tensor | None]  # by layer; None until a forward has put them in
 
 
-class Reader(Protocol):
+class Decoder(Protocol):
     """What generation needs of a model, draft or target."""
 
     embedding: Tensor
@@ -146,18 +146,6 @@ class Reader(Protocol):
         host (which then waits for no device) or the device. Their keys and values are written to
         `cache`. states: for each layer that is a key, its hidden states [B, T, H] are put in.
         """
-        ...
-
-
-class Decoder(Reader, Protocol):
-    """A model whose layers can be exchanged."""
-
-    def layer_bytes(self) -> int:
-        """Of its own bytes, those of its layers."""
-        ...
-
-    def with_layers(self, model: PreTrainedModel) -> Self:
-        """This decoder with the layers of another model of its shape; all else is shared."""
         ...
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from eval.decoding.forward import HiddenStates, Reader
+from eval.decoding.forward import Decoder, HiddenStates
 from eval.decoding.verification import Sampling, argmax, inverse_cdf, warp
 
 SLACK = 32  # free slots: a step reads every slot of the cache, and resizing it reads all of it
@@ -40,7 +40,7 @@ def prefill_groups(prompts: Sequence[list[int]]) -> list[list[int]]:
 
 
 def generate_batched(
-    target: Reader,
+    target: Decoder,
     prompts: list[list[int]],
     max_new_tokens: int,
     stops: frozenset[int],

@@ -14,11 +14,10 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from eval.decoding.forward import HiddenStates, KVCache
 from eval.decoding.lean import LeanDecoder
@@ -75,15 +74,12 @@ class GraphedDecoder:
         self.lean, self.record = lean, record
         self.embedding, self.device, self.dtype = lean.embedding, lean.device, lean.dtype
         self.context_length = lean.context_length
-        self.own_bytes, self.layer_bytes = lean.own_bytes, lean.layer_bytes
+        self.own_bytes = lean.own_bytes
         self._free: dict[int, list[StaticCache]] = defaultdict(list)  # by slots
         self._numbers = itertools.count()
         self._recorded: dict[tuple[Any, ...], Callable[[], list[Tensor]]] = {}
         self._tokens: dict[int, Tensor] = {}  # by width
         self._start = torch.zeros(1, dtype=torch.long, device=lean.device)
-
-    def with_layers(self, model: PreTrainedModel) -> Self:
-        return type(self)(self.lean.with_layers(model), self.record)
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
         if rows > 1:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -115,12 +114,6 @@ class LeanDecoder:
             self.product(mlp.down_proj),
         )
 
-    def with_layers(self, model: PreTrainedModel) -> Self:
-        other = copy.copy(self)
-        body: Any = model.model
-        other.layers = [self._layer(layer) for layer in body.layers]
-        return other
-
     def _scale(self, norm: Any) -> Tensor:
         weight: Tensor = norm.weight.detach()
         # a copy: one tensor of a mapped file would keep in memory all that was read of it
@@ -130,9 +123,6 @@ class LeanDecoder:
         tied = self.head.weight is self.embedding
         head = self.head.bias if tied else self.head
         return nested_bytes((*self.layers, self.final_norm, head, self.masks))
-
-    def layer_bytes(self) -> int:
-        return nested_bytes(tuple(self.layers))
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
         shape = (rows, self.key_heads, cpu_bits.whole_blocks(slots), self.head_size)

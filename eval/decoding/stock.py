@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,15 +115,6 @@ class StockDecoder:
         shared = self.embedding.data_ptr()
         own = sum(p.nbytes for p in self.model.parameters() if p.data_ptr() != shared)
         return own + nested_bytes(self.masks)
-
-    def layer_bytes(self) -> int:
-        tensors = self.model.state_dict(keep_vars=True).items()
-        return sum(t.nbytes for name, t in tensors if ".layers." in name)
-
-    def with_layers(self, model: PreTrainedModel) -> Self:
-        other = copy.copy(self)
-        other.model = model
-        return other
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
         config = self.config

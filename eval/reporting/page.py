@@ -219,25 +219,6 @@ def memory_rows(drafts: Drafts, colours: dict[str, str]) -> list[tuple[str, str,
     return rows
 
 
-def bank_maps(report: Report) -> list[dict[str, Any]]:
-    """Heat maps of a bank: (draft, cells), a cell being (number, its place from least to most)."""
-    if (bank := report.bank) is None:
-        return []
-    maps = []
-    for title, key in (("alpha", "alpha"), ("speed-up", "speedup")):
-        rows = [(name, [getattr(cell, key) for cell in bank.row(name)]) for name in report.drafts]
-        means = [value.mean for _, values in rows for value in values if value is not None]
-        if not means:
-            continue
-        low, span = min(means), max(max(means) - min(means), 1e-9)
-        placed = [
-            (name, [(v, 0.0 if v is None else (v.mean - low) / span) for v in values])
-            for name, values in rows
-        ]
-        maps.append({"title": title, "domains": bank.domains, "rows": placed})
-    return maps
-
-
 def _environment() -> Environment:
     here = Path(__file__).parent
     environment = Environment(
@@ -285,7 +266,6 @@ def render_page(report: Report) -> str:
             gamma_chart=gamma_chart(report.drafts, colours),
             acceptance_charts=acceptance_charts(report.drafts, colours),
             colours=colours,
-            bank_maps=bank_maps(report),
             memory=memory_rows(report.drafts, colours),
             atlases=[(n, report.drafts[n].atlas) for n in order if report.drafts[n].atlas],
             verdicts=verdict_lines(report),

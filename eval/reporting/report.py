@@ -487,55 +487,6 @@ class Gain(Part):
     speedup: Measured
 
 
-class BankCell(Part):
-    """One draft on one domain's prompts; null where none of them was timed, or for the base."""
-
-    draft: str
-    domain: str
-    alpha: Share
-    speedup: Measured | None
-    alpha_over_base: Measured | None = Field(description="paired by prompt; so below")
-    speedup_over_base: Measured | None
-
-
-class BankAdapter(Part):
-    """What one adapter takes, and what it costs the other domains."""
-
-    name: str
-    bytes: Positive = Field(description="of its file")
-    of_base: Quantity = Field(description="these bytes over the base draft's")
-    swap_ms: Quantity = Field(
-        description="to make its layers anew in memory, the base staying as it is"
-    )
-    forgetting: Measured | None = Field(
-        description="alpha of the base less its own, on the other domains' prompts, paired; "
-        "negative where it helps them, too."
-    )
-
-
-class RoutingFound(Part):
-    """How requests of all domains together are served by adapters that are chosen for each."""
-
-    accuracy: Share = Field(description="share of prompts that get their own domain's adapter")
-    route_ms: Quantity = Field(description="mean time to choose, of one request")
-    gain: list[Gain] = Field(description="the routed draft over another, on all prompts, paired")
-
-
-class Bank(Part):
-    """Adapters of one base draft, on every domain's prompts."""
-
-    base: str
-    base_bytes: Positive
-    domains: list[str]
-    cells: list[BankCell]
-    adapters: list[BankAdapter]
-    routing: RoutingFound | None = Field(description="null: there is one adapter only")
-
-    def row(self, draft: str) -> list[BankCell]:
-        """A draft's cells, in the order of `domains`."""
-        return [cell for cell in self.cells if cell.draft == draft]
-
-
 class Baseline(Part):
     """The target without a draft."""
 
@@ -648,7 +599,6 @@ class Findings(Part):
     prompts: PromptsUsed
     drafts: dict[str, DraftReport] = Field(min_length=1, description="by name")
     gain: list[Gain] = Field(description="difference to the draft named, on the same prompts.")
-    bank: Bank | None = Field(default=None, description="where adapters were measured together")
     provenance: dict[str, JsonValue]
     forecast: Forecast | None = Field(
         None, description="what more training data would bring; null: see `no_forecast`"

@@ -48,16 +48,6 @@ BATCH_NOTE = (
     "ledger; in fp32 they are the same."
 )
 
-BANK = "Drafts and domains"
-BANK_NOTE = (
-    "Every draft on every domain's held-out prompts; over the base: paired by prompt. The draft "
-    "length of each is chosen on prompts of all domains together."
-)
-ADAPTERS_NOTE = (
-    "Bytes of the adapter's file. Swap: its layers made anew in memory, the base staying as it is; "
-    "where all are kept, none is needed. Forgetting: alpha of the base less the adapter's, on the "
-    "other domains' prompts, paired."
-)
 
 PLACEMENT_NOTE = (
     "The draft's own step taken as measured here, the link as stated, not measured. A block moves "
@@ -269,18 +259,6 @@ GAINS: Cells = [
     ("over", "over", str),
     *((label, field, "{:+.2f}".format) for label, field, _ in _fields("", "alpha tau speedup")),
 ]
-MATRIX: Cells = [
-    ("alpha", "alpha", shown),
-    ("over the base", "alpha_over_base", "{:+.2f}".format),
-    ("speed-up", "speedup", shown),
-    ("over the base", "speedup_over_base", "{:+.2f}".format),
-]
-ADAPTERS: Cells = [
-    ("bytes", "bytes", "{:,}".format),
-    ("of the base", "of_base", "{:.1%}".format),
-    ("swap", "swap_ms", "{:.1f} ms".format),
-    ("forgetting", "forgetting", "{:+.3f}".format),
-]
 RULES: Cells = [
     ("temp.", "temperature", "{:g}".format),
     ("rejection sampling", "exact", shown),
@@ -385,28 +363,6 @@ def ledger_table(report: Findings) -> Table:
     return _table("Tie ledger", "draft", worst, LEDGER, note)
 
 
-def bank_tables(report: Findings) -> list[Table]:
-    """The matrix of a bank, its adapters, and what routing among them is worth."""
-    bank = report.bank
-    if bank is None:
-        return []
-    cells = ((f"{cell.draft} on {cell.domain}", cell) for cell in bank.cells)
-    found = [
-        _table(BANK, "draft and domain", cells, MATRIX, BANK_NOTE),
-        _table(
-            "Adapters", "adapter", ((a.name, a) for a in bank.adapters), ADAPTERS, ADAPTERS_NOTE
-        ),
-    ]
-    if (routing := bank.routing) is not None:
-        note = (
-            f"Adapters chosen by request: {routing.accuracy:.1%} of the prompts get their own "
-            f"domain's, chosen in {routing.route_ms:.1f} ms. All domains' prompts together, paired."
-        )
-        gains = ((one.draft, one) for one in routing.gain)
-        found.append(_table("Routing", "draft", gains, GAINS, note))
-    return found
-
-
 def _setting(report: Findings) -> list[list[Any]]:
     """What was run, on what, with which prompts."""
     prompts = report.prompts
@@ -504,7 +460,6 @@ def tables(report: Report) -> list[Table]:
     found = [
         result_table(report),
         _table("Gain", "draft", gains, GAINS),
-        *bank_tables(report),
         _by_draft("Counters of the server", report, COUNTERS, COUNTERS_NOTE),
         *_charted(report),
         _by_item(

@@ -18,7 +18,6 @@ from eval.reporting.report import Findings, Report
 from eval.reporting.tables import (
     DEFINITIONS,
     Table,
-    bank_tables,
     baseline_line,
     forecast_line,
     lossless_line,
@@ -69,8 +68,6 @@ def print_summary(report: Report, console: Console | None = None) -> None:
         grid.add_row(label, *cells, style="bold" if label in ("alpha", "speed-up") else "")
     console.print()
     console.print(grid)
-    for table in bank_tables(report):
-        console.print(_listed(table))
     console.print()
     lines = [
         (
@@ -89,15 +86,6 @@ def print_summary(report: Report, console: Console | None = None) -> None:
     for line, style in [*lines, (report.headline, "bold")]:
         # Text, not markup: a path or a range in brackets must not be read as a style
         console.print(Text(line, style=style))
-
-
-def _listed(table: Table) -> Grid:
-    grid = Grid(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
-    for name in table.header:
-        grid.add_column(Text(name))
-    for row in table.rows:
-        grid.add_row(*map(Text, row))
-    return grid
 
 
 def _grid(table: Table) -> list[str]:

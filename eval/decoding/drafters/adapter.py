@@ -1,77 +1,77 @@
-"""Adapters on a base draft that is in memory once (`adapter:FOLDER`, or `adapter:FOLDER@BASE`).
+"""A LoRA adapter on its base draft, merged when it is loaded: `adapter:FOLDER[@BASE]`.
 
-An adapter is merged into copies of the layers that it changes: a step takes no longer than the
-base's, and eight bits round what a merged draft would have. The embedding, the head and the last
-norm stay the base's own. A swap makes the layers of one adapter anew and reads nothing of the base
-from disk; where all are kept, it is the choice of a decoder.
+FOLDER is as peft wrote it; base.json, which draftsmith adds, has the hashes of the base's weights
+in each of its forms.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
-from align.sources import load_model, resolve_checkpoint
-from eval.decoding.adapters import Adapter, AdapterError, adapted, averaged, read_adapter
-from eval.decoding.drafters.base import DecoderDrafter, Drafter
+from align.sources import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    check_adapter,
+    load_model,
+    merge_adapter,
+    read_json,
+    resolve_checkpoint,
+)
+from align.vocabulary import refuse_adapter_with_rows
+from eval.decoding.drafters.base import Drafter
 from eval.decoding.drafters.loading import checkpoint_drafter
 from eval.decoding.drafters.pruned import load_compact, pruned_drafter
 from eval.decoding.target import Target, weights_sha256
 
+BASE = "base.json"
 
-class SharedBase:
-    """A base draft: `plain` as it stands, and drafters of adapters on it."""
 
-    def __init__(self, spec: str, target: Target, strategy: str) -> None:
-        found = (Path(spec) / "compact", Path(spec))
-        folder = next((one for one in found if (one / "compact.json").is_file()), None)
-        self.spec = spec
-        self.weights = str(folder or resolve_checkpoint(spec))
-        if folder is not None:
-            self.model, token_ids = load_compact(folder, target.decoder.embedding)
-            self.plain: DecoderDrafter = pruned_drafter(self.model, token_ids, target)
-        else:
-            loaded: Any = load_model(spec, target.decoder.dtype)
-            self.model = loaded.to(target.decoder.device)
-            self.plain = checkpoint_drafter(self.model, spec, target, strategy)
-            if self.plain.vocabulary["strategy"] in ("remap", "transplant"):
-                raise AdapterError(
-                    f"{spec} was moved onto the target's tokens when it was loaded, and its "
-                    "adapters are for what it was moved to; use the merged draft."
-                )
-        self.plain.path = self.weights
-
-    def drafter(self, adapter: Adapter) -> DecoderDrafter:
-        """The base with that adapter. Raises AdapterError for one of another base."""
-        if adapter.base_sha256 and weights_sha256(self.weights) not in adapter.base_sha256:
-            raise AdapterError(
-                f"{adapter.path} was trained on another base than {self.spec} (sha256 "
-                f"{adapter.base_sha256[0][:12]}…); name its own as adapter:FOLDER@BASE, or train "
-                "it again on this one."
-            )
-        return self.on_base(adapter)
-
-    def on_base(self, adapter: Adapter) -> DecoderDrafter:
-        """A swap: the adapter's layers made anew."""
-        return self._of(adapted(self.model, adapter), str(adapter.path))
-
-    def average(self, adapters: Sequence[Adapter]) -> DecoderDrafter:
-        """One draft with the mean of the adapters' weights."""
-        models = [adapted(self.model, adapter) for adapter in adapters]
-        names = ", ".join(str(adapter.path) for adapter in adapters)
-        return self._of(averaged(self.model, models), f"mean of {names}")
-
-    def _of(self, model: PreTrainedModel, path: str) -> DecoderDrafter:
-        decoder = self.plain.decoder.with_layers(model)
-        return dataclasses.replace(self.plain, decoder=decoder, path=path)
+class AdapterError(ValueError):
+    """An adapter that cannot be used: which, why, and what to do."""
 
 
 def load(spec: str, target: Target, strategy: str) -> Drafter:
-    """Of `adapter:FOLDER` or `adapter:FOLDER@BASE`."""
-    folder, _, base = spec.partition(":")[2].partition("@")
-    adapter = read_adapter(Path(folder))
-    return SharedBase(base or adapter.base, target, strategy).drafter(adapter)
+    """Without BASE the adapter's own config names it.
+
+    Raises AdapterError for another base than the adapter's, SourceError for what is no adapter.
+    """
+    name, _, base = spec.partition(":")[2].partition("@")
+    folder = Path(name)
+    check_adapter(folder)
+    refuse_adapter_with_rows(folder / ADAPTER_WEIGHTS)
+    base = base or read_json(folder / ADAPTER_CONFIG)["base_model_name_or_path"]
+    places = (Path(base) / "compact", Path(base))
+    compact = next((place for place in places if (place / "compact.json").is_file()), None)
+    _check_base(folder, base, compact or resolve_checkpoint(base))
+    dtype = target.decoder.dtype
+    drafter: Drafter
+    if compact is not None:
+        model, token_ids = load_compact(compact, target.decoder.embedding)
+        drafter = pruned_drafter(merged_in_fp32(model, base, folder, dtype), token_ids, target)
+    else:
+        model = merged_in_fp32(load_model(base, torch.float32), base, folder, dtype)
+        drafter = checkpoint_drafter(model, base, target, strategy)
+    drafter.path = name
+    return drafter
+
+
+def _check_base(folder: Path, base: str, weights: Path) -> None:
+    hashes = read_json(folder / BASE)["base_sha256"] if (folder / BASE).is_file() else []
+    if hashes and weights_sha256(str(weights)) not in hashes:
+        raise AdapterError(
+            f"{folder} was trained on another base than {base} (sha256 {hashes[0][:12]}…); name "
+            "its own as adapter:FOLDER@BASE, or train it again on this one."
+        )
+
+
+def merged_in_fp32(
+    model: PreTrainedModel, base: str, adapter: Path, dtype: torch.dtype
+) -> PreTrainedModel:
+    """The model with the adapter merged and rounded once, as a run's own draft is made."""
+    whole = merge_adapter(model.float(), base, adapter)
+    for weight in whole.parameters():  # and not the rotary frequencies
+        weight.data = weight.data.to(dtype)
+    return whole.eval()

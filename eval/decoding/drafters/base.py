@@ -213,32 +213,25 @@ class DecoderDrafter(Drafter):
 
 
 class GroupedRows(Session):
-    """Sessions side by side, each on rows of the batch that are its own."""
+    """Sessions side by side, one a row of the batch."""
 
-    def __init__(self, sessions: list[Session], rows: list[list[int]] | None = None) -> None:
-        """rows: of each session; None where each is on one row."""
+    def __init__(self, sessions: list[Session]) -> None:
         self.sessions = sessions
-        self.rows = [[row] for row in range(len(sessions))] if rows is None else rows
 
     def propose(self, count: int, stop_below: float) -> Proposal:
-        made = [session.propose(count, stop_below) for session in self.sessions]
-        if len(made) == 1:
-            return made[0]
-        return merged(made, self.rows, sum(map(len, self.rows)), stop_below)
+        proposals = [session.propose(count, stop_below) for session in self.sessions]
+        if len(proposals) == 1:
+            return proposals[0]
+        rows = len(proposals)
+        return merged(proposals, [[row] for row in range(rows)], rows, stop_below)
 
     def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
-        for session, rows in zip(self.sessions, self.rows, strict=True):
-            at = _index(rows)
-            own = {layer: None if v is None else v[at] for layer, v in states.items()}
-            session.commit([emitted[i] for i in rows], [accepted[i] for i in rows], own)
+        for row, session in enumerate(self.sessions):
+            of_row = {k: None if v is None else v[row : row + 1] for k, v in states.items()}
+            session.commit([emitted[row]], [accepted[row]], of_row)
 
     def keep(self, rows: list[int]) -> None:
-        left = []
-        for session, own in zip(self.sessions, self.rows, strict=True):
-            if kept := [row for row in rows if row in own]:
-                session.keep([own.index(row) for row in kept])
-                left.append((session, [rows.index(row) for row in kept]))
-        self.sessions, self.rows = [one for one, _ in left], [own for _, own in left]
+        self.sessions = [self.sessions[row] for row in rows]
 
 
 def _index(rows: list[int]) -> slice | list[int]:

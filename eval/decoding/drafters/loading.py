@@ -49,6 +49,11 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
             drafter.full_form_bytes = full.stat().st_size if full.is_file() else None
             return drafter
     name = spec.partition(":")[0].replace("-", "_")
+    if name == "routed":
+        raise ValueError(
+            f"{spec}: adapters chosen by request are gone, no engine serves them; name one as "
+            "adapter:FOLDER, or each of several as a draft of its own (docs/adapters.md)."
+        )
     if (Path(__file__).parent / f"{name}.py").is_file():
         return _kind(name).load(spec, target, strategy)
     return _load_checkpoint(spec, target, strategy)

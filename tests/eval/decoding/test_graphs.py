@@ -123,17 +123,6 @@ def test_caches_are_given_back_and_never_shared(pair):
     assert again.keys[0].abs().sum() > 0
 
 
-def test_other_layers_have_recordings_of_their_own(pair, tiny):
-    plain, graphed, _ = pair
-    changed = graphed.with_layers(tiny(7))
-    alone = plain.with_layers(tiny(7))
-    for decoder in (graphed, changed):
-        decoder.forward(torch.tensor([[5]]), 0, decoder.new_cache(1, 40))
-    found = changed.forward(torch.tensor([[9]]), 0, changed.new_cache(1, 40))
-    expected = alone.forward(torch.tensor([[9]]), 0, alone.new_cache(1, 40))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
 def drafters(tiny, graph):
     """A checkpoint and a parallel draft, of other weights than the target's."""
     about = {"vocab_size": VOCAB, "vocabulary": {}}
