@@ -8,10 +8,13 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from align.process import ProcessError, join_processes
+from align import process
+from align.process import ProcessError, join_processes, machine_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -109,3 +112,36 @@ def test_launches_that_cannot_train_are_refused(monkeypatch, flag, message):
     monkeypatch.setenv(flag, "true")
     with pytest.raises(ProcessError, match=message):
         join_processes(True, 60)
+
+
+FILES = {
+    "/proc/cpuinfo": "model name\t: Some CPU\nflags\t\t: fpu avx2 avx512_bf16\n",
+    "/proc/meminfo": "MemTotal: 20971520 kB\nMemAvailable:   16777216 kB\n",
+}
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Of 16 GiB free, and as much on disk: the files that it is read from, to be changed."""
+    files = dict(FILES)
+    monkeypatch.setattr(process, "_read", lambda path: files.get(path, ""))
+    monkeypatch.setattr(process.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**34))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return files
+
+
+def test_what_a_run_needs_is_held_against_the_machine(machine, tmp_path):
+    about, memory, disk = machine_lines(2**32, 2**35, tmp_path / "not" / "made", on_gpu=True)
+    assert f"torch {torch.__version__}, " in about
+    assert about.endswith("cores of Some CPU (avx512_bf16)")
+    assert memory == "memory: 4.0 GiB needed, 16.0 free"
+    assert disk.startswith(f"disk of {tmp_path}: 32.0 GiB needed, 16.0 free: TOO LITTLE")
+
+
+def test_an_old_cpu_in_a_small_container(machine, tmp_path):
+    machine["/proc/cpuinfo"] = ""
+    machine["/sys/fs/cgroup/memory.max"] = f"{3 * 2**30}\n"
+    machine["/sys/fs/cgroup/memory.current"] = f"{2**30}\n"
+    about, memory, _ = machine_lines(2**32, 0, tmp_path, on_gpu=False)
+    assert "no products in bf16" in about
+    assert memory.startswith("memory: 4.0 GiB needed, 2.0 free: TOO LITTLE")

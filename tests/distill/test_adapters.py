@@ -7,17 +7,22 @@ import shutil
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from distill import train
+from distill.adapters import full_head
 from distill.forms import export_forms
 from distill.publish import Plan, publish
 from distill.recipe import RecipeError
 from distill.train import run
-from eval.decoding.adapters import AdapterError, adapted, averaged, read_adapter
-from eval.run import main
+from eval.decoding.drafters.adapter import AdapterError
+from eval.decoding.drafters.loading import load_drafter
+from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.target import load_target
+from eval.decoding.verification import Sampling
+from eval.prompts import load_prompts
 
 BASE = {"draft": None, "num_draft_layers": 1, "draft_vocab_size": 290, "max_steps": 0}
 LORA = {"draft": None, "use_peft": True, "lora_r": 4, "lora_alpha": 8, "max_steps": 12}
@@ -53,19 +58,65 @@ def test_a_base_is_kept_as_it_was_prepared(base):
     assert all(one[name].equal(other[name]) for name in one)
 
 
-def test_the_adapter_on_the_base_is_the_merged_draft(base, tuned):
+@pytest.fixture(scope="module")
+def target(folder):
+    return load_target(str(folder / "target"), torch.float32, "cpu", 200)
+
+
+def forced(spec, target):
+    """q of a draft along a text."""
+    (q,) = load_drafter(str(spec), target).teacher_forced(
+        [5, 9, 20, 40], [7, 8, 30, 31], [Sampling(1.0)], {}
+    )
+    return q
+
+
+def test_the_adapter_on_the_base_is_the_merged_draft(base, tuned, target):
     """For peft alone, in the form that other engines load, and for our decoder's form."""
     model = AutoModelForCausalLM.from_pretrained(base / "draft").eval()
     before = model(ids()).logits
     with torch.no_grad():
         by_peft = PeftModel.from_pretrained(model, str(tuned / "draft" / "adapter"))(ids()).logits
         merged = AutoModelForCausalLM.from_pretrained(tuned / "draft").eval()(ids()).logits
-        model = AutoModelForCausalLM.from_pretrained(base / "draft").eval()
-        ours = adapted(model, read_adapter(tuned / "draft" / "adapter"))(ids()).logits
     assert not torch.allclose(before, merged, atol=0.1)
     torch.testing.assert_close(by_peft, merged, atol=2e-4, rtol=1e-4)
-    torch.testing.assert_close(ours, merged, atol=2e-4, rtol=1e-4)
     assert by_peft.argmax(-1).equal(merged.argmax(-1))
+    ours = forced(f"adapter:{tuned / 'draft' / 'adapter'}", target)
+    assert ours.equal(forced(tuned / "draft", target))
+    assert not ours.equal(forced(base / "draft", target))
+
+
+def test_an_adapter_changes_no_text(base, tuned, folder, target):
+    prompts = load_prompts(str(folder / "train.jsonl"))[:4]
+    given = prompts, [target.tokenizer(prompt.prompt)["input_ids"] for prompt in prompts]
+    how = Decoding(Sampling(), target.stops, 24)
+    alone = [run.tokens for run in decode(target.decoder, None, *given, how, DraftLength(0))]
+    place = f"adapter:{tuned / 'draft' / 'adapter'}"
+    for spec in (place, f"{place}@{base / 'draft'}", f"lookup-first:{place}"):
+        runs = decode(target.decoder, load_drafter(spec, target), *given, how, DraftLength(3))
+        assert [run.tokens for run in runs] == alone, spec
+        assert sum(sum(run.drafted) for run in runs) > 0
+
+
+def test_a_sibling_is_the_base_of_its_adapters(folder, target, tmp_path):
+    """A whole checkpoint, and an adapter that others trained: of kinds that no recipe here has."""
+    torch.manual_seed(5)
+    sibling = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+    with torch.no_grad():
+        sibling.model.layers[1].mlp.down_proj.weight.mul_(0.5)
+    place = shutil.copytree(folder / "target", tmp_path / "sibling")
+    sibling.save_pretrained(place)
+    config = LoraConfig(r=4, use_rslora=True, use_dora=True, target_modules=["q_proj", "up_proj"])
+    model = get_peft_model(sibling, config)
+    for name, weight in model.named_parameters():
+        weight.data += 0.1 * torch.randn_like(weight) if "lora" in name else 0
+    model.peft_config["default"].base_model_name_or_path = str(place)
+    model.save_pretrained(str(tmp_path / "adapter"))
+    shutil.copytree(place, tmp_path / "merged")
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    ours = forced(f"adapter:{tmp_path / 'adapter'}", target)
+    torch.testing.assert_close(ours, forced(tmp_path / "merged", target))
+    assert not torch.allclose(ours, forced(place, target), atol=1e-3)
 
 
 def test_the_adapter_knows_its_base(base, tuned):
@@ -77,7 +128,7 @@ def test_the_adapter_knows_its_base(base, tuned):
     ]
     about = json.loads((folder / "adapter_config.json").read_text())
     assert about["base_model_name_or_path"] == str(base / "draft")
-    assert len(read_adapter(folder).base_sha256) == 2
+    assert len(json.loads((folder / "base.json").read_text())["base_sha256"]) == 2
     assert not (tuned / "adapter").exists()
 
 
@@ -95,23 +146,6 @@ def test_a_base_that_was_made_again_meanwhile_is_refused(job, base, tmp_path):
         with pytest.raises(RecipeError, match="was made again since"):
             run(recipe)
     assert not (recipe.folder / "draft").exists()
-
-
-def test_what_an_adapter_leaves_is_shared_in_memory(base, tuned):
-    model = AutoModelForCausalLM.from_pretrained(base / "draft")
-    adapter = read_adapter(tuned / "draft" / "adapter")
-    one = adapted(model, adapter)
-    assert one.lm_head.weight is model.lm_head.weight
-    assert one.model.embed_tokens.weight is model.model.embed_tokens.weight
-    assert {f"{name}.weight" for name in adapter.parts} == {
-        name
-        for name, weight in one.named_parameters()
-        if weight is not dict(model.named_parameters())[name]
-    }
-    mean = averaged(model, [one, model])
-    half = (one.model.layers[0].mlp.up_proj.weight + model.model.layers[0].mlp.up_proj.weight) / 2
-    torch.testing.assert_close(mean.model.layers[0].mlp.up_proj.weight, half)
-    assert mean.lm_head.weight is model.lm_head.weight
 
 
 def test_a_full_fine_tune_starts_from_the_base_as_well(job, base, tmp_path, monkeypatch):
@@ -164,39 +198,58 @@ def test_the_base_of_another_target_is_refused(job, base, folder, tmp_path, tiny
         run(recipe)
 
 
-def changed(folder, to, **config):
-    to.mkdir()
-    for path in folder.iterdir():
-        (to / path.name).write_bytes(path.read_bytes())
-    about = json.loads((to / "adapter_config.json").read_text())
-    (to / "adapter_config.json").write_text(json.dumps(about | config))
-    return to
+def with_config(folder, **changes):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def with_tensors(folder, change):
+    path = folder / "adapter_model.safetensors"
+    save_file(change(load_file(path)), path, metadata={"format": "pt"})
+
+
+def of_another_base(folder):
+    (folder / "base.json").write_text(json.dumps({"base_sha256": ["ab" * 32]}))
+
+
+def of_a_base_that_is_gone(folder):
+    with_config(folder, base_model_name_or_path="gone/base/draft")
+
+
+def of_two_layers(folder):
+    """For a base of one, of which peft would take the first alone."""
+    with_tensors(folder, lambda t: t | {k.replace("rs.0.", "rs.1."): v for k, v in t.items()})
+
+
+def of_a_narrower_base(folder):
+    with_tensors(folder, lambda t: {k: v[:, :2].contiguous() for k, v in t.items()})
+
+
+def with_rows_of_its_own(folder):
+    rows = {"base_model.model.model.embed_tokens.weight": torch.zeros(300, 32)}
+    with_tensors(folder, lambda t: t | rows)
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("change", "message"),
     [
-        ({"modules_to_save": ["lm_head"]}, "sets modules_to_save"),
-        ({"rank_pattern": {"q_proj": 2}}, "sets rank_pattern"),
-        ({"bias": "all"}, "sets bias"),
-        ({"init_lora_weights": "pissa"}, "sets init_lora_weights"),
-        ({"peft_type": "LOHA"}, "is of kind LOHA"),
+        (shutil.rmtree, "is no adapter: it lacks adapter_config.json"),
+        (of_another_base, "was trained on another base"),
+        (of_a_base_that_is_gone, r"gone/base/draft.* was not found"),
+        (of_two_layers, r"does not fit .*only one of them has .*layers\.1\."),
+        (of_a_narrower_base, "does not fit"),
+        (with_rows_of_its_own, "TOK-013"),
     ],
 )
-def test_what_is_more_than_products_is_refused(tuned, tmp_path, config, message):
-    folder = changed(tuned / "draft" / "adapter", tmp_path / "changed", **config)
-    with pytest.raises(AdapterError, match=message):
-        read_adapter(folder)
+def test_adapters_that_fit_no_base_are_refused(tuned, target, tmp_path, change, message):
+    folder = shutil.copytree(tuned / "draft" / "adapter", tmp_path / "adapter")
+    change(folder)
+    with pytest.raises(ValueError, match=message):
+        load_drafter(f"adapter:{folder}", target)
 
 
-def test_an_adapter_of_another_shape_is_refused(tuned, tiny_llama):
-    with pytest.raises(AdapterError, match="does not fit its base"):
-        adapted(tiny_llama(hidden_size=16), read_adapter(tuned / "draft" / "adapter"))
-
-
-def test_a_folder_without_an_adapter_is_refused(tmp_path):
-    with pytest.raises(AdapterError, match=r"is no adapter: it has no adapter_config.json"):
-        read_adapter(tmp_path)
+def test_the_head_of_a_full_form_is_found(base):
+    assert full_head(str(base)).shape == (300, 32)
 
 
 @pytest.fixture(scope="module")
@@ -234,33 +287,22 @@ def test_an_adapter_is_published_alone(measured, tmp_path):
     own = (measured / "draft" / "README.md").read_text()
     assert "Started from `base`" in own
     made_by = json.loads((measured / "provenance.json").read_text())
-    assert made_by["hashes"]["base"] in read_adapter(to).base_sha256
+    about = json.loads((to / "base.json").read_text())
+    assert made_by["hashes"]["base"] in about["base_sha256"]
     card = (to / "README.md").read_text()
     assert ModelCard(card).data.library_name == "peft"
     assert ModelCard(card).data.base_model == "org/base-draft"
     for words in (
         "| base | `org/base-draft` |",
-        f"`{json.loads((to / 'base.json').read_text())['base_sha256'][0]}`",
+        f"`{about['base_sha256'][0]}`",
         "| loaded again by peft on the base | alpha ",
         "gain of alpha over `untuned`",
-        "On other domains' prompts: not measured",
         "--draft adapter:code-adapter@org/base-draft",
     ):
         assert words in card
     assert str(tmp_path) not in card
     code = re.search(r"```python\n(.*?)```", card, re.DOTALL)
     compile(code[1], "card", "exec")
-
-
-def test_the_card_has_its_row_of_the_matrix(measured, tmp_path):
-    bank = measured.parent
-    assert main(["--bank", str(bank), "--gamma", "2", "--max_gamma", "2"]) == 0
-    to = tmp_path / "adapter"
-    publish(Plan(measured, to, licence="mit", adapter=True))
-    card = (to / "README.md").read_text()
-    assert "| base | `base` |" in card  # the folder of the base's run, and not this machine's
-    assert "| code on code | " in card
-    assert "| base on code | " not in card
 
 
 def test_the_merged_draft_is_published_with_its_adapter(measured, tmp_path):

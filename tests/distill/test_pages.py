@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-import distill.doctor
 import distill.publish
 import distill.train
 from align import check
 from distill.recipe import read_yaml, recipe_files, yaml_text
-from eval import convert, drift
+from eval import drift
 from eval import run as evaluation
 from eval.reporting.report import read_report
 from tests.eval.engines.test_counters import page as counters
@@ -30,9 +29,7 @@ SHORT = {"dtype": "float32", "use_cpu": True, "bf16": False, "max_steps": 4, "ca
          "answers": "local", "answer_url": None, "speculative_url": None}  # fmt: skip
 MODULES = {
     "align.check": check.main,
-    "distill.doctor": distill.doctor.main,
     "distill.publish": distill.publish.main,
-    "eval.convert": convert.main,
     "eval.drift": drift.main,
     "eval.run": evaluation.main,
 }
@@ -50,7 +47,7 @@ def desk(folder, tmp_path_factory):
         shutil.copytree(folder / name, desk / name)
         (desk / name / "README.md").write_text("---\nlicense: mit\n---\n", encoding="utf-8")
     for name, source in (("sql-train", "train"), ("sql-eval", "eval"), ("sql-last-week", "eval"),
-                         ("recent", "train")):  # fmt: skip
+                         ("recent", "train"), ("domains", "eval")):  # fmt: skip
         text = (folder / f"{source}.jsonl").read_text(encoding="utf-8")
         (desk / f"{name}.jsonl").write_text(text, encoding="utf-8")
     (own,) = [b for kind, b in blocks(ROOT / "docs" / "own-domain.md") if kind == "yaml"]
