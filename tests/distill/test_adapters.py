@@ -218,7 +218,9 @@ def of_a_base_that_is_gone(folder):
 
 def of_two_layers(folder):
     """For a base of one, of which peft would take the first alone."""
-    with_tensors(folder, lambda t: t | {k.replace("rs.0.", "rs.1."): v for k, v in t.items()})
+    with_tensors(
+        folder, lambda t: t | {k.replace("rs.0.", "rs.1."): v.clone() for k, v in t.items()}
+    )
 
 
 def of_a_narrower_base(folder):

@@ -45,7 +45,12 @@ def load(spec: str, target: Target, strategy: str) -> Drafter:
     base = base or read_json(folder / ADAPTER_CONFIG)["base_model_name_or_path"]
     places = (Path(base) / "compact", Path(base))
     compact = next((place for place in places if (place / "compact.json").is_file()), None)
-    _check_base(folder, base, compact or resolve_checkpoint(base))
+    hashes = read_json(folder / BASE)["base_sha256"] if (folder / BASE).is_file() else []
+    if hashes and weights_sha256(str(compact or resolve_checkpoint(base))) not in hashes:
+        raise AdapterError(
+            f"{folder} was trained on another base than {base} (sha256 {hashes[0][:12]}…); name "
+            "its own as adapter:FOLDER@BASE, or train it again on this one."
+        )
     dtype = target.decoder.dtype
     drafter: Drafter
     if compact is not None:
@@ -56,15 +61,6 @@ def load(spec: str, target: Target, strategy: str) -> Drafter:
         drafter = checkpoint_drafter(model, base, target, strategy)
     drafter.path = name
     return drafter
-
-
-def _check_base(folder: Path, base: str, weights: Path) -> None:
-    hashes = read_json(folder / BASE)["base_sha256"] if (folder / BASE).is_file() else []
-    if hashes and weights_sha256(str(weights)) not in hashes:
-        raise AdapterError(
-            f"{folder} was trained on another base than {base} (sha256 {hashes[0][:12]}…); name "
-            "its own as adapter:FOLDER@BASE, or train it again on this one."
-        )
 
 
 def merged_in_fp32(
