@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -14,12 +14,12 @@ from distill.models import HEADS
 from distill.recipe import read_yaml
 from distill.reload import OWN_IDS, Reloaded
 from eval.decoding.adapters import BASE, CONFIG, WEIGHTS
-from eval.decoding.target import weights_sha256
 from eval.engines.environments import ENGINES
 from eval.engines.installed import serve_command
 from eval.engines.server import ServerError
-from eval.reporting.report import DraftReport, Measured, Report, read_report
-from eval.reporting.tables import DEFINITIONS, Table, bank_tables, gamma_text, shown, size, tables
+from eval.measuring.intervals import Measured
+from eval.reporting.report import DraftReport, Report
+from eval.reporting.tables import DEFINITIONS, Table, gamma_text, shown, size, tables
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
 TABLES = ("Acceptance by position", "By category")  # of the report, which the card repeats
@@ -124,11 +124,7 @@ def model_card(run: Path, report: Report, found: Found) -> str:
 
 
 def adapter_card(run: Path, report: Report, found: Found, adapter: Path) -> str:
-    """The card of an adapter that is published alone.
-
-    Its row of the matrix is of the bank that the run's folder lies in, if that measured just these
-    weights.
-    """
+    """The card of an adapter that is published alone."""
     recipe = read_yaml(run / "recipe.yaml")
     name, draft = report.tuned
     spec, domain = str(recipe["target"]), str(recipe.get("domain", "")).strip()
@@ -158,22 +154,8 @@ def adapter_card(run: Path, report: Report, found: Found, adapter: Path) -> str:
         report=report,
         eval_prompts=public_name(report.prompts.source),
         numbers=_numbers(report, name, draft),
-        matrix=_matrix_row(run, adapter),
     )
     return f"{card}\n"
-
-
-def _matrix_row(run: Path, adapter: Path) -> Table | None:
-    path = run.parent / "report" / "report.json"
-    if not path.is_file():
-        return None
-    report = read_report(path)
-    measured = report.drafts.get(run.name)
-    if report.bank is None or measured is None or measured.sha256 != weights_sha256(str(adapter)):
-        return None
-    matrix = bank_tables(report)[0]
-    rows = [row for row in matrix.rows if row[0].startswith(f"{run.name} on ")]
-    return replace(matrix, rows=rows)
 
 
 def overlap_of(run: Path, report: Report) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from align.atomic import write_json
 from align.process import free_memory
 from distill.choice import chosen_before
-from distill.forecast import forecast
+from distill.held_out import HELD_OUT, read_followed
 from distill.models import Pair
 from distill.prepare import lost_mass_of
 from distill.prompts import Prompts
@@ -20,7 +20,7 @@ from eval.decoding.target import Target
 from eval.measuring.evaluation import Plan
 from eval.measuring.evaluation import evaluate as measure
 from eval.measuring.journal import JOURNAL, Journal
-from eval.reporting.report import Report, write_report
+from eval.reporting.report import HeldOutPoint, Report, write_report
 
 
 def evaluate(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> Report:
@@ -41,9 +41,11 @@ def evaluate(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> Re
             prompts.overlap.exact + prompts.overlap.near,
             made_by,
         )
-        found = forecast(folder)
-        made = {"no_forecast": found} if isinstance(found, str) else {"forecast": found}
-        report = report.model_copy(update=made | {"choice": chosen_before(folder)})
+        held_out = [
+            HeldOutPoint(step=seen.step, tokens=seen.tokens, alpha=seen.alpha)
+            for seen in read_followed(folder / HELD_OUT).seen
+        ]
+        report = report.model_copy(update={"held_out": held_out, "choice": chosen_before(folder)})
         write_report(folder / "report", report)
         write_json(folder / "provenance.json", made_by)
         write_card(folder)

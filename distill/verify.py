@@ -71,7 +71,7 @@ def kept_report(name: str, run: Path, report: Report, sha256: str | None) -> Rep
     if not _path(name, run).is_file():
         return None
     kept = read_json(_path(name, run))
-    return checked(Report, kept["report"]) if kept["of"] == _about(report, sha256) else None
+    return checked(kept["report"]) if kept["of"] == _about(report, sha256) else None
 
 
 def _path(name: str, run: Path) -> Path:

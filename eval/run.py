@@ -5,7 +5,6 @@
     python -m eval.run --target T --draft prompt-lookup --draft D …   a rival without a model
     python -m eval.run --target T --draft lookup-first:D …   D where nothing can be looked up
     python -m eval.run --run DIR          a training run again, from what its folder holds
-    python -m eval.run --bank DIR         the adapters of runs in DIR on all domains' prompts
     python -m eval.run --engine vllm --base_url URL --baseline_url URL --prompts P
     python -m eval.run --engine transformers --gamma 3 --target T --draft D --prompts P
     python -m eval.run --engine llama.cpp --gamma 3 --target T.gguf --draft D.gguf --prompts P
@@ -41,7 +40,6 @@ from align.sources import (
     resolve_checkpoint,
     resolve_file,
 )
-from eval.bank import LoadedBank, find_runs
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.base import Drafter
 from eval.decoding.drafters.loading import load_drafter
@@ -62,9 +60,16 @@ from eval.prompts import Prompt, PromptSet, load_prompts, render_all
 from eval.reporting.report import DraftReport, Report, write_report
 from eval.reporting.text import print_summary
 
-OTHER_PROMPTS = 40
-PARTS = ("eval", "tuning")  # of a run's prompts
-TORCH_ONLY = ("gamma_sweep", "other_prompts", "batch_sizes", "decoded_temperatures")
+TORCH_ONLY = ("gamma_sweep", "batch_sizes")
+
+# Options that left, and what does the same
+GONE = {
+    "bank": "name each run's draft, --draft NAME=RUN/draft, and give the prompts of all domains, "
+    "each with its category, as --prompts",
+    "other_prompts": "measure on them by a second call, --prompts OTHERS --output_dir DIR",
+    "decoded_temperatures": "measure at each by a call of its own, --temperature T --output_dir "
+    "DIR",
+}
 
 # of a run's recipe where --run is given, else these
 DEFAULTS: dict[str, Any] = {
@@ -87,7 +92,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--prompts", help="Hub data set, pypi: file or .jsonl")
     parser.add_argument("--run", type=Path, help="output folder of a training run")
-    parser.add_argument("--bank", type=Path, help="folder of runs whose adapters share a base")
+    for option in GONE:
+        parser.add_argument(f"--{option}", help=argparse.SUPPRESS)
     parser.add_argument("--output_dir", type=Path, help="default: the run's, or outputs/eval")
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top_k", type=int)
@@ -112,21 +118,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="measure every fixed draft length on N of the timed prompts",
     )
     parser.add_argument(
-        "--other_prompts", help=f"take alpha on {OTHER_PROMPTS} prompts of another domain as well"
-    )
-    parser.add_argument(
         "--batch_sizes",
         type=_sizes,
         default=[],
         metavar="N,N,…",
         help="decode the timed prompts also in batches of each size, as 1,2,4,8",
-    )
-    parser.add_argument(
-        "--decoded_temperatures",
-        type=_temperatures,
-        default=[],
-        metavar="T,T,…",
-        help="decode the timed prompts also at each temperature, as 0,0.6,1.0",
     )
     parser.add_argument("--engine", choices=["torch", *NAMES], default="torch")
     parser.add_argument("--base_url", help="engine vllm: the server that speculates")
@@ -147,10 +143,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--fail_under_alpha", type=float)
     parser.add_argument("--fail_under_speedup", type=float)
     args = parser.parse_args(argv)
+    for option, instead in GONE.items():
+        if getattr(args, option) is not None:
+            parser.error(f"--{option} is gone: {instead}")
     args.tuning = None
-    args.runs = None
-    if args.bank is not None:
-        _take_from_bank(parser, args)
     if args.run is not None:
         _take_from_run(args)
     for key, value in DEFAULTS.items():
@@ -159,8 +155,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.engine == "vllm":
         if not (args.base_url and args.baseline_url and args.prompts):
             parser.error("engine vllm needs --base_url, --baseline_url and --prompts")
-    elif args.bank is None and not (args.target and args.draft and args.prompts):
-        parser.error("give --target, --draft and --prompts, or --run DIR, or --bank DIR")
+    elif not (args.target and args.draft and args.prompts):
+        parser.error("give --target, --draft and --prompts, or --run DIR")
     if args.engine not in ("torch", "vllm"):
         _check_for_engine(parser, args)
     return args
@@ -184,26 +180,6 @@ def _sizes(text: str) -> list[int]:
     if not all(part.isdecimal() and int(part) for part in text.split(",")):
         raise argparse.ArgumentTypeError(f"{text!r} should be batch sizes, 1 or more, as 1,2,4,8")
     return [int(part) for part in text.split(",")]
-
-
-def _temperatures(text: str) -> list[float]:
-    try:
-        return [Sampling(float(part)).temperature for part in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} should be temperatures: {error}") from None
-
-
-def _take_from_bank(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Target and sampling of a bank's runs."""
-    if args.run or args.target or args.draft or args.prompts or args.engine != "torch":
-        parser.error("--bank takes target, drafts and prompts from its runs, on engine torch")
-    args.runs = find_runs(args.bank)
-    args.target, args.prompts = args.runs.recipe["target"], str(args.bank)
-    args.output_dir = args.output_dir or args.bank
-    args.speed_prompts *= len(args.runs.adapters)  # of each
-    for key in DEFAULTS:
-        if getattr(args, key) is None:
-            setattr(args, key, args.runs.recipe[key])
 
 
 def _take_from_run(args: argparse.Namespace) -> None:
@@ -233,13 +209,10 @@ def _prompt_sets(
     args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
 ) -> tuple[PromptSet, PromptSet]:
     """Prompts to evaluate and prompts to choose gamma on, which are never the same."""
-    if args.runs is not None:
-        prompts, tuning = (args.runs.prompts(p, args.max_prompts, args.seed) for p in PARTS)
-    elif args.tuning is not None:
-        prompts = load_prompts(args.prompts, args.max_prompts, args.seed)
+    prompts = load_prompts(args.prompts, args.max_prompts, args.seed)
+    if args.tuning is not None:
         tuning = load_prompts(str(args.tuning))
     else:
-        prompts = load_prompts(args.prompts, args.max_prompts, args.seed)
         # without a training run's own, the first prompts choose gamma and are not evaluated
         aside = 0 if args.gamma else min(args.tuning_prompts, len(prompts) - 1)
         if not args.gamma and aside < 1:
@@ -276,25 +249,18 @@ def _measure(args: argparse.Namespace, journal: Journal) -> Report:
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     target = load_target(args.target, getattr(torch, args.dtype), args.device, 64)
     evaluation, tuning = _prompt_sets(args, target.tokenizer, target.model.config)
-    others = None
-    if args.other_prompts is not None:
-        strangers = load_prompts(args.other_prompts, OTHER_PROMPTS, args.seed)
-        others = _rendered(
-            args, target.tokenizer, target.model.config, args.other_prompts, strangers
-        )
     length = context_length(
-        evaluation.ids + tuning.ids + (others.ids if others else []),
+        evaluation.ids + tuning.ids,
         args.max_new_tokens,
         max(args.max_gamma, args.gamma or 0),
     )
     target.decoder = build_decoder(target.model, length)
-    bank = None if args.runs is None else LoadedBank(args.runs, target)
-    drafters: dict[str, Drafter] = {} if bank is None else bank.drafters
+    drafters: dict[str, Drafter] = {}
     for name, spec in map(_named, args.draft):
         if name in drafters:
             raise ValueError(f"Two drafts are called {name!r}; name them: --draft NAME={spec}.")
         drafters[name] = load_drafter(spec, target, args.strategy)
-    report = evaluate(
+    return evaluate(
         target,
         drafters,
         evaluation,
@@ -306,14 +272,11 @@ def _measure(args: argparse.Namespace, journal: Journal) -> Report:
             args.speed_prompts,
             args.gamma_sweep,
             args.batch_sizes,
-            args.decoded_temperatures,
         ),
         journal,
         None,
         {"command": sys.argv, "torch": torch.__version__, "seed": args.seed},
-        others,
     )
-    return report if bank is None else bank.with_bank(report, evaluation)
 
 
 def _measure_driven(args: argparse.Namespace, journal: Journal) -> Report:

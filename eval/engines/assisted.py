@@ -30,8 +30,8 @@ from eval.decoding.target import load_on, model_bytes, stop_tokens, tensor_sha25
 from eval.engines.driven import DrivenEngine, LoadedDraft, Parting
 from eval.engines.log import log_blocks
 from eval.measuring.evaluation import device_name
-from eval.measuring.log import PromptRun
 from eval.measuring.losslessness import tie
+from eval.measuring.runs import PromptRun
 from eval.prompts import Prompt
 
 

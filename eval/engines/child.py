@@ -25,8 +25,8 @@ from eval.engines.driven import DrivenEngine, LoadedDraft, Parting
 from eval.engines.environments import environment
 from eval.engines.log import log_blocks
 from eval.measuring.evaluation import device_name
-from eval.measuring.log import PromptRun
 from eval.measuring.losslessness import tie
+from eval.measuring.runs import PromptRun
 from eval.prompts import Prompt
 
 PATIENCE = 600.0  # seconds for one answer; a large model may load for minutes

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from eval.measuring.log import Floats
+from eval.measuring.runs import Floats
 
 COUNTERS = ["drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"]
 COUNTER = re.compile(

@@ -10,16 +10,13 @@ from dataclasses import asdict
 from typing import Any
 
 from eval.decoding.loop import Decoding
-from eval.measuring.log import PromptRun
+from eval.measuring.runs import PromptRun
 from eval.prompts import PromptSet
 
 # Fields of a draft in the report, by what they are made from.
 DISTRIBUTIONS = "alpha atlas"
 BLOCKS = "tau mean_drafted accepted_over_drafted per_position decode_speedup"
-STEPS = (
-    "costs c verify_ratio predicted_speedup decode_efficiency payoff waterfall placement "
-    "gamma_curve"
-)
+STEPS = "costs c verify_ratio predicted_speedup decode_efficiency payoff"
 REASONS = {
     "transformers": {
         DISTRIBUTIONS: "generate does not give the draft's distributions: take it with --engine "

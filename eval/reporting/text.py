@@ -14,40 +14,17 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from eval.reporting.report import Findings, Report
+from eval.reporting.report import Report
 from eval.reporting.tables import (
     DEFINITIONS,
     Table,
-    bank_tables,
     baseline_line,
-    forecast_line,
     lossless_line,
     missing_lines,
     result_table,
     tables,
     verdict_lines,
 )
-
-
-def headline(report: Findings) -> str:
-    """One sentence on the last draft of the report (the tuned one of a training run)."""
-    name, draft = report.last
-    low, high = draft.speedup.ci95
-    speedup = (
-        f"{draft.speedup.mean:.2f}x (95% interval {low:.2f} to {high:.2f}, "
-        f"{draft.speedup.n} prompts)"
-    )
-    if low > 1:
-        effect = f"speeds the target up {speedup}"
-    elif high < 1:
-        effect = f"SLOWS the target DOWN to {speedup}"
-    else:
-        effect = f"makes no measurable difference in speed, {speedup}"
-    facts = [f"alpha {draft.alpha:.2f}"] if draft.alpha else []
-    if draft.memory:
-        facts.append(f"memory +{draft.memory.overhead:.0%}")
-    facts.append("OUTPUT CHANGED" if draft.changed_texts else "output unchanged")
-    return f"Draft {name} {effect}: {', '.join(facts)}."
 
 
 def print_summary(report: Report, console: Console | None = None) -> None:
@@ -69,8 +46,6 @@ def print_summary(report: Report, console: Console | None = None) -> None:
         grid.add_row(label, *cells, style="bold" if label in ("alpha", "speed-up") else "")
     console.print()
     console.print(grid)
-    for table in bank_tables(report):
-        console.print(_listed(table))
     console.print()
     lines = [
         (
@@ -84,20 +59,9 @@ def print_summary(report: Report, console: Console | None = None) -> None:
         lines.append((lossless_line(which, ledger), "red bold" if ledger.unexplained else "green"))
     lines += [(f"Warning: {warning}", "yellow") for warning in report.warnings]
     lines += [(verdict, "") for verdict in verdict_lines(report)[-1:]]
-    if forecast := forecast_line(report):
-        lines.append((forecast, ""))
     for line, style in [*lines, (report.headline, "bold")]:
         # Text, not markup: a path or a range in brackets must not be read as a style
         console.print(Text(line, style=style))
-
-
-def _listed(table: Table) -> Grid:
-    grid = Grid(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
-    for name in table.header:
-        grid.add_column(Text(name))
-    for row in table.rows:
-        grid.add_row(*map(Text, row))
-    return grid
 
 
 def _grid(table: Table) -> list[str]:
@@ -119,7 +83,7 @@ def render_markdown(report: Report) -> str:
         *_list("Warnings", report.warnings),
         *_list("Not measured", missing_lines(report)),
         *_grid(result),
-        *_list("Lossless", [lossless_line(*one) for one in report.ledgers()]),
+        *_list("Lossless", [lossless_line(*ledger) for ledger in report.ledgers()]),
         *_list("Does it pay?", verdict_lines(report)),
         *(part for table in others for part in _grid(table)),
         *_list("What the numbers mean", [f"**{term}**: {x}" for term, x in DEFINITIONS.items()]),

@@ -50,7 +50,7 @@ from distill.trainer import build_trainer, distil
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.measuring.agreement import target_texts
-from eval.measuring.metrics import measure
+from eval.measuring.intervals import measure
 
 OURS = {name: {"loss": name} for name in LOSSES} | {
     "forward_kl, position_weights": {"loss": "forward_kl", "position_weights": True},

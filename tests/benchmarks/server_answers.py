@@ -22,7 +22,7 @@ from distill.prompts import collect_prompts
 from distill.recipe import load_recipe
 from distill.server import ServedTarget
 from eval.decoding.target import load_target
-from eval.measuring.metrics import measure
+from eval.measuring.intervals import measure
 
 ROUNDS, PROMPTS = 4, 96
 

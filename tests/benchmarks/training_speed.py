@@ -27,7 +27,7 @@ from distill.recipe import load_recipe
 from distill.trainer import attach_distillation_forward, cpu_attention
 from distill.training_set import DistillationCollator, training_rows
 from eval.decoding.target import load_target
-from eval.measuring.metrics import measure
+from eval.measuring.intervals import measure
 from eval.prompts import render_all
 
 BATCHES = 12

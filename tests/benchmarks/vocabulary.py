@@ -27,7 +27,7 @@ from eval.decoding.drafters.base import Texts
 from eval.decoding.drafters.by_map import MapDrafter
 from eval.decoding.drafters.checkpoint import CheckpointDrafter, TokenSession
 from eval.decoding.verification import Sampling
-from eval.measuring.metrics import measure
+from eval.measuring.intervals import measure
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = 32

@@ -17,7 +17,6 @@ from distill.publish import Plan, publish
 from distill.recipe import RecipeError
 from distill.train import run
 from eval.decoding.adapters import AdapterError, adapted, averaged, read_adapter
-from eval.run import main
 
 BASE = {"draft": None, "num_draft_layers": 1, "draft_vocab_size": 290, "max_steps": 0}
 LORA = {"draft": None, "use_peft": True, "lora_r": 4, "lora_alpha": 8, "max_steps": 12}
@@ -261,15 +260,10 @@ def test_an_adapter_is_published_alone(measured, tmp_path):
     compile(code[1], "card", "exec")
 
 
-def test_the_card_has_its_row_of_the_matrix(measured, tmp_path):
-    bank = measured.parent
-    assert main(["--bank", str(bank), "--gamma", "2", "--max_gamma", "2"]) == 0
+def test_the_card_names_the_folder_of_the_base_and_not_this_machines(measured, tmp_path):
     to = tmp_path / "adapter"
     publish(Plan(measured, to, licence="mit", adapter=True))
-    card = (to / "README.md").read_text()
-    assert "| base | `base` |" in card  # the folder of the base's run, and not this machine's
-    assert "| code on code | " in card
-    assert "| base on code | " not in card
+    assert "| base | `base` |" in (to / "README.md").read_text()
 
 
 def test_the_merged_draft_is_published_with_its_adapter(measured, tmp_path):

@@ -12,11 +12,9 @@ import torch
 
 from distill import held_out, prompts
 from distill.answer_cache import FIXED_TEXT, CachedAnswer
-from distill.forecast import forecast
 from distill.held_out import (
     BEST,
     HELD_OUT,
-    SEEN,
     SHARE,
     HeldOut,
     Seen,
@@ -290,7 +288,7 @@ def test_prompts_that_are_all_alike_are_trained_on(job, tmp_path, monkeypatch, c
     )
 
 
-def test_a_run_follows_held_out_prompts_and_reports_a_forecast(job, tmp_path, monkeypatch, capsys):
+def test_a_run_follows_held_out_prompts_and_shows_the_curve(job, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prompts, "HELD_OUT_PART", 4)
     monkeypatch.setattr(prompts, "HELD_OUT_FEWEST", 1)
     monkeypatch.setattr(held_out, "SHARE", 10.0)
@@ -300,15 +298,13 @@ def test_a_run_follows_held_out_prompts_and_reports_a_forecast(job, tmp_path, mo
     assert "9 to train on (" in shown
     assert "2 held out, 1 to choose gamma" in shown
     assert "held-out alpha" in shown
-    assert "More data: held-out alpha" in shown
-    made = json.loads((recipe.folder / "report" / "report.json").read_text())["forecast"]
-    assert made["alpha"]["n"] == 2
-    assert 0 <= made["trained_alpha"]["mean"] <= 1
-    assert "On what it was trained on" in " ".join(shown.split())
-    assert made["alpha"]["mean"] <= made["at_3x"]["mean"] <= made["at_10x"]["mean"] <= 1
-    assert len(made["curve"]) == len(read_followed(recipe.folder / HELD_OUT).seen)
+    curve = json.loads((recipe.folder / "report" / "report.json").read_text())["held_out"]
+    seen = read_followed(recipe.folder / HELD_OUT).seen
+    assert [(p["step"], p["tokens"], p["alpha"]) for p in curve] == [
+        (one.step, one.tokens, one.alpha) for one in seen
+    ]
     for name in ("report.md", "report.html"):
-        assert "What more data would bring" in (recipe.folder / "report" / name).read_text()
+        assert "Held-out prompts" in (recipe.folder / "report" / name).read_text()
 
 
 @pytest.mark.parametrize("kind", ["features", "recurrent", "eagle3", "medusa", "parallel"])
@@ -334,53 +330,6 @@ def test_of_drafts_of_several_steps_the_first_token_is_followed(job, tmp_path, m
         found.append(int((q[0].argmax(-1) == answer.top_ids[:, 0]).sum()))
     assert found == [accepted for accepted, *_ in best.sums]
     assert sum(found) > 0
-
-
-# --- the forecast
-
-
-def write(folder, sizes, alphas, after=()):
-    """Measurements with alphas of a few prompts over a first epoch, and after it."""
-    points = [*zip(sizes, alphas, strict=True), *((sizes[-1], alpha) for alpha in after)]
-    rng = np.random.default_rng(3)
-    hard = rng.normal(0, 0.05, 30)
-    seen = [
-        {"step": i + 1, "tokens": size, "sums": [(100 * (a + h), 0, 100, 60) for h in hard]}
-        for i, (size, a) in enumerate(points)
-    ]
-    (folder / HELD_OUT).mkdir(exist_ok=True)
-    known = [(90, 0, 100, 60)] * 30
-    kept = {"gamma": 4, "seen": seen, "trained": known}
-    (folder / HELD_OUT / SEEN).write_text(json.dumps(kept))
-    return float(hard.mean())
-
-
-SIZES = [1000, 1400, 2000, 2800, 4000, 5600, 8000]
-
-
-@pytest.mark.parametrize(
-    "curve",
-    [lambda n: 0.7 - 2.0 * n**-0.3, lambda n: 0.05 * np.log(n)],
-    ids=["power law", "logarithm"],
-)
-def test_what_a_longer_run_reaches_lies_in_the_interval(tmp_path, curve):
-    shift = write(tmp_path, SIZES, [curve(n) for n in SIZES], after=[curve(8000) + 0.05])
-    made = forecast(tmp_path)
-    assert made.alpha.mean == pytest.approx(curve(8000) + 0.05 + shift)
-    assert made.tokens == 8000
-    assert made.trained_alpha.mean == pytest.approx(0.9)
-    for times, value in ((3, made.at_3x), (10, made.at_10x)):
-        low, high = value.ci95
-        assert low <= curve(8000 * times) + 0.05 + shift <= high
-        assert low <= value.mean <= high
-        assert high - low < 0.3
-    assert len(made.curve) == 8
-
-
-def test_a_run_too_short_for_a_fit_says_so(tmp_path):
-    assert "no prompts were held out" in forecast(tmp_path)
-    write(tmp_path, SIZES[:3], [0.1, 0.2, 0.3])
-    assert "3 measurements in the first epoch, and 4 are needed" in forecast(tmp_path)
 
 
 # --- the ceiling

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from eval.convert import main, to_sglang, to_spec_bench, to_vllm
-from eval.measuring.build import build_report
-from eval.reporting.report import report_schema, write_report
+from eval.reporting.report import build_report, report_schema, write_report
 
 
 @pytest.fixture

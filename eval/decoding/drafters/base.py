@@ -148,13 +148,6 @@ class Drafter(ABC):
     alike: bool = True
     one_form: bool = False
 
-    @property
-    def q_rows(self) -> int:
-        """How many probabilities of q go with a token that was sampled; 0 where q is not known, or
-        is 1 at the token.
-        """
-        return 0
-
     @abstractmethod
     def start(self, texts: Texts) -> Session:
         """A session on these texts."""

@@ -51,10 +51,6 @@ class HeadDrafter(Drafter):
     token_ids: Tensor | None = None
     sequential: SequentialHead | None = None
 
-    @property
-    def q_rows(self) -> int:
-        return self.vocab_size if self.token_ids is None else len(self.token_ids.unique())
-
     def cut(self, logits: Tensor) -> Tensor:
         """Logits [..., K] over what may be drafted, of the head's."""
         return logits

@@ -28,10 +28,6 @@ SHORTEST = 2
 class LookupFirst(Drafter):
     draft: Drafter
 
-    @property
-    def q_rows(self) -> int:
-        return self.draft.q_rows
-
     def start(self, texts: Texts) -> Session:
         return LookupFirstSession(self.draft.start(texts), texts)
 

@@ -34,10 +34,6 @@ class Routed(Drafter):
     drafts: Mapping[str, DecoderDrafter]
     route: Route
 
-    @property
-    def q_rows(self) -> int:
-        return next(iter(self.drafts.values())).q_rows
-
     def start(self, texts: Texts) -> Session:
         rows: dict[str, list[int]] = {}
         for row, ids in enumerate(texts.ids):  # the last of them is the answer's first

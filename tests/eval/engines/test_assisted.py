@@ -25,8 +25,7 @@ from eval.engines.assisted import (
 from eval.engines.driven import measure_driven
 from eval.engines.installed import measure_installed
 from eval.engines.log import log_blocks
-from eval.measuring.log import PromptRun
-from eval.measuring.metrics import check_runs
+from eval.measuring.runs import PromptRun, check_runs
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.page import render_page
 from eval.reporting.report import read_report
