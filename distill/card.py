@@ -21,7 +21,8 @@ from eval.decoding.drafters.drafter import kinds
 from eval.engines.environments import ENGINES
 from eval.engines.installed import serve_command
 from eval.engines.server import ServerError
-from eval.reporting.report import DraftReport, Measured, Report
+from eval.measuring.intervals import Measured
+from eval.reporting.report import DraftReport, Report
 from eval.reporting.tables import DEFINITIONS, Table, gamma_text, shown, size, tables
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")

@@ -32,9 +32,9 @@ from eval.decoding.drafters.drafter import kinds
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
 from eval.measuring.cost import ceiling_speedup
-from eval.measuring.log import StepCosts
-from eval.measuring.metrics import measure, share
+from eval.measuring.intervals import measure, share
 from eval.measuring.replay import best_length, places, spent
+from eval.measuring.runs import StepCosts
 from eval.measuring.timing import CHOICE_REPEATS, step_costs
 from eval.prompts import PromptSet
 from eval.reporting.report import Candidate, DrafterChoice, Replayed

@@ -29,7 +29,7 @@ from distill.timing import (
 )
 from distill.trainer import training_config
 from eval.decoding.target import Target
-from eval.measuring.cost import ceiling_speedup, elsewhere, price
+from eval.measuring.cost import ceiling_speedup, price
 from eval.measuring.timing import step_costs
 
 
@@ -120,9 +120,6 @@ def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> i
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(f"memory: {peak / 2**30:.1f} GiB at the peak of these steps")
     print(price(costs))
-    head_rows = len(target.decoder.embedding) if token_ids is None else len(token_ids)
-    for line in elsewhere(costs, 0 if sampling.greedy else head_rows):
-        print(line)
     return _exit_status(ceiling_speedup(costs))
 
 

@@ -39,7 +39,7 @@ from eval.decoding.drafters.pruned import HEAD_ROWS, pruned_config
 from eval.decoding.forward import Decoder, input_embedding
 from eval.decoding.generation import PREFILL_ROWS
 from eval.decoding.verification import Sampling, agreement, sample, warp
-from eval.measuring.agreement import BATCH, RULE_TEMPERATURES
+from eval.measuring.agreement import BATCH
 
 STATE_BYTES = 2  # of each of the numbers in a hidden state, in bf16
 PROMPT_TOKENS = 512  # of the longest prompt, where nobody knows it yet
@@ -301,7 +301,6 @@ class _Job:
         """The target, the untuned and the tuned draft: batched texts, then p and q compared."""
         recipe, context = self.recipe, self.prompt + self.new
         samplings = [recipe.sampling]
-        samplings += [Sampling(temperature) for temperature in RULE_TEMPERATURES]
         shapes = _shape(self.target, self.dtype), self.draft_shape(self.dtype)
         pruned = self.draft is None
         with _without_data():

@@ -36,7 +36,10 @@ from eval.engines.vllm import VllmServer
 from eval.measuring import metrics
 from eval.measuring.agreement import measure_agreement, target_texts
 from eval.measuring.cost import best_gamma
-from eval.measuring.drift import (
+from eval.measuring.evaluation import context_length
+from eval.measuring.intervals import Measured
+from eval.measuring.journal import Journal
+from eval.measuring.traffic import (
     FEW_PROMPTS,
     Acceptance,
     Difference,
@@ -48,11 +51,8 @@ from eval.measuring.drift import (
     drafts_lacking,
     measured_acceptance,
 )
-from eval.measuring.evaluation import context_length
-from eval.measuring.journal import Journal
-from eval.measuring.log import StepCosts
 from eval.prompts import PromptSet, load_prompts, render_all
-from eval.reporting.report import Costs, DraftReport, Measured, Report, ReportError, read_report
+from eval.reporting.report import DraftReport, Report, ReportError, read_report
 
 PRICED_PROMPTS = 40
 REMEDY = (
@@ -130,33 +130,34 @@ def _traffic(source: str, since: Path | None, report: Acceptance) -> Acceptance:
     return traffic
 
 
-def _line(one: Difference) -> str:
-    verdict = "MOVED" if one.moved else "as measured"
-    return (
-        f"{one.name:24} report {one.report.mean:.3f}   traffic {one.traffic.mean:.3f}   "
-        f"{one.by:+.3f} ± {one.chance:.3f}   {verdict}"
+def _line(difference: Difference) -> str:
+    parts = (
+        f"{difference.name:24} report {difference.report.mean:.3f}",
+        f"traffic {difference.traffic.mean:.3f}",
+        f"{difference.by:+.3f} ± {difference.chance:.3f}",
+        "MOVED" if difference.moved else "as measured",
     )
+    return "   ".join(parts)
 
 
 def check_traffic(draft: DraftReport, report: Report, source: str, since: Path | None) -> int:
     """Compare, print, and return the exit status. Raises ValueError for input of no use."""
     promised = measured_acceptance(draft, report.engine)
     traffic = _traffic(source, since, promised)
-    found = compare(promised, traffic)
-    for one in found:
-        print(_line(one))
+    differences = compare(promised, traffic)
+    for difference in differences:
+        print(_line(difference))
     # bare counters know no categories
     apart = promised.categories.keys() ^ traffic.categories.keys() if traffic.categories else ()
     for name in sorted(apart):
         where = "report" if name in traffic.categories else "traffic"
         print(f"category {name}: not compared, fewer than {FEW_PROMPTS} prompts in the {where}")
     drafts = f"{promised.positions[0].drafts:,.0f} and {traffic.positions[0].drafts:,.0f} drafts"
-    moved = [one for one in found if one.moved]
-    if moved:
+    if moved := [difference for difference in differences if difference.moved]:
         way = "less" if moved[0].by < 0 else "more"
         print(
             f"\nmoved away ({drafts}): {way} is accepted than measured at "
-            f"{', '.join(one.name for one in moved)}. {REMEDY}"
+            f"{', '.join(difference.name for difference in moved)}. {REMEDY}"
         )
         return 1
     if lacking := drafts_lacking(promised, traffic):
@@ -189,18 +190,8 @@ def _alpha_on(spec: str, path: str, report: Report, device: str) -> Measured:
         texts = target_texts(target, ids, decoding)
     with TemporaryDirectory() as folder, Journal(Path(folder) / "journal") as journal:
         prompt_set = PromptSet(spec, prompts, ids)
-        found, _ = measure_agreement(target, drafters, prompt_set, texts, decoding, journal)
-    return metrics.alpha(found[path])
-
-
-def _step_costs(costs: Costs) -> StepCosts:
-    return StepCosts(
-        costs.draft_step_ms / 1000,
-        costs.target_step_ms / 1000,
-        {int(width): ms / 1000 for width, ms in costs.target_verify_ms.items()},
-        costs.context_length,
-        costs.draft_block_ms / 1000,
-    )
+        by_draft, _ = measure_agreement(target, drafters, prompt_set, texts, decoding, journal)
+    return metrics.alpha(by_draft[path])
 
 
 def price(draft: DraftReport, report: Report, prompts: str, device: str) -> int:
@@ -213,9 +204,8 @@ def price(draft: DraftReport, report: Report, prompts: str, device: str) -> int:
     there = _alpha_on(prompts, draft.path, report, device)
     difference = compare_alpha(draft.alpha, there)
     print(_line(difference))
-    now, then = (
-        best_gamma(mean, _step_costs(draft.costs))[1] for mean in (there.mean, draft.alpha.mean)
-    )
+    costs = draft.costs.steps()
+    now, then = (best_gamma(mean, costs)[1] for mean in (there.mean, draft.alpha.mean))
     print(f"expected speed-up {then:.2f}x at the report's alpha, {now:.2f}x here")
     if not difference.moved:
         print("\nas measured")

@@ -14,13 +14,12 @@ from typing import Any
 
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
-from eval.measuring.build import build_report
 from eval.measuring.journal import Journal
-from eval.measuring.log import DraftLog, PromptRun, RunLog
 from eval.measuring.losslessness import divergence, ledger
+from eval.measuring.runs import DraftLog, PromptRun, RunLog
 from eval.measuring.timing import in_turns
 from eval.prompts import Prompt, PromptSet
-from eval.reporting.report import Report
+from eval.reporting.report import Report, build_report
 
 # Fields of a draft in the report that are made from distributions, and from the time of steps.
 DISTRIBUTIONS = "alpha atlas"

@@ -21,12 +21,11 @@ from eval.decoding.verification import Sampling
 from eval.engines.counters import read_series, total
 from eval.engines.driven import MISSING, decoding, prompts_used
 from eval.engines.server import Server, ServerError
-from eval.measuring.build import build_report
-from eval.measuring.log import DraftLog, Floats, PromptRun, RunLog
+from eval.measuring.intervals import Measured, measure, share
 from eval.measuring.losslessness import divergence, ledger
-from eval.measuring.metrics import Measured, measure, share
+from eval.measuring.runs import DraftLog, Floats, PromptRun, RunLog
 from eval.prompts import Prompt, PromptSet
-from eval.reporting.report import Report
+from eval.reporting.report import Report, build_report
 
 NAME = "served"  # of the draft in the report
 # Fields that are made from blocks.

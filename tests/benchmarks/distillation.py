@@ -47,7 +47,7 @@ from eval.decoding.drafters.pruned import build_pruned
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.measuring.agreement import target_texts
-from eval.measuring.metrics import measure
+from eval.measuring.intervals import measure
 
 OURS = {name: {"loss": name} for name in LOSSES} | {"LoRA": {"use_peft": True}}
 THEIRS = {"trl SFT": {}, "trl GKD": {"lmbda": 0.0}, "trl GKD, half on-policy": {"lmbda": 0.5}}

@@ -30,8 +30,9 @@ from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.measuring.agreement import measure_agreement, target_texts
+from eval.measuring.intervals import measure
 from eval.measuring.journal import Journal
-from eval.measuring.metrics import alpha, measure
+from eval.measuring.metrics import alpha
 
 SHORT = (
     "--minutes null --max_train_prompts 320 --num_train_epochs 2 --warmup_steps 10 "

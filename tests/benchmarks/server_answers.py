@@ -23,7 +23,7 @@ from distill.teacher.answers import answer_prompts
 from distill.teacher.served import ServedTarget
 from distill.teacher.store import Store
 from eval.decoding.target import load_target
-from eval.measuring.metrics import measure
+from eval.measuring.intervals import measure
 
 ROUNDS, PROMPTS = 4, 96
 

@@ -32,7 +32,7 @@ from distill.training_set import DistillationCollator, training_rows
 from eval.decoding.drafters import pruned
 from eval.decoding.drafters.pruned import build_pruned
 from eval.decoding.target import load_target
-from eval.measuring.metrics import measure
+from eval.measuring.intervals import measure
 from eval.prompts import render_all
 
 BATCHES = 12

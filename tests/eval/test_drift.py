@@ -1,5 +1,6 @@
 """The command for a cron job: what it says, what it returns, and what it keeps."""
 
+import dataclasses
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,9 +11,9 @@ import pytest
 from eval import drift as drift_command
 from eval.drift import main
 from eval.engines.counters import read_requests
-from eval.measuring.build import build_report
-from eval.measuring.metrics import measure, share
-from eval.reporting.report import Counters, Measured, read_report, write_report
+from eval.measuring.intervals import measure, share
+from eval.measuring.metrics import Costs
+from eval.reporting.report import Counters, Measured, build_report, read_report, write_report
 from tests.eval.engines.test_counters import page
 
 REAL = Path(__file__).parent / "engines"
@@ -166,7 +167,7 @@ def test_a_server_since_the_last_call(report, server, tmp_path, capsys):
         (None, 0, "as measured"),
     ],
 )
-def test_what_an_adapter_could_bring(report, tmp_path, alpha, status, said, monkeypatch, capsys):
+def test_what_an_adapter_could_bring(report, alpha, status, said, monkeypatch, capsys):
     """On tiny models: tests/distill/test_pages.py."""
     mine = read_report(report).drafts["tuned"].alpha.mean
     alpha = mine if alpha is None else alpha
@@ -178,11 +179,11 @@ def test_what_an_adapter_could_bring(report, tmp_path, alpha, status, said, monk
     assert f"traffic {alpha:.3f}" in shown
 
 
-def test_what_a_draft_costs_once_is_priced_too(report):
-    costs = read_report(report).drafts["tuned"].costs
-    dear = costs.model_copy(update={"draft_block_ms": 7.0})
-    assert drift_command._step_costs(dear).draft_block == 7.0 / 1000
-    assert drift_command._step_costs(costs).draft_block == costs.draft_block_ms / 1000
+def test_step_costs_are_the_same_read_back(report, measurement):
+    costs = measurement("tuned", 0.6).costs
+    assert read_report(report).drafts["tuned"].costs.steps() == costs
+    dear = dataclasses.replace(costs, draft_block=0.007)
+    assert Costs.of(dear).steps() == dear
 
 
 def test_input_of_no_use(report, traffic, tmp_path, server, capsys):

@@ -357,8 +357,6 @@ def check_q(name, folder, draft):
             for q in (forced[0, at], proposal.q[0, 0]):
                 torch.testing.assert_close(q, expected, atol=1e-5, rtol=1e-4)
                 assert q[expected == 0].sum() == 0
-            assert len(proposal.q[0, 0].nonzero()) <= draft.q_rows
-    assert len(proposal.q[0, 0].nonzero()) == draft.q_rows  # at temperature 1 all of them
 
 
 BY_TOKEN = [name for name in BRIDGES if name != "string"]

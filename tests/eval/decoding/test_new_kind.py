@@ -119,7 +119,7 @@ def test_it_stands_in_a_report_with_batches_and_temperatures(target, drafter, jo
         PROMPTS,
         PROMPTS,
         GREEDY,
-        Plan(None, 3, 4, sweep_prompts=2, batch_sizes=(2, 4), temperatures=(0.8,)),
+        Plan(None, 3, 4, sweep_prompts=2, batch_sizes=(2, 4)),
         journal,
         0,
         {"command": "test"},

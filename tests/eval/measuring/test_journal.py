@@ -16,11 +16,10 @@ from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring.evaluation import Plan, evaluate
 from eval.measuring.journal import Journal
-from eval.measuring.metrics import Agreement, PromptRun, StepCosts
+from eval.measuring.runs import PromptRun, StepCosts
 from eval.prompts import Prompt, PromptSet
 
 RUN = PromptRun("p1", None, 7, [3, 4, 5], 0.1 + 0.2, [1 / 3], [2], [3], [1], True)
-AGREEMENT = Agreement("p1", "odd", 1.5, 2, [1.0, 0.5], [3, 9], {0.6: {"exact": 1 / 3}, 1.0: {}})
 COSTS = StepCosts(1e-3, 2e-3, {1: 2e-3, 2: 0.1 + 0.2}, 60)
 
 
@@ -58,7 +57,7 @@ def test_a_second_process_measures_only_what_is_missing(tmp_path, capsys):
     assert not path.exists()  # the next evaluation measures everything
 
 
-@pytest.mark.parametrize("value", [RUN, AGREEMENT, COSTS])
+@pytest.mark.parametrize("value", [RUN, COSTS])
 def test_what_is_read_back_is_what_was_written(tmp_path, value):
     path = tmp_path / "measured.jsonl"
     first = begun(path).once("one", lambda: value, type(value).from_json)
