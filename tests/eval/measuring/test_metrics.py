@@ -207,6 +207,12 @@ def test_costs():
         metrics.verify_ratio(COSTS, 4)
 
 
+def test_costs_in_milliseconds_are_the_same_read_back():
+    costs = dataclasses.replace(COSTS, draft_block=0.5)
+    assert metrics.Costs.of(costs).draft_block_ms == 500
+    assert metrics.Costs.of(costs).steps() == costs
+
+
 def test_predicted_speedup():
     # tau 2 at gamma 2: 2 * 1 / (2 * 0.1 + 1.2)
     assert metrics.predicted_speedup([make_run()], COSTS).mean == pytest.approx(2 / 1.4)
