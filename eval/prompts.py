@@ -239,7 +239,7 @@ def _parse(row: bytes | dict[str, Any], spec: str, number: int) -> Prompt:
     return Prompt(
         str(next(name for name in names if name is not None)),
         parsed.prompt,
-        parsed.messages and [turn.model_dump() for turn in parsed.messages],
+        None if parsed.messages is None else [turn.model_dump() for turn in parsed.messages],
         None if category is None else str(category),
         None if parsed.group is None else str(parsed.group),
     )

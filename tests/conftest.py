@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from align.sources import cache_folder
-from eval.measuring import metrics
+from eval.measuring import intervals
 from eval.measuring.losslessness import ledger
 from eval.measuring.metrics import by_batch
 from eval.measuring.runs import Agreement, Answer, DraftLog, PromptRun, RunLog, StepCosts
@@ -77,8 +77,8 @@ def one_core():
 def few_resamples():
     """500 for 10,000: an interval is about as wide, and a report takes a tenth of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        fewer = partial(metrics.bootstrap_totals, resamples=500)
-        patch.setattr(metrics, "bootstrap_totals", fewer)
+        fewer = partial(intervals.bootstrap_totals, resamples=500)
+        patch.setattr(intervals, "bootstrap_totals", fewer)
         yield
 
 

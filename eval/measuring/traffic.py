@@ -164,7 +164,8 @@ def _check_lengths(counts: Floats, report: Acceptance) -> None:
 def compare(report: Acceptance, traffic: Acceptance) -> list[Difference]:
     """Every position, and every category that both have."""
     both = [name for name in report.categories if name in traffic.categories]
-    critical = _critical(len(report.positions) + len(both))
+    number = len(report.positions) + len(both)
+    critical = NormalDist().inv_cdf(1 - FALSE_ALARMS / number / 2)
     places = enumerate(zip(report.positions, traffic.positions, strict=True), start=1)
     differences = [
         Difference(f"position {i}", *sides, critical * _error_of_shares(*sides))
@@ -177,23 +178,12 @@ def compare(report: Acceptance, traffic: Acceptance) -> list[Difference]:
     return differences
 
 
-def _critical(comparisons: int) -> float:
-    """Standard errors that one of so many differences passes by chance in FALSE_ALARMS of calls."""
-    return NormalDist().inv_cdf(1 - FALSE_ALARMS / comparisons / 2)
-
-
 def _error_of_shares(report: Estimate, traffic: Estimate) -> float:
     """Of their difference; each error at least that of as many independent drafts."""
     accepted = report.mean * report.drafts + traffic.mean * traffic.drafts
     pooled = accepted / (report.drafts + traffic.drafts)
     least = math.sqrt(pooled * (1 - pooled))
     return math.hypot(*(max(s.error, least / math.sqrt(s.drafts)) for s in (report, traffic)))
-
-
-def compare_alpha(report: Measured, traffic: Measured) -> Difference:
-    """alpha on other prompts against the report's."""
-    sides = Estimate.of(report, report.n), Estimate.of(traffic, traffic.n)
-    return Difference("alpha", *sides, _critical(1) * math.hypot(*(s.error for s in sides)))
 
 
 def drafts_lacking(report: Acceptance, traffic: Acceptance) -> int:

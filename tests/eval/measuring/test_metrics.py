@@ -18,12 +18,12 @@ COSTS = StepCosts(
     target_verify={1: 1.0, 2: 1.1, 3: 1.2, 4: 1.4},
     context_length=9,
 )
-BOOTSTRAP = metrics.bootstrap_totals
+BOOTSTRAP = intervals.bootstrap_totals
 
 
 @pytest.fixture(autouse=True)
 def all_resamples(monkeypatch):
-    monkeypatch.setattr(metrics, "bootstrap_totals", BOOTSTRAP)
+    monkeypatch.setattr(intervals, "bootstrap_totals", BOOTSTRAP)
 
 
 def make_run(
@@ -211,6 +211,12 @@ def test_costs():
     assert metrics.verify_ratio(COSTS, 2.5) == pytest.approx(1.3)  # between the timed widths
     with pytest.raises(ValueError, match="timed up to 4 tokens, but 5 are needed"):
         metrics.verify_ratio(COSTS, 4)
+
+
+def test_costs_in_milliseconds_are_the_same_read_back():
+    costs = dataclasses.replace(COSTS, draft_block=0.5)
+    assert metrics.Costs.of(costs).draft_block_ms == 500
+    assert metrics.Costs.of(costs).steps() == costs
 
 
 def test_predicted_speedup():
