@@ -308,7 +308,7 @@ def test_a_run_follows_held_out_prompts_and_reports_the_curve(job, tmp_path, mon
         )
 
 
-@pytest.mark.parametrize("kind", ["features", "recurrent", "eagle3", "medusa", "parallel"])
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 def test_of_drafts_of_several_steps_the_first_token_is_followed(job, tmp_path, monkeypatch, kind):
     monkeypatch.setattr(prompt_sets, "HELD_OUT_PART", 4)
     monkeypatch.setattr(prompt_sets, "HELD_OUT_FEWEST", 1)

@@ -131,7 +131,7 @@ def test_a_run_with_another_learning_rate_trains_on_the_first_ones_answers_at_on
 ):
     trained_on, seconds = [], []
 
-    def distil(recipe, pair, prepared, answers, prompts):
+    def distil(recipe, pair, prepared, answers):
         trained_on.append([answer.text.tolist() for answer in answers])
         raise KeyboardInterrupt
 
