@@ -105,7 +105,7 @@ def test_a_launcher_that_starts_fewer_processes_than_asked_for_is_found_out(tmp_
     ("flag", "message"),
     [
         ("FSDP_CPU_RAM_EFFICIENT_LOADING", "fsdp_cpu_ram_efficient_loading is true"),
-        ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed was launched, .* fsdp2.yaml"),
+        ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed was launched, .*fsdp2.yaml"),
     ],
 )
 def test_launches_that_cannot_train_are_refused(monkeypatch, flag, message):
