@@ -77,6 +77,9 @@ def test_an_environment_is_made_once_found_again_and_made_anew_when_damaged(mini
     install("mini")
     assert "is damaged" in capsys.readouterr().out
     assert installed("mini") == engine.folder
+    engine.folder.rename(mini(version="1.1").folder)
+    with pytest.raises(EngineMissing, match=r"it holds version 1\.0"):
+        installed("mini")
 
 
 @pytest.mark.parametrize(
@@ -93,15 +96,6 @@ def test_what_cannot_be_installed_leaves_nothing(mini, capsys, fields, says):
     assert re.search(says, found)
     assert not engine.folder.exists()
     assert not [path for path in engine.folder.parent.iterdir() if "partial" in path.name]
-
-
-def test_another_version_is_a_damaged_environment(mini):
-    mini()
-    folder = install("mini")
-    engine = mini(version="1.1")
-    folder.rename(engine.folder)
-    with pytest.raises(EngineMissing, match=r"it holds version 1\.0"):
-        installed("mini")
 
 
 def test_llama_cpp_without_node(monkeypatch, capsys):
