@@ -178,14 +178,15 @@ def test_an_evaluation_depends_on_models_prompts_and_settings(tiny_llama, drafte
     def prompts(*ids, **fields):
         return PromptSet("made up", [Prompt("p", prompt="unused", **fields)], [[1, *ids]])
 
-    def asked(seed=None, other=None, tuning=None, shown=None, plan=None, **how):
+    def asked(seed=None, other=None, path="draft", tuning=None, shown=None, plan=None, **how):
         class Told(Journal):
             def begin(self, *what):
                 raise BegunError(json.dumps(what))
 
         weights = decoder if seed is None else build_decoder(tiny_llama(seed), 60)
         target = Target("tiny", model, None, weights, frozenset({60}))
-        draft = drafter(decoder if other is None else build_decoder(tiny_llama(other), 60))
+        other = decoder if other is None else build_decoder(tiny_llama(other), 60)
+        draft = drafter(other, path=path)
         settings = {"sampling": Sampling(), "stops": target.stops, "max_new_tokens": 8} | how
         with pytest.raises(BegunError) as begun:
             evaluate(
@@ -195,7 +196,7 @@ def test_an_evaluation_depends_on_models_prompts_and_settings(tiny_llama, drafte
         return str(begun.value)
 
     changes = [
-        *({"seed": 1}, {"other": 1}),
+        *({"seed": 1}, {"other": 1}, {"path": "lookup-first:draft"}),
         *({"shown": prompts(4)}, {"shown": prompts(2, category="odd")}, {"tuning": prompts(4)}),
         *({"sampling": Sampling(0.7)}, {"sampling": Sampling(0.7, 9)}),
         *({"sampling": Sampling(0.7, None, 0.9)}, {"stops": frozenset({59})}),
