@@ -19,8 +19,8 @@ from distill.near_duplicates import NearDuplicates, without_near_duplicates
 from distill.prompt_sets import LICENCES, STDLIB, Prompts
 from distill.recipe import Recipe
 from eval.prompts import PromptError
-from recipes.code.prompts import stdlib_sources
-from recipes.legal.prompts import licence_sources
+from recipes.code.stdlib_functions import stdlib_sources
+from recipes.legal.licence_clauses import licence_sources
 
 SHORTEST = 16  # tokens of a row; what is left of a text is not worth a row of its own
 
