@@ -105,10 +105,12 @@ def model_card(run: Path, report: Report, found: Found) -> str:
         draft=draft,
         looked_up=f"{name}+lookup" in report.drafts,
         gains=[gain for gain in report.gain if gain.draft == name and gain.alpha],
-        gamma=gamma,
         kind=recipe.get("drafter"),
         heads=not kinds()[recipe.get("drafter") or "pruned"].language_model,
         vllm=_vllm_command(target, found.name, gamma, check["used"] in OWN_IDS, run / "draft"),
+        transformers=serve_command(
+            "transformers", target, found.name, gamma, sampling=_sampling(report)
+        ),
         llama_cpp=serve_command(
             "llama.cpp", gguf, f"{found.name}/gguf/draft-{GGUF_SERVED}.gguf", gamma
         ),
@@ -140,6 +142,11 @@ def gamma_of(report: Report) -> int:
     """The draft length that the card names, and that engines are checked with."""
     draft = report.tuned[1]
     return (draft.payoff.best_gamma if draft.payoff else draft.gamma) or USUAL_GAMMA
+
+
+def _sampling(report: Report) -> str:
+    temperature = report.decoding.temperature
+    return f"do_sample=True, temperature={temperature}" if temperature else "do_sample=False"
 
 
 def _vllm_command(target: str, draft: str, gamma: int, own_ids: bool, folder: Path) -> str:

@@ -34,8 +34,8 @@ from eval.prompts import (
     refuse_repeated_ids,
     render_all,
 )
-from recipes.code.prompts import stdlib_prompts
-from recipes.legal.prompts import licence_prompts
+from recipes.code.stdlib_functions import stdlib_prompts
+from recipes.legal.licence_clauses import licence_prompts
 
 STDLIB = "embedded:stdlib-functions"
 LICENCES = "embedded:licence-clauses"
@@ -142,7 +142,7 @@ def training_prompts(
 def _open_training(spec: str) -> Iterator[PromptSource]:
     if spec in (STDLIB, LICENCES):
         built = stdlib_prompts() if spec == STDLIB else licence_prompts(held_out=False)
-        yield PromptSource(spec, len(built), built.__getitem__)
+        yield PromptSource(len(built), built.__getitem__)
     else:
         _refuse_unknown_builder(spec)
         with open_prompts(spec) as source:

@@ -87,9 +87,8 @@ class PromptSet:
 
 @dataclass(frozen=True)
 class PromptSource:
-    """The prompts that `spec` names: how many, and each by its number, read when asked for."""
+    """Prompts: how many, and each by its number, read when asked for."""
 
-    spec: str
     count: int
     read: Callable[[int], Prompt]
 
@@ -166,7 +165,7 @@ def _lines_of(file: IO[bytes], spec: str) -> PromptSource:
         file.seek(starts[i])
         return _parse(file.readline(), spec, numbers[i])
 
-    return PromptSource(spec, len(numbers), read)
+    return PromptSource(len(numbers), read)
 
 
 def _rows_of(spec: str) -> PromptSource:
@@ -183,7 +182,7 @@ def _rows_of(spec: str) -> PromptSource:
             f"be loaded ({reason}). Check the spelling (NAME or NAME:SPLIT) and the network, or "
             "give a .jsonl file."
         ) from error
-    return PromptSource(spec, len(rows), lambda i: _parse(rows[i], spec, i))
+    return PromptSource(len(rows), lambda i: _parse(rows[i], spec, i))
 
 
 class _Turn(BaseModel):

@@ -16,8 +16,8 @@ from distill.near_duplicates import (
 )
 from distill.prompt_sets import LICENCES, STDLIB, evaluation_prompts, training_prompts
 from eval.prompts import Prompt, PromptError
-from recipes.code.prompts import stdlib_prompts
-from recipes.legal import prompts as legal
+from recipes.code.stdlib_functions import stdlib_prompts
+from recipes.legal import licence_clauses as legal
 
 HUMAN_EVAL_LIKE = (
     "from typing import List\n\n\ndef below_zero(operations: List[int]) -> bool:\n"
