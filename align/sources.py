@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from gguf import GGUFReader
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's
 _WHEEL = "pypi:"
 _ADAPTED = "+adapter:"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -432,13 +433,8 @@ def _converted(spec: str, file: Path) -> Path:
 
 
 def _merged(base: str, adapter: Path) -> Path:
-    """The checkpoint of a model with an adapter merged by peft in the model's dtype, cached."""
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        if not (adapter / name).is_file():
-            raise SourceError(
-                f"{str(adapter)!r} is no adapter: it lacks {name}; name the folder that peft's "
-                "save_pretrained wrote."
-            )
+    """The checkpoint of a model with an adapter merged in the model's dtype, cached."""
+    check_adapter(adapter)
     folder = resolve_checkpoint(base)
     known = hashlib.sha256()
     for path in [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.json"))]:
@@ -450,17 +446,10 @@ def _merged(base: str, adapter: Path) -> Path:
 
     def fill(content: Path) -> None:
         import torch
-        from peft import PeftModel
 
         print(f"Merging {adapter.name} into {base}, once …", file=sys.stderr)
-        model: Any = load_model(base, load_config(base).dtype or torch.float32)
-        try:
-            model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=True)
-        except (ValueError, RuntimeError, KeyError, TypeError) as error:
-            raise SourceError(
-                f"The adapter {str(adapter)!r} does not fit {base!r} ({_one_line(error)}); name "
-                "the model that it was trained on."
-            ) from error
+        dtype: Any = load_config(base).dtype
+        model = merge_adapter(load_model(base, dtype or torch.float32), base, adapter)
         for source, patterns in ((folder, _TOKENIZER_FILES), (adapter, _ADAPTERS_TOKENIZER)):
             for path in (file for pattern in patterns for file in source.glob(pattern)):
                 if not path.name.endswith(".index.json"):
@@ -468,6 +457,39 @@ def _merged(base: str, adapter: Path) -> Path:
         model.save_pretrained(content)
 
     return _cached(entry, f"{base}{_ADAPTED}{adapter}", fill)
+
+
+def check_adapter(folder: Path) -> None:
+    """Raise SourceError where a folder holds no adapter that peft wrote."""
+    if not ((folder / ADAPTER_WEIGHTS).is_file() and (folder / ADAPTER_CONFIG).is_file()):
+        raise SourceError(
+            f"{str(folder)!r} is no adapter: it lacks {ADAPTER_CONFIG} or {ADAPTER_WEIGHTS}; name "
+            "the folder that peft's save_pretrained wrote."
+        )
+
+
+def merge_adapter(model: PreTrainedModel, base: str, adapter: Path) -> PreTrainedModel:
+    """The model with an adapter merged by peft, in the model's dtype.
+
+    base: what to call the model. Raises SourceError where the two do not fit.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors import safe_open
+
+    try:
+        whole: Any = PeftModel.from_pretrained(model, str(adapter))
+        loaded = get_peft_model_state_dict(whole, save_embedding_layers=False)
+        with safe_open(adapter / ADAPTER_WEIGHTS, "pt") as file:
+            odd = sorted(name for name in {*file.keys()} ^ {*loaded} if "lora_" in name)
+        if odd:  # which peft passes over
+            raise ValueError(f"only one of them has {_some(odd)}")
+        merged: PreTrainedModel = whole.merge_and_unload(safe_merge=True)
+    except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+        raise SourceError(
+            f"The adapter {str(adapter)!r} does not fit {base!r} ({_one_line(error)}); name the "
+            "model that it was trained on."
+        ) from error
+    return merged
 
 
 def _restore_rope(model: PreTrainedModel, reader: GGUFReader) -> str | None:
@@ -544,7 +566,7 @@ def _from_hub(spec: str, patterns: list[str]) -> Path:
 
 def _check_checkpoint(spec: str, folder: Path, weights: bool) -> None:
     names = sorted(path.name for path in folder.iterdir())
-    if "adapter_config.json" in names and "config.json" not in names:
+    if ADAPTER_CONFIG in names and "config.json" not in names:
         raise SourceError(
             f"{spec!r} is a LoRA adapter, not a whole model; write MODEL+adapter:{spec}."
         )

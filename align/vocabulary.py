@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from align.sources import (
+    ADAPTER_WEIGHTS,
     SourceError,
     load_tokenizer,
     read_json,
@@ -29,7 +30,6 @@ _HEAD_BIASES = ("lm_head.bias", "embed_out.bias")
 # Keys of a config by which logits are changed after the head, as several families name them.
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
-ADAPTER = "adapter_model.safetensors"
 _ANY_TEXT = "".join(map(chr, range(0x180))) + "\U0010ffff"
 
 
@@ -200,7 +200,8 @@ def read_vocabulary(spec: str, weights: bool = False) -> Vocabulary:
     Raises SourceError, with code TOK-000 or TOK-013, for input that is missing or ill-formed.
     """
     try:
-        _refuse_adapter_with_rows((split_adapter(spec)[1] or Path(spec).expanduser()) / ADAPTER)
+        beside = split_adapter(spec)[1] or Path(spec).expanduser()
+        refuse_adapter_with_rows(beside / ADAPTER_WEIGHTS)
         return _parse(spec, resolve_checkpoint(spec, weights=weights))
     except ValueError as error:
         text = str(error) if isinstance(error, SourceError) else f"{spec!r}: {error}"
@@ -212,7 +213,7 @@ def read_vocabulary(spec: str, weights: bool = False) -> Vocabulary:
         ) from error
 
 
-def _refuse_adapter_with_rows(path: Path) -> None:
+def refuse_adapter_with_rows(path: Path) -> None:
     """A LoRA adapter beside or without its model, when it brings rows of embedding or head."""
     shapes = _shapes(path) if path.is_file() else {}
     for name, shape in shapes.items():
@@ -253,7 +254,7 @@ def _parse(spec: str, folder: Path) -> Vocabulary:
         template = next((t["template"] for t in template if t["name"] == "default"), None)
     tensors: dict[str, list[int]] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        if path.name != ADAPTER:
+        if path.name != ADAPTER_WEIGHTS:
             tensors |= _shapes(path)
     about = special_ids, special_texts, stops, template, config, tensors
     return Vocabulary(spec, folder, tokens, backend, *about)
