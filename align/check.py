@@ -17,7 +17,6 @@ if not __package__:
 import argparse
 import gzip
 import json
-import zlib
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -247,15 +246,7 @@ def _texts(spec: str) -> list[str]:
         for row in (json.loads(line) for line in text.split("\n") if line.strip()):
             texts += [row.get(name) for name in ("prompt", "text", "completion")]
             texts += [message["content"] for message in row.get("messages") or []]
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        EOFError,
-        OSError,
-        zlib.error,
-    ) as error:
+    except Exception as error:  # of gzip, UTF-8, JSON, or a row of another shape
         raise SourceError(
             f"{path} cannot be read ({error}); give UTF-8 text, or one JSON object a line with "
             "prompt or messages, plain or in gzip."
