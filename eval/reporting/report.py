@@ -322,15 +322,6 @@ class HeldOutCurve(Part):
     points: Annotated[list[HeldOutPoint], Field(min_length=1)]
 
 
-class Replayed(Part):
-    """A candidate on texts of the target, its steps priced by measured ones."""
-
-    alpha: Share = Field(description="of the tokens of these texts, drafted right as the first")
-    speedup: Measured = Field(description="predicted, at the best draft length")
-    gamma: Positive
-    stop_below: float = Field(ge=0, le=1, description="as of `DraftLength`; 0: never")
-
-
 class Candidate(Part):
     """A kind of draft, and what its comparison with others found."""
 
@@ -339,9 +330,15 @@ class Candidate(Part):
     c: Quantity = Field(
         description="draft time of a token over a target step, in a draft of the longest length"
     )
-    ceiling_speedup: Quantity = Field(description="of a perfect draft at this cost")
-    untuned: Replayed | None = Field(None, description="as prepared; null: priced only")
-    healed: Replayed | None = Field(None, description="trained briefly; null: not among the best")
+    expected_speedup: Quantity = Field(
+        description="at this cost and the alpha that a tuned draft is taken to reach"
+    )
+    trained: Measured | None = Field(
+        None, description="speed-up that a replay predicts after a short training; null: priced"
+    )
+    measured: Measured | None = Field(
+        None, description="the same on other texts, at the length chosen on the first; null: not"
+    )
     chosen: bool
 
     @property
@@ -357,7 +354,8 @@ class DrafterChoice(Part):
 
     candidates: Annotated[list[Candidate], Field(min_length=1)]
     ruled_out: dict[str, str] = Field(description="kinds that the recipe rules out, and why")
-    healed_seconds: Quantity = Field(description="of training, for each that was trained")
+    trained_seconds: Quantity = Field(description="for each that was trained")
+    why: str
 
 
 class Report(Part):
