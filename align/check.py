@@ -17,8 +17,6 @@ if not __package__:
 import argparse
 import gzip
 import json
-import zlib
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -115,7 +113,7 @@ def compare(
         tuned_strategy=tuned,
         shared_ids=min(target.count, draft.count),
         coverage=coverage,
-        engines=tuple(_engines(pair, strategy)),
+        engines=_engines(pair, strategy),
         findings=tuple(findings),
     )
 
@@ -178,43 +176,32 @@ def _bytes_in(vocabulary: Vocabulary) -> set[int]:
     return {byte for kind, raw in vocabulary.used if kind == "normal" for byte in raw}
 
 
-def _engines(pair: Comparison, strategy: Strategy | None) -> Iterator[EngineVerdict]:
+def _engines(pair: Comparison, strategy: Strategy | None) -> tuple[EngineVerdict, ...]:
     """By each engine's own rule, as far as it is known; all of them verify in the target's ids."""
+    works: dict[str, tuple[Works, str]] = {"draftsmith": ("yes", f"strategy {strategy}")}
     if strategy is None:
-        yield EngineVerdict("draftsmith", "no", "no lossless strategy; see the fatal findings")
-    else:
-        yield EngineVerdict("draftsmith", "yes", f"strategy {strategy}")
+        works["draftsmith"] = ("no", "no lossless strategy; see the fatal findings")
     rows = pair.target.config_rows, pair.draft.config_rows
     sizes = f"config vocab_size {rows[0]} and {rows[1]}"
-    if rows[0] == rows[1] and pair.differing:
-        for engine in ("transformers", "vLLM"):
-            yield EngineVerdict(
-                engine, "no", f"{sizes}: only sizes are compared, so it corrupts silently"
-            )
+    if rows[0] == rows[1] and not pair.differing:
+        works["transformers"] = ("yes", "assistant_model=draft")
+        works["vLLM"] = ("yes", "method draft_model")
     elif rows[0] == rows[1]:
-        yield EngineVerdict("transformers", "yes", "assistant_model=draft")
-        yield EngineVerdict("vLLM", "yes", "method draft_model")
+        for engine in ("transformers", "vLLM"):
+            works[engine] = ("no", f"{sizes}: only sizes are compared, so it corrupts silently")
     else:
-        if pair.differing:
-            yield EngineVerdict(
-                "transformers",
-                "greedy only",
-                f"{sizes}: assisted generation wants tokenizer and assistant_tokenizer; greedy "
-                "text is the target's, sampled text is not (seen in 5.23)",
-            )
-        else:
-            yield EngineVerdict(
-                "transformers",
-                "no",
-                f"{sizes}: refused, though only padding differs; resize the draft's embeddings",
-            )
-        yield EngineVerdict(
-            "vLLM",
+        works["transformers"] = (
             "greedy only",
-            f"{sizes}: refused unless use_heterogeneous_vocab, which is greedy",
+            f"{sizes}: assisted generation wants tokenizer and assistant_tokenizer; greedy text is "
+            "the target's, sampled text is not (seen in 5.23)",
         )
-    why_not = _llama_cpp_refusal(pair)
-    yield EngineVerdict("llama.cpp", "no" if why_not else "yes", why_not or "-md with a GGUF of it")
+        if not pair.differing:
+            only_padding = "refused, though only padding differs; resize the draft's embeddings"
+            works["transformers"] = ("no", f"{sizes}: {only_padding}")
+        works["vLLM"] = ("greedy only", f"{sizes}: refused unless use_heterogeneous_vocab")
+    refusal = _llama_cpp_refusal(pair)
+    works["llama.cpp"] = ("no", refusal) if refusal else ("yes", "-md with a GGUF of the draft")
+    return tuple(EngineVerdict(engine, *verdict) for engine, verdict in works.items())
 
 
 def _llama_cpp_refusal(pair: Comparison) -> str | None:
@@ -259,15 +246,7 @@ def _texts(spec: str) -> list[str]:
         for row in (json.loads(line) for line in text.split("\n") if line.strip()):
             texts += [row.get(name) for name in ("prompt", "text", "completion")]
             texts += [message["content"] for message in row.get("messages") or []]
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        EOFError,
-        OSError,
-        zlib.error,
-    ) as error:
+    except Exception as error:  # of gzip, UTF-8, JSON, or a row of another shape
         raise SourceError(
             f"{path} cannot be read ({error}); give UTF-8 text, or one JSON object a line with "
             "prompt or messages, plain or in gzip."

@@ -127,7 +127,7 @@ def find(pair: Comparison, strategy: str | None) -> Iterator[Finding]:
 
 
 def _ids(pair: Comparison, strategy: str | None) -> Iterator[Finding]:
-    lost = "name a draft whose tokens write the same characters, or none: the target is pruned then"
+    lost = "name a draft that writes the same characters, or none: the target is pruned then"
     target, draft, differing = pair.target, pair.draft, pair.differing
     if differing:
         i = differing[0]
@@ -135,8 +135,7 @@ def _ids(pair: Comparison, strategy: str | None) -> Iterator[Finding]:
             "TOK-001",
             "error" if strategy else "fatal",
             f"{len(differing)} of {len(target.tokens)} ids differ ({i} is {show(target.tokens[i])} "
-            f"for the target, {show(draft.tokens[i])} for the draft); drafting by id would "
-            "corrupt.",
+            f"for the target, {show(draft.tokens[i])} for the draft).",
             f"strategy {strategy}" if strategy else lost,
             differing[:5],
         )
@@ -147,8 +146,7 @@ def _ids(pair: Comparison, strategy: str | None) -> Iterator[Finding]:
             yield Finding(
                 "TOK-001",
                 "warning" if strategy else "fatal",
-                f"{len(missing)} ids have a token for the {name} only ({missing[0]} is "
-                f"{show(side.tokens[missing[0]])}).",
+                f"{len(missing)} ids have a token for the {name} only, {missing[0]} the first.",
                 "nothing: they are never drafted" if strategy else lost,
                 missing[:5],
             )
@@ -160,8 +158,8 @@ def _rows(pair: Comparison) -> Iterator[Finding]:
             yield Finding(
                 "TOK-002",
                 "fatal",
-                f"The tokenizer of {side.spec} has ids up to {side.count - 1}, but its embedding "
-                f"has {side.embedding_rows} rows and its head {side.head_rows}.",
+                f"{side.spec} has ids up to {side.count - 1}, but its embedding has "
+                f"{side.embedding_rows} rows and its head {side.head_rows}.",
                 "restore the tokenizer the model was trained with, or resize its embeddings",
                 [side.count - 1],
             )
@@ -169,17 +167,15 @@ def _rows(pair: Comparison) -> Iterator[Finding]:
             yield Finding(
                 "TOK-002",
                 "error",
-                f"The config of {side.spec} says vocab_size {side.config_rows}, its embedding has "
-                f"{side.embedding_rows} rows.",
-                "correct vocab_size in config.json",
+                f"{side.spec} has {side.embedding_rows} rows in its embedding.",
+                f"correct vocab_size {side.config_rows} in its config.json",
             )
     rows = pair.draft.embedding_rows
     if rows is not None and rows < pair.target.count and pair.relation != "disjoint":
         yield Finding(
             "TOK-002",
             "warning",
-            f"The draft's embedding has {rows} rows, so it cannot read the target's ids up to "
-            f"{pair.target.count - 1} as they are.",
+            f"The draft's embedding has {rows} rows, the target ids up to {pair.target.count - 1}.",
             "nothing: they are retokenized for the draft",
             [pair.target.count - 1],
         )
@@ -192,7 +188,7 @@ def _holes(pair: Comparison) -> Iterator[Finding]:
                 "TOK-003",
                 "warning",
                 f"{len(holes)} ids of {side.spec} below {len(side.tokens)} have no token.",
-                "nothing, unless one is ever sampled: then the tokenizer is not the model's",
+                "nothing, unless one is sampled: then the tokenizer is not the model's",
                 holes[:5],
             )
         first: dict[Token, int] = {}
@@ -202,8 +198,8 @@ def _holes(pair: Comparison) -> Iterator[Finding]:
             yield Finding(
                 "TOK-003",
                 "warning",
-                f"{len(again)} tokens of {side.spec} have the bytes of an earlier one ({i} and "
-                f"{earlier} are both {show(side.tokens[i])}).",
+                f"{len(again)} tokens of {side.spec} equal an earlier one ({i} and {earlier} are "
+                f"both {show(side.tokens[i])}).",
                 "nothing while drafting by id; a map by bytes sums their probabilities",
                 [*again][:5],
             )
@@ -231,8 +227,7 @@ def _pipelines(pair: Comparison) -> Iterator[Finding]:
             "TOK-004",
             "warning",
             f"The vocabularies agree, not how text is cut into them: {', '.join(parts)} differ.",
-            "nothing: texts are encoded with the target's tokenizer; a draft trained on other cuts "
-            "is accepted less until it is tuned",
+            "nothing: the target's tokenizer encodes; acceptance is lower untuned",
         )
 
 
@@ -247,8 +242,7 @@ def _probes(pair: Comparison) -> Iterator[Finding]:
                 "warning" if side is pair.target else "info",
                 f"{len(changed)} {count} do not come back from the tokenizer of {side.spec} byte "
                 f"by byte (the first: {changed[0]!r}).",
-                "nothing for losslessness, which holds token by token; a text with such characters "
-                "is not seen by the models as it was written",
+                "nothing: losslessness holds token by token",
             )
     if pair.relation not in ("identical", "padded"):
         return
@@ -259,7 +253,7 @@ def _probes(pair: Comparison) -> Iterator[Finding]:
             "warning",
             f"{len(other)} {count} are encoded otherwise by the draft's tokenizer (the first: "
             f"{other[0]!r}).",
-            "nothing: the target's tokenizer encodes for both; acceptance is lower untuned",
+            "nothing: the target's tokenizer encodes; acceptance is lower untuned",
         )
 
 
@@ -287,10 +281,8 @@ def _special_ids(pair: Comparison) -> Iterator[Finding]:
         yield Finding(
             "TOK-006",
             "info",
-            f"Before every text the target's tokenizer puts {first[0]!r}, the draft's "
-            f"{first[1]!r}.",
-            "nothing: each model reads the one it was trained with where their ids differ, the "
-            "target's where they agree",
+            f"Before a text the target's tokenizer puts {first[0]!r}, the draft's {first[1]!r}.",
+            "nothing: where ids differ each model reads its own, else the target's",
         )
 
 
@@ -300,8 +292,7 @@ def _stops(pair: Comparison, strategy: str | None) -> Iterator[Finding]:
         yield Finding(
             "TOK-007",
             "error",
-            "No token ends a text of the target (no eos in tokenizer, config or generation "
-            "config).",
+            "No token ends a text of the target: neither tokenizer nor configs name one.",
             "set eos_token_id in its generation_config.json",
         )
     stops = {i: target.token(i) for i in sorted(target.all_stops)}
@@ -313,16 +304,14 @@ def _stops(pair: Comparison, strategy: str | None) -> Iterator[Finding]:
             "TOK-007",
             "error",
             f"The target's stops {missing} cannot be drafted: the draft has no such token.",
-            "nothing, and the last token of a text always comes from the target; or use a draft "
-            "whose vocabulary holds every stop",
+            "nothing: the last token comes from the target; or use a draft that has every stop",
             missing[:5],
         )
     if set(stops.values()) != {draft.token(i) for i in draft.all_stops} - {None}:
         yield Finding(
             "TOK-007",
             "warning",
-            f"A text ends at {[*stops]} for the target, at {sorted(draft.all_stops)} for the "
-            "draft.",
+            f"A text ends at {[*stops]} for the target, {sorted(draft.all_stops)} for the draft.",
             "nothing: the target's stops are used for both",
             sorted(target.all_stops ^ draft.all_stops)[:5],
         )
@@ -359,7 +348,7 @@ def _templates(pair: Comparison) -> Iterator[Finding]:
         yield Finding(
             "TOK-009",
             "warning",
-            "The target has no chat template: prompts given as messages cannot be rendered.",
+            "The target has no chat template to render messages with.",
             "use prompts given as text, or add a chat_template.jinja to the target",
         )
         return
@@ -378,8 +367,7 @@ def _templates(pair: Comparison) -> Iterator[Finding]:
             yield Finding(
                 "TOK-009",
                 "warning",
-                "The target's template writes what its tokenizer puts before a text as well "
-                f"({show(target.tokens[ids[0]])} twice).",
+                f"Template and tokenizer both put {show(target.tokens[ids[0]])} before a text.",
                 "encode rendered prompts with add_special_tokens=False, as is done here",
                 target.prefix,
             )
@@ -388,8 +376,7 @@ def _templates(pair: Comparison) -> Iterator[Finding]:
             "TOK-009",
             "info",
             f"The draft has {'no' if draft.chat_template is None else 'another'} chat template.",
-            "nothing: the target's renders for both; a draft trained on another accepts less "
-            "untuned",
+            "nothing: the target's renders for both; acceptance is lower untuned",
         )
 
 
@@ -426,7 +413,7 @@ def _special_strings(target: Vocabulary) -> Iterator[Finding]:
                 "TOK-010",
                 "info",
                 f"A user's text that holds {text!r} becomes the stop itself.",
-                "encode users' texts with split_special_tokens=True where they are not trusted",
+                "encode texts that are not trusted with split_special_tokens=True",
                 [i],
             )
 
@@ -456,18 +443,15 @@ def _heads(pair: Comparison) -> Iterator[Finding]:
             yield Finding(
                 "TOK-012",
                 "warning",
-                f"The head of {side.spec} has a bias, which no transplant or trimmed head carries "
-                "along.",
-                "keep the whole head (draft_vocab_size: null), and draft by map instead of a "
-                "transplant",
+                f"The head of {side.spec} has a bias, which no new or trimmed head carries along.",
+                "keep the whole head (draft_vocab_size: null), or draft by map",
             )
         if side.logit_changes:
             yield Finding(
                 "TOK-012",
                 "info",
                 f"{side.spec} changes its logits after the head ({side.logit_changes}).",
-                "nothing while its own forward computes them; a trimmed or transplanted head, and "
-                "the loss, lack it",
+                "nothing in its own forward; new or trimmed heads and the loss lack it",
             )
 
 
@@ -489,8 +473,8 @@ def _trimmed_head(pair: Comparison) -> Iterator[Finding]:
             yield Finding(
                 "TOK-015",
                 "fatal",
-                f"d2t ({len(d2t)} rows) and t2d ({len(t2d)} entries) of {path} do not name the "
-                f"same ids, each once, of the target's {rows}.",
+                f"d2t ({len(d2t)}) and t2d ({len(t2d)}) of {path} do not name the same ids, each "
+                f"once, of the target's {rows}.",
                 "make the draft again",
             )
         elif lost:

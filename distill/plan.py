@@ -40,8 +40,8 @@ from eval.decoding.drafters.drafter import Drafter, timed_step
 from eval.decoding.forward import Decoder
 from eval.decoding.target import Target
 from eval.measuring.agreement import BATCH
-from eval.measuring.log import StepCosts
 from eval.measuring.replay import ROWS, TEXT_TOKENS
+from eval.measuring.runs import StepCosts
 from eval.measuring.timing import (
     CHOICE_REPEATS,
     COST_REPEATS,

@@ -60,7 +60,8 @@ def prepare_draft(
     if recipe.draft is not None:
         return read_prepared(recipe, pair)
     folder = recipe.folder / "prepared"
-    if not (folder / PREPARED).exists():
+    needed = [PREPARED, *([FULL_HEAD] if recipe.kind.language_model else [])]
+    if not all((folder / name).exists() for name in needed):
         embedding = pair.target_embedding(getattr(torch, recipe.dtype))
         if recipe.base is not None:
             lost = _copy_base(recipe.base, folder, answers, len(embedding))

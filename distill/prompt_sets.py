@@ -34,8 +34,8 @@ from eval.prompts import (
     refuse_repeated_ids,
     render_all,
 )
-from recipes.code.prompts import stdlib_prompts
-from recipes.legal.prompts import licence_prompts
+from recipes.code.stdlib_functions import stdlib_prompts
+from recipes.legal.licence_clauses import licence_prompts
 
 STDLIB = "embedded:stdlib-functions"
 LICENCES = "embedded:licence-clauses"
@@ -63,19 +63,23 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
     evaluation = evaluation_prompts(recipe.eval_prompts, recipe.max_eval_prompts, recipe.seed)
     limit = recipe.max_train_prompts + recipe.tuning_prompts
     prompts, overlap = training_prompts(recipe.train_prompts, evaluation, limit, recipe.seed)
-    tuning, training = tuning_split(prompts, recipe.tuning_prompts)
-    count = min(recipe.held_out_prompts, len(training) // HELD_OUT_PART)
+    if len(prompts) <= recipe.tuning_prompts:
+        raise PromptError(
+            f"{len(prompts)} training prompts are not enough to set {recipe.tuning_prompts} aside "
+            "for choosing gamma; give more prompts or lower tuning_prompts."
+        )
+    tuning, rest = prompts[: recipe.tuning_prompts], prompts[recipe.tuning_prompts :]
+    count = min(recipe.held_out_prompts, len(rest) // HELD_OUT_PART)
     if recipe.answers == "server" or count < HELD_OUT_FEWEST:  # a server's are all trained on
         count = 0
-    held_out, rest = hold_out(training, count)
-    like_them = len(training) - len(held_out) - len(rest)
-    if count and (len(held_out) < HELD_OUT_FEWEST or len(rest) < len(training) / 2):
+    held_out, training = hold_out(rest, count)
+    like_them = len(rest) - len(held_out) - len(training)
+    if count and (len(held_out) < HELD_OUT_FEWEST or len(training) < len(rest) / 2):
         print(
-            f"no prompts are held out: of {len(training)}, {len(held_out)} could be, and "
-            f"{like_them} nearly repeat those (is there a template that all share?)"
+            f"no prompts are held out: of {len(rest)}, {len(held_out)} could be, and {like_them} "
+            "nearly repeat those (is there a template that all share?)"
         )
-        held_out, rest, like_them = [], training, 0
-    training = rest
+        held_out, training, like_them = [], rest, 0
 
     tokenizer = load_tokenizer(target.spec)
     config = AutoConfig.from_pretrained(target.folder).get_text_config()
@@ -84,7 +88,7 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
     def rendered(source: str, part: list[Prompt], new_tokens: int) -> PromptSet:
         return PromptSet(source, part, render_all(part, tokenizer, room, new_tokens))
 
-    made = Prompts(
+    sets = Prompts(
         rendered(recipe.train_prompts, training, recipe.answer_max_new_tokens),
         rendered(recipe.train_prompts, tuning, recipe.max_new_tokens),
         rendered(recipe.eval_prompts, evaluation, recipe.max_new_tokens),
@@ -92,13 +96,13 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
         rendered(recipe.train_prompts, held_out, recipe.answer_max_new_tokens),
     )
     print(
-        f"prompts: {len(training)} to train on ({sum(map(len, made.training.ids))} tokens), "
+        f"prompts: {len(training)} to train on ({sum(map(len, sets.training.ids))} tokens), "
         + (f"{len(held_out)} held out, " if held_out else "")
         + (f"{like_them} like those dropped, " if like_them else "")
         + f"{len(tuning)} to choose gamma, {len(evaluation)} to evaluate; "
         f"{overlap.dropped} dropped as near-duplicates"
     )
-    return made
+    return sets
 
 
 def training_prompts(
@@ -111,15 +115,15 @@ def training_prompts(
     raises.
     """
     if AND in spec:
-        specs = spec.split(AND)
-        share = None if limit is None else -(-limit // len(specs))
-        found = [training_prompts(one, eval_prompts, share, seed) for one in specs]
-        parts, overlaps = zip(*found, strict=True)
+        specs, share = _shares(spec, limit)
+        parts, overlaps = zip(
+            *(training_prompts(one, eval_prompts, share, seed) for one in specs), strict=True
+        )
         return _by_turns(parts)[:limit], Overlap(
-            exact=sum(one.exact for one in overlaps),
-            near=sum(one.near for one in overlaps),
-            dropped=sum(one.dropped for one in overlaps),
-            max_jaccard=max(one.max_jaccard for one in overlaps),
+            exact=sum(overlap.exact for overlap in overlaps),
+            near=sum(overlap.near for overlap in overlaps),
+            dropped=sum(overlap.dropped for overlap in overlaps),
+            max_jaccard=max(overlap.max_jaccard for overlap in overlaps),
         )
     with _open_training(spec) as source:
         order = array("q", range(source.count))
@@ -138,7 +142,7 @@ def training_prompts(
 def _open_training(spec: str) -> Iterator[PromptSource]:
     if spec in (STDLIB, LICENCES):
         built = stdlib_prompts() if spec == STDLIB else licence_prompts(held_out=False)
-        yield PromptSource(spec, len(built), built.__getitem__)
+        yield PromptSource(len(built), built.__getitem__)
     else:
         _refuse_unknown_builder(spec)
         with open_prompts(spec) as source:
@@ -151,8 +155,7 @@ def evaluation_prompts(spec: str, limit: int | None, seed: int) -> list[Prompt]:
     Of several specs by turns, each with its share of the limit.
     """
     if AND in spec:
-        specs = spec.split(AND)
-        share = None if limit is None else -(-limit // len(specs))
+        specs, share = _shares(spec, limit)
         return _by_turns([evaluation_prompts(one, share, seed) for one in specs])[:limit]
     if spec == STDLIB:
         raise PromptError(
@@ -165,6 +168,12 @@ def evaluation_prompts(spec: str, limit: int | None, seed: int) -> list[Prompt]:
     return load_prompts(spec, limit, seed)
 
 
+def _shares(spec: str, limit: int | None) -> tuple[list[str], int | None]:
+    """The specs of several domains, and how many prompts of each."""
+    specs = spec.split(AND)
+    return specs, None if limit is None else -(-limit // len(specs))
+
+
 def _by_turns(parts: Sequence[list[Prompt]]) -> list[Prompt]:
     """One of each part after the other, told apart by the part's number before their ids."""
     told = [
@@ -173,16 +182,6 @@ def _by_turns(parts: Sequence[list[Prompt]]) -> list[Prompt]:
     ]
     turns = itertools.zip_longest(*told)
     return [prompt for turn in turns for prompt in turn if prompt is not None]
-
-
-def tuning_split(prompts: list[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
-    """The first `count` prompts, set aside for choosing gamma, and the rest to train on."""
-    if len(prompts) <= count:
-        raise PromptError(
-            f"{len(prompts)} training prompts are not enough to set {count} aside for choosing "
-            "gamma; give more prompts or lower tuning_prompts."
-        )
-    return prompts[:count], prompts[count:]
 
 
 def hold_out(prompts: list[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:

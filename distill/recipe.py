@@ -159,7 +159,7 @@ class Recipe:
     max_gamma: Count = 6  # longest draft length tried
     lookup_first: bool = False  # measure the draft behind prompt lookup, too: what repeats is free
     speed_prompts: Count = (
-        40  # evaluation prompts timed, drawn with the seed; at most, with minutes
+        40  # evaluation prompts that are timed; with minutes at most
     )
     tuning_prompts: Count = 8  # training prompts set aside for choosing gamma
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of target and saved draft

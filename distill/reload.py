@@ -29,7 +29,7 @@ from eval.measuring import metrics
 from eval.measuring.agreement import target_texts
 from eval.measuring.evaluation import context_length
 from eval.measuring.journal import Journal
-from eval.measuring.log import Agreement
+from eval.measuring.runs import Agreement
 from eval.prompts import PromptSet, load_prompts, render_all
 from eval.reporting.report import Measured, Report
 

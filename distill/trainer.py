@@ -184,8 +184,9 @@ class DraftTrainer(SFTTrainer):
     ) -> Any:
         index = inputs.pop("index")
         if self.args.device.type == "cpu":
-            config = self.model.config
-            config._attn_implementation = cpu_attention(config, *inputs["input_ids"].shape)
+            draft: Any = self.model
+            how = cpu_attention(draft.config, *inputs["input_ids"].shape)
+            draft.config._attn_implementation = how
         # the same random numbers for an answer, whichever process has it in this step
         outputs = model(**inputs, seeds=index + SEEDS_A_STEP * self.state.global_step)
         tokens = len(inputs["positions"])
@@ -205,9 +206,13 @@ class DraftTrainer(SFTTrainer):
         return loss
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any
-    ) -> tuple[None, tuple[Tensor, Tensor], Tensor]:
-        """`acceptance` where a response token is predicted [B, T] (twice), PADDING elsewhere."""
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Any:
+        """No loss; `acceptance` where a token is predicted, PADDING elsewhere [B, T]; labels."""
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             outputs = model(**inputs, temperature=self.temperature)
@@ -218,7 +223,8 @@ class DraftTrainer(SFTTrainer):
         return None, (accepted, lacking), inputs["labels"]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self.model.training:
+        draft: Any = self.model
+        if draft.training:  # an evaluation has metrics of its own
             total, agreed, tokens = self.accelerator.reduce(self.sums, "sum").tolist()
             if tokens:
                 self._metrics["train"][self.loss_name].append(total / tokens)
@@ -258,8 +264,9 @@ class DraftTrainer(SFTTrainer):
         return SequentialSampler(eval_dataset)  # so that measurements are of the same rows in turn
 
     def _run_epoch(self, model: Any, epoch: int, *args: Any, **kwargs: Any) -> None:
-        saved = self.state.stateful_callbacks["TrainerControl"]["args"]
-        if saved["should_training_stop"] and self.args.resume_from_checkpoint is None:
+        saved: Any = self.state.stateful_callbacks
+        ended = saved["TrainerControl"]["args"]["should_training_stop"]
+        if ended and self.args.resume_from_checkpoint is None:
             self.control.should_training_stop = True  # it had ended: no step more is taken
             return
         if self.args.train_sampling_strategy == "group_by_length":

@@ -40,7 +40,7 @@ def in_engines(run: Path, report: Report, draft: Path, asked: Sequence[str] = ()
         of = [report.target, weights_sha256(str(form)), report.prompts.sha256, *length]
         kept = read_json(path) if path.is_file() else None
         if kept is not None and kept["of"] == of:
-            engines[name] = checked(Report, kept["report"])
+            engines[name] = checked(kept["report"])
         elif name not in asked:
             engines[name] = f"not asked for (--engines {name})"
         else:

@@ -10,6 +10,7 @@ stands, or `messages`, rendered with the target's chat template; optionally `cat
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import hashlib
 import json
@@ -22,7 +23,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from align.atomic import atomic_file
 from align.sources import resolve_file
@@ -84,9 +87,8 @@ class PromptSet:
 
 @dataclass(frozen=True)
 class PromptSource:
-    """The prompts that `spec` names: how many, and each by its number, read when asked for."""
+    """Prompts: how many, and each by its number, read when asked for."""
 
-    spec: str
     count: int
     read: Callable[[int], Prompt]
 
@@ -153,37 +155,17 @@ def _open_file(path: Path, spec: str, opened: ExitStack) -> IO[bytes]:
 def _lines_of(file: IO[bytes], spec: str) -> PromptSource:
     numbers, starts, at = array("q"), array("q"), 0
     for number, line in enumerate(file, start=1):
-        if _parse_line(line, number, spec) is not None:
+        if line.removeprefix(codecs.BOM_UTF8).strip():
+            _parse(line, spec, number)
             numbers.append(number)
             starts.append(at)
         at += len(line)
 
     def read(i: int) -> Prompt:
         file.seek(starts[i])
-        prompt = _parse_line(file.readline(), numbers[i], spec)
-        assert prompt is not None
-        return prompt
+        return _parse(file.readline(), spec, numbers[i])
 
-    return PromptSource(spec, len(numbers), read)
-
-
-def _parse_line(line: bytes, number: int, spec: str) -> Prompt | None:
-    """The prompt of a line, None where it is blank."""
-    where = f"{spec!r}, line {number}"
-    try:
-        # -sig: editors on Windows write a mark first
-        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        raise PromptError(
-            f"{where}: not UTF-8 (byte 0x{error.object[error.start]:02x}); save the file as UTF-8."
-        ) from error
-    if not text.strip():
-        return None
-    try:
-        row = json.loads(text)
-    except ValueError as error:
-        raise PromptError(f"{where}: not JSON ({error}); write one object a line.") from error
-    return _parse(row, where, str(number))
+    return PromptSource(len(numbers), read)
 
 
 def _rows_of(spec: str) -> PromptSource:
@@ -200,64 +182,66 @@ def _rows_of(spec: str) -> PromptSource:
             f"be loaded ({reason}). Check the spelling (NAME or NAME:SPLIT) and the network, or "
             "give a .jsonl file."
         ) from error
-    return PromptSource(spec, len(rows), lambda i: _parse(rows[i], f"{spec!r}, row {i}", str(i)))
+    return PromptSource(len(rows), lambda i: _parse(rows[i], spec, i))
 
 
-def _parse(row: Any, where: str, number: str) -> Prompt:
-    if not isinstance(row, dict):
-        raise PromptError(
-            f'{where}: {row!r:.40} is not an object; write {{"prompt": …}} on every line.'
-        )
-    prompt, messages = row.get("prompt"), row.get("messages")
-    if (prompt is None) == (messages is None):
-        has = "neither" if prompt is None else "both"
-        raise PromptError(
-            f"{where} has {has} of `prompt` and `messages` (its fields: "
-            f"{', '.join(map(str, row)) or 'none'}); give exactly one of them."
-        )
-    if messages is not None:
-        messages = _conversation(messages, where)
-    elif not isinstance(prompt, str) or not prompt.strip():
-        raise PromptError(f"{where}: `prompt` is {prompt!r}; it must be text that is not empty.")
-    # only one of the two is there; a field that is null is as good as none
-    identity = next((row[k] for k in ("id", "task_id") if row.get(k) is not None), number)
-    category, group = row.get("category"), row.get("group")
-    for name, value in (("id", identity), ("category", category), ("group", group)):
-        if not isinstance(value, str | int | None) or isinstance(value, bool):
-            raise PromptError(f"{where}: `{name}` is {value!r}; it must be text or a whole number.")
-    if category is None and prompt is not None:
-        category = task_kind(prompt)
-    category, group = (None if value is None else str(value) for value in (category, group))
-    parsed = Prompt(str(identity), prompt, messages, category, group)
+class _Turn(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+    role: str
+    content: str
+
+
+class _Row(BaseModel):
+    """What a prompt is read from; its other fields are ignored."""
+
+    model_config = ConfigDict(strict=True)
+    prompt: Annotated[str, Field(pattern=r"\S")] | None = None
+    messages: list[_Turn] | None = None
+    id: str | int | None = None
+    task_id: str | int | None = None
+    category: str | int | None = None
+    group: str | int | None = None
+
+    @model_validator(mode="after")
+    def _one_of_the_two(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            has = "neither" if self.prompt is None else "both"
+            raise ValueError(f"{has} of `prompt` and `messages`; give exactly one of them")
+        while self.messages and self.messages[-1].role == "assistant":
+            self.messages.pop()  # the answer that chat data sets bring: the target gives its own
+        turns = self.messages or []
+        if self.messages is not None and not any(turn.content.strip() for turn in turns):
+            raise ValueError("`messages` holds nothing to answer; give a turn of the user's")
+        return self
+
+
+def _parse(row: bytes | dict[str, Any], spec: str, number: int) -> Prompt:
+    """The prompt of a line (numbered from 1) or of a data set's row (from 0)."""
+    is_line = isinstance(row, bytes)
     try:
-        parsed.text.encode()
-    except UnicodeEncodeError as error:
+        if isinstance(row, bytes):
+            # editors on Windows write a mark first
+            parsed = _Row.model_validate_json(row.removeprefix(codecs.BOM_UTF8))
+        else:
+            parsed = _Row.model_validate(row)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f" `{part}`" for part in first["loc"] if part not in ("str", "int"))
         raise PromptError(
-            f"{where}: the text holds half a character ({error.object[error.start]!r}); remove the "
-            "lone surrogate."
+            f"{spec!r}, {'line' if is_line else 'row'} {number}{place}: {first['msg']}. Write one "
+            'JSON object a line, {"prompt": "…"} or {"messages": [{"role": "…", "content": "…"}]}.'
         ) from error
-    return parsed
-
-
-def _conversation(messages: Any, where: str) -> list[dict[str, Any]]:
-    turns = messages if isinstance(messages, list) else []
-    if not turns or not all(
-        isinstance(turn, dict)
-        and isinstance(turn.get("role"), str)
-        and isinstance(turn.get("content"), str)
-        for turn in turns
-    ):
-        raise PromptError(
-            f"{where}: `messages` is {messages!r:.80}; it must be a list, not empty, of objects "
-            "with `role` and `content` as text."
-        )
-    while turns and turns[-1]["role"] == "assistant":
-        turns = turns[:-1]  # the answer that chat data sets bring: the target gives its own
-    if not any(turn["content"].strip() for turn in turns):
-        raise PromptError(
-            f"{where}: `messages` holds nothing to answer; give a turn of the user's."
-        )
-    return turns
+    names = (parsed.id, parsed.task_id, number)
+    category = parsed.category
+    if category is None and parsed.prompt is not None:
+        category = task_kind(parsed.prompt)
+    return Prompt(
+        str(next(name for name in names if name is not None)),
+        parsed.prompt,
+        None if parsed.messages is None else [turn.model_dump() for turn in parsed.messages],
+        None if category is None else str(category),
+        None if parsed.group is None else str(parsed.group),
+    )
 
 
 def refuse_repeated_ids(prompts: Iterable[Prompt], spec: str) -> None:

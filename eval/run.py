@@ -52,8 +52,16 @@ from eval.prompts import Prompt, PromptSet, load_prompts, render_all
 from eval.reporting.report import DraftReport, Report, write_report
 from eval.reporting.text import print_summary
 
-OTHER_PROMPTS = 40
-TORCH_ONLY = ("gamma_sweep", "other_prompts", "batch_sizes", "decoded_temperatures")
+TORCH_ONLY = ("gamma_sweep", "batch_sizes")
+
+# Options that left, and what does the same
+GONE = {
+    "bank": "name each run's draft, --draft NAME=RUN/draft, and give the prompts of all domains, "
+    "each with its category, as --prompts",
+    "other_prompts": "measure on them by a second call, --prompts OTHERS --output_dir DIR",
+    "decoded_temperatures": "measure at each by a call of its own, --temperature T --output_dir "
+    "DIR",
+}
 
 # of a run's recipe where --run is given, else these
 DEFAULTS: dict[str, Any] = {
@@ -76,7 +84,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--prompts", help="Hub data set, pypi: file or .jsonl")
     parser.add_argument("--run", type=Path, help="output folder of a training run")
-    parser.add_argument("--bank", help=argparse.SUPPRESS)
+    for option in GONE:
+        parser.add_argument(f"--{option}", help=argparse.SUPPRESS)
     parser.add_argument("--output_dir", type=Path, help="default: the run's, or outputs/eval")
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top_k", type=int)
@@ -101,21 +110,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="measure every fixed draft length on N of the timed prompts",
     )
     parser.add_argument(
-        "--other_prompts", help=f"take alpha on {OTHER_PROMPTS} prompts of another domain as well"
-    )
-    parser.add_argument(
         "--batch_sizes",
         type=_sizes,
         default=[],
         metavar="N,N,…",
         help="decode the timed prompts also in batches of each size, as 1,2,4,8",
-    )
-    parser.add_argument(
-        "--decoded_temperatures",
-        type=_temperatures,
-        default=[],
-        metavar="T,T,…",
-        help="decode the timed prompts also at each temperature, as 0,0.6,1.0",
     )
     parser.add_argument("--engine", type=engine_name, choices=["torch", *NAMES], default="torch")
     parser.add_argument("--base_url", help="engine vllm: the server that speculates")
@@ -136,12 +135,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--fail_under_alpha", type=float)
     parser.add_argument("--fail_under_speedup", type=float)
     args = parser.parse_args(argv)
+    for option, instead in GONE.items():
+        if getattr(args, option) is not None:
+            parser.error(f"--{option} is gone: {instead}")
     args.tuning = None
-    if args.bank is not None:
-        raise ValueError(
-            "--bank is gone: give each domain's draft as --draft NAME=adapter:FOLDER, and prompts "
-            "whose category is their domain (docs/adapters.md)."
-        )
     if args.run is not None:
         _take_from_run(args)
     for key, value in DEFAULTS.items():
@@ -175,13 +172,6 @@ def _sizes(text: str) -> list[int]:
     if not all(part.isdecimal() and int(part) for part in text.split(",")):
         raise argparse.ArgumentTypeError(f"{text!r} should be batch sizes, 1 or more, as 1,2,4,8")
     return [int(part) for part in text.split(",")]
-
-
-def _temperatures(text: str) -> list[float]:
-    try:
-        return [Sampling(float(part)).temperature for part in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} should be temperatures: {error}") from None
 
 
 def _take_from_run(args: argparse.Namespace) -> None:
@@ -251,14 +241,8 @@ def _measure(args: argparse.Namespace, journal: Journal) -> Report:
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     target = load_target(args.target, getattr(torch, args.dtype), args.device, 64)
     evaluation, tuning = _prompt_sets(args, target.tokenizer, target.model.config)
-    others = None
-    if args.other_prompts is not None:
-        strangers = load_prompts(args.other_prompts, OTHER_PROMPTS, args.seed)
-        others = _rendered(
-            args, target.tokenizer, target.model.config, args.other_prompts, strangers
-        )
     length = context_length(
-        evaluation.ids + tuning.ids + (others.ids if others else []),
+        evaluation.ids + tuning.ids,
         args.max_new_tokens,
         max(args.max_gamma, args.gamma or 0),
     )
@@ -280,12 +264,10 @@ def _measure(args: argparse.Namespace, journal: Journal) -> Report:
             args.speed_prompts,
             args.gamma_sweep,
             args.batch_sizes,
-            args.decoded_temperatures,
         ),
         journal,
         None,
         {"command": sys.argv, "torch": torch.__version__, "seed": args.seed},
-        others,
     )
 
 

@@ -10,12 +10,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from align.sources import cache_folder
-from eval.measuring import metrics
-from eval.measuring.atlas import Answer
-from eval.measuring.build import build_report
-from eval.measuring.log import Agreement, DraftLog, PromptRun, RunLog, StepCosts
+from eval.measuring import intervals
 from eval.measuring.losslessness import ledger
 from eval.measuring.metrics import by_batch
+from eval.measuring.runs import Agreement, Answer, DraftLog, PromptRun, RunLog, StepCosts
+from eval.reporting.report import build_report
 
 CORES = getattr(os, "sched_getaffinity", None)
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")  # gw0, gw1, …; None outside of pytest-xdist
@@ -78,8 +77,8 @@ def one_core():
 def few_resamples():
     """500 for 10,000: an interval is about as wide, and a report takes a tenth of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        fewer = partial(metrics.bootstrap_totals, resamples=500)
-        patch.setattr(metrics, "bootstrap_totals", fewer)
+        fewer = partial(intervals.bootstrap_totals, resamples=500)
+        patch.setattr(intervals, "bootstrap_totals", fewer)
         yield
 
 
@@ -164,7 +163,8 @@ def made_up_answers(prompts):
     return [
         Answer(
             str(i),
-            [piece.encode() for piece in PIECES],
+            [1, 2],
+            list(range(len(PIECES))),
             [rng.choice([0.01, 0.3, 0.7, 1.5, 3.0, 5.0]) for _ in PIECES],
             b"def mean(values):\n",
         )
@@ -173,17 +173,13 @@ def made_up_answers(prompts):
 
 
 def made_up_agreement(rng, prompt_id, alpha):
-    """At temperature 0, with the three rules on every tenth prompt."""
+    """At temperature 0."""
     agreed = min(max(round(rng.gauss(alpha, 0.05) * len(PIECES)), 0), len(PIECES))
     values = [1.0] * agreed + [0.0] * (len(PIECES) - agreed)
     rng.shuffle(values)
     guesses = [i if value else (i + 3) for i, value in enumerate(values)]
-    rules = {
-        t: {"exact": 0.9 * agreed, "greedy_match": 0.8 * agreed, "target_probability": 0.7 * agreed}
-        for t in ((0.6, 1.0) if int(prompt_id) % 10 == 0 else ())
-    }
     category = "even" if int(prompt_id) % 2 == 0 else "odd"
-    return Agreement(prompt_id, category, float(agreed), len(PIECES), values, guesses, rules)
+    return Agreement(prompt_id, category, float(agreed), len(PIECES), values, guesses)
 
 
 def made_up_measurement(name, alpha, prompts=40, **changes):
@@ -233,7 +229,6 @@ def made_up_measurement(name, alpha, prompts=40, **changes):
                 **by_batch(pairs[:half], pairs[half:]),
             }
         ],
-        "by_temperature": {0.6: (fields["runs"], base)},
     }
     return DraftLog(**(fields | changes))
 

@@ -28,13 +28,13 @@ from torch.utils.backend_registration import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from distill.answer_cache import CachedAnswer
-from distill.answers import top_logprobs
 from distill.export import full_vocabulary
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
 from distill.models import head_rows
-from distill.state_cache import states_at
+from distill.teacher.answers import top_logprobs
+from distill.teacher.states import states_at
+from distill.teacher.store import CachedAnswer
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters import eagle3, medusa, pruned
 from eval.decoding.drafters.lookup import lookup_first, prompt_lookup

@@ -110,9 +110,10 @@ def answer_prompts(
     if state.is_main_process:
         each = bytes_per_token(recipe.cache_top_k, target.vocab_size)
         print(
-            f"answers: {sum(lengths)} tokens, {each} B each, in {store.folder}; {len(left)} of "
-            f"{len(names)} answers made in {time.monotonic() - clock:.0f} s"
-            + (f"; and {sum(whole) - sum(lengths)} tokens of their prompts" * teach_prompts)
+            f"answers: {sum(lengths)} tokens"
+            + f" and {sum(whole) - sum(lengths)} of their prompts" * teach_prompts
+            + f", {each} B each, in {store.folder}; {len(left)} of {len(names)} answers made in "
+            f"{time.monotonic() - clock:.0f} s"
         )
     return answers
 
@@ -186,7 +187,8 @@ def _answer(
 
 def states_store(store: Store, layers: Sequence[int]) -> Store:
     """Hidden states of these layers over texts, each by the name of its text."""
-    return Store(store.folder / f"states-{'-'.join(map(str, layers))}")
+    folder = store.folder / f"states-{'-'.join(map(str, layers))}"
+    return Store(folder, store.key | {"layers": list(layers)})
 
 
 def this_machine(recipe: Recipe) -> str:
@@ -216,18 +218,15 @@ def top_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def note_used(
     folder: Path, target: Vocabulary, answers: Answers, held_out: Sequence[str] = ()
 ) -> None:
-    """Write into a run's folder where its answers are, and which they are: `answers.json`.
-
-    held_out: names of those that the draft is followed on.
-    """
-    template = str(target.chat_template or "")
-    about = {
-        "store": str(answers.store.folder),
-        "key": answers.store.key,
+    """Write into a run's folder where its answers are, and which. held_out: names of others."""
+    store, template = answers.store, str(target.chat_template or "")
+    used = {
+        "store": str(store.folder),
+        "key": store.key,
         "tokenizer": target.sha256,
         "chat template": hashlib.sha256(template.encode()).hexdigest(),
         "count": len(answers),
-        "answers": answers.sha256,
-        "held_out": list(held_out),
+        "answers": store.sha256_of(answers.names),
+        "held_out": held_out,
     }
-    write_json(folder / USED, about)
+    write_json(folder / USED, used)

@@ -116,9 +116,9 @@ class Request:
             completion = _Completion.model_validate(sent)
         except ValidationError as error:
             first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
             raise ServerError(
-                f"it is no completion with log-probabilities ({'.'.join(map(str, first['loc']))}: "
-                f"{first['msg']}); use a server that returns them by token id, as vLLM does"
+                f"it is no completion with log-probabilities ({where}: {first['msg']}); use vLLM"
             ) from None
         logprobs = completion.choices[0].logprobs
         tokens = _token_ids(logprobs.tokens)
@@ -129,8 +129,8 @@ class Request:
             chosen = np.where(ids == np.array(tokens)[:, None], values, -np.inf).max(1)
             if (wrong := (chosen < values[:, 0] - ROUNDING).nonzero()[0]).size:
                 raise ServerError(
-                    f"token {tokens[wrong[0]]} was chosen greedily and is not the most likely one: "
-                    "the server changes the distribution; switch off what does (a penalty, a mask)"
+                    f"token {tokens[wrong[0]]} was chosen greedily and is not the most likely one; "
+                    "switch off what changes the distribution there (a penalty, a mask)"
                 )
         return CachedAnswer(
             index=index,
@@ -146,37 +146,24 @@ class Request:
         """Of whose answer it is, to what, and whether it is whole."""
         choice = completion.choices[0]
         if completion.model != self.model:
-            yield (
-                f"it comes from model {completion.model!r}, and {self.model!r} was asked; serve "
-                "one model under this address, or name it with answer_model"
-            )
+            yield f"it comes from model {completion.model!r}; name the target with answer_model"
         if choice.prompt_token_ids not in (None, prompt):
-            yield (
-                "the prompt's tokens are others there than here; serve the model as it is, without "
-                "a limit on prompts"
-            )
+            yield "the prompt's tokens are others there; serve it without a limit on prompts"
         count = len(choice.logprobs.top_logprobs)
         if len(tokens) != count or choice.token_ids not in (None, tokens):
-            yield (
-                f"it has {len(tokens)} tokens and the distributions of {count}, or other token "
-                "ids beside them: it was cut; ask again"
-            )
+            yield f"it was cut: {len(tokens)} tokens, {count} distributions, or other token ids"
         if choice.finish_reason == "length" and len(tokens) != self.max_tokens:
             yield (
-                f"it ended by length after {len(tokens)} of {self.max_tokens} tokens; raise the "
-                "server's --max-model-len"
+                f"it ended by length after {len(tokens)} of {self.max_tokens} tokens; raise "
+                "--max-model-len"
             )
         ended = [i for i, token in enumerate(tokens) if token in self.stops]
         if ended[:1] not in ([], [len(tokens) - 1]):
-            yield (
-                f"it goes on after stop token {tokens[ended[0]]}; serve without ignore_eos or "
-                "min_tokens"
-            )
+            yield f"it goes on after stop token {tokens[ended[0]]}; serve without min_tokens"
         if choice.finish_reason == "stop" and not ended:
             yield (
-                f"it stopped, but not at a stop token of the target ({sorted(self.stops)}): the "
-                "server leaves the stop token out, so that ending would not be learned; use one "
-                "that returns it, as vLLM does"
+                f"it ends at none of the target's stop tokens ({sorted(self.stops)}): the server "
+                "leaves the stop token out, so that ending would not be learned; use vLLM"
             )
 
     def _top(self, rows: list[dict[str, float]]) -> tuple[Array, Array]:
@@ -186,7 +173,7 @@ class Request:
         if counts.min() < self.top:
             raise ServerError(
                 f"it has {counts.min()} log-probabilities a token, and {self.top} were asked for; "
-                f"lower cache_top_k, or start the server with --max-logprobs {self.top}"
+                f"lower cache_top_k, or serve with --max-logprobs {self.top}"
             )
         named = np.arange(counts.max()) < counts[:, None]
         ids = np.full(named.shape, -1)
@@ -195,24 +182,21 @@ class Request:
         logprobs[named] = [p for row in rows for p in row.values()]
         if (odd := ~((logprobs > MASKED) & (logprobs <= ROUNDING)) & named).any():
             raise ServerError(
-                f"{logprobs[odd][0]} is no log-probability of a raw distribution: above 0 is a "
-                f"logit, below {MASKED:g} a token that was masked, NaN an overflow; serve with "
-                "--logprobs-mode raw_logprobs, in a dtype that holds the model"
+                f"{logprobs[odd][0]} is no log-probability: above 0 is a logit, below {MASKED:g} a "
+                "masked token, NaN an overflow; serve with --logprobs-mode raw_logprobs"
             )
         in_order = np.sort(ids, axis=1)
         if ((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] >= 0)).any():
             raise ServerError("it names an id twice at one token; use another server")
         if ids.max() >= self.rows:
             raise ServerError(
-                f"token {ids.max()} is beyond the {self.rows} rows of the target's vocabulary; "
-                "serve the target of this recipe"
+                f"token {ids.max()} is beyond the {self.rows} rows of the target's vocabulary"
             )
         best = np.argsort(-logprobs, axis=1, kind="stable")[:, : self.top]
         ids, logprobs = (np.take_along_axis(part, best, axis=1) for part in (ids, logprobs))
         if (mass := float(np.exp(logprobs).sum(1).max())) > 1 + ROUNDING:
             raise ServerError(
-                f"probabilities sum to {mass:.3f}: these are logits or scores; serve with "
-                "--logprobs-mode raw_logprobs"
+                f"probabilities sum to {mass:.3f}; serve with --logprobs-mode raw_logprobs"
             )
         return ids, np.minimum(logprobs, 0)
 
@@ -222,7 +206,7 @@ def _token_ids(texts: Iterable[str]) -> list[int]:
     named = list(texts)
     if strange := [t for t in named if not (t[:9] == "token_id:" and t[9:].isdecimal())]:
         raise ServerError(
-            f"its tokens are texts ({strange[0]!r}), of which several ids can have the same; use a "
+            f"its tokens are texts ({strange[0]!r}), and several ids can have the same; use a "
             "server that knows return_tokens_as_token_ids, as vLLM does"
         )
     return [int(text[9:]) for text in named]
@@ -368,10 +352,10 @@ class ServedTarget:
             if all(name in store for name in self.names):
                 return store  # whether the server still runs or not
         self._check_model()
-        card = next(c for c in self.server.models if c["id"] == self.server.model)
+        name, root = self.server.model, self._entry().get("root") or "not told"
         served = {
-            "target weights": f"served as {card['id']}, root {card.get('root') or 'not told'}",
-            "served model": card["id"],
+            "target weights": f"served as {name}, root {root}",
+            "served model": name,
             "dtype": "of the server",
         }
         return Store.of(served | what_decides_answers(self.recipe, self.target))
@@ -382,18 +366,22 @@ class ServedTarget:
 
     # --- what is refused
 
-    def _check_model(self) -> None:
-        server, names = self.server, [card["id"] for card in self.server.models]
-        if server.asked_model is None and len(names) > 1:
+    def _entry(self) -> dict[str, Any]:
+        """The target as the server lists it. Raises ServerError where it is not there."""
+        server, entries = self.server, {entry["id"]: entry for entry in self.server.models}
+        if server.asked_model is None and len(entries) > 1:
             raise ServerError(
-                f"{server.url} serves {', '.join(names)}; name the target with answer_model."
+                f"{server.url} serves {', '.join(entries)}; name the target with answer_model."
             )
-        if server.model not in names:
+        if server.model not in entries:
             raise ServerError(
-                f"{server.url} serves {', '.join(names)}, not {server.model!r}; correct "
+                f"{server.url} serves {', '.join(entries)}, not {server.model!r}; correct "
                 "answer_model or answer_url, or leave answer_model null."
             )
-        length = next(c for c in server.models if c["id"] == server.model).get("max_model_len")
+        return entries[server.model]
+
+    def _check_model(self) -> None:
+        server, length = self.server, self._entry().get("max_model_len")
         needed = max(map(len, self.prompts)) + self.recipe.answer_max_new_tokens
         if length is not None and length < needed:
             raise ServerError(
@@ -409,28 +397,26 @@ class ServedTarget:
             here, there = ours(text, add_special_tokens=False)["input_ids"], self._tokenized(text)
             if here != there:
                 raise ServerError(
-                    f"{self.server.url} cuts {text[:40]!r}… into tokens {there[:8]}…, the "
-                    f"tokenizer of {self.target.spec!r} into {here[:8]}…: its ids mean other "
-                    "tokens. Serve the target of this recipe, or name as target what is served."
+                    f"{self.server.url} cuts {text[:40]!r}… into {there[:8]}…, the tokenizer of "
+                    f"{self.target.spec!r} into {here[:8]}…: its ids mean other tokens. Serve the "
+                    "target of this recipe."
                 )
 
     def _tokenized(self, text: str) -> list[int]:
         server = self.server
         body = {"model": server.model, "prompt": text, "add_special_tokens": False}
         try:
-            found = server.ask("/tokenize", body)
-            tokens = found.get("tokens") if isinstance(found, dict) else None
+            tokens = server.ask("/tokenize", body).get("tokens")
         except ServerError as error:
             if error.status not in NO_ROUTE:
                 raise
-            one = replace(self._request(), max_tokens=1)
-            found = server.ask("/v1/completions", one.body(text), " to a text")
-            tokens = found["choices"][0].get("prompt_token_ids")
+            body = replace(self._request(), max_tokens=1).body(text)
+            answer = server.ask("/v1/completions", body, " to a text")
+            tokens = answer["choices"][0].get("prompt_token_ids")
         if not isinstance(tokens, list):
             raise ServerError(
-                f"{server.url} does not tell how it cuts a text into tokens (neither /tokenize nor "
-                "return_token_ids), so that its ids may mean anything; use a server that does, as "
-                "vLLM."
+                f"{server.url} does not tell how it cuts a text into tokens (/tokenize, or "
+                "return_token_ids), so that its ids may mean anything; use vLLM."
             )
         return tokens
 

@@ -122,7 +122,7 @@ class Store:
             new = {name: entry for name, entry in entries.items() if name not in self}
             if not new:
                 return
-            if self.key and not (self.folder / "key.json").exists():
+            if not self._ends:
                 write_json(self.folder / "key.json", self.key)
             columns = next(iter(new.values())).keys()
             tensors = {c: torch.cat([entry[c] for entry in new.values()]) for c in columns}
@@ -203,8 +203,10 @@ class Store:
         """How many of these prompts have their answer here. taught: as of `names_of`."""
         return sum(name in self for name in names_of(prompts, taught))
 
-    def shard_of(self, name: str) -> str:
-        return self._places[name][0].name
+    def sha256_of(self, names: Sequence[str]) -> str:
+        """Of these names and the shards that they stand in."""
+        lines = [f"{name} {self._places[name][0].name}\n" for name in names]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def seconds_each(self, machine: str) -> float | None:
         """What an entry took on that machine in the mean; None where it made none."""
@@ -248,12 +250,6 @@ class Answers(Sequence[CachedAnswer]):
     def response_lengths(self) -> list[int]:
         """Tokens of each response."""
         return [self.store.rows(name, "response_ids") for name in self.names]
-
-    @property
-    def sha256(self) -> str:
-        """Of their names and the shards that they stand in."""
-        lines = [f"{name} {self.store.shard_of(name)}\n" for name in self.names]
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _sha256(about: str, tensors: Mapping[str, Tensor]) -> str:

@@ -9,8 +9,8 @@ The same pure functions as a report's (eval/measuring/metrics.py), on token ids 
 import datasets
 import evaluate
 
-from eval.measuring.log import Agreement
 from eval.measuring.metrics import alpha, or_none, replayed_tau
+from eval.measuring.runs import Agreement
 
 DESCRIPTION = """
 How often the argmax of a draft model is the token that the target model generated, and how many

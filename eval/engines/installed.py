@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -69,7 +70,7 @@ def measure_installed(
         ):
             servers = VllmServer(speculative, PATIENCE), VllmServer(plain, PATIENCE)
             return measure_servers(*servers, prompts, how, provenance, draft.name, str(target))
-    dtype = torch.float32
+    dtype: Any = torch.float32
     if engine == "transformers":
         dtype = load_config(str(target)).dtype or dtype  # as transformers itself loads it
     drafts = {draft.name: str(draft)}
@@ -89,10 +90,11 @@ def serve_command(
     gamma: int,
     folder: Path | None = None,
     own_ids: bool = False,
+    sampling: str = "do_sample=False",
 ) -> str:
     """The command, or for transformers the Python, that uses the draft as it is measured here.
 
-    folder, own_ids: as of `speculation`.
+    folder, own_ids: as of `speculation`. sampling: arguments of transformers' generate.
     """
     if engine == "vllm":
         speculating = speculation(draft, gamma, folder, own_ids)
@@ -102,15 +104,16 @@ def serve_command(
         length = ["--spec-type", "draft-simple", "--spec-draft-n-max", str(gamma)]
         sure = ["--spec-draft-p-min", "0"]
         return shlex.join(["llama-server", "-m", str(target), "-md", str(draft), *length, *sure])
-    load = "AutoModelForCausalLM.from_pretrained({})"
-    return "\n".join(
-        [
-            "from transformers import AutoModelForCausalLM",
-            f"target = {load.format(json.dumps(str(target)))}",
-            f"draft = {load.format(json.dumps(str(draft)))}",
-            f"draft.generation_config.num_assistant_tokens = {gamma}",
-            'draft.generation_config.num_assistant_tokens_schedule = "constant"',
-            "draft.generation_config.assistant_confidence_threshold = 0.0",
-            "target.generate(**inputs, assistant_model=draft, do_sample=False)",
-        ]
-    )
+    return f"""from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({json.dumps(str(target))})
+target = AutoModelForCausalLM.from_pretrained({json.dumps(str(target))})
+draft = AutoModelForCausalLM.from_pretrained({json.dumps(str(draft))})
+# the defaults draft 20 tokens, and stop on low confidence
+draft.generation_config.num_assistant_tokens = {gamma}
+draft.generation_config.num_assistant_tokens_schedule = "constant"
+draft.generation_config.assistant_confidence_threshold = 0
+
+inputs = tokenizer("...", return_tensors="pt")
+output = target.generate(**inputs, assistant_model=draft, {sampling})
+print(tokenizer.decode(output[0]))"""

@@ -23,8 +23,8 @@ from eval.decoding.loop import Decoding
 from eval.engines.driven import DrivenEngine, LoadedDraft, log_blocks
 from eval.engines.environments import LLAMA_CPP_SCRIPT, environment, installed, node
 from eval.measuring.evaluation import device_name
-from eval.measuring.log import PromptRun
 from eval.measuring.losslessness import tie
+from eval.measuring.runs import PromptRun
 from eval.prompts import Prompt
 
 PATIENCE = 600.0  # seconds for one answer; a large model may load for minutes

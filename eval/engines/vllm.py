@@ -19,16 +19,22 @@ from tqdm import tqdm
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
 from eval.engines.counters import read_series, total
-from eval.engines.driven import decoding, missing, prompts_used
+from eval.engines.driven import MISSING, decoding, prompts_used
 from eval.engines.server import Server, ServerError
-from eval.measuring.build import build_report
-from eval.measuring.log import DraftLog, Floats, PromptRun, RunLog
+from eval.measuring.intervals import Measured, measure, share
 from eval.measuring.losslessness import divergence, ledger
-from eval.measuring.metrics import Measured, measure, share
+from eval.measuring.runs import DraftLog, Floats, PromptRun, RunLog
 from eval.prompts import Prompt, PromptSet
-from eval.reporting.report import Report
+from eval.reporting.report import Report, build_report
 
 NAME = "served"  # of the draft in the report
+# Fields that are made from blocks.
+BLOCKS = "tau mean_drafted accepted_over_drafted per_position decode_speedup"
+UNTOLD = {
+    **MISSING,
+    **dict.fromkeys(BLOCKS.split(), "it counts cut blocks and no others apart: see counters"),
+    "memory": "it does not tell what its models weigh",
+}
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,7 @@ def measure_servers(
     lacking = {
         "prompts": failure,
         "lossless": greedy_failure,
-        **missing("vllm"),
+        **UNTOLD,
         "counters": no_counters,
     }
     draft = DraftLog(

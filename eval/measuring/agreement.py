@@ -5,7 +5,6 @@ Legend: R answer tokens, V the target's vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,11 +21,9 @@ from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.target import Target
 from eval.decoding.verification import agreement, argmax, warp
 from eval.measuring.journal import Journal
-from eval.measuring.log import Agreement
+from eval.measuring.runs import Agreement
 from eval.prompts import Prompt, PromptSet
 
-RULE_TEMPERATURES = (0.0, 0.6, 1.0)  # at which the verification rules are compared
-RULE_PROMPTS = 40  # of the evaluation's are enough to compare them
 SURPRISE_PROMPTS = 8  # and so many tokens of each tell text from noise
 SURPRISE_TOKENS = 256
 BATCH = 48
@@ -55,17 +52,15 @@ def measure_agreement(
     texts: Sequence[list[int]],
     how: Decoding,
     journal: Journal,
-    stage: str = "alpha",
 ) -> tuple[dict[str, list[Agreement]], list[list[float]]]:
     """alpha of each draft on each prompt, in one target pass.
 
     Also the entropy in bits of the target's distribution at temperature 1, at each position
     [prompts][positions]. Raises ValueError where the target's logits are no numbers.
     """
-    every = -(-len(prompts.prompts) // RULE_PROMPTS)
     layers = {layer for drafter in drafters.values() for layer in drafter.layers}
 
-    def measure(number: int, row: tuple[Prompt, list[int], list[int]]) -> dict[str, Any]:
+    def measure(_number: int, row: tuple[Prompt, list[int], list[int]]) -> dict[str, Any]:
         prompt, ids, text = row
         states: HiddenStates = dict.fromkeys(layers)
         scores = teacher_forced_logits(target.decoder, [*ids, *text[:-1]], len(ids), states)
@@ -76,35 +71,29 @@ def measure_agreement(
                 f"{prompt.id}: its weights are damaged, or too large for float16; take a "
                 "checkpoint that is whole, or --dtype bfloat16 or float32."
             )
-        temperatures = RULE_TEMPERATURES if number % every == 0 else ()
-        samplings = [dataclasses.replace(how.sampling, temperature=t) for t in temperatures]
-        samplings.insert(0, how.sampling)
-        p, *p_compared = (warp(scores, sampling) for sampling in samplings)
-        found = {}
+        p = warp(scores, how.sampling)
+        agreements = {}
         for name, drafter in drafters.items():
-            q, *q_compared = drafter.teacher_forced(ids, text, samplings, states)
+            (q,) = drafter.teacher_forced(ids, text, [how.sampling], states)
             alpha = agreement(p, q)[0]
             drafted = q[0].amax(-1) > 0  # a position without a proposal is all zero
-            compared = zip(temperatures, p_compared, q_compared, strict=True)
-            found[name] = Agreement(
+            agreements[name] = Agreement(
                 prompt.id,
                 prompt.category,
                 float(alpha.sum()),
                 alpha.numel(),
                 alpha.tolist(),
                 argmax(q)[0].where(drafted, -1).tolist(),
-                {t: rule_acceptance(*both) for t, *both in compared},
                 prompt.group,
-                text[-1] in how.stops,
             )
-        return {"agreements": found, "bits": bits.tolist()}
+        return {"agreements": agreements, "bits": bits.tolist()}
 
     rows = list(zip(prompts.prompts, prompts.ids, texts, strict=True))
-    found = journal.each(stage, rows, measure, lambda row: row, "prompt")
-    agreed = {
-        name: [Agreement.from_json(row["agreements"][name]) for row in found] for name in drafters
+    measured = journal.each("alpha", rows, measure, lambda row: row, "prompt")
+    by_draft = {
+        name: [Agreement(**row["agreements"][name]) for row in measured] for name in drafters
     }
-    return agreed, [row["bits"] for row in found]
+    return by_draft, [row["bits"] for row in measured]
 
 
 def entropy_bits(logits: Tensor) -> Tensor:
@@ -113,21 +102,6 @@ def entropy_bits(logits: Tensor) -> Tensor:
     scores = logits.float().clamp_min(torch.finfo(torch.float32).min)
     mean = torch.linalg.vecdot(scores.softmax(-1), scores)
     return ((scores.logsumexp(-1) - mean) / math.log(2)).clamp_min(0)
-
-
-def rule_acceptance(p: Tensor, q: Tensor) -> dict[str, float]:
-    """Accepted drafted tokens under three exact rules, summed over the positions of [..., V].
-
-    exact: rejection sampling, sum min(p, q) (arXiv 2211.17192). greedy_match: the draft proposes
-    argmax q, accepted where the target samples it, p(argmax q). target_probability: x drawn from q
-    is accepted with probability p(x), else the next token is drawn from p without x, sum q p.
-    """
-    best, guess = q.max(-1, keepdim=True)
-    return {
-        "exact": float(agreement(p, q).sum()),
-        "greedy_match": float((p.gather(-1, guess) * (best > 0)).sum()),
-        "target_probability": float((p * q).sum()),
-    }
 
 
 @torch.inference_mode()

@@ -11,21 +11,13 @@ import keyword
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import Annotated, NamedTuple, TypeVar
+
+from pydantic import Field
 
 from eval.measuring.cost import best_gamma
-from eval.measuring.log import Agreement, StepCosts
-from eval.measuring.metrics import share
-from eval.reporting.report import (
-    Atlas,
-    Bucket,
-    Confusion,
-    HeatMap,
-    RuleAcceptance,
-    Share,
-    TokenClass,
-)
+from eval.measuring.intervals import Part, Positive, Quantity, Share, share
+from eval.measuring.runs import Agreement, Answer, RunLog, StepCosts
 
 OTHER = "other"
 EXAMPLES = 4
@@ -68,7 +60,7 @@ _PROSE = re.compile(
 )
 _SCHEMES = {"code": _CODE, "prose": _PROSE}
 _KEYWORDS = frozenset(keyword.kwlist) - {"True", "False", "None"}
-_FENCED = re.compile(r"```[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_FENCE = re.compile(r"```(\w*)[^\n`]*\n?")
 # A line that prose does not have: one is enough, as docstrings and comments are prose to the eye.
 _CODE_LINE = re.compile(
     rb"^[ \t]*(?:(?:async )?def \w+\(|class \w+\b.*:|import \w|from [\w.]+ import |@\w+|return\b"
@@ -77,87 +69,144 @@ _CODE_LINE = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The target's answer that alpha was taken on, token by token; shared by all drafts.
+class Confusion(Part):
+    """A token of the target that the draft took for another."""
 
-    pieces: bytes of each token. entropy: bits of the target's distribution that each was drawn
-    from, at temperature 1. before: the text it continues, empty after a chat template.
-    """
-
-    prompt_id: str
-    pieces: list[bytes]
-    entropy: list[float]
-    before: bytes = b""
+    target: str
+    draft: str
+    count: Positive
+    before: str = Field(description="the text before one such place")
 
 
-def scheme_of(answers: Sequence[Answer]) -> str:
+class TokenClass(Part):
+    """The target's tokens of one class."""
+
+    name: Annotated[str, Field(alias="class")]
+    positions: Positive
+    alpha: Share
+    rejected: Quantity = Field(description="sum of 1 - alpha over its tokens")
+    lost_speedup: float = Field(
+        description="what the expected speed-up at the best gamma would gain if the draft were "
+        "right throughout that class."
+    )
+    examples: list[Confusion]
+
+
+class Bucket(Part):
+    """alpha between two bounds; `to` null: no upper one."""
+
+    low: Annotated[float, Field(alias="from")]
+    high: Annotated[float | None, Field(alias="to")]
+    positions: Positive
+    alpha: Share
+
+
+class HeatMap(Part):
+    """One answer of the target, token by token."""
+
+    prompt: str
+    alpha: float
+    tokens: list[str]
+    values: list[float] = Field(description="acceptance of each token")
+    guesses: list[str] = Field(description="what the draft has for it")
+
+
+class Atlas(Part):
+    """Which tokens the draft gets wrong, what that costs, and where."""
+
+    scheme: str = Field(description="classes of code or of prose")
+    classes: list[TokenClass]
+    by_output_position: list[Bucket]
+    by_entropy: list[Bucket] = Field(description="bits of the target's distribution")
+    heat_map: list[HeatMap]
+
+
+def scheme_of(texts: Sequence[bytes]) -> str:
     """`code` where over half of the texts, prompts included, hold a Python line, else `prose`."""
-    code = sum(bool(_CODE_LINE.search(a.before + b"".join(a.pieces))) for a in answers)
-    return "code" if 2 * code > len(answers) else "prose"
+    code = sum(bool(_CODE_LINE.search(text)) for text in texts)
+    return "code" if 2 * code > len(texts) else "prose"
 
 
-def classify(answer: Answer, scheme: str) -> list[str]:
+def classify(before: bytes, pieces: Sequence[bytes], scheme: str) -> list[str]:
     """The class of each token: that of its first character that is no white space.
 
     In code, a token of white space only is `indentation`, and text around fenced blocks is `other`.
+    before: the text that the tokens go on from.
     """
-    before = answer.before.decode("latin-1")
-    text = before + b"".join(answer.pieces).decode("latin-1")
-    spans = [(0, len(text))]
-    if scheme == "code" and "```" in text[len(before) :]:
-        spans = [match.span(1) for match in _FENCED.finditer(text)]
-    classes = [OTHER] * len(text)
+    prompt = before.decode("latin-1")
+    text = prompt + b"".join(pieces).decode("latin-1")
+    spans = _fenced(prompt, text) if scheme == "code" else [(0, len(text))]
+    names = [OTHER] * len(text)
     for start, stop in spans:
         for match in _SCHEMES[scheme].finditer(text, start, stop):
             name = str(match.lastgroup)
             if name == "identifier" and match[0] in _KEYWORDS:
                 name = "keyword"
-            classes[match.start() : match.end()] = [name.replace("_", " ")] * len(match[0])
-    found, at = [], len(before)
-    for piece in answer.pieces:
-        inked = len(piece) - len(piece.lstrip())
-        first = at + (inked if inked < len(piece) else 0)
-        found.append(classes[first] if piece else OTHER)
+            names[match.start() : match.end()] = [name.replace("_", " ")] * len(match[0])
+    classes, at = [], len(prompt)
+    for piece in pieces:
+        blank = len(piece) - len(piece.lstrip())
+        first = at + (blank if blank < len(piece) else 0)
+        classes.append(names[first] if piece else OTHER)
         at += len(piece)
-    return found
+    return classes
 
 
-# One answer with what the draft made of it, and the class of each of its tokens
-Logged = tuple[Agreement, Answer, list[str]]
+def _fenced(prompt: str, text: str) -> list[tuple[int, int]]:
+    """Where code stands in an answer with fences, else everywhere.
+
+    A bare fence ends the code that a prompt leaves open: behind a fence, or a prompt of code that
+    has none. One that names a language begins a block wherever it stands.
+    """
+    if "```" not in text[len(prompt) :]:
+        return [(0, len(text))]
+    unfenced = "```" not in prompt and _CODE_LINE.search(prompt.encode("latin-1"))
+    opened = 0 if unfenced else None
+    spans = []
+    for fence in _FENCE.finditer(text):
+        if opened is None or fence[1]:
+            opened = fence.end()
+        else:
+            spans.append((opened, fence.start()))
+            opened = None
+    return spans if opened is None else [*spans, (opened, len(text))]
+
+
+class _Read(NamedTuple):
+    """One answer with what the draft made of it: bytes and class of each token."""
+
+    agreement: Agreement
+    answer: Answer
+    pieces: list[bytes]
+    classes: list[str]
+
+
 # One prompt's group, sum of values and number of positions
 Row = tuple[str | None, float, float]
 K = TypeVar("K", int, str)
 
 
 def build_atlas(
-    agreements: Sequence[Agreement],
-    answers: Sequence[Answer],
-    spell: Callable[[int], bytes],
-    costs: StepCosts,
-    shown: Sequence[str],
+    agreements: Sequence[Agreement], run: RunLog, costs: StepCosts, shown: Sequence[str]
 ) -> Atlas:
-    """The `atlas` block of a draft: classes, output position, entropy, rules, heat map.
-
-    answers: those of the agreements' prompts, every position kept. spell: the bytes of a token id;
-    it is not asked about a guess of -1, which is none. shown: the prompts of the heat map.
-    """
+    """The `atlas` block of a draft. shown: the prompts of the heat map."""
 
     def text(guess: int) -> str:
-        return text_of(spell(guess) if guess >= 0 else b"")
+        return text_of(run.spell(guess) if guess >= 0 else b"")
 
-    by_prompt = {answer.prompt_id: answer for answer in answers}
+    by_prompt = {answer.prompt_id: answer for answer in run.answers}
     answers = [by_prompt[agreement.prompt_id] for agreement in agreements]
-    scheme = scheme_of(answers)
-    logged = [(a, b, classify(b, scheme)) for a, b in zip(agreements, answers, strict=True)]
-    places = {agreement.prompt_id: (agreement, answer) for agreement, answer, _ in logged}
+    pieces = [[b"" if t in run.special else run.spell(t) for t in a.tokens] for a in answers]
+    scheme = scheme_of([a.before + b"".join(p) for a, p in zip(answers, pieces, strict=True)])
+    classes = [classify(a.before, p, scheme) for a, p in zip(answers, pieces, strict=True)]
+    read = [_Read(*parts) for parts in zip(agreements, answers, pieces, classes, strict=True)]
+    places = {one.answer.prompt_id: one for one in read}
     return Atlas(
         scheme=scheme,
-        classes=_by_class(logged, text, costs),
+        classes=_by_class(read, text, costs),
         by_output_position=_by_output_position(agreements),
-        by_entropy=_by_entropy(agreements, answers),
-        verification_rules=_by_rule(agreements),
-        heat_map=[_heat_map(*places[prompt], text) for prompt in shown],
+        by_entropy=_by_entropy(read),
+        heat_map=[_heat_map(places[prompt], text) for prompt in shown],
     )
 
 
@@ -175,44 +224,43 @@ def _rows_by(agreements: Sequence[Agreement], keys: Sequence[Sequence[K]]) -> di
 
 
 def _by_class(
-    logged: Sequence[Logged], text: Callable[[int], str], costs: StepCosts
+    read: Sequence[_Read], text: Callable[[int], str], costs: StepCosts
 ) -> list[TokenClass]:
     """One entry a class, the costliest first."""
-    agreements = [agreement for agreement, _, _ in logged]
-    rows = _rows_by(agreements, [names for _, _, names in logged])
+    agreements = [one.agreement for one in read]
     positions = sum(a.positions for a in agreements)
     accepted = sum(a.alpha_sum for a in agreements)
     reached = best_gamma(min(accepted / positions, 1.0), costs)[1]
-    found = []
-    for name, sums in rows.items():
+    entries = []
+    for name, sums in _rows_by(agreements, [one.classes for one in read]).items():
         count = int(sum(row[2] for row in sums))
         rejected = max(count - sum(row[1] for row in sums), 0.0)
         healed = min((accepted + rejected) / positions, 1.0)
-        found.append(
+        entries.append(
             TokenClass(
                 name=name,
                 positions=count,
                 alpha=share(f"alpha of {name}", sums),
                 rejected=round(rejected, 1),
                 lost_speedup=best_gamma(healed, costs)[1] - reached,
-                examples=_examples(name, logged, text),
+                examples=_examples(name, read, text),
             )
         )
-    return sorted(found, key=lambda entry: -entry.rejected)
+    return sorted(entries, key=lambda entry: -entry.rejected)
 
 
-def _examples(name: str, logged: Sequence[Logged], text: Callable[[int], str]) -> list[Confusion]:
+def _examples(name: str, read: Sequence[_Read], text: Callable[[int], str]) -> list[Confusion]:
     """The most frequent confusions of a class: the target's token, the draft's, one place."""
     counts: Counter[tuple[bytes, int]] = Counter()
     places: dict[tuple[bytes, int], str] = {}
-    for agreement, answer, names in logged:
-        for at, piece in enumerate(answer.pieces):
-            if names[at] != name or agreement.values[at] >= 0.5:
+    for agreement, answer, pieces, classes in read:
+        for at, piece in enumerate(pieces):
+            if classes[at] != name or agreement.values[at] >= 0.5:
                 continue
             key = piece, agreement.guesses[at]
             counts[key] += 1
             if key not in places:
-                context = answer.before[-CONTEXT:] + b"".join(answer.pieces[:at])
+                context = answer.before[-CONTEXT:] + b"".join(pieces[:at])
                 places[key] = text_of(context[-CONTEXT:])
     return [
         Confusion(target=text_of(key[0]), draft=text(key[1]), count=n, before=places[key])
@@ -250,30 +298,14 @@ def _by_output_position(agreements: Sequence[Agreement]) -> list[Bucket]:
     return _buckets(_rows_by(agreements, [bucket[: len(a.values)] for a in agreements]), edges)
 
 
-def _by_entropy(agreements: Sequence[Agreement], answers: Sequence[Answer]) -> list[Bucket]:
+def _by_entropy(read: Sequence[_Read]) -> list[Bucket]:
     """alpha by how open the choice was for the target."""
     edges = list(zip(ENTROPY_EDGES, [*ENTROPY_EDGES[1:], None], strict=True))
-    keys = [[sum(bits >= low for low in ENTROPY_EDGES) - 1 for bits in a.entropy] for a in answers]
-    return _buckets(_rows_by(agreements, keys), edges)
-
-
-def _by_rule(agreements: Sequence[Agreement]) -> list[RuleAcceptance]:
-    """alpha under three exact rules at each temperature of the log."""
-    logged = [a for a in agreements if a.rules]
-
-    def measured(rule: str, temperature: float) -> Share:
-        rows = [(a.group, a.rules[temperature][rule], float(a.positions)) for a in logged]
-        return share(rule, rows)
-
-    return [
-        RuleAcceptance(
-            temperature=t,
-            exact=measured("exact", t),
-            greedy_match=measured("greedy_match", t),
-            target_probability=measured("target_probability", t),
-        )
-        for t in sorted({t for a in logged for t in a.rules})
+    keys = [
+        [sum(bits >= low for low in ENTROPY_EDGES) - 1 for bits in one.answer.entropy]
+        for one in read
     ]
+    return _buckets(_rows_by([one.agreement for one in read], keys), edges)
 
 
 def telling_prompts(agreements: Sequence[Agreement]) -> list[str]:
@@ -283,12 +315,13 @@ def telling_prompts(agreements: Sequence[Agreement]) -> list[str]:
     return list(dict.fromkeys([order[0], order[len(order) // 2], order[-1]])) if order else []
 
 
-def _heat_map(agreement: Agreement, answer: Answer, text: Callable[[int], str]) -> HeatMap:
+def _heat_map(read: _Read, text: Callable[[int], str]) -> HeatMap:
     """One answer, token by token."""
+    agreement = read.agreement
     return HeatMap(
         prompt=agreement.prompt_id,
         alpha=agreement.alpha_sum / agreement.positions,
-        tokens=[text_of(piece) for piece in answer.pieces],
+        tokens=[text_of(piece) for piece in read.pieces],
         values=[round(value, 3) for value in agreement.values],
         guesses=[text(guess) for guess in agreement.guesses],
     )

@@ -19,11 +19,10 @@ from eval.decoding.target import Target, tensor_sha256
 from eval.decoding.verification import Sampling
 from eval.measuring import metrics
 from eval.measuring.agreement import bits_per_token, measure_agreement, target_texts
-from eval.measuring.atlas import Answer
-from eval.measuring.build import build_report
+from eval.measuring.intervals import measure
 from eval.measuring.journal import Journal
-from eval.measuring.log import Agreement, DraftLog, PromptRun, RunLog, StepCosts
 from eval.measuring.losslessness import LosslessCheck
+from eval.measuring.runs import Agreement, Answer, DraftLog, PromptRun, RunLog, StepCosts
 from eval.measuring.timing import (
     ALONE,
     choose_gamma,
@@ -33,7 +32,7 @@ from eval.measuring.timing import (
     sweep_gamma,
 )
 from eval.prompts import Batch, PromptSet
-from eval.reporting.report import Report
+from eval.reporting.report import Report, build_report
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,7 @@ class Plan:
 
     gamma: a fixed draft length for all drafts; None chooses each one's fastest, up to max_gamma.
     speed_prompts: how many are timed. sweep_prompts: measure every fixed length on so many of
-    those. batch_sizes, temperatures: decode them also in batches of each size, and at each
-    temperature.
+    those. batch_sizes: decode them also in batches of each size.
     """
 
     gamma: int | None
@@ -51,7 +49,6 @@ class Plan:
     speed_prompts: int
     sweep_prompts: int = 0
     batch_sizes: Sequence[int] = ()
-    temperatures: Sequence[float] = ()
 
 
 def evaluate(
@@ -64,14 +61,13 @@ def evaluate(
     journal: Journal,
     overlap: int | None,
     provenance: dict[str, Any],
-    others: PromptSet | None = None,
 ) -> Report:
     """The report of every draft, by name, on the same prompts.
 
     tuning: prompts to choose gamma on, which must not be evaluation prompts. journal: keeps what is
     measured, for a process that takes over. overlap: training prompts that equal or nearly
-    duplicate an evaluation prompt, None when that is not known. others: prompts outside the domain,
-    to take alpha on as well. Raises ValueError where a model's logits are no numbers.
+    duplicate an evaluation prompt, None when that is not known. Raises ValueError where a model's
+    logits are no numbers.
     """
     timed = evaluation.drawn(plan.speed_prompts, how.seed)
     if plan.batch_sizes and max(plan.batch_sizes) > len(timed.prompts):
@@ -80,26 +76,20 @@ def evaluate(
             f"{len(timed.prompts)}; raise --speed_prompts, give more prompts, or ask for smaller "
             "--batch_sizes."
         )
-    _begin(journal, target, drafters, (evaluation, tuning, others), how, plan)
-    on = _Evaluation(target, drafters, timed, tuning, how, plan, journal)
-    alphas, answers = on.agreement(evaluation, "alpha")
-    outside = on.agreement(others, "other prompts")[0] if others else {}
-    temperatures = [how.sampling.temperature, 0.0, *plan.temperatures]  # 0: losslessness is greedy
-    decoded = {
-        t: on.decoded(timed.batches(1), t, f"speed at T={t:g}") for t in dict.fromkeys(temperatures)
+    _begin(journal, target, drafters, (evaluation, tuning), how, plan)
+    stages = _Stages(target, drafters, timed, tuning, how, plan, journal)
+    temperature = how.sampling.temperature
+    alphas, answers = stages.agreement(evaluation)
+    decoded = {  # 0: losslessness is greedy
+        t: stages.decoded(timed.batches(1), t, f"speed at T={t:g}")
+        for t in dict.fromkeys([temperature, 0.0])
     }
     batched = {
-        size: on.decoded(timed.batches(size), how.sampling.temperature, f"batch size {size}")
+        size: stages.decoded(timed.batches(size), temperature, f"batch size {size}")
         for size in plan.batch_sizes
     }
     stock = journal.once("stock generate", lambda: over_stock_generate(target, timed, how))
-    logs = [on.draft_log(name, alphas[name], decoded, batched) for name in drafters]
-    if others:
-        about = {"source": others.source, "sha256": others.sha256}
-        logs = [
-            replace(log, other_prompts=about | {"alpha": metrics.alpha(outside[log.name])})
-            for log in logs
-        ]
+    logs = [stages.draft_log(name, alphas[name], decoded, batched) for name in drafters]
     baseline = logs[0].baseline
     run = RunLog(
         target=target.spec,
@@ -124,9 +114,10 @@ def evaluate(
             "random_bits": round(math.log2(target.decoder.embedding.shape[0]), 2),
         },
         provenance=provenance | {"resumed": journal.resumed},
-        over_stock_generate=metrics.measure("over_stock_generate", stock, metrics.speedup_of),
+        over_stock_generate=measure("over_stock_generate", stock, metrics.speedup_of),
         answers=answers,
-        spell=on.spell,
+        spell=stages.spell,
+        special=stages.special,
         target_quantization=gguf_kind(target.spec),
     )
     return build_report(run, logs)
@@ -136,7 +127,7 @@ BASELINE = ""  # the name of what is decoded without a draft
 Decoded = dict[str, list[list[PromptRun]]]  # by draft, BASELINE among them: runs [batches][rows]
 
 
-class _Evaluation:
+class _Stages:
     """What is measured of every draft alike, kept in the journal stage by stage."""
 
     def __init__(
@@ -151,7 +142,7 @@ class _Evaluation:
     ) -> None:
         self.target, self.drafters, self.timed, self.tuning = target, drafters, timed, tuning
         self.how, self.plan, self.journal = how, plan, journal
-        self.spell, self.text_of = speller(target), speller(target, special=False)
+        self.spell, self.special = spelling(target)
         self.check = LosslessCheck(target, replace(how, sampling=Sampling()))
         self.lengths = {name: self._draft_length(name) for name in drafters}
 
@@ -167,27 +158,25 @@ class _Evaluation:
         )
         return length
 
-    def agreement(
-        self, prompts: PromptSet, stage: str
-    ) -> tuple[dict[str, list[Agreement]], list[Answer]]:
+    def agreement(self, prompts: PromptSet) -> tuple[dict[str, list[Agreement]], list[Answer]]:
         """The log of alpha by draft, and the target's answers that it was taken on."""
         target, how, journal = self.target, self.how, self.journal
-        texts = journal.once(f"texts for {stage}", lambda: target_texts(target, prompts.ids, how))
-        found, entropy = measure_agreement(
-            target, self.drafters, prompts, texts, how, journal, stage
-        )
+        texts = journal.once("texts for alpha", lambda: target_texts(target, prompts.ids, how))
+        agreements, entropy = measure_agreement(target, self.drafters, prompts, texts, how, journal)
         answers = [
-            Answer(prompt.id, list(map(self.text_of, text)), bits, (prompt.prompt or "").encode())
-            for prompt, text, bits in zip(prompts.prompts, texts, entropy, strict=True)
+            Answer(prompt.id, ids, text, bits, (prompt.prompt or "").encode())
+            for prompt, ids, text, bits in zip(
+                prompts.prompts, prompts.ids, texts, entropy, strict=True
+            )
         ]
-        return found, answers
+        return agreements, answers
 
     def decoded(self, batches: list[Batch], temperature: float, stage: str) -> Decoded:
         """The batches without a draft and with each, in turns."""
         how = replace(self.how, sampling=replace(self.how.sampling, temperature=temperature))
         contenders = [ALONE, *((self.drafters[name], self.lengths[name]) for name in self.drafters)]
-        made = decode_in_turns(self.target, contenders, batches, how, self.journal, stage)
-        return dict(zip([BASELINE, *self.drafters], made, strict=True))
+        runs = decode_in_turns(self.target, contenders, batches, how, self.journal, stage)
+        return dict(zip([BASELINE, *self.drafters], runs, strict=True))
 
     def draft_log(
         self,
@@ -197,17 +186,12 @@ class _Evaluation:
         batched: dict[int, Decoded],
     ) -> DraftLog:
         """decoded: single prompts by temperature; batched: by batch size."""
-        target, drafter, length, plan = (
-            self.target,
-            self.drafters[name],
-            self.lengths[name],
-            self.plan,
-        )
-        runs, baseline = _both(decoded[self.how.sampling.temperature], name)
+        target, drafter, length = self.target, self.drafters[name], self.lengths[name]
+        plan, sampling, journal = self.plan, self.how.sampling, self.journal
+        runs, baseline = _single(decoded[sampling.temperature], name)
         context = sum(r.prompt_tokens + len(r.tokens) // 2 for r in baseline) // len(baseline)
         longest = max(plan.max_gamma, length.gamma)
-        sampling = self.how.sampling
-        costs = self.journal.once(
+        costs = journal.once(
             f"step costs of {name}",
             lambda: step_costs(target.decoder, drafter, context, longest, sampling),
             StepCosts.from_json,
@@ -216,18 +200,7 @@ class _Evaluation:
         sweep = []
         if plan.sweep_prompts:
             swept = self.timed.drawn(plan.sweep_prompts, self.how.seed)
-            sweep = sweep_gamma(
-                target, name, drafter, swept, self.how, plan.max_gamma, self.journal
-            )
-        by_batch_size = [
-            {
-                "batch_size": size,
-                "prompts": size * len(found[name]),
-                "lossless": self._compared(name, size, found) if sampling.greedy else None,
-                **metrics.by_batch(found[name], found[BASELINE]),
-            }
-            for size, found in batched.items()
-        ]
+            sweep = sweep_gamma(target, name, drafter, swept, self.how, plan.max_gamma, journal)
         return DraftLog(
             name=name,
             path=drafter.path,
@@ -251,9 +224,15 @@ class _Evaluation:
             },
             full_form_bytes=drafter.full_form_bytes,
             gamma_sweep=sweep,
-            by_batch_size=by_batch_size,
-            by_temperature={t: _both(decoded[t], name) for t in plan.temperatures},
-            q_rows=drafter.q_rows,
+            by_batch_size=[
+                {
+                    "batch_size": size,
+                    "prompts": size * len(both[name]),
+                    "lossless": self._compared(name, size, both) if sampling.greedy else None,
+                    **metrics.by_batch(both[name], both[BASELINE]),
+                }
+                for size, both in batched.items()
+            ],
         )
 
     def _policy(self, length: DraftLength) -> str:
@@ -262,14 +241,14 @@ class _Evaluation:
         kind = f"stops below {length.stop_below:g}" if length.stop_below else "fixed"
         return f"{kind}, fastest on {len(self.tuning.prompts)} other prompts"
 
-    def _compared(self, name: str, batch_size: int | None, found: Decoded) -> dict[str, Any]:
+    def _compared(self, name: str, batch_size: int | None, decoded: Decoded) -> dict[str, Any]:
         """The ledger of greedy texts, its tokens as text."""
         stage = f"texts of {name} compared" + (f", batch size {batch_size}" if batch_size else "")
         batches = self.timed.batches(batch_size or 1)
         drafter, length = self.drafters[name], self.lengths[name]
         ledger = self.journal.once(
             stage,
-            lambda: self.check.ledger(drafter, length, batches, found[BASELINE], found[name]),
+            lambda: self.check.ledger(drafter, length, batches, decoded[BASELINE], decoded[name]),
         )
         for entry in ledger["divergences"]:
             for which in ("target", "drafted"):
@@ -277,7 +256,7 @@ class _Evaluation:
         return dict(ledger)
 
 
-def _both(decoded: Decoded, name: str) -> tuple[list[PromptRun], list[PromptRun]]:
+def _single(decoded: Decoded, name: str) -> tuple[list[PromptRun], list[PromptRun]]:
     """A draft's runs of single prompts, and the baseline's."""
     runs, baseline = ([run for (run,) in decoded[which]] for which in (name, BASELINE))
     return runs, baseline
@@ -291,20 +270,19 @@ def _begin(
     journal: Journal,
     target: Target,
     drafters: Mapping[str, Drafter],
-    parts: Sequence[PromptSet | None],
+    parts: Sequence[PromptSet],
     how: Decoding,
     plan: Plan,
 ) -> None:
     """Take up what the journal holds of just these models, prompts and settings."""
-    given = [part for part in parts if part is not None]
-    ids, dtype = given[0].ids[0], _dtype(target)
+    ids, dtype = parts[0].ids[0], _dtype(target)
     logits = teacher_forced_logits(target.decoder, ids, 1)
     known_by = [_hash_of_numbers(target.spec, logits, dtype)]
     known_by += [_hash_of_numbers(name, d.probe(ids), dtype) for name, d in drafters.items()]
     journal.begin(
         known_by,
         [(name, drafter.path, drafter.vocabulary) for name, drafter in drafters.items()],
-        [(part.ids, [(p.id, p.category, p.group) for p in part.prompts]) for part in given],
+        [(part.ids, [(p.id, p.category, p.group) for p in part.prompts]) for part in parts],
         asdict(how) | {"stops": sorted(how.stops)},
         asdict(plan),
         (device_name(target.decoder.device), dtype, torch.__version__),
@@ -324,18 +302,15 @@ def _hash_of_numbers(name: str, computed: Tensor, dtype: str) -> str:
     return tensor_sha256(computed)
 
 
-def speller(target: Target, special: bool = True) -> Callable[[int], bytes]:
-    """The bytes of a token id of the target; none for padding rows that no token has.
-
-    special: a special token's name, else none: it is no text.
-    """
-    keys = tokens_of(target.tokenizer)
+def spelling(target: Target) -> tuple[Callable[[int], bytes], frozenset[int]]:
+    """The bytes of a token id of the target, none for one that no token has; its special ids."""
+    tokens = tokens_of(target.tokenizer)
 
     def spell(token: int) -> bytes:
-        key = keys[token] if token < len(keys) else None
-        return key[1] if key and (special or key[0] != "special") else b""
+        known = tokens[token] if token < len(tokens) else None
+        return known[1] if known else b""
 
-    return spell
+    return spell, frozenset(i for i, t in enumerate(tokens) if t and t[0] == "special")
 
 
 def device_name(device: torch.device) -> str:

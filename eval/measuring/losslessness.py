@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor
 from tqdm import tqdm
 
@@ -20,14 +21,52 @@ from eval.decoding.forward import Decoder, starts
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.measuring.agreement import target_texts
-from eval.measuring.log import PromptRun
+from eval.measuring.intervals import Count, Part, Positive, Quantity
+from eval.measuring.runs import PromptRun
 from eval.prompts import Batch
 
 
-def first_divergence(one: Sequence[int], other: Sequence[int]) -> int:
-    """The position where two texts that differ part; where one ends, that is its length."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+class Divergence(Part):
+    """Where a greedy text with a draft parts from the target's own."""
+
+    prompt: str
+    position: Count = Field(description="token of the answer, from 0")
+    target: str = Field(description="the token without a draft")
+    drafted: str = Field(description="the token with it")
+    gap: Quantity | None = Field(description="between the two tokens' logits")
+    error: Quantity | None = Field(description="between two forwards' logits there")
+    tie: bool
+
+
+class Ledger(Part):
+    """Greedy texts with and without the draft, compared token by token."""
+
+    prompts: Positive
+    identical: Count
+    tie_divergences: Count
+    unexplained: Count = Field(description="must be 0")
+    divergences: list[Divergence]
+
+    @model_validator(mode="after")
+    def _counts_add_up(self) -> Self:
+        if self.identical + self.tie_divergences + self.unexplained != self.prompts:
+            raise ValueError(
+                f"{self.identical} identical, {self.tie_divergences} ties and {self.unexplained} "
+                f"unexplained do not make up {self.prompts} prompts"
+            )
+        return self
+
+
+def ledger(prompts: int, divergences: list[dict[str, Any]]) -> dict[str, Any]:
+    """The fields of a `Ledger`: so many prompts were compared, and these of them parted."""
+    ties = sum(entry["tie"] for entry in divergences)
+    return {
+        "prompts": prompts,
+        "identical": prompts - len(divergences),
+        "tie_divergences": ties,
+        "unexplained": len(divergences) - ties,
+        "divergences": divergences,
+    }
 
 
 def divergence(
@@ -37,7 +76,8 @@ def divergence(
 
     text_of: of the token where they part; of no token where a text ends there.
     """
-    at = first_divergence(baseline.tokens, run.tokens)
+    both = list(zip(baseline.tokens, run.tokens, strict=False))
+    at = next((i for i, (a, b) in enumerate(both) if a != b), len(both))
     return {
         "prompt": run.prompt_id,
         "position": at,
@@ -58,33 +98,6 @@ def tie(single: Tensor, wide: Tensor, target: int, drafted: int) -> dict[str, An
     gap = abs(float(single[target] - single[drafted]))
     error = float((single - wide).abs().max())
     return {"gap": gap, "error": error, "tie": gap <= 2 * error}
-
-
-def ledger(prompts: int, divergences: list[dict[str, Any]]) -> dict[str, Any]:
-    """The report's `lossless`: so many prompts were compared, and these of them parted."""
-    ties = sum(entry["tie"] for entry in divergences)
-    return {
-        "prompts": prompts,
-        "identical": prompts - len(divergences),
-        "tie_divergences": ties,
-        "unexplained": len(divergences) - ties,
-        "divergences": divergences,
-    }
-
-
-class _Watched:
-    """A decoder whose every step moves a bar on: of a large target in fp32 one takes seconds."""
-
-    def __init__(self, decoder: Decoder, bar: Any) -> None:
-        self.decoder, self.bar = decoder, bar
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.decoder, name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        logits = self.decoder.forward(*args, **kwargs)
-        self.bar.update()
-        return logits
 
 
 class LosslessCheck:
@@ -120,20 +133,16 @@ class LosslessCheck:
         for batch, base, mine in tqdm(
             list(zip(batches, baseline, runs, strict=True)), desc="compare texts", unit="batch"
         ):
-            if any(one.tokens != other.tokens for one, other in zip(base, mine, strict=True)):
-                entries = self._divergences(batch, base, mine, length)
-                found += entries.values()
-                ties = {row: entry for row, entry in entries.items() if entry["tie"]}
-                if ties:
-                    near.append((batch, ties))
+            entries = self._divergences(batch, base, mine, length)
+            found += entries.values()
+            if ties := {row: entry for row, entry in entries.items() if entry["tie"]}:
+                near.append((batch, ties))
         if near:
-            with tqdm(desc="check ties in fp32", unit="step") as steps:
-                decoder: Any = _Watched(self.exact, steps)
-                self._read_exactly([(batch, list(ties)) for batch, ties in near], decoder)
-                for (prompts, ids), ties in near:
-                    exact = decode(decoder, drafter, prompts, ids, self.how, length)
-                    for row, entry in ties.items():
-                        entry["tie"] = exact[row].tokens == self.exact_texts[exact[row].prompt_id]
+            self._read_exactly([(batch, list(ties)) for batch, ties in near])
+        for (prompts, ids), ties in tqdm(near, desc="check ties in fp32", unit="batch"):
+            exact = decode(self.exact, drafter, prompts, ids, self.how, length)
+            for row, entry in ties.items():
+                entry["tie"] = exact[row].tokens == self.exact_texts[exact[row].prompt_id]
         return ledger(sum(len(prompts) for prompts, _ in batches), found)
 
     def _divergences(
@@ -201,7 +210,7 @@ class LosslessCheck:
             turn += 1
         return found
 
-    def _read_exactly(self, near: Sequence[tuple[Batch, list[int]]], decoder: Decoder) -> None:
+    def _read_exactly(self, near: Sequence[tuple[Batch, list[int]]]) -> None:
         """The target's fp32 texts of these rows of batches, where not known yet."""
         ids = {
             prompts[row].id: prompt_ids[row]
@@ -210,6 +219,6 @@ class LosslessCheck:
             if prompts[row].id not in self.exact_texts
         }
         if ids:
-            exact = dataclasses.replace(self.target, decoder=decoder)
+            exact = dataclasses.replace(self.target, decoder=self.exact)
             texts = target_texts(exact, list(ids.values()), self.how)
             self.exact_texts |= zip(ids, texts, strict=True)

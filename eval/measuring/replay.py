@@ -22,7 +22,7 @@ from eval.decoding.forward import starts
 from eval.decoding.loop import Decoding, DraftLength, prefill
 from eval.decoding.target import Target
 from eval.decoding.verification import choose, verify
-from eval.measuring.log import StepCosts
+from eval.measuring.runs import StepCosts
 from eval.prompts import PromptSet
 
 NEVER = 1e-30  # as `stop_below`: the draft says how sure it is, and does not stop

@@ -20,8 +20,8 @@ from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring import metrics
 from eval.measuring.journal import Journal
-from eval.measuring.log import PromptRun, StepCosts
 from eval.measuring.replay import best_length, places
+from eval.measuring.runs import PromptRun, StepCosts
 from eval.prompts import Batch, PromptSet
 
 R = TypeVar("R")

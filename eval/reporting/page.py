@@ -15,11 +15,14 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from eval.reporting.report import Bucket, DraftReport, Measured, Report
+from eval.measuring.atlas import Bucket
+from eval.measuring.intervals import Measured
+from eval.reporting.report import DraftReport, Report
 from eval.reporting.tables import (
     DEFINITIONS,
     baseline_line,
     bounds,
+    gamma_curve,
     gamma_text,
     ledger_table,
     lossless_line,
@@ -28,6 +31,7 @@ from eval.reporting.tables import (
     size,
     tables,
     verdict_lines,
+    waterfall,
 )
 
 COLOURS = 5  # --s0 … --s4 of page.css; the last draft, which the headline is about, takes the first
@@ -82,8 +86,8 @@ def acceptance_charts(drafts: Drafts, colours: dict[str, str]) -> list[dict[str,
             "note": "Bars: all tokens up to this one accepted, of the drafts this long.",
             "x_label": "position in the draft",
             "labels": range(1, longest + 1),
-            "bars": {name: [place.marginal for place in own] for name, own in places.items()},
-            "dots": {name: [place.conditional for place in own] for name, own in places.items()},
+            "bars": {name: [place.marginal for place in p] for name, p in places.items()},
+            "dots": {name: [place.conditional for place in p] for name, p in places.items()},
             "legend": [("round", "var(--ink)", "given that all before were accepted")],
         }
     ]
@@ -100,7 +104,7 @@ def acceptance_charts(drafts: Drafts, colours: dict[str, str]) -> list[dict[str,
                 "note": f"alpha. Tokens: {', '.join(f'{b.positions:,}' for b in first)}.",
                 "x_label": x_label,
                 "labels": [bounds(bucket) for bucket in first],
-                "bars": {name: [b.alpha for b in own] for name, own in buckets.items()},
+                "bars": {name: [b.alpha for b in part] for name, part in buckets.items()},
                 "dots": {},
                 "legend": [],
             }
@@ -112,10 +116,9 @@ def acceptance_charts(drafts: Drafts, colours: dict[str, str]) -> list[dict[str,
 
 def gamma_chart(drafts: Drafts, colours: dict[str, str]) -> dict[str, Any] | None:
     """Expected speed-up by gamma as lines, measured speed-ups as dots."""
-    curves = {name: d.gamma_curve for name, d in drafts.items() if d.gamma_curve}
+    curves = {name: curve for name, draft in drafts.items() if (curve := gamma_curve(draft))}
     if not curves:
         return None
-    last = list(curves)[-1]
     dots: list[tuple[float, Measured, str, str]] = []
     for name in curves:
         draft = drafts[name]
@@ -125,20 +128,16 @@ def gamma_chart(drafts: Drafts, colours: dict[str, str]) -> dict[str, Any] | Non
         ]
         if draft.mean_drafted is not None:
             dots.append((draft.mean_drafted, draft.speedup, colours[name], f"{name}, the run"))
-    longest = max(point.gamma for curve in curves.values() for point in curve)
-    highest = [point.ceiling for point in curves[last]] + [dot[1].ci95[1] for dot in dots]
-    lines = [("ceiling", "var(--muted)", curves[last], "ceiling")]
+    last, perfect = list(curves.items())[-1]
+    lines = [("ceiling", "var(--muted)", [(gamma, ceiling) for gamma, _, ceiling in perfect])]
     for name, curve in curves.items():
-        replayed = [point for point in curve if point.replayed is not None]
-        lines.append(("thin" if replayed else "curve", colours[name], curve, "predicted"))
-        lines.append(("curve", colours[name], replayed, "replayed"))
+        lines.append(("curve", colours[name], [(gamma, expected) for gamma, expected, _ in curve]))
+    longest = max(gamma for curve in curves.values() for gamma, *_ in curve)
+    highest = [ceiling for *_, ceiling in perfect] + [value.ci95[1] for _, value, *_ in dots]
     return {
         "plot": Plot(0.5, longest + 0.5, 1.08 * max(1.0, *highest)),
         "gammas": range(1, longest + 1),
-        "lines": [
-            (kind, colour, [(point.gamma, getattr(point, key)) for point in points])
-            for kind, colour, points, key in lines
-        ],
+        "lines": lines,
         "dots": dots,
         "legend": [
             *(("line", colours[name], name) for name in curves),
@@ -150,19 +149,19 @@ def gamma_chart(drafts: Drafts, colours: dict[str, str]) -> dict[str, Any] | Non
 
 def waterfall_rows(draft: DraftReport) -> list[tuple[str, float | None, float]]:
     """(label, start, end) from the longest possible block to the wall clock; totals start at 0."""
-    w = draft.waterfall
-    if w is None or draft.mean_drafted is None or draft.c is None or draft.verify_ratio is None:
+    if not (speedups := waterfall(draft)):
         return []
+    longest, tau, drafted, predicted, decode, wall = speedups.values()
     return [
-        (f"All of {draft.mean_drafted:.2f} drafted tokens accepted", None, w.all_accepted),
-        ("Rejected tokens", w.all_accepted, w.tau),
-        ("τ: drafting and verification free", None, w.tau),
-        (f"Draft steps, c = {draft.c:.3f}", w.tau, w.after_draft_steps),
-        (f"Wider target calls, ×{draft.verify_ratio:.2f}", w.after_draft_steps, w.predicted),
-        ("Predicted", None, w.predicted),
-        ("Overhead of the loop", w.predicted, w.decode),
-        ("Prefill, cut blocks", w.decode, w.wall),
-        ("Wall clock", None, w.wall),
+        (f"All of {draft.mean_drafted:.2f} drafted tokens accepted", None, longest),
+        ("Rejected tokens", longest, tau),
+        ("τ: drafting and verification free", None, tau),
+        (f"Draft steps, c = {draft.c:.3f}", tau, drafted),
+        (f"Wider target calls, ×{draft.verify_ratio:.2f}", drafted, predicted),
+        ("Predicted", None, predicted),
+        ("Overhead of the loop", predicted, decode),
+        ("Prefill, cut blocks", decode, wall),
+        ("Wall clock", None, wall),
     ]
 
 
@@ -212,7 +211,6 @@ def render_page(report: Report) -> str:
     order = list(reversed(report.drafts))
     colours = {name: f"var(--s{order.index(name) % COLOURS})" for name in report.drafts}
     name, draft = report.last
-    found = tables(report)
     page = (
         _environment()
         .get_template("page.html.j2")
@@ -220,10 +218,10 @@ def render_page(report: Report) -> str:
             report=report,
             name=name,
             draft=draft,
-            gain=next((one for one in report.gain if one.draft == name), None),
+            gain=next((gain for gain in report.gain if gain.draft == name), None),
             gamma=gamma_text(draft.gamma, draft.gamma_policy),
             missing=missing_lines(report),
-            tables={table.title: table for table in found},
+            tables={table.title: table for table in tables(report)},
             baseline=baseline_line(report),
             waterfall=waterfall_rows(draft),
             gamma_chart=gamma_chart(report.drafts, colours),
@@ -232,7 +230,10 @@ def render_page(report: Report) -> str:
             memory=memory_rows(report.drafts, colours),
             atlases=[(n, report.drafts[n].atlas) for n in order if report.drafts[n].atlas],
             verdicts=verdict_lines(report),
-            ledgers=[(lossless_line(*one), one[1].unexplained) for one in report.ledgers()],
+            ledgers=[
+                (lossless_line(which, ledger), ledger.unexplained)
+                for which, ledger in report.ledgers()
+            ],
             tie_note=ledger_table(report).note,
             provenance=json.dumps(report.provenance, indent=2, ensure_ascii=False),
             definitions=DEFINITIONS,

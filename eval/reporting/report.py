@@ -1,118 +1,59 @@
 """The report of an evaluation: report.json (draftsmith-report/1), report.md, report.html.
 
-The models below are the one place that says which fields a report has, what they mean and what
-must hold between them; `report_schema` is the JSON Schema made from them. A report is built by
-eval/measuring/build.py and shown by text.py and page.py. docs/metrics.md has the long definitions.
+The models say which fields a report has, what they mean and what must hold between them. Those of
+a measured part stand where it is measured (eval/measuring/); the whole is here, with NUMBERS, which
+makes each number of a draft from the raw log. docs/metrics.md has the long definitions.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Generic, Literal, Self, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import Field, JsonValue, ValidationError, computed_field, model_validator
 
 from align.atomic import atomic_file
+from eval.decoding.target import weights_sha256
+from eval.measuring import metrics
+from eval.measuring.atlas import Atlas, build_atlas, telling_prompts
+from eval.measuring.cost import Payoff, payoff
+from eval.measuring.intervals import (
+    Both,
+    Count,
+    Measured,
+    NothingToMeasure,
+    Part,
+    Positive,
+    Quantity,
+    Share,
+    TokensPerCall,
+)
+from eval.measuring.losslessness import Ledger
+from eval.measuring.metrics import (
+    CategoryNumbers,
+    Costs,
+    Latency,
+    Memory,
+    PositionAcceptance,
+    agreed,
+    blocks,
+    paid,
+    timed,
+)
+from eval.measuring.runs import DraftLog, PromptRun, RunLog, check_runs
+from eval.reporting.warnings import find_warnings, headline
 
 SCHEMA: Final = "draftsmith-report/1"
 SHOWN_ERRORS = 3
 
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
-Quantity = Annotated[float, Field(ge=0)]
 T = TypeVar("T")
 
 
 class ReportError(ValueError):
     """A report that lacks a field, holds a value that is no number, or contradicts itself."""
-
-
-class Part(BaseModel):
-    """A part of a report: every number finite, fields that a newer version added passed over."""
-
-    model_config = ConfigDict(
-        allow_inf_nan=False,
-        from_attributes=True,  # a Measured may stand where a Share is asked for, and is checked
-        revalidate_instances="always",  # what was changed since is checked again
-        validate_by_name=True,  # `from`, `class` and `schema` cannot be names in Python
-        validate_by_alias=True,
-        serialize_by_alias=True,
-    )
-
-
-class Measured(Part):
-    """A number, its interval, and the prompts it rests on."""
-
-    mean: float
-    ci95: tuple[float, float] = Field(
-        description="95%, percentile bootstrap over prompts, or over their documents where they "
-        "name a group (10,000 resamples, fixed seed); n is the number of prompts."
-    )
-    n: Positive
-
-    def __format__(self, form: str) -> str:
-        """`0.51 [0.49,0.53]` with the form `.2f`."""
-        low, high = self.ci95
-        return f"{self.mean:{form}} [{low:{form}},{high:{form}}]"
-
-    @model_validator(mode="after")
-    def _interval_runs_forwards(self) -> Self:
-        if self.ci95[0] > self.ci95[1]:
-            raise ValueError(f"ci95 runs backwards: {list(self.ci95)}")
-        return self
-
-
-class Share(Measured):
-    """A measured share."""
-
-    mean: float = Field(ge=0, le=1)
-
-
-class TokensPerCall(Measured):
-    """A measured number of tokens per target call: one at least."""
-
-    mean: float = Field(ge=1)
-
-
-class Both(Part, Generic[T]):
-    """A number without a draft and with it."""
-
-    baseline: T
-    speculative: T
-
-
-class Divergence(Part):
-    """Where a greedy text with a draft parts from the target's own."""
-
-    prompt: str
-    position: Count = Field(description="token of the answer, from 0")
-    target: str = Field(description="the token without a draft")
-    drafted: str = Field(description="the token with it")
-    gap: Quantity | None = Field(description="between the two tokens' logits")
-    error: Quantity | None = Field(description="between two forwards' logits there")
-    tie: bool
-
-
-class Ledger(Part):
-    """Greedy texts with and without the draft, compared token by token."""
-
-    prompts: Positive
-    identical: Count
-    tie_divergences: Count
-    unexplained: Count = Field(description="must be 0")
-    divergences: list[Divergence]
-
-    @model_validator(mode="after")
-    def _counts_add_up(self) -> Self:
-        if self.identical + self.tie_divergences + self.unexplained != self.prompts:
-            raise ValueError(
-                f"{self.identical} identical, {self.tie_divergences} ties and {self.unexplained} "
-                f"unexplained do not make up {self.prompts} prompts"
-            )
-        return self
 
 
 class Vocabulary(Part):
@@ -121,104 +62,6 @@ class Vocabulary(Part):
     relation: str
     strategy: str
     coverage: float | None
-
-
-class PositionAcceptance(Part):
-    """Acceptance at one place of the draft, over drafts that got this far."""
-
-    position: Positive
-    drafts: Count = Field(description="blocks that drafted at least so many tokens")
-    marginal: Share = Field(description="share of these whose tokens up to here all passed")
-    conditional: Share | None = Field(description="the same among those that passed up to here")
-
-
-class Costs(Part):
-    """Isolated forwards at the run's mean context length, batch size 1, milliseconds."""
-
-    draft_step_ms: Quantity
-    draft_block_ms: Quantity = Field(default=0.0, description="once a draft, besides its steps")
-    target_step_ms: Quantity
-    target_verify_ms: dict[str, Quantity] = Field(description="by number of tokens in the call")
-    context_length: Count
-
-
-class Latency(Part):
-    """Inter-token latency over the decode-phase tokens, milliseconds."""
-
-    p50: Quantity
-    p95: Quantity
-    tokens: Count
-
-
-class OfBoth(Part):
-    """A count of the target's and of the draft's."""
-
-    target: Count
-    draft: Count
-
-
-class Memory(Part):
-    """Bytes in the form measured."""
-
-    target_bytes: Positive
-    draft_bytes: Count
-    kv_bytes_per_token: OfBoth
-    overhead: Quantity = Field(
-        description="bytes of the draft (shared tensors not counted) / of the target, as measured."
-    )
-    full_form_bytes: Count | None = Field(description="of the form that other engines load")
-
-    @model_validator(mode="after")
-    def _overhead_is_that_of_the_bytes(self) -> Self:
-        overhead = self.draft_bytes / self.target_bytes
-        if not math.isclose(self.overhead, overhead, rel_tol=1e-6):
-            raise ValueError(f"overhead is {self.overhead}, but its bytes give {overhead}")
-        return self
-
-
-class Payoff(Part):
-    """When the draft pays, from step costs and alpha; best_gamma is taken at the measured alpha."""
-
-    ceiling_speedup: Quantity = Field(description="at alpha = 1")
-    break_even_alpha: float | None = Field(description="null: not even alpha = 1 breaks even")
-    best_gamma: Count
-    best_gamma_speedup: Quantity
-    verdict: str
-
-
-class Waterfall(Part):
-    """Speed-ups as one cost after the other is counted."""
-
-    all_accepted: Quantity
-    tau: Quantity = Field(description="drafting free, a wide target call as cheap as a narrow one")
-    after_draft_steps: Quantity
-    predicted: Quantity
-    decode: Quantity
-    wall: Quantity
-
-
-class Placement(Part):
-    """What a block costs with the draft in one place, over a link that is stated, not measured."""
-
-    where: str
-    round_trips: Count = Field(description="a block")
-    bytes_per_block: Quantity = Field(description="token ids both ways; when sampling, q as well")
-    round_trip_ms: Quantity = Field(description="of the link")
-    gigabytes_per_s: Quantity | None = Field(description="of the link; null: there is none")
-    added_ms: Quantity = Field(description="a block")
-    speedup: Quantity = Field(description="in the decode phase, without other overhead")
-    break_even_round_trip_ms: Quantity | None = Field(
-        description="the longest one with which it still pays; null: none, or there is no link"
-    )
-
-
-class CurvePoint(Part):
-    """Expected speed-up at one draft length."""
-
-    gamma: Positive
-    predicted: Quantity = Field(description="from alpha, positions taken as independent")
-    replayed: Quantity | None = Field(description="from the replayed tau; null when sampling")
-    ceiling: Quantity = Field(description="at alpha = 1")
 
 
 class Decoded(Part):
@@ -234,12 +77,6 @@ class SweepPoint(Decoded):
     gamma: Positive
 
 
-class TemperaturePoint(Decoded):
-    """Decoded at one temperature."""
-
-    temperature: Quantity
-
-
 class BatchPoint(Decoded):
     """Decoded in batches of one size; a batch is what is resampled, n the number of batches."""
 
@@ -247,84 +84,6 @@ class BatchPoint(Decoded):
     prompts: Positive
     lossless: Ledger | None = Field(description="against the same batch alone; null if sampled")
     tokens_per_s: Both[Measured] = Field(description="of all rows together")
-
-
-class CategoryNumbers(Part):
-    """One category of prompts; null where they hold nothing to measure it on."""
-
-    alpha: Share | None
-    tau: TokensPerCall | None
-    speedup: Measured | None
-
-
-class Confusion(Part):
-    """A token of the target that the draft took for another."""
-
-    target: str
-    draft: str
-    count: Positive
-    before: str = Field(description="the text before one such place")
-
-
-class TokenClass(Part):
-    """The target's tokens of one class."""
-
-    name: Annotated[str, Field(alias="class")]
-    positions: Positive
-    alpha: Share
-    rejected: Quantity = Field(description="sum of 1 - alpha over its tokens")
-    lost_speedup: float = Field(
-        description="what the expected speed-up at the best gamma would gain if the draft were "
-        "right throughout that class."
-    )
-    examples: list[Confusion]
-
-
-class Bucket(Part):
-    """alpha between two bounds; `to` null: no upper one."""
-
-    low: Annotated[float, Field(alias="from")]
-    high: Annotated[float | None, Field(alias="to")]
-    positions: Positive
-    alpha: Share
-
-
-class RuleAcceptance(Part):
-    """alpha under three verification rules at one temperature, from one teacher-forced log."""
-
-    temperature: Quantity
-    exact: Share = Field(description="rejection sampling: sum min(p, q)")
-    greedy_match: Share = Field(description="the draft proposes argmax q: p(argmax q)")
-    target_probability: Share = Field(description="x drawn from q passes with p(x): sum q p")
-
-
-class HeatMap(Part):
-    """One answer of the target, token by token."""
-
-    prompt: str
-    alpha: float
-    tokens: list[str]
-    values: list[float] = Field(description="acceptance of each token")
-    guesses: list[str] = Field(description="what the draft has for it")
-
-
-class Atlas(Part):
-    """Which tokens the draft gets wrong, what that costs, and where."""
-
-    scheme: str = Field(description="classes of code or of prose")
-    classes: list[TokenClass]
-    by_output_position: list[Bucket]
-    by_entropy: list[Bucket] = Field(description="bits of the target's distribution")
-    verification_rules: list[RuleAcceptance]
-    heat_map: list[HeatMap]
-
-
-class OtherPrompts(Part):
-    """alpha on prompts of another domain."""
-
-    source: str
-    sha256: str
-    alpha: Share
 
 
 class Counters(Part):
@@ -425,18 +184,11 @@ class DraftReport(Part):
     )
     memory: Memory | None
     payoff: Payoff | None
-    waterfall: Waterfall | None
-    placement: list[Placement] | None = Field(
-        default=[], description="the draft on the same device, on another one, on another host"
-    )
-    gamma_curve: list[CurvePoint] | None
     gamma_sweep: list[SweepPoint] = Field(description="where one was asked for")
     by_batch_size: list[BatchPoint] = Field(description="where sizes were asked for")
-    by_temperature: list[TemperaturePoint] = Field(description="where they were asked for")
     lossless: Ledger
     by_category: dict[str, CategoryNumbers]
     atlas: Atlas | None
-    other_prompts: OtherPrompts | None = Field(description="where they were asked for")
     counters: Counters | None = Field(description="of a server")
     missing: list[Missing]
     per_prompt: list[PromptSums]
@@ -455,13 +207,8 @@ class DraftReport(Part):
 
     @model_validator(mode="after")
     def _null_has_a_reason(self) -> Self:
-        explained = {
-            "sha256",
-            "gamma",
-            "other_prompts",
-            "counters",
-            *(one.field for one in self.missing),
-        }
+        explained = {"sha256", "gamma", "counters"}
+        explained |= {entry.field for entry in self.missing}
         for name in type(self).model_fields:
             if getattr(self, name) is None and name not in explained:
                 raise ValueError(f"{name} is null, and `missing` does not say why")
@@ -475,6 +222,45 @@ class DraftReport(Part):
                 f"speedup is {self.speedup.mean}, but its tokens_per_s give {with_it} / {without}"
             )
         return self
+
+
+# Field of a draft -> what it is in the logs of the draft and of its run. A new number is a function
+# in eval/measuring/metrics.py, a field above with its line here, and a row in tables.py.
+NUMBERS: dict[str, Callable[[DraftLog, RunLog], Any]] = {
+    "alpha": lambda log, run: metrics.alpha(agreed(log)),
+    "tau": lambda log, run: metrics.tau(blocks(log)),
+    "mean_drafted": lambda log, run: metrics.mean_drafted(blocks(log)),
+    "drafted_calls": lambda log, run: metrics.drafted_calls(blocks(log)),
+    "accepted_over_drafted": lambda log, run: metrics.accepted_over_drafted(blocks(log)),
+    "per_position": lambda log, run: metrics.per_position(blocks(log)),
+    "costs": lambda log, run: Costs.of(timed(log)),
+    "c": lambda log, run: metrics.c(timed(log)),
+    "verify_ratio": lambda log, run: metrics.verify_ratio(
+        timed(log), metrics.mean_drafted(blocks(log))
+    ),
+    "predicted_speedup": lambda log, run: metrics.predicted_speedup(blocks(log), paid(log)),
+    "speedup": lambda log, run: metrics.speedup(log.runs, log.baseline),
+    "decode_speedup": lambda log, run: metrics.decode_speedup(blocks(log), log.baseline),
+    "decode_efficiency": lambda log, run: metrics.decode_efficiency(
+        blocks(log), log.baseline, paid(log)
+    ),
+    "tokens_per_s": lambda log, run: _both(metrics.tokens_per_s, log),
+    "ttft_ms": lambda log, run: _both(metrics.ttft_ms, log),
+    "itl_ms": lambda log, run: _both(metrics.itl_ms, log),
+    "loop_share": lambda log, run: _both(metrics.loop_share, log),
+    "memory": lambda log, run: metrics.memory(log),
+    "payoff": lambda log, run: payoff(timed(log), metrics.alpha(agreed(log)).mean),
+    "by_category": lambda log, run: metrics.by_category(log),
+}
+# Fields that are in the draft's log as they are.
+COPIED = (
+    "path form vocabulary gamma gamma_policy gamma_sweep by_batch_size lossless counters"
+).split()
+
+
+def _both(metric: Callable[[Sequence[PromptRun]], T], log: DraftLog) -> Both[T]:
+    """A metric of the runs without a draft and with it."""
+    return Both(baseline=metric(log.baseline), speculative=metric(log.runs))
 
 
 class Gain(Part):
@@ -520,7 +306,7 @@ class PromptsUsed(Part):
 
 
 class HeldOutPoint(Part):
-    """The draft on held-out prompts, at some step of its training."""
+    """The draft on prompts held out of training, at some step of it."""
 
     step: Positive
     tokens: Positive = Field(description="different tokens that it was trained on until then")
@@ -572,8 +358,8 @@ class DrafterChoice(Part):
     why: str
 
 
-class Findings(Part):
-    """What an evaluation found, without the warnings and the headline made from it."""
+class Report(Part):
+    """What an evaluation of speculative decoding found. docs/metrics.md defines every number."""
 
     schema_name: Annotated[Literal["draftsmith-report/1"], Field(alias="schema")]
     target: str
@@ -595,6 +381,18 @@ class Findings(Part):
     choice: DrafterChoice | None = Field(
         None, description="how the kind of draft was chosen; null where the recipe named it"
     )
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def warnings(self) -> list[str]:
+        """What to know before quoting a number; a draft that is not lossless is named first."""
+        return find_warnings(self)
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def headline(self) -> str:
+        """One sentence on the last draft (the tuned one of a training run)."""
+        return headline(self)
 
     @property
     def target_named(self) -> str:
@@ -622,66 +420,131 @@ class Findings(Part):
             for name in (entry.draft, entry.over):
                 if name not in self.drafts:
                     raise ValueError(f"gain[{i}] compares with {name!r}, which is no draft of it")
-            mine, other = self.drafts[entry.draft], self.drafts[entry.over]
-            _check_difference(f"gain[{i}].alpha", entry.alpha, mine.alpha, other.alpha)
-            _check_difference(f"gain[{i}].tau", entry.tau, mine.tau, other.tau)
-            _check_difference(f"gain[{i}].speedup", entry.speedup, mine.speedup, other.speedup)
+            for field in ("alpha", "tau", "speedup"):
+                gained = getattr(entry, field)
+                own, other = (getattr(self.drafts[n], field) for n in (entry.draft, entry.over))
+                # a gain may rest on fewer prompts than either side's own number
+                if not (gained and own and other and own.n == other.n == gained.n):
+                    continue
+                apart = own.mean - other.mean
+                if not math.isclose(gained.mean, apart, rel_tol=1e-6, abs_tol=1e-9):
+                    raise ValueError(
+                        f"gain[{i}].{field} is {gained.mean}, but the drafts' own numbers are "
+                        f"{apart} apart"
+                    )
         return self
 
 
-def _check_difference(
-    where: str, gained: Measured | None, mine: Measured | None, other: Measured | None
-) -> None:
-    # a gain may rest on fewer prompts than either side's own number; then they may differ
-    if gained and mine and other and mine.n == other.n == gained.n:
-        apart = mine.mean - other.mean
-        if not math.isclose(gained.mean, apart, rel_tol=1e-6, abs_tol=1e-9):
-            raise ValueError(
-                f"{where} is {gained.mean}, but the drafts' own numbers are {apart} apart"
-            )
+# --- From the raw logs, which every engine fills alike ---
 
 
-class Report(Findings):
-    """What an evaluation of speculative decoding found. docs/metrics.md defines every number.
+def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
+    """The whole report, checked.
 
-    A draft that is not lossless is a finding, not an error: it must stand among the warnings.
+    `gain` compares every draft after the first with the first. Raises ValueError for a log that
+    contradicts itself, `ReportError` where the result is not a valid report.
     """
+    if not drafts:
+        raise ReportError("a report needs at least one draft")
+    names = [draft.name for draft in drafts]
+    if len(set(names)) < len(names):
+        raise ReportError(f"two drafts of one report have the same name: {', '.join(names)}")
+    shown = telling_prompts(drafts[-1].agreement or [])
+    fields = {
+        "schema": SCHEMA,
+        "target": run.target,
+        "target_quantization": run.target_quantization,
+        "engine": run.engine,
+        "device": run.device,
+        "dtype": run.dtype,
+        "baseline": {
+            "tokens_per_s": metrics.tokens_per_s(drafts[0].baseline),
+            "over_stock_generate": run.over_stock_generate,
+        },
+        "decoding": run.decoding,
+        "prompts": run.prompts,
+        "drafts": {draft.name: _draft_block(draft, run, shown) for draft in drafts},
+        "gain": [metrics.gain(draft, over=drafts[0]) for draft in drafts[1:]],
+        "provenance": run.provenance,
+    }
+    return checked(fields)
 
-    warnings: list[str] = Field(description="what to know before quoting a number")
-    headline: str
 
-    @model_validator(mode="after")
-    def _changed_texts_are_not_hidden(self) -> Self:
-        for which, ledger in self.ledgers():
-            if ledger.unexplained and not_lossless(which, ledger) not in self.warnings:
-                raise ValueError(f"{which} is not lossless and the warnings do not say so")
-        return self
+def _draft_block(log: DraftLog, run: RunLog, shown: Sequence[str]) -> dict[str, Any]:
+    """The fields of a `DraftReport`; null where the log holds nothing to measure them on."""
+    for runs in (log.runs, log.baseline):
+        check_runs(runs, blocks="tau" not in log.missing)
+    numbers = NUMBERS | {"atlas": lambda log, run: build_atlas(agreed(log), run, timed(log), shown)}
+    missing = dict(log.missing)
+    block: dict[str, Any] = {field: getattr(log, field) for field in COPIED}
+    for field, number in numbers.items():
+        block[field] = None
+        if field not in missing:
+            try:
+                block[field] = number(log, run)
+            except NothingToMeasure as reason:
+                missing[field] = str(reason)
+    return block | {
+        "sha256": weights_sha256(log.path),
+        "missing": [{"field": field, "reason": reason} for field, reason in missing.items()],
+        "per_prompt": _per_prompt(log),
+    }
 
 
-def not_lossless(which: str, ledger: Ledger) -> str:
-    """The warning that a draft changes the output."""
-    return (
-        f"NOT LOSSLESS: with draft {which}, {ledger.unexplained} of {ledger.prompts} prompts gave "
-        f"other tokens than the target alone, with no tie to explain it. Do not serve this draft."
-    )
+def _per_prompt(log: DraftLog) -> list[dict[str, Any]]:
+    """The sums that every mean and interval above is made from, one row a prompt.
+
+    The run's part is absent for prompts that only alpha was taken on.
+    """
+    rows: dict[str, dict[str, Any]] = {
+        a.prompt_id: {
+            "id": a.prompt_id,
+            "category": a.category,
+            "group": a.group,
+            "alpha_sum": a.alpha_sum,
+            "positions": a.positions,
+        }
+        for a in log.agreement or []
+    }
+    for run, base in metrics.pair(log.runs, log.baseline):
+        row = rows.setdefault(run.prompt_id, {"id": run.prompt_id})
+        row |= {
+            "category": run.category,
+            "group": run.group,
+            "prompt_tokens": run.prompt_tokens,
+            "tokens": len(run.tokens),
+            "seconds": run.seconds,
+            "baseline_tokens": len(base.tokens),
+            "baseline_seconds": base.seconds,
+        }
+        if "tau" not in log.missing:
+            whole = run.whole_blocks
+            row |= {
+                "calls": len(run.block_tokens),
+                "blocks": whole,
+                "block_tokens": sum(run.block_tokens[:whole]),
+                "drafted": sum(run.drafted[:whole]),
+                "accepted": sum(run.accepted[:whole]),
+            }
+    return list(rows.values())
+
+
+# --- Files ---
 
 
 def report_schema() -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of a report.json."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **Report.model_json_schema(),
+        **Report.model_json_schema(mode="serialization"),
         "title": SCHEMA,
     }
 
 
-M = TypeVar("M", bound=Findings)
-
-
-def checked(model: type[M], value: Any) -> M:
-    """The value as that model. Raises `ReportError`, naming the fields and what is wrong."""
+def checked(value: Any) -> Report:
+    """The value as a report. Raises `ReportError`, naming the fields and what is wrong."""
     try:
-        return model.model_validate(value)
+        return Report.model_validate(value)
     except ValidationError as error:
         raise ReportError(_problems(error)) from None
 
@@ -689,11 +552,11 @@ def checked(model: type[M], value: Any) -> M:
 def _problems(error: ValidationError) -> str:
     """The first problems, each with the place of its field."""
     lines = []
-    for one in error.errors(include_url=False):
-        place = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in one["loc"])
-        line = f"report{place}: {one['msg'].removeprefix('Value error, ')}"
-        if isinstance(one["input"], str | int | float | None):
-            line += f", not {one['input']!r:.80}"
+    for problem in error.errors(include_url=False):
+        place = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in problem["loc"])
+        line = f"report{place}: {problem['msg'].removeprefix('Value error, ')}"
+        if isinstance(problem["input"], str | int | float | None):
+            line += f", not {problem['input']!r:.80}"
         lines.append(line)
     more = len(lines) - SHOWN_ERRORS
     return "; ".join(lines[:SHOWN_ERRORS]) + (f"; and {more} more" if more > 0 else "")
@@ -705,7 +568,7 @@ def write_report(folder: Path | str, report: Report) -> None:
     from eval.reporting.page import render_page
     from eval.reporting.text import render_markdown
 
-    report = checked(Report, report)
+    report = checked(report)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_file(folder / "report.md") as file:

@@ -12,20 +12,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from eval.reporting.report import (
-    Bucket,
-    Confusion,
-    Divergence,
-    DrafterChoice,
-    DraftReport,
-    Findings,
-    HeldOutCurve,
-    Ledger,
-    Measured,
-    Memory,
-    Report,
-    TokenClass,
-)
+from eval.measuring.atlas import Bucket, Confusion, TokenClass
+from eval.measuring.cost import expected_speedup
+from eval.measuring.intervals import Measured
+from eval.measuring.losslessness import Divergence, Ledger
+from eval.measuring.metrics import Memory
+from eval.reporting.report import DrafterChoice, DraftReport, HeldOutCurve, Report
 
 NOT_MEASURED = "not measured"
 LEDGER_ROWS = 20
@@ -35,24 +27,18 @@ LEDGER_NOTE = (
     "logits lie no further apart than twice what two forwards of the target differ by, and fp32 "
     "agrees."
 )
-RULES_NOTE = (
-    "Mean acceptance of one drafted token, from one teacher-forced log. Rejection sampling: "
-    "sum min(p, q). Greedy match: the draft proposes argmax q, accepted where the target samples "
-    "it: p(argmax q). Target's p: x drawn from q, accepted with probability p(x): sum q p. All "
-    "three leave the output as the target's."
-)
 BATCH_NOTE = (
     "The rows of a batch start together, and one that ends leaves. Without a draft: the same "
     "batches. Tokens/s of all rows together; intervals over batches. In bf16 two forwards of other "
     "shapes differ in the last bits, so texts may part at near-ties, each checked in the tie "
     "ledger; in fp32 they are the same."
 )
-
-
-PLACEMENT_NOTE = (
-    "The draft's own step taken as measured here, the link as stated, not measured. A block moves "
-    "token ids both ways, and when sampling the q of each drafted token. Break-even: the longest "
-    "round trip with which the draft still pays."
+HELD_OUT_NOTE = "Prompts held out of training; in the first epoch all tokens are new."
+CHOICE_NOTE = (
+    "Kinds of draft that this target can have, by what `drafter: auto` knew when it chose: the "
+    "cost of a drafted token in target steps, and what a replay of prompts that are not evaluated "
+    "predicts, before and after {:.0f} seconds of training. Each draft in the other tables is the "
+    "chosen one, fully trained."
 )
 
 
@@ -75,7 +61,7 @@ DEFINITIONS = {
     "ITL": _meaning(DraftReport, "itl_ms"),
     "lost speed-up": _meaning(TokenClass, "lost_speedup"),
     "loop share": _meaning(DraftReport, "loop_share"),
-    "gain": _meaning(Findings, "gain"),
+    "gain": _meaning(Report, "gain"),
     "intervals": _meaning(Measured, "ci95"),
 }
 
@@ -132,8 +118,10 @@ def _counted(ledger: Ledger) -> str:
     return ", ".join(counts)
 
 
-def _confusions(found: list[Confusion]) -> str:
-    return ", ".join(f"{quoted(e.target)} drafted as {quoted(e.draft)} ×{e.count}" for e in found)
+def _confusions(examples: list[Confusion]) -> str:
+    return ", ".join(
+        f"{quoted(e.target)} drafted as {quoted(e.draft)} ×{e.count}" for e in examples
+    )
 
 
 # --- Lines beside the tables ---
@@ -147,19 +135,19 @@ def lossless_line(which: str, ledger: Ledger) -> str:
     )
 
 
-def baseline_line(report: Findings) -> str:
+def baseline_line(report: Report) -> str:
     """The target alone, and how that compares with stock `generate`."""
     stock = report.baseline.over_stock_generate
     compared = f", {stock:.2f} of stock generate" if stock else ""
     return f"Baseline: {report.baseline.tokens_per_s:.1f} tokens/s{compared}"
 
 
-def verdict_lines(report: Findings) -> list[str]:
+def verdict_lines(report: Report) -> list[str]:
     """Whether each draft pays, where its step costs were timed."""
     return [f"{name}: {d.payoff.verdict}" for name, d in report.drafts.items() if d.payoff]
 
 
-def missing_lines(report: Findings) -> list[str]:
+def missing_lines(report: Report) -> list[str]:
     """One line for each reason why something could not be measured, with the fields it left out."""
     lines = []
     for name, draft in report.drafts.items():
@@ -183,12 +171,12 @@ def _plain(value: Any) -> str:
 
 def _fields(prefix: str, names: str) -> Cells:
     """Fields under their own names."""
-    found: Cells = []
+    cells: Cells = []
     for name in names.split():
         label = f"n of {name.removesuffix('.n')}" if name.endswith(".n") else name
         label = label.replace("_", " ").replace("speedup", "speed-up")
-        found.append((label, prefix + name, _plain))
-    return found
+        cells.append((label, prefix + name, _plain))
+    return cells
 
 
 RESULT: Cells = [
@@ -206,12 +194,17 @@ RESULT: Cells = [
     ("n of alpha", "alpha.n", str),
     ("n of speed-up", "speedup.n", str),
 ]
+GAINS: Cells = [
+    ("over", "over", str),
+    ("alpha", "alpha", "{:+.2f}".format),
+    ("tau", "tau", "{:+.2f}".format),
+    ("speed-up", "speedup", "{:+.2f}".format),
+]
 COUNTERS = _fields(
     "counters.",
     "num_drafts num_draft_tokens num_accepted_tokens mean_acceptance_length acceptance_rate "
     "acceptance_per_position",
 )
-WATERFALL = _fields("waterfall.", "all_accepted tau after_draft_steps predicted decode wall")
 TWO_MS = "{:.1f} / {:.1f} ms".format
 COSTS: Cells = [
     ("draft step", "costs.draft_step_ms", "{:.2f} ms".format),
@@ -238,34 +231,10 @@ DRAFTS: Cells = [
     ("KV bytes a token of the target", "memory.kv_bytes_per_token.target", "{:,}".format),
     ("loop share", "loop_share.speculative.mean", "{:.1%}".format),
 ]
-PLACEMENT: Cells = [
-    ("place", "where", str),
-    ("round trips a block", "round_trips", str),
-    ("bytes a block", "bytes_per_block", "{:,.0f}".format),
-    ("round trip", "round_trip_ms", "{:g} ms".format),
-    ("GB/s", "gigabytes_per_s", "{:g}".format),
-    ("added to a block", "added_ms", "{:.3f} ms".format),
-    ("predicted speed-up", "speedup", shown),
-    ("break-even round trip", "break_even_round_trip_ms", "{:.3g} ms".format),
-]
-OTHERS = _fields("other_prompts.", "alpha source alpha.n")
 POSITIONS = _fields("", "position drafts marginal conditional")
-CURVE = _fields("", "gamma predicted replayed ceiling")
 SWEEP = _fields("", "gamma tau speedup")
-TEMPERATURES = _fields("", "temperature tau speedup speedup.n")
 CATEGORIES = _fields("", "alpha tau speedup alpha.n speedup.n")
 BUCKETS = _fields("", "positions alpha")
-GAINS: Cells = [
-    ("over", "over", str),
-    *((label, field, "{:+.2f}".format) for label, field, _ in _fields("", "alpha tau speedup")),
-]
-RULES: Cells = [
-    ("temp.", "temperature", "{:g}".format),
-    ("rejection sampling", "exact", shown),
-    ("greedy match", "greedy_match", shown),
-    ("target's p", "target_probability", shown),
-    ("prompts", "exact.n", str),
-]
 BATCHES: Cells = [
     ("batch size", "batch_size", str),
     ("tokens/s, no draft", "tokens_per_s.baseline", "{:.1f}".format),
@@ -291,27 +260,36 @@ LEDGER: Cells = [
     ("error of forwards", "error", "{:.4f}".format),
     ("verdict", "tie", lambda tie: "tie" if tie else "UNEXPLAINED"),
 ]
+CHOICE: Cells = [
+    ("cost of a token", "c", "{:.3f}".format),
+    ("perfect draft", "ceiling_speedup", "{:.2f}".format),
+    ("untuned: alpha", "untuned.alpha", shown),
+    ("predicted speed-up", "untuned.speedup", shown),
+    ("trained: alpha", "healed.alpha", shown),
+    ("predicted speed-up", "healed.speedup", shown),
+    ("", "chosen", lambda chosen: "chosen" if chosen else ""),
+]
 
 
-def _at(one: BaseModel, path: str) -> Any:
+def _at(part: BaseModel, path: str) -> Any:
     """The value of `memory.overhead`, say; None where a part on the way is null."""
-    value: Any = one
+    value: Any = part
     for name in path.split("."):
         value = None if value is None else getattr(value, name)
     return value
 
 
-def _cells(one: BaseModel, cells: Cells) -> list[str]:
+def _cells(part: BaseModel, cells: Cells) -> list[str]:
     """Empty where a field is null."""
-    found = []
+    texts = []
     for _, paths, form in cells:
-        values = [_at(one, path) for path in paths.split()]
+        values = [_at(part, path) for path in paths.split()]
         # that the gamma of a server is not known has words of its own
-        found.append("" if None in values and form is not gamma_text else form(*values))
-    return found
+        texts.append("" if None in values and form is not gamma_text else form(*values))
+    return texts
 
 
-def _by_draft(title: str, report: Findings, cells: Cells, note: str = "") -> Table:
+def _by_draft(title: str, report: Report, cells: Cells, note: str = "") -> Table:
     """One column a draft; a row that nothing was measured for is left out."""
     columns = [_cells(draft, cells) for draft in report.drafts.values()]
     rows = [
@@ -327,16 +305,18 @@ def _table(
 ) -> Table:
     """rows: (text of the first column, whose header is `before`; what the cells are taken from)."""
     header = [before, *(label for label, _, _ in cells)]
-    return Table(title, header, [[first, *_cells(one, cells)] for first, one in rows], note)
+    return Table(title, header, [[first, *_cells(part, cells)] for first, part in rows], note)
 
 
-def _by_item(title: str, report: Findings, path: str, cells: Cells, note: str = "") -> Table:
+def _by_item(title: str, report: Report, path: str, cells: Cells, note: str = "") -> Table:
     """One row for each item of every draft's list at `path`."""
-    rows = ((name, one) for name, draft in report.drafts.items() for one in _at(draft, path) or [])
+    rows = (
+        (name, part) for name, draft in report.drafts.items() for part in _at(draft, path) or []
+    )
     return _table(title, "draft", rows, cells, note)
 
 
-def result_table(report: Findings) -> Table:
+def result_table(report: Report) -> Table:
     """The main table; the gain of the second draft beside it where exactly two are compared."""
     note = f"Brackets hold 95% intervals over prompts. {baseline_line(report)}."
     table = _by_draft("Result", report, RESULT, note)
@@ -347,14 +327,14 @@ def result_table(report: Findings) -> Table:
     return Table(table.title, [*table.header, "gain"], rows, note)
 
 
-def ledger_table(report: Findings) -> Table:
+def ledger_table(report: Report) -> Table:
     """Greedy texts that parted from the target's own: the worst first, LEDGER_ROWS at most."""
-    entries = [(which, one) for which, ledger in report.ledgers() for one in ledger.divergences]
+    entries = [(which, entry) for which, ledger in report.ledgers() for entry in ledger.divergences]
 
     def doubt(row: tuple[str, Divergence]) -> tuple[bool, float]:
         """Unexplained texts first, then those whose gap is the largest part of the error."""
-        _, one = row
-        return not one.tie, one.gap / one.error if one.gap and one.error else 0.0
+        _, entry = row
+        return not entry.tie, entry.gap / entry.error if entry.gap and entry.error else 0.0
 
     note = LEDGER_NOTE
     if len(entries) > LEDGER_ROWS:
@@ -363,7 +343,7 @@ def ledger_table(report: Findings) -> Table:
     return _table("Tie ledger", "draft", worst, LEDGER, note)
 
 
-def _setting(report: Findings) -> list[list[Any]]:
+def _setting(report: Report) -> Table:
     """What was run, on what, with which prompts."""
     prompts = report.prompts
     rows: list[tuple[str, Any]] = [
@@ -377,20 +357,21 @@ def _setting(report: Findings) -> list[list[Any]]:
         ("bits per prompt token", prompts.bits_per_token),
         ("bits of a random token", prompts.random_bits),
     ]
-    return [[label, "none" if value is None else value] for label, value in rows]
+    texts = [[label, "none" if value is None else value] for label, value in rows]
+    return Table("Setting", ["", ""], texts)
 
 
-def _held_out_table(curve: HeldOutCurve) -> Table:
+def _held_out(curve: HeldOutCurve) -> Table:
     """The draft on held-out prompts while it was trained."""
     rows = [
-        [str(p.tokens), str(p.step), f"{p.alpha:.3f}", f"{p.tau:.2f}", "kept" if p.kept else ""]
+        [f"{p.tokens:,}", str(p.step), shown(p.alpha), f"{p.tau:.2f}", "kept" if p.kept else ""]
         for p in curve.points
     ]
     header = ["different tokens", "step", "alpha", f"simulated tau, gamma {curve.gamma}", ""]
-    return Table("Held-out prompts while it was trained", header, rows)
+    return Table("Held-out prompts while it was trained", header, rows, HELD_OUT_NOTE)
 
 
-def _choice_table(choice: DrafterChoice) -> Table:
+def _choice(choice: DrafterChoice) -> Table:
     """What `drafter: auto` compared, and on what."""
     header = ["kind", "cost of a token", "expected", "trained", "on other texts", ""]
     rows = []
@@ -408,57 +389,96 @@ def _choice_table(choice: DrafterChoice) -> Table:
     return Table("Kinds of draft compared", header, rows, note)
 
 
-def _charted(report: Findings) -> list[Table]:
+def waterfall(draft: DraftReport) -> dict[str, float]:
+    """Speed-ups as one cost after the other is counted; empty where not all of it was measured.
+
+    tau is the ideal: drafting free, and a wide target call as cheap as one on a single token.
+    """
+    tau, predicted, decode = draft.tau, draft.predicted_speedup, draft.decode_speedup
+    if tau is None or predicted is None or decode is None:
+        return {}
+    assert draft.mean_drafted is not None
+    assert draft.verify_ratio is not None
+    drafting = tau.mean / predicted.mean - draft.verify_ratio  # in target steps, a block
+    return {
+        "all accepted": draft.mean_drafted + 1,
+        "tau": tau.mean,
+        "after draft steps": tau.mean / (1 + drafting),
+        "predicted": predicted.mean,
+        "decode": decode.mean,
+        "wall": draft.speedup.mean,
+    }
+
+
+def _waterfalls(report: Report) -> Table:
+    counted = {name: waterfall(draft) for name, draft in report.drafts.items()}
+    known = {name: speedups for name, speedups in counted.items() if speedups}
+    stages = next(iter(known.values()), {})
+    rows = [[stage, *(f"{known[name][stage]:.2f}" for name in known)] for stage in stages]
+    return Table("Where the speed-up goes", ["", *known], rows)
+
+
+def gamma_curve(draft: DraftReport) -> list[tuple[int, float, float]]:
+    """(gamma, expected speed-up, that of a perfect draft), positions taken as independent."""
+    if draft.alpha is None or draft.costs is None:
+        return []
+    costs, alpha = draft.costs.steps(), draft.alpha.mean
+    return [
+        (gamma, expected_speedup(alpha, gamma, costs), expected_speedup(1.0, gamma, costs))
+        for gamma in range(1, costs.max_gamma + 1)
+    ]
+
+
+def _curves(report: Report) -> Table:
+    rows = [
+        [name, str(gamma), f"{expected:.2f}", f"{ceiling:.2f}"]
+        for name, draft in report.drafts.items()
+        for gamma, expected, ceiling in gamma_curve(draft)
+    ]
+    return Table("Speed-up by gamma", ["draft", "gamma", "predicted", "ceiling"], rows)
+
+
+def _charted(report: Report) -> list[Table]:
     """Tables that report.html draws instead."""
-    found = [
-        _by_draft("Where the speed-up goes", report, WATERFALL),
-        _by_item("Speed-up by gamma", report, "gamma_curve", CURVE),
+    charted = [
+        _waterfalls(report),
+        _curves(report),
         _by_item("Measured by gamma", report, "gamma_sweep", SWEEP),
         _by_item("Acceptance by position", report, "per_position", POSITIONS),
     ]
     for name, draft in report.drafts.items():
         if atlas := draft.atlas:
-            classes = ((one.name, one) for one in atlas.classes)
-            found.append(_table(f"Rejection atlas, {name}", "class", classes, CLASSES))
+            classes = ((token_class.name, token_class) for token_class in atlas.classes)
+            charted.append(_table(f"Rejection atlas, {name}", "class", classes, CLASSES))
             for unit, buckets in (
                 ("output position", atlas.by_output_position),
                 ("target's entropy in bits", atlas.by_entropy),
             ):
                 rows = ((bounds(bucket), bucket) for bucket in buckets)
-                found.append(_table(f"alpha by {unit}, {name}", unit, rows, BUCKETS))
-    return [dataclasses.replace(table, charted=True) for table in found]
+                charted.append(_table(f"alpha by {unit}, {name}", unit, rows, BUCKETS))
+    return [dataclasses.replace(table, charted=True) for table in charted]
 
 
 def tables(report: Report) -> list[Table]:
     """All tables; one that the report holds nothing for is left out."""
-    gains = ((one.draft, one) for one in report.gain if len(report.drafts) > 2)
+    gains = ((gain.draft, gain) for gain in report.gain if len(report.drafts) > 2)
     categories = (
         (f"{category}, {name}", numbers)
         for name, draft in report.drafts.items()
         for category, numbers in draft.by_category.items()
     )
-    found = [
+    every = [
         result_table(report),
         _table("Gain", "draft", gains, GAINS),
         _by_draft("Counters of the server", report, COUNTERS, COUNTERS_NOTE),
         *_charted(report),
-        _by_item(
-            "Verification rules and temperatures",
-            report,
-            "atlas.verification_rules",
-            RULES,
-            RULES_NOTE,
-        ),
-        _by_item("Decoded at other temperatures", report, "by_temperature", TEMPERATURES),
         _by_item("By batch size", report, "by_batch_size", BATCHES, BATCH_NOTE),
         ledger_table(report),
         _table("By category", "category, draft", categories, CATEGORIES),
-        _by_draft("Other prompts", report, OTHERS),
-        *([] if report.held_out is None else [_held_out_table(report.held_out)]),
-        *([] if report.choice is None else [_choice_table(report.choice)]),
+        *([] if report.held_out is None else [_held_out(report.held_out)]),
+        *([] if report.choice is None else [_choice(report.choice)]),
         _by_draft("Cost and latency", report, COSTS),
-        _by_item("Where the draft runs", report, "placement", PLACEMENT, PLACEMENT_NOTE),
         _by_draft("Drafts", report, DRAFTS),
-        Table("Setting", ["", ""], _setting(report)),
+        _setting(report),
     ]
-    return [table for table in found if table.rows]
+    return [table for table in every if table.rows]

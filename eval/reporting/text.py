@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from eval.reporting.report import Findings, Report
+from eval.reporting.report import Report
 from eval.reporting.tables import (
     DEFINITIONS,
     Table,
@@ -25,27 +25,6 @@ from eval.reporting.tables import (
     tables,
     verdict_lines,
 )
-
-
-def headline(report: Findings) -> str:
-    """One sentence on the last draft of the report (the tuned one of a training run)."""
-    name, draft = report.last
-    low, high = draft.speedup.ci95
-    speedup = (
-        f"{draft.speedup.mean:.2f}x (95% interval {low:.2f} to {high:.2f}, "
-        f"{draft.speedup.n} prompts)"
-    )
-    if low > 1:
-        effect = f"speeds the target up {speedup}"
-    elif high < 1:
-        effect = f"SLOWS the target DOWN to {speedup}"
-    else:
-        effect = f"makes no measurable difference in speed, {speedup}"
-    facts = [f"alpha {draft.alpha:.2f}"] if draft.alpha else []
-    if draft.memory:
-        facts.append(f"memory +{draft.memory.overhead:.0%}")
-    facts.append("OUTPUT CHANGED" if draft.changed_texts else "output unchanged")
-    return f"Draft {name} {effect}: {', '.join(facts)}."
 
 
 def print_summary(report: Report, console: Console | None = None) -> None:
@@ -104,7 +83,7 @@ def render_markdown(report: Report) -> str:
         *_list("Warnings", report.warnings),
         *_list("Not measured", missing_lines(report)),
         *_grid(result),
-        *_list("Lossless", [lossless_line(*one) for one in report.ledgers()]),
+        *_list("Lossless", [lossless_line(*ledger) for ledger in report.ledgers()]),
         *_list("Does it pay?", verdict_lines(report)),
         *(part for table in others for part in _grid(table)),
         *_list("What the numbers mean", [f"**{term}**: {x}" for term, x in DEFINITIONS.items()]),

@@ -1,8 +1,14 @@
-"""What a reader must know before quoting a number of a report. docs/metrics.md lists the rules."""
+"""What a reader must know first of a report: the headline, and every warning.
+
+docs/metrics.md lists the rules.
+"""
 
 from __future__ import annotations
 
-from eval.reporting.report import DraftReport, Findings, not_lossless
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # a report holds what is found here
+    from eval.reporting.report import DraftReport, Report
 
 FEW_PROMPTS = 32
 FEW_DRAFTS = 300
@@ -15,71 +21,97 @@ RANDOM_SHARE = 0.75  # of the bits that random tokens take; text of any language
 LOSSLESS_RULES = ("greedy match", "block verification", "rejection sampling")
 
 
-def find_warnings(report: Findings) -> list[str]:
+def headline(report: Report) -> str:
+    """One sentence on the last draft of the report (the tuned one of a training run)."""
+    name, draft = report.last
+    low, high = draft.speedup.ci95
+    speedup = (
+        f"{draft.speedup.mean:.2f}x (95% interval {low:.2f} to {high:.2f}, "
+        f"{draft.speedup.n} prompts)"
+    )
+    if low > 1:
+        effect = f"speeds the target up {speedup}"
+    elif high < 1:
+        effect = f"SLOWS the target DOWN to {speedup}"
+    else:
+        effect = f"makes no measurable difference in speed, {speedup}"
+    facts = [f"alpha {draft.alpha:.2f}"] if draft.alpha else []
+    if draft.memory:
+        facts.append(f"memory +{draft.memory.overhead:.0%}")
+    facts.append("OUTPUT CHANGED" if draft.changed_texts else "output unchanged")
+    return f"Draft {name} {effect}: {', '.join(facts)}."
+
+
+def find_warnings(report: Report) -> list[str]:
     """Every warning about the report, the gravest first."""
-    found = [not_lossless(*one) for one in report.ledgers() if one[1].unexplained]
-    found += _about_setting(report)
+    warnings = [
+        f"NOT LOSSLESS: with draft {which}, {ledger.unexplained} of {ledger.prompts} prompts gave "
+        "other tokens than the target alone, with no tie to explain it. Do not serve this draft."
+        for which, ledger in report.ledgers()
+        if ledger.unexplained
+    ]
+    warnings += _about_setting(report)
     for name, draft in report.drafts.items():
-        found += [f"{name}: {warning}" for warning in _about_draft(draft)]
-    return found + [
-        f"The interval of alpha's gain ({one.draft} over {one.over}) holds 0."
-        for one in report.gain
-        if one.alpha and one.alpha.ci95[0] <= 0 <= one.alpha.ci95[1]
+        warnings += [f"{name}: {warning}" for warning in _about_draft(draft)]
+    return warnings + [
+        f"The interval of alpha's gain ({gain.draft} over {gain.over}) holds 0."
+        for gain in report.gain
+        if gain.alpha and gain.alpha.ci95[0] <= 0 <= gain.alpha.ci95[1]
     ]
 
 
-def _about_setting(report: Findings) -> list[str]:
+def _about_setting(report: Report) -> list[str]:
     """What makes every number of the report look better than it is."""
-    found: list[str] = []
+    warnings: list[str] = []
     decoding, prompts = report.decoding, report.prompts
     if decoding.verification not in LOSSLESS_RULES:
-        found.append(
+        warnings.append(
             f"LOSSY: verification by {decoding.verification!r} is not known to leave the output "
             f"as the target's; a speed-up bought with other text cannot be compared."
         )
     if decoding.stop_tokens == 0:
-        found.append(
+        warnings.append(
             "No token ends a text, as with ignore_eos: what follows the end of an answer repeats "
             "itself, is easy to draft, and flatters every number."
         )
     elif decoding.ended_by_stop == 0:
-        found.append(
+        warnings.append(
             f"Not one answer ended by itself within {decoding.max_new_tokens} tokens: if the "
             f"end of text is ignored, as with ignore_eos, every number is flattered."
         )
     bits, random_bits = prompts.bits_per_token, prompts.random_bits
     if bits is not None and random_bits is not None and bits > RANDOM_SHARE * random_bits:
-        found.append(
+        warnings.append(
             f"The prompts look random: the target finds {bits:.1f} bits in each of their tokens, "
             f"and random ones hold {random_bits:.1f}. Acceptance on such text says nothing about a "
             f"domain."
         )
     stock = report.baseline.over_stock_generate
     if stock and stock.mean < FAIR_BASELINE:
-        found.append(
+        warnings.append(
             f"The baseline reaches only {stock.mean:.2f} of stock generate's tokens/s: every "
             f"speed-up here is flattered by that."
         )
     if prompts.overlap_with_training is None:
-        found.append("It is not known whether evaluation prompts were trained on.")
+        warnings.append("It is not known whether evaluation prompts were trained on.")
     elif prompts.overlap_with_training:
-        found.append(
+        warnings.append(
             f"Evaluation prompts overlap with the training data: {prompts.overlap_with_training}."
         )
-    return found
+    return warnings
 
 
 def _about_draft(draft: DraftReport) -> list[str]:
-    found = [
+    warnings = [
         f"measured in part only, {entry.reason}"
         for entry in draft.missing
         if entry.field == "prompts"
     ]
     low, high = draft.speedup.ci95
     if low <= 1 <= high:
-        found.append("the interval of the speed-up holds 1x; no effect is shown.")
+        warnings.append("the interval of the speed-up holds 1x; no effect is shown.")
     if draft.speedup.n < FEW_PROMPTS:
-        found.append(
+        warnings.append(
             f"the speed-up rests on {draft.speedup.n} prompts; intervals of fewer than "
             f"{FEW_PROMPTS} are too narrow."
         )
@@ -87,12 +119,12 @@ def _about_draft(draft: DraftReport) -> list[str]:
     if not draft.per_position and draft.counters:
         drafts = draft.counters.num_drafts
     if drafts < FEW_DRAFTS:
-        found.append(
+        warnings.append(
             f"acceptance rests on {drafts} drafts; take longer answers or more prompts, to have "
             f"{FEW_DRAFTS} at least."
         )
     if draft.loop_share and draft.loop_share.speculative.mean > HIGH_LOOP_SHARE:
-        found.append(
+        warnings.append(
             f"{draft.loop_share.speculative.mean:.0%} of the emitted tokens stand in repeated "
             f"loops, which are easy to draft; acceptance on useful text is lower."
         )
@@ -104,8 +136,8 @@ def _about_draft(draft: DraftReport) -> list[str]:
             else "single steps were timed in a slower moment than texts were decoded, so c and the "
             "predicted speed-up look worse than they are; measure again on a quiet machine"
         )
-        found.append(
+        warnings.append(
             f"the decode phase reaches {efficiency.mean:.2f} of what its step costs predict; "
             f"{cause}."
         )
-    return found
+    return warnings

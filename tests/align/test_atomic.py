@@ -109,25 +109,19 @@ def test_kill_9_while_writing(tmp_path, kind):
             (folder / "a").write_text("half")
             os.kill(os.getpid(), signal.SIGKILL)
     """
-    killed = run_script(script, path, kind)
-    assert killed.returncode == -signal.SIGKILL
+    assert run_script(script, path, kind).returncode == -signal.SIGKILL
     assert not path.exists()
-    litter = names(tmp_path)  # which the next writer clears
+    litter = names(tmp_path)
     assert litter
     assert all(name.startswith(".draft.") for name in litter)
-    if kind == "file":
-        with atomic_file(path) as file:
-            file.write("new")
-    else:
-        with atomic_folder(path) as folder:
-            fill(folder, NEW)
+    with atomic_file(path) if kind == "file" else atomic_folder(path):
+        pass  # the next writer clears it
     assert names(tmp_path) == ["draft"]
 
 
 @pytest.mark.parametrize("step", range(6))
 def test_kill_9_at_every_step_of_a_replacement(tmp_path, step):
-    """Steps: before and after the first rename, and so on up to the deletion of the earlier "
-    "folder."""
+    """Steps: before and after each rename, the last to delete the earlier folder."""
     path = tmp_path / "draft"
     with atomic_folder(path) as folder:
         fill(folder, OLD)
@@ -199,14 +193,8 @@ def test_a_full_disk_is_explained_and_loses_nothing(tmp_path):
 
 
 def test_a_full_disk_reported_by_a_library_is_explained(tmp_path):
-    class SafetensorLikeError(Exception):
-        pass
-
-    with (
-        pytest.raises(OSError, match="disk is full"),
-        atomic_folder(tmp_path / "draft"),
-    ):
-        raise SafetensorLikeError("I/O error: No space left on device (os error 28)")
+    with pytest.raises(OSError, match="disk is full"), atomic_folder(tmp_path / "draft"):
+        raise RuntimeError("I/O error: No space left on device (os error 28)")  # of safetensors
     assert names(tmp_path) == []
 
 
@@ -220,23 +208,23 @@ def test_remove(tmp_path):
 
 
 def test_a_lock_is_held_by_one_at_a_time(tmp_path):
-    inside, most = 0, 0
+    inside, most, start = 0, [], threading.Barrier(4)
 
     def work():
-        nonlocal inside, most
-        for _ in range(3):
-            with locked(tmp_path / "entry"):
-                inside += 1
-                most = max(most, inside)
-                time.sleep(0.005)  # the others come by
-                inside -= 1
+        nonlocal inside
+        start.wait()
+        with locked(tmp_path / "entry"):
+            inside += 1
+            time.sleep(0.05)  # long enough for all of them to be in, were there no lock
+            most.append(inside)
+            inside -= 1
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert most == 1
+    assert most == [1, 1, 1, 1]
 
 
 def test_a_killed_holder_frees_its_lock(tmp_path):
@@ -252,19 +240,14 @@ def test_a_killed_holder_frees_its_lock(tmp_path):
 
 
 def test_waiting_for_a_lock_is_said(tmp_path, capsys):
-    release = threading.Event()
-    held = threading.Event()
-
-    def hold():
+    def wait():
         with locked(tmp_path / "entry"):
-            held.set()
-            release.wait(30)
+            pass
 
-    holder = threading.Thread(target=hold)
-    holder.start()
-    held.wait(30)
-    threading.Timer(2.5, release.set).start()
     with locked(tmp_path / "entry"):
-        pass
-    holder.join()
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        waiting.join(2.5)
+    waiting.join(30)
+    assert not waiting.is_alive()
     assert "Waiting for another process" in capsys.readouterr().err

@@ -140,13 +140,13 @@ TWICE = {"template": "{{ bos_token }}{{ messages[0].content }}", "edit": puts_fi
         (
             "001",
             "warning",
-            "have a token for the target only (7 is 'h')",
+            "have a token for the target only, 7 the first",
             {"tokens": [*"abcdefg", None]},
         ),
         ("002", "fatal", "ids up to 9, but its embedding has 9 rows", {"rows": 9}),
         ("002", "fatal", "ids up to 9, but its embedding has 9", {"target": {"rows": 9}}),
-        ("002", "warning", "the target's ids up to 10", {"target": {"added": "stu"}}),
-        ("002", "error", "vocab_size 10, its embedding has 12 rows", {"weights": EMBEDDING}),
+        ("002", "warning", "has 10 rows, the target ids up to 10", {"target": {"added": "stu"}}),
+        ("002", "error", "has 12 rows in its embedding", {"weights": EMBEDDING}),
         ("003", "warning", "1 ids of", {"tokens": [*"abcdefg", None]}),
         (
             "003",
@@ -180,7 +180,7 @@ TWICE = {"template": "{{ bos_token }}{{ messages[0].content }}", "edit": puts_fi
         (
             "007",
             "warning",
-            "ends at [8, 9] for the target, at [9] for the draft",
+            "ends at [8, 9] for the target, [9] for the draft",
             {"target": {"generation_config": {"eos_token_id": [8, 9]}}},
         ),
         (
@@ -195,9 +195,9 @@ TWICE = {"template": "{{ bos_token }}{{ messages[0].content }}", "edit": puts_fi
         ("008", "warning", "by the draft (8, '<s>': lstrip)", {"edit": strips}),
         ("009", "info", "has another chat template", {"template": "other"}),
         ("009", "info", "has no chat template", {"template": None}),
-        ("009", "warning", "messages cannot be rendered", {"target": {"template": None}}),
+        ("009", "warning", "no chat template to render", {"target": {"template": None}}),
         ("009", "warning", "message (no system)", {"target": {"template": REFUSES}}),
-        ("009", "warning", "('<s>' twice)", {"target": TWICE}),
+        ("009", "warning", "both put '<s>' before a text", {"target": TWICE}),
         ("010", "info", "holds '</s>' becomes the stop itself", {}),
         ("011", "info", "(the first: 'The ')", {"target": SENTENCE, **SENTENCE}),
         ("012", "warning", "has a bias", {"weights": EMBEDDING | BIAS}),
@@ -241,8 +241,8 @@ def test_how_a_finding_reads(pair):
     (finding,) = [f for f in pair(tokens="abdcefgh").findings if f.code == "TOK-001"]
     assert finding.ids == [2, 3]
     assert str(finding) == (
-        "TOK-001 ERROR: 2 of 10 ids differ (2 is 'c' for the target, 'd' for the draft); drafting "
-        "by id would corrupt. Fix: strategy remap."
+        "TOK-001 ERROR: 2 of 10 ids differ (2 is 'c' for the target, 'd' for the draft). Fix: "
+        "strategy remap."
     )
 
 

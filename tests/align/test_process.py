@@ -15,40 +15,18 @@ import torch
 
 from align import process
 from align.process import ProcessError, join_processes, machine_lines
+from tests.align.meeting import let_tensors_die, wait_for_the_first
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-
-# what tensors cost that die one after the other, in page faults and in pages still held;
-# growing: each is a little larger than the one before, and something small outlives it
-STEPS = """
-import resource, sys
-import torch
-from align.process import use_machine
-
-def faults_and_pages():
-    resident = int(open("/proc/self/statm").read().split()[1])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt, resident
-
-use_machine()
-megabytes, growing = map(int, sys.argv[1:])
-torch.ones(megabytes << 18)
-before = faults_and_pages()
-alive = []
-for more in range(8 if growing else 40):
-    torch.ones((megabytes << 18) + growing * more * (megabytes << 14))
-    if growing:
-        alive.append(torch.ones(1 << 16))
-after = faults_and_pages()
-print(*(b - a for a, b in zip(before, after)))
-"""
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told anything")
 @pytest.mark.parametrize(("megabytes", "kept"), [(64, True), (400, False)])
-def test_freed_tensors(megabytes, kept):
-    command = [sys.executable, "-c", STEPS, str(megabytes), str(int(not kept))]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    faults, grown = map(int, done.stdout.split())
+def test_freed_tensors(tmp_path, megabytes, kept):
+    ((status, printed),) = run_ranks(tmp_path, 1, let_tensors_die, megabytes, not kept)
+    assert status == 0, printed
+    faults, grown = map(int, printed.split())
     one = (megabytes << 20) // 4096  # pages
     if kept:
         assert faults < 16 * one  # of forty: glibc may take a few places before it comes back
@@ -56,47 +34,27 @@ def test_freed_tensors(megabytes, kept):
         assert grown < one  # nothing of them is left
 
 
-# one process works for two seconds while the other waits for it, as for the trainer's arguments
-WAITS = """
-import sys, time
-from accelerate import PartialState
-from align.process import join_processes
-print("here:", join_processes(True, float(sys.argv[1])), flush=True)
-from transformers import TrainingArguments
-TrainingArguments(use_cpu=True)
-with PartialState().main_process_first():
-    if PartialState().is_main_process:
-        time.sleep(2)
-print("together", flush=True)
-"""
+@pytest.mark.parametrize(("timeout", "long_enough"), [(60.0, True), (0.5, False)])
+def test_a_process_waits_as_long_as_it_is_told_to(tmp_path, timeout, long_enough):
+    (first, shown), (second, waited) = run_ranks(tmp_path, 2, wait_for_the_first, timeout)
+    assert ((first, second) == (0, 0)) == long_enough, shown + waited
+    if long_enough:
+        assert shown.splitlines() == ["processes: 2, gloo, cpu", "here: 2", "together"]
+        assert waited == ""  # what is printed is said once
+    else:
+        assert "imed out" in waited  # gloo's own words, with a capital or without
 
 
-def launched(tmp_path, *options, timeout=60.0):
-    script = tmp_path / "waits.py"
-    script.write_text(WAITS)
-    command = [sys.executable, "-m", "accelerate.commands.launch", *options]
-    return subprocess.run(
-        [*command, "--main_process_port", "0", str(script), str(timeout)],
+def test_a_launcher_that_starts_fewer_processes_than_asked_for_is_found_out(tmp_path):
+    script = tmp_path / "joins.py"
+    script.write_text("from align.process import join_processes\njoin_processes(True, 60)\n")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    done = subprocess.run(
+        [*command, "--main_process_port", "0", str(script)],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
-
-
-@pytest.mark.parametrize(("timeout", "long_enough"), [(60.0, True), (0.5, False)])
-def test_a_process_waits_as_long_as_it_is_told_to(tmp_path, timeout, long_enough):
-    config = ROOT / "recipes" / "accelerate" / "cpu_2.yaml"
-    done = launched(tmp_path, "--config_file", str(config), timeout=timeout)
-    assert (done.returncode == 0) == long_enough, done.stderr
-    if long_enough:
-        shown = done.stdout.splitlines()  # of the first process
-        assert shown == ["processes: 2, gloo, cpu", "here: 2", "together"]
-    else:
-        assert "imed out" in done.stderr  # gloo's own words, with a capital or without
-
-
-def test_a_launcher_that_starts_fewer_processes_than_asked_for_is_found_out(tmp_path):
-    done = launched(tmp_path, "--cpu", "--num_processes", "2")
     assert done.returncode != 0
     assert "Several processes were asked for, but the launcher started one" in done.stderr
 
@@ -105,7 +63,7 @@ def test_a_launcher_that_starts_fewer_processes_than_asked_for_is_found_out(tmp_
     ("flag", "message"),
     [
         ("FSDP_CPU_RAM_EFFICIENT_LOADING", "fsdp_cpu_ram_efficient_loading is true"),
-        ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed was launched, .* fsdp2.yaml"),
+        ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed was launched, .*fsdp2.yaml"),
     ],
 )
 def test_launches_that_cannot_train_are_refused(monkeypatch, flag, message):

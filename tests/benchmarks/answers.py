@@ -21,7 +21,7 @@ from eval.decoding.generation import generate_batched
 from eval.decoding.loop import seed_of
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
-from eval.measuring.metrics import measure
+from eval.measuring.intervals import measure
 from eval.prompts import render_all
 
 ROUNDS = 4

@@ -21,7 +21,7 @@ from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
-from eval.measuring.metrics import measure
+from eval.measuring.intervals import measure
 from eval.prompts import load_prompts, render_all
 
 PROMPTS = 24

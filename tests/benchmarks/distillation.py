@@ -41,14 +41,14 @@ from distill.plan import training_steps
 from distill.prepare import prepare_draft
 from distill.prompt_sets import collect_prompts
 from distill.recipe import build_recipe, read_yaml
-from distill.teacher.answers import answer_prompts
-from distill.teacher.store import AnswerCache
+from distill.teacher.answers import answer_prompts, open_store, to_answer
+from distill.teacher.store import Store
 from distill.trainer import build_trainer, distil
 from eval.decoding.drafters.pruned import build_pruned
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.measuring.agreement import target_texts
-from eval.measuring.metrics import measure
+from eval.measuring.intervals import measure
 
 OURS = {name: {"loss": name} for name in LOSSES} | {"LoRA": {"use_peft": True}}
 THEIRS = {"trl SFT": {}, "trl GKD": {"lmbda": 0.0}, "trl GKD, half on-policy": {"lmbda": 0.5}}
@@ -69,8 +69,11 @@ class Work:
         self.pair = check_models(self.recipe)
         self.prompts = collect_prompts(self.recipe, self.pair.target)
         self.target = TargetOfRun(self.recipe, self.pair, self.prompts)
-        key = json.loads((run / "answers" / "key.json").read_text())
-        self.answers = AnswerCache(run / "answers", key, self.pair.vocab_size)
+        ids, store = self.prompts.training.ids, open_store(self.recipe, self.pair.target)
+        count = read_yaml(run / "recipe.yaml")["max_answers"]
+        asked = to_answer(dataclasses.replace(self.recipe, max_answers=count), ids)
+        taught = self.recipe.train_on_prompts
+        self.answers = answer_prompts(self.recipe, asked, self.target, store, (), taught)
 
     def kept(self, name: str, make):
         """What `make` gives, from OUTPUT/name.json where it is there."""
@@ -88,10 +91,9 @@ class Work:
 
     def cost(self) -> float:
         """Seconds of an answer."""
-        once = dataclasses.replace(self.recipe, answers_per_prompt=1)
         asked = self.prompts.training.ids[-TIMED_ANSWERS:]
         clock = time.perf_counter()
-        answer_prompts(once, asked, self.target, "timed_answers")
+        answer_prompts(self.recipe, asked, self.target, Store(self.output / "timed_answers"))
         return (time.perf_counter() - clock) / len(asked)
 
 

@@ -12,6 +12,7 @@ intervals over prompts. What is done is not done again.
 """
 
 import argparse
+import dataclasses
 import json
 import resource
 import shutil
@@ -28,8 +29,8 @@ from distill.plan import training_step
 from distill.prepare import prepare_draft, stand_in
 from distill.prompt_sets import collect_prompts
 from distill.recipe import build_recipe, read_yaml
+from distill.teacher.answers import USED, answer_prompts, open_store, to_answer
 from distill.teacher.states import cache_states
-from distill.teacher.store import AnswerCache
 from distill.trainer import distil_draft
 from eval.decoding.drafters.drafter import kinds
 from eval.reporting.report import read_report
@@ -46,13 +47,14 @@ def train_kind(run: Path, folder: Path, name: str, minutes: float) -> dict:
         keys["num_draft_layers"] = int(layers)
     keys.pop("max_steps", None)
     recipe = build_recipe(keys)
-    for part in ("answers", "held_out"):
-        shutil.copytree(run / part, folder / part)
+    folder.mkdir(parents=True)
+    shutil.copyfile(run / USED, folder / USED)
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
     target = TargetOfRun(recipe, pair, prompts)
-    key = json.loads((run / "answers" / "key.json").read_text())
-    answers = AnswerCache(folder / "answers", key, pair.vocab_size)
+    asked = dataclasses.replace(recipe, max_answers=read_yaml(run / "recipe.yaml")["max_answers"])
+    asked, store = to_answer(asked, prompts.training.ids), open_store(recipe, pair.target)
+    answers = answer_prompts(recipe, asked, target, store, (), recipe.train_on_prompts)
     model, token_ids = stand_in(recipe, pair, target.loaded)
     rows = pair.trained_rows(token_ids)
     per_step = training_step(recipe, pair, prompts.training.ids, model, rows)

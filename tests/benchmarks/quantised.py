@@ -24,14 +24,15 @@ from distill.models import TargetOfRun, check_models, load_target
 from distill.prompt_sets import collect_prompts
 from distill.recipe import load_recipe
 from distill.run_folder import claim_folder
-from distill.teacher.answers import answer_prompts
+from distill.teacher.answers import answer_prompts, open_store, to_answer
 from distill.train import make_draft, stage_clock
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.measuring.agreement import measure_agreement, target_texts
+from eval.measuring.intervals import measure
 from eval.measuring.journal import Journal
-from eval.measuring.metrics import alpha, measure
+from eval.measuring.metrics import alpha
 
 SHORT = (
     "--minutes null --max_train_prompts 320 --num_train_epochs 2 --warmup_steps 10 "
@@ -52,7 +53,9 @@ def distil(recipe):
     prompts = collect_prompts(recipe, pair.target)
     target = TargetOfRun(recipe, pair, prompts)
     claim_folder(recipe, pair, prompts)
-    answers = answer_prompts(recipe, prompts.training.ids, target)
+    answers = answer_prompts(
+        recipe, to_answer(recipe, prompts.training.ids), target, open_store(recipe, pair.target)
+    )
     make_draft(recipe, pair, target, answers, stage_clock())
     shutil.rmtree(recipe.folder / "draft" / "compact")
     free_memory()

@@ -19,10 +19,11 @@ from align.process import use_machine
 from align.vocabulary import read_vocabulary
 from distill.prompt_sets import collect_prompts
 from distill.recipe import load_recipe
-from distill.served_answers import ServedTarget
 from distill.teacher.answers import answer_prompts
+from distill.teacher.served import ServedTarget
+from distill.teacher.store import Store
 from eval.decoding.target import load_target
-from eval.measuring.metrics import measure
+from eval.measuring.intervals import measure
 
 ROUNDS, PROMPTS = 4, 96
 
@@ -53,8 +54,9 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             there, here = (replace(r, output_dir=f"{folder}/{r.answers}") for r in (remote, local))
             served = ServedTarget(there, vocabulary, replace(prompts, training=part))
+            served.store, store = Store(there.folder), Store(here.folder)  # nothing is at hand
             served.check()
-            row = [*timed(served.answers), *timed(answer_prompts, here, ids, target)]
+            row = [*timed(served.answers), *timed(answer_prompts, here, ids, target, store)]
         rows.append(row)
         print(f"server {row[0] / row[1]:.0f}, local {row[2] / row[3]:.0f} tokens/s")
     ratio = measure("answers", rows, lambda t: (t[..., 0] / t[..., 1]) / (t[..., 2] / t[..., 3]))

@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from align.process import use_machine
 from distill.recipe import build_recipe
 from distill.teacher.answers import ANSWERS_PER_SHARD
-from distill.teacher.store import AnswerCache, CachedAnswer
+from distill.teacher.store import Answers, CachedAnswer, Store
 from distill.trainer import build_trainer, distil
 
 TOKENS = (100_000, 10_000_000)
@@ -35,8 +35,8 @@ STEPS = 5
 
 
 def make_cache(folder: Path, tokens: int) -> None:
-    """A cache of so many answer tokens in `folder`."""
-    cache = AnswerCache(folder, {}, VOCAB)
+    """A store of so many answer tokens in `folder`."""
+    store = Store(folder)
     generator = torch.Generator().manual_seed(0)
     for start in range(0, -(-tokens // RESPONSE), ANSWERS_PER_SHARD):
         shard = []
@@ -46,7 +46,7 @@ def make_cache(folder: Path, tokens: int) -> None:
             ids = torch.randint(VOCAB, (RESPONSE, TOP_K), generator=generator)
             logprobs = logits.log_softmax(-1) - 0.1  # a tenth of the mass is elsewhere
             shard.append(CachedAnswer(index, texts[:PROMPT], texts[PROMPT:], ids, logprobs))
-        cache.append(shard)
+        store.append({str(answer.index): answer.packed(VOCAB) for answer in shard})
 
 
 def memory(*names: str) -> list[int]:
@@ -82,9 +82,10 @@ def train(folder: Path) -> dict[str, int]:
             "disable_tqdm": True,
         }
     )
+    store = Store(folder)
     trainer = build_trainer(
         model,
-        AnswerCache(folder, {}, VOCAB),
+        Answers(store, sorted(store, key=int)),
         None,
         PreTrainedTokenizerFast(tokenizer_object=words, eos_token="b"),
         recipe,

@@ -10,9 +10,9 @@ vocabulary, KL of the whole distributions. Prints tokens/s of answer tokens and 
 cost, which the cache pays once and the plain loop pays too, as it needs the same texts.
 """
 
-import dataclasses
 import tempfile
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +26,13 @@ from distill.prepare import domain_mass
 from distill.prompt_sets import training_prompts
 from distill.recipe import load_recipe
 from distill.teacher.answers import answer_prompts
+from distill.teacher.store import Store
 from distill.trainer import cpu_attention
 from distill.training_set import DistillationCollator, training_rows
 from eval.decoding.drafters import pruned
 from eval.decoding.drafters.pruned import build_pruned
 from eval.decoding.target import load_target
-from eval.measuring.metrics import measure
+from eval.measuring.intervals import measure
 from eval.prompts import render_all
 
 BATCHES = 12
@@ -106,7 +107,7 @@ def main():
     vocab_size = target.decoder.embedding.shape[0]
     with tempfile.TemporaryDirectory() as folder:
         clock = time.perf_counter()
-        answers = answer_prompts(dataclasses.replace(recipe, output_dir=folder), ids, target)
+        answers = answer_prompts(recipe, ids, target, Store(Path(folder)))
         answering = time.perf_counter() - clock
         answers = sorted(answers, key=lambda a: len(a.prompt_ids) + len(a.response_ids))
     tokens = sum(len(answer.response_ids) for answer in answers)

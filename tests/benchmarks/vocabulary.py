@@ -27,7 +27,7 @@ from eval.decoding.drafters.bridged import MapDrafter
 from eval.decoding.drafters.causal_lm import CausalLMDrafter, TokenSession
 from eval.decoding.drafters.drafter import Texts
 from eval.decoding.verification import Sampling
-from eval.measuring.metrics import measure
+from eval.measuring.intervals import measure
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = 32

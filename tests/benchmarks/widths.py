@@ -18,7 +18,7 @@ import torch
 from align.process import use_machine
 from distill.recipe import read_yaml
 from eval.decoding.target import load_target
-from eval.measuring.metrics import measure
+from eval.measuring.intervals import measure
 
 WIDTHS = (1, 2, 3, 4, 5, 7)
 ROUNDS, WARM_UP = 60, 5

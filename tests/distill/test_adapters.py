@@ -298,7 +298,7 @@ def test_an_adapter_is_published_alone(measured, tmp_path):
         "A LoRA adapter of `org/base-draft`",
         f"`{json.loads((to / 'base.json').read_text())['base_sha256'][0]}`",
         "| adapter | ",
-        "gain of alpha over `untuned`",
+        "The gain of alpha over `untuned` is",
         "--draft org/base-draft+adapter:code-adapter",
     ):
         assert words in card

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from distill import held_out, prompts
+from distill import held_out, prompt_sets
 from distill.held_out import (
     HELD_OUT,
     SHARE,
@@ -272,8 +272,8 @@ def test_a_group_larger_than_what_is_wanted_is_passed_over():
 
 
 def test_prompts_that_are_all_alike_are_trained_on(job, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(prompts, "HELD_OUT_PART", 4)
-    monkeypatch.setattr(prompts, "HELD_OUT_FEWEST", 1)
+    monkeypatch.setattr(prompt_sets, "HELD_OUT_PART", 4)
+    monkeypatch.setattr(prompt_sets, "HELD_OUT_FEWEST", 1)
     template = " ".join(f"word{i}" for i in range(24))
     lines = [json.dumps({"id": str(i), "prompt": f"{template} {i}"}) for i in range(12)]
     (tmp_path / "alike.jsonl").write_text("\n".join(lines))
@@ -287,8 +287,8 @@ def test_prompts_that_are_all_alike_are_trained_on(job, tmp_path, monkeypatch, c
 
 
 def test_a_run_follows_held_out_prompts_and_reports_the_curve(job, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(prompts, "HELD_OUT_PART", 4)
-    monkeypatch.setattr(prompts, "HELD_OUT_FEWEST", 1)
+    monkeypatch.setattr(prompt_sets, "HELD_OUT_PART", 4)
+    monkeypatch.setattr(prompt_sets, "HELD_OUT_FEWEST", 1)
     monkeypatch.setattr(held_out, "SHARE", 10.0)
     recipe = job(tmp_path / "run", max_steps=12, per_device_train_batch_size=1, gamma=2)
     assert run(recipe) == 0
@@ -308,10 +308,10 @@ def test_a_run_follows_held_out_prompts_and_reports_the_curve(job, tmp_path, mon
         )
 
 
-@pytest.mark.parametrize("kind", ["features", "recurrent", "eagle3", "medusa", "parallel"])
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 def test_of_drafts_of_several_steps_the_first_token_is_followed(job, tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(prompts, "HELD_OUT_PART", 4)
-    monkeypatch.setattr(prompts, "HELD_OUT_FEWEST", 1)
+    monkeypatch.setattr(prompt_sets, "HELD_OUT_PART", 4)
+    monkeypatch.setattr(prompt_sets, "HELD_OUT_FEWEST", 1)
     monkeypatch.setattr(held_out, "SHARE", 10.0)
     made = {"draft": None, "drafter": kind, "num_draft_layers": 1, "draft_vocab_size": 270}
     recipe = job(tmp_path / "run", **made, max_steps=30)
@@ -323,7 +323,7 @@ def test_of_drafts_of_several_steps_the_first_token_is_followed(job, tmp_path, m
     monkeypatch.setattr(f"eval.decoding.drafters.{kind}.INT8_TERMS", 10**9, raising=False)
     drafter = load_drafter(str(recipe.folder / "draft"), target)
     found = []
-    for answer in held_out_answers(recipe.folder, pair.vocab_size):
+    for answer in held_out_answers(recipe.folder):
         ids, text = answer.prompt_ids.tolist(), answer.response_ids.tolist()
         states = dict.fromkeys(drafter.layers)
         teacher_forced_logits(target.decoder, [*ids, *text[:-1]], len(ids), states)

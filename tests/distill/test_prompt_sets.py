@@ -14,10 +14,10 @@ from distill.near_duplicates import (
     drop_overlap,
     shingles,
 )
-from distill.prompt_sets import LICENCES, STDLIB, evaluation_prompts, training_prompts, tuning_split
+from distill.prompt_sets import LICENCES, STDLIB, evaluation_prompts, training_prompts
 from eval.prompts import Prompt, PromptError
-from recipes.code.prompts import stdlib_prompts
-from recipes.legal import prompts as legal
+from recipes.code.stdlib_functions import stdlib_prompts
+from recipes.legal import licence_clauses as legal
 
 HUMAN_EVAL_LIKE = (
     "from typing import List\n\n\ndef below_zero(operations: List[int]) -> bool:\n"
@@ -106,15 +106,6 @@ def test_no_pair_is_left_at_the_threshold_whatever_the_texts():
     assert overlap.max_jaccard == pytest.approx(closest, abs=1e-4)
     assert overlap.max_jaccard > 0
     assert overlap.threshold == NEAR_DUPLICATE
-
-
-def test_tuning_prompts_are_not_trained_on():
-    prompts = [Prompt(str(i), f"p{i}") for i in range(5)]
-    tuning, rest = tuning_split(prompts, 2)
-    assert tuning + rest == prompts
-    assert len(tuning) == 2
-    with pytest.raises(PromptError, match="tuning_prompts"):
-        tuning_split(prompts, 5)
 
 
 # --- a user's own domain

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from align.sources import read_json
-from distill import state_cache, train
-from distill.answer_cache import AnswerCache, CacheError
-from distill.answers import answer_prompts
+from distill import train
 from distill.dry_run import price_run
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
@@ -22,7 +21,8 @@ from distill.models import TargetOfRun, check_models
 from distill.prepare import prepare_draft
 from distill.prompt_sets import collect_prompts
 from distill.recipe import RecipeError
-from distill.state_cache import cache_states, layers_read, states_of
+from distill.teacher.answers import USED
+from distill.teacher.store import Answers, Store, names_of
 from distill.train import run
 from distill.trainer import distil_draft
 from eval.decoding.drafters import eagle3
@@ -89,18 +89,16 @@ def test_a_spread_target_is_for_one_process(stopped, monkeypatch):
 def parts(recipe):
     pair = check_models(recipe)
     target = TargetOfRun(recipe, pair, collect_prompts(recipe, pair.target))
-    key = read_json(recipe.folder / "answers" / "key.json")
-    answers = AnswerCache(recipe.folder / "answers", key, pair.vocab_size)
-    return recipe, pair, target, answers
+    store = Store(Path(read_json(recipe.folder / USED)["store"]))
+    return recipe, pair, target, Answers(store, names_of(target.prompts.training.ids))
 
 
-def test_a_finished_run_is_lossless_and_keeps_no_states(finished):
+def test_a_finished_run_is_lossless(finished):
     folder = finished.folder
     report = read_report(folder / "report" / "report.json")
     for draft in report.drafts.values():
         assert draft.lossless.unexplained == 0
         assert draft.lossless.identical + draft.lossless.tie_divergences == 3
-    assert not (folder / "states").exists()
     again = load_drafter(str(folder / "draft"), parts(finished)[2].loaded)
     assert again.layers == finished.kind.layers({"num_hidden_layers": 2})
 
@@ -132,77 +130,6 @@ def test_an_exported_eagle3_has_the_names_that_engines_load(finished):
     assert int(tensors["t2d"].sum()) == 270
     ids = tensors["d2t"] + torch.arange(270)
     assert torch.equal(ids, tensors["t2d"].nonzero()[:, 0])
-
-
-def test_states_are_those_of_one_pass_of_the_model(answered):
-    recipe, pair, target, answers = answered("eagle3")
-    states = states_of(recipe, pair, answers)
-    assert states.layers == (1,)
-    for answer in answers:
-        whole = torch.cat([answer.prompt_ids, answer.response_ids])[None]
-        with torch.no_grad():
-            wanted = target.loaded.model(whole[:, :-1], output_hidden_states=True).hidden_states
-        found = states[answer.index]
-        assert found.dtype == torch.bfloat16
-        wanted = torch.stack([wanted[k][0] for k in states.layers], 1)
-        torch.testing.assert_close(found.float(), wanted, atol=0.05, rtol=0.01)
-
-
-@pytest.mark.parametrize("taught", [False, True])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_answering_keeps_the_states_of_a_pass_over_prompt_and_answer(answered, taught, temperature):
-    recipe, pair, target, _ = answered("eagle3")
-    recipe = dataclasses.replace(
-        recipe, train_on_prompts=taught, answer_temperature=temperature, answer_batch_size=3
-    )
-    for name in ("answers", "states"):
-        shutil.rmtree(recipe.folder / name)
-    layers = layers_read(recipe, pair)
-    answers = answer_prompts(recipe, target.prompts.training.ids, target, layers=layers)
-    kept = states_of(recipe, pair, answers)
-    for answer in answers:
-        passed = state_cache.states_at(target.decoder, answer, layers).float()
-        torch.testing.assert_close(kept[answer.index].float(), passed, atol=0.05, rtol=0.01)
-
-
-def test_states_are_made_once_and_only_what_lacks(answered, monkeypatch, capsys):
-    recipe, pair, target, answers = answered("eagle3")
-    folder = recipe.folder / "states"
-    made = []
-    original = state_cache.states_at
-    monkeypatch.setattr(
-        state_cache, "states_at", lambda *given: made.append(given[1].index) or original(*given)
-    )
-    cache_states(recipe, pair, target, answers)
-    assert made == []
-    (shard,) = folder.glob("answers/shard-*")
-    shard.unlink()
-    with pytest.raises(CacheError, match=f"lacks .* of {len(answers)} answers"):
-        states_of(recipe, pair, answers)
-    cache_states(recipe, pair, target, answers)
-    assert made == answers.indices
-    assert "hidden states of layers [1]: 0 MiB in" in capsys.readouterr().out
-
-
-def test_states_of_other_layers_or_another_target_are_refused(answered):
-    recipe, pair, target, answers = answered("eagle3")
-    other = dataclasses.replace(recipe, drafter="medusa")
-    with pytest.raises(CacheError, match=r"another layers \(layers: \[1\] -> \[2\]\)"):
-        cache_states(other, pair, target, answers)
-    key = recipe.folder / "answers" / "key.json"
-    key.write_text(key.read_text().replace('"target weights": "', '"target weights": "00'))
-    with pytest.raises(CacheError, match="hidden states made with another target weights"):
-        states_of(recipe, pair, answers)
-
-
-def test_a_shard_whose_bits_changed_is_refused(answered):
-    recipe, pair, _, answers = answered("eagle3")
-    (shard,) = (recipe.folder / "states" / "answers").glob("shard-*")
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
-    with pytest.raises(CacheError, match="does not match its checksum"):
-        states_of(recipe, pair, answers)
 
 
 def batch_of(vocab_size, positions, states):

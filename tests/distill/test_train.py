@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import weakref
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from safetensors import safe_open
 
 from align.atomic import atomic_file
-from align.sources import load_tokenizer
+from align.sources import cache_folder, load_tokenizer
 from distill import models, train
 from distill.recipe import RecipeError, dump
 from distill.train import main, run
@@ -125,6 +126,32 @@ def test_the_target_is_gone_while_the_draft_trains(job, tmp_path, monkeypatch, k
     assert run(recipe) == 0
 
 
+def test_a_run_with_another_learning_rate_trains_on_the_first_ones_answers_at_once(
+    job, tmp_path, monkeypatch
+):
+    trained_on, seconds = [], []
+
+    def distil(recipe, pair, prepared, answers):
+        trained_on.append([answer.text.tolist() for answer in answers])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "distil_draft", distil)
+    for name, rate in (("first", 5e-3), ("second", 1e-3)):
+        clock = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            run(job(tmp_path / name, learning_rate=rate))
+        seconds.append(time.monotonic() - clock)
+        monkeypatch.setattr(models, "load_target", no_target)  # from the first run on
+    assert trained_on[0] == trained_on[1]
+    assert seconds[1] < 60
+    used = [
+        json.loads((tmp_path / name / "answers.json").read_text()) for name in ("first", "second")
+    ]
+    assert used[0] == used[1]
+    with pytest.raises(RecipeError, match=r"learning_rate: .* a --name of its own; answers that"):
+        run(job(tmp_path / "first", learning_rate=1e-3))
+
+
 def test_a_run_in_one_go_holds_no_draft_while_it_measures(job, tmp_path, monkeypatch):
     drafts = []
 
@@ -149,7 +176,14 @@ def test_a_finished_run_keeps_what_is_needed_and_can_be_run_again(job, tmp_path,
     assert run(recipe) == 0
     folder = recipe.folder
     assert {path.name for path in folder.iterdir()} == {
-        *("recipe.yaml", "provenance.json", "vocab_check.json", "prompts", "answers", "prepared"),
+        *(
+            "recipe.yaml",
+            "provenance.json",
+            "vocab_check.json",
+            "prompts",
+            "answers.json",
+            "prepared",
+        ),
         *("checkpoint-40", "draft", "report"),
     }
     left = {path.name for path in (folder / "checkpoint-40").iterdir()}
@@ -173,6 +207,10 @@ def test_a_finished_run_keeps_what_is_needed_and_can_be_run_again(job, tmp_path,
     assert again["provenance"]["lost_mass"] == report["provenance"]["lost_mass"] > 0
     assert before == {p: p.stat().st_mtime_ns for p in folder.glob("draft/*.safetensors")}
 
+    shutil.rmtree(cache_folder() / "teacher")  # what is measured again needs no answers
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "answer_prompts", no_target)
+        assert run(recipe) == 0
     weights = folder / "draft" / "compact" / "model.safetensors"
     tuned = weights.read_bytes()
     shutil.rmtree(folder / "draft")  # it is made again from the last checkpoint

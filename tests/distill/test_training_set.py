@@ -8,7 +8,7 @@ import torch
 
 from align.atomic import DiskFullError
 from distill import training_set as module
-from distill.teacher.store import AnswerCache, CachedAnswer
+from distill.teacher.store import Answers, CachedAnswer, Store
 from distill.training_set import DistillationCollator, training_rows, training_set
 
 VOCAB, TOP = 50, 6
@@ -39,15 +39,16 @@ def same_batch(one, other):
 @pytest.mark.parametrize("trimmed", [False, True])
 def test_mapped_rows_are_the_rows_bit_for_bit(tmp_path, monkeypatch, temperature, trimmed):
     monkeypatch.setattr(module, "BLOCK", 20)  # the file has several blocks
-    cache = AnswerCache(tmp_path / "answers", {}, VOCAB)
-    cache.append(made_answers()[10:])
-    cache.append(made_answers()[:10])
+    store = Store(tmp_path / "answers")
+    for some in (made_answers()[10:], made_answers()[:10]):
+        store.append({str(answer.index): answer.packed(VOCAB) for answer in some})
+    answers = Answers(store, [str(answer.index) for answer in made_answers()])
     head_rows = None
     if trimmed:
         head_rows = torch.full((VOCAB,), -1)
         head_rows[::2] = torch.arange(VOCAB // 2)
     rows = list(training_rows(made_answers(), head_rows, temperature))
-    mapped = training_set(tmp_path / "rows.arrow", cache, head_rows, temperature)
+    mapped = training_set(tmp_path / "rows.arrow", answers, head_rows, temperature)
     assert len(mapped) == len(rows)
     assert mapped.data.column("index").num_chunks >= 7  # written a few rows at a time
     same_batch(rows, list(mapped))

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from eval import drift as drift_command
 from eval.drift import main
 from eval.engines.counters import read_requests
-from eval.measuring.build import build_report
-from eval.measuring.metrics import measure, share
-from eval.reporting.report import Counters, Measured, read_report, write_report
+from eval.measuring.intervals import measure, share
+from eval.reporting.report import Counters, build_report, write_report
 from tests.eval.engines.test_counters import page
 
 REAL = Path(__file__).parent / "engines"
@@ -158,33 +156,6 @@ def test_a_server_since_the_last_call(report, server, tmp_path, capsys):
     assert drift(report, server.url, "--since", last) == 0
 
 
-@pytest.mark.parametrize(
-    ("alpha", "status", "said"),
-    [
-        (0.3, 1, "An adapter trained on such prompts is worth"),
-        (0.9, 1, "no adapter is needed"),
-        (None, 0, "as measured"),
-    ],
-)
-def test_what_an_adapter_could_bring(report, tmp_path, alpha, status, said, monkeypatch, capsys):
-    """On tiny models: tests/distill/test_pages.py."""
-    mine = read_report(report).drafts["tuned"].alpha.mean
-    alpha = mine if alpha is None else alpha
-    there = Measured(mean=alpha, ci95=(alpha - 0.05, alpha + 0.05), n=40)
-    monkeypatch.setattr(drift_command, "_alpha_on", lambda *_: there)
-    assert main([report, "--prompts", "new.jsonl"]) == status
-    shown = capsys.readouterr().out
-    assert said in shown
-    assert f"traffic {alpha:.3f}" in shown
-
-
-def test_what_a_draft_costs_once_is_priced_too(report):
-    costs = read_report(report).drafts["tuned"].costs
-    dear = costs.model_copy(update={"draft_block_ms": 7.0})
-    assert drift_command._step_costs(dear).draft_block == 7.0 / 1000
-    assert drift_command._step_costs(costs).draft_block == costs.draft_block_ms / 1000
-
-
 def test_input_of_no_use(report, traffic, tmp_path, server, capsys):
     def refused(reason, *arguments):
         assert main([str(argument) for argument in arguments]) == 2
@@ -206,7 +177,11 @@ def test_input_of_no_use(report, traffic, tmp_path, server, capsys):
     other = json.loads((tmp_path / "report.json").read_text()) | {"schema": "draftsmith-report/2"}
     (tmp_path / "other.json").write_text(json.dumps(other))
     refused("draftsmith-report/1", tmp_path / "other.json", "--metrics", now)
-    for wrong in ([report], [report, "--prompts", "p", "--since", "f"]):
+    for said, wrong in (
+        ("--metrics is required", [report]),
+        ("--prompts is gone: measure on them with python -m eval.run", [report, "--prompts", "p"]),
+    ):
         with pytest.raises(SystemExit) as ended:
             main(wrong)
         assert ended.value.code == 2
+        assert said in capsys.readouterr().err

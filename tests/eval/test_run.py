@@ -15,9 +15,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from eval.decoding.loop import DraftLength
-from eval.measuring import timing
-from eval.measuring.evaluation import speller
-from eval.reporting.report import read_report
+from eval.measuring import evaluation, timing
+from eval.measuring.metrics import replayed_tau
+from eval.reporting.report import build_report, read_report
 from eval.run import _named, main
 
 WORDS = ["def", "return", "the", "total", "value", "for", "in", "if"]
@@ -25,7 +25,7 @@ WORDS = ["def", "return", "the", "total", "value", "for", "in", "if"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tiny_llama):
-    """Checkpoints `target` and `draft` of one byte-level tokenizer, and two prompt files."""
+    """Checkpoints `target` and `draft` of one byte-level tokenizer, and a prompts file."""
     root = tmp_path_factory.mktemp("run")
     alphabet = sorted(ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*alphabet, "</s>"])}
@@ -40,13 +40,15 @@ def folder(tmp_path_factory, tiny_llama):
         model.generation_config.eos_token_id = vocabulary["</s>"]
         model.save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
-    for name, lead in (("prompts", "def total(value):\n"), ("others", "The value")):
-        rows = [
-            {"prompt": f"{lead} {WORDS[i % 8]} {i}", "category": "odd" if i % 2 else "even"}
-            for i in range(8)
-        ]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (root / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    rows = [
+        {
+            "prompt": f"def total(value):\n {WORDS[i % 8]} {i}",
+            "category": "odd" if i % 2 else "even",
+        }
+        for i in range(8)
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (root / "prompts.jsonl").write_text(text, encoding="utf-8")
     return root
 
 
@@ -63,7 +65,7 @@ def run(folder, out, *more):
     return main([*what, *short, "--output_dir", str(out), *more])
 
 
-def test_drafts_rivals_sweep_and_other_prompts_in_one_report(folder, tmp_path, capsys):
+def test_drafts_rivals_and_sweep_in_one_report(folder, tmp_path, capsys):
     status = run(
         folder,
         tmp_path,
@@ -71,7 +73,6 @@ def test_drafts_rivals_sweep_and_other_prompts_in_one_report(folder, tmp_path, c
         *("--draft", f"bad={folder / 'draft'}"),
         *("--draft", f"self={folder / 'target'}"),
         *("--gamma", "2", "--gamma_sweep", "3"),
-        *("--other_prompts", str(folder / "others.jsonl")),
         *("--fail_under_alpha", "0.99"),
     )
     assert status == 0
@@ -81,45 +82,31 @@ def test_drafts_rivals_sweep_and_other_prompts_in_one_report(folder, tmp_path, c
     # the target drafting for itself: all is accepted, in every way of looking at it
     assert own["alpha"]["mean"] == own["accepted_over_drafted"]["mean"] == 1
     assert own["tau"]["mean"] == 3
-    assert own["other_prompts"]["alpha"]["mean"] == 1
     assert all(entry["rejected"] == 0 for entry in own["atlas"]["classes"])
-    assert all(row["exact"]["mean"] == pytest.approx(1, abs=1e-4)
-               for row in own["atlas"]["verification_rules"])  # fmt: skip
     assert [point["tau"]["mean"] for point in own["gamma_sweep"]] == [2, 3, 4]
     assert [entry["draft"] for entry in report["gain"]] == ["bad", "self"]
     assert {d["lossless"]["unexplained"] for d in report["drafts"].values()} == {0}
     # by category: answers have 24 tokens, alpha is taken on all of them
     assert own["by_category"]["odd"]["alpha"]["n"] == 4
     page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
-    assert "Other prompts" in page
+    assert "Measured by gamma" not in page  # it is drawn
     assert "prompt-lookup" in capsys.readouterr().out
 
 
-def test_batches_and_temperatures_stand_in_the_report_where_asked_for(folder, tmp_path):
+def test_batches_stand_in_the_report_where_asked_for(folder, tmp_path):
     status = run(
         folder,
         tmp_path,
-        *("--draft", "prompt-lookup", "--draft", f"self={folder / 'target'}", "--gamma", "2"),
-        *("--batch_sizes", "1,3", "--decoded_temperatures", "0,0.6,1.0"),
+        *("--draft", f"self={folder / 'target'}", "--gamma", "2", "--batch_sizes", "1,3"),
     )
     assert status == 0
-    report = loaded(tmp_path)
-    own = report["drafts"]["self"]
-    assert [point["batch_size"] for point in own["by_batch_size"]] == [1, 3]
-    assert [point["speedup"]["n"] for point in own["by_batch_size"]] == [8, 2]
-    assert [point["lossless"]["identical"] for point in own["by_batch_size"]] == [8, 6]
-    assert [point["temperature"] for point in own["by_temperature"]] == [0, 0.6, 1]
-    # the target drafting for itself is believed at every temperature
-    assert {point["tau"]["mean"] for point in own["by_temperature"] + own["by_batch_size"]} == {3}
-    rival = report["drafts"]["prompt-lookup"]
-    deployed, *others = rival["by_temperature"]
-    assert (deployed["tau"], deployed["speedup"]) == (rival["tau"], rival["speedup"])
-    assert all(1 <= point["tau"]["mean"] != rival["tau"]["mean"] for point in others)
-    page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
-    assert "Decoded at other temperatures" in page
-    assert "By batch size" in page
-    text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
-    assert "## By batch size" in text
+    draft = loaded(tmp_path)["drafts"]["self"]
+    assert [point["batch_size"] for point in draft["by_batch_size"]] == [1, 3]
+    assert [point["speedup"]["n"] for point in draft["by_batch_size"]] == [8, 2]
+    assert [point["lossless"]["identical"] for point in draft["by_batch_size"]] == [8, 6]
+    assert {point["tau"]["mean"] for point in draft["by_batch_size"]} == {3}
+    for name, title in (("report.html", "By batch size"), ("report.md", "## By batch size")):
+        assert title in (tmp_path / "report" / name).read_text(encoding="utf-8")
 
 
 class Interrupted:
@@ -141,71 +128,41 @@ def untimed(report):
     return [
         (
             name,
-            *(draft[key] for key in ("alpha", "lossless", "other_prompts")),
+            *(draft[key] for key in ("alpha", "lossless")),
             draft["atlas"]["heat_map"],
-            draft["atlas"]["verification_rules"],
             [(row["id"], row["tokens"], row["drafted"]) for row in draft["per_prompt"]],
-            [point["tau"] for key in ("by_batch_size", "by_temperature", "gamma_sweep")
-             for point in draft[key]],
+            [point["tau"] for key in ("by_batch_size", "gamma_sweep") for point in draft[key]],
         )
         for name, draft in report["drafts"].items()
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("after", [2, 30, 70, 85])
-def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys, after):
+def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys):
     what = (
         *("--draft", f"d={folder / 'draft'}", "--draft", f"self={folder / 'target'}"),
-        *("--gamma", "2", "--gamma_sweep", "2", "--other_prompts", str(folder / "others.jsonl")),
-        *("--batch_sizes", "2", "--decoded_temperatures", "0.7"),
+        *("--gamma", "2", "--gamma_sweep", "2", "--batch_sizes", "2", "--temperature", "0.7"),
     )
-    with monkeypatch.context() as patched:
-        whole = Interrupted(patched)
-        assert run(folder, tmp_path / "whole", *what) == 0
-    out = tmp_path / "cut"
-    with monkeypatch.context() as patched:
-        cut = Interrupted(patched, after)
-        assert run(folder, out, *what) == 130
-    assert "Measured so far: texts for alpha, alpha" in capsys.readouterr().err
-    assert not (out / "report" / "report.json").exists()
-    with monkeypatch.context() as patched:
-        rest = Interrupted(patched)
-        assert run(folder, out, *what) == 0
-    # only a row that was begun and the stages' warm-ups are decoded a second time
-    assert cut.calls + rest.calls <= whole.calls + 20
-    one, other = loaded(tmp_path / "whole"), loaded(out)
-    assert other["provenance"]["resumed"] is True
-    assert one["provenance"]["resumed"] is False
-    assert untimed(one) == untimed(other)
-    assert sorted(p.name for p in (out / "report").iterdir()) == [
-        "report.html", "report.json", "report.md"
-    ]  # fmt: skip
 
+    def counted(out, after=None):
+        with monkeypatch.context() as patched:
+            decoders = Interrupted(patched, after)
+            assert run(folder, tmp_path / out, *what) == (0 if after is None else 130)
+        return decoders.calls
 
-def test_other_weights_are_measured_anew(folder, tmp_path, monkeypatch, capsys):
-    draft = tmp_path / "draft"
-    shutil.copytree(folder / "draft", draft)
-    what = ("--draft", f"d={draft}", "--gamma", "2")
-    with monkeypatch.context() as patched:
-        Interrupted(patched, 12)
-        assert run(folder, tmp_path, *what) == 130
-    weights = load_file(draft / "model.safetensors")
-    weights["model.norm.weight"] *= 1.01
-    save_file(weights, draft / "model.safetensors", metadata={"format": "pt"})
-    assert run(folder, tmp_path, *what) == 0
-    assert "holds what was measured of other models" in capsys.readouterr().err
-    report = loaded(tmp_path)
-    assert report["provenance"]["resumed"] is False
-
-
-def test_a_draft_behind_lookup_is_another_than_the_draft(folder, tmp_path, monkeypatch, capsys):
-    draft = str(folder / "draft")
-    with monkeypatch.context() as patched:
-        Interrupted(patched, 12)
-        assert run(folder, tmp_path, "--draft", draft, "--gamma", "2") == 130
-    assert run(folder, tmp_path, "--draft", f"lookup-first:{draft}", "--gamma", "2") == 0
-    assert "holds what was measured of other models" in capsys.readouterr().err
-    assert loaded(tmp_path)["provenance"]["resumed"] is False
+    calls, whole = counted("whole"), loaded(tmp_path / "whole")
+    assert whole["provenance"]["resumed"] is False
+    for after in (2, 70):
+        out = f"cut after {after}"
+        cut = counted(out, after)
+        assert "Measured so far: texts for alpha, alpha" in capsys.readouterr().err
+        assert not (tmp_path / out / "report" / "report.json").exists()
+        # only a row that was begun and the stages' warm-ups are decoded a second time
+        assert cut + counted(out) <= calls + 20
+        report = loaded(tmp_path / out)
+        assert report["provenance"]["resumed"] is True
+        assert untimed(report) == untimed(whole)
+        names = sorted(path.name for path in (tmp_path / out / "report").iterdir())
+        assert names == ["report.html", "report.json", "report.md"]
 
 
 @pytest.mark.parametrize(
@@ -224,10 +181,26 @@ def test_a_name_stands_before_an_equals_sign(text, name, spec):
 def test_the_end_of_a_text_is_no_text(folder):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "target")
     end, letter = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("a")
-    target = SimpleNamespace(tokenizer=tokenizer)
-    shown, classed = speller(target), speller(target, special=False)
-    assert (shown(end), shown(letter)) == (b"</s>", b"a")
-    assert (classed(end), classed(letter)) == (b"", b"a")
+    spell, special = evaluation.spelling(SimpleNamespace(tokenizer=tokenizer))
+    assert (spell(end), spell(letter), spell(end + 1)) == (b"</s>", b"a", b"")
+    assert special == {end}
+
+
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        ("bank", "name each run's draft"),
+        ("other_prompts", "--prompts OTHERS"),
+        ("decoded_temperatures", "--temperature T"),
+    ],
+)
+def test_an_option_that_left_says_what_does_the_same(capsys, option, instead):
+    with pytest.raises(SystemExit) as ended:
+        main([f"--{option}", "x"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert f"--{option} is gone" in said
+    assert instead in said
 
 
 def test_a_target_that_never_stops(folder, tmp_path):
@@ -244,18 +217,20 @@ def test_a_target_that_never_stops(folder, tmp_path):
     assert any("No token ends a text" in warning for warning in report["warnings"])
 
 
-def test_the_replayed_tau_is_the_one_that_decoding_has(folder, tmp_path):
-    """In fp32, fixed gamma, answers that end at the limit: the log of alpha says it all."""
+def test_the_tau_that_the_log_of_alpha_tells_is_the_one_that_decoding_has(
+    folder, tmp_path, monkeypatch
+):
+    """In fp32, fixed gamma, answers that end at the limit."""
+    kept = []
+    monkeypatch.setattr(
+        evaluation, "build_report", lambda run, logs: kept.extend(logs) or build_report(run, logs)
+    )
     assert run(folder, tmp_path, "--draft", f"d={folder / 'draft'}", "--gamma", "3") == 0
     draft = loaded(tmp_path)["drafts"]["d"]
     assert draft["alpha"]["n"] == draft["tau"]["n"] == 8
     assert 0.2 < draft["alpha"]["mean"] < 0.95
-    costs = draft["costs"]
-    (point,) = (point for point in draft["gamma_curve"] if point["gamma"] == 3)
-    block = 3 * costs["draft_step_ms"] + costs["target_verify_ms"]["4"]
-    assert point["replayed"] == pytest.approx(
-        draft["tau"]["mean"] * costs["target_step_ms"] / block, rel=1e-6
-    )
+    (log,) = kept
+    assert replayed_tau(log.agreement, 3).mean == draft["tau"]["mean"]
 
 
 def test_a_sampled_run_is_reported_whole(folder, tmp_path):
@@ -266,7 +241,6 @@ def test_a_sampled_run_is_reported_whole(folder, tmp_path):
     assert report["decoding"]["verification"] == "block verification"
     assert not any("LOSSY" in warning for warning in report["warnings"])
     assert 0 < draft["alpha"]["mean"] < 1
-    assert {point["replayed"] for point in draft["gamma_curve"]} == {None}
     assert draft["lossless"]["identical"] == 8  # measured greedily
     values = [value for text in draft["atlas"]["heat_map"] for value in text["values"]]
     assert any(0 < value < 1 for value in values)
@@ -314,11 +288,10 @@ def test_gate_and_bad_input(folder, tmp_path, capsys):
     assert "lower bound of speedup" in capsys.readouterr().err
     assert run(folder, tmp_path, *bad, "--batch_sizes", "2,4") == 2
     assert "batch of 4 needs as many timed prompts, but there are 3" in capsys.readouterr().err
-    for option, value in (("batch_sizes", "2,0"), ("decoded_temperatures", "0,-1")):
-        with pytest.raises(SystemExit):
-            run(folder, tmp_path, *bad, f"--{option}", value)
-        assert f"--{option}: '{value}' should be" in capsys.readouterr().err
-    assert run(folder, tmp_path, *bad, "--other_prompts", str(tmp_path / "none.jsonl")) == 2
+    with pytest.raises(SystemExit):
+        run(folder, tmp_path, *bad, "--batch_sizes", "2,0")
+    assert "--batch_sizes: '2,0' should be" in capsys.readouterr().err
+    assert run(folder, tmp_path, *bad, "--prompts", str(tmp_path / "none.jsonl")) == 2
     assert "none.jsonl" in capsys.readouterr().err
     assert run(folder, tmp_path, "--draft", "x=prompt-lookup", "--draft", "x=prompt-lookup") == 2
     assert "Two drafts are called 'x'" in capsys.readouterr().err

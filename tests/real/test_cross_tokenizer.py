@@ -27,7 +27,7 @@ from eval.measuring.agreement import measure_agreement, target_texts
 from eval.measuring.journal import Journal
 from eval.measuring.metrics import alpha
 from eval.prompts import PromptSet, load_prompts, render_all, write_prompts
-from recipes.code.prompts import stdlib_prompts
+from recipes.code.stdlib_functions import stdlib_prompts
 
 pytestmark = pytest.mark.real
 

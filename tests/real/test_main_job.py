@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from eval.reporting.report import read_report
+from tests.conftest import cache_without_answers
 
 pytestmark = pytest.mark.real
 
@@ -44,21 +45,23 @@ def command(folder, **changes):
 def run(tmp_path_factory):
     """One short run that is killed while the target answers and then started again."""
     folder = tmp_path_factory.mktemp("run") / "code"
+    cache = tmp_path_factory.mktemp("cache")
+    here = {"cwd": ROOT, "env": os.environ | {"DRAFTSMITH_CACHE": cache_without_answers(cache)}}
     process = subprocess.Popen(
-        command(folder), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command(folder), **here, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     deadline = time.monotonic() + 300
-    while not list(folder.glob("answers/shard-*")) and process.poll() is None:
+    while not list(cache.glob("teacher/*/shard-*")) and process.poll() is None:
         assert time.monotonic() < deadline, "no answer was cached in five minutes"
         time.sleep(0.2)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    cached = {p.name: p.stat().st_mtime_ns for p in folder.glob("answers/shard-*")}
+    cached = {path: path.stat().st_mtime_ns for path in cache.glob("teacher/*/shard-*")}
     assert cached
-    done = subprocess.run(command(folder), cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command(folder), **here, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    for name, written in cached.items():  # what was answered before the kill is not answered again
-        assert (folder / "answers" / name).stat().st_mtime_ns == written
+    for path, written in cached.items():  # what was answered before the kill is not answered again
+        assert path.stat().st_mtime_ns == written
     return folder
 
 

@@ -9,7 +9,7 @@ from align.sources import resolve_folder_in_wheel
 from distill.near_duplicates import CONTAINED, NEAR_DUPLICATE, shingles
 from distill.prompt_sets import LICENCES, STDLIB, evaluation_prompts, training_prompts
 from distill.recipe import load_recipe
-from recipes.legal import prompts as legal
+from recipes.legal import licence_clauses as legal
 
 pytestmark = pytest.mark.real
 

@@ -26,10 +26,6 @@ from eval.decoding.forward import Decoder, HiddenStates, starts
 
 @dataclass(kw_only=True)
 class CausalLMDrafter(DecoderDrafter, HeadDrafter):
-    @property
-    def q_rows(self) -> int:
-        return self.rows or super().q_rows
-
     def read(self, ids: Sequence[int], begins: bool = False) -> list[int]:
         """Target ids as the draft's own; begins: they are the beginning of a text."""
         return list(ids)

@@ -160,16 +160,14 @@ class Eagle3(Kind):
         )
 
     def load(self, folder: Path, target: Target) -> Eagle3Drafter:
-        model, token_ids = load_eagle3(folder, target.decoder.embedding)
-        layers, depth = (
-            target_layers(model),
-            target.model.config.get_text_config().num_hidden_layers,
-        )
+        layers = read_json(folder / "compact.json")["layers"]
+        depth = target.model.config.get_text_config().num_hidden_layers
         if max(layers) > depth:
             raise ValueError(
-                f"{folder} reads the hidden states of layers {list(layers)}, but this target has "
+                f"{folder} reads the hidden states of layers {layers}, but this target has "
                 f"{depth} layers; use the target that the draft was made for."
             )
+        model, token_ids = load_eagle3(folder, target.decoder.embedding)
         return self.drafter(model, token_ids, target)
 
 

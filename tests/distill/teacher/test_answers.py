@@ -1,9 +1,5 @@
 import dataclasses
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import signal
 
 import pytest
 import torch
@@ -20,6 +16,8 @@ from distill.teacher.answers import (
 )
 from distill.teacher.store import Answers, CacheError, Store, names_of
 from eval.decoding.target import load_target
+from tests.distill.teacher.answering import answer_share
+from tests.ranks import run_ranks
 
 PROMPTS = [[3, 4, 5], [6], [7, 8], [9, 10, 11, 12], [13, 2]]
 
@@ -113,30 +111,19 @@ def test_processes_make_the_cache_of_one_and_a_killed_run_goes_on(job, answered,
     folder = tmp_path / "many"
     alone = answered(prompts, folder=tmp_path / "alone")
     keys = {"answer_temperature": 0.8, "answer_max_new_tokens": 12, "cache_top_k": 6, "seed": 1}
-    recipe = job(folder, **keys, answer_batch_size=3)
+    values = job(folder, **keys, answer_batch_size=3).values()
 
-    def launched(processes, dies=-1):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        script = [Path(__file__).with_name("answering.py"), json.dumps(recipe.values())]
-        return subprocess.run(
-            [*command, f"--nproc_per_node={processes}", *script, json.dumps(prompts), str(dies)],
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[3])},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-
-    killed = launched(2, dies=1)
-    assert killed.returncode != 0
-    assert "SIGKILL" in killed.stderr  # the first does not wait for ever, nor without a word
+    (first, told), (second, _) = run_ranks(tmp_path, 2, answer_share, values, prompts, 1)
+    assert second == -signal.SIGKILL
+    assert first not in (0, -signal.SIGKILL), told  # it does not wait for ever
     assert 2 <= Store(folder / "store").at_hand(prompts) < len(prompts)
     before = {path: path.read_bytes() for path in folder.glob("store/shard-*")}
 
-    resumed = launched(3)
-    assert resumed.returncode == 0, resumed.stderr
-    for rank in range(3):
-        assert f"process {rank} of 3: 20 answers" in resumed.stdout
-    assert resumed.stdout.count("answers: 240 tokens") == 1
+    resumed = run_ranks(tmp_path, 3, answer_share, values, prompts)
+    for rank, (status, printed) in enumerate(resumed):
+        assert status == 0, printed
+        assert f"process {rank} of 3: 20 answers" in printed
+    assert "".join(printed for _, printed in resumed).count("answers: 240 tokens") == 1
     assert all(path.read_bytes() == content for path, content in before.items())
     # prompts are read together with others after a kill: other sums, then fp16
     same_answers(alone, Answers(Store(folder / "store"), names_of(prompts)), 2e-3)

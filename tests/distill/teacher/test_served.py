@@ -383,47 +383,33 @@ def test_a_server_that_dies_midway_and_another_that_goes_on(stand_in, served, as
     assert len(asked(recipe).answers()) == 11  # all there: no server is needed any more
 
 
-def fewer(sent):
-    for row in sent["choices"][0]["logprobs"]["top_logprobs"]:
-        row.popitem()
+def in_choice(change):
+    """Changes a completion: change(its choice, its rows of log-probabilities)."""
+    return lambda sent: change(sent["choices"][0], sent["choices"][0]["logprobs"]["top_logprobs"])
 
 
-def texts(sent):
-    sent["choices"][0]["logprobs"]["tokens"][:1] = [" the"]
+def cut_to(choice, length):
+    for part in (choice["token_ids"], *choice["logprobs"].values()):
+        del part[length:]
 
 
-def nothing(sent):
-    sent["choices"][0]["logprobs"] = None
+fewer = in_choice(lambda _, rows: [row.popitem() for row in rows])
+texts = in_choice(lambda choice, _: choice["logprobs"]["tokens"].__setitem__(0, " the"))
+nothing = in_choice(lambda choice, _: choice.update(logprobs=None))
+without_stop = in_choice(lambda choice, _: choice["finish_reason"] == "stop" and cut_to(choice, -1))
+silent_about_prompts = in_choice(lambda choice, _: choice.pop("prompt_token_ids"))
+flat = in_choice(lambda _, rows: [row.update(dict.fromkeys(row, -0.1)) for row in rows])
 
 
-def without_stop(sent):
-    choice = sent["choices"][0]
-    if choice["finish_reason"] == "stop":
-        for part in (choice["token_ids"], *choice["logprobs"].values()):
-            part.pop()
-
-
-def penalised(sent):
-    for row in sent["choices"][0]["logprobs"]["top_logprobs"]:
+@in_choice
+def penalised(_, rows):
+    for row in rows:
         first, second, *_ = row
         row[first], row[second] = row[second], row[first]
 
 
-def silent_about_prompts(sent):
-    del sent["choices"][0]["prompt_token_ids"]
-
-
 def value(number):
-    def change(sent):
-        row = sent["choices"][0]["logprobs"]["top_logprobs"][0]
-        row[list(row)[-1]] = number
-
-    return change
-
-
-def flat(sent):
-    for row in sent["choices"][0]["logprobs"]["top_logprobs"]:
-        row.update(dict.fromkeys(row, -0.1))
+    return in_choice(lambda _, rows: rows[0].update({list(rows[0])[-1]: number}))
 
 
 @pytest.mark.parametrize(
@@ -433,13 +419,13 @@ def flat(sent):
         ({"names": ["a", "b"]}, {}, "serves a, b; name the target with answer_model"),
         ({"max_model_len": 15}, {}, "a context of 15 tokens, and the longest .* takes"),
         ({"max_logprobs": 5}, {}, "answered 400 .*logprobs 6, max allowed: 5"),
-        ({"mangle": fewer}, {}, "5 log-probabilities .* and 6 were .*lower cache_top_k, or start"),
+        ({"mangle": fewer}, {}, "5 log-probabilities .* and 6 were .*lower cache_top_k, or serve"),
         ({"mangle": texts}, {}, r"tokens are texts \(' the'\).*return_tokens_as_token_ids"),
-        ({"mangle": nothing}, {}, "no completion with log-probabilities .*by token id, as vLLM"),
+        ({"mangle": nothing}, {}, "no completion with log-probabilities .*use vLLM"),
         ({"mangle": without_stop}, {}, "leaves the stop token out"),
         ({"mangle": penalised}, {}, "chosen greedily and is not the most likely.*a penalty"),
-        ({"mangle": flat}, {}, "probabilities sum to 5.4.*logits or scores"),
-        ({"mangle": value(3.0)}, {}, "3.0 is no log-probability .*above 0 is a logit"),
+        ({"mangle": flat}, {}, "probabilities sum to 5.4.*raw_logprobs"),
+        ({"mangle": value(3.0)}, {}, "3.0 is no log-probability.*above 0 is a logit"),
         ({"scaled": True}, {"answer_temperature": 0.6}, "1.67 times .*--logprobs-mode raw_logp"),
         ({"routes": (), "mangle": silent_about_prompts}, {}, "does not tell how it cuts a text"),
     ],
@@ -473,38 +459,30 @@ def test_log_probabilities_after_the_temperature_are_raw_at_1_and_when_greedy(
         assert asked(served(stand_in(scaled=True), answer_temperature=temperature))
 
 
-def duplicate(sent):
-    row = sent["choices"][0]["logprobs"]["top_logprobs"][-1]
-    first = next(iter(row))
-    row[first.replace(":", ":0")] = row.pop(list(row)[-1])
+@in_choice
+def duplicate(_, rows):
+    first = next(iter(rows[-1]))
+    rows[-1][first.replace(":", ":0")] = rows[-1].pop(list(rows[-1])[-1])
 
 
-def cut_lists(sent):
-    sent["choices"][0]["logprobs"]["top_logprobs"].pop()
-
-
-def cut_answer(sent):
-    choice = sent["choices"][0]
+@in_choice
+def cut_answer(choice, _):
     choice["finish_reason"] = "length"
-    for part in (choice["token_ids"], *choice["logprobs"].values()):
-        del part[5:]
+    cut_to(choice, 5)
 
 
-def other_ids(sent):
-    sent["choices"][0]["token_ids"][0] += 1
+@in_choice
+def other_ids(choice, _):
+    choice["token_ids"][0] += 1
+
+
+cut_lists = in_choice(lambda _, rows: rows.pop())
+beyond = in_choice(lambda _, rows: rows[0].update({"token_id:9999": rows[0].popitem()[1]}))
+aborted = in_choice(lambda choice, _: choice.update(finish_reason="abort"))
 
 
 def renamed(sent):
     sent["model"] = "org/another"
-
-
-def beyond(sent):
-    row = sent["choices"][0]["logprobs"]["top_logprobs"][0]
-    row["token_id:9999"] = row.pop(list(row)[-1])
-
-
-def aborted(sent):
-    sent["choices"][0]["finish_reason"] = "abort"
 
 
 @pytest.mark.parametrize(
@@ -512,12 +490,12 @@ def aborted(sent):
     [
         (value(float("nan")), "nan is no log-probability"),
         (value(float("-inf")), "-inf is no log-probability"),
-        (value(-9999.0), "-9999.0 is no log-probability .*masked"),
+        (value(-9999.0), "-9999.0 is no log-probability.*masked"),
         (value(0.5), "0.5 is no log-probability"),
         (duplicate, "names an id twice"),
-        (cut_lists, "it was cut"),
+        (cut_lists, "it was cut: "),
         (cut_answer, "ended by length after . of 12 tokens"),
-        (other_ids, "other token ids beside them"),
+        (other_ids, "or other token ids"),
         (renamed, "comes from model 'org/another'"),
         (beyond, "token 9999 is beyond the 300 rows"),
         (aborted, "finish_reason"),

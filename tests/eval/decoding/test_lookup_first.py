@@ -155,7 +155,7 @@ def test_it_stands_in_a_report_like_any_draft(target, drafter, journal):
         prompts,
         prompts,
         GREEDY,
-        Plan(None, 3, 4, sweep_prompts=2, batch_sizes=(2,), temperatures=(0.7,)),
+        Plan(None, 3, 4, sweep_prompts=2, batch_sizes=(2,)),
         journal,
         None,
         {"command": "test"},

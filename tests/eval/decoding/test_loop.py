@@ -6,11 +6,10 @@ import itertools
 import pytest
 import torch
 
-from eval.decoding import lean, loop
+from eval.decoding import loop
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.causal_lm import TokenSession
 from eval.decoding.drafters.lookup import PromptLookup
-from eval.decoding.forward import KVCache
 from eval.decoding.generation import generate_batched
 from eval.decoding.lean import LeanDecoder
 from eval.decoding.loop import Decoding, DraftLength, decode
@@ -180,7 +179,7 @@ def test_rows_that_stop_inside_a_draft_end_alone(target, drafts, serial, places)
     stops = frozenset(serial[row][at] for row, at in enumerate(places))
     want = [until(tokens, stops) for tokens in serial]
     assert len({len(tokens) for tokens in want}) > 3
-    for draft, gamma in itertools.product([*drafts.values(), None], (1, 3, 8)):
+    for draft, gamma in itertools.product([*drafts.values(), None], (2, 8)):
         for count in (1, 8):
             assert texts(target, draft, count, DraftLength(gamma), stops) == want[:count]
 
@@ -231,67 +230,6 @@ def test_answers_in_batches_of_any_size_are_those_of_single_rows(target, serial,
         assert [int(best) for (best,) in answers[index].captured] == answers[index].tokens
 
 
-# ---------------------------------------------------------------------------------------------
-# Mutants: each breaks one thing that makes a batch exact
-
-
-def one_position_for_all(monkeypatch):
-    starts = loop.starts
-    monkeypatch.setattr(loop, "starts", lambda at: starts([max(at)] * len(at)))
-
-
-def one_acceptance_for_all(monkeypatch):
-    verify = loop.verify
-
-    def shared(*args):
-        accepted, following = verify(*args)
-        return accepted[:1].expand_as(accepted), following
-
-    monkeypatch.setattr(loop, "verify", shared)
-
-
-def stale_keys_seen(monkeypatch):
-    causal_bias = lean.causal_bias
-
-    def loose(start, width, length, dtype):
-        return causal_bias(start.max().expand_as(start), width, length, dtype)
-
-    monkeypatch.setattr(lean, "causal_bias", loose)
-
-
-def caches_of_other_rows(monkeypatch):
-    keep_rows = KVCache.keep_rows
-    monkeypatch.setattr(KVCache, "keep_rows", lambda cache, rows: keep_rows(cache, rows.flip(0)))
-
-
-def next_token_of_the_first_row(monkeypatch):
-    verify = loop.verify
-
-    def shared(*args):
-        accepted, following = verify(*args)
-        return accepted, following[:1].expand_as(following)
-
-    monkeypatch.setattr(loop, "verify", shared)
-
-
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        one_position_for_all,
-        one_acceptance_for_all,
-        stale_keys_seen,
-        caches_of_other_rows,
-        next_token_of_the_first_row,
-    ],
-)
-def test_a_broken_batch_is_caught(target, drafts, serial, monkeypatch, mutant):
-    stops = frozenset({serial[0][10]})
-    want = [until(tokens, stops) for tokens in serial[:5]]
-    assert texts(target, drafts["good"], 5, DraftLength(3), stops) == want
-    mutant(monkeypatch)
-    assert texts(target, drafts["good"], 5, DraftLength(3), stops) != want
-
-
 def test_a_draft_that_forgets_what_it_drafted_alone_is_caught(target, drafts, monkeypatch):
     """A draft's stale cache changes no token, only how many are accepted."""
 
@@ -331,6 +269,26 @@ def test_sampled_tokens_have_the_targets_distribution(pair, monkeypatch, rows, l
     assert_exact(played(monkeypatch), *pair, ROWS[-rows:], WARM, length)
 
 
+def one_acceptance_for_all(monkeypatch):
+    verify = loop.verify
+
+    def shared(*args):
+        accepted, following = verify(*args)
+        return accepted[:1].expand_as(accepted), following
+
+    monkeypatch.setattr(loop, "verify", shared)
+
+
+def next_token_of_the_first_row(monkeypatch):
+    verify = loop.verify
+
+    def shared(*args):
+        accepted, following = verify(*args)
+        return accepted, following[:1].expand_as(following)
+
+    monkeypatch.setattr(loop, "verify", shared)
+
+
 @pytest.mark.parametrize("mutant", [one_acceptance_for_all, next_token_of_the_first_row])
 def test_a_broken_batch_has_another_distribution(pair, monkeypatch, mutant):
     mutant(monkeypatch)
@@ -342,7 +300,7 @@ def test_rows_are_sampled_independently_and_as_often_as_they_should_be(pair):
     """The one test here that draws: the second token of two rows of one prompt, over many seeds."""
     target, draft = pair
     prompts = [Prompt(str(i), prompt="unused") for i in range(3)]
-    pairs, seeds = torch.zeros(SMALL, SMALL), 600
+    pairs, seeds = torch.zeros(SMALL, SMALL), 400
     for seed in range(seeds):
         how = Decoding(Sampling(1.5), NEVER, 3, seed)
         runs = decode(target, draft, prompts, [[1, 2], [3], [1, 2]], how, DraftLength(2))

@@ -111,6 +111,7 @@ def test_what_it_proposes_is_what_alpha_was_taken_on(target, drafter):
         session.commit([[text[at]]], [0], {k: v[:, place : place + 2] for k, v in states.items()})
 
 
+@pytest.mark.parametrize("target", ["lean"], indirect=True)
 def test_it_stands_in_a_report_with_batches_and_temperatures(target, drafter, journal):
     report = evaluate(
         target,
@@ -118,7 +119,7 @@ def test_it_stands_in_a_report_with_batches_and_temperatures(target, drafter, jo
         PROMPTS,
         PROMPTS,
         GREEDY,
-        Plan(None, 3, 4, sweep_prompts=2, batch_sizes=(2, 4), temperatures=(0.8,)),
+        Plan(None, 3, 4, sweep_prompts=2, batch_sizes=(2, 4)),
         journal,
         0,
         {"command": "test"},

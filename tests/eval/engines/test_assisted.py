@@ -18,8 +18,7 @@ from eval.decoding.verification import Sampling
 from eval.engines.assisted import Assisted
 from eval.engines.driven import log_blocks, measure_driven
 from eval.engines.installed import measure_installed
-from eval.measuring.log import PromptRun
-from eval.measuring.metrics import check_runs
+from eval.measuring.runs import PromptRun, check_runs
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.page import render_page
 from eval.reporting.report import read_report

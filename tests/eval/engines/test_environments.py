@@ -1,7 +1,6 @@
 """Environments of engines: made whole or not at all, found again, a damaged one found out."""
 
 import re
-import shutil
 import subprocess
 import zipfile
 
@@ -44,14 +43,12 @@ def mini(tmp_path, monkeypatch):
         file.writestr(f"{about}/RECORD", "")
 
     def make(**fields):
-        version = "from importlib.metadata import version; print(version('mini'))"
         whole = {
             "name": "mini",
             "version": "1.0",
             "size": "1 kB",
             "packages": [str(wheel)],
-            "works": ["-c", "import mini"],
-            "whole": ["-c", version],
+            "starts": ["-c", "import mini"],
         }
         monkeypatch.setitem(ENGINES, "mini", Engine(**whole | fields))
         return ENGINES["mini"]
@@ -70,20 +67,18 @@ def test_an_environment_is_made_once_found_again_and_made_anew_when_damaged(mini
     made = engine.folder.stat().st_ino
     install("mini")
     assert engine.folder.stat().st_ino == made
-    for file in engine.folder.rglob("mini-1.0.dist-info"):
-        shutil.rmtree(file)
-    with pytest.raises(EngineMissing, match=r"is damaged \(.*PackageNotFoundError.*again: python"):
-        installed("mini")
+    for file in engine.folder.rglob("mini.py"):
+        file.unlink()
     capsys.readouterr()
     install("mini")
-    assert "is damaged" in capsys.readouterr().out
-    assert installed("mini") == engine.folder
+    assert "is damaged: " in capsys.readouterr().out
+    assert list(engine.folder.rglob("mini.py"))
 
 
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"works": ["-c", "import torchvision_for_gpus"]}, "ModuleNotFoundError"),
+        ({"starts": ["-c", "import torchvision_for_gpus"]}, r"python -c .*ended with status 1"),
         ({"packages": ["/no/such.whl"]}, r"pip .*ended with status \d, for the reason it gave"),
     ],
 )
@@ -96,19 +91,10 @@ def test_what_cannot_be_installed_leaves_nothing(mini, capsys, fields, says):
     assert not [path for path in engine.folder.parent.iterdir() if "partial" in path.name]
 
 
-def test_another_version_is_a_damaged_environment(mini):
-    mini()
-    folder = install("mini")
-    engine = mini(version="1.1")
-    folder.rename(engine.folder)
-    with pytest.raises(EngineMissing, match=r"it holds version 1\.0"):
-        installed("mini")
-
-
 def test_llama_cpp_without_node(monkeypatch, capsys):
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["llama.cpp"]) == 2
-    assert "node is not on the PATH; install Node.js 20 or newer" in capsys.readouterr().err
+    assert "npm is not on the PATH; install Node.js 20 or newer" in capsys.readouterr().err
 
 
 def test_a_vllm_that_is_there_already_is_named(tmp_path, monkeypatch):

@@ -174,7 +174,7 @@ def test_a_whole_report_of_two_servers(fake):
     assert {entry.field for entry in draft.missing} >= {"alpha", "tau", "c", "memory"}
     for rendered in (render_markdown(report), render_page(report)):
         assert "Counters of the server" in rendered
-        assert "served, alpha, atlas: a server does not give the distributions" in rendered
+        assert "served, alpha, atlas: it gives no distributions" in rendered
         assert "decode efficiency" not in rendered.split("What the numbers mean")[0]
 
 
@@ -227,11 +227,6 @@ def test_an_address_that_is_none():
         VllmServer("localhost:8000")
 
 
-def test_a_server_that_is_too_slow(fake):
-    with pytest.raises(ServerError, match=r"sent nothing for 0.3 s: it is overloaded"):
-        measure(fake(3, delay=1.0), fake(1), timeout=0.3)
-
-
 def test_a_server_that_dies_midway_leaves_what_was_measured(fake):
     report = measure(fake(3, dies_after=3), fake(1))  # the warm-up and two prompts
     draft = report.drafts["served"]
@@ -241,11 +236,6 @@ def test_a_server_that_dies_midway_leaves_what_was_measured(fake):
     assert "broke off" in draft.missing[0].reason
     assert "served: measured in part only, after 2 of 3 prompts" in "".join(report.warnings)
     assert "served: measured in part only, after 2 of 3 prompts" in render_page(report)
-
-
-def test_a_server_that_dies_at_once_leaves_nothing(fake):
-    with pytest.raises(ServerError, match=r"after 0 of 3 prompts: .* broke off"):
-        measure(fake(3, dies_after=1), fake(1))
 
 
 def test_a_prompt_that_the_server_refuses_ends_the_run_with_its_reason(fake):
@@ -258,40 +248,35 @@ def test_a_prompt_that_the_server_refuses_ends_the_run_with_its_reason(fake):
     assert "maximum context length is 8 tokens" in reason
 
 
-def test_speculation_that_is_off(fake):
-    with pytest.raises(ServerError, match="speculation is off; start it with --speculative-config"):
-        measure(fake(1, counted=True), fake(1))
+@pytest.mark.parametrize(
+    ("drafting", "plain", "message"),
+    [
+        ({"block": 3, "delay": 1.0}, {}, r"sent nothing for 0.3 s: it is overloaded"),
+        ({"block": 3, "dies_after": 1}, {}, r"after 0 of 3 prompts: .* broke off"),
+        ({"counted": True}, {}, "speculation is off; start it with --speculative-config"),
+        ({"block": 3}, {"block": 2}, "speculates, too: a baseline must not"),
+        ({"block": 3}, {"model": "org/other"}, "serve the same target twice"),
+        ({"block": 3, "token_ids": False}, {}, "sent no token ids"),
+    ],
+)
+def test_servers_that_cannot_be_measured(fake, drafting, plain, message):
+    with pytest.raises(ServerError, match=message):
+        measure(fake(**drafting), fake(**plain), timeout=0.3 if "delay" in drafting else 5.0)
 
 
-def test_a_baseline_that_speculates(fake):
-    with pytest.raises(ServerError, match="speculates, too: a baseline must not"):
-        measure(fake(3), fake(2))
-
-
-@pytest.mark.parametrize("faults", [{"counted": False}, {"metrics": False}])
-def test_counters_that_are_missing_leave_the_speed(fake, faults):
+@pytest.mark.parametrize(
+    ("faults", "reason"),
+    [
+        ({"counted": False}, "no counters vllm:spec_decode_*"),
+        ({"metrics": False}, "no counters vllm:spec_decode_*"),
+        ({"traffic": 50}, "others used the server"),
+    ],
+)
+def test_counters_that_are_of_no_use_leave_the_speed(fake, faults, reason):
     draft = measure(fake(3, **faults), fake(1)).drafts["served"]
     assert draft.counters is None
     assert draft.speedup.mean > 0
-    reasons = {entry.field: entry.reason for entry in draft.missing}
-    assert "no counters vllm:spec_decode_*" in reasons["counters"]
-
-
-def test_counters_that_others_moved_are_not_used(fake):
-    draft = measure(fake(3, traffic=50), fake(1)).drafts["served"]
-    assert draft.counters is None
-    reasons = {entry.field: entry.reason for entry in draft.missing}
-    assert "others used the server" in reasons["counters"]
-
-
-def test_two_different_models_are_not_compared(fake):
-    with pytest.raises(ServerError, match="serve the same target twice"):
-        measure(fake(3), fake(1, model="org/other"))
-
-
-def test_a_server_without_token_ids(fake):
-    with pytest.raises(ServerError, match="sent no token ids"):
-        measure(fake(3, token_ids=False), fake(1))
+    assert reason in {entry.field: entry.reason for entry in draft.missing}["counters"]
 
 
 def command(drafting, plain, prompts, out, *more):

@@ -1,4 +1,4 @@
-"""alpha, entropy and verification rules, on tiny models whose answers are known."""
+"""alpha and entropy, on tiny models whose answers are known."""
 
 import dataclasses
 import math
@@ -14,7 +14,6 @@ from eval.measuring.agreement import (
     bits_per_token,
     entropy_bits,
     measure_agreement,
-    rule_acceptance,
     target_texts,
 )
 from eval.prompts import Prompt, PromptSet
@@ -114,10 +113,7 @@ def test_sampled_alpha_is_the_overlap_of_the_distributions(target, other, journa
 
 def test_the_log_of_alpha_keeps_positions_guesses_and_entropy(target, other, journal):
     texts = target_texts(target, IDS, GREEDY)
-    last = texts[1][-1]
-    how = dataclasses.replace(GREEDY, stops=frozenset({last}))
-    found, entropy = measure_agreement(target, {"other": other}, SET, texts, how, journal)
-    assert [row.stopped for row in found["other"]] == [text[-1] == last for text in texts]
+    found, entropy = measure_agreement(target, {"other": other}, SET, texts, GREEDY, journal)
     for row, bits, ids, text in zip(found["other"], entropy, IDS, texts, strict=True):
         assert len(row.values) == len(row.guesses) == len(bits) == row.positions
         assert [value == 1 for value in row.values] == [
@@ -136,28 +132,6 @@ def test_entropy_of_known_distributions():
     assert entropy_bits(logits).tolist() == pytest.approx([2.0, 1.0])
     sure = torch.tensor([[9.0, impossible, impossible]])
     assert entropy_bits(sure).tolist() == [0.0]
-
-
-def test_three_rules_by_their_formulas():
-    p = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.9, 0.0]])
-    q = torch.tensor([[0.2, 0.6, 0.2], [0.0, 1.0, 0.0]])
-    found = rule_acceptance(p, q)
-    assert found["exact"] == pytest.approx(0.7 + 0.9)
-    assert found["greedy_match"] == pytest.approx(0.3 + 0.9)
-    assert found["target_probability"] == pytest.approx(0.1 + 0.18 + 0.04 + 0.9)
-
-
-def test_rules_of_the_target_as_its_own_draft(target, own, journal):
-    texts = target_texts(target, IDS, GREEDY)
-    found, _ = measure_agreement(target, {"own": own}, SET, texts, GREEDY, journal)
-    for row in found["own"]:
-        assert sorted(row.rules) == [0.0, 0.6, 1.0]
-        for temperature, sums in row.rules.items():
-            assert sums["exact"] == pytest.approx(row.positions, abs=1e-4)
-            if temperature == 0:
-                assert sums["greedy_match"] == sums["target_probability"] == row.positions
-            else:
-                assert 0 < sums["target_probability"] <= sums["greedy_match"] < sums["exact"]
 
 
 def test_random_tokens_are_as_surprising_as_they_must_be(target):

@@ -1,20 +1,22 @@
 """Token classes by spelling, and what the atlas counts in them."""
 
+import dataclasses
+
 import pytest
 
-from eval.measuring.atlas import Answer, build_atlas, classify, scheme_of, telling_prompts
-from eval.measuring.log import Agreement, StepCosts
+from eval.measuring.atlas import build_atlas, classify, scheme_of, telling_prompts
+from eval.measuring.runs import Agreement, Answer, RunLog, StepCosts
 
 COSTS = StepCosts(0.001, 0.010, {1: 0.010, 2: 0.0105, 3: 0.011, 4: 0.011, 5: 0.012}, 60)
 
 
-def answer(*pieces, before="", entropy=1.0):
+def classes_of(scheme, *pieces, before=""):
     spelt = [piece if isinstance(piece, bytes) else piece.encode() for piece in pieces]
-    return Answer("p", spelt, [entropy] * len(spelt), before.encode())
+    return classify(before.encode(), spelt, scheme)
 
 
 def classes(scheme, *pieces, before=""):
-    return dict(zip(pieces, classify(answer(*pieces, before=before), scheme), strict=True))
+    return dict(zip(pieces, classes_of(scheme, *pieces, before=before), strict=True))
 
 
 def test_classes_of_code():
@@ -41,24 +43,49 @@ def test_a_string_stays_a_literal_up_to_its_end_and_may_begin_in_the_prompt():
     )
     found = classes("code", "'a", " for", "'", " for", "\n")
     assert found["'a"] == found["'"] == "literal"
-    assert classify(answer("'a", " for", "'", " for"), "code") == ["literal"] * 3 + ["keyword"]
+    assert classes_of("code", "'a", " for", "'", " for") == ["literal"] * 3 + ["keyword"]
     # a broken string ends with its line
-    assert classify(answer("'a", "\n", "for"), "code") == ["literal", "indentation", "keyword"]
+    assert classes_of("code", "'a", "\n", "for") == ["literal", "indentation", "keyword"]
 
 
-def test_only_fenced_blocks_are_code_where_there_are_any():
-    found = classify(
-        answer("For", " you", ":\n", "```python\n", "for", " x", "\n```", " for"), "code"
-    )
-    assert found == ["other"] * 4 + ["keyword", "identifier", "other", "other"]
+CODE, PROSE = ["keyword", "identifier"], ["other", "other"]
+PROMPT = "def f(x):\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "pieces", "expected"),
+    [
+        # the answer's own blocks, the last one not ended
+        (
+            "",
+            ["For", " you", "```python\n", "for", " x", "\n```", " for", " x"],
+            [PROSE, CODE, PROSE],
+        ),
+        ("Say:\n", ["For", " you", "```\n", "for", " x"], [PROSE, CODE]),
+        # the prompt leaves a fence open, or is code without one: the first ends it
+        ("So:\n```python\n", ["for", " x", "\n```\n", "for", " you"], [CODE, PROSE]),
+        (PROMPT, ["for", " x", "\n```\n", "for", " you"], [CODE, PROSE]),
+        (
+            f"```\n{PROMPT}```\nGo on:\n",
+            ["For", " you", "```\n", "for", " x", "\n```"],
+            [PROSE, CODE],
+        ),
+        # a language begins a block all the same
+        (PROMPT, ["For", " you", "\n```python\n", "for", " x"], [PROSE, CODE]),
+    ],
+)
+def test_only_fenced_blocks_are_code_where_there_are_any(before, pieces, expected):
+    found = zip(pieces, classes_of("code", *pieces, before=before), strict=True)
+    classes = [name for piece, name in found if "```" not in piece]
+    assert classes == [name for part in expected for name in part]
 
 
 def test_classes_of_prose():
-    text = answer(
+    text = [
         "The", ' "Licensed', ' Work"', " is", " 15", " U.S.C.", " §", " 107", ",", " Section", " 4",
         " (a)", " provided", " that", " the", " Licensor", " hereby", " pays", " 30", "%", ".",
-    )  # fmt: skip
-    assert classify(text, "prose") == [
+    ]  # fmt: skip
+    assert classes_of("prose", *text) == [
         "other", "defined term", "defined term", "other", "citation", "citation", "citation",
         "citation", "punctuation", "number or section mark", "number or section mark",
         "number or section mark", "boilerplate", "boilerplate", "other", "defined term",
@@ -67,41 +94,44 @@ def test_classes_of_prose():
 
 
 def test_half_a_character_and_tokens_without_text_have_a_class():
-    found = classify(answer("é".encode()[:1], "é".encode()[1:], b"", "x"), "code")
+    found = classes_of("code", "é".encode()[:1], "é".encode()[1:], b"", "x")
     assert found == ["identifier", "identifier", "other", "identifier"]
 
 
 def test_code_is_told_from_prose():
-    code = answer("    total = 0\n    for x in xs:\n        total += x\n    return total\n")
-    prose = answer("The Licensor grants to You a licence.\nIt may be ended at any time (see 4).\n")
+    code = b"    total = 0\n    for x in xs:\n        total += x\n    return total\n"
+    prose = b"The Licensor grants to You a licence.\nIt may be ended at any time (see 4).\n"
     assert scheme_of([code]) == "code"
     assert scheme_of([prose]) == "prose"
     # an answer that is all docstring goes on from code
-    docstring = answer("the sum", " of all.", before='def total(items):\n    """Returns ')
+    docstring = b'def total(items):\n    """Returns the sum of all.'
     assert scheme_of([docstring, docstring, prose]) == "code"
     assert scheme_of([docstring, prose]) == "prose"
+
+
+def run_of(*answers):
+    """A run whose tokens are spelt by SPELT, the others as `<id>`."""
+
+    def spell(token):
+        return SPELT[token] if token < len(SPELT) else f" <{token}>".encode()
+
+    return RunLog("", "", "", "", {}, {}, {}, answers=list(answers), spell=spell)
+
+
+SPELT = [b"x", b" =", b" 1", b"\n", b"y"]
 
 
 @pytest.fixture
 def atlas():
     answers = [
-        Answer("a", [b"x", b" =", b" 1", b"\n"], [0.0, 0.2, 5.0, 0.2]),
-        Answer("b", [b"y", b" =", b" 1", b"\n"] * 5, [1.5] * 20),
+        Answer("b", [], [4, 1, 2, 3] * 5, [1.5] * 20),
+        Answer("a", [], [0, 1, 2, 3], [0.0, 0.2, 5.0, 0.2]),
     ]
     agreements = [
-        Agreement("a", None, 3.0, 4, [1.0, 1.0, 0.0, 1.0], [1, 2, 9, 4]),
-        Agreement(
-            "b",
-            None,
-            15.0,
-            20,
-            [1.0, 1.0, 0.0, 1.0] * 5,
-            [1, 2, 9, 4] * 5,
-            {0.6: {"exact": 16.0, "greedy_match": 12.0, "target_probability": 8.0}},
-        ),
+        Agreement("a", None, 3.0, 4, [1.0, 1.0, 0.0, 1.0], [0, 1, 9, 3]),
+        Agreement("b", None, 15.0, 20, [1.0, 1.0, 0.0, 1.0] * 5, [4, 1, 9, 3] * 5),
     ]
-    shown = telling_prompts(agreements)
-    return build_atlas(agreements, answers[::-1], lambda t: f" <{t}>".encode(), COSTS, shown)
+    return build_atlas(agreements, run_of(*answers), COSTS, telling_prompts(agreements))
 
 
 def test_counts_alpha_and_lost_speedup_of_classes(atlas):
@@ -124,19 +154,23 @@ def test_counts_alpha_and_lost_speedup_of_classes(atlas):
 
 
 def test_a_position_without_a_proposal_is_an_empty_token():
-    def spell(token):
-        assert token >= 0
-        return b"y"
-
-    answer = Answer("a", [b"x", b"\n"] * 8, [0.0] * 16)
-    agreement = Agreement("a", None, 8.0, 16, [0.0, 1.0] * 8, [-1, 2] * 8)
-    atlas = build_atlas([agreement], [answer], spell, COSTS, ["a"])
+    answer = Answer("a", [], [0, 3] * 8, [0.0] * 16)
+    agreement = Agreement("a", None, 8.0, 16, [0.0, 1.0] * 8, [-1, 4] * 8)
+    atlas = build_atlas([agreement], run_of(answer), COSTS, ["a"])
     (wrong,) = atlas.classes[0].examples
     assert (wrong.target, wrong.draft, wrong.count) == ("x", "", 8)
     assert atlas.heat_map[0].guesses == ["", "y"] * 8
 
 
-def test_acceptance_by_place_entropy_and_rule(atlas):
+def test_what_is_no_text_has_no_class_of_its_own():
+    answer = Answer("a", [], [0, 1], [0.0] * 2)
+    run = dataclasses.replace(run_of(answer), special=frozenset({1}))
+    atlas = build_atlas([Agreement("a", None, 0.0, 2, [0.0] * 2, [1, 1])], run, COSTS, ["a"])
+    assert atlas.heat_map[0].tokens == ["x", ""]
+    assert atlas.heat_map[0].guesses == [" =", " ="]  # what the draft takes for it has its name
+
+
+def test_acceptance_by_place_and_entropy(atlas):
     places = [(b.low, b.high, b.positions) for b in atlas.by_output_position]
     assert places == [(1, 8, 12), (9, 16, 8), (17, 32, 4)]
     entropy = {(b.low, b.high): (b.positions, b.alpha.mean) for b in atlas.by_entropy}
@@ -146,10 +180,6 @@ def test_acceptance_by_place_entropy_and_rule(atlas):
         (1.0, 2.0): (20, 0.75),
         (4.0, None): (1, 0.0),
     }
-    (rule,) = atlas.verification_rules
-    assert rule.temperature == 0.6
-    assert rule.exact.model_dump() == {"mean": 0.8, "ci95": (0.8, 0.8), "n": 1}
-    assert rule.target_probability.mean == 0.4
 
 
 def test_the_heat_map_leaves_out_answers_that_show_too_little(atlas):

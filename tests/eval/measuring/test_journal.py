@@ -16,11 +16,10 @@ from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring.evaluation import Plan, evaluate
 from eval.measuring.journal import Journal
-from eval.measuring.metrics import Agreement, PromptRun, StepCosts
+from eval.measuring.runs import PromptRun, StepCosts
 from eval.prompts import Prompt, PromptSet
 
 RUN = PromptRun("p1", None, 7, [3, 4, 5], 0.1 + 0.2, [1 / 3], [2], [3], [1], True)
-AGREEMENT = Agreement("p1", "odd", 1.5, 2, [1.0, 0.5], [3, 9], {0.6: {"exact": 1 / 3}, 1.0: {}})
 COSTS = StepCosts(1e-3, 2e-3, {1: 2e-3, 2: 0.1 + 0.2}, 60)
 
 
@@ -58,7 +57,7 @@ def test_a_second_process_measures_only_what_is_missing(tmp_path, capsys):
     assert not path.exists()  # the next evaluation measures everything
 
 
-@pytest.mark.parametrize("value", [RUN, AGREEMENT, COSTS])
+@pytest.mark.parametrize("value", [RUN, COSTS])
 def test_what_is_read_back_is_what_was_written(tmp_path, value):
     path = tmp_path / "measured.jsonl"
     first = begun(path).once("one", lambda: value, type(value).from_json)
@@ -179,14 +178,15 @@ def test_an_evaluation_depends_on_models_prompts_and_settings(tiny_llama, drafte
     def prompts(*ids, **fields):
         return PromptSet("made up", [Prompt("p", prompt="unused", **fields)], [[1, *ids]])
 
-    def asked(seed=None, other=None, tuning=None, shown=None, plan=None, **how):
+    def asked(seed=None, other=None, path="draft", tuning=None, shown=None, plan=None, **how):
         class Told(Journal):
             def begin(self, *what):
                 raise BegunError(json.dumps(what))
 
         weights = decoder if seed is None else build_decoder(tiny_llama(seed), 60)
         target = Target("tiny", model, None, weights, frozenset({60}))
-        draft = drafter(decoder if other is None else build_decoder(tiny_llama(other), 60))
+        other = decoder if other is None else build_decoder(tiny_llama(other), 60)
+        draft = drafter(other, path=path)
         settings = {"sampling": Sampling(), "stops": target.stops, "max_new_tokens": 8} | how
         with pytest.raises(BegunError) as begun:
             evaluate(
@@ -196,7 +196,7 @@ def test_an_evaluation_depends_on_models_prompts_and_settings(tiny_llama, drafte
         return str(begun.value)
 
     changes = [
-        *({"seed": 1}, {"other": 1}),
+        *({"seed": 1}, {"other": 1}, {"path": "lookup-first:draft"}),
         *({"shown": prompts(4)}, {"shown": prompts(2, category="odd")}, {"tuning": prompts(4)}),
         *({"sampling": Sampling(0.7)}, {"sampling": Sampling(0.7, 9)}),
         *({"sampling": Sampling(0.7, None, 0.9)}, {"stops": frozenset({59})}),

@@ -7,10 +7,10 @@ import random
 import numpy as np
 import pytest
 
-from eval.measuring import metrics
-from eval.measuring.log import Agreement, DraftLog, PromptRun, StepCosts
-from eval.measuring.metrics import NothingToMeasure, replayed_blocks, replayed_tau
-from eval.reporting.report import Measured
+from eval.measuring import intervals, metrics
+from eval.measuring.intervals import Measured, NothingToMeasure
+from eval.measuring.metrics import replayed_blocks, replayed_tau
+from eval.measuring.runs import Agreement, DraftLog, PromptRun, StepCosts, check_runs
 
 COSTS = StepCosts(
     draft_step=0.1,
@@ -18,12 +18,12 @@ COSTS = StepCosts(
     target_verify={1: 1.0, 2: 1.1, 3: 1.2, 4: 1.4},
     context_length=9,
 )
-BOOTSTRAP = metrics.bootstrap_totals
+BOOTSTRAP = intervals.bootstrap_totals
 
 
 @pytest.fixture(autouse=True)
 def all_resamples(monkeypatch):
-    monkeypatch.setattr(metrics, "bootstrap_totals", BOOTSTRAP)
+    monkeypatch.setattr(intervals, "bootstrap_totals", BOOTSTRAP)
 
 
 def make_run(
@@ -102,7 +102,7 @@ def test_tau_counts_the_bonus_token_and_neither_prefill_nor_cut_block():
 def test_a_block_with_an_accepted_end_of_text_counts_as_one_where_it_was_missed():
     """Dropping the one and keeping the other would select blocks by their outcome."""
     ended = ended_run(accepted=(1, 2))  # 2 tokens, then 2 of which the last is the end
-    metrics.check_runs([ended])
+    check_runs([ended])
     assert metrics.tau([ended]).mean == (2 + 2) / 2
     assert metrics.accepted_over_drafted([ended]).mean == 3 / 4
     assert [place.drafts for place in metrics.per_position([ended])] == [2, 2]
@@ -119,60 +119,52 @@ def test_only_a_whole_last_draft_may_go_without_a_bonus_token(block, accepted, d
     run.block_tokens[block] -= 1
     run.tokens.pop()
     with pytest.raises(ValueError, match=f"block {block} emitted"):
-        metrics.check_runs([run])
+        check_runs([run])
 
 
 def test_what_the_prefill_emitted_belongs_to_no_block():
     run = make_run(seconds=(2.0, 2.0, 3.0))
     run.tokens += [7, 7]
     run.prefill_tokens = 3
-    metrics.check_runs([run])
+    check_runs([run])
     assert metrics.tau([run]).mean == 2.0
     assert metrics.itl_ms([run]).tokens == 6
     assert metrics.tokens_per_s([run]).mean == pytest.approx(9 / 8)
     run.prefill_tokens = 2
     with pytest.raises(ValueError, match=r"9 tokens, but 2 \+ 6 were emitted"):
-        metrics.check_runs([run])
+        check_runs([run])
 
 
 def test_without_drafted_tokens_in_the_log_blocks_are_not_checked():
     run = make_run(accepted=(0, 0), drafted=(0, 0), seconds=(1.0, 1.0))
     run.block_tokens, run.tokens = [3, 4], [1] * 8
-    metrics.check_runs([run], blocks=False)
+    check_runs([run], blocks=False)
     with pytest.raises(ValueError, match="block 0 emitted 3 tokens with 0 accepted"):
-        metrics.check_runs([run])
+        check_runs([run])
 
 
 @pytest.mark.parametrize(
-    ("agreed", "gamma", "stopped", "blocks"),
+    ("agreed", "gamma", "blocks"),
     [
-        ("1111111", 2, False, [3, 3]),  # prefill, 3, 3 tokens
-        ("1011011", 2, False, [1, 3]),  # prefill, a wrong one corrected, 3 tokens, one left
-        ("0111", 3, False, []),  # no room for a draft of 3 and the bonus token
-        ("01111", 3, False, [4]),
+        ("1111111", 2, [3, 3]),  # prefill, 3, 3 tokens
+        ("1011011", 2, [1, 3]),  # prefill, a wrong one corrected, 3 tokens, one left
+        ("0111", 3, []),  # no room for a draft of 3 and the bonus token
+        ("01111", 3, [4]),
         # shorter drafts near the end count, the last one does not
-        ("1100000", 3, False, [2, 1, 1, 1]),
-        ("1000000", 1, False, [1, 1, 1, 1, 1]),
-        ("", 2, False, []),
-        # the last token ends the text: its block counts whether it was drafted or not
-        ("0111", 3, True, [3]),
-        ("0111", 2, True, [3]),
-        ("0110", 3, True, [3]),
-        ("0110", 1, True, [2, 1]),
-        ("0111", 1, True, [2, 1]),
-        ("0", 2, True, []),
+        ("1100000", 3, [2, 1, 1, 1]),
+        ("1000000", 1, [1, 1, 1, 1, 1]),
+        ("", 2, []),
     ],
 )
-def test_blocks_by_replay(agreed, gamma, stopped, blocks):
-    assert replayed_blocks([mark == "1" for mark in agreed], gamma, stopped) == blocks
+def test_blocks_by_replay(agreed, gamma, blocks):
+    assert replayed_blocks([mark == "1" for mark in agreed], gamma) == blocks
 
 
-def test_replayed_tau_of_an_answer_that_ends_by_itself():
-    cut = Agreement("a", None, 3.0, 4, [0.0, 1.0, 1.0, 1.0])
-    ended = Agreement("b", None, 3.0, 4, [0.0, 1.0, 1.0, 1.0], stopped=True)
-    assert replayed_tau([ended], 3).mean == 3
+def test_replayed_tau_leaves_out_answers_without_a_whole_block():
+    short = Agreement("a", None, 3.0, 4, [0.0, 1.0, 1.0, 1.0])
     with pytest.raises(NothingToMeasure):
-        replayed_tau([cut], 3)
+        replayed_tau([short], 3)
+    assert replayed_tau([short], 2).mean == 3
 
 
 def test_tau_of_the_baseline_is_one():
@@ -221,9 +213,25 @@ def test_costs():
         metrics.verify_ratio(COSTS, 4)
 
 
+def test_costs_in_milliseconds_are_the_same_read_back():
+    costs = dataclasses.replace(COSTS, draft_block=0.5)
+    assert metrics.Costs.of(costs).draft_block_ms == 500
+    assert metrics.Costs.of(costs).steps() == costs
+
+
 def test_predicted_speedup():
     # tau 2 at gamma 2: 2 * 1 / (2 * 0.1 + 1.2)
     assert metrics.predicted_speedup([make_run()], COSTS).mean == pytest.approx(2 / 1.4)
+
+
+def test_what_was_looked_up_takes_no_draft_step():
+    run = make_run()
+    run.free = [2, 0, 2]  # of 6 drafted tokens 2 took a step: 2/3 a call
+    assert metrics.mean_drafted([run]) == 2
+    assert metrics.mean_drafted([run], stepped=True) == pytest.approx(2 / 3)
+    predicted = metrics.predicted_speedup([run], COSTS)
+    assert predicted.mean == pytest.approx(2 / (0.1 * 2 / 3 + 1.2))
+    assert metrics.c(COSTS) == 0.1  # a step costs what it costs
 
 
 def test_speedup_is_per_emitted_token_with_prefill():
@@ -427,9 +435,9 @@ def test_looped_against_a_plain_loop(seed):
 
 def test_the_bootstrap_is_repeatable_and_draws_whole_rows():
     columns = np.arange(12, dtype=float).reshape(6, 2)
-    totals = metrics.bootstrap_totals(columns)
+    totals = intervals.bootstrap_totals(columns)
     assert totals.shape == (10_000, 2)
-    assert np.array_equal(totals, metrics.bootstrap_totals(columns))
+    assert np.array_equal(totals, intervals.bootstrap_totals(columns))
     # each row is (2k, 2k + 1): over 6 drawn rows the second column is always 6 more
     assert np.array_equal(totals[:, 1] - totals[:, 0], np.full(10_000, 6.0))
     assert totals.mean(axis=0) == pytest.approx(columns.sum(axis=0), rel=0.02)
@@ -437,19 +445,19 @@ def test_the_bootstrap_is_repeatable_and_draws_whole_rows():
 
 def test_the_bootstrap_of_many_prompts_is_chunked_without_changing_its_kind():
     columns = np.ones((5_000, 2))
-    assert (metrics.bootstrap_totals(columns, resamples=1_000) == 5_000).all()
+    assert (intervals.bootstrap_totals(columns, resamples=1_000) == 5_000).all()
 
 
 def test_a_group_is_drawn_as_a_whole():
     rows = [(float(i), float(i + 1)) for i in range(1, 12, 2)]
     groups = ["x", None, "y", "x", None, "y"]
-    measured = metrics.measure("it", rows, groups=groups)
+    measured = intervals.measure("it", rows, groups=groups)
     # the same as four rows that were added up before, which is the cluster bootstrap
-    added = metrics.measure("it", [(8, 10), rows[1], (16, 18), rows[4]])
+    added = intervals.measure("it", [(8, 10), rows[1], (16, 18), rows[4]])
     assert measured.mean == pytest.approx(added.mean)
     assert measured.ci95 == added.ci95
     assert (measured.n, added.n) == (6, 4)
-    assert metrics.measure("it", rows, groups=[None] * 6) == metrics.measure("it", rows)
+    assert intervals.measure("it", rows, groups=[None] * 6) == intervals.measure("it", rows)
 
 
 def plain_cluster_interval(agreements):
@@ -495,7 +503,7 @@ def simulate(rng, alpha, gamma, prompts=60, blocks=15):
 
 
 def test_intervals_cover_the_truth_about_95_times_in_100(monkeypatch):
-    monkeypatch.setattr(metrics, "bootstrap_totals", _fewer_resamples(metrics.bootstrap_totals))
+    monkeypatch.setattr(intervals, "bootstrap_totals", fewer_resamples)
     rng = np.random.default_rng(1)
     alpha, gamma, trials = 0.6, 3, 300
     tau = sum(alpha**i for i in range(gamma + 1))
@@ -512,7 +520,7 @@ def test_intervals_cover_the_truth_about_95_times_in_100(monkeypatch):
 @pytest.mark.parametrize(("grouped", "low", "high"), [(True, 0.85, 0.985), (False, 0, 0.7)])
 def test_intervals_cover_where_documents_differ_in_difficulty(monkeypatch, grouped, low, high):
     """Mutant: without their groups, clauses of one document pass for independent prompts."""
-    monkeypatch.setattr(metrics, "bootstrap_totals", _fewer_resamples(metrics.bootstrap_totals))
+    monkeypatch.setattr(intervals, "bootstrap_totals", fewer_resamples)
     rng = np.random.default_rng(3)
     trials, hits = 200, 0
     for _ in range(trials):
@@ -528,7 +536,7 @@ def test_intervals_cover_where_documents_differ_in_difficulty(monkeypatch, group
 
 def test_intervals_cover_where_prompts_differ_in_difficulty(monkeypatch):
     """A bootstrap over tokens would fail this: tokens of one prompt are alike."""
-    monkeypatch.setattr(metrics, "bootstrap_totals", _fewer_resamples(metrics.bootstrap_totals))
+    monkeypatch.setattr(intervals, "bootstrap_totals", fewer_resamples)
     rng = np.random.default_rng(2)
     trials, hits = 300, 0
     for _ in range(trials):
@@ -539,8 +547,8 @@ def test_intervals_cover_where_prompts_differ_in_difficulty(monkeypatch):
     assert 0.91 <= hits / trials <= 0.985
 
 
-def _fewer_resamples(bootstrap):
-    return lambda columns: bootstrap(columns, resamples=800)
+def fewer_resamples(columns, bootstrap=intervals.bootstrap_totals):
+    return bootstrap(columns, resamples=800)
 
 
 def covers(measured, truth):
@@ -579,7 +587,7 @@ def test_zero_time_is_an_error_not_infinity():
     with pytest.raises(ValueError, match="speedup is not a finite number"):
         metrics.speedup([idle], [make_baseline()])
     with pytest.raises(ValueError, match="a time is zero"):
-        metrics.check_runs([idle])
+        check_runs([idle])
     with pytest.raises(ValueError, match="the target's above 0"):
         metrics.c(StepCosts(0.1, 0.0, {1: 1.0}, 9))
 
@@ -616,12 +624,12 @@ def test_a_log_that_contradicts_itself_is_refused(change, message):
     for name, value in change.items():
         setattr(run, name, value)
     with pytest.raises(ValueError, match=message):
-        metrics.check_runs([run])
+        check_runs([run])
 
 
 def test_good_logs_pass_and_doubles_do_not():
     runs = random_runs(random.Random(0))
-    metrics.check_runs(runs)
+    check_runs(runs)
     assert all(math.isfinite(run.seconds) for run in runs)
     with pytest.raises(ValueError, match="occurs twice"):
-        metrics.check_runs([runs[0], runs[0]])
+        check_runs([runs[0], runs[0]])

@@ -11,8 +11,8 @@ from eval.decoding.forward import KVCache
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
-from eval.measuring.log import StepCosts
 from eval.measuring.replay import Place, best_length, blocks, places, spent
+from eval.measuring.runs import StepCosts
 from eval.prompts import Prompt, PromptSet
 
 VOCAB = 12

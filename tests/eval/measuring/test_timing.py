@@ -9,7 +9,7 @@ from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring import metrics, timing
-from eval.measuring.log import StepCosts
+from eval.measuring.runs import StepCosts
 from eval.measuring.timing import (
     ALONE,
     choose_gamma,

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from eval.measuring.atlas import Answer
     from eval.prompts import Prompt
 
 Floats = NDArray[np.float64]
@@ -20,7 +19,7 @@ Floats = NDArray[np.float64]
 class PromptRun:
     """One prompt decoded once, with a draft or without (the baseline).
 
-    Decoded alone, its seconds are its own; in a `Batch` they are those of all rows together. The
+    Decoded alone, its seconds are its own; in a batch they are those of all rows together. The
     first token comes from the prefill, each later one from a *block*: one target call.
     `tokens` has prefill_tokens + sum(block_tokens) entries, EOS included where it was emitted.
     """
@@ -80,14 +79,60 @@ class PromptRun:
         """How many blocks count towards tau: all but a last one that was cut."""
         return len(self.block_tokens) - int(self.last_truncated and bool(self.block_tokens))
 
+    def problem(self, blocks: bool) -> str | None:
+        """How it contradicts itself; blocks: whether drafted and accepted tokens are known."""
+        calls, first = len(self.block_tokens), self.prefill_tokens
+        if not len(self.block_seconds) == len(self.drafted) == len(self.accepted) == calls:
+            return "block_seconds, block_tokens, drafted and accepted differ in length"
+        if first < 1 or len(self.tokens) != first + sum(self.block_tokens):
+            return f"{len(self.tokens)} tokens, but {first} + {sum(self.block_tokens)} were emitted"
+        if self.prefill_seconds <= 0 or any(seconds <= 0 for seconds in self.block_seconds):
+            return "a time is zero or negative"
+        counts = zip(self.block_tokens, self.drafted, self.accepted, strict=True)
+        for i, (emitted, drafted, accepted) in enumerate(counts if blocks else ()):
+            cut = i == calls - 1 and self.last_truncated
+            # a drafted token that ends the text is the end of its draft, and nothing follows it
+            ended = i == calls - 1 and 1 <= emitted == accepted == drafted
+            if not 0 <= accepted <= drafted:
+                return f"block {i} accepted {accepted} of {drafted} drafted tokens"
+            if not (emitted == accepted + 1 or ended or (cut and 1 <= emitted <= accepted)):
+                return (
+                    f"block {i} emitted {emitted} tokens with {accepted} accepted (one more is due)"
+                )
+        return None
+
+
+def check_runs(runs: Sequence[PromptRun], blocks: bool = True) -> None:
+    """Raise ValueError, naming the prompt, for a log that contradicts itself."""
+    seen: set[str] = set()
+    for run in runs:
+        problem = "it occurs twice" if run.prompt_id in seen else run.problem(blocks)
+        if problem:
+            raise ValueError(f"the log of prompt {run.prompt_id!r} cannot be used: {problem}")
+        seen.add(run.prompt_id)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The target's answer that alpha was taken on, in token ids; shared by all drafts.
+
+    prompt: all that it was given. entropy: bits of the target's distribution that each token was
+    drawn from, at temperature 1. before: the text that it continues, empty after a chat template.
+    """
+
+    prompt_id: str
+    prompt: list[int]
+    tokens: list[int]
+    entropy: list[float]
+    before: bytes = b""
+
 
 @dataclass
 class Agreement:
     """sum_x min(p, q) summed over the positions of one target-generated answer, teacher-forced.
 
     At temperature 0 a position adds 1 where argmax p = argmax q, else 0. values: what each position
-    added. guesses: argmax q at each, as a target id. rules: at temperatures to compare, the sums
-    that `rule_acceptance` (eval/measuring/agreement.py) gives; empty where they were not taken.
+    added. guesses: argmax q at each, as a target id; -1 where nothing is proposed.
     """
 
     prompt_id: str
@@ -96,14 +141,7 @@ class Agreement:
     positions: int
     values: list[float] = field(default_factory=list)
     guesses: list[int] = field(default_factory=list)
-    rules: dict[float, dict[str, float]] = field(default_factory=dict)
     group: str | None = None
-    stopped: bool = False  # the answer ends with a stop token, not at the length limit
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        rules = {float(temperature): sums for temperature, sums in fields["rules"].items()}
-        return cls(**fields | {"rules": rules})
 
 
 @dataclass
@@ -160,10 +198,8 @@ class DraftLog:
     What an engine cannot measure is None, and `missing` says why: report field -> reason.
     gamma: the draft length chosen for this draft. memory: {target_bytes, draft_bytes,
     kv_bytes_per_token: {target, draft}} in the form measured. lossless: the ledger of greedy texts.
-    gamma_sweep: measured points {gamma, tau, speedup}. other_prompts: {source, sha256, alpha}.
-    by_temperature: (runs, baseline runs) by the temperature they were decoded at. counters: a
-    server's own. free_share: of the drafted tokens, those that took no step of the draft. alike,
-    q_rows: as of a Drafter (eval/decoding/drafters/base.py).
+    gamma_sweep: measured points {gamma, tau, speedup}. counters: a server's own. free_share: of the
+    drafted tokens, those that took no step of the draft.
     """
 
     name: str
@@ -180,15 +216,9 @@ class DraftLog:
     memory: dict[str, Any] | None = None
     full_form_bytes: int | None = None
     gamma_sweep: list[dict[str, Any]] = field(default_factory=list)
-    other_prompts: dict[str, Any] | None = None
     by_batch_size: list[dict[str, Any]] = field(default_factory=list)
-    by_temperature: dict[float, tuple[list[PromptRun], list[PromptRun]]] = field(
-        default_factory=dict
-    )
     counters: dict[str, Any] | None = None
     free_share: float = 0.0
-    alike: bool = True
-    q_rows: int = 0
     missing: dict[str, str] = field(default_factory=dict)
 
 
@@ -198,7 +228,8 @@ class RunLog:
 
     over_stock_generate: tokens/s of the baseline over stock `generate`, {mean, ci95, n}, None where
     the baseline is stock. answers: the texts that alpha was taken on. spell: bytes of a token id.
-    target_quantization: of the file the target's weights came from, None where they were whole.
+    special: ids that are no text. target_quantization: of the file the target's weights came from,
+    None where they were whole.
     """
 
     target: str
@@ -211,4 +242,5 @@ class RunLog:
     over_stock_generate: Any = None
     answers: list[Answer] = field(default_factory=list)
     spell: Callable[[int], bytes] = lambda token: b""
+    special: frozenset[int] = frozenset()
     target_quantization: str | None = None

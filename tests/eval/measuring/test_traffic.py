@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from eval.measuring.build import build_report
-from eval.measuring.drift import (
+from eval.measuring.intervals import share
+from eval.measuring.traffic import (
     Acceptance,
     Estimate,
     NotComparable,
@@ -16,7 +16,7 @@ from eval.measuring.drift import (
     drafts_lacking,
     measured_acceptance,
 )
-from eval.measuring.metrics import share
+from eval.reporting.report import build_report
 
 GAMMA = 3
 

@@ -15,9 +15,9 @@ from statistics import NormalDist
 
 import numpy as np
 
-from eval.measuring.log import Floats
-from eval.measuring.metrics import measure, share
-from eval.reporting.report import DraftReport, Measured
+from eval.measuring.intervals import Measured, measure, share
+from eval.measuring.runs import Floats
+from eval.reporting.report import DraftReport
 
 FALSE_ALARMS = 0.01  # of calls whose traffic has not moved, at most
 FEW_PROMPTS = 8  # from fewer, a bootstrap's interval is too narrow to test with
@@ -90,15 +90,13 @@ def measured_acceptance(draft: DraftReport, engine: str) -> Acceptance:
             )
         per_position = draft.per_position or []
         places = [Estimate.of(place.marginal, place.drafts) for place in per_position]
-        by_category = {
-            name: one.tau for name, one in draft.by_category.items() if one.tau is not None
-        }
+        by_category = {name: c.tau for name, c in draft.by_category.items() if c.tau is not None}
     if not places:
         raise NotComparable(
             "it has no acceptance by position with intervals: measure again with this version."
         )
-    enough = {name: one for name, one in by_category.items() if one.n >= FEW_PROMPTS}
-    return Acceptance(places, {name: Estimate.of(one, one.n) for name, one in enough.items()})
+    enough = {name: tau for name, tau in by_category.items() if tau.n >= FEW_PROMPTS}
+    return Acceptance(places, {name: Estimate.of(tau, tau.n) for name, tau in enough.items()})
 
 
 def counted_acceptance(counts: Floats, report: Acceptance) -> Acceptance:
@@ -107,8 +105,8 @@ def counted_acceptance(counts: Floats, report: Acceptance) -> Acceptance:
     drafts = float(counts[0])
     return Acceptance(
         [
-            Estimate(accepted / drafts, one.error * math.sqrt(one.drafts / drafts), drafts)
-            for accepted, one in zip(counts[3:].tolist(), report.positions, strict=True)
+            Estimate(accepted / drafts, place.error * math.sqrt(place.drafts / drafts), drafts)
+            for accepted, place in zip(counts[3:].tolist(), report.positions, strict=True)
         ],
         {},
     )
@@ -129,9 +127,9 @@ def answered_acceptance(
     _check_lengths(counts, report)
     categories = {}
     for name in sorted({name for name, _ in answers if name is not None}):
-        own = [(row[0] + row[2], row[0]) for of, row in answers if of == name]
-        if len(own) >= FEW_PROMPTS:
-            categories[name] = Estimate.of(measure(f"tau of {name}", own), len(own))
+        emitted = [(row[0] + row[2], row[0]) for of, row in answers if of == name]
+        if len(emitted) >= FEW_PROMPTS:
+            categories[name] = Estimate.of(measure(f"tau of {name}", emitted), len(emitted))
     return Acceptance(
         [
             Estimate.of(share("acceptance", [(None, row[i], row[0]) for row in rows]), counts[0])
@@ -168,38 +166,28 @@ def compare(report: Acceptance, traffic: Acceptance) -> list[Difference]:
     both = [name for name in report.categories if name in traffic.categories]
     number = len(report.positions) + len(both)
     critical = NormalDist().inv_cdf(1 - FALSE_ALARMS / number / 2)
-    found = [
-        Difference(f"position {i}", one, other, critical * _error_of_shares(one, other))
-        for i, (one, other) in enumerate(
-            zip(report.positions, traffic.positions, strict=True), start=1
-        )
+    places = enumerate(zip(report.positions, traffic.positions, strict=True), start=1)
+    differences = [
+        Difference(f"position {i}", *sides, critical * _error_of_shares(*sides))
+        for i, sides in places
     ]
     for name in both:
-        one, other = report.categories[name], traffic.categories[name]
-        found.append(
-            Difference(
-                f"category {name}", one, other, critical * math.hypot(one.error, other.error)
-            )
-        )
-    return found
+        sides = report.categories[name], traffic.categories[name]
+        error = math.hypot(*(side.error for side in sides))
+        differences.append(Difference(f"category {name}", *sides, critical * error))
+    return differences
 
 
-def _error_of_shares(one: Estimate, other: Estimate) -> float:
+def _error_of_shares(report: Estimate, traffic: Estimate) -> float:
     """Of their difference; each error at least that of as many independent drafts."""
-    pooled = (one.mean * one.drafts + other.mean * other.drafts) / (one.drafts + other.drafts)
+    accepted = report.mean * report.drafts + traffic.mean * traffic.drafts
+    pooled = accepted / (report.drafts + traffic.drafts)
     least = math.sqrt(pooled * (1 - pooled))
-    return math.hypot(*(max(side.error, least / math.sqrt(side.drafts)) for side in (one, other)))
-
-
-def compare_alpha(report: Measured, traffic: Measured) -> Difference:
-    """alpha on other prompts against the report's."""
-    one, other = Estimate.of(report, report.n), Estimate.of(traffic, traffic.n)
-    critical = NormalDist().inv_cdf(1 - FALSE_ALARMS / 2)
-    return Difference("alpha", one, other, critical * math.hypot(one.error, other.error))
+    return math.hypot(*(max(s.error, least / math.sqrt(s.drafts)) for s in (report, traffic)))
 
 
 def drafts_lacking(report: Acceptance, traffic: Acceptance) -> int:
     """How many more make the traffic's first position as certain as the report's; 0: enough."""
-    one, other = report.positions[0], traffic.positions[0]
-    enough = other.drafts * (other.error / one.error) ** 2 if one.error else one.drafts
-    return max(0, round(enough - other.drafts))
+    known, new = report.positions[0], traffic.positions[0]
+    enough = new.drafts * (new.error / known.error) ** 2 if known.error else known.drafts
+    return max(0, round(enough - new.drafts))

@@ -1,0 +1,44 @@
+"""What processes do that test_process.py starts."""
+
+import os
+import resource
+import time
+
+import torch
+from accelerate import PartialState
+from transformers import TrainingArguments
+
+from align.process import join_processes, use_machine
+
+
+def let_tensors_die(megabytes, growing):
+    """Prints the page faults, and the pages still held, of tensors that die one after the other.
+
+    growing: each is a little larger than the one before, and something small outlives it.
+    """
+
+    def faults_and_pages():
+        with open("/proc/self/statm") as pages:
+            resident = int(pages.read().split()[1])
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt, resident
+
+    use_machine()
+    torch.ones(megabytes << 18)
+    before = faults_and_pages()
+    alive = []
+    for more in range(8 if growing else 40):
+        torch.ones((megabytes << 18) + growing * more * (megabytes << 14))
+        if growing:
+            alive.append(torch.ones(1 << 16))
+    print(*(b - a for a, b in zip(before, faults_and_pages(), strict=True)))
+
+
+def wait_for_the_first(timeout):
+    """One process works for two seconds while the other waits, as for the trainer's arguments."""
+    os.environ["ACCELERATE_USE_CPU"] = "true"  # as the launcher does
+    print("here:", join_processes(True, timeout), flush=True)
+    TrainingArguments(use_cpu=True)
+    with PartialState().main_process_first():
+        if PartialState().is_main_process:
+            time.sleep(2)
+    print("together", flush=True)
