@@ -65,7 +65,7 @@ def refuse_another_run(recipe: Recipe) -> None:
         )
 
 
-def claim_folder(recipe: Recipe, pair: Pair, prompts: Prompts, plan: Plan | None) -> None:
+def claim_folder(recipe: Recipe, pair: Pair, prompts: Prompts, plan: Plan | None = None) -> None:
     """Write recipe, verdict, map and prompts: from here on the folder is this recipe's.
 
     All checks have passed by then, and minutes of work follow. plan: what was decided before.

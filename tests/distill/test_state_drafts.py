@@ -207,7 +207,7 @@ def test_a_step_in_small_batches_is_that_of_a_large_one(answered, tmp_path, kind
         keys |= {"max_steps": 2, "save_strategy": "no"}
         other = dataclasses.replace(recipe, training=recipe.training | keys)
         prepared = prepare_draft(other, pair, target, answers)
-        draft = distil_draft(other, pair, prepared, answers)
+        draft = distil_draft(other, pair, prepared, answers, other.training["max_steps"])
         weights.append({name: w.detach() for name, w in draft.named_parameters()})
     for name, weight in weights[0].items():
         torch.testing.assert_close(weight, weights[1][name], rtol=1e-4, atol=1e-5)
@@ -249,7 +249,7 @@ def test_a_dry_run_prices_it(job, tmp_path, kind, capsys):
     recipe = job(tmp_path / "run", **MADE, drafter=kind, dry_run=True)
     price_run(recipe)
     out = capsys.readouterr().out
-    assert "training (40 steps)" in out
+    assert "training: 40 steps" in out
 
 
 @pytest.mark.parametrize(

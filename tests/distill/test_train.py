@@ -131,7 +131,7 @@ def test_a_run_with_another_learning_rate_trains_on_the_first_ones_answers_at_on
 ):
     trained_on, seconds = [], []
 
-    def distil(recipe, pair, prepared, answers):
+    def distil(recipe, pair, prepared, answers, steps):
         trained_on.append([answer.text.tolist() for answer in answers])
         raise KeyboardInterrupt
 
@@ -178,6 +178,7 @@ def test_a_finished_run_keeps_what_is_needed_and_can_be_run_again(job, tmp_path,
     assert {path.name for path in folder.iterdir()} == {
         *(
             "recipe.yaml",
+            "plan.json",
             "provenance.json",
             "vocab_check.json",
             "prompts",
