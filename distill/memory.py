@@ -8,6 +8,7 @@ docs/memory.md holds the formulas against peaks that were measured.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -168,21 +169,23 @@ def _distilling(recipe: Recipe, model: PreTrainedModel, width: int, answer: int)
     hidden, layers = config.hidden_size, config.num_hidden_layers
     bf16 = args.get("bf16", not args.get("fp16", False))
     product = 2 if bf16 else 4  # bytes of what a product reads and gives
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embedding: Any = model.get_input_embeddings()
+    head = model.get_output_embeddings().weight
     weights = _numbers(model)
-    trained = weights if embedding is head else weights - embedding.numel()
+    trained = weights if embedding.weight is head else weights - _numbers(embedding)
     if recipe.use_peft:
         trained = _in_adapters(recipe, model)
         weights += trained
-    of_a_layer = rows * width * (4 * product * _inner(config) + (12 * product + 14) * hidden)
-    kept = layers * of_a_layer
+    # what a layer keeps for its gradients: of the MLP, and of norms and attention, partly in fp32
+    of_a_layer = rows * width * (4 * product * _inner(config) + 38 * hidden)
+    kept, again = layers * of_a_layer, 0
     if args.get("activation_checkpointing", False):
-        kept = layers * rows * width * hidden * 4
+        kept, again = layers * rows * width * 4 * hidden, of_a_layer
     kept += 4 * rows * width**2  # the mask
     copies = trained * product if bf16 else 0  # by autocast, of what is trained
     chunk = min(CHUNK, rows * answer) * len(head) * LOGIT_BYTES + head.numel() * product
     # gradients come as activations go
-    live = max(kept, 4 * trained) + max(chunk, of_a_layer) + copies
+    live = max(kept, 4 * trained) + max(chunk, again) + copies
     return Stage(
         "distilling",
         draft=4 * weights,

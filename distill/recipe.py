@@ -158,7 +158,7 @@ class Recipe:
     gamma: Count | None = None  # draft length; null chooses it on prompts that are not evaluated
     max_gamma: Count = 6  # longest draft length tried
     lookup_first: bool = False  # measure the draft behind prompt lookup, too: what repeats is free
-    speed_prompts: Count = 40  # evaluation prompts that are timed, drawn with the seed
+    speed_prompts: Count = 40  # evaluation prompts that are timed; with minutes at most
     tuning_prompts: Count = 8  # training prompts set aside for choosing gamma
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of target and saved draft
     dry_run: bool = False  # check and price the run, then stop
@@ -275,9 +275,9 @@ def build_recipe(values: dict[str, Any]) -> Recipe:
     return recipe
 
 
-def dump(values: dict[str, Any]) -> str:
-    """A resolved recipe's keys as YAML, which is a recipe too."""
-    return yaml_text(values) + "\n"
+def dump(recipe: Recipe, **decided: Any) -> str:
+    """The resolved recipe as YAML, which is a recipe too. decided: in place of its own keys."""
+    return yaml_text(recipe.values() | decided) + "\n"
 
 
 def comments() -> dict[str, str]:

@@ -87,7 +87,7 @@ def write_recipe(recipe: Recipe, plan: Plan | None) -> None:
     """`recipe.yaml`: the recipe with all that was decided, so that it repeats the run."""
     if PartialState().is_main_process:
         with atomic_file(recipe.folder / "recipe.yaml") as file:
-            file.write(dump(recipe.values() | ({} if plan is None else plan.decided())))
+            file.write(dump(recipe, **({} if plan is None else plan.decided())))
 
 
 def provenance(
