@@ -94,6 +94,9 @@ class _Progress(ProgressCallback):
         if self.training_bar is not None:
             self.training_bar.set_description("distil")
 
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
+        """No bar of its own: held-out prompts are few."""
+
     def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
         if self.training_bar is not None and "learning_rate" in logs:  # not the final totals
             self.training_bar.set_postfix_str(
@@ -127,7 +130,9 @@ class SameOrder(LengthGroupedSampler):
 class DraftTrainer(SFTTrainer):
     """A loss of distill/losses.py on response tokens, against the cache (2310.08461).
 
-    Any number of processes computes the same steps; as many as began go on from a checkpoint.
+    trl's own DistillationTrainer teaches on what the draft writes, the target in memory or a server
+    asked at each step; it reads no distributions that are kept, and no head with other rows. Any
+    number of processes computes the same steps; as many as began go on from a checkpoint.
     """
 
     def __init__(

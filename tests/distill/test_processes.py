@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import subprocess
 import sys
 import time
@@ -16,37 +15,31 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
 
+from distill import held_out, prompt_sets, train
 from distill.held_out import HELD_OUT, read_followed
-from distill.recipe import dump
+from distill.recipe import RecipeError, dump
 from distill.trainer import last_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "recipes" / "accelerate"
-ONE, DDP, FSDP2 = "cpu.yaml", "cpu_2.yaml", "fsdp2.yaml"
-# a run of few prompts that follows some of them all the same
-HOLDS_OUT = """
-import sys
+DDP, FSDP2 = "cpu_2.yaml", "fsdp2.yaml"
+STEPS, DEATH = 16, 8  # of 4 rows, 3 an epoch
+LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 8}
+PRUNED = {"draft": None, "num_draft_layers": 1, "draft_vocab_size": 270}
+EAGLE3 = PRUNED | {"drafter": "eagle3"}
+# the job on few prompts, some of them followed all the same; the process of rank DIES dies, as by
+# kill -9, before all have written their part of a checkpoint
+SCRIPT = f"""
+import os, signal, sys
+from trl import SFTTrainer
 from distill import held_out, prompt_sets
 from distill.train import main
 
 prompt_sets.HELD_OUT_PART, prompt_sets.HELD_OUT_FEWEST, held_out.SHARE = 4, 1, 10.0
-sys.exit(main(sys.argv[1:]))
-"""
-
-STEPS = 24  # of 4 rows, 3 an epoch
-PRUNED = {"draft": None, "num_draft_layers": 1, "draft_vocab_size": 270}
-LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 8}
-
-# a second process that dies, as by kill -9, before all have written their part of a checkpoint
-DIES = """
-import os, signal, sys
-from trl import SFTTrainer
-from distill.train import main
-
 save = SFTTrainer._save_checkpoint
 def dies(trainer, model, trial):
     save(trainer, model, trial)
-    if os.environ["RANK"] == "1" and trainer.state.global_step == 8:
+    if os.environ["RANK"] == os.environ["DIES"] and trainer.state.global_step == {DEATH}:
         os.kill(os.getpid(), signal.SIGKILL)
 SFTTrainer._save_checkpoint = dies
 sys.exit(main(sys.argv[1:]))
@@ -68,41 +61,30 @@ def test_accelerate_reads_every_config(path):
         assert environment.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false") == "false"
 
 
-class Run:
-    """A command of the job that is running."""
-
-    def __init__(self, config, recipe, script=ROOT / "distill" / "train.py", flags=()):
-        file = recipe.folder.with_suffix(".yaml")
-        file.write_text(dump(recipe))
-        self.folder, self.log = recipe.folder, recipe.folder.with_suffix(".log")
-        command = [sys.executable, "-m", "accelerate.commands.launch"]
-        command += ["--config_file", CONFIGS / config, "--main_process_port", "0"]
-        if config == FSDP2:
-            command += ["--num_processes", "2"]
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        with self.log.open("w") as log:
-            self.launcher = psutil.Popen(
-                [*map(str, command), *flags, str(script), "--recipe", str(file)],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONPATH": path},
-            )
-
-    def ends(self, well=True):
-        started = self.launcher.children(recursive=True)
-        assert (self.launcher.wait(timeout=300) == 0) == well, self.log.read_text()
-        _, alive = psutil.wait_procs(started, timeout=30)
-        assert not alive  # the launcher ends the others, too
-        return self.log.read_text()
-
-    def kill(self, rank, after):
-        """kill -9 of that process after so many seconds, where it still runs."""
-        time.sleep(after)
-        for process in self.launcher.children(recursive=True):
-            if process.environ().get("RANK") == str(rank):
-                process.kill()
-                return self.ends(well=False)
-        return self.ends()
+def launched(config, recipe, flags=(), dies=None):
+    """What a run of two processes prints, one of which dies where its rank is given."""
+    file, script, log = (recipe.folder.with_suffix(suffix) for suffix in (".yaml", ".py", ".log"))
+    file.write_text(dump(recipe))
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+    command += ["--config_file", CONFIGS / config, "--num_processes", "2", *flags]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    with log.open("w") as out:
+        launcher = psutil.Popen(
+            [*map(str, command), str(script), "--recipe", str(file)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONPATH": path, "DIES": str(dies)},
+        )
+    started, deadline = set(), time.monotonic() + 300
+    while launcher.poll() is None:
+        assert time.monotonic() < deadline, log.read_text()
+        started.update(launcher.children(recursive=True))
+        time.sleep(0.1)
+    assert (launcher.poll() == 0) == (dies is None), log.read_text()
+    _, alive = psutil.wait_procs(started, timeout=30)
+    assert not alive  # the launcher ends the others, too
+    return log.read_text()
 
 
 def assert_same_draft(folder, straight):
@@ -143,68 +125,53 @@ def recipe(job, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def straight(recipe):
-    """What one process makes of the pruned target, and in how many seconds."""
-    clock = time.time()
-    run = Run(ONE, recipe(4, **PRUNED))
-    assert "processes: " not in run.ends()
-    return run.folder, time.time() - clock
+    """The folder of a run in one process, this one: straight(**keys to change)."""
+    folders = {}
+
+    def run(**changes):
+        kind = str(changes)
+        if kind not in folders:
+            alone = recipe(4, **changes)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(prompt_sets, "HELD_OUT_PART", 4)
+                patch.setattr(prompt_sets, "HELD_OUT_FEWEST", 1)
+                patch.setattr(held_out, "SHARE", 10.0)
+                assert train.run(alone) == 0
+            folders[kind] = alone.folder
+        return folders[kind]
+
+    return run
 
 
 @pytest.mark.real
 @pytest.mark.parametrize(
-    ("config", "how", "rank"),
+    ("config", "how", "changes", "flags", "dies"),
     [
-        pytest.param(DDP, "MULTI_CPU", 0, id="ddp"),
-        pytest.param(FSDP2, "FSDP", 1, id="fsdp2"),
+        pytest.param(DDP, "MULTI_CPU", PRUNED, (), 0, id="ddp"),
+        pytest.param(FSDP2, "FSDP", LORA, (), 1, id="fsdp2, lora"),
+        pytest.param(
+            *(FSDP2, "FSDP", PRUNED, ("--fsdp_activation_checkpointing", "true"), None), id="fsdp2"
+        ),
+        pytest.param(FSDP2, "FSDP", EAGLE3, (), None, id="fsdp2, eagle3"),
     ],
 )
 def test_two_processes_make_the_draft_of_one_though_either_is_killed(
-    recipe, straight, config, how, rank
+    recipe, straight, config, how, changes, flags, dies
 ):
-    expected, seconds = straight
-    after = random.uniform(0.2, 1) * seconds
-    two = recipe(2, **PRUNED)
-    killed = Run(config, two).kill(rank, after)
-    ended = Run(config, two).ends()
-    print(f"rank {rank} killed after {after:.2f} s of about {seconds:.2f}")
-    assert "processes: 2, gloo, cpu" in ended
-    assert f"training over 2 processes ({how})" in killed + ended
-    assert_same_draft(two.folder, expected)
-
-
-@pytest.mark.real
-def test_a_run_goes_on_with_the_processes_that_began_it_alone(recipe, tmp_path):
-    straight = Run(ONE, recipe(4, **LORA))
-    straight.ends()
-    two = recipe(2, **LORA)
-    script = tmp_path / "dies.py"
-    script.write_text(DIES)
-    assert "training over 2 processes (FSDP)" in Run(FSDP2, two, script).ends(well=False)
-    assert (two.folder / "checkpoint-8" / "trainer_state.json").exists()
-    assert last_checkpoint(two.folder).name == "checkpoint-4"
-    refused = Run(ONE, two).ends(well=False)
-    assert "checkpoint-4 was left by 2 processes (FSDP), and 1 process (alone) would" in refused
-    Run(FSDP2, two).ends()
-    assert_same_draft(two.folder, straight.folder)
-
-
-@pytest.mark.real
-@pytest.mark.parametrize(
-    ("kind", "flags"),
-    [
-        ("eagle3", ()),
-        ("pruned", ("--fsdp_activation_checkpointing", "true")),
-    ],
-)
-def test_shards_follow_held_out_prompts_as_one_process_does(recipe, tmp_path, kind, flags):
-    script = tmp_path / "holds_out.py"
-    script.write_text(HOLDS_OUT)
-    one, two = (recipe(rows, **PRUNED, drafter=kind) for rows in (4, 2))
-    Run(ONE, one, script).ends()
-    assert "training over 2 processes (FSDP)" in Run(FSDP2, two, script, flags).ends()
-    seen = [read_followed(made.folder / HELD_OUT).seen for made in (one, two)]
-    assert seen[0]
-    assert [a.step for a in seen[0]] == [b.step for b in seen[1]]
-    for a, b in zip(*seen, strict=True):
+    two = recipe(2, **changes)
+    if dies is not None:
+        launched(config, two, flags, dies)
+        assert (two.folder / f"checkpoint-{DEATH}" / "trainer_state.json").exists()
+        assert last_checkpoint(two.folder).name == f"checkpoint-{DEATH - 4}"
+        with pytest.raises(RecipeError, match=rf"left by 2 processes \({how}\), and 1 process"):
+            train.run(two)
+    shown = launched(config, two, flags)
+    assert "processes: 2, gloo, cpu" in shown
+    assert f"training over 2 processes ({how})" in shown
+    alone = straight(**changes)
+    assert_same_draft(two.folder, alone)
+    theirs, ours = (read_followed(folder / HELD_OUT).seen for folder in (alone, two.folder))
+    assert theirs
+    assert [a.step for a in theirs] == [b.step for b in ours]
+    for a, b in zip(theirs, ours, strict=True):
         assert b.alpha == pytest.approx(a.alpha, abs=0.02)
-    assert_same_draft(two.folder, one.folder)
