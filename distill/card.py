@@ -30,12 +30,12 @@ UNTUNED = "untuned"
 GGUF_SERVED = "q8_0"  # the kind that llama.cpp is checked with
 USUAL_GAMMA = 3  # where the report knows none
 
-FormsFound = dict[str, tuple[Path, Reloaded | str]]  # by name: its place, and what it was found
-EnginesFound = dict[str, Report | str]  # by name: its report, or why there is none
+FormResults = dict[str, tuple[Path, Reloaded | str]]  # by name: its place, and what it was found
+EngineResults = dict[str, Report | str]  # by name: its report, or why there is none
 
 
 @dataclass(frozen=True)
-class Found:
+class CardFacts:
     """What a card says beyond the run's own report.
 
     unmet: what a publication should have and this one has not. left_out: forms, and why. name: the
@@ -46,15 +46,15 @@ class Found:
     licence: str | None = None
     licence_source: str = "not looked up yet"
     unmet: list[str] = field(default_factory=list)
-    forms: FormsFound = field(default_factory=dict)
+    forms: FormResults = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
-    engines: EnginesFound = field(default_factory=dict)
+    engines: EngineResults = field(default_factory=dict)
     name: str = "draft"
     repo_id: str | None = None
     adapter: Path | None = None
 
 
-def model_card(run: Path, report: Report, found: Found) -> str:
+def model_card(run: Path, report: Report, facts: CardFacts) -> str:
     """The model card (README.md) of the run's draft, or of its adapter alone.
 
     Raises ValueError for a recipe or a provenance that is missing or broken.
@@ -65,33 +65,33 @@ def model_card(run: Path, report: Report, found: Found) -> str:
     domain, gamma = str(recipe.get("domain", "")).strip(), gamma_of(report)
     # nobody else can name it: it is exported beside the draft
     exported = in_one_file(spec) or split_adapter(spec)[1] is not None
-    target = f"{found.name}-target" if exported else public_name(spec)
+    target = f"{facts.name}-target" if exported else public_name(spec)
     gguf = f"{target}/{short_name(spec)}.gguf" if in_one_file(spec) else f"{short_name(spec)}.gguf"
     started = recipe.get("draft") or recipe.get("base")
     base_model = str(recipe.get("draft") or hub_id or spec)
     about: dict[str, Any] = {}
-    if found.adapter is not None:
-        config = read_json(found.adapter / ADAPTER_CONFIG)
+    if facts.adapter is not None:
+        config = read_json(facts.adapter / ADAPTER_CONFIG)
         base_model = str(config["base_model_name_or_path"])
-        about = {"base": base_model, "sha256": read_json(found.adapter / BASE)["base_sha256"]}
+        about = {"base": base_model, "sha256": read_json(facts.adapter / BASE)["base_sha256"]}
     tags = ["speculative-decoding", "draft-model", "draftsmith", *(["lora"] if about else [])]
     card = ModelCard.from_template(
         ModelCardData(
             base_model=base_model if is_hub_id(base_model) else None,
-            license=found.licence,
+            license=facts.licence,
             library_name="peft" if about else "transformers",
             pipeline_tag="text-generation",
             tags=tags + [re.sub(r"\W+", "-", domain).lower()] * bool(domain),
             model_name=f"{short_name(spec)}-draft{'-adapter' if about else ''}",
             eval_results=[
                 _result(of, label, value)
-                for of, label, value in _numbers(report, name, draft, found.engines)
+                for of, label, value in _numbers(report, name, draft, facts.engines)
                 if value is not None
             ],
             target=public_name(spec),
         ),
         template_path=str(TEMPLATE),
-        found=found,
+        facts=facts,
         adapter=about,
         short=short_name(spec),
         target=target,
@@ -107,15 +107,15 @@ def model_card(run: Path, report: Report, found: Found) -> str:
         gains=[gain for gain in report.gain if gain.draft == name and gain.alpha],
         kind=recipe.get("drafter"),
         heads=not kinds()[recipe.get("drafter") or "pruned"].language_model,
-        vllm=_vllm_command(target, found.name, gamma, check["used"] in OWN_IDS, run / "draft"),
+        vllm=_vllm_command(target, facts.name, gamma, check["used"] in OWN_IDS, run / "draft"),
         transformers=serve_command(
-            "transformers", target, found.name, gamma, sampling=_sampling(report)
+            "transformers", target, facts.name, gamma, sampling=_sampling(report)
         ),
         llama_cpp=serve_command(
-            "llama.cpp", gguf, f"{found.name}/gguf/draft-{GGUF_SERVED}.gguf", gamma
+            "llama.cpp", gguf, f"{facts.name}/gguf/draft-{GGUF_SERVED}.gguf", gamma
         ),
         definitions={key: DEFINITIONS[key] for key in ("alpha", "tau", "speed-up")},
-        tables={table.title: table for table in _tables(report, found) if table.rows},
+        tables={table.title: table for table in _tables(report, facts) if table.rows},
         check=check,
         own_ids=check["used"] in OWN_IDS,
         train_prompts=public_name(str(recipe.get("train_prompts", "the recipe"))),
@@ -160,7 +160,7 @@ def _vllm_command(target: str, draft: str, gamma: int, own_ids: bool, folder: Pa
 
 
 def _numbers(
-    report: Report, name: str, draft: DraftReport, engines: EnginesFound
+    report: Report, name: str, draft: DraftReport, engines: EngineResults
 ) -> Iterator[tuple[Report, str, Measured | None]]:
     """What the draft is worth, each number with the report that it is of."""
     yield report, "alpha", draft.alpha
@@ -190,22 +190,22 @@ def _result(report: Report, label: str, value: Measured) -> EvalResult:
     )
 
 
-def _tables(report: Report, found: Found) -> list[Table]:
+def _tables(report: Report, facts: CardFacts) -> list[Table]:
     """Those of the report, with what was found of forms and engines."""
     forms: list[list[str]] = []
-    for name, (path, reloaded) in found.forms.items():
+    for name, (path, reloaded) in facts.forms.items():
         files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
         weights, alpha, mass = size(sum(file.stat().st_size for file in files)), str(reloaded), ""
         if isinstance(reloaded, Reloaded):
             alpha = shown(reloaded.alpha, ".3f")
             mass = "" if reloaded.dropped_mass is None else f"{reloaded.dropped_mass:.3%}"
         forms.append([name, weights, alpha, mass])
-    forms += [[name, "", f"not made: {reason}", ""] for name, reason in found.left_out.items()]
+    forms += [[name, "", f"not made: {reason}", ""] for name, reason in facts.left_out.items()]
     engines = [
-        _engine_row(name, one)
-        if isinstance(one, Report)
-        else [name, "", "", "", f"not measured: {one}", "", ""]
-        for name, one in found.engines.items()
+        _engine_row(name, result)
+        if isinstance(result, Report)
+        else [name, "", "", "", f"not measured: {result}", "", ""]
+        for name, result in facts.engines.items()
     ]
     published = {name: draft for name, draft in report.drafts.items() if name != UNTUNED}
     header = ["engine", "version", "dtype", "gamma", "speed-up", "accepted", "greedy text"]

@@ -1,73 +1,79 @@
-"""What a run would take, where it fits, and whether it can pay.
+"""What a run would take, whether it fits here, and whether it can pay: its plan, printed.
 
-Memory comes from the models' configs alone (distill/memory.py). Minutes and the pay-off come from a
-step of each kind, timed at its real shape, where the weights are at hand.
+Memory comes from the models' configs alone, for prompts of PROMPT_TOKENS tokens where nobody has
+read them. Minutes and the pay-off come from a step of each kind, timed where the weights are at
+hand; answers are taken to be as long as allowed.
 """
 
 from __future__ import annotations
 
-import resource
 import sys
 
 import torch
 
 from align.process import machine_lines
-from align.sources import load_config, weights_at_hand
-from distill.budget import UNPLANNED, most_answers, split
-from distill.choice import Comparison
-from distill.memory import PROMPT_TOKENS, RUNTIME, columns, needs, summary, table
-from distill.models import Pair, TargetOfRun, check_models, load_target
-from distill.prepare import stand_in, stand_in_drafter
+from align.sources import weights_at_hand
+from distill.compare import candidates, price
+from distill.models import TargetOfRun, check_models
+from distill.plan import (
+    Clock,
+    answers_there,
+    measured_costs,
+    plan_as_given,
+    plan_within,
+    run_memory,
+)
 from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe
+from distill.teacher.answers import open_store
 from distill.teacher.served import ServedTarget
-from distill.timing import (
-    batched_step,
-    evaluation_seconds,
-    training_step,
-    training_steps,
-)
 from distill.trainer import training_config
-from eval.decoding.target import Target
-from eval.measuring.cost import ceiling_speedup, price
-from eval.measuring.timing import step_costs
+from eval.measuring import cost
 
 
 def price_run(recipe: Recipe) -> int:
-    """Print memory, minutes and the pay-off ceiling; exit status 1 when no draft length can pay.
+    """Print memory, minutes and the pay-off; exit status 1 when no draft length can pay.
 
     Raises what the checks of a run raise.
     """
-    print_needs(recipe)
-    if recipe.answers == "server":
-        pair = check_models(recipe)
-        served = ServedTarget(recipe, pair.target, collect_prompts(recipe, pair.target))
-        served.check()
-        return served.describe()
-    if reason := why_not_timed(recipe):
-        print(f"minutes and pay-off: not measured, {reason}")
+    clock = Clock()
+    untimed = why_not_timed(recipe)
+    if untimed is not None and recipe.answers == "local":
+        print_memory(recipe, None)
+        print(f"minutes and pay-off: not measured, {untimed}")
         return 0
     training_config(recipe)
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
+    print_memory(recipe, prompts)
+    if recipe.answers == "server":
+        served = ServedTarget(recipe, pair.target, prompts)
+        served.check()
+        return served.describe()
+    target = TargetOfRun(recipe, pair, prompts)
     if recipe.drafter == "auto":
-        comparison = Comparison(recipe, pair, prompts, TargetOfRun(recipe, pair, prompts))
-        comparison.price()
-        return _exit_status(max(map(comparison.ceiling, comparison.tried)))
-    return _time_run(recipe, pair, prompts, load_target(recipe, prompts))
+        costs = price(candidates(recipe, pair)[0], pair, prompts, target)
+        return exit_status(max(map(cost.ceiling_speedup, costs.values())))
+    store, tokens = open_store(recipe, pair.target), recipe.answer_max_new_tokens
+    steps, parts = measured_costs(recipe, pair, prompts, target, store, tokens)
+    there = answers_there(recipe, prompts, store)
+    if recipe.planned:
+        assert recipe.minutes is not None
+        plan = plan_within(recipe, prompts, there, parts, clock.left(recipe.minutes))
+    else:
+        plan = plan_as_given(recipe, prompts, there, parts)
+    print("\n".join(plan.lines()))
+    print(cost.price(steps))
+    return exit_status(cost.ceiling_speedup(steps))
 
 
-def print_needs(recipe: Recipe) -> None:
-    """Print what each stage needs and what is here; of the Hub no more than configs are fetched."""
-    draft = None if recipe.draft is None else load_config(recipe.draft)
-    found = needs(recipe, load_config(recipe.target), draft, target_here=recipe.answers == "local")
-    print(f"memory at most, for prompts of up to {PROMPT_TOKENS} tokens, from the configs alone:")
-    print(columns(*table(found)))
-    print(summary(found))
-    disk = found.answers_on_disk + found.states_on_disk + found.checkpoint
+def print_memory(recipe: Recipe, prompts: Prompts | None) -> None:
+    """What each stage needs, and what is here; of the Hub no more than configs are fetched."""
+    needed = run_memory(recipe, prompts)
+    disk = needed.answers_on_disk + needed.states_on_disk + needed.checkpoint
     on_gpu = not recipe.training.get("use_cpu", False)
-    for line in machine_lines(found.peak + RUNTIME, disk, recipe.folder, on_gpu):
-        print(line)
+    here = machine_lines(needed.device, disk, recipe.folder, on_gpu)
+    print("\n".join([*needed.lines(), *here]))
 
 
 def why_not_timed(recipe: Recipe) -> str | None:
@@ -81,49 +87,7 @@ def why_not_timed(recipe: Recipe) -> str | None:
     return None
 
 
-def _time_run(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> int:
-    model, token_ids = stand_in(recipe, pair, target)
-    drafter = stand_in_drafter(recipe, pair, model, token_ids, target)
-    evaluation, training = prompts.evaluation.ids, prompts.training.ids
-    context = sum(map(len, evaluation)) // len(evaluation)
-    sampling = recipe.sampling
-    costs = step_costs(target.decoder, drafter, context, recipe.max_gamma, sampling)
-
-    count = most_answers(recipe, prompts)
-    if recipe.max_answers is not None:
-        count = min(count, recipe.max_answers)
-    at = sum(map(len, training)) // len(training) + recipe.answer_max_new_tokens // 2
-    answering = recipe.answer_max_new_tokens * batched_step(
-        target.decoder, recipe.answer_batch_size, at
-    )
-    per_answer = answering / recipe.answer_batch_size
-    per_step = training_step(recipe, pair, training, model, pair.trained_rows(token_ids))
-    measuring = evaluation_seconds(recipe, prompts, target, recipe.max_new_tokens)(
-        min(recipe.speed_prompts, len(evaluation))
-    )
-    if recipe.minutes is not None and recipe.max_answers is None:
-        left = 60 * recipe.minutes * (1 - UNPLANNED) - measuring
-        count, steps = split(recipe, left, 0, count, per_answer, per_step)
-    else:
-        steps = training_steps(recipe, count)
-    tokens = count * recipe.answer_max_new_tokens
-    minutes = {
-        f"answers ({tokens} tokens at most)": count * per_answer,
-        f"training ({steps} steps)": steps * per_step,
-        "evaluation": measuring,
-    }
-    for what, seconds in minutes.items():
-        print(f"{what}: {seconds / 60:.1f} min")
-    print(
-        f"in all about {sum(minutes.values()) / 60:.0f} min, where answers are as long as allowed"
-    )
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(f"memory: {peak / 2**30:.1f} GiB at the peak of these steps")
-    print(price(costs))
-    return _exit_status(ceiling_speedup(costs))
-
-
-def _exit_status(ceiling: float) -> int:
+def exit_status(ceiling: float) -> int:
     """1, and the reason, where even a perfect draft does not reach 1x."""
     if ceiling <= 1:
         print("error: no draft length can pay with this draft; use a smaller one.", file=sys.stderr)

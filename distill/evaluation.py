@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from align.atomic import write_json
 from align.process import free_memory
-from distill.choice import chosen_before
 from distill.held_out import held_out_curve
 from distill.models import Pair
+from distill.plan import Plan
 from distill.prepare import lost_mass_of
 from distill.prompt_sets import Prompts
 from distill.publish import write_card
@@ -17,17 +17,22 @@ from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.drafters.lookup import lookup_first
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target
-from eval.measuring.evaluation import Plan
+from eval.measuring.evaluation import Plan as Measurements
 from eval.measuring.evaluation import evaluate as measure
 from eval.measuring.journal import JOURNAL, Journal
 from eval.reporting.report import Report, write_report
 
 
-def evaluate(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> Report:
-    """The report, written to `report/`, with `provenance.json` and the draft's model card."""
+def evaluate(
+    recipe: Recipe, pair: Pair, prompts: Prompts, target: Target, plan: Plan, seconds: float
+) -> Report:
+    """The report, written to `report/`, with `provenance.json` and the draft's model card.
+
+    seconds: that the run has taken.
+    """
     folder = recipe.folder
-    made_by = provenance(recipe, prompts, lost_mass_of(recipe))
-    drafts = _drafts(recipe, pair, target)
+    made_by = provenance(recipe, prompts, lost_mass_of(recipe), seconds)
+    drafts = _drafts(recipe, pair, target, plan.steps)
     free_memory()  # of their weights as they were read
     with Journal(folder / "report" / JOURNAL) as journal:
         report = measure(
@@ -36,12 +41,12 @@ def evaluate(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> Re
             prompts.evaluation,
             prompts.tuning,
             Decoding(recipe.sampling, target.stops, recipe.max_new_tokens, recipe.seed),
-            Plan(recipe.gamma, recipe.max_gamma, recipe.speed_prompts),
+            Measurements(recipe.gamma, recipe.max_gamma, plan.timed),
             journal,
             prompts.overlap.exact + prompts.overlap.near,
             made_by,
         )
-        about = {"held_out": held_out_curve(folder), "choice": chosen_before(folder)}
+        about = {"held_out": held_out_curve(folder), "choice": plan.choice}
         report = report.model_copy(update=about)
         write_report(folder / "report", report)
         write_json(folder / "provenance.json", made_by)
@@ -49,12 +54,12 @@ def evaluate(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target) -> Re
     return report
 
 
-def _drafts(recipe: Recipe, pair: Pair, target: Target) -> dict[str, Drafter]:
+def _drafts(recipe: Recipe, pair: Pair, target: Target, steps: int) -> dict[str, Drafter]:
     """Of a pruned target in the compact form, which is what our decoder runs."""
     tuned = load_drafter(str(recipe.folder / "draft"), target, pair.strategy)
     untuned = load_drafter(recipe.draft or str(recipe.folder / "prepared"), target, pair.strategy)
     untuned.full_form_bytes = tuned.full_form_bytes  # what it would weigh: it has none on disk
     drafts: dict[str, Drafter] = {"untuned": untuned, "tuned": tuned}
-    if recipe.training.get("max_steps") == 0:  # they are the same
+    if steps == 0:  # they are the same
         del drafts["untuned"]
     return drafts | ({"tuned+lookup": lookup_first(tuned)} if recipe.lookup_first else {})

@@ -47,9 +47,9 @@ class NearDuplicates:
 
     def closest(self, text: str) -> tuple[bool, float]:
         """Whether the text nearly duplicates one of them, and its largest Jaccard similarity."""
-        found = [(jaccard, share) for _, jaccard, share in self.similar(text)]
-        near = any(jaccard >= NEAR_DUPLICATE or share >= CONTAINED for jaccard, share in found)
-        return near, max((jaccard for jaccard, _ in found), default=0.0)
+        similar = list(self.similar(text))
+        near = any(jaccard >= NEAR_DUPLICATE or share >= CONTAINED for _, jaccard, share in similar)
+        return near, max((jaccard for _, jaccard, _ in similar), default=0.0)
 
 
 @dataclass(frozen=True)

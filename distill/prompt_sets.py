@@ -117,7 +117,7 @@ def training_prompts(
     if AND in spec:
         specs, share = _shares(spec, limit)
         parts, overlaps = zip(
-            *(training_prompts(one, eval_prompts, share, seed) for one in specs), strict=True
+            *(training_prompts(part, eval_prompts, share, seed) for part in specs), strict=True
         )
         return _by_turns(parts)[:limit], Overlap(
             exact=sum(overlap.exact for overlap in overlaps),
@@ -156,7 +156,7 @@ def evaluation_prompts(spec: str, limit: int | None, seed: int) -> list[Prompt]:
     """
     if AND in spec:
         specs, share = _shares(spec, limit)
-        return _by_turns([evaluation_prompts(one, share, seed) for one in specs])[:limit]
+        return _by_turns([evaluation_prompts(part, share, seed) for part in specs])[:limit]
     if spec == STDLIB:
         raise PromptError(
             f"eval_prompts is {spec!r}, which is to train on and has no held-out part; evaluate on "

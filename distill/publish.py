@@ -32,8 +32,8 @@ from align.atomic import DiskFullError, atomic_file, atomic_folder
 from align.sources import load_model, read_json, split_adapter
 from distill.adapters import KEPT
 from distill.card import (
-    FormsFound,
-    Found,
+    CardFacts,
+    FormResults,
     derived_licence,
     in_one_file,
     model_card,
@@ -143,7 +143,7 @@ def unmet_conditions(run: Path, report: Report, licence: str | None, why: str) -
 
 def write_card(run: Path) -> None:
     """Write the card of a run that was just measured into its draft folder."""
-    _write(run / "draft", model_card(run, check_run(run), Found()))
+    _write(run / "draft", model_card(run, check_run(run), CardFacts()))
 
 
 def publish(
@@ -172,12 +172,12 @@ def publish(
         specs = [recipe["target"], *([] if started is None else [started])]
         licence, source = derived_licence(specs)
     unmet = unmet_conditions(run, report, licence, source)
-    found = Found(licence=licence, licence_source=source)
+    facts = CardFacts(licence=licence, licence_source=source)
     if to is None and push_to_hub is None and not engines:
         draft = run / "draft"
         forms = _measured(run, report, forms_of(draft, recipe.get("drafter")))
-        found = replace(found, forms=forms, engines=in_engines(run, report, draft))
-        print(f"model card: {_write(draft, model_card(run, report, found))}")
+        facts = replace(facts, forms=forms, engines=in_engines(run, report, draft))
+        print(f"model card: {_write(draft, model_card(run, report, facts))}")
         for line in unmet:
             print(f"Not to be published yet: {line}")
         return
@@ -188,24 +188,24 @@ def publish(
     place, spec = to or run / PUBLISHED, recipe["target"]
     _check_free(place, run / "draft" / KEPT if adapter else run / "draft", run)
     name = place.name if to or not push_to_hub else push_to_hub.partition("/")[2]
-    found = replace(found, unmet=unmet, name=name, repo_id=push_to_hub)
+    facts = replace(facts, unmet=unmet, name=name, repo_id=push_to_hub)
     with atomic_folder(place) as folder:
         if adapter:
             exported = export_adapter(run, folder, base)
-            found = replace(found, adapter=folder, forms=_measured(run, report, exported))
+            facts = replace(facts, adapter=folder, forms=_measured(run, report, exported))
         else:
             exported, left_out = export_forms(run, folder)
-            found = replace(found, forms=_measured(run, report, exported), left_out=left_out)
-            found = replace(found, engines=in_engines(run, report, folder, engines))
+            facts = replace(facts, forms=_measured(run, report, exported), left_out=left_out)
+            facts = replace(facts, engines=in_engines(run, report, folder, engines))
             if to is not None and (in_one_file(spec) or split_adapter(spec)[1] is not None):
                 export_target(spec, to.parent / f"{name}-target")
-        _write(folder, model_card(run, report, found))
+        _write(folder, model_card(run, report, facts))
     print(f"draft: {place}")
     if push_to_hub is not None:
         print(f"pushed: {push_folder(place, push_to_hub, public)}")
 
 
-def _measured(run: Path, report: Report, forms: list[Form]) -> FormsFound:
+def _measured(run: Path, report: Report, forms: list[Form]) -> FormResults:
     """What each form was found to be; of a served target's draft, only that it loads."""
     if report.tuned[1].alpha is not None:
         reloaded = reload_forms(run, report, forms)

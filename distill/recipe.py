@@ -109,7 +109,7 @@ NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Recipe:
     """What a run does. The comments are the help text of `--help` and of docs/recipes.md."""
 
@@ -158,7 +158,7 @@ class Recipe:
     gamma: Count | None = None  # draft length; null chooses it on prompts that are not evaluated
     max_gamma: Count = 6  # longest draft length tried
     lookup_first: bool = False  # measure the draft behind prompt lookup, too: what repeats is free
-    speed_prompts: Count = 40  # evaluation prompts that are timed, drawn with the seed
+    speed_prompts: Count = 40  # evaluation prompts that are timed; with minutes at most
     tuning_prompts: Count = 8  # training prompts set aside for choosing gamma
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of target and saved draft
     dry_run: bool = False  # check and price the run, then stop
@@ -175,6 +175,11 @@ class Recipe:
     @property
     def kind(self) -> Kind:
         return kinds()[self.kind_name]
+
+    @property
+    def planned(self) -> bool:
+        """Whether `minutes` has to decide how much is done."""
+        return self.minutes is not None and self.max_answers is None
 
     @property
     def folder(self) -> Path:
@@ -270,9 +275,9 @@ def build_recipe(values: dict[str, Any]) -> Recipe:
     return recipe
 
 
-def dump(recipe: Recipe) -> str:
-    """The resolved recipe as YAML, which is a recipe too."""
-    return yaml_text(recipe.values()) + "\n"
+def dump(recipe: Recipe, **decided: Any) -> str:
+    """The resolved recipe as YAML, which is a recipe too. decided: in place of its own keys."""
+    return yaml_text(recipe.values() | decided) + "\n"
 
 
 def comments() -> dict[str, str]:
@@ -456,11 +461,6 @@ def _check_adapters(recipe: Recipe) -> None:
 def _check_minutes(recipe: Recipe) -> None:
     if recipe.minutes is None:
         return
-    if recipe.drafter == "auto" and recipe.minutes < COMPARING:
-        raise RecipeError(
-            f"minutes is {recipe.minutes:g}, but drafter auto compares kinds of draft for several "
-            f"minutes before the run begins; give {COMPARING} or more, or name a drafter."
-        )
     if recipe.answers == "server":
         raise RecipeError(
             "minutes cannot be kept where a server answers: how fast it is changes with its other "
@@ -478,6 +478,12 @@ def _check_drafter(recipe: Recipe) -> None:
     if name not in known:
         raise RecipeError(
             f"drafter is {name!r}, but must be auto or one of {', '.join(known)}; correct it."
+        )
+    if recipe.drafter == "auto" and not (recipe.planned and (recipe.minutes or 0) >= COMPARING):
+        raise RecipeError(
+            f"minutes is {yaml_text(recipe.minutes)}, max_answers {yaml_text(recipe.max_answers)}, "
+            "but drafter is auto, which compares kinds of draft for a tenth of the minutes; give "
+            f"{COMPARING} or more without max_answers and max_steps, or name a drafter."
         )
     if recipe.drafter == "auto" and (recipe.draft or recipe.base) is not None:
         key = "draft" if recipe.draft else "base"

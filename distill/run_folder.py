@@ -7,7 +7,6 @@ import importlib.metadata
 import platform
 import subprocess
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from align.sources import read_json
 from align.vocab_map import VOCAB_MAP, save_map
 from distill.adapters import base_sha256
 from distill.models import Pair
+from distill.plan import Plan, read_plan
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe, RecipeError, chosen_loss, dump, read_yaml
 from distill.teacher.answers import USED
@@ -41,10 +41,7 @@ FREE_KEYS = {
     "target_hub_id",
     "device_map",
 }
-DECIDED = {"max_answers", "max_steps", "speed_prompts"}  # by a run with `minutes`
-CHOSEN = {"drafter", "num_draft_layers"}  # by a run with `drafter: auto`
 PACKAGES = "torch transformers trl peft accelerate datasets evaluate gguf safetensors".split()
-_STARTED = time.time()
 
 
 def refuse_another_run(recipe: Recipe) -> None:
@@ -53,10 +50,10 @@ def refuse_another_run(recipe: Recipe) -> None:
     if recipe.dry_run or not path.exists():
         return
     found, asked = read_yaml(path), recipe.values()
-    free = FREE_KEYS | (DECIDED if recipe.minutes is not None else set())
-    free |= CHOSEN if recipe.drafter == "auto" else set()
-    if None not in (recipe.minutes, found.get("minutes")) and found.get("max_answers") is None:
-        free |= {"minutes"}  # they have decided nothing yet
+    plan, free = read_plan(recipe.folder), set(FREE_KEYS)
+    if recipe.planned:
+        decided = {"minutes"} if plan is None else set(plan.decided())
+        free |= decided if recipe.drafter == "auto" else decided - {"drafter", "num_draft_layers"}
     changed = sorted(
         key for key in (found.keys() | asked) - free if found.get(key) != asked.get(key)
     )
@@ -68,10 +65,10 @@ def refuse_another_run(recipe: Recipe) -> None:
         )
 
 
-def claim_folder(recipe: Recipe, pair: Pair, prompts: Prompts) -> None:
+def claim_folder(recipe: Recipe, pair: Pair, prompts: Prompts, plan: Plan | None) -> None:
     """Write recipe, verdict, map and prompts: from here on the folder is this recipe's.
 
-    All checks have passed by then, and minutes of work follow.
+    All checks have passed by then, and minutes of work follow. plan: what was decided before.
     """
     folder = recipe.folder
     if pair.vocab_map is not None and not (folder / VOCAB_MAP).exists():
@@ -83,18 +80,23 @@ def claim_folder(recipe: Recipe, pair: Pair, prompts: Prompts) -> None:
         ("eval", prompts.evaluation),
     ):
         write_prompts(folder / "prompts" / f"{name}.jsonl", part.prompts)
-    write_recipe(recipe)
+    write_recipe(recipe, plan)
 
 
-def write_recipe(recipe: Recipe) -> None:
-    """`recipe.yaml`: the recipe as it stands, all decisions included."""
+def write_recipe(recipe: Recipe, plan: Plan | None) -> None:
+    """`recipe.yaml`: the recipe with all that was decided, so that it repeats the run."""
     if PartialState().is_main_process:
         with atomic_file(recipe.folder / "recipe.yaml") as file:
-            file.write(dump(recipe))
+            file.write(dump(recipe, **({} if plan is None else plan.decided())))
 
 
-def provenance(recipe: Recipe, prompts: Prompts, lost_mass: float) -> dict[str, Any]:
-    """What made the report: command, versions, commit, seed, hashes of models and prompts."""
+def provenance(
+    recipe: Recipe, prompts: Prompts, lost_mass: float, seconds: float
+) -> dict[str, Any]:
+    """What made the report: command, versions, commit, seed, hashes of models and prompts.
+
+    seconds: that the run had taken by then.
+    """
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"],
         cwd=Path(__file__).parent,
@@ -121,7 +123,7 @@ def provenance(recipe: Recipe, prompts: Prompts, lost_mass: float) -> dict[str, 
         "loss": dict(zip(("name", "why"), chosen_loss(recipe), strict=True)),
         "overlap": asdict(prompts.overlap),
         "lost_mass": lost_mass,
-        "seconds_before_evaluation": round(time.time() - _STARTED, 1),
+        "seconds_before_evaluation": round(seconds, 1),
     }
 
 

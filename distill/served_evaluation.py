@@ -21,15 +21,15 @@ from eval.engines.vllm import VllmServer, measure_servers
 from eval.reporting.report import Report, write_report
 
 
-def evaluate_served(recipe: Recipe, pair: Pair, prompts: Prompts) -> Report | None:
+def evaluate_served(recipe: Recipe, pair: Pair, prompts: Prompts, seconds: float) -> Report | None:
     """The report of `speculative_url` against `answer_url`, with provenance and model card.
 
     None where no speculative server is named: then the draft is all there is, and how to serve it
     is printed. Raises ServerError where one is named and cannot be measured, or not to the end;
-    what was measured by then is in the report.
+    what was measured by then is in the report. seconds: that the run has taken.
     """
     folder = recipe.folder
-    made_by = provenance(recipe, prompts, lost_mass_of(recipe))
+    made_by = provenance(recipe, prompts, lost_mass_of(recipe), seconds)
     write_json(folder / "provenance.json", made_by)
     served = read_json(folder / USED)["key"]["served model"]
     how = (

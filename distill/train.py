@@ -7,11 +7,11 @@
 Run again after an interruption, the same command goes on where it stopped.
 """
 
+import dataclasses
 import os
+import statistics
 import sys
-import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 if not __package__:
@@ -21,24 +21,42 @@ os.environ.setdefault("TQDM_DELAY", "1")  # when tqdm is imported: no bar for wh
 from accelerate import PartialState
 
 from align.atomic import DiskFullError
-from align.process import free_memory, join_processes, use_machine
+from align.process import free_memory, from_first, join_processes, use_machine
 from distill.adapters import on_base
-from distill.budget import adopted, first_answers, plan, spend_rest
-from distill.choice import choose
+from distill.compare import compare
 from distill.dry_run import price_run
 from distill.evaluation import evaluate
 from distill.export import export_draft
 from distill.models import Pair, TargetOfRun, check_models
+from distill.plan import (
+    Clock,
+    Plan,
+    answers_there,
+    measured_costs,
+    plan_as_given,
+    plan_within,
+    read_plan,
+    with_choice,
+    write_plan,
+)
 from distill.prepare import prepare_draft, print_coverage
 from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe, help_text, load_recipe
-from distill.run_folder import claim_folder, delete_training_state, refuse_another_run
+from distill.run_folder import claim_folder, delete_training_state, refuse_another_run, write_recipe
 from distill.served_evaluation import evaluate_served
-from distill.teacher.answers import PROBE, answer_prompts, note_used, open_store, to_answer
+from distill.teacher.answers import (
+    PROBE,
+    answer_lengths,
+    answer_prompts,
+    note_used,
+    open_store,
+    to_answer,
+)
 from distill.teacher.served import ServedTarget
 from distill.teacher.states import cache_states, layers_read
-from distill.teacher.store import Answers
+from distill.teacher.store import Answers, Store
 from distill.trainer import distil_draft, process_timeout, training_config
+from eval.measuring.cost import price
 from eval.measuring.journal import INTERRUPTED
 from eval.reporting.text import print_summary
 
@@ -52,9 +70,8 @@ def run(recipe: Recipe) -> int:
         return price_run(recipe)
     training_config(recipe)  # what transformers refuses is refused now, not after minutes
     refuse_another_run(recipe)
-    recipe = adopted(recipe)
-    stage = stage_clock()
-    stage("Check the pair, collect prompts")
+    clock = Clock()
+    clock.stage("Check the pair, collect prompts")
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
     target = TargetOfRun(recipe, pair, prompts)  # behind a server it is never loaded
@@ -64,100 +81,107 @@ def run(recipe: Recipe) -> int:
         served = ServedTarget(recipe, pair.target, prompts)
         if PartialState().is_main_process:
             served.check()
-    claim_folder(recipe, pair, prompts)
+    plan = read_plan(recipe.folder)
+    claim_folder(recipe, pair, prompts, plan)
     if drafted:
-        return measure(recipe, pair, prompts, target, stage)
-    stage("The target answers the training prompts")
+        plan = plan or plan_as_given(recipe, prompts)
+        return measure(with_choice(recipe, plan.choice), pair, prompts, target, plan, clock)
+    clock.stage("The target answers the training prompts")
     store = open_store(recipe, pair.target) if served is None else served.store
     held_out: list[str] = []
     if prompts.held_out.prompts:
         held_out = answer_prompts(recipe, prompts.held_out.ids, target, store).names
-    planned = recipe.minutes is not None and recipe.max_answers is None
-    if planned:
-        first = first_answers(recipe, pair, prompts, target, store)
-        if recipe.drafter == "auto" and not recipe.coverage_curve:
-            stage("Compare kinds of draft")
-            recipe = choose(recipe, pair, prompts, target, first.answers)
-            stage("The target answers more training prompts")
-        recipe = plan(recipe, pair, prompts, target, first)
-    if served is not None:
-        answers = served.answers()
-    else:
-        asked, layers = to_answer(recipe, prompts.training.ids), layers_read(recipe, pair)
-        answers = answer_prompts(recipe, asked, target, store, layers, recipe.train_on_prompts)
     if recipe.coverage_curve:
+        count = PROBE if recipe.planned else None
+        answers = served.answers() if served else answered(recipe, pair, target, store, count)
         if PartialState().is_main_process:
             print_coverage(pair, answers)
         return 0
+    plan = plan or make_plan(recipe, pair, prompts, target, store, clock)
+    recipe = with_choice(recipe, plan.choice)
+    answers = served.answers() if served else answered(recipe, pair, target, store, plan.answers)
     if PartialState().is_main_process:
         note_used(recipe.folder, pair.target, answers, held_out)
     PartialState().wait_for_everyone()  # they read what was noted
-    if recipe.drafter == "auto":
-        stage("Compare kinds of draft")
-        recipe = choose(recipe, pair, prompts, target, answers[:PROBE])
-    make_draft(recipe, pair, target, answers, stage)
+    make_draft(recipe, pair, target, answers, plan, clock)
     free_memory()
-    if planned and PartialState().is_main_process:
-        recipe = spend_rest(recipe, prompts, target, answers)
-    return measure(recipe, pair, prompts, target, stage)
+    return measure(recipe, pair, prompts, target, plan, clock)
+
+
+def answered(
+    recipe: Recipe, pair: Pair, target: TargetOfRun, store: Store, count: int | None
+) -> Answers:
+    """The first answers of a run, as many as `count` of them, with the states that are read."""
+    asked, layers = to_answer(recipe, target.prompts.training.ids), layers_read(recipe, pair)
+    taught = recipe.train_on_prompts
+    return answer_prompts(recipe, asked[:count], target, store, layers, taught)
+
+
+def make_plan(
+    recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun, store: Store, clock: Clock
+) -> Plan:
+    """What the run will do: printed, and written for whoever goes on with it."""
+    if recipe.planned:
+        assert recipe.minutes is not None
+        first = answered(recipe, pair, target, store, PROBE)
+        choice = None
+        if recipe.drafter == "auto":
+            clock.stage("Compare kinds of draft")
+            choice = compare(recipe, pair, prompts, target, first, clock)
+        picked = with_choice(recipe, choice)
+        tokens = statistics.mean(answer_lengths(recipe, prompts.training.ids, first))
+        steps, costs = measured_costs(picked, pair, prompts, target, store, tokens)
+        print(price(steps))
+        there, left = answers_there(recipe, prompts, store), clock.left(recipe.minutes)
+        there, left = from_first((there, left))
+        plan = plan_within(picked, prompts, there, costs, left)
+        plan = dataclasses.replace(plan, choice=choice)
+    else:
+        plan = plan_as_given(recipe, prompts)
+    if PartialState().is_main_process:
+        write_plan(recipe.folder, plan)
+        write_recipe(recipe, plan)
+        print("\n".join(plan.lines()))
+    return plan
+
+
+def make_draft(
+    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Answers, plan: Plan, clock: Clock
+) -> None:
+    """`draft/`: prepared, distilled, exported. The target is not in memory while it is trained."""
+    cache_states(recipe, pair, target, answers)
+    clock.stage("Prepare the draft")
+    # one process prepares, the others wait and read what it left on disk
+    with PartialState().main_process_first():
+        prepared = prepare_draft(recipe, pair, target, answers)
+    target.release()
+    clock.stage("Distil the draft")
+    tuned = distil_draft(recipe, pair, prepared, answers, plan.steps)
+    free_memory()  # trainer and optimiser, which refer to each other
+    if tuned is not None:
+        clock.stage("Save the draft")
+        export_draft(recipe, pair, prepared, tuned, answers)
 
 
 def measure(
-    recipe: Recipe,
-    pair: Pair,
-    prompts: Prompts,
-    target: TargetOfRun,
-    stage: Callable[[str], None],
+    recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun, plan: Plan, clock: Clock
 ) -> int:
     """The report, by the first process alone."""
     if not PartialState().is_main_process:
         return 0
-    stage("Measure the drafts")
+    clock.stage("Measure the drafts")
     if recipe.answers == "server":
-        report = evaluate_served(recipe, pair, prompts)
+        report = evaluate_served(recipe, pair, prompts, clock.seconds())
     else:
-        report = evaluate(recipe, pair, prompts, target.loaded)
+        report = evaluate(recipe, pair, prompts, target.loaded, plan, clock.seconds())
     delete_training_state(recipe.folder)
-    stage("Done")
+    clock.stage("Done")
     if report is not None:
         print_summary(report)
     print(f"\nDraft: {recipe.folder / 'draft'}")
     if report is not None:
         print(f"Report: {recipe.folder / 'report' / 'report.html'}")
     return 0
-
-
-def stage_clock() -> Callable[[str], None]:
-    """Prints the name of a stage as it begins, after the minutes and seconds from here."""
-    start = time.monotonic()
-
-    def stage(name: str) -> None:
-        minutes, seconds = divmod(round(time.monotonic() - start), 60)
-        print(f"\n[{minutes:3d}:{seconds:02d}] {name}", flush=True)
-
-    return stage
-
-
-def make_draft(
-    recipe: Recipe,
-    pair: Pair,
-    target: TargetOfRun,
-    answers: Answers,
-    stage: Callable[[str], None],
-) -> None:
-    """`draft/`: prepared, distilled, exported. The target is not in memory while it is trained."""
-    cache_states(recipe, pair, target, answers)
-    stage("Prepare the draft")
-    # one process prepares, the others wait and read what it left on disk
-    with PartialState().main_process_first():
-        prepared = prepare_draft(recipe, pair, target, answers)
-    target.release()
-    stage("Distil the draft")
-    tuned = distil_draft(recipe, pair, prepared, answers)
-    free_memory()  # trainer and optimiser, which refer to each other
-    if tuned is not None:
-        stage("Save the draft")
-        export_draft(recipe, pair, prepared, tuned, answers)
 
 
 def main(argv: list[str]) -> int:

@@ -94,6 +94,9 @@ class _Progress(ProgressCallback):
         if self.training_bar is not None:
             self.training_bar.set_description("distil")
 
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
+        """No bar of its own: held-out prompts are few."""
+
     def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
         if self.training_bar is not None and "learning_rate" in logs:  # not the final totals
             self.training_bar.set_postfix_str(
@@ -127,7 +130,9 @@ class SameOrder(LengthGroupedSampler):
 class DraftTrainer(SFTTrainer):
     """A loss of distill/losses.py on response tokens, against the cache (2310.08461).
 
-    Any number of processes computes the same steps; as many as began go on from a checkpoint.
+    trl's own DistillationTrainer teaches on what the draft writes, the target in memory or a server
+    asked at each step; it reads no distributions that are kept, and no head with other rows. Any
+    number of processes computes the same steps; as many as began go on from a checkpoint.
     """
 
     def __init__(
@@ -324,10 +329,11 @@ def process_timeout(recipe: Recipe) -> float:
     return float(recipe.training.get("ddp_timeout", WAIT))
 
 
-def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
+def training_config(recipe: Recipe, steps: int | None = None, followed: bool = False) -> SFTConfig:
     """The recipe's SFTConfig. Raises RecipeError for values that transformers refuses.
 
-    followed: the draft is evaluated meanwhile, when `HeldOut` says, and its best weights are kept.
+    steps: how many there are; None: as the recipe says. followed: the draft is evaluated meanwhile,
+    when `HeldOut` says, and its best weights are kept.
     """
     values: dict[str, Any] = {
         "activation_checkpointing": False,
@@ -336,6 +342,8 @@ def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
         "ddp_timeout": WAIT,
         "save_total_limit": 2,
     } | recipe.training
+    if steps is not None:
+        values["max_steps"] = steps
     if followed:
         if values.get("save_strategy") == "no":
             values["save_strategy"] = "best"  # the best weights alone
@@ -403,13 +411,14 @@ def build_trainer(
     new_rows: bool = False,
     states: Mapping[int, Tensor] | None = None,
     held_out: Sequence[CachedAnswer] = (),
+    steps: int | None = None,
 ) -> DraftTrainer:
     """A trainer of the draft in fp32, of the recipe's kind.
 
     An input embedding that is not the head as well stays as it is, unless it has `new_rows` that
     were never trained (a transplant): then LoRA trains embedding and head whole, too. retokenizer:
     as for `training_set`. states: as for DistillationCollator. held_out: answers that alpha is
-    followed on.
+    followed on. steps: as of `training_config`.
     """
     model = model.float()
     names = {module: name for name, module in model.named_modules()}
@@ -426,7 +435,7 @@ def build_trainer(
             whole = [embedding] if tied else [embedding, head]
             adapters.modules_to_save = [names[part] for part in whole]
             adapters.ensure_weight_tying = tied
-    config = training_config(recipe)
+    config = training_config(recipe, steps)
     path, temperature = recipe.folder / TRAINING_SET, recipe.teacher_temperature
     rows = training_set(path, answers, head_rows, temperature, retokenizer)
     evaluation: dict[str, Any] = {}
@@ -434,7 +443,7 @@ def build_trainer(
         gamma = recipe.gamma or recipe.max_gamma
         followed = HeldOut(recipe.folder, config, rows, held_out, head_rows, retokenizer, gamma)
         if len(followed.rows):
-            config = training_config(recipe, followed=True)
+            config = training_config(recipe, steps, followed=True)
             evaluation = {"eval_dataset": followed.rows, "compute_metrics": followed.metrics}
             evaluation["callbacks"] = [followed]
             if recipe.early_stopping_patience is not None:
@@ -455,14 +464,14 @@ def build_trainer(
 
 
 def distil_draft(
-    recipe: Recipe, pair: Pair, prepared: PreparedDraft, answers: Answers
+    recipe: Recipe, pair: Pair, prepared: PreparedDraft, answers: Answers, steps: int
 ) -> PreTrainedModel | None:
-    """The draft in fp32 after training on the answers, on the first process; None elsewhere.
+    """The draft in fp32 after so many steps on the answers, on the first process; None elsewhere.
 
     Of adapters it is made as `merged` says but for a draft moved onto other tokens, which nobody
-    else has as the base of its adapters. With `max_steps: 0` it is as it was prepared.
+    else has as the base of its adapters. After no step it is as it was prepared.
     """
-    if recipe.training.get("max_steps") == 0:
+    if steps == 0:
         return prepared.model.float() if PartialState().is_main_process else None
     trainer = build_trainer(
         prepared.model,
@@ -474,6 +483,7 @@ def distil_draft(
         pair.new_rows,
         states_of(recipe, pair, answers),
         held_out_answers(recipe.folder),
+        steps,
     )
     rehomed = pair.strategy in ("remap", "transplant")
     return distil(trainer, recipe, keep_adapter=not rehomed)

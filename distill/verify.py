@@ -11,7 +11,7 @@ from typing import Any
 from align.atomic import atomic_file
 from align.sources import load_tokenizer, read_json, resolve_checkpoint, resolve_file
 from align.to_gguf import write_gguf
-from distill.card import GGUF_SERVED, EnginesFound, gamma_of, in_one_file
+from distill.card import GGUF_SERVED, EngineResults, gamma_of, in_one_file
 from distill.forms import gguf_file
 from distill.recipe import read_yaml
 from eval.decoding.drafters.drafter import kinds
@@ -25,14 +25,14 @@ from eval.reporting.tables import lossless_line
 PROMPTS, MAX_NEW_TOKENS = 24, 64  # of each engine's check
 
 
-def in_engines(run: Path, report: Report, draft: Path, asked: Sequence[str] = ()) -> EnginesFound:
+def in_engines(run: Path, report: Report, draft: Path, asked: Sequence[str] = ()) -> EngineResults:
     """What each engine does with the published folder `draft`, or why that is not known.
 
     What one was found to do with the same weights, prompts and draft length before is kept in the
     run, and not measured again; of the others those that are asked for are measured.
     """
     recipe = read_yaml(run / "recipe.yaml")
-    engines: EnginesFound = {}
+    engines: EngineResults = {}
     for name in NAMES:
         form = gguf_file(draft, GGUF_SERVED) if name == "llama.cpp" else draft
         path = run / "report" / "engines" / f"{name}.json"
@@ -44,13 +44,13 @@ def in_engines(run: Path, report: Report, draft: Path, asked: Sequence[str] = ()
         elif name not in asked:
             engines[name] = f"not asked for (--engines {name})"
         else:
-            engines[name] = found = _verify(name, run, report, recipe, form)
-            if isinstance(found, str):
-                print(f"{name}: not measured, {found}")
+            engines[name] = result = _verify(name, run, report, recipe, form)
+            if isinstance(result, str):
+                print(f"{name}: not measured, {result}")
                 continue
             path.parent.mkdir(exist_ok=True)
             with atomic_file(path) as file:
-                json.dump({"of": of, "report": found.model_dump(mode="json")}, file)
+                json.dump({"of": of, "report": result.model_dump(mode="json")}, file)
     return engines
 
 
@@ -77,12 +77,14 @@ def _verify(
             elif name == "llama.cpp":
                 write_gguf(target, Path(scratch) / "target.gguf", "f16")
                 target = Path(scratch) / "target.gguf"
-            found = measure_installed(name, target, form, prompts, gamma_of(report), MAX_NEW_TOKENS)
+            measured = measure_installed(
+                name, target, form, prompts, gamma_of(report), MAX_NEW_TOKENS
+            )
     except ValueError as error:  # not installed, or not up to this pair: the card says which
         return str(error)
-    draft = found.last[1]
+    draft = measured.last[1]
     print(f"{name}: speed-up {draft.speedup:.2f}. {lossless_line(name, draft.lossless)}")
-    return found
+    return measured
 
 
 def _prompts(run: Path, report: Report, target: Path) -> PromptSet:

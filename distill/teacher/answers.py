@@ -15,7 +15,7 @@ from accelerate import PartialState
 from torch import Tensor
 from tqdm import tqdm
 
-from align.atomic import remove, write_json
+from align.atomic import write_json
 from align.process import from_first
 from align.vocabulary import Vocabulary
 from distill.models import TargetOfRun
@@ -196,28 +196,6 @@ def this_machine(recipe: Recipe) -> str:
     state = PartialState()
     processes = f"{state.num_processes} x {state.device.type}"
     return f"{platform.node()}, {processes}, {recipe.answer_batch_size} rows"
-
-
-def seconds_each(
-    recipe: Recipe,
-    prompts: list[list[int]],
-    target: Target | TargetOfRun,
-    store: Store,
-    layers: Sequence[int] = (),
-) -> float:
-    """Seconds that an answer takes here, as the store knows them of those that were made here.
-
-    Where none were, a batch of `prompts` is answered for this alone. A call of all processes.
-    """
-    seconds = from_first(store.seconds_each(this_machine(recipe)))
-    if seconds is None:
-        few = Store(recipe.folder / "timed_answers")
-        answer_prompts(recipe, prompts[: recipe.answer_batch_size], target, few, layers)
-        seconds = from_first(few.seconds_each(this_machine(recipe)))
-        if PartialState().is_main_process:
-            remove(few.folder)
-    assert seconds is not None
-    return seconds
 
 
 def refuse_empty(lengths: list[int]) -> None:

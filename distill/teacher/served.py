@@ -255,12 +255,12 @@ class ServedTarget:
         longest = max(range(len(self.prompts)), key=lambda i: len(self.prompts[i]))
         self._ask(longest, request)
         self._check_stop(self.prompts[longest])
-        one = replace(request, max_tokens=1)
+        first = replace(request, max_tokens=1)
         if request.temperature not in (0, 1):
-            self._check_raw(one)
+            self._check_raw(first)
         cached = Answers(self.store, list(islice(self.store, WITNESSES)))
         self.witnesses = list(cached) or [
-            self._completed(prompt, one) for prompt in self.prompts[:WITNESSES]
+            self._completed(prompt, first) for prompt in self.prompts[:WITNESSES]
         ]
         self._check_witnesses()
 
@@ -305,8 +305,8 @@ class ServedTarget:
             file=sys.stderr,
         )
         with bar, ThreadPool(min(self.recipe.answer_batch_size, len(left))) as pool:
-            found = pool.imap_unordered(lambda i: self._ask(i, request), left)
-            while shard := list(islice(found, ANSWERS_PER_SHARD)):
+            answers = pool.imap_unordered(lambda i: self._ask(i, request), left)
+            while shard := list(islice(answers, ANSWERS_PER_SHARD)):
                 self._check_witnesses()  # what came before them is the same model's
                 packed = {self.names[a.index]: a.packed(self.target.rows) for a in shard}
                 self.store.append(packed)
@@ -351,7 +351,6 @@ class ServedTarget:
             store = Store.of(read_json(used)["key"])
             if all(name in store for name in self.names):
                 return store  # whether the server still runs or not
-        self._check_model()
         name, root = self.server.model, self._entry().get("root") or "not told"
         served = {
             "target weights": f"served as {name}, root {root}",
@@ -379,16 +378,6 @@ class ServedTarget:
                 "answer_model or answer_url, or leave answer_model null."
             )
         return entries[server.model]
-
-    def _check_model(self) -> None:
-        server, length = self.server, self._entry().get("max_model_len")
-        needed = max(map(len, self.prompts)) + self.recipe.answer_max_new_tokens
-        if length is not None and length < needed:
-            raise ServerError(
-                f"{server.url} has a context of {length} tokens, and the longest prompt with its "
-                f"answer takes {needed}; raise its --max-model-len, or lower "
-                "answer_max_new_tokens."
-            )
 
     def _check_tokenizer(self) -> None:
         """Ids mean the same there: a few texts are cut into the same ones."""
@@ -422,32 +411,31 @@ class ServedTarget:
 
     def _check_stop(self, prompt: list[int]) -> None:
         """An answer ends with its stop token: tried with a token that comes at once."""
-        one = replace(self._request(), max_tokens=1, temperature=0.0)
-        first = self._completed(prompt, one).top_ids[0, :1]
-        stops = frozenset(first.tolist())
+        first = replace(self._request(), max_tokens=1, temperature=0.0)
+        stops = frozenset(self._completed(prompt, first).top_ids[0, :1].tolist())
         self._completed(prompt, replace(self._request(), temperature=0.0, stops=stops))
 
-    def _check_raw(self, one: Request) -> None:
+    def _check_raw(self, first: Request) -> None:
         """Log-probabilities do not change with the temperature: they are taken before it."""
         spreads = []
-        for temperature in (1.0, one.temperature):
-            request = replace(one, temperature=temperature)
+        for temperature in (1.0, first.temperature):
+            request = replace(first, temperature=temperature)
             tops = [self._completed(p, request).top_logprobs[0] for p in self.prompts[:WITNESSES]]
             spreads.append(sum(float(top[0] - top[-1]) for top in tops))
         stretch = spreads[1] / spreads[0] if spreads[0] else 1.0
-        if abs(stretch - 1) > abs(1 / one.temperature - 1) / 2:
+        if abs(stretch - 1) > abs(1 / first.temperature - 1) / 2:
             raise ServerError(
                 f"{self.server.url}: the most likely tokens lie {stretch:.2f} times as many nats "
-                f"apart at temperature {one.temperature} as at 1, so its log-probabilities come "
+                f"apart at temperature {first.temperature} as at 1, so its log-probabilities come "
                 "after the temperature; serve with --logprobs-mode raw_logprobs, or set "
                 "answer_temperature to 1 or 0."
             )
 
     def _check_witnesses(self) -> None:
         """The model is still the one whose answers are kept."""
-        one = replace(self._request(), max_tokens=1)
+        first = replace(self._request(), max_tokens=1)
         moved = [
-            _difference(w, self._completed(w.prompt_ids.tolist(), one)) for w in self.witnesses
+            _difference(w, self._completed(w.prompt_ids.tolist(), first)) for w in self.witnesses
         ]
         if (mean := sum(moved) / len(moved)) > ANOTHER_MODEL:
             raise ServerError(

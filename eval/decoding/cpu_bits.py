@@ -9,7 +9,6 @@ align/process.py.
 from __future__ import annotations
 
 import functools
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn.functional as F
@@ -106,6 +105,7 @@ def enough_rows(x: Tensor) -> Tensor:
 
 
 @functools.cache
+@torch.inference_mode()
 def sums_alike(group: int, head_size: int, dtype: torch.dtype) -> bool:
     """Whether attention of several positions at once has, on this machine, the bits of each alone.
 
@@ -114,13 +114,6 @@ def sums_alike(group: int, head_size: int, dtype: torch.dtype) -> bool:
     """
     if 2 * group > KERNEL_ROWS:
         return False
-    # a thread of its own is in none of the modes that keep tensors without data (distill/memory.py)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_tried, group, head_size, dtype).result()
-
-
-@torch.inference_mode()
-def _tried(group: int, head_size: int, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:

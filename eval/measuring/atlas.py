@@ -191,7 +191,7 @@ def build_atlas(
 ) -> Atlas:
     """The `atlas` block of a draft. shown: the prompts of the heat map."""
 
-    def text(guess: int) -> str:
+    def spelt(guess: int) -> str:
         return text_of(run.spell(guess) if guess >= 0 else b"")
 
     by_prompt = {answer.prompt_id: answer for answer in run.answers}
@@ -200,13 +200,13 @@ def build_atlas(
     scheme = scheme_of([a.before + b"".join(p) for a, p in zip(answers, pieces, strict=True)])
     classes = [classify(a.before, p, scheme) for a, p in zip(answers, pieces, strict=True)]
     read = [_Read(*parts) for parts in zip(agreements, answers, pieces, classes, strict=True)]
-    places = {one.answer.prompt_id: one for one in read}
+    places = {text.answer.prompt_id: text for text in read}
     return Atlas(
         scheme=scheme,
-        classes=_by_class(read, text, costs),
+        classes=_by_class(read, spelt, costs),
         by_output_position=_by_output_position(agreements),
         by_entropy=_by_entropy(read),
-        heat_map=[_heat_map(places[prompt], text) for prompt in shown],
+        heat_map=[_heat_map(places[prompt], spelt) for prompt in shown],
     )
 
 
@@ -224,15 +224,15 @@ def _rows_by(agreements: Sequence[Agreement], keys: Sequence[Sequence[K]]) -> di
 
 
 def _by_class(
-    read: Sequence[_Read], text: Callable[[int], str], costs: StepCosts
+    read: Sequence[_Read], spelt: Callable[[int], str], costs: StepCosts
 ) -> list[TokenClass]:
     """One entry a class, the costliest first."""
-    agreements = [one.agreement for one in read]
+    agreements = [text.agreement for text in read]
     positions = sum(a.positions for a in agreements)
     accepted = sum(a.alpha_sum for a in agreements)
     reached = best_gamma(min(accepted / positions, 1.0), costs)[1]
     entries = []
-    for name, sums in _rows_by(agreements, [one.classes for one in read]).items():
+    for name, sums in _rows_by(agreements, [text.classes for text in read]).items():
         count = int(sum(row[2] for row in sums))
         rejected = max(count - sum(row[1] for row in sums), 0.0)
         healed = min((accepted + rejected) / positions, 1.0)
@@ -243,13 +243,13 @@ def _by_class(
                 alpha=share(f"alpha of {name}", sums),
                 rejected=round(rejected, 1),
                 lost_speedup=best_gamma(healed, costs)[1] - reached,
-                examples=_examples(name, read, text),
+                examples=_examples(name, read, spelt),
             )
         )
     return sorted(entries, key=lambda entry: -entry.rejected)
 
 
-def _examples(name: str, read: Sequence[_Read], text: Callable[[int], str]) -> list[Confusion]:
+def _examples(name: str, read: Sequence[_Read], spelt: Callable[[int], str]) -> list[Confusion]:
     """The most frequent confusions of a class: the target's token, the draft's, one place."""
     counts: Counter[tuple[bytes, int]] = Counter()
     places: dict[tuple[bytes, int], str] = {}
@@ -263,7 +263,7 @@ def _examples(name: str, read: Sequence[_Read], text: Callable[[int], str]) -> l
                 context = answer.before[-CONTEXT:] + b"".join(pieces[:at])
                 places[key] = text_of(context[-CONTEXT:])
     return [
-        Confusion(target=text_of(key[0]), draft=text(key[1]), count=n, before=places[key])
+        Confusion(target=text_of(key[0]), draft=spelt(key[1]), count=n, before=places[key])
         for key, n in counts.most_common(EXAMPLES)
     ]
 
@@ -302,10 +302,10 @@ def _by_entropy(read: Sequence[_Read]) -> list[Bucket]:
     """alpha by how open the choice was for the target."""
     edges = list(zip(ENTROPY_EDGES, [*ENTROPY_EDGES[1:], None], strict=True))
     keys = [
-        [sum(bits >= low for low in ENTROPY_EDGES) - 1 for bits in one.answer.entropy]
-        for one in read
+        [sum(bits >= low for low in ENTROPY_EDGES) - 1 for bits in text.answer.entropy]
+        for text in read
     ]
-    return _buckets(_rows_by([one.agreement for one in read], keys), edges)
+    return _buckets(_rows_by([text.agreement for text in read], keys), edges)
 
 
 def telling_prompts(agreements: Sequence[Agreement]) -> list[str]:
@@ -315,7 +315,7 @@ def telling_prompts(agreements: Sequence[Agreement]) -> list[str]:
     return list(dict.fromkeys([order[0], order[len(order) // 2], order[-1]])) if order else []
 
 
-def _heat_map(read: _Read, text: Callable[[int], str]) -> HeatMap:
+def _heat_map(read: _Read, spelt: Callable[[int], str]) -> HeatMap:
     """One answer, token by token."""
     agreement = read.agreement
     return HeatMap(
@@ -323,5 +323,5 @@ def _heat_map(read: _Read, text: Callable[[int], str]) -> HeatMap:
         alpha=agreement.alpha_sum / agreement.positions,
         tokens=[text_of(piece) for piece in read.pieces],
         values=[round(value, 3) for value in agreement.values],
-        guesses=[text(guess) for guess in agreement.guesses],
+        guesses=[spelt(guess) for guess in agreement.guesses],
     )

@@ -196,7 +196,6 @@ class _Stages:
             lambda: step_costs(target.decoder, drafter, context, longest, sampling),
             StepCosts.from_json,
         )
-        free = sum(sum(run.free) for run in runs) / max(sum(sum(run.drafted) for run in runs), 1)
         sweep = []
         if plan.sweep_prompts:
             swept = self.timed.drawn(plan.sweep_prompts, self.how.seed)
@@ -213,7 +212,6 @@ class _Stages:
             gamma_policy=self._policy(length),
             agreement=agreement,
             costs=costs,
-            free_share=free,
             memory={
                 "target_bytes": target.bytes,
                 "draft_bytes": drafter.bytes,

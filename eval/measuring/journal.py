@@ -66,8 +66,8 @@ class Journal:
         """
         about = hashlib.sha256(json.dumps(what).encode()).hexdigest()
         kept = [_line(about)]
-        found, *lines = self._lines() or [about]
-        if found != about:
+        kept_about, *lines = self._lines() or [about]
+        if kept_about != about:
             lines = []
             print(
                 f"{self.path} holds what was measured of other models, prompts or settings; it is "
@@ -88,13 +88,13 @@ class Journal:
 
     def _lines(self) -> list[Any]:
         """What the lines hold, up to the first that a kill, a full disk or a bit has damaged."""
-        found: list[Any] = []
+        values: list[Any] = []
         for line in self.path.read_bytes().splitlines(True) if self.path.exists() else []:
             checksum, _, text = line.partition(b" ")
             if checksum != b"%08x" % zlib.crc32(text):
                 break
-            found.append(json.loads(text))
-        return found
+            values.append(json.loads(text))
+        return values
 
     def progress(self) -> str:
         """The stages in their order, with how far those are that are not at their end."""

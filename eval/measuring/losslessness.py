@@ -128,13 +128,13 @@ class LosslessCheck:
 
         Its divergences hold token ids.
         """
-        found: list[dict[str, Any]] = []
+        divergences: list[dict[str, Any]] = []
         near: list[tuple[Batch, dict[int, dict[str, Any]]]] = []  # batch, its rows that may be ties
         for batch, base, mine in tqdm(
             list(zip(batches, baseline, runs, strict=True)), desc="compare texts", unit="batch"
         ):
             entries = self._divergences(batch, base, mine, length)
-            found += entries.values()
+            divergences += entries.values()
             if ties := {row: entry for row, entry in entries.items() if entry["tie"]}:
                 near.append((batch, ties))
         if near:
@@ -143,7 +143,7 @@ class LosslessCheck:
             exact = decode(self.exact, drafter, prompts, ids, self.how, length)
             for row, entry in ties.items():
                 entry["tie"] = exact[row].tokens == self.exact_texts[exact[row].prompt_id]
-        return ledger(sum(len(prompts) for prompts, _ in batches), found)
+        return ledger(sum(len(prompts) for prompts, _ in batches), divergences)
 
     def _divergences(
         self,
@@ -153,20 +153,20 @@ class LosslessCheck:
         length: DraftLength,
     ) -> dict[int, dict[str, Any]]:
         """The first divergence of each row that has one; `tie`: as far as its logits say."""
-        found: dict[int, dict[str, Any]] = {}
+        entries: dict[int, dict[str, Any]] = {}
         near: dict[int, int] = {}  # a text that merely ends earlier can never be a tie
         for row, (base, run) in enumerate(zip(baseline, runs, strict=True)):
             if base.tokens != run.tokens:
-                found[row] = divergence(base, run, list)
-                if found[row]["target"] and found[row]["drafted"]:
-                    near[row] = found[row]["position"]
+                entries[row] = divergence(base, run, list)
+                if entries[row]["target"] and entries[row]["drafted"]:
+                    near[row] = entries[row]["position"]
         if near:
             single = self._logits_at(near, batch[1], baseline, 0)
             wide = self._logits_at(near, batch[1], runs, length.gamma)
             for row in near:
-                (target,), (drafted,) = found[row]["target"], found[row]["drafted"]
-                found[row] |= tie(single[row], wide[row], target, drafted)
-        return found
+                (target,), (drafted,) = entries[row]["target"], entries[row]["drafted"]
+                entries[row] |= tie(single[row], wide[row], target, drafted)
+        return entries
 
     @torch.inference_mode()
     def _logits_at(
@@ -180,15 +180,15 @@ class LosslessCheck:
         decoder = self.target.decoder
         # as many slots as decode took: large batches attend to all of them
         cache = decoder.new_cache(len(ids), max(map(len, ids)) + self.how.max_new_tokens + gamma)
-        found: dict[int, Tensor] = {}
+        logits_of: dict[int, Tensor] = {}
         for row, prompt in enumerate(ids):
             tokens = torch.tensor([prompt], device=decoder.device)
             logits = decoder.forward(tokens, 0, cache.row(row), last_only=True)
             if wanted.get(row) == 0:
-                found[row] = logits[0, -1].float()
+                logits_of[row] = logits[0, -1].float()
         rows, done = list(range(len(ids))), [1] * len(ids)
         turn = 0
-        while len(found) < len(wanted):
+        while len(logits_of) < len(wanted):
             left = [i for i, row in enumerate(rows) if turn < len(runs[row].block_tokens)]
             if len(left) < len(rows):
                 rows = [rows[i] for i in left]
@@ -206,9 +206,9 @@ class LosslessCheck:
                 at = wanted.get(row, -1) - done[row]
                 done[row] += runs[row].block_tokens[turn]
                 if 0 <= at < runs[row].block_tokens[turn]:
-                    found[row] = logits[i, at].float()
+                    logits_of[row] = logits[i, at].float()
             turn += 1
-        return found
+        return logits_of
 
     def _read_exactly(self, near: Sequence[tuple[Batch, list[int]]]) -> None:
         """The target's fp32 texts of these rows of batches, where not known yet."""

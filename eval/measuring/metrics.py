@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -503,13 +502,6 @@ def known(value: T | None, what: str) -> T:
 def timed(log: DraftLog) -> StepCosts:
     """The step costs."""
     return known(log.costs, "step costs")
-
-
-def paid(log: DraftLog) -> StepCosts:
-    """The step costs with the draft's spread over all it drafted: what was looked up took none."""
-    costs, share = timed(log), 1 - log.free_share
-    step, block = costs.draft_step * share, costs.draft_block * share
-    return replace(costs, draft_step=step, draft_block=block)
 
 
 def agreed(log: DraftLog) -> list[Agreement]:

@@ -50,10 +50,10 @@ def places(
 ) -> list[list[Place]]:
     """Of the target's own text on each prompt, TEXT_TOKENS at most, every place but the last."""
     how = dataclasses.replace(how, max_new_tokens=min(how.max_new_tokens, TEXT_TOKENS))
-    found: list[list[Place]] = []
+    texts: list[list[Place]] = []
     for at in tqdm(range(0, len(prompts.ids), ROWS), desc="choose gamma", unit="batch"):
-        found += _places(target, drafter, prompts.ids[at : at + ROWS], how, gamma)
-    return found
+        texts += _places(target, drafter, prompts.ids[at : at + ROWS], how, gamma)
+    return texts
 
 
 def _places(
@@ -65,16 +65,16 @@ def _places(
     cache, first, read = prefill(decoder, ids, slots, drafter.layers, how.sampling, generator)
     texts = [[*row, *token] for row, token in zip(ids, first, strict=True)]
     session = drafter.start(Texts([*map(list, texts)], slots, how.sampling, generator, read))
-    found: list[list[Place]] = [[] for _ in ids]
+    drafts: list[list[Place]] = [[] for _ in ids]
     rows = list(range(len(ids)))
     while True:
         left = [
             i
             for i, row in enumerate(rows)
-            if texts[row][-1] not in how.stops and len(found[row]) < how.max_new_tokens - 1
+            if texts[row][-1] not in how.stops and len(drafts[row]) < how.max_new_tokens - 1
         ]
         if not left:
-            return found
+            return drafts
         if len(left) < len(rows):
             rows = [rows[i] for i in left]
             cache = cache.keep_rows(torch.tensor(left, device=decoder.device))
@@ -98,7 +98,7 @@ def _places(
         sure = torch.ones(drafted.tokens.shape) if drafted.certainty is None else drafted.certainty
         for i, (row, right) in enumerate(zip(rows, accepted.tolist(), strict=True)):
             certainty = sure[i, : counts[i]].tolist()
-            found[row].append(Place(certainty, right, i in drafted.free))
+            drafts[row].append(Place(certainty, right, i in drafted.free))
             texts[row].append(following[i])
         session.commit([[token] for token in following], [0] * len(rows), states)
 

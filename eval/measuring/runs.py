@@ -198,8 +198,7 @@ class DraftLog:
     What an engine cannot measure is None, and `missing` says why: report field -> reason.
     gamma: the draft length chosen for this draft. memory: {target_bytes, draft_bytes,
     kv_bytes_per_token: {target, draft}} in the form measured. lossless: the ledger of greedy texts.
-    gamma_sweep: measured points {gamma, tau, speedup}. counters: a server's own. free_share: of the
-    drafted tokens, those that took no step of the draft.
+    gamma_sweep: measured points {gamma, tau, speedup}. counters: a server's own.
     """
 
     name: str
@@ -218,7 +217,6 @@ class DraftLog:
     gamma_sweep: list[dict[str, Any]] = field(default_factory=list)
     by_batch_size: list[dict[str, Any]] = field(default_factory=list)
     counters: dict[str, Any] | None = None
-    free_share: float = 0.0
     missing: dict[str, str] = field(default_factory=dict)
 
 

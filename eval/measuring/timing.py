@@ -92,8 +92,8 @@ def decode_in_turns(
         for drafter, length in contenders
     ]
     short = dataclasses.replace(how, max_new_tokens=min(how.max_new_tokens, WARM_UP_TOKENS))
-    for one in decoders:  # warm-up, not counted
-        one(*batches[0], how=short)
+    for decoder in decoders:  # warm-up, not counted
+        decoder(*batches[0], how=short)
 
     def read(batch: list[dict[str, Any]]) -> list[PromptRun]:
         return [PromptRun.from_json(run) for run in batch]
@@ -115,14 +115,14 @@ def in_turns(
     """
 
     def measure(turn: int, row: tuple[Any, ...]) -> list[R]:
-        made = {}
+        results = {}
         for i in range(len(decoders)):
             which = (turn + i) % len(decoders)
-            made[which] = decoders[which](*row)
-        return [made[which] for which in range(len(decoders))]
+            results[which] = decoders[which](*row)
+        return [results[which] for which in range(len(decoders))]
 
-    found = journal.each(stage, rows, measure, lambda row: [read(made) for made in row], "prompt")
-    return [[row[which] for row in found] for which in range(len(decoders))]
+    in_rows = journal.each(stage, rows, measure, lambda row: list(map(read, row)), "prompt")
+    return [[row[which] for row in in_rows] for which in range(len(decoders))]
 
 
 def sweep_gamma(
@@ -138,8 +138,8 @@ def sweep_gamma(
     lengths = [DraftLength(gamma) for gamma in range(1, max_gamma + 1)]
     contenders = [ALONE, *((drafter, length) for length in lengths)]
     stage = f"gamma sweep of {name}"
-    made = decode_in_turns(target, contenders, prompts.batches(1), how, journal, stage)
-    baseline, *runs = ([run for (run,) in batches] for batches in made)
+    decoded = decode_in_turns(target, contenders, prompts.batches(1), how, journal, stage)
+    baseline, *runs = ([run for (run,) in batches] for batches in decoded)
     return [
         {
             "gamma": length.gamma,

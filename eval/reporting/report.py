@@ -1,8 +1,8 @@
 """The report of an evaluation: report.json (draftsmith-report/1), report.md, report.html.
 
 The models say which fields a report has, what they mean and what must hold between them. Those of
-a measured part stand where it is measured (eval/measuring/); the whole is here, with NUMBERS, which
-makes each number of a draft from the raw log. docs/metrics.md has the long definitions.
+a measured part stand where it is measured (eval/measuring/); the whole is here, and how it is
+filled from the raw log. docs/metrics.md has the long definitions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from eval.measuring.metrics import (
     PositionAcceptance,
     agreed,
     blocks,
-    paid,
     timed,
 )
 from eval.measuring.runs import DraftLog, PromptRun, RunLog, check_runs
@@ -64,24 +63,21 @@ class Vocabulary(Part):
     coverage: float | None
 
 
-class Decoded(Part):
-    """What a run came to."""
+class SweepPoint(Part):
+    """Measured with one fixed draft length."""
 
+    gamma: Positive
     tau: TokensPerCall
     speedup: Measured
 
 
-class SweepPoint(Decoded):
-    """Measured with one fixed draft length."""
-
-    gamma: Positive
-
-
-class BatchPoint(Decoded):
+class BatchPoint(Part):
     """Decoded in batches of one size; a batch is what is resampled, n the number of batches."""
 
     batch_size: Positive
     prompts: Positive
+    tau: TokensPerCall
+    speedup: Measured
     lossless: Ledger | None = Field(description="against the same batch alone; null if sampled")
     tokens_per_s: Both[Measured] = Field(description="of all rows together")
 
@@ -224,34 +220,39 @@ class DraftReport(Part):
         return self
 
 
-# Field of a draft -> what it is in the logs of the draft and of its run. A new number is a function
-# in eval/measuring/metrics.py, a field above with its line here, and a row in tables.py.
-NUMBERS: dict[str, Callable[[DraftLog, RunLog], Any]] = {
-    "alpha": lambda log, run: metrics.alpha(agreed(log)),
-    "tau": lambda log, run: metrics.tau(blocks(log)),
-    "mean_drafted": lambda log, run: metrics.mean_drafted(blocks(log)),
-    "drafted_calls": lambda log, run: metrics.drafted_calls(blocks(log)),
-    "accepted_over_drafted": lambda log, run: metrics.accepted_over_drafted(blocks(log)),
-    "per_position": lambda log, run: metrics.per_position(blocks(log)),
-    "costs": lambda log, run: Costs.of(timed(log)),
-    "c": lambda log, run: metrics.c(timed(log)),
-    "verify_ratio": lambda log, run: metrics.verify_ratio(
-        timed(log), metrics.mean_drafted(blocks(log))
-    ),
-    "predicted_speedup": lambda log, run: metrics.predicted_speedup(blocks(log), paid(log)),
-    "speedup": lambda log, run: metrics.speedup(log.runs, log.baseline),
-    "decode_speedup": lambda log, run: metrics.decode_speedup(blocks(log), log.baseline),
-    "decode_efficiency": lambda log, run: metrics.decode_efficiency(
-        blocks(log), log.baseline, paid(log)
-    ),
-    "tokens_per_s": lambda log, run: _both(metrics.tokens_per_s, log),
-    "ttft_ms": lambda log, run: _both(metrics.ttft_ms, log),
-    "itl_ms": lambda log, run: _both(metrics.itl_ms, log),
-    "loop_share": lambda log, run: _both(metrics.loop_share, log),
-    "memory": lambda log, run: metrics.memory(log),
-    "payoff": lambda log, run: payoff(timed(log), metrics.alpha(agreed(log)).mean),
-    "by_category": lambda log, run: metrics.by_category(log),
-}
+def _numbers(log: DraftLog, run: RunLog, shown: Sequence[str]) -> dict[str, Callable[[], Any]]:
+    """Each field above that is made from the logs of the draft and of its run.
+
+    A new number is a function in eval/measuring/metrics.py, a field with its line here, and a row
+    in tables.py. shown: the prompts of the atlas' heat map.
+    """
+    return {
+        "alpha": lambda: metrics.alpha(agreed(log)),
+        "tau": lambda: metrics.tau(blocks(log)),
+        "mean_drafted": lambda: metrics.mean_drafted(blocks(log)),
+        "drafted_calls": lambda: metrics.drafted_calls(blocks(log)),
+        "accepted_over_drafted": lambda: metrics.accepted_over_drafted(blocks(log)),
+        "per_position": lambda: metrics.per_position(blocks(log)),
+        "costs": lambda: Costs.of(timed(log)),
+        "c": lambda: metrics.c(timed(log)),
+        "verify_ratio": lambda: metrics.verify_ratio(timed(log), metrics.mean_drafted(blocks(log))),
+        "predicted_speedup": lambda: metrics.predicted_speedup(blocks(log), timed(log)),
+        "speedup": lambda: metrics.speedup(log.runs, log.baseline),
+        "decode_speedup": lambda: metrics.decode_speedup(blocks(log), log.baseline),
+        "decode_efficiency": lambda: metrics.decode_efficiency(
+            blocks(log), log.baseline, timed(log)
+        ),
+        "tokens_per_s": lambda: _both(metrics.tokens_per_s, log),
+        "ttft_ms": lambda: _both(metrics.ttft_ms, log),
+        "itl_ms": lambda: _both(metrics.itl_ms, log),
+        "loop_share": lambda: _both(metrics.loop_share, log),
+        "memory": lambda: metrics.memory(log),
+        "payoff": lambda: payoff(timed(log), metrics.alpha(agreed(log)).mean),
+        "by_category": lambda: metrics.by_category(log),
+        "atlas": lambda: build_atlas(agreed(log), run, timed(log), shown),
+    }
+
+
 # Fields that are in the draft's log as they are.
 COPIED = (
     "path form vocabulary gamma gamma_policy gamma_sweep by_batch_size lossless counters"
@@ -322,15 +323,6 @@ class HeldOutCurve(Part):
     points: Annotated[list[HeldOutPoint], Field(min_length=1)]
 
 
-class Replayed(Part):
-    """A candidate on texts of the target, its steps priced by measured ones."""
-
-    alpha: Share = Field(description="of the tokens of these texts, drafted right as the first")
-    speedup: Measured = Field(description="predicted, at the best draft length")
-    gamma: Positive
-    stop_below: float = Field(ge=0, le=1, description="as of `DraftLength`; 0: never")
-
-
 class Candidate(Part):
     """A kind of draft, and what its comparison with others found."""
 
@@ -339,9 +331,15 @@ class Candidate(Part):
     c: Quantity = Field(
         description="draft time of a token over a target step, in a draft of the longest length"
     )
-    ceiling_speedup: Quantity = Field(description="of a perfect draft at this cost")
-    untuned: Replayed | None = Field(None, description="as prepared; null: priced only")
-    healed: Replayed | None = Field(None, description="trained briefly; null: not among the best")
+    expected_speedup: Quantity = Field(
+        description="at this cost and the alpha that a tuned draft is taken to reach"
+    )
+    trained: Measured | None = Field(
+        None, description="speed-up that a replay predicts after a short training; null: priced"
+    )
+    measured: Measured | None = Field(
+        None, description="the same on other texts, at the length chosen on the first; null: not"
+    )
     chosen: bool
 
     @property
@@ -357,7 +355,8 @@ class DrafterChoice(Part):
 
     candidates: Annotated[list[Candidate], Field(min_length=1)]
     ruled_out: dict[str, str] = Field(description="kinds that the recipe rules out, and why")
-    healed_seconds: Quantity = Field(description="of training, for each that was trained")
+    trained_seconds: Quantity = Field(description="for each that was trained")
+    why: str
 
 
 class Report(Part):
@@ -414,7 +413,7 @@ class Report(Part):
 
     def ledgers(self) -> list[tuple[str, Ledger]]:
         """Those of all drafts, by what to call them."""
-        return [one for name, draft in self.drafts.items() for one in draft.ledgers(name)]
+        return [ledger for name, draft in self.drafts.items() for ledger in draft.ledgers(name)]
 
     @model_validator(mode="after")
     def _gains_are_differences(self) -> Self:
@@ -424,11 +423,11 @@ class Report(Part):
                     raise ValueError(f"gain[{i}] compares with {name!r}, which is no draft of it")
             for field in ("alpha", "tau", "speedup"):
                 gained = getattr(entry, field)
-                own, other = (getattr(self.drafts[n], field) for n in (entry.draft, entry.over))
+                mine, other = (getattr(self.drafts[n], field) for n in (entry.draft, entry.over))
                 # a gain may rest on fewer prompts than either side's own number
-                if not (gained and own and other and own.n == other.n == gained.n):
+                if not (gained and mine and other and mine.n == other.n == gained.n):
                     continue
-                apart = own.mean - other.mean
+                apart = mine.mean - other.mean
                 if not math.isclose(gained.mean, apart, rel_tol=1e-6, abs_tol=1e-9):
                     raise ValueError(
                         f"gain[{i}].{field} is {gained.mean}, but the drafts' own numbers are "
@@ -476,14 +475,13 @@ def _draft_block(log: DraftLog, run: RunLog, shown: Sequence[str]) -> dict[str, 
     """The fields of a `DraftReport`; null where the log holds nothing to measure them on."""
     for runs in (log.runs, log.baseline):
         check_runs(runs, blocks="tau" not in log.missing)
-    numbers = NUMBERS | {"atlas": lambda log, run: build_atlas(agreed(log), run, timed(log), shown)}
     missing = dict(log.missing)
     block: dict[str, Any] = {field: getattr(log, field) for field in COPIED}
-    for field, number in numbers.items():
+    for field, number in _numbers(log, run, shown).items():
         block[field] = None
         if field not in missing:
             try:
-                block[field] = number(log, run)
+                block[field] = number()
             except NothingToMeasure as reason:
                 missing[field] = str(reason)
     return block | {

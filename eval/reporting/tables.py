@@ -373,11 +373,20 @@ def _held_out(curve: HeldOutCurve) -> Table:
 
 def _choice(choice: DrafterChoice) -> Table:
     """What `drafter: auto` compared, and on what."""
-    candidates = ((candidate.name, candidate) for candidate in choice.candidates)
-    note = CHOICE_NOTE.format(choice.healed_seconds)
-    table = _table("Kinds of draft compared", "kind", candidates, CHOICE, note)
-    table.rows.extend([kind, "ruled out", *[""] * 5, why] for kind, why in choice.ruled_out.items())
-    return table
+    header = ["kind", "cost of a token", "expected", "trained", "on other texts", ""]
+    rows = []
+    for one in choice.candidates:
+        row = [one.name, f"{one.c:.3f}", f"{one.expected_speedup:.2f}"]
+        row += ["" if found is None else shown(found) for found in (one.trained, one.measured)]
+        rows.append([*row, "chosen" if one.chosen else ""])
+    rows += [[kind, "ruled out", *[""] * 3, why] for kind, why in choice.ruled_out.items()]
+    note = (
+        "Kinds of draft that this target can have: the cost of a drafted token in target steps; "
+        "speed-ups, expected at that cost before any training, and predicted by a replay after "
+        f"{choice.trained_seconds:.0f} seconds of it. {choice.why[:1].upper()}{choice.why[1:]}. "
+        "Each draft in the other tables is the chosen one, fully trained."
+    )
+    return Table("Kinds of draft compared", header, rows, note)
 
 
 def waterfall(draft: DraftReport) -> dict[str, float]:

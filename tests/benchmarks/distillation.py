@@ -6,8 +6,8 @@
 The folder holds a finished run of a pruned draft, whose answers, prompts and recipe are used. Each
 row is trained in a process of its own, whose peak memory is taken before it is evaluated. `minutes`
 charge what the answers cost as well: an answer is timed here first, a step of each row is timed
-before it is trained, and the recipe's own split (distill/budget.py) says how many answers and steps
-the minutes buy, num_train_epochs over each answer.
+before it is trained, and both say how many answers and steps the minutes buy, num_train_epochs over
+each answer.
 With `steps`, every row takes as many steps on as many answers as these visit once.
 
 Ours trains the trimmed head against the cache, the target being gone. trl's trainers have what they
@@ -19,6 +19,7 @@ interval over prompts. A row that is done is kept in OUTPUT/results.json and not
 import argparse
 import dataclasses
 import json
+import math
 import resource
 import subprocess
 import sys
@@ -34,9 +35,9 @@ from trl.experimental.gkd import GKDConfig, GKDTrainer
 
 from align.atomic import atomic_file
 from align.process import use_machine
-from distill.budget import split
 from distill.losses import LOSSES
 from distill.models import TargetOfRun, check_models
+from distill.plan import training_steps
 from distill.prepare import prepare_draft
 from distill.prompt_sets import collect_prompts
 from distill.recipe import build_recipe, read_yaml
@@ -107,7 +108,10 @@ def train_row(work: Work, name: str, minutes: float | None, steps: int | None) -
     charged = 0.0
     if minutes is not None:
         per_step = timed(lambda count: make(work, name, prepared, recipe, batch * count, count))
-        rows, steps = split(recipe, 60 * minutes, 0, len(work.answers), per_answer, per_step)
+        steps_each = training_steps(recipe, len(work.answers)) / len(work.answers)
+        rows = int(60 * minutes / (per_answer + steps_each * per_step))
+        rows = min(rows, len(work.answers))
+        steps = max(1, math.ceil(steps_each * rows))
         charged = rows * per_answer
     else:
         rows = batch * steps

@@ -25,12 +25,12 @@ from align.atomic import atomic_file
 from align.process import free_memory, use_machine
 from distill.export import export_draft
 from distill.models import TargetOfRun, check_models
+from distill.plan import training_step
 from distill.prepare import prepare_draft, stand_in
 from distill.prompt_sets import collect_prompts
 from distill.recipe import build_recipe, read_yaml
 from distill.teacher.answers import USED, answer_prompts, open_store, to_answer
 from distill.teacher.states import cache_states
-from distill.timing import training_step
 from distill.trainer import distil_draft
 from eval.decoding.drafters.drafter import kinds
 from eval.reporting.report import read_report
@@ -68,9 +68,8 @@ def train_kind(run: Path, folder: Path, name: str, minutes: float) -> dict:
     target.release()
     before = time.monotonic() - clock
     steps = max(1, round((60 * minutes - before) / per_step))
-    recipe = dataclasses.replace(recipe, training=recipe.training | {"max_steps": steps})
     clock = time.monotonic()
-    tuned = distil_draft(recipe, pair, prepared, answers)
+    tuned = distil_draft(recipe, pair, prepared, answers, steps)
     training = time.monotonic() - clock
     export_draft(recipe, pair, prepared, tuned, answers)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

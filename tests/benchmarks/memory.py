@@ -4,8 +4,8 @@
 
 A random-weight Llama of 1.1B parameters (TinyLlama's shape under the embedded target's tokenizer)
 stands in as the target of the code recipe, shortened; 5 GB of disk, 5 to 10 minutes on two cores.
-Prints the peak of the resident set of each stage against 1.3x the weights + 1.5 GiB; then what
-`--dry_run` says of it from the configs (distill/memory.py), and the device that it asks for; then
+Prints the peak of the resident set of each stage, planning among them, against 1.3x the weights +
+1.5 GiB; then what `--dry_run` says of it from the configs, and the device that it asks for; then
 how much more than decoding the tie check takes, beside one layer in fp32.
 """
 
@@ -43,14 +43,16 @@ SHAPE = LlamaConfig(
 )
 STAGES = {  # of distill/train.py, and as distill/memory.py names them
     "answer_prompts": "answering",
+    "measured_costs": "planning",
     "prepare_draft": "preparing",
     "distil_draft": "distilling",
     "export_draft": "exporting",
     "evaluate": "evaluating",
 }
 SHORT = {
-    "minutes": "null",
-    "max_train_prompts": 100,
+    "minutes": 60,  # not all needed: four steps are all that there is to train on
+    "max_train_prompts": 32,
+    "num_train_epochs": 1,
     "answer_max_new_tokens": 8,
     "max_eval_prompts": 4,
     "speed_prompts": 2,
@@ -58,7 +60,6 @@ SHORT = {
     "max_gamma": 1,
     "max_new_tokens": 8,
     "fit_tokens": 100,
-    "max_steps": 4,
     "warmup_steps": 1,
     "save_steps": 2,
 }

@@ -1,4 +1,4 @@
-"""What fits where: the tables of docs/memory.md, from configs alone.
+"""What fits where: the lines of docs/memory.md, from configs alone.
 
     python tests/benchmarks/what_fits.py
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from distill.memory import needs, summary, table
+from distill.memory import needs
 from distill.recipe import build_recipe, read_yaml, recipe_files
 
 CONFIGS = Path(__file__).resolve().parents[1] / "distill" / "configs"
@@ -27,16 +27,11 @@ def hub_recipes():
 
 
 def needs_of(recipe):
-    target, draft = config_of(recipe.target), recipe.draft and config_of(recipe.draft)
-    return needs(recipe, target, draft, target_here=recipe.answers == "local")
+    return needs(recipe, config_of(recipe.target), recipe.draft and config_of(recipe.draft))
 
 
 def markdown(name, recipe):
-    found = needs_of(recipe)
-    header, rows = table(found)
-    lines = [header, ["---"] * len(header), *rows]
-    grid = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"`{name}`: {summary(found)}\n\n{grid}\n"
+    return f"`{name}`:\n\n" + "\n".join(f"- {line}" for line in needs_of(recipe).lines()) + "\n"
 
 
 if __name__ == "__main__":

@@ -146,6 +146,12 @@ def test_the_best_weights_come_back_where_the_last_are_worse(trained, monkeypatc
     assert agreement_of(trained()[0]) == pytest.approx(best.alpha)
 
 
+@pytest.mark.parametrize("save_strategy", ["epoch", "best", "no"])
+def test_the_best_weights_are_kept_however_checkpoints_are_saved(trained, save_strategy):
+    draft, seen, _ = trained(save_strategy=save_strategy, steps=8)
+    assert agreement_of(draft) == pytest.approx(best_of(seen).alpha)
+
+
 def test_training_stops_when_alpha_has_not_risen_for_a_while(trained, monkeypatch):
     monkeypatch.setattr(HeldOut, "metrics", worse_after(2))
     draft, seen, folder = trained(patience=2)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from distill import card as cards
 from distill import forms, publish, verify
-from distill.card import Found, is_hub_id, public_name, short_name
+from distill.card import CardFacts, is_hub_id, public_name, short_name
 from distill.publish import PublishError, check_run, main, unmet_conditions
 from distill.reload import Reloaded, ReloadError
 from eval.decoding.target import weights_sha256
@@ -23,7 +23,7 @@ from eval.reporting.report import Missing, read_report, write_report
 
 def model_card(run_folder):
     """The card as a training run writes it."""
-    return cards.model_card(run_folder, read_report(run_folder / "report/report.json"), Found())
+    return cards.model_card(run_folder, read_report(run_folder / "report/report.json"), CardFacts())
 
 
 def sign(run_folder, report):
@@ -123,12 +123,12 @@ def test_the_card_of_a_draft_with_ids_of_its_own_says_so(run_folder):
 
 def test_the_card_has_the_command_of_every_engine_that_was_measured(run_folder, sample_report):
     report = read_report(run_folder / "report/report.json")
-    found = Found(
+    facts = CardFacts(
         forms={"GGUF q8_0": (run_folder / "draft" / "config.json", "not measured")},
         engines={"llama.cpp": report},
         name="code-draft",
     )
-    card = cards.model_card(run_folder, report, found)
+    card = cards.model_card(run_folder, report, facts)
     assert re.search(r"^llama-server -m \S+\.gguf -md code-draft/gguf/draft-q8_0.gguf ", card, re.M)
 
 

@@ -10,7 +10,7 @@ from distill.teacher.answers import (
     answer_lengths,
     answer_prompts,
     open_store,
-    seconds_each,
+    this_machine,
     to_answer,
     top_logprobs,
 )
@@ -239,16 +239,11 @@ def test_greedy_answers_are_drawn_with_no_seed(key):
     assert key(answer_temperature=0.0, seed=2) == key(answer_temperature=0.0)
 
 
-def test_seconds_of_an_answer_are_known_from_those_at_hand_or_timed_anew(
-    answered, job, target, tmp_path
-):
+def test_seconds_of_an_answer_are_known_of_the_machine_that_made_it(answered, job, tmp_path):
     store, recipe = answered().store, job(tmp_path, answer_batch_size=2)
-    never = dataclasses.replace(target, decoder=Failing(target.decoder, 0))
-    known = seconds_each(recipe, PROMPTS, never, store)
-    assert 0 < known < 60
+    assert 0 < store.seconds_each(this_machine(recipe)) < 60
     elsewhere = job(tmp_path, answer_batch_size=3)  # as on another machine
-    assert 0 < seconds_each(elsewhere, PROMPTS, target, store) < 60
-    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    assert store.seconds_each(this_machine(elsewhere)) is None
 
 
 def test_each_of_several_ends_of_text_ends_an_answer_and_is_taught(answered, tmp_path):

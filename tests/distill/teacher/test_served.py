@@ -114,8 +114,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         server = self.server
         if self.path == "/v1/models":
-            about = {"root": server.root, "max_model_len": server.max_model_len}
-            self.reply({"data": [{"id": name} | about for name in server.names]})
+            self.reply({"data": [{"id": name, "root": "/models/target"} for name in server.names]})
         elif self.path == "/metrics" and server.speculates:
             counts = {"drafts": 1, "draft_tokens": DRAFTED, "accepted_tokens": DRAFTED}
             self.reply(
@@ -137,6 +136,9 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply({"error": f"The model `{body['model']}` does not exist."}, 404)
         if self.path == "/tokenize":
             return self.reply({"tokens": server.tokenizer(body["prompt"])["input_ids"]})
+        if len(body["prompt"]) + body["max_tokens"] > server.max_model_len:
+            error = f"maximum context length is {server.max_model_len} tokens"
+            return self.reply({"error": error}, 400)
         if body.get("logprobs", 0) > server.max_logprobs:
             return self.reply(
                 {"error": f"logprobs {body['logprobs']}, max allowed: {server.max_logprobs}"}, 400
@@ -417,7 +419,7 @@ def value(number):
     [
         ({}, {"answer_model": "org/another"}, "serves org/target, not 'org/another'"),
         ({"names": ["a", "b"]}, {}, "serves a, b; name the target with answer_model"),
-        ({"max_model_len": 15}, {}, "a context of 15 tokens, and the longest .* takes"),
+        ({"max_model_len": 15}, {}, "answered 400 .*maximum context length is 15 tokens"),
         ({"max_logprobs": 5}, {}, "answered 400 .*logprobs 6, max allowed: 5"),
         ({"mangle": fewer}, {}, "5 log-probabilities .* and 6 were .*lower cache_top_k, or serve"),
         ({"mangle": texts}, {}, r"tokens are texts \(' the'\).*return_tokens_as_token_ids"),
@@ -654,5 +656,5 @@ def test_a_dry_run_checks_the_server_and_makes_nothing(stand_in, served, capsys)
     assert run(recipe) == 0
     assert "answers: 132 tokens at most" in capsys.readouterr().out
     assert not recipe.folder.exists()
-    with pytest.raises(ServerError, match="a context of 15 tokens"):
+    with pytest.raises(ServerError, match="maximum context length is 15 tokens"):
         run(served(stand_in(max_model_len=15), dry_run=True))

@@ -12,7 +12,6 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from eval import convert
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.engines.assisted import Assisted
@@ -199,16 +198,6 @@ def test_one_report_of_two_drafts(folder, tmp_path):
     # the same texts as our decoder's
     tokens = {row.id: row.tokens for row in bad.per_prompt}
     assert tokens == {row.id: row.tokens for row in ours.drafts["bad"].per_prompt}
-
-
-def test_numbers_that_its_log_does_not_hold_are_not_converted(folder, tmp_path, capsys):
-    report_of(folder, tmp_path, "--draft", str(folder / "draft"))
-    capsys.readouterr()
-    for tool in convert.TOOLS:
-        assert convert.main([str(tmp_path / "report" / "report.json"), "--to", tool]) == 2
-        output = capsys.readouterr()
-        assert "this report holds no log of target calls" in output.err
-        assert not output.out
 
 
 def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys):

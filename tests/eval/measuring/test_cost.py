@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from eval.measuring import cost, metrics
-from eval.measuring.runs import DraftLog, StepCosts
+from eval.measuring.runs import StepCosts
 
 
 def free_verification(c, max_gamma=30):
@@ -102,10 +102,3 @@ def test_a_pass_once_a_draft_counts_once():
     assert [float(costs.draft(n)) for n in (0, 1, 4)] == pytest.approx([0, 0.005, 0.008])
     assert cost.expected_speedup(0.0, 4, costs) == pytest.approx(0.010 / (0.008 + 0.012))
     assert metrics.c(costs) == pytest.approx(0.5)
-
-
-def test_looked_up_tokens_take_no_step_and_leave_c_and_the_ceiling_as_measured():
-    costs = StepCosts(0.004, 0.010, {1: 0.010, 3: 0.011}, 100)
-    log = DraftLog("d", "d", "full", {}, [], [], {}, 2, "fixed", costs=costs, free_share=0.75)
-    assert metrics.timed(log) is costs  # what `c` and `payoff` are made of
-    assert metrics.paid(log).draft_step == pytest.approx(0.001)
