@@ -26,7 +26,7 @@ def run_ranks(folder, count, work, *arguments):
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(120)
+        process.join(600)
         process.kill()
         process.join()
     return [(process.exitcode, log.read_text()) for process, log in zip(ranks, logs, strict=True)]

@@ -6,12 +6,10 @@ too. The checks run in a process of their own, since a made-up device stays.
 """
 
 import json
-import subprocess
-import sys
 import traceback
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
+from itertools import product
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -46,8 +44,8 @@ from eval.decoding.verification import Sampling, agreement, argmax, warp
 from eval.measuring.agreement import entropy_bits, teacher_forced_logits
 from eval.measuring.replay import places
 from eval.prompts import Prompt, PromptSet
+from tests.ranks import run_ranks
 
-ROOT = Path(__file__).resolve().parents[1]
 GPU, OTHER_GPU = "gpu:0", "gpu:1"
 PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
 PARTS += ("model.rotary_emb",)
@@ -286,16 +284,13 @@ def keeping_states():
 
 
 def every_way(whole, drafter):
-    for temperature in (0.0, 0.7):
-        for rows in (1, 2):
-            for stop_below in (0.0, 0.4):
-                runs = decode(
-                    *(whole.decoder, drafter, [Prompt(str(i), "x") for i in range(rows)]),
-                    [[1, 2, 3]] * rows,
-                    Decoding(Sampling(temperature), whole.stops, 4),
-                    DraftLength(2, stop_below),
-                )
-                assert [len(run.tokens) for run in runs] == [4] * rows
+    for temperature, (rows, stop_below) in product((0.0, 0.7), ((1, 0.4), (2, 0.0))):
+        runs = decode(
+            *(whole.decoder, drafter, [Prompt(str(i), "x") for i in range(rows)]),
+            *([[1, 2, 3]] * rows, Decoding(Sampling(temperature), whole.stops, 4)),
+            DraftLength(2, stop_below),
+        )
+        assert [len(run.tokens) for run in runs] == [4] * rows
 
 
 def measuring():
@@ -389,16 +384,11 @@ CHECKS = {
 
 
 @pytest.fixture(scope="module")
-def outcomes():
+def outcomes(tmp_path_factory):
     """Name of a check -> its traceback, empty where it went through."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.test_devices"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    ((status, printed),) = run_ranks(tmp_path_factory.mktemp("devices"), 1, run_checks)
+    assert status == 0, printed
+    return json.loads(printed.splitlines()[-1])
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -406,7 +396,7 @@ def test_tensors_of_two_devices_never_meet(outcomes, name):
     assert outcomes[name] == ""
 
 
-def main():
+def run_checks():
     _setup_privateuseone_for_python_backend("gpu", Backend())
     found = {}
     for name, check in CHECKS.items():
@@ -417,7 +407,3 @@ def main():
         except Exception:
             found[name] = traceback.format_exc()
     print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,9 @@
-"""Runs of two processes started by `accelerate launch`: the draft of one process, come what may."""
+"""Runs of two processes: the draft of one process, come what may."""
 
 import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -15,44 +14,30 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
 
-from distill import held_out, prompt_sets, train
+from distill import train
 from distill.held_out import HELD_OUT, read_followed
 from distill.recipe import RecipeError, dump
 from distill.trainer import last_checkpoint
+from tests.distill import training
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "recipes" / "accelerate"
 DDP, FSDP2 = "cpu_2.yaml", "fsdp2.yaml"
-STEPS, DEATH = 16, 8  # of 4 rows, 3 an epoch
 LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 8}
 PRUNED = {"draft": None, "num_draft_layers": 1, "draft_vocab_size": 270}
 EAGLE3 = PRUNED | {"drafter": "eagle3"}
-# the job on few prompts, some of them followed all the same; the process of rank DIES dies, as by
-# kill -9, before all have written their part of a checkpoint
-SCRIPT = f"""
-import os, signal, sys
-from trl import SFTTrainer
-from distill import held_out, prompt_sets
-from distill.train import main
 
-prompt_sets.HELD_OUT_PART, prompt_sets.HELD_OUT_FEWEST, held_out.SHARE = 4, 1, 10.0
-save = SFTTrainer._save_checkpoint
-def dies(trainer, model, trial):
-    save(trainer, model, trial)
-    if os.environ["RANK"] == os.environ["DIES"] and trainer.state.global_step == {DEATH}:
-        os.kill(os.getpid(), signal.SIGKILL)
-SFTTrainer._save_checkpoint = dies
-sys.exit(main(sys.argv[1:]))
-"""
+
+def asked(config, *flags):
+    """What `accelerate launch` makes of a config and flags."""
+    words = ["--config_file", str(CONFIGS / config), "--main_process_port", "0", *flags]
+    return _validate_launch_command(launch_command_parser().parse_args([*words, "train.py"]))[0]
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_accelerate_reads_every_config(path):
-    config = load_config_from_file(str(path))
-    parser = launch_command_parser()
-    args, _, _ = _validate_launch_command(
-        parser.parse_args(["--config_file", str(path), "--main_process_port", "0", "train.py"])
-    )
+    config, args = load_config_from_file(str(path)), asked(path.name)
     assert args.num_processes == config.num_processes
     if path.stem != "cpu":
         environment = prepare_multi_gpu_env(args)
@@ -61,30 +46,25 @@ def test_accelerate_reads_every_config(path):
         assert environment.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false") == "false"
 
 
-def launched(config, recipe, flags=(), dies=None):
-    """What a run of two processes prints, one of which dies where its rank is given."""
-    file, script, log = (recipe.folder.with_suffix(suffix) for suffix in (".yaml", ".py", ".log"))
-    file.write_text(dump(recipe))
-    script.write_text(SCRIPT)
+def launched(file, dies):
+    """Exit status and output of `accelerate launch` on two processes; it leaves none behind."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
-    command += ["--config_file", CONFIGS / config, "--num_processes", "2", *flags]
+    command += ["--config_file", str(CONFIGS / DDP), training.__file__, str(dies), str(file)]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    with log.open("w") as out:
-        launcher = psutil.Popen(
-            [*map(str, command), str(script), "--recipe", str(file)],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": path, "DIES": str(dies)},
-        )
-    started, deadline = set(), time.monotonic() + 300
-    while launcher.poll() is None:
-        assert time.monotonic() < deadline, log.read_text()
-        started.update(launcher.children(recursive=True))
-        time.sleep(0.1)
-    assert (launcher.poll() == 0) == (dies is None), log.read_text()
-    _, alive = psutil.wait_procs(started, timeout=30)
-    assert not alive  # the launcher ends the others, too
-    return log.read_text()
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, timeout=600
+    )
+    commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    assert not any(str(file) in words for words in commands)
+    return done.returncode, done.stdout + done.stderr
+
+
+def forked(file, dies, flags):
+    """The same of two processes with what the launcher would tell them of FSDP."""
+    environment = prepare_multi_gpu_env(asked(FSDP2, "--num_processes", "2", *flags))
+    told = {k: v for k, v in environment.items() if k.startswith(("FSDP_", "ACCELERATE_"))}
+    ranks = run_ranks(file.parent, 2, training.train, file, dies, told)
+    return max(abs(status) for status, _ in ranks), "".join(printed for _, printed in ranks)
 
 
 def assert_same_draft(folder, straight):
@@ -116,7 +96,7 @@ def recipe(job, tmp_path_factory):
     """Makes the recipe of a run in a new folder: recipe(rows at a time, **keys to change)."""
 
     def make(rows, **changes):
-        steps = {"max_steps": STEPS, "save_steps": 4, "logging_steps": 4}
+        steps = {"max_steps": 16, "save_steps": 4, "logging_steps": 4}  # of 4 rows, 3 an epoch
         folder = tmp_path_factory.mktemp("processes") / "run"
         return job(folder, per_device_train_batch_size=rows, **steps, **changes)
 
@@ -133,9 +113,8 @@ def straight(recipe):
         if kind not in folders:
             alone = recipe(4, **changes)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(prompt_sets, "HELD_OUT_PART", 4)
-                patch.setattr(prompt_sets, "HELD_OUT_FEWEST", 1)
-                patch.setattr(held_out, "SHARE", 10.0)
+                for module, name, value in training.FOLLOWED:
+                    patch.setattr(module, name, value)
                 assert train.run(alone) == 0
             folders[kind] = alone.folder
         return folders[kind]
@@ -145,27 +124,37 @@ def straight(recipe):
 
 @pytest.mark.real
 @pytest.mark.parametrize(
-    ("config", "how", "changes", "flags", "dies"),
+    ("how", "changes", "flags", "dies"),
     [
-        pytest.param(DDP, "MULTI_CPU", PRUNED, (), 0, id="ddp"),
-        pytest.param(FSDP2, "FSDP", LORA, (), 1, id="fsdp2, lora"),
+        pytest.param("MULTI_CPU", PRUNED, (), 0, id="ddp"),
+        pytest.param("FSDP", LORA, (), 1, id="fsdp2, lora"),
         pytest.param(
-            *(FSDP2, "FSDP", PRUNED, ("--fsdp_activation_checkpointing", "true"), None), id="fsdp2"
+            *("FSDP", PRUNED, ("--fsdp_activation_checkpointing", "true"), None), id="fsdp2"
         ),
-        pytest.param(FSDP2, "FSDP", EAGLE3, (), None, id="fsdp2, eagle3"),
+        pytest.param("FSDP", EAGLE3, (), None, id="fsdp2, eagle3"),
     ],
 )
 def test_two_processes_make_the_draft_of_one_though_either_is_killed(
-    recipe, straight, config, how, changes, flags, dies
+    recipe, straight, how, changes, flags, dies
 ):
     two = recipe(2, **changes)
+    file = two.folder.with_suffix(".yaml")
+    file.write_text(dump(two))
+
+    def run(dies):
+        return launched(file, dies) if how == "MULTI_CPU" else forked(file, dies, flags)
+
     if dies is not None:
-        launched(config, two, flags, dies)
-        assert (two.folder / f"checkpoint-{DEATH}" / "trainer_state.json").exists()
-        assert last_checkpoint(two.folder).name == f"checkpoint-{DEATH - 4}"
+        status, shown = run(dies)
+        assert status != 0, shown
+        whole = last_checkpoint(two.folder)
+        newest = max(two.folder.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
+        assert whole is not None
+        assert newest != whole  # cut short, and never gone on from
         with pytest.raises(RecipeError, match=rf"left by 2 processes \({how}\), and 1 process"):
             train.run(two)
-    shown = launched(config, two, flags)
+    status, shown = run(None)
+    assert status == 0, shown
     assert "processes: 2, gloo, cpu" in shown
     assert f"training over 2 processes ({how})" in shown
     alone = straight(**changes)

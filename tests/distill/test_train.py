@@ -4,7 +4,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import weakref
 from pathlib import Path
 
@@ -129,7 +128,7 @@ def test_the_target_is_gone_while_the_draft_trains(job, tmp_path, monkeypatch, k
 def test_a_run_with_another_learning_rate_trains_on_the_first_ones_answers_at_once(
     job, tmp_path, monkeypatch
 ):
-    trained_on, seconds = [], []
+    trained_on = []
 
     def distil(recipe, pair, prepared, answers, steps):
         trained_on.append([answer.text.tolist() for answer in answers])
@@ -137,13 +136,10 @@ def test_a_run_with_another_learning_rate_trains_on_the_first_ones_answers_at_on
 
     monkeypatch.setattr(train, "distil_draft", distil)
     for name, rate in (("first", 5e-3), ("second", 1e-3)):
-        clock = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             run(job(tmp_path / name, learning_rate=rate))
-        seconds.append(time.monotonic() - clock)
         monkeypatch.setattr(models, "load_target", no_target)  # from the first run on
     assert trained_on[0] == trained_on[1]
-    assert seconds[1] < 60
     used = [
         json.loads((tmp_path / name / "answers.json").read_text()) for name in ("first", "second")
     ]

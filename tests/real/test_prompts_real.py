@@ -1,13 +1,12 @@
 """The embedded prompts as they come out of their wheels, and their splits compared pair by pair."""
 
 import collections
-import time
 
 import pytest
 
 from align.sources import resolve_folder_in_wheel
 from distill.near_duplicates import CONTAINED, NEAR_DUPLICATE, shingles
-from distill.prompt_sets import LICENCES, STDLIB, evaluation_prompts, training_prompts
+from distill.prompt_sets import evaluation_prompts, training_prompts
 from distill.recipe import load_recipe
 from recipes.legal import licence_clauses as legal
 
@@ -69,11 +68,3 @@ def test_no_held_out_licence_has_a_near_duplicate_in_training():
     assert len(held_out) > 150
     pairs = ((a, b) for a in documents(False) for b in held_out)
     assert max(len(a & b) / len(a | b) for a, b in pairs) < NEAR_DUPLICATE
-
-
-def test_building_is_quick():
-    legal._licence_split.cache_clear()
-    for spec, seconds in ((STDLIB, 60), (LICENCES, 120)):  # measured: 5 and 9
-        start = time.perf_counter()
-        training_prompts(spec, [], None, 0)
-        assert time.perf_counter() - start < seconds
