@@ -1,6 +1,9 @@
 """Wheels made by hand, an index that is a folder, and checkpoints of a few kilobytes."""
 
 import json
+import shutil
+import subprocess
+import sys
 import zipfile
 
 import pytest
@@ -51,9 +54,29 @@ def no_network(tmp_path, index, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
+PYTHON = sys.executable
+
+
 @pytest.fixture
-def make_wheel(index):
-    """make_wheel(name, version, {path: bytes}) puts a wheel into the index."""
+def make_wheel(index, monkeypatch):
+    """make_wheel(name, version, {path: bytes}) puts a wheel into the index.
+
+    From there this process copies it, as pip would in a second; programs that it starts use pip.
+    """
+    run = subprocess.run
+
+    def copied(command, **how):
+        if command[0] != PYTHON or "download" not in command:
+            return run(command, **how)
+        name, _, version = command[-1].partition("==")
+        wheels = list(index.glob(f"{name.replace('-', '_')}-{version}-*.whl"))
+        (folder,) = (word for word in command if word.startswith("--dest="))
+        for wheel in wheels:
+            shutil.copy(wheel, folder.removeprefix("--dest="))
+        error = "" if wheels else f"ERROR: No matching distribution found for {command[-1]}"
+        return subprocess.CompletedProcess(command, int(not wheels), "", error)
+
+    monkeypatch.setattr(subprocess, "run", copied)
 
     def make(name, version, files):
         info = f"{name}-{version}.dist-info"
