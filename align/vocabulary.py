@@ -38,8 +38,9 @@ class Vocabulary:
     """Of a target or a draft, as its tokenizer and config files have it.
 
     tokens: of every id (align/token_bytes.py), None where there is none. backend: tokenizer.json.
-    special_ids: of SPECIAL_NAMES; None if the name has no token. stops: who says so -> ids that end
-    a text. config: the text model's. tensors: name -> shape, empty if no weights are at hand.
+    special_ids: of SPECIAL_NAMES; None if the name has no token. all_stops: ids that end a text by
+    tokenizer, config or generation config. config: the text model's. tensors: name -> shape, empty
+    if no weights are at hand.
     """
 
     spec: str
@@ -48,7 +49,7 @@ class Vocabulary:
     backend: dict[str, Any]
     special_ids: dict[str, int | None]
     special_texts: dict[str, str]
-    stops: dict[str, set[int]]
+    all_stops: set[int]
     chat_template: str | None
     config: dict[str, Any]
     tensors: dict[str, list[int]]
@@ -98,10 +99,6 @@ class Vocabulary:
     @cached_property
     def used(self) -> set[Token]:
         return {token for token in self.tokens if is_used(token)}
-
-    @property
-    def all_stops(self) -> set[int]:
-        return set().union(*self.stops.values())
 
     @cached_property
     def sha256(self) -> str:
@@ -242,11 +239,8 @@ def _parse(spec: str, folder: Path) -> Vocabulary:
     ids |= {token["content"]: token["id"] for token in backend.get("added_tokens", [])}
     special_texts = {name: _content(names[name]) for name in SPECIAL_NAMES if names.get(name)}
     special_ids = {name: ids.get(text) for name, text in special_texts.items()}
-    stops = {
-        "tokenizer": _as_set(special_ids.get("eos_token")),
-        "config": _as_set(config.get("eos_token_id", top.get("eos_token_id"))),
-        "generation_config": _as_set(generation.get("eos_token_id")),
-    }
+    ends = special_ids.get("eos_token"), config.get("eos_token_id", top.get("eos_token_id"))
+    stops = set().union(*map(_as_set, (*ends, generation.get("eos_token_id"))))
     template = names.get("chat_template")
     if (folder / "chat_template.jinja").is_file():
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")

