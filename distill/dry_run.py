@@ -19,7 +19,7 @@ from distill.memory import PROMPT_TOKENS, columns, needs, summary, table
 from distill.models import Pair, TargetOfRun, check_models, load_target
 from distill.prompts import Prompts, collect_prompts
 from distill.recipe import Recipe
-from distill.teacher.served import ServedTarget
+from distill.server import ServedTarget
 from distill.timing import (
     batched_step,
     evaluation_seconds,

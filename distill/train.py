@@ -34,8 +34,8 @@ from distill.prompts import Prompts, collect_prompts
 from distill.recipe import Recipe, help_text, load_recipe
 from distill.run_folder import claim_folder, delete_training_state, refuse_another_run
 from distill.served_evaluation import evaluate_served
+from distill.server import ServedTarget
 from distill.teacher.answers import PROBE, answer_prompts, note_used, open_store, to_answer
-from distill.teacher.served import ServedTarget
 from distill.teacher.states import cache_states, layers_read
 from distill.teacher.store import Answers
 from distill.trainer import distil_draft, process_timeout, training_config

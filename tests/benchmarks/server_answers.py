@@ -19,8 +19,8 @@ from align.process import use_machine
 from align.vocabulary import read_vocabulary
 from distill.prompts import collect_prompts
 from distill.recipe import load_recipe
+from distill.server import ServedTarget
 from distill.teacher.answers import answer_prompts
-from distill.teacher.served import ServedTarget
 from distill.teacher.store import Store
 from eval.decoding.target import load_target
 from eval.measuring.metrics import measure

@@ -19,8 +19,8 @@ from align.vocabulary import read_vocabulary
 from distill.prepare import build_pruned
 from distill.prompts import collect_prompts
 from distill.recipe import load_recipe
+from distill.server import ServedTarget
 from distill.teacher.answers import top_logprobs
-from distill.teacher.served import ServedTarget
 from eval.decoding.target import load_target
 from eval.reporting.report import read_report
 

@@ -13,12 +13,12 @@ import torch
 
 from align.sources import cache_folder, load_model, load_tokenizer
 from align.vocabulary import read_vocabulary
+from distill import server as module
 from distill import train
 from distill.prompts import collect_prompts
 from distill.recipe import RecipeError
-from distill.teacher import served as module
+from distill.server import ServedTarget
 from distill.teacher.answers import answer_prompts, note_used, top_logprobs
-from distill.teacher.served import ServedTarget
 from distill.teacher.store import Store
 from distill.train import run
 from eval.decoding.build import build_decoder
