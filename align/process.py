@@ -52,6 +52,11 @@ def join_processes(on_cpu: bool, timeout: float) -> int:
             "models, the target included. Set it to false in the accelerate config, as "
             "recipes/accelerate/fsdp2.yaml does."
         )
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("true", "1"):
+        raise ProcessError(
+            "DeepSpeed was launched, whose checkpoints nothing here reads; launch with "
+            "--config_file recipes/accelerate/fsdp2.yaml, which shards as much (FSDP2)."
+        )
     state = PartialState(cpu=on_cpu, timeout=datetime.timedelta(seconds=timeout))
     if state.num_processes != asked:
         raise ProcessError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +86,11 @@ def lora_config(recipe: Recipe) -> LoraConfig:
     )
 
 
-def merged(
-    recipe: Recipe, trained: PeftModel, fresh: Callable[[], PreTrainedModel]
-) -> PreTrainedModel:
+def merged(recipe: Recipe, trained: Any) -> PreTrainedModel:
     """The draft in fp32, made of its base and the adapter that is kept in the run's `adapter/`.
 
-    fresh: the draft as it was before training. What is kept is rounded to the recipe's dtype, and
-    the draft is made of that, so that peft makes the same one of the files.
+    trained: a PeftModel. What is kept is rounded to the recipe's dtype, and the draft is made of
+    that, so that peft makes the same one of the files.
     """
     folder = recipe.folder / KEPT
     with atomic_folder(folder) as partial:
@@ -104,7 +101,7 @@ def merged(
         tensors = {k: v.to(dtype) for k, v in load_file(partial / WEIGHTS).items()}
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / BASE).write_text(json.dumps(_what_it_is_for(recipe), indent=2))
-    whole: Any = PeftModel.from_pretrained(fresh().float(), str(folder))
+    whole: Any = PeftModel.from_pretrained(trained.unload(), str(folder))
     model: PreTrainedModel = whole.merge_and_unload(safe_merge=True)
     return model
 

@@ -214,7 +214,7 @@ class Comparison:
         warmup = min(one.training.get("warmup_steps", 0), steps // 5)
         short = {"max_steps": steps, "warmup_steps": warmup, "save_strategy": "no"}
         brief = dataclasses.replace(one, training=one.training | short)
-        tuned = distil_draft(brief, self.pair, prepared, answers, ids)
+        tuned = distil_draft(brief, self.pair, prepared, answers)
         if tuned is not None:
             with warnings.catch_warnings():  # of its full form, which nobody keeps
                 warnings.simplefilter("ignore", UserWarning)

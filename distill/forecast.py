@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from distill.held_out import HELD_OUT, best_of, read_followed
-from eval.measuring.metrics import share
 from eval.reporting.report import Forecast, HeldOutPoint, Share
 
 FEWEST = 4  # points of the first epoch
@@ -33,7 +32,7 @@ Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 def forecast(folder: Path) -> Forecast | str:
     """The forecast of a run from what it has seen of its held-out prompts, or why there is none."""
     followed = read_followed(folder / HELD_OUT)
-    seen, trained, best = followed.seen, followed.trained, best_of(followed.seen)
+    seen, best = followed.seen, best_of(followed.seen)
     if best is None:
         return (
             "no prompts were held out and followed: too few training prompts or steps, answers "
@@ -67,9 +66,7 @@ def forecast(folder: Path) -> Forecast | str:
     return Forecast(
         tokens=tokens,
         alpha=of_draws(alphas[-1]),
-        trained_alpha=share("trained_alpha", [(None, row[0], row[2]) for row in trained])
-        if trained
-        else None,
+        trained_alpha=None,
         at_3x=at(3),
         at_10x=at(10),
         gamma=followed.gamma,

@@ -1,31 +1,29 @@
-"""alpha on held-out prompts while a draft is trained: followed, the best weights kept, early stop.
+"""alpha on held-out prompts while a draft is trained: the trainer's evaluation, and when it is due.
 
 Some training prompts are never trained on, nor is what nearly repeats them. The target answers them
 as it does the others; now and then the draft is taken on these answers, teacher-forced. They cost
-SHARE of the training steps at most. In the end it is taken on as many answers that it was trained
-on: more text brings held-out alpha nearer to that one, and not beyond.
+SHARE of the training steps at most. The trainer keeps the best weights, and may stop early.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
+import math
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import PartialState
-from safetensors.torch import load_file
+from datasets import Dataset
 from torch import Tensor
 from tqdm import tqdm
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import EvalPrediction, TrainerCallback, TrainerControl, TrainerState
+from trl import SFTConfig
 
-from align.atomic import remove, write_json
+from align.atomic import write_json
 from align.vocab_map import Retokenizer
-from distill.recipe import Recipe
 from distill.teacher.answers import USED
 from distill.teacher.store import Answers, CachedAnswer, Store
 from distill.training_set import training_rows
@@ -33,11 +31,11 @@ from distill.training_set import training_rows
 HELD_OUT = "held_out"  # its folder: the weights kept, and what was seen
 FIRST_INDEX = 2**30  # of the answers to held-out prompts: no two answers of a run share one
 SEEN = "seen.json"
-BEST = "best.safetensors"
 SHARE = 0.025  # of the steps' time; a forward pass takes a third of a step
 FORWARD = 1 / 3
 IN_FIRST_EPOCH = 6  # measurements, each at twice as many tokens as the one but one before it
 AFTER = 10  # and so many over all steps
+PADDING = -100  # of what an evaluation gathers, as transformers pads it
 
 
 @dataclass
@@ -71,15 +69,10 @@ class Seen:
 
 @dataclass
 class Followed:
-    """What a run has written of its measurements.
-
-    gamma: of the simulated tau. trained: the sums of rows that were trained on, after training;
-    None where it did not end yet.
-    """
+    """What a run has written of its measurements. gamma: of the simulated tau."""
 
     gamma: int
     seen: list[Seen]
-    trained: list[list[float]] | None = None
 
 
 def followed_steps(steps: int, epoch: int, warmup: int) -> list[int]:
@@ -102,41 +95,6 @@ def held_out_answers(folder: Path) -> Sequence[CachedAnswer]:
     return Answers(Store(Path(used["store"])), used["held_out"], FIRST_INDEX)
 
 
-def held_out_rows(
-    folder: Path, head_rows: Tensor | None, retokenizer: Retokenizer | None
-) -> list[dict[str, Any]]:
-    """The target's answers to the held-out prompts as `training_rows`; none where none are kept."""
-    return list(training_rows(held_out_answers(folder), head_rows, 1.0, retokenizer))
-
-
-def trained_rows(
-    recipe: Recipe,
-    prompts: Sequence[Sequence[int]],
-    answers: Iterable[CachedAnswer],
-    head_rows: Tensor | None,
-    retokenizer: Retokenizer | None,
-) -> list[dict[str, Any]]:
-    """Rows like those of `held_out_rows`, of the first answers that are trained on.
-
-    prompts: token ids of all training prompts, answered in this order.
-    """
-
-    def answer_alone(one: CachedAnswer) -> CachedAnswer:
-        """Without what is taught of its prompt."""
-        taught = len(prompts[one.index % len(prompts)]) - 1 if recipe.train_on_prompts else 0
-        text = torch.cat([one.prompt_ids, one.response_ids])
-        return replace(
-            one,
-            prompt_ids=text[: len(one.prompt_ids) + taught],
-            response_ids=one.response_ids[taught:],
-            top_ids=one.top_ids[taught:],
-            top_logprobs=one.top_logprobs[taught:],
-        )
-
-    some = itertools.islice(map(answer_alone, answers), recipe.held_out_prompts)
-    return list(training_rows(some, head_rows, 1.0, retokenizer))
-
-
 def simulated_calls(accepted: Sequence[float], gamma: int) -> float:
     """Expected target calls for tokens that are accepted with these chances, gamma drafted each.
 
@@ -155,126 +113,97 @@ def simulated_calls(accepted: Sequence[float], gamma: int) -> float:
 
 
 class HeldOut(TrainerCallback):
-    """Measures the draft while it is trained, keeps its best weights, and may stop the training."""
+    """When the draft is evaluated, on which rows, by which metrics; says and writes what was seen.
+
+    rows: what to give the trainer as `eval_dataset`; none where the steps are too few for them.
+    """
 
     def __init__(
         self,
-        trainer: Any,
-        rows: list[dict[str, Any]],
-        trained: list[dict[str, Any]],
         folder: Path,
-        temperature: float,
+        config: SFTConfig,
+        trained: Dataset,
+        answers: Iterable[CachedAnswer],
+        head_rows: Tensor | None,
+        retokenizer: Retokenizer | None,
         gamma: int,
-        patience: int | None,
     ) -> None:
-        """trained: some of the rows that are trained on. temperature: deployed; above 1 it is not
-        known from the cache, and 1 is taken.
+        """folder: the run's. trained: the rows that are trained on. answers: the held-out ones.
+        head_rows, retokenizer: as for `training_rows`.
         """
-        self.trainer, self.rows, self.folder = trainer, rows, folder / HELD_OUT
-        self.trained = trained
-        self.temperature, self.gamma, self.patience = min(temperature, 1.0), gamma, patience
+        self.folder, self.gamma = folder / HELD_OUT, gamma
+        self.batch = config.train_batch_size * config.gradient_accumulation_steps
+        self.batch *= config.world_size
+        self.trained_rows = len(trained)
+        epoch = math.ceil(self.trained_rows / self.batch)
+        steps = config.max_steps
+        if steps < 0:
+            steps = math.ceil(config.num_train_epochs * epoch)
+        self.steps = followed_steps(steps, epoch, config.get_warmup_steps(steps))
+        rows = list(training_rows(answers, head_rows, 1.0, retokenizer))
+        count = followed_rows(len(rows), steps, self.batch, max(1, len(self.steps)))
+        self.rows = Dataset.from_list(rows[:count]).with_format("numpy")
+        taught = trained.data.column("positions")
+        self.tokens = sum(len(chunk.flatten()) for chunk in taught.chunks)
         self.seen: list[Seen] = []
-        self.steps: list[int] = []
+        self.sums: list[list[float]] = []  # of `Seen`, of the latest evaluation
+
+    def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
+        """alpha and the simulated tau, of what `DraftTrainer.prediction_step` gives of all rows."""
+        self.sums = []
+        for accepted, lacking in zip(*prediction.predictions, strict=True):
+            there = accepted != PADDING
+            chances = accepted[there].tolist()
+            calls = simulated_calls(chances[1:], self.gamma)
+            self.sums.append([sum(chances), float(lacking[there].sum()), len(chances), calls])
+        latest = Seen(0, 0, self.sums)
+        return {"alpha": latest.alpha, "tau": latest.tau}
 
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        batch, rows = self.trainer.global_batch, len(self.trainer.train_dataset)
-        epoch = -(-rows // batch)
-        self.steps = followed_steps(state.max_steps, epoch, args.get_warmup_steps(state.max_steps))
-        count = followed_rows(len(self.rows), state.max_steps, batch, max(1, len(self.steps)))
-        self.rows = self.rows[:count]
-        taught = self.trainer.train_dataset.data.column("positions")
-        self.tokens = sum(len(chunk.flatten()) for chunk in taught.chunks)
-        known = read_followed(self.folder).seen
-        self.seen = [one for one in known if one.step <= state.global_step]
+        self.seen = [
+            seen for seen in read_followed(self.folder).seen if seen.step <= state.global_step
+        ]
+        if state.best_global_step:  # the folder may have moved since
+            best = Path(args.output_dir) / f"checkpoint-{state.best_global_step}"
+            state.best_model_checkpoint = str(best)
 
     def on_step_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        if not self.rows or state.global_step not in self.steps:
-            return
-        before = best_of(self.seen)
-        self.seen.append(found := self.measured(state.global_step))
-        better = before is None or found.alpha >= before.alpha
-        if better:
-            self.trainer.save_trained(self.folder / BEST)
-        self._write()
+        control.should_evaluate = state.global_step in self.steps
+
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        share = min(1.0, state.global_step * self.batch / self.trained_rows)
+        latest = Seen(state.global_step, round(share * self.tokens), self.sums)
+        self.seen.append(latest)
+        better = state.best_metric is None or latest.alpha > state.best_metric
+        control.should_save = control.should_save or better
         if PartialState().is_main_process:
-            lacks = f" (up to {found.lacking:.3f} more: the cut)" if found.lacking > 5e-4 else ""
-            line = f"step {found.step}: held-out alpha {found.alpha:.3f}{lacks}, "
-            line += f"simulated tau {found.tau:.2f} at gamma {self.gamma}"
+            write_json(self.folder / SEEN, asdict(Followed(self.gamma, self.seen)))
+            lacks = f" (up to {latest.lacking:.3f} more: the cut)" if latest.lacking > 5e-4 else ""
+            line = f"step {latest.step}: held-out alpha {latest.alpha:.3f}{lacks}, "
+            line += f"simulated tau {latest.tau:.2f} at gamma {self.gamma}"
             tqdm.write(line + (", the best so far" if better else ""), file=sys.stdout)
-        self.trainer.log_apart({"held_out_alpha": found.alpha, "held_out_tau": found.tau})
-        if stopped(self.seen, self.patience):
-            control.should_training_stop = control.should_save = True
 
     def on_train_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        if self.rows and self.trained:
-            self._write(self.sums(self.trained[: len(self.rows)]))
-
-    def _write(self, trained: list[list[float]] | None = None) -> None:
-        if PartialState().is_main_process:
-            write_json(self.folder / SEEN, asdict(Followed(self.gamma, self.seen, trained)))
-
-    def measured(self, step: int) -> Seen:
-        """The draft as it is, on all held-out rows."""
-        share = min(1.0, step * self.trainer.global_batch / len(self.trainer.train_dataset))
-        return Seen(step, round(share * self.tokens), self.sums(self.rows))
-
-    @torch.no_grad()
-    def sums(self, of: list[dict[str, Any]]) -> list[list[float]]:
-        """The sums of `Seen` of each row. A call of all processes: each takes them all, since the
-        weights may be shared out.
-        """
-        trainer = self.trainer
-        model, batch = trainer.model_wrapped, trainer.args.per_device_train_batch_size
-        model.eval()
-        sums: list[list[float]] = []
-        for at in range(0, len(of), batch):
-            rows = of[at : at + batch]
-            inputs = trainer._prepare_inputs(trainer.data_collator(rows))
-            inputs.pop("index")
-            with trainer.compute_loss_context_manager():
-                found = model(**inputs, temperature=self.temperature)
-            lengths = [len(row["positions"]) for row in rows]
-            parts = (part.float().cpu().split(lengths) for part in (found.accepted, found.lacking))
-            for accepted, lacking in zip(*parts, strict=True):
-                chances = accepted.tolist()
-                calls = simulated_calls(chances[1:], self.gamma)
-                sums.append([sum(chances), float(lacking.sum()), len(chances), calls])
-        model.train()
-        return sums
+        if best := best_of(self.seen):
+            last = state.global_step
+            print(f"held-out alpha {best.alpha:.3f} after step {best.step} of {last}: kept")
 
 
 def read_followed(folder: Path) -> Followed:
     """What a run has written; nothing seen where it has not."""
     path = folder / SEEN
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"gamma": 0}
-    return Followed(**found | {"seen": [Seen(**one) for one in found.get("seen", [])]})
+    written: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"gamma": 0}
+    return Followed(written["gamma"], [Seen(**seen) for seen in written.get("seen", [])])
 
 
 def best_of(seen: Sequence[Seen]) -> Seen | None:
-    """The measurement of the highest alpha, the last of equals; None of none."""
-    return max(reversed(seen), key=lambda one: one.alpha, default=None)
-
-
-def stopped(seen: Sequence[Seen], patience: int | None) -> bool:
-    """Whether so many measurements in a row, the last ones, have not been as good as the best."""
-    alphas = [one.alpha for one in reversed(seen)]
-    return patience is not None and bool(alphas) and alphas.index(max(alphas)) >= patience
-
-
-def load_best(folder: Path, model: Any) -> None:
-    """Put the best weights into the model, where some were kept, and say which."""
-    seen = read_followed(folder / HELD_OUT).seen
-    best = best_of(seen)
-    if best is None:
-        return
-    print(f"held-out alpha {best.alpha:.3f} after step {best.step} of {seen[-1].step}: kept")
-    if best is not seen[-1]:
-        model.load_state_dict(load_file(folder / HELD_OUT / BEST), strict=False)
-    else:
-        remove(folder / HELD_OUT / BEST)
+    """The measurement of the highest alpha, the first of equals; None of none."""
+    return max(seen, key=lambda measurement: measurement.alpha, default=None)

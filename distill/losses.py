@@ -60,13 +60,8 @@ def lk(p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 LossName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "log_alpha", "lk"]
-LOSSES: dict[LossName, Divergence] = {
-    "forward_kl": forward_kl,
-    "reverse_kl": reverse_kl,
-    "jsd": jsd,
-    "tv": tv,
-    "log_alpha": log_alpha,
-    "lk": lk,
+LOSSES: dict[str, Divergence] = {
+    loss.__name__: loss for loss in (forward_kl, reverse_kl, jsd, tv, log_alpha, lk)
 }
 
 

@@ -60,6 +60,7 @@ _FIXED = {
     "transformers calls it activation_checkpointing now": (
         "gradient_checkpointing gradient_checkpointing_kwargs"
     ),
+    "what is sharded is sharded by FSDP2 (recipes/accelerate/fsdp2.yaml)": "deepspeed",
     "the launcher sets it": "local_rank",
 }
 FIXED = {key: reason for reason, keys in _FIXED.items() for key in keys.split()}
@@ -201,7 +202,8 @@ _REQUIRED = [key for key, f in OWN.items() if f.default is dataclasses.MISSING]
 
 # Ranges of fields that SFTConfig itself takes as they come.
 _RANGES: list[tuple[str, Any]] = [
-    ("per_device_train_batch_size gradient_accumulation_steps save_total_limit", Field(ge=1)),
+    ("per_device_train_batch_size gradient_accumulation_steps", Field(ge=1)),
+    ("save_total_limit", Field(ge=2)),  # the latest may be cut short by a kill
     ("learning_rate warmup_steps weight_decay max_grad_norm", Field(ge=0)),
     ("seed data_seed dataloader_num_workers", Field(ge=0)),
     ("num_train_epochs logging_steps save_steps adam_epsilon", Field(gt=0)),

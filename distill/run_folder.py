@@ -128,7 +128,6 @@ def provenance(recipe: Recipe, prompts: Prompts, lost_mass: float) -> dict[str, 
 
 # Of a checkpoint, what only goes on with training; of the preparation, what only the export read.
 _SPENT = ["optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "training_args.bin"]
-_SPENT += ["global_step*", "latest", "zero_to_*.py"]  # DeepSpeed's
 
 
 def delete_training_state(folder: Path) -> None:

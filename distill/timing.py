@@ -23,7 +23,6 @@ from distill.trainer import build_trainer, training_config
 from eval.decoding.drafters.base import timed_step
 from eval.decoding.forward import Reader
 from eval.decoding.target import Target
-from eval.decoding.verification import Sampling
 from eval.measuring.agreement import BATCH
 from eval.measuring.replay import ROWS, TEXT_TOKENS
 from eval.measuring.timing import CHOICE_REPEATS, COST_REPEATS, STOCK_PROMPTS, STOCK_TOKENS
@@ -69,15 +68,6 @@ def evaluation_seconds(
     fixed = texts + len(ids) * whole * 1.2 + steps * step
     each = tokens * step * (1 + sum(1 / s for s in drafts))
     return lambda timed: fixed + timed * each
-
-
-def states_seconds(recipe: Recipe, pair: Pair, target: Target, tokens: int) -> float:
-    """Seconds of the pass that keeps the target's states over a text of so many tokens; 0 where the
-    draft reads none.
-    """
-    if not layers_read(recipe, pair):
-        return 0.0
-    return _median(timed_step(target.decoder, tokens, 0, Sampling()))
 
 
 def _median(run: Callable[[], None]) -> float:

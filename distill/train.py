@@ -153,7 +153,7 @@ def make_draft(
         prepared = prepare_draft(recipe, pair, target, answers)
     target.release()
     stage("Distil the draft")
-    tuned = distil_draft(recipe, pair, prepared, answers, target.prompts.training.ids)
+    tuned = distil_draft(recipe, pair, prepared, answers)
     free_memory()  # trainer and optimiser, which refer to each other
     if tuned is not None:
         stage("Save the draft")

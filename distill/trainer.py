@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,43 +19,29 @@ from accelerate import DistributedType, PartialState
 from accelerate.utils import parse_flag_from_env
 from datasets import Dataset
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import tree_map
+from torch.utils.data import SequentialSampler
 from transformers import (
+    EarlyStoppingCallback,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
     ProgressCallback,
-    TrainerState,
 )
-from transformers.integrations import (
-    get_available_reporting_integrations,
-    unset_hf_deepspeed_config,
-)
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.integrations import get_available_reporting_integrations
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput
+from transformers.utils import ModelOutput
 from trl import SFTConfig, SFTTrainer
 
-from align.atomic import atomic_file, disk_full_explained, remove
+from align.atomic import atomic_file, disk_full_explained
 from align.process import free_memory
 from align.vocab_map import Retokenizer
 from distill.adapters import lora_config, merged
 from distill.drafters.base import kind_of
-from distill.held_out import (
-    HELD_OUT,
-    HeldOut,
-    held_out_rows,
-    load_best,
-    read_followed,
-    stopped,
-    trained_rows,
-)
+from distill.held_out import PADDING, HeldOut, held_out_answers
 from distill.losses import (
     CHUNK,
     LOSSES,
@@ -66,7 +53,7 @@ from distill.losses import (
     head_loss,
 )
 from distill.models import Pair
-from distill.prepare import PreparedDraft, read_prepared
+from distill.prepare import PreparedDraft
 from distill.recipe import Recipe, RecipeError, chosen_loss
 from distill.teacher.states import states_of
 from distill.teacher.store import Answers, CachedAnswer
@@ -78,7 +65,7 @@ warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", categor
 SCORES = 2**26  # bytes of attention scores that a batch on a CPU may keep for its gradients
 SLOW_RATE = 1 / 3  # of the learning rate, for weights that began as a fit
 SEEDS_A_STEP = 2**31 - 1  # more than there are answers; prime: a place counted from it moves
-COMPLETE = "complete"  # the last file of a checkpoint: its step, and the rows of each
+COMPLETE = "complete"  # the last file of a checkpoint: how many processes left it, and how
 WAIT = 7 * 24 * 3600  # seconds; a process that dies is noticed by the launcher, at once
 
 
@@ -86,25 +73,6 @@ def hollow_copy(model: Any) -> Any:
     """The same modules without weights: what a gathered state is put into, at no memory."""
     empty = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, empty)
-
-
-def fill(hollow: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Put weights into a `hollow_copy`, one tensor where the model shares one."""
-    parts = list(hollow.named_parameters(remove_duplicate=False))
-    filled: dict[int, nn.Parameter] = {}
-    for name, empty in parts:
-        if id(empty) not in filled:
-            filled[id(empty)] = nn.Parameter(weights[name].float(), empty.requires_grad)
-        owner, _, attribute = name.rpartition(".")
-        setattr(hollow.get_submodule(owner), attribute, filled[id(empty)])
-
-
-def _gathered(value: Any, kept: bool) -> Any:
-    """A sharded tensor as a whole one on the CPU, where it is kept; anything else as it is."""
-    if not isinstance(value, DTensor):
-        return value
-    whole = value.full_tensor()  # a call of all processes
-    return whole.cpu() if kept else None
 
 
 def attach_distillation_forward(
@@ -198,20 +166,16 @@ def attach_head(model: PreTrainedModel, divergence: Divergence) -> tuple[Any, An
     return model.base_model, head
 
 
-def chunks(*parts: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors over the same positions, so many of them at a time as have logits at once."""
-    return zip(*(part.split(CHUNK) for part in parts), strict=True)
-
-
 def accepted_at(
     hidden: Tensor, weight: Tensor, top_ids: Tensor, top_logprobs: Tensor, temperature: float
 ) -> ModelOutput:
     """`acceptance` [N] of a head of that weight [K, H] after the states [N, H]."""
     if top_logprobs.dtype == torch.int32:  # `_prepare_inputs`
         top_logprobs = top_logprobs.view(torch.float32)
+    chunks = (part.split(CHUNK) for part in (hidden, top_ids, top_logprobs))
     parts = [
         acceptance(head_logits(states, weight), ids, logprobs, temperature)
-        for states, ids, logprobs in chunks(hidden, top_ids, top_logprobs)
+        for states, ids, logprobs in zip(*chunks, strict=True)
     ]
     accepted, lacking = (torch.cat(part) for part in zip(*parts, strict=True))
     return ModelOutput(accepted=accepted, lacking=lacking)
@@ -234,6 +198,9 @@ class _Progress(ProgressCallback):
         super().on_train_begin(*args, **kwargs)
         if self.training_bar is not None:
             self.training_bar.set_description("distil")
+
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
+        """No bar of its own: held-out prompts are few."""
 
     def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
         if self.training_bar is not None and "learning_rate" in logs:  # not the final totals
@@ -265,11 +232,12 @@ class SameOrder(LengthGroupedSampler):
         return itertools.chain(order, itertools.islice(again, len(self) - len(order)))
 
 
-class DistillationTrainer(SFTTrainer):
+class DraftTrainer(SFTTrainer):
     """A loss of distill/losses.py on response tokens, against the cache (2310.08461).
 
-    Any number of processes computes the same steps. Checkpoints hold whole models and optimiser
-    states whether they were sharded or not, so that any other number goes on from them.
+    trl's own DistillationTrainer teaches on what the draft writes, the target in memory or a server
+    asked at each step; it reads no distributions that are kept, and no head with other rows. Any
+    number of processes computes the same steps; as many as began go on from a checkpoint.
     """
 
     def __init__(
@@ -278,25 +246,28 @@ class DistillationTrainer(SFTTrainer):
         loss: LossName = "forward_kl",
         attach: Callable[[PreTrainedModel, Divergence], None] = attach_distillation_forward,
         slow: tuple[str, ...] = (),
+        temperature: float = 0.0,
         **kwargs: Any,
     ) -> None:
-        """attach, slow: of the kind of drafter that is trained (distill/drafters/base.py)."""
-        self.loss_name, self.slow = loss, slow
-        self.whole: Any = None  # where its weights go when they are sharded
+        """attach, slow: of the kind of drafter that is trained (distill/drafters/base.py).
+        temperature: deployed; above 1 acceptance is not known from the cache, and 1 is taken.
+        """
+        self.loss_name, self.slow, self.temperature = loss, slow, min(temperature, 1.0)
         self.sums = torch.zeros(3)  # since the last log, here: divergence, agreements, tokens
         super().__init__(*args, **kwargs)
         # every kind's forward takes what a batch has; Trainer looks before that is attached, and
         # would then take the mean of small batches' means, where short answers weigh more
         self.model_accepts_loss_kwargs = True
-        self.checkpoints_kept, self.args.save_total_limit = self.args.save_total_limit, None
         self.remove_callback(PrinterCallback)
         if self.pop_callback(ProgressCallback):
             self.add_callback(_Progress(loss))
         model: Any = self.model
+        # where its weights go in the end when they are sharded
+        self.whole = hollow_copy(model) if self.is_fsdp_enabled else None
         attach(model.get_base_model() if hasattr(model, "get_base_model") else model, LOSSES[loss])
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        # as bits: FSDP and DeepSpeed round every float that they see where the weights are bf16
+        # as bits: FSDP rounds every float that it sees where the weights are bf16
         bits = inputs["top_logprobs"].float().view(torch.int32)
         return super()._prepare_inputs(inputs | {"top_logprobs": bits})
 
@@ -323,8 +294,9 @@ class DistillationTrainer(SFTTrainer):
     ) -> Any:
         index = inputs.pop("index")
         if self.args.device.type == "cpu":
-            config = self.model.config
-            config._attn_implementation = cpu_attention(config, *inputs["input_ids"].shape)
+            draft: Any = self.model
+            how = cpu_attention(draft.config, *inputs["input_ids"].shape)
+            draft.config._attn_implementation = how
         # the same random numbers for an answer, whichever process has it in this step
         outputs = model(**inputs, seeds=index + SEEDS_A_STEP * self.state.global_step)
         tokens = len(inputs["positions"])
@@ -343,31 +315,32 @@ class DistillationTrainer(SFTTrainer):
             loss = loss * self.accelerator.num_processes
         return loss
 
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Any:
+        """No loss; `acceptance` where a token is predicted, PADDING elsewhere [B, T]; labels."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            outputs = model(**inputs, temperature=self.temperature)
+        ids = inputs["input_ids"]
+        both = torch.full((2, ids.numel()), float(PADDING), device=ids.device)
+        both[:, inputs["positions"]] = torch.stack([outputs.accepted, outputs.lacking]).float()
+        accepted, lacking = both.view(2, *ids.shape)
+        return None, (accepted, lacking), inputs["labels"]
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        total, agreed, tokens = self.accelerator.reduce(self.sums, "sum").tolist()
-        if tokens:
-            self._metrics["train"][self.loss_name].append(total / tokens)
-            self._metrics["train"]["greedy_agreement"].append(agreed / tokens)
-        self.sums = torch.zeros_like(self.sums)
+        draft: Any = self.model
+        if draft.training:  # an evaluation has metrics of its own
+            total, agreed, tokens = self.accelerator.reduce(self.sums, "sum").tolist()
+            if tokens:
+                self._metrics["train"][self.loss_name].append(total / tokens)
+                self._metrics["train"]["greedy_agreement"].append(agreed / tokens)
+            self.sums = torch.zeros_like(self.sums)
         super().log(logs, start_time)
-
-    def save_trained(self, path: Path) -> None:
-        """Write the weights that are trained, whole. A call of all processes."""
-        state = self.accelerator.get_state_dict(self.model_wrapped)
-        if not self.args.should_save:
-            return
-        model: Any = self.model
-        names = [  # as in the state, which has no names of what recomputes activations
-            name.replace(_CHECKPOINT_PREFIX, "")
-            for name, p in model.named_parameters()
-            if p.requires_grad
-        ]
-        with atomic_file(path, "wb") as file:
-            save_file({name: state[name].contiguous() for name in names}, file.name)
-
-    def log_apart(self, logs: dict[str, float]) -> None:
-        """Log what is not a mean since the last log."""
-        super(SFTTrainer, self).log(logs)
 
     def create_accelerator_and_postprocess(self) -> None:
         state = PartialState()
@@ -381,133 +354,79 @@ class DistillationTrainer(SFTTrainer):
             plugin = self.accelerator.state.fsdp_plugin
             if plugin.fsdp_version != 2:
                 raise RecipeError(
-                    f"fsdp_version is {plugin.fsdp_version}, whose checkpoints would not be whole; "
+                    f"fsdp_version is {plugin.fsdp_version}, with which no draft was ever trained; "
                     "set it to 2, as recipes/accelerate/fsdp2.yaml does."
                 )
-            plugin.set_state_dict_type("FULL_STATE_DICT")
             if self.args.bf16:  # accelerate's own policy would sum gradients in bf16, too
                 policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
                 plugin.mixed_precision_policy = policy
-
-    @property
-    def global_batch(self) -> int:
-        """Rows of an optimiser step, over all processes."""
-        args = self.args
-        return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Any:
         if self.args.train_sampling_strategy != "group_by_length":
             return super()._get_train_sampler(train_dataset)
         rows: Any = self.train_dataset
         lengths = rows[self.args.length_column_name][:]  # a list, faster than one by one
-        self.order = SameOrder(lengths, self.global_batch, self.args.seed)
+        batch = self.get_total_train_batch_size(self.args)
+        self.order = SameOrder(lengths, batch, self.args.seed)
         return self.order
 
+    def _get_eval_sampler(self, eval_dataset: Dataset) -> SequentialSampler:
+        return SequentialSampler(eval_dataset)  # so that measurements are of the same rows in turn
+
     def _run_epoch(self, model: Any, epoch: int, *args: Any, **kwargs: Any) -> None:
+        saved: Any = self.state.stateful_callbacks
+        ended = saved["TrainerControl"]["args"]["should_training_stop"]
+        if ended and self.args.resume_from_checkpoint is None:
+            self.control.should_training_stop = True  # it had ended: no step more is taken
+            return
         if self.args.train_sampling_strategy == "group_by_length":
             self.order.epoch = epoch  # accelerate does not reach it behind the batches it skips
         super()._run_epoch(model, epoch, *args, **kwargs)
 
-    def _prepare_for_training(
-        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
-    ) -> Any:
-        if self.is_fsdp_enabled and resume_from_checkpoint is not None:
-            self._load_from_checkpoint(resume_from_checkpoint)
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            self.whole = hollow_copy(self.model)
-        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-
-    def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: nn.Module | None = None
-    ) -> None:
-        if not self.is_fsdp_enabled:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        elif model is None:  # else it is sharded by now, and was loaded before
-            whole: Any = self.model
-            if isinstance(whole, PeftModel):
-                whole.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
-            else:
-                weights = load_file(Path(resume_from_checkpoint) / SAFE_WEIGHTS_NAME)
-                whole.load_state_dict(weights, strict=False)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self.is_fsdp_enabled:
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
-        optimizer, schedule = self._stateful()
-        first = self.args.should_save
-        state = tree_map(lambda value: _gathered(value, first), optimizer.state_dict())
-        if first:
-            torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
-            torch.save(schedule.state_dict(), Path(output_dir) / SCHEDULER_NAME)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not self.is_fsdp_enabled:
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        optimizer, schedule = self._stateful()
-        state = torch.load(Path(checkpoint) / OPTIMIZER_NAME, "cpu", weights_only=True, mmap=True)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for index, of_parameter in state["state"].items():
-            sharded = parameters[index]
-            for name, value in of_parameter.items():
-                if value.shape == sharded.shape:
-                    of_parameter[name] = distribute_tensor(
-                        value.to(sharded.device), sharded.device_mesh, sharded.placements
-                    )
-        optimizer.load_state_dict(state)
-        schedule.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
-
-    def _stateful(self) -> tuple[Any, Any]:
-        return self.optimizer, self.lr_scheduler
+    @property
+    def processes(self) -> str:
+        """How many train together, and how."""
+        count = self.args.world_size
+        how = self.accelerator.distributed_type.value if count > 1 else "alone"
+        return f"{count} process{'es' if count > 1 else ''} ({how})"
 
     def whole_model(self) -> PreTrainedModel | PeftModel | None:
         """The model as it stands, unwrapped and unsharded, on the first process; None elsewhere.
 
         A call of all processes where it is sharded.
         """
-        unset_hf_deepspeed_config()  # models loaded from here on are not to be sharded
         if self.whole is None:
             return self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         state = self.accelerator.get_state_dict(self.model_wrapped)
         if not self.args.should_save:
             return None
-        fill(self.whole, state)
+        self.whole.load_state_dict(state, assign=True)
+        self.whole.tie_weights()
         return self.whole
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         free_memory()  # steps of other lengths leave other holes: none are kept for minutes
-        first = self.args.should_save
-        if first:
+        if self.args.should_save:
             (folder / COMPLETE).unlink(missing_ok=True)  # of one that is written over
         self.accelerator.wait_for_everyone()
         with disk_full_explained(folder):
             super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()
-        if not first:
-            return
-        (folder / "README.md").unlink(missing_ok=True)  # peft's
-        # written last: a checkpoint without it was cut short and is never resumed from
-        with atomic_file(folder / COMPLETE) as file:
-            file.write(f"{self.state.global_step} {self.global_batch}\n")
-        if self.checkpoints_kept is not None:
-            for old in whole_checkpoints(folder.parent)[: -self.checkpoints_kept]:
-                remove(old)
+        if self.args.should_save:
+            (folder / "README.md").unlink(missing_ok=True)  # peft's
+            # written last: a checkpoint without it was cut short and is never resumed from
+            with atomic_file(folder / COMPLETE) as file:
+                file.write(self.processes)
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
         """None: trl's knows neither target nor report. `write_card` makes the draft's own."""
 
 
-def whole_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints that were written to their end, the latest last."""
-    whole = [path.parent for path in folder.glob(f"checkpoint-*/{COMPLETE}")]
-    return sorted(whole, key=lambda path: int(path.name.rpartition("-")[2]))
-
-
 def last_checkpoint(folder: Path) -> Path | None:
     """The latest checkpoint that was written to its end, None when there is none."""
-    return next(reversed(whole_checkpoints(folder)), None)
+    whole = [path.parent for path in folder.glob(f"checkpoint-*/{COMPLETE}")]
+    return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
 def process_timeout(recipe: Recipe) -> float:
@@ -515,21 +434,36 @@ def process_timeout(recipe: Recipe) -> float:
     return float(recipe.training.get("ddp_timeout", WAIT))
 
 
-def training_config(recipe: Recipe) -> SFTConfig:
+def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
     """The recipe's SFTConfig. Raises RecipeError for values that transformers refuses.
 
-    Where a checkpoint of another number of processes is gone on from, its steps stay as they are:
-    each process takes another share of the same rows.
+    followed: the draft is evaluated meanwhile, when `HeldOut` says, and its best weights are kept.
     """
-    ours: dict[str, Any] = {
+    values: dict[str, Any] = {
         "activation_checkpointing": False,
         "train_sampling_strategy": "group_by_length",
         "report_to": "none",
         "ddp_timeout": WAIT,
-    }
+        "save_total_limit": 2,
+    } | recipe.training
+    if followed:
+        if values.get("save_strategy") == "no":
+            values["save_strategy"] = "best"  # the best weights alone
+        values |= {
+            "eval_strategy": "epoch" if values.get("save_strategy") == "epoch" else "steps",
+            "eval_steps": values.get("save_steps", SFTConfig.save_steps),
+            "eval_delay": math.inf,  # never of itself
+            "per_device_eval_batch_size": values.get(
+                "per_device_train_batch_size", SFTConfig.per_device_train_batch_size
+            ),
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "alpha",
+            "greater_is_better": True,
+            "restore_callback_states_from_checkpoint": True,
+        }
     try:
         config = SFTConfig(
-            **(ours | {k: v for k, v in recipe.training.items() if k != "resume_from_checkpoint"}),
+            **values,
             output_dir=str(recipe.folder),
             max_length=None,
             remove_unused_columns=False,
@@ -540,19 +474,7 @@ def training_config(recipe: Recipe) -> SFTConfig:
     # with more the trainer takes torch's DataParallel, which would cut a batch's flat positions
     config._n_gpu = min(1, config.n_gpu)
     _refuse_missing_trackers(config)
-    checkpoint = _resumed(recipe)
-    batch = None if checkpoint is None else _trained_batch(checkpoint)
-    rows, steps = config.per_device_train_batch_size, config.gradient_accumulation_steps
-    if batch is not None and batch != rows * steps * config.world_size:
-        share, left = divmod(batch, config.world_size)
-        if left:
-            raise RecipeError(
-                f"{checkpoint} was trained {batch} rows a step, which {config.world_size} "
-                "processes cannot share evenly; start a number of them that divides it."
-            )
-        rows = max(n for n in range(1, min(rows, share) + 1) if share % n == 0)
-        config.per_device_train_batch_size = rows
-        config.gradient_accumulation_steps = share // rows
+    _resumed(recipe)
     return config
 
 
@@ -581,13 +503,6 @@ def _resumed(recipe: Recipe) -> Path | None:
     return Path(asked)
 
 
-def _trained_batch(checkpoint: Path) -> int | None:
-    """Rows of each step that led to it, None where that was not written down (before 0.2)."""
-    marker = checkpoint / COMPLETE
-    words = marker.read_text().split() if marker.exists() else []
-    return int(words[1]) if len(words) > 1 else None
-
-
 def build_trainer(
     model: PreTrainedModel,
     answers: Iterable[CachedAnswer],
@@ -597,12 +512,14 @@ def build_trainer(
     retokenizer: Retokenizer | None = None,
     new_rows: bool = False,
     states: Mapping[int, Tensor] | None = None,
-) -> DistillationTrainer:
+    held_out: Sequence[CachedAnswer] = (),
+) -> DraftTrainer:
     """A trainer of the draft in fp32, of the recipe's kind.
 
     An input embedding that is not the head as well stays as it is, unless it has `new_rows` that
     were never trained (a transplant): then LoRA trains embedding and head whole, too. retokenizer:
-    as for `training_set`. states: as for DistillationCollator.
+    as for `training_set`. states: as for DistillationCollator. held_out: answers that alpha is
+    followed on.
     """
     kind, model = kind_of(recipe), model.float()
     names = {module: name for name, module in model.named_modules()}
@@ -619,99 +536,80 @@ def build_trainer(
             whole = [embedding] if tied else [embedding, head]
             adapters.modules_to_save = [names[part] for part in whole]
             adapters.ensure_weight_tying = tied
-    return DistillationTrainer(
+    config = training_config(recipe)
+    path, temperature = recipe.folder / TRAINING_SET, recipe.teacher_temperature
+    rows = training_set(path, answers, head_rows, temperature, retokenizer)
+    evaluation: dict[str, Any] = {}
+    if held_out:
+        gamma = recipe.gamma or recipe.max_gamma
+        followed = HeldOut(recipe.folder, config, rows, held_out, head_rows, retokenizer, gamma)
+        if len(followed.rows):
+            config = training_config(recipe, followed=True)
+            evaluation = {"eval_dataset": followed.rows, "compute_metrics": followed.metrics}
+            evaluation["callbacks"] = [followed]
+            if recipe.early_stopping_patience is not None:
+                patience = EarlyStoppingCallback(recipe.early_stopping_patience)
+                evaluation["callbacks"].append(patience)
+    return DraftTrainer(
         model=model,
-        args=training_config(recipe),
-        train_dataset=training_set(
-            recipe.folder / TRAINING_SET,
-            answers,
-            head_rows,
-            recipe.teacher_temperature,
-            retokenizer,
-        ),
+        args=config,
+        train_dataset=rows,
         data_collator=DistillationCollator(pad_id(tokenizer), states),
         processing_class=tokenizer,
         peft_config=adapters,
         loss=chosen_loss(recipe)[0],
         attach=kind.attach,
         slow=kind.SLOW,
+        temperature=recipe.temperature,
+        **evaluation,
     )
 
 
 def distil_draft(
-    recipe: Recipe,
-    pair: Pair,
-    prepared: PreparedDraft,
-    answers: Answers,
-    prompts: Sequence[Sequence[int]],
+    recipe: Recipe, pair: Pair, prepared: PreparedDraft, answers: Answers
 ) -> PreTrainedModel | None:
     """The draft in fp32 after training on the answers, on the first process; None elsewhere.
-
-    prompts: token ids of all training prompts.
 
     Of adapters it is made as `merged` says but for a draft moved onto other tokens, which nobody
     else has as the base of its adapters. With `max_steps: 0` it is as it was prepared.
     """
     if recipe.training.get("max_steps") == 0:
         return prepared.model.float() if PartialState().is_main_process else None
-    rows = pair.trained_rows(prepared.token_ids)
     trainer = build_trainer(
         prepared.model,
         answers,
-        rows,
+        pair.trained_rows(prepared.token_ids),
         pair.load_tokenizer(),
         recipe,
         pair.retokenizer,
         pair.new_rows,
         states_of(recipe, pair, answers),
+        held_out_answers(recipe.folder),
     )
-    held_out = held_out_rows(recipe.folder, rows, pair.retokenizer)
-    if held_out:
-        gamma, patience = recipe.gamma or recipe.max_gamma, recipe.early_stopping_patience
-        trainer.add_callback(
-            HeldOut(
-                trainer,
-                held_out,
-                trained_rows(recipe, prompts, answers, rows, pair.retokenizer),
-                recipe.folder,
-                recipe.temperature,
-                gamma,
-                patience,
-            )
-        )
     rehomed = pair.strategy in ("remap", "transplant")
-    return distil(trainer, recipe, None if rehomed else lambda: read_prepared(recipe, pair).model)
+    return distil(trainer, recipe, keep_adapter=not rehomed)
 
 
 def distil(
-    trainer: DistillationTrainer,
-    recipe: Recipe,
-    fresh: Callable[[], PreTrainedModel] | None = None,
+    trainer: DraftTrainer, recipe: Recipe, keep_adapter: bool = False
 ) -> PreTrainedModel | None:
     """The trainer's draft after training, whole and in fp32; None on all but the first process.
 
-    fresh: the draft as it was before, where its adapters are to be kept (`merged`).
+    keep_adapter: beside the draft that is made of it (`merged`), where one is trained.
     Goes on from the last whole checkpoint in the recipe's folder, or from resume_from_checkpoint.
     """
     checkpoint = _resumed(recipe)
-    asked = "resume_from_checkpoint" in recipe.training
-    if checkpoint is not None and not asked and _is_final(checkpoint, recipe):
-        trainer._load_from_checkpoint(str(checkpoint))  # `train` would take a step more
-    else:
-        if checkpoint is not None:
-            _refuse_other_shards(trainer, checkpoint)
-            rows, at_once = trainer.global_batch, trainer.args.train_batch_size
-            print(f"going on from {checkpoint}: {rows} rows a step, {at_once} a process at once")
-        if trainer.args.world_size > 1:
-            how = trainer.accelerator.distributed_type.value
-            print(f"training over {trainer.args.world_size} processes: {how}")
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    if checkpoint is not None:
+        _refuse_other_processes(trainer, checkpoint)
+        print(f"going on from {checkpoint}")
+    if trainer.args.world_size > 1:
+        print(f"training over {trainer.processes}")
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     tuned: Any = trainer.whole_model()
     if not PartialState().is_main_process:
         return None
-    load_best(recipe.folder, tuned)
-    if recipe.use_peft and fresh is not None:
-        tuned = merged(recipe, tuned, fresh)
+    if recipe.use_peft and keep_adapter:
+        tuned = merged(recipe, tuned)
     elif recipe.use_peft:
         tuned = tuned.merge_and_unload(safe_merge=True)
     detach_distillation_forward(tuned)
@@ -721,29 +619,15 @@ def distil(
     return tuned.eval()
 
 
-def _refuse_other_shards(trainer: DistillationTrainer, checkpoint: Path) -> None:
-    """Raise RecipeError where DeepSpeed's optimiser state was left by other processes than these.
-
-    It is in parts, one of each process, and nobody else reads them.
-    """
-    parts = len(list(checkpoint.glob("global_step*/*_optim_states.pt")))
-    readers = trainer.args.world_size if trainer.is_deepspeed_enabled else 0
-    if parts != readers:
+def _refuse_other_processes(trainer: DraftTrainer, checkpoint: Path) -> None:
+    """Raise RecipeError where other processes than these left the checkpoint."""
+    marker = checkpoint / COMPLETE
+    if marker.exists() and (left := marker.read_text()) != trainer.processes:
         raise RecipeError(
-            f"{checkpoint} was left by {parts or 'no'} processes of DeepSpeed, and "
-            f"{readers or 'none'} would go on from it; its optimiser state fits as many only. "
-            "Start it as before, or delete the checkpoints."
+            f"{checkpoint} was left by {left}, and {trainer.processes} would go on from "
+            "it, but weights and optimiser are kept as the processes share them; launch as many "
+            "in the same way, or delete the checkpoints."
         )
-
-
-def _is_final(checkpoint: Path, recipe: Recipe) -> bool:
-    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    known = read_followed(recipe.folder / HELD_OUT).seen
-    seen = [one for one in known if one.step <= state.global_step]
-    early = bool(seen) and seen[-1].step == state.global_step
-    return state.global_step >= state.max_steps or (
-        early and stopped(seen, recipe.early_stopping_patience)
-    )
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -289,7 +289,7 @@ def attach(model: PreTrainedModel, divergence: Divergence) -> None:
     ) -> Any:
         if temperature is not None:
             return accepted_at(read, head.weight, top_ids, top_logprobs, temperature)
-        if top_logprobs.dtype == torch.int32:  # DistillationTrainer._prepare_inputs
+        if top_logprobs.dtype == torch.int32:  # DraftTrainer._prepare_inputs
             top_logprobs = top_logprobs.view(torch.float32)
         cached = [part.split([of_text, len(part) - of_text]) for part in (top_ids, top_logprobs)]
         text, masks = zip(read.split([of_text, len(read) - of_text]), *cached, strict=True)

@@ -98,7 +98,14 @@ def test_a_launcher_that_starts_fewer_processes_than_asked_for_is_found_out(tmp_
     assert "Several processes were asked for, but the launcher started one" in done.stderr
 
 
-def test_models_would_be_loaded_empty(monkeypatch):
-    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
-    with pytest.raises(ProcessError, match="fsdp_cpu_ram_efficient_loading is true"):
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("FSDP_CPU_RAM_EFFICIENT_LOADING", "fsdp_cpu_ram_efficient_loading is true"),
+        ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed was launched, .*fsdp2.yaml"),
+    ],
+)
+def test_launches_that_cannot_train_are_refused(monkeypatch, flag, message):
+    monkeypatch.setenv(flag, "true")
+    with pytest.raises(ProcessError, match=message):
         join_processes(True, 60)

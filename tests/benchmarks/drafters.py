@@ -70,7 +70,7 @@ def train_kind(run: Path, folder: Path, name: str, minutes: float) -> dict:
     steps = max(1, round((60 * minutes - before) / per_step))
     recipe = dataclasses.replace(recipe, training=recipe.training | {"max_steps": steps})
     clock = time.monotonic()
-    tuned = distil_draft(recipe, pair, prepared, answers, prompts.training.ids)
+    tuned = distil_draft(recipe, pair, prepared, answers)
     training = time.monotonic() - clock
     export_draft(recipe, pair, prepared, tuned, answers)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

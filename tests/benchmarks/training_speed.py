@@ -35,7 +35,7 @@ BATCHES = 12
 
 
 def cached_loop(target, recipe, batches, token_ids):
-    """One optimiser step of our loss on a batch, as DistillationTrainer takes it."""
+    """One optimiser step of our loss on a batch, as DraftTrainer takes it."""
     head = target.model.get_output_embeddings().weight.detach()
     draft = build_pruned(
         target.model,

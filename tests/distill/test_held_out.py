@@ -4,7 +4,6 @@ import itertools
 import json
 import random
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ import torch
 from distill import held_out, prompts
 from distill.forecast import forecast
 from distill.held_out import (
-    BEST,
     HELD_OUT,
     SEEN,
     SHARE,
@@ -25,7 +23,6 @@ from distill.held_out import (
     held_out_answers,
     read_followed,
     simulated_calls,
-    trained_rows,
 )
 from distill.losses import acceptance
 from distill.models import TargetOfRun, check_models
@@ -33,8 +30,7 @@ from distill.prompts import collect_prompts, hold_out
 from distill.recipe import build_recipe
 from distill.teacher.store import CachedAnswer
 from distill.train import run
-from distill.trainer import build_trainer, distil
-from distill.training_set import training_rows
+from distill.trainer import build_trainer, distil, last_checkpoint
 from eval.decoding.drafters.checkpoint import teacher_forced_logits
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.verification import Sampling
@@ -61,7 +57,7 @@ def trained(tmp_path, tiny_llama, monkeypatch):
     """Trains with held-out rows; gives the draft and what was seen."""
     monkeypatch.setattr(held_out, "SHARE", 10.0)
 
-    def train(name="run", patience=None, steps=24, stop_at=None, **changes):
+    def train(name="run", patience=None, steps=24, **changes):
         recipe = build_recipe(
             {
                 "target": "unused",
@@ -73,6 +69,7 @@ def trained(tmp_path, tiny_llama, monkeypatch):
                 "per_device_train_batch_size": 4,
                 "logging_steps": 4,
                 "save_steps": 8,
+                "gamma": 2,
                 "use_cpu": True,
                 "bf16": False,
                 "disable_tqdm": True,
@@ -91,21 +88,17 @@ def trained(tmp_path, tiny_llama, monkeypatch):
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), pad_token="w0"
         )
-        trainer = build_trainer(model, made_answers(), None, tokenizer, recipe)
-        rows = list(training_rows(made_answers(10, seed=6), None))
-        known = trained_rows(recipe, [[0] * 4] * 24, made_answers(), None, None)
-        callback = HeldOut(trainer, rows, known, recipe.folder, 0.0, 2, patience)
-        trainer.add_callback(callback)
-        draft = distil(trainer, recipe)
-        return draft, callback, recipe.folder
+        held = made_answers(10, seed=6)
+        trainer = build_trainer(model, made_answers(), None, tokenizer, recipe, held_out=held)
+        return distil(trainer, recipe), read_followed(recipe.folder / HELD_OUT).seen, recipe.folder
 
     return train
 
 
-def agreement_of(draft, answers=None):
-    """Greedy agreement of the draft on the held-out rows, or on others, computed plainly."""
+def agreement_of(draft):
+    """Greedy agreement of the draft on the held-out rows, computed plainly."""
     hits = []
-    for answer in answers or made_answers(10, seed=6):
+    for answer in made_answers(10, seed=6):
         ids = torch.cat([answer.prompt_ids, answer.response_ids])[None]
         with torch.no_grad():
             guess = draft(ids).logits[0, 3:-1].argmax(-1)
@@ -114,63 +107,73 @@ def agreement_of(draft, answers=None):
 
 
 def test_what_is_measured_is_the_drafts_agreement_and_its_best_weights_are_kept(trained, capsys):
-    draft, callback, folder = trained()
-    seen = read_followed(folder / HELD_OUT).seen
-    assert seen == callback.seen
+    draft, seen, folder = trained()
     assert [one.step for one in seen] == followed_steps(24, 6, 0)
     assert seen[-1].alpha > seen[0].alpha + 0.2
     best = max(one.alpha for one in seen)
     assert agreement_of(draft) == pytest.approx(best)
-    known = read_followed(folder / HELD_OUT).trained
-    assert len(known) == len(seen[0].sums)  # as many
-    alpha = sum(row[0] for row in known) / sum(row[2] for row in known)
-    assert agreement_of(draft, made_answers()[: len(known)]) == pytest.approx(alpha)
-    assert f"held-out alpha {best:.3f}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    so_far = [one.step for i, one in enumerate(seen) if best_of(seen[: i + 1]) is one]
+    assert shown.count("the best so far") == len(so_far)
+    kept = {int(path.parent.name.partition("-")[2]) for path in folder.glob("*/complete")}
+    assert kept == {so_far[-1], 24}
+    assert f"held-out alpha {best:.3f} after step {best_of(seen).step} of 24: kept" in shown
     tokens = [one.tokens for one in seen]
     assert tokens[-1] == 24 * 8  # all that were taught; half of them after half an epoch
     assert dict(zip([one.step for one in seen], tokens, strict=True))[3] == 12 * 8
 
 
+def worse_after(last):
+    """The metrics of HeldOut, but 0 accepted after so many steps."""
+    metrics = HeldOut.metrics
+
+    def found(self, prediction):
+        metrics(self, prediction)
+        if len(self.seen) > self.steps.index(last):
+            self.sums = [[0.0, *rest] for _, *rest in self.sums]
+        return {"alpha": Seen(0, 0, self.sums).alpha, "tau": 1.0}
+
+    return found
+
+
 def test_the_best_weights_come_back_where_the_last_are_worse(trained, monkeypatch):
-    measured = HeldOut.measured
-
-    def worse_at_the_end(self, step):
-        found = measured(self, step)
-        if step > 12:
-            found.sums = [[0.0, *rest] for _, *rest in found.sums]
-        return found
-
-    monkeypatch.setattr(HeldOut, "measured", worse_at_the_end)
-    draft, callback, folder = trained()
-    best = best_of(callback.seen)
+    monkeypatch.setattr(HeldOut, "metrics", worse_after(12))
+    draft, seen, _ = trained()
+    best = best_of(seen)
     assert best.step <= 12
     assert agreement_of(draft) == pytest.approx(best.alpha)
-    assert (folder / HELD_OUT / BEST).exists()
     # and again from the finished training's checkpoint, with nothing trained
-    monkeypatch.setattr(HeldOut, "measured", None)
+    monkeypatch.setattr(HeldOut, "metrics", None)
     assert agreement_of(trained()[0]) == pytest.approx(best.alpha)
 
 
+@pytest.mark.parametrize("save_strategy", ["epoch", "best", "no"])
+def test_the_best_weights_are_kept_however_checkpoints_are_saved(trained, save_strategy):
+    draft, seen, _ = trained(save_strategy=save_strategy, steps=8)
+    assert agreement_of(draft) == pytest.approx(best_of(seen).alpha)
+
+
 def test_training_stops_when_alpha_has_not_risen_for_a_while(trained, monkeypatch):
-    monkeypatch.setattr(
-        HeldOut, "measured", lambda self, step: Seen(step, step, [[1.0 / step, 0.0, 1, 1.0]])
-    )
-    _, callback, folder = trained(patience=2)
+    monkeypatch.setattr(HeldOut, "metrics", worse_after(2))
+    draft, seen, folder = trained(patience=2)
     steps = followed_steps(24, 6, 0)
-    assert [one.step for one in callback.seen] == steps[:3]
-    assert (folder / f"checkpoint-{steps[2]}" / "complete").exists()
-    monkeypatch.setattr(HeldOut, "measured", None)
-    trained(patience=2)  # it is final: no step is taken after it
-    assert len(list(folder.glob("checkpoint-*"))) == 1
+    assert [one.step for one in seen] == steps[: steps.index(2) + 3]
+    assert agreement_of(draft) == pytest.approx(seen[steps.index(2)].alpha)
+    assert last_checkpoint(folder).name == "checkpoint-2"
+    again, later, _ = trained(patience=2)  # goes on from there, and stops where it did
+    assert later == seen
+    assert agreement_of(again) == agreement_of(draft)
 
 
 def test_a_resumed_run_has_seen_what_an_uninterrupted_one_has(trained):
-    straight, callback, folder = trained()
-    shutil.copytree(folder, folder.parent / "killed")
-    for step in (16, 24):
-        shutil.rmtree(folder.parent / "killed" / f"checkpoint-{step}")
-    resumed, again, _ = trained("killed")
-    assert again.seen == callback.seen
+    straight, seen, folder = trained(save_total_limit=99)
+    killed = shutil.copytree(folder, folder.parent / "killed")
+    shutil.move(folder, folder.parent / "moved")
+    for path in killed.glob("checkpoint-*"):
+        if int(path.name.partition("-")[2]) > 8:
+            shutil.rmtree(path)
+    resumed, again, _ = trained("killed", save_total_limit=99)
+    assert again == seen
     for name, weight in straight.state_dict().items():
         assert torch.equal(weight, resumed.state_dict()[name]), name
 
@@ -303,8 +306,6 @@ def test_a_run_follows_held_out_prompts_and_reports_a_forecast(job, tmp_path, mo
     assert "More data: held-out alpha" in shown
     made = json.loads((recipe.folder / "report" / "report.json").read_text())["forecast"]
     assert made["alpha"]["n"] == 2
-    assert 0 <= made["trained_alpha"]["mean"] <= 1
-    assert "On what it was trained on" in " ".join(shown.split())
     assert made["alpha"]["mean"] <= made["at_3x"]["mean"] <= made["at_10x"]["mean"] <= 1
     assert len(made["curve"]) == len(read_followed(recipe.folder / HELD_OUT).seen)
     for name in ("report.md", "report.html"):
@@ -319,7 +320,7 @@ def test_of_drafts_of_several_steps_the_first_token_is_followed(job, tmp_path, m
     made = {"draft": None, "drafter": kind, "num_draft_layers": 1, "draft_vocab_size": 270}
     recipe = job(tmp_path / "run", **made, max_steps=30)
     assert run(recipe) == 0
-    best = max(reversed(read_followed(recipe.folder / HELD_OUT).seen), key=lambda one: one.alpha)
+    best = best_of(read_followed(recipe.folder / HELD_OUT).seen)
     pair = check_models(recipe)
     target = TargetOfRun(recipe, pair, collect_prompts(recipe, pair.target)).loaded
     # in eight bits another token than the trained weights' may be the best one
@@ -349,8 +350,7 @@ def write(folder, sizes, alphas, after=()):
         for i, (size, a) in enumerate(points)
     ]
     (folder / HELD_OUT).mkdir(exist_ok=True)
-    known = [(90, 0, 100, 60)] * 30
-    kept = {"gamma": 4, "seen": seen, "trained": known}
+    kept = {"gamma": 4, "seen": seen}
     (folder / HELD_OUT / SEEN).write_text(json.dumps(kept))
     return float(hard.mean())
 
@@ -368,7 +368,6 @@ def test_what_a_longer_run_reaches_lies_in_the_interval(tmp_path, curve):
     made = forecast(tmp_path)
     assert made.alpha.mean == pytest.approx(curve(8000) + 0.05 + shift)
     assert made.tokens == 8000
-    assert made.trained_alpha.mean == pytest.approx(0.9)
     for times, value in ((3, made.at_3x), (10, made.at_10x)):
         low, high = value.ci95
         assert low <= curve(8000 * times) + 0.05 + shift <= high
@@ -381,29 +380,3 @@ def test_a_run_too_short_for_a_fit_says_so(tmp_path):
     assert "no prompts were held out" in forecast(tmp_path)
     write(tmp_path, SIZES[:3], [0.1, 0.2, 0.3])
     assert "3 measurements in the first epoch, and 4 are needed" in forecast(tmp_path)
-
-
-# --- the ceiling
-
-
-def test_of_a_row_that_was_trained_on_its_answer_alone_counts():
-    recipe = build_recipe(
-        {"target": "t", "train_prompts": "p", "eval_prompts": "e", "train_on_prompts": True}
-    )
-    whole = made_answers(3)
-    taught = [
-        replace(
-            one,
-            prompt_ids=one.prompt_ids[:1],
-            response_ids=torch.cat([one.prompt_ids[1:], one.response_ids]),
-            top_ids=torch.cat([one.top_ids[:3], one.top_ids]),
-            top_logprobs=torch.cat([one.top_logprobs[:3], one.top_logprobs]),
-        )
-        for one in whole
-    ]
-    found = trained_rows(recipe, [[0] * 4] * 3, taught, None, None)
-    assert len(found) == 3
-    for row, expected in zip(found, training_rows(whole, None), strict=True):
-        assert row["input_ids"] == expected["input_ids"]
-        assert row["positions"] == expected["positions"]
-        assert row["top_ids"].tolist() == expected["top_ids"].tolist()
