@@ -53,7 +53,7 @@ def test_a_run_compares_all_kinds_decides_and_reports(job, tmp_path, capsys):
     assert report.choice == found
     table = next(one for one in tables(report) if one.title == "Kinds of draft compared")
     assert [row[0] for row in table.rows] == [one.name for one in found.candidates]
-    assert render_page(report).count('class="dot"') >= len(found.candidates)
+    assert table.title in render_page(report)
 
 
 def test_a_run_goes_on_with_what_was_chosen(job, tmp_path, monkeypatch):

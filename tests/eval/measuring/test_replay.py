@@ -11,7 +11,9 @@ from eval.decoding.drafters.prompt_lookup import PromptLookup
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
-from eval.measuring.replay import Place, blocks, places, spent
+from eval.measuring.agreement import measure_agreement, target_texts
+from eval.measuring.metrics import alpha
+from eval.measuring.replay import Place, best_length, blocks, places, spent
 from eval.measuring.runs import StepCosts
 from eval.prompts import Prompt, PromptSet
 
@@ -92,16 +94,36 @@ def test_a_text_that_stops_has_no_place_after_its_stop(target, draft):
     assert len(places(target, draft, one, stopping, GAMMA)[0]) == first
 
 
-def test_sampled_drafts_are_accepted_as_often_as_p_and_q_overlap(target, draft):
+def test_sampled_drafts_are_accepted_as_often_as_p_and_q_overlap(target, draft, journal):
     warm = dataclasses.replace(GREEDY, sampling=Sampling(1.0), max_new_tokens=60)
     accepted = [place.accepted for text in places(target, draft, SET, warm, 1) for place in text]
-    alone = [
-        place.accepted
-        for text in places(target, draft, SET, dataclasses.replace(warm, seed=1), 1)
-        for place in text
-    ]
+    texts = target_texts(target, IDS, warm)
+    agreements, _ = measure_agreement(target, {"draft": draft}, SET, texts, warm, journal)
     assert set(accepted) == {0, 1}
-    assert abs(sum(accepted) - sum(alone)) < 0.15 * len(accepted)  # other seeds, one rate
+    # other texts of the same kind
+    assert sum(accepted) / len(accepted) == pytest.approx(alpha(agreements["draft"]).mean, abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("certainty", "accepted", "best"),
+    [
+        ([1.0] * GAMMA, GAMMA, DraftLength(GAMMA)),  # always right: as long as can be
+        ([1.0] * GAMMA, 0, DraftLength(1)),  # always wrong
+    ],
+)
+def test_the_best_length_is_the_fastest(certainty, accepted, best):
+    assert best_length([[Place(certainty, accepted, False)] * 12], COSTS, GAMMA) == best
+
+
+def test_a_draft_that_knows_when_it_is_wrong_stops_then():
+    right = ([True] * 5 + [False] * 3) * 4
+    text = []
+    for at in range(len(right) - GAMMA):
+        so_far = [all(right[at : at + i]) for i in range(GAMMA + 1)]
+        text.append(Place([1.0 if good else 0.15 for good in so_far[:-1]], sum(so_far) - 1, False))
+    best = best_length([text], COSTS, GAMMA)
+    assert best.gamma > 1
+    assert best.stop_below == 0.2  # the least that stops at 0.15
 
 
 def test_seconds_are_those_of_the_steps():

@@ -6,8 +6,8 @@ from eval.decoding.build import build_decoder
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
-from eval.measuring import metrics
-from eval.measuring.replay import STOP_BELOW
+from eval.measuring import metrics, timing
+from eval.measuring.runs import StepCosts
 from eval.measuring.timing import (
     ALONE,
     choose_gamma,
@@ -71,10 +71,20 @@ def test_costs_are_positive_and_hold_every_width(target, own):
     assert costs.draft_step > 0
 
 
-def test_gamma_is_one_of_those_tried(target, own):
-    chosen = choose_gamma(target, own, SET, GREEDY, 3)
-    assert chosen.gamma in (1, 2, 3)
-    assert chosen.stop_below in (0, *STOP_BELOW)
+@pytest.mark.parametrize(("draft_step", "gamma"), [(0.1, 3), (5.0, 1)])
+def test_the_chosen_gamma_is_the_fastest(target, own, monkeypatch, draft_step, gamma):
+    """The target as its own draft: longer ones pay where a step is cheap, none where it is dear."""
+    costs = StepCosts(draft_step, 1.0, {1: 1.0, 2: 1.05, 3: 1.1, 4: 1.15}, 30)
+    monkeypatch.setattr(timing, "step_costs", lambda *_: costs)
+    assert choose_gamma(target, own, SET, GREEDY, 3) == DraftLength(gamma)
+
+
+def test_who_begins_changes_from_row_to_row(journal):
+    order = []
+    decoders = [lambda row, name=name: order.append(name) or name + row for name in "abc"]
+    results = timing.in_turns(decoders, [("1",), ("2",), ("3",)], journal, "stage", str)
+    assert order == list("abcbcacab")
+    assert results == [["a1", "a2", "a3"], ["b1", "b2", "b3"], ["c1", "c2", "c3"]]
 
 
 @pytest.mark.parametrize("size", [1, 2])
