@@ -210,21 +210,13 @@ def _prompt_sets(
         if not args.gamma and aside < 1:
             raise ValueError("One prompt cannot both choose gamma and be evaluated; give --gamma.")
         tuning, prompts = prompts[:aside], prompts[aside:]
-    return (
-        _rendered(args, tokenizer, config, args.prompts, prompts),
-        _rendered(args, tokenizer, config, args.prompts, tuning),
-    )
-
-
-def _rendered(
-    args: argparse.Namespace,
-    tokenizer: PreTrainedTokenizerBase,
-    config: PreTrainedConfig,
-    source: str,
-    prompts: list[Prompt],
-) -> PromptSet:
     room = config.get_text_config().max_position_embeddings - args.max_gamma - 1
-    return PromptSet(source, prompts, render_all(prompts, tokenizer, room, args.max_new_tokens))
+
+    def rendered(part: list[Prompt]) -> PromptSet:
+        ids = render_all(part, tokenizer, room, args.max_new_tokens)
+        return PromptSet(args.prompts, part, ids)
+
+    return rendered(prompts), rendered(tuning)
 
 
 def _named(text: str) -> tuple[str, str]:
@@ -241,11 +233,8 @@ def _measure(args: argparse.Namespace, journal: Journal) -> Report:
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     target = load_target(args.target, getattr(torch, args.dtype), args.device, 64)
     evaluation, tuning = _prompt_sets(args, target.tokenizer, target.model.config)
-    length = context_length(
-        evaluation.ids + tuning.ids,
-        args.max_new_tokens,
-        max(args.max_gamma, args.gamma or 0),
-    )
+    longest = max(args.max_gamma, args.gamma or 0)
+    length = context_length(evaluation.ids + tuning.ids, args.max_new_tokens, longest)
     target.decoder = build_decoder(target.model, length)
     drafters: dict[str, Drafter] = {}
     for name, spec in map(_named, args.draft):
@@ -258,13 +247,7 @@ def _measure(args: argparse.Namespace, journal: Journal) -> Report:
         evaluation,
         tuning,
         Decoding(sampling, target.stops, args.max_new_tokens, args.seed, args.verification),
-        Plan(
-            args.gamma,
-            args.max_gamma,
-            args.speed_prompts,
-            args.gamma_sweep,
-            args.batch_sizes,
-        ),
+        Plan(args.gamma, args.max_gamma, args.speed_prompts, args.gamma_sweep, args.batch_sizes),
         journal,
         None,
         {"command": sys.argv, "torch": torch.__version__, "seed": args.seed},

@@ -1,0 +1,63 @@
+"""What an interrupted evaluation is known again by: all that its rows depend on."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from eval.decoding.build import build_decoder
+from eval.decoding.loop import Decoding
+from eval.decoding.target import Target
+from eval.decoding.verification import Sampling
+from eval.measuring.evaluation import Plan, _begin
+from eval.prompts import Prompt, PromptSet
+
+VOCAB = 40
+HOW = Decoding(Sampling(0.7), frozenset({3}), 20, seed=1)
+PROMPTS = PromptSet("made up", [Prompt("a", prompt="x"), Prompt("b", prompt="y")], [[3, 1], [9]])
+
+
+@pytest.fixture(scope="module")
+def key(tiny_llama, drafter):
+    """What the journal is begun with, of this evaluation with some parts changed."""
+
+    class Begun:
+        def begin(self, *what):
+            self.what = what
+
+    model = tiny_llama(vocab_size=VOCAB)
+    target = Target("tiny", model, None, build_decoder(model, 60), HOW.stops)
+    other = drafter(build_decoder(tiny_llama(1, vocab_size=VOCAB), 60), VOCAB)
+
+    def make(target=target, draft=other, prompts=PROMPTS, how=HOW, plan=Plan(2, 3, 2)):  # noqa: B008
+        journal = Begun()
+        with torch.inference_mode():
+            _begin(journal, target, {"draft": draft}, (prompts, PROMPTS), how, plan)
+        return journal.what
+
+    make.target = target
+    return make
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"how": dataclasses.replace(HOW, sampling=Sampling(0.8))},
+        {"how": dataclasses.replace(HOW, sampling=Sampling(0.7, top_k=5))},
+        {"how": dataclasses.replace(HOW, stops=frozenset({4}))},
+        {"how": dataclasses.replace(HOW, max_new_tokens=21)},
+        {"how": dataclasses.replace(HOW, seed=2)},
+        {"how": dataclasses.replace(HOW, rule="token")},
+        {"prompts": dataclasses.replace(PROMPTS, ids=[[3, 1], [8]])},
+        {"prompts": dataclasses.replace(PROMPTS, prompts=PROMPTS.prompts[::-1])},
+        {"plan": Plan(3, 3, 2)},
+        {"plan": Plan(2, 3, 2, batch_sizes=(2,))},
+    ],
+)
+def test_another_evaluation_has_another_key(key, changes):
+    assert key() == key()
+    assert key(**changes) != key()
+
+
+def test_other_models_have_another_key(key, drafter):
+    assert key(draft=drafter(key.target.decoder, VOCAB)) != key()
