@@ -164,15 +164,15 @@ def compare(
     return DrafterChoice(
         candidates=[
             Candidate(
-                drafter=one.kind_name,
-                layers=one.num_draft_layers if one.kind.keeps_layers else None,
+                drafter=candidate.kind_name,
+                layers=candidate.num_draft_layers if candidate.kind.keeps_layers else None,
                 c=_c(costs[name]),
-                expected_speedup=expected(one, costs[name]),
+                expected_speedup=expected(candidate, costs[name]),
                 trained=trained.get(name),
                 measured=measured.get(name),
                 chosen=name == winner,
             )
-            for name, one in tried.items()
+            for name, candidate in tried.items()
         ],
         ruled_out=ruled_out,
         trained_seconds=seconds,

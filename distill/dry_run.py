@@ -17,7 +17,7 @@ from distill.compare import candidates, price
 from distill.models import TargetOfRun, check_models
 from distill.plan import (
     Clock,
-    answers_there,
+    answers_at_hand,
     measured_costs,
     plan_as_given,
     plan_within,
@@ -56,12 +56,12 @@ def price_run(recipe: Recipe) -> int:
         return exit_status(max(map(cost.ceiling_speedup, costs.values())))
     store, tokens = open_store(recipe, pair.target), recipe.answer_max_new_tokens
     steps, parts = measured_costs(recipe, pair, prompts, target, store, tokens)
-    there = answers_there(recipe, prompts, store)
+    at_hand = answers_at_hand(recipe, prompts, store)
     if recipe.planned:
         assert recipe.minutes is not None
-        plan = plan_within(recipe, prompts, there, parts, clock.left(recipe.minutes))
+        plan = plan_within(recipe, prompts, at_hand, parts, clock.left(recipe.minutes))
     else:
-        plan = plan_as_given(recipe, prompts, there, parts)
+        plan = plan_as_given(recipe, prompts, at_hand, parts)
     print("\n".join(plan.lines()))
     print(cost.price(steps))
     return exit_status(cost.ceiling_speedup(steps))

@@ -109,12 +109,12 @@ def needs(
     weights, embedding = _numbers(model), _numbers(model.get_input_embeddings())
     distilling = _distilling(recipe, model, prompt + answer, answer)
     if draft is None:
-        own = (weights - embedding) * size  # its embedding is the target's
+        drafting = (weights - embedding) * size  # its embedding is the target's
         # the fitted head, in pieces and whole; of a trimmed one the full form is made again
-        preparing = Stage("preparing", draft=own, buffers=2 * head)
+        preparing = Stage("preparing", draft=drafting, buffers=2 * head)
         exporting = Stage("exporting", draft=4 * weights, buffers=2 * head)
     else:
-        own = weights * size
+        drafting = weights * size
         preparing = Stage("preparing", draft=4 * weights)
         exporting = Stage("exporting", draft=4 * weights, buffers=embedding * size)
     stages = [preparing, distilling, exporting]
@@ -128,12 +128,12 @@ def needs(
         stages.insert(0, Stage("answering", held, kv=kv, buffers=beside))
         if draft is None:
             stages[1] = replace(preparing, target=held)
-            own //= size if on_cpu else 1  # in eight bits
+            drafting //= size if on_cpu else 1  # in eight bits
         kv, beside = _decoding(target, size, BATCH, prompt, new)
         compared = new * target.vocab_size * COMPARED_BYTES - kv
         in_fp32 = 4 * max(map(_numbers, _layers(whole)))  # by the check of ties
         buffers = max(beside, compared, in_fp32)
-        stages.append(Stage("evaluating", held, 2 * own, kv=kv, buffers=buffers))
+        stages.append(Stage("evaluating", held, 2 * drafting, kv=kv, buffers=buffers))
     count = recipe.max_train_prompts * recipe.answers_per_prompt
     taught = answer + recipe.train_on_prompts * prompt
     return Needs(

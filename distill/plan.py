@@ -99,13 +99,13 @@ class Costs:
 class Plan:
     """What a run does.
 
-    answers: that are trained on, of which `there` cost nothing. steps: of training. timed:
+    answers: that are trained on, of which `at_hand` cost nothing. steps: of training. timed:
     evaluation prompts. memory: bytes at each stage's peak. costs: None where nothing had to be
     timed. choice: how `auto` has chosen.
     """
 
     answers: int
-    there: int
+    at_hand: int
     steps: int
     timed: int
     memory: dict[str, int]
@@ -118,7 +118,7 @@ class Plan:
         if self.costs is None:
             return {}
         seconds = {
-            "answers": max(0, self.answers - self.there) * self.costs.answer,
+            "answers": max(0, self.answers - self.at_hand) * self.costs.answer,
             "training": self.steps * self.costs.step,
             "evaluation": self.costs.evaluation + self.timed * self.costs.timed,
         }
@@ -127,7 +127,7 @@ class Plan:
     def lines(self) -> list[str]:
         """As text."""
         counts = {
-            "answers": f"{self.answers} answers ({self.there} are there)",
+            "answers": f"{self.answers} answers ({self.at_hand} at hand)",
             "training": f"{self.steps} steps",
             "evaluation": f"{self.timed} prompts timed",
         }
@@ -155,7 +155,7 @@ def with_choice(recipe: Recipe, choice: DrafterChoice | None) -> Recipe:
 
 def chosen_keys(choice: DrafterChoice) -> dict[str, Any]:
     """Keys of a recipe of the kind that was chosen."""
-    (chosen,) = (one for one in choice.candidates if one.chosen)
+    (chosen,) = (kind for kind in choice.candidates if kind.chosen)
     keys: dict[str, Any] = {"drafter": chosen.drafter}
     return keys if chosen.layers is None else keys | {"num_draft_layers": chosen.layers}
 
@@ -172,17 +172,19 @@ def write_plan(folder: Path, plan: Plan) -> None:
 
 
 def plan_as_given(
-    recipe: Recipe, prompts: Prompts, there: int = 0, costs: Costs | None = None
+    recipe: Recipe, prompts: Prompts, at_hand: int = 0, costs: Costs | None = None
 ) -> Plan:
     """The plan of a recipe that says itself how much is done."""
     count = len(to_answer(recipe, prompts.training.ids))
     timed = min(recipe.speed_prompts, len(prompts.evaluation.ids))
     memory = peaks(recipe, prompts)
-    return Plan(count, there, training_steps(recipe, count), timed, memory, costs)
+    return Plan(count, at_hand, training_steps(recipe, count), timed, memory, costs)
 
 
-def plan_within(recipe: Recipe, prompts: Prompts, there: int, costs: Costs, seconds: float) -> Plan:
-    """The plan that takes so many seconds. there: answers that are there already, and cost nothing.
+def plan_within(
+    recipe: Recipe, prompts: Prompts, at_hand: int, costs: Costs, seconds: float
+) -> Plan:
+    """The plan that takes so many seconds. at_hand: answers that cost nothing.
 
     Every row is trained on `num_train_epochs` times, never more often: where the prompts do not
     fill the time, it stays. Raises RecipeError where PROBE answers, the training on them and an
@@ -193,7 +195,7 @@ def plan_within(recipe: Recipe, prompts: Prompts, there: int, costs: Costs, seco
     fewest = min(PROBE, total)
     steps_each = training_steps(recipe, total) / total
     train = steps_each * costs.step  # on an answer
-    needed = max(0, fewest - there) * costs.answer + fewest * train
+    needed = max(0, fewest - at_hand) * costs.answer + fewest * train
 
     most = min(recipe.speed_prompts, len(prompts.evaluation.ids))
     room = min(60 * recipe.minutes * EVALUATION, seconds - needed) - costs.evaluation
@@ -206,13 +208,13 @@ def plan_within(recipe: Recipe, prompts: Prompts, there: int, costs: Costs, seco
             f"s, the training on them in steps of {costs.step:.2f} s, and the evaluation do not "
             f"fit. Give {math.ceil(minutes)} or more, or fewer max_eval_prompts."
         )
-    # those that are there, or these and some more
-    count = min(left / train, (left + there * costs.answer) / (costs.answer + train), total)
+    # those at hand, or these and some more
+    count = min(left / train, (left + at_hand * costs.answer) / (costs.answer + train), total)
     steps = max(1, math.ceil(steps_each * math.floor(count)))
-    return Plan(math.floor(count), there, steps, timed, peaks(recipe, prompts), costs)
+    return Plan(math.floor(count), at_hand, steps, timed, peaks(recipe, prompts), costs)
 
 
-def answers_there(recipe: Recipe, prompts: Prompts, store: Store) -> int:
+def answers_at_hand(recipe: Recipe, prompts: Prompts, store: Store) -> int:
     """How many of the answers are at hand."""
     asked = to_answer(recipe, prompts.training.ids)
     return store.at_hand(asked, recipe.train_on_prompts)
@@ -341,10 +343,8 @@ def training_step(
         logprobs = torch.full(top_ids.shape, -4.0)
         made_up.append(CachedAnswer(i, torch.tensor(prompt), top_ids[:, 0], top_ids, logprobs))
     shape = len(layers_read(recipe, pair)), pair.target.config["hidden_size"]
-    states = {
-        one.index: torch.ones((len(one.prompt_ids) + len(one.response_ids) - 1, *shape))
-        for one in made_up
-    }
+    number = torch.ones(())  # the same for all states: they take no room
+    states = {row.index: number.expand(len(row.text) - 1, *shape) for row in made_up}
     few = recipe.training | {"max_steps": TIMED_STEPS, "save_strategy": "no", "report_to": "none"}
     with tempfile.TemporaryDirectory() as folder:
         here = dataclasses.replace(recipe, output_dir=folder, training=few)

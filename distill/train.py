@@ -31,7 +31,7 @@ from distill.models import Pair, TargetOfRun, check_models
 from distill.plan import (
     Clock,
     Plan,
-    answers_there,
+    answers_at_hand,
     measured_costs,
     plan_as_given,
     plan_within,
@@ -132,9 +132,10 @@ def make_plan(
         tokens = statistics.mean(answer_lengths(recipe, prompts.training.ids, first))
         steps, costs = measured_costs(picked, pair, prompts, target, store, tokens)
         print(price(steps))
-        there, left = answers_there(recipe, prompts, store), clock.left(recipe.minutes)
-        there, left = from_first((there, left))
-        plan = plan_within(picked, prompts, there, costs, left)
+        at_hand, left = from_first(
+            (answers_at_hand(recipe, prompts, store), clock.left(recipe.minutes))
+        )
+        plan = plan_within(picked, prompts, at_hand, costs, left)
         plan = dataclasses.replace(plan, choice=choice)
     else:
         plan = plan_as_given(recipe, prompts)

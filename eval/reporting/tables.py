@@ -375,11 +375,11 @@ def _choice(choice: DrafterChoice) -> Table:
     """What `drafter: auto` compared, and on what."""
     header = ["kind", "cost of a token", "expected", "trained", "on other texts", ""]
     rows = []
-    for one in choice.candidates:
-        row = [one.name, f"{one.c:.3f}", f"{one.expected_speedup:.2f}"]
-        row += ["" if found is None else shown(found) for found in (one.trained, one.measured)]
-        rows.append([*row, "chosen" if one.chosen else ""])
-    rows += [[kind, "ruled out", *[""] * 3, why] for kind, why in choice.ruled_out.items()]
+    for kind in choice.candidates:
+        row = [kind.name, f"{kind.c:.3f}", f"{kind.expected_speedup:.2f}"]
+        row += ["" if speedup is None else shown(speedup) for speedup in (kind.trained, kind.measured)]
+        rows.append([*row, "chosen" if kind.chosen else ""])
+    rows += [[name, "ruled out", *[""] * 3, why] for name, why in choice.ruled_out.items()]
     note = (
         "Kinds of draft that this target can have: the cost of a drafted token in target steps; "
         "speed-ups, expected at that cost before any training, and predicted by a replay after "

@@ -58,14 +58,14 @@ def test_a_run_compares_decides_follows_it_and_reports(job, tmp_path, monkeypatc
     assert run(recipe) == 0
     shown = capsys.readouterr().out
     choice = read_plan(recipe.folder).choice
-    made = {name for name, kind in kinds().items() if kind.from_target}
-    assert {one.drafter for one in choice.candidates} == made
+    from_target = {name for name, kind in kinds().items() if kind.from_target}
+    assert {candidate.drafter for candidate in choice.candidates} == from_target
     assert choice.ruled_out == {}
-    trained = [one for one in choice.candidates if one.trained]
+    trained = [candidate for candidate in choice.candidates if candidate.trained]
     assert len(trained) == compare.TRAINED
-    assert "pruned" in {one.drafter for one in trained}
-    (winner,) = (one for one in choice.candidates if one.chosen)
-    assert winner.trained.mean == max(one.trained.mean for one in trained)
+    assert "pruned" in {candidate.drafter for candidate in trained}
+    (winner,) = (candidate for candidate in choice.candidates if candidate.chosen)
+    assert winner.trained.mean == max(candidate.trained.mean for candidate in trained)
     assert winner.drafter != "pruned"
     assert winner.measured.n == 2  # other texts
     assert f"chosen: {winner.drafter} is 0.15 [0.05,0.25] faster than pruned-" in shown
@@ -76,13 +76,13 @@ def test_a_run_compares_decides_follows_it_and_reports(job, tmp_path, monkeypatc
     assert about != {}
     report = read_report(recipe.folder / "report" / "report.json")
     assert report.choice == choice
-    table = next(one for one in tables(report) if one.title == "Kinds of draft compared")
-    assert [row[0] for row in table.rows] == [one.name for one in choice.candidates]
+    table = next(table for table in tables(report) if table.title == "Kinds of draft compared")
+    assert [row[0] for row in table.rows] == [candidate.name for candidate in choice.candidates]
 
     monkeypatch.setattr(train, "make_plan", None)  # not asked again
     assert run(recipe) == 0
     refuse_another_run(recipe)
-    other = next(name for name in made if name != winner.drafter)
+    other = next(name for name in from_target if name != winner.drafter)
     with pytest.raises(RecipeError, match="holds a run of another recipe"):
         refuse_another_run(job(tmp_path / "run", **(AUTO | {"drafter": other})))
 
@@ -119,7 +119,7 @@ def test_the_few_best_are_one_of_each_kind_at_the_depth_that_its_price_allows(jo
 def test_kinds_that_the_recipe_rules_out_are_left_out_with_the_reason(job, tmp_path):
     recipe = job(tmp_path / "run", **AUTO, use_peft=True)
     tried, ruled_out = candidates(recipe, check_models(recipe))
-    assert {one.kind_name for one in tried.values()} == {"pruned"}
+    assert {recipe.kind_name for recipe in tried.values()} == {"pruned"}
     assert "eagle3" in ruled_out
     assert few_best(tried, {name: costs(0.1) for name in tried})  # other depths
 

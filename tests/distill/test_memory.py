@@ -47,8 +47,8 @@ SHAPE = LlamaConfig(
 LAYER = 256 * 256 * 2 + 256 * 64 * 2 + 3 * 256 * 512 + 2 * 256
 
 
-def stage(found, name):
-    return next(one for one in found.stages if one.name == name)
+def stage(needed, name):
+    return next(part for part in needed.stages if part.name == name)
 
 
 def test_parameters_are_those_of_the_cards():
@@ -72,10 +72,10 @@ def tiny_job(job, tmp_path_factory):
 
 
 def test_a_pruned_draft_by_hand(tiny_job):
-    found = needs(tiny_job, SHAPE, None, 100)
+    needed = needs(tiny_job, SHAPE, None, 100)
     target = 2 * (4 * LAYER + 2 * 4096 * 256 + 256)
-    answering, distilling = stage(found, "answering"), stage(found, "distilling")
-    assert answering.target == stage(found, "evaluating").target == target
+    answering, distilling = stage(needed, "answering"), stage(needed, "distilling")
+    assert answering.target == stage(needed, "evaluating").target == target
     # 12 rows of 100 + 24 tokens, keys and values, 2 heads of 32, 4 layers
     assert answering.kv == 12 * 124 * 2 * 2 * 32 * 4 * 2
     trained = 4 * (LAYER + 1000 * 256 + 256)
@@ -83,9 +83,9 @@ def test_a_pruned_draft_by_hand(tiny_job):
     assert distilling.optimizer == 2 * trained
     assert distilling.draft == trained + 4 * 4096 * 256  # the embedding is frozen
     assert distilling.target == 0
-    assert found.checkpoint == 3 * trained
-    assert found.answers_on_disk == 12 * 24 * (30 * 4 + 4)
-    assert found.states_on_disk == 0
+    assert needed.checkpoint == 3 * trained
+    assert needed.answers_on_disk == 12 * 24 * (30 * 4 + 4)
+    assert needed.states_on_disk == 0
     assert needs(dataclasses.replace(tiny_job, drafter="eagle3"), SHAPE, None).states_on_disk > 0
 
 
@@ -93,12 +93,12 @@ def test_adapters_train_little_and_a_server_leaves_no_target(tiny_job):
     served = {"answers": "server", "answer_url": "http://x:1", "draft": "sibling"}
     recipe = dataclasses.replace(tiny_job, use_peft=True, lora_r=8, **served)
     draft = LlamaConfig(**SHAPE.to_dict() | {"num_hidden_layers": 1})
-    found = needs(recipe, SHAPE, draft, 100)
-    assert [one.name for one in found.stages] == ["preparing", "distilling", "exporting"]
-    assert all(one.target == 0 for one in found.stages)
+    needed = needs(recipe, SHAPE, draft, 100)
+    assert [part.name for part in needed.stages] == ["preparing", "distilling", "exporting"]
+    assert all(part.target == 0 for part in needed.stages)
     # rank 8 on q, k, v, o, gate, up and down: the sum of both widths of each
     widths = {"q": 512, "k": 320, "v": 320, "o": 512, "gate": 768, "up": 768, "down": 768}
-    assert stage(found, "distilling").gradients == 4 * 8 * sum(widths.values())
+    assert stage(needed, "distilling").gradients == 4 * 8 * sum(widths.values())
     some = dataclasses.replace(recipe, lora_target_modules="q_proj,v_proj")
     fewer = stage(needs(some, SHAPE, draft, 100), "distilling")
     assert fewer.gradients == 4 * 8 * (widths["q"] + widths["v"])
@@ -115,13 +115,13 @@ def peak_of(work):
     gc.collect()  # what died before is not to be freed meanwhile
     with profile(profile_memory=True) as profiled:
         work()
-    found, left = [], list(profiled.profiler.kineto_results.experimental_event_tree())
+    allocations, left = [], list(profiled.profiler.kineto_results.experimental_event_tree())
     while left:
         event = left.pop()
         left += event.children
         if event.typed[0].name == "Allocation":
-            found.append((event.start_time_ns, event.extra_fields.alloc_size))
-    sizes = (size for _, size in sorted(found, key=lambda one: one[0]))
+            allocations.append((event.start_time_ns, event.extra_fields.alloc_size))
+    sizes = (size for _, size in sorted(allocations, key=lambda pair: pair[0]))
     return max(itertools.accumulate(sizes))
 
 
@@ -155,10 +155,10 @@ def test_a_training_step_takes_what_the_formula_says(tiny_job, checkpointing):
 
 
 def test_the_device_holds_the_largest_stage_and_what_nobody_can_use():
-    found = Needs([Stage("a", target=2**33), Stage("b", draft=2**34, buffers=1)], 0, 0, 0)
-    assert found.largest.name == "b"
-    assert found.device * (1 - FRAGMENTED) - RUNTIME == pytest.approx(2**34, abs=2)
-    assert found.lines()[1] == "b: 16.00 GiB (draft 16.00, buffers 0.00)"
+    needed = Needs([Stage("a", target=2**33), Stage("b", draft=2**34, buffers=1)], 0, 0, 0)
+    assert needed.largest.name == "b"
+    assert needed.device * (1 - FRAGMENTED) - RUNTIME == pytest.approx(2**34, abs=2)
+    assert needed.lines()[1] == "b: 16.00 GiB (draft 16.00, buffers 0.00)"
 
 
 @pytest.mark.parametrize(("name", "recipe"), hub_recipes().items())

@@ -40,12 +40,12 @@ def prompts(training=10_000, evaluation=64):
 
 
 def test_answers_and_steps_fill_what_the_evaluation_leaves(minutes):
-    made = plan_within(minutes(20.0), prompts(), 0, COSTS, 1000)
-    assert made.timed == 3  # speed_prompts
+    decided = plan_within(minutes(20.0), prompts(), 0, COSTS, 1000)
+    assert decided.timed == 3  # speed_prompts
     left = 1000 - 100 - 3 * 5
-    assert made.steps == -(-made.answers * 2 // 4)
-    assert made.answers * 0.5 + made.steps * 0.4 == pytest.approx(left, abs=1)
-    assert sum(made.minutes.values()) == pytest.approx(1000 / 60, abs=0.02)
+    assert decided.steps == -(-decided.answers * 2 // 4)
+    assert decided.answers * 0.5 + decided.steps * 0.4 == pytest.approx(left, abs=1)
+    assert sum(decided.minutes.values()) == pytest.approx(1000 / 60, abs=0.02)
 
 
 @pytest.mark.parametrize("there", [300, 5000])
@@ -66,8 +66,8 @@ def test_the_evaluation_takes_a_third_at_most_and_times_enough_prompts(minutes):
 
 
 def test_prompts_that_run_out_are_not_trained_on_more_often(minutes):
-    made = plan_within(minutes(20.0), prompts(800), 0, COSTS, 9e9)
-    assert (made.answers, made.steps) == (800, 400)
+    decided = plan_within(minutes(20.0), prompts(800), 0, COSTS, 9e9)
+    assert (decided.answers, decided.steps) == (800, 400)
 
 
 def test_minutes_too_few_are_refused_with_what_they_would_have_to_be(minutes):
@@ -89,7 +89,7 @@ def test_the_minutes_that_it_names_are_enough_where_training_is_dear(minutes, mo
 def test_a_dry_run_prints_the_plan_of_what_is_asked_for(minutes, job, tmp_path, capsys):
     run(job(tmp_path / "run", **EPOCHS, max_answers=3, dry_run=True))
     shown = capsys.readouterr().out
-    assert "answers: 3 answers (0 are there), 0.0 min" in shown
+    assert "answers: 3 answers (0 at hand), 0.0 min" in shown
     assert "training: 2 steps, 0.0 min" in shown
     assert "evaluation: 3 prompts timed, " in shown
     assert re.search("memory: .* GiB at most, while ", shown)
@@ -109,12 +109,18 @@ def test_a_run_decides_writes_it_down_follows_it_and_reports(minutes, capsys):
     recipe = minutes(5.0)
     assert run(recipe) == 0
     assert "training: 6 steps, " in capsys.readouterr().out
-    made = read_plan(recipe.folder)
-    assert (made.answers, made.steps, made.timed) == (11, 6, 3)
-    assert set(made.memory) == {"answering", "preparing", "distilling", "exporting", "evaluating"}
-    found = read_yaml(recipe.folder / "recipe.yaml")
-    decided = {key: found[key] for key in ("max_answers", "max_steps", "speed_prompts")}
-    assert decided == {"max_answers": 11, "max_steps": 6, "speed_prompts": 3} == made.decided()
+    decided = read_plan(recipe.folder)
+    assert (decided.answers, decided.steps, decided.timed) == (11, 6, 3)
+    assert set(decided.memory) == {
+        "answering",
+        "preparing",
+        "distilling",
+        "exporting",
+        "evaluating",
+    }
+    values = read_yaml(recipe.folder / "recipe.yaml")
+    keys = {key: values[key] for key in ("max_answers", "max_steps", "speed_prompts")}
+    assert keys == {"max_answers": 11, "max_steps": 6, "speed_prompts": 3} == decided.decided()
     state = json.loads((recipe.folder / "checkpoint-6" / "trainer_state.json").read_text())
     assert state["max_steps"] == 6
     report = json.loads((recipe.folder / "report" / "report.json").read_text())
@@ -173,9 +179,9 @@ def test_a_training_step_is_timed_without_the_target(pruned_run, monkeypatch):
     loaded, step = [], plan.training_step
 
     def load(*given, load=models.load_target):
-        made = load(*given)
-        loaded.append(weakref.ref(made.model))
-        return made
+        target = load(*given)
+        loaded.append(weakref.ref(target.model))
+        return target
 
     def alone(*given):
         assert [model() for model in loaded] == [None]
