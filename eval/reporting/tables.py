@@ -377,7 +377,9 @@ def _choice(choice: DrafterChoice) -> Table:
     rows = []
     for kind in choice.candidates:
         row = [kind.name, f"{kind.c:.3f}", f"{kind.expected_speedup:.2f}"]
-        row += ["" if speedup is None else shown(speedup) for speedup in (kind.trained, kind.measured)]
+        row += [
+            "" if speedup is None else shown(speedup) for speedup in (kind.trained, kind.measured)
+        ]
         rows.append([*row, "chosen" if kind.chosen else ""])
     rows += [[name, "ruled out", *[""] * 3, why] for name, why in choice.ruled_out.items()]
     note = (
