@@ -169,7 +169,8 @@ def test_what_it_proposes_is_what_alpha_was_taken_on(target, drafts, name, ids):
 @pytest.mark.parametrize("length", [DraftLength(2), DraftLength(3, 0.25)], ids=str)
 def test_sampled_tokens_have_the_targets_distribution(tiny, monkeypatch, length):
     vocab = 6
-    target, draft = build_decoder(tiny(0, vocab), 40), medusa(vocab, seed=5)
+    model = tiny(0, vocab)
+    target, draft = build_decoder(model, 40), medusa(vocab, model.lm_head.weight.detach())
     how = Decoding(Sampling(1.5, top_k=2), NEVER, 4)
     assert_exact(played(monkeypatch), target, draft, [[1, 2], [3, 3, 3]], how, length)
 
