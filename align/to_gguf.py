@@ -39,7 +39,7 @@ from gguf import (
 from gguf.quants import quant_shape_to_byte_shape, quantize
 from torch import Tensor
 
-from align.atomic import atomic_file
+from align.files import atomic_file
 from align.sources import SourceError, llama3_factors, load_config, load_model, load_tokenizer
 
 KINDS = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from align.atomic import atomic_file
 from align.checks import Comparison
+from align.files import atomic_file
 from align.token_bytes import Token
 from align.vocabulary import Vocabulary, open_safetensors
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from align.atomic import atomic_folder
+from align.files import atomic_folder
 from align.sources import ADAPTER_WEIGHTS, merge_adapter, read_json, resolve_checkpoint
 from distill.recipe import OWN, Recipe, RecipeError
 from eval.decoding.drafters.adapter import BASE

@@ -12,8 +12,8 @@ import warnings
 
 from accelerate import PartialState
 
-from align.atomic import remove
-from align.process import free_memory, from_first
+from align.files import remove
+from align.machine import free_memory, from_first
 from distill.export import export_draft
 from distill.models import Pair, TargetOfRun
 from distill.plan import Clock, StepClock, draft_costs

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from align.process import machine_lines
+from align.machine import machine_lines
 from align.sources import weights_at_hand
 from distill.compare import candidates, price
 from distill.models import TargetOfRun, check_models

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from align.atomic import write_json
-from align.process import free_memory
+from align.files import write_json
+from align.machine import free_memory
 from distill.held_out import held_out_curve
 from distill.models import Pair
 from distill.plan import Plan

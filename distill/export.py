@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from align.atomic import atomic_folder, remove
+from align.files import atomic_folder, remove
 from distill.adapters import KEPT
 from distill.models import Pair
 from distill.prepare import PreparedDraft, until
@@ -107,14 +107,14 @@ def full_vocabulary(
     trimmed[token_ids] = False
     lower = torch.linalg.lstsq(h.double(), -torch.ones(len(h), 1).double().to(h.device)).solution
     tuned_rows = tuned.get_output_embeddings().weight
-    best, own = _best_and_sum(h, tuned_rows.split(HEAD_ROWS))
+    best, total = _best_and_sum(h, tuned_rows.split(HEAD_ROWS))
     # lowered, all trimmed rows lose the same at a position: the best of them stays the best
     pieces = trimmed.nonzero()[:, 0].split(HEAD_ROWS)
     rival, others = _best_and_sum(h, (full_head[rows] for rows in pieces))
     loss = (h @ lower.float())[:, 0]
     for strength in SUPPRESSION:
         kept = float((rival + strength * loss < best).float().mean())
-        mass = float((others + strength * loss - own).sigmoid().mean())
+        mass = float((others + strength * loss - total).sigmoid().mean())
         if kept >= 0.999 and mass <= DROPPED_MASS:
             break
     else:
@@ -141,10 +141,10 @@ def with_head(tuned: PreTrainedModel, head: Tensor) -> PreTrainedModel:
 
 def _best_and_sum(h: Tensor, pieces: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
     """The best logit of a head's rows at each state [N], and the log of the sum of their exp."""
-    found = []
+    by_piece = []
     for rows in pieces:
         logits = h @ rows.float().T
-        found.append((logits.amax(-1), logits.logsumexp(-1)))
+        by_piece.append((logits.amax(-1), logits.logsumexp(-1)))
         del logits  # else the next ones are made beside them
-    bests, sums = zip(*found, strict=True)
+    bests, sums = zip(*by_piece, strict=True)
     return torch.stack(bests).amax(0), torch.stack(sums).logsumexp(0)

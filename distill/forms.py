@@ -16,7 +16,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from align.atomic import atomic_folder
+from align.files import atomic_folder
 from align.sources import ADAPTER_CONFIG, read_json, resolve_checkpoint, resolve_file
 from align.to_gguf import write_gguf
 from distill.adapters import KEPT, base_draft

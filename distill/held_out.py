@@ -22,7 +22,7 @@ from tqdm import tqdm
 from transformers import EvalPrediction, TrainerCallback, TrainerControl, TrainerState
 from trl import SFTConfig
 
-from align.atomic import write_json
+from align.files import write_json
 from align.vocab_map import Retokenizer
 from distill.teacher.answers import USED
 from distill.teacher.store import Answers, CachedAnswer, Store

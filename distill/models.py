@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from align.check import Strategy, Verdict, choose_strategy, compare
-from align.process import free_memory
+from align.machine import free_memory
 from align.sources import load_model, load_tokenizer, refuse_quantised, resolve_checkpoint
 from align.token_bytes import tokens_of
 from align.transplant import transplant

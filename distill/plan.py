@@ -23,8 +23,8 @@ from pydantic import TypeAdapter
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
-from align.atomic import atomic_file
-from align.process import free_memory, from_first
+from align.files import atomic_file
+from align.machine import free_memory, from_first
 from align.sources import load_config
 from distill.held_out import SHARE
 from distill.memory import PROMPT_TOKENS, Needs, needs

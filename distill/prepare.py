@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from align.atomic import atomic_file, atomic_folder, write_json
+from align.files import atomic_file, atomic_folder, write_json
 from align.sources import read_json
 from align.trim import choose_tokens, coverage_curve, lost_mass
 from distill.adapters import base_draft, full_head

@@ -28,7 +28,7 @@ from dataclasses import replace
 import torch
 from safetensors import SafetensorError, safe_open
 
-from align.atomic import DiskFullError, atomic_file, atomic_folder
+from align.files import DiskFullError, atomic_file, atomic_folder
 from align.sources import load_model, read_json, split_adapter
 from distill.adapters import KEPT
 from distill.card import (

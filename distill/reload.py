@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
-from align.process import use_machine
+from align.machine import use_machine
 from align.sources import load_model, read_json
 from distill.models import target_device
 from distill.recipe import read_yaml

@@ -13,7 +13,7 @@ from typing import Any
 
 from accelerate import PartialState
 
-from align.atomic import atomic_file, remove, write_json
+from align.files import atomic_file, remove, write_json
 from align.sources import read_json
 from align.vocab_map import VOCAB_MAP, save_map
 from distill.adapters import base_sha256

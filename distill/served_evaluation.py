@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from align.atomic import write_json
+from align.files import write_json
 from align.sources import read_json
 from distill.card import USUAL_GAMMA
 from distill.models import Pair

@@ -20,8 +20,8 @@ os.environ.setdefault("TQDM_DELAY", "1")  # when tqdm is imported: no bar for wh
 
 from accelerate import PartialState
 
-from align.atomic import DiskFullError
-from align.process import free_memory, from_first, join_processes, use_machine
+from align.files import DiskFullError
+from align.machine import free_memory, from_first, join_processes, use_machine
 from distill.adapters import on_base
 from distill.compare import compare
 from distill.dry_run import price_run

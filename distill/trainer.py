@@ -35,8 +35,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig, SFTTrainer
 
-from align.atomic import atomic_file, disk_full_explained
-from align.process import free_memory
+from align.files import atomic_file, disk_full_explained
+from align.machine import free_memory
 from align.vocab_map import Retokenizer
 from distill.adapters import lora_config, merged
 from distill.held_out import PADDING, HeldOut, held_out_answers

@@ -18,7 +18,7 @@ from datasets.arrow_writer import ArrowWriter
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from align.atomic import atomic_file
+from align.files import atomic_file
 from align.vocab_map import Retokenizer
 from distill.losses import sharpen
 from distill.teacher.store import CachedAnswer

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from align.atomic import atomic_file
+from align.files import atomic_file
 from align.sources import load_tokenizer, read_json, resolve_checkpoint, resolve_file
 from align.to_gguf import write_gguf
 from distill.card import GGUF_SERVED, EngineResults, gamma_of, in_one_file

@@ -21,7 +21,7 @@ import argparse
 
 import numpy as np
 
-from align.atomic import atomic_file
+from align.files import atomic_file
 from eval.engines.counters import growth, read_requests, read_series, total
 from eval.engines.vllm import VllmServer
 from eval.measuring.traffic import (

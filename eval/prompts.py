@@ -27,7 +27,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from align.atomic import atomic_file
+from align.files import atomic_file
 from align.sources import resolve_file
 from eval.task_kinds import task_kind
 

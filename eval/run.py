@@ -28,9 +28,9 @@ import torch
 from ruamel.yaml import YAML
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from align.atomic import DiskFullError
 from align.check import Strategy
-from align.process import use_machine
+from align.files import DiskFullError
+from align.machine import use_machine
 from align.sources import (
     load_config,
     load_tokenizer,

@@ -15,8 +15,8 @@ from accelerate import PartialState
 from torch import Tensor
 from tqdm import tqdm
 
-from align.atomic import write_json
-from align.process import from_first
+from align.files import write_json
+from align.machine import from_first
 from align.vocabulary import Vocabulary
 from distill.models import TargetOfRun
 from distill.recipe import Recipe

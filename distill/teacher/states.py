@@ -17,7 +17,7 @@ from accelerate import PartialState
 from torch import Tensor
 from tqdm import tqdm
 
-from align.process import from_first
+from align.machine import from_first
 from distill.held_out import held_out_answers
 from distill.models import Pair, TargetOfRun
 from distill.recipe import Recipe
@@ -107,5 +107,5 @@ def states_at(decoder: Decoder, answer: CachedAnswer, layers: Sequence[int]) -> 
     ids = answer.text[None, :-1].to(decoder.device)
     states: HiddenStates = dict.fromkeys(layers)
     decoder.forward(ids, 0, decoder.new_cache(1, ids.shape[1]), True, states)
-    found = [state[0] for state in states.values() if state is not None]
-    return torch.stack(found, dim=1).to(torch.bfloat16).cpu()
+    kept = [state[0] for state in states.values() if state is not None]
+    return torch.stack(kept, dim=1).to(torch.bfloat16).cpu()

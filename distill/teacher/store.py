@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from align.atomic import atomic_file, locked, write_json
+from align.files import atomic_file, locked, write_json
 from align.sources import cache_folder
 
 TAUGHT = "-taught"  # ends the name of an answer that holds distributions within its prompt

@@ -3,7 +3,7 @@
 Else bf16 decides near-ties in another way, and half of all texts part from the target's own. A
 CPU's kernels sum in an order that depends on the shapes; these functions keep products and
 attention to shapes that agree (measurements: docs/lab-notes.md). The order within MKL is fixed in
-align/process.py.
+align/machine.py.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class BlockAttention:
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q [1, heads, T, D], keys and values [1, key heads, S, D] -> [T, heads, D]."""
         attend = self._together if self.together else self._apart
-        found = [
+        pieces = [
             attend(q[:, :, at:to], keys[:, :, :length], values[:, :, :length], mask)
             for at, to, length, mask in self.parts
         ]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _together(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         _, heads, width, size = q.shape
@@ -128,7 +128,7 @@ def sums_alike(group: int, head_size: int, dtype: torch.dtype) -> bool:
             bias = causal_bias(torch.tensor([first]), width, longest, dtype)
             whole = BlockAttention(bias, first, longest, group, True)(q, keys, values)
             for i in range(width):
-                one = BlockAttention(bias[:, i : i + 1], first + i, longest, group, True)
-                if not torch.equal(whole[i : i + 1], one(q[:, :, i : i + 1], keys, values)):
+                block = BlockAttention(bias[:, i : i + 1], first + i, longest, group, True)
+                if not torch.equal(whole[i : i + 1], block(q[:, :, i : i + 1], keys, values)):
                     return False
     return True

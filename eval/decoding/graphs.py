@@ -116,9 +116,9 @@ class GraphedDecoder:
         if key not in self._recorded:
             self._recorded[key] = self._record(read, cache, length, last_only, layers)
         # what is returned is written anew by the next replay
-        logits, *found = (made.clone() for made in self._recorded[key]())
+        logits, *states_read = (output.clone() for output in self._recorded[key]())
         if states is not None:
-            states.update(zip(layers, found, strict=True))
+            states.update(zip(layers, states_read, strict=True))
         return logits
 
     def _record(

@@ -141,18 +141,18 @@ def decode(
         )
 
         # 6. One transfer a block: of each row the draft, how many stand, the target's next token.
-        found = torch.cat([proposal.tokens, n_accepted[:, None], following[:, None]], 1).tolist()
+        decided = torch.cat([proposal.tokens, n_accepted[:, None], following[:, None]], 1).tolist()
         counts = None if proposal.counts is None else proposal.counts.tolist()
         now = time.perf_counter()
         emitted = [
             _emit(run, row, counts[i] if counts else len(row) - 2, own_room, gamma, how.stops)
-            for i, (run, row, own_room) in enumerate(zip(rows, found, room, strict=True))
+            for i, (run, row, own_room) in enumerate(zip(rows, decided, room, strict=True))
         ]
         for i, run in enumerate(rows):
             run.block_seconds.append(now - clock)
             run.free.append(run.drafted[-1] if i in proposal.free else 0)
         if session is not None:
-            session.commit(emitted, [row[-2] for row in found], states)
+            session.commit(emitted, [row[-2] for row in decided], states)
 
 
 def prefill(

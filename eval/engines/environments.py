@@ -21,7 +21,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from align.atomic import DiskFullError, atomic_folder, locked
+from align.files import DiskFullError, atomic_folder, locked
 from align.sources import cache_folder
 
 VLLM_PYTHON = "DRAFTSMITH_VLLM_PYTHON"  # names an environment with vLLM that is there already

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from align.process import use_machine
+from align.machine import use_machine
 from align.sources import load_config
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling

@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 
 from tqdm import tqdm
 
-from align.atomic import atomic_file, disk_full_explained
+from align.files import atomic_file, disk_full_explained
 
 JOURNAL = "measured.jsonl"  # its name, beside the report to come
 INTERRUPTED = 130  # exit status, as shells have it for Ctrl-C

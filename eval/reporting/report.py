@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import Field, JsonValue, ValidationError, computed_field, model_validator
 
-from align.atomic import atomic_file
+from align.files import atomic_file
 from eval.decoding.target import weights_sha256
 from eval.measuring import metrics
 from eval.measuring.atlas import Atlas, build_atlas, telling_prompts

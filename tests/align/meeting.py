@@ -8,7 +8,7 @@ import torch
 from accelerate import PartialState
 from transformers import TrainingArguments
 
-from align.process import join_processes, use_machine
+from align.machine import join_processes, use_machine
 
 
 def let_tensors_die(megabytes, growing):

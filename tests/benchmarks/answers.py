@@ -13,7 +13,7 @@ import time
 import torch
 from transformers import GenerationConfig
 
-from align.process import use_machine
+from align.machine import use_machine
 from distill.prompt_sets import training_prompts
 from distill.recipe import load_recipe
 from distill.teacher.answers import top_logprobs

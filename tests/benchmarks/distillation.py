@@ -33,8 +33,8 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 
-from align.atomic import atomic_file
-from align.process import use_machine
+from align.files import atomic_file
+from align.machine import use_machine
 from distill.losses import LOSSES
 from distill.models import TargetOfRun, check_models
 from distill.plan import training_steps

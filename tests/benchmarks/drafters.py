@@ -21,8 +21,8 @@ import sys
 import time
 from pathlib import Path
 
-from align.atomic import atomic_file
-from align.process import free_memory, use_machine
+from align.files import atomic_file
+from align.machine import free_memory, use_machine
 from distill.export import export_draft
 from distill.models import TargetOfRun, check_models
 from distill.plan import training_step

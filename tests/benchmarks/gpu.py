@@ -20,7 +20,7 @@ import time
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from align.process import use_machine
+from align.machine import use_machine
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.drafter import Drafter, Session
 from eval.decoding.drafters.pruned import KIND, build_pruned

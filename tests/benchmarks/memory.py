@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from align.process import use_machine
+from align.machine import use_machine
 from align.sources import load_tokenizer
 from distill import train
 from distill.memory import FRAGMENTED, RUNTIME, needs

@@ -17,7 +17,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from align.process import free_memory, use_machine
+from align.machine import free_memory, use_machine
 from align.sources import resolve_checkpoint
 from align.to_gguf import write_gguf
 from distill.models import TargetOfRun, check_models, load_target

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from align.process import use_machine
+from align.machine import use_machine
 from align.vocabulary import read_vocabulary
 from distill.prompt_sets import collect_prompts
 from distill.recipe import load_recipe

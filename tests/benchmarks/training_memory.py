@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from align.process import use_machine
+from align.machine import use_machine
 from distill.recipe import build_recipe
 from distill.teacher.answers import ANSWERS_PER_SHARD
 from distill.teacher.store import Answers, CachedAnswer, Store

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from align.process import use_machine
+from align.machine import use_machine
 from align.trim import choose_tokens
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from align.process import use_machine
+from align.machine import use_machine
 from distill.recipe import read_yaml
 from eval.decoding import verification
 from eval.decoding.drafters.loading import load_drafter

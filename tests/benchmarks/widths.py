@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from align.process import use_machine
+from align.machine import use_machine
 from distill.recipe import read_yaml
 from eval.decoding.target import load_target
 from eval.measuring.intervals import measure

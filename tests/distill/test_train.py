@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from align.atomic import atomic_file
+from align.files import atomic_file
 from align.sources import cache_folder, load_tokenizer
 from distill import models, train
 from distill.recipe import RecipeError, dump

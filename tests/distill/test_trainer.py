@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from align.atomic import DiskFullError
+from align.files import DiskFullError
 from distill.loss_forward import give_loss_forward, take_loss_forward
 from distill.losses import coarse_loss, forward_kl
 from distill.recipe import RecipeError, build_recipe

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from align.atomic import DiskFullError
+from align.files import DiskFullError
 from distill import training_set as module
 from distill.teacher.store import Answers, CachedAnswer, Store
 from distill.training_set import DistillationCollator, training_rows, training_set

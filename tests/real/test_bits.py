@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # A process of its own: MKL reads how it is to sum when it is first used.
 SCRIPT = """
-from align.process import use_machine
+from align.machine import use_machine
 use_machine()
 import torch
 from distill.prompt_sets import evaluation_prompts

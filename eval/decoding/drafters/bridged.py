@@ -114,8 +114,8 @@ class TextDrafter(DecoderDrafter):
 
     @torch.inference_mode()
     def probe(self, ids: list[int]) -> Tensor:
-        own = self.draft.encode(self.target.bytes_of(ids)) or [0]
-        return teacher_forced_logits(self.decoder, own[: self.decoder.context_length], 1)
+        draft_ids = self.draft.encode(self.target.bytes_of(ids)) or [0]
+        return teacher_forced_logits(self.decoder, draft_ids[: self.decoder.context_length], 1)
 
 
 class TextSession(Session):

@@ -55,8 +55,10 @@ class CausalLMDrafter(DecoderDrafter, HeadDrafter):
 
     @torch.inference_mode()
     def probe(self, ids: list[int]) -> Tensor:
-        own = [i % self.decoder.embedding.shape[0] for i in ids][: self.decoder.context_length]
-        return teacher_forced_logits(self.decoder, own, 1)
+        draft_ids = [i % self.decoder.embedding.shape[0] for i in ids][
+            : self.decoder.context_length
+        ]
+        return teacher_forced_logits(self.decoder, draft_ids, 1)
 
 
 def input_of_head(model: PreTrainedModel, batch: TrainingBatch) -> Tensor:

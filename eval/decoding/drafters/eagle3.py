@@ -359,16 +359,16 @@ class Pairs:
         q, k = apply_rotary_pos_emb(q, k, *self.rotary)
         groups = attention.num_key_value_groups
         self.past.append((repeat_kv(k, groups), repeat_kv(v, groups)))
-        (keys, values), *own = self.past
+        (keys, values), *later = self.past
         count = read.shape[1]
-        seen = torch.ones(count, count, dtype=torch.bool, device=q.device).tril(-len(own))
+        seen = torch.ones(count, count, dtype=torch.bool, device=q.device).tril(-len(later))
         scores = (q @ keys.transpose(2, 3)).masked_fill(~seen, float("-inf"))
         columns = [scores]
-        for age, (own_keys, _) in enumerate(reversed(own)):
+        for age, (own_keys, _) in enumerate(reversed(later)):
             columns.append((q * _moved(own_keys, age)).sum(-1, keepdim=True))
         weights = (torch.cat(columns, -1).float() * attention.scaling).softmax(-1).to(v.dtype)
         attended = weights[..., :count] @ values
-        for age, (_, own_values) in enumerate(reversed(own)):
+        for age, (_, own_values) in enumerate(reversed(later)):
             attended = attended + weights[..., count + age, None] * _moved(own_values, age)
         return attended.transpose(1, 2).flatten(2)
 
@@ -567,10 +567,10 @@ class Eagle3Session(TokenSession):
         return decoder.head(y[rows, count - 1][:, None])[:, -1]
 
     def propose(self, count: int, stop_below: float) -> Proposal:
-        made = super().propose(count, stop_below)
-        if made.tokens.shape[1]:
+        proposal = super().propose(count, stop_below)
+        if proposal.tokens.shape[1]:
             self.new = [([], h[:0]) for _, h in self.new]
-        return made
+        return proposal
 
     def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
         super().commit(emitted, accepted, states)

@@ -109,9 +109,9 @@ class LookupFirst(Drafter):
     def teacher_forced(
         self, ids: list[int], text: list[int], samplings: Sequence[Sampling], states: HiddenStates
     ) -> Iterator[Tensor]:
-        found = [following([*ids, *text[:i]], 1, SHORTEST_FIRST) for i in range(len(text))]
-        rows = [i for i, tokens in enumerate(found) if tokens]
-        looked_up = [tokens[0] for tokens in found if tokens]
+        matches = [following([*ids, *text[:i]], 1, SHORTEST_FIRST) for i in range(len(text))]
+        rows = [i for i, tokens in enumerate(matches) if tokens]
+        looked_up = [tokens[0] for tokens in matches if tokens]
         for q in self.draft.teacher_forced(ids, text, samplings, states):
             q[0, rows] = 0
             q[0, rows, looked_up] = 1
@@ -132,33 +132,33 @@ class LookupFirstSession(Session):
         self.replaced: list[int] = []  # rows that were drafted, too, but looked up
 
     def propose(self, count: int, stop_below: float) -> Proposal:
-        found = [following(text, count, SHORTEST_FIRST) for text in self.texts]
-        rows = [row for row, tokens in enumerate(found) if tokens]
+        matches = [following(text, count, SHORTEST_FIRST) for text in self.texts]
+        rows = [row for row, tokens in enumerate(matches) if tokens]
         proposals: list[Proposal] = []
         places: list[slice] = []
         self.replaced = []
-        if len(rows) < len(found):
+        if len(rows) < len(matches):
             proposals, places = [self.session.propose(count, stop_below)], [slice(None)]
             self.replaced = rows
         if not rows:
             return proposals[0]
-        proposals += [Proposal(torch.tensor([found[row]], device=self.device)) for row in rows]
+        proposals += [Proposal(torch.tensor([matches[row]], device=self.device)) for row in rows]
         places += [slice(row, row + 1) for row in rows]
-        whole = merged(proposals, places, len(found), stop_below)
+        whole = merged(proposals, places, len(matches), stop_below)
         for row in rows:
             if whole.certainty is not None:
                 whole.certainty[row] = 1
             if whole.q is not None:
                 whole.q[row] = 0
-                whole.q[row, range(len(found[row])), found[row]] = 1
+                whole.q[row, range(len(matches[row])), matches[row]] = 1
         return whole._replace(free=rows)
 
     def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
         for text, new in zip(self.texts, emitted, strict=True):
             text += new
         # what the draft has read of its own on a replaced row is not what was emitted
-        own = [0 if row in self.replaced else n for row, n in enumerate(accepted)]
-        self.session.commit(emitted, own, states)
+        as_drafted = [0 if row in self.replaced else n for row, n in enumerate(accepted)]
+        self.session.commit(emitted, as_drafted, states)
 
     def keep(self, rows: list[int]) -> None:
         self.texts = [self.texts[row] for row in rows]

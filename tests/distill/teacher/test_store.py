@@ -4,7 +4,7 @@ import os
 import pytest
 import torch
 
-from align.atomic import DiskFullError
+from align.files import DiskFullError
 from distill.prepare import until
 from distill.teacher import store as module
 from distill.teacher.store import Answers, CachedAnswer, CacheError, Store, name_of, names_of

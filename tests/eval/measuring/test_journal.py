@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from align.atomic import DiskFullError
+from align.files import DiskFullError
 from eval.decoding.build import build_decoder
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from align import process
-from align.process import ProcessError, join_processes, machine_lines
+from align import machine as this_machine
+from align.machine import ProcessError, join_processes, machine_lines
 from tests.align.meeting import let_tensors_die, wait_for_the_first
 from tests.ranks import run_ranks
 
@@ -47,7 +47,7 @@ def test_a_process_waits_as_long_as_it_is_told_to(tmp_path, timeout, long_enough
 
 def test_a_launcher_that_starts_fewer_processes_than_asked_for_is_found_out(tmp_path):
     script = tmp_path / "joins.py"
-    script.write_text("from align.process import join_processes\njoin_processes(True, 60)\n")
+    script.write_text("from align.machine import join_processes\njoin_processes(True, 60)\n")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
     done = subprocess.run(
         [*command, "--main_process_port", "0", str(script)],
@@ -82,8 +82,8 @@ FILES = {
 def machine(monkeypatch):
     """Of 16 GiB free, and as much on disk: the files that it is read from, to be changed."""
     files = dict(FILES)
-    monkeypatch.setattr(process, "_read", lambda path: files.get(path, ""))
-    monkeypatch.setattr(process.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**34))
+    monkeypatch.setattr(this_machine, "_read", lambda path: files.get(path, ""))
+    monkeypatch.setattr(this_machine.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**34))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return files
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from align.atomic import atomic_file, atomic_folder, locked, remove
+from align.files import atomic_file, atomic_folder, locked, remove
 
 ROOT = Path(__file__).resolve().parents[2]
 OLD, NEW = {"a": "old", "b": "old"}, {"a": "new", "b": "new"}
@@ -99,7 +99,7 @@ def test_kill_9_while_writing(tmp_path, kind):
     path = tmp_path / "draft"
     script = """
         import os, signal, sys
-        from align.atomic import atomic_file, atomic_folder
+        from align.files import atomic_file, atomic_folder
         if sys.argv[2] == "file":
             with atomic_file(sys.argv[1]) as file:
                 file.write("half")
@@ -128,7 +128,7 @@ def test_kill_9_at_every_step_of_a_replacement(tmp_path, step):
     script = """
         import os, shutil, signal, sys
         from pathlib import Path
-        from align.atomic import atomic_folder
+        from align.files import atomic_folder
         left = int(sys.argv[2])
         def step():
             global left
@@ -230,7 +230,7 @@ def test_a_lock_is_held_by_one_at_a_time(tmp_path):
 def test_a_killed_holder_frees_its_lock(tmp_path):
     script = """
         import os, signal, sys
-        from align.atomic import locked
+        from align.files import locked
         with locked(sys.argv[1]):
             os.kill(os.getpid(), signal.SIGKILL)
     """

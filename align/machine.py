@@ -75,9 +75,9 @@ def join_processes(on_cpu: bool, timeout: float) -> int:
 
 def from_first(value: T) -> T:
     """The first process's value, on all. A call of all processes."""
-    found = [value]
-    broadcast_object_list(found)
-    return found[0]
+    values = [value]
+    broadcast_object_list(values)
+    return values[0]
 
 
 def use_machine(processes: int = 1) -> None:
