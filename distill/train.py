@@ -25,8 +25,8 @@ from align.machine import free_memory, from_first, join_processes, use_machine
 from distill.adapters import on_base
 from distill.compare import compare
 from distill.dry_run import price_run
-from distill.evaluation import evaluate
 from distill.export import export_draft
+from distill.local_evaluation import evaluate
 from distill.models import Pair, TargetOfRun, check_models
 from distill.plan import (
     Clock,

@@ -26,8 +26,10 @@ from distill.teacher.store import Answers, Store, names_of
 from distill.train import run
 from distill.trainer import distil_draft
 from eval.decoding.drafters import eagle3
-from eval.decoding.drafters.drafter import Texts
+from eval.decoding.drafters.compact import write_about
+from eval.decoding.drafters.drafter import Texts, kinds
 from eval.decoding.drafters.loading import load_drafter
+from eval.decoding.drafters.medusa import Medusa
 from eval.decoding.verification import Sampling
 from eval.reporting.report import read_report
 
@@ -270,3 +272,28 @@ def test_a_dry_run_prices_it(job, tmp_path, kind, capsys):
 def test_what_contradicts_the_drafter_is_refused(job, tmp_path, keys, message):
     with pytest.raises(RecipeError, match=message):
         job(tmp_path / "run", **({"draft": None} | keys))
+
+
+class OneHead(Medusa):
+    """A kind that the toolkit does not know: the first of Medusa's heads alone."""
+
+    engines = ()
+
+    def start(self, start):
+        return super().start(dataclasses.replace(start, max_gamma=1))
+
+    def save(self, folder, model, token_ids, embedding, target):
+        super().save(folder, model, token_ids, embedding, target)
+        write_about(folder, "one_head", embedding)
+
+
+def test_a_new_kind_is_trained_saved_and_measured_by_its_file_alone(job, tmp_path, monkeypatch):
+    monkeypatch.setitem(kinds(), "one_head", OneHead())  # as a file beside the others is found
+    recipe = job(tmp_path / "run", **MADE, drafter="one_head")
+    assert run(recipe) == 0
+    report = read_report(tmp_path / "run" / "report" / "report.json")
+    assert report.drafts["tuned"].lossless.unexplained == 0
+    assert report.drafts["tuned"].gamma == 1
+    assert report.drafts["tuned"].alpha.mean >= report.drafts["untuned"].alpha.mean
+    card = (tmp_path / "run" / "draft" / "README.md").read_text()
+    assert "This draft is no language model" in card
