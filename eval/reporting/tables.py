@@ -34,12 +34,6 @@ BATCH_NOTE = (
     "ledger; in fp32 they are the same."
 )
 HELD_OUT_NOTE = "Prompts held out of training; in the first epoch all tokens are new."
-CHOICE_NOTE = (
-    "Kinds of draft that this target can have, by what `drafter: auto` knew when it chose: the "
-    "cost of a drafted token in target steps, and what a replay of prompts that are not evaluated "
-    "predicts, before and after {:.0f} seconds of training. Each draft in the other tables is the "
-    "chosen one, fully trained."
-)
 
 
 def _meaning(model: type[BaseModel], field: str) -> str:
@@ -259,15 +253,6 @@ LEDGER: Cells = [
     ("gap of logits", "gap", "{:.4f}".format),
     ("error of forwards", "error", "{:.4f}".format),
     ("verdict", "tie", lambda tie: "tie" if tie else "UNEXPLAINED"),
-]
-CHOICE: Cells = [
-    ("cost of a token", "c", "{:.3f}".format),
-    ("perfect draft", "ceiling_speedup", "{:.2f}".format),
-    ("untuned: alpha", "untuned.alpha", shown),
-    ("predicted speed-up", "untuned.speedup", shown),
-    ("trained: alpha", "healed.alpha", shown),
-    ("predicted speed-up", "healed.speedup", shown),
-    ("", "chosen", lambda chosen: "chosen" if chosen else ""),
 ]
 
 
