@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -39,13 +40,18 @@ def give_loss_forward(model: PreTrainedModel, kind: Kind, divergence: Divergence
         batch = TrainingBatch(**{k: v for k, v in inputs.items() if k in TrainingBatch._fields})
         if batch.top_logprobs.dtype == torch.int32:  # the trainer's `_prepare_inputs`
             batch = batch._replace(top_logprobs=batch.top_logprobs.view(torch.float32))
+        weight = head.weight
+        if isinstance(weight, DTensor):
+            # a head that peft trains whole beside adapters is a unit of FSDP on its own, and whole
+            # in its own forward alone; each process' gradient is of its own rows
+            weight = weight.full_tensor(grad_placements=[Partial("avg")] * weight.device_mesh.ndim)
         if temperature is not None:
-            return _acceptance(kind.first_input(model, batch), head.weight, batch, temperature)
+            return _acceptance(kind.first_input(model, batch), weight, batch, temperature)
         losses, agreements = [], []
-        for states, entries, weight in kind.head_inputs(model, batch):
+        for states, entries, share in kind.head_inputs(model, batch):
             cached = batch.top_ids[entries], batch.top_logprobs[entries]
-            loss, agreed = head_loss(states, head.weight, *cached, divergence)
-            losses.append(weight * loss)
+            loss, agreed = head_loss(states, weight, *cached, divergence)
+            losses.append(share * loss)
             # of kinds that train some positions only, as if they had been all
             agreements.append(agreed * len(batch.positions) / max(len(states), 1))
         return ModelOutput(loss=torch.stack(losses).sum(), agreed=agreements[0])
