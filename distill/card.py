@@ -17,7 +17,7 @@ from align.sources import ADAPTER_CONFIG, read_json, resolve_file, split_adapter
 from distill.recipe import read_yaml
 from distill.reload import OWN_IDS, Reloaded
 from eval.decoding.drafters.adapter import BASE
-from eval.decoding.drafters.drafter import kinds
+from eval.decoding.drafters.kind import kinds
 from eval.engines.environments import ENGINES
 from eval.engines.installed import serve_command
 from eval.engines.server import ServerError

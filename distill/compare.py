@@ -23,7 +23,7 @@ from distill.recipe import Recipe, RecipeError, build_recipe
 from distill.teacher.states import cache_states, states_of
 from distill.teacher.store import Answers
 from distill.trainer import build_trainer, distil
-from eval.decoding.drafters.drafter import kinds
+from eval.decoding.drafters.kind import kinds
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding, DraftLength
 from eval.measuring.cost import best_gamma

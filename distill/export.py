@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from align.files import atomic_folder, remove
-from distill.adapters import KEPT
+from distill.lora import KEPT
 from distill.models import Pair
 from distill.prepare import PreparedDraft, until
 from distill.recipe import Recipe

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from distill.losses import CHUNK, Divergence, acceptance, head_logits, head_loss
-from eval.decoding.drafters.drafter import Kind
+from eval.decoding.drafters.kind import Kind
 from eval.decoding.drafters.training import TrainingBatch
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from align.files import atomic_file, atomic_folder, write_json
 from align.sources import read_json
 from align.trim import choose_tokens, coverage_curve, lost_mass
-from distill.adapters import base_draft, full_head
+from distill.lora import base_draft, full_head
 from distill.models import Pair, TargetOfRun, forced_tokens, load_sibling
 from distill.recipe import Recipe
 from distill.teacher.states import states_of

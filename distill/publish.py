@@ -30,7 +30,6 @@ from safetensors import SafetensorError, safe_open
 
 from align.files import DiskFullError, atomic_file, atomic_folder
 from align.sources import load_model, read_json, split_adapter
-from distill.adapters import KEPT
 from distill.card import (
     CardFacts,
     FormResults,
@@ -41,6 +40,7 @@ from distill.card import (
 )
 from distill.forms import export_adapter, export_forms, export_target, forms_of
 from distill.hub import push_folder
+from distill.lora import KEPT
 from distill.recipe import read_yaml
 from distill.reload import Form, reload_forms
 from distill.verify import in_engines

@@ -22,7 +22,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from distill.losses import LossName
-from eval.decoding.drafters.drafter import Kind, kinds
+from eval.decoding.drafters.kind import Kind, kinds
 from eval.decoding.verification import Sampling
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"

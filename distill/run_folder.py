@@ -16,7 +16,7 @@ from accelerate import PartialState
 from align.files import atomic_file, remove, write_json
 from align.sources import read_json
 from align.vocab_map import VOCAB_MAP, save_map
-from distill.adapters import base_sha256
+from distill.lora import base_sha256
 from distill.models import Pair
 from distill.plan import Plan, read_plan
 from distill.prompt_sets import Prompts

@@ -22,11 +22,11 @@ from accelerate import PartialState
 
 from align.files import DiskFullError
 from align.machine import free_memory, from_first, join_processes, use_machine
-from distill.adapters import on_base
 from distill.compare import compare
 from distill.dry_run import price_run
 from distill.export import export_draft
 from distill.local_evaluation import evaluate
+from distill.lora import on_base
 from distill.models import Pair, TargetOfRun, check_models
 from distill.plan import (
     Clock,
@@ -75,15 +75,15 @@ def run(recipe: Recipe) -> int:
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
     target = TargetOfRun(recipe, pair, prompts)  # behind a server it is never loaded
-    drafted = (recipe.folder / "draft").exists() and not recipe.coverage_curve
+    made_before = (recipe.folder / "draft").exists() and not recipe.coverage_curve
     served = None
-    if recipe.answers == "server" and not drafted:
+    if recipe.answers == "server" and not made_before:
         served = ServedTarget(recipe, pair.target, prompts)
         if PartialState().is_main_process:
             served.check()
     plan = read_plan(recipe.folder)
     claim_folder(recipe, pair, prompts, plan)
-    if drafted:
+    if made_before:
         plan = plan or plan_as_given(recipe, prompts)
         return measure(with_choice(recipe, plan.choice), pair, prompts, target, plan, clock)
     clock.stage("The target answers the training prompts")
@@ -189,8 +189,8 @@ def main(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(help_text())
         return 0
-    # of peft, and nothing that a user could mend: a name that transformers has changed, and that a
-    # transplanted draft's embedding is saved with its adapters, as it must be
+    # Two harmless warnings of peft are hidden: transformers has renamed an attribute, and the
+    # embedding of a transplanted draft is saved with its adapters, as it must be.
     for message in ("`is_gradient_checkpointing` is deprecated", "Setting `save_embedding_layers`"):
         warnings.filterwarnings("ignore", message=message)
     try:

@@ -38,8 +38,8 @@ from trl import SFTConfig, SFTTrainer
 from align.files import atomic_file, disk_full_explained
 from align.machine import free_memory
 from align.vocab_map import Retokenizer
-from distill.adapters import lora_config, merged
 from distill.held_out import PADDING, HeldOut, held_out_answers
+from distill.lora import lora_config, merged
 from distill.loss_forward import give_loss_forward, take_loss_forward
 from distill.losses import (
     LOSSES,
@@ -51,7 +51,7 @@ from distill.recipe import Recipe, RecipeError, chosen_loss
 from distill.teacher.states import states_of
 from distill.teacher.store import Answers, CachedAnswer
 from distill.training_set import TRAINING_SET, DistillationCollator, training_set
-from eval.decoding.drafters.drafter import Kind
+from eval.decoding.drafters.kind import Kind
 
 # trl asks transformers for it by its old name; there is nothing a user could do about that
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)

@@ -14,7 +14,7 @@ from align.to_gguf import write_gguf
 from distill.card import GGUF_SERVED, EngineResults, gamma_of, in_one_file
 from distill.forms import gguf_file
 from distill.recipe import read_yaml
-from eval.decoding.drafters.drafter import kinds
+from eval.decoding.drafters.kind import kinds
 from eval.decoding.target import weights_sha256
 from eval.engines.environments import NAMES
 from eval.engines.installed import measure_installed

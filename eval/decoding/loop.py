@@ -78,9 +78,9 @@ def decode(
     drafter: None for the target alone (length is not used then). A row that ends leaves the batch;
     none takes its place. The contexts of target and draft must hold the longest prompt,
     max_new_tokens and gamma. A row's seconds are those of the batch while the row was in it, so the
-    batch took as long as its last row. Exact row by row: greedily each row has the target's own
-    tokens (but for near-ties in bf16), sampled its distribution, since no two rows share a random
-    number.
+    batch took as long as its last row. Each row is exact: at temperature 0 it has the target's own
+    tokens (but for near-ties in bf16), above 0 the target's distribution, since no two rows share a
+    random number.
     """
     gamma = 0 if drafter is None else length.gamma
     layers = () if drafter is None else drafter.layers
@@ -104,14 +104,14 @@ def decode(
         texts = [[*row, *tokens] for row, tokens in zip(ids, first, strict=True)]
         session = drafter.start(Texts(texts, slots, how.sampling, generator, read))
 
-    rows = runs
+    active = runs  # those that have not ended
     while True:
         # 3. Rows that have ended leave, and the caches close up.
-        left = [i for i, run in enumerate(rows) if not _ended(run, how)]
+        left = [i for i, run in enumerate(active) if not _ended(run, how)]
         if not left:
             return runs
-        if len(left) < len(rows):
-            rows = [rows[i] for i in left]
+        if len(left) < len(active):
+            active = [active[i] for i in left]
             cache = cache.keep_rows(torch.tensor(left, device=device))
             if session is not None:
                 session.keep(left)
@@ -119,15 +119,15 @@ def decode(
         # 4. Draft as many tokens as any row still has room for. The last wanted token comes from
         # the target itself, so one less is drafted.
         clock = now
-        room = [how.max_new_tokens - len(run.tokens) - 1 for run in rows]
-        proposal = Proposal(torch.zeros((len(rows), 0), dtype=torch.long, device=device))
+        room = [how.max_new_tokens - len(run.tokens) - 1 for run in active]
+        proposal = Proposal(torch.zeros((len(active), 0), dtype=torch.long, device=device))
         if session is not None:
             proposal = session.propose(min(gamma, max(room)), length.stop_below)
 
         # 5. Verify every row's last token and draft in one target call.
-        newest = torch.tensor([run.tokens[-1:] for run in rows], device=device)
+        newest = torch.tensor([run.tokens[-1:] for run in active], device=device)
         block = torch.cat([newest, proposal.tokens], dim=1)
-        start = starts([run.prompt_tokens + len(run.tokens) - 1 for run in rows])
+        start = starts([run.prompt_tokens + len(run.tokens) - 1 for run in active])
         states = dict.fromkeys(layers)
         logits = target.forward(block, start, cache, states=states)
         n_accepted, following = verify(
@@ -140,19 +140,20 @@ def decode(
             how.rule,
         )
 
-        # 6. One transfer a block: of each row the draft, how many stand, the target's next token.
-        decided = torch.cat([proposal.tokens, n_accepted[:, None], following[:, None]], 1).tolist()
+        # 6. One transfer a block: for each row its draft, how many of it are accepted, and the
+        # target's next token.
+        packed = torch.cat([proposal.tokens, n_accepted[:, None], following[:, None]], 1).tolist()
         counts = None if proposal.counts is None else proposal.counts.tolist()
         now = time.perf_counter()
         emitted = [
             _emit(run, row, counts[i] if counts else len(row) - 2, own_room, gamma, how.stops)
-            for i, (run, row, own_room) in enumerate(zip(rows, decided, room, strict=True))
+            for i, (run, row, own_room) in enumerate(zip(active, packed, room, strict=True))
         ]
-        for i, run in enumerate(rows):
+        for i, run in enumerate(active):
             run.block_seconds.append(now - clock)
             run.free.append(run.drafted[-1] if i in proposal.free else 0)
         if session is not None:
-            session.commit(emitted, [row[-2] for row in decided], states)
+            session.commit(emitted, [row[-2] for row in packed], states)
 
 
 def prefill(
@@ -186,8 +187,8 @@ def _emit(
     """
     *draft, accepted, following = row
     emitted = [*draft[:accepted], following][: room + 1]
-    # whether this block was cut by the length limit must not depend on what it accepted, or tau
-    # would be taken on a selection: if its like can be cut, it is left out
+    # The last block is left out of tau wherever a block that starts here could be cut by the
+    # length limit, even if this one was not: else tau would rest on the shorter blocks.
     run.last_truncated = room < gamma and room <= drafted
     end = next((i for i, token in enumerate(emitted) if token in stops), None)
     if end is not None:

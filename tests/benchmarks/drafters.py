@@ -32,7 +32,7 @@ from distill.recipe import build_recipe, read_yaml
 from distill.teacher.answers import USED, answer_prompts, open_store, to_answer
 from distill.teacher.states import cache_states
 from distill.trainer import distil_draft
-from eval.decoding.drafters.drafter import kinds
+from eval.decoding.drafters.kind import kinds
 from eval.reporting.report import read_report
 
 KINDS = ("pruned-3", "features-3", "recurrent", "eagle3", "medusa", "parallel-3")

@@ -11,7 +11,7 @@ from distill.plan import read_plan, with_choice
 from distill.recipe import RecipeError, read_yaml
 from distill.run_folder import refuse_another_run
 from distill.train import run
-from eval.decoding.drafters.drafter import kinds
+from eval.decoding.drafters.kind import kinds
 from eval.measuring.runs import StepCosts
 from eval.reporting.report import Measured, read_report
 from eval.reporting.tables import tables

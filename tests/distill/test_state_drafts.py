@@ -27,7 +27,8 @@ from distill.train import run
 from distill.trainer import distil_draft
 from eval.decoding.drafters import eagle3
 from eval.decoding.drafters.compact import write_about
-from eval.decoding.drafters.drafter import Texts, kinds
+from eval.decoding.drafters.drafter import Texts
+from eval.decoding.drafters.kind import kinds
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.drafters.medusa import Medusa
 from eval.decoding.verification import Sampling

@@ -1,1 +1,1 @@
-"""The kinds of drafter, one file each."""
+"""Drafters. A kind of draft is one file with a KIND (kind.py); loading.py finds it."""

@@ -13,13 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eval.decoding.drafters.drafter import (
-    DecoderDrafter,
-    HeadDrafter,
-    Proposal,
-    Session,
-    Texts,
-)
+from eval.decoding.drafters.drafter import DecoderDrafter, HeadDrafter, Proposal, Session, Texts
 from eval.decoding.drafters.training import TrainingBatch
 from eval.decoding.forward import Decoder, HiddenStates, starts
 

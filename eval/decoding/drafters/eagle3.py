@@ -37,14 +37,8 @@ from eval.decoding.drafters.compact import (
     target_id_maps,
     write_about,
 )
-from eval.decoding.drafters.drafter import (
-    Kind,
-    Proposal,
-    Session,
-    Texts,
-    on_target_ids,
-    timed_choice,
-)
+from eval.decoding.drafters.drafter import Proposal, Session, Texts, on_target_ids, timed_choice
+from eval.decoding.drafters.kind import Kind
 from eval.decoding.drafters.training import (
     AnsweredText,
     FrozenEmbedding,

@@ -8,7 +8,8 @@ from typing import Any
 
 from align.sources import load_model, read_json
 from eval.decoding.drafters import adapter
-from eval.decoding.drafters.drafter import Drafter, kinds
+from eval.decoding.drafters.drafter import Drafter
+from eval.decoding.drafters.kind import kinds
 from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
 from eval.decoding.drafters.sibling import sibling_drafter
 from eval.decoding.target import Target, tensor_sha256

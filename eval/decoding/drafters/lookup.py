@@ -15,14 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eval.decoding.drafters.drafter import (
-    Drafter,
-    Proposal,
-    RowByRow,
-    Session,
-    Texts,
-    merged,
-)
+from eval.decoding.drafters.drafter import Drafter, Proposal, RowByRow, Session, Texts, merged
 from eval.decoding.forward import HiddenStates
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling

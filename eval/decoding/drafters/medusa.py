@@ -5,13 +5,17 @@ head d drafts the token d places after the newest: a residual block, then an out
 share. There is no cache of keys and values, and no model that reads the text: a head is a step.
 
 Training reads the cached states alone: from the state at token t, head d learns the target's
-distribution over the token after t + d. It starts as a fit: A_d, least squares from the state at t
-to the target's own at t + d, which the target's head turns into logits. A block can only add SiLU(W
-x + b) to x; with b a few times the size of (A_d - I) x that is nearly linear, and one more least
-squares, over all depths at once, takes out what b and the bend add. It is folded into the output
-head. A folder holds the checkpoint as vLLM loads it (its MedusaModel), and compact.json. Legend: B
-rows, T positions, N response positions, D heads, L layers read, H hidden size, K rows of the output
-head, V the target's vocabulary.
+distribution over the token after t + d. The heads start as a fit (`fit_heads`):
+
+1. A_d is the least-squares map from the state at t to the state at t + d.
+2. A block adds SiLU(W x + b) to x. It gets W = A_d - I, and a b a few times as large as W x: there
+   SiLU is nearly linear.
+3. One more least-squares map, over all depths, takes out what b adds and what is not linear. It is
+   multiplied into the output head.
+
+A folder holds the checkpoint as vLLM loads it (its MedusaModel), and compact.json. Legend: B rows,
+T positions, N response positions, D heads, L layers read, H hidden size, K rows of the output head,
+V the target's vocabulary.
 """
 
 from __future__ import annotations
@@ -31,13 +35,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from eval.decoding.drafters.compact import check_compact, write_about
 from eval.decoding.drafters.drafter import (
     HeadDrafter,
-    Kind,
     Proposal,
     Session,
     Texts,
     on_target_ids,
     timed_choice,
 )
+from eval.decoding.drafters.kind import Kind
 from eval.decoding.drafters.training import (
     AnsweredText,
     HeadInput,
@@ -52,7 +56,7 @@ from eval.decoding.verification import Sampling
 from eval.decoding.weights import INT8_TERMS, Product
 
 BIAS = 2.0  # of a block, in root mean squares of what it is to add
-KEEP = 0.5  # of the positions that train the head of some depth, those that train the next one
+DEEPER = 0.5  # probability that a position which trains head d trains head d + 1, too
 
 
 class MedusaConfig(PreTrainedConfig):
@@ -159,16 +163,18 @@ class Medusa(Kind):
         return states
 
     def head_inputs(self, model: PreTrainedModel, batch: TrainingBatch) -> Iterator[HeadInput]:
-        """A sum over drawn depths, over how many a position has in the mean."""
+        """The sum over the depths drawn, divided by how many a position has on average."""
         heads: Any = model
         positions, width, dtype = batch.positions, batch.width, heads.lm_head.weight.dtype
         depths = drawn_depths(positions, width, batch.seeds, len(heads.blocks))
         rows, states = positions // width, batch.states[..., 0, :].flatten(0, 1)
         weight = 1 / mean_depth(len(heads.blocks))
         for depth, block in enumerate(heads.blocks, start=1):
-            at = (depths[: len(depths) - depth] >= depth).nonzero()[:, 0]
-            at = at[rows[at] == rows[at + depth]]
-            yield HeadInput(block(states[positions[at]].to(dtype)), at + depth, weight)
+            drawn = (depths[: len(depths) - depth] >= depth).nonzero()[:, 0]
+            # of the N positions, those whose answer has another token so much later
+            entries = drawn[rows[drawn] == rows[drawn + depth]]
+            read = states[positions[entries]].to(dtype)
+            yield HeadInput(block(read), entries + depth, weight)
 
     def drafter(
         self, model: PreTrainedModel, token_ids: Tensor | None, target: Target
@@ -229,8 +235,8 @@ def _pairs(texts: Sequence[AnsweredText], depth: int) -> Iterator[tuple[Tensor, 
 def drawn_depths(positions: Tensor, width: int, seeds: Tensor, most: int) -> Tensor:
     """How many heads are trained from each response position [N].
 
-    d or more with chance KEEP ** (d - 1), and no more than `most`. positions: in the flattened
-    batch of that width. seeds: of each row's random numbers.
+    d or more with probability DEEPER ** (d - 1), and no more than `most`. positions: in the
+    flattened batch of that width. seeds: of each row's random numbers.
     """
     counts = (positions // width).bincount(minlength=len(seeds)).tolist()
     uniform = torch.cat(
@@ -239,13 +245,16 @@ def drawn_depths(positions: Tensor, width: int, seeds: Tensor, most: int) -> Ten
             for count, seed in zip(counts, seeds.tolist(), strict=True)
         ]
     )
-    drawn = 1 + uniform.clamp_min(1e-9).log() / math.log(KEEP)
+    drawn = 1 + uniform.clamp_min(1e-9).log() / math.log(DEEPER)
     return drawn.long().clamp(max=most).to(positions.device)
 
 
 def mean_depth(most: int) -> float:
-    """Of `drawn_depths`. What is divided by it, not by what was drawn, adds up over processes."""
-    return float(sum(KEEP**depth for depth in range(most)))
+    """How many depths `drawn_depths` draws on average.
+
+    Losses are divided by this and not by what was drawn, which differs from process to process.
+    """
+    return float(sum(DEEPER**depth for depth in range(most)))
 
 
 @dataclass(kw_only=True)
@@ -267,7 +276,7 @@ class MedusaDrafter(HeadDrafter):
     def text_logits(
         self, ids: list[int], text: list[int], states: HiddenStates
     ) -> tuple[Tensor, int]:
-        """Of the first token of a draft: none where no token stands before the newest."""
+        """Logits of a draft's first token; none where no token stands before the newest."""
         before = self.side_by_side(states, self.embedding.dtype)[:, :-1]
         logits = self.logits(before, 0)[:, max(0, len(ids) - 2) :]
         return logits, len(text) - logits.shape[1]

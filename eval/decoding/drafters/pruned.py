@@ -27,7 +27,8 @@ from eval.decoding.drafters.compact import (
     target_id_maps,
     write_about,
 )
-from eval.decoding.drafters.drafter import Kind, on_target_ids
+from eval.decoding.drafters.drafter import on_target_ids
+from eval.decoding.drafters.kind import Kind
 from eval.decoding.drafters.training import (
     AnsweredText,
     FrozenEmbedding,

@@ -14,7 +14,8 @@ from align.vocabulary import read_vocabulary
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.bridged import MapDrafter, TextDrafter
 from eval.decoding.drafters.causal_lm import CausalLMDrafter, input_of_head
-from eval.decoding.drafters.drafter import DecoderDrafter, Kind
+from eval.decoding.drafters.drafter import DecoderDrafter
+from eval.decoding.drafters.kind import Kind
 from eval.decoding.drafters.training import TrainingBatch
 from eval.decoding.stock import longest_context
 from eval.decoding.target import Target, model_bytes

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from distill import train
-from distill.adapters import full_head
 from distill.forms import export_forms
+from distill.lora import full_head
 from distill.publish import publish
 from distill.recipe import RecipeError
 from distill.train import run

@@ -1,0 +1,100 @@
+"""What sets a kind of draft apart. A new kind is a file beside this one that has a KIND.
+
+Legend: N response positions of a batch, V the target's vocabulary, K rows of the draft's head, H
+hidden size.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from eval.decoding.drafters.drafter import Drafter
+from eval.decoding.drafters.training import HeadInput, Start, TrainingBatch
+from eval.decoding.target import Target
+
+
+class Kind(ABC):
+    """What sets a kind of draft apart: its traits, its start, its training, its folder.
+
+    engines: that load what is published of it. language_model: it is a causal LM by itself, which
+    may have adapters, another tokenizer, a GGUF file. from_target: it is made of the target, and
+    has all that is below `head_inputs`. keeps_layers: of the target, as many as num_draft_layers
+    says. slow: beginnings of the names of weights that began as a fit, and learn more slowly.
+    """
+
+    engines: tuple[str, ...] = ()
+    language_model = False
+    from_target = True
+    keeps_layers = False
+    slow: tuple[str, ...] = ()
+
+    def layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
+        """The target's hidden states it reads, numbered as in forward.py. config: the target's."""
+        return ()
+
+    @abstractmethod
+    def first_input(self, model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
+        """What the head reads for the first token of a draft, at each response position [N, H]."""
+
+    def head_inputs(self, model: PreTrainedModel, batch: TrainingBatch) -> Iterator[HeadInput]:
+        """What the head reads for all drafted tokens that are trained, the first tokens first."""
+        yield HeadInput(self.first_input(model, batch))
+
+    def start(self, start: Start) -> tuple[PreTrainedModel, Tensor | None]:
+        """The untrained draft, sharing nothing with the target that is trained, and its head over
+        all of V [V, H] where that is not the target's own.
+
+        It is a PreTrainedModel, since that is what trl, peft and FSDP save, load and wrap.
+        """
+        raise NotImplementedError
+
+    def save(
+        self,
+        folder: Path,
+        model: PreTrainedModel,
+        token_ids: Tensor | None,
+        embedding: Tensor,
+        target: str,
+    ) -> None:
+        """Write the form that `load` reads into a folder that is there.
+
+        embedding: the target's [V, H], whose dtype is taken, and of which only the hash is kept.
+        target: its name.
+        """
+        raise NotImplementedError
+
+    def load_to_train(
+        self, folder: Path, embedding: Tensor
+    ) -> tuple[PreTrainedModel, Tensor | None]:
+        """The model that `save` wrote, on the target's embedding, and its head's ids [K].
+
+        Raises ValueError where it was made for another target.
+        """
+        raise NotImplementedError
+
+    def drafter(self, model: PreTrainedModel, token_ids: Tensor | None, target: Target) -> Drafter:
+        """The model as it drafts for that target, which takes its weights over."""
+        raise NotImplementedError
+
+    def load(self, folder: Path, target: Target) -> Drafter:
+        """The drafter of a folder. Raises ValueError where it was made for another target."""
+        model, token_ids = self.load_to_train(folder, target.decoder.embedding)
+        return self.drafter(model, token_ids, target)
+
+
+@functools.cache
+def kinds() -> dict[str, Kind]:
+    """Every kind of draft by its name: the files beside this one that have a KIND."""
+    package = Path(__file__).parent
+    names = [module.name for module in pkgutil.iter_modules([str(package)])]
+    modules = {name: importlib.import_module(f"{__package__}.{name}") for name in names}
+    return {name: module.KIND for name, module in modules.items() if hasattr(module, "KIND")}
