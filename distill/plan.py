@@ -137,7 +137,7 @@ class Plan:
             lines.append(f"in all about {sum(self.minutes.values()):.0f} min from here")
         largest = max(self.memory, key=lambda stage: self.memory[stage])
         peak = self.memory[largest] / 2**30
-        return [*lines, f"memory: {peak:.2f} GiB at most, while {largest}"]
+        return [*lines, f"memory: {peak:.2f} GiB of weights and tensors at most, while {largest}"]
 
     def decided(self) -> dict[str, Any]:
         """Keys of the recipe that repeats the run."""
