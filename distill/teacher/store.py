@@ -103,6 +103,7 @@ class Store:
         self.folder, self.key = folder, dict(key or {})
         self._places: dict[str, tuple[Path, int]] = {}  # shard, and number there
         self._ends: dict[Path, dict[str, Any]] = {}  # of a shard, by column, where entries end
+        self._sha256: dict[Path, str] = {}
         self._seconds: dict[str, list[float]] = {}  # by machine, of each entry
         self.refresh()
 
@@ -126,20 +127,21 @@ class Store:
                 write_json(self.folder / "key.json", self.key)
             columns = next(iter(new.values())).keys()
             tensors = {c: torch.cat([entry[c] for entry in new.values()]) for c in columns}
-            about = {
-                "names": list(new),
-                "lengths": {c: [len(entry[c]) for entry in new.values()] for c in columns},
-                "seconds": seconds,
-                "machine": machine,
-            }
-            text = json.dumps(about)
+            about = json.dumps(
+                {
+                    "names": list(new),
+                    "lengths": {c: [len(entry[c]) for entry in new.values()] for c in columns},
+                    "seconds": seconds,
+                    "machine": machine,
+                }
+            )
+            metadata = {"about": about, "sha256": _sha256(about, tensors)}
             last = max((int(path.stem[-6:]) for path in self._ends), default=-1)
             path = self.folder / f"shard-{last + 1:06d}.safetensors"
             with atomic_file(path, "wb") as file:
-                metadata = {"about": text, "sha256": _sha256(text, tensors)}
                 file.write(save(tensors, metadata=metadata))
             self._remember([path])
-            self._take_in(path, about)
+            self._take_in(path, metadata)
 
     def refresh(self) -> None:
         """Take in the shards written since, by whatever process. Each is read whole once only."""
@@ -148,20 +150,21 @@ class Store:
             if path in self._ends:
                 continue
             with opened(path) as file:
-                about = file.metadata()["about"]
+                metadata = file.metadata()
                 if checked.get(path.name) != _state(path):
                     tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                    if file.metadata()["sha256"] != _sha256(about, tensors):
+                    if metadata["sha256"] != _sha256(metadata["about"], tensors):
                         raise CacheError(
                             f"{path} does not match its checksum: bits changed since it was "
                             "written; delete it and run again, what it held is made anew."
                         )
                     whole.append(path)
-            self._take_in(path, json.loads(about))
+            self._take_in(path, metadata)
         if whole:
             self._remember(whole)
 
-    def _take_in(self, path: Path, about: dict[str, Any]) -> None:
+    def _take_in(self, path: Path, metadata: dict[str, str]) -> None:
+        about, self._sha256[path] = json.loads(metadata["about"]), metadata["sha256"]
         lengths = about["lengths"].items()
         self._ends[path] = {column: np.cumsum([0, *each]) for column, each in lengths}
         self._places |= {name: (path, number) for number, name in enumerate(about["names"])}
@@ -204,8 +207,8 @@ class Store:
         return sum(name in self for name in names_of(prompts, taught))
 
     def sha256_of(self, names: Sequence[str]) -> str:
-        """Of these names and the shards that they stand in."""
-        lines = [f"{name} {self._places[name][0].name}\n" for name in names]
+        """Of these names and the contents of the shards that they stand in."""
+        lines = [f"{name} {self._sha256[self._places[name][0]]}\n" for name in names]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def seconds_each(self, machine: str) -> float | None:

@@ -105,6 +105,15 @@ def test_how_many_are_at_hand_and_what_they_took_here(tmp_path):
     assert store.seconds_each("there") is None
 
 
+def test_what_was_used_is_known_by_its_contents(tmp_path):
+    hashes = set()
+    for part, (count, names) in enumerate([(4, "01"), (4, "01"), (5, "01"), (4, "10")]):
+        store = Store(tmp_path / str(part))
+        store.append(packed(answer(0, count=count), answer(1, count=count)))
+        hashes.add(store.sha256_of(names))
+    assert len(hashes) == 3
+
+
 def test_what_changes_an_answer_has_a_store_of_its_own(monkeypatch, tmp_path):
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
     store = Store.of(KEY)
