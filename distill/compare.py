@@ -135,6 +135,11 @@ def compare(
     left = 60 * recipe.minutes * SHARE - (clock.seconds() - began)
     seconds = from_first(max(0.0, left / 2 / len(few)))
     for name in few:
+        cache_states(tried[name], pair, target, answers)
+        with PartialState().main_process_first():
+            prepare_draft(tried[name], pair, target, answers)
+    target.release()  # as in any run, it is not in memory while a draft is trained
+    for name in few:
         train(tried[name], pair, target, answers, seconds)
 
     lengths: dict[str, DraftLength] = {}
@@ -148,7 +153,7 @@ def compare(
         trained[name] = from_first(measure_rows("speedup", rows))
         print(f"{name}, trained for {seconds:.0f} s: predicted speed-up {trained[name]:.2f}")
     plain, best = few[0], max(few, key=lambda name: trained[name].mean)
-    for name in {plain, best} if prompts.held_out.ids else ():
+    for name in dict.fromkeys((plain, best)) if prompts.held_out.ids else ():
         texts = places_of(tried[name], pair, target, prompts.held_out)
         other[name] = speedup_rows(texts, costs[name], lengths[name])
         measured[name] = from_first(measure_rows("speedup", other[name]))
@@ -159,6 +164,7 @@ def compare(
         if gain is not None and gain.ci95[0] > 0:
             winner, why = best, f"{best} is {gain:.2f} faster than {plain} on other texts"
     print(f"chosen: {why}")
+    PartialState().wait_for_everyone()  # nobody reads the candidates any more
     if PartialState().is_main_process:
         remove(recipe.folder / FOLDER)
     return DrafterChoice(
@@ -187,11 +193,8 @@ def train(
     answers: Answers,
     seconds: float,
 ) -> None:
-    """Leave a candidate's `draft/`, trained for so many seconds without the target in memory."""
-    cache_states(recipe, pair, target, answers)
-    with PartialState().main_process_first():
-        prepared = prepare_draft(recipe, pair, target, answers)
-    target.release()
+    """Leave a candidate's `draft/`, trained for so many seconds from what was prepared."""
+    prepared = prepare_draft(recipe, pair, target, answers)
     trainer = build_trainer(
         prepared.model,
         answers,
