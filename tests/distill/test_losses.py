@@ -55,16 +55,6 @@ def test_equals_a_plain_reference_on_a_trimmed_head(case):
     torch.testing.assert_close(loss, plain(logits, p, top_ids, row_ids).float(), atol=1e-5, rtol=0)
 
 
-def test_is_the_full_kl_when_everything_is_cached():
-    torch.manual_seed(1)
-    p = torch.randn(20, 12).softmax(-1)
-    logits = torch.randn(20, 12)
-    top_p, ids = p.topk(11, dim=-1)
-    loss, _, _ = coarse_loss(logits, ids, top_p.log(), forward_kl)
-    full = torch.nn.functional.kl_div(logits.log_softmax(-1), p, reduction="none").sum(-1)
-    torch.testing.assert_close(loss, full, atol=1e-4, rtol=0)
-
-
 def test_never_exceeds_the_full_kl():
     torch.manual_seed(2)
     p = torch.randn(200, 30).softmax(-1)
@@ -85,27 +75,6 @@ def test_is_zero_and_stationary_at_p():
     assert loss.abs().max() < 1e-5
     assert gradient.abs().max() < 1e-5
     assert agreed.all()
-
-
-def test_gradient_is_that_of_the_plain_reference(case):
-    logits, p, top_ids, top_logp, row_ids, rows = case
-    _, _, gradient = coarse_loss(logits, rows[top_ids], top_logp, forward_kl)
-    step = 1e-4
-    for row, column in ((0, 0), (1, 7), *enumerate(rows[top_ids[:, 0]].clamp_min(0).tolist())):
-        nudge = torch.zeros(logits.shape, dtype=torch.float64)
-        nudge[row, column] = step
-        ends = [
-            plain(
-                (logits.double() + sign * nudge)[row : row + 1],
-                p[row : row + 1],
-                top_ids[row : row + 1],
-                row_ids,
-            )
-            for sign in (1, -1)
-        ]
-        slope = float(ends[0] - ends[1]) / (2 * step)
-        # central differences in fp64 against one fp32 pass
-        assert float(gradient[row, column]) == pytest.approx(slope, abs=1e-5)
 
 
 def dense(name, p, log_q):
@@ -170,29 +139,12 @@ def test_no_loss_has_a_gradient_without_a_cached_token_or_an_endless_one(name):
     ids = torch.tensor([[-1, -1, -1], [0, 1, -1], [0, 1, 2]])
     logp = torch.tensor([[0.5, 0.3, 0.2], [0.6, 0.3, 0.1], [1.0, 1e-9, 1e-12]]).log()
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0], [0.0, 200.0, 0.0, 0.0], [-300.0, 0.0, 300.0, 0.0]])
-    value, _, gradient = coarse_loss(logits, ids, logp, LOSSES[name])
+    value, agreed, gradient = coarse_loss(logits, ids, logp, LOSSES[name])
     assert value[0] == 0
+    assert not agreed[0]
     assert (gradient[0] == 0).all()
     assert torch.isfinite(value).all()
     assert torch.isfinite(gradient).all()
-
-
-def test_positions_whose_cached_tokens_all_lack_a_row_teach_nothing():
-    ids = torch.full((2, 3), -1)
-    logp = torch.tensor([[0.5, 0.3, 0.2]] * 2).log()
-    loss, agreed, gradient = coarse_loss(torch.randn(2, 5), ids, logp, forward_kl)
-    assert loss.abs().max() < 1e-6
-    assert gradient.abs().max() < 1e-6
-    assert not agreed.any()
-
-
-def test_a_draft_that_is_sure_of_the_wrong_token_still_has_a_finite_gradient():
-    logits = torch.tensor([[0.0, 200.0, 0.0, 0.0]])
-    logp = torch.tensor([[0.6, 0.3]]).log()
-    loss, _, gradient = coarse_loss(logits, torch.tensor([[0, 1]]), logp, forward_kl)
-    assert torch.isfinite(loss).all()
-    assert torch.isfinite(gradient).all()
-    assert gradient[0, 0] < 0 < gradient[0, 1]
 
 
 def test_head_loss_has_the_gradients_of_autograd_through_the_logits(case, monkeypatch):

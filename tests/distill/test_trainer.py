@@ -220,16 +220,6 @@ def test_lora_trains_the_new_rows_of_a_transplant_as_well(tmp_path, tokenizer, t
 
 
 @pytest.mark.parametrize("use_peft", [False, True])
-def test_a_run_killed_after_the_last_step_trains_no_further(tmp_path, train, tiny_model, use_peft):
-    answers = made_answers()
-    recipe = recipe_in(tmp_path, use_peft=use_peft)  # 8 steps of 6 an epoch
-    first = train(tiny_model(), answers, recipe)
-    again = train(tiny_model(), answers, recipe)
-    for name, weight in first.state_dict().items():
-        assert torch.equal(weight, again.state_dict()[name]), name
-
-
-@pytest.mark.parametrize("use_peft", [False, True])
 def test_checkpoints_hold_what_changes_and_no_card(tmp_path, train, tiny_model, use_peft):
     recipe = recipe_in(tmp_path, use_peft=use_peft, lora_r=4, lora_alpha=8)
     train(tiny_model(), made_answers(), recipe)
@@ -250,28 +240,26 @@ def test_the_training_log_is_one_line_of_progress(tmp_path, train, tiny_model, c
     assert re.search(r"8/8 .*forward_kl \d\.\d+, greedy agreement 0\.\d+, lr \d", last)
 
 
-def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path, train, tiny_model):
-    answers = made_answers()
-    straight = train(tiny_model(), answers, recipe_in(tmp_path / "straight"))
-    folder = tmp_path / "killed"
-    train(tiny_model(), answers, recipe_in(folder))
-    shutil.rmtree(folder / "checkpoint-8")
-    assert last_checkpoint(folder).name == "checkpoint-4"
-    resumed = train(tiny_model(), answers, recipe_in(folder))
-    for name, weight in straight.state_dict().items():
-        assert torch.equal(weight, resumed.state_dict()[name]), name
+@pytest.mark.parametrize(
+    ("steps", "use_peft", "lost"),  # 6 steps an epoch
+    [(8, False, None), (8, True, None), (8, False, "checkpoint-8"), (12, False, "checkpoint-12")],
+)
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
+    tmp_path, train, tiny_model, steps, use_peft, lost
+):
+    """After the last step it trains no further; in a later epoch it sees the rows of that one."""
 
+    def run(name):
+        recipe = recipe_in(tmp_path / name, max_steps=steps, use_peft=use_peft)
+        return train(tiny_model(), made_answers(), recipe).state_dict()
 
-def test_a_run_resumed_in_a_later_epoch_sees_the_rows_of_that_epoch(tmp_path, train, tiny_model):
-    answers = made_answers()  # 6 steps an epoch
-    straight = train(tiny_model(), answers, recipe_in(tmp_path / "straight", max_steps=12))
-    folder = tmp_path / "killed"
-    train(tiny_model(), answers, recipe_in(folder, max_steps=12))
-    shutil.rmtree(folder / "checkpoint-12")
-    assert last_checkpoint(folder).name == "checkpoint-8"
-    resumed = train(tiny_model(), answers, recipe_in(folder, max_steps=12))
-    for name, weight in straight.state_dict().items():
-        assert torch.equal(weight, resumed.state_dict()[name]), name
+    straight = run("straight")
+    run("killed")
+    if lost:
+        shutil.rmtree(tmp_path / "killed" / lost)
+    resumed = run("killed")
+    for name, weight in straight.items():
+        assert torch.equal(weight, resumed[name]), name
 
 
 @pytest.mark.parametrize("rows", [24, 26, 3])
