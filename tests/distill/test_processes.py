@@ -99,7 +99,7 @@ def recipe(job, tmp_path_factory):
     """Makes the recipe of a run in a new folder: recipe(rows at a time, **keys to change)."""
 
     def make(rows, **changes):
-        steps = {"max_steps": 16, "save_steps": 4, "logging_steps": 1}  # of 4 rows, 3 an epoch
+        steps = {"max_steps": 16, "save_steps": 4, "logging_steps": 4}  # of 4 rows, 3 an epoch
         folder = tmp_path_factory.mktemp("processes") / "run"
         return job(folder, per_device_train_batch_size=rows, **steps, **changes)
 
