@@ -140,7 +140,7 @@ def test_a_dry_run_prices_the_run_and_writes_nothing(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     for line in (
-        r"answers: 100 answers \(\d+ are there\), \d+\.\d min",
+        r"answers: 100 answers \(\d+ at hand\), \d+\.\d min",
         r"training: 48 steps, \d+\.\d min",
         r"evaluation: \d+ prompts timed, \d+\.\d min",
         r"memory: \d+\.\d+ GiB of weights and tensors at most",
