@@ -21,11 +21,12 @@ from align.machine import free_memory, use_machine
 from align.sources import resolve_checkpoint
 from align.to_gguf import write_gguf
 from distill.models import TargetOfRun, check_models, load_target
+from distill.plan import Clock
 from distill.prompt_sets import collect_prompts
 from distill.recipe import load_recipe
 from distill.run_folder import claim_folder
 from distill.teacher.answers import answer_prompts, open_store, to_answer
-from distill.train import make_draft, stage_clock
+from distill.train import make_draft, make_plan
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
@@ -53,10 +54,10 @@ def distil(recipe):
     prompts = collect_prompts(recipe, pair.target)
     target = TargetOfRun(recipe, pair, prompts)
     claim_folder(recipe, pair, prompts)
-    answers = answer_prompts(
-        recipe, to_answer(recipe, prompts.training.ids), target, open_store(recipe, pair.target)
-    )
-    make_draft(recipe, pair, target, answers, stage_clock())
+    store, clock = open_store(recipe, pair.target), Clock()
+    plan = make_plan(recipe, pair, prompts, target, store, clock)
+    answers = answer_prompts(recipe, to_answer(recipe, prompts.training.ids), target, store)
+    make_draft(recipe, pair, target, answers, plan, clock)
     shutil.rmtree(recipe.folder / "draft" / "compact")
     free_memory()
 
