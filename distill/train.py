@@ -138,7 +138,7 @@ def make_plan(
         plan = plan_within(picked, prompts, at_hand, costs, left)
         plan = dataclasses.replace(plan, choice=choice)
     else:
-        plan = plan_as_given(recipe, prompts)
+        plan = plan_as_given(recipe, prompts, answers_at_hand(recipe, prompts, store))
     if PartialState().is_main_process:
         write_plan(recipe.folder, plan)
         write_recipe(recipe, plan)

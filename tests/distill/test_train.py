@@ -13,6 +13,7 @@ from safetensors import safe_open
 from align.files import atomic_file
 from align.sources import cache_folder, load_tokenizer
 from distill import models, train
+from distill.plan import read_plan
 from distill.recipe import RecipeError, dump
 from distill.train import main, run
 from eval.prompts import PromptError
@@ -140,6 +141,8 @@ def test_a_run_with_another_learning_rate_trains_on_the_first_ones_answers_at_on
             run(job(tmp_path / name, learning_rate=rate))
         monkeypatch.setattr(models, "load_target", no_target)  # from the first run on
     assert trained_on[0] == trained_on[1]
+    plans = [read_plan(tmp_path / name) for name in ("first", "second")]
+    assert [plan.at_hand for plan in plans] == [0, plans[1].answers]
     used = [
         json.loads((tmp_path / name / "answers.json").read_text()) for name in ("first", "second")
     ]
