@@ -193,7 +193,8 @@ def test_training_lowers_the_loss_and_leaves_a_plain_model(tmp_path, train, use_
 
     before = loss(tiny_model())
     embedding = tiny_model().model.embed_tokens.weight
-    recipe = recipe_in(tmp_path, use_peft=use_peft, lora_r=4, lora_alpha=8, max_steps=40)
+    keys = {"use_peft": use_peft, "lora_r": 4, "lora_alpha": 8}
+    recipe = recipe_in(tmp_path, **keys, max_steps=40, save_strategy="no")
     tuned = train(tiny_model(), answers, recipe)
     assert loss(tuned) < 0.97 * before
     assert type(tuned) is LlamaForCausalLM

@@ -603,6 +603,32 @@ def test_a_draft_that_cannot_spell_every_token_reads_on_without_them(tmp_path, t
             assert q[..., 2:4].sum() == 0
 
 
+@pytest.mark.parametrize("accepted", range(4))
+def test_after_a_rejection_a_draft_by_map_drafts_as_if_it_had_read_the_text_alone(
+    bridged, accepted
+):
+    """The target's own token is none of the draft's: it is read in pieces, the first over a slot
+    where a rejected token stood.
+    """
+    draft = bridged[1]["intersection"]
+
+    def session(ids):
+        generator = torch.Generator().manual_seed(1)
+        return draft.start(Texts([ids], 100, Sampling(1.0), generator, [{}]))
+
+    ids = [0, 13, 27, 4, 30]
+    going_on = session(ids)
+    proposed = going_on.propose(4, 0.0).tokens[0].tolist()
+    emitted = [*proposed[:accepted], 26]  # "an", of which the draft has the letters alone
+    going_on.commit([emitted], [accepted], {})
+    fresh = session([*ids, *emitted])
+    for sessions in (going_on, fresh):
+        sessions.sessions[0].generator.manual_seed(2)
+    drafts = going_on.propose(3, 0.0), fresh.propose(3, 0.0)
+    assert drafts[0].tokens.tolist() == drafts[1].tokens.tolist()
+    torch.testing.assert_close(drafts[0].q, drafts[1].q)
+
+
 def test_where_its_context_ends_a_draft_says_nothing(bridged):
     _, drafts = bridged
     (q,) = drafts["short of room"].teacher_forced([0] * 18, [26, 27, 28, 29], [Sampling(1.0)], {})
