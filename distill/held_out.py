@@ -2,7 +2,8 @@
 
 Some training prompts are never trained on, nor is what nearly repeats them. The target answers them
 as it does the others; now and then the draft is taken on these answers, teacher-forced. They cost
-SHARE of the training steps at most. The trainer keeps the best weights, and may stop early.
+SHARE of the training steps, more where these are few. The trainer keeps the best weights, and may
+stop early.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ SEEN = "seen.json"
 SHARE = 0.025  # of the steps' time; a forward pass takes a third of a step
 FORWARD = 1 / 3
 IN_FIRST_EPOCH = 6  # measurements, each at twice as many tokens as the one but one before it
+FEWEST = 4  # measurements, also where the steps are few
 AFTER = 10  # and so many over all steps
 PADDING = -100  # of what an evaluation gathers, as transformers pads it
 
@@ -77,16 +79,22 @@ class Followed:
     seen: list[Seen]
 
 
-def followed_steps(steps: int, epoch: int, warmup: int) -> list[int]:
-    """After which of so many optimiser steps the draft is measured, an epoch having `epoch`."""
+def followed_steps(steps: int, epoch: int, warmup: int, most: int) -> list[int]:
+    """After which of so many optimiser steps the draft is measured, an epoch having `epoch`.
+
+    most: how often; the last step is among them.
+    """
     first = {round(epoch / 2 ** (i / 2)) for i in range(IN_FIRST_EPOCH)}
     after = {round(steps * (i + 1) / AFTER) for i in range(AFTER)}
-    return sorted(step for step in first | after if max(1, warmup) <= step <= steps)
+    every = sorted(step for step in first | after if max(1, warmup) <= step <= steps)
+    if len(every) <= most:
+        return every
+    return [every[len(every) * (i + 1) // most - 1] for i in range(most)]
 
 
-def followed_rows(rows: int, steps: int, batch: int, measured: int) -> int:
-    """How many held-out rows keep to SHARE, of so many that there are."""
-    return min(rows, int(SHARE * steps * batch / (FORWARD * measured)))
+def affordable(rows: int, steps: int, batch: int) -> int:
+    """How often so many held-out rows may be measured to keep to SHARE; FEWEST at least."""
+    return max(FEWEST, int(SHARE * steps * batch / (FORWARD * max(1, rows))))
 
 
 def held_out_answers(folder: Path) -> Sequence[CachedAnswer]:
@@ -117,7 +125,8 @@ def simulated_calls(accepted: Sequence[float], gamma: int) -> float:
 class HeldOut(TrainerCallback):
     """When the draft is evaluated, on which rows, by which metrics; says and writes what was seen.
 
-    rows: what to give the trainer as `eval_dataset`; none where the steps are too few for them.
+    rows: what to give the trainer as `eval_dataset`: all of them each time, so that the best
+    weights and an early stop never rest on a few.
     """
 
     def __init__(
@@ -141,10 +150,10 @@ class HeldOut(TrainerCallback):
         steps = config.max_steps
         if steps < 0:
             steps = math.ceil(config.num_train_epochs * epoch)
-        self.steps = followed_steps(steps, epoch, config.get_warmup_steps(steps))
         rows = list(training_rows(answers, head_rows, 1.0, retokenizer))
-        count = followed_rows(len(rows), steps, self.batch, max(1, len(self.steps)))
-        self.rows = Dataset.from_list(rows[:count]).with_format("numpy")
+        most = affordable(len(rows), steps, self.batch)
+        self.steps = followed_steps(steps, epoch, config.get_warmup_steps(steps), most)
+        self.rows = Dataset.from_list(rows).with_format("numpy")
         taught = trained.data.column("positions")
         self.tokens = sum(len(chunk.flatten()) for chunk in taught.chunks)
         self.seen: list[Seen] = []

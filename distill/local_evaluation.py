@@ -14,7 +14,7 @@ from distill.recipe import Recipe
 from distill.run_folder import provenance
 from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.drafters.loading import load_drafter
-from eval.decoding.drafters.lookup import lookup_first
+from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target
 from eval.measuring.evaluation import Plan as Measurements
@@ -41,7 +41,13 @@ def evaluate(
             prompts.evaluation,
             prompts.tuning,
             Decoding(recipe.sampling, target.stops, recipe.max_new_tokens, recipe.seed),
-            Measurements(recipe.gamma, recipe.max_gamma, plan.timed),
+            Measurements(
+                recipe.gamma,
+                recipe.max_gamma,
+                plan.timed if plan.timing is None else recipe.speed_prompts,
+                execute=recipe.execute,
+                seconds=plan.timing,
+            ),
             journal,
             prompts.overlap.exact + prompts.overlap.near,
             made_by,
@@ -55,11 +61,14 @@ def evaluate(
 
 
 def _drafts(recipe: Recipe, pair: Pair, target: Target, steps: int) -> dict[str, Drafter]:
-    """Of a pruned target in the compact form, which is what our decoder runs."""
+    """Untuned and tuned, prompt lookup alone and in front of the tuned draft.
+
+    Of a pruned target in the compact form, which is what our decoder runs.
+    """
     tuned = load_drafter(str(recipe.folder / "draft"), target, pair.strategy)
     untuned = load_drafter(recipe.draft or str(recipe.folder / "prepared"), target, pair.strategy)
     untuned.full_form_bytes = tuned.full_form_bytes  # what it would weigh: it has none on disk
-    drafts: dict[str, Drafter] = {"untuned": untuned, "tuned": tuned}
-    if steps == 0:  # they are the same
+    drafts: dict[str, Drafter] = {"untuned": untuned, "lookup": prompt_lookup(target)}
+    if steps == 0:  # untuned and tuned are the same
         del drafts["untuned"]
-    return drafts | ({"tuned+lookup": lookup_first(tuned)} if recipe.lookup_first else {})
+    return drafts | {"tuned": tuned, "tuned+lookup": lookup_first(tuned)}

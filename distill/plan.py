@@ -40,6 +40,7 @@ from eval.decoding.drafters.drafter import Drafter, timed_step
 from eval.decoding.forward import Decoder
 from eval.decoding.target import Target
 from eval.measuring.agreement import BATCH
+from eval.measuring.evaluation import FEWEST
 from eval.measuring.replay import ROWS, TEXT_TOKENS
 from eval.measuring.runs import StepCosts
 from eval.measuring.timing import (
@@ -54,11 +55,10 @@ from eval.reporting.report import DrafterChoice
 PLAN = "plan.json"
 UNPLANNED = 0.05  # of the minutes: loading, fit, export, saving
 EVALUATION = 1 / 3  # of the minutes, at most
-MIN_TIMED = 32  # prompts; of fewer the interval says little
 MARGIN = 0.5  # minutes more than were lacking, since the next run's timings differ
 LIMIT = 10.0  # seconds in which one kind of step is timed, the first two aside
 TIMED_STEPS = 9  # of training at most, rows grouped by length; the first one is warm-up
-SPEEDUPS = (1.0, 1.3, 1.7)  # taken for granted of the untuned, the tuned draft, and behind lookup
+SPEEDUPS = (1.0, 1.4, 1.3, 1.7)  # taken for granted: untuned, lookup, tuned, lookup and tuned
 PLACE = 4  # steps of the target that drafting and verifying at a place of ROWS texts takes
 
 
@@ -101,7 +101,7 @@ class Plan:
 
     answers: that are trained on, of which `at_hand` cost nothing. steps: of training. timed:
     evaluation prompts. memory: bytes at each stage's peak. costs: None where nothing had to be
-    timed. choice: how `auto` has chosen.
+    timed. choice: how `auto` has chosen. timing: seconds for the timed prompts; None: as it takes.
     """
 
     answers: int
@@ -111,6 +111,7 @@ class Plan:
     memory: dict[str, int]
     costs: Costs | None = None
     choice: DrafterChoice | None = None
+    timing: float | None = None
 
     @property
     def minutes(self) -> dict[str, float]:
@@ -187,8 +188,9 @@ def plan_within(
     """The plan that takes so many seconds. at_hand: answers that cost nothing.
 
     Every row is trained on `num_train_epochs` times, never more often: where the prompts do not
-    fill the time, it stays. Raises RecipeError where PROBE answers, the training on them and an
-    evaluation of MIN_TIMED prompts do not fit.
+    fill the time, it stays. FEWEST prompts are timed also where they take more than the share of
+    the evaluation. Raises RecipeError where PROBE answers, the training on them and such an
+    evaluation do not fit.
     """
     assert recipe.minutes is not None
     total = len(to_answer(recipe, prompts.training.ids))
@@ -199,7 +201,7 @@ def plan_within(
 
     most = min(recipe.speed_prompts, len(prompts.evaluation.ids))
     room = min(60 * recipe.minutes * EVALUATION, seconds - needed) - costs.evaluation
-    timed = min(most, max(MIN_TIMED, math.floor(room / costs.timed)))
+    timed = min(most, max(FEWEST, math.floor(room / costs.timed)))
     left = seconds - costs.evaluation - timed * costs.timed
     if needed > left:
         minutes = recipe.minutes + (needed - left) / 60 / (1 - UNPLANNED) + MARGIN
@@ -211,7 +213,8 @@ def plan_within(
     # those at hand, or these and some more
     count = min(left / train, (left + at_hand * costs.answer) / (costs.answer + train), total)
     steps = max(1, math.ceil(steps_each * math.floor(count)))
-    return Plan(math.floor(count), at_hand, steps, timed, peaks(recipe, prompts), costs)
+    memory, timing = peaks(recipe, prompts), max(room, timed * costs.timed)
+    return Plan(math.floor(count), at_hand, steps, timed, memory, costs, timing=timing)
 
 
 def answers_at_hand(recipe: Recipe, prompts: Prompts, store: Store) -> int:
@@ -300,14 +303,13 @@ def evaluation_seconds(
     context = mean_length(ids)
     whole = median_seconds(timed_step(decoder, context + round(tokens), 0, recipe.sampling))
     texts = len(ids) / BATCH * tokens * batched_step(decoder, BATCH, context)
-    speedups = SPEEDUPS[: 2 + recipe.lookup_first]
-    widths = len(speedups) * (recipe.max_gamma + 2)
+    widths = len(SPEEDUPS) * (recipe.max_gamma + 2)
     counted = STOCK_PROMPTS * STOCK_TOKENS * 2.5  # ours, and stock generate, which takes longer
     counted += widths * COST_REPEATS
     if recipe.gamma is None:
         replayed = min(tokens, TEXT_TOKENS) * -(-recipe.tuning_prompts // ROWS)
-        counted += PLACE * len(speedups) * replayed + widths * CHOICE_REPEATS
-    timed = tokens * steps.target_step * (1 + sum(1 / speedup for speedup in speedups))
+        counted += PLACE * len(SPEEDUPS) * replayed + widths * CHOICE_REPEATS
+    timed = tokens * steps.target_step * (1 + sum(1 / speedup for speedup in SPEEDUPS))
     return timed, texts + len(ids) * whole * 1.2 + counted * steps.target_step
 
 

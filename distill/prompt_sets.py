@@ -29,6 +29,7 @@ from eval.prompts import (
     PromptSet,
     PromptSource,
     draw,
+    in_chat_form,
     load_prompts,
     open_prompts,
     refuse_repeated_ids,
@@ -86,7 +87,8 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
     room = config.max_position_embeddings - recipe.max_gamma - 1
 
     def rendered(source: str, part: list[Prompt], new_tokens: int) -> PromptSet:
-        return PromptSet(source, part, render_all(part, tokenizer, room, new_tokens))
+        asked = in_chat_form(part, recipe.instruction, tokenizer.chat_template)
+        return PromptSet(source, asked, render_all(asked, tokenizer, room, new_tokens))
 
     sets = Prompts(
         rendered(recipe.train_prompts, training, recipe.answer_max_new_tokens),

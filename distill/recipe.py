@@ -81,6 +81,7 @@ GONE = {
     "use_dora": "use_peft is LoRA, which was as good at equal minutes",
     "init_lora_weights": "LoRA starts as peft starts it, which was as good at equal minutes",
     "sequential_rank": "medusa drafts each token by a head of its own",
+    "lookup_first": "every run measures prompt lookup alone and in front of the draft",
 }
 GONE_DRAFTERS = {
     "features": "use eagle3, which reads the target's states and is served by vLLM",
@@ -124,6 +125,7 @@ class Recipe:
     base: Text | None = None  # a run whose pruned draft this one starts from, as its adapters do
     output_dir: Text | None = None  # null: outputs/ and the name
     minutes: Positive | None = None  # of the whole run on this machine; null: as the rest says
+    instruction: Text | None = None  # how an Instruct target is asked a prompt, put at {prompt}
     max_train_prompts: Count = 2000  # at most so many prompts, drawn with the seed
     max_eval_prompts: Count | None = None  # at most so many prompts; null: all of them
     strategy: Strategy = "auto"  # how vocabularies are bridged; auto moves foreign ones over
@@ -157,7 +159,7 @@ class Recipe:
     max_new_tokens: Count = 128  # longest answer in the evaluation, in tokens
     gamma: Count | None = None  # draft length; null chooses it on prompts that are not evaluated
     max_gamma: Count = 6  # longest draft length tried
-    lookup_first: bool = False  # measure the draft behind prompt lookup, too: what repeats is free
+    execute: bool = False  # run functions that the target writes on the tests that prompts bring
     speed_prompts: Count = 40  # evaluation prompts that are timed; with minutes at most
     tuning_prompts: Count = 8  # training prompts set aside for choosing gamma
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of target and saved draft

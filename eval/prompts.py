@@ -5,7 +5,9 @@ A spec is a Hub data set (`NAME` or `NAME:SPLIT`, split `train` if none is given
 stands, or `messages`, rendered with the target's chat template; optionally `category`, `group`
 (prompts of one document or source share it), and `id` or `task_id`. Its other fields are ignored. A
 `prompt` that ends in a Python function and brings no category gets the kind of its task
-(`eval.task_kinds`).
+(`eval.task_kinds`); with `entry_point` and `test`, as HumanEval has them, its answers can be judged
+(`eval.measuring.functions`). An Instruct model is asked in chat form: `instruction` puts a `prompt`
+into a user's message.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ import gzip
 import hashlib
 import json
 import random
+import re
 import shutil
 import tempfile
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, Self
 
@@ -29,10 +32,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from align.files import atomic_file
 from align.sources import resolve_file
-from eval.task_kinds import task_kind
+from eval.task_kinds import split_task, task_kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+PLACE = "{prompt}"  # in an instruction, or of a Python function to write:
+CODE, DOCSTRING = "{code}", "{docstring}"
 
 
 class PromptError(ValueError):
@@ -41,13 +48,20 @@ class PromptError(ValueError):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: `prompt` is completed as it stands, `messages` go through a chat template."""
+    """One prompt: `prompt` is completed as it stands, `messages` go through a chat template.
+
+    code: of a prompt that asks for a Python function, the code that this function completes.
+    entry_point: the function's name. test: code that defines `check(candidate)`.
+    """
 
     id: str
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     category: str | None = None
     group: str | None = None
+    code: str | None = None
+    entry_point: str | None = None
+    test: str | None = None
 
     @property
     def text(self) -> str:
@@ -72,9 +86,22 @@ class PromptSet:
     def sha256(self) -> str:
         return prompts_sha256(self.prompts)
 
+    @property
+    def in_chat_form(self) -> float:
+        """Share of them that are messages."""
+        return sum(prompt.messages is not None for prompt in self.prompts) / len(self.prompts)
+
     def drawn(self, count: int, seed: int) -> PromptSet:
-        """`count` of them, drawn with the seed."""
-        keep = _drawn(len(self.prompts), count, seed)
+        """`count` of them in the order that the seed draws them: the first few are drawn, too."""
+        order = list(range(len(self.prompts)))
+        random.Random(seed).shuffle(order)
+        return self._of(order[:count])
+
+    def first(self, count: int) -> PromptSet:
+        return self._of(range(min(count, len(self.prompts))))
+
+    def _of(self, numbers: Iterable[int]) -> PromptSet:
+        keep = list(numbers)
         return PromptSet(self.source, [self.prompts[i] for i in keep], [self.ids[i] for i in keep])
 
     def batches(self, size: int) -> list[Batch]:
@@ -201,6 +228,9 @@ class _Row(BaseModel):
     task_id: str | int | None = None
     category: str | int | None = None
     group: str | int | None = None
+    code: str | None = None
+    entry_point: str | None = None
+    test: str | None = None
 
     @model_validator(mode="after")
     def _one_of_the_two(self) -> Self:
@@ -235,13 +265,56 @@ def _parse(row: bytes | dict[str, Any], spec: str, number: int) -> Prompt:
     category = parsed.category
     if category is None and parsed.prompt is not None:
         category = task_kind(parsed.prompt)
+    judged = parsed.entry_point is not None
     return Prompt(
         str(next(name for name in names if name is not None)),
         parsed.prompt,
         None if parsed.messages is None else [turn.model_dump() for turn in parsed.messages],
         None if category is None else str(category),
         None if parsed.group is None else str(parsed.group),
+        parsed.code or (parsed.prompt if judged else None),
+        parsed.entry_point,
+        parsed.test if judged else None,
     )
+
+
+def in_chat_form(
+    prompts: Iterable[Prompt], instruction: str | None, chat_template: object
+) -> list[Prompt]:
+    """The prompts as a target is asked that has this chat template, None for a base model.
+
+    Each `prompt` becomes a user's message, the instruction with the prompt at PLACE; or, of a
+    prompt that ends in a Python function with nothing but a docstring, with its code at CODE and
+    its docstring at DOCSTRING. `messages` stay; without an instruction or a template, all stay.
+    Raises PromptError for an instruction that has no place for the prompt, and for a prompt that is
+    no such function where the instruction asks for one.
+    """
+    if instruction is None or not chat_template:
+        return list(prompts)
+    if PLACE not in instruction and not (CODE in instruction and DOCSTRING in instruction):
+        raise PromptError(
+            f"instruction is {instruction!r}, which has no place for a prompt; write {PLACE} where "
+            f"it belongs, or {CODE} and {DOCSTRING} for Python functions."
+        )
+    return [
+        prompt if prompt.prompt is None else _asked(prompt, prompt.prompt, instruction)
+        for prompt in prompts
+    ]
+
+
+def _asked(prompt: Prompt, text: str, instruction: str) -> Prompt:
+    parts = {PLACE: text}
+    if CODE in instruction:
+        task = split_task(text)
+        if task is None:
+            raise PromptError(
+                f"Prompt {prompt.id!r} is no Python function with a docstring, which {CODE} and "
+                f"{DOCSTRING} in the instruction are for; write {PLACE} there."
+            )
+        parts = dict(zip((CODE, DOCSTRING), task, strict=True))
+    # one pass: what a prompt says is never taken for a place
+    content = re.sub("|".join(map(re.escape, parts)), lambda place: parts[place[0]], instruction)
+    return replace(prompt, prompt=None, messages=[{"role": "user", "content": content}])
 
 
 def refuse_repeated_ids(prompts: Iterable[Prompt], spec: str) -> None:
@@ -265,9 +338,9 @@ def write_prompts(path: str | Path, prompts: Iterable[Prompt]) -> None:
 
 
 def prompts_sha256(prompts: Iterable[Prompt]) -> str:
-    """One hash over ids, contents, categories and groups, in order."""
+    """One hash over ids, contents, categories and groups; their order says nothing."""
     digest = hashlib.sha256()
-    for p in prompts:
+    for p in sorted(prompts, key=lambda prompt: prompt.id):
         row = [p.id, p.prompt, p.messages, p.category]
         row += [] if p.group is None else [p.group]
         digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")

@@ -48,7 +48,7 @@ from eval.engines.installed import driven_engine
 from eval.engines.vllm import VllmServer, measure_servers
 from eval.measuring.evaluation import Plan, context_length, evaluate
 from eval.measuring.journal import INTERRUPTED, JOURNAL, Journal
-from eval.prompts import Prompt, PromptSet, load_prompts, render_all
+from eval.prompts import Prompt, PromptSet, in_chat_form, load_prompts, render_all
 from eval.reporting.report import DraftReport, Report, write_report
 from eval.reporting.text import print_summary
 
@@ -70,6 +70,7 @@ DEFAULTS: dict[str, Any] = {
     "top_p": 1.0,
     "max_new_tokens": 128,
     "dtype": "bfloat16",
+    "instruction": None,
 }
 
 
@@ -83,6 +84,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="[NAME=]SPEC, repeatable; SPEC prompt-lookup needs no model",
     )
     parser.add_argument("--prompts", help="Hub data set, pypi: file or .jsonl")
+    parser.add_argument(
+        "--instruction", help="how an Instruct target is asked a prompt, which is put at {prompt}"
+    )
     parser.add_argument("--run", type=Path, help="output folder of a training run")
     for option in GONE:
         parser.add_argument(f"--{option}", help=argparse.SUPPRESS)
@@ -115,6 +119,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         default=[],
         metavar="N,N,…",
         help="decode the timed prompts also in batches of each size, as 1,2,4,8",
+    )
+    parser.add_argument(
+        "--execute",
+        choices=["true", "false"],
+        default="false",
+        help="run functions that the target writes on the tests that prompts bring; no sandbox",
     )
     parser.add_argument("--engine", type=engine_name, choices=["torch", *NAMES], default="torch")
     parser.add_argument("--base_url", help="engine vllm: the server that speculates")
@@ -185,8 +195,12 @@ def _take_from_run(args: argparse.Namespace) -> None:
     args.target = args.target or recipe["target"]
     untuned = recipe["draft"] or args.run / "prepared"
     tuned = args.run / "draft"
-    looking_up = [f"tuned+lookup=lookup-first:{tuned}"] if recipe.get("lookup_first") else []
-    args.draft = args.draft or [f"untuned={untuned}", f"tuned={tuned}", *looking_up]
+    args.draft = args.draft or [
+        f"untuned={untuned}",
+        "lookup=prompt-lookup",
+        f"tuned={tuned}",
+        f"tuned+lookup=lookup-first:{tuned}",
+    ]
     args.prompts = args.prompts or str(args.run / "prompts" / "eval.jsonl")
     args.tuning = args.run / "prompts" / "tuning.jsonl"
     if args.strategy == "auto":
@@ -194,7 +208,7 @@ def _take_from_run(args: argparse.Namespace) -> None:
     args.output_dir = args.output_dir or args.run
     for key in DEFAULTS:
         if getattr(args, key) is None:
-            setattr(args, key, recipe[key])
+            setattr(args, key, recipe.get(key))
 
 
 def _prompt_sets(
@@ -213,8 +227,9 @@ def _prompt_sets(
     room = config.get_text_config().max_position_embeddings - args.max_gamma - 1
 
     def rendered(part: list[Prompt]) -> PromptSet:
-        ids = render_all(part, tokenizer, room, args.max_new_tokens)
-        return PromptSet(args.prompts, part, ids)
+        asked = in_chat_form(part, args.instruction, tokenizer.chat_template)
+        ids = render_all(asked, tokenizer, room, args.max_new_tokens)
+        return PromptSet(args.prompts, asked, ids)
 
     return rendered(prompts), rendered(tuning)
 
@@ -247,7 +262,14 @@ def _measure(args: argparse.Namespace, journal: Journal) -> Report:
         evaluation,
         tuning,
         Decoding(sampling, target.stops, args.max_new_tokens, args.seed, args.verification),
-        Plan(args.gamma, args.max_gamma, args.speed_prompts, args.gamma_sweep, args.batch_sizes),
+        Plan(
+            args.gamma,
+            args.max_gamma,
+            args.speed_prompts,
+            args.gamma_sweep,
+            args.batch_sizes,
+            execute=args.execute == "true",
+        ),
         journal,
         None,
         {"command": sys.argv, "torch": torch.__version__, "seed": args.seed},
@@ -276,6 +298,8 @@ def _measure_driven(args: argparse.Namespace, journal: Journal) -> Report:
 def _measure_servers(args: argparse.Namespace) -> Report:
     """The report of vLLM behind --base_url, against --baseline_url."""
     prompts = load_prompts(args.prompts, args.max_prompts or args.speed_prompts, args.seed)
+    # an instruction is for Instruct models alone: which template they have, the server knows
+    prompts = in_chat_form(prompts, args.instruction, chat_template=True)
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     return measure_servers(
         VllmServer(args.base_url),

@@ -22,20 +22,38 @@ _ANNOTATIONS = {
 _LITERALS = {"lists": r"[\[(]", "strings": r"['\"]", "numbers": r"[-.]?\d"}
 
 
+def split_task(prompt: str) -> tuple[str, str] | None:
+    """The code of a prompt without its last function's docstring, and that docstring.
+
+    None where the prompt does not end in a function that has nothing but a docstring.
+    """
+    last = _last_function(prompt)
+    docstring = None if last is None else ast.get_docstring(last)
+    if last is None or docstring is None or len(last.body) > 1:
+        return None
+    lines = prompt.splitlines()[: last.body[0].lineno - 1]
+    return "\n".join(lines).strip("\n"), docstring
+
+
 def task_kind(prompt: str) -> str | None:
     """The kind of task that a prompt sets; None for one that does not end in a function."""
-    try:
-        last = ast.parse(prompt).body[-1]
-    # no Python, a null byte, nothing but comments, nested too deeply for the parser
-    except (SyntaxError, ValueError, IndexError, RecursionError, MemoryError):
-        return None
-    if not isinstance(last, ast.FunctionDef):
+    last = _last_function(prompt)
+    if last is None:
         return None
     described = ast.get_docstring(last) or ""
     if _returns_bool(last, described):
         return "predicate"
     parameters = [*last.args.posonlyargs, *last.args.args]
     return _kind_of(parameters[0], last.name, described) if parameters else "other"
+
+
+def _last_function(prompt: str) -> ast.FunctionDef | None:
+    try:
+        last = ast.parse(prompt).body[-1]
+    # no Python, a null byte, nothing but comments, nested too deeply for the parser
+    except (SyntaxError, ValueError, IndexError, RecursionError, MemoryError):
+        return None
+    return last if isinstance(last, ast.FunctionDef) else None
 
 
 def _returns_bool(function: ast.FunctionDef, described: str) -> bool:

@@ -16,7 +16,7 @@ from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.measuring.journal import Journal
 from eval.measuring.losslessness import divergence, ledger
-from eval.measuring.runs import DraftLog, PromptRun, RunLog
+from eval.measuring.runs import Answer, DraftLog, PromptRun, RunLog
 from eval.measuring.timing import in_turns
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.report import Report, build_report
@@ -146,6 +146,10 @@ def measure_driven(
         ),
         prompts=prompts_used(timed),
         provenance=provenance | engine.versions | {"resumed": journal.resumed},
+        answers=[
+            Answer(prompt.id, ids, run.tokens, [], group=prompt.group)
+            for prompt, ids, run in zip(timed.prompts, timed.ids, plain, strict=True)
+        ],
     )
     return build_report(run, logs)
 
@@ -219,4 +223,4 @@ def prompts_used(prompts: PromptSet) -> dict[str, Any]:
     """`RunLog.prompts`; what else is known of prompts takes the target's distributions."""
     unknown = dict.fromkeys(("overlap_with_training", "bits_per_token", "random_bits"))
     about = {"source": prompts.source, "n": len(prompts.prompts), "sha256": prompts.sha256}
-    return about | unknown
+    return about | unknown | {"in_chat_form": prompts.in_chat_form}

@@ -19,6 +19,7 @@ from eval.decoding.target import Target, tensor_sha256
 from eval.decoding.verification import Sampling
 from eval.measuring import metrics
 from eval.measuring.agreement import bits_per_token, measure_agreement, target_texts
+from eval.measuring.answers import is_function, passes
 from eval.measuring.intervals import measure
 from eval.measuring.journal import Journal
 from eval.measuring.losslessness import LosslessCheck
@@ -31,7 +32,7 @@ from eval.measuring.timing import (
     step_costs,
     sweep_gamma,
 )
-from eval.prompts import Batch, PromptSet
+from eval.prompts import Batch, Prompt, PromptSet
 from eval.reporting.report import Report, build_report
 
 
@@ -41,7 +42,10 @@ class Plan:
 
     gamma: a fixed draft length for all drafts; None chooses each one's fastest, up to max_gamma.
     speed_prompts: how many are timed. sweep_prompts: measure every fixed length on so many of
-    those. batch_sizes: decode them also in batches of each size.
+    those. batch_sizes: decode them also in batches of each size. execute: run the functions that
+    the target writes where a prompt brings tests. seconds: None times all of speed_prompts, else no
+    more than fit into these, nor than it takes for intervals within NARROW of each speed-up; FEWEST
+    at least.
     """
 
     gamma: int | None
@@ -49,6 +53,8 @@ class Plan:
     speed_prompts: int
     sweep_prompts: int = 0
     batch_sizes: Sequence[int] = ()
+    execute: bool = False
+    seconds: float | None = None
 
 
 def evaluate(
@@ -80,10 +86,13 @@ def evaluate(
     stages = _Stages(target, drafters, timed, tuning, how, plan, journal)
     temperature = how.sampling.temperature
     alphas, answers = stages.agreement(evaluation)
-    decoded = {  # 0: losslessness is greedy
-        t: stages.decoded(timed.batches(1), t, f"speed at T={t:g}")
-        for t in dict.fromkeys([temperature, 0.0])
-    }
+    first = stages.decoded(
+        timed.batches(1), temperature, f"speed at T={temperature:g}", stages.enough
+    )
+    stages.timed = timed = timed.first(len(first[BASELINE]))
+    decoded = {temperature: first}
+    if not how.sampling.greedy:  # losslessness is
+        decoded[0.0] = stages.decoded(timed.batches(1), 0.0, "speed at T=0")
     batched = {
         size: stages.decoded(timed.batches(size), temperature, f"batch size {size}")
         for size in plan.batch_sizes
@@ -112,6 +121,8 @@ def evaluate(
             "overlap_with_training": overlap,
             "bits_per_token": round(bits_per_token(target, evaluation.ids), 2),
             "random_bits": round(math.log2(target.decoder.embedding.shape[0]), 2),
+            "in_chat_form": evaluation.in_chat_form,
+            "chat_template": bool(target.tokenizer.chat_template),
         },
         provenance=provenance | {"resumed": journal.resumed},
         over_stock_generate=measure("over_stock_generate", stock, metrics.speedup_of),
@@ -123,6 +134,9 @@ def evaluate(
     return build_report(run, logs)
 
 
+FEWEST = 12  # prompts that are timed: of fewer no interval says much
+ROUND = 4  # prompts between two looks at the clock and the intervals
+NARROW = 0.07
 BASELINE = ""  # the name of what is decoded without a draft
 Decoded = dict[str, list[list[PromptRun]]]  # by draft, BASELINE among them: runs [batches][rows]
 
@@ -164,19 +178,50 @@ class _Stages:
         texts = journal.once("texts for alpha", lambda: target_texts(target, prompts.ids, how))
         agreements, entropy = measure_agreement(target, self.drafters, prompts, texts, how, journal)
         answers = [
-            Answer(prompt.id, ids, text, bits, (prompt.prompt or "").encode())
-            for prompt, ids, text, bits in zip(
-                prompts.prompts, prompts.ids, texts, entropy, strict=True
-            )
+            self._answer(*row)
+            for row in zip(prompts.prompts, prompts.ids, texts, entropy, strict=True)
         ]
         return agreements, answers
 
-    def decoded(self, batches: list[Batch], temperature: float, stage: str) -> Decoded:
-        """The batches without a draft and with each, in turns."""
+    def _answer(
+        self, prompt: Prompt, ids: list[int], tokens: list[int], entropy: list[float]
+    ) -> Answer:
+        before = (prompt.prompt or "").encode()
+        answer = Answer(prompt.id, ids, tokens, entropy, before, prompt.group)
+        if prompt.entry_point is None:
+            return answer
+        shown = [self.spell(token) for token in tokens if token not in self.special]
+        text = b"".join(shown).decode("utf-8", "replace")
+        answer = replace(answer, is_function=is_function(prompt, text))
+        if self.plan.execute and prompt.test is not None:
+            answer = replace(answer, passes=passes(prompt, text))
+        return answer
+
+    def decoded(
+        self,
+        batches: list[Batch],
+        temperature: float,
+        stage: str,
+        enough: Callable[[list[list[list[PromptRun]]]], bool] = lambda batches: False,
+    ) -> Decoded:
+        """The batches without a draft and with each, in turns, until it is enough."""
         how = replace(self.how, sampling=replace(self.how.sampling, temperature=temperature))
         contenders = [ALONE, *((self.drafters[name], self.lengths[name]) for name in self.drafters)]
-        runs = decode_in_turns(self.target, contenders, batches, how, self.journal, stage)
+        runs = decode_in_turns(self.target, contenders, batches, how, self.journal, stage, enough)
         return dict(zip([BASELINE, *self.drafters], runs, strict=True))
+
+    def enough(self, batches: list[list[list[PromptRun]]]) -> bool:
+        """Whether the runs [batches][contenders][1] tell the speed-ups well, or time is up."""
+        count = len(batches)
+        if self.plan.seconds is None or count < FEWEST or count % ROUND:
+            return False
+        runs = [[run for (run,) in contender] for contender in zip(*batches, strict=True)]
+        passes = 1 if self.how.sampling.greedy else 2  # texts are compared greedily
+        spent = passes * sum(run.seconds for contender in runs for run in contender)
+        if spent * (count + ROUND) / count > self.plan.seconds:
+            return True
+        baseline, *drafts = runs
+        return all(metrics.speedup(draft, baseline).within(NARROW) for draft in drafts)
 
     def draft_log(
         self,
@@ -198,7 +243,7 @@ class _Stages:
         )
         sweep = []
         if plan.sweep_prompts:
-            swept = self.timed.drawn(plan.sweep_prompts, self.how.seed)
+            swept = self.timed.first(plan.sweep_prompts)
             sweep = sweep_gamma(target, name, drafter, swept, self.how, plan.max_gamma, journal)
         return DraftLog(
             name=name,

@@ -57,6 +57,11 @@ class Measured(Part):
         low, high = self.ci95
         return f"{self.mean:{form}} [{low:{form}},{high:{form}}]"
 
+    def within(self, share: float) -> bool:
+        """Whether the interval ends within that share of the number."""
+        low, high = self.ci95
+        return max(high - self.mean, self.mean - low) <= share * abs(self.mean)
+
     @model_validator(mode="after")
     def _interval_runs_forwards(self) -> Self:
         if self.ci95[0] > self.ci95[1]:

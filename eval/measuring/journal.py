@@ -112,13 +112,15 @@ class Journal:
         measure: Callable[[int, Row], Any],
         read: Callable[[Any], R],
         unit: str | None,
+        enough: Callable[[list[R]], bool] = lambda rows: False,
     ) -> list[R]:
         """What `measure` gives for each numbered row, as `read` makes it of its JSON again.
 
         Rows that were measured before are not measured again. unit: what a progress bar counts;
-        None shows none.
+        None shows none. enough: of the results so far, whether the rest can be left out.
         """
         taken = self.taken.get(stage, [])
+        results = [read(value) for value in taken]
         bar = tqdm(
             list(enumerate(rows))[len(taken) :],
             desc=stage,
@@ -128,13 +130,17 @@ class Journal:
             disable=unit is None,
         )
         for number, row in bar:
+            if enough(results):
+                bar.close()
+                break
             # through JSON at once, so that a row is the same whenever it was measured
             value = json.loads(json.dumps(measure(number, row), default=dataclasses.asdict))
             with disk_full_explained(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(_line([stage, number, len(rows), value]))
             self.taken.setdefault(stage, []).append(value)
             self.totals[stage] = len(rows)
-        return [read(value) for value in self.taken.get(stage, [])]
+            results.append(read(value))
+        return results
 
     def once(
         self,

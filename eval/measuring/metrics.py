@@ -465,16 +465,18 @@ class CategoryNumbers(Part):
     speedup: Measured | None
 
 
-def by_category(log: DraftLog) -> dict[str, CategoryNumbers]:
+def by_category(
+    log: DraftLog, category_of: Callable[[PromptRun | Agreement], str | None]
+) -> dict[str, CategoryNumbers]:
     """alpha, tau and speedup of each category; prompts without one are left out."""
     agreements = log.agreement or []
-    names = {a.category for a in agreements} | {run.category for run in log.runs}
+    names = {category_of(a) for a in agreements} | {category_of(run) for run in log.runs}
     numbers = {}
     for name in sorted(name for name in names if name is not None):
-        pairs = [both for both in pair(log.runs, log.baseline) if both[0].category == name]
+        pairs = [both for both in pair(log.runs, log.baseline) if category_of(both[0]) == name]
         runs, baseline = [run for run, _ in pairs], [base for _, base in pairs]
         values = {
-            "alpha": or_none(alpha, [a for a in agreements if a.category == name]),
+            "alpha": or_none(alpha, [a for a in agreements if category_of(a) == name]),
             "tau": None if "tau" in log.missing else or_none(tau, runs),
             "speedup": or_none(speedup, runs, baseline),
         }

@@ -118,6 +118,8 @@ class Answer:
 
     prompt: all that it was given. entropy: bits of the target's distribution that each token was
     drawn from, at temperature 1. before: the text that it continues, empty after a chat template.
+    is_function, passes: of an answer to a prompt that asks for a Python function; None where it
+    does not, or was not run.
     """
 
     prompt_id: str
@@ -125,6 +127,9 @@ class Answer:
     tokens: list[int]
     entropy: list[float]
     before: bytes = b""
+    group: str | None = None
+    is_function: bool | None = None
+    passes: bool | None = None
 
 
 @dataclass

@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 COST_REPEATS = 30
 STOCK_PROMPTS = 6
-STOCK_TOKENS = 64
+STOCK_TOKENS = 32
 WARM_UP_TOKENS = 8
 CHOICE_REPEATS = 10  # of the same, for the choice of a draft length
 
@@ -85,8 +85,12 @@ def decode_in_turns(
     how: Decoding,
     journal: Journal,
     stage: str,
+    enough: Callable[[list[list[list[PromptRun]]]], bool] = lambda batches: False,
 ) -> list[list[list[PromptRun]]]:
-    """Every batch decoded by every contender: runs [contenders][batches][rows]."""
+    """Every batch decoded by every contender: runs [contenders][batches][rows].
+
+    enough: of the runs [batches][contenders][rows] so far, whether the rest can be left out.
+    """
     decoders = [
         partial(decode, target.decoder, drafter, how=how, length=length)
         for drafter, length in contenders
@@ -98,7 +102,7 @@ def decode_in_turns(
     def read(batch: list[dict[str, Any]]) -> list[PromptRun]:
         return [PromptRun.from_json(run) for run in batch]
 
-    return in_turns(decoders, batches, journal, stage, read)
+    return in_turns(decoders, batches, journal, stage, read, enough)
 
 
 def in_turns(
@@ -107,11 +111,12 @@ def in_turns(
     journal: Journal,
     stage: str,
     read: Callable[[Any], R],
+    enough: Callable[[list[list[R]]], bool] = lambda rows: False,
 ) -> list[list[R]]:
     """What each decoder makes of each row [decoders][rows], row by row.
 
     The order rotates from row to row, so that no contender always runs on a cool machine. read: a
-    result from its JSON.
+    result from its JSON. enough: of the results [rows][decoders] so far.
     """
 
     def measure(turn: int, row: tuple[Any, ...]) -> list[R]:
@@ -121,7 +126,10 @@ def in_turns(
             results[which] = decoders[which](*row)
         return [results[which] for which in range(len(decoders))]
 
-    in_rows = journal.each(stage, rows, measure, lambda row: list(map(read, row)), "prompt")
+    def read_row(row: Any) -> list[R]:
+        return list(map(read, row))
+
+    in_rows = journal.each(stage, rows, measure, read_row, "prompt", enough)
     return [[row[which] for row in in_rows] for which in range(len(decoders))]
 
 

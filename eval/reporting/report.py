@@ -16,8 +16,10 @@ from typing import Annotated, Any, Final, Literal, Self, TypeVar
 from pydantic import Field, JsonValue, ValidationError, computed_field, model_validator
 
 from align.files import atomic_file
+from eval.decoding.drafters.lookup import LOOKUP, LOOKUP_FIRST
 from eval.decoding.target import weights_sha256
 from eval.measuring import metrics
+from eval.measuring.answers import Answers, copy_categories, described
 from eval.measuring.atlas import Atlas, build_atlas, telling_prompts
 from eval.measuring.cost import Payoff, payoff
 from eval.measuring.intervals import (
@@ -184,6 +186,9 @@ class DraftReport(Part):
     by_batch_size: list[BatchPoint] = Field(description="where sizes were asked for")
     lossless: Ledger
     by_category: dict[str, CategoryNumbers]
+    by_copy_share: dict[str, CategoryNumbers] = Field(
+        default={}, description="by how much of the target's answer is copied"
+    )
     atlas: Atlas | None
     counters: Counters | None = Field(description="of a server")
     missing: list[Missing]
@@ -248,7 +253,8 @@ def _numbers(log: DraftLog, run: RunLog, shown: Sequence[str]) -> dict[str, Call
         "loop_share": lambda: _both(metrics.loop_share, log),
         "memory": lambda: metrics.memory(log),
         "payoff": lambda: payoff(timed(log), metrics.alpha(agreed(log)).mean),
-        "by_category": lambda: metrics.by_category(log),
+        "by_category": lambda: metrics.by_category(log, lambda row: row.category),
+        "by_copy_share": lambda: _by_copy_share(log, run),
         "atlas": lambda: build_atlas(agreed(log), run, timed(log), shown),
     }
 
@@ -257,6 +263,11 @@ def _numbers(log: DraftLog, run: RunLog, shown: Sequence[str]) -> dict[str, Call
 COPIED = (
     "path form vocabulary gamma gamma_policy gamma_sweep by_batch_size lossless counters"
 ).split()
+
+
+def _by_copy_share(log: DraftLog, run: RunLog) -> dict[str, CategoryNumbers]:
+    shares = copy_categories(run.answers)
+    return metrics.by_category(log, lambda row: shares.get(row.prompt_id))
 
 
 def _both(metric: Callable[[Sequence[PromptRun]], T], log: DraftLog) -> Both[T]:
@@ -304,6 +315,8 @@ class PromptsUsed(Part):
     overlap_with_training: float | None
     bits_per_token: float | None = Field(description="the target's mean surprise at a token")
     random_bits: float | None = Field(description="log2 of the vocabulary: of a random token")
+    in_chat_form: float = Field(0, ge=0, le=1, description="share asked as messages")
+    chat_template: bool | None = Field(None, description="whether the target has one")
 
 
 class HeldOutPoint(Part):
@@ -373,6 +386,7 @@ class Report(Part):
     baseline: Baseline
     decoding: DecodingSetting
     prompts: PromptsUsed
+    answers: Answers | None = Field(None, description="null: they are not known in token ids")
     drafts: dict[str, DraftReport] = Field(min_length=1, description="by name")
     gain: list[Gain] = Field(description="difference to the draft named, on the same prompts.")
     provenance: dict[str, JsonValue]
@@ -442,8 +456,8 @@ class Report(Part):
 def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
     """The whole report, checked.
 
-    `gain` compares every draft after the first with the first. Raises ValueError for a log that
-    contradicts itself, `ReportError` where the result is not a valid report.
+    `gain` compares the `rivals`. Raises ValueError for a log that contradicts itself,
+    `ReportError` where the result is not a valid report.
     """
     if not drafts:
         raise ReportError("a report needs at least one draft")
@@ -464,11 +478,28 @@ def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
         },
         "decoding": run.decoding,
         "prompts": run.prompts,
+        "answers": described(run),
         "drafts": {draft.name: _draft_block(draft, run, shown) for draft in drafts},
-        "gain": [metrics.gain(draft, over=drafts[0]) for draft in drafts[1:]],
+        "gain": [metrics.gain(draft, over) for draft, over in rivals(drafts)],
         "provenance": run.provenance,
     }
     return checked(fields)
+
+
+def rivals(drafts: Sequence[DraftLog]) -> list[tuple[DraftLog, DraftLog]]:
+    """Each draft with the one that shows what it adds.
+
+    A model with the first model: in a training run, tuned with untuned. A draft behind prompt
+    lookup with lookup alone, which costs nothing to make, and so a lone model.
+    """
+    models = [draft for draft in drafts if not draft.path.startswith((LOOKUP, LOOKUP_FIRST))]
+    behind = [draft for draft in drafts if draft.path.startswith(LOOKUP_FIRST)]
+    alone = next((draft for draft in drafts if draft.path == LOOKUP), None)
+    if len(models) == 1 and alone is not None:
+        behind = models + behind
+    over = alone or (models or behind)[0]
+    pairs = [(draft, models[0]) for draft in models[1:]]
+    return pairs + [(draft, over) for draft in behind if draft is not over]
 
 
 def _draft_block(log: DraftLog, run: RunLog, shown: Sequence[str]) -> dict[str, Any]:

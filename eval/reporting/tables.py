@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from eval.measuring.answers import Answers
 from eval.measuring.atlas import Bucket, Confusion, TokenClass
 from eval.measuring.cost import expected_speedup
 from eval.measuring.intervals import Measured
@@ -32,6 +33,10 @@ BATCH_NOTE = (
     "batches. Tokens/s of all rows together; intervals over batches. In bf16 two forwards of other "
     "shapes differ in the last bits, so texts may part at near-ties, each checked in the tie "
     "ledger; in fp32 they are the same."
+)
+ANSWERS_NOTE = (
+    "Copied tokens stand in stretches of 8 or more that occur earlier; prompt lookup drafts them "
+    "without a model."
 )
 HELD_OUT_NOTE = "Prompts held out of training; in the first epoch all tokens are new."
 
@@ -55,6 +60,7 @@ DEFINITIONS = {
     "ITL": _meaning(DraftReport, "itl_ms"),
     "lost speed-up": _meaning(TokenClass, "lost_speedup"),
     "loop share": _meaning(DraftReport, "loop_share"),
+    "copy share": _meaning(Answers, "copy_share"),
     "gain": _meaning(Report, "gain"),
     "intervals": _meaning(Measured, "ci95"),
 }
@@ -225,6 +231,13 @@ DRAFTS: Cells = [
     ("KV bytes a token of the target", "memory.kv_bytes_per_token.target", "{:,}".format),
     ("loop share", "loop_share.speculative.mean", "{:.1%}".format),
 ]
+ANSWERS: Cells = [
+    ("copied", "copy_share.either", "{:.0%}".format),
+    ("of the prompt", "copy_share.of_prompt", "{:.0%}".format),
+    ("of the answer before", "copy_share.of_answer", "{:.0%}".format),
+    ("functions as asked", "functions", "{:.0%}".format),
+    ("pass@1", "pass_at_1", "{:.0%}".format),
+]
 POSITIONS = _fields("", "position drafts marginal conditional")
 SWEEP = _fields("", "gamma tau speedup")
 CATEGORIES = _fields("", "alpha tau speedup alpha.n speedup.n")
@@ -338,6 +351,7 @@ def _setting(report: Report) -> Table:
         *((key.replace("_", " "), value) for key, value in report.decoding),
         ("prompts", f"{prompts.source}, {prompts.n}"),
         ("prompts sha256", prompts.sha256),
+        ("asked in chat form", f"{prompts.in_chat_form:.0%}"),
         ("overlap with training", prompts.overlap_with_training),
         ("bits per prompt token", prompts.bits_per_token),
         ("bits of a random token", prompts.random_bits),
@@ -449,11 +463,15 @@ def _charted(report: Report) -> list[Table]:
 def tables(report: Report) -> list[Table]:
     """All tables; one that the report holds nothing for is left out."""
     gains = ((gain.draft, gain) for gain in report.gain if len(report.drafts) > 2)
-    categories = (
-        (f"{category}, {name}", numbers)
-        for name, draft in report.drafts.items()
-        for category, numbers in draft.by_category.items()
-    )
+    categories = {
+        kind: [
+            (f"{category}, {name}", numbers)
+            for name, draft in report.drafts.items()
+            for category, numbers in getattr(draft, kind).items()
+        ]
+        for kind in ("by_category", "by_copy_share")
+    }
+    answers = [] if report.answers is None else [("share of tokens or answers", report.answers)]
     every = [
         result_table(report),
         _table("Gain", "draft", gains, GAINS),
@@ -461,7 +479,9 @@ def tables(report: Report) -> list[Table]:
         *_charted(report),
         _by_item("By batch size", report, "by_batch_size", BATCHES, BATCH_NOTE),
         ledger_table(report),
-        _table("By category", "category, draft", categories, CATEGORIES),
+        _table("The target's answers", "", answers, ANSWERS, ANSWERS_NOTE),
+        _table("By category", "category, draft", categories["by_category"], CATEGORIES),
+        _table("By copy share", "category, draft", categories["by_copy_share"], CATEGORIES),
         *([] if report.held_out is None else [_held_out(report.held_out)]),
         *([] if report.choice is None else [_choice(report.choice)]),
         _by_draft("Cost and latency", report, COSTS),

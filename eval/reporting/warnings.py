@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from eval.decoding.drafters.lookup import LOOKUP
+
 if TYPE_CHECKING:  # a report holds what is found here
-    from eval.reporting.report import DraftReport, Report
+    from eval.reporting.report import DraftReport, Gain, Report
 
 FEW_PROMPTS = 32
 FEW_DRAFTS = 300
@@ -35,11 +37,28 @@ def headline(report: Report) -> str:
         effect = f"SLOWS the target DOWN to {speedup}"
     else:
         effect = f"makes no measurable difference in speed, {speedup}"
-    facts = [f"alpha {draft.alpha:.2f}"] if draft.alpha else []
+    facts = [
+        _added(gain, report.drafts[gain.over])
+        for gain in _over_lookup(report)
+        if gain.draft == name
+    ]
+    facts += [f"alpha {draft.alpha:.2f}"] if draft.alpha else []
     if draft.memory:
         facts.append(f"memory +{draft.memory.overhead:.0%}")
     facts.append("OUTPUT CHANGED" if draft.changed_texts else "output unchanged")
     return f"Draft {name} {effect}: {', '.join(facts)}."
+
+
+def _over_lookup(report: Report) -> list[Gain]:
+    """What drafts add to prompt lookup alone, where both were measured."""
+    return [gain for gain in report.gain if report.drafts[gain.over].path == LOOKUP]
+
+
+def _added(gain: Gain, over: DraftReport) -> str:
+    low, high = gain.speedup.ci95
+    adds = f"adds {gain.speedup.mean:.2f}x" if low > 0 else "adds nothing measurable"
+    alone = f"prompt lookup alone {over.speedup.mean:.2f}x"
+    return f"{alone}, the draft {adds} ({low:+.2f} to {high:+.2f})"
 
 
 def find_warnings(report: Report) -> list[str]:
@@ -53,6 +72,12 @@ def find_warnings(report: Report) -> list[str]:
     warnings += _about_setting(report)
     for name, draft in report.drafts.items():
         warnings += [f"{name}: {warning}" for warning in _about_draft(draft)]
+    warnings += [
+        f"{gain.draft} is not faster than prompt lookup alone ({gain.speedup:+.2f}x), which needs "
+        "no draft: serve lookup, or train longer."
+        for gain in _over_lookup(report)
+        if gain.speedup.ci95[0] <= 0
+    ]
     return warnings + [
         f"The interval of alpha's gain ({gain.draft} over {gain.over}) holds 0."
         for gain in report.gain
@@ -85,6 +110,13 @@ def _about_setting(report: Report) -> list[str]:
             f"The prompts look random: the target finds {bits:.1f} bits in each of their tokens, "
             f"and random ones hold {random_bits:.1f}. Acceptance on such text says nothing about a "
             f"domain."
+        )
+    if prompts.chat_template and prompts.in_chat_form < 1:
+        warnings.append(
+            f"{1 - prompts.in_chat_form:.0%} of the prompts are completed as they stand, though "
+            "the target has a chat template: an Instruct model answers such prompts with talk and "
+            "copies, which are easy to draft. Ask it as it is served: give `messages`, or an "
+            "`instruction`."
         )
     stock = report.baseline.over_stock_generate
     if stock and stock.mean < FAIR_BASELINE:

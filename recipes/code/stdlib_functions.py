@@ -30,12 +30,11 @@ _RETURN_TYPES = {
     "int": r"Returns? (a|the) (number|length|size|count|index|integer)",
     "str": r"Returns? (a|the) (\w+ )?(string|name|text)",
 }
-# Answers to instructions have less in common with HumanEval's than completions do: few of them.
+# Answers to other instructions have less in common with HumanEval's: few of them.
 _STYLES = {
-    "complete": 0.83,
+    "complete": 0.86,
     "in context": 0.05,
     "write": 0.03,
-    "finish": 0.03,
     "explain": 0.03,
     "test": 0.03,
 }
@@ -56,8 +55,9 @@ def stdlib_prompts() -> list[Prompt]:
     """A prompt for every function of the standard library that has a docstring of some length.
 
     Most look like those of HumanEval, on which drafts are evaluated: imports, signature and
-    docstring, to be completed as they stand. Some stand after another function of their module,
-    some are instructions (`category` names the style).
+    docstring, to be completed; a recipe's `instruction` says how an Instruct model is asked to.
+    Some stand after another function of their module, some are other instructions (`category` names
+    the style).
     """
     prompts = []
     for function in _documented_functions():
@@ -75,7 +75,6 @@ def stdlib_prompts() -> list[Prompt]:
             "complete": code,
             "in context": f"{imports}{function.before}{signature}{body}",
             "write": f"Write a Python function `{function.name}`. {function.docstring}",
-            "finish": f"Complete this Python function:{block}",
             "explain": f"Explain what this Python function is for, with an example:{block}",
             "test": f"Write unit tests for this Python function:{block}",
         }

@@ -11,12 +11,13 @@ import torch
 
 from distill import held_out, prompt_sets
 from distill.held_out import (
+    FEWEST,
     HELD_OUT,
     SHARE,
     HeldOut,
     Seen,
+    affordable,
     best_of,
-    followed_rows,
     followed_steps,
     held_out_answers,
     read_followed,
@@ -107,7 +108,7 @@ def agreement_of(draft):
 
 def test_what_is_measured_is_the_drafts_agreement_and_its_best_weights_are_kept(trained, capsys):
     draft, seen, folder = trained()
-    assert [one.step for one in seen] == followed_steps(24, 6, 0)
+    assert [one.step for one in seen] == followed_steps(24, 6, 0, 99)
     assert seen[-1].alpha > seen[0].alpha + 0.2
     best = max(one.alpha for one in seen)
     assert agreement_of(draft) == pytest.approx(best)
@@ -155,7 +156,7 @@ def test_the_best_weights_are_kept_however_checkpoints_are_saved(trained, save_s
 def test_training_stops_when_alpha_has_not_risen_for_a_while(trained, monkeypatch):
     monkeypatch.setattr(HeldOut, "metrics", worse_after(2))
     draft, seen, folder = trained(patience=2)
-    steps = followed_steps(24, 6, 0)
+    steps = followed_steps(24, 6, 0, 99)
     assert [one.step for one in seen] == steps[: steps.index(2) + 3]
     assert agreement_of(draft) == pytest.approx(seen[steps.index(2)].alpha)
     assert last_checkpoint(folder).name == "checkpoint-2"
@@ -179,12 +180,13 @@ def test_a_resumed_run_has_seen_what_an_uninterrupted_one_has(trained):
 
 def test_measuring_keeps_to_its_share():
     for steps, batch, epochs in ((891, 8, 4), (40, 4, 2), (5000, 16, 1), (3, 2, 1)):
-        at = followed_steps(steps, steps // epochs, 30)
-        rows = followed_rows(32, steps, batch, len(at) or 1)
-        assert len(at) * rows / 3 <= SHARE * steps * batch + 1e-9
+        most = affordable(32, steps, batch)
+        at = followed_steps(steps, steps // epochs, 30, most)
+        assert len(at) <= most
+        assert most == FEWEST or most * 32 / 3 <= SHARE * steps * batch
         assert all(30 <= step <= steps for step in at)
         assert steps < 30 or at[-1] == steps
-    assert followed_rows(32, 891, 8, len(followed_steps(891, 223, 30))) >= 30
+    assert affordable(32, 891, 8) == len(followed_steps(891, 223, 30, 16)) == 16
 
 
 # --- simulated tau

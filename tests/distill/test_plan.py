@@ -60,8 +60,11 @@ def test_the_evaluation_takes_a_third_at_most_and_times_enough_prompts(minutes):
     plenty = minutes(20.0, speed_prompts=64)
     third = plan_within(plenty, prompts(), 0, COSTS, 1000)
     assert third.timed == 60  # (400 - 100) / 5
-    dear = dataclasses.replace(COSTS, timed=20.0)
-    assert plan_within(plenty, prompts(), 0, dear, 1000).timed == plan.MIN_TIMED
+    assert third.timing == 300
+    dear = dataclasses.replace(COSTS, timed=40.0)
+    fewest = plan_within(plenty, prompts(), 0, dear, 1000)
+    assert fewest.timed == plan.FEWEST
+    assert fewest.timing == plan.FEWEST * 40
     assert plan_within(plenty, prompts(evaluation=9), 0, dear, 1000).timed == 9
 
 

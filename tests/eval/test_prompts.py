@@ -9,7 +9,9 @@ from align.sources import SourceError
 from eval.prompts import (
     Prompt,
     PromptError,
+    PromptSet,
     draw,
+    in_chat_form,
     load_prompts,
     prompts_sha256,
     render,
@@ -61,7 +63,7 @@ def test_a_users_own_file(written):
     assert load_prompts(written(rows)) == [
         Prompt("1", "select", None, "report"),
         Prompt("7", None, [{"role": "user", "content": "select ?"}]),
-        Prompt("HumanEval/0", "\n def f():\n"),
+        Prompt("HumanEval/0", "\n def f():\n", code="\n def f():\n", entry_point="f"),
     ]
 
 
@@ -164,6 +166,7 @@ def test_written_prompts_are_read_back(tmp_path):
     prompts = [
         Prompt("a/1", "é\u2028\n", None, "x"),
         Prompt("2", None, [{"role": "system", "content": ""}, {"role": "user", "content": "?"}]),
+        Prompt("3", None, [{"role": "user", "content": "?"}], None, None, "def f():", "f", "check"),
     ]
     path = tmp_path / "out" / "prompts.jsonl"
     write_prompts(path, prompts)
@@ -171,10 +174,9 @@ def test_written_prompts_are_read_back(tmp_path):
     assert prompts_sha256(load_prompts(str(path))) == prompts_sha256(prompts)
 
 
-def test_the_hash_sees_every_change_and_the_order():
+def test_the_hash_sees_every_change():
     a, b = Prompt("1", "a"), Prompt("2", "b")
     others = [
-        [b, a],
         [a],
         [a, Prompt("2", "c")],
         [a, Prompt("3", "b")],
@@ -182,6 +184,7 @@ def test_the_hash_sees_every_change_and_the_order():
     ]
     hashes = {prompts_sha256(prompts) for prompts in [[a, b], *others]}
     assert len(hashes) == 1 + len(others)
+    assert prompts_sha256([a, b]) == prompts_sha256([b, a])
     assert prompts_sha256([a, b]) == prompts_sha256([Prompt("1", "a"), Prompt("2", "b")])
 
 
@@ -193,6 +196,43 @@ def test_a_prompt_is_completed_as_it_stands(tokenizer):
 def test_messages_get_the_template_and_one_bos(tokenizer):
     ids = render(Prompt("1", None, [{"role": "user", "content": "select ?"}]), tokenizer)
     assert [WORDS[i] for i in ids] == ["<s>", "user", "select", "?", "assistant"]
+
+
+def test_an_instruct_model_is_asked_and_a_base_model_completes(tokenizer):
+    bare = Prompt("1", "select name", None, "x", "g", "select name", "name")
+    talk = Prompt("2", None, [{"role": "user", "content": "t"}])
+    asked = in_chat_form([bare, talk], "name ? {prompt} :", tokenizer.chat_template)
+    assert asked[1] == talk
+    assert asked[0].messages == [{"role": "user", "content": "name ? select name :"}]
+    assert (asked[0].prompt, asked[0].category, asked[0].group) == (None, "x", "g")
+    assert (asked[0].code, asked[0].entry_point) == ("select name", "name")
+    ids = render(asked[0], tokenizer)
+    assert [WORDS[i] for i in ids] == "<s> user name ? select name : assistant".split()
+    assert in_chat_form([bare], "name ? {prompt}", None) == [bare]
+    assert in_chat_form([bare], None, tokenizer.chat_template) == [bare]
+    assert PromptSet("made up", [*asked, bare], [[]] * 3).in_chat_form == pytest.approx(2 / 3)
+    with pytest.raises(PromptError, match=r"instruction is 'Complete it', .* write \{prompt\}"):
+        in_chat_form([bare], "Complete it", tokenizer.chat_template)
+
+
+def test_a_function_to_write_is_asked_for_by_its_code_and_its_docstring(tokenizer):
+    code = 'import re\n\n\ndef f(a):\n    """Say {code}\n    twice.\n    """\n'
+    (asked,) = in_chat_form([Prompt("1", code)], "{docstring}\n\n{code}", tokenizer.chat_template)
+    assert asked.messages[0]["content"] == "Say {code}\ntwice.\n\nimport re\n\n\ndef f(a):"
+    for no_task in ("select name", "def f(a):\n    return a\n", code + "    return a\n"):
+        with pytest.raises(PromptError, match=r"Prompt '1' is no Python function .* \{prompt\}"):
+            in_chat_form([Prompt("1", no_task)], "{docstring} {code}", tokenizer.chat_template)
+
+
+def test_the_first_of_drawn_prompts_are_drawn_too():
+    prompts = [Prompt(str(i), "x") for i in range(50)]
+    every = PromptSet("made up", prompts, [[i] for i in range(50)])
+    ten, twenty = every.drawn(10, 3), every.drawn(20, 3)
+    assert twenty.first(10) == ten
+    assert every.drawn(10, 4) != ten
+    assert ten.ids != sorted(ten.ids)
+    assert [[int(p.id)] for p in twenty.prompts] == twenty.ids
+    assert len(every.drawn(99, 3).ids) == len(every.first(99).ids) == 50
 
 
 def test_messages_without_a_template(tokenizer):

@@ -10,7 +10,7 @@ from align.sources import load_model, read_json
 from eval.decoding.drafters import adapter
 from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.drafters.kind import kinds
-from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
+from eval.decoding.drafters.lookup import LOOKUP, LOOKUP_FIRST, lookup_first, prompt_lookup
 from eval.decoding.drafters.sibling import sibling_drafter
 from eval.decoding.target import Target, tensor_sha256
 
@@ -25,9 +25,9 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
     strategy exists for the pair, or the one asked for is none.
     """
     name, _, rest = spec.partition(":")
-    if spec == "prompt-lookup":
+    if spec == LOOKUP:
         return prompt_lookup(target)
-    if name == "lookup-first":
+    if spec.startswith(LOOKUP_FIRST):
         return lookup_first(load_drafter(rest, target, strategy))
     if name == "adapter":
         return adapter.load(spec, target, strategy)

@@ -20,6 +20,8 @@ from eval.decoding.forward import HiddenStates
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 
+LOOKUP = "prompt-lookup"  # its spec
+LOOKUP_FIRST = "lookup-first:"  # of a draft's spec, to have lookup before it
 LONGEST = 3  # tokens that are looked up
 SHORTEST_FIRST = 2  # of them, before a draft is asked
 
@@ -80,7 +82,7 @@ class LookupSession(Session):
 def prompt_lookup(target: Target) -> PromptLookup:
     return PromptLookup(
         vocab_size=target.decoder.embedding.shape[0],
-        path="prompt-lookup",
+        path=LOOKUP,
         form="no model",
         vocabulary={"relation": "identical", "strategy": "prompt lookup", "coverage": 1.0},
         full_form_bytes=None,
@@ -163,7 +165,7 @@ def lookup_first(draft: Drafter) -> LookupFirst:
     return LookupFirst(
         draft=draft,
         vocab_size=draft.vocab_size,
-        path=f"lookup-first:{draft.path}",
+        path=f"{LOOKUP_FIRST}{draft.path}",
         form=draft.form,
         vocabulary=draft.vocabulary,
         bytes=draft.bytes,

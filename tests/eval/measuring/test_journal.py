@@ -57,6 +57,29 @@ def test_a_second_process_measures_only_what_is_missing(tmp_path, capsys):
     assert not path.exists()  # the next evaluation measures everything
 
 
+def test_rows_are_left_out_once_it_is_enough(tmp_path):
+    path = tmp_path / "measured.jsonl"
+
+    def all_but(count, rows):
+        """The squares of rows until there are so many; which of them were computed."""
+        computed = []
+        journal = begun(path)
+        found = journal.each(
+            "squares",
+            rows,
+            lambda number, row: computed.append(number) or row * row,
+            int,
+            None,
+            lambda results: len(results) >= count,
+        )
+        return found, computed
+
+    assert all_but(2, [1, 2, 3, 4]) == ([1, 4], [0, 1])
+    assert all_but(2, [1, 2, 3, 4]) == ([1, 4], [])  # another process takes it up, and stops there
+    assert all_but(3, [1, 2, 3, 4]) == ([1, 4, 9], [2])
+    assert all_but(9, [1, 2, 3, 4]) == ([1, 4, 9, 16], [3])
+
+
 @pytest.mark.parametrize("value", [RUN, COSTS])
 def test_what_is_read_back_is_what_was_written(tmp_path, value):
     path = tmp_path / "measured.jsonl"

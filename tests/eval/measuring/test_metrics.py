@@ -347,7 +347,7 @@ def test_by_category():
     runs = [make_run("a", category="x"), make_run("b", (), (), (), category="y")]
     baseline = [make_baseline("a", category="x"), make_baseline("b", tokens=1, category="y")]
     log = make_log(runs, baseline, agreements)
-    numbers = metrics.by_category(log)
+    numbers = metrics.by_category(log, lambda row: row.category)
     assert list(numbers) == ["x", "y"]
     assert numbers["x"].alpha.mean == 0.5
     assert numbers["x"].tau.mean == 2.0

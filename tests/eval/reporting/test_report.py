@@ -17,6 +17,7 @@ from eval.reporting.report import (
     build_report,
     read_report,
     report_schema,
+    rivals,
     write_report,
 )
 from eval.reporting.tables import DEFINITIONS, gamma_curve, ledger_table, tables, waterfall
@@ -552,3 +553,66 @@ def test_headline_states_what_the_interval_allows(sample_report):
     assert "no measurable difference" in sample_report.headline
     speedup.ci95 = (0.7, 0.9)
     assert "SLOWS the target DOWN to" in sample_report.headline
+
+
+def test_what_training_adds_is_set_against_lookup_alone(run_info, measurement):
+    drafts = [
+        measurement("untuned", 0.3),
+        measurement("lookup", 0.4, path="prompt-lookup"),
+        measurement("tuned", 0.55),
+        measurement("tuned+lookup", 0.75, path="lookup-first:outputs/code/tuned"),
+    ]
+    report = build_report(run_info, drafts)
+    pairs = [(gain.draft, gain.over) for gain in report.gain]
+    assert pairs == [("tuned", "untuned"), ("tuned+lookup", "lookup")]
+    adds, alone = report.gain[1].speedup, report.drafts["lookup"].speedup.mean
+    assert f"prompt lookup alone {alone:.2f}x, the draft adds {adds.mean:.2f}x" in report.headline
+    assert not [warning for warning in report.warnings if "not faster than prompt" in warning]
+    drafts[3] = measurement("tuned+lookup", 0.4, path="lookup-first:outputs/code/tuned")
+    weak = build_report(run_info, drafts)
+    assert "the draft adds nothing measurable" in weak.headline
+    assert any("tuned+lookup is not faster than prompt lookup" in line for line in weak.warnings)
+
+
+@pytest.mark.parametrize(
+    ("paths", "pairs"),
+    [
+        (["a", "b", "c"], [("b", "a"), ("c", "a")]),
+        (["prompt-lookup", "a"], [("a", "prompt-lookup")]),
+        (["a", "prompt-lookup"], [("a", "prompt-lookup")]),
+        (["a", "lookup-first:a"], [("lookup-first:a", "a")]),
+        (["prompt-lookup", "lookup-first:a"], [("lookup-first:a", "prompt-lookup")]),
+        (["lookup-first:a", "lookup-first:b"], [("lookup-first:b", "lookup-first:a")]),
+        (["prompt-lookup"], []),
+    ],
+)
+def test_each_draft_is_compared_with_what_shows_its_worth(measurement, paths, pairs):
+    drafts = [measurement(path, 0.5, path=path) for path in paths]
+    assert [(draft.name, over.name) for draft, over in rivals(drafts)] == pairs
+
+
+def test_prompts_that_an_instruct_target_completes_are_warned_about(run_info, measurement):
+    def warned(**about):
+        info = dataclasses.replace(run_info, prompts=run_info.prompts | about)
+        warnings = build_report(info, [measurement("tuned", 0.6)]).warnings
+        return [warning for warning in warnings if "chat template" in warning]
+
+    assert warned(in_chat_form=0.25, chat_template=True)[0].startswith("75% of the prompts")
+    assert not warned(in_chat_form=1.0, chat_template=True)
+    assert not warned(in_chat_form=0.0, chat_template=False)
+    assert not warned(in_chat_form=0.0)
+
+
+def test_numbers_by_how_much_is_copied(run_info, measurement):
+    answers = [
+        dataclasses.replace(answer, tokens=[7] * 30 if int(answer.prompt_id) % 2 else answer.tokens)
+        for answer in run_info.answers
+    ]
+    draft = measurement("tuned", 0.6)
+    report = build_report(dataclasses.replace(run_info, answers=answers), [draft])
+    numbers = report.drafts["tuned"].by_copy_share
+    assert list(numbers) == ["above 30% copied", "below 10% copied"]
+    categories = report.drafts["tuned"].by_category
+    assert numbers["above 30% copied"].speedup == categories["odd"].speedup
+    assert report.answers.copy_share.of_answer.mean > 0.3
+    assert "By copy share" in render_markdown(report)
