@@ -22,7 +22,7 @@ from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 
 LONGEST = 3  # tokens that are looked up; 4 or more bring nothing
-AFTER_ONE = 2  # tokens that a match of one token drafts at most: the third is rarely right
+AFTER_ONE = 2  # tokens that a match of one token drafts at most; more cost more than they bring
 SHORTEST_FIRST = 2  # tokens that must match before a draft is not asked
 
 
@@ -63,7 +63,7 @@ class TextIndex:
 
 
 def looked_up(ids: list[int], text: list[int], shortest: int = 1) -> tuple[list[int], list[int]]:
-    """The places in `text`, after the prompt `ids`, before which one is looked up, and what."""
+    """Where in `text` [R], after the prompt `ids`, a token is looked up, and these tokens."""
     index = TextIndex(ids)
     places: list[int] = []
     tokens: list[int] = []
