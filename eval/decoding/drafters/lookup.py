@@ -1,9 +1,9 @@
 """Prompt lookup, which needs no model, and a draft behind it.
 
-The longest of the last 3, 2 or 1 tokens that stand earlier in the text are looked up, the latest
-such place taken, and the tokens after it drafted, over the text's end if need be (arXiv 2304.04487
-drafts from references like this; transformers calls it `prompt_lookup_num_tokens`). Without a match
-nothing is drafted (`prompt-lookup`), or a draft writes what is new (`lookup-first:SPEC`): a match
+The longest of the last 5, 4, 3, 2 or 1 tokens that stand earlier in the text are looked up, the
+latest such place taken, and the tokens after it drafted, over the text's end if need be (arXiv
+2304.04487 drafts from references like this; transformers calls it `prompt_lookup_num_tokens`).
+Without a match nothing is drafted (`prompt-lookup`), or a draft writes what is new (`lookup-first:SPEC`): a match
 of two tokens is as often right as a small draft, a longer one far more often, one of a single token
 less often (figures: docs/lab-notes.md).
 """
@@ -21,7 +21,7 @@ from eval.decoding.forward import HiddenStates
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 
-LONGEST = 3  # tokens that are looked up; 4 or more bring nothing
+LONGEST = 5  # tokens that are looked up; more bring little
 AFTER_ONE = 2  # tokens that a match of one token drafts at most; more cost more than they bring
 SHORTEST_FIRST = 2  # tokens that must match before a draft is not asked
 
