@@ -3,9 +3,9 @@
 The longest of the last 5, 4, 3, 2 or 1 tokens that stand earlier in the text are looked up, the
 latest such place taken, and the tokens after it drafted, over the text's end if need be (arXiv
 2304.04487 drafts from references like this; transformers calls it `prompt_lookup_num_tokens`).
-Without a match nothing is drafted (`prompt-lookup`), or a draft writes what is new (`lookup-first:SPEC`): a match
-of two tokens is as often right as a small draft, a longer one far more often, one of a single token
-less often (figures: docs/lab-notes.md).
+Without a match nothing is drafted (`prompt-lookup`), or a draft writes what is new
+(`lookup-first:SPEC`): a match of two tokens is as often right as a small draft, a longer one far
+more often, one of a single token less often (figures: docs/lab-notes.md).
 """
 
 from __future__ import annotations
