@@ -84,7 +84,7 @@ def test_drafts_rivals_and_sweep_in_one_report(folder, tmp_path, capsys):
     assert own["tau"]["mean"] == 3
     assert all(entry["rejected"] == 0 for entry in own["atlas"]["classes"])
     assert [point["tau"]["mean"] for point in own["gamma_sweep"]] == [2, 3, 4]
-    assert [entry["draft"] for entry in report["gain"]] == ["bad", "self"]
+    assert [entry["draft"] for entry in report["gain"]] == ["self"]
     assert {d["lossless"]["unexplained"] for d in report["drafts"].values()} == {0}
     # by category: answers have 24 tokens, alpha is taken on all of them
     assert own["by_category"]["odd"]["alpha"]["n"] == 4

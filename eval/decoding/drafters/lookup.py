@@ -1,15 +1,16 @@
 """Prompt lookup, which needs no model, and a draft behind it.
 
-The longest of the last 3, 2 or 1 tokens that stand earlier in the text are looked up, the latest
-such place taken, and the tokens after it drafted (arXiv 2304.04487 drafts from references like
-this; transformers calls it `prompt_lookup_num_tokens`). Without a match nothing is drafted
-(`prompt-lookup`), or a draft writes what is new (`lookup-first:SPEC`): a match of two tokens is as
-often right as a small draft, a longer one far more often (figures: docs/lab-notes.md).
+The longest of the last 5, 4, 3, 2 or 1 tokens that stand earlier in the text are looked up, the
+latest such place taken, and the tokens after it drafted, over the text's end if need be (arXiv
+2304.04487 drafts from references like this; transformers calls it `prompt_lookup_num_tokens`).
+Without a match nothing is drafted (`prompt-lookup`), or a draft writes what is new
+(`lookup-first:SPEC`): a match of two tokens is as often right as a small draft, a longer one far
+more often, one of a single token less often (figures: docs/lab-notes.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,21 +23,58 @@ from eval.decoding.verification import Sampling
 
 LOOKUP = "prompt-lookup"  # its spec
 LOOKUP_FIRST = "lookup-first:"  # of a draft's spec, to have lookup before it
-LONGEST = 3  # tokens that are looked up
-SHORTEST_FIRST = 2  # of them, before a draft is asked
+LONGEST = 5  # tokens that are looked up; more bring little
+AFTER_ONE = 2  # tokens that a match of one token drafts at most; more cost more than they bring
+SHORTEST_FIRST = 2  # tokens that must match before a draft is not asked
 
 
-def following(text: list[int], count: int, shortest: int = 1) -> list[int]:
-    """At most `count` tokens after the latest earlier place of the last tokens of `text`.
+class TextIndex:
+    """A text and where each of its n-grams last stood, so that a lookup does not read the text."""
 
-    shortest: so many tokens, at least, stand there as well.
-    """
-    for length in range(min(LONGEST, len(text) - 1), shortest - 1, -1):
-        last = text[-length:]
-        for i in range(len(text) - length - 1, -1, -1):
-            if text[i : i + length] == last:
-                return text[i + length : i + length + count]
-    return []
+    def __init__(self, tokens: Iterable[int]) -> None:
+        self.tokens: list[int] = []
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram: place of the token after it
+        self.extend(tokens)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            # only now a token follows the last n-grams, so that none ever finds itself
+            for ngram in self._last():
+                self._after[ngram] = len(self.tokens)
+            self.tokens.append(token)
+
+    def following(self, count: int, shortest: int = 1) -> list[int]:
+        """`count` tokens after the latest earlier place of the last tokens, none without a match.
+
+        Where the text ends before that, the copy goes on with what it has copied: `a b a b` goes on
+        with `a b a b` for as long as is wanted. shortest: so many tokens, at least, match; where it
+        is one alone, AFTER_ONE tokens at most are drafted.
+        """
+        for ngram in self._last(shortest):
+            start = self._after.get(ngram)
+            if start is not None:
+                period = len(self.tokens) - start
+                drafted = count if len(ngram) > 1 else min(count, AFTER_ONE)
+                return [self.tokens[start + i % period] for i in range(drafted)]
+        return []
+
+    def _last(self, shortest: int = 1) -> Iterator[tuple[int, ...]]:
+        """The n-grams that end the text, the longest first."""
+        for n in range(min(LONGEST, len(self.tokens)), shortest - 1, -1):
+            yield tuple(self.tokens[-n:])
+
+
+def looked_up(ids: list[int], text: list[int], shortest: int = 1) -> tuple[list[int], list[int]]:
+    """Where in `text` [R], after the prompt `ids`, a token is looked up, and these tokens."""
+    index = TextIndex(ids)
+    places: list[int] = []
+    tokens: list[int] = []
+    for place, token in enumerate(text):
+        if guess := index.following(1, shortest):
+            places.append(place)
+            tokens += guess
+        index.extend([token])
+    return places, tokens
 
 
 @dataclass(kw_only=True)
@@ -50,30 +88,32 @@ class PromptLookup(Drafter):
         self, ids: list[int], text: list[int], samplings: Sequence[Sampling], states: HiddenStates
     ) -> Iterator[Tensor]:
         q = torch.zeros((1, len(text), self.vocab_size), device=self.device)
-        for i in range(len(text)):
-            q[0, i, following([*ids, *text[:i]], 1)] = 1
+        places, tokens = looked_up(ids, text)
+        q[0, places, tokens] = 1
         for _ in samplings:
             yield q
 
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
-        text = list(range(context_length))  # without a match it takes longest
+        # no token stands twice: without a match a lookup takes longest
+        session = LookupSession(self.device, range(context_length))
 
         def run() -> None:
-            following(text, 1)
+            session.propose(1, 0.0)
+            session.commit([[len(session.index.tokens)]], [0], {})
 
         return run
 
 
 class LookupSession(Session):
-    def __init__(self, device: torch.device, text: list[int]) -> None:
-        self.device, self.text = device, list(text)
+    def __init__(self, device: torch.device, text: Iterable[int]) -> None:
+        self.device, self.index = device, TextIndex(text)
 
     def propose(self, count: int, stop_below: float) -> Proposal:
-        tokens = following(self.text, count)
+        tokens = self.index.following(count)
         return Proposal(torch.tensor([tokens], dtype=torch.long, device=self.device))
 
     def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
-        self.text += emitted[0]
+        self.index.extend(emitted[0])
 
     def keep(self, rows: list[int]) -> None:
         assert rows == [0]
@@ -104,12 +144,10 @@ class LookupFirst(Drafter):
     def teacher_forced(
         self, ids: list[int], text: list[int], samplings: Sequence[Sampling], states: HiddenStates
     ) -> Iterator[Tensor]:
-        matches = [following([*ids, *text[:i]], 1, SHORTEST_FIRST) for i in range(len(text))]
-        rows = [i for i, tokens in enumerate(matches) if tokens]
-        looked_up = [tokens[0] for tokens in matches if tokens]
+        places, tokens = looked_up(ids, text, SHORTEST_FIRST)
         for q in self.draft.teacher_forced(ids, text, samplings, states):
-            q[0, rows] = 0
-            q[0, rows, looked_up] = 1
+            q[0, places] = 0
+            q[0, places, tokens] = 1
             yield q
 
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
@@ -123,11 +161,11 @@ class LookupFirstSession(Session):
     def __init__(self, session: Session, texts: Texts) -> None:
         self.session = session
         self.device = texts.generator.device
-        self.texts = [list(text) for text in texts.ids]
+        self.indexes = [TextIndex(text) for text in texts.ids]
         self.replaced: list[int] = []  # rows that were drafted, too, but looked up
 
     def propose(self, count: int, stop_below: float) -> Proposal:
-        matches = [following(text, count, SHORTEST_FIRST) for text in self.texts]
+        matches = [index.following(count, SHORTEST_FIRST) for index in self.indexes]
         rows = [row for row, tokens in enumerate(matches) if tokens]
         proposals: list[Proposal] = []
         places: list[slice] = []
@@ -149,14 +187,14 @@ class LookupFirstSession(Session):
         return whole._replace(free=rows)
 
     def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
-        for text, new in zip(self.texts, emitted, strict=True):
-            text += new
+        for index, new in zip(self.indexes, emitted, strict=True):
+            index.extend(new)
         # what the draft has read of its own on a replaced row is not what was emitted
         as_drafted = [0 if row in self.replaced else n for row, n in enumerate(accepted)]
         self.session.commit(emitted, as_drafted, states)
 
     def keep(self, rows: list[int]) -> None:
-        self.texts = [self.texts[row] for row in rows]
+        self.indexes = [self.indexes[row] for row in rows]
         self.session.keep(rows)
 
 

@@ -1,17 +1,21 @@
 """Prompt lookup: what it drafts, and that the output stays the target's."""
 
+import random
+
 import pytest
 import torch
 
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.drafter import Texts
 from eval.decoding.drafters.loading import load_drafter
-from eval.decoding.drafters.lookup import following
+from eval.decoding.drafters.lookup import AFTER_ONE, LONGEST, TextIndex, looked_up
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring.agreement import measure_agreement, target_texts
 from eval.measuring.evaluation import Plan, evaluate
+from eval.measuring.replay import best_length, places
+from eval.measuring.runs import StepCosts
 from eval.prompts import Prompt, PromptSet
 
 VOCAB = 40
@@ -31,21 +35,113 @@ def lookup(target):
     return load_drafter("prompt-lookup", target)
 
 
+def scanned(text, count, shortest=1):
+    """What a lookup drafts, by reading the whole text."""
+    for length in range(min(LONGEST, len(text) - 1), shortest - 1, -1):
+        for start in range(len(text) - length - 1, -1, -1):
+            if text[start : start + length] == text[-length:]:
+                copy = list(text)
+                for i in range(count if length > 1 else min(count, AFTER_ONE)):
+                    copy.append(copy[start + length + i])
+                return copy[len(text) :]
+    return []
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [
         ([1, 2, 3, 9, 1, 2, 3], [9, 1, 2]),
         ([1, 2, 3, 8, 2, 3, 7, 1, 2, 3], [8, 2, 3]),  # three tokens go before two
-        ([5, 1, 7, 1], [7, 1]),
+        ([5, 1, 7, 1], [7, 1]),  # of a match of one token
         ([5, 1, 6, 5, 1, 7, 5, 1], [7, 5, 1]),  # the latest place
-        ([4, 4, 4], [4]),
+        ([4, 4, 4], [4, 4, 4]),  # over the end of the text: loops of one, two tokens
+        ([4, 4], [4, 4]),
+        ([9, 6, 5, 6, 5], [6, 5, 6]),
         ([1, 2, 3], []),
         ([1], []),
     ],
 )
 def test_what_followed_the_last_tokens_before(text, found):
-    assert following(text, 3) == found
-    assert following(text, 1) == found[:1]
+    for count in (3, 1, 0):
+        assert scanned(text, count) == found[:count]
+        assert TextIndex(text).following(count) == found[:count]
+
+
+@pytest.mark.parametrize("letters", [1, 2, 3, 8])
+def test_an_index_that_grows_drafts_what_a_scan_does(letters):
+    draw = random.Random(letters)
+    drafted, lengths = 0, set()
+    for _ in range(40):
+        text = draw.choices(range(letters), k=draw.randrange(12))
+        index = TextIndex(text)
+        for _ in range(30):
+            count, shortest = draw.randrange(9), draw.choice((1, 2, 3))
+            tokens = index.following(count, shortest)
+            assert tokens == scanned(text, count, shortest)
+            drafted += len(tokens)
+            lengths.add(len(tokens))
+            # what a block emits: a part of the draft, and the target's own token
+            emitted = tokens[: draw.randrange(len(tokens) + 1)] + draw.choices(range(letters))
+            index.extend(emitted)
+            text += emitted
+    assert drafted > 500
+    assert lengths == set(range(9))
+
+
+@pytest.mark.parametrize("name", ["prompt-lookup", "lookup-first:prompt-lookup"])
+def test_sessions_look_up_each_row_of_its_own_as_others_leave(target, name):
+    draw = random.Random(1)
+    texts = [draw.choices(range(3), k=draw.randrange(1, 9)) for _ in range(6)]
+    drafter = load_drafter(name, target)
+    session = drafter.start(Texts([*map(list, texts)], 99, Sampling(), torch.Generator(), [{}] * 6))
+    while texts:
+        for _ in range(3):
+            proposal = session.propose(5, 0.0)
+            counts = proposal.counts.tolist() if proposal.counts is not None else None
+            for row, text in enumerate(texts):
+                end = counts[row] if counts else None
+                assert proposal.tokens[row].tolist()[:end] == scanned(text, 5)
+            emitted = [draw.choices(range(3), k=draw.randrange(1, 4)) for _ in texts]
+            session.commit(emitted, [0] * len(texts), {})
+            texts = [text + new for text, new in zip(texts, emitted, strict=True)]
+        # one leaves, the others change places
+        rows = draw.sample(range(len(texts)), len(texts) - 1)
+        session.keep(rows)
+        texts = [texts[row] for row in rows]
+
+
+def test_a_lookup_reads_no_more_of_a_longer_text():
+    class Counted(list):
+        reads = 0
+
+        def __getitem__(self, at):
+            Counted.reads += len(range(*at.indices(len(self)))) if isinstance(at, slice) else 1
+            return super().__getitem__(at)
+
+        def __iter__(self):
+            raise AssertionError("the whole text is read")
+
+    reads = set()
+    for length in (100, 10_000):
+        index = TextIndex([])
+        index.tokens = Counted()
+        index.extend(range(length))
+        Counted.reads = 0
+        index.extend([1, 2, 3])
+        assert index.following(8) == [4, 5, 6, 7, 8, 9, 10, 11]
+        assert index.following(8, 2) == [4, 5, 6, 7, 8, 9, 10, 11]
+        reads.add(Counted.reads)
+    assert len(reads) == 1
+
+
+def test_the_log_of_alpha_looks_up_before_every_token():
+    draw = random.Random(2)
+    ids, text = draw.choices(range(4), k=9), draw.choices(range(4), k=60)
+    for shortest in (1, 2):
+        scans = [scanned([*ids, *text[:place]], 1, shortest) for place in range(len(text))]
+        places, tokens = looked_up(ids, text, shortest)
+        assert places == [place for place, tokens in enumerate(scans) if tokens]
+        assert tokens == [token for tokens in scans for token in tokens]
 
 
 def test_without_a_match_nothing_is_drafted(target, lookup):
@@ -56,8 +152,8 @@ def test_without_a_match_nothing_is_drafted(target, lookup):
     assert proposal.tokens[1].tolist() == [8, 7]
     session.commit([[1], [9]], [0, 0], {})
     proposal = session.propose(4, 0.0)
-    assert proposal.counts.tolist() == [3, 0]
-    assert proposal.tokens[0].tolist() == [2, 3, 1]
+    assert proposal.counts.tolist() == [2, 0]
+    assert proposal.tokens[0].tolist() == [2, 3]
     session.keep([1])
     assert session.propose(4, 0.0).tokens.shape == (1, 0)
 
@@ -90,9 +186,18 @@ def test_alpha_counts_the_tokens_it_would_have_got(target, lookup, journal):
     prompts = PromptSet("made up", PROMPTS, IDS)
     found, _ = measure_agreement(target, {"rival": lookup}, prompts, texts, GREEDY, journal)
     for row, ids, text in zip(found["rival"], IDS, texts, strict=True):
-        drafted = [following(ids + text[:at], 1) for at in range(len(text))]
+        drafted = [scanned(ids + text[:at], 1) for at in range(len(text))]
         assert row.alpha_sum == sum(d == [t] for d, t in zip(drafted, text, strict=True))
         assert row.guesses == [d[0] if d else -1 for d in drafted]
+
+
+def test_its_best_length_is_its_own_and_knows_no_doubt(target, lookup):
+    texts = places(target, lookup, PromptSet("made up", PROMPTS, IDS), GREEDY, 6)
+    for price, gammas in ((0.001, range(2, 7)), (1.0, [1])):  # of a token more to verify
+        costs = StepCosts(0.0, 1.0, {width: 1 + price * (width - 1) for width in range(1, 8)}, 20)
+        length = best_length(texts, costs, 6)
+        assert length.gamma in gammas
+        assert length.stop_below == 0
 
 
 def test_it_stands_in_a_report_like_any_draft(target, lookup, letters, journal):
