@@ -79,7 +79,7 @@ class DrivenEngine(ABC):
     ) -> dict[str, Any]:
         """`losslessness.tie` where greedy texts, the target's own and the drafted one, part.
 
-        Empty where the engine's text is another when it is asked again.
+        `{why}` alone where the engine's text is another when it is asked again.
         """
 
     def text_of(self, tokens: list[int]) -> str:
