@@ -23,10 +23,7 @@ from eval.reporting.report import Report, build_report
 
 # Fields of a draft in the report that are made from distributions, and from the time of steps.
 DISTRIBUTIONS = "alpha atlas"
-STEPS = (
-    "costs c verify_ratio predicted_speedup decode_efficiency payoff waterfall placement "
-    "gamma_curve"
-)
+STEPS = "costs c verify_ratio predicted_speedup decode_efficiency payoff"
 # Fields that every engine outside leaves null, each with the reason.
 MISSING = {
     **dict.fromkeys(DISTRIBUTIONS.split(), "it gives no distributions: see --engine torch"),

@@ -171,7 +171,9 @@ def test_a_whole_report_of_two_servers(fake):
     ]
     assert report.decoding.gamma == draft.gamma == 3
     assert report.decoding.ended_by_stop == 0
-    assert {entry.field for entry in draft.missing} >= {"alpha", "tau", "c", "memory"}
+    missing = {entry.field for entry in draft.missing}
+    assert missing >= {"alpha", "tau", "c", "memory"}
+    assert all(getattr(draft, field) is None for field in missing)
     for rendered in (render_markdown(report), render_page(report)):
         assert "Counters of the server" in rendered
         assert "served, alpha, atlas: it gives no distributions" in rendered
