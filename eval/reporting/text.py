@@ -26,7 +26,6 @@ from eval.reporting.tables import (
     verdict_lines,
 )
 
-
 STYLES = {"identical": "green", "same up to ties": "", "changed": "red bold"}
 
 
