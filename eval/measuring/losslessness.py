@@ -36,7 +36,9 @@ class Divergence(Part):
     target: str = Field(description="the token without a draft")
     drafted: str = Field(description="the token with it")
     gap: Quantity | None = Field(description="between the two tokens' logits")
-    error: Quantity | None = Field(description="between two forwards' logits there")
+    error: Quantity | None = Field(
+        description="between two forwards' logits there (of a server: over the text)"
+    )
     tie: bool
     why: str = Field("", description="why it is no tie, where gap and error do not say so")
 
