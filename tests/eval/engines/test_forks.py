@@ -47,10 +47,11 @@ class Serving(Fake):
     """A server of `model`, whose forwards are of a kind: one token each, or a block to verify.
 
     draft: a model that writes every third token, unverified. silent: of log-probabilities.
+    stretch: they are told so many times as far apart.
     """
 
-    def __init__(self, block, model, draft=None, silent=False):
-        self.served, self.draft, self.silent = model, draft, silent
+    def __init__(self, block, model, draft=None, silent=False, stretch=1):
+        self.served, self.draft, self.silent, self.stretch = model, draft, silent, stretch
         super().__init__(block)
 
     def write(self, ids, count):
@@ -79,7 +80,10 @@ class Serving(Fake):
         tops = [
             None
             if row is None
-            else {f"token_id:{i}": float(row[i]) for i in [token, *row.topk(5).indices.tolist()]}
+            else {
+                f"token_id:{i}": self.stretch * float(row[i])
+                for i in [token, *row.topk(5).indices.tolist()]
+            }
             for token, row in zip(tokens, rows, strict=True)
         ]
         named = [f"token_id:{token}" for token in tokens]
@@ -149,14 +153,13 @@ def test_a_server_without_logprobs_leaves_the_fork_named(texts, side):
     assert reason in report.warnings[0]
 
 
-class Accomplice(Model):
-    """Of a server that drafts: to it all tokens are alike, so that any fork looks like a tie."""
-
-    def logprobs(self, ids, forward):
-        logprobs = super().logprobs(ids, forward)
-        return logprobs * 1e-6 if forward == "blocks of 3" else logprobs
-
-
 def test_the_server_that_drafts_cannot_excuse_itself(texts):
-    ledger, _ = texts(Accomplice(), {"draft": Model(0.02, 3.0)})
-    assert ledger.unexplained == len(PROMPTS), ledger
+    """By saying that all tokens are alike: that any fork is a tie, or any error large."""
+    mutant = {"draft": Model(0.02, 0.5)}
+    honest, _ = texts(Model(), mutant)
+    liar, _ = texts(Model(), mutant | {"stretch": 1e-6})
+    assert liar.unexplained == honest.unexplained >= 4
+
+
+def test_a_server_that_is_sure_of_the_other_token_sees_no_tie(texts):
+    assert texts(Model(), {"stretch": 30})[0].verdict == "changed"
