@@ -217,10 +217,8 @@ def _tables(report: Report, facts: CardFacts) -> list[Table]:
 
 
 def _engine_row(name: str, report: Report) -> list[str]:
-    draft, ledger = report.last[1], report.last[1].lossless
+    draft = report.last[1]
     accepted = draft.accepted_over_drafted or (draft.counters and draft.counters.acceptance_rate)
-    ties = f", {ledger.tie_divergences} at a tie" if ledger.tie_divergences else ""
-    changed = f", {ledger.unexplained} UNEXPLAINED" if ledger.unexplained else ""
     return [
         name,
         # as its report has it, else as it is installed by us
@@ -229,7 +227,7 @@ def _engine_row(name: str, report: Report) -> list[str]:
         gamma_text(draft.gamma, draft.gamma_policy),
         shown(draft.speedup),
         f"{accepted.mean:.0%} of the drafted" if accepted else "not told",
-        f"{ledger.identical} of {ledger.prompts} identical{ties}{changed}",
+        str(draft.lossless),
     ]
 
 

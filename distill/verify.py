@@ -20,7 +20,7 @@ from eval.engines.environments import NAMES
 from eval.engines.installed import measure_installed
 from eval.prompts import PromptSet, load_prompts, render_all
 from eval.reporting.report import Report, checked
-from eval.reporting.tables import lossless_line
+from eval.reporting.tables import texts_line
 
 PROMPTS, MAX_NEW_TOKENS = 24, 64  # of each engine's check
 
@@ -82,8 +82,8 @@ def _verify(
             )
     except ValueError as error:  # not installed, or not up to this pair: the card says which
         return str(error)
-    draft = measured.last[1]
-    print(f"{name}: speed-up {draft.speedup:.2f}. {lossless_line(name, draft.lossless)}")
+    draft_name, draft = measured.last
+    print(f"{name}: speed-up {draft.speedup:.2f}. {texts_line(draft_name, draft.lossless)}")
     return measured
 
 

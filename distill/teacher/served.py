@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -35,18 +35,10 @@ from distill.teacher.answers import (
 )
 from distill.teacher.store import Answers, CachedAnswer, Store, bytes_per_token, names_of
 from eval.decoding.loop import seed_of
-from eval.engines.server import PATIENT, Server, ServerError
+from eval.engines.server import PATIENT, UNPENALISED, Server, ServerError, token_ids
 
 TIMEOUT = 600.0  # seconds for one whole answer, which is sent when it has ended
-# A server takes what is not said from the checkpoint's generation config.
-UNCHANGED = {
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
+UNCHANGED = {"top_p": 1.0, "top_k": -1, **UNPENALISED}
 ROUNDING = 1e-3  # of log-probabilities and of their mass
 MASKED = -9000.0  # no softmax goes so low: vLLM writes -9999 for minus infinity
 WITNESSES = 4
@@ -121,7 +113,7 @@ class Request:
                 f"it is no completion with log-probabilities ({where}: {first['msg']}); use vLLM"
             ) from None
         logprobs = completion.choices[0].logprobs
-        tokens = _token_ids(logprobs.tokens)
+        tokens = token_ids(logprobs.tokens)
         for fault in self._faults(completion, tokens, prompt):
             raise ServerError(fault)
         ids, values = self._top(logprobs.top_logprobs)
@@ -177,7 +169,7 @@ class Request:
             )
         named = np.arange(counts.max()) < counts[:, None]
         ids = np.full(named.shape, -1)
-        ids[named] = _token_ids(key for row in rows for key in row)
+        ids[named] = token_ids(key for row in rows for key in row)
         logprobs = np.full(named.shape, -np.inf)
         logprobs[named] = [p for row in rows for p in row.values()]
         if (odd := ~((logprobs > MASKED) & (logprobs <= ROUNDING)) & named).any():
@@ -199,17 +191,6 @@ class Request:
                 f"probabilities sum to {mass:.3f}; serve with --logprobs-mode raw_logprobs"
             )
         return ids, np.minimum(logprobs, 0)
-
-
-def _token_ids(texts: Iterable[str]) -> list[int]:
-    """The ids that texts `token_id:N` stand for."""
-    named = list(texts)
-    if strange := [t for t in named if not (t[:9] == "token_id:" and t[9:].isdecimal())]:
-        raise ServerError(
-            f"its tokens are texts ({strange[0]!r}), and several ids can have the same; use a "
-            "server that knows return_tokens_as_token_ids, as vLLM does"
-        )
-    return [int(text[9:]) for text in named]
 
 
 def _difference(before: CachedAnswer, now: CachedAnswer) -> float:

@@ -29,7 +29,7 @@ from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.target import load_on, model_bytes, stop_tokens, tensor_sha256
 from eval.engines.driven import DrivenEngine, LoadedDraft, log_blocks
 from eval.measuring.evaluation import device_name
-from eval.measuring.losslessness import tie
+from eval.measuring.losslessness import PARTS_IN_FP32, tie
 from eval.measuring.runs import PromptRun
 from eval.prompts import Prompt
 
@@ -174,7 +174,8 @@ class Assisted(DrivenEngine):
         explained = tie(single, wide, texts[0][position], texts[1][position])
         if explained["tie"]:
             exact = [self._in_fp32.decode(way, prompt, ids, how).tokens for way in ways]
-            explained["tie"] = exact[0] == exact[1]
+            if exact[0] != exact[1]:
+                explained |= PARTS_IN_FP32
         return explained
 
     @cached_property

@@ -23,10 +23,7 @@ from eval.reporting.report import Report, build_report
 
 # Fields of a draft in the report that are made from distributions, and from the time of steps.
 DISTRIBUTIONS = "alpha atlas"
-STEPS = (
-    "costs c verify_ratio predicted_speedup decode_efficiency payoff waterfall placement "
-    "gamma_curve"
-)
+STEPS = "costs c verify_ratio predicted_speedup decode_efficiency payoff"
 # Fields that every engine outside leaves null, each with the reason.
 MISSING = {
     **dict.fromkeys(DISTRIBUTIONS.split(), "it gives no distributions: see --engine torch"),
@@ -79,7 +76,7 @@ class DrivenEngine(ABC):
     ) -> dict[str, Any]:
         """`losslessness.tie` where greedy texts, the target's own and the drafted one, part.
 
-        Empty where the engine's text is another when it is asked again.
+        `{why}` alone where the engine's text is another when it is asked again.
         """
 
     def text_of(self, tokens: list[int]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -27,6 +27,13 @@ PATIENT = Retry(
     raise_on_status=False,  # the last response says more than that there were too many
     retry_after_max=300,
 )
+# A server takes what is not said from the checkpoint's generation config.
+UNPENALISED = {
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 
 
 class ServerError(ValueError):
@@ -147,6 +154,17 @@ class Server:
     def model(self) -> str:
         """The name of the model that is asked."""
         return str(self.asked_model or self.models[0]["id"])
+
+
+def token_ids(texts: Iterable[str]) -> list[int]:
+    """The ids that texts `token_id:N` stand for. Raises ServerError for any other text."""
+    named = list(texts)
+    if strange := [t for t in named if not (t[:9] == "token_id:" and t[9:].isdecimal())]:
+        raise ServerError(
+            f"its tokens are texts ({strange[0]!r}), and several ids can have the same; use a "
+            "server that knows return_tokens_as_token_ids, as vLLM does"
+        )
+    return [int(text[9:]) for text in named]
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
 from eval.engines.counters import read_series, total
 from eval.engines.driven import MISSING, decoding, prompts_used
-from eval.engines.server import Server, ServerError
+from eval.engines.forks import explain
+from eval.engines.server import UNPENALISED, Server, ServerError
 from eval.measuring.intervals import Measured, measure, share
 from eval.measuring.losslessness import divergence, ledger
 from eval.measuring.runs import DraftLog, Floats, PromptRun, RunLog
@@ -42,6 +43,7 @@ class Answer:
     """An answer of a server; what was drafted for it is not in `run`."""
 
     run: PromptRun
+    prompt_ids: list[int]  # empty where the server does not tell them
     ended: bool  # by itself
     counters: Floats | None  # how much they grew meanwhile; None where the server has none
 
@@ -73,17 +75,21 @@ class VllmServer(Server):
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
+            **UNPENALISED,
         }
         if prompt.messages is None:
             path, body = "/v1/completions", body | {"prompt": prompt.prompt}
         else:
             path, body = "/v1/chat/completions", body | {"messages": prompt.messages}
         times, blocks = [time.perf_counter()], []
+        prompt_ids: list[int] = []
         prompt_tokens, finish = 0, None
         for message in self.stream(path, body, f" to prompt {prompt.id!r}"):
             now = time.perf_counter()
             prompt_tokens = (message.get("usage") or {}).get("prompt_tokens", prompt_tokens)
+            prompt_ids = message.get("prompt_token_ids") or prompt_ids  # of a chat
             for choice in message.get("choices", []):
+                prompt_ids = choice.get("prompt_token_ids") or prompt_ids
                 finish = choice.get("finish_reason") or finish
                 if ids := choice.get("token_ids"):
                     blocks.append(ids)
@@ -98,6 +104,7 @@ class VllmServer(Server):
         after = self.counters()
         return Answer(
             PromptRun.of(prompt, prompt_tokens, np.diff(times).tolist(), blocks),
+            prompt_ids,
             finish == "stop",
             None if before is None or after is None else after - before,
         )
@@ -148,7 +155,7 @@ def measure_servers(
         vocabulary={"relation": "of the server", "strategy": "of the server", "coverage": None},
         runs=[drafted.run for _, drafted in pairs],
         baseline=[plain.run for plain, _ in pairs],
-        lossless=_compare(greedy),
+        lossless=_compare(speculative, baseline, greedy),
         gamma=len(counters["acceptance_per_position"]) or None if counters else None,
         gamma_policy="of the server",
         counters=counters,
@@ -259,11 +266,17 @@ def _counters_block(pairs: Sequence[Pair]) -> tuple[dict[str, Any] | None, str |
     }, None
 
 
-def _compare(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """The ledger of the two servers' greedy texts; no server gives logits to explain a tie by."""
-    entries = [
-        divergence(plain.run, drafted.run, lambda ids: f"token {ids[0]}" if ids else "end")
-        for plain, drafted in pairs
-        if plain.run.tokens != drafted.run.tokens
-    ]
+def _compare(
+    speculative: VllmServer, baseline: VllmServer, pairs: Sequence[Pair]
+) -> dict[str, Any]:
+    """The ledger of the two servers' greedy texts."""
+    entries = []
+    for plain, drafted in pairs:
+        texts = plain.run.tokens, drafted.run.tokens
+        if texts[0] == texts[1]:
+            continue
+        entry = divergence(plain.run, drafted.run, lambda ids: f"token {ids[0]}" if ids else "end")
+        if entry["position"] < min(map(len, texts)):  # lengths can never differ by a tie
+            entry |= explain(baseline, speculative, plain.prompt_ids, texts, entry["position"])
+        entries.append(entry)
     return ledger(len(pairs), entries)

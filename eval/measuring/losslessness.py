@@ -25,6 +25,8 @@ from eval.measuring.intervals import Count, Part, Positive, Quantity
 from eval.measuring.runs import PromptRun
 from eval.prompts import Batch
 
+PARTS_IN_FP32: dict[str, Any] = {"tie": False, "why": "the texts part in fp32, too"}
+
 
 class Divergence(Part):
     """Where a greedy text with a draft parts from the target's own."""
@@ -34,12 +36,19 @@ class Divergence(Part):
     target: str = Field(description="the token without a draft")
     drafted: str = Field(description="the token with it")
     gap: Quantity | None = Field(description="between the two tokens' logits")
-    error: Quantity | None = Field(description="between two forwards' logits there")
+    error: Quantity | None = Field(
+        description="between two forwards' logits there (of a server: over the text)"
+    )
     tie: bool
+    why: str = Field("", description="why it is no tie, where gap and error do not say so")
 
 
 class Ledger(Part):
-    """Greedy texts with and without the draft, compared token by token."""
+    """Greedy texts with and without the draft, compared token by token.
+
+    As a text it has the three words that a report uses for them: a text is identical, the same up
+    to ties (it parts where the target cannot tell two tokens apart), or changed (unexplained).
+    """
 
     prompts: Positive
     identical: Count
@@ -55,6 +64,19 @@ class Ledger(Part):
                 f"unexplained do not make up {self.prompts} prompts"
             )
         return self
+
+    def __str__(self) -> str:
+        return (
+            f"{self.prompts} texts: {self.identical} identical, {self.tie_divergences} "
+            f"same up to ties, {self.unexplained} changed"
+        )
+
+    @property
+    def verdict(self) -> str:
+        """The worst of the three words that holds for a text of these."""
+        if self.unexplained:
+            return "changed"
+        return "same up to ties" if self.tie_divergences else "identical"
 
 
 def ledger(prompts: int, divergences: list[dict[str, Any]]) -> dict[str, Any]:
@@ -142,7 +164,8 @@ class LosslessCheck:
         for (prompts, ids), ties in tqdm(near, desc="check ties in fp32", unit="batch"):
             exact = decode(self.exact, drafter, prompts, ids, self.how, length)
             for row, entry in ties.items():
-                entry["tie"] = exact[row].tokens == self.exact_texts[exact[row].prompt_id]
+                if exact[row].tokens != self.exact_texts[exact[row].prompt_id]:
+                    entry |= PARTS_IN_FP32
         return ledger(sum(len(prompts) for prompts, _ in batches), divergences)
 
     def _divergences(

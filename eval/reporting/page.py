@@ -25,11 +25,11 @@ from eval.reporting.tables import (
     gamma_curve,
     gamma_text,
     ledger_table,
-    lossless_line,
     missing_lines,
     shown,
     size,
     tables,
+    texts_line,
     verdict_lines,
     waterfall,
 )
@@ -38,6 +38,9 @@ COLOURS = 5  # --s0 … --s4 of page.css; the last draft, which the headline is 
 WIDTH, HEIGHT = 480, 260  # of a chart, in its own units
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 12, 42  # margins around its plot
 NUMERIC = re.compile(r"[+\-−≤]?\d[\d.,]*(?!\w)|not measured")
+
+# Classes of page.css: what stands in green is identical.
+MARKS = {"identical": "good", "same up to ties": "tie", "changed": "bad"}
 
 Drafts = dict[str, DraftReport]
 
@@ -230,10 +233,8 @@ def render_page(report: Report) -> str:
             memory=memory_rows(report.drafts, colours),
             atlases=[(n, report.drafts[n].atlas) for n in order if report.drafts[n].atlas],
             verdicts=verdict_lines(report),
-            ledgers=[
-                (lossless_line(which, ledger), ledger.unexplained)
-                for which, ledger in report.ledgers()
-            ],
+            ledgers=[(texts_line(*ledger), ledger[1].verdict) for ledger in report.ledgers()],
+            marks=MARKS,
             tie_note=ledger_table(report).note,
             provenance=json.dumps(report.provenance, indent=2, ensure_ascii=False),
             definitions=DEFINITIONS,

@@ -202,9 +202,13 @@ class DraftReport(Part):
                 yield f"{name} in batches of {point.batch_size}", point.lossless
 
     @property
-    def changed_texts(self) -> int:
-        """How many texts came out other than the target's own, with no tie to explain it."""
-        return sum(ledger.unexplained for _, ledger in self.ledgers(""))
+    def texts(self) -> Ledger:
+        """All of these comparisons as one."""
+        ledgers = [ledger for _, ledger in self.ledgers("")]
+        parted = [entry for ledger in ledgers for entry in ledger.divergences]
+        counts = ("prompts", "identical", "tie_divergences", "unexplained")
+        totals = {count: sum(getattr(ledger, count) for ledger in ledgers) for count in counts}
+        return Ledger(**totals, divergences=parted)
 
     @model_validator(mode="after")
     def _null_has_a_reason(self) -> Self:

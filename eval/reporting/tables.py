@@ -24,10 +24,11 @@ NOT_MEASURED = "not measured"
 LEDGER_ROWS = 20
 COUNTERS_NOTE = "By the server's own definitions (docs/metrics.md)."
 LEDGER_NOTE = (
-    "Greedy texts with and without the draft, token by token. A divergence is a tie where the two "
-    "logits lie no further apart than twice what two forwards of the target differ by, and fp32 "
-    "agrees."
+    "Greedy texts with and without the draft, token by token, and where they part. It is a tie "
+    "where the two tokens lie no further apart than twice what two forwards of the target differ "
+    "by, and the texts agree in fp32 (behind a server: and all that follows is its choice too)."
 )
+TIES = " (at a tie the target's own rounding decides between two tokens: either text is its own)"
 BATCH_NOTE = (
     "The rows of a batch start together, and one that ends leaves. Without a draft: the same "
     "batches. Tokens/s of all rows together; intervals over batches. In bf16 two forwards of other "
@@ -111,13 +112,6 @@ def bounds(bucket: Bucket) -> str:
     return f"≥ {bucket.low:g}" if bucket.high is None else f"{bucket.low:g}-{bucket.high:g}"
 
 
-def _counted(ledger: Ledger) -> str:
-    counts = [f"{ledger.identical} of {ledger.prompts}"]
-    counts += [f"{ledger.tie_divergences} at a tie"] if ledger.tie_divergences else []
-    counts += [f"{ledger.unexplained} UNEXPLAINED"] if ledger.unexplained else []
-    return ", ".join(counts)
-
-
 def _confusions(examples: list[Confusion]) -> str:
     return ", ".join(
         f"{quoted(e.target)} drafted as {quoted(e.draft)} ×{e.count}" for e in examples
@@ -127,12 +121,9 @@ def _confusions(examples: list[Confusion]) -> str:
 # --- Lines beside the tables ---
 
 
-def lossless_line(which: str, ledger: Ledger) -> str:
-    """One ledger in a sentence."""
-    return (
-        f"Lossless, {which}: {ledger.identical} of {ledger.prompts} prompts identical, "
-        f"{ledger.tie_divergences} part at a tie, {ledger.unexplained} unexplained"
-    )
+def texts_line(which: str, ledger: Ledger) -> str:
+    """One ledger in a sentence, which says what ties are where there are any."""
+    return f"With draft {which}, {ledger}{TIES if ledger.tie_divergences else ''}."
 
 
 def baseline_line(report: Report) -> str:
@@ -144,7 +135,11 @@ def baseline_line(report: Report) -> str:
 
 def verdict_lines(report: Report) -> list[str]:
     """Whether each draft pays, where its step costs were timed."""
-    return [f"{name}: {d.payoff.verdict}" for name, d in report.drafts.items() if d.payoff]
+    return [
+        f"{name}: {'NOT LOSSLESS, do not serve. ' if d.texts.unexplained else ''}{d.payoff.verdict}"
+        for name, d in report.drafts.items()
+        if d.payoff
+    ]
 
 
 def missing_lines(report: Report) -> list[str]:
@@ -249,7 +244,7 @@ BATCHES: Cells = [
     ("speed-up", "speedup", shown),
     ("tau", "tau", shown),
     ("batches", "speedup.n", str),
-    ("texts as without a draft", "lossless", _counted),
+    ("greedy text", "lossless", str),
 ]
 CLASSES: Cells = [
     ("tokens", "positions", str),
@@ -265,7 +260,8 @@ LEDGER: Cells = [
     ("with it", "drafted", quoted),
     ("gap of logits", "gap", "{:.4f}".format),
     ("error of forwards", "error", "{:.4f}".format),
-    ("verdict", "tie", lambda tie: "tie" if tie else "UNEXPLAINED"),
+    ("verdict", "tie", lambda tie: "tie" if tie else "changed"),
+    ("why", "why", str),
 ]
 
 
@@ -330,7 +326,7 @@ def ledger_table(report: Report) -> Table:
     entries = [(which, entry) for which, ledger in report.ledgers() for entry in ledger.divergences]
 
     def doubt(row: tuple[str, Divergence]) -> tuple[bool, float]:
-        """Unexplained texts first, then those whose gap is the largest part of the error."""
+        """Changed texts first, then those whose gap is the largest part of the error."""
         _, entry = row
         return not entry.tie, entry.gap / entry.error if entry.gap and entry.error else 0.0
 

@@ -19,12 +19,14 @@ from eval.reporting.tables import (
     DEFINITIONS,
     Table,
     baseline_line,
-    lossless_line,
     missing_lines,
     result_table,
     tables,
+    texts_line,
     verdict_lines,
 )
+
+STYLES = {"identical": "green", "same up to ties": "", "changed": "red bold"}
 
 
 def print_summary(report: Report, console: Console | None = None) -> None:
@@ -56,7 +58,7 @@ def print_summary(report: Report, console: Console | None = None) -> None:
         (baseline_line(report) + ". Brackets: 95% interval over prompts.", ""),
     ]
     for which, ledger in report.ledgers():
-        lines.append((lossless_line(which, ledger), "red bold" if ledger.unexplained else "green"))
+        lines.append((texts_line(which, ledger), STYLES[ledger.verdict]))
     lines += [(f"Warning: {warning}", "yellow") for warning in report.warnings]
     lines += [(verdict, "") for verdict in verdict_lines(report)[-1:]]
     for line, style in [*lines, (report.headline, "bold")]:
@@ -83,7 +85,7 @@ def render_markdown(report: Report) -> str:
         *_list("Warnings", report.warnings),
         *_list("Not measured", missing_lines(report)),
         *_grid(result),
-        *_list("Lossless", [lossless_line(*ledger) for ledger in report.ledgers()]),
+        *_list("Greedy text", [texts_line(*ledger) for ledger in report.ledgers()]),
         *_list("Does it pay?", verdict_lines(report)),
         *(part for table in others for part in _grid(table)),
         *_list("What the numbers mean", [f"**{term}**: {x}" for term, x in DEFINITIONS.items()]),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from eval.decoding.drafters.lookup import LOOKUP
 
 if TYPE_CHECKING:  # a report holds what is found here
+    from eval.measuring.losslessness import Ledger
     from eval.reporting.report import DraftReport, Gain, Report
 
 FEW_PROMPTS = 32
@@ -45,7 +46,7 @@ def headline(report: Report) -> str:
     facts += [f"alpha {draft.alpha:.2f}"] if draft.alpha else []
     if draft.memory:
         facts.append(f"memory +{draft.memory.overhead:.0%}")
-    facts.append("OUTPUT CHANGED" if draft.changed_texts else "output unchanged")
+    facts.append(f"{'NOT LOSSLESS, ' if draft.texts.unexplained else ''}{draft.texts}")
     return f"Draft {name} {effect}: {', '.join(facts)}."
 
 
@@ -64,8 +65,8 @@ def _added(gain: Gain, over: DraftReport) -> str:
 def find_warnings(report: Report) -> list[str]:
     """Every warning about the report, the gravest first."""
     warnings = [
-        f"NOT LOSSLESS: with draft {which}, {ledger.unexplained} of {ledger.prompts} prompts gave "
-        "other tokens than the target alone, with no tie to explain it. Do not serve this draft."
+        f"NOT LOSSLESS, do not serve draft {which}: {ledger}, greedily, against the target alone"
+        f"{_first_reason(ledger)}."
         for which, ledger in report.ledgers()
         if ledger.unexplained
     ]
@@ -83,6 +84,12 @@ def find_warnings(report: Report) -> list[str]:
         for gain in report.gain
         if gain.alpha and gain.alpha.ci95[0] <= 0 <= gain.alpha.ci95[1]
     ]
+
+
+def _first_reason(ledger: Ledger) -> str:
+    """Why the first changed text is not the same up to ties, where that is said in words."""
+    reasons = [entry.why for entry in ledger.divergences if not entry.tie and entry.why]
+    return f" (the first one {reasons[0]})" if reasons else ""
 
 
 def _about_setting(report: Report) -> list[str]:

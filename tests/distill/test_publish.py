@@ -74,7 +74,7 @@ def test_the_card_has_the_numbers_of_the_report(run_folder, sample_report):
     for key, label in (("alpha", "alpha"), ("tau", "tau"), ("speedup", "speed-up")):
         assert f"| {label} | {getattr(tuned, key):.2f} |" in card
     assert f"The gain of alpha over `untuned` is {sample_report.gain[0].alpha.mean:+.2f} (" in card
-    assert "38 of 40 prompts identical, 2 part at a tie, 0 unexplained" in card
+    assert "Greedily: 40 texts: 38 identical, 2 same up to ties, 0 changed." in card
     assert tuned.payoff.verdict in card
     assert sample_report.warnings[0] in card
     assert sample_report.prompts.sha256 in card
@@ -177,15 +177,14 @@ def test_the_card_has_what_looking_up_first_gives(run_folder, sample_report):
 def test_the_card_of_a_lossy_draft_warns(run_folder, sample_report):
     lossless = sample_report.drafts["tuned"].lossless
     lossless.identical, lossless.unexplained = 37, 1
-    warning = (
-        "NOT LOSSLESS: with draft tuned, 1 of 40 prompts gave other tokens than the target alone, "
-        "with no tie to explain it. Do not serve this draft."
-    )
-    sample_report.warnings.append(warning)
+    assert sample_report.warnings[0].startswith("NOT LOSSLESS, do not serve draft tuned: ")
     write_report(run_folder / "report", sample_report)
     card = model_card(run_folder)
-    assert warning in card
-    assert "NOT LOSSLESS in the measurement: 1 prompts changed. Do not serve." in card
+    assert sample_report.warnings[0] in card
+    counts = "76 identical, 3 same up to ties, 1 changed"
+    assert f"NOT LOSSLESS in the measurement, do not serve: 80 texts: {counts}." in card
+    (unmet,) = unmet_conditions(run_folder, sample_report, "mit", "")
+    assert counts in unmet
 
 
 def test_a_report_that_lacks_what_the_card_says_is_refused(run_folder, sample_report):
@@ -313,10 +312,11 @@ def test_engines_are_measured_once_and_the_card_has_them_all(
     assert [name for name, _, _ in stage.measured] == ["transformers", "llama.cpp"]
     assert stage.measured[1] == ("llama.cpp", "draft-q8_0.gguf", gamma)
     card = (to / "README.md").read_text()
-    low, high = sample_report.last[1].speedup.ci95
-    speedup = rf"{sample_report.last[1].speedup.mean:.2f} \[{low:.2f},{high:.2f}\]"
+    draft = sample_report.last[1]
+    low, high = draft.speedup.ci95
+    speedup = rf"{draft.speedup.mean:.2f} \[{low:.2f},{high:.2f}\]"
     for name in ("transformers", "llama.cpp"):
-        row = rf"\| {re.escape(name)} \| 9.8.7 \| .* \| {speedup} \| .* \| 38 of 40 identical, 2 at"
+        row = rf"\| {re.escape(name)} \| 9.8.7 \| .* \| {speedup} \| .* \| {draft.lossless} \|"
         assert re.search(row, card), name
     assert f"| vllm |  |  |  | not measured: {stage.missing} |" in card
     assert f"vllm: not measured, {stage.missing}" in capsys.readouterr().out

@@ -1,9 +1,6 @@
 """The client of vLLM servers against fake ones: what is counted, and every way they can fail."""
 
 import json
-import threading
-import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -16,117 +13,13 @@ from eval.reporting.page import render_page
 from eval.reporting.report import read_report
 from eval.reporting.text import render_markdown
 from eval.run import main
+from tests.eval.engines.conftest import TEXT
 
-TEXT = list(range(100, 120))  # the target's answer to everything, 20 tokens
 PROMPTS = [
     Prompt("a", prompt="one", category="x", group="doc"),
     Prompt("b", messages=[{"role": "user", "content": "two"}], category="y"),
     Prompt("c", prompt="three", category="x"),
 ]
-
-
-class Fake(ThreadingHTTPServer):
-    """A server that answers TEXT in blocks of `block` tokens; its faults are attributes."""
-
-    daemon_threads = True
-
-    def __init__(self, block=1, **faults):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.block, self.first, self.model, self.text = block, 1, "org/target", TEXT
-        self.counted, self.metrics, self.token_ids = block > 1, True, True
-        self.dies_after, self.delay, self.traffic = None, 0.0, 0
-        self.refuses_after = 10**6
-        self.__dict__.update(faults)
-        self.drafts = self.drafted = self.accepted = self.answers = 0
-        self.requests = []
-        threading.Thread(target=self.serve_forever, args=[0.01], daemon=True).start()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *args):
-        pass
-
-    def reply(self, text, status=200):
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def do_GET(self):
-        fake = self.server
-        if self.path == "/v1/models":
-            self.reply(json.dumps({"data": [{"id": fake.model}]}))
-        elif not fake.metrics:
-            self.reply("not found", 404)
-        else:
-            lines = ["# HELP vllm:num_requests_running Running.", "vllm:num_requests_running 0.0"]
-            if fake.counted:
-                for name, value in (
-                    ("drafts", fake.drafts),
-                    ("draft_tokens", fake.drafted),
-                    ("accepted_tokens", fake.accepted),
-                ):
-                    lines.append(f'vllm:spec_decode_num_{name}_total{{engine="0"}} {value:.1f}')
-                    lines.append(f'vllm:spec_decode_num_{name}_created{{engine="0"}} 1.7e+09')
-                for i in range(3):
-                    place = fake.drafts if i < fake.block - 1 else 0
-                    lines.append(
-                        "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-                        f'{{engine="0",position="{i}"}} {place:.1f}'
-                    )
-            self.reply("\n".join(lines) + "\n")
-
-    def do_POST(self):
-        fake = self.server
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        fake.requests.append((self.path, body))
-        fake.answers += 1
-        time.sleep(fake.delay)
-        if fake.answers > fake.refuses_after:
-            return self.reply('{"error": {"message": "maximum context length is 8 tokens"}}', 400)
-        self.send_response(200)
-        self.end_headers()
-        text = fake.text[: body["max_tokens"]]
-        at = 0
-        while at < len(text):
-            width = fake.block if at else fake.first
-            if fake.dies_after is not None and fake.answers > fake.dies_after and at > 5:
-                return  # in the middle of an answer
-            choice = {"text": "x", "finish_reason": None}
-            if fake.token_ids:
-                choice["token_ids"] = text[at : at + width]
-            self.event({"choices": [choice]})
-            if at and fake.block > 1:
-                fake.drafts += 1
-                fake.drafted += 3
-                fake.accepted += fake.block - 1
-            at += width
-        fake.drafts += fake.traffic
-        fake.drafted += fake.traffic
-        end = {"text": "", "finish_reason": "length", "token_ids": []}
-        self.event({"choices": [end]})
-        self.event({"choices": [], "usage": {"prompt_tokens": 7}})
-        self.wfile.write(b"data: [DONE]\n\n")
-
-    def event(self, message):
-        self.wfile.write(f"data: {json.dumps(message)}\n\n".encode())
-
-
-@pytest.fixture
-def fake():
-    made = []
-
-    def make(block=1, **faults):
-        made.append(Fake(block, **faults))
-        return made[-1]
-
-    yield make
-    for server in made:
-        server.shutdown()
-        server.server_close()
 
 
 def measure(drafting, plain, prompts=PROMPTS, temperature=0.0, timeout=5.0):
@@ -171,7 +64,9 @@ def test_a_whole_report_of_two_servers(fake):
     ]
     assert report.decoding.gamma == draft.gamma == 3
     assert report.decoding.ended_by_stop == 0
-    assert {entry.field for entry in draft.missing} >= {"alpha", "tau", "c", "memory"}
+    missing = {entry.field for entry in draft.missing}
+    assert missing >= {"alpha", "tau", "c", "memory"}
+    assert all(getattr(draft, field) is None for field in missing)
     for rendered in (render_markdown(report), render_page(report)):
         assert "Counters of the server" in rendered
         assert "served, alpha, atlas: it gives no distributions" in rendered

@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from eval.measuring.losslessness import ledger
 from eval.reporting.page import Plot, is_numeric, render_page
 from eval.reporting.report import build_report
 
@@ -53,7 +54,7 @@ def test_every_part_is_there(sample_report):
         "Rejection atlas of tuned",
         "What tuned gets wrong, in the text",
         "By batch size",
-        "Lossless: the tie ledger",
+        "Greedy text: the tie ledger",
         "By category",
         "Cost and latency",
         "Setting and provenance",
@@ -100,9 +101,21 @@ def test_a_draft_that_changes_the_output_is_marked(run_info, measurement):
         "unexplained": 3,
         "divergences": [],
     }
-    page = Outline(render_page(build_report(run_info, [measurement("a", 0.6, lossless=broken)])))
-    assert "3 outputs changed" in page.text
-    assert "output unchanged" not in page.text
+    draft = measurement("a", 0.6, lossless=broken, by_batch_size=[])
+    page = render_page(build_report(run_info, [draft]))
+    assert '<span class="pill bad">40 texts: 37 identical, 0 same up to ties, 3 changed<' in page
+    assert 'class="good"' not in page
+
+
+@pytest.mark.parametrize(("ties", "mark"), [(0, "good"), (2, "tie")])
+def test_only_identical_texts_are_green(run_info, measurement, ties, mark):
+    draft = measurement("a", 0.6, by_batch_size=[])
+    entries = draft.lossless["divergences"][:ties]
+    draft = dataclasses.replace(draft, lossless=ledger(40, entries))
+    page = render_page(build_report(run_info, [draft]))
+    counts = f"40 texts: {40 - ties} identical, {ties} same up to ties, 0 changed"
+    assert f'<span class="pill {mark}">{counts}<' in page
+    assert f'<li class="{mark}">With draft a, {counts}' in page
 
 
 def test_the_waterfall_starts_and_ends_where_the_report_does(sample_report):

@@ -20,7 +20,14 @@ from eval.reporting.report import (
     rivals,
     write_report,
 )
-from eval.reporting.tables import DEFINITIONS, gamma_curve, ledger_table, tables, waterfall
+from eval.reporting.tables import (
+    DEFINITIONS,
+    gamma_curve,
+    ledger_table,
+    tables,
+    verdict_lines,
+    waterfall,
+)
 from eval.reporting.text import print_summary, render_markdown
 
 CONTRACT = {
@@ -294,11 +301,13 @@ def test_a_word_changed_in_batches_only_is_said_as_loudly(run_info, measurement)
     broken = point["lossless"] | {"identical": 38, "unexplained": 1}
     draft = dataclasses.replace(draft, by_batch_size=[point | {"lossless": broken}])
     report = build_report(run_info, [draft])
-    assert report.warnings[0].startswith("NOT LOSSLESS: with draft tuned in batches of 4, 1 of 40")
-    assert "OUTPUT CHANGED" in report.headline
-    assert "Lossless, tuned in batches of 4: 38 of 40 prompts identical, 1 part" in (
-        render_markdown(report)
+    batches = "draft tuned in batches of 4"
+    counts = "40 texts: 38 identical, 1 same up to ties, 1 changed"
+    assert report.warnings[0].startswith(f"NOT LOSSLESS, do not serve {batches}: {counts}")
+    assert report.headline.endswith(
+        "NOT LOSSLESS, 80 texts: 76 identical, 3 same up to ties, 1 changed."
     )
+    assert f"With {batches}, {counts}" in render_markdown(report)
 
 
 def test_a_draft_that_is_not_lossless_is_said_loudly_and_cannot_be_hidden(
@@ -312,8 +321,10 @@ def test_a_draft_that_is_not_lossless_is_said_loudly_and_cannot_be_hidden(
         "divergences": [],
     }
     report = build_report(run_info, [measurement("tuned", 0.6, lossless=broken)])
-    assert report.warnings[0].startswith("NOT LOSSLESS: with draft tuned, 3 of 40")
-    assert "OUTPUT CHANGED" in report.headline
+    counts = "40 texts: 36 identical, 1 same up to ties, 3 changed"
+    assert report.warnings[0].startswith(f"NOT LOSSLESS, do not serve draft tuned: {counts}")
+    assert "NOT LOSSLESS, 80 texts: " in report.headline
+    assert all(line.startswith("tuned: NOT LOSSLESS, do not") for line in verdict_lines(report))
     assert "NOT LOSSLESS" in render_markdown(report)
     write_report(tmp_path, report)
     path = tmp_path / "report.json"
@@ -515,7 +526,8 @@ def test_markdown_names_every_definition_and_warning(sample_report):
     assert all(f"**{term}**" in text for term in DEFINITIONS)
     assert text.startswith("# Speculative decoding report\n\n**Draft tuned speeds the target up ")
     assert "| gamma | 3 | 3 |" in text
-    assert "38 of 40 prompts identical, 2 part at a tie, 0 unexplained" in text
+    assert "With draft tuned, 40 texts: 38 identical, 2 same up to ties, 0 changed (at a " in text
+    assert "NOT LOSSLESS" not in text
     for block in text.split("\n\n"):  # each row of a table has as many cells as its header
         if block.startswith("|"):
             assert len({line.count("|") for line in block.splitlines()}) == 1, block
@@ -531,7 +543,7 @@ def test_terminal_summary_is_legible_in_80_columns(sample_report):
     assert "memory overhead" in text
     rows = [line for line in text.splitlines() if line.strip().startswith(("alpha", "speed-up"))]
     assert [row.count("]") for row in rows[:2]] == [3, 3]  # interval and all, on one line
-    assert "Lossless, tuned: 38 of 40 prompts identical" in text
+    assert "With draft tuned, 40 texts: 38 identical, 2 same up to ties, 0 changed" in text
     assert [row.split() for row in text.splitlines() if row.startswith("gamma")] == [
         ["gamma", "3", "3"]
     ]
