@@ -206,9 +206,9 @@ def target_device(keys: Mapping[str, Any]) -> str:
     return "cuda" if on_gpu else "cpu"
 
 
-def load_sibling(spec: str, pair: Pair) -> PreTrainedModel:
-    """The draft of that spec in fp32, on the target's ids where the strategy re-homes it."""
-    model = load_model(spec, torch.float32)
+def load_sibling(pair: Pair) -> PreTrainedModel:
+    """The pair's draft in fp32, on the target's ids where the strategy re-homes it."""
+    model = load_model(pair.draft.spec, torch.float32)
     if pair.strategy in ("remap", "transplant"):
         assert pair.vocab_map is not None
         model = transplant(model, pair.vocab_map, pair.target, pair.draft, pair.vocab_size)
