@@ -79,10 +79,10 @@ def price(
     """The step costs of each, printed with what they allow."""
     costs: dict[str, StepCosts] = {}
     for name, recipe in tried.items():
-        model, token_ids = stand_in(recipe, pair, target.loaded)
-        drafter = stand_in_drafter(recipe, pair, model, token_ids, target.loaded)
+        prepared = stand_in(recipe, pair, target.loaded)
+        drafter = stand_in_drafter(recipe, pair, prepared, target.loaded)
         costs[name] = draft_costs(recipe, prompts, target.loaded, drafter)
-        del model, drafter
+        del prepared, drafter
         free_memory()
         print(
             f"{name}: a drafted token costs {_c(costs[name]):.3f} of a target step; expected "
@@ -195,16 +195,7 @@ def train(
 ) -> None:
     """Leave a candidate's `draft/`, trained for so many seconds from what was prepared."""
     prepared = prepare_draft(recipe, pair, target, answers)
-    trainer = build_trainer(
-        prepared.model,
-        answers,
-        pair.trained_rows(prepared.token_ids),
-        pair.load_tokenizer(),
-        recipe,
-        pair.retokenizer,
-        pair.new_rows,
-        states_of(recipe, pair, answers),
-    )
+    trainer = build_trainer(recipe, pair, prepared, answers, states_of(recipe, pair, answers))
     trainer.add_callback(StepClock(seconds))
     tuned = distil(trainer, recipe)
     if tuned is not None:

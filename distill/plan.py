@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter
-from torch import Tensor
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import TrainerCallback
 
 from align.files import atomic_file
 from align.machine import free_memory, from_first
@@ -29,7 +28,7 @@ from align.sources import load_config
 from distill.held_out import SHARE
 from distill.memory import PROMPT_TOKENS, Needs, needs
 from distill.models import Pair, TargetOfRun
-from distill.prepare import stand_in, stand_in_drafter
+from distill.prepare import PreparedDraft, stand_in, stand_in_drafter
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe, RecipeError, build_recipe
 from distill.teacher.answers import PROBE, this_machine, to_answer
@@ -260,8 +259,8 @@ def measured_costs(
     nor afterwards.
     """
     loaded = target.loaded
-    model, token_ids = stand_in(recipe, pair, loaded)
-    drafter = stand_in_drafter(recipe, pair, model, token_ids, loaded)
+    prepared = stand_in(recipe, pair, loaded)
+    drafter = stand_in_drafter(recipe, pair, prepared, loaded)
     steps = draft_costs(recipe, prompts, loaded, drafter)
     timed, evaluation = evaluation_seconds(recipe, prompts, loaded.decoder, steps, tokens)
     prompt, rows = mean_length(prompts.training.ids), recipe.answer_batch_size
@@ -270,8 +269,8 @@ def measured_costs(
         answer = tokens * batched_step(loaded.decoder, rows, prompt + round(tokens / 2)) / rows
     del drafter, loaded
     target.release()
-    step = training_step(recipe, pair, prompts.training.ids, model, pair.trained_rows(token_ids))
-    del model
+    step = training_step(recipe, pair, prepared, prompts.training.ids)
+    del prepared
     free_memory()
     step *= (prompt + tokens) / (prompt + recipe.answer_max_new_tokens)
     step *= 1 + SHARE  # held-out prompts are looked at meanwhile
@@ -328,7 +327,7 @@ class StepClock(TrainerCallback):
 
 
 def training_step(
-    recipe: Recipe, pair: Pair, ids: list[list[int]], model: PreTrainedModel, rows: Tensor | None
+    recipe: Recipe, pair: Pair, prepared: PreparedDraft, ids: list[list[int]]
 ) -> float:
     """Seconds of an optimiser step, on made-up answers to the prompts `ids`, as long as allowed."""
     args = training_config(recipe)
@@ -348,16 +347,7 @@ def training_step(
     few = recipe.training | {"max_steps": TIMED_STEPS, "save_strategy": "no", "report_to": "none"}
     with tempfile.TemporaryDirectory() as folder:
         here = dataclasses.replace(recipe, output_dir=folder, training=few)
-        trainer = build_trainer(
-            model,
-            made_up,
-            rows,
-            pair.load_tokenizer(),
-            here,
-            pair.retokenizer,
-            pair.new_rows,
-            states if shape[0] else None,
-        )
+        trainer = build_trainer(here, pair, prepared, made_up, states if shape[0] else None)
         clock = StepClock(LIMIT)
         trainer.add_callback(clock)
         trainer.train()

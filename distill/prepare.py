@@ -137,29 +137,29 @@ def read_prepared(recipe: Recipe, pair: Pair) -> PreparedDraft:
     return PreparedDraft(model, token_ids, full, lost_mass_of(recipe))
 
 
-def stand_in(recipe: Recipe, pair: Pair, target: Target) -> tuple[PreTrainedModel, Tensor | None]:
-    """A model of the draft's shape, to be timed, and the ids [K] of its head, None for all.
+def stand_in(recipe: Recipe, pair: Pair, target: Target) -> PreparedDraft:
+    """A draft of the prepared one's shape, to be timed.
 
     Which rows a trimmed head keeps depends on the answers: here they are the target's first.
     """
     kind = recipe.kind.from_target
     if kind is None:
-        return load_sibling(pair), None
+        return PreparedDraft(load_sibling(pair), None, None, 0.0)
     size = recipe.draft_vocab_size
     ids = None if size is None else torch.arange(size, device=target.decoder.device)
     model, _ = kind.start(_start_of(recipe, pair, target, ids, []))
-    return copy.deepcopy(model), ids
+    return PreparedDraft(copy.deepcopy(model), ids, None, 0.0)
 
 
 def stand_in_drafter(
-    recipe: Recipe, pair: Pair, model: PreTrainedModel, ids: Tensor | None, target: Target
+    recipe: Recipe, pair: Pair, prepared: PreparedDraft, target: Target
 ) -> Drafter:
     """That stand-in as it would draft."""
     kind = recipe.kind.from_target
     if kind is None:
         return load_drafter(pair.draft.spec, target, pair.strategy)
-    given: Any = copy.deepcopy(model)
-    return kind.drafter(given.to(target.decoder.dtype), ids, target)
+    model: Any = copy.deepcopy(prepared.model)
+    return kind.drafter(model.to(target.decoder.dtype), prepared.token_ids, target)
 
 
 def lost_mass_of(recipe: Recipe) -> float:

@@ -37,14 +37,10 @@ from trl import SFTConfig, SFTTrainer
 
 from align.files import atomic_file, disk_full_explained
 from align.machine import free_memory
-from align.vocab_map import Retokenizer
 from distill.held_out import PADDING, HeldOut, held_out_answers
 from distill.lora import lora_config, merged
 from distill.loss_forward import give_loss_forward, take_loss_forward
-from distill.losses import (
-    LOSSES,
-    LossName,
-)
+from distill.losses import LOSSES, LossName
 from distill.models import Pair
 from distill.prepare import PreparedDraft
 from distill.recipe import Recipe, RecipeError, chosen_loss
@@ -402,36 +398,35 @@ def _resumed(recipe: Recipe) -> Path | None:
 
 
 def build_trainer(
-    model: PreTrainedModel,
-    answers: Iterable[CachedAnswer],
-    head_rows: Tensor | None,
-    tokenizer: PreTrainedTokenizerBase,
     recipe: Recipe,
-    retokenizer: Retokenizer | None = None,
-    new_rows: bool = False,
+    pair: Pair,
+    prepared: PreparedDraft,
+    answers: Iterable[CachedAnswer],
     states: Mapping[int, Tensor] | None = None,
     held_out: Sequence[CachedAnswer] = (),
     steps: int | None = None,
 ) -> DraftTrainer:
-    """A trainer of the draft in fp32, of the recipe's kind.
+    """A trainer of the prepared draft in fp32.
 
-    An input embedding that is not the head as well stays as it is, unless it has `new_rows` that
-    were never trained (a transplant): then LoRA trains embedding and head whole, too. retokenizer:
-    as for `training_set`. states: as for DistillationCollator. held_out: answers that alpha is
-    followed on. steps: as of `training_config`.
+    An input embedding that is not the head as well stays as it is, unless it has rows that were
+    never trained (a transplant): then LoRA trains embedding and head whole, too. states: as for
+    DistillationCollator. held_out: answers that alpha is followed on. steps: as of
+    `training_config`.
     """
-    model = model.float()
+    model = prepared.model.float()
+    head_rows, retokenizer = pair.trained_rows(prepared.token_ids), pair.retokenizer
+    tokenizer = pair.load_tokenizer()
     names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = embedding is not None and head.weight is embedding.weight
-    if embedding is not None and not tied and not new_rows:
+    if embedding is not None and not tied and not pair.new_rows:
         embedding.weight.requires_grad_(False)
         # it is read from where it came from; most of a small draft's checkpoint would be this
         model._keys_to_ignore_on_save = {f"{names[embedding]}.weight"}
     adapters = None
     if recipe.use_peft:
         adapters = lora_config(recipe)
-        if new_rows:
+        if pair.new_rows:
             whole = [embedding] if tied else [embedding, head]
             adapters.modules_to_save = [names[part] for part in whole]
             adapters.ensure_weight_tying = tied
@@ -473,18 +468,8 @@ def distil_draft(
     """
     if steps == 0:
         return prepared.model.float() if PartialState().is_main_process else None
-    trainer = build_trainer(
-        prepared.model,
-        answers,
-        pair.trained_rows(prepared.token_ids),
-        pair.load_tokenizer(),
-        recipe,
-        pair.retokenizer,
-        pair.new_rows,
-        states_of(recipe, pair, answers),
-        held_out_answers(recipe.folder),
-        steps,
-    )
+    states, held_out = states_of(recipe, pair, answers), held_out_answers(recipe.folder)
+    trainer = build_trainer(recipe, pair, prepared, answers, states, held_out, steps)
     rehomed = pair.strategy in ("remap", "transplant")
     return distil(trainer, recipe, keep_adapter=not rehomed)
 
