@@ -132,8 +132,8 @@ def compare(
     costs = price(tried, pair, prompts, target)
     few = few_best(tried, costs)
     # half of the time that is left is for preparing and replaying
-    left = 60 * recipe.minutes * SHARE - (clock.seconds() - began)
-    seconds = from_first(max(0.0, left / 2 / len(few)))
+    remaining = 60 * recipe.minutes * SHARE - (clock.seconds() - began)
+    seconds = from_first(max(0.0, remaining / 2 / len(few)))
     for name in few:
         cache_states(tried[name], pair, target, answers)
         with PartialState().main_process_first():
@@ -213,8 +213,8 @@ def places_of(
     """By prompt, what a candidate's draft would have done at each place of the target's text."""
     loaded = target.loaded
     drafter = load_drafter(str(recipe.folder / "draft"), loaded, pair.strategy)
-    how = Decoding(recipe.sampling, loaded.stops, recipe.max_new_tokens, recipe.seed)
-    texts = places(loaded, drafter, prompts, how, recipe.max_gamma)
+    decoding = Decoding(recipe.sampling, loaded.stops, recipe.max_new_tokens, recipe.seed)
+    texts = places(loaded, drafter, prompts, decoding, recipe.max_gamma)
     ids = (prompt.id for prompt in prompts.prompts)
     return {prompt: text for prompt, text in zip(ids, texts, strict=True) if text}
 

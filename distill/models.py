@@ -88,8 +88,8 @@ class Pair:
         """
         if self.strategy == "intersection":
             assert self.vocab_map is not None
-            known = self.vocab_map.to_draft[: self.vocab_size]
-            return F.pad(known, (0, self.vocab_size - len(known)), value=-1)
+            rows = self.vocab_map.to_draft[: self.vocab_size]
+            return F.pad(rows, (0, self.vocab_size - len(rows)), value=-1)
         if self.strategy == "padded":
             token_ids = torch.arange(self.verdict.shared_ids)
         return head_rows(token_ids, self.vocab_size)

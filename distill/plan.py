@@ -131,7 +131,7 @@ class Plan:
             "evaluation": f"{self.timed} prompts timed",
         }
         took = {stage: f", {minutes:.1f} min" for stage, minutes in self.minutes.items()}
-        lines = [f"{stage}: {what}{took.get(stage, '')}" for stage, what in counts.items()]
+        lines = [f"{stage}: {count}{took.get(stage, '')}" for stage, count in counts.items()]
         if took:
             lines.append(f"in all about {sum(self.minutes.values()):.0f} min from here")
         largest = max(self.memory, key=lambda stage: self.memory[stage])
@@ -199,16 +199,16 @@ def plan_within(
     most = min(recipe.speed_prompts, len(prompts.evaluation.ids))
     room = min(60 * recipe.minutes * EVALUATION, seconds - needed) - costs.evaluation
     timed = min(most, max(MIN_TIMED, math.floor(room / costs.timed)))
-    left = seconds - costs.evaluation - timed * costs.timed
-    if needed > left:
-        minutes = recipe.minutes + (needed - left) / 60 / (1 - UNPLANNED) + MARGIN
+    budget = seconds - costs.evaluation - timed * costs.timed
+    if needed > budget:
+        minutes = recipe.minutes + (needed - budget) / 60 / (1 - UNPLANNED) + MARGIN
         raise RecipeError(
             f"minutes is {recipe.minutes:g}, too few here: {fewest} answers of {costs.answer:.2f} "
             f"s, the training on them in steps of {costs.step:.2f} s, and the evaluation do not "
             f"fit. Give {math.ceil(minutes)} or more, or fewer max_eval_prompts."
         )
     # those at hand, or these and some more
-    count = min(left / train, (left + at_hand * costs.answer) / (costs.answer + train), total)
+    count = min(budget / train, (budget + at_hand * costs.answer) / (costs.answer + train), total)
     steps = max(1, math.ceil(steps_each * math.floor(count)))
     return Plan(math.floor(count), at_hand, steps, timed, peaks(recipe, prompts), costs)
 

@@ -119,8 +119,8 @@ class SameOrder(LengthGroupedSampler):
     def __iter__(self) -> Iterator[int]:
         self.generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch)
         order = list(super().__iter__())
-        again = itertools.cycle(reversed(order))
-        return itertools.chain(order, itertools.islice(again, len(self) - len(order)))
+        repeats = itertools.cycle(reversed(order))
+        return itertools.chain(order, itertools.islice(repeats, len(self) - len(order)))
 
 
 class DraftTrainer(SFTTrainer):
@@ -171,9 +171,9 @@ class DraftTrainer(SFTTrainer):
             slow = [p for p in group["params"] if names[id(p)].startswith(self.slow)]
             held = {id(p) for p in slow}
             group["params"] = [p for p in group["params"] if id(p) not in held]
-            rest = {k: v for k, v in group.items() if k != "params"}
+            keys = {k: v for k, v in group.items() if k != "params"}
             if slow:
-                optimizer.add_param_group({**rest, "params": slow, "lr": group["lr"] * SLOW_RATE})
+                optimizer.add_param_group({**keys, "params": slow, "lr": group["lr"] * SLOW_RATE})
         return optimizer
 
     def compute_loss(
@@ -186,8 +186,8 @@ class DraftTrainer(SFTTrainer):
         index = inputs.pop("index")
         if self.args.device.type == "cpu":
             draft: Any = self.model
-            how = cpu_attention(draft.config, *inputs["input_ids"].shape)
-            draft.config._attn_implementation = how
+            attention = cpu_attention(draft.config, *inputs["input_ids"].shape)
+            draft.config._attn_implementation = attention
         # the same random numbers for an answer, whichever process has it in this step
         outputs = model(**inputs, seeds=index + SEEDS_A_STEP * self.state.global_step)
         tokens = len(inputs["positions"])
@@ -218,9 +218,9 @@ class DraftTrainer(SFTTrainer):
         with torch.no_grad(), self.compute_loss_context_manager():
             outputs = model(**inputs, temperature=self.temperature)
         ids = inputs["input_ids"]
-        both = torch.full((2, ids.numel()), float(PADDING), device=ids.device)
-        both[:, inputs["positions"]] = torch.stack([outputs.accepted, outputs.lacking]).float()
-        accepted, lacking = both.view(2, *ids.shape)
+        chances = torch.full((2, ids.numel()), float(PADDING), device=ids.device)
+        chances[:, inputs["positions"]] = torch.stack([outputs.accepted, outputs.lacking]).float()
+        accepted, lacking = chances.view(2, *ids.shape)
         return None, (accepted, lacking), inputs["labels"]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -278,8 +278,8 @@ class DraftTrainer(SFTTrainer):
     def processes(self) -> str:
         """How many train together, and how."""
         count = self.args.world_size
-        how = self.accelerator.distributed_type.value if count > 1 else "alone"
-        return f"{count} process{'es' if count > 1 else ''} ({how})"
+        strategy = self.accelerator.distributed_type.value if count > 1 else "alone"
+        return f"{count} process{'es' if count > 1 else ''} ({strategy})"
 
     def whole_model(self) -> PreTrainedModel | PeftModel | None:
         """The model as it stands, unwrapped and unsharded, on the first process; None elsewhere.
@@ -374,12 +374,12 @@ def training_config(recipe: Recipe, steps: int | None = None, followed: bool = F
 
 def _refuse_missing_trackers(config: SFTConfig) -> None:
     """Raise RecipeError for a tracker that is not here; the trainer itself says so after hours."""
-    asked: Any = config.report_to  # a list by now
-    here = get_available_reporting_integrations()
-    if lacking := [name for name in asked if name not in here]:
+    trackers: Any = config.report_to  # a list by now
+    installed = get_available_reporting_integrations()
+    if lacking := [name for name in trackers if name not in installed]:
         raise RecipeError(
             f"report_to names {lacking[0]!r}, which is not installed here (there is "
-            f"{', '.join(here) or 'no tracker'}); run `pip install {lacking[0]}`, or leave "
+            f"{', '.join(installed) or 'no tracker'}); run `pip install {lacking[0]}`, or leave "
             "report_to out."
         )
 
@@ -506,9 +506,9 @@ def distil(
 def _refuse_other_processes(trainer: DraftTrainer, checkpoint: Path) -> None:
     """Raise RecipeError where other processes than these left the checkpoint."""
     marker = checkpoint / COMPLETE
-    if marker.exists() and (left := marker.read_text()) != trainer.processes:
+    if marker.exists() and (processes := marker.read_text()) != trainer.processes:
         raise RecipeError(
-            f"{checkpoint} was left by {left}, and {trainer.processes} would go on from "
+            f"{checkpoint} was left by {processes}, and {trainer.processes} would go on from "
             "it, but weights and optimiser are kept as the processes share them; launch as many "
             "in the same way, or delete the checkpoints."
         )
