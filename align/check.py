@@ -80,9 +80,9 @@ def check_pair(
     weights: also load the models and try them (check 16). corpus: a text or prompt file to weigh
     tokens with. Raises ValueError for input that is missing or ill-formed.
     """
-    left = read_vocabulary(target, weights)
-    right = left if draft == target else read_vocabulary(draft, weights)
-    return compare(left, right, weights, corpus)
+    target_side = read_vocabulary(target, weights)
+    draft_side = target_side if draft == target else read_vocabulary(draft, weights)
+    return compare(target_side, draft_side, weights, corpus)
 
 
 def compare(
@@ -212,10 +212,10 @@ def _llama_cpp_refusal(pair: Comparison) -> str | None:
     for name in ("bos_token", "eos_token"):
         if pair.target.special_ids.get(name) != pair.draft.special_ids.get(name):
             return f"{name} ids differ"
-    both = list(zip(pair.target.tokens, pair.draft.tokens, strict=False))
-    if any(is_used(a) and is_used(b) and a != b for a, b in both[5:]):
+    tokens = list(zip(pair.target.tokens, pair.draft.tokens, strict=False))
+    if any(is_used(a) and is_used(b) and a != b for a, b in tokens[5:]):
         return "token texts differ"
-    if any(a != b for a, b in both[:5]):
+    if any(a != b for a, b in tokens[:5]):
         return "ids 0 to 4 differ, which it does not compare: it corrupts silently"
     return None
 

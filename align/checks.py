@@ -81,8 +81,8 @@ class Comparison:
     @cached_property
     def differing(self) -> list[int]:
         """Ids that stand for different bytes; unused or missing, an id stands for none."""
-        both = zip(self.target.tokens, self.draft.tokens, strict=False)
-        return [i for i, (a, b) in enumerate(both) if is_used(a) and is_used(b) and a[1] != b[1]]
+        tokens = zip(self.target.tokens, self.draft.tokens, strict=False)
+        return [i for i, (a, b) in enumerate(tokens) if is_used(a) and is_used(b) and a[1] != b[1]]
 
     @cached_property
     def relation(self) -> Relation:
@@ -192,16 +192,18 @@ def _holes(pair: Comparison) -> Iterator[Finding]:
                 holes[:5],
             )
         first: dict[Token, int] = {}
-        again = {i: first[t] for i, t in enumerate(side.tokens) if t and first.setdefault(t, i) < i}
-        if again:
-            i, earlier = next(iter(again.items()))
+        duplicates = {
+            i: first[t] for i, t in enumerate(side.tokens) if t and first.setdefault(t, i) < i
+        }
+        if duplicates:
+            i, earlier = next(iter(duplicates.items()))
             yield Finding(
                 "TOK-003",
                 "warning",
-                f"{len(again)} tokens of {side.spec} equal an earlier one ({i} and {earlier} are "
-                f"both {show(side.tokens[i])}).",
+                f"{len(duplicates)} tokens of {side.spec} equal an earlier one ({i} and {earlier} "
+                f"are both {show(side.tokens[i])}).",
                 "nothing while drafting by id; a map by bytes sums their probabilities",
-                [*again][:5],
+                [*duplicates][:5],
             )
 
 

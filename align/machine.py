@@ -36,14 +36,14 @@ def join_processes(on_cpu: bool, timeout: float) -> int:
     one of them does alone included. Raises ProcessError where the launcher started fewer processes
     than it was asked for, and for a setting under which models would be loaded empty.
     """
-    asked = get_int_from_env(["PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"], 1)
-    if asked > 1 and not on_cpu and not torch.cuda.is_available():
+    world_size = get_int_from_env(["PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"], 1)
+    if world_size > 1 and not on_cpu and not torch.cuda.is_available():
         on_cpu = True
         os.environ["ACCELERATE_USE_CPU"] = "true"  # what reads the state later sees the same
     # `accelerate launch` gives an address to meet at when it is asked for several processes; only
     # torchrun, which it calls for GPUs, then starts them and counts them
     started_one = "ACCELERATE_USE_CPU" in os.environ and "WORLD_SIZE" not in os.environ
-    if started_one and "MASTER_PORT" in os.environ and asked == 1:
+    if started_one and "MASTER_PORT" in os.environ and world_size == 1:
         raise ProcessError(
             "Several processes were asked for, but the launcher started one: `accelerate launch "
             "--cpu` knows no others. Add --config_file recipes/accelerate/cpu_2.yaml and "
@@ -61,10 +61,10 @@ def join_processes(on_cpu: bool, timeout: float) -> int:
             "--config_file recipes/accelerate/fsdp2.yaml, which shards as much (FSDP2)."
         )
     state = PartialState(cpu=on_cpu, timeout=datetime.timedelta(seconds=timeout))
-    if state.num_processes != asked:
+    if state.num_processes != world_size:
         raise ProcessError(
-            f"WORLD_SIZE is {asked}, but {state.num_processes} process of this run was started; "
-            "start it with `accelerate launch` or torchrun, or unset WORLD_SIZE."
+            f"WORLD_SIZE is {world_size}, but {state.num_processes} process of this run was "
+            "started; start it with `accelerate launch` or torchrun, or unset WORLD_SIZE."
         )
     if state.num_processes > 1 and state.is_main_process:
         print(f"processes: {state.num_processes}, {state.backend}, {state.device.type}")
@@ -130,23 +130,25 @@ def machine_lines(memory: int, disk: int, folder: Path, on_gpu: bool) -> list[st
     if on_gpu and torch.cuda.is_available():
         lines[0] += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
         free["memory"] = torch.cuda.mem_get_info()[0]
-    for (what, there), needed in zip(free.items(), (memory, disk), strict=True):
-        enough = "" if there >= needed else ": TOO LITTLE (docs/troubleshooting.md)"
-        lines.append(f"{what}: {needed / 2**30:.1f} GiB needed, {there / 2**30:.1f} free{enough}")
+    for (resource, size), needed in zip(free.items(), (memory, disk), strict=True):
+        enough = "" if size >= needed else ": TOO LITTLE (docs/troubleshooting.md)"
+        lines.append(
+            f"{resource}: {needed / 2**30:.1f} GiB needed, {size / 2**30:.1f} free{enough}"
+        )
     return lines
 
 
 def _cores() -> int:
     """That this process may use."""
-    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None  # not on a Mac
-    return len(mine) if mine else os.cpu_count() or 1
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None  # not on a Mac
+    return len(cores) if cores else os.cpu_count() or 1
 
 
 def _free_memory() -> int:
     """Bytes that this process may still take: of the machine and of its control group."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if left := re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"), flags=re.MULTILINE):
-        free = int(left[1]) * 1024
+    if line := re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"), flags=re.MULTILINE):
+        free = int(line[1]) * 1024
     limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
     if limit.isdecimal() and used.isdecimal():
         return min(free, int(limit) - int(used))

@@ -436,13 +436,13 @@ def _merged(base: str, adapter: Path) -> Path:
     """The checkpoint of a model with an adapter merged in the model's dtype, cached."""
     check_adapter(adapter)
     folder = resolve_checkpoint(base)
-    known = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.json"))]:
-        about = path.stat()
-        known.update(f"{path.resolve()} {about.st_size} {about.st_mtime_ns}\n".encode())
+        stat = path.stat()
+        digest.update(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     for path in (file for file in sorted(adapter.iterdir()) if file.is_file()):
-        known.update(f"{path.name} {_sha256(path)}\n".encode())
-    entry = cache_folder() / "adapted" / known.hexdigest()[:32]
+        digest.update(f"{path.name} {_sha256(path)}\n".encode())
+    entry = cache_folder() / "adapted" / digest.hexdigest()[:32]
 
     def fill(content: Path) -> None:
         import torch

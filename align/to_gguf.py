@@ -127,9 +127,9 @@ def _tensors(model: Any, arch: MODEL_ARCH) -> dict[str, Tensor]:
             continue
         if (count := heads.get(name.split(".")[-2])) is not None:
             weight = _interleaved(weight, count)
-        known = names.get_name(name, (".weight", ".bias"))
-        assert known is not None, name
-        tensors[known] = weight
+        gguf_name = names.get_name(name, (".weight", ".bias"))
+        assert gguf_name is not None, name
+        tensors[gguf_name] = weight
     return tensors
 
 
@@ -182,7 +182,7 @@ def _add_tokenizer(writer: GGUFWriter, spec: str, rows: int) -> None:
     if name is None or normalizer not in (None, "NFC") or model["ignore_merges"] != whole_pieces:
         raise SourceError(
             f"The tokenizer of {spec!r} splits text in none of the ways that llama.cpp knows as "
-            f"{', '.join(known for known, _ in SPLITS.values())} (normalizer {normalizer}, splits "
+            f"{', '.join(name for name, _ in SPLITS.values())} (normalizer {normalizer}, splits "
             f"{list(splits)}); use llama.cpp's own convert_hf_to_gguf.py."
         )
     writer.add_tokenizer_model("gpt2")

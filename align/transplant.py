@@ -41,9 +41,9 @@ def transplant(
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     if head.bias is not None or draft.logit_changes:
-        what = "a bias" if head.bias is not None else str(draft.logit_changes)
+        addition = "a bias" if head.bias is not None else str(draft.logit_changes)
         raise MapError(
-            f"TOK-012: the head of {draft.spec!r} has {what}, which rows of new tokens cannot "
+            f"TOK-012: the head of {draft.spec!r} has {addition}, which rows of new tokens cannot "
             "take over; use strategy intersection or string, or another draft."
         )
     if rows < target.count:

@@ -130,12 +130,12 @@ def model_card(run: Path, report: Report, facts: CardFacts) -> str:
 
 def overlap_of(run: Path, report: Report) -> float | None:
     """Training prompts that (nearly) equal evaluation prompts, of the report's or the run's own."""
-    known = report.prompts.overlap_with_training
+    overlap = report.prompts.overlap_with_training
     made_by = read_json(run / "provenance.json")
     same = made_by.get("hashes", {}).get("eval_prompts") == report.prompts.sha256
-    if known is None and same and "overlap" in made_by:
+    if overlap is None and same and "overlap" in made_by:
         return float(made_by["overlap"]["exact"] + made_by["overlap"]["near"])
-    return known
+    return overlap
 
 
 def gamma_of(report: Report) -> int:
@@ -277,8 +277,8 @@ def derived_licence(specs: list[str]) -> tuple[str | None, str]:
     if unknown := [name for name, licence in stated.items() if licence is None]:
         return None, f"no licence stands with {' or '.join(unknown)}"
     if len(set(stated.values())) > 1:
-        both = ", ".join(f"{name}: {licence}" for name, licence in stated.items())
-        return None, f"the licences differ ({both})"
+        listed = ", ".join(f"{name}: {licence}" for name, licence in stated.items())
+        return None, f"the licences differ ({listed})"
     return next(iter(stated.values())), f"as stated by {' and '.join(stated)}"
 
 

@@ -79,10 +79,10 @@ def price(
     """The step costs of each, printed with what they allow."""
     costs: dict[str, StepCosts] = {}
     for name, recipe in tried.items():
-        model, token_ids = stand_in(recipe, pair, target.loaded)
-        drafter = stand_in_drafter(recipe, pair, model, token_ids, target.loaded)
+        prepared = stand_in(recipe, pair, target.loaded)
+        drafter = stand_in_drafter(recipe, pair, prepared, target.loaded)
         costs[name] = draft_costs(recipe, prompts, target.loaded, drafter)
-        del model, drafter
+        del prepared, drafter
         free_memory()
         print(
             f"{name}: a drafted token costs {_c(costs[name]):.3f} of a target step; expected "
@@ -132,8 +132,8 @@ def compare(
     costs = price(tried, pair, prompts, target)
     few = few_best(tried, costs)
     # half of the time that is left is for preparing and replaying
-    left = 60 * recipe.minutes * SHARE - (clock.seconds() - began)
-    seconds = from_first(max(0.0, left / 2 / len(few)))
+    remaining = 60 * recipe.minutes * SHARE - (clock.seconds() - began)
+    seconds = from_first(max(0.0, remaining / 2 / len(few)))
     for name in few:
         cache_states(tried[name], pair, target, answers)
         with PartialState().main_process_first():
@@ -195,16 +195,7 @@ def train(
 ) -> None:
     """Leave a candidate's `draft/`, trained for so many seconds from what was prepared."""
     prepared = prepare_draft(recipe, pair, target, answers)
-    trainer = build_trainer(
-        prepared.model,
-        answers,
-        pair.trained_rows(prepared.token_ids),
-        pair.load_tokenizer(),
-        recipe,
-        pair.retokenizer,
-        pair.new_rows,
-        states_of(recipe, pair, answers),
-    )
+    trainer = build_trainer(recipe, pair, prepared, answers, states_of(recipe, pair, answers))
     trainer.add_callback(StepClock(seconds))
     tuned = distil(trainer, recipe)
     if tuned is not None:
@@ -222,8 +213,8 @@ def places_of(
     """By prompt, what a candidate's draft would have done at each place of the target's text."""
     loaded = target.loaded
     drafter = load_drafter(str(recipe.folder / "draft"), loaded, pair.strategy)
-    how = Decoding(recipe.sampling, loaded.stops, recipe.max_new_tokens, recipe.seed)
-    texts = places(loaded, drafter, prompts, how, recipe.max_gamma)
+    decoding = Decoding(recipe.sampling, loaded.stops, recipe.max_new_tokens, recipe.seed)
+    texts = places(loaded, drafter, prompts, decoding, recipe.max_gamma)
     ids = (prompt.id for prompt in prompts.prompts)
     return {prompt: text for prompt, text in zip(ids, texts, strict=True) if text}
 

@@ -72,8 +72,8 @@ def print_memory(recipe: Recipe, prompts: Prompts | None) -> None:
     needed = run_memory(recipe, prompts)
     disk = needed.answers_on_disk + needed.states_on_disk + needed.checkpoint
     on_gpu = not recipe.training.get("use_cpu", False)
-    here = machine_lines(needed.device, disk, recipe.folder, on_gpu)
-    print("\n".join([*needed.lines(), *here]))
+    machine = machine_lines(needed.device, disk, recipe.folder, on_gpu)
+    print("\n".join([*needed.lines(), *machine]))
 
 
 def why_not_timed(recipe: Recipe) -> str | None:

@@ -19,6 +19,7 @@ from distill.models import Pair
 from distill.prepare import PreparedDraft, until
 from distill.recipe import Recipe
 from distill.teacher.store import CachedAnswer
+from eval.decoding.drafters.kind import FromTarget
 from eval.decoding.drafters.pruned import HEAD_ROWS
 from eval.decoding.forward import input_embedding
 from eval.decoding.weights import linear
@@ -38,17 +39,17 @@ def export_draft(
     answers: Iterable[CachedAnswer],
 ) -> None:
     """`draft/`: what engines load, and, of a pruned draft, `draft/compact/` for our decoder."""
-    adapter, kind = recipe.folder / KEPT, recipe.kind
+    adapter, kind = recipe.folder / KEPT, recipe.kind.from_target
     dtype = getattr(torch, recipe.dtype)
     with atomic_folder(recipe.folder / "draft") as partial:
-        if not kind.language_model:
-            embedding = pair.target_embedding(dtype)
-            kind.save(partial, tuned, prepared.token_ids, embedding, recipe.target)
-        elif not kind.from_target:
+        if kind is None:
             plain: Any = tuned
             plain.to(dtype).save_pretrained(partial)
+        elif kind.language_model:
+            _export_pruned(partial, recipe, kind, prepared, tuned, answers)
         else:
-            _export_pruned(partial, recipe, prepared, tuned, answers)
+            embedding = pair.target_embedding(dtype)
+            kind.save(partial, tuned, prepared.token_ids, embedding, recipe.target)
         pair.load_tokenizer().save_pretrained(partial)
         if adapter.is_dir():  # that training has left
             shutil.copytree(adapter, partial / KEPT)
@@ -58,6 +59,7 @@ def export_draft(
 def _export_pruned(
     folder: Path,
     recipe: Recipe,
+    kind: FromTarget,
     prepared: PreparedDraft,
     tuned: Any,
     answers: Iterable[CachedAnswer],
@@ -78,7 +80,7 @@ def _export_pruned(
         full = full_vocabulary(plain, ids, prepared.full_head, answers)
     full.save_pretrained(folder)
     (folder / "compact").mkdir()
-    recipe.kind.save(folder / "compact", plain, ids, embedding, recipe.target)
+    kind.save(folder / "compact", plain, ids, embedding, recipe.target)
 
 
 @torch.no_grad()

@@ -30,9 +30,9 @@ def give_loss_forward(model: PreTrainedModel, kind: Kind, divergence: Divergence
     head: Any = model.get_output_embeddings()
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     if head.bias is not None or softcap:
-        what = "a bias" if head.bias is not None else f"softcap {softcap}"
+        addition = "a bias" if head.bias is not None else f"softcap {softcap}"
         raise ValueError(
-            f"TOK-012: the draft's head has {what}, which the loss here does not know; use "
+            f"TOK-012: the draft's head has {addition}, which the loss here does not know; use "
             "another draft, or none: the target is pruned."
         )
 

@@ -90,7 +90,7 @@ def coarse_loss(
     top, best = logits.max(-1, keepdim=True)
     shifted = logits.to(torch.float32, copy=True)  # converted first: mixed dtypes subtract slowly
     shifted -= top.float()
-    known = cached_ids >= 0
+    has_row = cached_ids >= 0
     ids = cached_ids.clamp_min(0)
     log_q = shifted.gather(1, ids)
     q = shifted.exp_()
@@ -100,25 +100,25 @@ def coarse_loss(
 
     p = cached_logprobs.float().exp()
     p_rest = (1 - p.sum(-1)).clamp_min(0)
-    p = p.masked_fill(~known, 0)
+    p = p.masked_fill(~has_row, 0)
     kept = p.sum(-1) + p_rest
     # what fp16 storage leaves of a position without any token of the draft's head is rounding error
-    teaches = ~(kept <= 1e-3) & known.any(-1)  # NaN is not hidden
+    teaches = ~(kept <= 1e-3) & has_row.any(-1)  # NaN is not hidden
     p = torch.cat([p, p_rest[:, None]], dim=1) / kept.clamp_min(1e-3)[:, None]
 
-    q_cached = log_q.exp().masked_fill(~known, 0)
+    q_cached = log_q.exp().masked_fill(~has_row, 0)
     q_rest = 1 - q_cached.sum(-1, keepdim=True).clamp_max(1 - 1e-6)
     buckets = torch.cat([q_cached, q_rest], dim=1)
-    logs = torch.cat([log_q.masked_fill(~known, 0), q_rest.log()], dim=1)
+    logs = torch.cat([log_q.masked_fill(~has_row, 0), q_rest.log()], dim=1)
     value, pull = divergence(p, buckets, logs)
     value = value.masked_fill(~teaches, 0)
     pull = pull.masked_fill(~teaches[:, None], 0)
-    best_known = cached_logprobs.float().masked_fill(~known, float("-inf")).argmax(-1, keepdim=True)
-    agreed = (best == ids.gather(1, best_known))[:, 0] & known.any(-1)
+    column = cached_logprobs.float().masked_fill(~has_row, float("-inf")).argmax(-1, keepdim=True)
+    agreed = (best == ids.gather(1, column))[:, 0] & has_row.any(-1)
 
     on_rest = pull[:, -1:] / q_rest
     gradient = q.mul_(on_rest - pull.sum(-1, keepdim=True))
-    gradient.scatter_add_(1, ids, (pull[:, :-1] - q_cached * on_rest).masked_fill_(~known, 0))
+    gradient.scatter_add_(1, ids, (pull[:, :-1] - q_cached * on_rest).masked_fill_(~has_row, 0))
     return value, agreed, gradient
 
 
@@ -134,16 +134,16 @@ def acceptance(
     if temperature == 0:
         # a token without a row is -1, and nothing that is drafted
         return (logits.argmax(-1) == cached_ids[:, 0]).float(), logits.new_zeros(len(logits))
-    known = cached_ids >= 0
+    has_row = cached_ids >= 0
     q = (logits.float() / temperature).softmax(-1).gather(1, cached_ids.clamp_min(0))
-    q = q.masked_fill(~known, 0)
+    q = q.masked_fill(~has_row, 0)
     if temperature == 1:
         p = cached_logprobs.float().exp()
-        rest = torch.minimum(1 - p.sum(-1), 1 - q.sum(-1))
+        lacking = torch.minimum(1 - p.sum(-1), 1 - q.sum(-1))
     else:  # its bound for the rest of p is what the cached tokens lack of theirs, too
         p = sharpen(cached_logprobs, temperature).exp()
-        rest = 1 - p.sum(-1)
-    return torch.minimum(p, q).sum(-1), rest.clamp_min(0)
+        lacking = 1 - p.sum(-1)
+    return torch.minimum(p, q).sum(-1), lacking.clamp_min(0)
 
 
 def sharpen(logprobs: Tensor, temperature: float) -> Tensor:

@@ -178,14 +178,14 @@ def _distilling(recipe: Recipe, model: PreTrainedModel, width: int, answer: int)
         weights += trained
     # what a layer keeps for its gradients: of the MLP, and of norms and attention, partly in fp32
     of_a_layer = rows * width * (4 * product * _inner(config) + 38 * hidden)
-    kept, again = layers * of_a_layer, 0
+    kept, recomputed = layers * of_a_layer, 0
     if args.get("activation_checkpointing", False):
-        kept, again = layers * rows * width * 4 * hidden, of_a_layer
+        kept, recomputed = layers * rows * width * 4 * hidden, of_a_layer
     kept += 4 * rows * width**2  # the mask
     copies = trained * product if bf16 else 0  # by autocast, of what is trained
     chunk = min(CHUNK, rows * answer) * len(head) * LOGIT_BYTES + head.numel() * product
     # gradients come as activations go
-    live = max(kept, 4 * trained) + max(chunk, again) + copies
+    live = max(kept, 4 * trained) + max(chunk, recomputed) + copies
     return Stage(
         "distilling",
         draft=4 * weights,

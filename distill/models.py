@@ -88,8 +88,8 @@ class Pair:
         """
         if self.strategy == "intersection":
             assert self.vocab_map is not None
-            known = self.vocab_map.to_draft[: self.vocab_size]
-            return F.pad(known, (0, self.vocab_size - len(known)), value=-1)
+            rows = self.vocab_map.to_draft[: self.vocab_size]
+            return F.pad(rows, (0, self.vocab_size - len(rows)), value=-1)
         if self.strategy == "padded":
             token_ids = torch.arange(self.verdict.shared_ids)
         return head_rows(token_ids, self.vocab_size)
@@ -206,9 +206,9 @@ def target_device(keys: Mapping[str, Any]) -> str:
     return "cuda" if on_gpu else "cpu"
 
 
-def load_sibling(spec: str, pair: Pair) -> PreTrainedModel:
-    """The draft of that spec in fp32, on the target's ids where the strategy re-homes it."""
-    model = load_model(spec, torch.float32)
+def load_sibling(pair: Pair) -> PreTrainedModel:
+    """The pair's draft in fp32, on the target's ids where the strategy re-homes it."""
+    model = load_model(pair.draft.spec, torch.float32)
     if pair.strategy in ("remap", "transplant"):
         assert pair.vocab_map is not None
         model = transplant(model, pair.vocab_map, pair.target, pair.draft, pair.vocab_size)

@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter
-from torch import Tensor
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import TrainerCallback
 
 from align.files import atomic_file
 from align.machine import free_memory, from_first
@@ -29,7 +28,7 @@ from align.sources import load_config
 from distill.held_out import SHARE
 from distill.memory import PROMPT_TOKENS, Needs, needs
 from distill.models import Pair, TargetOfRun
-from distill.prepare import stand_in, stand_in_drafter
+from distill.prepare import PreparedDraft, stand_in, stand_in_drafter
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe, RecipeError, build_recipe
 from distill.teacher.answers import PROBE, this_machine, to_answer
@@ -133,7 +132,7 @@ class Plan:
             "evaluation": f"{self.timed} prompts timed",
         }
         took = {stage: f", {minutes:.1f} min" for stage, minutes in self.minutes.items()}
-        lines = [f"{stage}: {what}{took.get(stage, '')}" for stage, what in counts.items()]
+        lines = [f"{stage}: {count}{took.get(stage, '')}" for stage, count in counts.items()]
         if took:
             lines.append(f"in all about {sum(self.minutes.values()):.0f} min from here")
         largest = max(self.memory, key=lambda stage: self.memory[stage])
@@ -202,16 +201,16 @@ def plan_within(
     most = min(recipe.speed_prompts, len(prompts.evaluation.ids))
     room = min(60 * recipe.minutes * EVALUATION, seconds - needed) - costs.evaluation
     timed = min(most, max(FEWEST, math.floor(room / costs.timed)))
-    left = seconds - costs.evaluation - timed * costs.timed
-    if needed > left:
-        minutes = recipe.minutes + (needed - left) / 60 / (1 - UNPLANNED) + MARGIN
+    budget = seconds - costs.evaluation - timed * costs.timed
+    if needed > budget:
+        minutes = recipe.minutes + (needed - budget) / 60 / (1 - UNPLANNED) + MARGIN
         raise RecipeError(
             f"minutes is {recipe.minutes:g}, too few here: {fewest} answers of {costs.answer:.2f} "
             f"s, the training on them in steps of {costs.step:.2f} s, and the evaluation do not "
             f"fit. Give {math.ceil(minutes)} or more, or fewer max_eval_prompts."
         )
     # those at hand, or these and some more
-    count = min(left / train, (left + at_hand * costs.answer) / (costs.answer + train), total)
+    count = min(budget / train, (budget + at_hand * costs.answer) / (costs.answer + train), total)
     steps = max(1, math.ceil(steps_each * math.floor(count)))
     memory, timing = peaks(recipe, prompts), max(room, timed * costs.timed)
     return Plan(math.floor(count), at_hand, steps, timed, memory, costs, timing=timing)
@@ -263,8 +262,8 @@ def measured_costs(
     nor afterwards.
     """
     loaded = target.loaded
-    model, token_ids = stand_in(recipe, pair, loaded)
-    drafter = stand_in_drafter(recipe, pair, model, token_ids, loaded)
+    prepared = stand_in(recipe, pair, loaded)
+    drafter = stand_in_drafter(recipe, pair, prepared, loaded)
     steps = draft_costs(recipe, prompts, loaded, drafter)
     timed, evaluation = evaluation_seconds(recipe, prompts, loaded.decoder, steps, tokens)
     prompt, rows = mean_length(prompts.training.ids), recipe.answer_batch_size
@@ -273,8 +272,8 @@ def measured_costs(
         answer = tokens * batched_step(loaded.decoder, rows, prompt + round(tokens / 2)) / rows
     del drafter, loaded
     target.release()
-    step = training_step(recipe, pair, prompts.training.ids, model, pair.trained_rows(token_ids))
-    del model
+    step = training_step(recipe, pair, prepared, prompts.training.ids)
+    del prepared
     free_memory()
     step *= (prompt + tokens) / (prompt + recipe.answer_max_new_tokens)
     step *= 1 + SHARE  # held-out prompts are looked at meanwhile
@@ -330,7 +329,7 @@ class StepClock(TrainerCallback):
 
 
 def training_step(
-    recipe: Recipe, pair: Pair, ids: list[list[int]], model: PreTrainedModel, rows: Tensor | None
+    recipe: Recipe, pair: Pair, prepared: PreparedDraft, ids: list[list[int]]
 ) -> float:
     """Seconds of an optimiser step, on made-up answers to the prompts `ids`, as long as allowed."""
     args = training_config(recipe)
@@ -350,16 +349,7 @@ def training_step(
     few = recipe.training | {"max_steps": TIMED_STEPS, "save_strategy": "no", "report_to": "none"}
     with tempfile.TemporaryDirectory() as folder:
         here = dataclasses.replace(recipe, output_dir=folder, training=few)
-        trainer = build_trainer(
-            model,
-            made_up,
-            rows,
-            pair.load_tokenizer(),
-            here,
-            pair.retokenizer,
-            pair.new_rows,
-            states if shape[0] else None,
-        )
+        trainer = build_trainer(here, pair, prepared, made_up, states if shape[0] else None)
         clock = StepClock(LIMIT)
         trainer.add_callback(clock)
         trainer.train()

@@ -26,6 +26,7 @@ from distill.recipe import Recipe
 from distill.teacher.states import states_of
 from distill.teacher.store import Answers, CachedAnswer
 from eval.decoding.drafters.drafter import Drafter
+from eval.decoding.drafters.kind import FromTarget
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.drafters.training import AnsweredText, Start
 from eval.decoding.target import Target
@@ -57,29 +58,29 @@ def prepare_draft(
 
     The target is loaded only where that is not there yet; a sibling or a base needs none.
     """
-    if recipe.draft is not None:
+    kind = recipe.kind.from_target
+    if kind is None:
         return read_prepared(recipe, pair)
     folder = recipe.folder / "prepared"
-    needed = [PREPARED, *([FULL_HEAD] if recipe.kind.language_model else [])]
+    needed = [PREPARED, *([FULL_HEAD] if kind.language_model else [])]
     if not all((folder / name).exists() for name in needed):
-        embedding = pair.target_embedding(getattr(torch, recipe.dtype))
         if recipe.base is not None:
-            lost = _copy_base(recipe.base, folder, answers, len(embedding))
+            lost = _copy_base(recipe.base, folder, answers, pair.vocab_size)
         else:
-            lost = _start(recipe, pair, target.loaded, answers, embedding, folder)
+            lost = _start(recipe, kind, pair, target.loaded, answers, folder)
         write_json(folder / PREPARED, {"lost_mass": lost})
     prepared = read_prepared(recipe, pair)
-    what = f"{recipe.num_draft_layers} layers" if recipe.kind.keeps_layers else recipe.kind_name
-    print(f"draft: {what}, trimmed head loses {prepared.lost_mass:.2%} of p's mass")
+    shape = f"{recipe.num_draft_layers} layers" if kind.keeps_layers else recipe.kind_name
+    print(f"draft: {shape}, trimmed head loses {prepared.lost_mass:.2%} of p's mass")
     return prepared
 
 
 def _start(
     recipe: Recipe,
+    kind: FromTarget,
     pair: Pair,
     target: Target,
     answers: Answers,
-    embedding: Tensor,
     folder: Path,
 ) -> float:
     """Write the fitted draft of the recipe's kind into the folder; the mass that its head loses."""
@@ -90,9 +91,9 @@ def _start(
     ]
     forced = forced_tokens(pair.target)
     ids, lost = head_tokens(answers, pair.vocab_size, recipe.draft_vocab_size, forced)
-    kind = recipe.kind
     model, full = kind.start(_start_of(recipe, pair, target, ids, texts))
     with atomic_folder(folder) as partial:
+        embedding = pair.target_embedding(getattr(torch, recipe.dtype))
         kind.save(partial, model, ids, embedding, recipe.target)
     if full is not None:
         with atomic_file(folder / FULL_HEAD, "wb") as file:
@@ -125,37 +126,40 @@ def _copy_base(base: str, folder: Path, answers: Iterable[CachedAnswer], vocab_s
 
 def read_prepared(recipe: Recipe, pair: Pair) -> PreparedDraft:
     """The untuned draft that `prepare_draft` has left, read again."""
-    if recipe.draft is not None:
-        return PreparedDraft(load_sibling(recipe.draft, pair), None, None, 0.0)
+    kind = recipe.kind.from_target
+    if kind is None:
+        return PreparedDraft(load_sibling(pair), None, None, 0.0)
     folder = recipe.folder / "prepared"
     embedding = pair.target_embedding(getattr(torch, recipe.dtype))
-    model, token_ids = recipe.kind.load_to_train(folder, embedding)
+    model, token_ids = kind.load_to_train(folder, embedding)
     head = folder / FULL_HEAD
     full = load_file(head)["full_head"] if head.exists() else None
     return PreparedDraft(model, token_ids, full, lost_mass_of(recipe))
 
 
-def stand_in(recipe: Recipe, pair: Pair, target: Target) -> tuple[PreTrainedModel, Tensor | None]:
-    """A model of the draft's shape, to be timed, and the ids [K] of its head, None for all.
+def stand_in(recipe: Recipe, pair: Pair, target: Target) -> PreparedDraft:
+    """A draft of the prepared one's shape, to be timed.
 
     Which rows a trimmed head keeps depends on the answers: here they are the target's first.
     """
-    if recipe.draft is not None:
-        return load_sibling(recipe.draft, pair), None
+    kind = recipe.kind.from_target
+    if kind is None:
+        return PreparedDraft(load_sibling(pair), None, None, 0.0)
     size = recipe.draft_vocab_size
     ids = None if size is None else torch.arange(size, device=target.decoder.device)
-    model, _ = recipe.kind.start(_start_of(recipe, pair, target, ids, []))
-    return copy.deepcopy(model), ids
+    model, _ = kind.start(_start_of(recipe, pair, target, ids, []))
+    return PreparedDraft(copy.deepcopy(model), ids, None, 0.0)
 
 
 def stand_in_drafter(
-    recipe: Recipe, pair: Pair, model: PreTrainedModel, ids: Tensor | None, target: Target
+    recipe: Recipe, pair: Pair, prepared: PreparedDraft, target: Target
 ) -> Drafter:
     """That stand-in as it would draft."""
-    if recipe.draft is not None:
-        return load_drafter(recipe.draft, target, pair.strategy)
-    given: Any = copy.deepcopy(model)
-    return recipe.kind.drafter(given.to(target.decoder.dtype), ids, target)
+    kind = recipe.kind.from_target
+    if kind is None:
+        return load_drafter(pair.draft.spec, target, pair.strategy)
+    model: Any = copy.deepcopy(prepared.model)
+    return kind.drafter(model.to(target.decoder.dtype), prepared.token_ids, target)
 
 
 def lost_mass_of(recipe: Recipe) -> float:

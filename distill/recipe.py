@@ -328,16 +328,16 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def _parse_arguments(argv: list[str]) -> dict[str, str]:
     overrides: dict[str, str] = {}
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
+    words = list(argv)
+    while words:
+        word = words.pop(0)
         key, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not key:
             raise RecipeError(f"{word!r} is not a key; write --key value.")
         if not equals:
-            if not rest or rest[0].startswith("--"):
+            if not words or words[0].startswith("--"):
                 raise RecipeError(f"--{key} has no value; write --{key} VALUE.")
-            value = rest.pop(0)
+            value = words.pop(0)
         overrides[key] = value
     return overrides
 
@@ -373,8 +373,8 @@ def _types() -> dict[str, TypeAdapter[Any]]:
     kinds |= {"max_steps": Literal[-1] | Annotated[int, Field(ge=0)]}  # 0: kept as prepared
     for keys, limits in _RANGES:
         kinds |= {key: Annotated[kinds[key], limits] for key in keys.split()}
-    own = typing.get_type_hints(Recipe, include_extras=True)
-    kinds |= {key: own[key] for key in OWN}
+    hints = typing.get_type_hints(Recipe, include_extras=True)
+    kinds |= {key: hints[key] for key in OWN}
     strict = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
     return {key: TypeAdapter(kind, config=strict) for key, kind in kinds.items()}
 
@@ -476,10 +476,10 @@ def _check_minutes(recipe: Recipe) -> None:
 
 
 def _check_drafter(recipe: Recipe) -> None:
-    name, known = recipe.kind_name, kinds()
-    if name not in known:
+    name = recipe.kind_name
+    if name not in kinds():
         raise RecipeError(
-            f"drafter is {name!r}, but must be auto or one of {', '.join(known)}; correct it."
+            f"drafter is {name!r}, but must be auto or one of {', '.join(kinds())}; correct it."
         )
     if recipe.drafter == "auto" and not (recipe.planned and (recipe.minutes or 0) >= COMPARING):
         raise RecipeError(

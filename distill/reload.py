@@ -111,9 +111,9 @@ class _Measurement:
     """The run's prompts; its target, loaded once it is needed; what was measured before."""
 
     def __init__(self, run: Path, report: Report) -> None:
-        self.run, self.report, how = run, report, report.decoding
+        self.run, self.report, decoding = run, report, report.decoding
         self.recipe = read_yaml(run / "recipe.yaml")
-        self.sampling = Sampling(how.temperature, how.top_k, how.top_p)
+        self.sampling = Sampling(decoding.temperature, decoding.top_k, decoding.top_p)
         prompts = load_prompts(str(run / "prompts" / "eval.jsonl"))
         self.prompts = PromptSet(report.prompts.source, prompts, [])
         if self.prompts.sha256 != report.prompts.sha256:
@@ -124,7 +124,7 @@ class _Measurement:
             )
         self.journal = Journal(run / JOURNAL)  # not deleted at the end, as an evaluation's is
         about = [report.prompts.sha256, report.dtype, asdict(self.sampling)]
-        self.journal.begin(*about, how.max_new_tokens, report.target)
+        self.journal.begin(*about, decoding.max_new_tokens, report.target)
 
     @cached_property
     def target(self) -> Target:
@@ -148,8 +148,8 @@ class _Measurement:
         target, seed = self.target, self.report.provenance.get("seed", 0)
         assert isinstance(seed, int)
         new = self.report.decoding.max_new_tokens
-        how = Decoding(self.sampling, target.stops, new, seed)
-        return target_texts(target, self.prompts.ids, how)
+        decoding = Decoding(self.sampling, target.stops, new, seed)
+        return target_texts(target, self.prompts.ids, decoding)
 
     @torch.inference_mode()
     def of(self, form: Form) -> Reloaded:
@@ -202,11 +202,11 @@ def _by_our_decoder(form: Form, target: Target, strategy: str) -> Forced:
     """q of a form that only our decoder runs, over the target's ids."""
     drafter = load_drafter(str(form.path), target, strategy)
 
-    def forced(ids: list[int], text: list[int], how: Sequence[Sampling]) -> Iterator[Tensor]:
+    def forced(ids: list[int], text: list[int], samplings: Sequence[Sampling]) -> Iterator[Tensor]:
         states: HiddenStates = dict.fromkeys(drafter.layers)
         if states:
             teacher_forced_logits(target.decoder, [*ids, *text[:-1]], len(ids), states)
-        return drafter.teacher_forced(ids, text, how, states)
+        return drafter.teacher_forced(ids, text, samplings, states)
 
     return forced
 
@@ -221,10 +221,10 @@ def _plain(form: Form, target: Target) -> Forced:
         model = merged_in_fp32(load_model(form.base, torch.float32), form.base, form.path, dtype)
     model = model.to(device)
 
-    def forced(ids: list[int], text: list[int], how: Sequence[Sampling]) -> Iterator[Tensor]:
+    def forced(ids: list[int], text: list[int], samplings: Sequence[Sampling]) -> Iterator[Tensor]:
         tokens = torch.tensor([[*ids, *text[:-1]]], device=model.device)
         logits = model(tokens, logits_to_keep=len(text)).logits
-        for sampling in how:
+        for sampling in samplings:
             q = warp(logits, sampling)[..., : target.vocab_size]
             yield F.pad(q, (0, target.vocab_size - q.shape[-1]))
 

@@ -32,12 +32,12 @@ def evaluate_served(recipe: Recipe, pair: Pair, prompts: Prompts, seconds: float
     made_by = provenance(recipe, prompts, lost_mass_of(recipe), seconds)
     write_json(folder / "provenance.json", made_by)
     served = read_json(folder / USED)["key"]["served model"]
-    how = (
+    advice = (
         f"Serve the target with this draft where {folder / 'draft'} can be read:\n\n"
         f"    {serving_command(recipe, pair, served)}\n\nand run the same command again"
     )
     if recipe.speculative_url is None:
-        print(f"\nThe draft is made, and not measured. {how} with --speculative_url http://….")
+        print(f"\nThe draft is made, and not measured. {advice} with --speculative_url http://….")
         return None
     assert recipe.answer_url is not None
     try:
@@ -52,7 +52,7 @@ def evaluate_served(recipe: Recipe, pair: Pair, prompts: Prompts, seconds: float
             overlap=prompts.overlap.exact + prompts.overlap.near,
         )
     except ServerError as error:
-        raise ServerError(f"{error}\nThe draft is made, and kept. {how}.") from None
+        raise ServerError(f"{error}\nThe draft is made, and kept. {advice}.") from None
     write_report(folder / "report", report)
     write_card(folder)
     broken_off = [m.reason for m in report.last[1].missing if m.field == "prompts"]

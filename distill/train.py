@@ -132,10 +132,10 @@ def make_plan(
         tokens = statistics.mean(answer_lengths(recipe, prompts.training.ids, first))
         steps, costs = measured_costs(picked, pair, prompts, target, store, tokens)
         print(price(steps))
-        at_hand, left = from_first(
+        at_hand, seconds = from_first(
             (answers_at_hand(recipe, prompts, store), clock.left(recipe.minutes))
         )
-        plan = plan_within(picked, prompts, at_hand, costs, left)
+        plan = plan_within(picked, prompts, at_hand, costs, seconds)
         plan = dataclasses.replace(plan, choice=choice)
     else:
         plan = plan_as_given(recipe, prompts, answers_at_hand(recipe, prompts, store))

@@ -37,14 +37,10 @@ from trl import SFTConfig, SFTTrainer
 
 from align.files import atomic_file, disk_full_explained
 from align.machine import free_memory
-from align.vocab_map import Retokenizer
 from distill.held_out import PADDING, HeldOut, held_out_answers
 from distill.lora import lora_config, merged
 from distill.loss_forward import give_loss_forward, take_loss_forward
-from distill.losses import (
-    LOSSES,
-    LossName,
-)
+from distill.losses import LOSSES, LossName
 from distill.models import Pair
 from distill.prepare import PreparedDraft
 from distill.recipe import Recipe, RecipeError, chosen_loss
@@ -123,8 +119,8 @@ class SameOrder(LengthGroupedSampler):
     def __iter__(self) -> Iterator[int]:
         self.generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch)
         order = list(super().__iter__())
-        again = itertools.cycle(reversed(order))
-        return itertools.chain(order, itertools.islice(again, len(self) - len(order)))
+        repeats = itertools.cycle(reversed(order))
+        return itertools.chain(order, itertools.islice(repeats, len(self) - len(order)))
 
 
 class DraftTrainer(SFTTrainer):
@@ -175,9 +171,9 @@ class DraftTrainer(SFTTrainer):
             slow = [p for p in group["params"] if names[id(p)].startswith(self.slow)]
             held = {id(p) for p in slow}
             group["params"] = [p for p in group["params"] if id(p) not in held]
-            rest = {k: v for k, v in group.items() if k != "params"}
+            keys = {k: v for k, v in group.items() if k != "params"}
             if slow:
-                optimizer.add_param_group({**rest, "params": slow, "lr": group["lr"] * SLOW_RATE})
+                optimizer.add_param_group({**keys, "params": slow, "lr": group["lr"] * SLOW_RATE})
         return optimizer
 
     def compute_loss(
@@ -190,8 +186,8 @@ class DraftTrainer(SFTTrainer):
         index = inputs.pop("index")
         if self.args.device.type == "cpu":
             draft: Any = self.model
-            how = cpu_attention(draft.config, *inputs["input_ids"].shape)
-            draft.config._attn_implementation = how
+            attention = cpu_attention(draft.config, *inputs["input_ids"].shape)
+            draft.config._attn_implementation = attention
         # the same random numbers for an answer, whichever process has it in this step
         outputs = model(**inputs, seeds=index + SEEDS_A_STEP * self.state.global_step)
         tokens = len(inputs["positions"])
@@ -222,9 +218,9 @@ class DraftTrainer(SFTTrainer):
         with torch.no_grad(), self.compute_loss_context_manager():
             outputs = model(**inputs, temperature=self.temperature)
         ids = inputs["input_ids"]
-        both = torch.full((2, ids.numel()), float(PADDING), device=ids.device)
-        both[:, inputs["positions"]] = torch.stack([outputs.accepted, outputs.lacking]).float()
-        accepted, lacking = both.view(2, *ids.shape)
+        chances = torch.full((2, ids.numel()), float(PADDING), device=ids.device)
+        chances[:, inputs["positions"]] = torch.stack([outputs.accepted, outputs.lacking]).float()
+        accepted, lacking = chances.view(2, *ids.shape)
         return None, (accepted, lacking), inputs["labels"]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -282,8 +278,8 @@ class DraftTrainer(SFTTrainer):
     def processes(self) -> str:
         """How many train together, and how."""
         count = self.args.world_size
-        how = self.accelerator.distributed_type.value if count > 1 else "alone"
-        return f"{count} process{'es' if count > 1 else ''} ({how})"
+        strategy = self.accelerator.distributed_type.value if count > 1 else "alone"
+        return f"{count} process{'es' if count > 1 else ''} ({strategy})"
 
     def whole_model(self) -> PreTrainedModel | PeftModel | None:
         """The model as it stands, unwrapped and unsharded, on the first process; None elsewhere.
@@ -378,12 +374,12 @@ def training_config(recipe: Recipe, steps: int | None = None, followed: bool = F
 
 def _refuse_missing_trackers(config: SFTConfig) -> None:
     """Raise RecipeError for a tracker that is not here; the trainer itself says so after hours."""
-    asked: Any = config.report_to  # a list by now
-    here = get_available_reporting_integrations()
-    if lacking := [name for name in asked if name not in here]:
+    trackers: Any = config.report_to  # a list by now
+    installed = get_available_reporting_integrations()
+    if lacking := [name for name in trackers if name not in installed]:
         raise RecipeError(
             f"report_to names {lacking[0]!r}, which is not installed here (there is "
-            f"{', '.join(here) or 'no tracker'}); run `pip install {lacking[0]}`, or leave "
+            f"{', '.join(installed) or 'no tracker'}); run `pip install {lacking[0]}`, or leave "
             "report_to out."
         )
 
@@ -402,36 +398,35 @@ def _resumed(recipe: Recipe) -> Path | None:
 
 
 def build_trainer(
-    model: PreTrainedModel,
-    answers: Iterable[CachedAnswer],
-    head_rows: Tensor | None,
-    tokenizer: PreTrainedTokenizerBase,
     recipe: Recipe,
-    retokenizer: Retokenizer | None = None,
-    new_rows: bool = False,
+    pair: Pair,
+    prepared: PreparedDraft,
+    answers: Iterable[CachedAnswer],
     states: Mapping[int, Tensor] | None = None,
     held_out: Sequence[CachedAnswer] = (),
     steps: int | None = None,
 ) -> DraftTrainer:
-    """A trainer of the draft in fp32, of the recipe's kind.
+    """A trainer of the prepared draft in fp32.
 
-    An input embedding that is not the head as well stays as it is, unless it has `new_rows` that
-    were never trained (a transplant): then LoRA trains embedding and head whole, too. retokenizer:
-    as for `training_set`. states: as for DistillationCollator. held_out: answers that alpha is
-    followed on. steps: as of `training_config`.
+    An input embedding that is not the head as well stays as it is, unless it has rows that were
+    never trained (a transplant): then LoRA trains embedding and head whole, too. states: as for
+    DistillationCollator. held_out: answers that alpha is followed on. steps: as of
+    `training_config`.
     """
-    model = model.float()
+    model = prepared.model.float()
+    head_rows, retokenizer = pair.trained_rows(prepared.token_ids), pair.retokenizer
+    tokenizer = pair.load_tokenizer()
     names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = embedding is not None and head.weight is embedding.weight
-    if embedding is not None and not tied and not new_rows:
+    if embedding is not None and not tied and not pair.new_rows:
         embedding.weight.requires_grad_(False)
         # it is read from where it came from; most of a small draft's checkpoint would be this
         model._keys_to_ignore_on_save = {f"{names[embedding]}.weight"}
     adapters = None
     if recipe.use_peft:
         adapters = lora_config(recipe)
-        if new_rows:
+        if pair.new_rows:
             whole = [embedding] if tied else [embedding, head]
             adapters.modules_to_save = [names[part] for part in whole]
             adapters.ensure_weight_tying = tied
@@ -473,18 +468,8 @@ def distil_draft(
     """
     if steps == 0:
         return prepared.model.float() if PartialState().is_main_process else None
-    trainer = build_trainer(
-        prepared.model,
-        answers,
-        pair.trained_rows(prepared.token_ids),
-        pair.load_tokenizer(),
-        recipe,
-        pair.retokenizer,
-        pair.new_rows,
-        states_of(recipe, pair, answers),
-        held_out_answers(recipe.folder),
-        steps,
-    )
+    states, held_out = states_of(recipe, pair, answers), held_out_answers(recipe.folder)
+    trainer = build_trainer(recipe, pair, prepared, answers, states, held_out, steps)
     rehomed = pair.strategy in ("remap", "transplant")
     return distil(trainer, recipe, keep_adapter=not rehomed)
 
@@ -521,9 +506,9 @@ def distil(
 def _refuse_other_processes(trainer: DraftTrainer, checkpoint: Path) -> None:
     """Raise RecipeError where other processes than these left the checkpoint."""
     marker = checkpoint / COMPLETE
-    if marker.exists() and (left := marker.read_text()) != trainer.processes:
+    if marker.exists() and (processes := marker.read_text()) != trainer.processes:
         raise RecipeError(
-            f"{checkpoint} was left by {left}, and {trainer.processes} would go on from "
+            f"{checkpoint} was left by {processes}, and {trainer.processes} would go on from "
             "it, but weights and optimiser are kept as the processes share them; launch as many "
             "in the same way, or delete the checkpoints."
         )

@@ -141,7 +141,7 @@ class DistillationCollator:
             "index": torch.tensor([row["index"] for row in rows]),
         }
         if self.states is not None:
-            known = [self.states[row["index"]] for row in rows]
+            states = [self.states[row["index"]] for row in rows]
             # the last token is only predicted: nobody reads what the target makes of it
-            batch["states"] = _padded([F.pad(s, (0, 0, 0, 0, 0, 1)) for s in known])
+            batch["states"] = _padded([F.pad(s, (0, 0, 0, 0, 0, 1)) for s in states])
         return batch

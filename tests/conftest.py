@@ -1,9 +1,10 @@
 """What tests share: processes and cores, a tiny Llama, and a small made-up evaluation."""
 
 import fcntl
+import functools
+import gc
 import os
 import random
-from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from eval.measuring import intervals
 from eval.measuring.losslessness import ledger
 from eval.measuring.metrics import by_batch
 from eval.measuring.runs import Agreement, Answer, DraftLog, PromptRun, RunLog, StepCosts
+from eval.reporting import page
 from eval.reporting.report import build_report
 
 CORES = getattr(os, "sched_getaffinity", None)
@@ -36,6 +38,11 @@ def pytest_runtest_protocol(item):
             fcntl.flock(everyone, fcntl.LOCK_EX if "real" in item.keywords else fcntl.LOCK_SH)
             return (yield)
     return (yield)
+
+
+def pytest_collection_finish():
+    """What was imported for the tests stays: a run's `gc.collect()` need not go through it."""
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -77,8 +84,18 @@ def one_core():
 def few_resamples():
     """500 for 10,000: an interval is about as wide, and a report takes a tenth of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        fewer = partial(intervals.bootstrap_totals, resamples=500)
+        fewer = functools.partial(intervals.bootstrap_totals, resamples=500)
         patch.setattr(intervals, "bootstrap_totals", fewer)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def spared():
+    """No test sees its machine lose power, so none waits for the disk; a page's template is one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        patch.setattr(os, "sync", lambda: None)
+        patch.setattr(page, "_environment", functools.cache(page._environment))
         yield
 
 

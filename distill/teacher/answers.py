@@ -84,16 +84,16 @@ def answer_prompts(
     clock, state = time.monotonic(), PartialState()
     names = names_of(prompts, teach_prompts)
     # of one process: another run may append meanwhile, and all have to share out the same
-    left = from_first([i for i, name in enumerate(names) if name not in store])
-    groups = prefill_groups([prompts[i] for i in left])
+    missing = from_first([i for i, name in enumerate(names) if name not in store])
+    groups = prefill_groups([prompts[i] for i in missing])
     share = {
-        names[left[i]]: prompts[left[i]]
+        names[missing[i]]: prompts[missing[i]]
         for group in groups[state.process_index :: state.num_processes]
         for i in group
     }
     if share:
         # of all shares, not of this one: as many rows for any number of processes, for equal bits
-        rows = min(recipe.answer_batch_size, len(left))
+        rows = min(recipe.answer_batch_size, len(missing))
         _answer(recipe, share, rows, target, store, layers, teach_prompts)
     state.wait_for_everyone()
     store.refresh()
@@ -112,7 +112,7 @@ def answer_prompts(
         print(
             f"answers: {sum(lengths)} tokens"
             + f" and {sum(whole) - sum(lengths)} of their prompts" * teach_prompts
-            + f", {each} B each, in {store.folder}; {len(left)} of {len(names)} answers made in "
+            + f", {each} B each, in {store.folder}; {len(missing)} of {len(names)} answers made in "
             f"{time.monotonic() - clock:.0f} s"
         )
     return answers
@@ -166,11 +166,11 @@ def _answer(
     for count, answer in enumerate(shown, start=1):
         ids, logprobs = zip(*answer.captured, strict=True)
         text = torch.tensor(prompts[answer.index] + answer.tokens)
-        given = len(text) - len(ids)
+        start = len(text) - len(ids)
         pending[names[answer.index]] = CachedAnswer(
             index=answer.index,
-            prompt_ids=text[:given],
-            response_ids=text[given:],
+            prompt_ids=text[:start],
+            response_ids=text[start:],
             top_ids=torch.stack(ids).cpu(),
             top_logprobs=torch.stack(logprobs).cpu(),
         ).packed(target.vocab_size)

@@ -198,10 +198,10 @@ def _difference(before: CachedAnswer, now: CachedAnswer) -> float:
 
     A token that it does not name now is taken to be as likely as the last that it does.
     """
-    said = dict(zip(now.top_ids[0].tolist(), now.top_logprobs[0].tolist(), strict=True))
-    lowest = min(said.values())
+    logprobs = dict(zip(now.top_ids[0].tolist(), now.top_logprobs[0].tolist(), strict=True))
+    lowest = min(logprobs.values())
     pairs = zip(before.top_ids[0].tolist(), before.top_logprobs[0].tolist(), strict=True)
-    gaps = [abs(p - said.get(token, min(p, lowest))) for token, p in pairs]
+    gaps = [abs(p - logprobs.get(token, min(p, lowest))) for token, p in pairs]
     return sum(gaps) / len(gaps)
 
 
@@ -228,7 +228,7 @@ class ServedTarget:
         Nothing is asked where all answers are there. Raises ServerError with value, reason and
         remedy.
         """
-        if not self._left():
+        if not self._unanswered():
             return
         self._check_tokenizer()
         request = self._request()
@@ -250,7 +250,7 @@ class ServedTarget:
 
         How long the server takes, and what a draft costs beside it, cannot be told from here.
         """
-        tokens = len(self._left()) * self.recipe.answer_max_new_tokens
+        tokens = len(self._unanswered()) * self.recipe.answer_max_new_tokens
         each = bytes_per_token(self.recipe.cache_top_k, self.target.rows)
         print(f"{self.server.url} serves {self.server.model!r} and fits this recipe")
         print(
@@ -266,27 +266,27 @@ class ServedTarget:
         than is waited, sends what it must not, or is another model midway; what was kept by then
         stays.
         """
-        if PartialState().is_main_process and (left := self._left()):
-            self._answer(left)
+        if PartialState().is_main_process and (unanswered := self._unanswered()):
+            self._answer(unanswered)
         PartialState().wait_for_everyone()
         self.store.refresh()
         answers = Answers(self.store, self.names)
         refuse_empty(answers.response_lengths)
         return answers
 
-    def _answer(self, left: list[int]) -> None:
+    def _answer(self, unanswered: list[int]) -> None:
         clock, tokens = time.time(), 0
         self.server.retries = PATIENT
         request = self._request()
         bar = tqdm(
             total=len(self.names),
-            initial=len(self.names) - len(left),
+            initial=len(self.names) - len(unanswered),
             desc="answers of the server",
             unit="answer",
             file=sys.stderr,
         )
-        with bar, ThreadPool(min(self.recipe.answer_batch_size, len(left))) as pool:
-            answers = pool.imap_unordered(lambda i: self._ask(i, request), left)
+        with bar, ThreadPool(min(self.recipe.answer_batch_size, len(unanswered))) as pool:
+            answers = pool.imap_unordered(lambda i: self._ask(i, request), unanswered)
             while shard := list(islice(answers, ANSWERS_PER_SHARD)):
                 self._check_witnesses()  # what came before them is the same model's
                 packed = {self.names[a.index]: a.packed(self.target.rows) for a in shard}
@@ -340,7 +340,7 @@ class ServedTarget:
         }
         return Store.of(served | what_decides_answers(self.recipe, self.target))
 
-    def _left(self) -> list[int]:
+    def _unanswered(self) -> list[int]:
         """The prompts without an answer."""
         return [i for i, name in enumerate(self.names) if name not in self.store]
 
@@ -362,14 +362,15 @@ class ServedTarget:
 
     def _check_tokenizer(self) -> None:
         """Ids mean the same there: a few texts are cut into the same ones."""
-        ours = load_tokenizer(self.target.spec)
+        tokenizer = load_tokenizer(self.target.spec)
         for text in [TEXT, *self.texts[:8]]:
-            here, there = ours(text, add_special_tokens=False)["input_ids"], self._tokenized(text)
-            if here != there:
+            own_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            server_ids = self._tokenized(text)
+            if own_ids != server_ids:
                 raise ServerError(
-                    f"{self.server.url} cuts {text[:40]!r}… into {there[:8]}…, the tokenizer of "
-                    f"{self.target.spec!r} into {here[:8]}…: its ids mean other tokens. Serve the "
-                    "target of this recipe."
+                    f"{self.server.url} cuts {text[:40]!r}… into {server_ids[:8]}…, the tokenizer "
+                    f"of {self.target.spec!r} into {own_ids[:8]}…: its ids mean other tokens. "
+                    "Serve the target of this recipe."
                 )
 
     def _tokenized(self, text: str) -> list[int]:

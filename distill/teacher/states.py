@@ -81,8 +81,10 @@ def cache_states(recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Answe
     held_out = held_out_answers(recipe.folder)
     names = [name_of(answer.text) for answer in chain(answers, held_out)]
     # of one process: another run may append meanwhile, and all have to share out the same
-    left = from_first([i for i, name in enumerate(names) if name not in store])
-    shards = [left[at : at + ANSWERS_PER_SHARD] for at in range(0, len(left), ANSWERS_PER_SHARD)]
+    missing = from_first([i for i, name in enumerate(names) if name not in store])
+    shards = [
+        missing[at : at + ANSWERS_PER_SHARD] for at in range(0, len(missing), ANSWERS_PER_SHARD)
+    ]
     for shard in tqdm(
         shards[state.process_index :: state.num_processes],
         desc="target's states",

@@ -173,13 +173,13 @@ class Store:
 
     def _checked(self) -> dict[str, list[int]]:
         path = self.folder / CHECKED
-        known: dict[str, list[int]] = json.loads(path.read_text()) if path.exists() else {}
-        return known
+        checked: dict[str, list[int]] = json.loads(path.read_text()) if path.exists() else {}
+        return checked
 
     def _remember(self, whole: Sequence[Path]) -> None:
         """That the bits of these shards are as they were written."""
-        known = self._checked() | {path.name: _state(path) for path in whole}
-        write_json(self.folder / CHECKED, known)
+        checked = self._checked() | {path.name: _state(path) for path in whole}
+        write_json(self.folder / CHECKED, checked)
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
@@ -265,8 +265,8 @@ def _sha256(about: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _state(path: Path) -> list[int]:
-    about = path.stat()
-    return [about.st_size, about.st_mtime_ns]
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns]
 
 
 @contextmanager

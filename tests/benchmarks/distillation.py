@@ -166,13 +166,7 @@ def ours(work, name, prepared, recipe, count, steps):
 
     def train(callback=None):
         draft = prepare_draft(work.recipe, work.pair, work.target, work.answers)
-        trainer = build_trainer(
-            draft.model,
-            rows,
-            work.pair.trained_rows(prepared.token_ids),
-            work.pair.load_tokenizer(),
-            fewer,
-        )
+        trainer = build_trainer(fewer, work.pair, draft, rows)
         if callback is not None:
             trainer.add_callback(callback)
         return distil(trainer, fewer)

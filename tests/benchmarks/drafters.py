@@ -55,10 +55,9 @@ def train_kind(run: Path, folder: Path, name: str, minutes: float) -> dict:
     asked = dataclasses.replace(recipe, max_answers=read_yaml(run / "recipe.yaml")["max_answers"])
     asked, store = to_answer(asked, prompts.training.ids), open_store(recipe, pair.target)
     answers = answer_prompts(recipe, asked, target, store, (), recipe.train_on_prompts)
-    model, token_ids = stand_in(recipe, pair, target.loaded)
-    rows = pair.trained_rows(token_ids)
-    per_step = training_step(recipe, pair, prompts.training.ids, model, rows)
-    del model
+    untrained = stand_in(recipe, pair, target.loaded)
+    per_step = training_step(recipe, pair, untrained, prompts.training.ids)
+    del untrained
     free_memory()
     clock = time.monotonic()
     cache_states(recipe, pair, target, answers)

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from tokenizers import Tokenizer
@@ -23,6 +24,7 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from align.machine import use_machine
+from distill.prepare import PreparedDraft
 from distill.recipe import build_recipe
 from distill.teacher.answers import ANSWERS_PER_SHARD
 from distill.teacher.store import Answers, CachedAnswer, Store
@@ -83,13 +85,15 @@ def train(folder: Path) -> dict[str, int]:
         }
     )
     store = Store(folder)
-    trainer = build_trainer(
-        model,
-        Answers(store, sorted(store, key=int)),
-        None,
-        PreTrainedTokenizerFast(tokenizer_object=words, eos_token="b"),
-        recipe,
+    pair = SimpleNamespace(
+        trained_rows=lambda token_ids: token_ids,
+        load_tokenizer=lambda: PreTrainedTokenizerFast(tokenizer_object=words, eos_token="b"),
+        retokenizer=None,
+        new_rows=False,
     )
+    prepared = PreparedDraft(model, None, None, 0.0)
+    answers = Answers(store, sorted(store, key=int))
+    trainer = build_trainer(recipe, pair, prepared, answers)
     distil(trainer, recipe)
     seconds = round(time.perf_counter() - clock)
     over.set()

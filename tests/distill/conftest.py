@@ -1,13 +1,16 @@
 """A pair of models of a few kilobytes, and recipes for them."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from distill.prepare import PreparedDraft
 from distill.recipe import build_recipe
+from distill.trainer import build_trainer
 from tests.conftest import cache_without_answers
 
 WORDS = "the cat sat on a mat and the dog ran to the red barn while rain fell on old stones"
@@ -70,6 +73,26 @@ def folder(tmp_path_factory, tiny_llama):
         rows = [{"prompt": " ".join(t.split()[:6])} for t in TEXTS[start : start + count]]
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
+
+
+@pytest.fixture(scope="session")
+def plain_trainer():
+    """Makes the trainer of a model that is no pair's draft, and whose head covers all words."""
+
+    def make(recipe, model, answers, held_out=(), new_rows=False):
+        words = models.WordLevel({f"w{i}": i for i in range(model.vocab_size)}, unk_token="w0")
+        pair = SimpleNamespace(
+            trained_rows=lambda token_ids: token_ids,
+            load_tokenizer=lambda: PreTrainedTokenizerFast(
+                tokenizer_object=Tokenizer(words), pad_token="w0", eos_token="w1"
+            ),
+            retokenizer=None,
+            new_rows=new_rows,
+        )
+        prepared = PreparedDraft(model, None, None, 0.0)
+        return build_trainer(recipe, pair, prepared, answers, held_out=held_out)
+
+    return make
 
 
 @pytest.fixture(scope="session")

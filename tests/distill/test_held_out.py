@@ -29,7 +29,7 @@ from distill.prompt_sets import collect_prompts, hold_out
 from distill.recipe import build_recipe
 from distill.teacher.store import CachedAnswer
 from distill.train import run
-from distill.trainer import build_trainer, distil, last_checkpoint
+from distill.trainer import distil, last_checkpoint
 from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.verification import Sampling
@@ -53,7 +53,7 @@ def made_answers(count=24, seed=5):
 
 
 @pytest.fixture
-def trained(tmp_path, tiny_llama, monkeypatch):
+def trained(tmp_path, tiny_llama, plain_trainer, monkeypatch):
     """Trains with held-out rows; gives the draft and what was seen."""
     monkeypatch.setattr(held_out, "SHARE", 10.0)
 
@@ -80,16 +80,8 @@ def trained(tmp_path, tiny_llama, monkeypatch):
         (tmp_path / name / HELD_OUT).mkdir(parents=True, exist_ok=True)
         shape = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24}
         model = tiny_llama(**shape, pad_token_id=0)
-        from tokenizers import Tokenizer
-        from tokenizers.models import WordLevel
-        from transformers import PreTrainedTokenizerFast
-
-        words = {f"w{i}": i for i in range(VOCAB)}
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), pad_token="w0"
-        )
         held = made_answers(10, seed=6)
-        trainer = build_trainer(model, made_answers(), None, tokenizer, recipe, held_out=held)
+        trainer = plain_trainer(recipe, model, made_answers(), held_out=held)
         return distil(trainer, recipe), read_followed(recipe.folder / HELD_OUT).seen, recipe.folder
 
     return train

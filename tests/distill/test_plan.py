@@ -201,19 +201,19 @@ def test_a_training_step_is_timed_without_the_target(pruned_run, monkeypatch):
 def test_timing_a_training_step_leaves_the_target_as_it_was(pruned_run):
     recipe, pair, parts, target = pruned_run
     before = load_model(recipe.target, torch.float32).state_dict()
-    model, token_ids = stand_in(recipe, pair, target.loaded)
-    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert training_step(recipe, pair, parts.training.ids, model, pair.trained_rows(token_ids)) > 0
+    prepared = stand_in(recipe, pair, target.loaded)
+    start = {name: tensor.clone() for name, tensor in prepared.model.state_dict().items()}
+    assert training_step(recipe, pair, prepared, parts.training.ids) > 0
     after = target.loaded.model.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    moved = model.state_dict()
+    moved = prepared.model.state_dict()
     assert any(not torch.equal(moved[name], tensor) for name, tensor in start.items())
 
 
 def test_dear_steps_are_timed_a_few_times_only(pruned_run, monkeypatch):
     recipe, pair, parts, target = pruned_run
     monkeypatch.setattr(plan, "LIMIT", 0.0)
-    model, token_ids = stand_in(recipe, pair, target.loaded)
+    prepared = stand_in(recipe, pair, target.loaded)
     clock = []
 
     class Watched(plan.StepClock):
@@ -222,7 +222,7 @@ def test_dear_steps_are_timed_a_few_times_only(pruned_run, monkeypatch):
             clock.append(self)
 
     monkeypatch.setattr(plan, "StepClock", Watched)
-    training_step(recipe, pair, parts.training.ids, model, pair.trained_rows(token_ids))
+    training_step(recipe, pair, prepared, parts.training.ids)
     assert len(clock[0].seconds) == 2
     calls = []
     plan.median_seconds(lambda: calls.append(time.sleep(0.001)))

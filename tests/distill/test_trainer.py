@@ -9,10 +9,8 @@ import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
 from safetensors import safe_open
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch.utils.data import BatchSampler
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from align.files import DiskFullError
@@ -22,7 +20,6 @@ from distill.recipe import RecipeError, build_recipe
 from distill.teacher.store import CachedAnswer
 from distill.trainer import (
     SameOrder,
-    build_trainer,
     distil,
     last_checkpoint,
     training_config,
@@ -41,18 +38,8 @@ def tiny_model(tiny_llama):
 
 
 @pytest.fixture
-def tokenizer():
-    words = {f"w{i}": i for i in range(VOCAB)}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), pad_token="w0", eos_token="w1"
-    )
-
-
-@pytest.fixture
-def train(tokenizer):
-    return lambda model, answers, recipe: distil(
-        build_trainer(model, answers, None, tokenizer, recipe), recipe
-    )
+def train(plain_trainer):
+    return lambda model, answers, recipe: distil(plain_trainer(recipe, model, answers), recipe)
 
 
 def made_answers(count=24):
@@ -121,21 +108,23 @@ def test_a_head_that_is_more_than_a_product_is_refused(tiny_model):
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 4])
-def test_the_loss_is_divided_by_the_response_tokens(tmp_path, tiny_model, tokenizer, prompt_tokens):
+def test_the_loss_is_divided_by_the_response_tokens(
+    tmp_path, tiny_model, plain_trainer, prompt_tokens
+):
     answers = made_answers(3)
     for answer in answers:
         answer.prompt_ids = answer.prompt_ids.repeat(2)[:prompt_tokens]
     batch = DistillationCollator(0)(list(training_rows(answers, None)))
     count = sum(len(a.response_ids) for a in answers)
     assert int((batch["labels"] != -100).sum()) == count
-    trainer = build_trainer(tiny_model(), answers, None, tokenizer, recipe_in(tmp_path))
+    trainer = plain_trainer(recipe_in(tmp_path), tiny_model(), answers)
     # as the trainer counts: labels are those of the next token, so the first of a row is left out
     assert int(trainer._get_num_items_in_batch([batch], torch.device("cpu"))) == count
     assert len(batch["positions"]) == len(batch["top_ids"])
 
 
-def test_a_wide_batch_keeps_no_attention_scores(tmp_path, tiny_model, tokenizer, monkeypatch):
-    trainer = build_trainer(tiny_model(), made_answers(5), None, tokenizer, recipe_in(tmp_path))
+def test_a_wide_batch_keeps_no_attention_scores(tmp_path, tiny_model, plain_trainer, monkeypatch):
+    trainer = plain_trainer(recipe_in(tmp_path), tiny_model(), made_answers(5))
     model, found = trainer.model, []
     batch = DistillationCollator(0)(list(training_rows(made_answers(5), None)))
     rows, width = batch["input_ids"].shape
@@ -204,12 +193,14 @@ def test_training_lowers_the_loss_and_leaves_a_plain_model(tmp_path, train, use_
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_lora_trains_the_new_rows_of_a_transplant_as_well(tmp_path, tokenizer, tiny_llama, tied):
+def test_lora_trains_the_new_rows_of_a_transplant_as_well(
+    tmp_path, plain_trainer, tiny_llama, tied
+):
     def model():
         return tiny_llama(vocab_size=VOCAB, pad_token_id=0, tie_word_embeddings=tied)
 
     recipe = recipe_in(tmp_path, use_peft=True, lora_r=4, lora_alpha=8)
-    trainer = build_trainer(model(), made_answers(), None, tokenizer, recipe, new_rows=True)
+    trainer = plain_trainer(recipe, model(), made_answers(), new_rows=True)
     tuned = distil(trainer, recipe)
     assert type(tuned) is LlamaForCausalLM
     assert tuned.state_dict().keys() == model().state_dict().keys()
@@ -342,12 +333,12 @@ def test_activations_computed_twice_change_nothing(tmp_path, train, tiny_model, 
 
 
 def test_bf16_sets_the_products_and_leaves_weights_and_distributions(
-    tmp_path, train, tiny_model, tokenizer
+    tmp_path, train, tiny_model, plain_trainer
 ):
     recipe = recipe_in(tmp_path, bf16=True)
     tuned = train(tiny_model(), made_answers(), recipe)
     assert {weight.dtype for weight in tuned.state_dict().values()} == {torch.float32}
-    trainer = build_trainer(tiny_model(), made_answers(), None, tokenizer, recipe)
+    trainer = plain_trainer(recipe, tiny_model(), made_answers())
     batch = DistillationCollator(0)(list(training_rows(made_answers(5), None)))
     prepared = trainer._prepare_inputs(batch)
     assert prepared["top_logprobs"].dtype == torch.int32  # which nobody rounds

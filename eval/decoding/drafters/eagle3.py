@@ -38,7 +38,7 @@ from eval.decoding.drafters.compact import (
     write_about,
 )
 from eval.decoding.drafters.drafter import Proposal, Session, Texts, on_target_ids, timed_choice
-from eval.decoding.drafters.kind import Kind
+from eval.decoding.drafters.kind import FromTarget
 from eval.decoding.drafters.training import (
     AnsweredText,
     FrozenEmbedding,
@@ -58,7 +58,7 @@ RIDGE = 1e-2  # of maps from many states, which the fit's tokens determine poorl
 STEPS = 3  # of a draft that are trained at once
 
 
-class Eagle3(Kind):
+class Eagle3(FromTarget):
     engines = ("vllm",)
     slow = ("lm_head", "model.fc")
 

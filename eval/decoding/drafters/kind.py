@@ -23,19 +23,23 @@ from eval.decoding.target import Target
 
 
 class Kind(ABC):
-    """What sets a kind of draft apart: its traits, its start, its training, its folder.
+    """What sets a kind of draft apart: its traits, and what its head reads in training.
 
     engines: that load what is published of it. language_model: it is a causal LM by itself, which
-    may have adapters, another tokenizer, a GGUF file. from_target: it is made of the target, and
-    has all that is below `head_inputs`. keeps_layers: of the target, as many as num_draft_layers
-    says. slow: beginnings of the names of weights that began as a fit, and learn more slowly.
+    may have adapters, another tokenizer, a GGUF file. keeps_layers: of the target, as many as
+    num_draft_layers says. slow: beginnings of the names of weights that began as a fit, and learn
+    more slowly.
     """
 
     engines: tuple[str, ...] = ()
     language_model = False
-    from_target = True
     keeps_layers = False
     slow: tuple[str, ...] = ()
+
+    @property
+    def from_target(self) -> FromTarget | None:
+        """The kind itself where it is made of the target, else None."""
+        return None
 
     def layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
         """The target's hidden states it reads, numbered as in forward.py. config: the target's."""
@@ -49,14 +53,23 @@ class Kind(ABC):
         """What the head reads for all drafted tokens that are trained, the first tokens first."""
         yield HeadInput(self.first_input(model, batch))
 
+
+class FromTarget(Kind):
+    """A kind of draft that is made of the target: its start, its folder, its drafter."""
+
+    @property
+    def from_target(self) -> FromTarget:
+        return self
+
+    @abstractmethod
     def start(self, start: Start) -> tuple[PreTrainedModel, Tensor | None]:
         """The untrained draft, sharing nothing with the target that is trained, and its head over
         all of V [V, H] where that is not the target's own.
 
         It is a PreTrainedModel, since that is what trl, peft and FSDP save, load and wrap.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def save(
         self,
         folder: Path,
@@ -70,8 +83,8 @@ class Kind(ABC):
         embedding: the target's [V, H], whose dtype is taken, and of which only the hash is kept.
         target: its name.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def load_to_train(
         self, folder: Path, embedding: Tensor
     ) -> tuple[PreTrainedModel, Tensor | None]:
@@ -79,11 +92,10 @@ class Kind(ABC):
 
         Raises ValueError where it was made for another target.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def drafter(self, model: PreTrainedModel, token_ids: Tensor | None, target: Target) -> Drafter:
         """The model as it drafts for that target, which takes its weights over."""
-        raise NotImplementedError
 
     def load(self, folder: Path, target: Target) -> Drafter:
         """The drafter of a folder. Raises ValueError where it was made for another target."""

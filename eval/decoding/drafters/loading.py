@@ -40,11 +40,12 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
         if not (folder / "compact.json").is_file():
             continue
         about = read_json(folder / "compact.json")
-        kind = kinds().get(about.get("drafter", "pruned"))
+        from_target = {name: kind.from_target for name, kind in kinds().items()}
+        kind = from_target.get(about.get("drafter", "pruned"))
         if kind is None:
             raise ValueError(
                 f"{folder} is a draft of kind {about['drafter']!r}, which this version does not "
-                f"know ({', '.join(kinds())}); make it again as one of these."
+                f"know ({', '.join(from_target)}); make it again as one of these."
             )
         if folder != Path(spec) and _of_another_target(about, target):
             print(

@@ -41,7 +41,7 @@ from eval.decoding.drafters.drafter import (
     on_target_ids,
     timed_choice,
 )
-from eval.decoding.drafters.kind import Kind
+from eval.decoding.drafters.kind import FromTarget
 from eval.decoding.drafters.training import (
     AnsweredText,
     HeadInput,
@@ -102,7 +102,7 @@ class MedusaModel(PreTrainedModel):
         return self.lm_head
 
 
-class Medusa(Kind):
+class Medusa(FromTarget):
     engines = ("vllm",)
     slow = ("blocks", "lm_head")
 

@@ -28,7 +28,7 @@ from eval.decoding.drafters.compact import (
     write_about,
 )
 from eval.decoding.drafters.drafter import on_target_ids
-from eval.decoding.drafters.kind import Kind
+from eval.decoding.drafters.kind import FromTarget
 from eval.decoding.drafters.training import (
     AnsweredText,
     FrozenEmbedding,
@@ -44,7 +44,7 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD_ROWS = 4096  # of a head are in fp32 at once
 
 
-class Pruned(Kind):
+class Pruned(FromTarget):
     engines = ("vllm", "transformers", "llama.cpp")
     language_model = True
     keeps_layers = True

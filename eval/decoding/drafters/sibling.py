@@ -26,7 +26,6 @@ LONGER = 2  # a text in a draft's own ids has at most so many times the target's
 class Sibling(Kind):
     engines = ("vllm", "transformers", "llama.cpp")
     language_model = True
-    from_target = False
 
     def first_input(self, model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
         return input_of_head(model, batch)

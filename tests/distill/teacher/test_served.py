@@ -576,7 +576,7 @@ def test_another_run_asks_nothing_and_answers_of_other_settings_are_not_its(
     before = len(server.requests)
     assert len(asked(served(server, "other", learning_rate=1.0)).answers()) == 11
     assert len(server.requests) == before
-    assert len(asked(served(server, answer_temperature=0.5))._left()) == 11
+    assert len(asked(served(server, answer_temperature=0.5))._unanswered()) == 11
 
 
 def test_answers_that_are_all_empty_are_an_error(stand_in, served, asked):
