@@ -15,12 +15,12 @@ from statistics import NormalDist
 
 import numpy as np
 
-from eval.measuring.intervals import Measured, measure, share
+from eval.measuring.intervals import FEWEST_CLUSTERS, Measured, measure, share
 from eval.measuring.runs import Floats
 from eval.reporting.report import DraftReport
 
 FALSE_ALARMS = 0.01  # of calls whose traffic has not moved, at most
-FEW_PROMPTS = 8  # from fewer, a bootstrap's interval is too narrow to test with
+FEW_PROMPTS = FEWEST_CLUSTERS  # fewer have no interval
 FULL_LENGTH = 0.98  # of a draft: near the length limit a few are shorter
 _Z95 = NormalDist().inv_cdf(0.975)
 
@@ -39,7 +39,7 @@ class Estimate:
 
     @classmethod
     def of(cls, measured: Measured, drafts: float) -> Estimate:
-        low, high = measured.ci95
+        low, high = measured.bounds
         return cls(measured.mean, (high - low) / 2 / _Z95, drafts)
 
 

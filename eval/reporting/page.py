@@ -27,6 +27,7 @@ from eval.reporting.tables import (
     ledger_table,
     lossless_line,
     missing_lines,
+    prompts_text,
     shown,
     size,
     tables,
@@ -133,7 +134,9 @@ def gamma_chart(drafts: Drafts, colours: dict[str, str]) -> dict[str, Any] | Non
     for name, curve in curves.items():
         lines.append(("curve", colours[name], [(gamma, expected) for gamma, expected, _ in curve]))
     longest = max(gamma for curve in curves.values() for gamma, *_ in curve)
-    highest = [ceiling for *_, ceiling in perfect] + [value.ci95[1] for _, value, *_ in dots]
+    highest = [ceiling for *_, ceiling in perfect] + [
+        (value.ci95 or (0.0, value.mean))[1] for _, value, *_ in dots
+    ]
     return {
         "plot": Plot(0.5, longest + 0.5, 1.08 * max(1.0, *highest)),
         "gammas": range(1, longest + 1),
@@ -191,7 +194,12 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"shown": shown, "size": size, "visible": visible}
+    environment.filters |= {
+        "shown": shown,
+        "size": size,
+        "visible": visible,
+        "prompts": prompts_text,
+    }
     environment.tests["numeric"] = is_numeric
     environment.globals |= {
         "Plot": Plot,

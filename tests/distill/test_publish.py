@@ -73,7 +73,7 @@ def test_the_card_has_the_numbers_of_the_report(run_folder, sample_report):
     tuned = sample_report.drafts["tuned"]
     for key, label in (("alpha", "alpha"), ("tau", "tau"), ("speedup", "speed-up")):
         assert f"| {label} | {getattr(tuned, key):.2f} |" in card
-    assert f"The gain of alpha over `untuned` is {sample_report.gain[0].alpha.mean:+.2f} (" in card
+    assert f"The gain of alpha over `untuned` is {sample_report.gain[0].alpha.mean:+.2f} [" in card
     assert "38 of 40 prompts identical, 2 part at a tie, 0 unexplained" in card
     assert tuned.payoff.verdict in card
     assert sample_report.warnings[0] in card
