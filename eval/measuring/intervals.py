@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from statistics import NormalDist
 from typing import Annotated, Generic, Self, TypeVar
 
 import numpy as np
@@ -125,9 +126,9 @@ def _within_one(mean: float, error: float, t: float, clusters: int) -> tuple[flo
     return max(centre - half, 0.0), min(centre + half, 1.0)
 
 
-def _t_quantile(freedom: float) -> float:
-    """The 97.5% point of Student's t (Abramowitz and Stegun 26.7.5); 1% low at 3 degrees."""
-    z = 1.959963984540054
+def t_quantile(probability: float, freedom: float) -> float:
+    """Of Student's t (Abramowitz and Stegun 26.7.5); at 97.5% and 3 degrees it is 1% low."""
+    z = NormalDist().inv_cdf(probability)
     terms = (
         (z**3 + z) / 4,
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,
@@ -149,7 +150,7 @@ def _error(deviations: Floats) -> tuple[float, float]:
     if squares.any():
         kurtosis = n * (squares**2).sum() / squares.sum() ** 2
         freedom = 2 * n / max(kurtosis - 1, 2 * n / (n - 1))
-    return math.sqrt((n - 1) / n * (deviations**2).sum()), _t_quantile(freedom)
+    return math.sqrt((n - 1) / n * (deviations**2).sum()), t_quantile(0.975, freedom)
 
 
 def measure(

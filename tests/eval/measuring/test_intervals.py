@@ -145,7 +145,9 @@ def test_clauses_of_one_document_are_not_independent():
 def test_the_quantile_of_t():
     for freedom, tolerance in ((2.5, 0.02), (4, 0.004), (9, 2e-4), (31, 1e-5), (1e6, 1e-6)):
         exact = student.ppf(0.975, freedom)
-        assert intervals._t_quantile(freedom) == pytest.approx(exact, rel=tolerance)
+        assert intervals.t_quantile(0.975, freedom) == pytest.approx(exact, rel=tolerance)
+    exact = student.ppf(1 - 1e-5, 31)  # as far out as drift goes
+    assert intervals.t_quantile(1 - 1e-5, 31) == pytest.approx(exact, rel=1e-3)
 
 
 # --- what they look like ------------------------------------------------------------------------
