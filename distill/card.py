@@ -186,7 +186,7 @@ def _result(report: Report, label: str, value: Measured) -> EvalResult:
         metric_type=label.partition(" (")[0].replace(" ", "-").replace("`", ""),
         metric_name=label,
         metric_value=round(value.mean, 4),
-        metric_args={"ci95": [round(end, 4) for end in value.ci95], "n": value.n},
+        metric_args={"ci95": value.ci95 and [round(end, 4) for end in value.ci95], "n": value.n},
     )
 
 

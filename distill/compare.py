@@ -161,7 +161,7 @@ def compare(
     if best != plain:
         gain = from_first(difference("speedup", other[best], other[plain])) if other else None
         why = f"{best} and {plain} are not told apart: {plain}, since every engine runs it"
-        if gain is not None and gain.ci95[0] > 0:
+        if gain is not None and gain.bounds[0] > 0:
             winner, why = best, f"{best} is {gain:.2f} faster than {plain} on other texts"
     print(f"chosen: {why}")
     PartialState().wait_for_everyone()  # nobody reads the candidates any more

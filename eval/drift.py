@@ -6,7 +6,7 @@
 
 Counters are vLLM's: a server's /metrics or a file of it, or its answers with their own counts, one
 a line (docs/serving.md). Prompts that were not served are measured by eval.run. Exit status: 0 as
-measured; 1 moved away; 2 for input that cannot be used, and for too few drafts to tell.
+measured; 1 moved away; 2 for input that cannot be used, and where the two are not told apart yet.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
+import math
 
 import numpy as np
 
 from align.files import atomic_file
 from eval.engines.counters import growth, read_requests, read_series, total
 from eval.engines.vllm import VllmServer
+from eval.measuring.intervals import FEWEST_CLUSTERS
 from eval.measuring.traffic import (
-    FEW_PROMPTS,
+    MARGIN,
     Acceptance,
     Difference,
     NotComparable,
@@ -80,8 +82,8 @@ def _read(path: Path) -> str:
         raise ReportError(f"{path} cannot be read as text: {error}") from None
 
 
-def _traffic(source: str, since: Path | None, report: Acceptance) -> Acceptance:
-    """What a server or a file has counted."""
+def _traffic(source: str, since: Path | None, report: Acceptance) -> tuple[Acceptance, str]:
+    """What a server or a file has counted, and a server's counters as they stand."""
     is_server = source.startswith(("http://", "https://"))
     if is_server:
         text = VllmServer(source.rstrip("/").removesuffix("/metrics")).text("/metrics")
@@ -91,7 +93,7 @@ def _traffic(source: str, since: Path | None, report: Acceptance) -> Acceptance:
             if since is not None:
                 raise NotComparable("--since is for counters; answers count by themselves.")
             answers = [(of, np.array(row, dtype=np.float64)) for of, row in read_requests(text)]
-            return answered_acceptance(answers, report)
+            return answered_acceptance(answers, report), ""
     series = read_series(text)
     if total(series) is None:
         raise NotComparable(
@@ -102,20 +104,22 @@ def _traffic(source: str, since: Path | None, report: Acceptance) -> Acceptance:
         series = growth(read_series(_read(since)), series)
     counts = total(series)
     assert counts is not None
-    traffic = counted_acceptance(counts, report)
-    # few drafts stay in the next reading: where little is served, hours add up
-    if is_server and since is not None and not drafts_lacking(report, traffic):
-        with atomic_file(since) as file:
-            file.writelines(f"{line}\n" for line in text.splitlines() if "spec_decode" in line)
-    return traffic
+    lines = (f"{line}\n" for line in text.splitlines() if "spec_decode" in line)
+    return counted_acceptance(counts, report), "".join(lines) if is_server else ""
+
+
+def _verdict(difference: Difference) -> str:
+    if difference.moved:
+        return "MOVED"
+    return "as measured" if difference.as_measured else "not told apart"
 
 
 def _line(difference: Difference) -> str:
     parts = (
         f"{difference.name:24} report {difference.report.mean:.3f}",
         f"traffic {difference.traffic.mean:.3f}",
-        f"{difference.by:+.3f} ± {difference.chance:.3f}",
-        "MOVED" if difference.moved else "as measured",
+        f"{difference.by:+.3f} ± {difference.chance(0.05):.3f}",
+        _verdict(difference),
     )
     return "   ".join(parts)
 
@@ -123,15 +127,20 @@ def _line(difference: Difference) -> str:
 def check_traffic(draft: DraftReport, report: Report, source: str, since: Path | None) -> int:
     """Compare, print, and return the exit status. Raises ValueError for input of no use."""
     promised = measured_acceptance(draft, report.engine)
-    traffic = _traffic(source, since, promised)
+    traffic, counters = _traffic(source, since, promised)
     differences = compare(promised, traffic)
+    lacking = drafts_lacking(differences)
+    # where more drafts may tell they stay in the next reading: where little is served, hours add up
+    if counters and since is not None and lacking in (0, math.inf):
+        with atomic_file(since) as file:
+            file.write(counters)
     for difference in differences:
         print(_line(difference))
     # bare counters know no categories
     apart = promised.categories.keys() ^ traffic.categories.keys() if traffic.categories else ()
     for name in sorted(apart):
         where = "report" if name in traffic.categories else "traffic"
-        print(f"category {name}: not compared, fewer than {FEW_PROMPTS} prompts in the {where}")
+        print(f"category {name}: not compared, fewer than {FEWEST_CLUSTERS} prompts in the {where}")
     drafts = f"{promised.positions[0].drafts:,.0f} and {traffic.positions[0].drafts:,.0f} drafts"
     if moved := [difference for difference in differences if difference.moved]:
         way = "less" if moved[0].by < 0 else "more"
@@ -140,12 +149,17 @@ def check_traffic(draft: DraftReport, report: Report, source: str, since: Path |
             f"{', '.join(difference.name for difference in moved)}. {REMEDY}"
         )
         return 1
-    if lacking := drafts_lacking(promised, traffic):
-        raise NotComparable(
-            f"too few drafts to tell ({drafts}): no change shows, but one that the report "
-            f"could tell may hide. About {lacking:,} more are needed."
+    if lacking:
+        remedy = (
+            "more drafts will not tell, a report of more prompts may (eval.run --speed_prompts)"
+            if lacking == math.inf
+            else f"too few drafts to tell, about {lacking:,.0f} more are needed"
         )
-    print(f"\nas measured ({drafts})")
+        raise NotComparable(
+            f"not told apart ({drafts}): a change of {MARGIN:g} of acceptance is neither shown nor "
+            f"ruled out; {remedy}."
+        )
+    print(f"\nas measured ({drafts}): no position differs by {MARGIN:g} or more")
     return 0
 
 

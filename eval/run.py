@@ -47,6 +47,7 @@ from eval.engines.environments import ENGINES, NAMES, engine_name, installed
 from eval.engines.installed import driven_engine
 from eval.engines.vllm import VllmServer, measure_servers
 from eval.measuring.evaluation import Plan, context_length, evaluate
+from eval.measuring.intervals import FEWEST_CLUSTERS
 from eval.measuring.journal import INTERRUPTED, JOURNAL, Journal
 from eval.prompts import Prompt, PromptSet, in_chat_form, load_prompts, render_all
 from eval.reporting.report import DraftReport, Report, write_report
@@ -349,6 +350,13 @@ def gate(draft: DraftReport, alpha: float | None, speedup: float | None) -> int:
             continue
         if measured is None:
             print(f"FAIL: {name} was not measured, so it cannot be {floor}", file=sys.stderr)
+            status = 1
+        elif measured.ci95 is None:
+            print(
+                f"FAIL: {name} rests on {measured.clusters} prompts (documents where they share "
+                f"one), too few for an interval: give {FEWEST_CLUSTERS} at least",
+                file=sys.stderr,
+            )
             status = 1
         elif measured.ci95[0] < floor:
             low = measured.ci95[0]

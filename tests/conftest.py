@@ -11,7 +11,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from align.sources import cache_folder
-from eval.measuring import intervals
 from eval.measuring.losslessness import ledger
 from eval.measuring.metrics import by_batch
 from eval.measuring.runs import Agreement, Answer, DraftLog, PromptRun, RunLog, StepCosts
@@ -78,15 +77,6 @@ def one_core():
     cores = sorted(CORES(0))
     core = cores[int((WORKER or "gw0")[2:]) % len(cores)]
     return lambda: os.sched_setaffinity(0, {core})
-
-
-@pytest.fixture(autouse=True, scope="session")
-def few_resamples():
-    """500 for 10,000: an interval is about as wide, and a report takes a tenth of the time."""
-    with pytest.MonkeyPatch.context() as patch:
-        fewer = functools.partial(intervals.bootstrap_totals, resamples=500)
-        patch.setattr(intervals, "bootstrap_totals", fewer)
-        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

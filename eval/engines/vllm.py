@@ -249,10 +249,8 @@ def _counters_block(pairs: Sequence[Pair]) -> tuple[dict[str, Any] | None, str |
         "num_draft_tokens": round(drafted),
         "num_accepted_tokens": round(accepted),
         "mean_acceptance_length": length(),
-        "acceptance_rate": measure(
-            "acceptance_rate",
-            [(row[2], row[1]) for _, row in drafting],
-            groups=[run.group for run, _ in drafting],
+        "acceptance_rate": share(
+            "acceptance_rate", [(run.group, row[2], row[1]) for run, row in drafting]
         ),
         "acceptance_per_position": [count / drafts for count in accepted_at],
         "per_position": [

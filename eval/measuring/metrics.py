@@ -66,9 +66,10 @@ def _same_prompts(ids: Iterable[str], other_ids: Iterable[str]) -> None:
 # --- Acceptance ---
 
 
-def alpha(agreements: Sequence[Agreement]) -> Measured:
+def alpha(agreements: Sequence[Agreement]) -> Share:
     """Mean over positions of sum_x min(p, q) (arXiv 2211.17192, theorem 3.5)."""
-    return measure_rows("alpha", _alpha_rows(agreements))
+    rows = _alpha_rows(agreements).values()
+    return share("alpha", [(group, total, positions) for group, (total, positions) in rows])
 
 
 def _alpha_rows(agreements: Sequence[Agreement]) -> Rows:
@@ -124,19 +125,20 @@ def mean_drafted(runs: Sequence[PromptRun], stepped: bool = False) -> float:
     return float(totals[4 if stepped else 2] / totals[1])
 
 
-def drafted_calls(runs: Sequence[PromptRun]) -> Measured:
+def drafted_calls(runs: Sequence[PromptRun]) -> Share:
     """Share of target calls with a drafted token to verify: under 1 where a drafter has none."""
-    rows = _run_rows(
-        [run for run in runs if run.whole_blocks],
-        lambda run: (sum(n > 0 for n in run.drafted[: run.whole_blocks]), run.whole_blocks),
-    )
-    return measure_rows("drafted_calls", rows)
+    rows = [
+        (run.group, sum(n > 0 for n in run.drafted[: run.whole_blocks]), run.whole_blocks)
+        for run in runs
+        if run.whole_blocks
+    ]
+    return share("drafted_calls", rows)
 
 
-def accepted_over_drafted(runs: Sequence[PromptRun]) -> Measured:
+def accepted_over_drafted(runs: Sequence[PromptRun]) -> Share:
     """Accepted over drafted tokens, over the blocks that tau is taken on."""
-    rows = {key: row for key, row in _block_rows(runs).items() if row[1][2]}
-    return measure_rows("accepted_over_drafted", rows, lambda t: t[..., 3] / t[..., 2])
+    rows = [(group, row[3], row[2]) for group, row in _block_rows(runs).values() if row[2]]
+    return share("accepted_over_drafted", rows)
 
 
 class PositionAcceptance(Part):
@@ -333,7 +335,7 @@ Batch = Sequence[PromptRun]
 def by_batch(batches: Sequence[Batch], baseline: Sequence[Batch]) -> dict[str, Any]:
     """tokens_per_s, speedup and tau of batches decoded with a draft, and of the same without.
 
-    A batch is what is resampled, n the number of batches. Raises ValueError where two batches of a
+    A batch is what varies, n the number of batches. Raises ValueError where two batches of a
     pair hold other prompts.
     """
     rows: list[tuple[float, ...]] = []
@@ -434,10 +436,10 @@ def looped(tokens: Sequence[int]) -> NDArray[np.bool_]:
     return flags
 
 
-def loop_share(runs: Sequence[PromptRun]) -> Measured:
+def loop_share(runs: Sequence[PromptRun]) -> Share:
     """Share of the emitted tokens that stand in repeated loops (see `looped`)."""
-    rows = _run_rows(runs, lambda run: (float(looped(run.tokens).sum()), len(run.tokens)))
-    return measure_rows("loop_share", rows)
+    rows = [(run.group, float(looped(run.tokens).sum()), len(run.tokens)) for run in runs]
+    return share("loop_share", rows)
 
 
 def gain(log: DraftLog, over: DraftLog) -> dict[str, Any]:

@@ -27,8 +27,8 @@ from eval.prompts import Batch, PromptSet
 R = TypeVar("R")
 
 COST_REPEATS = 30
-STOCK_PROMPTS = 6
-STOCK_TOKENS = 32
+STOCK_PROMPTS = 10  # the fewest that give an interval
+STOCK_TOKENS = 24
 WARM_UP_TOKENS = 8
 CHOICE_REPEATS = 10  # of the same, for the choice of a draft length
 

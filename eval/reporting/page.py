@@ -26,6 +26,7 @@ from eval.reporting.tables import (
     gamma_text,
     ledger_table,
     missing_lines,
+    prompts_text,
     shown,
     size,
     tables,
@@ -117,6 +118,18 @@ def acceptance_charts(drafts: Drafts, colours: dict[str, str]) -> list[dict[str,
     return [chart for chart in charts if chart["bars"]]
 
 
+def _upper(value: Measured) -> float:
+    """Where its mark in a chart ends."""
+    return value.ci95[1] if value.ci95 else value.mean
+
+
+def speedup_chart(drafts: Drafts) -> dict[str, Any]:
+    """One bar a draft."""
+    speedups = {name: draft.speedup for name, draft in drafts.items()}
+    top = 1.08 * max(1.0, *map(_upper, speedups.values()))
+    return {"plot": Plot(0, len(speedups), top), "speedups": speedups}
+
+
 def gamma_chart(drafts: Drafts, colours: dict[str, str]) -> dict[str, Any] | None:
     """Expected speed-up by gamma as lines, measured speed-ups as dots."""
     curves = {name: curve for name, draft in drafts.items() if (curve := gamma_curve(draft))}
@@ -136,7 +149,7 @@ def gamma_chart(drafts: Drafts, colours: dict[str, str]) -> dict[str, Any] | Non
     for name, curve in curves.items():
         lines.append(("curve", colours[name], [(gamma, expected) for gamma, expected, _ in curve]))
     longest = max(gamma for curve in curves.values() for gamma, *_ in curve)
-    highest = [ceiling for *_, ceiling in perfect] + [value.ci95[1] for _, value, *_ in dots]
+    highest = [ceiling for *_, ceiling in perfect] + [_upper(value) for _, value, *_ in dots]
     return {
         "plot": Plot(0.5, longest + 0.5, 1.08 * max(1.0, *highest)),
         "gammas": range(1, longest + 1),
@@ -194,7 +207,12 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"shown": shown, "size": size, "visible": visible}
+    environment.filters |= {
+        "shown": shown,
+        "size": size,
+        "visible": visible,
+        "prompts": prompts_text,
+    }
     environment.tests["numeric"] = is_numeric
     environment.globals |= {
         "Plot": Plot,
@@ -227,6 +245,7 @@ def render_page(report: Report) -> str:
             tables={table.title: table for table in tables(report)},
             baseline=baseline_line(report),
             waterfall=waterfall_rows(draft),
+            speedup_chart=speedup_chart(report.drafts),
             gamma_chart=gamma_chart(report.drafts, colours),
             acceptance_charts=acceptance_charts(report.drafts, colours),
             colours=colours,

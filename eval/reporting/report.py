@@ -74,7 +74,7 @@ class SweepPoint(Part):
 
 
 class BatchPoint(Part):
-    """Decoded in batches of one size; a batch is what is resampled, n the number of batches."""
+    """Decoded in batches of one size; a batch is what varies, n the number of batches."""
 
     batch_size: Positive
     prompts: Positive

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from eval.measuring.answers import Answers
 from eval.measuring.atlas import Bucket, Confusion, TokenClass
 from eval.measuring.cost import expected_speedup
-from eval.measuring.intervals import Measured
+from eval.measuring.intervals import FEWEST_CLUSTERS, Measured
 from eval.measuring.losslessness import Divergence, Ledger
 from eval.measuring.metrics import Memory
 from eval.reporting.report import DrafterChoice, DraftReport, HeldOutCurve, Report
@@ -84,6 +84,12 @@ class Table:
 def shown(value: Measured | float | None, form: str = ".2f") -> str:
     """A number, with its interval where it has one."""
     return NOT_MEASURED if value is None else format(value, form)
+
+
+def prompts_text(value: Measured) -> str:
+    """How many prompts a number rests on: `160`, or `160 in 20 groups` where they name some."""
+    groups = value.clusters if value.clusters != value.n else None
+    return f"{value.n} in {groups} groups" if groups else str(value.n)
 
 
 def size(count: int) -> str:
@@ -186,8 +192,8 @@ RESULT: Cells = [
     ("tokens/s, drafted", "tokens_per_s.speculative.mean", "{:.1f}".format),
     ("c (draft/target)", "c", "{:.3f}".format),
     ("memory overhead", "memory.overhead", "{:.1%}".format),
-    ("n of alpha", "alpha.n", str),
-    ("n of speed-up", "speedup.n", str),
+    ("n of alpha", "alpha", prompts_text),
+    ("n of speed-up", "speedup", prompts_text),
 ]
 GAINS: Cells = [
     ("over", "over", str),
@@ -312,7 +318,10 @@ def _by_item(title: str, report: Report, path: str, cells: Cells, note: str = ""
 
 def result_table(report: Report) -> Table:
     """The main table; the gain of the second draft beside it where exactly two are compared."""
-    note = f"Brackets hold 95% intervals over prompts. {baseline_line(report)}."
+    note = (
+        "Brackets hold 95% intervals over prompts; parentheses, where these are fewer than "
+        f"{FEWEST_CLUSTERS}, the lowest and the highest. {baseline_line(report)}."
+    )
     table = _by_draft("Result", report, RESULT, note)
     if len(report.drafts) != 2 or not report.gain:
         return table

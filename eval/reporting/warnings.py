@@ -5,15 +5,16 @@ docs/metrics.md lists the rules.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from eval.decoding.drafters.lookup import LOOKUP
+from eval.measuring.intervals import FEWEST_CLUSTERS, Measured, Part
 
 if TYPE_CHECKING:  # a report holds what is found here
     from eval.measuring.losslessness import Ledger
     from eval.reporting.report import DraftReport, Gain, Report
 
-FEW_PROMPTS = 32
 FEW_DRAFTS = 300
 HIGH_LOOP_SHARE = 0.2
 FAIR_BASELINE = 0.95
@@ -27,12 +28,12 @@ LOSSLESS_RULES = ("greedy match", "block verification", "rejection sampling")
 def headline(report: Report) -> str:
     """One sentence on the last draft of the report (the tuned one of a training run)."""
     name, draft = report.last
-    low, high = draft.speedup.ci95
-    speedup = (
-        f"{draft.speedup.mean:.2f}x (95% interval {low:.2f} to {high:.2f}, "
-        f"{draft.speedup.n} prompts)"
-    )
-    if low > 1:
+    low, high = draft.speedup.bounds
+    interval = f"95% interval {low:.2f} to {high:.2f}" if draft.speedup.ci95 else "no interval"
+    speedup = f"{draft.speedup.mean:.2f}x ({interval}, {draft.speedup.n} prompts)"
+    if not draft.speedup.ci95:
+        effect = f"was measured on too few prompts to say more than {speedup}"
+    elif low > 1:
         effect = f"speeds the target up {speedup}"
     elif high < 1:
         effect = f"SLOWS the target DOWN to {speedup}"
@@ -56,10 +57,9 @@ def _over_lookup(report: Report) -> list[Gain]:
 
 
 def _added(gain: Gain, over: DraftReport) -> str:
-    low, high = gain.speedup.ci95
-    adds = f"adds {gain.speedup.mean:.2f}x" if low > 0 else "adds nothing measurable"
-    alone = f"prompt lookup alone {over.speedup.mean:.2f}x"
-    return f"{alone}, the draft {adds} ({low:+.2f} to {high:+.2f})"
+    shown = gain.speedup.bounds[0] > 0 or gain.speedup.ci95 is None
+    adds = "adds" if shown else "adds nothing measurable,"
+    return f"prompt lookup alone {over.speedup.mean:.2f}x, the draft {adds} {gain.speedup:+.2f}"
 
 
 def find_warnings(report: Report) -> list[str]:
@@ -71,18 +71,19 @@ def find_warnings(report: Report) -> list[str]:
         if ledger.unexplained
     ]
     warnings += _about_setting(report)
+    warnings += _on_few(report)
     for name, draft in report.drafts.items():
         warnings += [f"{name}: {warning}" for warning in _about_draft(draft)]
     warnings += [
         f"{gain.draft} is not faster than prompt lookup alone ({gain.speedup:+.2f}x), which needs "
         "no draft: serve lookup, or train longer."
         for gain in _over_lookup(report)
-        if gain.speedup.ci95[0] <= 0
+        if gain.speedup.ci95 and gain.speedup.ci95[0] <= 0
     ]
     return warnings + [
         f"The interval of alpha's gain ({gain.draft} over {gain.over}) holds 0."
         for gain in report.gain
-        if gain.alpha and gain.alpha.ci95[0] <= 0 <= gain.alpha.ci95[1]
+        if gain.alpha and gain.alpha.ci95 and gain.alpha.ci95[0] <= 0 <= gain.alpha.ci95[1]
     ]
 
 
@@ -90,6 +91,35 @@ def _first_reason(ledger: Ledger) -> str:
     """Why the first changed text is not the same up to ties, where that is said in words."""
     reasons = [entry.why for entry in ledger.divergences if not entry.tie and entry.why]
     return f" (the first one {reasons[0]})" if reasons else ""
+
+
+def _on_few(report: Report) -> Iterator[str]:
+    """Names the numbers that have no interval, in all parts of the report."""
+    parts: dict[str, Part] = {"baseline": report.baseline, **report.drafts}
+    parts |= {f"{gain.draft} over {gain.over}": gain for gain in report.gain}
+    few = {
+        name: [
+            f"{field} of {'/'.join(keys)}" if isinstance(value, dict) else field
+            for field, value in part
+            if (keys := _few_in(value))
+        ]
+        for name, part in parts.items()
+    }
+    if named := "; ".join(f"{name}: {', '.join(fields)}" for name, fields in few.items() if fields):
+        yield (
+            f"Too few prompts (groups, batches) for an interval, fewer than {FEWEST_CLUSTERS}: "
+            f"only the lowest and the highest are given. So in all or a part of {named}."
+        )
+
+
+def _few_in(value: object) -> list[str]:
+    """The parts of a value that are, or hold, a number without an interval; by key in a dict."""
+    if isinstance(value, Measured):
+        return [] if value.ci95 else [""]
+    if isinstance(value, dict):
+        return [key for key, part in value.items() if _few_in(part)]
+    fields = [field for _, field in value] if isinstance(value, Part) else value
+    return [""] if isinstance(fields, list) and any(map(_few_in, fields)) else []
 
 
 def _about_setting(report: Report) -> list[str]:
@@ -146,14 +176,8 @@ def _about_draft(draft: DraftReport) -> list[str]:
         for entry in draft.missing
         if entry.field == "prompts"
     ]
-    low, high = draft.speedup.ci95
-    if low <= 1 <= high:
+    if draft.speedup.ci95 and draft.speedup.ci95[0] <= 1 <= draft.speedup.ci95[1]:
         warnings.append("the interval of the speed-up holds 1x; no effect is shown.")
-    if draft.speedup.n < FEW_PROMPTS:
-        warnings.append(
-            f"the speed-up rests on {draft.speedup.n} prompts; intervals of fewer than "
-            f"{FEW_PROMPTS} are too narrow."
-        )
     drafts = draft.per_position[0].drafts if draft.per_position else FEW_DRAFTS
     if not draft.per_position and draft.counters:
         drafts = draft.counters.num_drafts

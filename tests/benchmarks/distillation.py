@@ -12,7 +12,7 @@ With `steps`, every row takes as many steps on as many answers as these visit on
 
 Ours trains the trimmed head against the cache, the target being gone. trl's trainers have what they
 need: the same draft with the fitted head over the whole vocabulary, and GKD the target in memory.
-alpha: greedy agreement on the target's texts to the evaluation prompts, with its 95% bootstrap
+alpha: greedy agreement on the target's texts to the evaluation prompts, with its 95%
 interval over prompts. A row that is done is kept in OUTPUT/results.json and not run again.
 """
 
@@ -48,7 +48,7 @@ from eval.decoding.drafters.pruned import build_pruned
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.measuring.agreement import target_texts
-from eval.measuring.intervals import measure
+from eval.measuring.intervals import share
 
 OURS = {name: {"loss": name} for name in LOSSES} | {"LoRA": {"use_peft": True}}
 THEIRS = {"trl SFT": {}, "trl GKD": {"lmbda": 0.0}, "trl GKD, half on-policy": {"lmbda": 0.5}}
@@ -122,7 +122,7 @@ def train_row(work: Work, name: str, minutes: float | None, steps: int | None) -
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     passes = steps * batch / count_rows
     agreed = agreement(draft, drafts, work.prompts.evaluation.ids, texts)
-    alpha = measure("alpha", agreed, lambda t: t[..., 0] / t[..., 1])
+    alpha = share("alpha", [(None, *row) for row in agreed])
     return {
         "row": name,
         "minutes": minutes,

@@ -6,7 +6,7 @@
 A shortened code recipe, once for each form of the embedded target: the same prompts and seeds, the
 answers and distributions of that form. Every draft is then measured on every form, on HumanEval and
 the form's own greedy texts, as a checkpoint of its own (the compact form shares one target's
-embedding). Prints alpha with 95% bootstrap intervals over prompts, and the gain, paired over
+embedding). Prints alpha with 95% intervals over prompts, and the gain, paired over
 prompts, of the draft distilled on what is served over the one distilled on bf16.
 
 --draft: instead, alpha of that draft, as it is and written as GGUF in several kinds, on every form.
@@ -31,7 +31,7 @@ from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.measuring.agreement import measure_agreement, target_texts
-from eval.measuring.intervals import measure
+from eval.measuring.intervals import difference
 from eval.measuring.journal import Journal
 from eval.measuring.metrics import alpha
 
@@ -77,16 +77,14 @@ def agreements(recipe, drafts):
 
 
 def gain(mine, over):
-    rows = [
-        (a.alpha_sum, a.positions, b.alpha_sum, b.positions)
-        for a, b in zip(mine, over, strict=True)
-    ]
-    return measure("gain", rows, lambda t: t[..., 0] / t[..., 1] - t[..., 2] / t[..., 3])
+    mine, over = (
+        {a.prompt_id: (a.group, (a.alpha_sum, a.positions)) for a in side} for side in (mine, over)
+    )
+    return difference("alpha", mine, over)
 
 
 def cell(measured, sign=""):
-    low, high = measured.ci95
-    return f"{measured.mean:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
+    return f"{measured:{sign}.3f}"
 
 
 def table(recipes, drafts):

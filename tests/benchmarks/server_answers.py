@@ -4,7 +4,7 @@
 
 The embedded code recipe's target, prompts and temperature, in turns; the server must serve that
 target (docs/engines.md). It runs beside this process: on one machine give both the same cores, and
-let neither work while the other is timed. Prints tokens/s and their ratio with a 95% bootstrap
+let neither work while the other is timed. Prints tokens/s and their ratio with a 95%
 interval over rounds.
 """
 
@@ -60,8 +60,7 @@ def main():
         rows.append(row)
         print(f"server {row[0] / row[1]:.0f}, local {row[2] / row[3]:.0f} tokens/s")
     ratio = measure("answers", rows, lambda t: (t[..., 0] / t[..., 1]) / (t[..., 2] / t[..., 3]))
-    low, high = ratio.ci95
-    print(f"server / local: {ratio.mean:.2f}x [{low:.2f}, {high:.2f}], n={ratio.n} rounds")
+    print(f"server / local: {ratio:.2f} times, n={ratio.n} rounds")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 The argument is the folder of a finished run, whose target is timed, on as many tokens as a draft
 has and one more. Prints the ratio for each width, and of the same call the time with positions that
 attend together over the time with each apart (eval/decoding/cpu_bits.py), all in turns, with 95%
-bootstrap intervals over rounds.
+intervals over rounds.
 """
 
 import copy

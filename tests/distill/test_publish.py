@@ -73,7 +73,7 @@ def test_the_card_has_the_numbers_of_the_report(run_folder, sample_report):
     tuned = sample_report.drafts["tuned"]
     for key, label in (("alpha", "alpha"), ("tau", "tau"), ("speedup", "speed-up")):
         assert f"| {label} | {getattr(tuned, key):.2f} |" in card
-    assert f"The gain of alpha over `untuned` is {sample_report.gain[0].alpha.mean:+.2f} (" in card
+    assert f"The gain of alpha over `untuned` is {sample_report.gain[0].alpha.mean:+.2f} [" in card
     assert "Greedily: 40 texts: 38 identical, 2 same up to ties, 0 changed." in card
     assert tuned.payoff.verdict in card
     assert sample_report.warnings[0] in card

@@ -45,7 +45,7 @@ def folder(tmp_path_factory, tiny_llama):
             "prompt": f"def total(value):\n {WORDS[i % 8]} {i}",
             "category": "odd" if i % 2 else "even",
         }
-        for i in range(8)
+        for i in range(12)
     ]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (root / "prompts.jsonl").write_text(text, encoding="utf-8")
@@ -73,7 +73,7 @@ def test_drafts_rivals_and_sweep_in_one_report(folder, tmp_path, capsys):
         *("--draft", f"bad={folder / 'draft'}"),
         *("--draft", f"self={folder / 'target'}"),
         *("--gamma", "2", "--gamma_sweep", "3"),
-        *("--fail_under_alpha", "0.99"),
+        *("--fail_under_alpha", "0.7"),  # 12 prompts show no more, though all agrees
     )
     assert status == 0
     report = loaded(tmp_path)
@@ -87,7 +87,7 @@ def test_drafts_rivals_and_sweep_in_one_report(folder, tmp_path, capsys):
     assert [entry["draft"] for entry in report["gain"]] == ["self"]
     assert {d["lossless"]["unexplained"] for d in report["drafts"].values()} == {0}
     # by category: answers have 24 tokens, alpha is taken on all of them
-    assert own["by_category"]["odd"]["alpha"]["n"] == 4
+    assert own["by_category"]["odd"]["alpha"]["n"] == 6
     page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
     assert "Measured by gamma" not in page  # it is drawn
     assert "prompt-lookup" in capsys.readouterr().out
@@ -102,8 +102,8 @@ def test_batches_stand_in_the_report_where_asked_for(folder, tmp_path):
     assert status == 0
     draft = loaded(tmp_path)["drafts"]["self"]
     assert [point["batch_size"] for point in draft["by_batch_size"]] == [1, 3]
-    assert [point["speedup"]["n"] for point in draft["by_batch_size"]] == [8, 2]
-    assert [point["lossless"]["identical"] for point in draft["by_batch_size"]] == [8, 6]
+    assert [point["speedup"]["n"] for point in draft["by_batch_size"]] == [12, 4]
+    assert [point["lossless"]["identical"] for point in draft["by_batch_size"]] == [12, 12]
     assert {point["tau"]["mean"] for point in draft["by_batch_size"]} == {3}
     for name, title in (("report.html", "By batch size"), ("report.md", "## By batch size")):
         assert title in (tmp_path / "report" / name).read_text(encoding="utf-8")
@@ -227,7 +227,7 @@ def test_the_tau_that_the_log_of_alpha_tells_is_the_one_that_decoding_has(
     )
     assert run(folder, tmp_path, "--draft", f"d={folder / 'draft'}", "--gamma", "3") == 0
     draft = loaded(tmp_path)["drafts"]["d"]
-    assert draft["alpha"]["n"] == draft["tau"]["n"] == 8
+    assert draft["alpha"]["n"] == draft["tau"]["n"] == 12
     assert 0.2 < draft["alpha"]["mean"] < 0.95
     (log,) = kept
     assert replayed_tau(log.agreement, 3).mean == draft["tau"]["mean"]
@@ -241,7 +241,7 @@ def test_a_sampled_run_is_reported_whole(folder, tmp_path):
     assert report["decoding"]["verification"] == "block verification"
     assert not any("LOSSY" in warning for warning in report["warnings"])
     assert 0 < draft["alpha"]["mean"] < 1
-    assert draft["lossless"]["identical"] == 8  # measured greedily
+    assert draft["lossless"]["identical"] == 12  # measured greedily
     values = [value for text in draft["atlas"]["heat_map"] for value in text["values"]]
     assert any(0 < value < 1 for value in values)
     classes = draft["atlas"]["classes"]
@@ -256,7 +256,7 @@ def test_a_draft_that_shares_only_text_is_measured_in_batches_too(folder, tmp_pa
     assert run(folder, tmp_path, *draft, "--batch_sizes", "3") == 0
     draft = loaded(tmp_path)["drafts"]["text"]
     assert draft["vocabulary"]["strategy"] == "string"
-    assert draft["by_batch_size"][0]["lossless"]["identical"] == 6
+    assert draft["by_batch_size"][0]["lossless"]["identical"] == 12
     assert draft["by_batch_size"][0]["tau"]["mean"] > 1
 
 
@@ -281,13 +281,13 @@ def test_each_draft_has_the_draft_length_that_is_fastest_for_it(folder, tmp_path
 
 
 def test_gate_and_bad_input(folder, tmp_path, capsys):
-    bad = ("--draft", f"bad={folder / 'draft'}", "--gamma", "1", "--max_prompts", "3")
+    bad = ("--draft", f"bad={folder / 'draft'}", "--gamma", "1", "--max_prompts", "10")
     assert run(folder, tmp_path, *bad, "--fail_under_alpha", "0.99") == 1
     assert "lower bound of alpha" in capsys.readouterr().err
     assert run(folder, tmp_path, *bad, "--fail_under_speedup", "1000") == 1
     assert "lower bound of speedup" in capsys.readouterr().err
-    assert run(folder, tmp_path, *bad, "--batch_sizes", "2,4") == 2
-    assert "batch of 4 needs as many timed prompts, but there are 3" in capsys.readouterr().err
+    assert run(folder, tmp_path, *bad, "--batch_sizes", "2,12") == 2
+    assert "batch of 12 needs as many timed prompts, but there are 10" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run(folder, tmp_path, *bad, "--batch_sizes", "2,0")
     assert "--batch_sizes: '2,0' should be" in capsys.readouterr().err

@@ -41,10 +41,10 @@ def test_a_whole_report_of_two_servers(fake):
     assert counters.num_drafts == 3 * 7
     assert counters.num_draft_tokens == 3 * 7 * 3
     length = counters.mean_acceptance_length
-    assert (length.mean, length.ci95, length.n) == (3.0, (3.0, 3.0), 3)
+    assert (length.mean, length.range, length.n) == (3.0, (3.0, 3.0), 3)
     assert counters.acceptance_rate.mean == pytest.approx(2 / 3)
     assert counters.acceptance_per_position == [1.0, 1.0, 0.0]
-    assert [(p.mean, p.ci95, p.n) for p in counters.per_position] == [
+    assert [(p.mean, p.range, p.n) for p in counters.per_position] == [
         (1.0, (1.0, 1.0), 3),
         (1.0, (1.0, 1.0), 3),
         (0.0, (0.0, 0.0), 3),
@@ -182,7 +182,7 @@ def command(drafting, plain, prompts, out, *more):
 
 def test_command(fake, tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(f'{{"prompt": "say {i}"}}\n' for i in range(4)))
+    prompts.write_text("".join(f'{{"prompt": "say {i}"}}\n' for i in range(10)))
     out = tmp_path / "out"
     assert command(fake(3), fake(1), prompts, out, "--fail_under_speedup", "0.001") == 0
     report = read_report(out / "report" / "report.json")
@@ -192,8 +192,12 @@ def test_command(fake, tmp_path, capsys):
     assert command(fake(3), fake(1), prompts, out, "--fail_under_speedup", "1000") == 1
     assert command(fake(3), fake(1), prompts, out, "--fail_under_alpha", "0.1") == 1
     assert "alpha was not measured" in capsys.readouterr().err
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(prompts.read_text().splitlines(keepends=True)[:9]))
+    assert command(fake(3), fake(1), few, out, "--fail_under_speedup", "0.001") == 1
+    assert "rests on 9 prompts" in capsys.readouterr().err
     assert command(fake(3, dies_after=3), fake(1), prompts, out) == 2
-    assert "measured in part only, after 2 of 4 prompts" in capsys.readouterr().err
+    assert "measured in part only, after 2 of 10 prompts" in capsys.readouterr().err
     assert read_report(out / "report" / "report.json").prompts.n == 2
     assert command(fake(1, counted=True), fake(1), prompts, out) == 2
     assert "speculation is off" in capsys.readouterr().err
