@@ -285,9 +285,10 @@ def draft_costs(recipe: Recipe, prompts: Prompts, target: Target, drafter: Draft
     context = mean_length(prompts.evaluation.ids) + recipe.max_new_tokens // 2
     step = median_seconds(timed_step(target.decoder, 1, context, recipe.sampling))
     repeats = min(CHOICE_REPEATS, math.ceil(LIMIT / step / (recipe.max_gamma + 2)))
-    return from_first(
-        step_costs(target.decoder, drafter, context, recipe.max_gamma, recipe.sampling, repeats)
+    (costs,) = step_costs(
+        target.decoder, [drafter], context, recipe.max_gamma, recipe.sampling, repeats
     )
+    return from_first(costs)
 
 
 def evaluation_seconds(
@@ -302,12 +303,12 @@ def evaluation_seconds(
     context = mean_length(ids)
     whole = median_seconds(timed_step(decoder, context + round(tokens), 0, recipe.sampling))
     texts = len(ids) / BATCH * tokens * batched_step(decoder, BATCH, context)
-    widths = len(SPEEDUPS) * (recipe.max_gamma + 2)
+    widths = recipe.max_gamma + 2
     counted = STOCK_PROMPTS * STOCK_TOKENS * 2.5  # ours, and stock generate, which takes longer
     counted += widths * COST_REPEATS
     if recipe.gamma is None:
         replayed = min(tokens, TEXT_TOKENS) * -(-recipe.tuning_prompts // ROWS)
-        counted += PLACE * len(SPEEDUPS) * replayed + widths * CHOICE_REPEATS
+        counted += PLACE * len(SPEEDUPS) * replayed + len(SPEEDUPS) * widths * CHOICE_REPEATS
     timed = tokens * steps.target_step * (1 + sum(1 / speedup for speedup in SPEEDUPS))
     return timed, texts + len(ids) * whole * 1.2 + counted * steps.target_step
 

@@ -87,13 +87,20 @@ def price(costs: StepCosts) -> str:
 
 
 class Payoff(Part):
-    """When the draft pays, from step costs and alpha; best_gamma is taken at the measured alpha."""
+    """When the draft pays, from step costs and alpha; best_gamma is taken at the measured alpha.
+
+    `costs.ci95` has what the step costs leave open of ceiling and break-even.
+    """
 
     ceiling_speedup: Quantity = Field(description="at alpha = 1")
     break_even_alpha: float | None = Field(description="null: not even alpha = 1 breaks even")
     best_gamma: Count
     best_gamma_speedup: Quantity
     verdict: str
+
+
+def _between(ends: tuple[float, float] | None) -> str:
+    return f" ({ends[0]:.2f} to {ends[1]:.2f} by the spread of the step costs)" if ends else ""
 
 
 def payoff(costs: StepCosts, alpha: float) -> Payoff:
@@ -107,7 +114,7 @@ def payoff(costs: StepCosts, alpha: float) -> Payoff:
         verdict = (
             f"{pays} at alpha {alpha:.2f}: {speedup:.2f}x expected at its best length, gamma "
             f"{gamma}. Break-even is at alpha {needed:.2f}; a perfect draft would reach "
-            f"{ceiling:.2f}x."
+            f"{ceiling:.2f}x{_between(costs.interval(ceiling_speedup))}."
         )
     return Payoff(
         ceiling_speedup=ceiling,

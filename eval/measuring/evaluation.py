@@ -98,7 +98,10 @@ def evaluate(
         for size in plan.batch_sizes
     }
     stock = journal.once("stock generate", lambda: over_stock_generate(target, timed, how))
-    logs = [stages.draft_log(name, alphas[name], decoded, batched) for name in drafters]
+    costs = stages.step_costs(decoded[temperature][BASELINE])
+    logs = [
+        stages.draft_log(name, alphas[name], costs[name], decoded, batched) for name in drafters
+    ]
     baseline = logs[0].baseline
     run = RunLog(
         target=target.spec,
@@ -223,10 +226,24 @@ class _Stages:
         baseline, *drafts = runs
         return all(metrics.speedup(draft, baseline).within(NARROW) for draft in drafts)
 
+    def step_costs(self, baseline: list[list[PromptRun]]) -> dict[str, StepCosts]:
+        """Of every draft beside the same steps of the target, in the middle of the texts."""
+        runs = [run for (run,) in baseline]
+        context = sum(r.prompt_tokens + len(r.tokens) // 2 for r in runs) // len(runs)
+        longest = max(self.plan.max_gamma, *(length.gamma for length in self.lengths.values()))
+        drafters, sampling = list(self.drafters.values()), self.how.sampling
+        costs = self.journal.once(
+            "step costs",
+            lambda: step_costs(self.target.decoder, drafters, context, longest, sampling),
+            lambda each: [StepCosts.from_json(fields) for fields in each],
+        )
+        return dict(zip(self.drafters, costs, strict=True))
+
     def draft_log(
         self,
         name: str,
         agreement: list[Agreement],
+        costs: StepCosts,
         decoded: dict[float, Decoded],
         batched: dict[int, Decoded],
     ) -> DraftLog:
@@ -234,13 +251,6 @@ class _Stages:
         target, drafter, length = self.target, self.drafters[name], self.lengths[name]
         plan, sampling, journal = self.plan, self.how.sampling, self.journal
         runs, baseline = _single(decoded[sampling.temperature], name)
-        context = sum(r.prompt_tokens + len(r.tokens) // 2 for r in baseline) // len(baseline)
-        longest = max(plan.max_gamma, length.gamma)
-        costs = journal.once(
-            f"step costs of {name}",
-            lambda: step_costs(target.decoder, drafter, context, longest, sampling),
-            StepCosts.from_json,
-        )
         sweep = []
         if plan.sweep_prompts:
             swept = self.timed.first(plan.sweep_prompts)

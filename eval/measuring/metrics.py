@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from eval.measuring.cost import break_even_alpha, ceiling_speedup
 from eval.measuring.intervals import (
     Both,
     Count,
@@ -223,10 +224,27 @@ class Costs(Part):
     target_step_ms: Quantity
     target_verify_ms: dict[str, Quantity] = Field(description="by number of tokens in the call")
     context_length: Count
+    ci95: dict[str, tuple[float, float]] = Field(
+        {},
+        description="of the median over the rounds in which the steps were timed: of the steps and "
+        "of what is computed from them, by name; prompts as they are. A break-even of 1: none.",
+    )
 
     @classmethod
-    def of(cls, costs: StepCosts) -> Self:
-        """The step costs in milliseconds."""
+    def of(cls, costs: StepCosts, runs: Sequence[PromptRun]) -> Self:
+        """The step costs in milliseconds, with what they leave open of numbers on these runs."""
+        numbers: dict[str, Callable[[StepCosts], float]] = {
+            "draft_step_ms": lambda steps: 1000 * steps.draft_step,
+            "target_step_ms": lambda steps: 1000 * steps.target_step,
+            "c": c,
+            "ceiling_speedup": ceiling_speedup,
+            "break_even_alpha": lambda steps: _or_one(break_even_alpha(steps)),
+        }
+        if totals := [_whole(run) for run in runs if run.whole_blocks]:
+            gamma, sums = mean_drafted(runs), np.sum(totals, axis=0)
+            numbers["verify_ratio"] = lambda steps: verify_ratio(steps, gamma)
+            numbers["predicted_speedup"] = lambda steps: float(_predicted(sums, steps))
+        intervals = {name: costs.interval(number) for name, number in numbers.items()}
         verify = sorted(costs.target_verify.items())
         return cls(
             draft_step_ms=1000 * costs.draft_step,
@@ -234,6 +252,7 @@ class Costs(Part):
             target_step_ms=1000 * costs.target_step,
             target_verify_ms={str(width): 1000 * seconds for width, seconds in verify},
             context_length=costs.context_length,
+            ci95={name: ends for name, ends in intervals.items() if ends},
         )
 
     def steps(self) -> StepCosts:
@@ -245,6 +264,10 @@ class Costs(Part):
             self.context_length,
             self.draft_block_ms / 1000,
         )
+
+
+def _or_one(alpha: float | None) -> float:
+    return 1.0 if alpha is None else alpha
 
 
 def c(costs: StepCosts) -> float:
@@ -269,7 +292,7 @@ def predicted_speedup(runs: Sequence[PromptRun], costs: StepCosts) -> Measured:
     """tau * t_target(1) / (gamma * t_draft + t_target(gamma + 1)), gamma the mean drafted length.
 
     Tokens that were looked up count in gamma for the target alone. The interval is that of tau and
-    gamma; the step costs are taken as exact.
+    gamma; what the step costs leave open stands in `Costs.ci95`.
     """
     rows = _block_rows(runs)
     return measure_rows("predicted_speedup", rows, lambda t: _predicted(t, costs))

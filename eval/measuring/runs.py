@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
@@ -154,7 +155,8 @@ class StepCosts:
     """Seconds of isolated steps at the run's mean context length, batch size 1.
 
     A step is forward, head, and argmax or the warpers; the random draw is not timed. draft_block:
-    what a draft takes once, however many tokens it has, besides a draft_step for each.
+    what a draft takes once, however many tokens it has, besides a draft_step for each. rounds: what
+    these are the medians of, a round of all steps each.
     """
 
     draft_step: float
@@ -162,11 +164,26 @@ class StepCosts:
     target_verify: dict[int, float]  # key: number of tokens in the call, 1..max_gamma+1
     context_length: int
     draft_block: float = 0.0
+    rounds: list[StepCosts] = field(default_factory=list, repr=False)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
         verify = {int(width): seconds for width, seconds in fields["target_verify"].items()}
-        return cls(**fields | {"target_verify": verify})
+        rounds = [cls.from_json(costs) for costs in fields["rounds"]]
+        return cls(**fields | {"target_verify": verify, "rounds": rounds})
+
+    def interval(self, number: Callable[[StepCosts], float]) -> tuple[float, float] | None:
+        """95% of a number made from step costs: that of its median over the rounds, by their order.
+
+        A round's steps were timed within the same moment, so what slows all of them cancels out of
+        a ratio. It says nothing of slower hours. None of fewer than 6 rounds.
+        """
+        if len(self.rounds) < 6:
+            return None
+        values = sorted(map(number, self.rounds))
+        beyond = int((len(values) - 1.96 * math.sqrt(len(values))) / 2)  # of Binomial(n, 1/2)
+        middle = number(self)
+        return min(values[beyond], middle), max(values[-1 - beyond], middle)
 
     @property
     def max_gamma(self) -> int:

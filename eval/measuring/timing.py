@@ -39,31 +39,47 @@ ALONE: Contender = (None, DraftLength(0))
 
 def step_costs(
     target: Decoder,
-    drafter: Drafter,
+    drafters: Sequence[Drafter],
     context_length: int,
     max_gamma: int,
     sampling: Sampling,
     repeats: int = COST_REPEATS,
-) -> StepCosts:
-    """Median seconds of isolated steps at one context length, the widths interleaved.
+) -> list[StepCosts]:
+    """Median seconds of isolated steps at one context length, of each drafter beside one target.
 
-    A step is what the decoder does for it: forward, head, and the choice of a token.
+    A step is what the decoder does for it: forward, head, and the choice of a token. All steps are
+    timed once a round; each draft's follows a call of the target, as in decoding.
     """
     synchronise = torch.cuda.synchronize if target.device.type == "cuda" else lambda: None
-    steps = {0: drafter.step(context_length, sampling)}
-    for width in range(1, max_gamma + 2):
-        steps[width] = timed_step(target, width, context_length, sampling)
-    seconds: dict[int, list[float]] = {width: [] for width in steps}
+    steps: dict[tuple[str, int], Callable[[], None]] = {}
+    for place in range(max(max_gamma + 1, len(drafters))):
+        if place <= max_gamma:
+            steps["target", place + 1] = timed_step(target, place + 1, context_length, sampling)
+        if place < len(drafters):
+            steps["draft", place] = drafters[place].step(context_length, sampling)
+    rounds: list[dict[tuple[str, int], float]] = []
     for repeat in tqdm(range(repeats + 3), desc="step costs", unit="round"):
-        for width, run in steps.items():
+        seconds = {}
+        for step, run in steps.items():
             synchronise()
             clock = time.perf_counter()
             run()
             synchronise()
-            if repeat >= 3:
-                seconds[width].append(time.perf_counter() - clock)
-    median = {width: statistics.median(values) for width, values in seconds.items()}
-    return StepCosts(median.pop(0), median[1], median, context_length)
+            seconds[step] = time.perf_counter() - clock
+        if repeat >= 3:
+            rounds.append(seconds)
+    median = {step: statistics.median(seconds[step] for seconds in rounds) for step in steps}
+
+    def costs(place: int, seconds: dict[tuple[str, int], float]) -> StepCosts:
+        verify = {width: seconds["target", width] for width in range(1, max_gamma + 2)}
+        return StepCosts(seconds["draft", place], verify[1], verify, context_length)
+
+    return [
+        dataclasses.replace(
+            costs(place, median), rounds=[costs(place, seconds) for seconds in rounds]
+        )
+        for place in range(len(drafters))
+    ]
 
 
 def choose_gamma(
@@ -74,7 +90,9 @@ def choose_gamma(
     Replayed (eval/measuring/replay.py) at the costs of steps that are measured here.
     """
     context = sum(map(len, prompts.ids)) // len(prompts.ids) + how.max_new_tokens // 2
-    costs = step_costs(target.decoder, drafter, context, max_gamma, how.sampling, CHOICE_REPEATS)
+    (costs,) = step_costs(
+        target.decoder, [drafter], context, max_gamma, how.sampling, CHOICE_REPEATS
+    )
     return best_length(places(target, drafter, prompts, how, max_gamma), costs, max_gamma)
 
 

@@ -163,7 +163,8 @@ class DraftReport(Part):
     )
     predicted_speedup: Measured | None = Field(
         description="tau * t_target(1) / (gamma * t_draft + t_target(gamma + 1)) from isolated "
-        "forwards, gamma the mean drafted length."
+        "forwards, gamma the mean drafted length. Its interval is over prompts; that of the "
+        "step costs stands in costs.ci95."
     )
     speedup: Measured = Field(
         description="wall seconds per emitted token without a draft / with it; prefill in; same "
@@ -242,7 +243,7 @@ def _numbers(log: DraftLog, run: RunLog, shown: Sequence[str]) -> dict[str, Call
         "drafted_calls": lambda: metrics.drafted_calls(blocks(log)),
         "accepted_over_drafted": lambda: metrics.accepted_over_drafted(blocks(log)),
         "per_position": lambda: metrics.per_position(blocks(log)),
-        "costs": lambda: Costs.of(timed(log)),
+        "costs": lambda: Costs.of(timed(log), log.runs),
         "c": lambda: metrics.c(timed(log)),
         "verify_ratio": lambda: metrics.verify_ratio(timed(log), metrics.mean_drafted(blocks(log))),
         "predicted_speedup": lambda: metrics.predicted_speedup(blocks(log), timed(log)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
@@ -17,7 +18,7 @@ from eval.measuring.atlas import Bucket, Confusion, TokenClass
 from eval.measuring.cost import expected_speedup
 from eval.measuring.intervals import FEWEST_CLUSTERS, Measured
 from eval.measuring.losslessness import Divergence, Ledger
-from eval.measuring.metrics import Memory
+from eval.measuring.metrics import Costs, Memory
 from eval.reporting.report import DrafterChoice, DraftReport, HeldOutCurve, Report
 
 NOT_MEASURED = "not measured"
@@ -206,6 +207,13 @@ COUNTERS = _fields(
     "num_drafts num_draft_tokens num_accepted_tokens mean_acceptance_length acceptance_rate "
     "acceptance_per_position",
 )
+
+
+def _by_steps(name: str, costs: Costs) -> str:
+    """What the step costs leave open of a number; empty where they were not timed in rounds."""
+    return "{:.3g} to {:.3g}".format(*costs.ci95[name]) if name in costs.ci95 else ""
+
+
 TWO_MS = "{:.1f} / {:.1f} ms".format
 COSTS: Cells = [
     ("draft step", "costs.draft_step_ms", "{:.2f} ms".format),
@@ -213,6 +221,16 @@ COSTS: Cells = [
     ("target step", "costs.target_step_ms", "{:.2f} ms".format),
     ("target on gamma + 1", "costs.target_step_ms verify_ratio", lambda t, r: f"{t * r:.2f} ms"),
     ("verify ratio", "verify_ratio", shown),
+    *(
+        (f"{label}, 95% by step costs", "costs", partial(_by_steps, name))
+        for label, name in (
+            ("c", "c"),
+            ("verify ratio", "verify_ratio"),
+            ("predicted speed-up", "predicted_speedup"),
+            ("ceiling", "ceiling_speedup"),
+            ("break-even alpha", "break_even_alpha"),
+        )
+    ),
     ("TTFT with / without", "ttft_ms.speculative.mean ttft_ms.baseline.mean", TWO_MS),
     ("ITL p50 with / without", "itl_ms.speculative.p50 itl_ms.baseline.p50", TWO_MS),
     ("ITL p95 with / without", "itl_ms.speculative.p95 itl_ms.baseline.p95", TWO_MS),

@@ -152,8 +152,8 @@ def main(shape):
 def measured(target, drafter, prompts, ids, how, batch_sizes):
     """Costs of single steps, and speeds at each batch size and acceptance."""
     count, new_tokens = len(ids), how.max_new_tokens
-    costs = step_costs(
-        target.decoder, drafter, PROMPT_TOKENS + new_tokens // 2, GAMMA, how.sampling
+    (costs,) = step_costs(
+        target.decoder, [drafter], PROMPT_TOKENS + new_tokens // 2, GAMMA, how.sampling
     )
     figures = {
         "target step ms": round(1000 * costs.target_step, 3),

@@ -85,6 +85,9 @@ def test_drafts_rivals_and_sweep_in_one_report(folder, tmp_path, capsys):
     assert all(entry["rejected"] == 0 for entry in own["atlas"]["classes"])
     assert [point["tau"]["mean"] for point in own["gamma_sweep"]] == [2, 3, 4]
     assert [entry["draft"] for entry in report["gain"]] == ["self"]
+    costs = [draft["costs"] for draft in report["drafts"].values()]
+    assert len({cost["target_step_ms"] for cost in costs}) == 1  # one target, timed once
+    assert all(cost["ci95"]["c"][0] < cost["ci95"]["c"][1] for cost in costs)
     assert {d["lossless"]["unexplained"] for d in report["drafts"].values()} == {0}
     # by category: answers have 24 tokens, alpha is taken on all of them
     assert own["by_category"]["odd"]["alpha"]["n"] == 6

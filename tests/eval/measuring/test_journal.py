@@ -21,6 +21,7 @@ from eval.prompts import Prompt, PromptSet
 
 RUN = PromptRun("p1", None, 7, [3, 4, 5], 0.1 + 0.2, [1 / 3], [2], [3], [1], True)
 COSTS = StepCosts(1e-3, 2e-3, {1: 2e-3, 2: 0.1 + 0.2}, 60)
+COSTS.rounds = [StepCosts(1 / 3, 2e-3, {1: 2e-3, 2: 0.1}, 60)]
 
 
 def squares(journal, rows, unit=None):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from eval.measuring import metrics
+from eval.measuring.cost import break_even_alpha
 from eval.measuring.intervals import NothingToMeasure
 from eval.measuring.metrics import replayed_blocks, replayed_tau
 from eval.measuring.runs import Agreement, DraftLog, PromptRun, StepCosts, check_runs
@@ -209,8 +210,35 @@ def test_costs():
 
 def test_costs_in_milliseconds_are_the_same_read_back():
     costs = dataclasses.replace(COSTS, draft_block=0.5)
-    assert metrics.Costs.of(costs).draft_block_ms == 500
-    assert metrics.Costs.of(costs).steps() == costs
+    assert metrics.Costs.of(costs, []).draft_block_ms == 500
+    assert metrics.Costs.of(costs, []).steps() == costs
+
+
+def test_what_step_costs_leave_open_is_that_of_their_rounds():
+    rounds = [  # the machine slows down, target and draft alike; the draft wavers by a tenth
+        dataclasses.replace(
+            COSTS,
+            draft_step=0.1 * slow * (1 + 0.1 * (i % 3 - 1)),
+            target_step=slow,
+            target_verify={width: slow * cost for width, cost in COSTS.target_verify.items()},
+        )
+        for i, slow in enumerate(np.linspace(1, 2, 30))
+    ]
+    costs = dataclasses.replace(COSTS, target_step=1.5, draft_step=0.15, rounds=rounds)
+    costs.target_verify = {width: 1.5 * cost for width, cost in COSTS.target_verify.items()}
+    ci95 = metrics.Costs.of(costs, [make_run()]).ci95
+    # the 10th and the 21st of 30, which hold the median 96 times in 100
+    steps = 1000 * np.linspace(1, 2, 30)
+    assert ci95["target_step_ms"] == pytest.approx((steps[9], steps[20]))
+    # in a ratio what slows both cancels out
+    assert ci95["c"] == pytest.approx((0.09, 0.11))
+    assert ci95["verify_ratio"] == pytest.approx((1.2, 1.2))
+    low, high = ci95["predicted_speedup"]
+    assert low <= metrics.predicted_speedup([make_run()], costs).mean <= high < 1.1 * low
+    low, high = ci95["break_even_alpha"]
+    assert low < break_even_alpha(costs) < high
+    assert metrics.Costs.of(COSTS, [make_run()]).ci95 == {}
+    assert "verify_ratio" not in metrics.Costs.of(costs, []).ci95  # nothing was drafted
 
 
 def test_predicted_speedup():

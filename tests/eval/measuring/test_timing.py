@@ -1,5 +1,6 @@
 """Texts in turns, step costs and draft lengths, on tiny models whose answers are known."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -68,21 +69,28 @@ def test_a_sweep_measures_every_length(target, own, journal):
 
 
 def test_costs_are_those_of_every_width_after_the_warm_up(target, own, monkeypatch):
-    clock, calls = 0.0, {}
+    clock, timed = 0.0, []
 
     def step(width):
+        calls = 0
+
         def run():
-            nonlocal clock
-            calls[width] = calls.get(width, 0) + 1
-            clock += width * (9 if calls[width] <= 3 else 1)  # slower the first three times
+            nonlocal clock, calls
+            calls += 1
+            timed.append(width)
+            clock += width * (9 if calls <= 3 else 1)  # slower the first three times
 
         return run
 
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock))
     monkeypatch.setattr(timing, "timed_step", lambda target, width, *_: step(width))
     monkeypatch.setattr(type(own), "step", lambda *_: step(0.5))
-    costs = step_costs(target.decoder, own, 30, 3, Sampling(), repeats=2)
-    assert costs == StepCosts(0.5, 1.0, {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}, 30)
+    both = step_costs(target.decoder, [own, own], 30, 3, Sampling(), repeats=2)
+    quiet = StepCosts(0.5, 1.0, {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}, 30)
+    # the target's steps are timed once for both drafts
+    assert [dataclasses.replace(costs, rounds=[]) for costs in both] == [quiet] * 2
+    assert both[0].rounds == [quiet] * 2
+    assert timed == [1, 0.5, 2, 0.5, 3, 4] * 5
 
 
 @pytest.mark.parametrize(("verify", "gamma"), [(0.0, 3), (9.0, 1)])
@@ -91,7 +99,7 @@ def test_the_draft_length_is_the_fastest_on_what_was_measured(
 ):
     """All is accepted: long drafts pay where a wide call costs no more, else the shortest do."""
     costs = StepCosts(0.1, 1.0, {width: 1 + verify * (width - 1) for width in range(1, 5)}, 30)
-    monkeypatch.setattr(timing, "step_costs", lambda *_: costs)
+    monkeypatch.setattr(timing, "step_costs", lambda *_: [costs])
     assert choose_gamma(target, own, SET, GREEDY, 3) == DraftLength(gamma)
 
 
