@@ -30,14 +30,7 @@ _RETURN_TYPES = {
     "int": r"Returns? (a|the) (number|length|size|count|index|integer)",
     "str": r"Returns? (a|the) (\w+ )?(string|name|text)",
 }
-# Answers to other instructions have less in common with HumanEval's: few of them.
-_STYLES = {
-    "complete": 0.86,
-    "in context": 0.05,
-    "write": 0.03,
-    "explain": 0.03,
-    "test": 0.03,
-}
+_IN_CONTEXT = 0.05  # share that stand after another function of their module
 
 
 @dataclass(frozen=True)
@@ -54,36 +47,21 @@ class _Function:
 def stdlib_prompts() -> list[Prompt]:
     """A prompt for every function of the standard library that has a docstring of some length.
 
-    Most look like those of HumanEval, on which drafts are evaluated: imports, signature and
-    docstring, to be completed; a recipe's `instruction` says how an Instruct model is asked to.
-    Some stand after another function of their module, some are other instructions (`category` names
-    the style).
+    They look like those of HumanEval, on which drafts are evaluated: imports, signature and
+    docstring, for a function to be written; a recipe's `instruction` says how an Instruct model is
+    asked to. Some stand after another function of their module (`category` says so).
     """
     prompts = []
     for function in _documented_functions():
         # by the function alone, not by how many others this interpreter has
         rng = random.Random(function.identity)
-        style = rng.choices([*_STYLES], [*_STYLES.values()])[0]
-        if style == "in context" and not function.before:
-            style = "complete"
+        in_context = rng.random() < _IN_CONTEXT and function.before
         typed = rng.random() < 0.6
         signature, imports = _signature(function, typed)
         body = _docstring(function.docstring, rng)
-        code = f"{imports}{signature}{body}"
-        block = f"\n\n```python\n{code.strip()}\n```"
-        texts = {
-            "complete": code,
-            "in context": f"{imports}{function.before}{signature}{body}",
-            "write": f"Write a Python function `{function.name}`. {function.docstring}",
-            "explain": f"Explain what this Python function is for, with an example:{block}",
-            "test": f"Write unit tests for this Python function:{block}",
-        }
-        if style in ("complete", "in context"):
-            prompt = Prompt(function.identity, texts[style], category=style)
-        else:
-            messages = [{"role": "user", "content": texts[style]}]
-            prompt = Prompt(function.identity, messages=messages, category=style)
-        prompts.append(prompt)
+        before, category = (function.before, "in context") if in_context else ("", "alone")
+        text = f"{imports}{before}{signature}{body}"
+        prompts.append(Prompt(function.identity, text, category=category))
     return prompts
 
 

@@ -26,23 +26,18 @@ _CLAUSE_TYPES = {
     "termination": "terminat expir revoke",
     "grant": "grant permission permitted redistribut may-copy may-use",
 }
-_INSTRUCTIONS = (
-    "Summarise this clause of a licence",
-    "Explain in plain English what this clause allows and forbids",
-    "Redraft this clause so that it is shorter and clearer",
-)
+_WORDS = 150  # of a clause: longer ones are cut
 
 
 @dataclass(frozen=True)
 class _Clause:
     identity: str
-    title: str  # of the licence
     heading: str  # the short line before the clause, "" if there is none
     text: str
 
 
 def licence_prompts(held_out: bool) -> list[Prompt]:
-    """Beginnings of clauses to be continued, and some instructions; `category` is the type.
+    """Clauses to be explained, say; a recipe's `instruction` asks for it. `category` is the type.
 
     From the documents held out for evaluation, or from those to train on: no near-duplicate of a
     held-out document, and no clause that nearly duplicates one of a held-out document.
@@ -58,7 +53,7 @@ def licence_prompts(held_out: bool) -> list[Prompt]:
 def _licence_split() -> tuple[list[_Clause], list[_Clause]]:
     """Clauses to train on, and held-out ones. One document stands for all its near-duplicates."""
     documents = dict(_licence_texts(resolve_folder_in_wheel(LICENCE_FOLDER)))
-    names = _representatives({name: text for name, (_, text) in documents.items()})
+    names = _representatives(documents)
     random.Random("held-out licences").shuffle(names)
     cut = round(_HELD_OUT * len(names))
     parts = []
@@ -67,22 +62,21 @@ def _licence_split() -> tuple[list[_Clause], list[_Clause]]:
         clauses = {
             tuple(clause.text.lower().split()[:8]): clause
             for name in part
-            for clause in _clauses(name, *documents[name])
+            for clause in _clauses(name, documents[name])
         }
         parts.append(list(clauses.values()))
     return parts[0], parts[1]
 
 
-def _licence_texts(folder: Path) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Name -> title and text of every licence in English of ordinary length."""
+def _licence_texts(folder: Path) -> Iterator[tuple[str, str]]:
+    """Name -> text of every licence in English of ordinary length."""
     for path in sorted(folder.glob("*.LICENSE")):
         # what stands between two `---` lines describes the document
         matter, _, text = path.read_text("utf-8").removeprefix("---\n").partition("\n---\n")
-        title = re.search(r"^name: (.+)$", matter, flags=re.MULTILINE)
         foreign = re.search(r"^language: (?!en)", matter, flags=re.MULTILINE)
         readable = sum(map(str.isascii, text)) >= 0.98 * len(text)
-        if title and not foreign and readable and 600 <= len(text) <= 60_000:
-            yield path.stem, (title[1].strip("'\""), text)
+        if not foreign and readable and 600 <= len(text) <= 60_000:
+            yield path.stem, text
 
 
 def _representatives(documents: dict[str, str]) -> list[str]:
@@ -104,7 +98,7 @@ def _representatives(documents: dict[str, str]) -> list[str]:
     return [name for name in names if parent[name] == name]
 
 
-def _clauses(name: str, title: str, text: str) -> list[_Clause]:
+def _clauses(name: str, text: str) -> list[_Clause]:
     """Up to _CLAUSES paragraphs of 25 to 400 words, drawn by the document's name."""
     paragraphs = re.split(r"\n\s*\n", text)
     if len(paragraphs) < 3 or max(map(len, paragraphs)) > 3000:
@@ -115,13 +109,12 @@ def _clauses(name: str, title: str, text: str) -> list[_Clause]:
         before = paragraphs[number - 1] if number else ""
         heading = before if len(before.split()) <= 8 and before[-1:] not in ".,;" else ""
         if 25 <= len(paragraph.split()) <= 400:
-            found.append(_Clause(f"{name}:{number}", title, heading, paragraph))
+            found.append(_Clause(f"{name}:{number}", heading, paragraph))
     chosen = random.Random(name).sample(range(len(found)), min(_CLAUSES, len(found)))
     return [found[i] for i in sorted(chosen)]
 
 
 def _clause_prompt(clause: _Clause) -> Prompt:
-    rng = random.Random(clause.identity)
     document = clause.identity.partition(":")[0]
     words = clause.text.split(" ")
     beginning = " ".join([clause.heading.lower(), *words[:40]]).lower()
@@ -130,12 +123,5 @@ def _clause_prompt(clause: _Clause) -> Prompt:
         if any(mark.replace("-", " ") in beginning for mark in marks.split()):
             category = kind
             break
-    if rng.random() < 0.15:
-        content = f"{rng.choice(_INSTRUCTIONS)}:\n\n{' '.join(words[:150])}"
-        messages = [{"role": "user", "content": content}]
-        return Prompt(clause.identity, messages=messages, category=category, group=document)
-    # the first sentence, or as many words as one has: in both cases the clause goes on
-    first = re.match(r".{60,300}?[a-z)][.;:](?= )", clause.text)
-    opening = first[0] if first and rng.random() < 0.5 else " ".join(words[: rng.randint(12, 24)])
-    parts = [part for part in (clause.title, clause.heading, opening) if part]
-    return Prompt(clause.identity, "\n\n".join(parts), category=category, group=document)
+    text = "\n\n".join(part for part in (clause.heading, " ".join(words[:_WORDS])) if part)
+    return Prompt(clause.identity, text, category=category, group=document)

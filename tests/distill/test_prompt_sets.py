@@ -16,6 +16,7 @@ from distill.near_duplicates import (
 )
 from distill.prompt_sets import LICENCES, STDLIB, evaluation_prompts, training_prompts
 from eval.prompts import Prompt, PromptError
+from eval.task_kinds import split_task
 from recipes.code.stdlib_functions import stdlib_prompts
 from recipes.legal import licence_clauses as legal
 
@@ -240,13 +241,13 @@ def test_the_standard_library_gives_thousands_of_prompts(stdlib):
     assert len(stdlib) > 2500
     assert len({p.id for p in stdlib}) == len({p.text for p in stdlib}) == len(stdlib)
     styles = collections.Counter(p.category for p in stdlib)
-    assert styles["complete"] >= 0.7 * len(stdlib)
-    assert all(styles[style] > 20 for style in ("in context", "write", "explain", "test"))
-    assert sum(p.prompt is None for p in stdlib) < 0.3 * len(stdlib)
+    assert styles["alone"] >= 0.9 * len(stdlib)
+    assert styles["in context"] > 20
+    assert all(split_task(p.prompt) for p in stdlib)
 
 
-def test_completions_look_like_human_eval(stdlib):
-    raw = [p.prompt for p in stdlib if p.category == "complete"]
+def test_they_look_like_human_eval(stdlib):
+    raw = [p.prompt for p in stdlib if p.category == "alone"]
     selves = 0
     for text in raw:
         assert text.startswith(("\n", "from typing import List\n\n\ndef "))
@@ -334,20 +335,17 @@ def test_held_out_licences_have_no_near_duplicate_in_training():
 
 
 @pytest.mark.usefixtures("licences")
-def test_clauses_are_begun_and_have_a_type():
+def test_clauses_are_whole_and_have_a_type():
     evaluation = evaluation_prompts(LICENCES, None, 0)
     assert evaluation == evaluation_prompts(LICENCES, None, 0)
     training, _ = training_prompts(LICENCES, evaluation, None, 0)
     assert training_prompts(LICENCES, evaluation, 20, 0)[0] == training[:20]
     assert {p.category for p in training} == set(PARTS)
-    raw = [p.prompt for p in training if p.prompt]
-    assert len(raw) > 0.7 * len(training) > 0
-    assert len(raw) < len(training)
-    for text in raw:
-        title, heading, opening = text.split("\n\n")
-        assert title.startswith("Licence ")
+    assert training
+    for prompt in training:
+        heading, clause = prompt.prompt.split("\n\n")
         assert heading.endswith("Clause")
-        assert len(opening.split()) <= 24
+        assert 25 <= len(clause.split()) <= 150
     assert not [p for p in training if "not a part of it" in p.text]
 
 
