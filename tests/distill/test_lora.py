@@ -51,7 +51,7 @@ def ids():
 
 def test_a_base_is_kept_as_it_was_prepared(base):
     report = json.loads((base / "report" / "report.json").read_text())
-    assert list(report["drafts"]) == ["tuned"]
+    assert list(report["drafts"]) == ["lookup", "tuned", "tuned+lookup"]
     one = load_file(base / "prepared" / "model.safetensors")
     other = load_file(base / "draft" / "compact" / "model.safetensors")
     assert one.keys() == other.keys()

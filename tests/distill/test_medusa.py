@@ -108,8 +108,8 @@ def test_a_run_makes_and_measures_it(job, tmp_path):
     recipe = job(tmp_path / "run", **MEDUSA, max_gamma=3)
     assert run(recipe) == 0
     report = json.loads((recipe.folder / "report" / "report.json").read_text())
-    assert set(report["drafts"]) == {"untuned", "tuned"}
-    for draft in report["drafts"].values():
+    for name in ("untuned", "tuned"):
+        draft = report["drafts"][name]
         assert draft["lossless"]["unexplained"] == 0
         assert draft["memory"]["kv_bytes_per_token"]["draft"] == 0
     about = json.loads((recipe.folder / "draft" / "config.json").read_text())

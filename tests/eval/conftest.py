@@ -35,7 +35,8 @@ def letters():
         text = json.dumps(
             {"model": {"type": "BPE", "vocab": vocab}, "decoder": {"type": "ByteLevel"}}
         )
-        return SimpleNamespace(is_fast=True, backend_tokenizer=SimpleNamespace(to_str=lambda: text))
+        backend = SimpleNamespace(to_str=lambda: text)
+        return SimpleNamespace(is_fast=True, backend_tokenizer=backend, chat_template=None)
 
     return make
 

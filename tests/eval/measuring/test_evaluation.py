@@ -1,6 +1,7 @@
 """What an interrupted evaluation is known again by: all that its rows depend on."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from eval.decoding.build import build_decoder
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
-from eval.measuring.evaluation import Plan, _begin
+from eval.measuring.evaluation import Plan, _begin, _Stages
+from eval.measuring.runs import PromptRun
 from eval.prompts import Prompt, PromptSet
 
 VOCAB = 40
@@ -61,3 +63,37 @@ def test_another_evaluation_has_another_key(key, changes):
 
 def test_other_models_have_another_key(key, drafter):
     assert key(draft=drafter(key.target.decoder, VOCAB)) != key()
+
+
+def timed(speedups, seconds=1.0):
+    """Runs [batches][contenders][1]: without a draft, and with one of these speed-ups."""
+
+    def run(number, took):
+        return [PromptRun(str(number), None, 3, [1, 2], took / 2, [took / 2], [1], [0], [0], False)]
+
+    return [[run(i, seconds), run(i, seconds / speedup)] for i, speedup in enumerate(speedups)]
+
+
+@pytest.mark.parametrize(
+    ("speedups", "seconds", "enough"),
+    [
+        ([2.0, 2.02] * 6, 1e9, True),  # the interval is narrow
+        ([1.0, 4.0] * 6, 1e9, False),
+        ([1.0, 4.0] * 6, 20.0, True),  # four more would take longer
+        ([2.0, 2.02] * 4, 0.0, False),  # too few
+        ([2.0, 2.02] * 7, 0.0, False),  # looked at after every fourth prompt alone
+        ([2.0, 2.02] * 6, None, False),  # all are timed
+    ],
+)
+def test_prompts_are_timed_until_the_speedups_are_known_or_time_is_up(speedups, seconds, enough):
+    how = dataclasses.replace(HOW, sampling=Sampling())
+    stages = SimpleNamespace(plan=Plan(2, 3, 40, seconds=seconds), how=how)
+    assert _Stages.enough(stages, timed(speedups)) is enough
+
+
+def test_where_texts_are_sampled_they_are_decoded_twice():
+    plan = Plan(2, 3, 40, seconds=30.0)
+    greedy = dataclasses.replace(HOW, sampling=Sampling())
+    once, twice = (SimpleNamespace(plan=plan, how=how) for how in (greedy, HOW))
+    assert not _Stages.enough(once, timed([1.0, 4.0] * 6))
+    assert _Stages.enough(twice, timed([1.0, 4.0] * 6))
