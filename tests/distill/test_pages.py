@@ -112,7 +112,7 @@ def run(words):
         if "--batch_sizes" in words:
             arguments += ["--batch_sizes", "1,2"]
     status = MODULES[module](arguments) or 0
-    if module == "eval.drift":  # of two prompts nothing can be told
+    if module == "eval.drift":  # a report of two prompts tells nothing of what is served
         return status, {2}
     # nothing is learned in four steps: the floor for alpha is not met
     return status, {int("--fail_under_alpha" in words)}
