@@ -86,7 +86,11 @@ def test_it_leaves_what_the_contract_promises(run):
 def test_the_report_is_whole_and_lossless(run):
     read_report(run / "report" / "report.json")
     report = json.loads((run / "report" / "report.json").read_text())
-    assert list(report["drafts"]) == ["untuned", "tuned", "tuned+lookup"]
+    assert list(report["drafts"]) == ["untuned", "lookup", "tuned", "tuned+lookup"]
+    pairs = [(gain["draft"], gain["over"]) for gain in report["gain"]]
+    assert pairs == [("tuned", "untuned"), ("tuned+lookup", "lookup")]
+    assert report["prompts"]["in_chat_form"] == 1
+    assert report["answers"]["functions"]["n"] == SHORT["max_eval_prompts"]
     for draft in report["drafts"].values():
         assert draft["lossless"]["prompts"] == SHORT["speed_prompts"]
         assert draft["lossless"]["unexplained"] == 0
@@ -108,7 +112,9 @@ def test_the_full_form_agrees_with_the_target_in_transformers_alone(run):
     prompts = [json.loads(line) for line in (run / "prompts" / "eval.jsonl").open()]
     agreed = total = 0
     for prompt in prompts:
-        ids = tokenizer(prompt["prompt"], return_tensors="pt").input_ids
+        ids = tokenizer.apply_chat_template(
+            prompt["messages"], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
         text = target.generate(ids, max_new_tokens=SHORT["max_new_tokens"], do_sample=False)
         with torch.no_grad():
             p, q = (model(text).logits[0, ids.shape[1] - 1 : -1] for model in (target, draft))
@@ -152,7 +158,7 @@ def test_a_dry_run_prices_the_run_and_writes_nothing(tmp_path):
 
 def test_the_run_can_be_measured_again_and_gates_a_ci(run, tmp_path):
     arguments = ["--run", str(run), "--output_dir", str(tmp_path), "--gamma", "1"]
-    arguments += ["--speed_prompts", "2", "--max_prompts", "4", "--max_gamma", "2"]
+    arguments += ["--speed_prompts", "2", "--max_prompts", "12", "--max_gamma", "2"]
     done = subprocess.run(
         [sys.executable, "-m", "eval.run", *arguments, "--fail_under_alpha", "0.99"],
         cwd=ROOT,
