@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from jinja2 import Environment
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from align.sources import cache_folder
@@ -81,11 +82,12 @@ def one_core():
 
 @pytest.fixture(autouse=True, scope="session")
 def spared():
-    """No test sees its machine lose power, so none waits for the disk; a page's template is one."""
+    """No test sees its machine lose power, so none waits for the disk; templates are read once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         patch.setattr(os, "sync", lambda: None)
         patch.setattr(page, "_environment", functools.cache(page._environment))
+        patch.setattr(Environment, "compile", functools.cache(Environment.compile))
         yield
 
 

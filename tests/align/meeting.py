@@ -34,11 +34,11 @@ def let_tensors_die(megabytes, growing):
 
 
 def wait_for_the_first(timeout):
-    """One process works for two seconds while the other waits, as for the trainer's arguments."""
+    """One process works for a second while the other waits, as for the trainer's arguments."""
     os.environ["ACCELERATE_USE_CPU"] = "true"  # as the launcher does
     print("here:", join_processes(True, timeout), flush=True)
     TrainingArguments(use_cpu=True)
     with PartialState().main_process_first():
         if PartialState().is_main_process:
-            time.sleep(2)
+            time.sleep(1)
     print("together", flush=True)

@@ -94,10 +94,12 @@ def texts(target, draft, count, length, stops=NEVER, longest=LONGEST):
     return [run.tokens for run in runs]
 
 
-@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize(("count", "gammas"), [(1, (1, 2, 4, 8)), (3, (2,)), (8, (1, 4))])
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_tokens_are_the_targets_own(target, drafts, serial, accepts_as_named, name, count):
-    for gamma in (1, 2, 4, 8):
+def test_greedy_tokens_are_the_targets_own(
+    target, drafts, serial, accepts_as_named, name, count, gammas
+):
+    for gamma in gammas:
         runs = decode(target, drafts[name], *drawn(count), GREEDY, DraftLength(gamma))
         assert [run.tokens for run in runs] == serial[:count]
         drafted, accepted = (
@@ -132,7 +134,7 @@ def test_each_row_accepts_what_it_accepts_alone(target, drafts, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_that_stop_in_doubt_change_no_token(target, drafts, serial, name):
-    for stop_below, count in itertools.product((1e-3, 0.01, 0.3), (1, 3, 8)):
+    for stop_below, count in ((1e-3, 1), (0.01, 1), (0.3, 1), (0.01, 3), (1e-3, 8)):
         length = DraftLength(6, stop_below)
         runs = decode(target, drafts[name], *drawn(count), GREEDY, length)
         assert [run.tokens for run in runs] == serial[:count]
@@ -179,8 +181,8 @@ def test_rows_that_stop_inside_a_draft_end_alone(target, drafts, serial, places)
     stops = frozenset(serial[row][at] for row, at in enumerate(places))
     want = [until(tokens, stops) for tokens in serial]
     assert len({len(tokens) for tokens in want}) > 3
-    for draft, gamma in itertools.product([*drafts.values(), None], (2, 8)):
-        for count in (1, 8):
+    for draft in [*drafts.values(), None]:
+        for count, gamma in ((1, 8), (8, 2), (8, 8)):
             assert texts(target, draft, count, DraftLength(gamma), stops) == want[:count]
 
 
