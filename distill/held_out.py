@@ -86,7 +86,7 @@ def followed_steps(steps: int, epoch: int, warmup: int, most: int) -> list[int]:
     """
     first = {round(epoch / 2 ** (i / 2)) for i in range(IN_FIRST_EPOCH)}
     after = {round(steps * (i + 1) / AFTER) for i in range(AFTER)}
-    every = sorted(step for step in first | after if max(1, warmup) <= step <= steps)
+    every = sorted(step for step in first | after if max(1, warmup) <= step <= steps) or [steps]
     if len(every) <= most:
         return every
     return [every[len(every) * (i + 1) // most - 1] for i in range(most)]

@@ -211,7 +211,7 @@ def plan_within(
         )
     # those at hand, or these and some more
     count = min(budget / train, (budget + at_hand * costs.answer) / (costs.answer + train), total)
-    steps = max(1, math.ceil(steps_each * math.floor(count)))
+    steps = max(1, math.ceil(round(steps_each * math.floor(count), 6)))
     memory, timing = peaks(recipe, prompts), max(room, timed * costs.timed)
     return Plan(math.floor(count), at_hand, steps, timed, memory, costs, timing=timing)
 
@@ -310,6 +310,8 @@ def evaluation_seconds(
         replayed = min(tokens, TEXT_TOKENS) * -(-recipe.tuning_prompts // ROWS)
         counted += PLACE * len(SPEEDUPS) * replayed + len(SPEEDUPS) * widths * CHOICE_REPEATS
     timed = tokens * steps.target_step * (1 + sum(1 / speedup for speedup in SPEEDUPS))
+    if not recipe.sampling.greedy:  # their texts are compared greedily, once more
+        timed *= 2
     return timed, texts + len(ids) * whole * 1.2 + counted * steps.target_step
 
 

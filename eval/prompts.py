@@ -6,7 +6,7 @@ stands, or `messages`, rendered with the target's chat template; optionally `cat
 (prompts of one document or source share it), and `id` or `task_id`. Its other fields are ignored. A
 `prompt` that ends in a Python function and brings no category gets the kind of its task
 (`eval.task_kinds`); with `entry_point` and `test`, as HumanEval has them, its answers can be judged
-(`eval.measuring.functions`). An Instruct model is asked in chat form: `instruction` puts a `prompt`
+(`eval.measuring.answers`). An Instruct model is asked in chat form: `instruction` puts a `prompt`
 into a user's message.
 """
 
@@ -272,7 +272,7 @@ def _parse(row: bytes | dict[str, Any], spec: str, number: int) -> Prompt:
         None if parsed.messages is None else [turn.model_dump() for turn in parsed.messages],
         None if category is None else str(category),
         None if parsed.group is None else str(parsed.group),
-        parsed.code or (parsed.prompt if judged else None),
+        parsed.prompt if judged and parsed.code is None else parsed.code,
         parsed.entry_point,
         parsed.test if judged else None,
     )
@@ -338,11 +338,12 @@ def write_prompts(path: str | Path, prompts: Iterable[Prompt]) -> None:
 
 
 def prompts_sha256(prompts: Iterable[Prompt]) -> str:
-    """One hash over ids, contents, categories and groups; their order says nothing."""
+    """One hash over all that they say; their order says nothing."""
     digest = hashlib.sha256()
     for p in sorted(prompts, key=lambda prompt: prompt.id):
         row = [p.id, p.prompt, p.messages, p.category]
         row += [] if p.group is None else [p.group]
+        row += [] if p.entry_point is None else [p.code, p.entry_point, p.test]
         digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
 

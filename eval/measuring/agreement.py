@@ -19,7 +19,7 @@ from eval.decoding.forward import HiddenStates
 from eval.decoding.generation import generate_batched
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.target import Target
-from eval.decoding.verification import agreement, argmax, warp
+from eval.decoding.verification import agreement, warp
 from eval.measuring.journal import Journal
 from eval.measuring.runs import Agreement
 from eval.prompts import Prompt, PromptSet
@@ -75,15 +75,19 @@ def measure_agreement(
         agreements = {}
         for name, drafter in drafters.items():
             (q,) = drafter.teacher_forced(ids, text, [how.sampling], states)
-            alpha = agreement(p, q)[0]
-            drafted = q[0].amax(-1) > 0  # a position without a proposal is all zero
+            highest, guesses = q[0].max(-1)
+            drafted = highest > 0  # a position without a proposal is all zero
+            if how.sampling.greedy:  # both are one-hot: p at the draft's token says it
+                alpha = p[0].gather(-1, guesses[:, None])[:, 0] * drafted
+            else:
+                alpha = agreement(p, q)[0]
             agreements[name] = Agreement(
                 prompt.id,
                 prompt.category,
                 float(alpha.sum()),
                 alpha.numel(),
                 alpha.tolist(),
-                argmax(q)[0].where(drafted, -1).tolist(),
+                guesses.where(drafted, -1).tolist(),
                 prompt.group,
             )
         return {"agreements": agreements, "bits": bits.tolist()}

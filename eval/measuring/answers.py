@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import ast
 import codeop
+import contextlib
+import json
+import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,7 +30,7 @@ from eval.prompts import Prompt
 COPY_TOKENS = 8  # in a row that stand earlier as well: shorter ones are the language's own
 COPIED_LITTLE, COPIED_MUCH = 0.1, 0.3  # of an answer, for categories
 FENCE = re.compile(r"^```.*$", flags=re.MULTILINE)
-DOCUMENTED = re.compile(r"""\A\s*(\"{3}|'{3}).*?(\1|\Z)""", flags=re.DOTALL)
+DOCUMENTED = re.compile(r"""\A\s*[rRuU]?(\"{3}|'{3}).*?(\1|\Z)""", flags=re.DOTALL)
 SECONDS, BYTES = 5, 2**30  # for one answer that is run
 
 
@@ -128,33 +132,40 @@ def _judged(name: str, answers: Sequence[Answer], verdicts: Sequence[bool | None
 def written_code(prompt: Prompt, text: str) -> str:
     """The Python that an answer holds: the fenced block with the function, or all of the text.
 
-    A prompt that is completed as it stands is the beginning of it. A fence may be missing.
+    A prompt that is completed as it stands is the beginning of it. Where no block has the function,
+    a fence may be missing.
     """
     if prompt.prompt is not None:
         return prompt.prompt + text
     parts = FENCE.split(text)
-    return next((part for part in parts if f"def {prompt.entry_point}(" in part), text)
+    inside, outside = parts[1::2], parts[::2]
+    return next((part for part in inside + outside if f"def {prompt.entry_point}(" in part), text)
+
+
+def parsed(code: str) -> tuple[str, ast.Module]:
+    """The code up to the last line that parses, since talk may follow it, and its tree."""
+    lines = code.splitlines()
+    for end in range(len(lines), 0, -1):
+        part = "\n".join(lines[:end])
+        try:
+            return part, ast.parse(part)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+    return "", ast.Module([], [])
 
 
 def is_function(prompt: Prompt, text: str) -> bool:
     """Whether an answer defines the function that the prompt asks for, and gives it a body.
 
-    What counts is its code up to the last line that parses, since talk may follow it. An answer
-    that its length has cut within the first statement of the body counts as well.
+    An answer that its length has cut within the first statement of the body counts as well.
     """
-    lines = written_code(prompt, text).splitlines()
-    if any(_cut_in_body("\n".join(lines[:end]), prompt) for end in (len(lines), len(lines) - 1)):
+    code = written_code(prompt, text)
+    if any(_cut_in_body(part, prompt) for part in (code, code.rpartition("\n")[0])):
         return True
-    for end in range(len(lines), 0, -1):
-        try:
-            tree = ast.parse("\n".join(lines[:end]))
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            continue
-        return any(
-            isinstance(node, ast.FunctionDef) and node.name == prompt.entry_point and _does(node)
-            for node in tree.body
-        )
-    return False
+    return any(
+        isinstance(node, ast.FunctionDef) and node.name == prompt.entry_point and _does(node)
+        for node in parsed(code)[1].body
+    )
 
 
 def _cut_in_body(code: str, prompt: Prompt) -> bool:
@@ -163,9 +174,13 @@ def _cut_in_body(code: str, prompt: Prompt) -> bool:
         whole = codeop.compile_command(code, symbol="exec")
     except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError):
         return False
-    body = code.partition(f"def {prompt.entry_point}(")[2].partition("\n")[2]
-    body = DOCUMENTED.sub("", body)
-    return whole is None and bool(re.search(r"^[ \t]+[^\s\"'#]", body, flags=re.MULTILINE))
+    header = re.search(
+        rf"^def {prompt.entry_point}\(.*?\)[^\n]*:[ ]*(#.*)?$", code, flags=re.MULTILINE | re.DOTALL
+    )
+    if whole is not None or header is None:
+        return False
+    body = DOCUMENTED.sub("", code[header.end() :])
+    return bool(re.search(r"^[ \t]+[^\s\"'#]", body, flags=re.MULTILINE))
 
 
 def _does(function: ast.FunctionDef) -> bool:
@@ -177,35 +192,48 @@ def _does(function: ast.FunctionDef) -> bool:
     )
 
 
+# Each piece is compiled alone, so that `from __future__` may begin it, and is no main program.
+# An answer that ends the process by itself has not passed.
+DRIVER = """
+import json, sys
+pieces, name = json.load(sys.stdin)
+names = {"__name__": "answer"}
+for piece in pieces:
+    exec(compile(piece, "answer", "exec"), names)
+names["check"](names[name])
+sys.exit(%d)
+"""
+PASSED = 77
+
+
 def passes(prompt: Prompt, text: str) -> bool:
     """Whether the function that an answer defines passes the prompt's tests, by running them.
 
     In a process of its own with limits on time, memory and files, in an empty folder. That is no
     sandbox: generated code may do what the user who runs this may do.
     """
-    assert prompt.code is not None
-    assert prompt.test is not None
-    program = "\n".join(
-        [prompt.code, written_code(prompt, text), prompt.test, f"check({prompt.entry_point})"]
-    )
+    pieces = [prompt.code or "", parsed(written_code(prompt, text))[0], prompt.test]
     with tempfile.TemporaryDirectory() as folder:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-c", DRIVER % PASSED],
+            text=True,
+            cwd=folder,
+            env={},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_limit,
+        )
         try:
-            done = subprocess.run(
-                [sys.executable, "-I", "-"],
-                input=program,
-                text=True,
-                errors="replace",
-                cwd=folder,
-                env={},
-                capture_output=True,
-                timeout=SECONDS,
-                check=False,
-                start_new_session=True,
-                preexec_fn=_limit,
-            )
+            process.communicate(json.dumps([pieces, prompt.entry_point]), timeout=SECONDS)
         except subprocess.TimeoutExpired:
             return False
-    return done.returncode == 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # what it has started, too
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return process.returncode == PASSED
 
 
 def _limit() -> None:

@@ -219,8 +219,8 @@ class _Stages:
         if self.plan.seconds is None or count < FEWEST or count % ROUND:
             return False
         runs = [[run for (run,) in contender] for contender in zip(*batches, strict=True)]
-        passes = 1 if self.how.sampling.greedy else 2  # texts are compared greedily
-        spent = passes * sum(run.seconds for contender in runs for run in contender)
+        times = 1 if self.how.sampling.greedy else 2  # texts are compared greedily, once more
+        spent = times * sum(run.seconds for contender in runs for run in contender)
         if spent * (count + ROUND) / count > self.plan.seconds:
             return True
         baseline, *drafts = runs

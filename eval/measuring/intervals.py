@@ -55,6 +55,7 @@ class Measured(Part):
     clusters: Positive | None = Field(
         None, description="documents where prompts name a group, else prompts"
     )
+    freedom: float | None = Field(None, description="of the interval's t")
     range: tuple[float, float] | None = Field(
         None, description="the lowest and the highest of a cluster alone"
     )
@@ -143,7 +144,7 @@ def t_quantile(probability: float, freedom: float) -> float:
 
 
 def _error(deviations: Floats) -> tuple[float, float]:
-    """The jackknife's standard error, and the quantile of t that goes with it.
+    """The jackknife's standard error, and its degrees of freedom.
 
     deviations: (clusters,), by how much the number changes without each. Where a few of them make
     most of it, the error is itself uncertain: Satterthwaite's degrees of freedom from the kurtosis,
@@ -155,7 +156,7 @@ def _error(deviations: Floats) -> tuple[float, float]:
     if squares.any():
         kurtosis = n * (squares**2).sum() / squares.sum() ** 2
         freedom = 2 * n / max(kurtosis - 1, 2 * n / (n - 1))
-    return math.sqrt((n - 1) / n * (deviations**2).sum()), t_quantile(0.975, freedom)
+    return math.sqrt((n - 1) / n * (deviations**2).sum()), freedom
 
 
 def measure(
@@ -186,9 +187,14 @@ def measure(
             f"log is zero or missing"
         )
     alone = alone[np.isfinite(alone)]
+    ci95 = freedom = None
+    if enough:
+        error, freedom = _error(deviations)
+        ci95 = ends(mean, error, t_quantile(0.975, freedom), clusters)
     return Measured(
         mean=mean,
-        ci95=ends(mean, *_error(deviations), clusters) if enough else None,
+        ci95=ci95,
+        freedom=freedom,
         n=len(rows),
         clusters=clusters,
         range=(alone.min(), alone.max()) if len(alone) else None,
@@ -196,7 +202,7 @@ def measure(
 
 
 def _by_group(columns: Floats, groups: Sequence[str | None]) -> Floats:
-    """Sums of the rows of each group: what is drawn as a whole can as well be added up before."""
+    """Sums of the rows of each group, which varies as a whole."""
     places: dict[str | int, int] = {}
     index = [
         places.setdefault(i if group is None else group, len(places))

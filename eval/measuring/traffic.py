@@ -50,7 +50,7 @@ class Estimate:
                 f"badly: measure on {FEWEST_CLUSTERS} at least."
             )
         low, high = measured.ci95
-        freedom = (measured.clusters or measured.n) - 1.0
+        freedom = measured.freedom or (measured.clusters or measured.n) - 1.0
         return cls(measured.mean, (high - low) / 2 / t_quantile(0.975, freedom), freedom, drafts)
 
 

@@ -45,7 +45,7 @@ from eval.measuring.metrics import (
     timed,
 )
 from eval.measuring.runs import DraftLog, PromptRun, RunLog, check_runs
-from eval.reporting.warnings import find_warnings, headline
+from eval.reporting.warnings import find_warnings, headline, recommendation
 
 SCHEMA: Final = "draftsmith-report/1"
 SHOWN_ERRORS = 3
@@ -413,6 +413,11 @@ class Report(Part):
     def headline(self) -> str:
         """One sentence on the last draft (the tuned one of a training run)."""
         return headline(self)
+
+    @property
+    def recommendation(self) -> str:
+        """What to serve, in one sentence."""
+        return recommendation(self)
 
     @property
     def target_named(self) -> str:

@@ -61,7 +61,7 @@ def print_summary(report: Report, console: Console | None = None) -> None:
         lines.append((texts_line(which, ledger), STYLES[ledger.verdict]))
     lines += [(f"Warning: {warning}", "yellow") for warning in report.warnings]
     lines += [(verdict, "") for verdict in verdict_lines(report)[-1:]]
-    for line, style in [*lines, (report.headline, "bold")]:
+    for line, style in [*lines, (report.headline, "bold"), (report.recommendation, "bold")]:
         # Text, not markup: a path or a range in brackets must not be read as a style
         console.print(Text(line, style=style))
 
@@ -82,6 +82,7 @@ def render_markdown(report: Report) -> str:
     parts = [
         "# Speculative decoding report",
         f"**{report.headline}**",
+        report.recommendation,
         *_list("Warnings", report.warnings),
         *_list("Not measured", missing_lines(report)),
         *_grid(result),

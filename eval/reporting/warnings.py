@@ -51,14 +51,33 @@ def headline(report: Report) -> str:
     return f"Draft {name} {effect}: {', '.join(facts)}."
 
 
+def recommendation(report: Report) -> str:
+    """What to serve, in a sentence: of the drafts that are shown to pay, the surest."""
+    paying = {
+        name: draft
+        for name, draft in report.drafts.items()
+        if draft.speedup.bounds[0] > 1 and not draft.texts.unexplained
+    }
+    if not paying:
+        return "Serve without a draft: none is shown to be faster and to leave the text as it is."
+    name = max(paying, key=lambda name: paying[name].speedup.bounds[0])
+    draft, engine = paying[name], report.engine
+    gamma = "" if draft.gamma is None else f", gamma {draft.gamma}"
+    where = "draftsmith's own decoder" if engine == "torch" else engine
+    other = " Another engine gains otherwise: measure there before you serve." * (engine == "torch")
+    return f"Serve {name} in {where}{gamma}: expect {draft.speedup:.2f}x on such prompts.{other}"
+
+
 def _over_lookup(report: Report) -> list[Gain]:
     """What drafts add to prompt lookup alone, where both were measured."""
     return [gain for gain in report.gain if report.drafts[gain.over].path == LOOKUP]
 
 
 def _added(gain: Gain, over: DraftReport) -> str:
-    shown = gain.speedup.bounds[0] > 0 or gain.speedup.ci95 is None
-    adds = "adds" if shown else "adds nothing measurable,"
+    low, high = gain.speedup.bounds
+    adds = "loses" if high < 0 else "adds nothing that shows," if low <= 0 else "adds"
+    if gain.speedup.ci95 is None:
+        adds = "perhaps adds"
     return f"prompt lookup alone {over.speedup.mean:.2f}x, the draft {adds} {gain.speedup:+.2f}"
 
 
@@ -74,12 +93,13 @@ def find_warnings(report: Report) -> list[str]:
     warnings += _on_few(report)
     for name, draft in report.drafts.items():
         warnings += [f"{name}: {warning}" for warning in _about_draft(draft)]
-    warnings += [
-        f"{gain.draft} is not faster than prompt lookup alone ({gain.speedup:+.2f}x), which needs "
-        "no draft: serve lookup, or train longer."
-        for gain in _over_lookup(report)
-        if gain.speedup.ci95 and gain.speedup.ci95[0] <= 0
-    ]
+    for gain in _over_lookup(report):
+        if gain.speedup.ci95 and gain.speedup.ci95[0] <= 0:
+            shown = "slower" if gain.speedup.ci95[1] < 0 else "not shown to be faster"
+            warnings.append(
+                f"{gain.draft} is {shown} than prompt lookup alone ({gain.speedup:+.2f}x), which "
+                "needs no draft: serve lookup, or train longer."
+            )
     return warnings + [
         f"The interval of alpha's gain ({gain.draft} over {gain.over}) holds 0."
         for gain in report.gain
@@ -176,7 +196,10 @@ def _about_draft(draft: DraftReport) -> list[str]:
         for entry in draft.missing
         if entry.field == "prompts"
     ]
-    if draft.speedup.ci95 and draft.speedup.ci95[0] <= 1 <= draft.speedup.ci95[1]:
+    low, high = draft.speedup.bounds
+    if high < 1:
+        warnings.append(f"it slows the target down, to {draft.speedup:.2f}x.")
+    elif draft.speedup.ci95 and low <= 1:
         warnings.append("the interval of the speed-up holds 1x; no effect is shown.")
     drafts = draft.per_position[0].drafts if draft.per_position else FEW_DRAFTS
     if not draft.per_position and draft.counters:

@@ -16,7 +16,7 @@ from eval.prompts import Prompt
 _SELF = ("self", "cls", "klass")
 # Characters of a docstring. One sentence says too little to answer like a HumanEval prompt.
 _SHORTEST, _USUAL, _LONGEST = 50, 500, 700
-_SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "turtledemo", "__pycache__"}
+_SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "turtledemo"}
 # What HumanEval's authors would have annotated; the standard library itself has next to none.
 _PARAMETER_TYPES = {
     "int": "n i k x y index count size maxsize length width height limit level num start stop",
@@ -53,8 +53,8 @@ def stdlib_prompts() -> list[Prompt]:
     """
     prompts = []
     for function in _documented_functions():
-        # by the function alone, not by how many others this interpreter has
-        rng = random.Random(function.identity)
+        # by what it says alone, not by where it stands or how many others this interpreter has
+        rng = random.Random(function.docstring)
         in_context = rng.random() < _IN_CONTEXT and function.before
         typed = rng.random() < 0.6
         signature, imports = _signature(function, typed)

@@ -120,7 +120,7 @@ def _clause_prompt(clause: _Clause) -> Prompt:
     beginning = " ".join([clause.heading.lower(), *words[:40]]).lower()
     category = "other"
     for kind, marks in _CLAUSE_TYPES.items():
-        if any(mark.replace("-", " ") in beginning for mark in marks.split()):
+        if re.search(rf"\b({marks.replace(' ', '|').replace('-', ' ')})", beginning):
             category = kind
             break
     text = "\n\n".join(part for part in (clause.heading, " ".join(words[:_WORDS])) if part)

@@ -210,7 +210,8 @@ class HeadDrafter(Drafter):
         logits, first = self.text_logits(ids, text, states)
         for sampling in samplings:
             q = self.over_target_ids(warp(self.cut(logits), sampling))
-            yield F.pad(q, (0, 0, first, len(text) - first - q.shape[1]))
+            lacking = len(text) - q.shape[1]
+            yield F.pad(q, (0, 0, first, lacking - first)) if lacking else q
 
     def in_turn(
         self,

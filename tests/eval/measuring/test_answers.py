@@ -1,5 +1,6 @@
 """What the target's answers are: copies, functions, functions that pass their tests."""
 
+import dataclasses
 import random
 
 import numpy as np
@@ -109,6 +110,9 @@ def test_functions_are_counted_among_the_prompts_that_ask_for_one():
         (f"```python\n{ADD}    pass\n```", False),
         ("```python\ndef plus(a, b):\n    return a + b\n```", False),
         ("The function `add` takes two numbers and returns their sum.", False),
+        (f"`def add(a, b)` is:\n```python\n{ADD}    return a + b\n```", True),
+        ("```python\ndef add(\n    a: int,", False),  # cut in its signature
+        ('```python\ndef add(a, b):\n    r"""Their sum, in words', False),
         ("", False),
     ],
 )
@@ -127,6 +131,19 @@ def test_functions_are_run_on_their_tests():
     assert passes(COMPLETED, "    return a + b\n")
     assert not passes(ASKED, f"```python\n{ADD}    return a - b\n```")
     assert not passes(ASKED, "It adds.")
+    assert passes(COMPLETED, "    return a + b\n\nIt adds two numbers.")  # talk follows
+    assert passes(
+        ASKED, f"```python\n{ADD}    return a + b\nif __name__ == '__main__':\n    1 / 0\n```"
+    )
+    future = dataclasses.replace(ASKED, code=f"from __future__ import annotations\n{ADD}")
+    assert passes(future, f"```python\n{future.code}    return a + b\n```")
+
+
+@pytest.mark.parametrize(
+    "end", ["import sys\nsys.exit()", "import os\nos._exit(0)", "raise SystemExit"]
+)
+def test_an_answer_that_ends_the_process_has_not_passed(end):
+    assert not passes(ASKED, f"```python\n{ADD}    return a - b\n{end}\n```")
 
 
 def test_what_runs_has_no_more_time_memory_and_files_than_it_is_given(tmp_path, monkeypatch):
@@ -137,3 +154,4 @@ def test_what_runs_has_no_more_time_memory_and_files_than_it_is_given(tmp_path, 
     assert not list(tmp_path.iterdir())
     assert not passes(COMPLETED, "    while True:\n        pass\n")
     assert not passes(COMPLETED, "    return len(bytearray(2**31)) and a + b\n")
+    assert not passes(COMPLETED, "    while True:\n        print('x' * 10**6)\n")
