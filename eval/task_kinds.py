@@ -12,6 +12,7 @@ as in HumanEval (arXiv 2107.03374). The first that holds:
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 
 _ANNOTATIONS = {
@@ -25,14 +26,22 @@ _LITERALS = {"lists": r"[\[(]", "strings": r"['\"]", "numbers": r"[-.]?\d"}
 def split_task(prompt: str) -> tuple[str, str] | None:
     """The code of a prompt without its last function's docstring, and that docstring.
 
-    None where the prompt does not end in a function that has nothing but a docstring.
+    None where the prompt does not end in a function that has nothing but a docstring; there may be
+    imports before it.
     """
     last = _last_function(prompt)
-    docstring = None if last is None else ast.get_docstring(last)
-    if last is None or docstring is None or len(last.body) > 1:
+    if last is None:
         return None
-    lines = prompt.splitlines()[: last.body[0].lineno - 1]
-    return "\n".join(lines).strip("\n"), docstring
+    *imports, end = last.body
+    if not (isinstance(end, ast.Expr) and isinstance(end.value, ast.Constant)):
+        return None
+    docstring = end.value.value
+    if not isinstance(docstring, str):
+        return None
+    if not all(isinstance(node, ast.Import | ast.ImportFrom) for node in imports):
+        return None
+    lines = prompt.splitlines()[: end.lineno - 1]
+    return "\n".join(lines).strip("\n"), inspect.cleandoc(docstring)
 
 
 def task_kind(prompt: str) -> str | None:

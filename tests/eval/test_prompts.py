@@ -219,7 +219,15 @@ def test_a_function_to_write_is_asked_for_by_its_code_and_its_docstring(tokenize
     code = 'import re\n\n\ndef f(a):\n    """Say {code}\n    twice.\n    """\n'
     (asked,) = in_chat_form([Prompt("1", code)], "{docstring}\n\n{code}", tokenizer.chat_template)
     assert asked.messages[0]["content"] == "Say {code}\ntwice.\n\nimport re\n\n\ndef f(a):"
-    for no_task in ("select name", "def f(a):\n    return a\n", code + "    return a\n"):
+    inner = 'def f(a):\n    import math\n    """Say it."""\n'
+    (asked,) = in_chat_form([Prompt("1", inner)], "{docstring} {code}", tokenizer.chat_template)
+    assert asked.messages[0]["content"] == "Say it. def f(a):\n    import math"
+    for no_task in (
+        "select name",
+        "def f(a):\n    return a\n",
+        code + "    return a\n",
+        "def f(a):\n    3\n",
+    ):
         with pytest.raises(PromptError, match=r"Prompt '1' is no Python function .* \{prompt\}"):
             in_chat_form([Prompt("1", no_task)], "{docstring} {code}", tokenizer.chat_template)
 
