@@ -58,6 +58,7 @@ MARGIN = 0.5  # minutes more than were lacking, since the next run's timings dif
 LIMIT = 10.0  # seconds in which one kind of step is timed, the first two aside
 TIMED_STEPS = 9  # of training at most, rows grouped by length; the first one is warm-up
 SPEEDUPS = (1.0, 1.4, 1.3, 1.7)  # taken for granted: untuned, lookup, tuned, lookup and tuned
+ALPHA = 1.5  # of the target's pass over a text, what alpha of all drafts takes
 PLACE = 4  # steps of the target that drafting and verifying at a place of ROWS texts takes
 
 
@@ -296,13 +297,16 @@ def evaluation_seconds(
 ) -> tuple[float, float]:
     """Seconds of a timed prompt, and of all the rest of an evaluation.
 
-    tokens: of an answer in the mean. All but the texts for alpha is counted in steps of the target
-    on one token: what a draft adds to a step is in SPEEDUPS.
+    tokens: of an answer in the mean. All but the texts for alpha, and prompts, is counted in steps
+    of the target on one token: what a draft adds to a step is in SPEEDUPS.
     """
     ids = prompts.evaluation.ids
     context = mean_length(ids)
     whole = median_seconds(timed_step(decoder, context + round(tokens), 0, recipe.sampling))
-    texts = len(ids) / BATCH * tokens * batched_step(decoder, BATCH, context)
+    read = whole * context / (context + tokens)  # of a prompt
+    # the last rows decode almost alone
+    batched = len(ids) / BATCH * tokens + max(0.0, recipe.max_new_tokens - tokens)
+    texts = len(ids) * read + batched * batched_step(decoder, BATCH, context)
     widths = recipe.max_gamma + 2
     counted = STOCK_PROMPTS * STOCK_TOKENS * 2.5  # ours, and stock generate, which takes longer
     counted += widths * COST_REPEATS
@@ -310,9 +314,10 @@ def evaluation_seconds(
         replayed = min(tokens, TEXT_TOKENS) * -(-recipe.tuning_prompts // ROWS)
         counted += PLACE * len(SPEEDUPS) * replayed + len(SPEEDUPS) * widths * CHOICE_REPEATS
     timed = tokens * steps.target_step * (1 + sum(1 / speedup for speedup in SPEEDUPS))
+    timed += (1 + len(SPEEDUPS)) * read
     if not recipe.sampling.greedy:  # their texts are compared greedily, once more
         timed *= 2
-    return timed, texts + len(ids) * whole * 1.2 + counted * steps.target_step
+    return timed, texts + len(ids) * whole * ALPHA + counted * steps.target_step
 
 
 class StepClock(TrainerCallback):
