@@ -23,9 +23,9 @@ references: the target's greedy answers as token ids, as long as the predictions
     the length limit.
 gamma: the draft length that tau is taken at.
 
-Returns `alpha` and `tau`, each {"mean", "ci95", "n", "clusters", "range"}: the interval and the
-range over the answers; ci95 is null of fewer than 10. tau has the bonus token in, the prefill token
-and a cut last block out; null where no answer is long enough for one whole block.
+Returns `alpha` and `tau`, each {"mean", "ci95", "n", "clusters", "freedom", "range"}: the interval
+and the range over the answers; ci95 is null of fewer than 10. tau has the bonus token in, the
+prefill token and a cut last block out; null where no answer is long enough for one whole block.
 """
 CITATION = """
 @inproceedings{leviathan2023fast,

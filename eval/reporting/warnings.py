@@ -65,7 +65,9 @@ def recommendation(report: Report) -> str:
     gamma = "" if draft.gamma is None else f", gamma {draft.gamma}"
     where = "draftsmith's own decoder" if engine == "torch" else engine
     other = " Another engine gains otherwise: measure there before you serve." * (engine == "torch")
-    return f"Serve {name} in {where}{gamma}: expect {draft.speedup:.2f}x on such prompts.{other}"
+    low, high = draft.speedup.bounds
+    expected = f"{draft.speedup.mean:.2f}x, {low:.2f} to {high:.2f}"
+    return f"Serve {name} in {where}{gamma}: expect {expected} on such prompts.{other}"
 
 
 def _over_lookup(report: Report) -> list[Gain]:
@@ -117,15 +119,16 @@ def _on_few(report: Report) -> Iterator[str]:
     """Names the numbers that have no interval, in all parts of the report."""
     parts: dict[str, Part] = {"baseline": report.baseline, **report.drafts}
     parts |= {f"{gain.draft} over {gain.over}": gain for gain in report.gain}
-    few = {
-        name: [
+    few: dict[str, list[str]] = {}  # which numbers -> of what
+    for name, part in parts.items():
+        fields = [
             f"{field} of {'/'.join(keys)}" if isinstance(value, dict) else field
             for field, value in part
             if (keys := _few_in(value))
         ]
-        for name, part in parts.items()
-    }
-    if named := "; ".join(f"{name}: {', '.join(fields)}" for name, fields in few.items() if fields):
+        if fields:
+            few.setdefault(", ".join(fields), []).append(name)
+    if named := "; ".join(f"{', '.join(names)}: {fields}" for fields, names in few.items()):
         yield (
             f"Too few prompts (groups, batches) for an interval, fewer than {FEWEST_CLUSTERS}: "
             f"only the lowest and the highest are given. So in all or a part of {named}."

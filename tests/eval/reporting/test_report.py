@@ -651,7 +651,8 @@ def test_what_to_serve_is_said_in_a_sentence(run_info, measurement):
     drafts = [measurement("a", 0.5), measurement("b", 0.7)]
     report = build_report(run_info, drafts)
     speedup = report.drafts["b"].speedup
-    said = f"Serve b in draftsmith, gamma 3: expect {speedup:.2f}x on such prompts."
+    expected = f"{speedup.mean:.2f}x, {speedup.ci95[0]:.2f} to {speedup.ci95[1]:.2f}"
+    said = f"Serve b in draftsmith, gamma 3: expect {expected} on such prompts."
     assert report.recommendation == said
     assert said in render_markdown(report)
     broken = dataclasses.replace(
