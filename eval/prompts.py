@@ -6,8 +6,8 @@ stands, or `messages`, rendered with the target's chat template; optionally `cat
 (prompts of one document or source share it), and `id` or `task_id`. Its other fields are ignored. A
 `prompt` that ends in a Python function and brings no category gets the kind of its task
 (`eval.task_kinds`); with `entry_point` and `test`, as HumanEval has them, its answers can be judged
-(`eval.measuring.answers`). An Instruct model is asked in chat form: `instruction` puts a `prompt`
-into a user's message.
+(`eval.measuring.answer_quality`). An Instruct model is asked in chat form: `instruction` puts a
+`prompt` into a user's message.
 """
 
 from __future__ import annotations

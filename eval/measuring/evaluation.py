@@ -19,7 +19,7 @@ from eval.decoding.target import Target, tensor_sha256
 from eval.decoding.verification import Sampling
 from eval.measuring import metrics
 from eval.measuring.agreement import bits_per_token, measure_agreement, target_texts
-from eval.measuring.answers import is_function, passes
+from eval.measuring.answer_quality import is_function, passes
 from eval.measuring.intervals import measure
 from eval.measuring.journal import Journal
 from eval.measuring.losslessness import LosslessCheck

@@ -19,7 +19,7 @@ from align.files import atomic_file
 from eval.decoding.drafters.lookup import LOOKUP, LOOKUP_FIRST
 from eval.decoding.target import weights_sha256
 from eval.measuring import metrics
-from eval.measuring.answers import Answers, copy_categories, described
+from eval.measuring.answer_quality import Answers, copy_categories, described
 from eval.measuring.atlas import Atlas, build_atlas, telling_prompts
 from eval.measuring.cost import Payoff, payoff
 from eval.measuring.intervals import (

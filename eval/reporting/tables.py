@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from eval.measuring.answers import Answers
+from eval.measuring.answer_quality import Answers
 from eval.measuring.atlas import Bucket, Confusion, TokenClass
 from eval.measuring.cost import expected_speedup
 from eval.measuring.intervals import FEWEST_CLUSTERS, Measured

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from eval.measuring.answers import (
+from eval.measuring.answer_quality import (
     COPY_TOKENS,
     copied,
     copy_categories,
@@ -147,7 +147,7 @@ def test_an_answer_that_ends_the_process_has_not_passed(end):
 
 
 def test_what_runs_has_no_more_time_memory_and_files_than_it_is_given(tmp_path, monkeypatch):
-    monkeypatch.setattr("eval.measuring.answers.SECONDS", 1)
+    monkeypatch.setattr("eval.measuring.answer_quality.SECONDS", 1)
     monkeypatch.chdir(tmp_path)
     body = "    open('made', 'w').write('x')\n    return a + b\n"
     assert passes(COMPLETED, body)
