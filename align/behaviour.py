@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from align.checks import PROBES, Finding, show
 from align.sources import load_model
@@ -103,10 +104,21 @@ def _rolls_back(model: Any, text: list[int]) -> Iterator[Finding]:
     """Logits after a rejected token was taken back must be those of a text that never had it."""
     half = len(text) // 2
     tokens = torch.tensor([text])
-    cache = model(tokens[:, :half], use_cache=True).past_key_values
-    model(tokens[:, :1], past_key_values=cache, use_cache=True)  # a token that will be rejected
-    cache.crop(-1)
-    back = model(tokens[:, half:], past_key_values=cache, use_cache=True).logits[0, -1]
+    cache = DynamicCache()  # without a configuration it keeps all of a text: a window is a mask
+    try:
+        model(tokens[:, :half], past_key_values=cache, use_cache=True)
+        model(tokens[:, :1], past_key_values=cache, use_cache=True)  # a token that will be rejected
+        cache.crop(half)
+        back = model(tokens[:, half:], past_key_values=cache, use_cache=True).logits[0, -1]
+    except Exception as error:
+        yield Finding(
+            "TOK-016",
+            "error",
+            "The draft does not run on a cache of keys and values, from which a rejected token can "
+            f"be taken back ({type(error).__name__}: {error}).",
+            "use a draft with attention layers only",
+        )
+        return
     fresh = model(tokens).logits[0, -1]
     off = float((back - fresh).abs().max())
     if off > 1e-2 * float(fresh.abs().max()):

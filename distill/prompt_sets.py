@@ -23,6 +23,7 @@ from align.sources import load_tokenizer
 from align.vocabulary import Vocabulary
 from distill.near_duplicates import NearDuplicates, Overlap, drop_overlap
 from distill.recipe import Recipe
+from eval.decoding.build import longest_context
 from eval.prompts import (
     Prompt,
     PromptError,
@@ -84,7 +85,7 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
 
     tokenizer = load_tokenizer(target.spec)
     config = AutoConfig.from_pretrained(target.folder).get_text_config()
-    room = config.max_position_embeddings - recipe.max_gamma - 1
+    room = longest_context(config) - recipe.max_gamma - 1
 
     def rendered(source: str, part: list[Prompt], new_tokens: int) -> PromptSet:
         asked = in_chat_form(part, recipe.instruction, tokenizer.chat_template)

@@ -36,7 +36,7 @@ from align.sources import (
     load_tokenizer,
     read_json,
 )
-from eval.decoding.build import build_decoder
+from eval.decoding.build import build_decoder, longest_context
 from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
@@ -225,7 +225,7 @@ def _prompt_sets(
         if not args.gamma and aside < 1:
             raise ValueError("One prompt cannot both choose gamma and be evaluated; give --gamma.")
         tuning, prompts = prompts[:aside], prompts[aside:]
-    room = config.get_text_config().max_position_embeddings - args.max_gamma - 1
+    room = longest_context(config.get_text_config()) - args.max_gamma - 1
 
     def rendered(part: list[Prompt]) -> PromptSet:
         asked = in_chat_form(part, args.instruction, tokenizer.chat_template)

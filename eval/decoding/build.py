@@ -19,6 +19,20 @@ LEAN_FAMILIES = ("llama", "qwen2", "qwen3")
 TABULATED_ROPE = ("default", "linear", "llama3", "yarn")
 
 
+def longest_context(config: Any) -> int:
+    """Up to how many positions a model reads each token of a text by the same angles."""
+    longest: int | None = getattr(config, "max_position_embeddings", None)
+    if longest is None:
+        raise ValueError(
+            f"A {config.model_type} model cannot be decoded here: its configuration does not say "
+            "how many positions it has (max_position_embeddings); use a model of another family."
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # all angles are others from this many tokens on
+        longest = min(longest, rope.get("original_max_position_embeddings", longest))
+    return longest
+
+
 def build_decoder(
     model: PreTrainedModel,
     context_length: int,
@@ -36,11 +50,11 @@ def build_decoder(
     model's weights converted a piece at a time as they are used.
     """
     config = model.config.get_text_config()
-    limit = config.max_position_embeddings
-    if context_length > limit:
+    longest = longest_context(config)
+    if context_length > longest:
         raise ValueError(
-            f"A context of {context_length} tokens was asked for, but the model has "
-            f"{limit} positions; shorten max_new_tokens or the prompts."
+            f"A context of {context_length} tokens was asked for, but {config.model_type} reads "
+            f"{longest} positions by the same angles; shorten max_new_tokens or the prompts."
         )
     if _is_lean(model):
         int8 = int8 and _fits_int8(model)

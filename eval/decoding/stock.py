@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from eval.decoding.forward import (
-    HiddenStates,
-    KVCache,
-    causal_bias,
-    empty_cache,
-    input_embedding,
-)
+from eval.decoding.forward import HiddenStates, KVCache, input_embedding
 from eval.decoding.weights import in_fp32
+
+# What layers read of a text; a window or a chunk is a mask over a cache of all of it.
+ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+PROBE_LENGTH = 8
 
 
 class _Slots:
@@ -33,19 +34,31 @@ class _Slots:
 
 
 class _SlotLayer(CacheLayerMixin):
-    """One layer of a KVCache in the shape that transformers' attention modules write to."""
+    """One layer of a KVCache in the shape that transformers' attention modules write to.
 
-    def __init__(self, keys: Tensor, values: Tensor, slots: _Slots) -> None:
+    Without keys and values it makes them at its first update, of PROBE_LENGTH slots.
+    """
+
+    def __init__(
+        self, slots: _Slots, keys: Tensor | None = None, values: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.keys, self.values, self.slots = keys, values, slots
-        self.is_initialized = True
+        self.is_initialized = keys is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise AssertionError("the cache is allocated by StockDecoder.new_cache")
+        rows = key_states.shape[0]
+        self.keys, self.values = (
+            new.new_zeros(rows, new.shape[1], PROBE_LENGTH, new.shape[3])
+            for new in (key_states, value_states)
+        )
+        self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
         assert self.values is not None
         rows = torch.arange(self.keys.shape[0], device=self.keys.device)[:, None]
@@ -64,23 +77,43 @@ class _SlotLayer(CacheLayerMixin):
         return self.keys.shape[2]
 
 
-def longest_context(config: Any) -> int:
-    """Up to how many positions a model attends to all of a text, each token by the same angles."""
-    longest: int = config.max_position_embeddings
-    kinds = getattr(config, "layer_types", None) or []
-    # without layer_types (Mistral-v0.1, Phi-3-mini) every layer has the window
-    if (not kinds or any("sliding" in kind for kind in kinds)) and (
-        window := getattr(config, "sliding_window", None)
-    ):
-        longest = min(longest, window)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # all angles are others from this many tokens on
-        longest = min(longest, rope.get("original_max_position_embeddings", longest))
-    return longest
+@contextmanager
+def _masks_by_row(slots: _Slots) -> Iterator[None]:
+    """Within it a model's masks are evaluated at the positions of each row.
+
+    transformers makes masks from functions of two positions (causal, window, chunk, whatever a
+    family combines), but lets all rows start at the same one.
+    """
+
+    def mask(
+        batch_size: int,
+        kv_length: int,
+        mask_function: Callable[..., Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        **_: Any,
+    ) -> Tensor:
+        rows = torch.arange(batch_size, device=device)[:, None, None, None]
+        queries = slots.positions.to(device)[:, None, :, None]
+        read = mask_function(rows, 0, queries, torch.arange(kv_length, device=device))
+        bias = torch.zeros(read.shape, dtype=dtype, device=device)
+        return bias.masked_fill_(~read, float("-inf"))
+
+    theirs = {name: ALL_MASK_ATTENTION_FUNCTIONS[name] for name in ("eager", "sdpa")}
+    ALL_MASK_ATTENTION_FUNCTIONS.update(dict.fromkeys(theirs, mask))
+    try:
+        yield
+    finally:
+        ALL_MASK_ATTENTION_FUNCTIONS.update(theirs)
 
 
 class StockDecoder:
-    """Any causal LM of transformers behind the same interface, computed by its own modules."""
+    """Any causal LM of transformers behind the same interface, computed by its own modules.
+
+    It is tried on a few tokens when it is built: that shows the shapes of a family's keys and
+    values (MLA has two sizes, a layer may share another's), and that rows at different positions,
+    one of them rolled back, have the logits of transformers' own forward.
+    """
 
     def __init__(
         self,
@@ -89,38 +122,55 @@ class StockDecoder:
         fp32: bool = False,
     ) -> None:
         config: Any = model.config.get_text_config()
-        kinds = getattr(config, "layer_types", None) or []
-        if any("linear" in kind or "mamba" in kind for kind in kinds):
+        refused = f"A {config.model_type} model cannot be decoded here: "
+        others = {*(getattr(config, "layer_types", None) or [])} - ATTENTION_KINDS
+        if model._is_stateful or others:
             raise ValueError(
-                f"{config.model_type} has recurrent layers, whose state cannot be rolled back by "
-                "position; use a target and a draft with attention layers only."
+                f"{refused}{', '.join(sorted(others)) or 'recurrent'} layers keep a state that "
+                "cannot be rolled back by position; use a model with attention layers only."
             )
-        longest = longest_context(config)
-        if context_length > longest:
+        if config.model_type == "gpt_neo":
             raise ValueError(
-                f"A context of {context_length} tokens exceeds the {longest} within which "
-                f"{config.model_type} reads all of a text in one way (a sliding window, or rotary "
-                "angles that change); shorten max_new_tokens or the prompts."
+                f"{refused}its modules cut their windows at the longest row's position, so that "
+                "shorter rows would read too little; use a model of another family."
             )
         self.model, self.config = model, config
         self.embedding = input_embedding(model)
         self.device = self.embedding.device
         self.dtype = torch.float32 if fp32 else self.embedding.dtype
         self.context_length = context_length
+        taken = inspect.signature(model.forward).parameters
+        self.takes_positions = "position_ids" in taken  # else the model counts from the cache
+        try:
+            self.shapes, error = self._tried()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as reason:
+            raise ValueError(
+                f"{refused}its modules do not work with a cache of keys and values by position "
+                f"({type(reason).__name__}: {reason}); use a model of another family."
+            ) from reason
+        # rounding stays far below it, what is masked or placed wrongly far above
+        if not error < torch.finfo(self.dtype).eps ** 0.5:
+            raise ValueError(
+                f"{refused}in rows of different lengths its logits are off by {error:.2g} of their "
+                "size; use a model of another family."
+            )
 
     def own_bytes(self) -> int:
         shared = self.embedding.data_ptr()
         return sum(p.nbytes for p in self.model.parameters() if p.data_ptr() != shared)
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
-        config = self.config
-        head_size = getattr(config, "head_dim", None) or (
-            config.hidden_size // config.num_attention_heads
+        # zeros, not empty: a masked slot still enters a product, and 0 * nan is nan
+        keys, values = (
+            [
+                torch.zeros((rows, heads, slots, size), dtype=self.dtype, device=self.device)
+                for heads, size in shapes
+            ]
+            for shapes in self.shapes
         )
-        # GPT-NeoX and others have as many as heads, and do not say so
-        key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        shape = (rows, key_heads, slots, head_size)
-        return empty_cache(shape, self.dtype, [self.device] * config.num_hidden_layers)
+        return KVCache(keys, values)
 
     @torch.inference_mode()
     def forward(
@@ -131,22 +181,56 @@ class StockDecoder:
         last_only: bool = False,
         states: HiddenStates | None = None,
     ) -> Tensor:
-        rows, width = tokens.shape
-        slots = _Slots(start, rows, width, self.device)
-        layers: Any = [
-            _SlotLayer(k, v, slots) for k, v in zip(cache.keys, cache.values, strict=True)
-        ]
-        mask = causal_bias(slots.first, width, slots.length, self.dtype)[:, None]
-        with in_fp32(self.model) if self.dtype != self.embedding.dtype else nullcontext():
-            output = self.model(
-                input_ids=tokens,
-                position_ids=slots.positions,
-                attention_mask=mask,
-                past_key_values=Cache(layers=layers),
-                use_cache=True,
-                logits_to_keep=1 if last_only else 0,
-                output_hidden_states=bool(states),
-            )
+        slots = _Slots(start, *tokens.shape, self.device)
+        layers = [_SlotLayer(slots, k, v) for k, v in zip(cache.keys, cache.values, strict=True)]
+        output = self._run(
+            tokens,
+            layers,
+            slots,
+            logits_to_keep=1 if last_only else 0,
+            output_hidden_states=bool(states),
+        )
         for layer in states or ():
             states[layer] = output.hidden_states[layer]  # type: ignore[index]
         return output.logits
+
+    def _run(self, tokens: Tensor, layers: Any, slots: _Slots, **options: Any) -> Any:
+        positions = {"position_ids": slots.positions} if self.takes_positions else {}
+        with self._dtype(), _masks_by_row(slots):
+            return self.model(
+                input_ids=tokens,
+                past_key_values=Cache(layers=layers),
+                use_cache=True,
+                **positions,
+                **options,
+            )
+
+    def _dtype(self) -> AbstractContextManager[None]:
+        """Within it the model computes in this decoder's dtype."""
+        return in_fp32(self.model) if self.dtype != self.embedding.dtype else nullcontext()
+
+    @torch.inference_mode()
+    def _tried(self) -> tuple[list[list[tuple[int, int]]], float]:
+        """Heads and size of each layer's keys, and of its values; the logits' relative error."""
+        half = PROBE_LENGTH // 2
+        ids = torch.arange(1, 2 * PROBE_LENGTH + 1, device=self.device).view(2, PROBE_LENGTH)
+        ids = ids % self.embedding.shape[0]
+        with self._dtype():
+            expected = self.model(input_ids=ids, use_cache=False).logits
+        slots = _Slots(0, 2, half, self.device)
+        layers = [_SlotLayer(slots) for _ in range(self.config.num_hidden_layers)]
+        self._run(ids[:, :half], layers, slots)
+        first = torch.tensor([half, half - 1])  # the second row's last token is taken back
+        slots = _Slots(first, 2, half, self.device)
+        for layer in layers:
+            layer.slots = slots
+        got = self._run(ids.gather(1, slots.positions), layers, slots).logits
+        want = expected.gather(1, slots.positions[..., None].expand_as(got))
+        # the median of a row: rounding may send single tokens of a mixture to another expert
+        error = ((got - want).norm(dim=-1) / want.norm(dim=-1)).median(1).values.max()
+        shapes = [
+            # a layer that reads another's keys and values has none
+            [(0, 0) if held is None else (held.shape[1], held.shape[3]) for held in tensors]
+            for tensors in ([x.keys for x in layers], [x.values for x in layers])
+        ]
+        return shapes, float(error)

@@ -11,13 +11,12 @@ from align.check import choose_strategy, compare
 from align.transplant import transplant
 from align.vocab_map import build_map
 from align.vocabulary import read_vocabulary
-from eval.decoding.build import build_decoder
+from eval.decoding.build import build_decoder, longest_context
 from eval.decoding.drafters.bridged import MapDrafter, TextDrafter
 from eval.decoding.drafters.causal_lm import CausalLMDrafter, input_of_head
 from eval.decoding.drafters.drafter import DecoderDrafter
 from eval.decoding.drafters.kind import Kind
 from eval.decoding.drafters.training import TrainingBatch
-from eval.decoding.stock import longest_context
 from eval.decoding.target import Target, model_bytes
 
 LONGER = 2  # a text in a draft's own ids has at most so many times the target's, as a rule

@@ -9,12 +9,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -229,41 +225,23 @@ def test_hidden_states_of_named_layers_are_those_of_transformers(kind):
 
 
 def test_what_a_decoder_cannot_do_is_said():
-    with pytest.raises(ValueError, match="65 tokens was asked for, but the model has 64 positions"):
+    with pytest.raises(ValueError, match="65 tokens was asked for, but llama reads 64 positions"):
         build_decoder(made("llama"), 65)
-    with pytest.raises(ValueError, match="60 tokens exceeds the 48 within which"):
-        build_decoder(made("gemma3"), 60)
-    # Mistral-v0.1 and Phi-3-mini name no kinds of layers: every one has the window
-    windowed = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=20)).eval()
-    assert getattr(windowed.config, "layer_types", None) is None
-    with pytest.raises(ValueError, match="30 tokens exceeds the 20 within which"):
-        build_decoder(windowed, 30)
-    build_decoder(windowed, 20)
     # past so many tokens the angles of all of a text are others, drafted tokens included
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 24, "factor": 2.0}
     rope |= {"rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     long = LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=rope)).eval()
-    with pytest.raises(ValueError, match="25 tokens exceeds the 24 within which"):
+    with pytest.raises(ValueError, match="25 tokens was asked for, but llama reads 24 positions"):
         build_decoder(long, 25)
     build_decoder(long, 24)
     recurrent = made("gemma3")
     recurrent.config.layer_types = ["linear_attention"] * 3
-    with pytest.raises(ValueError, match="recurrent layers, whose state cannot be rolled back"):
+    with pytest.raises(ValueError, match="linear_attention layers keep a state that"):
         build_decoder(recurrent, CONTEXT)
     spread = made("gemma3")
     spread.model.norm.to("meta")
     with pytest.raises(ValueError, match=r"gemma3_text model lie on cpu, meta, but only .*llama"):
         build_decoder(spread, CONTEXT)
-
-
-def test_a_family_that_does_not_tell_its_key_heads(tiny_llama):
-    shape = {name: size for name, size in SHAPE.items() if name != "num_key_value_heads"}
-    model = randomised(GPTNeoXForCausalLM(GPTNeoXConfig(**shape)))
-    decoder, row = build_decoder(model, CONTEXT), drawn(9)[0]
-    cache = decoder.new_cache(1, CONTEXT)
-    tokens = torch.tensor([row])
-    parts = [decoder.forward(tokens[:, :5], 0, cache), decoder.forward(tokens[:, 5:], 5, cache)]
-    assert_close(torch.cat(parts, 1)[0], plain(model, [row])[0])
 
 
 def storages(model, decoder=None):

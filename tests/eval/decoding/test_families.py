@@ -1,0 +1,249 @@
+"""Popular families as tiny random models of transformers' own classes: exact, or refused.
+
+`python tests/eval/decoding/test_families.py` writes docs/families.md anew.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from eval.decoding.build import build_decoder
+from eval.decoding.lean import LeanDecoder
+from eval.decoding.stock import StockDecoder
+
+PAGE = Path(__file__).parents[3] / "docs/families.md"
+VOCAB, CONTEXT, WINDOW = 53, 48, 8
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SLIDING = {"sliding_window": WINDOW}
+ALTERNATING = {**SLIDING, "layer_types": ["sliding_attention", "full_attention"] * 2}
+GPT = {"n_positions": 64, "n_embd": 32, "n_layer": 4, "n_head": 4}
+MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+MLA = {
+    **MIXTURE,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+}
+PER_LAYER = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8}
+# by transformers' class, where it is not NAMEForCausalLM and NAMEConfig with the model's and the
+# configuration's as well: what its configuration has beside SHAPE
+FAMILIES = {
+    "Llama": {},
+    "Mistral": SLIDING,
+    "Ministral": {**SLIDING, "head_dim": 8},
+    "Mixtral": {**SLIDING, "num_local_experts": 4},
+    "Qwen2": {**SLIDING, "use_sliding_window": True, "max_window_layers": 2},
+    "Qwen2Moe": {**MIXTURE, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    "Qwen3": {"head_dim": 8},
+    "Qwen3Moe": {**MIXTURE, "num_experts": 4, "head_dim": 8},
+    "Qwen3Next": {**MIXTURE, "num_experts": 4, "head_dim": 8},
+    "Gemma": {"head_dim": 8},
+    "Gemma2": {**SLIDING, "head_dim": 8},
+    "Gemma3 Gemma3TextConfig": {**ALTERNATING, "head_dim": 8},
+    "Gemma3n Gemma3nTextConfig": {
+        **ALTERNATING,
+        **PER_LAYER,
+        "head_dim": 8,
+        "num_kv_shared_layers": 1,
+        "intermediate_size": [48] * 4,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "laurel_rank": 4,
+    },
+    "Gemma4 Gemma4TextConfig": {
+        **ALTERNATING,
+        **PER_LAYER,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_kv_shared_layers": 1,
+    },
+    "GptOss": {**SLIDING, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Llama4 Llama4TextConfig": {
+        "head_dim": 8,
+        "attention_chunk_size": WINDOW,
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 48,
+        "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+    },
+    "DeepseekV2": MLA,
+    "DeepseekV3": MLA,
+    "Glm4": {"head_dim": 8},
+    "Glm4Moe": {**MIXTURE, "n_routed_experts": 4, "head_dim": 8},
+    "Glm4MoeLite": MLA,
+    "Phi": {},
+    "Phi3": SLIDING,
+    "Phimoe": {"num_local_experts": 4},
+    "Olmo": {},
+    "Olmo2": {},
+    "Olmo3": SLIDING,
+    "Olmoe": {"num_experts": 4},
+    "Granite": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 1.5,
+    },
+    "GraniteMoe": {"num_local_experts": 4},
+    "SmolLM3": {"no_rope_layer_interval": 2},
+    "Cohere": {},
+    "Cohere2": {**SLIDING, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+    "Exaone4": ALTERNATING,
+    "Starcoder2": SLIDING,
+    "StableLm": {},
+    "GPT2 GPT2LMHeadModel": GPT,
+    "GPTNeo": {
+        "num_layers": 4,
+        "num_heads": 4,
+        "window_size": WINDOW,
+        "attention_types": [[["global", "local"], 2]],
+    },
+    "GPTJ": {**GPT, "rotary_dim": 8},
+    "GPTNeoX": {},
+    "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "Falcon": {},
+    "Bloom": {"n_layer": 4, "n_head": 4, "max_position_embeddings": None},
+    "Mpt": {"d_model": 32, "n_heads": 4, "n_layers": 4, "max_position_embeddings": None},
+    "Lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "Jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    "FalconH1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "head_dim": 8},
+    "Mamba": {},
+    "DeepseekV32": MLA,
+}
+
+
+def made(family):
+    name, *others = family.split()
+    classes = {"model": f"{name}ForCausalLM", "config": f"{name}Config"}
+    classes |= {"config" if other.endswith("Config") else "model": other for other in others}
+    shape = {key: value for key, value in (SHAPE | FAMILIES[family]).items() if value is not None}
+    config = getattr(transformers, classes["config"])(**shape)
+    torch.manual_seed(0)
+    model = getattr(transformers, classes["model"])(config).eval()
+    # norms and biases start as ones and zeros, which would hide a forgotten one
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def texts():
+    return torch.randint(3, VOCAB, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+def plain(model):
+    """Logits [2, 40, V] of transformers' own forward, without a cache."""
+    with torch.no_grad():
+        return model(texts(), use_cache=False).logits.float()
+
+
+def decoded(decoder):
+    """The same logits in blocks, drafted tokens taken back between them, then in ragged rows."""
+    rows, whole = texts(), []
+    for row in (0, 1):
+        cache, parts = decoder.new_cache(1, CONTEXT), []
+        for at in range(0, 40, 5):
+            decoder.forward(rows[1 - row, None, at : at + 3], at, cache)
+            parts.append(decoder.forward(rows[row, None, at : at + 5], at, cache))
+        whole.append(torch.cat(parts, 1)[0].float())
+    cache = decoder.new_cache(2, CONTEXT)
+    decoder.forward(rows, 0, cache)
+    first = torch.tensor([35, 14])
+    places = first[:, None] + torch.arange(4)
+    ragged = decoder.forward(rows.gather(1, places), first, cache).float()
+    return torch.stack(whole), places, ragged
+
+
+def built(model):
+    """The model's decoder, or what is said instead."""
+    try:
+        return build_decoder(model, CONTEXT), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def row(family):
+    """The row of a family in the table."""
+    model, hidden = made(family), ""
+    decoder, refusal = built(model)
+    kind = "lean" if isinstance(decoder, LeanDecoder) else "stock" if decoder else "refused"
+    if decoder and "sliding_window" in FAMILIES[family]:
+        hidden = "window"
+    if decoder and "attention_chunk_size" in FAMILIES[family]:
+        hidden = "chunk"
+    reason = re.sub("^.*cannot be decoded here: |; use a .*$", "", refusal)
+    return f"| {family.split()[0]} | `{model.config.model_type}` | {kind} | {hidden} | {reason} |"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_has_the_logits_of_transformers_or_is_refused(family):
+    model = made(family)
+    decoder, refusal = built(model)
+    if decoder is None:
+        assert re.fullmatch("A .* model cannot be decoded here: .*; use a .*", refusal)
+        return
+    exact = plain(model)
+    for dtype in (torch.float32, torch.bfloat16):
+        stock = plain(model.to(dtype))
+        decoders = [build_decoder(model, CONTEXT)]
+        if isinstance(decoders[0], LeanDecoder):
+            decoders.append(StockDecoder(model, CONTEXT))
+        for decoder in decoders:
+            whole, places, ragged = decoded(decoder)
+            some, rounded = (
+                x.gather(1, places[..., None].expand_as(ragged)) for x in (exact, stock)
+            )
+            for got, want, theirs in ((whole, exact, stock), (ragged, some, rounded)):
+                if dtype == torch.float32:
+                    torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+                else:  # both are off by rounding, in another order: none twice as far as the other
+                    assert (got - want).norm() < 2 * (theirs - want).norm()
+
+
+def page():
+    rows = "\n".join(row(family) for family in FAMILIES)
+    return f"""# Families of models
+
+Made by `python tests/eval/decoding/test_families.py` and kept up to date by its tests, from tiny
+random models of transformers' own classes.
+
+- **lean**: our own forward, the fastest.
+- **stock**: the modules of transformers on our cache, as exact but slower.
+- **refused**: in one sentence when the model is loaded, before anything is spent.
+
+Lean and stock have the logits of transformers' own forward, in fp32 and within rounding in bf16: of
+a row alone, of rows at different positions, after drafted tokens were taken back, and beyond the
+window or the chunk, which is a mask over a cache of the whole text. A family that is not here is
+tried on eight tokens when it is loaded, and refused if its logits differ.
+
+| family | `model_type` | decoder | masks | why it is refused |
+| --- | --- | --- | --- | --- |
+{rows}
+"""
+
+
+def test_the_page_of_families_is_up_to_date():
+    assert PAGE.read_text() == page()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
