@@ -108,7 +108,7 @@ def _rolls_back(model: Any, text: list[int]) -> Iterator[Finding]:
     try:
         model(tokens[:, :half], past_key_values=cache, use_cache=True)
         model(tokens[:, :1], past_key_values=cache, use_cache=True)  # a token that will be rejected
-        cache.crop(half)
+        cache.crop(-1)
         back = model(tokens[:, half:], past_key_values=cache, use_cache=True).logits[0, -1]
     except Exception as error:
         yield Finding(

@@ -26,10 +26,10 @@ class _Slots:
 
     def __init__(self, start: int | Tensor, rows: int, width: int, device: torch.device) -> None:
         if isinstance(start, Tensor):
-            self.first = start.to(device)
+            first = start.to(device)
         else:
-            self.first = torch.full((rows,), start, device=device)
-        self.positions = self.first[:, None] + torch.arange(width, device=device)
+            first = torch.full((rows,), start, device=device)
+        self.positions = first[:, None] + torch.arange(width, device=device)
         self.length = (int(start.max()) if isinstance(start, Tensor) else start) + width
 
 
@@ -90,11 +90,10 @@ def _masks_by_row(slots: _Slots) -> Iterator[None]:
         kv_length: int,
         mask_function: Callable[..., Tensor],
         dtype: torch.dtype,
-        device: torch.device,
         **_: Any,
     ) -> Tensor:
+        queries, device = slots.positions[:, None, :, None], slots.positions.device
         rows = torch.arange(batch_size, device=device)[:, None, None, None]
-        queries = slots.positions.to(device)[:, None, :, None]
         read = mask_function(rows, 0, queries, torch.arange(kv_length, device=device))
         bias = torch.zeros(read.shape, dtype=dtype, device=device)
         return bias.masked_fill_(~read, float("-inf"))

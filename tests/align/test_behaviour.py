@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from align.behaviour import _rolls_back
 from align.check import check_pair
@@ -86,3 +87,12 @@ def test_a_state_that_cannot_be_rolled_back(tiny_llama):
     assert not list(_rolls_back(tiny_llama(1), read))
     (finding,) = _rolls_back(Runs(), read)
     assert "After a rejected token is taken back" in finding.message
+
+
+@torch.inference_mode()
+def test_a_state_that_is_not_kept_by_position():
+    layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Lfm2Config(vocab_size=32, hidden_size=16, intermediate_size=32, **layers, **heads)
+    (finding,) = _rolls_back(Lfm2ForCausalLM(config).eval(), [3, 1, 4, 1, 5, 9, 2, 6])
+    assert "does not run on a cache of keys and values" in finding.message

@@ -95,7 +95,7 @@ FAMILIES = {
     "Olmo": {},
     "Olmo2": {},
     "Olmo3": SLIDING,
-    "Olmoe": {"num_experts": 4},
+    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "Granite": {
         "embedding_multiplier": 3.0,
         "attention_multiplier": 0.2,
