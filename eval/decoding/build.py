@@ -13,8 +13,18 @@ from eval.decoding.lean import LeanDecoder
 from eval.decoding.stock import StockDecoder
 from eval.decoding.weights import INT8_TERMS
 
-# Families whose blocks are RMSNorm, rotary attention with grouped keys, SwiGLU, and nothing else.
-LEAN_FAMILIES = ("llama", "qwen2", "qwen3")
+# Families whose blocks are RMSNorm, rotary attention with grouped keys, a gated MLP, and no more.
+LEAN_FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma3_text",
+    "granite",
+    "olmo2",
+    "phi3",
+    "smollm3",
+)
 # Rotary variants whose angles depend on the position alone, so that they can be tabulated once.
 TABULATED_ROPE = ("default", "linear", "llama3", "yarn")
 
@@ -74,12 +84,20 @@ def build_decoder(
 
 def _is_lean(model: PreTrainedModel) -> bool:
     config: Any = model.config
-    if config.model_type not in LEAN_FAMILIES or config.hidden_act != "silu":
+    if config.model_type not in LEAN_FAMILIES:
         return False
-    full_attention = all(
-        kind == "full_attention" for kind in getattr(config, "layer_types", None) or []
+    gemma = config.model_type == "gemma3_text"
+    if gemma and (config.use_bidirectional_attention or config.final_logit_softcapping):
+        return False
+    ropes = config.rope_parameters.values() if gemma else [config.rope_parameters]
+    activation = config.hidden_activation if gemma else config.hidden_act
+    kinds = {*(getattr(config, "layer_types", None) or [])}
+    return (
+        activation == ("gelu_pytorch_tanh" if gemma else "silu")
+        and kinds <= {"full_attention", "sliding_attention"}
+        and all(rope["rope_type"] in TABULATED_ROPE for rope in ropes)
+        and all(rope.get("partial_rotary_factor", 1) == 1 for rope in ropes)
     )
-    return full_attention and config.rope_parameters["rope_type"] in TABULATED_ROPE
 
 
 def _fits_int8(model: PreTrainedModel) -> bool:

@@ -76,14 +76,19 @@ def empty_cache(
     return KVCache(keys, values)
 
 
-def causal_bias(start: Tensor, width: int, length: int, dtype: torch.dtype) -> Tensor:
+def causal_bias(
+    start: Tensor, width: int, length: int, dtype: torch.dtype, window: int | None = None
+) -> Tensor:
     """Added to attention scores [B, T=width, S=length]: 0 where a position may look, else -inf.
 
     start: first new position of each row [B]. Slots past a row's own position hold stale or
-    unwritten keys and are masked.
+    unwritten keys and are masked. window: so many slots, its own included, does a position look at.
     """
-    positions = start[:, None] + torch.arange(width, device=start.device)
-    hidden = torch.arange(length, device=start.device) > positions[..., None]
+    positions = (start[:, None] + torch.arange(width, device=start.device))[..., None]
+    slots = torch.arange(length, device=start.device)
+    hidden = slots > positions
+    if window is not None:
+        hidden |= slots <= positions - window
     return torch.zeros(hidden.shape, dtype=dtype, device=start.device).masked_fill_(
         hidden, float("-inf")
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,16 +24,39 @@ from eval.decoding.weights import Fp32Product, Product
 
 BATCHED_ROWS = 8  # from so many rows on, attention is two batched products on a CPU
 
+# A layer's norms: of what attention reads and what it adds, of what the MLP reads and what it adds.
+LLAMA_NORMS = ("input_layernorm", None, "post_attention_layernorm", None)
+NORMS = {
+    "gemma3_text": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    "olmo2": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+}
+HEAD_NORMS = ("qwen3", "gemma3_text", "olmo2")
+UNTURNED = "unturned"  # layers that no angles turn (some of SmolLM3)
+
 
 class _Layer(NamedTuple):
-    input_norm: Tensor
+    input_norm: Tensor | None
     qkv: Product
-    query_norm: Tensor | None  # only Qwen3 has them
-    key_norm: Tensor | None
+    head_norms: tuple[Tensor, Tensor] | None  # of queries and keys
     output: Product
-    post_norm: Tensor
+    attention_norm: Tensor | None
+    mlp_norm: Tensor | None
     gate_up: Product
     down: Product
+    added_norm: Tensor | None
+
+
+class _Kind(NamedTuple):
+    """What layers share. window: tokens that a position reads (None: all). rotary: whose angles."""
+
+    device: torch.device
+    window: int | None
+    rotary: str | None
 
 
 class _Places(NamedTuple):
@@ -83,38 +107,92 @@ class LeanDecoder:
             self.group, self.head_size, self.dtype
         )
         self.product = partial(product.of, int8=int8)
+        self.config = config
+        gemma = config.model_type == "gemma3_text"
+        self.activation = partial(F.gelu, approximate="tanh") if gemma else F.silu
         self.layers = [self._layer(layer) for layer in body.layers]
         self.final_norm = self._scale(body.norm)
+        self.embedding_scale = self.residual_scale = self.logits_scale = 1.0
+        if gemma:  # rounded as its module rounds it
+            self.embedding_scale = body.embed_tokens.embed_scale.to(self.dtype).item()
+        if config.model_type == "granite":
+            self.embedding_scale = config.embedding_multiplier
+            self.residual_scale = config.residual_multiplier
+            self.logits_scale = 1 / config.logits_scaling
+        usual, scale = self.head_size**-0.5, body.layers[0].self_attn.scaling
+        self.query_scale = 1.0 if scale == usual else scale / usual
         head = model.get_output_embeddings()
         tied = head.weight is body.embed_tokens.weight and not int8
         self.head = product(self.embedding, head.bias) if tied else self.product(head)
-        self.devices = [layer.input_norm.device for layer in self.layers]
-        positions = torch.arange(context_length, device=self.device)[None]
-        cos, sin = body.rotary_emb(self.embedding[:1, :1].to(self.dtype), positions)
-        half = self.head_size // 2
-        # rotate_half(x) * sin == roll(x) * signed sin: one copy less for every layer
-        sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
-        self.angles = {home: (cos[0].to(home), sin.to(home)) for home in {*self.devices}}
+        self.devices = [layer.qkv.device for layer in self.layers]
+        self.kinds = [self._kind(number) for number in range(len(self.layers))]
+        self.angles = {kind: self._angles(body, kind) for kind in {*self.kinds}}
 
     def _layer(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
-        norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-        query_norm, key_norm = (None if n is None else self._scale(n) for n in norms)
-        return _Layer(
-            self._scale(layer.input_layernorm),
-            self.product(attention.q_proj, attention.k_proj, attention.v_proj),
-            query_norm,
-            key_norm,
-            self.product(attention.o_proj),
-            self._scale(layer.post_attention_layernorm),
-            self.product(mlp.gate_proj, mlp.up_proj),
-            self.product(mlp.down_proj),
+        if self.config.model_type == "phi3":  # its products are fused already
+            qkv, gate_up = self.product(attention.qkv_proj), self.product(mlp.gate_up_proj)
+        else:
+            qkv = self.product(attention.q_proj, attention.k_proj, attention.v_proj)
+            gate_up = self.product(mlp.gate_proj, mlp.up_proj)
+        before, after, mlp_before, mlp_after = (
+            None if name is None else self._scale(layer.get_submodule(name))
+            for name in NORMS.get(self.config.model_type, LLAMA_NORMS)
         )
+        head_norms = None
+        if self.config.model_type in HEAD_NORMS:
+            head_norms = self._scale(attention.q_norm), self._scale(attention.k_norm)
+        output, down = self.product(attention.o_proj), self.product(mlp.down_proj)
+        return _Layer(before, qkv, head_norms, output, after, mlp_before, gate_up, down, mlp_after)
+
+    def _kind(self, number: int) -> _Kind:
+        config, rotary = self.config, None
+        types = getattr(config, "layer_types", None)
+        # without layer_types (Mistral-v0.1, Phi-3-mini) every layer has the window
+        sliding = not types or types[number] == "sliding_attention"
+        window = getattr(config, "sliding_window", None) if sliding else None
+        if config.model_type == "gemma3_text":
+            rotary = config.layer_types[number]
+        if config.model_type == "smollm3" and not config.no_rope_layers[number]:
+            rotary = UNTURNED
+        return _Kind(self.devices[number], window, rotary)
+
+    def _angles(self, body: Any, kind: _Kind) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines of all positions [context, D], in which `roll` turns."""
+        if kind.rotary == UNTURNED:
+            cos = torch.ones(self.context_length, self.head_size, dtype=self.dtype)
+            return cos.to(kind.device), torch.zeros_like(cos, device=kind.device)
+        positions = torch.arange(self.context_length, device=self.device)[None]
+        layer_type = () if kind.rotary is None else (kind.rotary,)
+        cos, sin = body.rotary_emb(self.embedding[:1, :1].to(self.dtype), positions, *layer_type)
+        half = self.head_size // 2
+        # rotate_half(x) * sin == roll(x) * signed sin: one copy less for every layer
+        sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+        return cos[0].to(kind.device), sin.to(kind.device)
 
     def _scale(self, norm: Any) -> Tensor:
         weight: Tensor = norm.weight.detach()
+        if self.config.model_type == "gemma3_text":  # it holds them less one, and computes in fp32
+            return weight.float() + 1
         # a copy: one tensor of a mapped file would keep in memory all that was read of it
         return weight.to(self.dtype, copy=True)
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            return x
+        if weight.dtype != x.dtype:
+            return F.rms_norm(x.to(weight.dtype), weight.shape, weight, self.eps).to(x.dtype)
+        return F.rms_norm(x, weight.shape, weight, self.eps)
+
+    def _normed_heads(self, qkv: Tensor, norms: tuple[Tensor, Tensor]) -> Tensor:
+        """qkv [B, T, heads * D] with queries and keys normalised: a head each, or all together."""
+        sizes = [heads * self.head_size for heads in (self.heads, self.key_heads, self.key_heads)]
+        *turned, v = qkv.split(sizes, dim=-1)
+        qk = (
+            self._norm(x.unflatten(-1, (-1, len(norm))), norm).flatten(2)
+            for x, norm in zip(turned, norms, strict=True)
+        )
+        return torch.cat([*qk, v], dim=-1)
 
     def own_bytes(self) -> int:
         tied = self.head.weight is self.embedding
@@ -136,9 +214,9 @@ class LeanDecoder:
     ) -> Tensor:
         rows, width = tokens.shape
 
-        def on(device: torch.device) -> tuple[_Places, _Attend]:
-            attend = self._attention(rows, width, start, cache.slots, device)
-            return self._places(start, rows, width, device), attend
+        def on(kind: _Kind) -> tuple[_Places, _Attend]:
+            attend = self._attention(rows, width, start, cache.slots, kind)
+            return self._places(start, rows, width, kind), attend
 
         return self._through_layers(tokens, cache, on, last_only, states)
 
@@ -159,18 +237,22 @@ class LeanDecoder:
         a model on one device.
         """
         rows, width = tokens.shape
-        mask = causal_bias(start, width, length, self.dtype).repeat(1, self.group, 1)[:, None]
-        attend = self._grouped(F.scaled_dot_product_attention, rows, width, length, mask)
-        places = self._places(start, rows, width, self.device)
-        return self._through_layers(tokens, cache, lambda _: (places, attend), last_only, states)
 
-    def _places(self, start: int | Tensor, rows: int, width: int, device: torch.device) -> _Places:
-        cos, sin = self.angles[device]
+        def on(kind: _Kind) -> tuple[_Places, _Attend]:
+            mask = causal_bias(start, width, length, self.dtype, kind.window)
+            mask = mask.repeat(1, self.group, 1)[:, None]
+            attend = self._grouped(F.scaled_dot_product_attention, rows, width, length, mask)
+            return self._places(start, rows, width, kind), attend
+
+        return self._through_layers(tokens, cache, on, last_only, states)
+
+    def _places(self, start: int | Tensor, rows: int, width: int, kind: _Kind) -> _Places:
+        cos, sin = self.angles[kind]
         if isinstance(start, int):
             at = slice(start, start + width)
             return _Places(cos[at], sin[at], lambda held, new: _put(held, at, new))
-        positions = start.to(device)[:, None] + torch.arange(width, device=device)
-        row_index = torch.arange(rows, device=device)[:, None]
+        positions = start.to(kind.device)[:, None] + torch.arange(width, device=kind.device)
+        row_index = torch.arange(rows, device=kind.device)[:, None]
 
         def write(held: Tensor, new: Tensor) -> None:
             held[row_index, :, positions] = new.transpose(1, 2)
@@ -181,57 +263,62 @@ class LeanDecoder:
         self,
         tokens: Tensor,
         cache: KVCache,
-        on: Callable[[torch.device], tuple[_Places, _Attend]],
+        on: Callable[[_Kind], tuple[_Places, _Attend]],
         last_only: bool,
         states: HiddenStates | None,
     ) -> Tensor:
-        """on: what the layers on a device share."""
+        """on: what the layers of a kind share."""
         rows, width = tokens.shape
         x = F.embedding(tokens, self.embedding).to(self.dtype)
-        size = (x.shape[-1],)
-        turned = self.heads + self.key_heads
-        home = None
-        for number, (layer, keys, values, device) in enumerate(
-            zip(self.layers, cache.keys, cache.values, self.devices, strict=True)
+        if self.embedding_scale != 1:
+            x = x * self.embedding_scale
+        on, turned = functools.cache(on), self.heads + self.key_heads
+        current: _Kind | None = None
+        for number, (layer, keys, values, kind) in enumerate(
+            zip(self.layers, cache.keys, cache.values, self.kinds, strict=True)
         ):
             if states and number in states:
                 states[number] = x.to(self.device)
-            if device != home:
-                home = device
-                (cos, sin, write), attend = on(home)
-                x = x.to(home)
-            h = F.rms_norm(x, size, layer.input_norm, self.eps)
-            qkv = layer.qkv(h).view(rows, width, -1, self.head_size).transpose(1, 2)
+            if kind != current:
+                current = kind
+                (cos, sin, write), attend = on(kind)
+                x = x.to(kind.device)
+            h = layer.qkv(self._norm(x, layer.input_norm))
+            if layer.head_norms is not None:
+                h = self._normed_heads(h, layer.head_norms)
+            qkv = h.view(rows, width, -1, self.head_size).transpose(1, 2)
             qk, v = qkv[:, :turned], qkv[:, turned:]
-            if layer.query_norm is not None and layer.key_norm is not None:
-                q = F.rms_norm(qk[:, : self.heads], (self.head_size,), layer.query_norm, self.eps)
-                k = F.rms_norm(qk[:, self.heads :], (self.head_size,), layer.key_norm, self.eps)
-                qk = torch.cat([q, k], dim=1)
             qk = qk * cos + torch.roll(qk, self.head_size // 2, -1) * sin
+            if cos.dtype != x.dtype:  # OLMo-2 turns in fp32
+                qk = qk.to(x.dtype)
             q, k = qk[:, : self.heads], qk[:, self.heads :]
+            if self.query_scale != 1:
+                q = q * self.query_scale
             write(keys, k)
             write(values, v)
             h = attend(q, keys, values).reshape(rows, width, self.heads * self.head_size)
-            x = x + layer.output(h)
-            h = F.rms_norm(x, size, layer.post_norm, self.eps)
-            gate, up = layer.gate_up(h).chunk(2, dim=-1)
-            x = x + layer.down(F.silu(gate) * up)
+            h = self._norm(layer.output(h), layer.attention_norm)
+            x = torch.add(x, h, alpha=self.residual_scale)
+            gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, dim=-1)
+            h = self._norm(layer.down(self.activation(gate) * up), layer.added_norm)
+            x = torch.add(x, h, alpha=self.residual_scale)
         last = len(self.layers)
         if last_only and not (states and last in states):
             x = x[:, -1:]
-        x = F.rms_norm(x.to(self.final_norm.device), size, self.final_norm, self.eps)
+        x = self._norm(x.to(self.final_norm.device), self.final_norm)
         if states and last in states:
             states[last] = x.to(self.device)
         x = x[:, -1:] if last_only else x
-        return self.head(x.to(self.head.device)).to(self.device)
+        logits = self.head(x.to(self.head.device)).to(self.device)
+        return logits if self.logits_scale == 1 else logits * self.logits_scale
 
     def _attention(
-        self, rows: int, width: int, start: int | Tensor, slots: int, device: torch.device
+        self, rows: int, width: int, start: int | Tensor, slots: int, kind: _Kind
     ) -> _Attend:
         """The attention of one forward, from q [B, heads, T, D], keys and values [B, key heads, S,
         D] to what reshapes to [B, T, heads * D].
         """
-        on_cpu = device.type == "cpu"
+        device, on_cpu = kind.device, kind.device.type == "cpu"
         many = rows >= BATCHED_ROWS and on_cpu
         if isinstance(start, int):
             end = start + width
@@ -242,8 +329,9 @@ class LeanDecoder:
             first = start.to(device)
         length = min(cpu_bits.whole_blocks(end), slots) if on_cpu else end
         mask = None
-        if many or width > 1 or length > end or not isinstance(start, int) or self.together:
-            mask = causal_bias(first, width, length, self.dtype)
+        masked = kind.window is not None or length > end or not isinstance(start, int)
+        if many or width > 1 or masked or self.together:
+            mask = causal_bias(first, width, length, self.dtype, kind.window)
         if rows == 1 and 1 < width <= cpu_bits.WIDEST and on_cpu:
             assert mask is not None
             return cpu_bits.BlockAttention(mask, end - width, slots, self.group, self.together)

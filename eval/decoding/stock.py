@@ -180,7 +180,8 @@ class StockDecoder:
         last_only: bool = False,
         states: HiddenStates | None = None,
     ) -> Tensor:
-        slots = _Slots(start, *tokens.shape, self.device)
+        rows, width = tokens.shape
+        slots = _Slots(start, rows, width, self.device)
         layers = [_SlotLayer(slots, k, v) for k, v in zip(cache.keys, cache.values, strict=True)]
         output = self._run(
             tokens,

@@ -22,7 +22,7 @@ from distill.teacher.store import CachedAnswer, Store
 from distill.train import run
 from distill.training_set import DistillationCollator, training_rows
 from eval.decoding.drafters.loading import load_drafter
-from eval.decoding.stock import StockDecoder
+from eval.decoding.lean import LeanDecoder
 from eval.decoding.target import load_target as load_any_target
 from eval.reporting.report import read_report
 from eval.run import main
@@ -118,7 +118,7 @@ def test_a_gemma_target_with_a_llama_draft(folder, job, tmp_path):
     pair = check_models(recipe)
     assert pair.strategy == "transplant"
     target = load_target(recipe, collect_prompts(recipe, pair.target))
-    assert isinstance(target.decoder, StockDecoder)
+    assert isinstance(target.decoder, LeanDecoder)
     blocks = report["drafts"]
     assert all(block["lossless"]["identical"] == 3 for block in blocks.values())
     assert blocks["tuned"]["vocabulary"]["relation"] == "identical"  # padding rows included

@@ -15,8 +15,8 @@ from align.vocab_map import build_map
 from align.vocabulary import read_vocabulary
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.loading import load_drafter
+from eval.decoding.lean import LeanDecoder
 from eval.decoding.loop import Decoding, DraftLength, decode
-from eval.decoding.stock import StockDecoder
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.measuring.agreement import measure_agreement, target_texts
@@ -132,7 +132,7 @@ def pair():
     ids = render_all(short, target.tokenizer, 500, NEW)
     context = max(map(len, ids)) + NEW + 8
     target.decoder = build_decoder(target.model, context)
-    assert isinstance(target.decoder, StockDecoder)
+    assert isinstance(target.decoder, LeanDecoder)
     answers = target_texts(target, ids, Decoding(Sampling(), target.stops, NEW))
     exact = load_target(GEMMA, torch.float32, "cpu", context)
     return target, exact, PromptSet("HumanEval", short, ids), answers

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from eval.decoding.build import build_decoder
-from eval.decoding.lean import LeanDecoder
+from eval.decoding.lean import BATCHED_ROWS, LeanDecoder
 from eval.decoding.stock import StockDecoder
 
 PAGE = Path(__file__).parents[3] / "docs/families.md"
@@ -217,6 +217,42 @@ def test_a_family_has_the_logits_of_transformers_or_is_refused(family):
                     torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
                 else:  # both are off by rounding, in another order: none twice as far as the other
                     assert (got - want).norm() < 2 * (theirs - want).norm()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_lean_token_has_the_bits_in_a_block_that_it_has_alone(family):
+    decoder, _ = built(made(family).to(torch.bfloat16))
+    if isinstance(decoder, LeanDecoder):
+        text, cache = texts()[:1], decoder.new_cache(1, CONTEXT)
+        decoder.forward(text[:, :35], 0, cache)
+        block = decoder.forward(text[:, 35:], 35, cache)
+        alone = [decoder.forward(text[:, i : i + 1], i, cache) for i in range(35, 40)]
+        assert torch.equal(torch.cat(alone, 1), block)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_window_may_hide_whole_blocks_of_slots(dtype):
+    shape = SHAPE | {"max_position_embeddings": 1400, "sliding_window": 100}
+    torch.manual_seed(0)
+    model = transformers.MistralForCausalLM(transformers.MistralConfig(**shape)).eval().to(dtype)
+    text = torch.randint(3, VOCAB, (1, 1300), generator=torch.Generator().manual_seed(1))
+    decoder = build_decoder(model, 1400)
+    assert isinstance(decoder, LeanDecoder)
+    cache, many = decoder.new_cache(1, 1400), decoder.new_cache(BATCHED_ROWS, 1400)
+    decoder.forward(text[:, :1290], 0, cache)
+    block = decoder.forward(text[:, 1290:], 1290, cache)
+    alone = [decoder.forward(text[:, i : i + 1], i, cache) for i in range(1290, 1300)]
+    if dtype == torch.bfloat16:  # a window changes nothing about equal bits (cpu_bits.py)
+        assert torch.equal(torch.cat(alone, 1), block)
+    for row in range(BATCHED_ROWS):
+        many.copy_row(row, cache, 0, 1290)
+    first = torch.full((BATCHED_ROWS,), 1290)
+    batch = decoder.forward(text[:, 1290:].expand(BATCHED_ROWS, -1), first, many)
+    with torch.no_grad():
+        want = model(text, use_cache=False).logits[:, 1290:]
+    tolerance = {torch.float32: (2e-5, 1e-4), torch.bfloat16: (2e-2, 2e-2)}[dtype]
+    for got in (block, batch[-1:]):
+        torch.testing.assert_close(got, want, atol=tolerance[0], rtol=tolerance[1])
 
 
 def page():
