@@ -14,6 +14,7 @@ from eval.decoding.stock import StockDecoder
 from eval.decoding.weights import INT8_TERMS
 
 # Families whose blocks are RMSNorm, rotary attention with grouped keys, a gated MLP, and no more.
+# Not Gemma-2: torch's fused attention cannot cap scores.
 LEAN_FAMILIES = (
     "llama",
     "mistral",
