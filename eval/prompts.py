@@ -65,10 +65,15 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """The words of the prompt, without any template: what overlap is measured on."""
+        """What is asked, without any template: what overlap is measured on.
+
+        Of messages the last turn of the user's: prompts of one domain may share all before it.
+        """
         if self.prompt is not None:
             return self.prompt
-        return "\n".join(message["content"] for message in self.messages or [])
+        turns = [turn for turn in self.messages or [] if turn["role"] != "system"]
+        asked = [turn["content"] for turn in turns if turn["role"] == "user"]
+        return asked[-1] if asked else "\n".join(turn["content"] for turn in turns)
 
 
 Batch = tuple[list[Prompt], list[list[int]]]  # prompts that are decoded together, and their ids

@@ -1,6 +1,7 @@
 import ast
 import collections
 import gzip
+import itertools
 import json
 import random
 import tracemalloc
@@ -14,7 +15,13 @@ from distill.near_duplicates import (
     drop_overlap,
     shingles,
 )
-from distill.prompt_sets import LICENCES, STDLIB, evaluation_prompts, training_prompts
+from distill.prompt_sets import (
+    LICENCES,
+    STDLIB,
+    evaluation_prompts,
+    hold_out,
+    training_prompts,
+)
 from eval.prompts import Prompt, PromptError
 from eval.task_kinds import split_task
 from recipes.code.stdlib_functions import stdlib_prompts
@@ -107,6 +114,36 @@ def test_no_pair_is_left_at_the_threshold_whatever_the_texts():
     assert overlap.max_jaccard == pytest.approx(closest, abs=1e-4)
     assert overlap.max_jaccard > 0
     assert overlap.threshold == NEAR_DUPLICATE
+
+
+def talk(name, *turns):
+    """Turns of the user's and the assistant's in turn, after what all of them share."""
+    shared = {"role": "system", "content": " ".join(WORDS[:300])}
+    roles = itertools.cycle(("user", "assistant"))
+    said = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
+    return Prompt(name, None, [shared, *said])
+
+
+def test_prompts_that_share_a_long_system_prompt_are_trained_on():
+    rng = random.Random(2)
+    training = [talk(f"t{i}", text_of(rng, 80)) for i in range(200)]
+    evaluation = [talk(f"e{i}", text_of(rng, 80)) for i in range(20)]
+    kept, overlap = drop_overlap([*training, evaluation[0]], evaluation)
+    assert kept == training
+    assert overlap.dropped == 1
+    held_out, others = hold_out(training, 10)
+    assert (len(held_out), len(others)) == (10, 190)
+
+
+def test_what_a_conversation_asks_last_is_compared_and_all_of_it_is_what_differs():
+    question, opening = HUMAN_EVAL_LIKE, text_of(random.Random(4), 80)
+    evaluation = [talk("e", opening, "Yes.", question)]
+    asked_before = talk("before", question, "Done.", opening)  # the last turn alone is answered
+    asked_again = talk("again", "Good morning.", "Yes?", question)
+    twice = [talk(name, opening, answer, "Thanks.") for name, answer in (("a", "x"), ("b", "y"))]
+    kept, overlap = drop_overlap([asked_before, asked_again, *twice, twice[0]], evaluation)
+    assert kept == [asked_before, *twice]
+    assert (overlap.exact, overlap.near, overlap.dropped) == (0, 0, 1)
 
 
 # --- a user's own domain
