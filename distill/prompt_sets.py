@@ -87,7 +87,9 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
     room = config.max_position_embeddings - recipe.max_gamma - 1
 
     def rendered(source: str, part: list[Prompt], new_tokens: int) -> PromptSet:
-        asked = in_chat_form(part, recipe.instruction, tokenizer.chat_template)
+        asked = in_chat_form(
+            part, recipe.instruction, tokenizer.chat_template, recipe.chat_template_kwargs
+        )
         return PromptSet(source, asked, render_all(asked, tokenizer, room, new_tokens))
 
     sets = Prompts(

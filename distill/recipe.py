@@ -126,6 +126,7 @@ class Recipe:
     output_dir: Text | None = None  # null: outputs/ and the name
     minutes: Positive | None = None  # of the whole run on this machine; null: as the rest says
     instruction: Text | None = None  # how an Instruct target is asked a prompt, put at {prompt}
+    chat_template_kwargs: dict[str, Any] | None = None  # for the target's template; a prompt's win
     max_train_prompts: Count = 2000  # at most so many prompts, drawn with the seed
     max_eval_prompts: Count | None = None  # at most so many prompts; null: all of them
     strategy: Strategy = "auto"  # how vocabularies are bridged; auto moves foreign ones over

@@ -7,7 +7,8 @@ stands, or `messages`, rendered with the target's chat template; optionally `cat
 `prompt` that ends in a Python function and brings no category gets the kind of its task
 (`eval.task_kinds`); with `entry_point` and `test`, as HumanEval has them, its answers can be judged
 (`eval.measuring.answer_quality`). An Instruct model is asked in chat form: `instruction` puts a
-`prompt` into a user's message.
+`prompt` into a user's message. `chat_template_kwargs` (`{"enable_thinking": false}`) reach the
+template, a row's own before those of the recipe.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 PLACE = "{prompt}"  # in an instruction, or of a Python function to write:
 CODE, DOCSTRING = "{code}", "{docstring}"
+SET_HERE = ("messages", "tools", "add_generation_prompt")  # of what a chat template reads
 
 
 class PromptError(ValueError):
@@ -52,6 +54,7 @@ class Prompt:
 
     code: of a prompt that asks for a Python function, the code that this function completes.
     entry_point: the function's name. test: code that defines `check(candidate)`.
+    chat_template_kwargs: what the template reads beside the messages.
     """
 
     id: str
@@ -62,6 +65,7 @@ class Prompt:
     code: str | None = None
     entry_point: str | None = None
     test: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def text(self) -> str:
@@ -95,6 +99,16 @@ class PromptSet:
     def in_chat_form(self) -> float:
         """Share of them that are messages."""
         return sum(prompt.messages is not None for prompt in self.prompts) / len(self.prompts)
+
+    @property
+    def chat_template_kwargs(self) -> list[dict[str, Any]]:
+        """Those of the prompts that are messages, the same ones once."""
+        settings: list[dict[str, Any]] = []
+        for prompt in self.prompts:
+            setting = prompt.chat_template_kwargs or {}
+            if prompt.messages is not None and setting not in settings:
+                settings.append(setting)
+        return settings
 
     def drawn(self, count: int, seed: int) -> PromptSet:
         """`count` of them in the order that the seed draws them: the first few are drawn, too."""
@@ -236,6 +250,7 @@ class _Row(BaseModel):
     code: str | None = None
     entry_point: str | None = None
     test: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _one_of_the_two(self) -> Self:
@@ -280,22 +295,46 @@ def _parse(row: bytes | dict[str, Any], spec: str, number: int) -> Prompt:
         parsed.prompt if judged and parsed.code is None else parsed.code,
         parsed.entry_point,
         parsed.test if judged else None,
+        parsed.chat_template_kwargs,
     )
 
 
 def in_chat_form(
-    prompts: Iterable[Prompt], instruction: str | None, chat_template: object
+    prompts: Iterable[Prompt],
+    instruction: str | None,
+    chat_template: object,
+    template_kwargs: dict[str, Any] | None = None,
 ) -> list[Prompt]:
     """The prompts as a target is asked that has this chat template, None for a base model.
 
     Each `prompt` becomes a user's message, the instruction with the prompt at PLACE; or, of a
     prompt that ends in a Python function with nothing but a docstring, with its code at CODE and
     its docstring at DOCSTRING. `messages` stay; without an instruction or a template, all stay.
-    Raises PromptError for an instruction that has no place for the prompt, and for a prompt that is
-    no such function where the instruction asks for one.
+    template_kwargs: `chat_template_kwargs` of messages that bring none of these names.
+    Raises PromptError for an instruction that has no place for the prompt, for a prompt that is
+    no such function where the instruction asks for one, and for template_kwargs without a template.
     """
-    if instruction is None or not chat_template:
-        return list(prompts)
+    if template_kwargs and not chat_template:
+        raise PromptError(
+            f"chat_template_kwargs is {template_kwargs}, but the target has no chat template to "
+            "read it; leave it out."
+        )
+    asked = list(prompts)
+    if instruction is not None and chat_template:
+        asked = _as_messages(asked, instruction)
+    if not template_kwargs:
+        return asked
+    return [
+        prompt
+        if prompt.messages is None
+        else replace(
+            prompt, chat_template_kwargs=template_kwargs | (prompt.chat_template_kwargs or {})
+        )
+        for prompt in asked
+    ]
+
+
+def _as_messages(prompts: list[Prompt], instruction: str) -> list[Prompt]:
     if PLACE not in instruction and not (CODE in instruction and DOCSTRING in instruction):
         raise PromptError(
             f"instruction is {instruction!r}, which has no place for a prompt; write {PLACE} where "
@@ -349,6 +388,7 @@ def prompts_sha256(prompts: Iterable[Prompt]) -> str:
         row = [p.id, p.prompt, p.messages, p.category]
         row += [] if p.group is None else [p.group]
         row += [] if p.entry_point is None else [p.code, p.entry_point, p.test]
+        row += [] if p.chat_template_kwargs is None else [p.chat_template_kwargs]
         digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
 
@@ -364,9 +404,11 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         )
     from jinja2 import TemplateError
 
+    kwargs = prompt.chat_template_kwargs or {}
+    _refuse_unread(prompt, kwargs, tokenizer.get_chat_template())
     try:
         text = tokenizer.apply_chat_template(
-            prompt.messages, add_generation_prompt=True, tokenize=False
+            prompt.messages, add_generation_prompt=True, tokenize=False, **kwargs
         )
     except TemplateError as error:
         raise PromptError(
@@ -374,6 +416,27 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
             "use roles in the order that the template wants."
         ) from error
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def chat_request(prompt: Prompt) -> dict[str, Any]:
+    """What a server is sent that renders the messages itself, as OpenAI's chat API has it."""
+    kwargs = prompt.chat_template_kwargs
+    return {"messages": prompt.messages} | ({"chat_template_kwargs": kwargs} if kwargs else {})
+
+
+def _refuse_unread(prompt: Prompt, names: Iterable[str], template: str) -> None:
+    """Raise PromptError for what the template would leave out without a word."""
+    for name in names:
+        if name in SET_HERE:
+            raise PromptError(
+                f"Prompt {prompt.id!r}: chat_template_kwargs has {name!r}, which the prompt itself "
+                "decides; remove it."
+            )
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise PromptError(
+                f"Prompt {prompt.id!r}: chat_template_kwargs has {name!r}, which the target's chat "
+                "template does not read; correct its spelling, or remove it."
+            )
 
 
 def render_all(

@@ -22,6 +22,7 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
+import json
 from typing import Any, get_args
 
 import torch
@@ -72,6 +73,7 @@ DEFAULTS: dict[str, Any] = {
     "max_new_tokens": 128,
     "dtype": "bfloat16",
     "instruction": None,
+    "chat_template_kwargs": None,
 }
 
 
@@ -87,6 +89,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", help="Hub data set, pypi: file or .jsonl")
     parser.add_argument(
         "--instruction", help="how an Instruct target is asked a prompt, which is put at {prompt}"
+    )
+    parser.add_argument(
+        "--chat_template_kwargs",
+        type=_object,
+        metavar="JSON",
+        help="for the target's chat template, as {\"enable_thinking\": false}; a prompt's win",
     )
     parser.add_argument("--run", type=Path, help="output folder of a training run")
     for option in GONE:
@@ -185,6 +193,18 @@ def _sizes(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(
+            f'{text!r} should be a JSON object, as {{"enable_thinking": false}}'
+        )
+    return value
+
+
 def _take_from_run(args: argparse.Namespace) -> None:
     """Target, drafts, prompts and sampling of a finished training run, where not given anew."""
     if not (args.run / "recipe.yaml").is_file() or not (args.run / "draft").is_dir():
@@ -202,6 +222,12 @@ def _take_from_run(args: argparse.Namespace) -> None:
         f"tuned={tuned}",
         f"tuned+lookup=lookup-first:{tuned}",
     ]
+    for option in ("instruction", "chat_template_kwargs"):
+        if getattr(args, option) is not None and args.prompts is None:
+            raise ValueError(
+                f"--{option} does nothing to the prompts of {args.run}, which are kept as they "
+                "were asked; give --prompts, or leave it out."
+            )
     args.prompts = args.prompts or str(args.run / "prompts" / "eval.jsonl")
     args.tuning = args.run / "prompts" / "tuning.jsonl"
     if args.strategy == "auto":
@@ -228,7 +254,9 @@ def _prompt_sets(
     room = config.get_text_config().max_position_embeddings - args.max_gamma - 1
 
     def rendered(part: list[Prompt]) -> PromptSet:
-        asked = in_chat_form(part, args.instruction, tokenizer.chat_template)
+        asked = in_chat_form(
+            part, args.instruction, tokenizer.chat_template, args.chat_template_kwargs
+        )
         ids = render_all(asked, tokenizer, room, args.max_new_tokens)
         return PromptSet(args.prompts, asked, ids)
 
@@ -300,7 +328,9 @@ def _measure_servers(args: argparse.Namespace) -> Report:
     """The report of vLLM behind --base_url, against --baseline_url."""
     prompts = load_prompts(args.prompts, args.max_prompts or args.speed_prompts, args.seed)
     # an instruction is for Instruct models alone: which template they have, the server knows
-    prompts = in_chat_form(prompts, args.instruction, chat_template=True)
+    prompts = in_chat_form(
+        prompts, args.instruction, chat_template=True, template_kwargs=args.chat_template_kwargs
+    )
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     return measure_servers(
         VllmServer(args.base_url),

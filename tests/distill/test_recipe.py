@@ -275,6 +275,16 @@ def test_docs_name_every_field_that_is_refused():
     assert set(re.findall(r"`(\w+)`", written)) == set(FIXED)
 
 
+def test_what_a_chat_template_reads_is_a_mapping(loaded):
+    off = {"enable_thinking": False}
+    assert loaded("chat_template_kwargs: {enable_thinking: false}").chat_template_kwargs == off
+    options = ["--recipe", "code", "--chat_template_kwargs", '{"enable_thinking": false}']
+    assert load_recipe(options).chat_template_kwargs == off
+    assert load_recipe(["--recipe", "code"]).chat_template_kwargs is None
+    with pytest.raises(RecipeError, match="chat_template_kwargs is enable_thinking"):
+        loaded("chat_template_kwargs: enable_thinking")
+
+
 def test_the_seed_is_one_for_everything(loaded):
     assert loaded().seed == Recipe("t", "a", "b").seed == 42
     assert loaded("seed: 7").seed == 7

@@ -22,7 +22,8 @@ from eval.prompts import (
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}"
     "{{ raise_exception('no tools here') }}{% endif %}{{ m.role }} {{ m.content }} {% endfor %}"
-    "{% if add_generation_prompt %}assistant {% endif %}"
+    "{% if add_generation_prompt %}assistant {% if enable_thinking is defined and "
+    "enable_thinking is false %}: : {% endif %}{% endif %}"
 )
 WORDS = "<s> <unk> user assistant system select name from t : ?".split()
 
@@ -230,6 +231,49 @@ def test_a_function_to_write_is_asked_for_by_its_code_and_its_docstring(tokenize
     ):
         with pytest.raises(PromptError, match=r"Prompt '1' is no Python function .* \{prompt\}"):
             in_chat_form([Prompt("1", no_task)], "{docstring} {code}", tokenizer.chat_template)
+
+
+def test_what_the_template_has_a_switch_for_comes_from_the_recipe_or_the_prompt(tokenizer, written):
+    turns = [{"role": "user", "content": "t"}]
+    off, on = {"enable_thinking": False}, {"enable_thinking": True}
+    rows = [{"messages": turns}, {"messages": turns, "chat_template_kwargs": on}, {"prompt": "t"}]
+    prompts = load_prompts(written(rows))
+    asked = in_chat_form(prompts, None, tokenizer.chat_template, off | {"bos_token": "t"})
+    assert [prompt.chat_template_kwargs for prompt in asked] == [
+        off | {"bos_token": "t"},
+        on | {"bos_token": "t"},
+        None,
+    ]
+    asked = in_chat_form(prompts, "{prompt}", tokenizer.chat_template, off)
+    words = [" ".join(WORDS[i] for i in render(prompt, tokenizer)) for prompt in asked]
+    closed = "<s> user t assistant : :"
+    assert words == [closed, "<s> user t assistant", closed]
+    for prompt, kwargs in zip(asked, (off, on, off), strict=True):
+        by_transformers = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_dict=False, **kwargs
+        )
+        assert render(prompt, tokenizer) == by_transformers
+    assert PromptSet("made up", asked, [[]] * 3).chat_template_kwargs == [off, on]
+    assert PromptSet("made up", prompts, [[]] * 3).chat_template_kwargs == [{}, on]
+    assert len({prompts_sha256([p]) for p in (prompts[0], asked[0])}) == 2
+    path = written([])
+    write_prompts(path, asked)
+    assert load_prompts(path) == asked  # so a run's own prompts are asked as they were
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"enable_thinkin": False}, "'1'.* 'enable_thinkin', which the target's chat template do"),
+        ({"messages": []}, "'1'.* 'messages', which the prompt itself decides; remove it"),
+    ],
+)
+def test_what_the_template_does_not_read_is_refused(tokenizer, kwargs, message):
+    prompt = Prompt("1", None, [{"role": "user", "content": "t"}], chat_template_kwargs=kwargs)
+    with pytest.raises(PromptError, match=message):
+        render(prompt, tokenizer)
+    with pytest.raises(PromptError, match="but the target has no chat template"):
+        in_chat_form([prompt], None, None, kwargs)
 
 
 def test_the_first_of_drawn_prompts_are_drawn_too():

@@ -96,6 +96,19 @@ def test_drafts_rivals_and_sweep_in_one_report(folder, tmp_path, capsys):
     assert "prompt-lookup" in capsys.readouterr().out
 
 
+def test_what_a_chat_template_reads_is_refused_where_nothing_reads_it(folder, tmp_path, capsys):
+    off = ("--draft", "prompt-lookup", "--chat_template_kwargs", '{"enable_thinking": false}')
+    assert run(folder, tmp_path, *off) == 2
+    assert "but the target has no chat template to read it" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        run(folder, tmp_path, "--draft", "prompt-lookup", "--chat_template_kwargs", "no")
+    assert "'no' should be a JSON object, as" in capsys.readouterr().err
+    (tmp_path / "run" / "draft").mkdir(parents=True)
+    (tmp_path / "run" / "recipe.yaml").write_text(f"target: {folder / 'target'}\ndraft: null\n")
+    assert main(["--run", str(tmp_path / "run"), *off[2:]]) == 2
+    assert "does nothing to the prompts of" in capsys.readouterr().err
+
+
 def test_batches_stand_in_the_report_where_asked_for(folder, tmp_path):
     status = run(
         folder,
