@@ -85,7 +85,7 @@ def drop_overlap(
         near, similarity = held_out.closest(prompt.text)
         if near:
             dropped += 1
-        elif (said := json.dumps([prompt.prompt, prompt.messages])) not in kept:
+        elif (said := json.dumps([prompt.prompt, prompt.messages, prompt.tools])) not in kept:
             kept[said] = prompt
             largest = max(largest, similarity)
     evaluated = {p.text for p in eval_prompts}

@@ -2,10 +2,12 @@
 
 A spec is a Hub data set (`NAME` or `NAME:SPLIT`, split `train` if none is given), a `pypi:` file
 (`align.sources`), or a local `.jsonl` / `.jsonl.gz` file. A row has `prompt`, completed as it
-stands, or `messages`, rendered with the target's chat template; optionally `category`, `group`
-(prompts of one document or source share it), and `id` or `task_id`. Its other fields are ignored. A
-`prompt` that ends in a Python function and brings no category gets the kind of its task
-(`eval.task_kinds`); with `entry_point` and `test`, as HumanEval has them, its answers can be judged
+stands, or `messages`, rendered with the target's chat template, with `tools` where it brings them;
+optionally `category`, `group` (prompts of one document or source share it), and `id` or `task_id`.
+Its other fields are ignored. `conversations` (`from` and `value`) and a `prompt` that is a list are
+messages, too; a last turn of the assistant's is the target's to write, and left out. A `prompt`
+that ends in a Python function and brings no category gets the kind of its task (`eval.task_kinds`);
+with `entry_point` and `test`, as HumanEval has them, its answers can be judged
 (`eval.measuring.answer_quality`). An Instruct model is asked in chat form: `instruction` puts a
 `prompt` into a user's message. `chat_template_kwargs` (`{"enable_thinking": false}`) reach the
 template, a row's own before those of the recipe.
@@ -14,6 +16,7 @@ template, a row's own before those of the recipe.
 from __future__ import annotations
 
 import codecs
+import copy
 import gzip
 import hashlib
 import json
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
 
 PLACE = "{prompt}"  # in an instruction, or of a Python function to write:
 CODE, DOCSTRING = "{code}", "{docstring}"
+INSTRUCTING = ("system", "developer")  # roles whose turn alone asks nothing
+SPEAKERS = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
 SET_HERE = ("messages", "tools", "add_generation_prompt")  # of what a chat template reads
 
 
@@ -54,7 +59,7 @@ class Prompt:
 
     code: of a prompt that asks for a Python function, the code that this function completes.
     entry_point: the function's name. test: code that defines `check(candidate)`.
-    chat_template_kwargs: what the template reads beside the messages.
+    chat_template_kwargs: what the template reads beside the messages. tools: as JSON schemas.
     """
 
     id: str
@@ -66,6 +71,7 @@ class Prompt:
     entry_point: str | None = None
     test: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
 
     @property
     def text(self) -> str:
@@ -75,9 +81,9 @@ class Prompt:
         """
         if self.prompt is not None:
             return self.prompt
-        turns = [turn for turn in self.messages or [] if turn["role"] != "system"]
+        turns = [turn for turn in self.messages or [] if turn["role"] not in INSTRUCTING]
         asked = [turn["content"] for turn in turns if turn["role"] == "user"]
-        return asked[-1] if asked else "\n".join(turn["content"] for turn in turns)
+        return asked[-1] if asked else "\n".join(turn.get("content") or "" for turn in turns)
 
 
 Batch = tuple[list[Prompt], list[list[int]]]  # prompts that are decoded together, and their ids
@@ -232,9 +238,26 @@ def _rows_of(spec: str) -> PromptSource:
 
 
 class _Turn(BaseModel):
+    """A message; transformers' templates want a call's arguments as an object, servers as JSON."""
+
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
-    content: str
+    content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def _says_or_calls(self) -> Self:
+        if self.content is None and (self.role != "assistant" or not self.tool_calls):
+            raise ValueError("no `content`, which only an assistant's `tool_calls` go without")
+        for call in self.tool_calls or []:
+            function = call.get("function")
+            if not isinstance(function, dict) or "name" not in function:
+                raise ValueError(
+                    '`tool_calls` should be [{"function": {"name": …, "arguments": {…}}}]'
+                )
+            if isinstance(arguments := function.get("arguments"), str):
+                function["arguments"] = json.loads(arguments or "{}")
+        return self
 
 
 class _Row(BaseModel):
@@ -251,18 +274,56 @@ class _Row(BaseModel):
     entry_point: str | None = None
     test: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_other_forms(cls, row: Any) -> Any:
+        """`conversations`, a `prompt` that is a list of messages, and `tools` as JSON."""
+        if not isinstance(row, dict):
+            return row
+        row = dict(row)
+        if isinstance(row.get("prompt"), list) and row.get("messages") is None:
+            row["messages"] = row.pop("prompt")
+        if isinstance(row.get("tools"), str):
+            row["tools"] = json.loads(row["tools"])
+        turns = row.get("conversations")
+        if isinstance(turns, list) and row.get("messages") is None and row.get("prompt") is None:
+            row["messages"] = [_turn(turn) for turn in turns]
+        return row
 
     @model_validator(mode="after")
     def _one_of_the_two(self) -> Self:
+        first = next((turn.content for turn in self.messages or [] if turn.role == "user"), None)
+        if self.prompt is not None and self.prompt == first:  # as in UltraChat
+            self.prompt = None
         if (self.prompt is None) == (self.messages is None):
             has = "neither" if self.prompt is None else "both"
             raise ValueError(f"{has} of `prompt` and `messages`; give exactly one of them")
         while self.messages and self.messages[-1].role == "assistant":
             self.messages.pop()  # the answer that chat data sets bring: the target gives its own
-        turns = self.messages or []
-        if self.messages is not None and not any(turn.content.strip() for turn in turns):
+        turns = [turn for turn in self.messages or [] if turn.role not in INSTRUCTING]
+        if self.messages is not None and not any((turn.content or "").strip() for turn in turns):
             raise ValueError("`messages` holds nothing to answer; give a turn of the user's")
         return self
+
+
+def _turn(turn: Any) -> Any:
+    """A turn of `conversations` as a message."""
+    if not isinstance(turn, dict) or "from" not in turn:
+        return turn
+    if turn["from"] not in SPEAKERS:
+        raise ValueError(f"`from` is {turn['from']!r}, but should be one of {', '.join(SPEAKERS)}")
+    return {"role": SPEAKERS[turn["from"]], "content": turn.get("value")}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without the keys that a data set gives a row because other rows have them."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def _parse(row: bytes | dict[str, Any], spec: str, number: int) -> Prompt:
@@ -273,7 +334,7 @@ def _parse(row: bytes | dict[str, Any], spec: str, number: int) -> Prompt:
             # editors on Windows write a mark first
             parsed = _Row.model_validate_json(row.removeprefix(codecs.BOM_UTF8))
         else:
-            parsed = _Row.model_validate(row)
+            parsed = _Row.model_validate(_without_nulls(row))
     except ValidationError as error:
         first = error.errors()[0]
         place = "".join(f" `{part}`" for part in first["loc"] if part not in ("str", "int"))
@@ -289,13 +350,16 @@ def _parse(row: bytes | dict[str, Any], spec: str, number: int) -> Prompt:
     return Prompt(
         str(next(name for name in names if name is not None)),
         parsed.prompt,
-        None if parsed.messages is None else [turn.model_dump() for turn in parsed.messages],
+        None
+        if parsed.messages is None
+        else [turn.model_dump(exclude_unset=True) for turn in parsed.messages],
         None if category is None else str(category),
         None if parsed.group is None else str(parsed.group),
         parsed.prompt if judged and parsed.code is None else parsed.code,
         parsed.entry_point,
         parsed.test if judged else None,
         parsed.chat_template_kwargs,
+        parsed.tools or None,
     )
 
 
@@ -389,6 +453,7 @@ def prompts_sha256(prompts: Iterable[Prompt]) -> str:
         row += [] if p.group is None else [p.group]
         row += [] if p.entry_point is None else [p.code, p.entry_point, p.test]
         row += [] if p.chat_template_kwargs is None else [p.chat_template_kwargs]
+        row += [] if p.tools is None else [p.tools]
         digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
 
@@ -396,6 +461,10 @@ def prompts_sha256(prompts: Iterable[Prompt]) -> str:
 def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids of one prompt. The template writes its own BOS, so none is added before it."""
     if prompt.messages is None:
+        if prompt.tools:
+            raise PromptError(
+                f"Prompt {prompt.id!r} has `tools`, but is completed as it stands; give `messages`."
+            )
         return list(tokenizer(prompt.prompt)["input_ids"])
     if tokenizer.chat_template is None:
         raise PromptError(
@@ -404,13 +473,16 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         )
     from jinja2 import TemplateError
 
-    kwargs = prompt.chat_template_kwargs or {}
-    _refuse_unread(prompt, kwargs, tokenizer.get_chat_template())
+    _refuse_unread(prompt, tokenizer.get_chat_template(tools=prompt.tools))
     try:
         text = tokenizer.apply_chat_template(
-            prompt.messages, add_generation_prompt=True, tokenize=False, **kwargs
+            prompt.messages,
+            tools=prompt.tools,
+            add_generation_prompt=True,
+            tokenize=False,
+            **(prompt.chat_template_kwargs or {}),
         )
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:  # TypeError: null content where a text is added
         raise PromptError(
             f"Prompt {prompt.id!r}: the target's chat template refuses its `messages` ({error}); "
             "use roles in the order that the template wants."
@@ -420,22 +492,37 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def chat_request(prompt: Prompt) -> dict[str, Any]:
     """What a server is sent that renders the messages itself, as OpenAI's chat API has it."""
-    kwargs = prompt.chat_template_kwargs
-    return {"messages": prompt.messages} | ({"chat_template_kwargs": kwargs} if kwargs else {})
+    request: dict[str, Any] = {"messages": [_as_sent(turn) for turn in prompt.messages or []]}
+    if prompt.tools:  # for the template to show; a call in the answer stays text
+        request |= {"tools": prompt.tools, "tool_choice": "none"}
+    if prompt.chat_template_kwargs:
+        request["chat_template_kwargs"] = prompt.chat_template_kwargs
+    return request
 
 
-def _refuse_unread(prompt: Prompt, names: Iterable[str], template: str) -> None:
+def _as_sent(turn: dict[str, Any]) -> dict[str, Any]:
+    if not turn.get("tool_calls"):
+        return turn
+    turn = copy.deepcopy(turn)
+    for call in turn["tool_calls"]:
+        call["function"]["arguments"] = json.dumps(call["function"].get("arguments", {}))
+    return turn
+
+
+def _refuse_unread(prompt: Prompt, template: str) -> None:
     """Raise PromptError for what the template would leave out without a word."""
-    for name in names:
-        if name in SET_HERE:
-            raise PromptError(
-                f"Prompt {prompt.id!r}: chat_template_kwargs has {name!r}, which the prompt itself "
-                "decides; remove it."
-            )
+    kwargs, turns = prompt.chat_template_kwargs or {}, prompt.messages or []
+    if decided := [name for name in kwargs if name in SET_HERE]:
+        raise PromptError(
+            f"Prompt {prompt.id!r}: chat_template_kwargs has {decided[0]!r}, which the prompt "
+            "itself decides; remove it."
+        )
+    calls = any(turn.get("tool_calls") for turn in turns)
+    for name in [*kwargs, *["tools"] * bool(prompt.tools), *["tool_calls"] * calls]:
         if not re.search(rf"\b{re.escape(name)}\b", template):
             raise PromptError(
-                f"Prompt {prompt.id!r}: chat_template_kwargs has {name!r}, which the target's chat "
-                "template does not read; correct its spelling, or remove it."
+                f"Prompt {prompt.id!r} has {name!r}, which the target's chat template does not "
+                "read; correct its spelling, or remove it."
             )
 
 

@@ -1,8 +1,9 @@
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from align.sources import SourceError
@@ -10,6 +11,7 @@ from eval.prompts import (
     Prompt,
     PromptError,
     PromptSet,
+    chat_request,
     draw,
     in_chat_form,
     load_prompts,
@@ -76,6 +78,24 @@ def test_gzip_blank_lines_byte_order_mark_and_line_separators(written):
     assert load_prompts(written(gzip.compress(text.encode()), "p.jsonl.gz")) == plain
 
 
+def test_conversations_in_the_forms_of_other_data_sets(written):
+    turns = [
+        {"role": "system", "content": "t"},
+        {"role": "user", "content": "select ?"},
+        {"role": "assistant", "content": "name"},
+    ]
+    speakers = zip(("system", "human", "gpt"), turns, strict=True)
+    rows = [
+        {"conversations": [{"from": name, "value": turn["content"]} for name, turn in speakers]},
+        {"conversations": turns},
+        {"prompt": turns, "chosen": turns[2:], "rejected": turns[2:]},
+        {"prompt": "select ?", "prompt_id": "5f", "messages": turns},  # UltraChat
+    ]
+    prompts = load_prompts(written(rows))
+    assert [prompt.messages for prompt in prompts] == [turns[:2]] * 4
+    assert {prompt.prompt for prompt in prompts} == {None}
+
+
 def test_the_answer_that_a_conversation_brings_is_left_to_the_target(written):
     turns = [{"role": "user", "content": "select ?"}, {"role": "assistant", "content": "name"}]
     assert load_prompts(written([{"messages": turns}]))[0].messages == turns[:1]
@@ -97,10 +117,16 @@ def test_the_answer_that_a_conversation_brings_is_left_to_the_target(written):
         (b'{"prompt": 3}', "line 1 `prompt`: Input should be a valid string"),
         (b'{"messages": []}', "nothing to answer"),
         (b'{"messages": "hello"}', "line 1 `messages`: Input should be a valid array"),
-        (b'{"messages": [{"role": "user"}]}', "`messages` `0` `content`: Field required"),
+        (b'{"messages": [{"role": "user"}]}', "`messages` `0`: .*no `content`, which only an ass"),
         (b'{"messages": [{"role": "user", "content": ["part"]}]}', "`content`: .*valid string"),
         (b'{"messages": [{"role": "user", "content": " "}]}', "nothing to answer"),
         (b'{"messages": [{"role": "assistant", "content": "a"}]}', "nothing to answer"),
+        (b'{"messages": [{"role": "system", "content": "a"}]}', "nothing to answer; give a turn"),
+        (b'{"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}', "should be \\[{"),
+        (b'{"conversations": [{"from": "bing", "value": "a"}]}', "`from` is 'bing', but should be"),
+        (b'{"conversations": [{"from": "human"}]}', "`messages` `0`: .*no `content`"),
+        (b'{"prompt": [{"role": "user"}]}', "`messages` `0`: .*no `content`"),
+        (b'{"messages": [], "tools": "{"}', "line 1: .*Expecting property name"),
         (b'{"prompt": "a", "category": ["x"]}', "`category`: Input should be a valid string"),
         (b'{"prompt": "a", "id": true}', "`id`: Input should be a valid string"),
         (b'{"prompt": "\\ud800"}', "line 1: Invalid JSON: .*hex escape"),
@@ -274,6 +300,102 @@ def test_what_the_template_does_not_read_is_refused(tokenizer, kwargs, message):
         render(prompt, tokenizer)
     with pytest.raises(PromptError, match="but the target has no chat template"):
         in_chat_form([prompt], None, None, kwargs)
+
+
+CALLING = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{% if m.content %}{{ m.content }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Of a town.",
+        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}},
+    },
+}
+
+
+def call(arguments):
+    function = {"name": "weather", "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+    }
+
+
+def talk_with_tools(arguments):
+    return [
+        {"role": "user", "content": "Is it warm in Turin?"},
+        call(arguments),
+        {"role": "tool", "tool_call_id": "c1", "name": "weather", "content": "31 °C"},
+    ]
+
+
+@pytest.fixture
+def letters():
+    """A tokenizer whose ids give the whole text back."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=backend)
+    made.chat_template = CALLING
+    return made
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_calls_and_results_are_rendered_as_transformers_does(letters, written, as_text):
+    arguments, turns = {"town": "Turin"}, talk_with_tools({"town": "Turin"})
+    row = {"messages": talk_with_tools(json.dumps(arguments) if as_text else arguments)}
+    row["tools"] = json.dumps([TOOL]) if as_text else [TOOL]
+    (prompt,) = load_prompts(written([row]))
+    expected = letters.apply_chat_template(
+        turns, tools=[TOOL], add_generation_prompt=True, tokenize=False
+    )
+    assert letters.decode(render(prompt, letters)) == expected
+    assert '{"town": "Turin"}' in expected
+    assert prompt.text == "Is it warm in Turin?"
+    sent = chat_request(prompt)
+    assert sent["messages"] == talk_with_tools(json.dumps(arguments))  # as OpenAI's API has it
+    assert (sent["tools"], sent["tool_choice"]) == ([TOOL], "none")
+    write_prompts(written([]), [prompt])
+    assert load_prompts(written([row])) == [prompt]
+    assert prompts_sha256([prompt]) != prompts_sha256([replace(prompt, tools=None)])
+
+
+def test_what_a_data_set_gives_a_row_because_others_have_it_is_left_out(letters, monkeypatch):
+    from datasets import Dataset
+
+    other = TOOL["function"] | {"parameters": {"properties": {"n": {"type": "integer"}}}}
+    rows = [
+        {"messages": talk_with_tools({"town": "Turin"}), "tools": [TOOL]},
+        {"messages": talk_with_tools({"n": "3"}), "tools": [TOOL | {"function": other}]},
+    ]
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: Dataset.from_list(rows))
+    prompts = load_prompts("org/set")
+    assert [prompt.tools for prompt in prompts] == [row["tools"] for row in rows]
+    for prompt, row in zip(prompts, rows, strict=True):
+        expected = letters.apply_chat_template(
+            row["messages"], tools=row["tools"], add_generation_prompt=True, tokenize=False
+        )
+        assert letters.decode(render(prompt, letters)) == expected
+
+
+def test_tools_that_the_template_would_leave_out_are_refused(tokenizer, letters):
+    turns = talk_with_tools({})
+    with pytest.raises(PromptError, match="'1' has 'tools', which the target's chat template d"):
+        render(Prompt("1", None, turns[:1], tools=[TOOL]), tokenizer)
+    with pytest.raises(PromptError, match="'1' has 'tool_calls', which the target's chat templ"):
+        render(Prompt("1", None, turns), tokenizer)
+    with pytest.raises(PromptError, match="has `tools`, but is completed as it stands; give `me"):
+        render(Prompt("1", "t", tools=[TOOL]), letters)
+    letters.chat_template = "{% for m in messages %}{{ m.content + m.tool_calls }}{% endfor %}"
+    with pytest.raises(PromptError, match="'1': the target's chat template refuses its `messages"):
+        render(Prompt("1", None, [call({})]), letters)
 
 
 def test_the_first_of_drawn_prompts_are_drawn_too():
