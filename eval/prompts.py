@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, Self
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -95,6 +95,19 @@ class Prompt:
         return asked[-1] if asked else "\n".join(turn.get("content") or "" for turn in turns)
 
 
+LongPrompts = Literal["error", "drop", "truncate_left"]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """max_prompt_length: tokens of a prompt, None: what the context leaves; of longer ones what?"""
+
+    max_prompt_length: int | None = None
+    long_prompts: LongPrompts = "error"
+
+
+ANY_LENGTH = Lengths()
+
 Batch = tuple[list[Prompt], list[list[int]]]  # prompts that are decoded together, and their ids
 
 
@@ -133,6 +146,10 @@ class PromptSet:
 
     def first(self, count: int) -> PromptSet:
         return self._of(range(min(count, len(self.prompts))))
+
+    def after(self, count: int) -> PromptSet:
+        """All but the first `count`."""
+        return self._of(range(count, len(self.prompts)))
 
     def _of(self, numbers: Iterable[int]) -> PromptSet:
         keep = list(numbers)
@@ -549,20 +566,70 @@ def render_all(
     context_length: int,
     max_new_tokens: int,
 ) -> list[list[int]]:
-    """Token ids of every prompt; none is ever cut.
+    """Token ids of every prompt; none is cut or left out. Raises what `render_set` raises."""
+    return render_set("", prompts, tokenizer, context_length, max_new_tokens).ids
 
-    Raises PromptError for one that leaves no room for `max_new_tokens` in the context.
+
+def render_set(
+    source: str,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    context_length: int,
+    max_new_tokens: int,
+    lengths: Lengths = ANY_LENGTH,
+) -> PromptSet:
+    """The prompts with their token ids; of longer ones than `lengths` allows, what it says.
+
+    How many were dropped or cut is printed. Raises PromptError for a prompt that is not to be so
+    long, for one without a token, where all would be dropped, and for a max_prompt_length that
+    leaves no room for `max_new_tokens` in the context.
     """
-    rendered = []
+    fits = context_length - max_new_tokens
+    limit = fits if lengths.max_prompt_length is None else lengths.max_prompt_length
+    if limit > fits:
+        raise PromptError(
+            f"max_prompt_length is {limit}, but with {max_new_tokens} tokens to generate the "
+            f"context of {context_length} has room for {fits}; lower it, or generate fewer tokens."
+        )
+    kept: list[Prompt] = []
+    rendered: list[list[int]] = []
+    longer = 0
     for prompt in prompts:
         ids = render(prompt, tokenizer)
         if not ids:
             raise PromptError(f"Prompt {prompt.id!r} renders to no token; remove it.")
-        if len(ids) + max_new_tokens > context_length:
-            raise PromptError(
-                f"Prompt {prompt.id!r} has {len(ids)} tokens; with {max_new_tokens} to generate it "
-                f"does not fit the context of {context_length}. Shorten or remove it, or generate "
-                "fewer tokens."
-            )
+        if len(ids) > limit:
+            longer += 1
+            if lengths.long_prompts == "error":
+                raise PromptError(_too_long(prompt, ids, context_length, max_new_tokens, lengths))
+            if lengths.long_prompts == "drop":
+                continue
+            # without its first token many a model writes nonsense
+            opening = ids[:1] if ids[0] == tokenizer.bos_token_id else []
+            ids = opening + ids[len(ids) - limit + len(opening) :]
+        kept.append(prompt)
         rendered.append(ids)
-    return rendered
+    if prompts and not kept:
+        raise PromptError(
+            f"All {len(prompts)} prompts of {source!r} are longer than {limit} tokens; raise "
+            "max_prompt_length, or give shorter ones."
+        )
+    if longer:
+        done = "dropped" if lengths.long_prompts == "drop" else "cut at their beginning"
+        print(f"{source}: {longer} of {len(prompts)} prompts longer than {limit} tokens, {done}")
+    return PromptSet(source, kept, rendered)
+
+
+def _too_long(
+    prompt: Prompt, ids: list[int], context_length: int, max_new_tokens: int, lengths: Lengths
+) -> str:
+    if lengths.max_prompt_length is not None:
+        return (
+            f"Prompt {prompt.id!r} has {len(ids)} tokens, more than max_prompt_length "
+            f"{lengths.max_prompt_length}; raise it, or set long_prompts to drop or truncate_left."
+        )
+    return (
+        f"Prompt {prompt.id!r} has {len(ids)} tokens; with {max_new_tokens} to generate it does "
+        f"not fit the context of {context_length}. Shorten it, generate fewer tokens, or set "
+        "long_prompts to drop."
+    )

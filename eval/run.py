@@ -50,7 +50,15 @@ from eval.engines.vllm import VllmServer, measure_servers
 from eval.measuring.evaluation import Plan, context_length, evaluate
 from eval.measuring.intervals import FEWEST_CLUSTERS
 from eval.measuring.journal import INTERRUPTED, JOURNAL, Journal
-from eval.prompts import Prompt, PromptSet, in_chat_form, load_prompts, render_all
+from eval.prompts import (
+    Lengths,
+    LongPrompts,
+    Prompt,
+    PromptSet,
+    in_chat_form,
+    load_prompts,
+    render_set,
+)
 from eval.reporting.report import DraftReport, Report, write_report
 from eval.reporting.text import print_summary
 
@@ -74,6 +82,8 @@ DEFAULTS: dict[str, Any] = {
     "dtype": "bfloat16",
     "instruction": None,
     "chat_template_kwargs": None,
+    "max_prompt_length": None,
+    "long_prompts": "error",
 }
 
 
@@ -95,6 +105,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         type=_object,
         metavar="JSON",
         help="for the target's chat template, as {\"enable_thinking\": false}; a prompt's win",
+    )
+    parser.add_argument(
+        "--max_prompt_length", type=int, help="tokens of a prompt; default: what the context leaves"
+    )
+    parser.add_argument(
+        "--long_prompts", choices=get_args(LongPrompts), help="of longer ones; default: error"
     )
     parser.add_argument("--run", type=Path, help="output folder of a training run")
     for option in GONE:
@@ -158,11 +174,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         if getattr(args, option) is not None:
             parser.error(f"--{option} is gone: {instead}")
     args.tuning = None
+    by_length = args.max_prompt_length is not None or args.long_prompts is not None
     if args.run is not None:
         _take_from_run(args)
     for key, value in DEFAULTS.items():
         if getattr(args, key) is None:
             setattr(args, key, value)
+    _check_lengths(parser, args, by_length)
     if args.engine == "vllm":
         if not (args.base_url and args.baseline_url and args.prompts):
             parser.error("engine vllm needs --base_url, --baseline_url and --prompts")
@@ -171,6 +189,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.engine not in ("torch", "vllm"):
         _check_for_engine(parser, args)
     return args
+
+
+def _check_lengths(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, by_length: bool
+) -> None:
+    if args.max_prompt_length is not None and args.max_prompt_length < 1:
+        parser.error(f"--max_prompt_length is {args.max_prompt_length}, but must be 1 or more")
+    if args.long_prompts == "truncate_left" and args.max_prompt_length is None:
+        parser.error("--long_prompts truncate_left needs --max_prompt_length: how much is kept")
+    if args.engine == "vllm" and (by_length or args.long_prompts == "truncate_left"):
+        parser.error(
+            "engine vllm renders the prompts itself, whole; leave --max_prompt_length and "
+            "--long_prompts out, or give --prompts that are short enough"
+        )
 
 
 def _check_for_engine(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -242,25 +274,23 @@ def _prompt_sets(
     args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
 ) -> tuple[PromptSet, PromptSet]:
     """Prompts to evaluate and prompts to choose gamma on, which are never the same."""
-    prompts = load_prompts(args.prompts, args.max_prompts, args.seed)
-    if args.tuning is not None:
-        tuning = load_prompts(str(args.tuning))
-    else:
-        # without a training run's own, the first prompts choose gamma and are not evaluated
-        aside = 0 if args.gamma else min(args.tuning_prompts, len(prompts) - 1)
-        if not args.gamma and aside < 1:
-            raise ValueError("One prompt cannot both choose gamma and be evaluated; give --gamma.")
-        tuning, prompts = prompts[:aside], prompts[aside:]
+    lengths = Lengths(args.max_prompt_length, args.long_prompts)
     room = config.get_text_config().max_position_embeddings - args.max_gamma - 1
 
     def rendered(part: list[Prompt]) -> PromptSet:
         asked = in_chat_form(
             part, args.instruction, tokenizer.chat_template, args.chat_template_kwargs
         )
-        ids = render_all(asked, tokenizer, room, args.max_new_tokens)
-        return PromptSet(args.prompts, asked, ids)
+        return render_set(args.prompts, asked, tokenizer, room, args.max_new_tokens, lengths)
 
-    return rendered(prompts), rendered(tuning)
+    prompts = rendered(load_prompts(args.prompts, args.max_prompts, args.seed))
+    if args.tuning is not None:
+        return prompts, rendered(load_prompts(str(args.tuning)))
+    # without a training run's own, the first prompts choose gamma and are not evaluated
+    aside = 0 if args.gamma else min(args.tuning_prompts, len(prompts.prompts) - 1)
+    if not args.gamma and aside < 1:
+        raise ValueError("One prompt cannot both choose gamma and be evaluated; give --gamma.")
+    return prompts.after(aside), prompts.first(aside)
 
 
 def _named(text: str) -> tuple[str, str]:

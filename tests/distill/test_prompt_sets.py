@@ -4,10 +4,12 @@ import gzip
 import itertools
 import json
 import random
+import shutil
 import tracemalloc
 
 import pytest
 
+from align.vocabulary import load_vocabulary
 from distill.near_duplicates import (
     CONTAINED,
     NEAR_DUPLICATE,
@@ -18,6 +20,7 @@ from distill.near_duplicates import (
 from distill.prompt_sets import (
     LICENCES,
     STDLIB,
+    collect_prompts,
     evaluation_prompts,
     hold_out,
     training_prompts,
@@ -399,3 +402,61 @@ def test_a_clause_that_stands_in_both_sides_is_not_trained_on(tmp_path):
     assert [c for c in legal._licence_split()[1] if c.text == shared]
     for prompt in legal.licence_prompts(held_out=False):
         assert "The parties agree" not in prompt.text
+
+
+# --- prompts of a recipe, as its target reads them
+
+
+@pytest.fixture
+def chat(job, folder, tmp_path):
+    """Makes a recipe for a target whose template has a switch, with prompts of several lengths."""
+    target = tmp_path / "chat"
+    shutil.copytree(folder / "target", target)
+    template = (
+        "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+        "{% if enable_thinking is defined and not enable_thinking %}the{% else %}a{% endif %}\n"
+    )
+    (target / "chat_template.jinja").write_text(template)
+    train, held_out = tmp_path / "train.jsonl", tmp_path / "eval.jsonl"
+    rng = random.Random(6)
+    rows = [[{"role": "user", "content": text_of(rng, 3 + i)}] for i in range(12)]
+    for path, part in ((train, rows[:8]), (held_out, rows[8:])):
+        path.write_text("\n".join(json.dumps({"messages": turns}) for turns in part))
+
+    def make(**changes):
+        prompts = {"train_prompts": str(train), "eval_prompts": str(held_out)}
+        recipe = job(tmp_path / "run", target=str(target), draft=None, **prompts, **changes)
+        return recipe, load_vocabulary(recipe.target)
+
+    return make
+
+
+def test_a_switch_of_the_template_gives_other_prompts_to_train_and_to_evaluate_on(chat):
+    off = collect_prompts(*chat(chat_template_kwargs={"enable_thinking": False}))
+    on = collect_prompts(*chat())
+    for part in ("training", "tuning", "evaluation"):
+        ours, theirs = getattr(off, part), getattr(on, part)
+        assert [p.id for p in ours.prompts] == [p.id for p in theirs.prompts]
+        assert all(a != b for a, b in zip(ours.ids, theirs.ids, strict=True))
+        assert ours.chat_template_kwargs == [{"enable_thinking": False}]
+        assert ours.sha256 != theirs.sha256
+
+
+def test_long_prompts_are_left_out_before_some_are_set_aside(chat, capsys):
+    everything = collect_prompts(*chat())
+    parts = [everything.training, everything.tuning, everything.evaluation]
+    lengths = sorted(len(ids) for part in parts for ids in part.ids)
+    limit = lengths[6]
+    kept = collect_prompts(*chat(max_prompt_length=limit, long_prompts="drop", tuning_prompts=2))
+    assert len(kept.tuning.ids) == 2  # as many as were asked for, of those that stay
+    parts = [kept.training, kept.tuning, kept.evaluation]
+    assert sum(len(part.ids) for part in parts) == sum(length <= limit for length in lengths)
+    assert capsys.readouterr().out.count(f"longer than {limit} tokens, dropped") == 2
+    with pytest.raises(PromptError, match=f"more than max_prompt_length {limit}; raise it"):
+        collect_prompts(*chat(max_prompt_length=limit))
+    cut = collect_prompts(*chat(max_prompt_length=limit, long_prompts="truncate_left"))
+    whole = dict(
+        zip([p.id for p in everything.training.prompts], everything.training.ids, strict=True)
+    )
+    for prompt, ids in zip(cut.training.prompts, cut.training.ids, strict=True):
+        assert ids == whole[prompt.id][-limit:]

@@ -1,6 +1,7 @@
 import gzip
 import json
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -8,6 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from align.sources import SourceError
 from eval.prompts import (
+    Lengths,
+    LongPrompts,
     Prompt,
     PromptError,
     PromptSet,
@@ -18,6 +21,7 @@ from eval.prompts import (
     prompts_sha256,
     render,
     render_all,
+    render_set,
     write_prompts,
 )
 
@@ -453,6 +457,38 @@ def test_a_prompt_that_does_not_fit_is_an_error_and_never_cut(tokenizer):
     assert [len(ids) for ids in render_all(prompts, tokenizer, 10, 4)] == [2, 6]
     with pytest.raises(PromptError, match=r"'long' has 6 tokens.*4 to generate.*context of 9"):
         render_all(prompts, tokenizer, 9, 4)
+
+
+def test_long_prompts_are_refused_dropped_or_cut_and_counted(tokenizer, capsys):
+    prompts = [Prompt("short", "select"), Prompt("long", "select name from t ?")]
+
+    def rendered(tokens, long_prompts):
+        lengths = Lengths(tokens, long_prompts)
+        sets = render_set("made up", prompts, tokenizer, 10, 4, lengths)
+        both = zip(sets.prompts, sets.ids, strict=True)
+        return [(p.id, " ".join(WORDS[i] for i in ids)) for p, ids in both]
+
+    whole = [("short", "<s> select"), ("long", "<s> select name from t ?")]
+    for long_prompts in get_args(LongPrompts):
+        assert rendered(6, long_prompts) == whole
+    assert capsys.readouterr().out == ""
+    assert rendered(3, "drop") == whole[:1]
+    said = "made up: 1 of 2 prompts longer than 3 tokens, "
+    assert capsys.readouterr().out == f"{said}dropped\n"
+    assert rendered(3, "truncate_left") == [whole[0], ("long", "<s> t ?")]
+    assert capsys.readouterr().out == f"{said}cut at their beginning\n"
+    with pytest.raises(PromptError, match="'long' has 6 tokens, more than max_prompt_length 3; r"):
+        rendered(3, "error")
+    with pytest.raises(PromptError, match="All 2 prompts of 'made up' are longer than 1 tokens"):
+        rendered(1, "drop")
+    with pytest.raises(PromptError, match=r"is 7, but .* 4 tokens .* context of 10 has room for 6"):
+        rendered(7, "drop")
+
+
+def test_without_a_limit_long_is_what_the_context_does_not_hold(tokenizer):
+    prompts = [Prompt("short", "select"), Prompt("long", "select name from t ?")]
+    dropping = Lengths(long_prompts="drop")
+    assert render_set("", prompts, tokenizer, 9, 4, dropping).prompts == prompts[:1]
 
 
 def test_a_prompt_without_a_token(tokenizer):
