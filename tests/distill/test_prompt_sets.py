@@ -9,7 +9,7 @@ import tracemalloc
 
 import pytest
 
-from align.vocabulary import load_vocabulary
+from align.vocabulary import read_vocabulary
 from distill.near_duplicates import (
     CONTAINED,
     NEAR_DUPLICATE,
@@ -426,7 +426,7 @@ def chat(job, folder, tmp_path):
     def make(**changes):
         prompts = {"train_prompts": str(train), "eval_prompts": str(held_out)}
         recipe = job(tmp_path / "run", target=str(target), draft=None, **prompts, **changes)
-        return recipe, load_vocabulary(recipe.target)
+        return recipe, read_vocabulary(recipe.target)
 
     return make
 

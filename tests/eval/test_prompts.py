@@ -27,7 +27,7 @@ from eval.prompts import (
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}"
-    "{{ raise_exception('no tools here') }}{% endif %}{{ m.role }} {{ m.content }} {% endfor %}"
+    "{{ raise_exception('no such role here') }}{% endif %}{{ m.role }} {{ m.content }} {% endfor %}"
     "{% if add_generation_prompt %}assistant {% if enable_thinking is defined and "
     "enable_thinking is false %}: : {% endif %}{% endif %}"
 )
@@ -448,7 +448,7 @@ def test_messages_without_a_template(tokenizer):
 
 
 def test_messages_that_the_template_refuses(tokenizer):
-    with pytest.raises(PromptError, match=r"'q7'.*no tools here"):
+    with pytest.raises(PromptError, match=r"'q7'.*no such role here"):
         render(Prompt("q7", None, [{"role": "tool", "content": "select"}]), tokenizer)
 
 
