@@ -9,7 +9,9 @@ import tracemalloc
 
 import pytest
 
+from align.sources import load_tokenizer
 from align.vocabulary import read_vocabulary
+from distill.dry_run import print_example
 from distill.near_duplicates import (
     CONTAINED,
     NEAR_DUPLICATE,
@@ -413,7 +415,7 @@ def chat(job, folder, tmp_path):
     target = tmp_path / "chat"
     shutil.copytree(folder / "target", target)
     template = (
-        "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+        "{% for m in messages %}{{ m.content }}</s>\n{% endfor %}"
         "{% if enable_thinking is defined and not enable_thinking %}the{% else %}a{% endif %}\n"
     )
     (target / "chat_template.jinja").write_text(template)
@@ -440,6 +442,23 @@ def test_a_switch_of_the_template_gives_other_prompts_to_train_and_to_evaluate_o
         assert all(a != b for a, b in zip(ours.ids, theirs.ids, strict=True))
         assert ours.chat_template_kwargs == [{"enable_thinking": False}]
         assert ours.sha256 != theirs.sha256
+
+
+def test_a_dry_run_shows_a_prompt_as_the_target_reads_it(chat, monkeypatch, capsys):
+    recipe, target = chat(chat_template_kwargs={"enable_thinking": False})
+    prompts = collect_prompts(recipe, target)
+    capsys.readouterr()
+    print_example(prompts, load_tokenizer(target.spec))
+    asked, count = prompts.training.prompts[0].text, len(prompts.training.ids[0])
+    shown = capsys.readouterr().out
+    assert shown == (
+        f"the first training prompt as the target reads it, {count} tokens:\n"
+        f"    {asked}</s>\n    the\n    [the answer begins here]\n"
+    )
+    monkeypatch.setattr("distill.dry_run.EXAMPLE", 5)
+    print_example(prompts, load_tokenizer(target.spec))
+    cut = len(f"{asked}</s>\nthe\n") - 10
+    assert f"    {asked[:5]} [… {cut} characters …] \n    the\n" in capsys.readouterr().out
 
 
 def test_long_prompts_are_left_out_before_some_are_set_aside(chat, capsys):
