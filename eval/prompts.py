@@ -560,16 +560,6 @@ def _refuse_unread(prompt: Prompt, template: str) -> None:
             )
 
 
-def render_all(
-    prompts: Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
-    context_length: int,
-    max_new_tokens: int,
-) -> list[list[int]]:
-    """Token ids of every prompt; none is cut or left out. Raises what `render_set` raises."""
-    return render_set("", prompts, tokenizer, context_length, max_new_tokens).ids
-
-
 def render_set(
     source: str,
     prompts: Sequence[Prompt],

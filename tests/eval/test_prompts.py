@@ -20,7 +20,6 @@ from eval.prompts import (
     load_prompts,
     prompts_sha256,
     render,
-    render_all,
     render_set,
     write_prompts,
 )
@@ -454,9 +453,9 @@ def test_messages_that_the_template_refuses(tokenizer):
 
 def test_a_prompt_that_does_not_fit_is_an_error_and_never_cut(tokenizer):
     prompts = [Prompt("short", "select"), Prompt("long", "select name from t ?")]
-    assert [len(ids) for ids in render_all(prompts, tokenizer, 10, 4)] == [2, 6]
+    assert [len(ids) for ids in render_set("", prompts, tokenizer, 10, 4).ids] == [2, 6]
     with pytest.raises(PromptError, match=r"'long' has 6 tokens.*4 to generate.*context of 9"):
-        render_all(prompts, tokenizer, 9, 4)
+        render_set("", prompts, tokenizer, 9, 4)
 
 
 def test_long_prompts_are_refused_dropped_or_cut_and_counted(tokenizer, capsys):
@@ -494,4 +493,4 @@ def test_without_a_limit_long_is_what_the_context_does_not_hold(tokenizer):
 def test_a_prompt_without_a_token(tokenizer):
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A")
     with pytest.raises(PromptError, match="'odd' renders to no token"):
-        render_all([Prompt("odd", "\n")], tokenizer, 10, 4)
+        render_set("", [Prompt("odd", "\n")], tokenizer, 10, 4)
