@@ -422,7 +422,7 @@ def chat(job, folder, tmp_path):
     train, held_out = tmp_path / "train.jsonl", tmp_path / "eval.jsonl"
     rng = random.Random(6)
     rows = [[{"role": "user", "content": text_of(rng, 3 + i)}] for i in range(12)]
-    for path, part in ((train, rows[:8]), (held_out, rows[8:])):
+    for path, part in ((held_out, rows[::3]), (train, rows[1::3] + rows[2::3])):
         path.write_text("\n".join(json.dumps({"messages": turns}) for turns in part))
 
     def make(**changes):
