@@ -9,7 +9,7 @@ import tracemalloc
 
 import pytest
 
-from align.sources import load_tokenizer
+from align.sources import load_tokenizer, read_json
 from align.vocabulary import read_vocabulary
 from distill.dry_run import print_example
 from distill.near_duplicates import (
@@ -27,6 +27,9 @@ from distill.prompt_sets import (
     hold_out,
     training_prompts,
 )
+from distill.teacher.answers import USED
+from distill.teacher.store import Answers, Store, names_of
+from distill.train import run
 from eval.prompts import Prompt, PromptError
 from eval.task_kinds import split_task
 from recipes.code.stdlib_functions import stdlib_prompts
@@ -416,7 +419,7 @@ def chat(job, folder, tmp_path):
     shutil.copytree(folder / "target", target)
     template = (
         "{% for m in messages %}{{ m.content }}</s>\n{% endfor %}"
-        "{% if enable_thinking is defined and not enable_thinking %}the{% else %}a{% endif %}\n"
+        "{% if enable_thinking is defined and not enable_thinking %}the{% else %}a{% endif %}"
     )
     (target / "chat_template.jinja").write_text(template)
     train, held_out = tmp_path / "train.jsonl", tmp_path / "eval.jsonl"
@@ -427,7 +430,8 @@ def chat(job, folder, tmp_path):
 
     def make(**changes):
         prompts = {"train_prompts": str(train), "eval_prompts": str(held_out)}
-        recipe = job(tmp_path / "run", target=str(target), draft=None, **prompts, **changes)
+        output = tmp_path / changes.get("name", "run")
+        recipe = job(output, target=str(target), draft=None, **prompts, **changes)
         return recipe, read_vocabulary(recipe.target)
 
     return make
@@ -444,6 +448,28 @@ def test_a_switch_of_the_template_gives_other_prompts_to_train_and_to_evaluate_o
         assert ours.sha256 != theirs.sha256
 
 
+def test_with_the_switch_the_target_answers_otherwise_and_the_card_says_which(chat):
+    answers = []
+    for thinking in (False, True):
+        kwargs = {"enable_thinking": thinking}
+        recipe, _ = chat(
+            chat_template_kwargs=kwargs,
+            name=f"thinking-{thinking}",
+            num_draft_layers=1,
+            max_steps=1,
+        )
+        assert run(recipe) == 0
+        card = (recipe.folder / "draft" / "README.md").read_text(encoding="utf-8")
+        assert f"`chat_template_kwargs` `{json.dumps(kwargs)}`" in card
+        assert read_json(recipe.folder / "report" / "report.json")["prompts"]["in_chat_form"] == 1
+        store = Store.of(read_json(recipe.folder / USED)["key"])
+        prompts = collect_prompts(*chat(chat_template_kwargs=kwargs)).training
+        cached = Answers(store, names_of(prompts.ids))
+        answers.append([answer.response_ids.tolist() for answer in cached])
+    assert len(answers[0]) == len(answers[1])
+    assert answers[0] != answers[1]
+
+
 def test_a_dry_run_shows_a_prompt_as_the_target_reads_it(chat, monkeypatch, capsys):
     recipe, target = chat(chat_template_kwargs={"enable_thinking": False})
     prompts = collect_prompts(recipe, target)
@@ -453,12 +479,12 @@ def test_a_dry_run_shows_a_prompt_as_the_target_reads_it(chat, monkeypatch, caps
     shown = capsys.readouterr().out
     assert shown == (
         f"the first training prompt as the target reads it, {count} tokens:\n"
-        f"    {asked}</s>\n    the\n    [the answer begins here]\n"
+        f"    {asked}</s>\n    the[the answer begins here]\n"
     )
     monkeypatch.setattr("distill.dry_run.EXAMPLE", 5)
     print_example(prompts, load_tokenizer(target.spec))
-    cut = len(f"{asked}</s>\nthe\n") - 10
-    assert f"    {asked[:5]} [… {cut} characters …] \n    the\n" in capsys.readouterr().out
+    cut = len(f"{asked}</s>\nthe") - 10
+    assert f"    {asked[:5]} [… {cut} characters …] >\n    the[" in capsys.readouterr().out
 
 
 def test_long_prompts_are_left_out_before_some_are_set_aside(chat, capsys):
