@@ -247,7 +247,8 @@ def _texts(spec: str) -> list[str]:
             texts += [row.get(name) for name in ("prompt", "text", "completion")]
             turns = [row.get(name) for name in ("prompt", "messages", "conversations")]
             turns = [turn for part in turns if isinstance(part, list) for turn in part]
-            texts += [turn.get("content", turn.get("value")) for turn in turns]
+            turns = [turn for turn in turns if "tool_calls" not in turn]
+            texts += [turn["value" if "from" in turn else "content"] for turn in turns]
     except Exception as error:  # of gzip, UTF-8, JSON, or a row of another shape
         raise SourceError(
             f"{path} cannot be read ({error}); give UTF-8 text, or one JSON object a line with "

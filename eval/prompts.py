@@ -483,7 +483,7 @@ def prompts_sha256(prompts: Iterable[Prompt]) -> str:
     """One hash over all that they say; their order says nothing."""
     digest = hashlib.sha256()
     for p in sorted(prompts, key=lambda prompt: prompt.id):
-        row = [p.id, p.prompt, p.messages, p.category]
+        row: list[Any] = [p.id, p.prompt, p.messages, p.category]
         row += [] if p.group is None else [p.group]
         row += [] if p.entry_point is None else [p.code, p.entry_point, p.test]
         row += [] if p.chat_template_kwargs is None else [p.chat_template_kwargs]
@@ -511,7 +511,7 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     try:
         text = tokenizer.apply_chat_template(
             prompt.messages,
-            tools=prompt.tools,
+            tools=None if prompt.tools is None else [*prompt.tools],
             add_generation_prompt=True,
             tokenize=False,
             **(prompt.chat_template_kwargs or {}),
