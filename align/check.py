@@ -233,8 +233,8 @@ def _sample() -> list[str]:
 def _texts(spec: str) -> list[str]:
     """The texts of a corpus, in pieces: a tokenizer is slow on one huge string.
 
-    Of a .jsonl file (.gz or not) what stands under prompt, text, completion and messages; of any
-    other file everything.
+    Of a .jsonl file (.gz or not) what stands under prompt, text, completion, messages and
+    conversations; of any other file everything.
     """
     path = resolve_file(spec)
     try:
@@ -245,7 +245,10 @@ def _texts(spec: str) -> list[str]:
         texts = []
         for row in (json.loads(line) for line in text.split("\n") if line.strip()):
             texts += [row.get(name) for name in ("prompt", "text", "completion")]
-            texts += [message["content"] for message in row.get("messages") or []]
+            turns = [row.get(name) for name in ("prompt", "messages", "conversations")]
+            turns = [turn for part in turns if isinstance(part, list) for turn in part]
+            turns = [turn for turn in turns if "tool_calls" not in turn]
+            texts += [turn["value" if "from" in turn else "content"] for turn in turns]
     except Exception as error:  # of gzip, UTF-8, JSON, or a row of another shape
         raise SourceError(
             f"{path} cannot be read ({error}); give UTF-8 text, or one JSON object a line with "

@@ -22,6 +22,7 @@ from eval.engines.environments import ENGINES
 from eval.engines.installed import serve_command
 from eval.engines.server import ServerError
 from eval.measuring.intervals import Measured
+from eval.prompts import DATA_SET
 from eval.reporting.report import DraftReport, Report
 from eval.reporting.tables import DEFINITIONS, Table, gamma_text, shown, size, tables
 
@@ -244,7 +245,8 @@ def public_name(spec: str) -> str:
     base, adapter = split_adapter(spec)
     if adapter is not None:
         return f"{public_name(base)}+adapter:{adapter.name}"
-    if is_hub_id(spec) or spec.startswith("pypi:"):
+    data_set = DATA_SET.fullmatch(spec)
+    if is_hub_id(data_set["name"] if data_set else spec) or spec.startswith("pypi:"):
         return spec
     return Path(spec).name
 

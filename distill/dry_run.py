@@ -1,5 +1,7 @@
 """What a run would take, whether it fits here, and whether it can pay: its plan, printed.
 
+One prompt is shown as the target reads it, where the weights are at hand.
+
 Memory comes from the models' configs alone, for prompts of PROMPT_TOKENS tokens where nobody has
 read them. Minutes and the pay-off come from a step of each kind, timed where the weights are at
 hand; answers are taken to be as long as allowed.
@@ -8,11 +10,13 @@ hand; answers are taken to be as long as allowed.
 from __future__ import annotations
 
 import sys
+import textwrap
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from align.machine import machine_lines
-from align.sources import weights_at_hand
+from align.sources import load_tokenizer, weights_at_hand
 from distill.compare import candidates, price
 from distill.models import TargetOfRun, check_models
 from distill.plan import (
@@ -30,6 +34,8 @@ from distill.teacher.served import ServedTarget
 from distill.trainer import training_config
 from eval.measuring import cost
 
+EXAMPLE = 1000  # characters shown of the beginning of a prompt, and of its end
+
 
 def price_run(recipe: Recipe) -> int:
     """Print memory, minutes and the pay-off; exit status 1 when no draft length can pay.
@@ -46,6 +52,7 @@ def price_run(recipe: Recipe) -> int:
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
     print_memory(recipe, prompts)
+    print_example(prompts, load_tokenizer(pair.target.spec))
     if recipe.answers == "server":
         served = ServedTarget(recipe, pair.target, prompts)
         served.check()
@@ -74,6 +81,20 @@ def print_memory(recipe: Recipe, prompts: Prompts | None) -> None:
     on_gpu = not recipe.training.get("use_cpu", False)
     machine = machine_lines(needed.device, disk, recipe.folder, on_gpu)
     print("\n".join([*needed.lines(), *machine]))
+
+
+def print_example(prompts: Prompts, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The first training prompt as the target reads it, and where its answer goes.
+
+    A draft that is trained in another form than it is served in guesses badly, and nothing else
+    shows it.
+    """
+    ids = prompts.training.ids[0]
+    text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    if (more := len(text) - 2 * EXAMPLE) > 0:
+        text = f"{text[:EXAMPLE]} [… {more} characters …] {text[-EXAMPLE:]}"
+    print(f"the first training prompt as the target reads it, {len(ids)} tokens:")
+    print(textwrap.indent(f"{text}[the answer begins here]", "    ", lambda line: True))
 
 
 def why_not_timed(recipe: Recipe) -> str | None:

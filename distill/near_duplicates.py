@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -84,9 +85,10 @@ def drop_overlap(
         near, similarity = held_out.closest(prompt.text)
         if near:
             dropped += 1
-        elif prompt.text not in kept:
-            kept[prompt.text] = prompt
+        elif (said := json.dumps([prompt.prompt, prompt.messages, prompt.tools])) not in kept:
+            kept[said] = prompt
             largest = max(largest, similarity)
-    exact = len(kept.keys() & {p.text for p in eval_prompts})
-    near_left = sum(held_out.closest(text)[0] for text in kept)
+    evaluated = {p.text for p in eval_prompts}
+    exact = sum(p.text in evaluated for p in kept.values())
+    near_left = sum(held_out.closest(p.text)[0] for p in kept.values())
     return list(kept.values()), Overlap(exact, near_left - exact, dropped, round(largest, 4))

@@ -25,6 +25,7 @@ from distill.near_duplicates import NearDuplicates, Overlap, drop_overlap
 from distill.recipe import Recipe
 from eval.decoding.build import longest_context
 from eval.prompts import (
+    Lengths,
     Prompt,
     PromptError,
     PromptSet,
@@ -34,7 +35,7 @@ from eval.prompts import (
     load_prompts,
     open_prompts,
     refuse_repeated_ids,
-    render_all,
+    render_set,
 )
 from recipes.code.stdlib_functions import stdlib_prompts
 from recipes.legal.licence_clauses import licence_prompts
@@ -62,9 +63,29 @@ class Prompts:
 
 def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
     """The prompts of a recipe, rendered to the target's ids. Raises PromptError, SourceError."""
+    tokenizer = load_tokenizer(target.spec)
+    config = AutoConfig.from_pretrained(target.folder).get_text_config()
+    room = longest_context(config) - recipe.max_gamma - 1
+    lengths = Lengths(recipe.max_prompt_length, recipe.long_prompts)
+
+    def rendered(source: str, part: list[Prompt], new_tokens: int) -> PromptSet:
+        asked = in_chat_form(
+            part, recipe.instruction, tokenizer.chat_template, recipe.chat_template_kwargs
+        )
+        return render_set(source, asked, tokenizer, room, new_tokens, lengths)
+
+    def without_long(source: str, part: list[Prompt], new_tokens: int) -> list[Prompt]:
+        if recipe.long_prompts != "drop":
+            return part
+        ids = {prompt.id for prompt in rendered(source, part, new_tokens).prompts}
+        return [prompt for prompt in part if prompt.id in ids]
+
     evaluation = evaluation_prompts(recipe.eval_prompts, recipe.max_eval_prompts, recipe.seed)
+    evaluation = without_long(recipe.eval_prompts, evaluation, recipe.max_new_tokens)
     limit = recipe.max_train_prompts + recipe.tuning_prompts
     prompts, overlap = training_prompts(recipe.train_prompts, evaluation, limit, recipe.seed)
+    longest = max(recipe.answer_max_new_tokens, recipe.max_new_tokens)
+    prompts = without_long(recipe.train_prompts, prompts, longest)
     if len(prompts) <= recipe.tuning_prompts:
         raise PromptError(
             f"{len(prompts)} training prompts are not enough to set {recipe.tuning_prompts} aside "
@@ -82,14 +103,6 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
             "nearly repeat those (is there a template that all share?)"
         )
         held_out, training, like_them = [], rest, 0
-
-    tokenizer = load_tokenizer(target.spec)
-    config = AutoConfig.from_pretrained(target.folder).get_text_config()
-    room = longest_context(config) - recipe.max_gamma - 1
-
-    def rendered(source: str, part: list[Prompt], new_tokens: int) -> PromptSet:
-        asked = in_chat_form(part, recipe.instruction, tokenizer.chat_template)
-        return PromptSet(source, asked, render_all(asked, tokenizer, room, new_tokens))
 
     sets = Prompts(
         rendered(recipe.train_prompts, training, recipe.answer_max_new_tokens),

@@ -24,6 +24,7 @@ from ruamel.yaml.error import YAMLError
 from distill.losses import LossName
 from eval.decoding.drafters.kind import Kind, kinds
 from eval.decoding.verification import Sampling
+from eval.prompts import LongPrompts
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
@@ -126,6 +127,9 @@ class Recipe:
     output_dir: Text | None = None  # null: outputs/ and the name
     minutes: Positive | None = None  # of the whole run on this machine; null: as the rest says
     instruction: Text | None = None  # how an Instruct target is asked a prompt, put at {prompt}
+    chat_template_kwargs: dict[str, Any] | None = None  # for the target's template; a prompt's win
+    max_prompt_length: Count | None = None  # tokens of a prompt; null: what the context leaves
+    long_prompts: LongPrompts = "error"  # of longer ones: error, drop or truncate_left
     max_train_prompts: Count = 2000  # at most so many prompts, drawn with the seed
     max_eval_prompts: Count | None = None  # at most so many prompts; null: all of them
     strategy: Strategy = "auto"  # how vocabularies are bridged; auto moves foreign ones over
@@ -420,6 +424,7 @@ def _check_together(recipe: Recipe) -> None:
             f"teacher_temperature is {recipe.teacher_temperature}, but must be at most 1: above 1 "
             "most of p would move to tokens that were not cached, and how much cannot be known."
         )
+    _check_long_prompts(recipe)
     _check_minutes(recipe)
     _check_server(recipe)
     if recipe.device_map is not None and recipe.training.get("use_cpu", False):
@@ -457,6 +462,21 @@ def _check_adapters(recipe: Recipe) -> None:
         raise RecipeError(
             f"base is {recipe.base!r}, a pruned draft, and draft is {recipe.draft!r}, a sibling; "
             "give one. A sibling is the base of its adapters by itself."
+        )
+
+
+def _check_long_prompts(recipe: Recipe) -> None:
+    if recipe.long_prompts != "truncate_left":
+        return
+    if recipe.max_prompt_length is None:
+        raise RecipeError(
+            "long_prompts is truncate_left, but max_prompt_length is null; say how many tokens are "
+            "kept."
+        )
+    if recipe.speculative_url is not None:
+        raise RecipeError(
+            "long_prompts is truncate_left, but the servers of speculative_url render the prompts "
+            "of the evaluation themselves, whole; set it to drop."
         )
 
 

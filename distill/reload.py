@@ -30,7 +30,7 @@ from eval.measuring.agreement import target_texts
 from eval.measuring.evaluation import context_length
 from eval.measuring.journal import Journal
 from eval.measuring.runs import Agreement
-from eval.prompts import PromptSet, load_prompts, render_all
+from eval.prompts import Lengths, PromptSet, load_prompts, render_set
 from eval.reporting.report import Measured, Report
 
 JOURNAL = Path("report", "reloaded.jsonl")  # what was measured, by the weights it was measured on
@@ -138,9 +138,14 @@ class _Measurement:
         target = load_target(self.recipe["target"], dtype, device, 64)
         room = target.model.config.get_text_config().max_position_embeddings
         new = self.report.decoding.max_new_tokens
-        ids = render_all(self.prompts.prompts, target.tokenizer, room, new)
-        self.prompts = replace(self.prompts, ids=ids)
-        target.decoder = build_decoder(target.model, context_length(ids, new, 1))
+        # of recipes of older versions, which lack these keys, none was cut
+        lengths = Lengths(
+            self.recipe.get("max_prompt_length"), self.recipe.get("long_prompts", "error")
+        )
+        self.prompts = render_set(
+            self.prompts.source, self.prompts.prompts, target.tokenizer, room, new, lengths
+        )
+        target.decoder = build_decoder(target.model, context_length(self.prompts.ids, new, 1))
         return target
 
     def _texts(self) -> list[list[int]]:

@@ -41,6 +41,8 @@ FREE_KEYS = {
     "target_hub_id",
     "device_map",
 }
+# Keys that recipes of older versions lack, with what was done then.
+SINCE = {"long_prompts": "error"}
 PACKAGES = "torch transformers trl peft accelerate datasets evaluate gguf safetensors".split()
 
 
@@ -49,7 +51,7 @@ def refuse_another_run(recipe: Recipe) -> None:
     path = recipe.folder / "recipe.yaml"
     if recipe.dry_run or not path.exists():
         return
-    found, asked = read_yaml(path), recipe.values()
+    found, asked = SINCE | read_yaml(path), recipe.values()
     plan, free = read_plan(recipe.folder), set(FREE_KEYS)
     if recipe.planned:
         decided = {"minutes"} if plan is None else set(plan.decided())

@@ -18,7 +18,7 @@ from eval.decoding.drafters.kind import kinds
 from eval.decoding.target import weights_sha256
 from eval.engines.environments import NAMES
 from eval.engines.installed import measure_installed
-from eval.prompts import PromptSet, load_prompts, render_all
+from eval.prompts import Lengths, PromptSet, load_prompts, render_set
 from eval.reporting.report import Report, checked
 from eval.reporting.tables import texts_line
 
@@ -69,7 +69,7 @@ def _verify(
         flush=True,
     )
     target = resolve_checkpoint(spec)
-    prompts = _prompts(run, report, target)
+    prompts = _prompts(run, report, target, recipe.get("max_prompt_length"))
     try:
         with tempfile.TemporaryDirectory() as scratch:
             if name == "llama.cpp" and in_one_file(spec):
@@ -87,11 +87,14 @@ def _verify(
     return measured
 
 
-def _prompts(run: Path, report: Report, target: Path) -> PromptSet:
+def _prompts(run: Path, report: Report, target: Path, longest: int | None) -> PromptSet:
     """Some of the run's evaluation prompts, the same for every engine."""
     prompts = load_prompts(str(run / "prompts" / "eval.jsonl"))
     room = read_json(target / "config.json")["max_position_embeddings"]
-    ids = render_all(prompts, load_tokenizer(str(target)), room, MAX_NEW_TOKENS)
+    # a server renders prompts itself and cuts none
+    lengths, tokenizer = Lengths(longest, "drop"), load_tokenizer(str(target))
+    source = report.prompts.source
+    rendered = render_set(source, prompts, tokenizer, room, MAX_NEW_TOKENS, lengths)
     seed = report.provenance.get("seed", 0)
     assert isinstance(seed, int)
-    return PromptSet(report.prompts.source, prompts, ids).drawn(PROMPTS, seed)
+    return rendered.drawn(PROMPTS, seed)

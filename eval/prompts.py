@@ -1,18 +1,23 @@
 """Prompts: read from a data set, a wheel or a user's file, and rendered to the target's token ids.
 
-A spec is a Hub data set (`NAME` or `NAME:SPLIT`, split `train` if none is given), a `pypi:` file
-(`align.sources`), or a local `.jsonl` / `.jsonl.gz` file. A row has `prompt`, completed as it
-stands, or `messages`, rendered with the target's chat template; optionally `category`, `group`
-(prompts of one document or source share it), and `id` or `task_id`. Its other fields are ignored. A
-`prompt` that ends in a Python function and brings no category gets the kind of its task
-(`eval.task_kinds`); with `entry_point` and `test`, as HumanEval has them, its answers can be judged
+A spec is a Hub data set (`NAME`, `NAME:SPLIT` or `NAME:CONFIG:SPLIT`, split `train` if none is
+given, of one commit, branch or tag with `NAME@REVISION`), a `pypi:` file (`align.sources`), or a
+local `.jsonl` / `.jsonl.gz` file. A row has `prompt`, completed as it stands, or `messages`,
+rendered with the target's chat template, with `tools` where it brings them; optionally `category`,
+`group` (prompts of one document or source share it), and `id` or `task_id`. Its other fields are
+ignored. `conversations` (`from` and `value`) and a `prompt` that is a list are messages, too; a
+last turn of the assistant's is the target's to write, and left out. A `prompt` that ends in a
+Python function and brings no category gets the kind of its task (`eval.task_kinds`); with
+`entry_point` and `test`, as HumanEval has them, its answers can be judged
 (`eval.measuring.answer_quality`). An Instruct model is asked in chat form: `instruction` puts a
-`prompt` into a user's message.
+`prompt` into a user's message. `chat_template_kwargs` (`{"enable_thinking": false}`) reach the
+template, a row's own before those of the recipe.
 """
 
 from __future__ import annotations
 
 import codecs
+import copy
 import gzip
 import hashlib
 import json
@@ -26,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, Self
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -40,6 +45,17 @@ if TYPE_CHECKING:
 
 PLACE = "{prompt}"  # in an instruction, or of a Python function to write:
 CODE, DOCSTRING = "{code}", "{docstring}"
+INSTRUCTING = ("system", "developer")  # roles whose turn alone asks nothing
+SPEAKERS = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
+SET_HERE = ("messages", "tools", "add_generation_prompt")  # of what a chat template reads
+
+
+_PART = r"\w[\w.-]*"
+_SPLIT = rf"{_PART}(?:\[[^\[\]]*\])?"  # train, or train[:10%]
+DATA_SET = re.compile(
+    rf"(?P<name>{_PART}(?:/{_PART})?)(?:@(?P<revision>[\w./-]+))?"
+    rf"(?::(?P<config>[^\s:\[\]]+)(?=:))?(?::(?P<split>{_SPLIT}(?:\+{_SPLIT})*))?"
+)
 
 
 class PromptError(ValueError):
@@ -52,6 +68,7 @@ class Prompt:
 
     code: of a prompt that asks for a Python function, the code that this function completes.
     entry_point: the function's name. test: code that defines `check(candidate)`.
+    chat_template_kwargs: what the template reads beside the messages. tools: as JSON schemas.
     """
 
     id: str
@@ -62,14 +79,34 @@ class Prompt:
     code: str | None = None
     entry_point: str | None = None
     test: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
 
     @property
     def text(self) -> str:
-        """The words of the prompt, without any template: what overlap is measured on."""
+        """What is asked, without any template: what overlap is measured on.
+
+        Of messages the last turn of the user's: prompts of one domain may share all before it.
+        """
         if self.prompt is not None:
             return self.prompt
-        return "\n".join(message["content"] for message in self.messages or [])
+        turns = [turn for turn in self.messages or [] if turn["role"] not in INSTRUCTING]
+        asked = [turn["content"] for turn in turns if turn["role"] == "user"]
+        return asked[-1] if asked else "\n".join(turn.get("content") or "" for turn in turns)
 
+
+LongPrompts = Literal["error", "drop", "truncate_left"]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """max_prompt_length: tokens of a prompt, None: what the context leaves; of longer ones what?"""
+
+    max_prompt_length: int | None = None
+    long_prompts: LongPrompts = "error"
+
+
+ANY_LENGTH = Lengths()
 
 Batch = tuple[list[Prompt], list[list[int]]]  # prompts that are decoded together, and their ids
 
@@ -91,6 +128,16 @@ class PromptSet:
         """Share of them that are messages."""
         return sum(prompt.messages is not None for prompt in self.prompts) / len(self.prompts)
 
+    @property
+    def chat_template_kwargs(self) -> list[dict[str, Any]]:
+        """Those of the prompts that are messages, the same ones once."""
+        settings: list[dict[str, Any]] = []
+        for prompt in self.prompts:
+            setting = prompt.chat_template_kwargs or {}
+            if prompt.messages is not None and setting not in settings:
+                settings.append(setting)
+        return settings
+
     def drawn(self, count: int, seed: int) -> PromptSet:
         """`count` of them in the order that the seed draws them: the first few are drawn, too."""
         order = list(range(len(self.prompts)))
@@ -99,6 +146,10 @@ class PromptSet:
 
     def first(self, count: int) -> PromptSet:
         return self._of(range(min(count, len(self.prompts))))
+
+    def after(self, count: int) -> PromptSet:
+        """All but the first `count`."""
+        return self._of(range(count, len(self.prompts)))
 
     def _of(self, numbers: Iterable[int]) -> PromptSet:
         keep = list(numbers)
@@ -197,25 +248,50 @@ def _lines_of(file: IO[bytes], spec: str) -> PromptSource:
 
 def _rows_of(spec: str) -> PromptSource:
     """The rows of a data set of the Hub, which `datasets` keeps in memory-mapped files."""
+    named = DATA_SET.fullmatch(spec)
+    if named is None:
+        raise PromptError(
+            f"Prompts {spec!r}: there is no such file here, and a data set of the Hub is NAME, "
+            "NAME:SPLIT or NAME:CONFIG:SPLIT, with @REVISION after NAME for one version of it; "
+            "correct the spelling."
+        )
     from datasets import load_dataset
 
-    name, _, split = spec.partition(":")
+    name, revision, config, split = named.group("name", "revision", "config", "split")
     try:
-        rows = load_dataset(name, split=split or "train")
+        rows = load_dataset(name, config, split=split or "train", revision=revision)
     except Exception as error:  # a dozen unrelated types, from ConnectionError to ValueError
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        # the configurations that there are stand in the second line
+        reason = " ".join(str(error).splitlines()[:2]) or type(error).__name__
         raise PromptError(
             f"Prompts {spec!r}: there is no such file here, and as a data set of the Hub it cannot "
-            f"be loaded ({reason}). Check the spelling (NAME or NAME:SPLIT) and the network, or "
-            "give a .jsonl file."
+            f"be loaded ({reason}). Check the spelling (NAME, NAME:SPLIT or NAME:CONFIG:SPLIT) and "
+            "the network, or give a .jsonl file."
         ) from error
     return PromptSource(len(rows), lambda i: _parse(rows[i], spec, i))
 
 
 class _Turn(BaseModel):
+    """A message; transformers' templates want a call's arguments as an object, servers as JSON."""
+
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
-    content: str
+    content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def _says_or_calls(self) -> Self:
+        if self.content is None and (self.role != "assistant" or not self.tool_calls):
+            raise ValueError("no `content`, which only an assistant's `tool_calls` go without")
+        for call in self.tool_calls or []:
+            function = call.get("function")
+            if not isinstance(function, dict) or "name" not in function:
+                raise ValueError(
+                    '`tool_calls` should be [{"function": {"name": …, "arguments": {…}}}]'
+                )
+            if isinstance(arguments := function.get("arguments"), str):
+                function["arguments"] = json.loads(arguments or "{}")
+        return self
 
 
 class _Row(BaseModel):
@@ -231,18 +307,57 @@ class _Row(BaseModel):
     code: str | None = None
     entry_point: str | None = None
     test: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_other_forms(cls, row: Any) -> Any:
+        """`conversations`, a `prompt` that is a list of messages, and `tools` as JSON."""
+        if not isinstance(row, dict):
+            return row
+        row = dict(row)
+        if isinstance(row.get("prompt"), list) and row.get("messages") is None:
+            row["messages"] = row.pop("prompt")
+        if isinstance(row.get("tools"), str):
+            row["tools"] = json.loads(row["tools"])
+        turns = row.get("conversations")
+        if isinstance(turns, list) and row.get("messages") is None and row.get("prompt") is None:
+            row["messages"] = [_turn(turn) for turn in turns]
+        return row
 
     @model_validator(mode="after")
     def _one_of_the_two(self) -> Self:
+        first = next((turn.content for turn in self.messages or [] if turn.role == "user"), None)
+        if self.prompt is not None and self.prompt == first:  # as in UltraChat
+            self.prompt = None
         if (self.prompt is None) == (self.messages is None):
             has = "neither" if self.prompt is None else "both"
             raise ValueError(f"{has} of `prompt` and `messages`; give exactly one of them")
         while self.messages and self.messages[-1].role == "assistant":
             self.messages.pop()  # the answer that chat data sets bring: the target gives its own
-        turns = self.messages or []
-        if self.messages is not None and not any(turn.content.strip() for turn in turns):
+        turns = [turn for turn in self.messages or [] if turn.role not in INSTRUCTING]
+        if self.messages is not None and not any((turn.content or "").strip() for turn in turns):
             raise ValueError("`messages` holds nothing to answer; give a turn of the user's")
         return self
+
+
+def _turn(turn: Any) -> Any:
+    """A turn of `conversations` as a message."""
+    if not isinstance(turn, dict) or "from" not in turn:
+        return turn
+    if turn["from"] not in SPEAKERS:
+        raise ValueError(f"`from` is {turn['from']!r}, but should be one of {', '.join(SPEAKERS)}")
+    return {"role": SPEAKERS[turn["from"]], "content": turn.get("value")}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without the keys that a data set gives a row because other rows have them."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def _parse(row: bytes | dict[str, Any], spec: str, number: int) -> Prompt:
@@ -253,7 +368,7 @@ def _parse(row: bytes | dict[str, Any], spec: str, number: int) -> Prompt:
             # editors on Windows write a mark first
             parsed = _Row.model_validate_json(row.removeprefix(codecs.BOM_UTF8))
         else:
-            parsed = _Row.model_validate(row)
+            parsed = _Row.model_validate(_without_nulls(row))
     except ValidationError as error:
         first = error.errors()[0]
         place = "".join(f" `{part}`" for part in first["loc"] if part not in ("str", "int"))
@@ -269,28 +384,55 @@ def _parse(row: bytes | dict[str, Any], spec: str, number: int) -> Prompt:
     return Prompt(
         str(next(name for name in names if name is not None)),
         parsed.prompt,
-        None if parsed.messages is None else [turn.model_dump() for turn in parsed.messages],
+        None
+        if parsed.messages is None
+        else [turn.model_dump(exclude_unset=True) for turn in parsed.messages],
         None if category is None else str(category),
         None if parsed.group is None else str(parsed.group),
         parsed.prompt if judged and parsed.code is None else parsed.code,
         parsed.entry_point,
         parsed.test if judged else None,
+        parsed.chat_template_kwargs,
+        parsed.tools or None,
     )
 
 
 def in_chat_form(
-    prompts: Iterable[Prompt], instruction: str | None, chat_template: object
+    prompts: Iterable[Prompt],
+    instruction: str | None,
+    chat_template: object,
+    template_kwargs: dict[str, Any] | None = None,
 ) -> list[Prompt]:
     """The prompts as a target is asked that has this chat template, None for a base model.
 
     Each `prompt` becomes a user's message, the instruction with the prompt at PLACE; or, of a
     prompt that ends in a Python function with nothing but a docstring, with its code at CODE and
     its docstring at DOCSTRING. `messages` stay; without an instruction or a template, all stay.
-    Raises PromptError for an instruction that has no place for the prompt, and for a prompt that is
-    no such function where the instruction asks for one.
+    template_kwargs: `chat_template_kwargs` of messages that bring none of these names.
+    Raises PromptError for an instruction that has no place for the prompt, for a prompt that is
+    no such function where the instruction asks for one, and for template_kwargs without a template.
     """
-    if instruction is None or not chat_template:
-        return list(prompts)
+    if template_kwargs and not chat_template:
+        raise PromptError(
+            f"chat_template_kwargs is {template_kwargs}, but the target has no chat template to "
+            "read it; leave it out."
+        )
+    asked = list(prompts)
+    if instruction is not None and chat_template:
+        asked = _as_messages(asked, instruction)
+    if not template_kwargs:
+        return asked
+    return [
+        prompt
+        if prompt.messages is None
+        else replace(
+            prompt, chat_template_kwargs=template_kwargs | (prompt.chat_template_kwargs or {})
+        )
+        for prompt in asked
+    ]
+
+
+def _as_messages(prompts: list[Prompt], instruction: str) -> list[Prompt]:
     if PLACE not in instruction and not (CODE in instruction and DOCSTRING in instruction):
         raise PromptError(
             f"instruction is {instruction!r}, which has no place for a prompt; write {PLACE} where "
@@ -341,9 +483,11 @@ def prompts_sha256(prompts: Iterable[Prompt]) -> str:
     """One hash over all that they say; their order says nothing."""
     digest = hashlib.sha256()
     for p in sorted(prompts, key=lambda prompt: prompt.id):
-        row = [p.id, p.prompt, p.messages, p.category]
+        row: list[Any] = [p.id, p.prompt, p.messages, p.category]
         row += [] if p.group is None else [p.group]
         row += [] if p.entry_point is None else [p.code, p.entry_point, p.test]
+        row += [] if p.chat_template_kwargs is None else [p.chat_template_kwargs]
+        row += [] if p.tools is None else [p.tools]
         digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
 
@@ -351,6 +495,10 @@ def prompts_sha256(prompts: Iterable[Prompt]) -> str:
 def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids of one prompt. The template writes its own BOS, so none is added before it."""
     if prompt.messages is None:
+        if prompt.tools:
+            raise PromptError(
+                f"Prompt {prompt.id!r} has `tools`, but is completed as it stands; give `messages`."
+            )
         return list(tokenizer(prompt.prompt)["input_ids"])
     if tokenizer.chat_template is None:
         raise PromptError(
@@ -359,11 +507,16 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         )
     from jinja2 import TemplateError
 
+    _refuse_unread(prompt, tokenizer.get_chat_template(tools=prompt.tools))
     try:
         text = tokenizer.apply_chat_template(
-            prompt.messages, add_generation_prompt=True, tokenize=False
+            prompt.messages,
+            tools=None if prompt.tools is None else [*prompt.tools],
+            add_generation_prompt=True,
+            tokenize=False,
+            **(prompt.chat_template_kwargs or {}),
         )
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:  # TypeError: null content where a text is added
         raise PromptError(
             f"Prompt {prompt.id!r}: the target's chat template refuses its `messages` ({error}); "
             "use roles in the order that the template wants."
@@ -371,26 +524,102 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def render_all(
+def chat_request(prompt: Prompt) -> dict[str, Any]:
+    """What a server is sent that renders the messages itself, as OpenAI's chat API has it."""
+    request: dict[str, Any] = {"messages": [_as_sent(turn) for turn in prompt.messages or []]}
+    if prompt.tools:  # for the template to show; a call in the answer stays text
+        request |= {"tools": prompt.tools, "tool_choice": "none"}
+    if prompt.chat_template_kwargs:
+        request["chat_template_kwargs"] = prompt.chat_template_kwargs
+    return request
+
+
+def _as_sent(turn: dict[str, Any]) -> dict[str, Any]:
+    if not turn.get("tool_calls"):
+        return turn
+    turn = copy.deepcopy(turn)
+    for call in turn["tool_calls"]:
+        call["function"]["arguments"] = json.dumps(call["function"].get("arguments", {}))
+    return turn
+
+
+def _refuse_unread(prompt: Prompt, template: str) -> None:
+    """Raise PromptError for what the template would leave out without a word."""
+    kwargs, turns = prompt.chat_template_kwargs or {}, prompt.messages or []
+    if decided := [name for name in kwargs if name in SET_HERE]:
+        raise PromptError(
+            f"Prompt {prompt.id!r}: chat_template_kwargs has {decided[0]!r}, which the prompt "
+            "itself decides; remove it."
+        )
+    calls = any(turn.get("tool_calls") for turn in turns)
+    for name in [*kwargs, *["tools"] * bool(prompt.tools), *["tool_calls"] * calls]:
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise PromptError(
+                f"Prompt {prompt.id!r} has {name!r}, which the target's chat template does not "
+                "read; correct its spelling, or remove it."
+            )
+
+
+def render_set(
+    source: str,
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
     context_length: int,
     max_new_tokens: int,
-) -> list[list[int]]:
-    """Token ids of every prompt; none is ever cut.
+    lengths: Lengths = ANY_LENGTH,
+) -> PromptSet:
+    """The prompts with their token ids; of longer ones than `lengths` allows, what it says.
 
-    Raises PromptError for one that leaves no room for `max_new_tokens` in the context.
+    How many were dropped or cut is printed. Raises PromptError for a prompt that is not to be so
+    long, for one without a token, where all would be dropped, and for a max_prompt_length that
+    leaves no room for `max_new_tokens` in the context.
     """
-    rendered = []
+    fits = context_length - max_new_tokens
+    limit = fits if lengths.max_prompt_length is None else lengths.max_prompt_length
+    if limit > fits:
+        raise PromptError(
+            f"max_prompt_length is {limit}, but with {max_new_tokens} tokens to generate the "
+            f"context of {context_length} has room for {fits}; lower it, or generate fewer tokens."
+        )
+    kept: list[Prompt] = []
+    rendered: list[list[int]] = []
+    longer = 0
     for prompt in prompts:
         ids = render(prompt, tokenizer)
         if not ids:
             raise PromptError(f"Prompt {prompt.id!r} renders to no token; remove it.")
-        if len(ids) + max_new_tokens > context_length:
-            raise PromptError(
-                f"Prompt {prompt.id!r} has {len(ids)} tokens; with {max_new_tokens} to generate it "
-                f"does not fit the context of {context_length}. Shorten or remove it, or generate "
-                "fewer tokens."
-            )
+        if len(ids) > limit:
+            longer += 1
+            if lengths.long_prompts == "error":
+                raise PromptError(_too_long(prompt, ids, context_length, max_new_tokens, lengths))
+            if lengths.long_prompts == "drop":
+                continue
+            # without its first token many a model writes nonsense
+            opening = ids[:1] if ids[0] == tokenizer.bos_token_id else []
+            ids = opening + ids[len(ids) - limit + len(opening) :]
+        kept.append(prompt)
         rendered.append(ids)
-    return rendered
+    if prompts and not kept:
+        raise PromptError(
+            f"All {len(prompts)} prompts of {source!r} are longer than {limit} tokens; raise "
+            "max_prompt_length, or give shorter ones."
+        )
+    if longer:
+        done = "dropped" if lengths.long_prompts == "drop" else "cut at their beginning"
+        print(f"{source}: {longer} of {len(prompts)} prompts longer than {limit} tokens, {done}")
+    return PromptSet(source, kept, rendered)
+
+
+def _too_long(
+    prompt: Prompt, ids: list[int], context_length: int, max_new_tokens: int, lengths: Lengths
+) -> str:
+    if lengths.max_prompt_length is not None:
+        return (
+            f"Prompt {prompt.id!r} has {len(ids)} tokens, more than max_prompt_length "
+            f"{lengths.max_prompt_length}; raise it, or set long_prompts to drop or truncate_left."
+        )
+    return (
+        f"Prompt {prompt.id!r} has {len(ids)} tokens; with {max_new_tokens} to generate it does "
+        f"not fit the context of {context_length}. Shorten it, generate fewer tokens, or set "
+        "long_prompts to drop."
+    )

@@ -22,6 +22,7 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
+import json
 from typing import Any, get_args
 
 import torch
@@ -49,7 +50,15 @@ from eval.engines.vllm import VllmServer, measure_servers
 from eval.measuring.evaluation import Plan, context_length, evaluate
 from eval.measuring.intervals import FEWEST_CLUSTERS
 from eval.measuring.journal import INTERRUPTED, JOURNAL, Journal
-from eval.prompts import Prompt, PromptSet, in_chat_form, load_prompts, render_all
+from eval.prompts import (
+    Lengths,
+    LongPrompts,
+    Prompt,
+    PromptSet,
+    in_chat_form,
+    load_prompts,
+    render_set,
+)
 from eval.reporting.report import DraftReport, Report, write_report
 from eval.reporting.text import print_summary
 
@@ -72,6 +81,9 @@ DEFAULTS: dict[str, Any] = {
     "max_new_tokens": 128,
     "dtype": "bfloat16",
     "instruction": None,
+    "chat_template_kwargs": None,
+    "max_prompt_length": None,
+    "long_prompts": "error",
 }
 
 
@@ -87,6 +99,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", help="Hub data set, pypi: file or .jsonl")
     parser.add_argument(
         "--instruction", help="how an Instruct target is asked a prompt, which is put at {prompt}"
+    )
+    parser.add_argument(
+        "--chat_template_kwargs",
+        type=_object,
+        metavar="JSON",
+        help="for the target's chat template, as {\"enable_thinking\": false}; a prompt's win",
+    )
+    parser.add_argument(
+        "--max_prompt_length", type=int, help="tokens of a prompt; default: what the context leaves"
+    )
+    parser.add_argument(
+        "--long_prompts", choices=get_args(LongPrompts), help="of longer ones; default: error"
     )
     parser.add_argument("--run", type=Path, help="output folder of a training run")
     for option in GONE:
@@ -150,11 +174,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         if getattr(args, option) is not None:
             parser.error(f"--{option} is gone: {instead}")
     args.tuning = None
+    by_length = args.max_prompt_length is not None or args.long_prompts is not None
     if args.run is not None:
         _take_from_run(args)
     for key, value in DEFAULTS.items():
         if getattr(args, key) is None:
             setattr(args, key, value)
+    _check_lengths(parser, args, by_length)
     if args.engine == "vllm":
         if not (args.base_url and args.baseline_url and args.prompts):
             parser.error("engine vllm needs --base_url, --baseline_url and --prompts")
@@ -163,6 +189,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.engine not in ("torch", "vllm"):
         _check_for_engine(parser, args)
     return args
+
+
+def _check_lengths(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, by_length: bool
+) -> None:
+    if args.max_prompt_length is not None and args.max_prompt_length < 1:
+        parser.error(f"--max_prompt_length is {args.max_prompt_length}, but must be 1 or more")
+    if args.long_prompts == "truncate_left" and args.max_prompt_length is None:
+        parser.error("--long_prompts truncate_left needs --max_prompt_length: how much is kept")
+    if args.engine == "vllm" and (by_length or args.long_prompts == "truncate_left"):
+        parser.error(
+            "engine vllm renders the prompts itself, whole; leave --max_prompt_length and "
+            "--long_prompts out, or give --prompts that are short enough"
+        )
 
 
 def _check_for_engine(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -185,6 +225,18 @@ def _sizes(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(
+            f'{text!r} should be a JSON object, as {{"enable_thinking": false}}'
+        )
+    return value
+
+
 def _take_from_run(args: argparse.Namespace) -> None:
     """Target, drafts, prompts and sampling of a finished training run, where not given anew."""
     if not (args.run / "recipe.yaml").is_file() or not (args.run / "draft").is_dir():
@@ -202,6 +254,12 @@ def _take_from_run(args: argparse.Namespace) -> None:
         f"tuned={tuned}",
         f"tuned+lookup=lookup-first:{tuned}",
     ]
+    for option in ("instruction", "chat_template_kwargs"):
+        if getattr(args, option) is not None and args.prompts is None:
+            raise ValueError(
+                f"--{option} does nothing to the prompts of {args.run}, which are kept as they "
+                "were asked; give --prompts, or leave it out."
+            )
     args.prompts = args.prompts or str(args.run / "prompts" / "eval.jsonl")
     args.tuning = args.run / "prompts" / "tuning.jsonl"
     if args.strategy == "auto":
@@ -216,23 +274,23 @@ def _prompt_sets(
     args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
 ) -> tuple[PromptSet, PromptSet]:
     """Prompts to evaluate and prompts to choose gamma on, which are never the same."""
-    prompts = load_prompts(args.prompts, args.max_prompts, args.seed)
-    if args.tuning is not None:
-        tuning = load_prompts(str(args.tuning))
-    else:
-        # without a training run's own, the first prompts choose gamma and are not evaluated
-        aside = 0 if args.gamma else min(args.tuning_prompts, len(prompts) - 1)
-        if not args.gamma and aside < 1:
-            raise ValueError("One prompt cannot both choose gamma and be evaluated; give --gamma.")
-        tuning, prompts = prompts[:aside], prompts[aside:]
+    lengths = Lengths(args.max_prompt_length, args.long_prompts)
     room = longest_context(config.get_text_config()) - args.max_gamma - 1
 
     def rendered(part: list[Prompt]) -> PromptSet:
-        asked = in_chat_form(part, args.instruction, tokenizer.chat_template)
-        ids = render_all(asked, tokenizer, room, args.max_new_tokens)
-        return PromptSet(args.prompts, asked, ids)
+        asked = in_chat_form(
+            part, args.instruction, tokenizer.chat_template, args.chat_template_kwargs
+        )
+        return render_set(args.prompts, asked, tokenizer, room, args.max_new_tokens, lengths)
 
-    return rendered(prompts), rendered(tuning)
+    prompts = rendered(load_prompts(args.prompts, args.max_prompts, args.seed))
+    if args.tuning is not None:
+        return prompts, rendered(load_prompts(str(args.tuning)))
+    # without a training run's own, the first prompts choose gamma and are not evaluated
+    aside = 0 if args.gamma else min(args.tuning_prompts, len(prompts.prompts) - 1)
+    if not args.gamma and aside < 1:
+        raise ValueError("One prompt cannot both choose gamma and be evaluated; give --gamma.")
+    return prompts.after(aside), prompts.first(aside)
 
 
 def _named(text: str) -> tuple[str, str]:
@@ -300,7 +358,9 @@ def _measure_servers(args: argparse.Namespace) -> Report:
     """The report of vLLM behind --base_url, against --baseline_url."""
     prompts = load_prompts(args.prompts, args.max_prompts or args.speed_prompts, args.seed)
     # an instruction is for Instruct models alone: which template they have, the server knows
-    prompts = in_chat_form(prompts, args.instruction, chat_template=True)
+    prompts = in_chat_form(
+        prompts, args.instruction, chat_template=True, template_kwargs=args.chat_template_kwargs
+    )
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     return measure_servers(
         VllmServer(args.base_url),

@@ -25,7 +25,7 @@ from eval.engines.server import UNPENALISED, Server, ServerError
 from eval.measuring.intervals import Measured, measure, share
 from eval.measuring.losslessness import divergence, ledger
 from eval.measuring.runs import DraftLog, Floats, PromptRun, RunLog
-from eval.prompts import Prompt, PromptSet
+from eval.prompts import Prompt, PromptSet, chat_request
 from eval.reporting.report import Report, build_report
 
 NAME = "served"  # of the draft in the report
@@ -80,7 +80,7 @@ class VllmServer(Server):
         if prompt.messages is None:
             path, body = "/v1/completions", body | {"prompt": prompt.prompt}
         else:
-            path, body = "/v1/chat/completions", body | {"messages": prompt.messages}
+            path, body = "/v1/chat/completions", body | chat_request(prompt)
         times, blocks = [time.perf_counter()], []
         prompt_ids: list[int] = []
         prompt_tokens, finish = 0, None

@@ -125,6 +125,7 @@ def evaluate(
             "bits_per_token": round(bits_per_token(target, evaluation.ids), 2),
             "random_bits": round(math.log2(target.decoder.embedding.shape[0]), 2),
             "in_chat_form": evaluation.in_chat_form,
+            "chat_template_kwargs": evaluation.chat_template_kwargs,
             "chat_template": bool(target.tokenizer.chat_template),
         },
         provenance=provenance | {"resumed": journal.resumed},

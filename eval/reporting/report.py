@@ -321,6 +321,7 @@ class PromptsUsed(Part):
     bits_per_token: float | None = Field(description="the target's mean surprise at a token")
     random_bits: float | None = Field(description="log2 of the vocabulary: of a random token")
     in_chat_form: float = Field(0, ge=0, le=1, description="share asked as messages")
+    chat_template_kwargs: list[dict[str, JsonValue]] = Field([], description="of the messages")
     chat_template: bool | None = Field(None, description="whether the target has one")
 
 

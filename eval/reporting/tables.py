@@ -6,6 +6,7 @@ A cell is plain text; paths and tokens in it stand in backquotes.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -375,6 +376,7 @@ def _setting(report: Report) -> Table:
         ("prompts", f"{prompts.source}, {prompts.n}"),
         ("prompts sha256", prompts.sha256),
         ("asked in chat form", f"{prompts.in_chat_form:.0%}"),
+        ("chat template kwargs", " or ".join(map(json.dumps, prompts.chat_template_kwargs))),
         ("overlap with training", prompts.overlap_with_training),
         ("bits per prompt token", prompts.bits_per_token),
         ("bits of a random token", prompts.random_bits),

@@ -22,7 +22,7 @@ from eval.decoding.loop import seed_of
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.measuring.intervals import measure
-from eval.prompts import render_all
+from eval.prompts import render_set
 
 ROUNDS = 4
 BATCHES = 2  # in a round
@@ -79,7 +79,7 @@ def main():
     target = load_target(recipe.target, torch.bfloat16, device, 1024)
     size = BATCHES * recipe.answer_batch_size
     prompts, _ = training_prompts(recipe.train_prompts, [], ROUNDS * size, recipe.seed)
-    ids = render_all(prompts, target.tokenizer, 1024, recipe.answer_max_new_tokens)
+    ids = render_set("", prompts, target.tokenizer, 1024, recipe.answer_max_new_tokens).ids
     rows = []
     for at in range(0, len(ids), size):
         row = []

@@ -22,7 +22,7 @@ from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.measuring.intervals import measure
-from eval.prompts import load_prompts, render_all
+from eval.prompts import load_prompts, render_set
 
 PROMPTS = 24
 NEW_TOKENS = 64
@@ -67,7 +67,7 @@ def main(folder):
         "transformers, generate": lambda _, ids: stock(ids),
     }
     rows = []
-    ids = render_all(prompts, target.tokenizer, 2048, NEW_TOKENS)
+    ids = render_set("", prompts, target.tokenizer, 2048, NEW_TOKENS).ids
     for turn, (prompt, prompt_ids) in enumerate(zip(prompts, ids, strict=True)):
         row = {}
         for i in range(len(ways)):  # the order rotates: no way always runs on a cool machine

@@ -33,7 +33,7 @@ from eval.decoding.drafters import pruned
 from eval.decoding.drafters.pruned import build_pruned
 from eval.decoding.target import load_target
 from eval.measuring.intervals import measure
-from eval.prompts import render_all
+from eval.prompts import render_set
 
 BATCHES = 12
 
@@ -103,7 +103,7 @@ def main():
     target = load_target(recipe.target, torch.bfloat16, device, 1024)
     count = BATCHES * recipe.training["per_device_train_batch_size"]
     prompts, _ = training_prompts(recipe.train_prompts, [], count, recipe.seed)
-    ids = render_all(prompts, target.tokenizer, 1024, recipe.answer_max_new_tokens)
+    ids = render_set("", prompts, target.tokenizer, 1024, recipe.answer_max_new_tokens).ids
     vocab_size = target.decoder.embedding.shape[0]
     with tempfile.TemporaryDirectory() as folder:
         clock = time.perf_counter()

@@ -21,7 +21,7 @@ from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling, acceptance
 from eval.measuring.intervals import measure
-from eval.prompts import load_prompts, render_all
+from eval.prompts import load_prompts, render_set
 
 PROMPTS = 40
 NEW_TOKENS = 64
@@ -34,7 +34,7 @@ def main(folder):
     prompts = load_prompts(str(folder / "prompts" / "eval.jsonl"), PROMPTS)
     target = load_target(recipe["target"], getattr(torch, recipe["dtype"]), "cpu", 2048)
     drafter = load_drafter(str(folder / "draft"), target)
-    ids = render_all(prompts, target.tokenizer, 2048, NEW_TOKENS)
+    ids = render_set("", prompts, target.tokenizer, 2048, NEW_TOKENS).ids
     how = Decoding(Sampling(1.0), target.stops, NEW_TOKENS, rule="block")
     seen = []
     verify_sampled = verification.verify_sampled

@@ -93,6 +93,7 @@ def test_a_dry_run_prints_the_plan_of_what_is_asked_for(minutes, job, tmp_path, 
     run(job(tmp_path / "run", **EPOCHS, max_answers=3, dry_run=True))
     shown = capsys.readouterr().out
     assert "answers: 3 answers (0 at hand), 0.0 min" in shown
+    assert "[the answer begins here]\n" in shown
     assert "training: 2 steps, 0.0 min" in shown
     assert "evaluation: 3 prompts timed, " in shown
     assert re.search("memory: .* GiB of weights and tensors at most, while ", shown)

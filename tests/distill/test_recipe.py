@@ -275,6 +275,27 @@ def test_docs_name_every_field_that_is_refused():
     assert set(re.findall(r"`(\w+)`", written)) == set(FIXED)
 
 
+def test_what_a_chat_template_reads_is_a_mapping(loaded):
+    off = {"enable_thinking": False}
+    assert loaded("chat_template_kwargs: {enable_thinking: false}").chat_template_kwargs == off
+    options = ["--recipe", "code", "--chat_template_kwargs", '{"enable_thinking": false}']
+    assert load_recipe(options).chat_template_kwargs == off
+    assert load_recipe(["--recipe", "code"]).chat_template_kwargs is None
+    with pytest.raises(RecipeError, match="chat_template_kwargs is enable_thinking"):
+        loaded("chat_template_kwargs: enable_thinking")
+
+
+def test_prompts_are_cut_to_a_length_that_is_given_and_where_this_run_renders_them(loaded):
+    with pytest.raises(RecipeError, match="max_prompt_length is null; say how many tokens are k"):
+        loaded("long_prompts: truncate_left")
+    assert loaded("long_prompts: truncate_left\nmax_prompt_length: 9").max_prompt_length == 9
+    with pytest.raises(RecipeError, match="long_prompts is cut"):
+        loaded("long_prompts: cut")
+    served = "answers: server\nanswer_url: http://a:1\nspeculative_url: http://a:2\ndraft: org/d"
+    with pytest.raises(RecipeError, match=r"servers of speculative_url .* set it to drop"):
+        loaded(f"long_prompts: truncate_left\nmax_prompt_length: 9\n{served}")
+
+
 def test_the_seed_is_one_for_everything(loaded):
     assert loaded().seed == Recipe("t", "a", "b").seed == 42
     assert loaded("seed: 7").seed == 7

@@ -89,6 +89,14 @@ def test_a_run_that_made_nothing_does_not_claim_its_folder(folder, job, tmp_path
         run(job(tmp_path / "run", max_steps=41))
     with pytest.raises(AssertionError, match="the target was loaded"):  # a tracker changes nothing
         run(job(tmp_path / "run", report_to="tensorboard"))
+    path = mistyped.folder / "recipe.yaml"  # of an older version, which lacks some keys
+    since = ("chat_template_kwargs", "max_prompt_length", "long_prompts")
+    lines = [line for line in path.read_text().splitlines() if not line.startswith(since)]
+    path.write_text("\n".join(lines))
+    with pytest.raises(AssertionError, match="the target was loaded"):
+        run(job(tmp_path / "run"))
+    with pytest.raises(RecipeError, match=r"\(long_prompts: 'error' -> 'drop'\)"):
+        run(job(tmp_path / "run", long_prompts="drop"))
 
 
 @pytest.mark.parametrize("kind", [PRUNED, {}])

@@ -1,28 +1,34 @@
 import gzip
 import json
+from dataclasses import replace
+from typing import get_args
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from align.sources import SourceError
 from eval.prompts import (
+    Lengths,
+    LongPrompts,
     Prompt,
     PromptError,
     PromptSet,
+    chat_request,
     draw,
     in_chat_form,
     load_prompts,
     prompts_sha256,
     render,
-    render_all,
+    render_set,
     write_prompts,
 )
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}"
-    "{{ raise_exception('no tools here') }}{% endif %}{{ m.role }} {{ m.content }} {% endfor %}"
-    "{% if add_generation_prompt %}assistant {% endif %}"
+    "{{ raise_exception('no such role here') }}{% endif %}{{ m.role }} {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% if enable_thinking is defined and "
+    "enable_thinking is false %}: : {% endif %}{% endif %}"
 )
 WORDS = "<s> <unk> user assistant system select name from t : ?".split()
 
@@ -75,6 +81,24 @@ def test_gzip_blank_lines_byte_order_mark_and_line_separators(written):
     assert load_prompts(written(gzip.compress(text.encode()), "p.jsonl.gz")) == plain
 
 
+def test_conversations_in_the_forms_of_other_data_sets(written):
+    turns = [
+        {"role": "system", "content": "t"},
+        {"role": "user", "content": "select ?"},
+        {"role": "assistant", "content": "name"},
+    ]
+    speakers = zip(("system", "human", "gpt"), turns, strict=True)
+    rows = [
+        {"conversations": [{"from": name, "value": turn["content"]} for name, turn in speakers]},
+        {"conversations": turns},
+        {"prompt": turns, "chosen": turns[2:], "rejected": turns[2:]},
+        {"prompt": "select ?", "prompt_id": "5f", "messages": turns},  # UltraChat
+    ]
+    prompts = load_prompts(written(rows))
+    assert [prompt.messages for prompt in prompts] == [turns[:2]] * 4
+    assert {prompt.prompt for prompt in prompts} == {None}
+
+
 def test_the_answer_that_a_conversation_brings_is_left_to_the_target(written):
     turns = [{"role": "user", "content": "select ?"}, {"role": "assistant", "content": "name"}]
     assert load_prompts(written([{"messages": turns}]))[0].messages == turns[:1]
@@ -96,10 +120,16 @@ def test_the_answer_that_a_conversation_brings_is_left_to_the_target(written):
         (b'{"prompt": 3}', "line 1 `prompt`: Input should be a valid string"),
         (b'{"messages": []}', "nothing to answer"),
         (b'{"messages": "hello"}', "line 1 `messages`: Input should be a valid array"),
-        (b'{"messages": [{"role": "user"}]}', "`messages` `0` `content`: Field required"),
+        (b'{"messages": [{"role": "user"}]}', "`messages` `0`: .*no `content`, which only an ass"),
         (b'{"messages": [{"role": "user", "content": ["part"]}]}', "`content`: .*valid string"),
         (b'{"messages": [{"role": "user", "content": " "}]}', "nothing to answer"),
         (b'{"messages": [{"role": "assistant", "content": "a"}]}', "nothing to answer"),
+        (b'{"messages": [{"role": "system", "content": "a"}]}', "nothing to answer; give a turn"),
+        (b'{"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}', "should be \\[{"),
+        (b'{"conversations": [{"from": "bing", "value": "a"}]}', "`from` is 'bing', but should be"),
+        (b'{"conversations": [{"from": "human"}]}', "`messages` `0`: .*no `content`"),
+        (b'{"prompt": [{"role": "user"}]}', "`messages` `0`: .*no `content`"),
+        (b'{"messages": [], "tools": "{"}', "line 1: .*Expecting property name"),
         (b'{"prompt": "a", "category": ["x"]}', "`category`: Input should be a valid string"),
         (b'{"prompt": "a", "id": true}', "`id`: Input should be a valid string"),
         (b'{"prompt": "\\ud800"}', "line 1: Invalid JSON: .*hex escape"),
@@ -135,15 +165,43 @@ def test_a_data_set_of_the_hub(monkeypatch):
 
     rows = Dataset.from_list([{"prompt": f"p{i}", "task_id": f"t{i}"} for i in range(20)])
     asked = []
-    monkeypatch.setattr("datasets.load_dataset", lambda n, split: asked.append((n, split)) or rows)
+
+    def load(name, config, split, revision):
+        asked.append((name, config, split, revision))
+        return rows
+
+    monkeypatch.setattr("datasets.load_dataset", load)
     everything = load_prompts("org/set:test")
     assert everything == [Prompt(f"t{i}", f"p{i}") for i in range(20)]
     assert load_prompts("org/set", limit=5, seed=1) == draw(everything, 5, 1)
-    assert asked == [("org/set", "test"), ("org/set", "train")]
+    for spec in (
+        "set@v1.0",
+        "org/set:main:test",
+        "org/set@refs/pr/1:20231101.de:train[:10%]+test",
+        "org/set:train[10:20]",
+    ):
+        load_prompts(spec)
+    assert asked == [
+        ("org/set", None, "test", None),
+        ("org/set", None, "train", None),
+        ("set", None, "train", "v1.0"),
+        ("org/set", "main", "test", None),
+        ("org/set", "20231101.de", "train[:10%]+test", "refs/pr/1"),
+        ("org/set", None, "train[10:20]", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["org/set:", "org/set::test", "org/set:main:", "a/b/c", "org/set@", "org/set:a:b:c", "x y"],
+)
+def test_a_data_set_that_is_spelt_wrongly(spec):
+    with pytest.raises(PromptError, match=r"NAME:CONFIG:SPLIT, with @REVISION after NAME.*corr"):
+        load_prompts(spec)
 
 
 def test_a_data_set_that_cannot_be_loaded(monkeypatch):
-    def offline(name, split):
+    def offline(*args, **kwargs):
         raise ConnectionError("no route to the Hub")
 
     monkeypatch.setattr("datasets.load_dataset", offline)
@@ -232,6 +290,145 @@ def test_a_function_to_write_is_asked_for_by_its_code_and_its_docstring(tokenize
             in_chat_form([Prompt("1", no_task)], "{docstring} {code}", tokenizer.chat_template)
 
 
+def test_what_the_template_has_a_switch_for_comes_from_the_recipe_or_the_prompt(tokenizer, written):
+    turns = [{"role": "user", "content": "t"}]
+    off, on = {"enable_thinking": False}, {"enable_thinking": True}
+    rows = [{"messages": turns}, {"messages": turns, "chat_template_kwargs": on}, {"prompt": "t"}]
+    prompts = load_prompts(written(rows))
+    asked = in_chat_form(prompts, None, tokenizer.chat_template, off | {"bos_token": "t"})
+    assert [prompt.chat_template_kwargs for prompt in asked] == [
+        off | {"bos_token": "t"},
+        on | {"bos_token": "t"},
+        None,
+    ]
+    asked = in_chat_form(prompts, "{prompt}", tokenizer.chat_template, off)
+    words = [" ".join(WORDS[i] for i in render(prompt, tokenizer)) for prompt in asked]
+    closed = "<s> user t assistant : :"
+    assert words == [closed, "<s> user t assistant", closed]
+    for prompt, kwargs in zip(asked, (off, on, off), strict=True):
+        by_transformers = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_dict=False, **kwargs
+        )
+        assert render(prompt, tokenizer) == by_transformers
+    assert PromptSet("made up", asked, [[]] * 3).chat_template_kwargs == [off, on]
+    assert PromptSet("made up", prompts, [[]] * 3).chat_template_kwargs == [{}, on]
+    assert len({prompts_sha256([p]) for p in (prompts[0], asked[0])}) == 2
+    path = written([])
+    write_prompts(path, asked)
+    assert load_prompts(path) == asked  # so a run's own prompts are asked as they were
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"enable_thinkin": False}, "'1'.* 'enable_thinkin', which the target's chat template do"),
+        ({"messages": []}, "'1'.* 'messages', which the prompt itself decides; remove it"),
+    ],
+)
+def test_what_the_template_does_not_read_is_refused(tokenizer, kwargs, message):
+    prompt = Prompt("1", None, [{"role": "user", "content": "t"}], chat_template_kwargs=kwargs)
+    with pytest.raises(PromptError, match=message):
+        render(prompt, tokenizer)
+    with pytest.raises(PromptError, match="but the target has no chat template"):
+        in_chat_form([prompt], None, None, kwargs)
+
+
+CALLING = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{% if m.content %}{{ m.content }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Of a town.",
+        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}},
+    },
+}
+
+
+def call(arguments):
+    function = {"name": "weather", "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+    }
+
+
+def talk_with_tools(arguments):
+    return [
+        {"role": "user", "content": "Is it warm in Turin?"},
+        call(arguments),
+        {"role": "tool", "tool_call_id": "c1", "name": "weather", "content": "31 °C"},
+    ]
+
+
+@pytest.fixture
+def letters():
+    """A tokenizer whose ids give the whole text back."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=backend)
+    made.chat_template = CALLING
+    return made
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_calls_and_results_are_rendered_as_transformers_does(letters, written, as_text):
+    arguments, turns = {"town": "Turin"}, talk_with_tools({"town": "Turin"})
+    row = {"messages": talk_with_tools(json.dumps(arguments) if as_text else arguments)}
+    row["tools"] = json.dumps([TOOL]) if as_text else [TOOL]
+    (prompt,) = load_prompts(written([row]))
+    expected = letters.apply_chat_template(
+        turns, tools=[TOOL], add_generation_prompt=True, tokenize=False
+    )
+    assert letters.decode(render(prompt, letters)) == expected
+    assert '{"town": "Turin"}' in expected
+    assert prompt.text == "Is it warm in Turin?"
+    sent = chat_request(prompt)
+    assert sent["messages"] == talk_with_tools(json.dumps(arguments))  # as OpenAI's API has it
+    assert (sent["tools"], sent["tool_choice"]) == ([TOOL], "none")
+    write_prompts(written([]), [prompt])
+    assert load_prompts(written([row])) == [prompt]
+    assert prompts_sha256([prompt]) != prompts_sha256([replace(prompt, tools=None)])
+
+
+def test_what_a_data_set_gives_a_row_because_others_have_it_is_left_out(letters, monkeypatch):
+    from datasets import Dataset
+
+    other = TOOL["function"] | {"parameters": {"properties": {"n": {"type": "integer"}}}}
+    rows = [
+        {"messages": talk_with_tools({"town": "Turin"}), "tools": [TOOL]},
+        {"messages": talk_with_tools({"n": "3"}), "tools": [TOOL | {"function": other}]},
+    ]
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: Dataset.from_list(rows))
+    prompts = load_prompts("org/set")
+    assert [prompt.tools for prompt in prompts] == [row["tools"] for row in rows]
+    for prompt, row in zip(prompts, rows, strict=True):
+        expected = letters.apply_chat_template(
+            row["messages"], tools=row["tools"], add_generation_prompt=True, tokenize=False
+        )
+        assert letters.decode(render(prompt, letters)) == expected
+
+
+def test_tools_that_the_template_would_leave_out_are_refused(tokenizer, letters):
+    turns = talk_with_tools({})
+    with pytest.raises(PromptError, match="'1' has 'tools', which the target's chat template d"):
+        render(Prompt("1", None, turns[:1], tools=[TOOL]), tokenizer)
+    with pytest.raises(PromptError, match="'1' has 'tool_calls', which the target's chat templ"):
+        render(Prompt("1", None, turns), tokenizer)
+    with pytest.raises(PromptError, match="has `tools`, but is completed as it stands; give `me"):
+        render(Prompt("1", "t", tools=[TOOL]), letters)
+    letters.chat_template = "{% for m in messages %}{{ m.content + m.tool_calls }}{% endfor %}"
+    with pytest.raises(PromptError, match="'1': the target's chat template refuses its `messages"):
+        render(Prompt("1", None, [call({})]), letters)
+
+
 def test_the_first_of_drawn_prompts_are_drawn_too():
     prompts = [Prompt(str(i), "x") for i in range(50)]
     every = PromptSet("made up", prompts, [[i] for i in range(50)])
@@ -250,18 +447,50 @@ def test_messages_without_a_template(tokenizer):
 
 
 def test_messages_that_the_template_refuses(tokenizer):
-    with pytest.raises(PromptError, match=r"'q7'.*no tools here"):
+    with pytest.raises(PromptError, match=r"'q7'.*no such role here"):
         render(Prompt("q7", None, [{"role": "tool", "content": "select"}]), tokenizer)
 
 
 def test_a_prompt_that_does_not_fit_is_an_error_and_never_cut(tokenizer):
     prompts = [Prompt("short", "select"), Prompt("long", "select name from t ?")]
-    assert [len(ids) for ids in render_all(prompts, tokenizer, 10, 4)] == [2, 6]
+    assert [len(ids) for ids in render_set("", prompts, tokenizer, 10, 4).ids] == [2, 6]
     with pytest.raises(PromptError, match=r"'long' has 6 tokens.*4 to generate.*context of 9"):
-        render_all(prompts, tokenizer, 9, 4)
+        render_set("", prompts, tokenizer, 9, 4)
+
+
+def test_long_prompts_are_refused_dropped_or_cut_and_counted(tokenizer, capsys):
+    prompts = [Prompt("short", "select"), Prompt("long", "select name from t ?")]
+
+    def rendered(tokens, long_prompts):
+        lengths = Lengths(tokens, long_prompts)
+        sets = render_set("made up", prompts, tokenizer, 10, 4, lengths)
+        both = zip(sets.prompts, sets.ids, strict=True)
+        return [(p.id, " ".join(WORDS[i] for i in ids)) for p, ids in both]
+
+    whole = [("short", "<s> select"), ("long", "<s> select name from t ?")]
+    for long_prompts in get_args(LongPrompts):
+        assert rendered(6, long_prompts) == whole
+    assert capsys.readouterr().out == ""
+    assert rendered(3, "drop") == whole[:1]
+    said = "made up: 1 of 2 prompts longer than 3 tokens, "
+    assert capsys.readouterr().out == f"{said}dropped\n"
+    assert rendered(3, "truncate_left") == [whole[0], ("long", "<s> t ?")]
+    assert capsys.readouterr().out == f"{said}cut at their beginning\n"
+    with pytest.raises(PromptError, match="'long' has 6 tokens, more than max_prompt_length 3; r"):
+        rendered(3, "error")
+    with pytest.raises(PromptError, match="All 2 prompts of 'made up' are longer than 1 tokens"):
+        rendered(1, "drop")
+    with pytest.raises(PromptError, match=r"is 7, but .* 4 tokens .* context of 10 has room for 6"):
+        rendered(7, "drop")
+
+
+def test_without_a_limit_long_is_what_the_context_does_not_hold(tokenizer):
+    prompts = [Prompt("short", "select"), Prompt("long", "select name from t ?")]
+    dropping = Lengths(long_prompts="drop")
+    assert render_set("", prompts, tokenizer, 9, 4, dropping).prompts == prompts[:1]
 
 
 def test_a_prompt_without_a_token(tokenizer):
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A")
     with pytest.raises(PromptError, match="'odd' renders to no token"):
-        render_all([Prompt("odd", "\n")], tokenizer, 10, 4)
+        render_set("", [Prompt("odd", "\n")], tokenizer, 10, 4)

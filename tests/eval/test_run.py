@@ -96,6 +96,48 @@ def test_drafts_rivals_and_sweep_in_one_report(folder, tmp_path, capsys):
     assert "prompt-lookup" in capsys.readouterr().out
 
 
+def test_what_a_chat_template_reads_is_refused_where_nothing_reads_it(folder, tmp_path, capsys):
+    off = ("--draft", "prompt-lookup", "--chat_template_kwargs", '{"enable_thinking": false}')
+    assert run(folder, tmp_path, *off) == 2
+    assert "but the target has no chat template to read it" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        run(folder, tmp_path, "--draft", "prompt-lookup", "--chat_template_kwargs", "no")
+    assert "'no' should be a JSON object, as" in capsys.readouterr().err
+    (tmp_path / "run" / "draft").mkdir(parents=True)
+    (tmp_path / "run" / "recipe.yaml").write_text(f"target: {folder / 'target'}\ndraft: null\n")
+    assert main(["--run", str(tmp_path / "run"), *off[2:]]) == 2
+    assert "does nothing to the prompts of" in capsys.readouterr().err
+
+
+def test_long_prompts_are_left_out_before_some_are_set_aside(folder, tmp_path, capsys):
+    prompts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").open()]
+    limit = sorted(map(len, prompts))[8]  # a token a letter
+    kept = sum(len(prompt) <= limit for prompt in prompts)
+    options = ("--draft", "prompt-lookup", "--max_prompt_length", str(limit))
+    assert run(folder, tmp_path, *options, "--long_prompts", "drop", "--tuning_prompts", "2") == 0
+    assert f"{len(prompts) - kept} of {len(prompts)} prompts longer than" in capsys.readouterr().out
+    assert loaded(tmp_path)["prompts"]["n"] == kept - 2
+    assert run(folder, tmp_path, *options) == 2
+    assert f"more than max_prompt_length {limit}; raise it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--long_prompts", "truncate_left"], "needs --max_prompt_length: how much is kept"),
+        (["--max_prompt_length", "0"], "is 0, but must be 1 or more"),
+        (
+            ["--max_prompt_length", "9", "--engine", "vllm"],
+            "engine vllm renders the prompts itself",
+        ),
+    ],
+)
+def test_lengths_that_cannot_be_kept(folder, tmp_path, capsys, options, message):
+    with pytest.raises(SystemExit, match="2"):
+        run(folder, tmp_path, "--draft", "prompt-lookup", *options)
+    assert message in capsys.readouterr().err
+
+
 def test_batches_stand_in_the_report_where_asked_for(folder, tmp_path):
     status = run(
         folder,

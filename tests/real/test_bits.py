@@ -18,13 +18,13 @@ import torch
 from distill.prompt_sets import evaluation_prompts
 from distill.recipe import load_recipe
 from eval.decoding.target import load_target
-from eval.prompts import render_all
+from eval.prompts import render_set
 
 recipe = load_recipe(["--recipe", "code"])
 target = load_target(recipe.target, torch.bfloat16, "cpu", 600)
 decoder = target.decoder
 prompts = evaluation_prompts(recipe.eval_prompts, 3, 1)
-for ids in render_all(prompts, target.tokenizer, 600, 70):
+for ids in render_set("", prompts, target.tokenizer, 600, 70).ids:
     cache = decoder.new_cache(1, len(ids) + 80)
     logits = decoder.forward(torch.tensor([ids]), 0, cache, last_only=True)
     text, alone = list(ids), []

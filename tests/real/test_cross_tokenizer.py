@@ -22,7 +22,7 @@ from eval.decoding.verification import Sampling
 from eval.measuring.agreement import measure_agreement, target_texts
 from eval.measuring.journal import Journal
 from eval.measuring.metrics import alpha
-from eval.prompts import PromptSet, load_prompts, render_all
+from eval.prompts import PromptSet, load_prompts, render_set
 
 pytestmark = pytest.mark.real
 
@@ -129,7 +129,7 @@ def pair():
     """The target in bf16 and in fp32, prompts for it, and its answers."""
     short = [p for p in load_prompts(HUMAN_EVAL) if p.prompt and len(p.prompt) < 700][:3]
     target = load_target(GEMMA, torch.bfloat16, "cpu", 64)
-    ids = render_all(short, target.tokenizer, 500, NEW)
+    ids = render_set("", short, target.tokenizer, 500, NEW).ids
     context = max(map(len, ids)) + NEW + 8
     target.decoder = build_decoder(target.model, context)
     assert isinstance(target.decoder, LeanDecoder)

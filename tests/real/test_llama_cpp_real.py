@@ -14,7 +14,7 @@ from eval.engines.driven import measure_driven
 from eval.engines.environments import EngineMissing, install
 from eval.engines.llama_cpp import EngineError, LlamaCpp
 from eval.measuring.journal import Journal
-from eval.prompts import Prompt, PromptSet, render_all
+from eval.prompts import Prompt, render_set
 
 pytestmark = pytest.mark.real
 
@@ -61,7 +61,7 @@ def worse(target, tmp_path_factory):
 def timed(spec):
     texts = ["def mean(values):\n", "import os\n\ndef files(folder):\n", "class Stack:\n"]
     prompts = [Prompt(str(i), prompt=text) for i, text in enumerate(texts)]
-    return PromptSet("made up", prompts, render_all(prompts, load_tokenizer(spec), 2048, TOKENS))
+    return render_set("made up", prompts, load_tokenizer(spec), 2048, TOKENS)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.engines.local_vllm import speculation
 from eval.engines.vllm import VllmServer
-from eval.prompts import load_prompts, render_all
+from eval.prompts import load_prompts, render_set
 from eval.reporting.report import read_report
 from eval.run import main
 
@@ -87,7 +87,7 @@ def ours(target, draft, prompts):
         drafter = load_drafter(str(draft), target)
     # so that the block that reaches the limit is drafted and counted in full, as vLLM does
     how = Decoding(Sampling(), frozenset(), TOKENS + 2 * GAMMA + 1)
-    ids = render_all(prompts, target.tokenizer, 2048, how.max_new_tokens)
+    ids = render_set("", prompts, target.tokenizer, 2048, how.max_new_tokens).ids
     with torch.inference_mode():
         return [
             decode(target.decoder, drafter, [prompt], [one], how, DraftLength(GAMMA))[0]
@@ -126,7 +126,7 @@ def vllm_counts(run, emitted):
 
 def gap(target, prompt, text):
     """Between the target's two best logits after the prompt and the text."""
-    ids = [*render_all([prompt], target.tokenizer, 2048, TOKENS)[0], *text]
+    ids = [*render_set("", [prompt], target.tokenizer, 2048, TOKENS).ids[0], *text]
     cache = target.decoder.new_cache(1, len(ids))
     with torch.inference_mode():
         logits = target.decoder.forward(torch.tensor([ids]), 0, cache, last_only=True)

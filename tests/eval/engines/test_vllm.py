@@ -99,6 +99,15 @@ def test_the_same_requests_to_both(fake):
     assert {body["seed"] for body in bodies} == {seed_of(0, prompt.id) for prompt in PROMPTS}
 
 
+def test_a_chat_brings_what_its_template_reads(fake):
+    kwargs = {"enable_thinking": False}
+    asked = Prompt("b", messages=PROMPTS[1].messages, chat_template_kwargs=kwargs)
+    drafting = fake(3)
+    report = measure(drafting, fake(1), [asked])
+    assert all(body["chat_template_kwargs"] == kwargs for _, body in drafting.requests)
+    assert report.prompts.chat_template_kwargs == [kwargs]
+
+
 def test_other_tokens_are_not_explained_away(fake):
     drafting, plain = fake(3, text=[*TEXT[:9], 7, *TEXT[10:]]), fake(1)
     report = measure(drafting, plain)
