@@ -3,21 +3,18 @@
 `python -m eval.engines.environments vllm` installs it (3.5 GB); else this is skipped.
 """
 
-import os
-import re
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from distill.recipe import load_recipe
+from distill.train import run
 from eval.engines.environments import EngineMissing, vllm_python
 from tests.conftest import cache_without_answers
 
 pytestmark = pytest.mark.real
 
-ROOT = Path(__file__).resolve().parents[2]
 SHORT = {
     "coverage_curve": "true",  # it answers, and stops
     "minutes": "null",
@@ -27,16 +24,6 @@ SHORT = {
     "max_eval_prompts": 4,
     "tuning_prompts": 1,
 }
-
-
-def made(name, **keys):
-    """How many answers a run makes, and of how many."""
-    keys = SHORT | {"output_dir": f"{os.environ['DRAFTSMITH_CACHE']}/{name}"} | keys
-    words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "distill/train.py", "--recipe", "code", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return tuple(map(int, re.search(r"(\d+) of (\d+) answers made", done.stdout).groups()))
 
 
 def running(cache):
@@ -49,14 +36,20 @@ def running(cache):
     return processes
 
 
-def test_vllm_goes_on_where_our_own_loop_stopped_in_one_store(tmp_path, monkeypatch):
+def test_vllm_goes_on_where_our_own_loop_stopped_in_one_store(tmp_path, monkeypatch, capsys):
     try:
         vllm_python()
     except EngineMissing as reason:
         pytest.skip(str(reason))
     monkeypatch.setenv("DRAFTSMITH_CACHE", cache_without_answers(tmp_path))
-    assert made("first", max_answers=4) == (4, 4)
+
+    def shown(name, **keys):
+        keys = SHORT | {"output_dir": tmp_path / name} | keys
+        words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+        assert run(load_recipe(["--recipe", "code", *words])) == 0
+        return capsys.readouterr().out
+
+    assert "4 of 4 answers made" in shown("first", max_answers=4)
     # vLLM's distributions after our own answers' prompts are found to be the same model's
-    assert made("more", max_answers=12, answers="vllm") == (8, 12)
+    assert "8 of 12 answers made" in shown("more", max_answers=12, answers="vllm")
     assert not running(str(tmp_path))
-    assert made("again", max_answers=12) == (0, 12)

@@ -232,8 +232,8 @@ def stand_in(target):
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch):
-    monkeypatch.setattr(module, "PATIENT", module.PATIENT.new(total=3, backoff_factor=0.01))
-    monkeypatch.setattr(module.PATIENT, "backoff_jitter", 0.01)
+    hurried = ServedTarget.patience.new(total=3, backoff_factor=0.01, backoff_jitter=0.01)
+    monkeypatch.setattr(ServedTarget, "patience", hurried)
     monkeypatch.setattr(module, "ANSWERS_PER_SHARD", 2)
 
 
