@@ -29,9 +29,10 @@ from distill.plan import (
 )
 from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe
-from distill.teacher.answers import open_store
+from distill.teacher.answers import open_store, who_answers
 from distill.teacher.served import ServedTarget
 from distill.trainer import training_config
+from eval.engines.environments import vllm_python
 from eval.measuring import cost
 
 EXAMPLE = 1000  # characters shown of the beginning of a prompt, and of its end
@@ -44,7 +45,7 @@ def price_run(recipe: Recipe) -> int:
     """
     clock = Clock()
     untimed = why_not_timed(recipe)
-    if untimed is not None and recipe.answers == "local":
+    if untimed is not None and recipe.answers != "server":
         print_memory(recipe, None)
         print(f"minutes and pay-off: not measured, {untimed}")
         return 0
@@ -53,10 +54,15 @@ def price_run(recipe: Recipe) -> int:
     prompts = collect_prompts(recipe, pair.target)
     print_memory(recipe, prompts)
     print_example(prompts, load_tokenizer(pair.target.spec))
-    if recipe.answers == "server":
+    by, why = who_answers(recipe)
+    print(f"answers: {by}, since {why}")
+    if by == "server":
         served = ServedTarget(recipe, pair.target, prompts)
         served.check()
         return served.describe()
+    if by == "vllm":
+        vllm_python()
+        print("until it has answered here, its answers are timed as those of our own loop")
     target = TargetOfRun(recipe, pair, prompts)
     if recipe.drafter == "auto":
         costs = price(candidates(recipe, pair)[0], pair, prompts, target)

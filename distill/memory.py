@@ -118,7 +118,7 @@ def needs(
         preparing = Stage("preparing", draft=4 * weights)
         exporting = Stage("exporting", draft=4 * weights, buffers=embedding * size)
     stages = [preparing, distilling, exporting]
-    if recipe.answers == "local":
+    if recipe.answers != "server":
         whole = _shape(target)
         held = size * _numbers(whole)
         rows = min(recipe.answer_batch_size, recipe.max_train_prompts * recipe.answers_per_prompt)

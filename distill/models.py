@@ -107,7 +107,7 @@ def check_models(recipe: Recipe) -> Pair:
             "or let a server answer (answers: server)."
         )
     target = read_vocabulary(recipe.target)
-    if recipe.answers == "local" or recipe.draft is None:  # its weights are read here
+    if recipe.answers != "server" or recipe.draft is None:  # its weights are read here
         refuse_quantised(recipe.target, target.config)
     draft = target if recipe.draft is None else read_vocabulary(recipe.draft)
     verdict = compare(target, draft)

@@ -93,7 +93,7 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
         )
     tuning, rest = prompts[: recipe.tuning_prompts], prompts[recipe.tuning_prompts :]
     count = min(recipe.held_out_prompts, len(rest) // HELD_OUT_PART)
-    if recipe.answers == "server" or count < HELD_OUT_FEWEST:  # a server's are all trained on
+    if count < HELD_OUT_FEWEST:
         count = 0
     held_out, training = hold_out(rest, count)
     like_them = len(rest) - len(held_out) - len(training)

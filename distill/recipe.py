@@ -137,7 +137,7 @@ class Recipe:
     draft_vocab_size: Count | None = None  # rows of the draft's head; null keeps all
     fit_tokens: Count = 20_000  # answer tokens that the head is fitted on
     device_map: Literal["auto"] | None = None  # auto: the target's layers over all GPUs
-    answers: Literal["local", "server"] = "local"  # who gives the target's: it here, or a server
+    answers: Literal["auto", "local", "vllm", "server"] = "auto"  # by whom the target's are made
     answer_url: Text | None = None  # of the server that answers: http://HOST:PORT
     answer_model: Text | None = None  # the target's name there; null: the one model it serves
     speculative_url: Text | None = None  # of the same with the draft; null: no evaluation there
@@ -543,12 +543,17 @@ def _check_drafter(recipe: Recipe) -> None:
 
 
 def _check_server(recipe: Recipe) -> None:
-    if recipe.answers == "local":
+    if recipe.answers == "vllm" and recipe.train_on_prompts:
+        raise RecipeError(
+            "train_on_prompts is true, but answers is vllm, which is asked for distributions of "
+            "answers only; set it to false, or answers to local."
+        )
+    if recipe.answers != "server":
         keys = ("answer_url", "answer_model", "speculative_url")
         if given := [key for key in keys if getattr(recipe, key) is not None]:
             raise RecipeError(
-                f"{given[0]} is {getattr(recipe, given[0])!r}, but answers is local, where no "
-                "server is asked; set answers to server, or remove it."
+                f"{given[0]} is {getattr(recipe, given[0])!r}, but answers is {recipe.answers}, "
+                "where no server of yours is asked; set answers to server, or remove it."
             )
         return
     if recipe.answer_url is None:

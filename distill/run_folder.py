@@ -20,8 +20,8 @@ from distill.lora import base_sha256
 from distill.models import Pair
 from distill.plan import Plan, read_plan
 from distill.prompt_sets import Prompts
-from distill.recipe import Recipe, RecipeError, chosen_loss, dump, read_yaml
-from distill.teacher.answers import USED
+from distill.recipe import GONE, OWN, Recipe, RecipeError, chosen_loss, dump, read_yaml
+from distill.teacher.answers import USED, who_answers
 from distill.teacher.store import names_of
 from distill.trainer import last_checkpoint
 from distill.training_set import TRAINING_SET
@@ -41,8 +41,6 @@ FREE_KEYS = {
     "target_hub_id",
     "device_map",
 }
-# Keys that recipes of older versions lack, with what was done then.
-SINCE = {"long_prompts": "error"}
 PACKAGES = "torch transformers trl peft accelerate datasets evaluate gguf safetensors".split()
 
 
@@ -51,11 +49,16 @@ def refuse_another_run(recipe: Recipe) -> None:
     path = recipe.folder / "recipe.yaml"
     if recipe.dry_run or not path.exists():
         return
-    found, asked = SINCE | read_yaml(path), recipe.values()
+    # of another version: what it could not say yet is as by default, and what is gone was off
+    defaults = {key: f.default for key, f in OWN.items()}
+    written = {key: value for key, value in read_yaml(path).items() if value or key not in GONE}
+    found, asked = defaults | written, recipe.values()
     plan, free = read_plan(recipe.folder), set(FREE_KEYS)
     if recipe.planned:
         decided = {"minutes"} if plan is None else set(plan.decided())
         free |= decided if recipe.drafter == "auto" else decided - {"drafter", "num_draft_layers"}
+    if "server" not in (found["answers"], recipe.answers):
+        free.add("answers")  # here or by a vLLM they are the same model's, in one store
     changed = sorted(
         key for key in (found.keys() | asked) - free if found.get(key) != asked.get(key)
     )
@@ -123,6 +126,7 @@ def provenance(
             **({} if recipe.base is None else {"base": base_sha256(recipe.base)}),
         },
         "loss": dict(zip(("name", "why"), chosen_loss(recipe), strict=True)),
+        "answers": dict(zip(("by", "why"), who_answers(recipe), strict=True)),
         "overlap": asdict(prompts.overlap),
         "lost_mass": lost_mass,
         "seconds_before_evaluation": round(seconds, 1),

@@ -7,6 +7,7 @@ import shlex
 from align.files import write_json
 from align.sources import read_json
 from distill.card import USUAL_GAMMA
+from distill.held_out import held_out_curve
 from distill.models import Pair
 from distill.prepare import lost_mass_of
 from distill.prompt_sets import Prompts
@@ -53,6 +54,7 @@ def evaluate_served(recipe: Recipe, pair: Pair, prompts: Prompts, seconds: float
         )
     except ServerError as error:
         raise ServerError(f"{error}\nThe draft is made, and kept. {advice}.") from None
+    report = report.model_copy(update={"held_out": held_out_curve(folder)})
     write_report(folder / "report", report)
     write_card(folder)
     broken_off = [m.reason for m in report.last[1].missing if m.field == "prompts"]

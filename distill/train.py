@@ -51,7 +51,9 @@ from distill.teacher.answers import (
     note_used,
     open_store,
     to_answer,
+    who_answers,
 )
+from distill.teacher.local_vllm import LocalVllm
 from distill.teacher.served import ServedTarget
 from distill.teacher.states import cache_states, layers_read
 from distill.teacher.store import Answers, Store
@@ -76,11 +78,9 @@ def run(recipe: Recipe) -> int:
     prompts = collect_prompts(recipe, pair.target)
     target = TargetOfRun(recipe, pair, prompts)  # behind a server it is never loaded
     made_before = (recipe.folder / "draft").exists() and not recipe.coverage_curve
-    served = None
-    if recipe.answers == "server" and not made_before:
-        served = ServedTarget(recipe, pair.target, prompts)
-        if PartialState().is_main_process:
-            served.check()
+    served = None if made_before else served_target(recipe, pair, prompts)
+    if served is not None and PartialState().is_main_process:
+        served.check()
     plan = read_plan(recipe.folder)
     claim_folder(recipe, pair, prompts, plan)
     if made_before:
@@ -88,18 +88,18 @@ def run(recipe: Recipe) -> int:
         return measure(with_choice(recipe, plan.choice), pair, prompts, target, plan, clock)
     clock.stage("The target answers the training prompts")
     store = open_store(recipe, pair.target) if served is None else served.store
-    held_out: list[str] = []
-    if prompts.held_out.prompts:
+    held_out = [] if served is None else served.held_out
+    if served is None and prompts.held_out.prompts:
         held_out = answer_prompts(recipe, prompts.held_out.ids, target, store).names
     if recipe.coverage_curve:
         count = PROBE if recipe.planned else None
-        answers = served.answers() if served else answered(recipe, pair, target, store, count)
+        answers = answered(recipe, pair, target, served, store, count)
         if PartialState().is_main_process:
             print_coverage(pair, answers)
         return 0
-    plan = plan or make_plan(recipe, pair, prompts, target, store, clock)
+    plan = plan or make_plan(recipe, pair, prompts, target, served, store, clock)
     recipe = with_choice(recipe, plan.choice)
-    answers = served.answers() if served else answered(recipe, pair, target, store, plan.answers)
+    answers = answered(recipe, pair, target, served, store, plan.answers)
     if PartialState().is_main_process:
         note_used(recipe.folder, pair.target, answers, held_out)
     PartialState().wait_for_everyone()  # they read what was noted
@@ -108,22 +108,50 @@ def run(recipe: Recipe) -> int:
     return measure(recipe, pair, prompts, target, plan, clock)
 
 
+def served_target(recipe: Recipe, pair: Pair, prompts: Prompts) -> ServedTarget | None:
+    """The target where vLLM answers for it, the recipe's own or one started here; else None."""
+    by, why = from_first(who_answers(recipe))
+    if PartialState().is_main_process:
+        print(f"answers: {by}, since {why}")
+    if by == "server":
+        return ServedTarget(recipe, pair.target, prompts)
+    if by == "vllm":
+        return LocalVllm(recipe, pair.target, prompts, open_store(recipe, pair.target))
+    return None
+
+
 def answered(
-    recipe: Recipe, pair: Pair, target: TargetOfRun, store: Store, count: int | None
+    recipe: Recipe,
+    pair: Pair,
+    target: TargetOfRun,
+    served: ServedTarget | None,
+    store: Store,
+    count: int | None,
 ) -> Answers:
-    """The first answers of a run, as many as `count` of them, with the states that are read."""
+    """The first answers of a run, as many as `count` of them.
+
+    Of the target's own, the states that are read are kept as well.
+    """
+    if served is not None:
+        return served.answers(count)
     asked, layers = to_answer(recipe, target.prompts.training.ids), layers_read(recipe, pair)
     taught = recipe.train_on_prompts
     return answer_prompts(recipe, asked[:count], target, store, layers, taught)
 
 
 def make_plan(
-    recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun, store: Store, clock: Clock
+    recipe: Recipe,
+    pair: Pair,
+    prompts: Prompts,
+    target: TargetOfRun,
+    served: ServedTarget | None,
+    store: Store,
+    clock: Clock,
 ) -> Plan:
     """What the run will do: printed, and written for whoever goes on with it."""
     if recipe.planned:
         assert recipe.minutes is not None
-        first = answered(recipe, pair, target, store, PROBE)
+        first = answered(recipe, pair, target, served, store, PROBE)
         choice = None
         if recipe.drafter == "auto":
             clock.stage("Compare kinds of draft")
@@ -135,6 +163,8 @@ def make_plan(
         at_hand, seconds = from_first(
             (answers_at_hand(recipe, prompts, store), clock.left(recipe.minutes))
         )
+        if isinstance(served, LocalVllm):
+            seconds -= from_first(served.starting)  # it starts once more
         plan = plan_within(picked, prompts, at_hand, costs, seconds)
         plan = dataclasses.replace(plan, choice=choice)
     else:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import PartialState
@@ -18,7 +18,7 @@ from tqdm import tqdm
 from align.files import write_json
 from align.machine import free_memory, from_first
 from align.vocabulary import Vocabulary
-from distill.models import TargetOfRun
+from distill.models import TargetOfRun, target_device
 from distill.recipe import Recipe
 from distill.teacher.store import (
     TAUGHT,
@@ -35,10 +35,27 @@ from eval.decoding.generation import generate_batched, prefill_groups
 from eval.decoding.loop import seed_of
 from eval.decoding.target import Target, weights_sha256
 from eval.decoding.verification import Sampling
+from eval.engines.environments import EngineMissing, vllm_python
 
 PROBE = 256  # answers by which a run with `minutes` is planned
 ANSWERS_PER_SHARD = 64  # at most so many answers of a process are lost to a kill
 USED = "answers.json"  # in a run's folder: which store it reads, and what of it
+
+
+def who_answers(recipe: Recipe) -> tuple[Literal["local", "vllm", "server"], str]:
+    """By whom the target's answers are made, and why."""
+    if recipe.answers != "auto":
+        return recipe.answers, "the recipe names it"
+    keys = {"device_map": recipe.device_map} | recipe.training
+    if target_device(keys) == "cpu":
+        return "local", "the target is on the CPU, where our own loop is as fast as vLLM"
+    if recipe.train_on_prompts:
+        return "local", "train_on_prompts asks for distributions that vLLM is not asked for"
+    try:
+        vllm_python()
+    except EngineMissing as error:
+        return "local", f"{error}, which is several times as fast on a GPU"
+    return "vllm", "on a GPU it is several times as fast as our own loop"
 
 
 def open_store(recipe: Recipe, target: Vocabulary) -> Store:
@@ -194,9 +211,9 @@ def states_store(store: Store, layers: Sequence[int]) -> Store:
 
 def this_machine(recipe: Recipe) -> str:
     """What the seconds of an answer depend on, besides the prompts."""
-    state = PartialState()
-    processes = f"{state.num_processes} x {state.device.type}"
-    return f"{platform.node()}, {processes}, {recipe.answer_batch_size} rows"
+    state, by = PartialState(), who_answers(recipe)[0]
+    machine = f"{state.num_processes} x {state.device.type}" if by == "local" else by
+    return f"{platform.node()}, {machine}, {recipe.answer_batch_size} rows"
 
 
 def refuse_empty(lengths: list[int]) -> None:

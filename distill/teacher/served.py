@@ -30,6 +30,7 @@ from distill.teacher.answers import (
     ANSWERS_PER_SHARD,
     USED,
     refuse_empty,
+    this_machine,
     to_answer,
     what_decides_answers,
 )
@@ -206,21 +207,30 @@ def _difference(before: CachedAnswer, now: CachedAnswer) -> float:
 
 
 class ServedTarget:
-    """The target of a recipe behind `answer_url`."""
+    """The target of a recipe behind `answer_url`.
+
+    prompts: to be answered, those that are held out first. held_out: the names of their answers.
+    """
+
+    patience = PATIENT  # with a request that failed
 
     def __init__(self, recipe: Recipe, target: Vocabulary, prompts: Prompts) -> None:
-        assert recipe.answer_url is not None
         self.recipe, self.target = recipe, target
         self.texts = [prompt.text for prompt in prompts.training.prompts]
-        self.prompts = to_answer(recipe, prompts.training.ids)
-        self.names = names_of(self.prompts)
-        self.server = Server(
-            recipe.answer_url,
-            TIMEOUT,
-            recipe.answer_model,
-            connections=recipe.answer_batch_size + 1,  # and the witnesses'
-        )
+        training = to_answer(recipe, prompts.training.ids)
+        self.prompts = [*prompts.held_out.ids, *training]
+        self.held_out = names_of(prompts.held_out.ids)
+        self.names = [*self.held_out, *names_of(training)]
         self.witnesses: list[CachedAnswer] = []  # by their first tokens the model is known again
+
+    @cached_property
+    def server(self) -> Server:
+        assert self.recipe.answer_url is not None
+        return self._server(self.recipe.answer_url, self.recipe.answer_model)
+
+    def _server(self, url: str, model: str | None = None) -> Server:
+        connections = self.recipe.answer_batch_size + 1  # and the witnesses'
+        return Server(url, TIMEOUT, model, connections)
 
     def check(self) -> None:
         """Refuse a server that does not fit, before anything is made.
@@ -228,8 +238,10 @@ class ServedTarget:
         Nothing is asked where all answers are there. Raises ServerError with value, reason and
         remedy.
         """
-        if not self._unanswered():
-            return
+        if self._unanswered():
+            self._check_server()
+
+    def _check_server(self) -> None:
         self._check_tokenizer()
         request = self._request()
         # all that an answer can lack is found on a whole one to the longest prompt
@@ -239,7 +251,10 @@ class ServedTarget:
         first = replace(request, max_tokens=1)
         if request.temperature not in (0, 1):
             self._check_raw(first)
-        cached = Answers(self.store, list(islice(self.store, WITNESSES)))
+        # other runs' prompts may be longer than the server was started for
+        room = len(self.prompts[longest])
+        fit = (name for name in self.store if self.store.rows(name, "prompt_ids") <= room)
+        cached = Answers(self.store, list(islice(fit, WITNESSES)))
         self.witnesses = list(cached) or [
             self._completed(prompt, first) for prompt in self.prompts[:WITNESSES]
         ]
@@ -259,42 +274,51 @@ class ServedTarget:
         )
         return 0
 
-    def answers(self) -> Answers:
-        """The server's answers to the training prompts, in their order; those at hand are kept.
+    def answers(self, count: int | None = None) -> Answers:
+        """The answers to the first `count` training prompts, and to those that are held out.
 
-        The main process asks, the others wait. Raises ServerError where the server fails for longer
-        than is waited, sends what it must not, or is another model midway; what was kept by then
-        stays.
+        The former are returned, in their order; what is at hand is kept. The main process asks, the
+        others wait. Raises ServerError where the server fails for longer than is waited, sends what
+        it must not, or is another model midway; what was kept by then stays.
         """
-        if PartialState().is_main_process and (unanswered := self._unanswered()):
-            self._answer(unanswered)
+        clock = time.monotonic()
+        first = len(self.held_out)
+        names = self.names[first:][:count]
+        missing = self._unanswered(first + len(names))
+        if PartialState().is_main_process and missing:
+            self._answer(missing)
         PartialState().wait_for_everyone()
         self.store.refresh()
-        answers = Answers(self.store, self.names)
-        refuse_empty(answers.response_lengths)
+        answers = Answers(self.store, names)
+        refuse_empty(lengths := answers.response_lengths)
+        if PartialState().is_main_process:
+            each = bytes_per_token(self.recipe.cache_top_k, self.target.rows)
+            print(
+                f"answers: {sum(lengths)} tokens, {each} B each, in {self.store.folder}; "
+                f"{len(missing)} of {first + len(names)} answers made in "
+                f"{time.monotonic() - clock:.0f} s"
+            )
         return answers
 
     def _answer(self, unanswered: list[int]) -> None:
-        clock, tokens = time.time(), 0
-        self.server.retries = PATIENT
+        self.server.retries = self.patience
         request = self._request()
         bar = tqdm(
-            total=len(self.names),
-            initial=len(self.names) - len(unanswered),
-            desc="answers of the server",
+            total=len(unanswered),
+            desc=f"answers of {self.server.url}",
             unit="answer",
             file=sys.stderr,
         )
         with bar, ThreadPool(min(self.recipe.answer_batch_size, len(unanswered))) as pool:
+            clock = time.monotonic()
             answers = pool.imap_unordered(lambda i: self._ask(i, request), unanswered)
             while shard := list(islice(answers, ANSWERS_PER_SHARD)):
                 self._check_witnesses()  # what came before them is the same model's
                 packed = {self.names[a.index]: a.packed(self.target.rows) for a in shard}
-                self.store.append(packed)
-                tokens += sum(len(answer.response_ids) for answer in shard)
+                seconds = (time.monotonic() - clock) / len(shard)
+                self.store.append(packed, seconds, this_machine(self.recipe))
+                clock = time.monotonic()
                 bar.update(len(shard))
-        seconds = time.time() - clock
-        print(f"answers: {tokens} tokens in {seconds:.0f} s from {self.server.url}")
 
     def _request(self) -> Request:
         return Request(
@@ -340,9 +364,9 @@ class ServedTarget:
         }
         return Store.of(served | what_decides_answers(self.recipe, self.target))
 
-    def _unanswered(self) -> list[int]:
-        """The prompts without an answer."""
-        return [i for i, name in enumerate(self.names) if name not in self.store]
+    def _unanswered(self, count: int | None = None) -> list[int]:
+        """Of the first prompts, those without an answer."""
+        return [i for i, name in enumerate(self.names[:count]) if name not in self.store]
 
     # --- what is refused
 

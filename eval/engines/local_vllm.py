@@ -18,9 +18,12 @@ from pathlib import Path
 
 from align.sources import read_json
 from eval.engines.environments import environment, vllm_python
-from eval.engines.server import ServerError
+from eval.engines.server import API_KEY, ServerError
 
-READY_SECONDS, END_SECONDS = 600, 60
+READY_SECONDS, END_SECONDS, DYING_SECONDS = 600, 60, 5
+# Variables that a server of ours is not to see: it asks for no key, and is no process of a launch.
+NOT_PASSED = {API_KEY, "VLLM_API_KEY", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
+NOT_PASSED |= {"MASTER_ADDR", "MASTER_PORT"}
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -52,11 +55,19 @@ def speculation(
 
 
 @contextmanager
-def serve_vllm(target: str | Path, *arguments: str, positions: int = 2048) -> Iterator[str]:
-    """The address of a vLLM server of the target in fp32, which ends with the block.
+def serve_vllm(
+    target: str | Path,
+    *arguments: str,
+    positions: int = 2048,
+    dtype: str = "float32",
+    eager: bool = True,
+) -> Iterator[str]:
+    """The address of a vLLM server of the target, which ends with the block.
 
-    positions: of a prompt with its answer. Its processes end with this one, too, however it ends.
-    Raises EngineMissing where vLLM is not installed, ServerError where it does not start.
+    positions: of a prompt with its answer. eager: starts sooner, and on a GPU is slower. Its
+    processes end with this one, too, however it ends.
+    Raises EngineMissing where vLLM is not installed, ServerError where it does not start, or has
+    ended by itself when the block fails of a server.
     """
     python = vllm_python()
     with socket.socket() as free:
@@ -66,20 +77,32 @@ def serve_vllm(target: str | Path, *arguments: str, positions: int = 2048) -> It
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(target), "--served-model-name", "target"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
-    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(positions)]
-    # GiB; no server of ours asks the Hub for what it was given, or tells anyone of it
-    more = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+    command += ["--dtype", dtype, "--max-model-len", str(positions)]
+    command += ["--enforce-eager"] if eager else []
+    # no server of ours asks the Hub for what it was given, or tells anyone of it
+    more = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+    inherited = environment(python.parents[1])
+    inherited = {name: value for name, value in inherited.items() if name not in NOT_PASSED}
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen(
             [*command, *arguments],
-            env=environment(python.parents[1]) | more,
+            env={"VLLM_CPU_KVCACHE_SPACE": "1"} | inherited | more,  # GiB
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that all its processes can be ended
             preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
         try:
-            yield _once_ready(server, f"http://127.0.0.1:{port}", log.fileno())
+            address = _once_ready(server, f"http://127.0.0.1:{port}", log.fileno())
+            try:
+                yield address
+            except ServerError as error:
+                with suppress(subprocess.TimeoutExpired):  # it may be about to end
+                    server.wait(DYING_SECONDS)
+                if server.poll() is None:
+                    raise
+                why = _last_words(server, log.fileno())
+                raise ServerError(f"{error} This vLLM {why}.") from None
         finally:
             _end(server)
 
@@ -96,15 +119,21 @@ def _once_ready(server: subprocess.Popen[bytes], address: str, log: int) -> str:
             urllib.request.urlopen(f"{address}/health", timeout=5)
             return address
         time.sleep(1)
+    raise ServerError(
+        f"vLLM {_last_words(server, log)} before it served; give it memory, or correct what it "
+        "names."
+    )
+
+
+def _last_words(server: subprocess.Popen[bytes], log: int) -> str:
+    """How a server ended, if it did, and what it said of it."""
     size = os.fstat(log).st_size
     said = os.pread(log, size, 0).decode("utf-8", "replace").splitlines()
     reasons = [line.strip() for line in said if "Error:" in line or "error:" in line]
     status = server.poll()
     how = "did not answer" if status is None else f"ended with status {status}"
     why = " / ".join((reasons or said)[-2:])[-600:] or "no word"
-    raise ServerError(
-        f"vLLM {how} before it served ({why}); give it memory, or correct what it names."
-    )
+    return f"{how} ({why})"
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -13,6 +14,7 @@ from urllib.request import getproxies, proxy_bypass
 from urllib3 import BaseHTTPResponse, PoolManager, ProxyManager, Retry
 from urllib3.exceptions import HTTPError, MaxRetryError, ReadTimeoutError
 
+API_KEY = "DRAFTSMITH_API_KEY"  # the environment variable whose value every request brings along
 TIMEOUT = 120.0  # seconds without a byte from a server
 # Five minutes in all: time for a server to be started anew. Later tries wait longer, each a little
 # else, lest all that are in flight come back at once; a server's own Retry-After goes before.
@@ -68,6 +70,9 @@ class Server:
         self.host = parts.hostname
         self.timeout = timeout
         self.asked_model = model
+        self._key = os.environ.get(API_KEY, "").strip()
+        if not (self._key.isascii() and self._key.isprintable()):  # urllib3's error would tell it
+            raise ServerError(f"{API_KEY} has characters that no request can bring; correct it.")
         proxy = None if proxy_bypass(self.host) else getproxies().get(parts.scheme)
         self._pool = (
             ProxyManager(proxy, maxsize=connections) if proxy else PoolManager(maxsize=connections)
@@ -79,19 +84,25 @@ class Server:
     ) -> Iterator[BaseHTTPResponse]:
         """The response, to be read within the block; what goes wrong there is a ServerError."""
         data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
         try:
             response = self._pool.request(
                 "GET" if data is None else "POST",
                 self.url + path,
                 body=data,
-                headers={"Content-Type": "application/json"},
+                headers=headers,
                 timeout=self.timeout,
                 retries=self.retries,
                 redirect=False,
                 preload_content=whole,
             )
             if response.status != 200:
-                said = response.data[:300].decode("utf-8", "replace")
+                said = response.data.decode("utf-8", "replace")
+                said = said.replace(self._key or API_KEY, API_KEY)[:300]
+                if response.status in (401, 403):
+                    said += f"; set {API_KEY} to a key that it takes"
                 error = ServerError(f"{self.url}{path} answered {response.status}{about}: {said}")
                 error.status = response.status
                 raise error

@@ -39,6 +39,7 @@ def main():
     use_machine()
     keys = ["--max_train_prompts", str(ROUNDS * PROMPTS), "--max_eval_prompts", "8"]
     keys += ["--answer_batch_size", "48", "--minutes", "null", "--train_on_prompts", "false"]
+    keys += ["--held_out_prompts", "0"]
     local = load_recipe(["--recipe", "code", *keys])
     vocabulary = read_vocabulary(local.target)
     prompts = collect_prompts(local, vocabulary)

@@ -14,7 +14,8 @@ from align.files import atomic_file
 from align.sources import cache_folder, load_tokenizer
 from distill import models, train
 from distill.plan import read_plan
-from distill.recipe import RecipeError, dump
+from distill.recipe import RecipeError, dump, yaml_text
+from distill.run_folder import refuse_another_run
 from distill.train import main, run
 from eval.prompts import PromptError
 
@@ -97,6 +98,39 @@ def test_a_run_that_made_nothing_does_not_claim_its_folder(folder, job, tmp_path
         run(job(tmp_path / "run"))
     with pytest.raises(RecipeError, match=r"\(long_prompts: 'error' -> 'drop'\)"):
         run(job(tmp_path / "run", long_prompts="drop"))
+
+
+def test_another_run_uses_the_answers_that_are_there(job, tmp_path, capsys):
+    def made(name, **changes):
+        keys = {"coverage_curve": True, "max_train_prompts": 6} | changes
+        assert run(job(tmp_path / name, name=name, **keys)) == 0
+        return re.search(r"\d+ of \d+ answers made", capsys.readouterr().out)[0]
+
+    assert made("first") == "6 of 6 answers made"
+    trained = {"learning_rate": 1.0, "per_device_train_batch_size": 2, "loss": "tv"}
+    assert made("trained", **trained, num_train_epochs=3.0) == "0 of 6 answers made"
+    assert made("batched", answer_batch_size=3) == "0 of 6 answers made"
+    assert made("pruned", **PRUNED) == "0 of 6 answers made"
+    assert made("more", max_train_prompts=11) == "5 of 11 answers made"
+
+
+def test_a_run_of_an_older_version_goes_on_where_its_recipe_means_the_same(job, tmp_path):
+    recipe = job(tmp_path / "run")
+    recipe.folder.mkdir()
+    path = recipe.folder / "recipe.yaml"
+    newer = {"held_out_prompts", "instruction", "answers"}
+    older = {key: value for key, value in recipe.values().items() if key not in newer}
+    path.write_text(yaml_text(older | {"sequential_rank": 0, "use_dora": False}))
+    refuse_another_run(recipe)
+    path.write_text(yaml_text(older | {"answers": "local"}))
+    refuse_another_run(recipe)
+    refuse_another_run(job(tmp_path / "run", answers="vllm"))
+    path.write_text(yaml_text(older | {"sequential_rank": 64}))
+    with pytest.raises(RecipeError, match=r"another recipe \(sequential_rank: 64 -> None\)"):
+        refuse_another_run(recipe)
+    path.write_text(yaml_text(older))
+    with pytest.raises(RecipeError, match=r"another recipe \(held_out_prompts: 32 -> 8\)"):
+        refuse_another_run(job(tmp_path / "run", held_out_prompts=8))
 
 
 @pytest.mark.parametrize("kind", [PRUNED, {}])

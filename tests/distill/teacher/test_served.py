@@ -13,7 +13,7 @@ import torch
 
 from align.sources import cache_folder, load_model, load_tokenizer
 from align.vocabulary import read_vocabulary
-from distill import train
+from distill import held_out, prompt_sets, train
 from distill.prompt_sets import collect_prompts
 from distill.recipe import RecipeError
 from distill.teacher import served as module
@@ -25,7 +25,7 @@ from eval.decoding.build import build_decoder
 from eval.decoding.generation import generate_batched
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
-from eval.engines.server import ServerError
+from eval.engines.server import API_KEY, ServerError
 from eval.reporting.report import read_report
 
 DRAFTED = 2  # tokens of each block of the one that speculates, beside the target's own
@@ -37,7 +37,8 @@ class StandIn(ThreadingHTTPServer):
     faults: of the next answers, one each: None, a status, (status, headers), "cut" midway
     through the body, "hang". mangle: changes a completion before it is sent. scaled: log
     probabilities are taken after the temperature. swap: (number of answers, the model that takes
-    over after them). speculates: has counters, and streams blocks of several tokens.
+    over after them). speculates: has counters, and streams blocks of several tokens. key: what
+    every request has to bring along; a refusal repeats what it brought.
     """
 
     daemon_threads = True
@@ -49,7 +50,7 @@ class StandIn(ThreadingHTTPServer):
         self.tokenizer, self.routes = target.tokenizer, {"/tokenize", "/metrics"}
         self.max_logprobs, self.max_model_len, self.root = 1000, 4096, "/models/target"
         self.faults, self.mangle, self.scaled, self.speculates = [], None, False, False
-        self.drafts, self.swap = 0, None
+        self.drafts, self.swap, self.key = 0, None, None
         self.__dict__.update(changes)
         self.requests, self.lock = [], threading.Lock()
         threading.Thread(target=self.serve_forever, args=[0.01], daemon=True).start()
@@ -111,8 +112,17 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.wfile.write(data)
 
+    def refused(self):
+        brought, key = self.headers["Authorization"], self.server.key
+        if key is None or brought == f"Bearer {key}":
+            return False
+        self.reply({"error": f"Unauthorized: {brought}"}, 401)
+        return True
+
     def do_GET(self):
         server = self.server
+        if self.refused():
+            return
         if self.path == "/v1/models":
             self.reply({"data": [{"id": name, "root": server.root} for name in server.names]})
         elif self.path == "/metrics" and server.speculates:
@@ -130,6 +140,8 @@ class Handler(BaseHTTPRequestHandler):
         server = self.server
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server.requests.append((self.path, body))
+        if self.refused():
+            return
         if self.path not in {"/v1/completions", *server.routes}:
             return self.reply({"error": "not found"}, 404)
         if body["model"] not in server.names:
@@ -220,8 +232,8 @@ def stand_in(target):
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch):
-    monkeypatch.setattr(module, "PATIENT", module.PATIENT.new(total=3, backoff_factor=0.01))
-    monkeypatch.setattr(module.PATIENT, "backoff_jitter", 0.01)
+    hurried = ServedTarget.patience.new(total=3, backoff_factor=0.01, backoff_jitter=0.01)
+    monkeypatch.setattr(ServedTarget, "patience", hurried)
     monkeypatch.setattr(module, "ANSWERS_PER_SHARD", 2)
 
 
@@ -309,6 +321,27 @@ def test_a_sampled_answer_depends_on_its_prompt_and_the_seed_alone(stand_in, ser
     server.faults = [None, 500, "cut"]
     assert contents(again.answers()) == first
     assert apart(served(server, "c", answer_temperature=0.8, seed=3)) != first
+
+
+def test_a_key_opens_the_server_and_is_written_nowhere(stand_in, served, asked, monkeypatch, capfd):
+    secret = "sk-a9f3"
+    server, drafting = stand_in(key=secret), stand_in(key=secret, speculates=True)
+    recipe = served(server, speculative_url=drafting.url)
+    with pytest.raises(ServerError, match=r"answered 401.*set DRAFTSMITH_API_KEY to a key"):
+        asked(recipe)
+    monkeypatch.setenv(API_KEY, f"{secret}-of-another")
+    with pytest.raises(ServerError, match="Unauthorized: Bearer DRAFTSMITH_API_KEY") as wrong:
+        asked(recipe)
+    assert secret not in str(wrong.value)
+    monkeypatch.setenv(API_KEY, "päss\nword")
+    with pytest.raises(ServerError, match="DRAFTSMITH_API_KEY has characters that no request"):
+        asked(recipe)
+    monkeypatch.setenv(API_KEY, f"{secret}\n")  # as a file has it
+    assert run(recipe) == 0
+    assert secret not in "".join(capfd.readouterr())
+    written = [path for path in recipe.folder.rglob("*") if path.is_file()]
+    assert any(path.name == "report.json" for path in written)
+    assert not any(secret.encode() in path.read_bytes() for path in [*written, *shards()])
 
 
 def test_no_more_prompts_are_answered_than_wanted(stand_in, served, asked):
@@ -625,6 +658,31 @@ def test_a_run_ends_in_a_draft_then_in_a_report_and_never_sees_the_weights(
     assert "{" not in re.sub(r"```.*?```", "", card, flags=re.DOTALL)
     with pytest.raises(RecipeError, match="another recipe"):
         run(served(plain, max_steps=41))
+
+
+def test_a_run_follows_held_out_prompts_keeps_the_best_weights_and_reports_the_curve(
+    stand_in, served, monkeypatch, capsys
+):
+    monkeypatch.setattr(prompt_sets, "HELD_OUT_PART", 4)
+    monkeypatch.setattr(prompt_sets, "HELD_OUT_FEWEST", 1)
+    monkeypatch.setattr(held_out, "SHARE", 10.0)
+    plain, drafting = stand_in(), stand_in(speculates=True)
+    keys = {"gamma": 2, "per_device_train_batch_size": 1, "early_stopping_patience": 2}
+    recipe = served(plain, speculative_url=drafting.url, **keys)
+    assert run(recipe) == 0
+    shown = capsys.readouterr().out
+    assert "9 to train on (" in shown
+    assert "11 of 11 answers made" in shown
+    seen = held_out.read_followed(recipe.folder / held_out.HELD_OUT).seen
+    best = held_out.best_of(seen)
+    assert f"held-out alpha {best.alpha:.3f} after step {best.step}" in shown
+    curve = read_report(recipe.folder / "report" / "report.json").held_out
+    assert [point.step for point in curve.points] == [measured.step for measured in seen]
+    (kept,) = (point for point in curve.points if point.kept)
+    assert kept.alpha.n == 2
+    assert len(held_out.held_out_answers(recipe.folder)) == 2
+    page = (recipe.folder / "report" / "report.md").read_text()
+    assert "Held-out prompts while it was trained" in page
 
 
 def test_of_a_target_on_the_hub_no_weights_are_fetched(stand_in, served, monkeypatch):

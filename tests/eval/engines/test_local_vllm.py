@@ -2,16 +2,18 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 
 from eval.engines import local_vllm
 from eval.engines.environments import VLLM_PYTHON
-from eval.engines.local_vllm import serve_vllm, speculation
+from eval.engines.local_vllm import NOT_PASSED, serve_vllm, speculation
 from eval.engines.server import ServerError
 
 # In the place of its Python: serves /health with its arguments, from a process of its own that it
@@ -78,6 +80,34 @@ def test_two_servers_and_their_processes_end_with_the_block():
     assert ended(processes)
 
 
+def test_it_is_told_how_to_compute_and_neither_a_key_nor_of_a_launch(monkeypatch):
+    for name in NOT_PASSED:
+        monkeypatch.setenv(name, "3")
+    with serve_vllm("T", dtype="bfloat16", eager=False) as url, serve_vllm("T") as other:
+        process, _, arguments = ask(url)
+        _, _, others = ask(other)
+        environment = Path(f"/proc/{process}/environ").read_bytes()
+    assert arguments[arguments.index("--dtype") + 1] == "bfloat16"
+    assert "--enforce-eager" not in arguments
+    assert others[others.index("--dtype") + 1] == "float32"
+    assert "--enforce-eager" in others
+    variables = {line.partition(b"=")[0].decode() for line in environment.split(b"\0")}
+    assert not variables & NOT_PASSED
+    assert {"HF_HUB_OFFLINE", "VLLM_CPU_KVCACHE_SPACE"} <= variables
+
+
+def test_a_server_that_ends_by_itself_is_named_where_the_block_fails_of_it():
+    def fail():
+        with serve_vllm("T") as url:
+            *processes, _ = ask(url)
+            os.kill(processes[1], signal.SIGKILL)
+            assert ended(processes)
+            raise ServerError("broke off")
+
+    with pytest.raises(ServerError, match=r"broke off This vLLM ended with status 0 \("):
+        fail()
+
+
 @pytest.mark.parametrize(
     ("config", "method"),
     [
@@ -108,7 +138,7 @@ def test_a_server_that_refuses():
 
 def test_a_server_that_is_never_ready(monkeypatch):
     monkeypatch.setattr(local_vllm, "READY_SECONDS", 0)
-    with pytest.raises(ServerError, match="did not answer before it served"), serve_vllm("T"):
+    with pytest.raises(ServerError, match=r"did not answer .* before it served"), serve_vllm("T"):
         pass
 
 

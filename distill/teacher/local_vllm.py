@@ -1,0 +1,73 @@
+"""A vLLM of the run's own on this machine: started for the answers that are lacking, then ended."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from align.sources import load_config, resolve_checkpoint
+from align.vocabulary import Vocabulary
+from distill.prompt_sets import Prompts
+from distill.recipe import Recipe
+from distill.teacher.served import ServedTarget
+from distill.teacher.store import Store
+from eval.engines.environments import vllm_python
+from eval.engines.local_vllm import serve_vllm
+from eval.engines.server import Server
+
+LOGPROBS = 20  # a token, which vLLM gives unless it is told otherwise
+# vLLM 0.32 dies on a CPU of a seeded request whose prompt it reads in chunks
+UNCHUNKED = ["--max-num-batched-tokens", "32768"]
+
+
+class LocalVllm(ServedTarget):
+    """The target of a recipe in that vLLM. Its answers are kept with those of our own loop.
+
+    They are the same model's in the same dtype, and differ as those of two batch sizes do.
+    """
+
+    patience = Server.retries  # none: nobody starts it anew
+
+    def __init__(self, recipe: Recipe, target: Vocabulary, prompts: Prompts, store: Store) -> None:
+        super().__init__(recipe, target, prompts)
+        self.store = store
+        self.starting = 0.0  # seconds that it took to start
+
+    def check(self) -> None:
+        """Raises EngineMissing where there is no vLLM and an answer is lacking."""
+        if self._unanswered():
+            vllm_python()
+
+    def _answer(self, unanswered: list[int]) -> None:
+        config, clock = load_config(self.recipe.target).get_text_config(), time.monotonic()
+        gpus = torch.cuda.device_count()
+        arguments = ["--max-logprobs", str(max(LOGPROBS, self.recipe.cache_top_k))]
+        if gpus:
+            heads = config.num_attention_heads
+            key_heads = getattr(config, "num_key_value_heads", None) or heads
+            parts = tensor_parallel(gpus, heads, key_heads)
+            arguments += ["--tensor-parallel-size", str(parts)]
+        else:
+            arguments += UNCHUNKED
+        print(f"vLLM starts, with {' '.join(arguments)}", flush=True)
+        with serve_vllm(
+            resolve_checkpoint(self.recipe.target),
+            *arguments,
+            positions=max(map(len, self.prompts)) + self.recipe.answer_max_new_tokens,
+            dtype=self.recipe.dtype,
+            eager=not gpus,
+        ) as url:
+            self.starting = time.monotonic() - clock
+            self.server = self._server(url)
+            self._check_server()
+            super()._answer(unanswered)
+
+
+def tensor_parallel(gpus: int, heads: int, key_heads: int) -> int:
+    """Over how many of these GPUs vLLM can part a target of so many attention heads."""
+    return max(
+        parts
+        for parts in range(1, gpus + 1)
+        if heads % parts == 0 and (key_heads % parts == 0 or parts % key_heads == 0)
+    )

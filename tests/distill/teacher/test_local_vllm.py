@@ -1,0 +1,154 @@
+"""A vLLM of the run's own, with a stand-in for it: started when needed, and always ended."""
+
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from align.vocabulary import read_vocabulary
+from distill import held_out, prompt_sets
+from distill.prompt_sets import collect_prompts
+from distill.teacher import answers, local_vllm, served
+from distill.teacher.answers import open_store, who_answers
+from distill.teacher.local_vllm import LocalVllm, tensor_parallel
+from distill.train import run
+from eval.decoding.target import load_target
+from eval.engines.environments import VLLM_PYTHON, EngineMissing
+from eval.engines.server import ServerError
+from eval.reporting.report import read_report
+from tests.distill.teacher.test_served import StandIn
+
+
+@pytest.fixture(autouse=True)
+def started(monkeypatch):
+    """Every server that was started, with the arguments: (server, target, arguments, keys)."""
+    servers = []
+
+    @contextmanager
+    def serve(target, *arguments, **keys):
+        model = load_target(str(target), torch.float32, "cpu", 128)
+        server = StandIn(model, names=["target"], ended=False)
+        servers.append((server, target, arguments, keys))
+        try:
+            yield server.url
+        finally:
+            server.stop()
+            server.ended = True
+
+    monkeypatch.setattr(local_vllm, "serve_vllm", serve)
+    monkeypatch.setattr(served, "ANSWERS_PER_SHARD", 2)
+    monkeypatch.setenv(VLLM_PYTHON, sys.executable)
+    return servers
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Prompts are held out of few as well, and looked at often."""
+    monkeypatch.setattr(prompt_sets, "HELD_OUT_PART", 4)
+    monkeypatch.setattr(prompt_sets, "HELD_OUT_FEWEST", 1)
+    monkeypatch.setattr(held_out, "SHARE", 10.0)
+
+
+def test_a_run_answers_there_and_goes_on_as_one_that_answers_itself(
+    job, tmp_path, started, held, capsys
+):
+    keys = {"answer_max_new_tokens": 12, "cache_top_k": 6, "max_steps": 6, "gamma": 2}
+    recipe = job(tmp_path / "there", answers="vllm", **keys)
+    assert run(recipe) == 0
+    shown = capsys.readouterr().out
+    assert "answers: vllm, since the recipe names it" in shown
+    assert "11 of 11 answers made" in shown  # two of them are held out
+    ((server, target, _, about),) = started
+    assert server.ended
+    assert str(target) == recipe.target
+    assert about["dtype"] == recipe.dtype
+    longest = max(len(b["prompt"]) for path, b in server.requests if path == "/v1/completions")
+    assert about["positions"] == longest + 12
+    report = read_report(recipe.folder / "report" / "report.json")
+    assert {"untuned", "tuned", "tuned+lookup"} <= set(report.drafts)
+    assert report.drafts["tuned"].lossless.unexplained == 0
+    assert report.held_out.points
+    assert report.provenance["answers"] == {"by": "vllm", "why": "the recipe names it"}
+    assert (recipe.folder / "draft" / "README.md").is_file()
+
+    assert run(job(tmp_path / "here", answers="local", coverage_curve=True, **keys)) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("0 of 2 answers made") == shown.count("0 of 9 answers made") == 1
+    assert run(job(tmp_path / "again", answers="vllm", coverage_curve=True, **keys)) == 0
+    assert "0 of 11 answers made" in capsys.readouterr().out
+    assert len(started) == 1
+
+
+@pytest.fixture
+def asked(job, tmp_path):
+    """A recipe's target that is to answer in a vLLM of its own."""
+    recipe = job(tmp_path / "run", answers="vllm", answer_batch_size=2, answer_max_new_tokens=12)
+    vocabulary = read_vocabulary(recipe.target)
+    store = open_store(recipe, vocabulary)
+    return LocalVllm(recipe, vocabulary, collect_prompts(recipe, vocabulary), store)
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, ServerError])
+def test_it_ends_whatever_happens_and_what_it_answered_stays(asked, started, monkeypatch, failure):
+    append, appended = asked.store.append, []
+
+    def fails(*shard):
+        append(*shard)
+        appended.append(shard)
+        if len(appended) == 2:
+            raise failure
+
+    monkeypatch.setattr(asked.store, "append", fails)
+    with pytest.raises(failure):
+        asked.answers()
+    assert started[0][0].ended
+    kept = 11 - len(asked._unanswered())
+    assert 0 < kept < 11
+    monkeypatch.setattr(asked.store, "append", append)
+    assert len(asked.answers()) == 11
+    assert started[1][0].ended
+    assert started[1][0].answered < 11 - kept + 3  # the check, and none of those that are there
+
+
+def test_without_vllm_it_is_refused_with_the_command_that_installs_it(
+    job, tmp_path, started, monkeypatch
+):
+    monkeypatch.delenv(VLLM_PYTHON)
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "empty"))
+    recipe = job(tmp_path / "run", answers="vllm")
+    with pytest.raises(EngineMissing, match=r"install it: python -m .*environments vllm$"):
+        run(recipe)
+    assert not recipe.folder.exists()
+    assert not started
+
+
+@pytest.mark.parametrize(
+    ("device", "installed", "changes", "by", "why"),
+    [
+        ("cpu", True, {}, "local", "on the CPU"),
+        ("cuda", True, {}, "vllm", "several times as fast"),
+        ("cuda", True, {"train_on_prompts": True}, "local", "train_on_prompts"),
+        ("cuda", False, {}, "local", "install it: python -m eval.engines.environments vllm"),
+        ("cuda", True, {"answers": "local"}, "local", "the recipe names it"),
+        ("cpu", False, {"answers": "vllm"}, "vllm", "the recipe names it"),
+    ],
+)
+def test_who_answers_where_nobody_is_named(
+    job, tmp_path, monkeypatch, device, installed, changes, by, why
+):
+    monkeypatch.setattr(answers, "target_device", lambda keys: device)
+    if not installed:
+        monkeypatch.delenv(VLLM_PYTHON)
+        monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "empty"))
+    chosen, reason = who_answers(job(tmp_path / "run", **changes))
+    assert chosen == by
+    assert why in reason
+
+
+@pytest.mark.parametrize(
+    ("gpus", "heads", "key_heads", "parts"),
+    [(1, 14, 2, 1), (2, 14, 2, 2), (4, 14, 2, 2), (8, 64, 8, 8), (6, 32, 8, 4), (8, 16, 2, 8)],
+)
+def test_gpus_that_share_a_target(gpus, heads, key_heads, parts):
+    assert tensor_parallel(gpus, heads, key_heads) == parts
