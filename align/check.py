@@ -138,7 +138,7 @@ def choose_strategy(verdict: Verdict, asked: str, tuned: bool) -> Strategy:
             f"Draft {verdict.draft!r} cannot draft for {verdict.target!r} without loss: "
             f"{listed('fatal')}"
         )
-    if asked in ("remap", "transplant") and verdict.strategy in ("direct", "padded"):
+    if asked in ("padded", "remap", "transplant") and verdict.strategy in ("direct", "padded"):
         return verdict.strategy  # it has the target's rows already
     if asked in ("direct", "padded", "remap") and asked != verdict.strategy:
         raise ValueError(
@@ -157,8 +157,9 @@ def _strategy(pair: Comparison, coverage: float) -> Strategy | None:
     target, draft = pair.target, pair.draft
     if not (target.rows_suffice and draft.rows_suffice):
         return None
-    readable = draft.embedding_rows is None or draft.embedding_rows >= target.count
-    if not pair.differing and readable and pair.relation != "disjoint":
+    sizes = (target.embedding_rows, draft.count), (draft.embedding_rows, target.count)
+    rows_for_all = all(rows is None or rows >= count for rows, count in sizes)
+    if not pair.differing and rows_for_all and pair.relation != "disjoint":
         return "direct" if pair.relation == "identical" else "padded"
     if target.used <= draft.used and _head_is_plain(draft):
         return "remap"
@@ -196,7 +197,7 @@ def _engines(pair: Comparison, strategy: Strategy | None) -> tuple[EngineVerdict
             "the target's, sampled text is not (seen in 5.23)",
         )
         if not pair.differing:
-            only_padding = "refused, though only padding differs; resize the draft's embeddings"
+            only_padding = "refused, though only padding differs; a run exports it at one size"
             works["transformers"] = ("no", f"{sizes}: {only_padding}")
         works["vLLM"] = ("greedy only", f"{sizes}: refused unless use_heterogeneous_vocab")
     refusal = _llama_cpp_refusal(pair)

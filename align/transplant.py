@@ -1,8 +1,9 @@
 """A draft re-homed on its target's vocabulary: new rows of embedding and head, nothing else.
 
-Where the target has no token that the draft lacks ("remap"), rows only move and the draft stays
-the function it was. Else ("transplant") the rows of new tokens are guesses from those of their
-pieces, and the draft is then distilled. Every engine can serve the result.
+Where the two differ in padding alone ("padded"), rows are added or cut behind the last token. Where
+the target has no token that the draft lacks ("remap"), rows only move and the draft stays the
+function it was. Else ("transplant") the rows of new tokens are guesses from those of their pieces,
+and the draft is then distilled. Every engine can serve the result.
 
 Legend: V rows of the target, D rows of the draft, H hidden size.
 """
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from align.checks import PROBES
 from align.token_bytes import is_used
 from align.vocab_map import MapError, Retokenizer, VocabMap
 from align.vocabulary import Vocabulary
@@ -24,8 +24,35 @@ from align.vocabulary import Vocabulary
 # A new token's output row leans to its first piece, which is what the draft gave in its place: the
 # weights are FRONT ** 0, FRONT ** 1, …, normalised.
 FRONT = 0.5
-PROBE_TOKENS = 128
-BELOW = 10.0  # logits by which an id that stands for nothing lies under the least likely token
+NEVER = -1e4  # a bias that fp16 holds and that no logit makes up for
+
+
+def resized(model: PreTrainedModel, draft: Vocabulary, rows: int) -> PreTrainedModel:
+    """A copy of `model`, on its own weights, with so many rows; `model` itself is left as it is.
+
+    New rows are never likely. Raises MapError where a token's row would be cut.
+    """
+    if rows < draft.count:
+        raise MapError(
+            f"TOK-002: the tokenizer of {draft.spec!r} has ids up to {draft.count - 1}, so its "
+            f"head cannot be cut to the target's {rows} rows; use strategy remap, or a draft "
+            "without tokens of its own."
+        )
+    old = model.get_output_embeddings().weight.shape[0]
+    if rows == old:
+        return model
+    memo = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
+    moved: Any = copy.deepcopy(model, memo)
+    moved.resize_token_embeddings(rows, mean_resizing=False)  # its mean has noise on it
+    if rows < old:
+        return moved
+    embedding, head = moved.get_input_embeddings(), moved.get_output_embeddings()
+    with torch.no_grad():
+        for weight in (embedding.weight, head.weight):
+            weight[old:] = _unlikely(weight[:old])
+        if head.bias is not None:
+            head.bias[old:] = NEVER
+    return moved
 
 
 def transplant(
@@ -58,11 +85,11 @@ def transplant(
     nothing = torch.tensor([not piece for piece in pieces])
     old_in, old_out = embedding.weight.detach(), head.weight.detach()
     new_out = _weighted(old_out, pieces)
-    new_out[nothing] = _unlikely(model, draft).to(new_out)
+    new_out[nothing] = _unlikely(old_out)
     new_in = new_out
     if not tied:
         new_in = _weighted(old_in, [piece[-1:] for piece in pieces])
-        new_in[nothing] = old_in.float().mean(0).to(new_in)
+        new_in[nothing] = _unlikely(old_in)
 
     # neither old matrix is copied
     memo: dict[int, Any] = {id(t): nn.Parameter(t[:0]) for t in (embedding.weight, head.weight)}
@@ -97,22 +124,15 @@ def _weighted(rows: Tensor, pieces: list[list[int]]) -> Tensor:
     return new
 
 
-@torch.no_grad()
-def _unlikely(model: PreTrainedModel, draft: Vocabulary) -> Tensor:
-    """A head row [H] whose logit lies under all others on probe texts.
+def _unlikely(head: Tensor) -> Tensor:
+    """A row [H] of an embedding or head [V, H] for ids that stand for nothing: the mean of all.
 
-    A zero row would not do: where most logits are below 0 it is among the likely ones. States share
-    a mean direction m, and a row along -m has a logit that hardly varies.
+    In a head its logit is the mean of all at every state, whatever training makes of the states:
+    never the best, and at any temperature no more of q than the average row (Jensen's inequality).
+    A zero row is among the likely ones where most logits are below 0, and one along the states'
+    mean direction wherever a state turns away from it (docs/lab-notes.md).
     """
-    ids = draft.encode("".join(PROBES).encode())[:PROBE_TOKENS]
-    body: Any = model.base_model
-    tokens = torch.tensor([ids or [0]], device=model.device)
-    states = body(input_ids=tokens, use_cache=False).last_hidden_state[0].float()
-    head: Any = model.get_output_embeddings()
-    used = [i for i, token in enumerate(draft.tokens) if is_used(token)]
-    lowest = (states @ head.weight.float()[used].T).amin(-1).mean() - BELOW
-    mean = states.mean(0)
-    return mean * (lowest / (mean @ mean))
+    return head.mean(0, dtype=torch.float32).to(head.dtype)
 
 
 def _rewrite_special_ids(model: Any, target: Vocabulary) -> None:

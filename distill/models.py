@@ -18,7 +18,7 @@ from align.check import Strategy, Verdict, choose_strategy, compare
 from align.machine import free_memory
 from align.sources import load_model, load_tokenizer, refuse_quantised, resolve_checkpoint
 from align.token_bytes import tokens_of
-from align.transplant import transplant
+from align.transplant import resized, transplant
 from align.trim import byte_units, choose_tokens
 from align.vocab_map import VOCAB_MAP, Retokenizer, VocabMap, build_map, load_map
 from align.vocabulary import Vocabulary, read_vocabulary
@@ -90,8 +90,6 @@ class Pair:
             assert self.vocab_map is not None
             rows = self.vocab_map.to_draft[: self.vocab_size]
             return F.pad(rows, (0, self.vocab_size - len(rows)), value=-1)
-        if self.strategy == "padded":
-            token_ids = torch.arange(self.verdict.shared_ids)
         return head_rows(token_ids, self.vocab_size)
 
 
@@ -207,11 +205,13 @@ def target_device(keys: Mapping[str, Any]) -> str:
 
 
 def load_sibling(pair: Pair) -> PreTrainedModel:
-    """The pair's draft in fp32, on the target's ids where the strategy re-homes it."""
+    """The pair's draft in fp32, with the target's rows but where it drafts by map."""
     model = load_model(pair.draft.spec, torch.float32)
     if pair.strategy in ("remap", "transplant"):
         assert pair.vocab_map is not None
         model = transplant(model, pair.vocab_map, pair.target, pair.draft, pair.vocab_size)
+    elif pair.strategy != "intersection":
+        model = resized(model, pair.draft, pair.vocab_size)
     return model
 
 

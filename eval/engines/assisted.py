@@ -24,6 +24,7 @@ from transformers.generation import BaseStreamer
 
 from align.check import compare
 from align.sources import load_tokenizer
+from align.transplant import resized
 from align.vocabulary import read_vocabulary
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.target import load_on, model_bytes, stop_tokens, tensor_sha256
@@ -72,7 +73,8 @@ class Assisted(DrivenEngine):
                     f"Draft {name!r}: {draft} is no checkpoint that transformers loads; give a "
                     f"draft's full form (the folder above compact/), or use --engine torch."
                 )
-            verdict = compare(read_vocabulary(spec), read_vocabulary(draft))
+            own = read_vocabulary(draft)
+            verdict = compare(read_vocabulary(spec), own)
             if verdict.strategy not in ("direct", "padded"):
                 raise ValueError(
                     f"Draft {name!r}: its vocabulary is {verdict.relation} to the target's, and "
@@ -80,16 +82,9 @@ class Assisted(DrivenEngine):
                     f"for this target (distill/train.py), or use --engine torch, which bridges "
                     f"them without loss."
                 )
-            model = load_on(draft, dtype, str(engine.model.device))
-            rows, target_rows = (
-                m.config.get_text_config().vocab_size for m in (model, engine.model)
-            )
-            if rows != target_rows:
-                raise ValueError(
-                    f"Draft {name!r}: its head has {rows} rows, the target's {target_rows}, and "
-                    f"transformers takes equal ones only; pad the draft's "
-                    f"(resize_token_embeddings), or use --engine torch."
-                )
+            # transformers takes equal sizes only
+            rows = engine.model.config.get_text_config().vocab_size
+            model = resized(load_on(draft, dtype, str(engine.model.device)), own, rows)
             about = {key: getattr(verdict, key) for key in ("relation", "strategy", "coverage")}
             engine.add(name, draft, model, about)
         return engine

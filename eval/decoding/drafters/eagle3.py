@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
-from align.sources import read_json
+from align.sources import load_config, read_json
 from eval.decoding.drafters.causal_lm import CausalLMDrafter, TokenSession
 from eval.decoding.drafters.compact import (
     check_compact,
@@ -104,7 +104,10 @@ class Eagle3(FromTarget):
                 "algorithm": "eagle3",
                 "default_proposal_method": "greedy",
                 "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-                "verifier": {"name_or_path": target, "architectures": ["LlamaForCausalLM"]},
+                "verifier": {
+                    "name_or_path": target,
+                    "architectures": load_config(target).architectures,
+                },
             },
             "torch_dtype": str(embedding.dtype).removeprefix("torch."),
         }

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from align.check import choose_strategy, compare
-from align.transplant import transplant
+from align.transplant import resized, transplant
 from align.vocab_map import build_map
 from align.vocabulary import read_vocabulary
 from eval.decoding.build import build_decoder, longest_context
@@ -47,6 +47,8 @@ def sibling_drafter(model: Any, spec: str, target: Target, strategy: str) -> Dec
     if chosen in ("remap", "transplant"):
         model = transplant(model, build_map(left, right), left, right, vocab_size)
         shared = left.count
+    elif chosen in ("direct", "padded"):
+        model = resized(model, right, vocab_size)
     context = target.decoder.context_length
     if chosen in ("intersection", "string"):
         context = min(longest_context(model.config.get_text_config()), LONGER * context)

@@ -4,7 +4,9 @@ import itertools
 
 import pytest
 import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from align.sources import read_json
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.drafter import Texts
 from eval.decoding.drafters.eagle3 import KIND, build_eagle3, layer_config
@@ -205,3 +207,17 @@ def test_a_step_can_be_timed_and_probed(draft):
     assert drafter.probe([1, 2, 3]).isfinite().all()
     assert drafter.bytes > 0
     assert drafter.kv_bytes_per_token > 0
+
+
+def test_the_export_names_its_targets_class(target, tmp_path):
+    shape = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = Qwen2ForCausalLM(
+        Qwen2Config(vocab_size=VOCAB, num_hidden_layers=1, intermediate_size=8, **shape)
+    )
+    model.save_pretrained(tmp_path / "target")
+    (tmp_path / "draft").mkdir()
+    embedding = target.model.get_input_embeddings().weight.detach()
+    KIND.save(tmp_path / "draft", made_eagle3(target), None, embedding, str(tmp_path / "target"))
+    about = read_json(tmp_path / "draft" / "config.json")
+    assert about["speculators_config"]["verifier"]["architectures"] == ["Qwen2ForCausalLM"]
+    assert about["transformer_layer_config"]["architectures"] == ["LlamaForCausalLM"]
