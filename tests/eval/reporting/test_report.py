@@ -603,6 +603,21 @@ def test_what_training_adds_is_set_against_lookup_alone(run_info, measurement):
     assert any("than prompt lookup alone" in line for line in weak.warnings)
 
 
+def test_lookups_are_not_priced_as_if_a_draft_wrote_them(run_info, measurement):
+    drafts = [
+        measurement("lookup", 0.4, path="prompt-lookup"),
+        measurement("tuned", 0.55),
+        measurement("tuned+lookup", 0.75, path="lookup-first:outputs/code/tuned"),
+    ]
+    report = build_report(run_info, drafts)
+    priced = [name for name, draft in report.drafts.items() if draft.payoff]
+    assert priced == [name for name, draft in report.drafts.items() if gamma_curve(draft)]
+    assert priced == ["tuned"]
+    assert all(draft.predicted_speedup and draft.costs for draft in report.drafts.values())
+    assert [line.split(":")[0] for line in verdict_lines(report)] == priced
+    assert "lookup, payoff: prompt lookup drafts at some places only" in render_markdown(report)
+
+
 @pytest.mark.parametrize(
     ("paths", "pairs"),
     [
