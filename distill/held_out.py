@@ -217,8 +217,11 @@ def read_followed(folder: Path) -> Followed:
     return Followed(written["gamma"], [Seen(**seen) for seen in written["seen"]])
 
 
-def held_out_curve(folder: Path) -> HeldOutCurve | None:
-    """alpha by the tokens trained on, for the report of a run; None where nothing was followed."""
+def held_out_curve(folder: Path, groups: Sequence[str | None]) -> HeldOutCurve | None:
+    """alpha by the tokens trained on, for the report of a run; None where nothing was followed.
+
+    groups: of the held-out prompts, in their order.
+    """
     followed = read_followed(folder / HELD_OUT)
     if not followed.seen:
         return None
@@ -227,7 +230,10 @@ def held_out_curve(folder: Path) -> HeldOutCurve | None:
         HeldOutPoint(
             step=seen.step,
             tokens=seen.tokens,
-            alpha=share("alpha", [(None, row[0], row[2]) for row in seen.sums]),
+            alpha=share(
+                "alpha",
+                [(group, row[0], row[2]) for group, row in zip(groups, seen.sums, strict=True)],
+            ),
             tau=seen.tau,
             kept=seen is kept,
         )
