@@ -96,7 +96,7 @@ def test_a_dry_run_prints_the_plan_of_what_is_asked_for(minutes, job, tmp_path, 
     assert "training: 2 steps, 0.0 min" in shown
     assert "evaluation: 3 prompts timed, " in shown
     assert re.search("memory: .* GiB of weights and tensors at most, while ", shown)
-    assert "a perfect draft would reach" in shown
+    assert "a perfect draft reaches" in shown
     with pytest.raises(RecipeError, match=r"minutes is 0\.001, too few here"):
         run(minutes(0.001, dry_run=True))
     assert not (tmp_path / "run").exists()
