@@ -305,14 +305,15 @@ def evaluation_seconds(
     whole = median_seconds(timed_step(decoder, context + round(tokens), 0, recipe.sampling))
     read = whole * context / (context + tokens)  # of a prompt
     # the last rows decode almost alone
-    batched = len(ids) / BATCH * tokens + max(0.0, recipe.max_new_tokens - tokens)
-    texts = len(ids) * read + batched * batched_step(decoder, BATCH, context)
+    others = max(0, len(ids) - FEWEST)  # that are not timed: their texts are written for alpha
+    batched = others / BATCH * tokens + max(0.0, recipe.max_new_tokens - tokens)
+    texts = others * read + batched * batched_step(decoder, BATCH, context)
     widths = recipe.max_gamma + 2
     counted = STOCK_PROMPTS * STOCK_TOKENS * 2.5  # ours, and stock generate, which takes longer
     counted += widths * COST_REPEATS
     if recipe.gamma is None:
         replayed = min(tokens, TEXT_TOKENS) * -(-recipe.tuning_prompts // ROWS)
-        counted += PLACE * len(SPEEDUPS) * replayed + len(SPEEDUPS) * widths * CHOICE_REPEATS
+        counted += PLACE * len(SPEEDUPS) * replayed + widths * CHOICE_REPEATS
     timed = tokens * steps.target_step * (1 + sum(1 / speedup for speedup in SPEEDUPS))
     timed += (1 + len(SPEEDUPS)) * read
     if not recipe.sampling.greedy:  # their texts are compared greedily, once more

@@ -21,7 +21,6 @@ from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring import metrics
 from eval.measuring.journal import Journal
-from eval.measuring.replay import best_length, places
 from eval.measuring.runs import PromptRun, StepCosts
 from eval.prompts import Batch, PromptSet
 
@@ -31,7 +30,7 @@ COST_REPEATS = 30
 STOCK_PROMPTS = 10  # the fewest that give an interval
 STOCK_TOKENS = 24
 WARM_UP_TOKENS = 8
-CHOICE_REPEATS = 10  # of the same, for the choice of a draft length
+CHOICE_REPEATS = 10  # of the same, for the choice of draft lengths
 
 # A contender: the target alone, or with a drafter of one draft length.
 Contender = tuple[Drafter | None, DraftLength]
@@ -81,20 +80,6 @@ def step_costs(
         )
         for place in range(len(drafters))
     ]
-
-
-def choose_gamma(
-    target: Target, drafter: Drafter, prompts: PromptSet, how: Decoding, max_gamma: int
-) -> DraftLength:
-    """The draft length with the fewest seconds a token on prompts that are not evaluated.
-
-    Replayed (eval/measuring/replay.py) at the costs of steps that are measured here.
-    """
-    context = sum(map(len, prompts.ids)) // len(prompts.ids) + how.max_new_tokens // 2
-    (costs,) = step_costs(
-        target.decoder, [drafter], context, max_gamma, how.sampling, CHOICE_REPEATS
-    )
-    return best_length(places(target, drafter, prompts, how, max_gamma), costs, max_gamma)
 
 
 def decode_undisturbed(*batch: Any, **setting: Any) -> list[PromptRun]:
