@@ -97,6 +97,11 @@ def affordable(rows: int, steps: int, batch: int) -> int:
     return max(FEWEST, int(SHARE * steps * batch / (FORWARD * max(1, rows))))
 
 
+def least_steps(rows: int, batch: int) -> float:
+    """How many steps take as long as FEWEST measurements of so many held-out rows."""
+    return FEWEST * FORWARD * rows / batch
+
+
 def held_out_answers(folder: Path) -> Sequence[CachedAnswer]:
     """The target's answers to the held-out prompts of a run; none where it has not noted any."""
     if not (path := folder / USED).exists():
