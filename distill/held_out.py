@@ -97,6 +97,11 @@ def affordable(rows: int, steps: int, batch: int) -> int:
     return max(FEWEST, int(SHARE * steps * batch / (FORWARD * max(1, rows))))
 
 
+def least_steps(rows: int, batch: int) -> float:
+    """How many steps take as long as FEWEST measurements of so many held-out rows."""
+    return FEWEST * FORWARD * rows / batch
+
+
 def held_out_answers(folder: Path) -> Sequence[CachedAnswer]:
     """The target's answers to the held-out prompts of a run; none where it has not noted any."""
     if not (path := folder / USED).exists():
@@ -217,8 +222,11 @@ def read_followed(folder: Path) -> Followed:
     return Followed(written["gamma"], [Seen(**seen) for seen in written["seen"]])
 
 
-def held_out_curve(folder: Path) -> HeldOutCurve | None:
-    """alpha by the tokens trained on, for the report of a run; None where nothing was followed."""
+def held_out_curve(folder: Path, groups: Sequence[str | None]) -> HeldOutCurve | None:
+    """alpha by the tokens trained on, for the report of a run; None where nothing was followed.
+
+    groups: of the held-out prompts, in their order.
+    """
     followed = read_followed(folder / HELD_OUT)
     if not followed.seen:
         return None
@@ -227,7 +235,10 @@ def held_out_curve(folder: Path) -> HeldOutCurve | None:
         HeldOutPoint(
             step=seen.step,
             tokens=seen.tokens,
-            alpha=share("alpha", [(None, row[0], row[2]) for row in seen.sums]),
+            alpha=share(
+                "alpha",
+                [(group, row[0], row[2]) for group, row in zip(groups, seen.sums, strict=True)],
+            ),
             tau=seen.tau,
             kept=seen is kept,
         )

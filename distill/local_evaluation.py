@@ -52,7 +52,8 @@ def evaluate(
             prompts.overlap.exact + prompts.overlap.near,
             made_by,
         )
-        about = {"held_out": held_out_curve(folder), "choice": plan.choice}
+        groups = [prompt.group for prompt in prompts.held_out.prompts]
+        about = {"held_out": held_out_curve(folder, groups), "choice": plan.choice}
         report = report.model_copy(update=about)
         write_report(folder / "report", report)
         write_json(folder / "provenance.json", made_by)

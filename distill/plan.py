@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 from align.files import atomic_file
 from align.machine import free_memory, from_first
 from align.sources import load_config
-from distill.held_out import SHARE
+from distill.held_out import SHARE, least_steps
 from distill.memory import PROMPT_TOKENS, Needs, needs
 from distill.models import Pair, TargetOfRun
 from distill.prepare import PreparedDraft, stand_in, stand_in_drafter
@@ -102,6 +102,7 @@ class Plan:
     answers: that are trained on, of which `at_hand` cost nothing. steps: of training. timed:
     evaluation prompts. memory: bytes at each stage's peak. costs: None where nothing had to be
     timed. choice: how `auto` has chosen. timing: seconds for the timed prompts; None: as it takes.
+    held_out: seconds for measuring held-out prompts while it trains.
     """
 
     answers: int
@@ -112,6 +113,7 @@ class Plan:
     costs: Costs | None = None
     choice: DrafterChoice | None = None
     timing: float | None = None
+    held_out: float = 0.0
 
     @property
     def minutes(self) -> dict[str, float]:
@@ -120,7 +122,7 @@ class Plan:
             return {}
         seconds = {
             "answers": max(0, self.answers - self.at_hand) * self.costs.answer,
-            "training": self.steps * self.costs.step,
+            "training": self.steps * self.costs.step + self.held_out,
             "evaluation": self.costs.evaluation + self.timed * self.costs.timed,
         }
         return {stage: took / 60 for stage, took in seconds.items()}
@@ -197,7 +199,11 @@ def plan_within(
     fewest = min(PROBE, total)
     steps_each = training_steps(recipe, total) / total
     train = steps_each * costs.step  # on an answer
-    needed = max(0, fewest - at_hand) * costs.answer + fewest * train
+    rows = len(prompts.held_out.ids)
+    least = least_steps(rows, batch_size(recipe)) * costs.step  # for measuring these
+    share = SHARE if rows else 0.0  # of training, where that is more
+    needed = max(0, fewest - at_hand) * costs.answer
+    needed += max(fewest * train + least, fewest * train * (1 + share))
 
     most = min(recipe.speed_prompts, len(prompts.evaluation.ids))
     room = min(60 * recipe.minutes * EVALUATION, seconds - needed) - costs.evaluation
@@ -210,11 +216,16 @@ def plan_within(
             f"s, the training on them in steps of {costs.step:.2f} s, and the evaluation do not "
             f"fit. Give {math.ceil(minutes)} or more, or fewer max_eval_prompts."
         )
-    # those at hand, or these and some more
-    count = min(budget / train, (budget + at_hand * costs.answer) / (costs.answer + train), total)
+
+    def answers_in(seconds: float, train: float) -> float:
+        """Answers: those at hand, or these and some more."""
+        return min(seconds / train, (seconds + at_hand * costs.answer) / (costs.answer + train))
+
+    count = min(answers_in(budget - least, train), answers_in(budget, train * (1 + share)), total)
     steps = max(1, math.ceil(round(steps_each * math.floor(count), 6)))
+    followed = max(least, share * steps * costs.step)
     memory, timing = peaks(recipe, prompts), max(room, timed * costs.timed)
-    return Plan(math.floor(count), at_hand, steps, timed, memory, costs, timing=timing)
+    return Plan(math.floor(count), at_hand, steps, timed, memory, costs, None, timing, followed)
 
 
 def answers_at_hand(recipe: Recipe, prompts: Prompts, store: Store) -> int:
@@ -223,13 +234,18 @@ def answers_at_hand(recipe: Recipe, prompts: Prompts, store: Store) -> int:
     return store.at_hand(asked, recipe.train_on_prompts)
 
 
+def batch_size(recipe: Recipe) -> int:
+    """Rows of an optimiser step, of all processes together."""
+    args = training_config(recipe)
+    return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+
 def training_steps(recipe: Recipe, rows: int) -> int:
     """How many optimiser steps the run takes over so many rows."""
     args = training_config(recipe)
-    batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     if args.max_steps >= 0:
         return int(args.max_steps)
-    return math.ceil(math.ceil(rows / batch) * args.num_train_epochs)
+    return math.ceil(math.ceil(rows / batch_size(recipe)) * args.num_train_epochs)
 
 
 def run_memory(recipe: Recipe, prompts: Prompts | None) -> Needs:
@@ -277,7 +293,6 @@ def measured_costs(
     del prepared
     free_memory()
     step *= (prompt + tokens) / (prompt + recipe.answer_max_new_tokens)
-    step *= 1 + SHARE  # held-out prompts are looked at meanwhile
     return steps, from_first(Costs(answer, step, timed, evaluation))
 
 
@@ -305,14 +320,15 @@ def evaluation_seconds(
     whole = median_seconds(timed_step(decoder, context + round(tokens), 0, recipe.sampling))
     read = whole * context / (context + tokens)  # of a prompt
     # the last rows decode almost alone
-    batched = len(ids) / BATCH * tokens + max(0.0, recipe.max_new_tokens - tokens)
-    texts = len(ids) * read + batched * batched_step(decoder, BATCH, context)
+    others = max(0, len(ids) - FEWEST)  # that are not timed: their texts are written for alpha
+    batched = others / BATCH * tokens + max(0.0, recipe.max_new_tokens - tokens)
+    texts = others * read + batched * batched_step(decoder, BATCH, context)
     widths = recipe.max_gamma + 2
     counted = STOCK_PROMPTS * STOCK_TOKENS * 2.5  # ours, and stock generate, which takes longer
     counted += widths * COST_REPEATS
     if recipe.gamma is None:
         replayed = min(tokens, TEXT_TOKENS) * -(-recipe.tuning_prompts // ROWS)
-        counted += PLACE * len(SPEEDUPS) * replayed + len(SPEEDUPS) * widths * CHOICE_REPEATS
+        counted += PLACE * len(SPEEDUPS) * replayed + widths * CHOICE_REPEATS
     timed = tokens * steps.target_step * (1 + sum(1 / speedup for speedup in SPEEDUPS))
     timed += (1 + len(SPEEDUPS)) * read
     if not recipe.sampling.greedy:  # their texts are compared greedily, once more

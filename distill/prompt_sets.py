@@ -115,8 +115,8 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
         f"prompts: {len(training)} to train on ({sum(map(len, sets.training.ids))} tokens), "
         + (f"{len(held_out)} held out, " if held_out else "")
         + (f"{like_them} like those dropped, " if like_them else "")
-        + f"{len(tuning)} to choose gamma, {len(evaluation)} to evaluate; "
-        f"{overlap.dropped} dropped as near-duplicates"
+        + f"{len(tuning)} to choose gamma, {len(evaluation)} to evaluate\n"
+        f"prompts: {overlap.dropped} dropped as near-duplicates"
     )
     return sets
 

@@ -77,11 +77,11 @@ def price(costs: StepCosts) -> str:
     lengths = f"up to {costs.max_gamma} drafted tokens"
     if needed is None:
         return (
-            f"Cannot pay: even a perfect draft would reach {ceiling:.2f}x with {lengths}. "
+            f"Cannot pay: even a perfect draft reaches {ceiling:.2f}x with {lengths}. "
             f"Take a cheaper draft (fewer layers first, then a trimmed head)."
         )
     return (
-        f"Can pay: a perfect draft would reach {ceiling:.2f}x with {lengths}; "
+        f"Can pay: a perfect draft reaches {ceiling:.2f}x with {lengths}; "
         f"it breaks even at alpha {needed:.2f}."
     )
 

@@ -1,10 +1,11 @@
-"""One evaluation from loaded models to a report: choose gamma, take alpha, time, check, build."""
+"""One evaluation from loaded models to a report: choose gamma, time, take alpha, check, build."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +24,12 @@ from eval.measuring.answer_quality import is_function, passes
 from eval.measuring.intervals import measure
 from eval.measuring.journal import Journal
 from eval.measuring.losslessness import LosslessCheck
+from eval.measuring.replay import best_length, places
 from eval.measuring.runs import Agreement, Answer, DraftLog, PromptRun, RunLog, StepCosts
 from eval.measuring.timing import (
     ALONE,
-    choose_gamma,
+    CHOICE_REPEATS,
+    COST_REPEATS,
     decode_in_turns,
     over_stock_generate,
     step_costs,
@@ -85,10 +88,10 @@ def evaluate(
     _begin(journal, target, drafters, (evaluation, tuning), how, plan)
     stages = _Stages(target, drafters, timed, tuning, how, plan, journal)
     temperature = how.sampling.temperature
-    alphas, answers = stages.agreement(evaluation)
     first = stages.decoded(
         timed.batches(1), temperature, f"speed at T={temperature:g}", stages.enough
     )
+    alphas, answers = stages.agreement(evaluation, first[BASELINE])
     stages.timed = timed = timed.first(len(first[BASELINE]))
     decoded = {temperature: first}
     if not how.sampling.greedy:  # losslessness is
@@ -98,7 +101,10 @@ def evaluate(
         for size in plan.batch_sizes
     }
     stock = journal.once("stock generate", lambda: over_stock_generate(target, timed, how))
-    costs = stages.step_costs(decoded[temperature][BASELINE])
+    texts = [(r.prompt_tokens, len(r.tokens)) for (r,) in first[BASELINE]]
+    context = sum(prompt + tokens // 2 for prompt, tokens in texts) // len(texts)
+    longest = max(plan.max_gamma, *(length.gamma for length in stages.lengths.values()))
+    costs = stages.step_costs("step costs", context, longest, COST_REPEATS)
     logs = [
         stages.draft_log(name, alphas[name], costs[name], decoded, batched) for name in drafters
     ]
@@ -162,24 +168,42 @@ class _Stages:
         self.how, self.plan, self.journal = how, plan, journal
         self.spell, self.special = spelling(target)
         self.check = LosslessCheck(target, replace(how, sampling=Sampling()))
-        self.lengths = {name: self._draft_length(name) for name in drafters}
+        self.lengths = self._draft_lengths()
 
-    def _draft_length(self, name: str) -> DraftLength:
+    def _draft_lengths(self) -> dict[str, DraftLength]:
+        """Of each draft the fastest length on prompts that are not evaluated, by replay."""
+        tuning, how, longest = self.tuning, self.how, self.plan.max_gamma
         if self.plan.gamma is not None:
-            return DraftLength(self.plan.gamma)
-        length: DraftLength = self.journal.once(
-            f"gamma of {name}",
-            lambda: choose_gamma(
-                self.target, self.drafters[name], self.tuning, self.how, self.plan.max_gamma
-            ),
-            lambda fields: DraftLength(**fields),
-        )
-        return length
+            return dict.fromkeys(self.drafters, DraftLength(self.plan.gamma))
+        context = sum(map(len, tuning.ids)) // len(tuning.ids) + how.max_new_tokens // 2
+        costs = self.step_costs("step costs for gamma", context, longest, CHOICE_REPEATS)
 
-    def agreement(self, prompts: PromptSet) -> tuple[dict[str, list[Agreement]], list[Answer]]:
-        """The log of alpha by draft, and the target's answers that it was taken on."""
+        def choose(name: str) -> DraftLength:
+            replayed = places(self.target, self.drafters[name], tuning, how, longest)
+            return best_length(replayed, costs[name], longest)
+
+        return {
+            name: self.journal.once(
+                f"gamma of {name}", partial(choose, name), lambda fields: DraftLength(**fields)
+            )
+            for name in self.drafters
+        }
+
+    def agreement(
+        self, prompts: PromptSet, timed: list[list[PromptRun]]
+    ) -> tuple[dict[str, list[Agreement]], list[Answer]]:
+        """The log of alpha by draft, and the target's answers that it was taken on.
+
+        timed: runs without a draft, whose texts are not written a second time.
+        """
         target, how, journal = self.target, self.how, self.journal
-        texts = journal.once("texts for alpha", lambda: target_texts(target, prompts.ids, how))
+        known = {run.prompt_id: run.tokens for (run,) in timed}
+        rows = list(zip(prompts.prompts, prompts.ids, strict=True))
+        others = [ids for prompt, ids in rows if prompt.id not in known]
+        written = iter(
+            journal.once("texts for alpha", lambda: others and target_texts(target, others, how))
+        )
+        texts = [known.get(prompt.id) or next(written) for prompt in prompts.prompts]
         agreements, entropy = measure_agreement(target, self.drafters, prompts, texts, how, journal)
         answers = [
             self._answer(*row)
@@ -227,15 +251,14 @@ class _Stages:
         baseline, *drafts = runs
         return all(metrics.speedup(draft, baseline).within(NARROW) for draft in drafts)
 
-    def step_costs(self, baseline: list[list[PromptRun]]) -> dict[str, StepCosts]:
-        """Of every draft beside the same steps of the target, in the middle of the texts."""
-        runs = [run for (run,) in baseline]
-        context = sum(r.prompt_tokens + len(r.tokens) // 2 for r in runs) // len(runs)
-        longest = max(self.plan.max_gamma, *(length.gamma for length in self.lengths.values()))
+    def step_costs(
+        self, stage: str, context: int, longest: int, repeats: int
+    ) -> dict[str, StepCosts]:
+        """Of every draft beside the same steps of the target, so many tokens into a text."""
         drafters, sampling = list(self.drafters.values()), self.how.sampling
         costs = self.journal.once(
-            "step costs",
-            lambda: step_costs(self.target.decoder, drafters, context, longest, sampling),
+            stage,
+            lambda: step_costs(self.target.decoder, drafters, context, longest, sampling, repeats),
             lambda each: [StepCosts.from_json(fields) for fields in each],
         )
         return dict(zip(self.drafters, costs, strict=True))

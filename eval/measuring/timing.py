@@ -15,12 +15,12 @@ from transformers import GenerationConfig
 
 from eval.decoding.drafters.drafter import Drafter, timed_step
 from eval.decoding.forward import Decoder
+from eval.decoding.graphs import GraphedDecoder
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring import metrics
 from eval.measuring.journal import Journal
-from eval.measuring.replay import best_length, places
 from eval.measuring.runs import PromptRun, StepCosts
 from eval.prompts import Batch, PromptSet
 
@@ -30,7 +30,7 @@ COST_REPEATS = 30
 STOCK_PROMPTS = 10  # the fewest that give an interval
 STOCK_TOKENS = 24
 WARM_UP_TOKENS = 8
-CHOICE_REPEATS = 10  # of the same, for the choice of a draft length
+CHOICE_REPEATS = 10  # of the same, for the choice of draft lengths
 
 # A contender: the target alone, or with a drafter of one draft length.
 Contender = tuple[Drafter | None, DraftLength]
@@ -82,18 +82,16 @@ def step_costs(
     ]
 
 
-def choose_gamma(
-    target: Target, drafter: Drafter, prompts: PromptSet, how: Decoding, max_gamma: int
-) -> DraftLength:
-    """The draft length with the fewest seconds a token on prompts that are not evaluated.
+def decode_undisturbed(*batch: Any, **setting: Any) -> list[PromptRun]:
+    """`decode`, again where graphs were recorded meanwhile, which takes longer than the text.
 
-    Replayed (eval/measuring/replay.py) at the costs of steps that are measured here.
+    The same text needs the same graphs, so the second time they are there.
     """
-    context = sum(map(len, prompts.ids)) // len(prompts.ids) + how.max_new_tokens // 2
-    (costs,) = step_costs(
-        target.decoder, [drafter], context, max_gamma, how.sampling, CHOICE_REPEATS
-    )
-    return best_length(places(target, drafter, prompts, how, max_gamma), costs, max_gamma)
+    while True:
+        before = GraphedDecoder.recordings
+        runs = decode(*batch, **setting)
+        if GraphedDecoder.recordings == before:
+            return runs
 
 
 def decode_in_turns(
@@ -110,7 +108,7 @@ def decode_in_turns(
     enough: of the runs [batches][contenders][rows] so far, whether the rest can be left out.
     """
     decoders = [
-        partial(decode, target.decoder, drafter, how=how, length=length)
+        partial(decode_undisturbed, target.decoder, drafter, how=how, length=length)
         for drafter, length in contenders
     ]
     short = dataclasses.replace(how, max_new_tokens=min(how.max_new_tokens, WARM_UP_TOKENS))
@@ -203,7 +201,7 @@ def over_stock_generate(
             tokens, attention_mask=torch.ones_like(tokens), generation_config=config
         )
         stock_seconds = time.perf_counter() - clock
-        (ours,) = decode(target.decoder, None, prompt, ids, greedy, DraftLength(0))
+        (ours,) = decode_undisturbed(target.decoder, None, prompt, ids, greedy, DraftLength(0))
         if turn > 0:  # the first is warm-up
             emitted = output.shape[1] - tokens.shape[1]
             rows.append((len(ours.tokens), ours.seconds, emitted, stock_seconds))

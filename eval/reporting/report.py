@@ -257,7 +257,7 @@ def _numbers(log: DraftLog, run: RunLog, shown: Sequence[str]) -> dict[str, Call
         "itl_ms": lambda: _both(metrics.itl_ms, log),
         "loop_share": lambda: _both(metrics.loop_share, log),
         "memory": lambda: metrics.memory(log),
-        "payoff": lambda: payoff(timed(log), metrics.alpha(agreed(log)).mean),
+        "payoff": lambda: _payoff(log),
         "by_category": lambda: metrics.by_category(log, lambda row: row.category),
         "by_copy_share": lambda: _by_copy_share(log, run),
         "atlas": lambda: build_atlas(agreed(log), run, timed(log), shown),
@@ -268,6 +268,15 @@ def _numbers(log: DraftLog, run: RunLog, shown: Sequence[str]) -> dict[str, Call
 COPIED = (
     "path form vocabulary gamma gamma_policy gamma_sweep by_batch_size lossless counters"
 ).split()
+
+
+def _payoff(log: DraftLog) -> Payoff:
+    if log.path.startswith((LOOKUP, LOOKUP_FIRST)):
+        raise NothingToMeasure(
+            "prompt lookup drafts at some places only, and for nothing, which alpha and a step's "
+            "cost do not price; predicted_speedup counts it"
+        )
+    return payoff(timed(log), metrics.alpha(agreed(log)).mean)
 
 
 def _by_copy_share(log: DraftLog, run: RunLog) -> dict[str, CategoryNumbers]:

@@ -446,7 +446,7 @@ def _waterfalls(report: Report) -> Table:
 
 def gamma_curve(draft: DraftReport) -> list[tuple[int, float, float]]:
     """(gamma, expected speed-up, that of a perfect draft), positions taken as independent."""
-    if draft.alpha is None or draft.costs is None:
+    if draft.payoff is None or draft.alpha is None or draft.costs is None:
         return []
     costs, alpha = draft.costs.steps(), draft.alpha.mean
     return [

@@ -7,6 +7,7 @@ later. eval/reporting/page.py makes report.html from the same tables.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 
 from rich import box
@@ -26,12 +27,13 @@ from eval.reporting.tables import (
     verdict_lines,
 )
 
+LOG_WIDTH = 100  # columns, where no terminal has its own
 STYLES = {"identical": "green", "same up to ties": "", "changed": "red bold"}
 
 
 def print_summary(report: Report, console: Console | None = None) -> None:
     """The report at a glance, for the terminal at the end of a run."""
-    console = console or Console()
+    console = console or Console(width=None if sys.stdout.isatty() else LOG_WIDTH)
     result = result_table(report)
     grid = Grid(
         title="Speculative decoding report",
@@ -46,9 +48,6 @@ def print_summary(report: Report, console: Console | None = None) -> None:
         grid.add_column(Text(name), justify="right")
     for label, *cells in result.rows:
         grid.add_row(label, *cells, style="bold" if label in ("alpha", "speed-up") else "")
-    console.print()
-    console.print(grid)
-    console.print()
     lines = [
         (
             f"Target {report.target_named} on {report.device}, {report.dtype}, "
@@ -61,9 +60,11 @@ def print_summary(report: Report, console: Console | None = None) -> None:
         lines.append((texts_line(which, ledger), STYLES[ledger.verdict]))
     lines += [(f"Warning: {warning}", "yellow") for warning in report.warnings]
     lines += [(verdict, "") for verdict in verdict_lines(report)[-1:]]
-    for line, style in [*lines, (report.headline, "bold"), (report.recommendation, "bold")]:
+    lines += [(report.headline, "bold"), (report.recommendation, "bold")]
+    with console.capture() as shown:
         # Text, not markup: a path or a range in brackets must not be read as a style
-        console.print(Text(line, style=style))
+        console.print("", grid, "", *(Text(line, style=style) for line, style in lines), sep="\n")
+    console.file.writelines(f"{line.rstrip()}\n" for line in shown.get().splitlines())
 
 
 def _grid(table: Table) -> list[str]:

@@ -5,6 +5,7 @@ docs/metrics.md lists the rules.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -116,33 +117,27 @@ def _first_reason(ledger: Ledger) -> str:
 
 
 def _on_few(report: Report) -> Iterator[str]:
-    """Names the numbers that have no interval, in all parts of the report."""
-    parts: dict[str, Part] = {"baseline": report.baseline, **report.drafts}
-    parts |= {f"{gain.draft} over {gain.over}": gain for gain in report.gain}
-    few: dict[str, list[str]] = {}  # which numbers -> of what
-    for name, part in parts.items():
-        fields = [
-            f"{field} of {'/'.join(keys)}" if isinstance(value, dict) else field
-            for field, value in part
-            if (keys := _few_in(value))
-        ]
-        if fields:
-            few.setdefault(", ".join(fields), []).append(name)
-    if named := "; ".join(f"{', '.join(names)}: {fields}" for fields, names in few.items()):
+    """How many numbers have no interval, in all parts of the report, and where most of them are."""
+    few: Counter[str] = Counter()
+    for part in (report.baseline, *report.drafts.values(), *report.gain):
+        for field, value in part:
+            few[field] += _few_in(value)
+    if total := few.total():
+        most = ", ".join(f"{count} in {field}" for field, count in few.most_common(3) if count)
         yield (
-            f"Too few prompts (groups, batches) for an interval, fewer than {FEWEST_CLUSTERS}: "
-            f"only the lowest and the highest are given. So in all or a part of {named}."
+            f"Fewer than {FEWEST_CLUSTERS} prompts (groups, batches) stand behind {total} numbers "
+            f"({most}): only the lowest and the highest are given, no interval."
         )
 
 
-def _few_in(value: object) -> list[str]:
-    """The parts of a value that are, or hold, a number without an interval; by key in a dict."""
+def _few_in(value: object) -> int:
+    """How many numbers without an interval a value is, or holds."""
     if isinstance(value, Measured):
-        return [] if value.ci95 else [""]
-    if isinstance(value, dict):
-        return [key for key, part in value.items() if _few_in(part)]
-    fields = [field for _, field in value] if isinstance(value, Part) else value
-    return [""] if isinstance(fields, list) and any(map(_few_in, fields)) else []
+        return value.ci95 is None
+    if isinstance(value, Part):
+        return sum(_few_in(part) for _, part in value)
+    parts = [*value.values()] if isinstance(value, dict) else value
+    return sum(map(_few_in, parts)) if isinstance(parts, list) else 0
 
 
 def _about_setting(report: Report) -> list[str]:

@@ -20,6 +20,7 @@ from distill.held_out import (
     best_of,
     followed_steps,
     held_out_answers,
+    held_out_curve,
     read_followed,
     simulated_calls,
 )
@@ -284,6 +285,24 @@ def test_prompts_that_are_all_alike_are_trained_on(job, tmp_path, monkeypatch, c
     assert "no prompts are held out: of 11, 2 could be, and 9 nearly repeat" in (
         capsys.readouterr().out
     )
+
+
+def test_prompts_of_one_document_are_one_in_the_curve(tmp_path):
+    accepted = [2.0, 8.0, 3.0, 7.0, 4.0, 6.0, 2.0, 9.0, 5.0, 8.0, 3.0, 6.0]
+    sums = [[a, 0.0, 10.0, 4.0] for a in accepted for _ in range(3)]
+    folder = tmp_path / HELD_OUT
+    folder.mkdir()
+    written = {"gamma": 3, "seen": [{"step": 5, "tokens": 90, "sums": sums}]}
+    (folder / held_out.SEEN).write_text(json.dumps(written))
+    groups = [f"document {i // 3}" for i in range(36)]
+    (alone,), (together,) = (
+        [point.alpha for point in held_out_curve(tmp_path, names).points]
+        for names in ([None] * 36, groups)
+    )
+    assert alone.mean == together.mean
+    assert (alone.clusters, together.clusters, together.n) == (36, 12, 36)
+    widths = [alpha.ci95[1] - alpha.ci95[0] for alpha in (alone, together)]
+    assert widths[1] > 1.5 * widths[0]
 
 
 def test_a_run_follows_held_out_prompts_and_reports_the_curve(job, tmp_path, monkeypatch, capsys):

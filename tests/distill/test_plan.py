@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from align.sources import load_model
-from distill import models, plan, train
+from distill import held_out, models, plan, train
 from distill.models import TargetOfRun, check_models
 from distill.plan import Costs, plan_within, read_plan, training_step
 from distill.prepare import stand_in
@@ -31,9 +31,9 @@ def minutes(job, tmp_path):
     return lambda count, **changes: job(tmp_path / "run", minutes=count, **(EPOCHS | changes))
 
 
-def prompts(training=10_000, evaluation=64):
+def prompts(training=10_000, evaluation=64, held_out=0):
     """Stand-ins for so many prompts."""
-    parts = {"training": training, "evaluation": evaluation}
+    parts = {"training": training, "evaluation": evaluation, "held_out": held_out}
     return SimpleNamespace(
         **{name: SimpleNamespace(ids=[[1] * 6] * count) for name, count in parts.items()}
     )
@@ -46,6 +46,19 @@ def test_answers_and_steps_fill_what_the_evaluation_leaves(minutes):
     assert decided.steps == -(-decided.answers * 2 // 4)
     assert decided.answers * 0.5 + decided.steps * 0.4 == pytest.approx(left, abs=1)
     assert sum(decided.minutes.values()) == pytest.approx(1000 / 60, abs=0.02)
+
+
+@pytest.mark.parametrize("seconds", [400, 4000])
+def test_held_out_prompts_are_paid_for_by_their_number(minutes, seconds):
+    recipe = minutes(200.0)
+    decided = plan_within(recipe, prompts(held_out=32), 0, COSTS, seconds)
+    batch = plan.batch_size(recipe)
+    times = held_out.affordable(32, decided.steps, batch)
+    expected = times * 32 * held_out.FORWARD / batch * COSTS.step
+    assert decided.held_out == pytest.approx(expected, rel=0.2)
+    assert (times == held_out.FEWEST) == (seconds == 400)
+    assert sum(decided.minutes.values()) == pytest.approx(seconds / 60, rel=0.01)
+    assert decided.steps < plan_within(recipe, prompts(), 0, COSTS, seconds).steps
 
 
 @pytest.mark.parametrize("there", [300, 5000])
@@ -97,7 +110,7 @@ def test_a_dry_run_prints_the_plan_of_what_is_asked_for(minutes, job, tmp_path, 
     assert "training: 2 steps, 0.0 min" in shown
     assert "evaluation: 3 prompts timed, " in shown
     assert re.search("memory: .* GiB of weights and tensors at most, while ", shown)
-    assert "a perfect draft would reach" in shown
+    assert "a perfect draft reaches" in shown
     with pytest.raises(RecipeError, match=r"minutes is 0\.001, too few here"):
         run(minutes(0.001, dry_run=True))
     assert not (tmp_path / "run").exists()

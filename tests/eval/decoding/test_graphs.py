@@ -6,18 +6,23 @@ one read at all.
 """
 
 import gc
+import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from eval.decoding import graphs, lean
+from eval.decoding import graphs, lean, loop
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.causal_lm import CausalLMDrafter
+from eval.decoding.drafters.lookup import lookup_first
 from eval.decoding.graphs import GraphedDecoder, StaticCache
 from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
-from eval.prompts import Prompt
+from eval.measuring.timing import ALONE, decode_in_turns
+from eval.prompts import Prompt, PromptSet
 
 VOCAB, CONTEXT = 61, 200
 IDS = [3, 14, 15, 9, 2, 6, 5, 35]
@@ -149,3 +154,24 @@ def test_texts_and_drafts_are_those_without_graphs(tiny, pair, length):
     assert graphed_run.accepted == expected.accepted
     assert sum(graphed_run.accepted) > 0
     assert len(recorder.made) < 30  # not one a step
+
+
+def test_nothing_is_recorded_within_a_timed_text(tiny, pair, monkeypatch, journal):
+    """A recording takes 1000 seconds here. Texts of several buckets, drafts of several widths."""
+    plain, _, recorder = pair
+    ticks = itertools.count()
+
+    def graph(decoder):
+        return GraphedDecoder(decoder, recorder)
+
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) / 1e3 + 1000 * len(recorder.made))
+    monkeypatch.setattr(loop, "time", clock)
+    target = Target("tiny", tiny(0), None, graph(plain), frozenset())
+    near = draft(tiny, graph)
+    contenders = [ALONE, (near, DraftLength(4, 1e-3)), (lookup_first(near), DraftLength(3))]
+    ids = [IDS[:3], IDS * 5, IDS * 9]
+    prompts = PromptSet("made up", [Prompt(f"p{i}", prompt="unused") for i in range(3)], ids)
+    how = Decoding(Sampling(), frozenset(), 30)
+    decoded = decode_in_turns(target, contenders, prompts.batches(1), how, journal, "speed")
+    assert len(recorder.made) > 10
+    assert all(run.seconds < 1000 for batches in decoded for (run,) in batches)

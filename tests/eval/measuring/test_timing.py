@@ -10,10 +10,10 @@ from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring import metrics, timing
+from eval.measuring.replay import best_length, places
 from eval.measuring.runs import StepCosts
 from eval.measuring.timing import (
     ALONE,
-    choose_gamma,
     decode_in_turns,
     in_turns,
     over_stock_generate,
@@ -94,13 +94,11 @@ def test_costs_are_those_of_every_width_after_the_warm_up(target, own, monkeypat
 
 
 @pytest.mark.parametrize(("verify", "gamma"), [(0.0, 3), (9.0, 1)])
-def test_the_draft_length_is_the_fastest_on_what_was_measured(
-    target, own, monkeypatch, verify, gamma
-):
+def test_the_draft_length_is_the_fastest_on_what_was_measured(target, own, verify, gamma):
     """All is accepted: long drafts pay where a wide call costs no more, else the shortest do."""
     costs = StepCosts(0.1, 1.0, {width: 1 + verify * (width - 1) for width in range(1, 5)}, 30)
-    monkeypatch.setattr(timing, "step_costs", lambda *_: [costs])
-    assert choose_gamma(target, own, SET, GREEDY, 3) == DraftLength(gamma)
+    replayed = places(target, own, SET, GREEDY, 3)
+    assert best_length(replayed, costs, 3) == DraftLength(gamma)
 
 
 def test_contenders_take_turns_at_being_first(journal):

@@ -9,6 +9,7 @@ import pytest
 from eval.measuring.losslessness import ledger
 from eval.reporting.page import Plot, is_numeric, render_page
 from eval.reporting.report import build_report
+from eval.reporting.tables import tables
 
 VOID = {"meta"}
 
@@ -64,6 +65,18 @@ def test_every_part_is_there(sample_report):
     assert all(warning in page.text for warning in sample_report.warnings)
     assert sample_report.prompts.sha256 in page.text
     assert "None" not in page.text.replace("None, literal", "")
+
+
+def test_cells_say_their_column_where_a_narrow_page_stacks_them(sample_report):
+    page = render_page(sample_report)
+    attributes = Outline(page).attributes
+    for table in tables(sample_report):
+        if not table.charted:
+            assert ("style", f"--columns:{len(table.header) - 1}") in attributes
+            assert {("data-column", column) for column in table.header[1:]} <= set(attributes)
+    narrow = page.partition("@media screen and (max-width: 760px)")[2]
+    assert "var(--columns)" in narrow
+    assert "attr(data-column)" in narrow
 
 
 def test_it_needs_nothing_else(sample_report):

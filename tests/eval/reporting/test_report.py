@@ -334,24 +334,29 @@ def test_a_draft_that_is_not_lossless_is_said_loudly_and_cannot_be_hidden(
     assert read_report(path).headline == report.headline
 
 
+def numbers_without_interval(value):
+    if isinstance(value, dict):
+        parts = value.values()
+        return value.get("ci95", ()) is None or sum(map(numbers_without_interval, parts))
+    return sum(map(numbers_without_interval, value)) if isinstance(value, list) else 0
+
+
 def test_few_prompts_are_warned_about(run_info, measurement):
     logs = [measurement("untuned", 0.3, prompts=9), measurement("tuned", 0.6, prompts=9)]
     report = build_report(run_info, logs)
-    (warning,) = [line for line in report.warnings if line.startswith("Too few prompts")]
-    for numbers in (
-        "baseline: tokens_per_s;",
-        "tuned: tau, drafted_calls,",
-        "by_category of even/odd",
-        "tuned over untuned: tau, speedup.",
-    ):
-        assert numbers in warning
+    (warning,) = [line for line in report.warnings if line.startswith("Fewer than 10")]
+    data = report.model_dump()
+    few = sum(numbers_without_interval(data[part]) for part in ("baseline", "drafts", "gain"))
+    assert f"stand behind {few} numbers (" in warning
+    assert "10 in by_category" in warning
     assert "alpha" not in warning  # taken on more prompts
+    assert len(warning) < 200  # however many there are
     assert "too few prompts to say more than" in report.headline
     low, high = report.drafts["tuned"].speedup.range
     assert f"({low:.2f} to {high:.2f})" in render_markdown(report)
     assert f"{low:.2f}× to {high:.2f}× · n 9, range, no interval" in render_page(report)
     enough = build_report(run_info, [measurement("tuned", 0.6)])
-    assert not any(line.startswith("Too few") for line in enough.warnings)
+    assert not any(line.startswith("Fewer than 10") for line in enough.warnings)
 
 
 def test_warnings_about_loops_overhead_baseline_overlap_and_no_gain(run_info, measurement):
@@ -555,6 +560,7 @@ def test_terminal_summary_is_legible_in_80_columns(sample_report):
     print_summary(sample_report, Console(file=stream, width=80))
     text = stream.getvalue()
     assert max(len(line) for line in text.splitlines()) <= 80
+    assert not re.search(r" $", text, re.MULTILINE)
     for part in ("untuned", "tuned", "gain", "alpha", "speed-up", "predicted", "efficiency"):
         assert part in text
     assert "memory overhead" in text
@@ -564,6 +570,13 @@ def test_terminal_summary_is_legible_in_80_columns(sample_report):
     assert [row.split() for row in text.splitlines() if row.startswith("gamma")] == [
         ["gamma", "3", "3"]
     ]
+
+
+def test_a_log_has_lines_of_100_columns(sample_report, capsys):
+    print_summary(sample_report)
+    lines = capsys.readouterr().out.splitlines()
+    assert 80 < max(map(len, lines)) <= 100
+    assert all(line == line.rstrip() for line in lines)
 
 
 def test_each_draft_is_shown_with_its_own_draft_length(run_info, measurement):
@@ -601,6 +614,21 @@ def test_what_training_adds_is_set_against_lookup_alone(run_info, measurement):
     weak = build_report(run_info, drafts)
     assert "the draft adds nothing that shows" in weak.headline or "loses" in weak.headline
     assert any("than prompt lookup alone" in line for line in weak.warnings)
+
+
+def test_lookups_are_not_priced_as_if_a_draft_wrote_them(run_info, measurement):
+    drafts = [
+        measurement("lookup", 0.4, path="prompt-lookup"),
+        measurement("tuned", 0.55),
+        measurement("tuned+lookup", 0.75, path="lookup-first:outputs/code/tuned"),
+    ]
+    report = build_report(run_info, drafts)
+    priced = [name for name, draft in report.drafts.items() if draft.payoff]
+    assert priced == [name for name, draft in report.drafts.items() if gamma_curve(draft)]
+    assert priced == ["tuned"]
+    assert all(draft.predicted_speedup and draft.costs for draft in report.drafts.values())
+    assert [line.split(":")[0] for line in verdict_lines(report)] == priced
+    assert "lookup, payoff: prompt lookup drafts at some places only" in render_markdown(report)
 
 
 @pytest.mark.parametrize(
