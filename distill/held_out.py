@@ -29,6 +29,7 @@ from distill.teacher.answers import USED
 from distill.teacher.store import Answers, CachedAnswer, Store
 from distill.training_set import training_rows
 from eval.measuring.intervals import share
+from eval.prompts import PromptSet
 from eval.reporting.report import HeldOutCurve, HeldOutPoint
 
 HELD_OUT = "held_out"  # its folder: what was seen
@@ -222,11 +223,8 @@ def read_followed(folder: Path) -> Followed:
     return Followed(written["gamma"], [Seen(**seen) for seen in written["seen"]])
 
 
-def held_out_curve(folder: Path, groups: Sequence[str | None]) -> HeldOutCurve | None:
-    """alpha by the tokens trained on, for the report of a run; None where nothing was followed.
-
-    groups: of the held-out prompts, in their order.
-    """
+def held_out_curve(folder: Path, held_out: PromptSet) -> HeldOutCurve | None:
+    """alpha by the tokens trained on, for the report of a run; None where nothing was followed."""
     followed = read_followed(folder / HELD_OUT)
     if not followed.seen:
         return None
@@ -237,7 +235,10 @@ def held_out_curve(folder: Path, groups: Sequence[str | None]) -> HeldOutCurve |
             tokens=seen.tokens,
             alpha=share(
                 "alpha",
-                [(group, row[0], row[2]) for group, row in zip(groups, seen.sums, strict=True)],
+                [
+                    (prompt.group, row[0], row[2])
+                    for prompt, row in zip(held_out.prompts, seen.sums, strict=True)
+                ],
             ),
             tau=seen.tau,
             kept=seen is kept,

@@ -52,8 +52,8 @@ def evaluate(
             prompts.overlap.exact + prompts.overlap.near,
             made_by,
         )
-        groups = [prompt.group for prompt in prompts.held_out.prompts]
-        about = {"held_out": held_out_curve(folder, groups), "choice": plan.choice}
+        curve = held_out_curve(folder, prompts.held_out)
+        about = {"held_out": curve, "choice": plan.choice}
         report = report.model_copy(update=about)
         write_report(folder / "report", report)
         write_json(folder / "provenance.json", made_by)

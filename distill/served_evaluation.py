@@ -54,7 +54,7 @@ def evaluate_served(recipe: Recipe, pair: Pair, prompts: Prompts, seconds: float
         )
     except ServerError as error:
         raise ServerError(f"{error}\nThe draft is made, and kept. {advice}.") from None
-    report = report.model_copy(update={"held_out": held_out_curve(folder)})
+    report = report.model_copy(update={"held_out": held_out_curve(folder, prompts.held_out)})
     write_report(folder / "report", report)
     write_card(folder)
     broken_off = [m.reason for m in report.last[1].missing if m.field == "prompts"]

@@ -194,10 +194,11 @@ class _Stages:
     ) -> tuple[dict[str, list[Agreement]], list[Answer]]:
         """The log of alpha by draft, and the target's answers that it was taken on.
 
-        timed: runs without a draft, whose texts are not written a second time.
+        timed: runs without a draft, whose greedy texts are not written a second time. Sampled ones
+        depend on the prompts before them, and distill/reload.py writes the same again.
         """
         target, how, journal = self.target, self.how, self.journal
-        known = {run.prompt_id: run.tokens for (run,) in timed}
+        known = {run.prompt_id: run.tokens for (run,) in timed if how.sampling.greedy}
         rows = list(zip(prompts.prompts, prompts.ids, strict=True))
         others = [ids for prompt, ids in rows if prompt.id not in known]
         written = iter(

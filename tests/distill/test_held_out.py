@@ -34,7 +34,7 @@ from distill.trainer import distil, last_checkpoint
 from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.verification import Sampling
-from eval.prompts import Prompt
+from eval.prompts import Prompt, PromptSet
 from eval.reporting.report import read_report
 
 VOCAB = 50
@@ -294,10 +294,13 @@ def test_prompts_of_one_document_are_one_in_the_curve(tmp_path):
     folder.mkdir()
     written = {"gamma": 3, "seen": [{"step": 5, "tokens": 90, "sums": sums}]}
     (folder / held_out.SEEN).write_text(json.dumps(written))
-    groups = [f"document {i // 3}" for i in range(36)]
+    documents = [f"document {i // 3}" for i in range(36)]
     (alone,), (together,) = (
-        [point.alpha for point in held_out_curve(tmp_path, names).points]
-        for names in ([None] * 36, groups)
+        [point.alpha for point in held_out_curve(tmp_path, PromptSet("", prompts, [])).points]
+        for prompts in (
+            [Prompt(str(i), "?", group=document) for i, document in enumerate(names)]
+            for names in ([None] * 36, documents)
+        )
     )
     assert alone.mean == together.mean
     assert (alone.clusters, together.clusters, together.n) == (36, 12, 36)

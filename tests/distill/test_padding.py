@@ -56,7 +56,7 @@ def test_the_export_has_the_targets_size(sides, job, texts, tmp_path, draft, tar
     inputs = tokenizer(texts[3], return_tensors="pt").input_ids
     with torch.no_grad():
         q = models[0](inputs).logits.softmax(-1)
-    assert float(q[..., SMALL:].sum(-1).max()) < 1e-4
+    assert float(q[..., SMALL:].sum(-1).max()) < 1e-3
     how = {"attention_mask": torch.ones_like(inputs), "max_new_tokens": 24, "do_sample": False}
     plain = models[1].generate(inputs, **how)
     assert models[1].generate(inputs, assistant_model=models[0], **how).equal(plain)
