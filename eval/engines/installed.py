@@ -7,6 +7,7 @@ import shlex
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,8 @@ def measure_installed(
     positions = context_length(prompts.ids, max_new_tokens, gamma)
     how = Decoding(Sampling(), frozenset(), max_new_tokens)
     if engine == "vllm":
-        with (
-            serve_vllm(target, *speculation(draft, gamma), positions=positions) as speculative,
-            serve_vllm(target, positions=positions) as plain,
-        ):
+        served = partial(serve_vllm, target, positions=positions, dtype="auto")  # as `vllm serve`
+        with served(*speculation(draft, gamma)) as speculative, served() as plain:
             servers = VllmServer(speculative, PATIENCE), VllmServer(plain, PATIENCE)
             return measure_servers(*servers, prompts, how, provenance, draft.name, str(target))
     dtype: Any = torch.float32

@@ -5,11 +5,14 @@ It needs an environment of its own, and the draft of a finished run:
     python -m eval.engines.environments vllm
     accelerate launch distill/train.py --recipe code
     DRAFTSMITH_RUN=outputs/code pytest tests/real/test_vllm_real.py
+
+In bf16 the texts fork, and each fork is explained; a vLLM that does not verify is found out.
 """
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +24,8 @@ from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
-from eval.engines.local_vllm import speculation
+from eval.engines import local_vllm
+from eval.engines.local_vllm import serve_vllm, speculation
 from eval.engines.vllm import VllmServer
 from eval.prompts import load_prompts, render_set
 from eval.reporting.report import read_report
@@ -97,9 +101,12 @@ def ours(target, draft, prompts):
 
 @pytest.fixture(scope="module")
 def report(served, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("report")
-    command = ["--engine", "vllm", "--base_url", served.speculative, "--output_dir", str(folder)]
-    command += ["--baseline_url", served.baseline, "--speed_prompts", str(PROMPTS)]
+    return measured(served.speculative, served.baseline, tmp_path_factory.mktemp("report"))
+
+
+def measured(speculative, baseline, folder, prompts=PROMPTS):
+    command = ["--engine", "vllm", "--base_url", speculative, "--output_dir", str(folder)]
+    command += ["--baseline_url", baseline, "--speed_prompts", str(prompts)]
     command += ["--prompts", str(Path(RUN) / "prompts" / "eval.jsonl"), "--seed", str(SEED)]
     assert main([*command, "--max_new_tokens", str(TOKENS)]) == 0
     return read_report(folder / "report" / "report.json")
@@ -169,3 +176,62 @@ def test_the_counters_are_ours(report, target, ours):
     assert theirs == pytest.approx(accepted / drafts, rel=0.02)
     assert counters.num_drafts == pytest.approx(drafts, rel=0.02)
     assert accepted > 0.1 * drafts  # a draft that is never right would agree with anything
+
+
+# Put on the path of a server, it takes every drafted token for the target's own.
+UNVERIFIED = """
+import importlib.abc, importlib.util, sys
+
+PATCHED = "vllm.utils.cpu_triton_utils"
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name != PATCHED:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def patched(module):
+            execute(module)
+            verified = module._rejection_greedy_sample_kernel_impl
+
+            def unverified(output, ends, drafted, target, *more, **named):
+                return verified(output, ends, drafted, drafted.to(target.dtype), *more, **named)
+
+            module._rejection_greedy_sample_kernel_impl = unverified
+
+        spec.loader.exec_module = patched
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.fixture(scope="module")
+def in_bf16(recipe, draft, vllm, tmp_path_factory):
+    """Reports in bf16 of a server that drafts, and of one that does not verify its draft."""
+    folder = tmp_path_factory.mktemp("mutant")
+    (folder / "sitecustomize.py").write_text(UNVERIFIED)
+    target = resolve_checkpoint(recipe["target"])
+    clean, reports = local_vllm.environment, []
+    with serve_vllm(target, dtype="bfloat16") as baseline:
+        for more in ({}, {"PYTHONPATH": str(folder)}):
+            with (
+                mock.patch.object(local_vllm, "environment", lambda of, m=more: clean(of) | m),
+                serve_vllm(target, *speculation(draft, GAMMA), dtype="bfloat16") as speculative,
+            ):
+                out = tmp_path_factory.mktemp("bf16")
+                reports.append(measured(speculative, baseline, out, 12).drafts["served"].lossless)
+    return reports
+
+
+def test_each_fork_in_bf16_is_explained(in_bf16):
+    honest, _ = in_bf16
+    assert honest.unexplained == 0
+    assert honest.identical + honest.tie_divergences == 12
+
+
+def test_a_vllm_that_does_not_verify_changes_texts(in_bf16):
+    _, mutant = in_bf16
+    assert mutant.unexplained >= 10
