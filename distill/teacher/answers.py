@@ -48,14 +48,14 @@ def who_answers(recipe: Recipe) -> tuple[Literal["local", "vllm", "server"], str
         return recipe.answers, "the recipe names it"
     keys = {"device_map": recipe.device_map} | recipe.training
     if target_device(keys) == "cpu":
-        return "local", "the target is on the CPU, where our own loop is as fast as vLLM"
+        return "local", "the target is on the CPU"
     if recipe.train_on_prompts:
         return "local", "train_on_prompts asks for distributions that vLLM is not asked for"
     try:
         vllm_python()
     except EngineMissing as error:
-        return "local", f"{error}, which is several times as fast on a GPU"
-    return "vllm", "on a GPU it is several times as fast as our own loop"
+        return "local", f"{error}; on a GPU it should be faster, which is not measured yet"
+    return "vllm", "on a GPU it should be faster than our own loop, which is not measured yet"
 
 
 def open_store(recipe: Recipe, target: Vocabulary) -> Store:

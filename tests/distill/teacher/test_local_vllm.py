@@ -127,7 +127,7 @@ def test_without_vllm_it_is_refused_with_the_command_that_installs_it(
     ("device", "installed", "changes", "by", "why"),
     [
         ("cpu", True, {}, "local", "on the CPU"),
-        ("cuda", True, {}, "vllm", "several times as fast"),
+        ("cuda", True, {}, "vllm", "should be faster"),
         ("cuda", True, {"train_on_prompts": True}, "local", "train_on_prompts"),
         ("cuda", False, {}, "local", "install it: python -m eval.engines.environments vllm"),
         ("cuda", True, {"answers": "local"}, "local", "the recipe names it"),
