@@ -91,18 +91,18 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
             f"{len(prompts)} training prompts are not enough to set {recipe.tuning_prompts} aside "
             "for choosing gamma; give more prompts or lower tuning_prompts."
         )
-    tuning, rest = prompts[: recipe.tuning_prompts], prompts[recipe.tuning_prompts :]
-    count = min(recipe.held_out_prompts, len(rest) // HELD_OUT_PART)
+    tuning, remaining = prompts[: recipe.tuning_prompts], prompts[recipe.tuning_prompts :]
+    count = min(recipe.held_out_prompts, len(remaining) // HELD_OUT_PART)
     if count < HELD_OUT_FEWEST:
         count = 0
-    held_out, training = hold_out(rest, count)
-    like_them = len(rest) - len(held_out) - len(training)
-    if count and (len(held_out) < HELD_OUT_FEWEST or len(training) < len(rest) / 2):
+    held_out, training = hold_out(remaining, count)
+    like_them = len(remaining) - len(held_out) - len(training)
+    if count and (len(held_out) < HELD_OUT_FEWEST or len(training) < len(remaining) / 2):
         print(
-            f"no prompts are held out: of {len(rest)}, {len(held_out)} could be, and {like_them} "
-            "nearly repeat those (is there a template that all share?)"
+            f"no prompts are held out: of {len(remaining)}, {len(held_out)} could be, and "
+            f"{like_them} nearly repeat those (is there a template that all share?)"
         )
-        held_out, training, like_them = [], rest, 0
+        held_out, training, like_them = [], remaining, 0
 
     sets = Prompts(
         rendered(recipe.train_prompts, training, recipe.answer_max_new_tokens),

@@ -52,18 +52,18 @@ def refuse_another_run(recipe: Recipe) -> None:
     # of another version: what it could not say yet is as by default, and what is gone was off
     defaults = {key: f.default for key, f in OWN.items()}
     written = {key: value for key, value in read_yaml(path).items() if value or key not in GONE}
-    found, asked = defaults | written, recipe.values()
+    written, asked = defaults | written, recipe.values()
     plan, free = read_plan(recipe.folder), set(FREE_KEYS)
     if recipe.planned:
         decided = {"minutes"} if plan is None else set(plan.decided())
         free |= decided if recipe.drafter == "auto" else decided - {"drafter", "num_draft_layers"}
-    if "server" not in (found["answers"], recipe.answers):
+    if "server" not in (written["answers"], recipe.answers):
         free.add("answers")  # here or by a vLLM they are the same model's, in one store
     changed = sorted(
-        key for key in (found.keys() | asked) - free if found.get(key) != asked.get(key)
+        key for key in (written.keys() | asked) - free if written.get(key) != asked.get(key)
     )
     if changed:
-        detail = "; ".join(f"{k}: {found.get(k)!r} -> {asked.get(k)!r}" for k in changed)
+        detail = "; ".join(f"{k}: {written.get(k)!r} -> {asked.get(k)!r}" for k in changed)
         raise RecipeError(
             f"{recipe.folder} holds a run of another recipe ({detail}). Give this one a "
             "--name of its own; answers that the target has given already are used again."

@@ -53,8 +53,8 @@ from distill.teacher.answers import (
     to_answer,
     who_answers,
 )
-from distill.teacher.local_vllm import LocalVllm
 from distill.teacher.served import ServedTarget
+from distill.teacher.started_vllm import StartedVllm
 from distill.teacher.states import cache_states, layers_read
 from distill.teacher.store import Answers, Store
 from distill.trainer import distil_draft, process_timeout, training_config
@@ -116,7 +116,7 @@ def served_target(recipe: Recipe, pair: Pair, prompts: Prompts) -> ServedTarget 
     if by == "server":
         return ServedTarget(recipe, pair.target, prompts)
     if by == "vllm":
-        return LocalVllm(recipe, pair.target, prompts, open_store(recipe, pair.target))
+        return StartedVllm(recipe, pair.target, prompts, open_store(recipe, pair.target))
     return None
 
 
@@ -163,7 +163,7 @@ def make_plan(
         at_hand, seconds = from_first(
             (answers_at_hand(recipe, prompts, store), clock.left(recipe.minutes))
         )
-        if isinstance(served, LocalVllm):
+        if isinstance(served, StartedVllm):
             seconds -= from_first(served.starting)  # it starts once more
         plan = plan_within(picked, prompts, at_hand, costs, seconds)
         plan = dataclasses.replace(plan, choice=choice)

@@ -349,9 +349,9 @@ def _measure_driven(args: argparse.Namespace, journal: Journal) -> Report:
     models = args.target, drafts, args.gamma, positions, getattr(torch, args.dtype), args.device
     with driven_engine(args.engine, *models) as engine:
         sampling = Sampling(args.temperature, args.top_k, args.top_p)
-        how = Decoding(sampling, engine.stops, args.max_new_tokens, args.seed)
+        decoding = Decoding(sampling, engine.stops, args.max_new_tokens, args.seed)
         about = {"command": sys.argv, "seed": args.seed}
-        return measure_driven(engine, timed, how, journal, about)
+        return measure_driven(engine, timed, decoding, journal, about)
 
 
 def _measure_servers(args: argparse.Namespace) -> Report:

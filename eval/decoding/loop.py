@@ -70,7 +70,7 @@ def decode(
     drafter: Drafter | None,
     prompts: Sequence[Prompt],
     ids: Sequence[list[int]],
-    how: Decoding,
+    decoding: Decoding,
     length: DraftLength,
 ) -> list[PromptRun]:
     """The answers to all prompts, decoded as one batch: one run a prompt, in their order.
@@ -86,12 +86,12 @@ def decode(
     layers = () if drafter is None else drafter.layers
     device = target.device
     generator = torch.Generator(device=device)
-    generator.manual_seed(seed_of(how.seed, *(prompt.id for prompt in prompts)))
-    slots = max(map(len, ids)) + how.max_new_tokens + gamma
+    generator.manual_seed(seed_of(decoding.seed, *(prompt.id for prompt in prompts)))
+    slots = max(map(len, ids)) + decoding.max_new_tokens + gamma
 
     # 1. Prefill the target; its last logits give the first token, which no draft had a part in.
     clock = time.perf_counter()
-    cache, first, read = prefill(target, ids, slots, layers, how.sampling, generator)
+    cache, first, read = prefill(target, ids, slots, layers, decoding.sampling, generator)
     now = time.perf_counter()
     runs = [
         PromptRun.of(prompt, len(row), [now - clock], [tokens])
@@ -102,24 +102,24 @@ def decode(
     session = None
     if drafter is not None:
         texts = [[*row, *tokens] for row, tokens in zip(ids, first, strict=True)]
-        session = drafter.start(Texts(texts, slots, how.sampling, generator, read))
+        session = drafter.start(Texts(texts, slots, decoding.sampling, generator, read))
 
     active = runs  # those that have not ended
     while True:
         # 3. Rows that have ended leave, and the caches close up.
-        left = [i for i, run in enumerate(active) if not _ended(run, how)]
-        if not left:
+        going_on = [i for i, run in enumerate(active) if not _ended(run, decoding)]
+        if not going_on:
             return runs
-        if len(left) < len(active):
-            active = [active[i] for i in left]
-            cache = cache.keep_rows(torch.tensor(left, device=device))
+        if len(going_on) < len(active):
+            active = [active[i] for i in going_on]
+            cache = cache.keep_rows(torch.tensor(going_on, device=device))
             if session is not None:
-                session.keep(left)
+                session.keep(going_on)
 
         # 4. Draft as many tokens as any row still has room for. The last wanted token comes from
         # the target itself, so one less is drafted.
         clock = now
-        room = [how.max_new_tokens - len(run.tokens) - 1 for run in active]
+        room = [decoding.max_new_tokens - len(run.tokens) - 1 for run in active]
         proposal = Proposal(torch.zeros((len(active), 0), dtype=torch.long, device=device))
         if session is not None:
             proposal = session.propose(min(gamma, max(room)), length.stop_below)
@@ -135,9 +135,9 @@ def decode(
             proposal.tokens,
             proposal.q,
             proposal.counts,
-            how.sampling,
+            decoding.sampling,
             generator,
-            how.rule,
+            decoding.rule,
         )
 
         # 6. One transfer a block: for each row its draft, how many of it are accepted, and the
@@ -146,7 +146,7 @@ def decode(
         counts = None if proposal.counts is None else proposal.counts.tolist()
         now = time.perf_counter()
         emitted = [
-            _emit(run, row, counts[i] if counts else len(row) - 2, own_room, gamma, how.stops)
+            _emit(run, row, counts[i] if counts else len(row) - 2, own_room, gamma, decoding.stops)
             for i, (run, row, own_room) in enumerate(zip(active, packed, room, strict=True))
         ]
         for i, run in enumerate(active):
@@ -202,5 +202,5 @@ def _emit(
     return emitted
 
 
-def _ended(run: PromptRun, how: Decoding) -> bool:
-    return run.tokens[-1] in how.stops or len(run.tokens) == how.max_new_tokens
+def _ended(run: PromptRun, decoding: Decoding) -> bool:
+    return run.tokens[-1] in decoding.stops or len(run.tokens) == decoding.max_new_tokens

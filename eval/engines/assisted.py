@@ -104,17 +104,19 @@ class Assisted(DrivenEngine):
         memory = taken | {"kv_bytes_per_token": kv_bytes}
         self.loaded.append(LoadedDraft(name, spec, vocabulary, memory, model_bytes(model)))
 
-    def decode(self, draft: int | None, prompt: Prompt, ids: list[int], how: Decoding) -> PromptRun:
+    def decode(
+        self, draft: int | None, prompt: Prompt, ids: list[int], decoding: Decoding
+    ) -> PromptRun:
         """One prompt through `generate`, assisted or not, as its user would call it."""
         inputs: list[Tensor] = []
         clock = _Clock()
         hook = self.model.register_forward_pre_hook(
             lambda _, args, given: inputs.append(given["input_ids"]), with_kwargs=True
         )
-        torch.manual_seed(seed_of(how.seed, prompt.id))
+        torch.manual_seed(seed_of(decoding.seed, prompt.id))
         start = time.perf_counter()
         try:
-            self._generate(draft, ids, how, streamer=clock)
+            self._generate(draft, ids, decoding, streamer=clock)
         finally:
             hook.remove()
         _, *emitted = clock.blocks  # the prompt comes first
@@ -122,27 +124,27 @@ class Assisted(DrivenEngine):
         drafted = [call[0, len(ids) if i == 0 else 1 :].tolist() for i, call in enumerate(inputs)]
         run = PromptRun.of(prompt, len(ids), seconds, emitted)
         return log_blocks(
-            run, drafted, emitted, 0 if draft is None else self.gamma, how.max_new_tokens
+            run, drafted, emitted, 0 if draft is None else self.gamma, decoding.max_new_tokens
         )
 
     def _generate(
         self,
         draft: int | None,
         ids: list[int],
-        how: Decoding,
+        decoding: Decoding,
         streamer: BaseStreamer | None = None,
         logits: bool = False,
     ) -> Any:
-        sampled: dict[str, Any] = asdict(how.sampling)
-        sampled["top_k"] = how.sampling.top_k or 0  # None would be 50
+        sampled: dict[str, Any] = asdict(decoding.sampling)
+        sampled["top_k"] = decoding.sampling.top_k or 0  # None would be 50
         config = GenerationConfig(
-            max_new_tokens=how.max_new_tokens,
-            do_sample=not how.sampling.greedy,
-            eos_token_id=sorted(how.stops) or None,
-            pad_token_id=min(how.stops, default=None),
+            max_new_tokens=decoding.max_new_tokens,
+            do_sample=not decoding.sampling.greedy,
+            eos_token_id=sorted(decoding.stops) or None,
+            pad_token_id=min(decoding.stops, default=None),
             output_logits=logits,
             return_dict_in_generate=logits,
-            **({} if how.sampling.greedy else sampled),
+            **({} if decoding.sampling.greedy else sampled),
         )
         tokens = torch.tensor([ids], device=self.model.device)
         return self.model.generate(
@@ -158,17 +160,17 @@ class Assisted(DrivenEngine):
         draft: int,
         prompt: Prompt,
         ids: list[int],
-        how: Decoding,
+        decoding: Decoding,
         texts: tuple[list[int], list[int]],
         position: int,
     ) -> dict[str, Any]:
         """As in our own check: both ways' logits explain the gap, and the texts agree in fp32."""
         ways = None, draft
-        outputs = [self._generate(way, ids, how, logits=True) for way in ways]
+        outputs = [self._generate(way, ids, decoding, logits=True) for way in ways]
         single, wide = (output.logits[position][0].float() for output in outputs)
         explained = tie(single, wide, texts[0][position], texts[1][position])
         if explained["tie"]:
-            exact = [self._in_fp32.decode(way, prompt, ids, how).tokens for way in ways]
+            exact = [self._in_fp32.decode(way, prompt, ids, decoding).tokens for way in ways]
             if exact[0] != exact[1]:
                 explained |= PARTS_IN_FP32
         return explained

@@ -52,9 +52,9 @@ def total(series: Series) -> Floats | None:
     None if one of the first three is absent.
     """
     sums: dict[tuple[int, int], float] = defaultdict(float)
-    for (which, position, _), value in series.items():
-        sums[which, position] += value
-    if not {0, 1, 2} <= {which for which, _ in sums}:
+    for (metric, position, _), value in series.items():
+        sums[metric, position] += value
+    if not {0, 1, 2} <= {metric for metric, _ in sums}:
         return None
     return np.array([sums[place] for place in sorted(sums)])
 

@@ -61,7 +61,9 @@ class DrivenEngine(ABC):
     versions: dict[str, str]
 
     @abstractmethod
-    def decode(self, draft: int | None, prompt: Prompt, ids: list[int], how: Decoding) -> PromptRun:
+    def decode(
+        self, draft: int | None, prompt: Prompt, ids: list[int], decoding: Decoding
+    ) -> PromptRun:
         """One prompt, decoded alone (None) or with the draft of that number."""
 
     @abstractmethod
@@ -70,7 +72,7 @@ class DrivenEngine(ABC):
         draft: int,
         prompt: Prompt,
         ids: list[int],
-        how: Decoding,
+        decoding: Decoding,
         texts: tuple[list[int], list[int]],
         position: int,
     ) -> dict[str, Any]:
@@ -87,7 +89,7 @@ class DrivenEngine(ABC):
 def measure_driven(
     engine: DrivenEngine,
     timed: PromptSet,
-    how: Decoding,
+    decoding: Decoding,
     journal: Journal,
     provenance: dict[str, Any],
 ) -> Report:
@@ -99,24 +101,24 @@ def measure_driven(
         engine.known_by,
         [draft.name for draft in engine.loaded],
         (timed.ids, [(prompt.id, prompt.category, prompt.group) for prompt in timed.prompts]),
-        asdict(how) | {"stops": sorted(how.stops)},
+        asdict(decoding) | {"stops": sorted(decoding.stops)},
         engine.gamma,
         (engine.device, engine.dtype, engine.versions),
     )
     rows = list(zip(timed.prompts, timed.ids, strict=True))
 
-    def in_all_ways(how: Decoding) -> list[list[PromptRun]]:
+    def in_all_ways(decoding: Decoding) -> list[list[PromptRun]]:
         """Every prompt without a draft and with each: [baseline, *drafts]."""
         numbers = (None, *range(len(engine.loaded)))
-        ways = [partial(engine.decode, number, how=how) for number in numbers]
+        ways = [partial(engine.decode, number, decoding=decoding) for number in numbers]
         for way in ways:  # warm-up, not counted
             way(*rows[0])
-        stage = f"speed at T={how.sampling.temperature:g}"
+        stage = f"speed at T={decoding.sampling.temperature:g}"
         return in_turns(ways, rows, journal, stage, PromptRun.from_json)
 
-    baseline, *runs = in_all_ways(how)
-    greedy = replace(how, sampling=Sampling())  # losslessness is always measured greedily
-    plain, *greedy_runs = [baseline, *runs] if how.sampling.greedy else in_all_ways(greedy)
+    baseline, *runs = in_all_ways(decoding)
+    greedy = replace(decoding, sampling=Sampling())  # losslessness is always measured greedily
+    plain, *greedy_runs = [baseline, *runs] if decoding.sampling.greedy else in_all_ways(greedy)
     logs = [
         DraftLog(
             **vars(draft),
@@ -135,9 +137,9 @@ def measure_driven(
         engine=engine.name,
         device=engine.device,
         dtype=engine.dtype,
-        decoding=decoding(
-            how,
-            [run.tokens[-1] in how.stops for run in baseline],
+        decoding=decoding_facts(
+            decoding,
+            [run.tokens[-1] in decoding.stops for run in baseline],
             gamma=engine.gamma,
             gamma_policy=engine.gamma_policy,
         ),
@@ -155,7 +157,7 @@ def _compare(
     engine: DrivenEngine,
     draft: int,
     timed: PromptSet,
-    how: Decoding,
+    decoding: Decoding,
     baseline: Sequence[PromptRun],
     runs: Sequence[PromptRun],
 ) -> dict[str, Any]:
@@ -167,7 +169,7 @@ def _compare(
             at = entry["position"]
             if at < min(len(base.tokens), len(run.tokens)):  # lengths can never differ by a tie
                 texts = base.tokens, run.tokens
-                entry |= engine.tie(draft, prompt, ids, how, texts, at)
+                entry |= engine.tie(draft, prompt, ids, decoding, texts, at)
             entries.append(entry)
     return ledger(len(runs), entries)
 
@@ -201,16 +203,16 @@ def log_blocks(
     return run
 
 
-def decoding(how: Decoding, ended: Sequence[bool], **of_engine: Any) -> dict[str, Any]:
+def decoding_facts(decoding: Decoding, ended: Sequence[bool], **of_engine: Any) -> dict[str, Any]:
     """`RunLog.decoding`; ended: whether each answer of the baseline ended by itself.
 
     of_engine: what it says of its own decoding, gamma and gamma_policy at least.
     """
     return {
-        **asdict(how.sampling),
-        "max_new_tokens": how.max_new_tokens,
-        "verification": "greedy match" if how.sampling.greedy else "rejection sampling",
-        "stop_tokens": len(how.stops),
+        **asdict(decoding.sampling),
+        "max_new_tokens": decoding.max_new_tokens,
+        "verification": "greedy match" if decoding.sampling.greedy else "rejection sampling",
+        "stop_tokens": len(decoding.stops),
         "ended_by_stop": sum(ended) / len(ended),
         **of_engine,
     }

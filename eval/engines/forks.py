@@ -76,12 +76,12 @@ def _read(server: Server, prompt: list[int], text: list[int]) -> list[Row]:
     return rows[place]
 
 
-def _asked(server: Server, ids: list[int], **how: Any) -> tuple[list[int], list[Row]]:
+def _asked(server: Server, ids: list[int], **request: Any) -> tuple[list[int], list[Row]]:
     """Tokens that the server writes after `ids`, with echo=True behind `ids`; a row for each.
 
     Raises ServerError where it has none for a token; for a prompt's first nobody has.
     """
-    body = {"model": server.model, "prompt": ids, "temperature": 0.0, **UNPENALISED, **how}
+    body = {"model": server.model, "prompt": ids, "temperature": 0.0, **UNPENALISED, **request}
     asked = {"logprobs": TOP, "return_tokens_as_token_ids": True}
     answer = server.ask("/v1/completions", body | asked)
     try:
@@ -96,6 +96,6 @@ def _asked(server: Server, ids: list[int], **how: Any) -> tuple[list[int], list[
         ]
     except (LookupError, TypeError, AttributeError, ValueError):
         told = []
-    if not told or not all(told) or len(told) < len(tokens) - how.get("echo", False):
+    if not told or not all(told) or len(told) < len(tokens) - request.get("echo", False):
         raise ServerError("the server gave no log-probabilities")
     return tokens, rows

@@ -63,12 +63,12 @@ def measure_installed(
     use_machine()
     provenance = {"served_by": serve_command(engine, target, draft, gamma)}
     positions = context_length(prompts.ids, max_new_tokens, gamma)
-    how = Decoding(Sampling(), frozenset(), max_new_tokens)
+    decoding = Decoding(Sampling(), frozenset(), max_new_tokens)
     if engine == "vllm":
         served = partial(serve_vllm, target, positions=positions, dtype="auto")  # as `vllm serve`
         with served(*speculation(draft, gamma)) as speculative, served() as plain:
             servers = VllmServer(speculative, PATIENCE), VllmServer(plain, PATIENCE)
-            return measure_servers(*servers, prompts, how, provenance, draft.name, str(target))
+            return measure_servers(*servers, prompts, decoding, provenance, draft.name, str(target))
     dtype: Any = torch.float32
     if engine == "transformers":
         dtype = load_config(str(target)).dtype or dtype  # as transformers itself loads it
@@ -77,9 +77,9 @@ def measure_installed(
         tempfile.TemporaryDirectory() as scratch,
         driven_engine(engine, str(target), drafts, gamma, positions, dtype, "cpu") as driven,
     ):
-        how = Decoding(Sampling(), driven.stops, max_new_tokens)
+        decoding = Decoding(Sampling(), driven.stops, max_new_tokens)
         journal = Journal(Path(scratch) / JOURNAL)
-        return measure_driven(driven, prompts, how, journal, provenance)
+        return measure_driven(driven, prompts, decoding, journal, provenance)
 
 
 def serve_command(

@@ -148,34 +148,38 @@ class LlamaCpp(DrivenEngine):
         told = [line for line in lines if "rror" in line or "failed" in line]
         return " / ".join((told or lines)[:3])[:400] or "nothing"
 
-    def decode(self, draft: int | None, prompt: Prompt, ids: list[int], how: Decoding) -> PromptRun:
+    def decode(
+        self, draft: int | None, prompt: Prompt, ids: list[int], decoding: Decoding
+    ) -> PromptRun:
         """Raises EngineError for a temperature above 0."""
-        if not how.sampling.greedy:
+        if not decoding.sampling.greedy:
             raise EngineError(
-                f"temperature {how.sampling.temperature:g}: with llama.cpp greedy text is measured "
-                f"only; give --temperature 0."
+                f"temperature {decoding.sampling.temperature:g}: with llama.cpp greedy text is "
+                f"measured only; give --temperature 0."
             )
-        blocks = self.blocks(draft, prompt, ids, how)
+        blocks = self.blocks(draft, prompt, ids, decoding)
         run = PromptRun.of(prompt, len(ids), blocks["seconds"], blocks["emitted"])
-        return log_blocks(run, blocks["drafted"], blocks["emitted"], self.gamma, how.max_new_tokens)
+        return log_blocks(
+            run, blocks["drafted"], blocks["emitted"], self.gamma, decoding.max_new_tokens
+        )
 
     def blocks(
-        self, draft: int | None, prompt: Prompt, ids: list[int], how: Decoding
+        self, draft: int | None, prompt: Prompt, ids: list[int], decoding: Decoding
     ) -> dict[str, Any]:
         """`drafted`, `emitted` and `seconds` of each target call, the prefill first."""
         blocks: dict[str, Any] = self.ask(
-            "decode", ids=ids, draft=draft, gamma=self.gamma, max_new_tokens=how.max_new_tokens
+            "decode", ids=ids, draft=draft, gamma=self.gamma, max_new_tokens=decoding.max_new_tokens
         )
         calls = list(zip(blocks["drafted"], blocks["emitted"], strict=True))
         possible = all(
             emitted and emitted[:-1] == drafted[: len(emitted) - 1] for drafted, emitted in calls
         )
         tokens = sum(len(emitted) for _, emitted in calls)
-        if not possible or tokens > how.max_new_tokens or len(blocks["seconds"]) != len(calls):
+        if not possible or tokens > decoding.max_new_tokens or len(blocks["seconds"]) != len(calls):
             raise EngineError(
                 f"llama.cpp's answer to prompt {prompt.id!r} cannot be: {len(calls)} calls with "
-                f"{tokens} tokens of at most {how.max_new_tokens}, each call some tokens of its "
-                f"draft and one more; none of it is used."
+                f"{tokens} tokens of at most {decoding.max_new_tokens}, each call some tokens of "
+                f"its draft and one more; none of it is used."
             )
         return blocks
 
@@ -192,12 +196,12 @@ class LlamaCpp(DrivenEngine):
         draft: int,
         prompt: Prompt,
         ids: list[int],
-        how: Decoding,
+        decoding: Decoding,
         texts: tuple[list[int], list[int]],
         position: int,
     ) -> dict[str, Any]:
         """Of the logits read one by one and in the draft's blocks: a file has no fp32 to ask."""
-        blocks = self.blocks(draft, prompt, ids, how)
+        blocks = self.blocks(draft, prompt, ids, decoding)
         if list(chain(*blocks["emitted"])) != texts[1]:  # not even the same twice
             return {"why": "asked again, it wrote another text"}
         return tie(*self.logits(blocks, ids, position), texts[0][position], texts[1][position])

@@ -131,16 +131,16 @@ def _last_words(server: subprocess.Popen[bytes], log: int) -> str:
     said = os.pread(log, size, 0).decode("utf-8", "replace").splitlines()
     reasons = [line.strip() for line in said if "Error:" in line or "error:" in line]
     status = server.poll()
-    how = "did not answer" if status is None else f"ended with status {status}"
+    ending = "did not answer" if status is None else f"ended with status {status}"
     why = " / ".join((reasons or said)[-2:])[-600:] or "no word"
-    return f"{how} ({why})"
+    return f"{ending} ({why})"
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
     """End all processes of a server, gently first."""
-    for how in (signal.SIGTERM, signal.SIGKILL):
+    for signal_sent in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
-            os.killpg(server.pid, how)
+            os.killpg(server.pid, signal_sent)
         with suppress(subprocess.TimeoutExpired):
             server.wait(END_SECONDS)
             break

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
 from eval.engines.counters import read_series, total
-from eval.engines.driven import MISSING, decoding, prompts_used
+from eval.engines.driven import MISSING, decoding_facts, prompts_used
 from eval.engines.forks import explain
 from eval.engines.server import UNPENALISED, Server, ServerError
 from eval.measuring.intervals import Measured, measure, share
@@ -62,16 +62,16 @@ class VllmServer(Server):
         except ServerError:  # speed can be measured all the same
             return None
 
-    def decode(self, prompt: Prompt, how: Decoding) -> Answer:
+    def decode(self, prompt: Prompt, decoding: Decoding) -> Answer:
         """One prompt, streamed. A block is what one message of the stream brings."""
         before = self.counters()
         body: dict[str, Any] = {
             "model": self.model,
-            "max_tokens": how.max_new_tokens,
-            "temperature": how.sampling.temperature,
-            "top_p": how.sampling.top_p,
-            "top_k": how.sampling.top_k or -1,
-            "seed": seed_of(how.seed, prompt.id),
+            "max_tokens": decoding.max_new_tokens,
+            "temperature": decoding.sampling.temperature,
+            "top_p": decoding.sampling.top_p,
+            "top_k": decoding.sampling.top_k or -1,
+            "seed": seed_of(decoding.seed, prompt.id),
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
@@ -114,7 +114,7 @@ def measure_servers(
     speculative: VllmServer,
     baseline: VllmServer,
     prompts: PromptSet,
-    how: Decoding,
+    decoding: Decoding,
     provenance: dict[str, Any],
     name: str = NAME,
     target: str | None = None,
@@ -134,12 +134,12 @@ def measure_servers(
             f"{speculative.url} serves {speculative.model!r}, {baseline.url} {baseline.model!r}; "
             f"serve the same target twice (--served-model-name, if only the names differ)."
         )
-    _warm_up(speculative, baseline, prompts.prompts[0], replace(how, max_new_tokens=16))
-    pairs, failure = _interleave(speculative, baseline, prompts.prompts, how)
+    _warm_up(speculative, baseline, prompts.prompts[0], replace(decoding, max_new_tokens=16))
+    pairs, failure = _interleave(speculative, baseline, prompts.prompts, decoding)
     done = prompts.prompts[: len(pairs)]
     greedy, greedy_failure = pairs, None
-    if not how.sampling.greedy:  # losslessness is always measured greedily
-        greedily = replace(how, sampling=Sampling())
+    if not decoding.sampling.greedy:  # losslessness is always measured greedily
+        greedily = replace(decoding, sampling=Sampling())
         greedy, greedy_failure = _interleave(speculative, baseline, done, greedily)
     counters, no_counters = _counters_block(pairs)
     lacking = {
@@ -166,13 +166,13 @@ def measure_servers(
         engine="vllm",
         device=speculative.host,
         dtype="dtype of the server",
-        decoding=decoding(
-            how,
+        decoding=decoding_facts(
+            decoding,
             [plain.ended for plain, _ in pairs],
             gamma=draft.gamma,
             gamma_policy=draft.gamma_policy,
             # greedily the tokens themselves are compared; sampled, nobody can see the rule
-            verification="greedy match" if how.sampling.greedy else "the server's own rule",
+            verification="greedy match" if decoding.sampling.greedy else "the server's own rule",
             stop_tokens=None,
         ),
         prompts=prompts_used(PromptSet(prompts.source, done, []))
@@ -182,9 +182,11 @@ def measure_servers(
     return build_report(run, [draft])
 
 
-def _warm_up(speculative: VllmServer, baseline: VllmServer, prompt: Prompt, how: Decoding) -> None:
+def _warm_up(
+    speculative: VllmServer, baseline: VllmServer, prompt: Prompt, decoding: Decoding
+) -> None:
     """One answer of each; their counters, where they have any, say which one speculates."""
-    grown, plain_grown = (s.decode(prompt, how).counters for s in (speculative, baseline))
+    grown, plain_grown = (s.decode(prompt, decoding).counters for s in (speculative, baseline))
     if grown is not None and grown[0] == 0:
         raise ServerError(
             f"{speculative.url} has drafted nothing in its first answer: speculation is off; start "
@@ -198,7 +200,7 @@ def _warm_up(speculative: VllmServer, baseline: VllmServer, prompt: Prompt, how:
 
 
 def _interleave(
-    speculative: VllmServer, baseline: VllmServer, prompts: Sequence[Prompt], how: Decoding
+    speculative: VllmServer, baseline: VllmServer, prompts: Sequence[Prompt], decoding: Decoding
 ) -> tuple[list[Pair], str | None]:
     """The answers, prompt by prompt, the servers taking turns, and the failure that ended it.
 
@@ -208,7 +210,7 @@ def _interleave(
     for turn, prompt in enumerate(tqdm(prompts, desc="servers", unit="prompt")):
         order = (baseline, speculative) if turn % 2 else (speculative, baseline)
         try:
-            answers = {server: server.decode(prompt, how) for server in order}
+            answers = {server: server.decode(prompt, decoding) for server in order}
         except ServerError as error:
             failure = f"after {turn} of {len(prompts)} prompts: {error}"
             if not pairs:

@@ -29,14 +29,22 @@ SURPRISE_TOKENS = 256
 BATCH = 48
 
 
-def target_texts(target: Target, prompts: Sequence[list[int]], how: Decoding) -> list[list[int]]:
+def target_texts(
+    target: Target, prompts: Sequence[list[int]], decoding: Decoding
+) -> list[list[int]]:
     """The target's own answer to each prompt, batched: the text that alpha is taken on."""
     answers: list[list[int]] = [[] for _ in prompts]
     bar = tqdm(total=len(prompts), desc="target texts", unit="prompt")
-    seeds = [seed_of(how.seed, str(number)) for number in range(len(prompts))]
+    seeds = [seed_of(decoding.seed, str(number)) for number in range(len(prompts))]
     rows = min(BATCH, len(prompts))
     for answer in generate_batched(
-        target.decoder, list(prompts), how.max_new_tokens, how.stops, how.sampling, rows, seeds
+        target.decoder,
+        list(prompts),
+        decoding.max_new_tokens,
+        decoding.stops,
+        decoding.sampling,
+        rows,
+        seeds,
     ):
         answers[answer.index] = answer.tokens
         bar.update()
@@ -50,7 +58,7 @@ def measure_agreement(
     drafters: Mapping[str, Drafter],
     prompts: PromptSet,
     texts: Sequence[list[int]],
-    how: Decoding,
+    decoding: Decoding,
     journal: Journal,
 ) -> tuple[dict[str, list[Agreement]], list[list[float]]]:
     """alpha of each draft on each prompt, in one target pass.
@@ -71,13 +79,13 @@ def measure_agreement(
                 f"{prompt.id}: its weights are damaged, or too large for float16; take a "
                 "checkpoint that is whole, or --dtype bfloat16 or float32."
             )
-        p = warp(scores, how.sampling)
+        p = warp(scores, decoding.sampling)
         agreements = {}
         for name, drafter in drafters.items():
-            (q,) = drafter.teacher_forced(ids, text, [how.sampling], states)
+            (q,) = drafter.teacher_forced(ids, text, [decoding.sampling], states)
             highest, guesses = q[0].max(-1)
             drafted = highest > 0  # a position without a proposal is all zero
-            if how.sampling.greedy:  # both are one-hot: p at the draft's token says it
+            if decoding.sampling.greedy:  # both are one-hot: p at the draft's token says it
                 alpha = p[0].gather(-1, guesses[:, None])[:, 0] * drafted
             else:
                 alpha = agreement(p, q)[0]

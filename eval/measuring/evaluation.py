@@ -65,7 +65,7 @@ def evaluate(
     drafters: Mapping[str, Drafter],
     evaluation: PromptSet,
     tuning: PromptSet,
-    how: Decoding,
+    decoding: Decoding,
     plan: Plan,
     journal: Journal,
     overlap: int | None,
@@ -78,29 +78,29 @@ def evaluate(
     duplicate an evaluation prompt, None when that is not known. Raises ValueError where a model's
     logits are no numbers.
     """
-    timed = evaluation.drawn(plan.speed_prompts, how.seed)
+    timed = evaluation.drawn(plan.speed_prompts, decoding.seed)
     if plan.batch_sizes and max(plan.batch_sizes) > len(timed.prompts):
         raise ValueError(
             f"A batch of {max(plan.batch_sizes)} needs as many timed prompts, but there are "
             f"{len(timed.prompts)}; raise --speed_prompts, give more prompts, or ask for smaller "
             "--batch_sizes."
         )
-    _begin(journal, target, drafters, (evaluation, tuning), how, plan)
-    stages = _Stages(target, drafters, timed, tuning, how, plan, journal)
-    temperature = how.sampling.temperature
+    _begin(journal, target, drafters, (evaluation, tuning), decoding, plan)
+    stages = _Stages(target, drafters, timed, tuning, decoding, plan, journal)
+    temperature = decoding.sampling.temperature
     first = stages.decoded(
         timed.batches(1), temperature, f"speed at T={temperature:g}", stages.enough
     )
     alphas, answers = stages.agreement(evaluation, first[BASELINE])
     stages.timed = timed = timed.first(len(first[BASELINE]))
     decoded = {temperature: first}
-    if not how.sampling.greedy:  # losslessness is
+    if not decoding.sampling.greedy:  # losslessness is
         decoded[0.0] = stages.decoded(timed.batches(1), 0.0, "speed at T=0")
     batched = {
         size: stages.decoded(timed.batches(size), temperature, f"batch size {size}")
         for size in plan.batch_sizes
     }
-    stock = journal.once("stock generate", lambda: over_stock_generate(target, timed, how))
+    stock = journal.once("stock generate", lambda: over_stock_generate(target, timed, decoding))
     texts = [(r.prompt_tokens, len(r.tokens)) for (r,) in first[BASELINE]]
     context = sum(prompt + tokens // 2 for prompt, tokens in texts) // len(texts)
     longest = max(plan.max_gamma, *(length.gamma for length in stages.lengths.values()))
@@ -115,13 +115,13 @@ def evaluate(
         device=device_name(target.decoder.device),
         dtype=_dtype(target),
         decoding={
-            **asdict(how.sampling),
-            "max_new_tokens": how.max_new_tokens,
+            **asdict(decoding.sampling),
+            "max_new_tokens": decoding.max_new_tokens,
             "gamma": logs[-1].gamma,
             "gamma_policy": logs[-1].gamma_policy,
-            "verification": how.verification,
-            "stop_tokens": len(how.stops),
-            "ended_by_stop": sum(r.tokens[-1] in how.stops for r in baseline) / len(baseline),
+            "verification": decoding.verification,
+            "stop_tokens": len(decoding.stops),
+            "ended_by_stop": sum(r.tokens[-1] in decoding.stops for r in baseline) / len(baseline),
         },
         prompts={
             "source": evaluation.source,
@@ -160,26 +160,26 @@ class _Stages:
         drafters: Mapping[str, Drafter],
         timed: PromptSet,
         tuning: PromptSet,
-        how: Decoding,
+        decoding: Decoding,
         plan: Plan,
         journal: Journal,
     ) -> None:
         self.target, self.drafters, self.timed, self.tuning = target, drafters, timed, tuning
-        self.how, self.plan, self.journal = how, plan, journal
+        self.decoding, self.plan, self.journal = decoding, plan, journal
         self.spell, self.special = spelling(target)
-        self.check = LosslessCheck(target, replace(how, sampling=Sampling()))
+        self.check = LosslessCheck(target, replace(decoding, sampling=Sampling()))
         self.lengths = self._draft_lengths()
 
     def _draft_lengths(self) -> dict[str, DraftLength]:
         """Of each draft the fastest length on prompts that are not evaluated, by replay."""
-        tuning, how, longest = self.tuning, self.how, self.plan.max_gamma
+        tuning, decoding, longest = self.tuning, self.decoding, self.plan.max_gamma
         if self.plan.gamma is not None:
             return dict.fromkeys(self.drafters, DraftLength(self.plan.gamma))
-        context = sum(map(len, tuning.ids)) // len(tuning.ids) + how.max_new_tokens // 2
+        context = sum(map(len, tuning.ids)) // len(tuning.ids) + decoding.max_new_tokens // 2
         costs = self.step_costs("step costs for gamma", context, longest, CHOICE_REPEATS)
 
         def choose(name: str) -> DraftLength:
-            replayed = places(self.target, self.drafters[name], tuning, how, longest)
+            replayed = places(self.target, self.drafters[name], tuning, decoding, longest)
             return best_length(replayed, costs[name], longest)
 
         return {
@@ -197,15 +197,19 @@ class _Stages:
         timed: runs without a draft, whose greedy texts are not written a second time. Sampled ones
         depend on the prompts before them, and distill/reload.py writes the same again.
         """
-        target, how, journal = self.target, self.how, self.journal
-        known = {run.prompt_id: run.tokens for (run,) in timed if how.sampling.greedy}
+        target, decoding, journal = self.target, self.decoding, self.journal
+        known = {run.prompt_id: run.tokens for (run,) in timed if decoding.sampling.greedy}
         rows = list(zip(prompts.prompts, prompts.ids, strict=True))
         others = [ids for prompt, ids in rows if prompt.id not in known]
         written = iter(
-            journal.once("texts for alpha", lambda: others and target_texts(target, others, how))
+            journal.once(
+                "texts for alpha", lambda: others and target_texts(target, others, decoding)
+            )
         )
         texts = [known.get(prompt.id) or next(written) for prompt in prompts.prompts]
-        agreements, entropy = measure_agreement(target, self.drafters, prompts, texts, how, journal)
+        agreements, entropy = measure_agreement(
+            target, self.drafters, prompts, texts, decoding, journal
+        )
         answers = [
             self._answer(*row)
             for row in zip(prompts.prompts, prompts.ids, texts, entropy, strict=True)
@@ -234,9 +238,13 @@ class _Stages:
         enough: Callable[[list[list[list[PromptRun]]]], bool] = lambda batches: False,
     ) -> Decoded:
         """The batches without a draft and with each, in turns, until it is enough."""
-        how = replace(self.how, sampling=replace(self.how.sampling, temperature=temperature))
+        decoding = replace(
+            self.decoding, sampling=replace(self.decoding.sampling, temperature=temperature)
+        )
         contenders = [ALONE, *((self.drafters[name], self.lengths[name]) for name in self.drafters)]
-        runs = decode_in_turns(self.target, contenders, batches, how, self.journal, stage, enough)
+        runs = decode_in_turns(
+            self.target, contenders, batches, decoding, self.journal, stage, enough
+        )
         return dict(zip([BASELINE, *self.drafters], runs, strict=True))
 
     def enough(self, batches: list[list[list[PromptRun]]]) -> bool:
@@ -245,7 +253,7 @@ class _Stages:
         if self.plan.seconds is None or count < FEWEST or count % ROUND:
             return False
         runs = [[run for (run,) in contender] for contender in zip(*batches, strict=True)]
-        times = 1 if self.how.sampling.greedy else 2  # texts are compared greedily, once more
+        times = 1 if self.decoding.sampling.greedy else 2  # texts are compared greedily, once more
         spent = times * sum(run.seconds for contender in runs for run in contender)
         if spent * (count + ROUND) / count > self.plan.seconds:
             return True
@@ -256,7 +264,7 @@ class _Stages:
         self, stage: str, context: int, longest: int, repeats: int
     ) -> dict[str, StepCosts]:
         """Of every draft beside the same steps of the target, so many tokens into a text."""
-        drafters, sampling = list(self.drafters.values()), self.how.sampling
+        drafters, sampling = list(self.drafters.values()), self.decoding.sampling
         costs = self.journal.once(
             stage,
             lambda: step_costs(self.target.decoder, drafters, context, longest, sampling, repeats),
@@ -274,12 +282,14 @@ class _Stages:
     ) -> DraftLog:
         """decoded: single prompts by temperature; batched: by batch size."""
         target, drafter, length = self.target, self.drafters[name], self.lengths[name]
-        plan, sampling, journal = self.plan, self.how.sampling, self.journal
+        plan, sampling, journal = self.plan, self.decoding.sampling, self.journal
         runs, baseline = _single(decoded[sampling.temperature], name)
         sweep = []
         if plan.sweep_prompts:
             swept = self.timed.first(plan.sweep_prompts)
-            sweep = sweep_gamma(target, name, drafter, swept, self.how, plan.max_gamma, journal)
+            sweep = sweep_gamma(
+                target, name, drafter, swept, self.decoding, plan.max_gamma, journal
+            )
         return DraftLog(
             name=name,
             path=drafter.path,
@@ -329,14 +339,14 @@ class _Stages:
             lambda: self.check.ledger(drafter, length, batches, decoded[BASELINE], decoded[name]),
         )
         for entry in ledger["divergences"]:
-            for which in ("target", "drafted"):
-                entry[which] = b"".join(map(self.spell, entry[which])).decode("utf-8", "replace")
+            for side in ("target", "drafted"):
+                entry[side] = b"".join(map(self.spell, entry[side])).decode("utf-8", "replace")
         return dict(ledger)
 
 
 def _single(decoded: Decoded, name: str) -> tuple[list[PromptRun], list[PromptRun]]:
     """A draft's runs of single prompts, and the baseline's."""
-    runs, baseline = ([run for (run,) in decoded[which]] for which in (name, BASELINE))
+    runs, baseline = ([run for (run,) in decoded[contender]] for contender in (name, BASELINE))
     return runs, baseline
 
 
@@ -349,7 +359,7 @@ def _begin(
     target: Target,
     drafters: Mapping[str, Drafter],
     parts: Sequence[PromptSet],
-    how: Decoding,
+    decoding: Decoding,
     plan: Plan,
 ) -> None:
     """Take up what the journal holds of just these models, prompts and settings."""
@@ -361,7 +371,7 @@ def _begin(
         known_by,
         [(name, drafter.path, drafter.vocabulary) for name, drafter in drafters.items()],
         [(part.ids, [(p.id, p.category, p.group) for p in part.prompts]) for part in parts],
-        asdict(how) | {"stops": sorted(how.stops)},
+        asdict(decoding) | {"stops": sorted(decoding.stops)},
         asdict(plan),
         (device_name(target.decoder.device), dtype, torch.__version__),
     )

@@ -98,8 +98,8 @@ def divergence(
 
     text_of: of the token where they part; of no token where a text ends there.
     """
-    both = list(zip(baseline.tokens, run.tokens, strict=False))
-    at = next((i for i, (a, b) in enumerate(both) if a != b), len(both))
+    pairs = list(zip(baseline.tokens, run.tokens, strict=False))
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
     return {
         "prompt": run.prompt_id,
         "position": at,
@@ -129,8 +129,8 @@ class LosslessCheck:
     each replayed in its run's own blocks and batch, and the prompt's outputs agree in fp32.
     """
 
-    def __init__(self, target: Target, how: Decoding) -> None:
-        self.target, self.how = target, how
+    def __init__(self, target: Target, decoding: Decoding) -> None:
+        self.target, self.decoding = target, decoding
         self.exact_texts: dict[str, list[int]] = {}  # prompt id -> the target's text in fp32
 
     @cached_property
@@ -162,7 +162,7 @@ class LosslessCheck:
         if near:
             self._read_exactly([(batch, list(ties)) for batch, ties in near])
         for (prompts, ids), ties in tqdm(near, desc="check ties in fp32", unit="batch"):
-            exact = decode(self.exact, drafter, prompts, ids, self.how, length)
+            exact = decode(self.exact, drafter, prompts, ids, self.decoding, length)
             for row, entry in ties.items():
                 if exact[row].tokens != self.exact_texts[exact[row].prompt_id]:
                     entry |= PARTS_IN_FP32
@@ -202,7 +202,9 @@ class LosslessCheck:
         """The target's logits [V] for token number `wanted[row]` of rows of a batch, replayed."""
         decoder = self.target.decoder
         # as many slots as decode took: large batches attend to all of them
-        cache = decoder.new_cache(len(ids), max(map(len, ids)) + self.how.max_new_tokens + gamma)
+        cache = decoder.new_cache(
+            len(ids), max(map(len, ids)) + self.decoding.max_new_tokens + gamma
+        )
         logits_of: dict[int, Tensor] = {}
         for row, prompt in enumerate(ids):
             tokens = torch.tensor([prompt], device=decoder.device)
@@ -212,10 +214,10 @@ class LosslessCheck:
         rows, done = list(range(len(ids))), [1] * len(ids)
         turn = 0
         while len(logits_of) < len(wanted):
-            left = [i for i, row in enumerate(rows) if turn < len(runs[row].block_tokens)]
-            if len(left) < len(rows):
-                rows = [rows[i] for i in left]
-                cache = cache.keep_rows(torch.tensor(left, device=decoder.device))
+            going_on = [i for i, row in enumerate(rows) if turn < len(runs[row].block_tokens)]
+            if len(going_on) < len(rows):
+                rows = [rows[i] for i in going_on]
+                cache = cache.keep_rows(torch.tensor(going_on, device=decoder.device))
             width = 1 + max(runs[row].drafted[turn] for row in rows)
             blocks = []
             for row in rows:
@@ -243,5 +245,5 @@ class LosslessCheck:
         }
         if ids:
             exact = dataclasses.replace(self.target, decoder=self.exact)
-            texts = target_texts(exact, list(ids.values()), self.how)
+            texts = target_texts(exact, list(ids.values()), self.decoding)
             self.exact_texts |= zip(ids, texts, strict=True)

@@ -46,39 +46,42 @@ class Place(NamedTuple):
 
 @torch.inference_mode()
 def places(
-    target: Target, drafter: Drafter, prompts: PromptSet, how: Decoding, gamma: int
+    target: Target, drafter: Drafter, prompts: PromptSet, decoding: Decoding, gamma: int
 ) -> list[list[Place]]:
     """Of the target's own text on each prompt, TEXT_TOKENS at most, every place but the last."""
-    how = dataclasses.replace(how, max_new_tokens=min(how.max_new_tokens, TEXT_TOKENS))
+    decoding = dataclasses.replace(
+        decoding, max_new_tokens=min(decoding.max_new_tokens, TEXT_TOKENS)
+    )
     texts: list[list[Place]] = []
     for at in tqdm(range(0, len(prompts.ids), ROWS), desc="choose gamma", unit="batch"):
-        texts += _places(target, drafter, prompts.ids[at : at + ROWS], how, gamma)
+        texts += _places(target, drafter, prompts.ids[at : at + ROWS], decoding, gamma)
     return texts
 
 
 def _places(
-    target: Target, drafter: Drafter, ids: Sequence[list[int]], how: Decoding, gamma: int
+    target: Target, drafter: Drafter, ids: Sequence[list[int]], decoding: Decoding, gamma: int
 ) -> list[list[Place]]:
     decoder = target.decoder
-    generator = torch.Generator(decoder.device).manual_seed(how.seed)
-    slots = max(map(len, ids)) + how.max_new_tokens + gamma
-    cache, first, read = prefill(decoder, ids, slots, drafter.layers, how.sampling, generator)
+    generator = torch.Generator(decoder.device).manual_seed(decoding.seed)
+    slots = max(map(len, ids)) + decoding.max_new_tokens + gamma
+    cache, first, read = prefill(decoder, ids, slots, drafter.layers, decoding.sampling, generator)
     texts = [[*row, *token] for row, token in zip(ids, first, strict=True)]
-    session = drafter.start(Texts([*map(list, texts)], slots, how.sampling, generator, read))
+    session = drafter.start(Texts([*map(list, texts)], slots, decoding.sampling, generator, read))
     drafts: list[list[Place]] = [[] for _ in ids]
     rows = list(range(len(ids)))
     while True:
-        left = [
+        going_on = [
             i
             for i, row in enumerate(rows)
-            if texts[row][-1] not in how.stops and len(drafts[row]) < how.max_new_tokens - 1
+            if texts[row][-1] not in decoding.stops
+            and len(drafts[row]) < decoding.max_new_tokens - 1
         ]
-        if not left:
+        if not going_on:
             return drafts
-        if len(left) < len(rows):
-            rows = [rows[i] for i in left]
-            cache = cache.keep_rows(torch.tensor(left, device=decoder.device))
-            session.keep(left)
+        if len(going_on) < len(rows):
+            rows = [rows[i] for i in going_on]
+            cache = cache.keep_rows(torch.tensor(going_on, device=decoder.device))
+            session.keep(going_on)
         drafted = session.propose(gamma, NEVER)
         newest = torch.tensor([texts[row][-1:] for row in rows], device=decoder.device)
         states = dict.fromkeys(drafter.layers)
@@ -89,10 +92,10 @@ def _places(
             states=states,
         )
         accepted, _ = verify(
-            logits, drafted.tokens, drafted.q, drafted.counts, how.sampling, generator, "token"
+            logits, drafted.tokens, drafted.q, drafted.counts, decoding.sampling, generator, "token"
         )
         # the text goes on by one token, whatever was accepted
-        following = choose(logits[:, 0], how.sampling, generator).tolist()
+        following = choose(logits[:, 0], decoding.sampling, generator).tolist()
         width = drafted.tokens.shape[1]
         counts = [width] * len(rows) if drafted.counts is None else drafted.counts.tolist()
         sure = torch.ones(drafted.tokens.shape) if drafted.certainty is None else drafted.certainty

@@ -98,7 +98,7 @@ def decode_in_turns(
     target: Target,
     contenders: Sequence[Contender],
     batches: Sequence[Batch],
-    how: Decoding,
+    decoding: Decoding,
     journal: Journal,
     stage: str,
     enough: Callable[[list[list[list[PromptRun]]]], bool] = lambda batches: False,
@@ -108,12 +108,14 @@ def decode_in_turns(
     enough: of the runs [batches][contenders][rows] so far, whether the rest can be left out.
     """
     decoders = [
-        partial(decode_undisturbed, target.decoder, drafter, how=how, length=length)
+        partial(decode_undisturbed, target.decoder, drafter, decoding=decoding, length=length)
         for drafter, length in contenders
     ]
-    short = dataclasses.replace(how, max_new_tokens=min(how.max_new_tokens, WARM_UP_TOKENS))
+    short = dataclasses.replace(
+        decoding, max_new_tokens=min(decoding.max_new_tokens, WARM_UP_TOKENS)
+    )
     for decoder in decoders:  # warm-up, not counted
-        decoder(*batches[0], how=short)
+        decoder(*batches[0], decoding=short)
 
     def read(batch: list[dict[str, Any]]) -> list[PromptRun]:
         return [PromptRun.from_json(run) for run in batch]
@@ -138,9 +140,9 @@ def in_turns(
     def measure(turn: int, row: tuple[Any, ...]) -> list[R]:
         results = {}
         for i in range(len(decoders)):
-            which = (turn + i) % len(decoders)
-            results[which] = decoders[which](*row)
-        return [results[which] for which in range(len(decoders))]
+            number = (turn + i) % len(decoders)
+            results[number] = decoders[number](*row)
+        return [results[number] for number in range(len(decoders))]
 
     def read_row(row: Any) -> list[R]:
         return list(map(read, row))
@@ -154,7 +156,7 @@ def sweep_gamma(
     name: str,
     drafter: Drafter,
     prompts: PromptSet,
-    how: Decoding,
+    decoding: Decoding,
     max_gamma: int,
     journal: Journal,
 ) -> list[dict[str, Any]]:
@@ -162,7 +164,7 @@ def sweep_gamma(
     lengths = [DraftLength(gamma) for gamma in range(1, max_gamma + 1)]
     contenders = [ALONE, *((drafter, length) for length in lengths)]
     stage = f"gamma sweep of {name}"
-    decoded = decode_in_turns(target, contenders, prompts.batches(1), how, journal, stage)
+    decoded = decode_in_turns(target, contenders, prompts.batches(1), decoding, journal, stage)
     baseline, *runs = ([run for (run,) in batches] for batches in decoded)
     return [
         {
@@ -175,20 +177,20 @@ def sweep_gamma(
 
 
 def over_stock_generate(
-    target: Target, prompts: PromptSet, how: Decoding
+    target: Target, prompts: PromptSet, decoding: Decoding
 ) -> list[tuple[float, ...]]:
     """Our baseline beside transformers' `generate` on the same model, in turns.
 
     A row a prompt: tokens and seconds of ours, tokens and seconds of stock. Both greedy: the cost
     of a step hardly depends on how its token is chosen.
     """
-    new_tokens = min(how.max_new_tokens, STOCK_TOKENS)
-    greedy = Decoding(Sampling(), how.stops, new_tokens, how.seed)
+    new_tokens = min(decoding.max_new_tokens, STOCK_TOKENS)
+    greedy = Decoding(Sampling(), decoding.stops, new_tokens, decoding.seed)
     config = GenerationConfig(
         max_new_tokens=new_tokens,
         do_sample=False,
-        eos_token_id=sorted(how.stops) or None,
-        pad_token_id=min(how.stops, default=0),
+        eos_token_id=sorted(decoding.stops) or None,
+        pad_token_id=min(decoding.stops, default=0),
     )
     stock: Any = target.model  # transformers wraps `generate` in a type that mypy cannot call
     rows: list[tuple[float, ...]] = []

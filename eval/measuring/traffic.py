@@ -203,9 +203,9 @@ def _check_lengths(counts: Floats, report: Acceptance) -> None:
 
 def compare(report: Acceptance, traffic: Acceptance) -> list[Difference]:
     """Every position, and every category that both have."""
-    both = [name for name in report.categories if name in traffic.categories]
+    shared = [name for name in report.categories if name in traffic.categories]
     gamma = len(report.positions)
-    level = FALSE_ALARMS / (gamma + len(both))
+    level = FALSE_ALARMS / (gamma + len(shared))
     differences = [
         Difference(f"position {i}", *_sides_of_shares(promised, counted), level, MARGIN)
         for i, (promised, counted) in enumerate(
@@ -221,7 +221,7 @@ def compare(report: Acceptance, traffic: Acceptance) -> list[Difference]:
             level,
             gamma * MARGIN,
         )
-        for name in both
+        for name in shared
     ]
 
 

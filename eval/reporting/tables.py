@@ -129,9 +129,9 @@ def _confusions(examples: list[Confusion]) -> str:
 # --- Lines beside the tables ---
 
 
-def texts_line(which: str, ledger: Ledger) -> str:
-    """One ledger in a sentence, which says what ties are where there are any."""
-    return f"With draft {which}, {ledger}{TIES if ledger.tie_divergences else ''}."
+def texts_line(name: str, ledger: Ledger) -> str:
+    """One ledger in a sentence, name says what ties are where there are any."""
+    return f"With draft {name}, {ledger}{TIES if ledger.tie_divergences else ''}."
 
 
 def baseline_line(report: Report) -> str:
@@ -351,7 +351,7 @@ def result_table(report: Report) -> Table:
 
 def ledger_table(report: Report) -> Table:
     """Greedy texts that parted from the target's own: the worst first, LEDGER_ROWS at most."""
-    entries = [(which, entry) for which, ledger in report.ledgers() for entry in ledger.divergences]
+    entries = [(name, entry) for name, ledger in report.ledgers() for entry in ledger.divergences]
 
     def doubt(row: tuple[str, Divergence]) -> tuple[bool, float]:
         """Changed texts first, then those whose gap is the largest part of the error."""

@@ -56,8 +56,8 @@ def print_summary(report: Report, console: Console | None = None) -> None:
         ),
         (baseline_line(report) + ". Brackets: 95% interval over prompts.", ""),
     ]
-    for which, ledger in report.ledgers():
-        lines.append((texts_line(which, ledger), STYLES[ledger.verdict]))
+    for name, ledger in report.ledgers():
+        lines.append((texts_line(name, ledger), STYLES[ledger.verdict]))
     lines += [(f"Warning: {warning}", "yellow") for warning in report.warnings]
     lines += [(verdict, "") for verdict in verdict_lines(report)[-1:]]
     lines += [(report.headline, "bold"), (report.recommendation, "bold")]

@@ -87,9 +87,9 @@ def _added(gain: Gain, over: DraftReport) -> str:
 def find_warnings(report: Report) -> list[str]:
     """Every warning about the report, the gravest first."""
     warnings = [
-        f"NOT LOSSLESS, do not serve draft {which}: {ledger}, greedily, against the target alone"
+        f"NOT LOSSLESS, do not serve draft {name}: {ledger}, greedily, against the target alone"
         f"{_first_reason(ledger)}."
-        for which, ledger in report.ledgers()
+        for name, ledger in report.ledgers()
         if ledger.unexplained
     ]
     warnings += _about_setting(report)

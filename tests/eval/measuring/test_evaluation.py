@@ -87,13 +87,13 @@ def timed(speedups, seconds=1.0):
 )
 def test_prompts_are_timed_until_the_speedups_are_known_or_time_is_up(speedups, seconds, enough):
     how = dataclasses.replace(HOW, sampling=Sampling())
-    stages = SimpleNamespace(plan=Plan(2, 3, 40, seconds=seconds), how=how)
+    stages = SimpleNamespace(plan=Plan(2, 3, 40, seconds=seconds), decoding=how)
     assert _Stages.enough(stages, timed(speedups)) is enough
 
 
 def test_where_texts_are_sampled_they_are_decoded_twice():
     plan = Plan(2, 3, 40, seconds=30.0)
     greedy = dataclasses.replace(HOW, sampling=Sampling())
-    once, twice = (SimpleNamespace(plan=plan, how=how) for how in (greedy, HOW))
+    once, twice = (SimpleNamespace(plan=plan, decoding=how) for how in (greedy, HOW))
     assert not _Stages.enough(once, timed([1.0, 4.0] * 6))
     assert _Stages.enough(twice, timed([1.0, 4.0] * 6))

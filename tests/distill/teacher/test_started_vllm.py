@@ -9,9 +9,9 @@ import torch
 from align.vocabulary import read_vocabulary
 from distill import held_out, prompt_sets
 from distill.prompt_sets import collect_prompts
-from distill.teacher import answers, local_vllm, served
+from distill.teacher import answers, served, started_vllm
 from distill.teacher.answers import open_store, who_answers
-from distill.teacher.local_vllm import LocalVllm, tensor_parallel
+from distill.teacher.started_vllm import StartedVllm, tensor_parallel
 from distill.train import run
 from eval.decoding.target import load_target
 from eval.engines.environments import VLLM_PYTHON, EngineMissing
@@ -36,7 +36,7 @@ def started(monkeypatch):
             server.stop()
             server.ended = True
 
-    monkeypatch.setattr(local_vllm, "serve_vllm", serve)
+    monkeypatch.setattr(started_vllm, "serve_vllm", serve)
     monkeypatch.setattr(served, "ANSWERS_PER_SHARD", 2)
     monkeypatch.setenv(VLLM_PYTHON, sys.executable)
     return servers
@@ -86,7 +86,7 @@ def asked(job, tmp_path):
     recipe = job(tmp_path / "run", answers="vllm", answer_batch_size=2, answer_max_new_tokens=12)
     vocabulary = read_vocabulary(recipe.target)
     store = open_store(recipe, vocabulary)
-    return LocalVllm(recipe, vocabulary, collect_prompts(recipe, vocabulary), store)
+    return StartedVllm(recipe, vocabulary, collect_prompts(recipe, vocabulary), store)
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, ServerError])

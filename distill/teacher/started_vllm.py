@@ -21,7 +21,7 @@ LOGPROBS = 20  # a token, which vLLM gives unless it is told otherwise
 UNCHUNKED = ["--max-num-batched-tokens", "32768"]
 
 
-class LocalVllm(ServedTarget):
+class StartedVllm(ServedTarget):
     """The target of a recipe in that vLLM. Its answers are kept with those of our own loop.
 
     They are the same model's in the same dtype, and differ as those of two batch sizes do.
