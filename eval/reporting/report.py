@@ -273,8 +273,8 @@ COPIED = (
 def _payoff(log: DraftLog) -> Payoff:
     if log.path.startswith((LOOKUP, LOOKUP_FIRST)):
         raise NothingToMeasure(
-            "prompt lookup drafts at some places only, and for nothing, which alpha and a step's "
-            "cost do not price; predicted_speedup counts it"
+            "tokens that are looked up cost nothing, so the cost of a step does not price this "
+            "draft; predicted_speedup takes them as free"
         )
     return payoff(timed(log), metrics.alpha(agreed(log)).mean)
 

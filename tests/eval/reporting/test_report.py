@@ -628,7 +628,7 @@ def test_lookups_are_not_priced_as_if_a_draft_wrote_them(run_info, measurement):
     assert priced == ["tuned"]
     assert all(draft.predicted_speedup and draft.costs for draft in report.drafts.values())
     assert [line.split(":")[0] for line in verdict_lines(report)] == priced
-    assert "lookup, payoff: prompt lookup drafts at some places only" in render_markdown(report)
+    assert "lookup, payoff: tokens that are looked up cost nothing" in render_markdown(report)
 
 
 @pytest.mark.parametrize(
