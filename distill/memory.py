@@ -20,10 +20,11 @@ from distill.recipe import Recipe
 from distill.teacher.answers import ANSWERS_PER_SHARD
 from distill.teacher.store import bytes_per_token
 from eval.decoding.drafters.pruned import pruned_config
-from eval.decoding.generation import PREFILL_ROWS
+from eval.decoding.forward import PIECE
+from eval.decoding.generation import PREFILL_ROWS, rows_at_once
 from eval.measuring.agreement import BATCH
 
-PROMPT_TOKENS = 512  # of the longest prompt, where nobody knows it yet
+PROMPT_TOKENS = PIECE  # of the longest prompt, where nobody knows it yet
 STATE_BYTES = 2  # of each of the numbers in a hidden state, in bf16
 LOGIT_BYTES = 10  # of a logit with the fp32 copies that make it a token or a loss
 COMPARED_BYTES = 35  # of a logit of p and q while alpha is taken, at several temperatures
@@ -123,6 +124,9 @@ def needs(
         held = size * _numbers(whole)
         rows = min(recipe.answer_batch_size, recipe.max_train_prompts * recipe.answers_per_prompt)
         kv, beside = _decoding(target, size, rows, prompt, answer)
+        if recipe.train_on_prompts:  # their logits, a piece at a time, and one row of it in fp32
+            piece = min(prompt, PIECE) * target.vocab_size
+            beside = max(beside, piece * (PREFILL_ROWS * size + LOGIT_BYTES))
         if on_cpu:  # else the states of answers that are not on disk yet are on the host
             beside += (rows + ANSWERS_PER_SHARD) * (prompt + answer) * states
         stages.insert(0, Stage("answering", held, kv=kv, buffers=beside))
@@ -147,7 +151,7 @@ def needs(
 def _decoding(
     config: PreTrainedConfig, size: int, rows: int, prompt: int, new: int
 ) -> tuple[int, int]:
-    """Of so many rows the KV cache, and the prefill of PREFILL_ROWS prompts or the logits beside.
+    """Of so many rows the KV cache, and the prefill or the logits beside; see generate_batched.
 
     size: bytes of a number.
     """
@@ -155,11 +159,13 @@ def _decoding(
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv = 2 * config.num_hidden_layers * key_heads * head_size * size
-    read = PREFILL_ROWS * prompt
+    short = min(prompt, PIECE)  # prompts of up to so many tokens are read together
+    read, cached = PREFILL_ROWS * short, max(PREFILL_ROWS * short, prompt)
     activations = read * (3 * _inner(config) + 8 * config.hidden_size) * size
-    mask = heads // key_heads * prompt**2 * size
+    mask = heads // key_heads * short * prompt * size
     logits = rows * config.vocab_size * LOGIT_BYTES
-    return rows * (prompt + new) * kv, read * kv + max(activations + mask, logits)
+    slots = max(rows * (short + new), rows_at_once(rows, prompt, new) * (prompt + new))
+    return slots * kv, cached * kv + max(activations + mask, logits)
 
 
 def _distilling(recipe: Recipe, model: PreTrainedModel, width: int, answer: int) -> Stage:
@@ -181,7 +187,6 @@ def _distilling(recipe: Recipe, model: PreTrainedModel, width: int, answer: int)
     kept, recomputed = layers * of_a_layer, 0
     if args.get("activation_checkpointing", False):
         kept, recomputed = layers * rows * width * 4 * hidden, of_a_layer
-    kept += 4 * rows * width**2  # the mask
     copies = trained * product if bf16 else 0  # by autocast, of what is trained
     chunk = min(CHUNK, rows * answer) * len(head) * LOGIT_BYTES + head.numel() * product
     # gradients come as activations go

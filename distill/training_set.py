@@ -113,6 +113,8 @@ def _padded(rows: list[Tensor], value: int = 0) -> Tensor:
 class DistillationCollator:
     """Right-padded batches; each response token with the target's distribution there.
 
+    Without an attention mask: no token looks at what follows it, which the padding does.
+
     states: of the answer of each index the target's hidden states [P + R - 1, L, H], for a draft
     that reads them.
     """
@@ -133,7 +135,6 @@ class DistillationCollator:
 
         batch = {
             "input_ids": input_ids,
-            "attention_mask": _padded([torch.ones_like(row) for row in ids]),
             "labels": _padded(labels, -100),
             "positions": torch.cat([b * width + at for b, at in enumerate(predicting)]),
             "top_ids": flat("top_ids"),

@@ -356,7 +356,6 @@ def training(kind):
     read = len(kind.layers(SHAPE.to_dict()))
     batch = {
         "input_ids": torch.zeros((2, 15), dtype=torch.long, device=GPU),
-        "attention_mask": None,
         "positions": torch.zeros(18, dtype=torch.long, device=GPU),
         "top_ids": torch.zeros((18, 15), dtype=torch.long, device=GPU),
         "top_logprobs": torch.zeros((18, 15), device=GPU),

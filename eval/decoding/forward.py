@@ -9,7 +9,7 @@ slots beyond it are masked and then overwritten.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
+
+PIECE = 512  # positions of a text that are read at once, at most
 
 
 @dataclass
@@ -139,6 +141,30 @@ class Decoder(Protocol):
         `cache`. states: for each layer that is a key, its hidden states [B, T, H] are put in.
         """
         ...
+
+
+def in_pieces(
+    decoder: Decoder,
+    tokens: Tensor,
+    start: int,
+    cache: KVCache,
+    last_only: bool = True,
+    states: HiddenStates | None = None,
+) -> Iterator[Tensor]:
+    """The logits of a long text [B, T], a piece of it after another: each as of Decoder.forward.
+
+    What one forward needs beside the cache does not grow with T then: its activations, and a mask
+    of T by S. states: once all is read, those of the whole text.
+    """
+    read: dict[int, list[Any]] = {layer: [] for layer in states or ()}
+    for piece in tokens.split(PIECE, dim=1):
+        found: HiddenStates = dict.fromkeys(read)
+        yield decoder.forward(piece, start, cache, last_only, found)
+        start += piece.shape[1]
+        for layer, state in found.items():
+            read[layer].append(state)
+    if states:
+        states.update({layer: torch.cat(parts, 1) for layer, parts in read.items()})
 
 
 def nested_bytes(held: Any) -> int:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from eval.decoding.forward import Decoder, HiddenStates
+from eval.decoding.forward import PIECE, Decoder, HiddenStates, in_pieces
 from eval.decoding.verification import Sampling, argmax, inverse_cdf, warp
 
 SLACK = 32  # free slots: a step reads every slot of the cache, and resizing it reads all of it
-PREFILL_ROWS = 4  # prompts read at once: each weight that is read serves all their tokens
+PREFILL_ROWS = 4  # prompts of up to PIECE tokens read at once: each weight serves all their tokens
 
 
 @dataclass
@@ -36,7 +37,23 @@ def prefill_groups(prompts: Sequence[list[int]]) -> list[list[int]]:
     Longest first: rows that run together have similar lengths, and attention reads less.
     """
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    return [order[i : i + PREFILL_ROWS] for i in range(0, len(order), PREFILL_ROWS)]
+    alone = sum(len(prompt) > PIECE for prompt in prompts)
+    together = range(alone, len(order), PREFILL_ROWS)
+    return [[i] for i in order[:alone]] + [order[i : i + PREFILL_ROWS] for i in together]
+
+
+def rows_at_once(batch_size: int, prompt: int, new: int) -> int:
+    """Rows that run together of prompts of so many tokens, each with up to `new` more.
+
+    batch_size, for prompts of up to PIECE tokens; of longer ones no more than take the same slots
+    of a cache, their lengths rounded up to powers of two.
+    """
+    return max(1, batch_size * (PIECE + new) // (_bucket(prompt) + new))
+
+
+def _bucket(prompt: int) -> int:
+    """PIECE times the power of two that holds a prompt of so many tokens."""
+    return PIECE << max(0, -(-prompt // PIECE) - 1).bit_length()
 
 
 def generate_batched(
@@ -54,17 +71,54 @@ def generate_batched(
     """Answers as they finish, not in order. `prompts` are token ids, none of them empty.
 
     A row that ends is given to the next prompt at once, so that no step is spent on finished rows.
+    Prompts longer than PIECE run apart from shorter ones, and fewer at once (`rows_at_once`).
     capture: called on the raw logits [B, V] of each step; row b of each tensor it returns goes to
     the answer that holds row b. capture_prompts: it is called on those within each prompt, too.
     layers: those of the hidden states that answers keep, numbered as in forward.py.
-    seeds: one a prompt, from which all random numbers of its answer come. Every step has batch_size
+    seeds: one a prompt, from which all random numbers of its answer come. Every step has as many
     rows, and prompts are read in `prefill_groups`: with the same ones read together, an answer's
     bits do not depend on what else runs beside it, as long as the cache has as many slots.
     """
+
+    def bucket(group: list[int]) -> int:
+        return _bucket(len(prompts[group[0]]))
+
+    for longest, groups in itertools.groupby(prefill_groups(prompts), bucket):
+        numbers = list(itertools.chain.from_iterable(groups))
+        rows = rows_at_once(batch_size, longest, max_new_tokens)
+        for answer in _generate(
+            target,
+            [prompts[i] for i in numbers],
+            max_new_tokens,
+            stops,
+            sampling,
+            rows,
+            [seeds[i] for i in numbers],
+            capture,
+            capture_prompts,
+            layers,
+        ):
+            answer.index = numbers[answer.index]
+            yield answer
+
+
+def _generate(
+    target: Decoder,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    stops: frozenset[int],
+    sampling: Sampling,
+    batch_size: int,
+    seeds: Sequence[int],
+    capture: Callable[[Tensor], tuple[Tensor, ...]] | None,
+    capture_prompts: bool,
+    layers: Sequence[int],
+) -> Iterator[Answer]:
+    """As generate_batched, of prompts that run together, the longest first, in batch_size rows."""
     queue = prefill_groups(prompts)
-    longest = max((len(prompt) for prompt in prompts), default=0)
+    longest = len(prompts[0])
     cache = target.new_cache(batch_size, longest + SLACK)
-    prefilled = target.new_cache(PREFILL_ROWS, longest)
+    prefilled = target.new_cache(1 if longest > PIECE else PREFILL_ROWS, longest)
     waiting: list[int] = []  # prompts in the rows of `prefilled`, the last of them first
     in_prompts: dict[int, list[tuple[Tensor, ...]]] = {}  # captured of those
     in_heads: dict[int, list[Tensor]] = {}  # and their states
@@ -88,14 +142,15 @@ def generate_batched(
                 heads += heads[:1] * (prefilled.rows - len(heads))
                 read = torch.tensor(heads, device=target.device)
                 states = dict.fromkeys(layers)
-                logits = target.forward(read, 0, prefilled, not capture_prompts, states)
+                pieces = in_pieces(target, read, 0, prefilled, not capture_prompts, states)
+                for at, logits in zip(range(0, width, PIECE), pieces, strict=True):
+                    if capture and capture_prompts:
+                        for i, row_logits in zip(waiting, logits, strict=False):
+                            found = capture(row_logits[: max(0, len(prompts[i]) - 1 - at)])
+                            in_prompts.setdefault(i, []).extend(zip(*found, strict=True))
                 if layers:
                     for i, row_states in zip(waiting, _kept(states), strict=False):
                         in_heads[i] = [row_states[: len(prompts[i]) - 1].clone()]
-                if capture and capture_prompts:
-                    for i, row_logits in zip(waiting, logits, strict=False):
-                        found = capture(row_logits[: len(prompts[i]) - 1])
-                        in_prompts[i] = list(zip(*found, strict=True))
         positions[row] = used[row] = moves[row] = 0
         if not waiting:
             return None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from eval.decoding.drafters.drafter import Drafter, Proposal, Texts
-from eval.decoding.forward import Decoder, HiddenStates, KVCache, starts
+from eval.decoding.forward import Decoder, HiddenStates, KVCache, in_pieces, starts
 from eval.decoding.verification import Rule, Sampling, choose, verify
 from eval.measuring.runs import PromptRun
 from eval.prompts import Prompt
@@ -170,10 +170,11 @@ def prefill(
     """
     cache = target.new_cache(len(ids), slots)
     states: list[HiddenStates] = [dict.fromkeys(layers) for _ in ids]
-    last = [
-        target.forward(torch.tensor([row], device=target.device), 0, cache.row(i), True, states[i])
-        for i, row in enumerate(ids)
-    ]
+    last = []
+    for i, row in enumerate(ids):
+        tokens = torch.tensor([row], device=target.device)
+        *_, logits = in_pieces(target, tokens, 0, cache.row(i), states=states[i])
+        last.append(logits)
     return cache, choose(torch.cat(last), sampling, generator).tolist(), states
 
 

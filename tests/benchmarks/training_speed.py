@@ -71,11 +71,11 @@ def plain_loop(target, recipe, batches):
 
     def step(number):
         batch = {k: v.to(target.decoder.device) for k, v in batches[number].items() if k != "index"}
-        inputs = {k: batch[k] for k in ("input_ids", "attention_mask")}
+        ids = batch["input_ids"]
         with torch.no_grad():
-            p = target.model(**inputs, use_cache=False).logits
+            p = target.model(ids, use_cache=False).logits
         with torch.autocast(target.decoder.device.type, torch.bfloat16):
-            q = draft(**inputs, use_cache=False).logits
+            q = draft(ids, use_cache=False).logits
         log_p, log_q = (
             logits.flatten(0, 1)[batch["positions"]].float().log_softmax(-1) for logits in (p, q)
         )

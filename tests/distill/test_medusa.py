@@ -62,7 +62,6 @@ def test_each_head_learns_the_token_of_its_own_place(monkeypatch):
     give_loss_forward(model, medusa.KIND, forward_kl)
     output = model(
         input_ids=IDS,
-        attention_mask=torch.ones_like(IDS),
         positions=POSITIONS,
         top_ids=top_ids,
         top_logprobs=logprobs,

@@ -144,7 +144,6 @@ def test_a_training_step_takes_what_the_formula_says(tiny_job, checkpointing):
         cached = torch.zeros((4 * 24, 30), dtype=torch.long)
         model(
             input_ids=torch.zeros((4, 256), dtype=torch.long),
-            attention_mask=torch.ones((4, 256), dtype=torch.long),
             positions=cached[:, 0],
             top_ids=cached,
             top_logprobs=torch.full(cached.shape, -4.0),

@@ -141,7 +141,6 @@ def batch_of(vocab_size, positions, states):
     count = len(positions)
     return {
         "input_ids": torch.randint(vocab_size, (1, states.shape[1])),
-        "attention_mask": torch.ones(1, states.shape[1], dtype=torch.long),
         "positions": torch.tensor(positions),
         "top_ids": torch.randint(200, (count, 3)),
         "top_logprobs": torch.full((count, 3), -1.5),
@@ -191,8 +190,7 @@ def test_the_loss_of_a_row_hangs_neither_on_its_padding_nor_on_what_is_beside_it
     long = batch_of(pair.vocab_size, [2, 3, 4, 5, 6, 8, 9, 10, 11], states[1:])
     short["seeds"], long["seeds"] = torch.tensor([7]), torch.tensor([2**31 + 4])
     both = {name: torch.cat([short[name], long[name]]) for name in ("top_ids", "top_logprobs")}
-    for name in ("input_ids", "attention_mask"):
-        both[name] = torch.cat([F.pad(short[name], (0, 4)), long[name]])
+    both["input_ids"] = torch.cat([F.pad(short["input_ids"], (0, 4)), long["input_ids"]])
     both["states"] = torch.cat([F.pad(short["states"], (0, 0, 0, 0, 0, 4)), long["states"]])
     both["seeds"] = torch.cat([short["seeds"], long["seeds"]])
     both["positions"] = torch.cat([short["positions"], 13 + long["positions"]])

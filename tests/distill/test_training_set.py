@@ -82,16 +82,14 @@ def test_a_batch_has_one_of_few_widths_and_nothing_is_at_its_end():
     for first in range(len(rows)):
         part = slice(first, first + 3)
         batch = collate(rows[part])
-        ids, mask = batch["input_ids"], batch["attention_mask"]
+        ids = batch["input_ids"]
         longest = max(len(text) for text in texts[part])
         assert ids.shape[1] == -(-longest // module.WIDTH) * module.WIDTH
-        assert mask.shape == ids.shape
         assert batch["states"].shape == (*ids.shape, 2, 4)
         for row, text in enumerate(texts[part]):
             end = len(text)
             assert torch.equal(ids[row, :end], text)
             assert (ids[row, end:] == 7).all()
-            assert mask[row].tolist() == [1] * end + [0] * (ids.shape[1] - end)
             known = batch["states"][row]
             assert torch.equal(known[: end - 1], states[answers[first + row].index])
             assert not known[end - 1 :].any()

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from eval.decoding.drafters.drafter import DecoderDrafter, HeadDrafter, Proposal, Session, Texts
 from eval.decoding.drafters.training import TrainingBatch
-from eval.decoding.forward import Decoder, HiddenStates, starts
+from eval.decoding.forward import PIECE, Decoder, HiddenStates, in_pieces, starts
 
 
 @dataclass(kw_only=True)
@@ -58,7 +58,7 @@ class CausalLMDrafter(DecoderDrafter, HeadDrafter):
 def input_of_head(model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
     """What the head of a causal LM reads at each response position [N, H]."""
     body = model.base_model
-    output = body(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+    output = body(input_ids=batch.input_ids, use_cache=False)
     states: Tensor = output.last_hidden_state.flatten(0, 1)[batch.positions]
     return states
 
@@ -73,7 +73,7 @@ def teacher_forced_logits(
     tokens = torch.tensor([ids], device=decoder.device)
     cache = decoder.new_cache(1, len(ids))
     prompt = dict.fromkeys(states or ())
-    logits = decoder.forward(tokens[:, :prompt_length], 0, cache, True, prompt)
+    *_, logits = in_pieces(decoder, tokens[:, :prompt_length], 0, cache, states=prompt)
     if len(ids) > prompt_length:
         rest = decoder.forward(tokens[:, prompt_length:], prompt_length, cache, states=states)
         logits = torch.cat([logits, rest], dim=1)
@@ -93,7 +93,7 @@ class TokenSession(Session):
         self.seen = [0] * len(self.texts)
         self.slots = drafter.own_slots(texts.slots)
         self.cache = drafter.decoder.new_cache(len(self.texts), self.slots)
-        if len(self.texts) > 1:
+        if len(self.texts) > 1 or len(self.texts[0]) > PIECE:
             self.read_alone()
 
     def read_alone(self) -> None:
@@ -101,7 +101,8 @@ class TokenSession(Session):
         for row, text in enumerate(self.texts):
             if new := text[self.seen[row] : -1]:
                 tokens = torch.tensor([new], device=self.drafter.decoder.device)
-                self.drafter.decoder.forward(tokens, self.seen[row], self.cache.row(row), True)
+                decoder, cache = self.drafter.decoder, self.cache.row(row)
+                list(in_pieces(decoder, tokens, self.seen[row], cache))
                 self.seen[row] = len(text) - 1
 
     def propose(self, count: int, stop_below: float) -> Proposal:

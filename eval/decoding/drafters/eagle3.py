@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
@@ -47,7 +48,7 @@ from eval.decoding.drafters.training import (
     Start,
     TrainingBatch,
 )
-from eval.decoding.forward import HiddenStates, KVCache, causal_bias, input_embedding
+from eval.decoding.forward import PIECE, HiddenStates, KVCache, causal_bias, input_embedding
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.decoding.weights import INT8_TERMS, Product, linear
@@ -56,6 +57,7 @@ EMBEDDING, PREFIX = "model.embed_tokens.weight", "model."
 SPECULATORS = "0.3.0"  # the version of its format
 RIDGE = 1e-2  # of maps from many states, which the fit's tokens determine poorly otherwise
 STEPS = 3  # of a draft that are trained at once
+SCORES = 2**20  # of each head at once while it is trained
 
 
 class Eagle3(FromTarget):
@@ -357,17 +359,45 @@ class Pairs:
         groups = attention.num_key_value_groups
         self.past.append((repeat_kv(k, groups), repeat_kv(v, groups)))
         (keys, values), *later = self.past
-        count = read.shape[1]
-        seen = torch.ones(count, count, dtype=torch.bool, device=q.device).tril(-len(later))
-        scores = (q @ keys.transpose(2, 3)).masked_fill(~seen, float("-inf"))
-        columns = [scores]
-        for age, (own_keys, _) in enumerate(reversed(later)):
-            columns.append((q * _moved(own_keys, age)).sum(-1, keepdim=True))
-        weights = (torch.cat(columns, -1).float() * attention.scaling).softmax(-1).to(v.dtype)
-        attended = weights[..., :count] @ values
-        for age, (_, own_values) in enumerate(reversed(later)):
-            attended = attended + weights[..., count + age, None] * _moved(own_values, age)
-        return attended.transpose(1, 2).flatten(2)
+        own = [
+            (_moved(keys, age), _moved(values, age))
+            for age, (keys, values) in enumerate(reversed(later))
+        ]
+        attended = []
+        rows, count, _ = read.shape
+        chunk = max(1, SCORES // max(1, rows * count))
+        # some pairs' scores at a time, made again for their gradients: never T by T of them
+        for at in range(0, max(1, count), chunk):
+            to = at + chunk
+            attended.append(
+                checkpoint(
+                    _attended,
+                    q[:, :, at:to],
+                    keys[:, :, :to],
+                    values[:, :, :to],
+                    [(k[:, :, at:to], v[:, :, at:to]) for k, v in own],
+                    use_reentrant=False,
+                )
+            )
+        return torch.cat(attended, 2).transpose(1, 2).flatten(2)
+
+
+def _attended(
+    q: Tensor, keys: Tensor, values: Tensor, own: Sequence[tuple[Tensor, Tensor]]
+) -> Tensor:
+    """What queries [B, heads, C, D] find in the first step's pairs up to the last of theirs
+    [B, heads, S, D], and each in its `own` pair of later steps [B, heads, C, D].
+    """
+    seen = torch.ones(q.shape[2], keys.shape[2], dtype=torch.bool, device=q.device)
+    seen = seen.tril(keys.shape[2] - q.shape[2] - len(own))
+    columns = [(q @ keys.transpose(2, 3)).masked_fill_(~seen, float("-inf"))]
+    columns += [(q * own_keys).sum(-1, keepdim=True) for own_keys, _ in own]
+    scores = torch.cat(columns, -1).float() * q.shape[-1] ** -0.5
+    weights, count = scores.softmax(-1).to(values.dtype), keys.shape[2]
+    attended = weights[..., :count] @ values
+    for age, (_, own_values) in enumerate(own):
+        attended = attended + weights[..., count + age, None] * own_values
+    return attended
 
 
 def _moved(pairs: Tensor, places: int) -> Tensor:
@@ -478,8 +508,14 @@ class Eagle3Decoder:
 
     def from_start(self, tokens: Tensor, hidden: Tensor, cache: KVCache | None = None) -> Tensor:
         """What the head reads of a text's first pairs, as of `forward`."""
+        cache = cache or self.new_cache(1, tokens.shape[1])
         first = torch.zeros(1, dtype=torch.long, device=self.device)
-        return self.forward(tokens, hidden, first, cache or self.new_cache(1, tokens.shape[1]))[0]
+        pieces = zip(tokens.split(PIECE, 1), hidden.split(PIECE, 1), strict=True)
+        read = [
+            self.forward(some, states, first + number * PIECE, cache)[0]
+            for number, (some, states) in enumerate(pieces)
+        ]
+        return torch.cat(read, 1)
 
 
 @dataclass(kw_only=True)

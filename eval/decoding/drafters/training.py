@@ -22,7 +22,7 @@ RIDGE = 1e-4  # relative to the mean diagonal: only keeps a solve well condition
 class TrainingBatch(NamedTuple):
     """B rows padded to T tokens, N response positions in all.
 
-    input_ids, attention_mask: [B, T]. positions: in the flattened batch, where the next token is
+    input_ids: [B, T], padded behind. positions: in the flattened batch, where the next token is
     predicted [N]. top_ids, top_logprobs: the target's most likely tokens there [N, C]. states: its
     hidden states [B, T, L, H], zeros where a text has ended. seeds: of each row's random numbers
     [B].
@@ -32,7 +32,6 @@ class TrainingBatch(NamedTuple):
     positions: Tensor
     top_ids: Tensor
     top_logprobs: Tensor
-    attention_mask: Any
     states: Any = None
     seeds: Any = None
 

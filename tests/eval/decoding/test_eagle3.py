@@ -8,6 +8,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from align.sources import read_json
 from eval.decoding.build import build_decoder
+from eval.decoding.drafters import eagle3
 from eval.decoding.drafters.drafter import Texts
 from eval.decoding.drafters.eagle3 import KIND, build_eagle3, layer_config
 from eval.decoding.drafters.lookup import lookup_first
@@ -198,6 +199,30 @@ def test_sampled_batches_keep_the_targets_distribution(tiny_llama, monkeypatch):
         *(played(monkeypatch), target.decoder, drafter),
         *([[1, 2, 1], [3, 3]], how, DraftLength(2)),
     )
+
+
+def test_training_attends_some_pairs_at_a_time_with_the_same_gradients(target, monkeypatch):
+    ids = torch.tensor([row * 8 for row in ([3, 1, 4, 1], [2, 6, 5, 3])])
+    states = torch.randn(2, 32, len(LAYERS), SIZE)
+
+    def learnt(scores):
+        monkeypatch.setattr(eagle3, "SCORES", scores)
+        model = made_eagle3(target)
+        read = torch.stack(list(eagle3.unrolled(model, ids, states, 3)))
+        weights = [w for name, w in model.named_parameters() if "self_attn" in name or "fc" in name]
+        return read, torch.autograd.grad(read.square().sum(), weights)
+
+    whole, pieces = learnt(2**20), learnt(2 * 31 * 5)
+    torch.testing.assert_close(pieces, whole, rtol=1e-3, atol=1e-4)
+
+
+def test_a_long_prompt_is_read_in_pieces(target, draft, serial, monkeypatch):
+    whole = known(target, [*ROWS[0], *serial[0]], LAYERS)
+    hidden = draft().fused(whole)
+    tokens = torch.tensor([[*ROWS[0], *serial[0]]])
+    once = draft().decoder.from_start(tokens, hidden)
+    monkeypatch.setattr(eagle3, "PIECE", 7)
+    torch.testing.assert_close(draft().decoder.from_start(tokens, hidden), once)
 
 
 def test_a_step_can_be_timed_and_probed(draft):

@@ -6,11 +6,12 @@ import itertools
 import pytest
 import torch
 
-from eval.decoding import loop
+from eval.decoding import forward, generation, loop
 from eval.decoding.build import build_decoder
+from eval.decoding.drafters import causal_lm
 from eval.decoding.drafters.causal_lm import TokenSession
 from eval.decoding.drafters.lookup import PromptLookup
-from eval.decoding.generation import generate_batched
+from eval.decoding.generation import generate_batched, rows_at_once
 from eval.decoding.lean import LeanDecoder
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.stock import StockDecoder
@@ -230,6 +231,54 @@ def test_answers_in_batches_of_any_size_are_those_of_single_rows(target, serial,
     for index, tokens in enumerate(serial):
         assert answers[index].tokens == until(tokens, stops)
         assert [int(best) for (best,) in answers[index].captured] == answers[index].tokens
+
+
+def in_pieces_of(monkeypatch, positions):
+    for module in (forward, generation, causal_lm):
+        monkeypatch.setattr(module, "PIECE", positions)
+
+
+def test_long_prompts_are_answered_fewer_at_once_and_read_in_pieces(target, monkeypatch):
+    """As whole ones are, in a cache of no more slots than short ones may take."""
+    _, rows = drawn(8)
+    rows.append([7] * 40)
+
+    def answered():
+        made = generate_batched(
+            *(target, rows, 6, NEVER, Sampling(), 4),
+            seeds=[0] * len(rows),
+            capture=lambda logits: (logits.argmax(-1),),
+            capture_prompts=True,
+            layers=(0, 2),
+        )
+        return sorted(made, key=lambda answer: answer.index)
+
+    whole = answered()
+    in_pieces_of(monkeypatch, 8)
+    assert [rows_at_once(4, n, 6) for n in (1, 8, 9, 16, 17, 40, 100)] == [4, 4, 2, 2, 1, 1, 1]
+    asked, widths, new_cache, run = [], [], target.new_cache, target.forward
+    monkeypatch.setattr(target, "new_cache", lambda *a: asked.append(a) or new_cache(*a))
+    monkeypatch.setattr(
+        target, "forward", lambda ids, *a, **k: widths.append(ids.shape[1]) or run(ids, *a, **k)
+    )
+    for mine, other in zip(answered(), whole, strict=True):
+        assert (mine.index, mine.tokens) == (other.index, other.tokens)
+        assert mine.captured == other.captured
+        assert len(mine.captured) == len(rows[mine.index]) - 1 + 6
+        torch.testing.assert_close(torch.cat(mine.states), torch.cat(other.states))
+    assert max(widths) == 8
+    # of four buckets the rows that run, and those that are read together
+    assert [count for count, _ in asked] == [1, 1, 1, 1, 2, 1, 4, 4]
+
+
+@pytest.mark.parametrize("name", ["self", "good", "stock"])
+@pytest.mark.parametrize("count", [1, 5])
+def test_prompts_are_read_in_pieces_before_they_are_continued(
+    target, drafts, serial, monkeypatch, name, count
+):
+    in_pieces_of(monkeypatch, 4)
+    runs = decode(target, drafts[name], *drawn(count), GREEDY, DraftLength(3))
+    assert [run.tokens for run in runs] == serial[:count]
 
 
 def test_a_draft_that_forgets_what_it_drafted_alone_is_caught(target, drafts, monkeypatch):
