@@ -1,14 +1,19 @@
 """Peak memory of each stage of the main job and of the fp32 tie check, beside what is said of it.
 
-    python tests/benchmarks/memory.py
+    python tests/benchmarks/memory.py [--context 8192]
 
 A random-weight Llama of 1.1B parameters (TinyLlama's shape under the embedded target's tokenizer)
 stands in as the target of the code recipe, shortened; 5 GB of disk, 5 to 10 minutes on two cores.
 Prints the peak of the resident set of each stage, planning among them, against 1.3x the weights +
 1.5 GiB; then what `--dry_run` says of it from the configs, and the device that it asks for; then
 how much more than decoding the tie check takes, beside one layer in fp32.
+context: the same on prompts of up to so many tokens, sources of the standard library, trained on one
+by one and without a plan; an hour.
 """
 
+import argparse
+import importlib.util
+import json
 import subprocess
 import sys
 import tempfile
@@ -63,6 +68,20 @@ SHORT = {
     "warmup_steps": 1,
     "save_steps": 2,
 }
+LONG = SHORT | {
+    "minutes": "null",
+    "instruction": "{prompt}",
+    "max_train_prompts": 4,
+    "max_eval_prompts": 2,
+    "answer_batch_size": 16,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 4,
+    "activation_checkpointing": "true",
+    "save_steps": 1,
+}
+# modules of the standard library, and which share of the context their prompts take
+TRAINED = {"argparse": 1, "typing": 1, "tarfile": 0.5, "subprocess": 0.05}
+EVALUATED = {"turtle": 1, "doctest": 0.05}
 TEXT = list(range(100, 400))  # a prompt, and so many tokens after it
 TOKENS = 4
 
@@ -88,10 +107,23 @@ def watched(name, stage):
 
 
 def arguments(folder, output):
-    """Of the main job, shortened."""
-    keys = SHORT | {"target": folder, "output_dir": output}
+    """Of the main job, shortened; on long prompts where the folder has some."""
+    keys = {"target": folder, "output_dir": output}
+    prompts = {f"{part}_prompts": Path(folder, f"{part}.jsonl") for part in ("train", "eval")}
+    keys |= LONG | prompts if prompts["train"].exists() else SHORT
     flags = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     return ["--recipe", "code", *flags]
+
+
+def write_prompts(folder, tokenizer, context):
+    """Sources of the standard library, cut to a share of the context."""
+    for part, shares in {"train": TRAINED, "eval": EVALUATED}.items():
+        with Path(folder, f"{part}.jsonl").open("w") as file:
+            for name, share in shares.items():
+                source = Path(importlib.util.find_spec(name).origin).read_text("utf-8")
+                # what the template and the answer take
+                ids = tokenizer(source)["input_ids"][: round(share * context) - 128]
+                print(json.dumps({"prompt": tokenizer.decode(ids)}), file=file)
 
 
 def run_recipe(folder, output):
@@ -142,15 +174,19 @@ def measured(bound, *arguments):
     return peaks
 
 
-def main():
+def main(context):
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
+        SHAPE.max_position_embeddings = max(SHAPE.max_position_embeddings, 2 * (context or 0))
         model = LlamaForCausalLM(SHAPE).to(torch.bfloat16)
         weights = sum(p.nbytes for p in model.parameters())
         layer = 4 * sum(p.numel() for p in model.model.layers[0].parameters())
         model.save_pretrained(f"{folder}/target")
         del model
-        load_tokenizer(load_recipe(["--recipe", "code"]).target).save_pretrained(f"{folder}/target")
+        tokenizer = load_tokenizer(load_recipe(["--recipe", "code"]).target)
+        tokenizer.save_pretrained(f"{folder}/target")
+        if context:
+            write_prompts(f"{folder}/target", tokenizer, context)
         bound = 1.3 * weights + 1.5 * GIB
         print(f"weights {weights / GIB:.2f} GiB, bound {bound / GIB:.2f} GiB", flush=True)
         peaks = measured(bound, "run", f"{folder}/target", f"{folder}/run")
@@ -171,5 +207,7 @@ if __name__ == "__main__":
             sys.exit(run_recipe(folder, output))
         case ["ties", folder]:
             check_ties(folder)
-        case _:
-            main()
+        case options:
+            parser = argparse.ArgumentParser()
+            parser.add_argument("--context", type=int)
+            main(parser.parse_args(options).context)
