@@ -43,8 +43,7 @@ def export_draft(
     dtype = getattr(torch, recipe.dtype)
     with atomic_folder(recipe.folder / "draft") as partial:
         if kind is None:
-            plain: Any = tuned
-            plain.to(dtype).save_pretrained(partial)
+            recipe.kind.exported(tuned.to(dtype)).save_pretrained(partial)
         elif kind.language_model:
             _export_pruned(partial, recipe, kind, prepared, tuned, answers)
         else:
@@ -78,7 +77,7 @@ def _export_pruned(
     else:
         assert prepared.full_head is not None
         full = full_vocabulary(plain, ids, prepared.full_head, answers)
-    full.save_pretrained(folder)
+    kind.exported(full).save_pretrained(folder)
     (folder / "compact").mkdir()
     kind.save(folder / "compact", plain, ids, embedding, recipe.target)
 

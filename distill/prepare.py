@@ -109,7 +109,15 @@ def _start_of(
     texts: list[AnsweredText],
 ) -> Start:
     layers = recipe.kind.layers(pair.target.config)
-    return Start(target.model, token_ids, texts, recipe.num_draft_layers, recipe.max_gamma, layers)
+    return Start(
+        target.model,
+        pair.target,
+        token_ids,
+        texts,
+        recipe.num_draft_layers,
+        recipe.max_gamma,
+        layers,
+    )
 
 
 def _copy_base(base: str, folder: Path, answers: Iterable[CachedAnswer], vocab_size: int) -> float:
@@ -128,13 +136,18 @@ def read_prepared(recipe: Recipe, pair: Pair) -> PreparedDraft:
     """The untuned draft that `prepare_draft` has left, read again."""
     kind = recipe.kind.from_target
     if kind is None:
-        return PreparedDraft(load_sibling(pair), None, None, 0.0)
+        return _sibling(recipe, pair)
     folder = recipe.folder / "prepared"
     embedding = pair.target_embedding(getattr(torch, recipe.dtype))
     model, token_ids = kind.load_to_train(folder, embedding)
     head = folder / FULL_HEAD
     full = load_file(head)["full_head"] if head.exists() else None
     return PreparedDraft(model, token_ids, full, lost_mass_of(recipe))
+
+
+def _sibling(recipe: Recipe, pair: Pair) -> PreparedDraft:
+    model = recipe.kind.begin(load_sibling(pair), pair.target, recipe.max_gamma)
+    return PreparedDraft(model, None, None, 0.0)
 
 
 def stand_in(recipe: Recipe, pair: Pair, target: Target) -> PreparedDraft:
@@ -144,7 +157,7 @@ def stand_in(recipe: Recipe, pair: Pair, target: Target) -> PreparedDraft:
     """
     kind = recipe.kind.from_target
     if kind is None:
-        return PreparedDraft(load_sibling(pair), None, None, 0.0)
+        return _sibling(recipe, pair)
     size = recipe.draft_vocab_size
     ids = None if size is None else torch.arange(size, device=target.decoder.device)
     model, _ = kind.start(_start_of(recipe, pair, target, ids, []))
@@ -157,7 +170,8 @@ def stand_in_drafter(
     """That stand-in as it would draft."""
     kind = recipe.kind.from_target
     if kind is None:
-        return load_drafter(pair.draft.spec, target, pair.strategy)
+        drafter = load_drafter(pair.draft.spec, target, pair.strategy)
+        return recipe.kind.stand_in(drafter, recipe.max_gamma)
     model: Any = copy.deepcopy(prepared.model)
     return kind.drafter(model.to(target.decoder.dtype), prepared.token_ids, target)
 

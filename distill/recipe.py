@@ -180,7 +180,8 @@ class Recipe:
 
     @property
     def kind(self) -> Kind:
-        return kinds()[self.kind_name]
+        kind = kinds()[self.kind_name]
+        return kind if self.draft is None else kind.of_sibling or kind
 
     @property
     def planned(self) -> bool:

@@ -430,6 +430,8 @@ def build_trainer(
             whole = [embedding] if tied else [embedding, head]
             adapters.modules_to_save = [names[part] for part in whole]
             adapters.ensure_weight_tying = tied
+        if own := recipe.kind.own_modules:
+            adapters.modules_to_save = [*(adapters.modules_to_save or []), *own]
     config = training_config(recipe, steps)
     path, temperature = recipe.folder / TRAINING_SET, recipe.teacher_temperature
     rows = training_set(path, answers, head_rows, temperature, retokenizer)
@@ -471,7 +473,7 @@ def distil_draft(
     states, held_out = states_of(recipe, pair, answers), held_out_answers(recipe.folder)
     trainer = build_trainer(recipe, pair, prepared, answers, states, held_out, steps)
     rehomed = pair.strategy in ("remap", "transplant")
-    return distil(trainer, recipe, keep_adapter=not rehomed)
+    return distil(trainer, recipe, keep_adapter=not rehomed and not recipe.kind.own_modules)
 
 
 def distil(

@@ -22,12 +22,12 @@ from align.files import atomic_file
 from align.vocab_map import Retokenizer
 from distill.losses import sharpen
 from distill.teacher.store import CachedAnswer
+from eval.decoding.drafters.training import WIDTH
 
 TRAINING_SET = "training_set.arrow"
 # Tokens that are written at once, and lie together in the file: reading one column of all rows
 # brings a page or more of each such block into memory.
 BLOCK = 2**17
-WIDTH = 16  # divides a batch's: of each width oneDNN keeps 5 MB for good (`losses.rounded`)
 
 
 def training_set(

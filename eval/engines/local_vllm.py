@@ -51,6 +51,7 @@ def speculation(
             )
     config = {"method": kind or "draft_model", "model": str(draft), "num_speculative_tokens": gamma}
     config |= {"use_heterogeneous_vocab": True} if own_ids else {}
+    config |= {"parallel_drafting": True} if "pard_token" in about else {}
     return ["--speculative-config", json.dumps(config)]
 
 

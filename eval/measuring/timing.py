@@ -57,6 +57,8 @@ def step_costs(
             steps["target", place + 1] = timed_step(target, place + 1, context_length, sampling)
         if place < len(drafters):
             steps["draft", place] = drafters[place].step(context_length, sampling)
+            if (block := drafters[place].block(context_length, sampling, max_gamma)) is not None:
+                steps["block", place] = block
     rounds: list[dict[tuple[str, int], float]] = []
     for repeat in tqdm(range(repeats + 3), desc="step costs", unit="round"):
         seconds = {}
@@ -72,7 +74,11 @@ def step_costs(
 
     def costs(place: int, seconds: dict[tuple[str, int], float]) -> StepCosts:
         verify = {width: seconds["target", width] for width in range(1, max_gamma + 2)}
-        return StepCosts(seconds["draft", place], verify[1], verify, context_length)
+        step, block = seconds["draft", place], 0.0
+        if ("block", place) in seconds:  # another token is another column of one pass
+            last = max(0.0, seconds["block", place] - step) / max(1, max_gamma - 1)
+            step, block = last, step - last
+        return StepCosts(step, verify[1], verify, context_length, block)
 
     return [
         dataclasses.replace(

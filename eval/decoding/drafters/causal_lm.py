@@ -13,13 +13,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eval.decoding.drafters.drafter import DecoderDrafter, HeadDrafter, Proposal, Session, Texts
+from eval.decoding.drafters.drafter import (
+    DecoderDrafter,
+    HeadDrafter,
+    Logits,
+    Proposal,
+    Session,
+    Texts,
+)
 from eval.decoding.drafters.training import TrainingBatch
 from eval.decoding.forward import PIECE, Decoder, HiddenStates, in_pieces, starts
 
 
 @dataclass(kw_only=True)
 class CausalLMDrafter(DecoderDrafter, HeadDrafter):
+    most: int | None = None  # tokens of a draft that it has learnt
+
     def read(self, ids: Sequence[int], begins: bool = False) -> list[int]:
         """Target ids as the draft's own; begins: they are the beginning of a text."""
         return list(ids)
@@ -108,7 +117,8 @@ class TokenSession(Session):
     def propose(self, count: int, stop_below: float) -> Proposal:
         drafter, device = self.drafter, self.drafter.decoder.device
         lengths = [len(text) for text in self.texts]
-        count = min(count, self.slots - max(lengths) + 1)  # no more than it has room to read
+        # no more than it has room to read, or has learnt
+        count = min(count, self.slots - max(lengths) + 1, drafter.most or count)
         # what is new to a row is one token, two after a full acceptance, more where others drafted
         # for it (lookup.py); all read as many, or where a row has not as many, one each
         width = max(length - seen for length, seen in zip(lengths, self.seen, strict=True))
@@ -119,17 +129,23 @@ class TokenSession(Session):
         start = starts([length - width for length in lengths])
         if count < 1:
             return Proposal(step.new_zeros((len(lengths), 0)))
+        logits = self.drafts(step, start, count)
+        return drafter.in_turn(logits, count, stop_below, self.sampling, self.generator)
+
+    def drafts(self, step: Tensor, start: int | Tensor, count: int) -> Logits:
+        """Its logits after `step`, the newest tokens [B, T], and after each that it drafts."""
+        lengths = [len(text) for text in self.texts]
 
         def logits(depth: int, before: Tensor | None) -> Tensor:
             nonlocal step, start
             if before is not None:
-                step = drafter.to_own_ids(before)[:, None]
+                step = self.drafter.to_own_ids(before)[:, None]
             scores = self.logits(step, start, depth)
             start = start + step.shape[1]
             self.seen = [length + depth for length in lengths]
             return scores
 
-        return drafter.in_turn(logits, count, stop_below, self.sampling, self.generator)
+        return logits
 
     def logits(self, step: Tensor, start: int | Tensor, drafted: int) -> Tensor:
         """The draft's [B, K] after `step`, its newest tokens [B, T]; `drafted` in this block."""

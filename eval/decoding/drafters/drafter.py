@@ -123,6 +123,12 @@ class Drafter(ABC):
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
         """What drafts one token after so many others, to be timed."""
 
+    def block(
+        self, context_length: int, sampling: Sampling, count: int
+    ) -> Callable[[], None] | None:
+        """What drafts so many tokens at once, to be timed; None where each takes a step."""
+        return None
+
     def side_by_side(self, states: HiddenStates, dtype: torch.dtype) -> Tensor:
         """The layers it reads, of the target's [B, T, H] each, in its own order [B, T, L * H]."""
         return torch.cat([states[k] for k in self.layers], -1).to(dtype)  # type: ignore[misc]

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from align.vocabulary import Vocabulary
 from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.drafters.training import HeadInput, Start, TrainingBatch
 from eval.decoding.target import Target
@@ -28,13 +29,16 @@ class Kind(ABC):
     engines: that load what is published of it. language_model: it is a causal LM by itself, which
     may have adapters, another tokenizer, a GGUF file. keeps_layers: of the target, as many as
     num_draft_layers says. slow: beginnings of the names of weights that began as a fit, and learn
-    more slowly.
+    more slowly. own_modules: names of those it adds to a language model, trained whole beside
+    adapters. of_sibling: the kind in its place where a sibling is named.
     """
 
     engines: tuple[str, ...] = ()
     language_model = False
     keeps_layers = False
     slow: tuple[str, ...] = ()
+    own_modules: tuple[str, ...] = ()
+    of_sibling: Kind | None = None
 
     @property
     def from_target(self) -> FromTarget | None:
@@ -44,6 +48,18 @@ class Kind(ABC):
     def layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
         """The target's hidden states it reads, numbered as in forward.py. config: the target's."""
         return ()
+
+    def begin(self, model: PreTrainedModel, target: Vocabulary, max_gamma: int) -> PreTrainedModel:
+        """A sibling with the target's rows as it begins to be trained."""
+        return model
+
+    def stand_in(self, drafter: Drafter, max_gamma: int) -> Drafter:
+        """A sibling's drafter as it will draft, to be timed."""
+        return drafter
+
+    def exported(self, model: PreTrainedModel) -> PreTrainedModel:
+        """A language model that was trained, as engines load it."""
+        return model
 
     @abstractmethod
     def first_input(self, model: PreTrainedModel, batch: TrainingBatch) -> Tensor:

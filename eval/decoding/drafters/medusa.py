@@ -20,7 +20,6 @@ V the target's vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +47,8 @@ from eval.decoding.drafters.training import (
     LeastSquares,
     Start,
     TrainingBatch,
+    drawn_depths,
+    mean_depth,
     states_before,
 )
 from eval.decoding.forward import HiddenStates
@@ -166,9 +167,9 @@ class Medusa(FromTarget):
         """The sum over the depths drawn, divided by how many a position has on average."""
         heads: Any = model
         positions, width, dtype = batch.positions, batch.width, heads.lm_head.weight.dtype
-        depths = drawn_depths(positions, width, batch.seeds, len(heads.blocks))
+        depths = drawn_depths(positions, width, batch.seeds, len(heads.blocks), DEEPER)
         rows, states = positions // width, batch.states[..., 0, :].flatten(0, 1)
-        weight = 1 / mean_depth(len(heads.blocks))
+        weight = 1 / mean_depth(len(heads.blocks), DEEPER)
         for depth, block in enumerate(heads.blocks, start=1):
             drawn = (depths[: len(depths) - depth] >= depth).nonzero()[:, 0]
             # of the N positions, those whose answer has another token so much later
@@ -230,31 +231,6 @@ def _pairs(texts: Sequence[AnsweredText], depth: int) -> Iterator[tuple[Tensor, 
         states = text.states[len(text.prompt_ids) - 1 :, 0].float()
         if len(states) > depth:
             yield states[:-depth], states[depth:]
-
-
-def drawn_depths(positions: Tensor, width: int, seeds: Tensor, most: int) -> Tensor:
-    """How many heads are trained from each response position [N].
-
-    d or more with probability DEEPER ** (d - 1), and no more than `most`. positions: in the
-    flattened batch of that width. seeds: of each row's random numbers.
-    """
-    counts = (positions // width).bincount(minlength=len(seeds)).tolist()
-    uniform = torch.cat(
-        [
-            torch.rand(count, generator=torch.Generator().manual_seed(seed))
-            for count, seed in zip(counts, seeds.tolist(), strict=True)
-        ]
-    )
-    drawn = 1 + uniform.clamp_min(1e-9).log() / math.log(DEEPER)
-    return drawn.long().clamp(max=most).to(positions.device)
-
-
-def mean_depth(most: int) -> float:
-    """How many depths `drawn_depths` draws on average.
-
-    Losses are divided by this and not by what was drawn, which differs from process to process.
-    """
-    return float(sum(DEEPER**depth for depth in range(most)))
 
 
 @dataclass(kw_only=True)

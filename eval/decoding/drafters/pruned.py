@@ -41,10 +41,12 @@ from eval.decoding.target import Target
 from eval.decoding.weights import linear
 
 EMBEDDING = "model.embed_tokens.weight"
+MASK = "mask"  # the module with a mask's embedding [1, H], of a draft that has one (pard.py)
 HEAD_ROWS = 4096  # of a head are in fp32 at once
 
 
 class Pruned(FromTarget):
+    name = "pruned"
     engines = ("vllm", "transformers", "llama.cpp")
     language_model = True
     keeps_layers = True
@@ -86,7 +88,7 @@ class Pruned(FromTarget):
             tensors |= target_id_maps(token_ids, len(embedding))
         model.config.save_pretrained(folder)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        write_about(folder, "pruned", embedding)
+        write_about(folder, self.name, embedding)
 
     def load_to_train(
         self, folder: Path, embedding: Tensor
@@ -194,6 +196,8 @@ def load_compact(folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tens
         model = AutoModelForCausalLM.from_config(config, dtype=embedding.dtype)
     rows, size = tensors["lm_head.weight"].shape
     model.lm_head = nn.Linear(size, rows, bias=False, device="meta")
+    if f"{MASK}.weight" in tensors:
+        model.add_module(MASK, nn.Embedding(1, size, device="meta"))
     model.load_state_dict({**tensors, EMBEDDING: embedding}, assign=True)
     # rotary tables are no parameters: build them for real
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(embedding.device)

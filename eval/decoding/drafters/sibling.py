@@ -16,6 +16,7 @@ from eval.decoding.drafters.bridged import MapDrafter, TextDrafter
 from eval.decoding.drafters.causal_lm import CausalLMDrafter, input_of_head
 from eval.decoding.drafters.drafter import DecoderDrafter
 from eval.decoding.drafters.kind import Kind
+from eval.decoding.drafters.pard import with_masks
 from eval.decoding.drafters.training import TrainingBatch
 from eval.decoding.target import Target, model_bytes
 
@@ -70,4 +71,5 @@ def sibling_drafter(model: Any, spec: str, target: Target, strategy: str) -> Dec
     if chosen == "string":
         rows = None if head_rows == right.count else right.count
         return TextDrafter(target=left, draft=right, rows=rows, **about)
-    return CausalLMDrafter(rows=None if head_rows == shared else shared, **about)
+    drafter = CausalLMDrafter(rows=None if head_rows == shared else shared, **about)
+    return with_masks(vars(drafter), model) if hasattr(model.config, "pard_token") else drafter

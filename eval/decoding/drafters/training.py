@@ -7,6 +7,7 @@ draft's head.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,6 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from align.vocabulary import Vocabulary
+
+WIDTH = 16  # divides a batch's: of each width oneDNN keeps 5 MB for good (losses.rounded)
 RIDGE = 1e-4  # relative to the mean diagonal: only keeps a solve well conditioned
 
 
@@ -67,11 +71,13 @@ class AnsweredText(NamedTuple):
 class Start:
     """What a draft is started from.
 
-    token_ids: of a trimmed head [K], None for a head over all of V. texts: what it is fitted on;
-    without any it has its shape alone, to be timed. layers: the target's states it reads.
+    vocabulary: the target's. token_ids: of a trimmed head [K], None for a head over all of V.
+    texts: what it is fitted on; without any it has its shape alone, to be timed. layers: the
+    target's states it reads.
     """
 
     target: PreTrainedModel
+    vocabulary: Vocabulary
     token_ids: Tensor | None
     texts: Sequence[AnsweredText]
     num_layers: int
@@ -126,3 +132,28 @@ def states_before(batch: TrainingBatch) -> Tensor:
     """The target's states when a token is drafted [N, L, H]: it has not read the newest token."""
     shifted = F.pad(batch.states, (0, 0, 0, 0, 1, 0))[:, :-1]
     return shifted.flatten(0, 1)[batch.positions]
+
+
+def drawn_depths(positions: Tensor, width: int, seeds: Tensor, most: int, deeper: float) -> Tensor:
+    """How many tokens of a draft are trained from each response position [N].
+
+    d or more with probability deeper ** (d - 1), and no more than `most`. positions: in the
+    flattened batch of that width. seeds: of each row's random numbers.
+    """
+    counts = (positions // width).bincount(minlength=len(seeds)).tolist()
+    uniform = torch.cat(
+        [
+            torch.rand(count, generator=torch.Generator().manual_seed(seed))
+            for count, seed in zip(counts, seeds.tolist(), strict=True)
+        ]
+    )
+    drawn = 1 + uniform.clamp_min(1e-9).log() / math.log(deeper)
+    return drawn.long().clamp(max=most).to(positions.device)
+
+
+def mean_depth(most: int, deeper: float) -> float:
+    """How many `drawn_depths` draws on average.
+
+    Losses are divided by this and not by what was drawn, which differs from process to process.
+    """
+    return float(sum(deeper**depth for depth in range(most)))
