@@ -70,5 +70,5 @@ def test_a_run_ends_in_a_folder_that_drafts_at_once(job, roomy, tmp_path, change
 
 def test_a_vocabulary_without_a_free_row_is_refused(job, folder, tmp_path):
     recipe = job(tmp_path, drafter="pard", draft=str(folder / "target"))
-    with pytest.raises(ValueError, match="no row that no text uses.*use another drafter"):
+    with pytest.raises(ValueError, match=r"no row that no text uses.*use another drafter"):
         run(recipe)
