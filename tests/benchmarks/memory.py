@@ -7,8 +7,8 @@ stands in as the target of the code recipe, shortened; 5 GB of disk, 5 to 10 min
 Prints the peak of the resident set of each stage, planning among them, against 1.3x the weights +
 1.5 GiB; then what `--dry_run` says of it from the configs, and the device that it asks for; then
 how much more than decoding the tie check takes, beside one layer in fp32.
-context: the same on prompts of up to so many tokens, sources of the standard library, trained on one
-by one and without a plan; an hour.
+context: the same on prompts of up to so many tokens, sources of the standard library, trained on
+one by one and without a plan; an hour.
 """
 
 import argparse
