@@ -72,4 +72,4 @@ def _drafts(recipe: Recipe, pair: Pair, target: Target, steps: int) -> dict[str,
     drafts: dict[str, Drafter] = {"untuned": untuned, "lookup": prompt_lookup(target)}
     if steps == 0:  # untuned and tuned are the same
         del drafts["untuned"]
-    return drafts | {"tuned": tuned, "tuned+lookup": lookup_first(tuned)}
+    return drafts | {"tuned": tuned, "tuned+lookup": lookup_first(tuned, target.stops)}

@@ -188,7 +188,9 @@ def made_up_agreement(rng, prompt_id, alpha):
     rng.shuffle(values)
     guesses = [i if value else (i + 3) for i, value in enumerate(values)]
     category = "even" if int(prompt_id) % 2 == 0 else "odd"
-    return Agreement(prompt_id, category, float(agreed), len(PIECES), values, guesses)
+    return Agreement(
+        prompt_id, category, float(agreed), len(PIECES), values, guesses, prompt_tokens=20
+    )
 
 
 def made_up_measurement(name, alpha, prompts=40, **changes):

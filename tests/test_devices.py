@@ -266,7 +266,7 @@ def looking_up():
     whole = target()
     for drafter in (
         prompt_lookup(whole),
-        lookup_first(pruned.KIND.drafter(build(K, 1), token_ids(), whole)),
+        lookup_first(pruned.KIND.drafter(build(K, 1), token_ids(), whole), whole.stops),
     ):
         every_way(whole, drafter)
 

@@ -97,13 +97,19 @@ def measure_agreement(
                 alpha.tolist(),
                 guesses.where(drafted, -1).tolist(),
                 prompt.group,
+                len(ids),
             )
         return {"agreements": agreements, "bits": bits.tolist()}
 
     rows = list(zip(prompts.prompts, prompts.ids, texts, strict=True))
     measured = journal.each("alpha", rows, measure, lambda row: row, "prompt")
     by_draft = {
-        name: [Agreement(**row["agreements"][name]) for row in measured] for name in drafters
+        name: [
+            # rows that an older version kept lack it
+            Agreement(**{"prompt_tokens": len(ids)} | row["agreements"][name])
+            for (_, ids, _), row in zip(rows, measured, strict=True)
+        ]
+        for name in drafters
     }
     return by_draft, [row["bits"] for row in measured]
 

@@ -509,6 +509,25 @@ def by_category(
     return numbers
 
 
+CONTEXTS = {  # classes of prompts by length: the most tokens that one has
+    "below 512 tokens": 511,
+    "512 to 2,048 tokens": 2_048,
+    "2,048 to 8,192 tokens": 8_192,
+    "above 8,192 tokens": math.inf,
+}
+
+
+def by_context(log: DraftLog) -> dict[str, CategoryNumbers]:
+    """`by_category` by the prompt's length, the shortest first; unknown lengths are left out."""
+
+    def length(row: PromptRun | Agreement) -> str | None:
+        tokens = row.prompt_tokens  # 0: a server did not tell
+        return next(name for name, most in CONTEXTS.items() if tokens <= most) if tokens else None
+
+    numbers = by_category(log, length)
+    return {name: numbers[name] for name in CONTEXTS if name in numbers}
+
+
 def or_none(metric: Callable[..., Measured], *logs: Sequence[object]) -> Measured | None:
     """The metric of the logs; None where they hold nothing to measure it on."""
     try:

@@ -138,7 +138,8 @@ class Agreement:
     """sum_x min(p, q) summed over the positions of one target-generated answer, teacher-forced.
 
     At temperature 0 a position adds 1 where argmax p = argmax q, else 0. values: what each position
-    added. guesses: argmax q at each, as a target id; -1 where nothing is proposed.
+    added. guesses: argmax q at each, as a target id; -1 where nothing is proposed. prompt_tokens:
+    None where only the answer is known.
     """
 
     prompt_id: str
@@ -148,6 +149,7 @@ class Agreement:
     values: list[float] = field(default_factory=list)
     guesses: list[int] = field(default_factory=list)
     group: str | None = None
+    prompt_tokens: int | None = None
 
 
 @dataclass

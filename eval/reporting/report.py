@@ -190,6 +190,9 @@ class DraftReport(Part):
     by_copy_share: dict[str, CategoryNumbers] = Field(
         default={}, description="by how much of the target's answer is copied"
     )
+    by_context: dict[str, CategoryNumbers] = Field(
+        default={}, description="by how many tokens the prompt has"
+    )
     atlas: Atlas | None
     counters: Counters | None = Field(description="of a server")
     missing: list[Missing]
@@ -260,6 +263,7 @@ def _numbers(log: DraftLog, run: RunLog, shown: Sequence[str]) -> dict[str, Call
         "payoff": lambda: _payoff(log),
         "by_category": lambda: metrics.by_category(log, lambda row: row.category),
         "by_copy_share": lambda: _by_copy_share(log, run),
+        "by_context": lambda: metrics.by_context(log),
         "atlas": lambda: build_atlas(agreed(log), run, timed(log), shown),
     }
 
@@ -552,6 +556,7 @@ def _per_prompt(log: DraftLog) -> list[dict[str, Any]]:
             "id": a.prompt_id,
             "category": a.category,
             "group": a.group,
+            "prompt_tokens": a.prompt_tokens,
             "alpha_sum": a.alpha_sum,
             "positions": a.positions,
         }

@@ -494,7 +494,7 @@ def tables(report: Report) -> list[Table]:
             for name, draft in report.drafts.items()
             for category, numbers in getattr(draft, kind).items()
         ]
-        for kind in ("by_category", "by_copy_share")
+        for kind in ("by_category", "by_copy_share", "by_context")
     }
     answers = [] if report.answers is None else [("share of tokens or answers", report.answers)]
     every = [
@@ -507,6 +507,7 @@ def tables(report: Report) -> list[Table]:
         _table("The target's answers", "", answers, ANSWERS, ANSWERS_NOTE),
         _table("By category", "category, draft", categories["by_category"], CATEGORIES),
         _table("By copy share", "category, draft", categories["by_copy_share"], CATEGORIES),
+        _table("By context length", "prompt, draft", categories["by_context"], CATEGORIES),
         *([] if report.held_out is None else [_held_out(report.held_out)]),
         *([] if report.choice is None else [_choice(report.choice)]),
         _by_draft("Cost and latency", report, COSTS),

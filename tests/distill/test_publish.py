@@ -78,11 +78,24 @@ def test_the_card_has_the_numbers_of_the_report(run_folder, sample_report):
     assert tuned.payoff.verdict in card
     assert sample_report.warnings[0] in card
     assert sample_report.prompts.sha256 in card
-    for table in ("### Acceptance by position\n\n| draft | position |", "### By category\n\n| cat"):
+    for table in (
+        "### Acceptance by position\n\n| draft | position |",
+        "### By category\n\n| category",
+        "### By context length\n\n| prompt",
+    ):
         assert table in card
     assert f"{tuned.per_position[0].marginal.mean:.2f} [" in card
     assert "{" not in re.sub(r"```.*?```", "", card, flags=re.DOTALL)  # the template is filled in
     assert "\n\n\n" not in card
+
+
+def test_a_table_that_the_report_has_nothing_for_has_no_heading(run_folder, sample_report):
+    for draft in sample_report.drafts.values():
+        draft.by_category, draft.by_context = {}, {}  # no categories; an older report
+    write_report(run_folder / "report", sample_report)
+    card = model_card(run_folder)
+    assert "### Acceptance by position\n" in card
+    assert "### By" not in card
 
 
 def test_the_card_says_in_which_form_the_target_was_asked(run_folder, sample_report):

@@ -91,6 +91,8 @@ def test_drafts_rivals_and_sweep_in_one_report(folder, tmp_path, capsys):
     assert {d["lossless"]["unexplained"] for d in report["drafts"].values()} == {0}
     # by category: answers have 24 tokens, alpha is taken on all of them
     assert own["by_category"]["odd"]["alpha"]["n"] == 6
+    assert own["by_context"]["below 512 tokens"]["alpha"]["n"] == len(own["per_prompt"])
+    assert all(row["prompt_tokens"] > 0 for row in own["per_prompt"])
     page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
     assert "Measured by gamma" not in page  # it is drawn
     assert "prompt-lookup" in capsys.readouterr().out

@@ -28,7 +28,7 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
     if spec == LOOKUP:
         return prompt_lookup(target)
     if spec.startswith(LOOKUP_FIRST):
-        return lookup_first(load_drafter(rest, target, strategy))
+        return lookup_first(load_drafter(rest, target, strategy), target.stops)
     if name == "adapter":
         return adapter.load(spec, target, strategy)
     if name == "routed":

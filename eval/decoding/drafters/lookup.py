@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -29,17 +30,22 @@ SHORTEST_FIRST = 2  # tokens that must match before a draft is not asked
 
 
 class TextIndex:
-    """A text and where each of its n-grams last stood, so that a lookup does not read the text."""
+    """A text and where each of its n-grams last stood, so that a lookup does not read the text.
 
-    def __init__(self, tokens: Iterable[int]) -> None:
+    stops: tokens that end a turn, which are never drafted: the target adds a token of its own to
+    every draft, so they save no call, and what ends a prompt seldom stands within an answer.
+    """
+
+    def __init__(self, tokens: Iterable[int], stops: frozenset[int]) -> None:
         self.tokens: list[int] = []
+        self.stops = stops
         self._after: dict[tuple[int, ...], int] = {}  # n-gram: place of the token after it
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
         for token in tokens:
             # only now a token follows the last n-grams, so that none ever finds itself
-            for ngram in self._last():
+            for ngram in self._last() if token not in self.stops else ():
                 self._after[ngram] = len(self.tokens)
             self.tokens.append(token)
 
@@ -55,7 +61,8 @@ class TextIndex:
             if start is not None:
                 period = len(self.tokens) - start
                 drafted = count if len(ngram) > 1 else min(count, AFTER_ONE)
-                return [self.tokens[start + i % period] for i in range(drafted)]
+                copy = (self.tokens[start + i % period] for i in range(drafted))
+                return list(takewhile(lambda token: token not in self.stops, copy))
         return []
 
     def _last(self, shortest: int = 1) -> Iterator[tuple[int, ...]]:
@@ -64,9 +71,11 @@ class TextIndex:
             yield tuple(self.tokens[-n:])
 
 
-def looked_up(ids: list[int], text: list[int], shortest: int = 1) -> tuple[list[int], list[int]]:
+def looked_up(
+    ids: list[int], text: list[int], stops: frozenset[int], shortest: int = 1
+) -> tuple[list[int], list[int]]:
     """Where in `text` [R], after the prompt `ids`, a token is looked up, and these tokens."""
-    index = TextIndex(ids)
+    index = TextIndex(ids, stops)
     places: list[int] = []
     tokens: list[int] = []
     for place, token in enumerate(text):
@@ -80,22 +89,23 @@ def looked_up(ids: list[int], text: list[int], shortest: int = 1) -> tuple[list[
 @dataclass(kw_only=True)
 class PromptLookup(Drafter):
     device: torch.device
+    stops: frozenset[int]
 
     def start(self, texts: Texts) -> Session:
-        return RowByRow([LookupSession(self.device, ids) for ids in texts.ids])
+        return RowByRow([LookupSession(self.device, ids, self.stops) for ids in texts.ids])
 
     def teacher_forced(
         self, ids: list[int], text: list[int], samplings: Sequence[Sampling], states: HiddenStates
     ) -> Iterator[Tensor]:
         q = torch.zeros((1, len(text), self.vocab_size), device=self.device)
-        places, tokens = looked_up(ids, text)
+        places, tokens = looked_up(ids, text, self.stops)
         q[0, places, tokens] = 1
         for _ in samplings:
             yield q
 
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
         # no token stands twice: without a match a lookup takes longest
-        session = LookupSession(self.device, range(context_length))
+        session = LookupSession(self.device, range(context_length), self.stops)
 
         def run() -> None:
             session.propose(1, 0.0)
@@ -105,8 +115,8 @@ class PromptLookup(Drafter):
 
 
 class LookupSession(Session):
-    def __init__(self, device: torch.device, text: Iterable[int]) -> None:
-        self.device, self.index = device, TextIndex(text)
+    def __init__(self, device: torch.device, text: Iterable[int], stops: frozenset[int]) -> None:
+        self.device, self.index = device, TextIndex(text, stops)
 
     def propose(self, count: int, stop_below: float) -> Proposal:
         tokens = self.index.following(count)
@@ -127,24 +137,26 @@ def prompt_lookup(target: Target) -> PromptLookup:
         vocabulary={"relation": "identical", "strategy": "prompt lookup", "coverage": 1.0},
         full_form_bytes=None,
         device=target.decoder.device,
+        stops=target.stops,
     )
 
 
 @dataclass(kw_only=True)
 class LookupFirst(Drafter):
     draft: Drafter
+    stops: frozenset[int]
 
     @property
     def q_rows(self) -> int:
         return self.draft.q_rows
 
     def start(self, texts: Texts) -> Session:
-        return LookupFirstSession(self.draft.start(texts), texts)
+        return LookupFirstSession(self.draft.start(texts), texts, self.stops)
 
     def teacher_forced(
         self, ids: list[int], text: list[int], samplings: Sequence[Sampling], states: HiddenStates
     ) -> Iterator[Tensor]:
-        places, tokens = looked_up(ids, text, SHORTEST_FIRST)
+        places, tokens = looked_up(ids, text, self.stops, SHORTEST_FIRST)
         for q in self.draft.teacher_forced(ids, text, samplings, states):
             q[0, places] = 0
             q[0, places, tokens] = 1
@@ -158,10 +170,10 @@ class LookupFirst(Drafter):
 
 
 class LookupFirstSession(Session):
-    def __init__(self, session: Session, texts: Texts) -> None:
+    def __init__(self, session: Session, texts: Texts, stops: frozenset[int]) -> None:
         self.session = session
         self.device = texts.generator.device
-        self.indexes = [TextIndex(text) for text in texts.ids]
+        self.indexes = [TextIndex(text, stops) for text in texts.ids]
         self.replaced: list[int] = []  # rows that were drafted, too, but looked up
 
     def propose(self, count: int, stop_below: float) -> Proposal:
@@ -198,10 +210,11 @@ class LookupFirstSession(Session):
         self.session.keep(rows)
 
 
-def lookup_first(draft: Drafter) -> LookupFirst:
-    """That draft behind prompt lookup."""
+def lookup_first(draft: Drafter, stops: frozenset[int]) -> LookupFirst:
+    """That draft behind prompt lookup. stops: of the target."""
     return LookupFirst(
         draft=draft,
+        stops=stops,
         vocab_size=draft.vocab_size,
         path=f"{LOOKUP_FIRST}{draft.path}",
         form=draft.form,

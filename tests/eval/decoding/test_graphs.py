@@ -168,7 +168,11 @@ def test_nothing_is_recorded_within_a_timed_text(tiny, pair, monkeypatch, journa
     monkeypatch.setattr(loop, "time", clock)
     target = Target("tiny", tiny(0), None, graph(plain), frozenset())
     near = draft(tiny, graph)
-    contenders = [ALONE, (near, DraftLength(4, 1e-3)), (lookup_first(near), DraftLength(3))]
+    contenders = [
+        ALONE,
+        (near, DraftLength(4, 1e-3)),
+        (lookup_first(near, target.stops), DraftLength(3)),
+    ]
     ids = [IDS[:3], IDS * 5, IDS * 9]
     prompts = PromptSet("made up", [Prompt(f"p{i}", prompt="unused") for i in range(3)], ids)
     how = Decoding(Sampling(), frozenset(), 30)

@@ -37,7 +37,7 @@ def drafter(target):
         bytes=7,
         decoder=target.decoder,
     )
-    return lookup_first(draft)
+    return lookup_first(draft, GREEDY.stops)
 
 
 def session_on(drafter, ids, sampling=GREEDY.sampling):
@@ -104,7 +104,7 @@ def test_texts_are_the_targets_and_drafts_that_are_the_target_are_accepted(
             at = 1
             blocks = zip(other.block_tokens, other.drafted, other.accepted, strict=True)
             for emitted, count, accepted in blocks:
-                if TextIndex(prompt + other.tokens[:at]).following(1, 2):
+                if TextIndex(prompt + other.tokens[:at], GREEDY.stops).following(1, 2):
                     looked_up += 1
                 else:
                     assert accepted == count
@@ -141,7 +141,7 @@ def test_alpha_is_that_of_what_would_be_proposed(target, drafter, journal):
     wrong = 0
     for row, ids, text in zip(found["both"], IDS, texts, strict=True):
         for at, guess in enumerate(row.guesses):
-            looked_up = TextIndex(ids + text[:at]).following(1, 2)
+            looked_up = TextIndex(ids + text[:at], GREEDY.stops).following(1, 2)
             assert guess == (looked_up[0] if looked_up else text[at])
             wrong += guess != text[at]
     assert wrong > 0

@@ -58,7 +58,7 @@ def drafts(target, tiny, adversary, drafter):
         "trimmed": drafter(build_decoder(trimmed, CONTEXT), token_ids=kept),
         "padded": drafter(build_decoder(tiny(9, VOCAB + 8), CONTEXT), rows=VOCAB),
         "stock": drafter(StockDecoder(good, CONTEXT)),
-        "lookup": PromptLookup(vocab_size=VOCAB, vocabulary={}, device=target.device),
+        "lookup": PromptLookup(vocab_size=VOCAB, vocabulary={}, device=target.device, stops=NEVER),
     }
 
 

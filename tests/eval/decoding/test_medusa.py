@@ -82,7 +82,7 @@ def test_greedy_texts_are_the_targets_own(target, drafts, alone, name, rows, sto
 
 
 def test_behind_prompt_lookup_the_texts_stay_the_same(target, drafts, alone):
-    both = lookup_first(drafts["plain"])
+    both = lookup_first(drafts["plain"], GREEDY.stops)
     for rows in (1, 5):
         runs = decode(target, both, PROMPTS[:rows], IDS[:rows], GREEDY, DraftLength(DEPTH))
         assert [run.tokens for run in runs] == alone[:rows]

@@ -1,5 +1,6 @@
 """Prompt lookup: what it drafts, and that the output stays the target's."""
 
+import dataclasses
 import random
 
 import pytest
@@ -35,13 +36,16 @@ def lookup(target):
     return load_drafter("prompt-lookup", target)
 
 
-def scanned(text, count, shortest=1):
+def scanned(text, count, shortest=1, stops=GREEDY.stops):
     """What a lookup drafts, by reading the whole text."""
     for length in range(min(LONGEST, len(text) - 1), shortest - 1, -1):
         for start in range(len(text) - length - 1, -1, -1):
-            if text[start : start + length] == text[-length:]:
+            followed = text[start + length] not in stops
+            if followed and text[start : start + length] == text[-length:]:
                 copy = list(text)
                 for i in range(count if length > 1 else min(count, AFTER_ONE)):
+                    if copy[start + length + i] in stops:
+                        break
                     copy.append(copy[start + length + i])
                 return copy[len(text) :]
     return []
@@ -64,7 +68,7 @@ def scanned(text, count, shortest=1):
 def test_what_followed_the_last_tokens_before(text, found):
     for count in (3, 1, 0):
         assert scanned(text, count) == found[:count]
-        assert TextIndex(text).following(count) == found[:count]
+        assert TextIndex(text, GREEDY.stops).following(count) == found[:count]
 
 
 @pytest.mark.parametrize("letters", [1, 2, 3, 8])
@@ -73,11 +77,12 @@ def test_an_index_that_grows_drafts_what_a_scan_does(letters):
     drafted, lengths = 0, set()
     for _ in range(40):
         text = draw.choices(range(letters), k=draw.randrange(12))
-        index = TextIndex(text)
+        stops = draw.choice((GREEDY.stops, frozenset({0})))
+        index = TextIndex(text, stops)
         for _ in range(30):
             count, shortest = draw.randrange(9), draw.choice((1, 2, 3))
             tokens = index.following(count, shortest)
-            assert tokens == scanned(text, count, shortest)
+            assert tokens == scanned(text, count, shortest, stops)
             drafted += len(tokens)
             lengths.add(len(tokens))
             # what a block emits: a part of the draft, and the target's own token
@@ -86,6 +91,30 @@ def test_an_index_that_grows_drafts_what_a_scan_does(letters):
             text += emitted
     assert drafted > 500
     assert lengths == set(range(9))
+
+
+FENCE, END = 7, 0
+CHAT = [1, 2, 9, FENCE, 3, 4, 5, 6, 2, FENCE, END, 1, 8, 2]  # ends in a block of code, and the turn
+
+
+def test_what_followed_the_last_fence_of_a_prompt_is_not_drafted():
+    index = TextIndex([*CHAT, FENCE], frozenset({END}))  # the answer opens one
+    assert index.following(4) == [3, 4]  # as the prompt's opening fence was followed
+    assert index.following(4, 2) == []
+    index.extend([3, 4, 5, 6])
+    assert index.following(4) == [2, FENCE]  # and not the end of the turn
+
+
+@pytest.mark.parametrize("name", ["prompt-lookup", "lookup-first:prompt-lookup"])
+def test_the_end_of_a_turn_is_never_drafted(target, name):
+    answer = [FENCE, 3, 4, 5, 6, 2, FENCE, END]
+    drafted = {}
+    for stop in (END, VOCAB + 1):
+        drafter = load_drafter(name, dataclasses.replace(target, stops=frozenset({stop})))
+        (q,) = drafter.teacher_forced(CHAT, answer, [Sampling()], {})
+        texts = Texts([[*CHAT, FENCE]], 99, Sampling(), torch.Generator(), [{}])
+        drafted[stop] = q[0, :, END].sum(), drafter.start(texts).propose(2, 0.0).tokens.tolist()
+    assert drafted == {END: (0, [[3, 4]]), VOCAB + 1: (2, [[END, 1]])}
 
 
 @pytest.mark.parametrize("name", ["prompt-lookup", "lookup-first:prompt-lookup"])
@@ -123,7 +152,7 @@ def test_a_lookup_reads_no_more_of_a_longer_text():
 
     reads = set()
     for length in (100, 10_000):
-        index = TextIndex([])
+        index = TextIndex([], GREEDY.stops)
         index.tokens = Counted()
         index.extend(range(length))
         Counted.reads = 0
@@ -139,7 +168,7 @@ def test_the_log_of_alpha_looks_up_before_every_token():
     ids, text = draw.choices(range(4), k=9), draw.choices(range(4), k=60)
     for shortest in (1, 2):
         scans = [scanned([*ids, *text[:place]], 1, shortest) for place in range(len(text))]
-        places, tokens = looked_up(ids, text, shortest)
+        places, tokens = looked_up(ids, text, GREEDY.stops, shortest)
         assert places == [place for place, tokens in enumerate(scans) if tokens]
         assert tokens == [token for tokens in scans for token in tokens]
 

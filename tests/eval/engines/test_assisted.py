@@ -187,6 +187,7 @@ def test_one_report_of_two_drafts(folder, tmp_path):
     assert 1 <= bad.tau.mean < 4
     assert bad.tau.n == bad.speedup.n == 6
     assert bad.by_category["odd"].tau.n == 3
+    assert bad.by_context["below 512 tokens"].tau.n == 6
     assert {draft.lossless.identical for draft in (own, bad)} == {6}
     assert bad.memory == ours.drafts["bad"].memory
     assert bad.alpha is None

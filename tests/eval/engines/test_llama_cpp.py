@@ -120,6 +120,7 @@ def test_a_whole_report(engine, journal):
     assert draft.memory.overhead == 0.5
     assert draft.vocabulary.relation == "identical"
     assert set(draft.by_category) == {"a", "b"}
+    assert draft.by_context["below 512 tokens"].tau.n == 4
     assert {entry.field for entry in draft.missing} >= {"alpha", "atlas", "c"}
 
 

@@ -77,6 +77,16 @@ def test_alpha_is_one_for_the_target_itself_and_counts_agreeing_positions(
         assert row.positions == 20
 
 
+def test_prompts_lengths_are_known_even_of_what_an_older_version_measured(target, own, journal):
+    texts = target_texts(target, IDS, GREEDY)
+    measured = target, {"own": own}, SET, texts, GREEDY, journal
+    found, _ = measure_agreement(*measured)
+    kept = [row["agreements"]["own"].pop("prompt_tokens") for row in journal.taken["alpha"]]
+    assert [row.prompt_tokens for row in found["own"]] == kept == [3, 2, 4]
+    older, _ = measure_agreement(*measured)
+    assert older == found
+
+
 def test_logits_that_are_no_numbers_in_one_answer_are_refused(target, own, journal):
     texts = target_texts(target, IDS, GREEDY)
     rare = next(token for token in texts[1][:-1] if token not in [*IDS[0], *texts[0]])

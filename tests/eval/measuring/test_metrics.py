@@ -376,6 +376,25 @@ def test_by_category():
     assert numbers["y"].speedup.n == 1
 
 
+def test_by_context():
+    lengths = {"a": 511, "b": 512, "c": 2_048, "d": 2_049, "e": 8_192, "f": 8_193}
+    agreements = [
+        Agreement(name, None, 1.0, 2, prompt_tokens=tokens) for name, tokens in lengths.items()
+    ]
+    agreements.append(Agreement("g", None, 1.0, 2))  # nobody knows how long it is
+    runs = [dataclasses.replace(make_run(name), prompt_tokens=lengths[name]) for name in "fb"]
+    runs.append(dataclasses.replace(make_run("h"), prompt_tokens=0))  # a server did not tell
+    baseline = [make_baseline(name) for name in "fbh"]
+    numbers = metrics.by_context(make_log(runs, baseline, agreements))
+    assert {name: (n.alpha.n, n.speedup and n.speedup.n) for name, n in numbers.items()} == {
+        "below 512 tokens": (1, None),
+        "512 to 2,048 tokens": (2, 1),
+        "2,048 to 8,192 tokens": (2, None),
+        "above 8,192 tokens": (1, 1),
+    }
+    assert list(numbers) == list(metrics.CONTEXTS)  # not by the alphabet
+
+
 # --- against a slow reference ----------------------------------------------------------------
 
 

@@ -52,12 +52,13 @@ def draft(tiny, target, drafter):
 
 @pytest.fixture(scope="module")
 def lookup(target):
-    return PromptLookup(vocab_size=VOCAB, vocabulary={}, device=target.decoder.device)
+    device = target.decoder.device
+    return PromptLookup(vocab_size=VOCAB, vocabulary={}, device=device, stops=GREEDY.stops)
 
 
 @pytest.mark.parametrize("kind", ["draft", "lookup", "both"])
 def test_every_length_does_in_the_replay_what_it_does_in_the_decoder(target, draft, lookup, kind):
-    drafter = {"draft": draft, "lookup": lookup, "both": lookup_first(draft)}[kind]
+    drafter = {"draft": draft, "lookup": lookup, "both": lookup_first(draft, GREEDY.stops)}[kind]
     texts = places(target, drafter, SET, GREEDY, GAMMA)
     seen = set()
     for length in LENGTHS:

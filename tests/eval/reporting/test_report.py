@@ -675,6 +675,34 @@ def test_numbers_by_how_much_is_copied(run_info, measurement):
     assert "By copy share" in render_markdown(report)
 
 
+def test_numbers_by_how_long_the_prompt_is(run_info, measurement, read):
+    def longer(rows):
+        tokens = {0: 20, 1: 9_000, 2: 512}
+        return [
+            dataclasses.replace(row, prompt_tokens=tokens[int(row.prompt_id) % 3]) for row in rows
+        ]
+
+    log = measurement("tuned", 0.6)
+    report = build_report(
+        run_info,
+        [dataclasses.replace(log, agreement=longer(log.agreement), runs=longer(log.runs))],
+    )
+    draft = report.drafts["tuned"]
+    names = ["below 512 tokens", "512 to 2,048 tokens", "above 8,192 tokens"]
+    assert [draft.by_context[name].alpha.n for name in names] == [17, 16, 17]
+    assert [draft.by_context[name].speedup.n for name in names] == [14, 13, 13]
+    assert {row.prompt_tokens for row in draft.per_prompt} == {20, 512, 9_000}  # of alpha's too
+    (table,) = [table for table in tables(report) if table.title == "By context length"]
+    assert [row[0] for row in table.rows] == [f"{name}, tuned" for name in names]
+    for shown in (render_markdown(report), render_page(report)):
+        assert shown.index(names[0]) < shown.index(names[1]) < shown.index(names[2])
+    older = report.model_dump(mode="json")
+    del older["drafts"]["tuned"]["by_context"]
+    for row in older["drafts"]["tuned"]["per_prompt"]:
+        del row["prompt_tokens"]
+    assert read(older).drafts["tuned"].by_context == {}
+
+
 def test_what_to_serve_is_said_in_a_sentence(run_info, measurement):
     drafts = [measurement("a", 0.5), measurement("b", 0.7)]
     report = build_report(run_info, drafts)
