@@ -172,6 +172,8 @@ def _distilling(recipe: Recipe, model: PreTrainedModel, width: int, answer: int)
     """A step with AdamW's moments already there, as from the second one on."""
     config, args = model.config.get_text_config(), recipe.training
     rows = args.get("per_device_train_batch_size", 8)
+    masks = round(recipe.kind.masks(recipe.max_gamma) * answer)
+    width += masks
     hidden, layers = config.hidden_size, config.num_hidden_layers
     bf16 = args.get("bf16", not args.get("fp16", False))
     product = 2 if bf16 else 4  # bytes of what a product reads and gives
@@ -187,6 +189,7 @@ def _distilling(recipe: Recipe, model: PreTrainedModel, width: int, answer: int)
     kept, recomputed = layers * of_a_layer, 0
     if args.get("activation_checkpointing", False):
         kept, recomputed = layers * rows * width * 4 * hidden, of_a_layer
+    kept += 5 * rows * width**2 if masks else 0  # what sees what, as bools and as numbers
     copies = trained * product if bf16 else 0  # by autocast, of what is trained
     chunk = min(CHUNK, rows * answer) * len(head) * LOGIT_BYTES + head.numel() * product
     # gradients come as activations go

@@ -57,6 +57,10 @@ class Kind(ABC):
         """A sibling's drafter as it will draft, to be timed."""
         return drafter
 
+    def masks(self, max_gamma: int) -> float:
+        """How many masks a response position brings into a training batch, on average."""
+        return 0.0
+
     def exported(self, model: PreTrainedModel) -> PreTrainedModel:
         """A language model that was trained, as engines load it."""
         return model

@@ -67,6 +67,9 @@ class _Masked(Kind):
         at = drawn.rows * length + batch.width + drawn.slots
         yield HeadInput(flat[at], drawn.entries + drawn.depths, weight)
 
+    def masks(self, max_gamma: int) -> float:
+        return mean_depth(max_gamma, DEEPER) - 1
+
     def exported(self, model: PreTrainedModel) -> PreTrainedModel:
         return with_mask_row(model)
 
