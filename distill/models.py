@@ -16,7 +16,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from align.check import Strategy, Verdict, choose_strategy, compare
 from align.machine import free_memory
-from align.sources import load_model, load_tokenizer, refuse_quantised, resolve_checkpoint
+from align.sources import (
+    load_config,
+    load_model,
+    load_tokenizer,
+    refuse_quantised,
+    resolve_checkpoint,
+)
 from align.token_bytes import tokens_of
 from align.transplant import resized, transplant
 from align.trim import byte_units, choose_tokens
@@ -24,6 +30,7 @@ from align.vocab_map import VOCAB_MAP, Retokenizer, VocabMap, build_map, load_ma
 from align.vocabulary import Vocabulary, read_vocabulary
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe
+from eval.decoding.build import refuse_undecodable
 from eval.decoding.forward import Decoder
 from eval.decoding.target import Target
 from eval.decoding.target import load_target as load_any_target
@@ -107,6 +114,9 @@ def check_models(recipe: Recipe) -> Pair:
     target = read_vocabulary(recipe.target)
     if recipe.answers != "server" or recipe.draft is None:  # its weights are read here
         refuse_quantised(recipe.target, target.config)
+    if recipe.answers != "server":  # then neither is decoded here
+        for spec in filter(None, (recipe.target, recipe.draft)):
+            refuse_undecodable(load_config(spec))
     draft = target if recipe.draft is None else read_vocabulary(recipe.draft)
     verdict = compare(target, draft)
     strategy = choose_strategy(verdict, recipe.strategy, tuned=True)
