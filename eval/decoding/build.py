@@ -46,10 +46,9 @@ def longest_context(config: Any) -> int:
 
 def refuse_undecodable(config: PreTrainedConfig) -> None:
     """Raise ValueError where a configuration alone says that its model cannot be decoded here."""
-    text = config.get_text_config()
-    longest_context(text)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), PreTrainedModel)
-    refuse_states(text, model_class._is_stateful)
+    refuse_states(config.get_text_config(), model_class._is_stateful)
+    longest_context(config.get_text_config())
 
 
 def build_decoder(

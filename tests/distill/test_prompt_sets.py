@@ -1,5 +1,6 @@
 import ast
 import collections
+import dataclasses
 import gzip
 import itertools
 import json
@@ -450,6 +451,18 @@ def test_a_switch_of_the_template_gives_other_prompts_to_train_and_to_evaluate_o
         assert all(a != b for a, b in zip(ours.ids, theirs.ids, strict=True))
         assert ours.chat_template_kwargs == [{"enable_thinking": False}]
         assert ours.sha256 != theirs.sha256
+
+
+def test_what_no_template_would_read_is_refused(chat, folder):
+    bare = {
+        "train_prompts": str(folder / "train.jsonl"),
+        "eval_prompts": str(folder / "eval.jsonl"),
+    }
+    recipe, target = chat(chat_template_kwargs={"enable_thinking": False})
+    recipe = dataclasses.replace(recipe, **bare)
+    with pytest.raises(PromptError, match=r"chat_template_kwargs is .*, but all prompts are compl"):
+        collect_prompts(recipe, target)
+    collect_prompts(dataclasses.replace(recipe, instruction="{prompt}"), target)
 
 
 def test_qwen3_thinking_or_not_has_other_answers_and_the_card_says_which(chat):

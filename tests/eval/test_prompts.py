@@ -133,7 +133,10 @@ def test_the_answer_that_a_conversation_brings_is_left_to_the_target(written):
         (b'{"prompt": [{"role": "user"}]}', "`messages` `0`: .*no `content`"),
         (b'{"messages": [], "tools": "f"}', "line 1 `tools`: .*array, not 'f'. .*\"tools\": \\[{"),
         (b'{"messages": [], "tools": {"name": "f"}}', "`tools`: .*array, not {'name': 'f'}"),
-        (b'{"messages": [], "chat_template_kwargs": "x"}', "not 'x'. .*\"chat_template_kwargs\": {"),
+        (
+            b'{"messages": [], "chat_template_kwargs": "x"}',
+            "not 'x'. .*\"chat_template_kwargs\": {",
+        ),
         (
             b'{"messages": [{"role": "assistant", "tool_calls": '
             b'[{"function": {"name": "f", "arguments": "{"}}]}]}',
@@ -480,7 +483,9 @@ def test_a_turn_that_the_template_would_leave_out_is_refused(letters, role):
     turns = [{"role": role, "content": " Be brief.\n"}, {"role": "user", "content": "Why?"}]
     with pytest.raises(PromptError, match=f"'q7': .* leaves out the turn of role '{role}'; use a"):
         render(Prompt("q7", None, turns), letters)
-    letters.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}"
+    letters.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}"
+    )
     assert letters.decode(render(Prompt("q7", None, turns), letters)).startswith(f"{role}: Be")
 
 
