@@ -28,6 +28,7 @@ from align.transplant import resized, transplant
 from align.trim import byte_units, choose_tokens
 from align.vocab_map import VOCAB_MAP, Retokenizer, VocabMap, build_map, load_map
 from align.vocabulary import Vocabulary, read_vocabulary
+from distill.lora import refuse_unknown_modules
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe
 from eval.decoding.build import longest_context, refuse_undecodable
@@ -117,6 +118,7 @@ def check_models(recipe: Recipe) -> Pair:
     if recipe.answers != "server":  # then neither is decoded here
         for spec in filter(None, (recipe.target, recipe.draft)):
             refuse_undecodable(load_config(spec))
+    refuse_unknown_modules(recipe, load_config(recipe.draft or recipe.target))
     draft = target if recipe.draft is None else read_vocabulary(recipe.draft)
     verdict = compare(target, draft)
     strategy = choose_strategy(verdict, recipe.strategy, tuned=True)

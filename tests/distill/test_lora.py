@@ -181,11 +181,20 @@ def test_a_base_that_does_not_fit_is_refused_first(job, base, tmp_path, changes,
     [
         ({"base": "outputs/base", "draft": "org/sibling"}, "give one"),
         ({"lora_target_modules": "lm_head"}, "trimmed head"),
+        ({"lora_target_modules": "q_proj,lm_head"}, "trimmed head"),
     ],
 )
 def test_adapters_that_cannot_be_are_refused(job, tmp_path, changes, message):
     with pytest.raises(RecipeError, match=message):
         job(tmp_path, **changes)
+
+
+@pytest.mark.parametrize("modules", ["q_prj", "q_proj,q_prj", "q_proj, q_prj"])
+def test_adapters_on_what_no_draft_has_are_refused_first(job, tmp_path, modules):
+    recipe = job(tmp_path / "run", use_peft=True, lora_target_modules=modules)
+    with pytest.raises(RecipeError, match=r"names '.?q_prj', which .* \(.*, q_proj, .* are\); corr"):
+        run(recipe)
+    assert not recipe.folder.exists()
 
 
 def test_the_base_of_another_target_is_refused(job, base, folder, tmp_path, tiny_llama):
