@@ -8,6 +8,7 @@ import random
 import shutil
 import tracemalloc
 from importlib import resources
+from pathlib import Path
 
 import pytest
 
@@ -451,6 +452,21 @@ def test_a_switch_of_the_template_gives_other_prompts_to_train_and_to_evaluate_o
         assert all(a != b for a, b in zip(ours.ids, theirs.ids, strict=True))
         assert ours.chat_template_kwargs == [{"enable_thinking": False}]
         assert ours.sha256 != theirs.sha256
+
+
+def test_of_200_prompts_behind_one_system_prompt_all_are_collected(chat, tmp_path):
+    rng = random.Random(2)
+    recipe, target = chat(max_train_prompts=200, held_out_prompts=10)
+    config = read_json(target.folder / "config.json") | {"max_position_embeddings": 8192}
+    (target.folder / "config.json").write_text(json.dumps(config))
+    for path, count in ((recipe.train_prompts, 200), (recipe.eval_prompts, 10)):
+        talks = [talk(str(i), text_of(rng, 80)) for i in range(count)]
+        rows = [json.dumps({"messages": prompt.messages}) for prompt in talks]
+        Path(path).write_text("\n".join(rows))
+    prompts = collect_prompts(recipe, target)
+    parts = (prompts.training, prompts.held_out, prompts.tuning)
+    assert [len(part.prompts) for part in parts] == [189, 10, 1]
+    assert prompts.overlap.dropped == 0
 
 
 def test_what_no_template_would_read_is_refused(chat, folder):
