@@ -465,7 +465,7 @@ def test_of_200_prompts_behind_one_system_prompt_all_are_collected(chat, tmp_pat
         Path(path).write_text("\n".join(rows))
     prompts = collect_prompts(recipe, target)
     parts = (prompts.training, prompts.held_out, prompts.tuning)
-    assert [len(part.prompts) for part in parts] == [189, 10, 1]
+    assert [len(part.prompts) for part in parts] == [190, 9, 1]
     assert prompts.overlap.dropped == 0
 
 
