@@ -157,8 +157,7 @@ def _decoding(
     """
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv = 2 * config.num_hidden_layers * key_heads * head_size * size
+    kv = _kv_bytes_per_token(config, size)
     short = min(prompt, PIECE)  # prompts of up to so many tokens are read together
     read, cached = PREFILL_ROWS * short, max(PREFILL_ROWS * short, prompt)
     activations = read * (3 * _inner(config) + 8 * config.hidden_size) * size
@@ -166,6 +165,20 @@ def _decoding(
     logits = rows * config.vocab_size * LOGIT_BYTES
     slots = max(rows * (short + new), rows_at_once(rows, prompt, new) * (prompt + new))
     return slots * kv, cached * kv + max(activations + mask, logits)
+
+
+def _kv_bytes_per_token(config: PreTrainedConfig, size: int) -> int:
+    """Of all layers, as a decoder's cache holds them. size: bytes of a number.
+
+    MLA keeps what keys and values are made of, and the rotated part, once for all heads.
+    """
+    layers = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
+    if latent := getattr(config, "kv_lora_rank", None):
+        return layers * (latent + config.qk_rope_head_dim) * size
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 2 * layers * key_heads * head_size * size
 
 
 def _distilling(recipe: Recipe, model: PreTrainedModel, width: int, answer: int) -> Stage:
