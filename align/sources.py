@@ -413,7 +413,11 @@ def _converted(spec: str, file: Path) -> Path:
             tokenizer = AutoTokenizer.from_pretrained(
                 file.parent, gguf_file=file.name, local_files_only=True
             )
-            lost = _restore_rope(model, GGUFReader(file))
+            reader = GGUFReader(file)
+            end = reader.fields.get("tokenizer.ggml.eos_token_id")
+            if end is not None:  # transformers 5.17 takes the token that begins a text for it
+                tokenizer.eos_token = tokenizer.convert_ids_to_tokens(int(end.contents()))
+            lost = _restore_rope(model, reader)
         except Exception as error:  # a broken GGUF raises whatever its parser stumbles over
             raise SourceError(
                 f"{spec!r} cannot be read as GGUF ({type(error).__name__}: {_one_line(error)}); it "

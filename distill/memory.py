@@ -198,7 +198,7 @@ def _distilling(recipe: Recipe, model: PreTrainedModel, width: int, answer: int)
     # what a layer keeps for its gradients: of the MLP, and of norms and attention, partly in fp32
     of_a_layer = rows * width * (4 * product * _inner(config) + 38 * hidden)
     kept, recomputed = layers * of_a_layer, 0
-    if args.get("activation_checkpointing", False):
+    if recipe.activation_checkpointing:
         kept, recomputed = layers * rows * width * 4 * hidden, of_a_layer
     copies = trained * product if bf16 else 0  # by autocast, of what is trained
     chunk = min(CHUNK, rows * answer) * len(head) * LOGIT_BYTES + head.numel() * product
