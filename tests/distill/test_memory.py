@@ -112,7 +112,11 @@ def test_a_longer_prompt_takes_more(tiny_job):
 
 
 @pytest.mark.parametrize(
-    "family", ["Llama", "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Gemma3n Gemma3nTextConfig"]
+    "family",
+    [
+        *("Llama", "DeepseekV2", "DeepseekV3", "Glm4MoeLite"),
+        *("Gemma3n Gemma3nTextConfig", "Gemma4 Gemma4TextConfig"),
+    ],
 )
 def test_a_token_takes_in_the_plan_what_it_takes_in_the_cache(family):
     decoder, _ = built(made(family))
