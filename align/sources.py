@@ -413,7 +413,11 @@ def _converted(spec: str, file: Path) -> Path:
             tokenizer = AutoTokenizer.from_pretrained(
                 file.parent, gguf_file=file.name, local_files_only=True
             )
-            lost = _restore_rope(model, GGUFReader(file))
+            reader = GGUFReader(file)
+            end = reader.fields.get("tokenizer.ggml.eos_token_id")
+            if end is not None:  # transformers 5.17 takes the token that begins a text for it
+                tokenizer.eos_token = tokenizer.convert_ids_to_tokens(int(end.contents()))
+            lost = _restore_rope(model, reader)
         except Exception as error:  # a broken GGUF raises whatever its parser stumbles over
             raise SourceError(
                 f"{spec!r} cannot be read as GGUF ({type(error).__name__}: {_one_line(error)}); it "
@@ -471,16 +475,21 @@ def check_adapter(folder: Path) -> None:
 def merge_adapter(model: PreTrainedModel, base: str, adapter: Path) -> PreTrainedModel:
     """The model with an adapter merged by peft, in the model's dtype.
 
-    base: what to call the model. Raises SourceError where the two do not fit.
+    base: what to call the model. Raises SourceError where the two do not fit, and for an adapter on
+    a head that is the embedding as well: merged, it would change both.
     """
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors import safe_open
 
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    tied = ends[0].weight is ends[1].weight
+    names = [name for name, module in model.named_modules() if tied and module in ends]
     try:
         whole: Any = PeftModel.from_pretrained(model, str(adapter))
         loaded = get_peft_model_state_dict(whole, save_embedding_layers=False)
         with safe_open(adapter / ADAPTER_WEIGHTS, "pt") as file:
-            odd = sorted(name for name in {*file.keys()} ^ {*loaded} if "lora_" in name)
+            keys = {*file.keys()}
+        odd = sorted(name for name in keys ^ {*loaded} if "lora_" in name)
         if odd:  # which peft passes over
             raise ValueError(f"only one of them has {_some(odd)}")
         merged: PreTrainedModel = whole.merge_and_unload(safe_merge=True)
@@ -489,6 +498,12 @@ def merge_adapter(model: PreTrainedModel, base: str, adapter: Path) -> PreTraine
             f"The adapter {str(adapter)!r} does not fit {base!r} ({_one_line(error)}); name the "
             "model that it was trained on."
         ) from error
+    if adapted := [name for name in names if any(f"{name}.lora_" in key for key in keys)]:
+        raise SourceError(
+            f"The adapter {str(adapter)!r} has weights of {adapted[0]}, which in {base!r} is head "
+            "and embedding at once, so that merged it would change both; untie them before it is "
+            "merged, or train it on other layers."
+        )
     return merged
 
 

@@ -16,7 +16,7 @@ from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from align.files import atomic_folder
 from align.sources import ADAPTER_WEIGHTS, merge_adapter, read_json, resolve_checkpoint
@@ -84,6 +84,26 @@ def lora_config(recipe: Recipe) -> LoraConfig:
         target_modules=modules if modules == "all-linear" else modules.split(","),
         task_type="CAUSAL_LM",
     )
+
+
+def refuse_unknown_modules(recipe: Recipe, draft: PreTrainedConfig) -> None:
+    """Raise RecipeError where the recipe's adapters name a module that no such draft has.
+
+    peft itself says so after the answers, and of several names only where none is known.
+    """
+    if not recipe.use_peft or recipe.lora_target_modules == "all-linear":
+        return
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(draft)
+    modules = [name for name, _ in model.named_modules()]
+    for name in recipe.lora_target_modules.split(","):
+        if not any(f".{module}".endswith(f".{name}") for module in modules):
+            last = sorted({module.rpartition(".")[2] for module in modules if "." in module})
+            linear = ", ".join(part for part in last if not part.isdigit())
+            raise RecipeError(
+                f"lora_target_modules names {name!r}, which no module of the draft is called "
+                f"({linear} are); correct it, or use all-linear."
+            )
 
 
 def merged(recipe: Recipe, trained: Any) -> PreTrainedModel:

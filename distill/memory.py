@@ -155,17 +155,37 @@ def _decoding(
 
     size: bytes of a number.
     """
-    heads = config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv = 2 * config.num_hidden_layers * key_heads * head_size * size
+    kv = _kv_bytes_per_token(config, size)
     short = min(prompt, PIECE)  # prompts of up to so many tokens are read together
     read, cached = PREFILL_ROWS * short, max(PREFILL_ROWS * short, prompt)
     activations = read * (3 * _inner(config) + 8 * config.hidden_size) * size
-    mask = heads // key_heads * short * prompt * size
+    mask = config.num_attention_heads // _key_heads(config) * short * prompt * size
     logits = rows * config.vocab_size * LOGIT_BYTES
     slots = max(rows * (short + new), rows_at_once(rows, prompt, new) * (prompt + new))
     return slots * kv, cached * kv + max(activations + mask, logits)
+
+
+def _kv_bytes_per_token(config: PreTrainedConfig, size: int) -> int:
+    """Of all layers, as a decoder's cache holds them. size: bytes of a number.
+
+    MLA keeps what keys and values are made of, and the rotated part, once for all heads.
+    """
+    layers = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
+    if latent := getattr(config, "kv_lora_rank", None):
+        return layers * (latent + config.qk_rope_head_dim) * size
+    # Gemma-4's layers differ; earlier versions of transformers know no such
+    each = list(getattr(config, "per_layer_config", None) or [config] * layers)[:layers]
+    return 2 * size * sum(_key_heads(layer) * _head_size(layer) for layer in each)
+
+
+def _key_heads(config: PreTrainedConfig) -> int:
+    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads
+
+
+def _head_size(config: PreTrainedConfig) -> int:
+    size: int | None = getattr(config, "head_dim", None)
+    return size or config.hidden_size // config.num_attention_heads
 
 
 def _distilling(recipe: Recipe, model: PreTrainedModel, width: int, answer: int) -> Stage:
@@ -187,7 +207,7 @@ def _distilling(recipe: Recipe, model: PreTrainedModel, width: int, answer: int)
     # what a layer keeps for its gradients: of the MLP, and of norms and attention, partly in fp32
     of_a_layer = rows * width * (4 * product * _inner(config) + 38 * hidden)
     kept, recomputed = layers * of_a_layer, 0
-    if args.get("activation_checkpointing", False):
+    if recipe.activation_checkpointing:
         kept, recomputed = layers * rows * width * 4 * hidden, of_a_layer
     kept += 5 * rows * width**2 if masks else 0  # what sees what, as bools and as numbers
     copies = trained * product if bf16 else 0  # by autocast, of what is trained

@@ -16,14 +16,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from align.check import Strategy, Verdict, choose_strategy, compare
 from align.machine import free_memory
-from align.sources import load_model, load_tokenizer, refuse_quantised, resolve_checkpoint
+from align.sources import (
+    load_config,
+    load_model,
+    load_tokenizer,
+    refuse_quantised,
+    resolve_checkpoint,
+)
 from align.token_bytes import tokens_of
 from align.transplant import resized, transplant
 from align.trim import byte_units, choose_tokens
 from align.vocab_map import VOCAB_MAP, Retokenizer, VocabMap, build_map, load_map
 from align.vocabulary import Vocabulary, read_vocabulary
+from distill.lora import refuse_unknown_modules
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe
+from eval.decoding.build import longest_context, refuse_undecodable
 from eval.decoding.forward import Decoder
 from eval.decoding.target import Target
 from eval.decoding.target import load_target as load_any_target
@@ -107,6 +115,10 @@ def check_models(recipe: Recipe) -> Pair:
     target = read_vocabulary(recipe.target)
     if recipe.answers != "server" or recipe.draft is None:  # its weights are read here
         refuse_quantised(recipe.target, target.config)
+    if recipe.answers != "server":  # then neither is decoded here
+        for spec in filter(None, (recipe.target, recipe.draft)):
+            refuse_undecodable(load_config(spec))
+    refuse_unknown_modules(recipe, load_config(recipe.draft or recipe.target))
     draft = target if recipe.draft is None else read_vocabulary(recipe.draft)
     verdict = compare(target, draft)
     strategy = choose_strategy(verdict, recipe.strategy, tuned=True)
@@ -159,7 +171,16 @@ class TargetOfRun:
     """The target of a run: known from its files, its weights loaded when they are first needed."""
 
     def __init__(self, recipe: Recipe, pair: Pair, prompts: Prompts) -> None:
+        """Raises ValueError where the draft could not read as far as the target."""
         self.recipe, self.prompts = recipe, prompts
+        if recipe.draft is not None and pair.retokenizer is None and recipe.answers != "server":
+            reads = longest_context(load_config(recipe.draft).get_text_config())
+            if reads < (taken := _context_length(recipe, prompts)):
+                raise ValueError(
+                    f"draft is {recipe.draft!r}, which reads {reads} positions, but the longest "
+                    f"prompt and its answer take {taken}; lower max_prompt_length, "
+                    "max_new_tokens or answer_max_new_tokens, or name another draft."
+                )
         self.vocab_size = pair.vocab_size
 
     @cached_property
@@ -186,14 +207,18 @@ class TargetOfRun:
 
 def load_target(recipe: Recipe, prompts: Prompts) -> Target:
     """The target, its decoder long enough for every prompt and its answer."""
-    ids = prompts.evaluation.ids + prompts.training.ids + prompts.tuning.ids
-    new = max(recipe.max_new_tokens, recipe.answer_max_new_tokens)
     return load_any_target(
         recipe.target,
         getattr(torch, recipe.dtype),
         target_device({"device_map": recipe.device_map} | recipe.training),
-        context_length(ids, new, recipe.max_gamma),
+        _context_length(recipe, prompts),
     )
+
+
+def _context_length(recipe: Recipe, prompts: Prompts) -> int:
+    ids = prompts.evaluation.ids + prompts.training.ids + prompts.tuning.ids
+    new = max(recipe.max_new_tokens, recipe.answer_max_new_tokens)
+    return context_length(ids, new, recipe.max_gamma)
 
 
 def target_device(keys: Mapping[str, Any]) -> str:

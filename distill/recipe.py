@@ -59,7 +59,7 @@ _FIXED = {
     "an interrupted run goes on from whole checkpoints only": (
         "save_only_model enable_jit_checkpoint ignore_data_skip"
     ),
-    "transformers calls it activation_checkpointing now": (
+    "the key activation_checkpointing sets it": (
         "gradient_checkpointing gradient_checkpointing_kwargs"
     ),
     "what is sharded is sharded by FSDP2 (recipes/accelerate/fsdp2.yaml)": "deepspeed",
@@ -152,6 +152,7 @@ class Recipe:
     held_out_prompts: AtLeastNone = 32  # to follow alpha on while training; a 20th of all at most
     early_stopping_patience: Count | None = 5  # measurements of them without a best; null: never
     teacher_temperature: Positive = 1.0  # the draft learns p ** (1 / this); 1 at most
+    activation_checkpointing: bool = False  # computed twice: a third slower, far less memory
     use_peft: bool = False  # LoRA instead of full fine-tuning
     lora_r: Count = 64  # rank of the adapters
     lora_alpha: Count = 128  # the adapters are scaled by lora_alpha / lora_r

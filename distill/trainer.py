@@ -49,8 +49,8 @@ from distill.teacher.store import Answers, CachedAnswer
 from distill.training_set import TRAINING_SET, DistillationCollator, training_set
 from eval.decoding.drafters.kind import Kind
 
-# trl asks transformers for it by its old name; there is nothing a user could do about that
-warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+# trl and we use the old name, which transformers 5.17 knows, too
+warnings.filterwarnings("ignore", message="`(is_)?gradient_checkpointing`", category=FutureWarning)
 
 SCORES = 2**26  # bytes of attention scores that a batch on a CPU may keep for its gradients
 SLOW_RATE = 1 / 3  # of the learning rate, for weights that began as a fit
@@ -332,7 +332,6 @@ def training_config(recipe: Recipe, steps: int | None = None, followed: bool = F
     when `HeldOut` says, and its best weights are kept.
     """
     values: dict[str, Any] = {
-        "activation_checkpointing": False,
         "train_sampling_strategy": "group_by_length",
         "report_to": "none",
         "ddp_timeout": WAIT,
@@ -359,6 +358,7 @@ def training_config(recipe: Recipe, steps: int | None = None, followed: bool = F
         config = SFTConfig(
             **values,
             output_dir=str(recipe.folder),
+            gradient_checkpointing=recipe.activation_checkpointing,  # so named by 5.17 and 5.23
             max_length=None,
             remove_unused_columns=False,
             dataset_kwargs={"skip_prepare_dataset": True},

@@ -23,12 +23,13 @@ import hashlib
 import json
 import random
 import re
+import reprlib
 import shutil
 import tempfile
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -46,7 +47,14 @@ if TYPE_CHECKING:
 PLACE = "{prompt}"  # in an instruction, or of a Python function to write:
 CODE, DOCSTRING = "{code}", "{docstring}"
 INSTRUCTING = ("system", "developer")  # roles whose turn alone asks nothing
+CHANGED = ("user", "assistant", "tool")  # roles that templates know, and may write otherwise
 SPEAKERS = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
+# how a row is written, by the field that is wrong
+FORMS = {
+    "": '{"prompt": "…"} or {"messages": [{"role": "…", "content": "…"}]}',
+    "tools": '{"messages": […], "tools": [{"type": "function", "function": {"name": "…"}}]}',
+    "chat_template_kwargs": '{"messages": […], "chat_template_kwargs": {"…": …}}',
+}
 SET_HERE = ("messages", "tools", "add_generation_prompt")  # of what a chat template reads
 
 
@@ -290,7 +298,10 @@ class _Turn(BaseModel):
                     '`tool_calls` should be [{"function": {"name": …, "arguments": {…}}}]'
                 )
             if isinstance(arguments := function.get("arguments"), str):
-                function["arguments"] = json.loads(arguments or "{}")
+                try:
+                    function["arguments"] = json.loads(arguments or "{}")
+                except ValueError as error:
+                    raise ValueError(f"`arguments` is {arguments!r}: no JSON ({error})") from error
         return self
 
 
@@ -320,7 +331,8 @@ class _Row(BaseModel):
         if isinstance(row.get("prompt"), list) and row.get("messages") is None:
             row["messages"] = row.pop("prompt")
         if isinstance(row.get("tools"), str):
-            row["tools"] = json.loads(row["tools"])
+            with suppress(ValueError):  # a text that is no JSON is refused as a text
+                row["tools"] = json.loads(row["tools"])
         turns = row.get("conversations")
         if isinstance(turns, list) and row.get("messages") is None and row.get("prompt") is None:
             row["messages"] = [_turn(turn) for turn in turns]
@@ -371,10 +383,14 @@ def _parse(row: bytes | dict[str, Any], spec: str, number: int) -> Prompt:
             parsed = _Row.model_validate(_without_nulls(row))
     except ValidationError as error:
         first = error.errors()[0]
-        place = "".join(f" `{part}`" for part in first["loc"] if part not in ("str", "int"))
+        places = [part for part in first["loc"] if part not in ("str", "int")]
+        place = "".join(f" `{part}`" for part in places)
+        reason = first["msg"].removeprefix("Value error, ")
+        if first["type"] not in ("value_error", "json_invalid", "missing"):
+            reason += f", not {reprlib.repr(first['input'])}"
         raise PromptError(
-            f"{spec!r}, {'line' if is_line else 'row'} {number}{place}: {first['msg']}. Write one "
-            'JSON object a line, {"prompt": "…"} or {"messages": [{"role": "…", "content": "…"}]}.'
+            f"{spec!r}, {'line' if is_line else 'row'} {number}{place}: {reason}. Write one JSON "
+            f"object a line, {FORMS.get(str(*places[:1]), FORMS[''])}."
         ) from error
     names = (parsed.id, parsed.task_id, number)
     category = parsed.category
@@ -521,6 +537,12 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
             f"Prompt {prompt.id!r}: the target's chat template refuses its `messages` ({error}); "
             "use roles in the order that the template wants."
         ) from error
+    for turn in prompt.messages:
+        if turn["role"] not in CHANGED and turn["content"].strip() not in text:
+            raise PromptError(
+                f"Prompt {prompt.id!r}: the target's chat template leaves out the turn of role "
+                f"{turn['role']!r}; use a role that it knows, or remove the turn."
+            )
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from eval.decoding.forward import Decoder
 from eval.decoding.graphs import CudaGraphs, GraphedDecoder
 from eval.decoding.lean import LeanDecoder
-from eval.decoding.stock import StockDecoder
+from eval.decoding.stock import StockDecoder, refuse_states
 from eval.decoding.weights import INT8_TERMS
 
 # Families whose blocks are RMSNorm, rotary attention with grouped keys, a gated MLP, and no more.
@@ -42,6 +42,13 @@ def longest_context(config: Any) -> int:
     if rope.get("rope_type") == "longrope":  # all angles are others from this many tokens on
         longest = min(longest, rope.get("original_max_position_embeddings", longest))
     return longest
+
+
+def refuse_undecodable(config: PreTrainedConfig) -> None:
+    """Raise ValueError where a configuration alone says that its model cannot be decoded here."""
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), PreTrainedModel)
+    refuse_states(config.get_text_config(), model_class._is_stateful)
+    longest_context(config.get_text_config())
 
 
 def build_decoder(

@@ -106,6 +106,25 @@ def _masks_by_row(slots: _Slots) -> Iterator[None]:
         ALL_MASK_ATTENTION_FUNCTIONS.update(theirs)
 
 
+def refuse_states(config: Any, stateful: bool) -> None:
+    """Raise ValueError for layers whose past cannot be taken back by position, or read by row.
+
+    stateful: as the model's class says of itself.
+    """
+    refused = f"A {config.model_type} model cannot be decoded here: "
+    others = {*(getattr(config, "layer_types", None) or [])} - ATTENTION_KINDS
+    if stateful or others:
+        raise ValueError(
+            f"{refused}{', '.join(sorted(others)) or 'recurrent'} layers keep a state that "
+            "cannot be rolled back by position; use a model with attention layers only."
+        )
+    if config.model_type == "gpt_neo":
+        raise ValueError(
+            f"{refused}its modules cut their windows at the longest row's position, so that "
+            "shorter rows would read too little; use a model of another family."
+        )
+
+
 class StockDecoder:
     """Any causal LM of transformers behind the same interface, computed by its own modules.
 
@@ -121,18 +140,8 @@ class StockDecoder:
         fp32: bool = False,
     ) -> None:
         config: Any = model.config.get_text_config()
+        refuse_states(config, model._is_stateful)
         refused = f"A {config.model_type} model cannot be decoded here: "
-        others = {*(getattr(config, "layer_types", None) or [])} - ATTENTION_KINDS
-        if model._is_stateful or others:
-            raise ValueError(
-                f"{refused}{', '.join(sorted(others)) or 'recurrent'} layers keep a state that "
-                "cannot be rolled back by position; use a model with attention layers only."
-            )
-        if config.model_type == "gpt_neo":
-            raise ValueError(
-                f"{refused}its modules cut their windows at the longest row's position, so that "
-                "shorter rows would read too little; use a model of another family."
-            )
         self.model, self.config = model, config
         self.embedding = input_embedding(model)
         self.device = self.embedding.device

@@ -347,7 +347,7 @@ def test_missing_tensors_are_not_made_up(checkpoint):
 
 @pytest.fixture
 def gguf(tmp_path):
-    """A Llama of one layer in GGUF; its tokens are the 256 bytes, "he" and two special ones."""
+    """A Llama of one layer in GGUF; its tokens: the 256 bytes, "he", "her" and two special ones."""
     import gguf
 
     path = tmp_path / "tiny.gguf"
@@ -360,16 +360,18 @@ def gguf(tmp_path):
     writer.add_head_count_kv(2)
     writer.add_rope_dimension_count(16)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(259)
+    writer.add_vocab_size(260)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([spell(bytes([i])) for i in range(256)] + ["he", "<|start|>", "<|end|>"])
-    writer.add_token_types([1] * 257 + [3, 3])
-    writer.add_token_merges(["h e"])
-    writer.add_bos_token_id(257)
-    writer.add_eos_token_id(258)
+    writer.add_token_list(
+        [spell(bytes([i])) for i in range(256)] + ["he", "her", "<|start|>", "<|end|>"]
+    )
+    writer.add_token_types([1] * 258 + [3, 3])
+    writer.add_token_merges(["h e", "he r"])  # transformers 5.17 reads no single one
+    writer.add_bos_token_id(258)
+    writer.add_eos_token_id(259)
     writer.add_chat_template("{{ messages[0].content }}")
     rng = numpy.random.default_rng(0)
-    names = {"token_embd": (259, 32), "output_norm": (32,)}
+    names = {"token_embd": (260, 32), "output_norm": (32,)}
     names |= {f"blk.0.attn_{part}": (32, 32) for part in ("q", "k", "v", "output")}
     names |= {f"blk.0.ffn_{part}": (32, 32) for part in ("gate", "up", "down")}
     names |= {f"blk.0.{part}_norm": (32,) for part in ("attn", "ffn")}
@@ -395,12 +397,12 @@ def test_gguf_becomes_a_plain_checkpoint_once(gguf, monkeypatch):
 def test_gguf_keeps_weights_template_and_stop(gguf):
     model = load_model(str(gguf), torch.float32)
     rng = numpy.random.default_rng(0)
-    embedding = torch.from_numpy(rng.normal(size=(259, 32)).astype(numpy.float32))
+    embedding = torch.from_numpy(rng.normal(size=(260, 32)).astype(numpy.float32))
     assert torch.equal(model.get_input_embeddings().weight, embedding.bfloat16().float())
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    assert model.generation_config.eos_token_id == 258
+    assert model.generation_config.eos_token_id == 259
     tokenizer = load_tokenizer(str(gguf))
-    assert tokenizer.eos_token_id == 258
+    assert tokenizer.eos_token_id == 259
     assert tokenizer("hhe", add_special_tokens=False).input_ids == [ord("h"), 256]
     messages = [{"role": "user", "content": "hello"}]
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "hello"

@@ -182,7 +182,7 @@ def theirs(work, name, prepared, recipe, count, steps):
     taken += "warmup_steps max_grad_norm use_cpu bf16 seed logging_steps"
     keys = {key: work.keys[key] for key in taken.split() if key in work.keys}
     keys |= {"output_dir": str(work.output / "trl"), "max_steps": steps, "save_strategy": "no"}
-    keys |= {"report_to": "none", "max_length": None, "activation_checkpointing": False}
+    keys |= {"report_to": "none", "max_length": None, "gradient_checkpointing": False}
     rows = Dataset.from_list(
         [
             {

@@ -11,6 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from align.sources import SourceError
 from distill import train
 from distill.forms import export_forms
 from distill.lora import full_head
@@ -119,6 +120,26 @@ def test_a_sibling_is_the_base_of_its_adapters(folder, target, tmp_path):
     assert not torch.allclose(ours, forced(place, target), atol=1e-3)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_adapter_on_a_head_is_merged_or_refused(folder, target, tmp_path, tiny_llama, tied):
+    place = shutil.copytree(folder / "target", tmp_path / "sibling")
+    tiny_llama(3, vocab_size=300, tie_word_embeddings=tied).save_pretrained(place)
+    sibling = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    model = get_peft_model(sibling, LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
+    for name, weight in model.named_parameters():
+        weight.data += 0.1 * torch.randn_like(weight) if "lora" in name else 0
+    model.peft_config["default"].base_model_name_or_path = str(place)
+    model.save_pretrained(str(tmp_path / "adapter"))
+    if tied:
+        with pytest.raises(SourceError, match=r"lm_head, which in .* is head and embed"):
+            forced(f"adapter:{tmp_path / 'adapter'}", target)
+        return
+    text = torch.tensor([[5, 9, 20, 40, 7, 8, 30, 31]])
+    with torch.no_grad():
+        by_peft = model(text).logits[0, 3:7].softmax(-1)
+    torch.testing.assert_close(forced(f"adapter:{tmp_path / 'adapter'}", target)[0], by_peft)
+
+
 def test_the_adapter_knows_its_base(base, tuned):
     folder = tuned / "draft" / "adapter"
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -181,11 +202,22 @@ def test_a_base_that_does_not_fit_is_refused_first(job, base, tmp_path, changes,
     [
         ({"base": "outputs/base", "draft": "org/sibling"}, "give one"),
         ({"lora_target_modules": "lm_head"}, "trimmed head"),
+        ({"lora_target_modules": "q_proj,lm_head"}, "trimmed head"),
     ],
 )
 def test_adapters_that_cannot_be_are_refused(job, tmp_path, changes, message):
     with pytest.raises(RecipeError, match=message):
         job(tmp_path, **changes)
+
+
+@pytest.mark.parametrize("modules", ["q_prj", "q_proj,q_prj", "q_proj, q_prj"])
+def test_adapters_on_what_no_draft_has_are_refused_first(job, tmp_path, modules):
+    recipe = job(tmp_path / "run", use_peft=True, lora_target_modules=modules)
+    with pytest.raises(
+        RecipeError, match=r"names '.?q_prj', which .* \(.*, q_proj, .* are\); corr"
+    ):
+        run(recipe)
+    assert not recipe.folder.exists()
 
 
 def test_the_base_of_another_target_is_refused(job, base, folder, tmp_path, tiny_llama):

@@ -20,6 +20,7 @@ from distill.memory import FRAGMENTED, RUNTIME, Needs, Stage, needs
 from distill.recipe import build_recipe
 from distill.train import run
 from tests.benchmarks.what_fits import CONFIGS, config_of, hub_recipes, markdown, needs_of
+from tests.eval.decoding.test_families import built, made
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "memory.md"
 # of the models' cards on the Hub
@@ -108,6 +109,19 @@ def test_a_longer_prompt_takes_more(tiny_job):
     short, long = (needs(tiny_job, SHAPE, None, tokens) for tokens in (100, 400))
     for name in ("answering", "distilling", "evaluating"):
         assert stage(long, name).peak > stage(short, name).peak
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("Llama", "DeepseekV2", "DeepseekV3", "Glm4MoeLite"),
+        *("Gemma3n Gemma3nTextConfig", "Gemma4 Gemma4TextConfig"),
+    ],
+)
+def test_a_token_takes_in_the_plan_what_it_takes_in_the_cache(family):
+    decoder, _ = built(made(family))
+    config = made(family).config.get_text_config()
+    assert memory._kv_bytes_per_token(config, 4) == decoder.new_cache(1, 1).bytes_per_token()
 
 
 def peak_of(work):

@@ -1,11 +1,14 @@
 import ast
 import collections
+import dataclasses
 import gzip
 import itertools
 import json
 import random
 import shutil
 import tracemalloc
+from importlib import resources
+from pathlib import Path
 
 import pytest
 
@@ -412,23 +415,26 @@ def test_a_clause_that_stands_in_both_sides_is_not_trained_on(tmp_path):
 # --- prompts of a recipe, as its target reads them
 
 
+SWITCHED = (
+    "{% for m in messages %}{{ m.content }}</s>\n{% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}the{% else %}a{% endif %}"
+)
+QWEN3 = (resources.files("trl") / "chat_templates/qwen3.jinja").read_text("utf-8")
+
+
 @pytest.fixture
 def chat(job, folder, tmp_path):
     """Makes a recipe for a target whose template has a switch, with prompts of several lengths."""
     target = tmp_path / "chat"
     shutil.copytree(folder / "target", target)
-    template = (
-        "{% for m in messages %}{{ m.content }}</s>\n{% endfor %}"
-        "{% if enable_thinking is defined and not enable_thinking %}the{% else %}a{% endif %}"
-    )
-    (target / "chat_template.jinja").write_text(template)
     train, held_out = tmp_path / "train.jsonl", tmp_path / "eval.jsonl"
     rng = random.Random(6)
     rows = [[{"role": "user", "content": text_of(rng, 3 + i)}] for i in range(12)]
     for path, part in ((held_out, rows[::3]), (train, rows[1::3] + rows[2::3])):
         path.write_text("\n".join(json.dumps({"messages": turns}) for turns in part))
 
-    def make(**changes):
+    def make(template=SWITCHED, **changes):
+        (target / "chat_template.jinja").write_text(template)
         prompts = {"train_prompts": str(train), "eval_prompts": str(held_out)}
         output = tmp_path / changes.get("name", "run")
         recipe = job(output, target=str(target), draft=None, **prompts, **changes)
@@ -448,11 +454,39 @@ def test_a_switch_of_the_template_gives_other_prompts_to_train_and_to_evaluate_o
         assert ours.sha256 != theirs.sha256
 
 
-def test_with_the_switch_the_target_answers_otherwise_and_the_card_says_which(chat):
-    answers = []
+def test_of_200_prompts_behind_one_system_prompt_all_are_collected(chat, tmp_path):
+    rng = random.Random(2)
+    recipe, target = chat(max_train_prompts=200, held_out_prompts=10)
+    config = read_json(target.folder / "config.json") | {"max_position_embeddings": 8192}
+    (target.folder / "config.json").write_text(json.dumps(config))
+    for path, count in ((recipe.train_prompts, 200), (recipe.eval_prompts, 10)):
+        talks = [talk(str(i), text_of(rng, 80)) for i in range(count)]
+        rows = [json.dumps({"messages": prompt.messages}) for prompt in talks]
+        Path(path).write_text("\n".join(rows))
+    prompts = collect_prompts(recipe, target)
+    parts = (prompts.training, prompts.held_out, prompts.tuning)
+    assert [len(part.prompts) for part in parts] == [190, 9, 1]
+    assert prompts.overlap.dropped == 0
+
+
+def test_what_no_template_would_read_is_refused(chat, folder):
+    bare = {
+        "train_prompts": str(folder / "train.jsonl"),
+        "eval_prompts": str(folder / "eval.jsonl"),
+    }
+    recipe, target = chat(chat_template_kwargs={"enable_thinking": False})
+    recipe = dataclasses.replace(recipe, **bare)
+    with pytest.raises(PromptError, match=r"chat_template_kwargs is .*, but all prompts are compl"):
+        collect_prompts(recipe, target)
+    collect_prompts(dataclasses.replace(recipe, instruction="{prompt}"), target)
+
+
+def test_qwen3_thinking_or_not_has_other_answers_and_the_card_says_which(chat):
+    answers, keys = [], []
     for thinking in (False, True):
         kwargs = {"enable_thinking": thinking}
         recipe, _ = chat(
+            template=QWEN3,
             chat_template_kwargs=kwargs,
             name=f"thinking-{thinking}",
             num_draft_layers=1,
@@ -463,11 +497,13 @@ def test_with_the_switch_the_target_answers_otherwise_and_the_card_says_which(ch
         assert f"`chat_template_kwargs` `{json.dumps(kwargs)}`" in card
         assert read_json(recipe.folder / "report" / "report.json")["prompts"]["in_chat_form"] == 1
         store = Store.of(read_json(recipe.folder / USED)["key"])
-        prompts = collect_prompts(*chat(chat_template_kwargs=kwargs)).training
-        cached = Answers(store, names_of(prompts.ids))
+        prompts = collect_prompts(*chat(QWEN3, chat_template_kwargs=kwargs)).training
+        keys.append(names_of(prompts.ids))
+        cached = Answers(store, keys[-1])
         answers.append([answer.response_ids.tolist() for answer in cached])
     assert len(answers[0]) == len(answers[1])
     assert answers[0] != answers[1]
+    assert not {*keys[0]} & {*keys[1]}
 
 
 def test_a_dry_run_shows_a_prompt_as_the_target_reads_it(chat, monkeypatch, capsys):

@@ -85,7 +85,7 @@ def test_the_hub_id_goes_with_the_target_it_names(tmp_path):
 
 def test_hub_recipes_are_marked_as_not_measured():
     for name in recipe_files():
-        if load_recipe(["--recipe", name]).draft is not None:
+        if "/" in load_recipe(["--recipe", name]).target.partition(":")[0]:  # of the Hub
             assert "Not yet measured" in find_recipe(name).read_text(encoding="utf-8")
 
 

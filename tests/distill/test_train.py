@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from safetensors import safe_open
+from transformers import BloomConfig, Lfm2Config, MambaConfig
 
 from align.files import atomic_file
 from align.sources import cache_folder, load_tokenizer
@@ -76,6 +77,49 @@ def test_a_smallest_head_holds_what_is_forced(folder, job, tmp_path, monkeypatch
     recipe = job(tmp_path / "run", **(PRUNED | {"draft_vocab_size": 257}))  # bytes and the stop
     with pytest.raises(AssertionError, match="the target was loaded"):
         run(recipe)
+
+
+@pytest.mark.parametrize("key", ["target", "draft"])
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (MambaConfig(num_hidden_layers=1, hidden_size=8), "linear_attention layers keep a state"),
+        (
+            Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]),
+            "conv layers keep",
+        ),
+        (BloomConfig(), "its configuration does not say how many positions it has"),
+    ],
+)
+def test_a_family_that_cannot_be_decoded_is_refused_first(
+    folder, job, tmp_path, monkeypatch, key, dry_run, config, message
+):
+    """The draft's as well: it would be found out when the answers are made and it is trained."""
+    monkeypatch.setattr(models, "load_target", no_target)
+    monkeypatch.setattr(
+        models,
+        "read_vocabulary",
+        lambda spec, read=models.read_vocabulary: read(str(folder / "target")),
+    )
+    config.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").touch()
+    recipe = job(tmp_path / "run", **{key: str(tmp_path / "model")}, dry_run=dry_run)
+    with pytest.raises(ValueError, match=f"cannot be decoded here: {message}"):
+        run(recipe)
+    assert not recipe.folder.exists()
+
+
+def test_a_draft_that_reads_fewer_positions_is_refused_first(
+    folder, job, tmp_path, monkeypatch, tiny_llama
+):
+    monkeypatch.setattr(models, "load_target", no_target)
+    short = shutil.copytree(folder / "target", tmp_path / "short")
+    tiny_llama(1, vocab_size=300, max_position_embeddings=32).save_pretrained(short)
+    recipe = job(tmp_path / "run", draft=str(short))
+    with pytest.raises(ValueError, match=r"short', which reads 32 positions, .* take 3\d; lower"):
+        run(recipe)
+    assert not recipe.folder.exists()
 
 
 def test_a_run_that_made_nothing_does_not_claim_its_folder(folder, job, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 import gzip
 import json
 from dataclasses import replace
+from importlib import resources
 from typing import get_args
 
 import pytest
@@ -117,11 +118,12 @@ def test_the_answer_that_a_conversation_brings_is_left_to_the_target(written):
         (b'{"text": "a"}\n', "line 1: .*neither of `prompt` and `messages`; give exactly one"),
         (b'{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "line 1: .*both of"),
         (b'{"prompt": "  "}', "line 1 `prompt`: String should match"),
-        (b'{"prompt": 3}', "line 1 `prompt`: Input should be a valid string"),
+        (b'{"prompt": 3}', "line 1 `prompt`: Input should be a valid string, not 3. Write"),
         (b'{"messages": []}', "nothing to answer"),
         (b'{"messages": "hello"}', "line 1 `messages`: Input should be a valid array"),
         (b'{"messages": [{"role": "user"}]}', "`messages` `0`: .*no `content`, which only an ass"),
-        (b'{"messages": [{"role": "user", "content": ["part"]}]}', "`content`: .*valid string"),
+        (b'{"messages": [{"role": "user", "content": ["part"]}]}', "valid string, not \\['part'"),
+        (b'{"prompt": ["a"]}', "`messages` `0`: Input should be an object, not 'a'"),
         (b'{"messages": [{"role": "user", "content": " "}]}', "nothing to answer"),
         (b'{"messages": [{"role": "assistant", "content": "a"}]}', "nothing to answer"),
         (b'{"messages": [{"role": "system", "content": "a"}]}', "nothing to answer; give a turn"),
@@ -129,7 +131,17 @@ def test_the_answer_that_a_conversation_brings_is_left_to_the_target(written):
         (b'{"conversations": [{"from": "bing", "value": "a"}]}', "`from` is 'bing', but should be"),
         (b'{"conversations": [{"from": "human"}]}', "`messages` `0`: .*no `content`"),
         (b'{"prompt": [{"role": "user"}]}', "`messages` `0`: .*no `content`"),
-        (b'{"messages": [], "tools": "{"}', "line 1: .*Expecting property name"),
+        (b'{"messages": [], "tools": "f"}', "line 1 `tools`: .*array, not 'f'. .*\"tools\": \\[{"),
+        (b'{"messages": [], "tools": {"name": "f"}}', "`tools`: .*array, not {'name': 'f'}"),
+        (
+            b'{"messages": [], "chat_template_kwargs": "x"}',
+            "not 'x'. .*\"chat_template_kwargs\": {",
+        ),
+        (
+            b'{"messages": [{"role": "assistant", "tool_calls": '
+            b'[{"function": {"name": "f", "arguments": "{"}}]}]}',
+            "`arguments` is '{': no JSON \\(Expecting property name",
+        ),
         (b'{"prompt": "a", "category": ["x"]}', "`category`: Input should be a valid string"),
         (b'{"prompt": "a", "id": true}', "`id`: Input should be a valid string"),
         (b'{"prompt": "\\ud800"}', "line 1: Invalid JSON: .*hex escape"),
@@ -339,6 +351,7 @@ CALLING = (
     "{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+QWEN3 = (resources.files("trl") / "chat_templates/qwen3.jinja").read_text("utf-8")
 TOOL = {
     "type": "function",
     "function": {
@@ -378,8 +391,12 @@ def letters():
     return made
 
 
+@pytest.mark.parametrize("template", [CALLING, QWEN3])
 @pytest.mark.parametrize("as_text", [False, True])
-def test_tools_calls_and_results_are_rendered_as_transformers_does(letters, written, as_text):
+def test_tools_calls_and_results_are_rendered_as_transformers_does(
+    letters, written, as_text, template
+):
+    letters.chat_template = template
     arguments, turns = {"town": "Turin"}, talk_with_tools({"town": "Turin"})
     row = {"messages": talk_with_tools(json.dumps(arguments) if as_text else arguments)}
     row["tools"] = json.dumps([TOOL]) if as_text else [TOOL]
@@ -396,6 +413,20 @@ def test_tools_calls_and_results_are_rendered_as_transformers_does(letters, writ
     write_prompts(written([]), [prompt])
     assert load_prompts(written([row])) == [prompt]
     assert prompts_sha256([prompt]) != prompts_sha256([replace(prompt, tools=None)])
+
+
+def test_qwen3_thinks_or_does_not_as_transformers_renders_it(letters):
+    letters.chat_template = QWEN3
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    texts = []
+    for kwargs in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+        prompt = Prompt("1", None, turns, chat_template_kwargs=kwargs)
+        texts.append(letters.decode(render(prompt, letters)))
+        assert texts[-1] == letters.apply_chat_template(
+            turns, add_generation_prompt=True, tokenize=False, **kwargs
+        )
+    assert texts[0] == texts[1]
+    assert texts[2] == texts[1] + "<think>\n\n</think>\n\n"
 
 
 def test_what_a_data_set_gives_a_row_because_others_have_it_is_left_out(letters, monkeypatch):
@@ -444,6 +475,18 @@ def test_messages_without_a_template(tokenizer):
     tokenizer.chat_template = None
     with pytest.raises(PromptError, match=r"'q7'.*no chat template"):
         render(Prompt("q7", None, [{"role": "user", "content": "select"}]), tokenizer)
+
+
+@pytest.mark.parametrize("role", ["developer", "wizard"])
+def test_a_turn_that_the_template_would_leave_out_is_refused(letters, role):
+    letters.chat_template = QWEN3
+    turns = [{"role": role, "content": " Be brief.\n"}, {"role": "user", "content": "Why?"}]
+    with pytest.raises(PromptError, match=f"'q7': .* leaves out the turn of role '{role}'; use a"):
+        render(Prompt("q7", None, turns), letters)
+    letters.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}"
+    )
+    assert letters.decode(render(Prompt("q7", None, turns), letters)).startswith(f"{role}: Be")
 
 
 def test_messages_that_the_template_refuses(tokenizer):

@@ -1,11 +1,14 @@
 import hashlib
 import json
+import sys
+import zipfile
 
 import pytest
 
 from align import sources
 from align.sources import resolve_file
-from tests.gpu.files import pack, unpack
+from tests.gpu import files
+from tests.gpu.files import THERE, check, missing_there, pack, unpack
 
 
 @pytest.fixture
@@ -22,10 +25,27 @@ def cached(tmp_path, monkeypatch):
     return spec, data
 
 
+def wheel(folder):
+    """A wheel of one module that needs a package nobody has."""
+    with zipfile.ZipFile(f"{folder}/carried-1.0-py3-none-any.whl", "w") as made:
+        about = "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\nRequires-Dist: absent>2\n"
+        made.writestr("carried-1.0.dist-info/METADATA", about)
+        kind = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        made.writestr("carried-1.0.dist-info/WHEEL", kind)
+        made.writestr("carried-1.0.dist-info/RECORD", "")
+        made.writestr("carried.py", "")
+
+
+@pytest.fixture(autouse=True)
+def nothing_needed(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # `unpack` adds to it
+    monkeypatch.setattr(files, "roots", list)
+
+
 def test_what_is_packed_in_parts_is_a_cache_elsewhere(cached, tmp_path, monkeypatch):
     spec, data = cached
     folder = tmp_path / "carried"
-    pack(folder, [spec], part=5000)
+    pack(folder, [spec], wheel, part=5000)
     parts = sorted(folder.glob("part-*"))
     assert len(parts) > 2
     assert all(path.stat().st_size <= 5000 for path in parts)
@@ -35,9 +55,30 @@ def test_what_is_packed_in_parts_is_a_cache_elsewhere(cached, tmp_path, monkeypa
 
 
 def test_a_part_left_behind_is_named(cached, tmp_path, capsys):
-    pack(tmp_path / "carried", [cached[0]], part=5000)
+    pack(tmp_path / "carried", [cached[0]], wheel, part=5000)
     next((tmp_path / "carried").glob("part-01*")).unlink()
     with pytest.raises(SystemExit, match=r"of .* parts are in"):
         unpack(tmp_path / "carried")
     unpack(tmp_path / "nothing")
-    assert "no parts of model files here" in capsys.readouterr().out
+    assert "no parts here" in capsys.readouterr().out
+
+
+def test_packed_wheels_are_installed_beside_the_machines_own(cached, tmp_path, monkeypatch):
+    folder = tmp_path / "carried"
+    pack(folder, [cached[0]], wheel)
+    monkeypatch.setattr(files, "roots", lambda: ["carried>=2"])
+    with pytest.raises(SystemExit, match="Missing here: absent; carry all parts"):
+        unpack(folder)
+    assert (folder / "site-packages" / "carried.py").is_file()
+
+
+def test_what_is_packed_is_what_such_a_machine_lacks(monkeypatch):
+    monkeypatch.undo()
+    missing = missing_there()
+    assert {"trl", "datasets", "pyarrow", "pydantic-core", "ruamel-yaml", "pytest"} <= {*missing}
+    assert not THERE & {*missing}
+
+
+def test_other_versions_than_required_are_told(capsys):
+    check(["pytest<1"])
+    assert "is here, <1 is required: untried" in capsys.readouterr().out
