@@ -210,6 +210,25 @@ def read_vocabulary(spec: str, weights: bool = False) -> Vocabulary:
         ) from error
 
 
+def mask_token(vocabulary: Vocabulary) -> int:
+    """An id that no text has: of the rows behind the last token, or a special token that is no stop
+    and that neither the tokenizer nor the chat template puts into a text.
+
+    Raises ValueError where there is none.
+    """
+    if vocabulary.count < vocabulary.rows:
+        return vocabulary.count
+    used = {*vocabulary.all_stops, *vocabulary.special_ids.values(), *vocabulary.prefix}
+    template = vocabulary.chat_template or ""
+    for token in reversed(vocabulary.backend.get("added_tokens", [])):
+        if token["special"] and token["id"] not in used and token["content"] not in template:
+            return int(token["id"])
+    raise ValueError(
+        f"The vocabulary of {vocabulary.spec} has no row that no text uses, and a draft of kind "
+        "pard needs one for its mask; use another drafter."
+    )
+
+
 def refuse_adapter_with_rows(path: Path) -> None:
     """A LoRA adapter beside or without its model, when it brings rows of embedding or head."""
     shapes = _shapes(path) if path.is_file() else {}

@@ -15,11 +15,11 @@ from accelerate import PartialState
 from align.files import remove
 from align.machine import free_memory, from_first
 from distill.export import export_draft
-from distill.models import Pair, TargetOfRun
+from distill.models import Pair, TargetOfRun, mask_of
 from distill.plan import Clock, StepClock, draft_costs
 from distill.prepare import prepare_draft, stand_in, stand_in_drafter
 from distill.prompt_sets import Prompts
-from distill.recipe import Recipe, RecipeError, build_recipe
+from distill.recipe import Recipe, build_recipe
 from distill.teacher.states import cache_states, states_of
 from distill.teacher.store import Answers
 from distill.trainer import build_trainer, distil
@@ -67,8 +67,10 @@ def candidates(recipe: Recipe, pair: Pair) -> tuple[dict[str, Recipe], dict[str,
                 "save_strategy": "no",
             }
             try:
-                tried[name] = build_recipe(recipe.values() | keys)
-            except RecipeError as error:
+                candidate = build_recipe(recipe.values() | keys)
+                mask_of(candidate, pair.target)
+                tried[name] = candidate
+            except ValueError as error:
                 ruled_out[kind] = str(error)
     return tried, ruled_out
 

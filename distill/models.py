@@ -27,7 +27,7 @@ from align.token_bytes import tokens_of
 from align.transplant import resized, transplant
 from align.trim import byte_units, choose_tokens
 from align.vocab_map import VOCAB_MAP, Retokenizer, VocabMap, build_map, load_map
-from align.vocabulary import Vocabulary, read_vocabulary
+from align.vocabulary import Vocabulary, mask_token, read_vocabulary
 from distill.lora import refuse_unknown_modules
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe
@@ -140,11 +140,22 @@ def check_models(recipe: Recipe) -> Pair:
         check_prunable(target.config, recipe.num_draft_layers if keeps_layers else 0)
         if recipe.draft_vocab_size is not None:
             choose_tokens(torch.zeros(target.rows), recipe.draft_vocab_size, forced_tokens(target))
+    if recipe.kind.own_modules and strategy == "intersection":
+        raise ValueError(
+            f"strategy is intersection, but drafter {recipe.kind_name!r} drafts in the target's "
+            "own ids; set strategy to auto, which moves the draft onto them."
+        )
+    mask_of(recipe, target)
     vocab_map = None
     if strategy in ("remap", "transplant", "intersection"):
         path = recipe.folder / VOCAB_MAP
         vocab_map = load_map(path, target, draft) if path.exists() else build_map(target, draft)
     return Pair(target, draft, verdict, strategy, vocab_map)
+
+
+def mask_of(recipe: Recipe, target: Vocabulary) -> int | None:
+    """The id of the draft's mask, None for kinds without. Raises ValueError as `mask_token`."""
+    return mask_token(target) if recipe.kind.own_modules else None
 
 
 def check_prunable(config: dict[str, Any], num_layers: int) -> None:

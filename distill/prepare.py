@@ -21,7 +21,7 @@ from align.files import atomic_file, atomic_folder, write_json
 from align.sources import read_json
 from align.trim import choose_tokens, coverage_curve, lost_mass
 from distill.lora import base_draft, full_head
-from distill.models import Pair, TargetOfRun, forced_tokens, load_sibling
+from distill.models import Pair, TargetOfRun, forced_tokens, load_sibling, mask_of
 from distill.recipe import Recipe
 from distill.teacher.states import states_of
 from distill.teacher.store import Answers, CachedAnswer
@@ -111,12 +111,12 @@ def _start_of(
     layers = recipe.kind.layers(pair.target.config)
     return Start(
         target.model,
-        pair.target,
         token_ids,
         texts,
         recipe.num_draft_layers,
         recipe.max_gamma,
         layers,
+        mask_of(recipe, pair.target),
     )
 
 
@@ -146,7 +146,8 @@ def read_prepared(recipe: Recipe, pair: Pair) -> PreparedDraft:
 
 
 def _sibling(recipe: Recipe, pair: Pair) -> PreparedDraft:
-    model = recipe.kind.begin(load_sibling(pair), pair.target, recipe.max_gamma)
+    mask = mask_of(recipe, pair.target)
+    model = recipe.kind.begin(load_sibling(pair), mask, recipe.max_gamma)
     return PreparedDraft(model, None, None, 0.0)
 
 

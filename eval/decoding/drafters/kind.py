@@ -17,7 +17,6 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from align.vocabulary import Vocabulary
 from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.drafters.training import HeadInput, Start, TrainingBatch
 from eval.decoding.target import Target
@@ -49,8 +48,8 @@ class Kind(ABC):
         """The target's hidden states it reads, numbered as in forward.py. config: the target's."""
         return ()
 
-    def begin(self, model: PreTrainedModel, target: Vocabulary, max_gamma: int) -> PreTrainedModel:
-        """A sibling with the target's rows as it begins to be trained."""
+    def begin(self, model: PreTrainedModel, mask: int | None, max_gamma: int) -> PreTrainedModel:
+        """A sibling with the target\'s rows as it begins to be trained. mask: as of Start."""
         return model
 
     def stand_in(self, drafter: Drafter, max_gamma: int) -> Drafter:

@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from align.vocabulary import Vocabulary
 from eval.decoding.drafters.causal_lm import CausalLMDrafter, TokenSession, input_of_head
 from eval.decoding.drafters.drafter import Drafter, Logits, Session, Texts, timed_step
 from eval.decoding.drafters.kind import Kind
@@ -77,8 +76,9 @@ class _Masked(Kind):
 class PardSibling(_Masked):
     """A sibling that learns to draft in one pass."""
 
-    def begin(self, model: PreTrainedModel, target: Vocabulary, max_gamma: int) -> PreTrainedModel:
-        give_mask(model, mask_token(target), max_gamma)
+    def begin(self, model: PreTrainedModel, mask: int | None, max_gamma: int) -> PreTrainedModel:
+        assert mask is not None
+        give_mask(model, mask, max_gamma)
         return model
 
     def stand_in(self, drafter: Drafter, max_gamma: int) -> Drafter:
@@ -93,7 +93,8 @@ class Pard(_Masked, Pruned):
 
     def start(self, start: Start) -> tuple[PreTrainedModel, Tensor | None]:
         model, full_head = super().start(start)
-        give_mask(model, mask_token(start.vocabulary), start.max_gamma)
+        assert start.mask is not None
+        give_mask(model, start.mask, start.max_gamma)
         return model, full_head
 
     def drafter(
@@ -109,25 +110,6 @@ class Pard(_Masked, Pruned):
 
 
 KIND = Pard()
-
-
-def mask_token(vocabulary: Vocabulary) -> int:
-    """An id that no text has: of the rows behind the last token, or a special token that is no stop
-    and that neither the tokenizer nor the chat template puts into a text.
-
-    Raises ValueError where there is none.
-    """
-    if vocabulary.count < vocabulary.rows:
-        return vocabulary.count
-    used = {*vocabulary.all_stops, *vocabulary.special_ids.values(), *vocabulary.prefix}
-    template = vocabulary.chat_template or ""
-    for token in reversed(vocabulary.backend.get("added_tokens", [])):
-        if token["special"] and token["id"] not in used and token["content"] not in template:
-            return int(token["id"])
-    raise ValueError(
-        f"The vocabulary of {vocabulary.spec} has no row that no text uses, and a draft of kind "
-        "pard needs one for its mask; use another drafter."
-    )
 
 
 @torch.no_grad()

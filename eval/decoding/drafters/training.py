@@ -17,8 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from align.vocabulary import Vocabulary
-
 WIDTH = 16  # divides a batch's: of each width oneDNN keeps 5 MB for good (losses.rounded)
 RIDGE = 1e-4  # relative to the mean diagonal: only keeps a solve well conditioned
 
@@ -71,18 +69,18 @@ class AnsweredText(NamedTuple):
 class Start:
     """What a draft is started from.
 
-    vocabulary: the target's. token_ids: of a trimmed head [K], None for a head over all of V.
-    texts: what it is fitted on; without any it has its shape alone, to be timed. layers: the
-    target's states it reads.
+    token_ids: of a trimmed head [K], None for a head over all of V. texts: what it is fitted on;
+    without any it has its shape alone, to be timed. layers: the target's states it reads. mask: the
+    id of its mask, of kinds that have one.
     """
 
     target: PreTrainedModel
-    vocabulary: Vocabulary
     token_ids: Tensor | None
     texts: Sequence[AnsweredText]
     num_layers: int
     max_gamma: int
     layers: tuple[int, ...]
+    mask: int | None = None
 
     def head(self) -> Tensor:
         """The target's own head, its rows for `token_ids` [K, H]."""
