@@ -79,7 +79,8 @@ def test_a_run_compares_decides_follows_it_and_reports(job, tmp_path, monkeypatc
     report = read_report(recipe.folder / "report" / "report.json")
     assert report.choice == choice
     table = next(table for table in tables(report) if table.title == "Kinds of draft compared")
-    assert [row[0] for row in table.rows] == [candidate.name for candidate in choice.candidates]
+    names = [candidate.name for candidate in choice.candidates]
+    assert [row[0] for row in table.rows] == [*names, "pard"]
 
     monkeypatch.setattr(train, "make_plan", None)  # not asked again
     assert run(recipe) == 0
