@@ -78,7 +78,8 @@ class PardSibling(_Masked):
 
     def begin(self, model: PreTrainedModel, mask: int | None, max_gamma: int) -> PreTrainedModel:
         assert mask is not None
-        give_mask(model, mask, max_gamma)
+        # one that drafts with masks already goes on with its own
+        give_mask(model, getattr(model.config, "pard_token", mask), max_gamma)
         return model
 
     def stand_in(self, drafter: Drafter, max_gamma: int) -> Drafter:
