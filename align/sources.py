@@ -296,6 +296,12 @@ def _parse(spec: str) -> tuple[list[_Part], str | None]:
     return parts, sha256[1].lower() if sha256 else None
 
 
+def abridged(spec: str) -> str:
+    """The spec for a reader: of a file in many pieces the first one, and how many follow."""
+    first, *more = spec.partition("#")[0].split(f"+{_WHEEL}")
+    return f"{first} and {len(more)} more pieces" if more else spec
+
+
 def _cache_entry(kind: str, parts: list[_Part]) -> Path:
     """Where it is kept: the same file once, pinned or not."""
     digest = hashlib.sha256("+".join(map("/".join, parts)).encode()).hexdigest()

@@ -13,7 +13,7 @@ from gguf import GGUFReader
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
 
-from align.sources import ADAPTER_CONFIG, read_json, resolve_file, split_adapter
+from align.sources import ADAPTER_CONFIG, abridged, read_json, resolve_file, split_adapter
 from distill.recipe import read_yaml
 from distill.reload import OWN_IDS, Reloaded
 from eval.decoding.drafters.adapter import BASE
@@ -68,6 +68,8 @@ def model_card(run: Path, report: Report, facts: CardFacts) -> str:
     exported = in_one_file(spec) or split_adapter(spec)[1] is not None
     target = f"{facts.name}-target" if exported else public_name(spec)
     gguf = f"{target}/{short_name(spec)}.gguf" if in_one_file(spec) else f"{short_name(spec)}.gguf"
+    # the pieces of a file say less than its name on the Hub
+    short = short_name(spec if abridged(spec) == spec else hub_id or spec)
     started = recipe.get("draft") or recipe.get("base")
     base_model = str(recipe.get("draft") or hub_id or spec)
     about: dict[str, Any] = {}
@@ -83,7 +85,7 @@ def model_card(run: Path, report: Report, facts: CardFacts) -> str:
             library_name="peft" if about else "transformers",
             pipeline_tag="text-generation",
             tags=tags + [re.sub(r"\W+", "-", domain).lower()] * bool(domain),
-            model_name=f"{short_name(spec)}-draft{'-adapter' if about else ''}",
+            model_name=f"{short}-draft{'-adapter' if about else ''}",
             eval_results=[
                 _result(of, label, value)
                 for of, label, value in _numbers(report, name, draft, facts.engines)
@@ -94,13 +96,14 @@ def model_card(run: Path, report: Report, facts: CardFacts) -> str:
         template_path=str(TEMPLATE),
         facts=facts,
         adapter=about,
-        short=short_name(spec),
+        short=short,
         target=target,
         target_source=public_name(spec),
+        target_abridged=abridged(public_name(spec)),
         target_hub_id=hub_id,
         target_gguf=gguf,
         gguf_is_there=in_one_file(spec),
-        started=started and public_name(str(started)),
+        started=started and abridged(public_name(str(started))),
         domain=domain,
         report=report,
         draft=draft,
@@ -252,10 +255,14 @@ def public_name(spec: str) -> str:
 
 
 def short_name(spec: str) -> str:
-    """The last part of a spec, without the checksum and the ending of a file."""
+    """The last part of a spec, without the checksum and the ending of a file; of a file in many
+    pieces the first one's distribution.
+    """
     base, adapter = split_adapter(spec)
     if adapter is not None:
         return f"{short_name(base)}-{adapter.name}"
+    if abridged(spec) != spec:
+        return spec.partition(":")[2].partition("==")[0]
     return Path(spec.partition("#")[0]).name.removesuffix(".gguf")
 
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Final, Literal, Self, TypeVar
 from pydantic import Field, JsonValue, ValidationError, computed_field, model_validator
 
 from align.files import atomic_file
+from align.sources import abridged
 from eval.decoding.drafters.lookup import LOOKUP, LOOKUP_FIRST
 from eval.decoding.target import weights_sha256
 from eval.measuring import metrics
@@ -437,7 +438,8 @@ class Report(Part):
     def target_named(self) -> str:
         """The target, and how its file is quantised where it is."""
         quantised = self.target_quantization
-        return f"{self.target} (GGUF {quantised})" if quantised else self.target
+        target = abridged(self.target)
+        return f"{target} (GGUF {quantised})" if quantised else target
 
     @property
     def last(self) -> tuple[str, DraftReport]:

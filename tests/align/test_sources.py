@@ -15,6 +15,7 @@ import torch
 
 from align.sources import (
     SourceError,
+    abridged,
     cache_folder,
     load_config,
     load_model,
@@ -450,3 +451,11 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     assert cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("DRAFTSMITH_CACHE")
     assert cache_folder() == Path.home() / ".cache" / "draftsmith"
+
+
+def test_a_file_in_many_pieces_is_shown_by_its_first():
+    pieces = [f"pypi:pieces-{i}==1.0/pieces_{i}/part{i}.bin" for i in range(1, 4)]
+    sha = "#sha256=" + "0" * 64
+    assert abridged("+".join(pieces) + sha) == f"{pieces[0]} and 2 more pieces"
+    for spec in (pieces[0] + sha, "ORG/NAME", "base+adapter:folder"):
+        assert abridged(spec) == spec
