@@ -110,7 +110,7 @@ def arguments(folder, output):
     """Of the main job, shortened; on long prompts where the folder has some."""
     keys = {"target": folder, "output_dir": output}
     prompts = {f"{part}_prompts": Path(folder, f"{part}.jsonl") for part in ("train", "eval")}
-    keys |= LONG | prompts if prompts["train"].exists() else SHORT
+    keys |= LONG | prompts if prompts["train_prompts"].exists() else SHORT
     flags = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     return ["--recipe", "code", *flags]
 
