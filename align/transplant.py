@@ -24,6 +24,7 @@ from align.vocabulary import Vocabulary
 # A new token's output row leans to its first piece, which is what the draft gave in its place: the
 # weights are FRONT ** 0, FRONT ** 1, …, normalised.
 FRONT = 0.5
+PARD_TOKEN = "pard_token"  # in a config: which row is the mask of a draft (drafters/pard.py)
 NEVER = -1e4  # a bias that fp16 holds and that no logit makes up for
 
 
@@ -45,6 +46,8 @@ def resized(model: PreTrainedModel, draft: Vocabulary, rows: int) -> PreTrainedM
     moved: Any = copy.deepcopy(model, memo)
     moved.resize_token_embeddings(rows, mean_resizing=False)  # its mean has noise on it
     if rows < old:
+        if getattr(moved.config, PARD_TOKEN, -1) >= rows:
+            delattr(moved.config, PARD_TOKEN)
         return moved
     embedding, head = moved.get_input_embeddings(), moved.get_output_embeddings()
     with torch.no_grad():
@@ -101,6 +104,8 @@ def transplant(
     new_embedding.padding_idx = None
     moved.config.get_text_config().vocab_size = moved.vocab_size = rows
     _rewrite_special_ids(moved, target)
+    if hasattr(moved.config, PARD_TOKEN):  # the row is another token's now
+        delattr(moved.config, PARD_TOKEN)
     return moved
 
 

@@ -430,8 +430,8 @@ def build_trainer(
             whole = [embedding] if tied else [embedding, head]
             adapters.modules_to_save = [names[part] for part in whole]
             adapters.ensure_weight_tying = tied
-        if own := recipe.kind.own_modules:
-            adapters.modules_to_save = [*(adapters.modules_to_save or []), *own]
+        if modules := recipe.kind.own_modules:
+            adapters.modules_to_save = [*(adapters.modules_to_save or []), *modules]
     config = training_config(recipe, steps)
     path, temperature = recipe.folder / TRAINING_SET, recipe.teacher_temperature
     rows = training_set(path, answers, head_rows, temperature, retokenizer)

@@ -37,7 +37,7 @@ from eval.decoding.build import build_decoder
 from eval.decoding.drafters import eagle3, medusa, pruned
 from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
 from eval.decoding.drafters.training import AnsweredText, Start
-from eval.decoding.generation import generate_batched
+from eval.decoding.generation import Kept, generate_batched
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling, agreement, argmax, warp
@@ -231,9 +231,9 @@ def spread_target():
 def answering():
     for temperature in (0.0, 0.7):
         made = generate_batched(
-            *(target().decoder, [[1, 2, 3], [4, 5], [6]], 5, frozenset({299})),
-            *(Sampling(temperature), 2, [0, 1, 2]),
-            capture=lambda logits: top_logprobs(logits, 15),
+            *(target().decoder, [[1, 2, 3], [4, 5], [6]]),
+            *(Decoding(Sampling(temperature), frozenset({299}), 5), 2, [0, 1, 2]),
+            Kept(lambda logits: top_logprobs(logits, 15)),
         )
         assert len([ids.cpu() for a in made for ids, _ in a.captured[:1]]) == 3
 
@@ -309,8 +309,9 @@ def a_target_on_two_devices():
     whole = spread_target()
     assert {p.device for p in whole.model.parameters()} == {*map(torch.device, (GPU, OTHER_GPU))}
     made = generate_batched(
-        *(whole.decoder, [[1, 2, 3], [4, 5], [6]], 5, frozenset({299}), Sampling(), 2, [0, 1, 2]),
-        capture=lambda logits: top_logprobs(logits, 15),
+        *(whole.decoder, [[1, 2, 3], [4, 5], [6]]),
+        *(Decoding(Sampling(), frozenset({299}), 5), 2, [0, 1, 2]),
+        Kept(lambda logits: top_logprobs(logits, 15)),
     )
     assert len([ids.cpu() for a in made for ids, _ in a.captured[:1]]) == 3
     states = dict.fromkeys((0, 1, 2))

@@ -31,8 +31,8 @@ from distill.teacher.store import (
     name_of,
     names_of,
 )
-from eval.decoding.generation import generate_batched, prefill_groups
-from eval.decoding.loop import seed_of
+from eval.decoding.generation import Kept, generate_batched, prefill_groups
+from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.target import Target, weights_sha256
 from eval.decoding.verification import Sampling
 from eval.engines.environments import EngineMissing, vllm_python
@@ -161,15 +161,11 @@ def _answer(
     generated = generate_batched(
         decoder,
         prompts,
-        recipe.answer_max_new_tokens,
-        stops,
-        Sampling(recipe.answer_temperature),
+        Decoding(Sampling(recipe.answer_temperature), stops, recipe.answer_max_new_tokens),
         rows,
         # with its prompt taught an answer is the same
         [seed_of(recipe.seed, name.removesuffix(TAUGHT)) for name in names],
-        capture=lambda logits: top_logprobs(logits, recipe.cache_top_k),
-        capture_prompts=teach_prompts,
-        layers=layers,
+        Kept(lambda logits: top_logprobs(logits, recipe.cache_top_k), teach_prompts, layers),
     )
     shown = tqdm(
         generated,

@@ -158,10 +158,10 @@ def in_pieces(
     """
     read: dict[int, list[Any]] = {layer: [] for layer in states or ()}
     for piece in tokens.split(PIECE, dim=1):
-        found: HiddenStates = dict.fromkeys(read)
-        yield decoder.forward(piece, start, cache, last_only, found)
+        piece_states: HiddenStates = dict.fromkeys(read)
+        yield decoder.forward(piece, start, cache, last_only, piece_states)
         start += piece.shape[1]
-        for layer, state in found.items():
+        for layer, state in piece_states.items():
             read[layer].append(state)
     if states:
         states.update({layer: torch.cat(parts, 1) for layer, parts in read.items()})

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from eval.decoding.forward import PIECE, Decoder, HiddenStates, in_pieces
-from eval.decoding.verification import Sampling, argmax, inverse_cdf, warp
+from eval.decoding.loop import Decoding
+from eval.decoding.verification import argmax, inverse_cdf, warp
 
 SLACK = 32  # free slots: a step reads every slot of the cache, and resizing it reads all of it
 PREFILL_ROWS = 4  # prompts of up to PIECE tokens read at once: each weight serves all their tokens
@@ -56,25 +58,34 @@ def _bucket(prompt: int) -> int:
     return PIECE << max(0, -(-prompt // PIECE) - 1).bit_length()
 
 
+class Kept(NamedTuple):
+    """What answers keep beside their tokens.
+
+    capture: called on the raw logits [B, V] of each step; row b of each tensor it returns goes to
+    the answer that holds row b. in_prompts: it is called on those within each prompt, too. layers:
+    those of the hidden states that are kept, numbered as in forward.py.
+    """
+
+    capture: Callable[[Tensor], tuple[Tensor, ...]] | None = None
+    in_prompts: bool = False
+    layers: Sequence[int] = ()
+
+
+TOKENS_ALONE = Kept()
+
+
 def generate_batched(
     target: Decoder,
     prompts: list[list[int]],
-    max_new_tokens: int,
-    stops: frozenset[int],
-    sampling: Sampling,
+    decoding: Decoding,
     batch_size: int,
     seeds: Sequence[int],
-    capture: Callable[[Tensor], tuple[Tensor, ...]] | None = None,
-    capture_prompts: bool = False,
-    layers: Sequence[int] = (),
+    kept: Kept = TOKENS_ALONE,
 ) -> Iterator[Answer]:
     """Answers as they finish, not in order. `prompts` are token ids, none of them empty.
 
     A row that ends is given to the next prompt at once, so that no step is spent on finished rows.
     Prompts longer than PIECE run apart from shorter ones, and fewer at once (`rows_at_once`).
-    capture: called on the raw logits [B, V] of each step; row b of each tensor it returns goes to
-    the answer that holds row b. capture_prompts: it is called on those within each prompt, too.
-    layers: those of the hidden states that answers keep, numbered as in forward.py.
     seeds: one a prompt, from which all random numbers of its answer come. Every step has as many
     rows, and prompts are read in `prefill_groups`: with the same ones read together, an answer's
     bits do not depend on what else runs beside it, as long as the cache has as many slots.
@@ -85,19 +96,9 @@ def generate_batched(
 
     for longest, groups in itertools.groupby(prefill_groups(prompts), bucket):
         numbers = list(itertools.chain.from_iterable(groups))
-        rows = rows_at_once(batch_size, longest, max_new_tokens)
-        for answer in _generate(
-            target,
-            [prompts[i] for i in numbers],
-            max_new_tokens,
-            stops,
-            sampling,
-            rows,
-            [seeds[i] for i in numbers],
-            capture,
-            capture_prompts,
-            layers,
-        ):
+        rows = rows_at_once(batch_size, longest, decoding.max_new_tokens)
+        alike, their_seeds = [prompts[i] for i in numbers], [seeds[i] for i in numbers]
+        for answer in _generate(target, alike, decoding, rows, their_seeds, kept):
             answer.index = numbers[answer.index]
             yield answer
 
@@ -105,19 +106,16 @@ def generate_batched(
 def _generate(
     target: Decoder,
     prompts: list[list[int]],
-    max_new_tokens: int,
-    stops: frozenset[int],
-    sampling: Sampling,
-    batch_size: int,
+    decoding: Decoding,
+    rows: int,
     seeds: Sequence[int],
-    capture: Callable[[Tensor], tuple[Tensor, ...]] | None,
-    capture_prompts: bool,
-    layers: Sequence[int],
+    kept: Kept,
 ) -> Iterator[Answer]:
-    """As generate_batched, of prompts that run together, the longest first, in batch_size rows."""
+    """As generate_batched, of prompts that run together, the longest first."""
+    sampling, capture, layers = decoding.sampling, kept.capture, kept.layers
     queue = prefill_groups(prompts)
     longest = len(prompts[0])
-    cache = target.new_cache(batch_size, longest + SLACK)
+    cache = target.new_cache(rows, longest + SLACK)
     prefilled = target.new_cache(1 if longest > PIECE else PREFILL_ROWS, longest)
     waiting: list[int] = []  # prompts in the rows of `prefilled`, the last of them first
     in_prompts: dict[int, list[tuple[Tensor, ...]]] = {}  # captured of those
@@ -125,11 +123,11 @@ def _generate(
     # each row's answer, the token it reads next, and that token's position; a row without an answer
     # stays where it is, which is at 0
     answers: list[Answer | None] = []
-    tokens, positions, used, moves = torch.zeros(
-        (4, batch_size), dtype=torch.long, device=target.device
-    )
+    tokens, positions, used, moves = torch.zeros((4, rows), dtype=torch.long, device=target.device)
     # one random number for each token that a row may still emit; how many it has `used`
-    uniforms = torch.zeros((batch_size, max_new_tokens), dtype=torch.float64, device=target.device)
+    uniforms = torch.zeros(
+        (rows, decoding.max_new_tokens), dtype=torch.float64, device=target.device
+    )
 
     def admit(row: int) -> Answer | None:
         """Cache all of a prompt but its last token, which steps with the other rows."""
@@ -142,14 +140,14 @@ def _generate(
                 heads += heads[:1] * (prefilled.rows - len(heads))
                 read = torch.tensor(heads, device=target.device)
                 states = dict.fromkeys(layers)
-                pieces = in_pieces(target, read, 0, prefilled, not capture_prompts, states)
+                pieces = in_pieces(target, read, 0, prefilled, not kept.in_prompts, states)
                 for at, logits in zip(range(0, width, PIECE), pieces, strict=True):
-                    if capture and capture_prompts:
+                    if capture and kept.in_prompts:
                         for i, row_logits in zip(waiting, logits, strict=False):
-                            found = capture(row_logits[: max(0, len(prompts[i]) - 1 - at)])
-                            in_prompts.setdefault(i, []).extend(zip(*found, strict=True))
+                            captured = capture(row_logits[: max(0, len(prompts[i]) - 1 - at)])
+                            in_prompts.setdefault(i, []).extend(zip(*captured, strict=True))
                 if layers:
-                    for i, row_states in zip(waiting, _kept(states), strict=False):
+                    for i, row_states in zip(waiting, _on_host(states), strict=False):
                         in_heads[i] = [row_states[: len(prompts[i]) - 1].clone()]
         positions[row] = used[row] = moves[row] = 0
         if not waiting:
@@ -160,10 +158,12 @@ def _generate(
         tokens[row], positions[row], moves[row] = prompts[index][-1], head, 1
         if not sampling.greedy:  # on the host: the same numbers on every device
             generator = torch.Generator().manual_seed(seeds[index])
-            uniforms[row] = torch.rand(max_new_tokens, dtype=torch.float64, generator=generator)
+            uniforms[row] = torch.rand(
+                decoding.max_new_tokens, dtype=torch.float64, generator=generator
+            )
         return Answer(index, [], in_prompts.pop(index, []), in_heads.pop(index, []))
 
-    for row in range(batch_size):
+    for row in range(rows):
         answers.append(admit(row))
     while any(answers):
         needed = int(positions.max()) + 1
@@ -171,7 +171,7 @@ def _generate(
             cache = cache.resized(needed + SLACK)
         states = dict.fromkeys(layers)
         logits = target.forward(tokens[:, None], positions, cache, states=states)[:, -1]
-        kept = _kept(states) if layers else None
+        on_host = _on_host(states) if layers else None
         if sampling.greedy:
             tokens = argmax(logits)
         else:
@@ -186,14 +186,14 @@ def _generate(
             answer.tokens.append(token)
             if captured:
                 answer.captured.append(tuple(part[row] for part in captured))
-            if kept is not None:
-                answer.states.append(kept[row])
-            if token in stops or len(answer.tokens) == max_new_tokens:
+            if on_host is not None:
+                answer.states.append(on_host[row])
+            if token in decoding.stops or len(answer.tokens) == decoding.max_new_tokens:
                 yield answer
                 answers[row] = admit(row)
 
 
-def _kept(states: HiddenStates) -> Tensor:
+def _on_host(states: HiddenStates) -> Tensor:
     """The states of all layers at the positions of a forward [B, T, L, H], in bf16, on the host."""
     found = [state for state in states.values() if state is not None]
     return torch.stack(found, 2).to(torch.bfloat16).cpu()

@@ -37,15 +37,7 @@ def target_texts(
     bar = tqdm(total=len(prompts), desc="target texts", unit="prompt")
     seeds = [seed_of(decoding.seed, str(number)) for number in range(len(prompts))]
     rows = min(BATCH, len(prompts))
-    for answer in generate_batched(
-        target.decoder,
-        list(prompts),
-        decoding.max_new_tokens,
-        decoding.stops,
-        decoding.sampling,
-        rows,
-        seeds,
-    ):
+    for answer in generate_batched(target.decoder, list(prompts), decoding, rows, seeds):
         answers[answer.index] = answer.tokens
         bar.update()
     bar.close()

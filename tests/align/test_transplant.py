@@ -109,6 +109,14 @@ def test_a_row_of_a_token_is_not_cut(sibling, vocabulary):
         resized(sibling(320), vocabulary, 299)
 
 
+@pytest.mark.parametrize(("rows", "kept"), [(384, True), (320, True), (310, False)])
+def test_a_mask_whose_row_is_cut_is_no_mask_any_more(sibling, vocabulary, rows, kept):
+    model = sibling(320)
+    model.config.pard_token = 315
+    assert hasattr(resized(model, vocabulary, rows).config, "pard_token") == kept
+    assert model.config.pard_token == 315
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_the_siblings_of_the_hubs_recipes_get_their_targets_rows(
     recipe, vocabulary, write_tokenizer, tmp_path

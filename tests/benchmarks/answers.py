@@ -17,8 +17,8 @@ from align.machine import use_machine
 from distill.prompt_sets import training_prompts
 from distill.recipe import load_recipe
 from distill.teacher.answers import top_logprobs
-from eval.decoding.generation import generate_batched
-from eval.decoding.loop import seed_of
+from eval.decoding.generation import Kept, generate_batched
+from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.measuring.intervals import measure
@@ -62,12 +62,12 @@ def ours(target, ids, recipe):
         for answer in generate_batched(
             target.decoder,
             ids,
-            recipe.answer_max_new_tokens,
-            target.stops,
-            Sampling(recipe.answer_temperature),
+            Decoding(
+                Sampling(recipe.answer_temperature), target.stops, recipe.answer_max_new_tokens
+            ),
             recipe.answer_batch_size,
             [seed_of(recipe.seed, str(number)) for number in range(len(ids))],
-            capture=lambda logits: top_logprobs(logits, recipe.cache_top_k),
+            Kept(lambda logits: top_logprobs(logits, recipe.cache_top_k)),
         )
     )
 

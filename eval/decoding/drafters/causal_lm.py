@@ -94,12 +94,12 @@ def teacher_forced_logits(
 
 
 class TokenSession(Session):
-    """A batch in progress: `texts` in the draft's ids, `seen` how much of each is in its cache."""
+    """A batch in progress: `texts` in the draft's ids, `in_cache` how much of each it has read."""
 
     def __init__(self, drafter: CausalLMDrafter, texts: Texts) -> None:
         self.drafter, self.sampling, self.generator = drafter, texts.sampling, texts.generator
         self.texts = [drafter.read(text, begins=True) for text in texts.ids]
-        self.seen = [0] * len(self.texts)
+        self.in_cache = [0] * len(self.texts)
         self.slots = drafter.own_slots(texts.slots)
         self.cache = drafter.decoder.new_cache(len(self.texts), self.slots)
         if len(self.texts) > 1 or len(self.texts[0]) > PIECE:
@@ -108,11 +108,11 @@ class TokenSession(Session):
     def read_alone(self) -> None:
         """Every row reads its own text, all but the newest token."""
         for row, text in enumerate(self.texts):
-            if new := text[self.seen[row] : -1]:
+            if new := text[self.in_cache[row] : -1]:
                 tokens = torch.tensor([new], device=self.drafter.decoder.device)
                 decoder, cache = self.drafter.decoder, self.cache.row(row)
-                list(in_pieces(decoder, tokens, self.seen[row], cache))
-                self.seen[row] = len(text) - 1
+                list(in_pieces(decoder, tokens, self.in_cache[row], cache))
+                self.in_cache[row] = len(text) - 1
 
     def propose(self, count: int, stop_below: float) -> Proposal:
         drafter, device = self.drafter, self.drafter.decoder.device
@@ -121,7 +121,7 @@ class TokenSession(Session):
         count = min(count, self.slots - max(lengths) + 1, drafter.most or count)
         # what is new to a row is one token, two after a full acceptance, more where others drafted
         # for it (lookup.py); all read as many, or where a row has not as many, one each
-        width = max(length - seen for length, seen in zip(lengths, self.seen, strict=True))
+        width = max(length - read for length, read in zip(lengths, self.in_cache, strict=True))
         if width > min(lengths):
             self.read_alone()
             width = 1
@@ -142,7 +142,7 @@ class TokenSession(Session):
                 step = self.drafter.to_own_ids(before)[:, None]
             scores = self.logits(step, start, depth)
             start = start + step.shape[1]
-            self.seen = [length + depth for length in lengths]
+            self.in_cache = [length + depth for length in lengths]
             return scores
 
         return logits
@@ -154,12 +154,12 @@ class TokenSession(Session):
     def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
         for row, (text, new, n) in enumerate(zip(self.texts, emitted, accepted, strict=True)):
             # what it read of its own beyond the accepted tokens is stale and will be overwritten
-            seen = min(self.seen[row], len(text) + n)
+            valid = min(self.in_cache[row], len(text) + n)
             text += self.drafter.read(new)
             # where the new tokens are nothing in its own ids, it reads its last one again
-            self.seen[row] = min(seen, len(text) - 1)
+            self.in_cache[row] = min(valid, len(text) - 1)
 
     def keep(self, rows: list[int]) -> None:
         self.texts = [self.texts[row] for row in rows]
-        self.seen = [self.seen[row] for row in rows]
+        self.in_cache = [self.in_cache[row] for row in rows]
         self.cache = self.cache.keep_rows(torch.tensor(rows, device=self.drafter.decoder.device))

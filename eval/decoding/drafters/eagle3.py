@@ -359,7 +359,7 @@ class Pairs:
         groups = attention.num_key_value_groups
         self.past.append((repeat_kv(k, groups), repeat_kv(v, groups)))
         (keys, values), *later = self.past
-        own = [
+        chain = [
             (_moved(keys, age), _moved(values, age))
             for age, (keys, values) in enumerate(reversed(later))
         ]
@@ -375,7 +375,7 @@ class Pairs:
                     q[:, :, at:to],
                     keys[:, :, :to],
                     values[:, :, :to],
-                    [(k[:, :, at:to], v[:, :, at:to]) for k, v in own],
+                    [(k[:, :, at:to], v[:, :, at:to]) for k, v in chain],
                     use_reentrant=False,
                 )
             )
@@ -383,20 +383,21 @@ class Pairs:
 
 
 def _attended(
-    q: Tensor, keys: Tensor, values: Tensor, own: Sequence[tuple[Tensor, Tensor]]
+    q: Tensor, keys: Tensor, values: Tensor, chain: Sequence[tuple[Tensor, Tensor]]
 ) -> Tensor:
     """What queries [B, heads, C, D] find in the first step's pairs up to the last of theirs
-    [B, heads, S, D], and each in its `own` pair of later steps [B, heads, C, D].
+    [B, heads, S, D], and each in the `chain`: its own draft's pairs of later steps
+    [B, heads, C, D].
     """
-    seen = torch.ones(q.shape[2], keys.shape[2], dtype=torch.bool, device=q.device)
-    seen = seen.tril(keys.shape[2] - q.shape[2] - len(own))
-    columns = [(q @ keys.transpose(2, 3)).masked_fill_(~seen, float("-inf"))]
-    columns += [(q * own_keys).sum(-1, keepdim=True) for own_keys, _ in own]
+    visible = torch.ones(q.shape[2], keys.shape[2], dtype=torch.bool, device=q.device)
+    visible = visible.tril(keys.shape[2] - q.shape[2] - len(chain))
+    columns = [(q @ keys.transpose(2, 3)).masked_fill_(~visible, float("-inf"))]
+    columns += [(q * chain_keys).sum(-1, keepdim=True) for chain_keys, _ in chain]
     scores = torch.cat(columns, -1).float() * q.shape[-1] ** -0.5
     weights, count = scores.softmax(-1).to(values.dtype), keys.shape[2]
     attended = weights[..., :count] @ values
-    for age, (_, own_values) in enumerate(own):
-        attended = attended + weights[..., count + age, None] * own_values
+    for age, (_, chain_values) in enumerate(chain):
+        attended = attended + weights[..., count + age, None] * chain_values
     return attended
 
 
@@ -512,8 +513,8 @@ class Eagle3Decoder:
         first = torch.zeros(1, dtype=torch.long, device=self.device)
         pieces = zip(tokens.split(PIECE, 1), hidden.split(PIECE, 1), strict=True)
         read = [
-            self.forward(some, states, first + number * PIECE, cache)[0]
-            for number, (some, states) in enumerate(pieces)
+            self.forward(piece, states, first + number * PIECE, cache)[0]
+            for number, (piece, states) in enumerate(pieces)
         ]
         return torch.cat(read, 1)
 
@@ -568,7 +569,7 @@ class Eagle3Session(TokenSession):
     def __init__(self, drafter: Eagle3Drafter, texts: Texts) -> None:
         self.drafter, self.sampling, self.generator = drafter, texts.sampling, texts.generator
         self.texts, self.slots = [list(text) for text in texts.ids], texts.slots
-        self.seen = [len(text) - 1 for text in self.texts]
+        self.in_cache = [len(text) - 1 for text in self.texts]
         self.cache = drafter.decoder.new_cache(len(self.texts), 2 * self.slots)
         self.hidden = torch.empty(0)
         self.new: list[tuple[list[int], Tensor]] = []
@@ -607,7 +608,7 @@ class Eagle3Session(TokenSession):
 
     def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
         super().commit(emitted, accepted, states)
-        self.seen = [len(text) - 1 for text in self.texts]  # what is new to it, `new` says
+        self.in_cache = [len(text) - 1 for text in self.texts]  # what is new to it, `new` says
         fused = self.drafter.fused(states)
         self.new = [
             ([*tokens, *new], torch.cat([h, fused[row, : len(new)]]))

@@ -185,26 +185,26 @@ def read_with_masks(model: PreTrainedModel, batch: TrainingBatch, masks: Masks) 
     shape = rows, max(length - width, WIDTH)
     length = width + shape[1]
 
-    def behind(values: Tensor, rest: int) -> Tensor:
-        """[B, L - T], `rest` where there is no mask."""
-        placed = torch.full(shape, rest, device=ids.device)
+    def behind(values: Tensor, filler: int) -> Tensor:
+        """[B, L - T], `filler` where there is no mask."""
+        placed = torch.full(shape, filler, device=ids.device)
         placed[masks.rows, masks.slots] = values
         return placed
 
     anchors = behind(batch.positions[masks.entries] % width, 0)
     entries, depths = behind(masks.entries, -1), behind(masks.depths, 0)
-    seen = torch.zeros((rows, length, length), dtype=torch.bool, device=ids.device)
+    visible = torch.zeros((rows, length, length), dtype=torch.bool, device=ids.device)
     place = torch.arange(width, device=ids.device)
-    seen[:, :width, :width] = place <= place[:, None]
-    seen[:, width:, :width] = place <= anchors[..., None]
+    visible[:, :width, :width] = place <= place[:, None]
+    visible[:, width:, :width] = place <= anchors[..., None]
     same = entries[:, :, None] == entries[:, None]
-    seen[:, width:, width:] = same & (depths[:, None] <= depths[:, :, None])
+    visible[:, width:, width:] = same & (depths[:, None] <= depths[:, :, None])
     embedded = masked.get_input_embeddings()(ids)
     mask = masked.mask(ids.new_zeros(1)).to(embedded.dtype).expand(*shape, -1)
     masked.config._attn_implementation = "sdpa"  # which takes such a mask as it is
     return masked.base_model(
         inputs_embeds=torch.cat([embedded, mask], 1),
-        attention_mask=seen[:, None],
+        attention_mask=visible[:, None],
         position_ids=torch.cat([place.expand(rows, -1), anchors + depths], 1),
         use_cache=False,
     ).last_hidden_state
@@ -241,5 +241,5 @@ class PardSession(TokenSession):
         decoder, block = self.drafter.decoder, torch.cat([step, masks], 1)
         scores = decoder.forward(block, start, self.cache)[:, step.shape[1] - 1 :]
         # what it made of the masks will be overwritten
-        self.seen = [len(text) for text in self.texts]
+        self.in_cache = [len(text) for text in self.texts]
         return lambda depth, _: scores[:, depth]

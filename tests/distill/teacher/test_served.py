@@ -22,7 +22,8 @@ from distill.teacher.served import ServedTarget
 from distill.teacher.store import Store
 from distill.train import run
 from eval.decoding.build import build_decoder
-from eval.decoding.generation import generate_batched
+from eval.decoding.generation import Kept, generate_batched
+from eval.decoding.loop import Decoding
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.engines.server import API_KEY, ServerError
@@ -82,12 +83,10 @@ class StandIn(ThreadingHTTPServer):
             (answer,) = generate_batched(
                 self.target.decoder,
                 [prompt],
-                body["max_tokens"],
-                frozenset(stops),
-                Sampling(body["temperature"]),
+                Decoding(Sampling(body["temperature"]), frozenset(stops), body["max_tokens"]),
                 1,
                 [body["seed"]],
-                capture=lambda logits: top_logprobs(logits * scale, count),
+                Kept(lambda logits: top_logprobs(logits * scale, count)),
             )
         finish = "stop" if answer.tokens[-1] in stops else "length"
         return prompt, answer, finish

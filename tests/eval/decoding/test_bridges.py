@@ -459,7 +459,9 @@ def bridged(lettered, tiny_llama):
     target, draft = lettered
     own = build_decoder(tiny_llama(0, spread=4, vocab_size=len(target.tokens)), 120)
     model = tiny_llama(3, spread=4, vocab_size=len(draft.tokens))
+    model.config.pard_token = 3
     rehomed = transplant(model, build_map(target, draft), target, draft, len(target.tokens))
+    assert not hasattr(rehomed.config, "pard_token")  # its row is another token's
     return own, {
         "intersection": intersection(lettered, build_decoder(model, 240)),
         "string": by_text_of(target, draft, build_decoder(model, 240)),

@@ -11,7 +11,7 @@ from eval.decoding.build import build_decoder
 from eval.decoding.drafters import causal_lm
 from eval.decoding.drafters.causal_lm import TokenSession
 from eval.decoding.drafters.lookup import PromptLookup
-from eval.decoding.generation import generate_batched, rows_at_once
+from eval.decoding.generation import Kept, generate_batched, rows_at_once
 from eval.decoding.lean import LeanDecoder
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.stock import StockDecoder
@@ -222,9 +222,8 @@ def test_answers_in_batches_of_any_size_are_those_of_single_rows(target, serial,
     answers = {
         answer.index: answer
         for answer in generate_batched(
-            *(target, rows, LONGEST, stops, Sampling(), batch_size),
-            seeds=[0] * len(rows),
-            capture=lambda logits: (logits.argmax(-1),),
+            *(target, rows, Decoding(Sampling(), stops, LONGEST), batch_size, [0] * len(rows)),
+            Kept(lambda logits: (logits.argmax(-1),)),
         )
     }
     assert sorted(answers) == list(range(len(rows)))
@@ -245,11 +244,8 @@ def test_long_prompts_are_answered_fewer_at_once_and_read_in_pieces(target, monk
 
     def answered():
         made = generate_batched(
-            *(target, rows, 6, NEVER, Sampling(), 4),
-            seeds=[0] * len(rows),
-            capture=lambda logits: (logits.argmax(-1),),
-            capture_prompts=True,
-            layers=(0, 2),
+            *(target, rows, Decoding(Sampling(), NEVER, 6), 4, [0] * len(rows)),
+            Kept(lambda logits: (logits.argmax(-1),), True, (0, 2)),
         )
         return sorted(made, key=lambda answer: answer.index)
 
@@ -293,7 +289,7 @@ def test_a_draft_that_forgets_what_it_drafted_alone_is_caught(target, drafts, mo
 
     def unread(session, *said):
         commit(session, *said)
-        session.seen = [len(text) - 1 for text in session.texts]
+        session.in_cache = [len(text) - 1 for text in session.texts]
 
     monkeypatch.setattr(TokenSession, "commit", unread)
     assert accepted() < 1
