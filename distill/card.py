@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,7 @@ def model_card(run: Path, report: Report, facts: CardFacts) -> str:
         ),
         definitions={key: DEFINITIONS[key] for key in ("alpha", "tau", "speed-up")},
         tables={table.title: table for table in _tables(report, facts) if table.rows},
+        shares=shares,
         check=check,
         own_ids=check["used"] in OWN_IDS,
         train_prompts=public_name(str(recipe.get("train_prompts", "the recipe"))),
@@ -130,6 +131,10 @@ def model_card(run: Path, report: Report, facts: CardFacts) -> str:
         provenance_sha256=hashlib.sha256((run / "provenance.json").read_bytes()).hexdigest(),
     )
     return f"{card}\n"
+
+
+def shares(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.3f}" for value in values)
 
 
 def overlap_of(run: Path, report: Report) -> float | None:
@@ -205,12 +210,12 @@ def _tables(report: Report, facts: CardFacts) -> list[Table]:
             mass = "" if reloaded.dropped_mass is None else f"{reloaded.dropped_mass:.3%}"
         forms.append([name, weights, alpha, mass])
     forms += [[name, "", f"not made: {reason}", ""] for name, reason in facts.left_out.items()]
-    engines = [
-        _engine_row(name, result)
-        if isinstance(result, Report)
-        else [name, "", "", "", f"not measured: {result}", "", ""]
-        for name, result in facts.engines.items()
-    ]
+    engines: list[list[str]] = []
+    for name, result in facts.engines.items():
+        if isinstance(result, Report):
+            engines += (_engine_row(name, result, draft) for draft in result.drafts)
+        else:
+            engines.append([name, "", "", "", f"not measured: {result}", "", ""])
     published = {name: draft for name, draft in report.drafts.items() if name != UNTUNED}
     header = ["engine", "version", "dtype", "gamma", "speed-up", "accepted", "greedy text"]
     return [
@@ -220,11 +225,12 @@ def _tables(report: Report, facts: CardFacts) -> list[Table]:
     ]
 
 
-def _engine_row(name: str, report: Report) -> list[str]:
-    draft = report.last[1]
+def _engine_row(name: str, report: Report, of: str) -> list[str]:
+    """What an engine does with the draft, or a rival that it has itself."""
+    draft = report.drafts[of]
     accepted = draft.accepted_over_drafted or (draft.counters and draft.counters.acceptance_rate)
     return [
-        name,
+        name if draft is report.last[1] else f"{name}, its own {of}",
         # as its report has it, else as it is installed by us
         str(report.provenance.get(name) or ENGINES[name].version),
         report.dtype,

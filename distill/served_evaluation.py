@@ -17,8 +17,9 @@ from distill.run_folder import provenance
 from distill.teacher.answers import USED
 from eval.decoding.loop import Decoding
 from eval.engines.local_vllm import speculation
+from eval.engines.served import measure_servers
 from eval.engines.server import ServerError
-from eval.engines.vllm import VllmServer, measure_servers
+from eval.engines.vllm import VllmServer
 from eval.reporting.report import Report, write_report
 
 
@@ -43,12 +44,11 @@ def evaluate_served(recipe: Recipe, pair: Pair, prompts: Prompts, seconds: float
     assert recipe.answer_url is not None
     try:
         report = measure_servers(
-            VllmServer(recipe.speculative_url, model=served),
+            {"tuned": VllmServer(recipe.speculative_url, model=served)},
             VllmServer(recipe.answer_url, model=served),
             prompts.evaluation.drawn(recipe.speed_prompts, recipe.seed),
             Decoding(recipe.sampling, frozenset(), recipe.max_new_tokens, recipe.seed),
             made_by,
-            name="tuned",
             target=recipe.target,
             overlap=prompts.overlap.exact + prompts.overlap.near,
         )

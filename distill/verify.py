@@ -1,4 +1,8 @@
-"""A published draft in the engines that serve it: measured once, and kept in the run."""
+"""A published draft in the engines that serve it: measured once, and kept in the run.
+
+In vLLM it must be the draft that was trained: as many of its tokens are accepted at each position
+as by our own decoder. Else something between the two has changed, and the likely cause is named.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,41 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from align.files import atomic_file
-from align.sources import load_tokenizer, read_json, resolve_checkpoint, resolve_file
+from align.machine import use_machine
+from align.sources import (
+    load_config,
+    load_tokenizer,
+    read_json,
+    resolve_checkpoint,
+    resolve_file,
+)
 from align.to_gguf import write_gguf
-from distill.card import GGUF_SERVED, EngineResults, gamma_of, in_one_file
+from distill.card import GGUF_SERVED, EngineResults, gamma_of, in_one_file, shares
 from distill.forms import gguf_file
+from distill.models import target_device
 from distill.recipe import read_yaml
+from distill.reload import OWN_IDS
+from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.drafters.kind import kinds
-from eval.decoding.target import weights_sha256
+from eval.decoding.drafters.loading import load_drafter
+from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.target import Target, load_target, weights_sha256
+from eval.decoding.verification import Sampling
 from eval.engines.environments import NAMES
 from eval.engines.installed import measure_installed
+from eval.measuring.evaluation import context_length
 from eval.prompts import Lengths, PromptSet, load_prompts, render_set
-from eval.reporting.report import Report, checked
+from eval.reporting.report import DraftReport, Report, checked
 from eval.reporting.tables import texts_line
 
 PROMPTS, MAX_NEW_TOKENS = 24, 64  # of each engine's check
+CLOSE = 0.02  # of all drafts, at each position
+# In the provenance of vLLM's report: what our decoder accepts at each position, and why not so many
+HERE, MISMATCH = "accepted_by_our_decoder", "mismatch"
 
 
 def in_engines(run: Path, report: Report, draft: Path, asked: Sequence[str] = ()) -> EngineResults:
@@ -84,7 +108,83 @@ def _verify(
         return str(error)
     draft_name, draft = measured.last
     print(f"{name}: speed-up {draft.speedup:.2f}. {texts_line(draft_name, draft.lossless)}")
+    if name == "vllm" and draft.counters is not None:
+        there = draft.counters.acceptance_per_position
+        found = _compare(run, report, recipe, form, prompts, draft)
+        measured = measured.model_copy(update={"provenance": measured.provenance | found})
+        print(f"{name}: accepted by position {shares(there)}, here {shares(found[HERE])}")
+        if found[MISMATCH]:
+            print(f"Warning: it is not served as it was trained. Likely cause: {found[MISMATCH]}.")
     return measured
+
+
+def _compare(
+    run: Path,
+    report: Report,
+    recipe: dict[str, Any],
+    form: Path,
+    prompts: PromptSet,
+    served: DraftReport,
+) -> dict[str, Any]:
+    """HERE and MISMATCH of a published folder that vLLM served; None: it is served as trained."""
+    assert served.counters is not None
+    there, gamma = served.counters.acceptance_per_position, gamma_of(report)
+    strategy = read_json(run / "vocab_check.json")["used"]
+    length = context_length(prompts.ids, MAX_NEW_TOKENS + gamma, gamma)
+    dtype = getattr(torch, report.dtype)
+    target = load_target(recipe["target"], dtype, target_device(recipe), length)
+
+    def by_us(folder: Path) -> list[float]:
+        drafter = load_drafter(str(folder), target, strategy)
+        return accepted_by_position(target, drafter, prompts, gamma, MAX_NEW_TOKENS)
+
+    def apart(here: list[float], there: list[float]) -> bool:
+        return max(abs(a - b) for a, b in zip(here, there, strict=True)) > CLOSE
+
+    def cause() -> str:
+        read = {row.id: row.prompt_tokens for row in served.per_prompt}
+        asked = {p.id: len(ids) for p, ids in zip(prompts.prompts, prompts.ids, strict=True)}
+        if other := [prompt for prompt, tokens in read.items() if tokens != asked[prompt]]:
+            name = other[0]
+            return (
+                f"the template: vLLM read {len(other)} of {len(read)} prompts otherwise ({name!r} "
+                f"in {read[name]} tokens, here {asked[name]})"
+            )
+        if strategy in OWN_IDS:
+            return "the vocabulary: the draft has ids of its own, and vLLM maps them in its own way"
+        if apart(exported := by_us(form), here):
+            return (
+                f"q: of what was exported our decoder accepts {shares(exported)}, so its weights, "
+                "their form or the vocabulary it covers changed on the way"
+            )
+        served_in = load_config(str(resolve_checkpoint(recipe["target"]))).dtype
+        if served_in != dtype:
+            return f"the dtype: vLLM computes in {served_in}, the run did in {dtype}"
+        return "vLLM itself: prompts, weights and dtype are the same"
+
+    use_machine()
+    here = by_us(run / "draft")
+    return {HERE: here, MISMATCH: cause() if apart(here, there) else None}
+
+
+def accepted_by_position(
+    target: Target, drafter: Drafter, prompts: PromptSet, gamma: int, max_new_tokens: int
+) -> list[float]:
+    """The share of greedy drafts whose first i tokens are accepted, as vLLM counts them [gamma].
+
+    That is, with the last draft of a text as long as the others.
+    """
+    decoding = Decoding(Sampling(), target.stops, max_new_tokens + gamma)
+    drafts, accepted = 0, np.zeros(gamma)
+    for prompt, ids in zip(prompts.prompts, prompts.ids, strict=True):
+        (run,) = decode(target.decoder, drafter, [prompt], [ids], decoding, DraftLength(gamma))
+        done = run.prefill_tokens
+        for tokens, count in zip(run.block_tokens, run.accepted, strict=True):
+            if done < max_new_tokens:
+                drafts += 1
+                accepted += np.arange(gamma) < count
+            done += tokens
+    return [float(share) for share in accepted / drafts]
 
 
 def _prompts(run: Path, report: Report, target: Path, longest: int | None) -> PromptSet:

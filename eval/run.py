@@ -5,7 +5,9 @@
     python -m eval.run --target T --draft prompt-lookup --draft D …   a rival without a model
     python -m eval.run --target T --draft lookup-first:D …   D where nothing can be looked up
     python -m eval.run --run DIR          a training run again, from what its folder holds
+    python -m eval.run --engine vllm --gamma 4 --target T --draft D --prompts P
     python -m eval.run --engine vllm --base_url URL --baseline_url URL --prompts P
+    python -m eval.run --engine vllm … --concurrency 1,4,8     at several requests at a time, too
     python -m eval.run --engine transformers --gamma 3 --target T --draft D --prompts P
     python -m eval.run --engine llama.cpp --gamma 3 --target T.gguf --draft D.gguf --prompts P
 
@@ -38,15 +40,15 @@ from align.sources import (
     read_json,
 )
 from eval.decoding.build import build_decoder, longest_context
-from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.engines.driven import measure_driven
 from eval.engines.environments import ENGINES, NAMES, engine_name, installed
-from eval.engines.installed import driven_engine
-from eval.engines.vllm import VllmServer, measure_servers
+from eval.engines.installed import driven_engine, measure_started
+from eval.engines.served import measure_servers
+from eval.engines.vllm import VllmServer
 from eval.measuring.evaluation import Plan, context_length, evaluate
 from eval.measuring.intervals import FEWEST_CLUSTERS
 from eval.measuring.journal import INTERRUPTED, JOURNAL, Journal
@@ -152,8 +154,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="run functions that the target writes on the tests that prompts bring; no sandbox",
     )
     parser.add_argument("--engine", type=engine_name, choices=["torch", *NAMES], default="torch")
-    parser.add_argument("--base_url", help="engine vllm: the server that speculates")
+    parser.add_argument(
+        "--base_url",
+        action="append",
+        default=[],
+        metavar="[NAME=]URL",
+        help="engine vllm: a server that speculates, repeatable; without one they are started here",
+    )
     parser.add_argument("--baseline_url", help="engine vllm: the same target without a draft")
+    parser.add_argument(
+        "--concurrency",
+        type=_sizes,
+        default=[],
+        metavar="N,N,…",
+        help="engine vllm: measure also with so many requests at a time, as 1,4,8,32",
+    )
     parser.add_argument(
         "--strategy",
         default="auto",
@@ -181,12 +196,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
         if getattr(args, key) is None:
             setattr(args, key, value)
     _check_lengths(parser, args, by_length)
-    if args.engine == "vllm":
+    args.served = args.engine == "vllm" and bool(args.base_url or args.baseline_url)
+    if args.concurrency and args.engine != "vllm":
+        parser.error(f"--concurrency is of engine vllm; engine {args.engine} has --batch_sizes")
+    if args.served:
         if not (args.base_url and args.baseline_url and args.prompts):
             parser.error("engine vllm needs --base_url, --baseline_url and --prompts")
     elif not (args.target and args.draft and args.prompts):
         parser.error("give --target, --draft and --prompts, or --run DIR")
-    if args.engine not in ("torch", "vllm"):
+    elif args.engine != "torch":
         _check_for_engine(parser, args)
     return args
 
@@ -248,12 +266,10 @@ def _take_from_run(args: argparse.Namespace) -> None:
     args.target = args.target or recipe["target"]
     untuned = recipe["draft"] or args.run / "prepared"
     tuned = args.run / "draft"
-    args.draft = args.draft or [
-        f"untuned={untuned}",
-        "lookup=prompt-lookup",
-        f"tuned={tuned}",
-        f"tuned+lookup=lookup-first:{tuned}",
-    ]
+    drafts = [f"untuned={untuned}", "lookup=prompt-lookup", f"tuned={tuned}"]
+    if args.engine != "vllm":  # which looks up in place of a draft, not before it
+        drafts.append(f"tuned+lookup=lookup-first:{tuned}")
+    args.draft = args.draft or drafts
     for option in ("instruction", "chat_template_kwargs"):
         if getattr(args, option) is not None and args.prompts is None:
             raise ValueError(
@@ -304,17 +320,16 @@ def _named(text: str) -> tuple[str, str]:
 def _measure(args: argparse.Namespace, journal: Journal) -> Report:
     """The report of our own decoder."""
     use_machine()
-    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    sampling = _sampling(args)
     target = load_target(args.target, getattr(torch, args.dtype), args.device, 64)
     evaluation, tuning = _prompt_sets(args, target.tokenizer, target.model.config)
     longest = max(args.max_gamma, args.gamma or 0)
     length = context_length(evaluation.ids + tuning.ids, args.max_new_tokens, longest)
     target.decoder = build_decoder(target.model, length)
-    drafters: dict[str, Drafter] = {}
-    for name, spec in map(_named, args.draft):
-        if name in drafters:
-            raise ValueError(f"Two drafts are called {name!r}; name them: --draft NAME={spec}.")
-        drafters[name] = load_drafter(spec, target, args.strategy)
+    drafters = {
+        name: load_drafter(spec, target, args.strategy)
+        for name, spec in _by_name([_named(draft) for draft in args.draft]).items()
+    }
     return evaluate(
         target,
         drafters,
@@ -343,31 +358,68 @@ def _measure_driven(args: argparse.Namespace, journal: Journal) -> Report:
     evaluation, _ = _prompt_sets(args, load_tokenizer(args.target), load_config(args.target))
     timed = evaluation.drawn(args.speed_prompts, args.seed)
     positions = context_length(timed.ids, args.max_new_tokens, args.gamma)
-    drafts = dict(map(_named, args.draft))
-    if len(drafts) < len(args.draft):
-        raise ValueError("Two drafts have the same name; name them: --draft NAME=SPEC.")
+    drafts = _by_name([_named(draft) for draft in args.draft])
     models = args.target, drafts, args.gamma, positions, getattr(torch, args.dtype), args.device
     with driven_engine(args.engine, *models) as engine:
-        sampling = Sampling(args.temperature, args.top_k, args.top_p)
-        decoding = Decoding(sampling, engine.stops, args.max_new_tokens, args.seed)
+        decoding = Decoding(_sampling(args), engine.stops, args.max_new_tokens, args.seed)
         about = {"command": sys.argv, "seed": args.seed}
         return measure_driven(engine, timed, decoding, journal, about)
 
 
+def _by_name(named: list[tuple[str, str]]) -> dict[str, str]:
+    """What was given under each name. Raises ValueError for a name that was given twice."""
+    of: dict[str, str] = {}
+    for name, given in named:
+        if name in of:
+            raise ValueError(f"Two drafts are called {name!r}; name them: NAME={given}.")
+        of[name] = given
+    return of
+
+
+def _named_url(text: str) -> tuple[str, str]:
+    """Name and address of a [NAME=]URL."""
+    name, equals, url = text.partition("=")
+    return ("served", text) if not equals or "://" in name else (name, url)
+
+
+def _measure_started(args: argparse.Namespace) -> Report:
+    """The report of vLLM servers that are started here."""
+    use_machine()
+    installed("vllm")
+    evaluation, _ = _prompt_sets(args, load_tokenizer(args.target), load_config(args.target))
+    return measure_started(
+        args.target,
+        _by_name([_named(draft) for draft in args.draft]),
+        args.gamma,
+        evaluation.drawn(args.speed_prompts, args.seed),
+        Decoding(_sampling(args), frozenset(), args.max_new_tokens, args.seed),
+        {"command": sys.argv, "seed": args.seed},
+        args.concurrency,
+    )
+
+
+def _sampling(args: argparse.Namespace) -> Sampling:
+    return Sampling(args.temperature, args.top_k, args.top_p)
+
+
 def _measure_servers(args: argparse.Namespace) -> Report:
-    """The report of vLLM behind --base_url, against --baseline_url."""
+    """The report of vLLM behind each --base_url, against --baseline_url."""
     prompts = load_prompts(args.prompts, args.max_prompts or args.speed_prompts, args.seed)
     # an instruction is for Instruct models alone: which template they have, the server knows
     prompts = in_chat_form(
         prompts, args.instruction, chat_template=True, template_kwargs=args.chat_template_kwargs
     )
-    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    connections = max([1, *args.concurrency])
     return measure_servers(
-        VllmServer(args.base_url),
-        VllmServer(args.baseline_url),
+        {
+            name: VllmServer(url, connections=connections)
+            for name, url in _by_name([_named_url(url) for url in args.base_url]).items()
+        },
+        VllmServer(args.baseline_url, connections=connections),
         PromptSet(args.prompts, prompts, []),
-        Decoding(sampling, frozenset(), args.max_new_tokens, args.seed),
+        Decoding(_sampling(args), frozenset(), args.max_new_tokens, args.seed),
         {"command": sys.argv, "seed": args.seed},
+        loads=args.concurrency,
     )
 
 
@@ -376,8 +428,10 @@ def main(argv: list[str]) -> int:
         args = parse(argv)
         folder = (args.output_dir or Path("outputs/eval")) / "report"
         with Journal(folder / JOURNAL) as journal:
-            if args.engine == "vllm":
+            if args.served:
                 report = _measure_servers(args)
+            elif args.engine == "vllm":
+                report = _measure_started(args)
             elif args.engine == "torch":
                 report = _measure(args, journal)
             else:

@@ -5,23 +5,25 @@ from __future__ import annotations
 import json
 import shlex
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from align.machine import use_machine
-from align.sources import load_config
+from align.sources import load_config, resolve_checkpoint
+from eval.decoding.drafters.lookup import LOOKUP
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.engines.assisted import Assisted
 from eval.engines.driven import DrivenEngine, measure_driven
+from eval.engines.environments import installed
 from eval.engines.llama_cpp import LlamaCpp
-from eval.engines.local_vllm import serve_vllm, speculation
-from eval.engines.vllm import VllmServer, measure_servers
+from eval.engines.local_vllm import METHODS, serve_vllm, speculation
+from eval.engines.served import measure_servers
+from eval.engines.vllm import VllmServer
 from eval.measuring.evaluation import context_length
 from eval.measuring.journal import JOURNAL, Journal
 from eval.prompts import PromptSet
@@ -58,17 +60,16 @@ def measure_installed(
     """The report of a draft in an engine, greedily, against the target alone in the same engine.
 
     engine: one of NAMES. target, draft: checkpoints' folders, GGUF files for llama.cpp. The draft
-    is called by the last part of its path. Raises as `driven_engine`, and as `measure_servers`.
+    is called by the last part of its path, and is the last of the report: vLLM's own lookup stands
+    before it. Raises as `driven_engine`, and as `measure_servers`.
     """
     use_machine()
     provenance = {"served_by": serve_command(engine, target, draft, gamma)}
-    positions = context_length(prompts.ids, max_new_tokens, gamma)
     decoding = Decoding(Sampling(), frozenset(), max_new_tokens)
     if engine == "vllm":
-        served = partial(serve_vllm, target, positions=positions, dtype="auto")  # as `vllm serve`
-        with served(*speculation(draft, gamma)) as speculative, served() as plain:
-            servers = VllmServer(speculative, PATIENCE), VllmServer(plain, PATIENCE)
-            return measure_servers(*servers, prompts, decoding, provenance, draft.name, str(target))
+        drafts = {"lookup": LOOKUP, draft.name: str(draft)}
+        return measure_started(str(target), drafts, gamma, prompts, decoding, provenance)
+    positions = context_length(prompts.ids, max_new_tokens, gamma)
     dtype: Any = torch.float32
     if engine == "transformers":
         dtype = load_config(str(target)).dtype or dtype  # as transformers itself loads it
@@ -80,6 +81,47 @@ def measure_installed(
         decoding = Decoding(Sampling(), driven.stops, max_new_tokens)
         journal = Journal(Path(scratch) / JOURNAL)
         return measure_driven(driven, prompts, decoding, journal, provenance)
+
+
+def measure_started(
+    target: str,
+    drafts: Mapping[str, str],
+    gamma: int,
+    prompts: PromptSet,
+    decoding: Decoding,
+    provenance: dict[str, Any],
+    loads: Sequence[int] = (),
+) -> Report:
+    """The report of drafts in vLLM, by name, with a server started here for each and for none.
+
+    target, drafts: specs; a draft as `speculation` takes it. loads: as of `measure_servers`. Each
+    server has its own copy of the target. Raises EngineMissing, and as `measure_servers`.
+    """
+    installed("vllm")
+    positions = context_length(prompts.ids, decoding.max_new_tokens, gamma)
+    path = resolve_checkpoint(target)
+    shared = ["--gpu-memory-utilization", f"{0.9 / (1 + len(drafts)):.2f}"]
+    on_gpu = torch.cuda.is_available()
+    with ExitStack() as servers:
+
+        def started(*arguments: str) -> VllmServer:
+            more = shared if on_gpu else []
+            # in its dtype, as `vllm serve` does it
+            server = serve_vllm(
+                path, *arguments, *more, positions=positions, dtype="auto", eager=not on_gpu
+            )
+            return VllmServer(servers.enter_context(server), PATIENCE, connections=max([1, *loads]))
+
+        speculative = {
+            name: started(*speculation(_resolved(draft), gamma)) for name, draft in drafts.items()
+        }
+        return measure_servers(
+            speculative, started(), prompts, decoding, provenance, target, loads=loads
+        )
+
+
+def _resolved(draft: str) -> str:
+    return draft if draft in METHODS else str(resolve_checkpoint(draft))
 
 
 def serve_command(

@@ -15,8 +15,10 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from align.sources import read_json
+from eval.decoding.drafters.lookup import LOOKUP
 from eval.engines.environments import environment, vllm_python
 from eval.engines.server import API_KEY, ServerError
 
@@ -24,6 +26,11 @@ READY_SECONDS, END_SECONDS, DYING_SECONDS = 600, 60, 5
 # Variables that a server of ours is not to see: it asks for no key, and is no process of a launch.
 NOT_PASSED = {API_KEY, "VLLM_API_KEY", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 NOT_PASSED |= {"MASTER_ADDR", "MASTER_PORT"}
+# Drafts without a model that vLLM has, by the spec of one here: its method, and what that needs.
+METHODS: dict[str, dict[str, Any]] = {
+    LOOKUP: {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
+    "suffix": {"method": "suffix"},
+}
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -32,11 +39,13 @@ def speculation(
 ) -> list[str]:
     """The arguments with which a vLLM server speculates, gamma tokens a time.
 
-    draft: a model of its own, or a folder in the format of speculators, which names its method, or
-    Medusa heads. folder: where it lies now, if not there. own_ids: its token ids are not the
-    target's, and vLLM maps them, greedily only. Raises ServerError for a draft that vLLM would not
-    start with.
+    draft: a model of its own, a folder in the format of speculators, which names its method, Medusa
+    heads, or one of METHODS. folder: where it lies now, if not there. own_ids: its token ids are
+    not the target's, and vLLM maps them, greedily only. Raises ServerError for a draft that vLLM
+    would not start with.
     """
+    if method := METHODS.get(str(draft)):
+        return ["--speculative-config", json.dumps(method | {"num_speculative_tokens": gamma})]
     path = (folder or Path(draft)) / "config.json"
     about = read_json(path) if path.is_file() else {}
     kind = about.get("speculators_model_type")

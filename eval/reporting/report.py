@@ -85,6 +85,17 @@ class BatchPoint(Part):
     tokens_per_s: Both[Measured] = Field(description="of all rows together")
 
 
+class LoadPoint(Part):
+    """Served with so many requests at a time; a round is what varies, n the number of rounds."""
+
+    concurrency: Positive
+    requests: Positive
+    tokens_per_s: Both[Measured] = Field(description="of all requests together")
+    speedup: Measured = Field(description="of these tokens/s")
+    itl_ms: Both[Latency]
+    mean_acceptance_length: Measured | None = Field(description="null: it has no counters")
+
+
 class Counters(Part):
     """A server's own counters, by its own definitions."""
 
@@ -186,6 +197,7 @@ class DraftReport(Part):
     payoff: Payoff | None
     gamma_sweep: list[SweepPoint] = Field(description="where one was asked for")
     by_batch_size: list[BatchPoint] = Field(description="where sizes were asked for")
+    by_load: list[LoadPoint] = Field(default=[], description="where loads were asked for")
     lossless: Ledger
     by_category: dict[str, CategoryNumbers]
     by_copy_share: dict[str, CategoryNumbers] = Field(
@@ -205,6 +217,24 @@ class DraftReport(Part):
         for point in self.by_batch_size:
             if point.lossless:
                 yield f"{name} in batches of {point.batch_size}", point.lossless
+
+    @property
+    def gamma_by_load(self) -> list[tuple[int, int, int]]:
+        """Rows (first load, last load, tokens to draft), as vLLM takes them.
+
+        They are its num_speculative_tokens_per_batch_size: the draft's own length where it gained,
+        none where it cost. A measured load stands for all up to the next one.
+        """
+        ranges: list[tuple[int, int, int]] = []
+        for i, point in enumerate(self.by_load):
+            length = (self.gamma or 0) if point.speedup.mean > 1 else 0
+            after = [later.concurrency - 1 for later in self.by_load[i + 1 : i + 2]]
+            last = after[0] if after else point.concurrency
+            if ranges and ranges[-1][2] == length:
+                ranges[-1] = ranges[-1][0], last, length
+            else:
+                ranges.append((ranges[-1][1] + 1 if ranges else 1, last, length))
+        return ranges
 
     @property
     def texts(self) -> Ledger:
@@ -271,7 +301,7 @@ def _numbers(log: DraftLog, run: RunLog, shown: Sequence[str]) -> dict[str, Call
 
 # Fields that are in the draft's log as they are.
 COPIED = (
-    "path form vocabulary gamma gamma_policy gamma_sweep by_batch_size lossless counters"
+    "path form vocabulary gamma gamma_policy gamma_sweep by_batch_size by_load lossless counters"
 ).split()
 
 

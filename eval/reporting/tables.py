@@ -37,6 +37,11 @@ BATCH_NOTE = (
     "shapes differ in the last bits, so texts may part at near-ties, each checked in the tie "
     "ledger; in fp32 they are the same."
 )
+LOAD_NOTE = (
+    "So many requests are kept in flight, of one server after the other, in rounds of twice as "
+    "many; intervals over rounds. Texts are not compared here: bf16 sums depend on what else is in "
+    "the batch."
+)
 ANSWERS_NOTE = (
     "Copied tokens stand in stretches of 8 or more that occur earlier; prompt lookup drafts them "
     "without a model."
@@ -271,6 +276,16 @@ BATCHES: Cells = [
     ("batches", "speedup.n", str),
     ("greedy text", "lossless", str),
 ]
+LOADS: Cells = [
+    ("requests at a time", "concurrency", str),
+    ("tokens/s, no draft", "tokens_per_s.baseline", "{:.1f}".format),
+    ("tokens/s, drafted", "tokens_per_s.speculative", "{:.1f}".format),
+    ("speed-up", "speedup", shown),
+    ("tokens per call", "mean_acceptance_length", shown),
+    ("ITL p50 with / without", "itl_ms.speculative.p50 itl_ms.baseline.p50", TWO_MS),
+    ("ITL p95 with / without", "itl_ms.speculative.p95 itl_ms.baseline.p95", TWO_MS),
+    ("requests", "requests", str),
+]
 CLASSES: Cells = [
     ("tokens", "positions", str),
     ("alpha", "alpha", shown),
@@ -333,6 +348,16 @@ def _by_item(title: str, report: Report, path: str, cells: Cells, note: str = ""
         (name, part) for name, draft in report.drafts.items() for part in _at(draft, path) or []
     )
     return _table(title, "draft", rows, cells, note)
+
+
+def _by_load(report: Report) -> Table:
+    """With what to tell vLLM of each draft, where one costs at some load and not at all of them."""
+    schedules = [
+        f" Serve {name} with num_speculative_tokens_per_batch_size {json.dumps(ranges)}."
+        for name, draft in report.drafts.items()
+        if len(ranges := draft.gamma_by_load) > 1
+    ]
+    return _by_item("By load", report, "by_load", LOADS, LOAD_NOTE + "".join(schedules))
 
 
 def result_table(report: Report) -> Table:
@@ -503,6 +528,7 @@ def tables(report: Report) -> list[Table]:
         _by_draft("Counters of the server", report, COUNTERS, COUNTERS_NOTE),
         *_charted(report),
         _by_item("By batch size", report, "by_batch_size", BATCHES, BATCH_NOTE),
+        _by_load(report),
         ledger_table(report),
         _table("The target's answers", "", answers, ANSWERS, ANSWERS_NOTE),
         _table("By category", "category, draft", categories["by_category"], CATEGORIES),

@@ -23,6 +23,7 @@ class Fake(ThreadingHTTPServer):
         self.refuses_after = 10**6
         self.__dict__.update(faults)
         self.drafts = self.drafted = self.accepted = self.answers = 0
+        self.active = self.most = 0  # requests at a time
         self.requests = []
         threading.Thread(target=self.serve_forever, args=[0.01], daemon=True).start()
 
@@ -77,6 +78,14 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         fake.requests.append((self.path, body))
         fake.answers += 1
+        fake.active += 1
+        fake.most = max(fake.most, fake.active)
+        try:
+            self.answer(fake, body)
+        finally:
+            fake.active -= 1
+
+    def answer(self, fake, body):
         time.sleep(fake.delay)
         if fake.answers > fake.refuses_after:
             return self.reply('{"error": {"message": "maximum context length is 8 tokens"}}', 400)

@@ -11,7 +11,8 @@ import torch
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.engines.forks import WIDEST_TIE
-from eval.engines.vllm import VllmServer, measure_servers
+from eval.engines.served import measure_servers
+from eval.engines.vllm import VllmServer
 from eval.prompts import Prompt, PromptSet
 from tests.eval.engines.conftest import Fake
 
@@ -95,12 +96,9 @@ def texts(fake):
     """The ledger of a server of a model that drafts against a server of it that does not."""
 
     def compare(model, drafting, plain=None):
-        servers = [
-            fake(3, Serving, model=model, **drafting),
-            fake(1, Serving, model=model, **plain or {}),
-        ]
         report = measure_servers(
-            *(VllmServer(server.url, 5.0) for server in servers),
+            {"served": VllmServer(fake(3, Serving, model=model, **drafting).url, 5.0)},
+            VllmServer(fake(1, Serving, model=model, **plain or {}).url, 5.0),
             PromptSet("made up", PROMPTS, []),
             Decoding(Sampling(), frozenset(), LENGTH),
             {"command": "test"},

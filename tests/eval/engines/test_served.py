@@ -6,8 +6,9 @@ import pytest
 
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
+from eval.engines.served import measure_servers
 from eval.engines.server import ServerError
-from eval.engines.vllm import VllmServer, measure_servers
+from eval.engines.vllm import VllmServer
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.page import render_page
 from eval.reporting.report import read_report
@@ -24,7 +25,7 @@ PROMPTS = [
 
 def measure(drafting, plain, prompts=PROMPTS, temperature=0.0, timeout=5.0):
     return measure_servers(
-        VllmServer(drafting.url + "/v1/", timeout),
+        {"served": VllmServer(drafting.url + "/v1/", timeout)},
         VllmServer(plain.url, timeout),
         PromptSet("made up", prompts, []),
         Decoding(Sampling(temperature), frozenset(), 20),

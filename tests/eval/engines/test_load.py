@@ -1,0 +1,133 @@
+"""Drafts at several requests at a time, behind servers that are stand-ins."""
+
+import json
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from eval.decoding.loop import Decoding
+from eval.decoding.verification import Sampling
+from eval.engines import installed
+from eval.engines.load import load_curve
+from eval.engines.vllm import VllmServer
+from eval.prompts import Prompt
+from eval.reporting.page import render_page
+from eval.reporting.report import DraftReport, read_report
+from eval.reporting.text import render_markdown
+from eval.run import main
+from tests.siblings import LARGE, save_sibling
+
+PROMPTS = [Prompt(str(i), prompt=f"say {i}") for i in range(10)]
+DECODING = Decoding(Sampling(), frozenset(), 20)
+
+
+def curve(drafting, plain, loads):
+    servers = [VllmServer(server.url, 5.0, connections=4) for server in (plain, drafting)]
+    return load_curve(servers[0], {"a": servers[1]}, PROMPTS, DECODING, loads)
+
+
+def test_so_many_requests_are_in_flight_and_counted(fake):
+    drafting, plain = fake(3, delay=0.02), fake(1, delay=0.02)
+    points, failure = curve(drafting, plain, [1])
+    assert failure is None
+    assert (drafting.most, plain.most) == (1, 1)
+    more, _ = curve(drafting, plain, [4])
+    assert (drafting.most, plain.most) == (4, 4)
+    (one,), (four,) = points["a"], more["a"]
+    # every prompt once, two a round; four rounds of eight
+    assert (one["requests"], four["requests"]) == (10, 32)
+    assert (one["speedup"].n, four["speedup"].n) == (5, 4)
+    assert four["speedup"].ci95 is None
+    # 7 blocks of 20 tokens after the first one, 2 drafted ones accepted in each
+    assert four["mean_acceptance_length"].mean == 3.0
+    assert four["itl_ms"].baseline.tokens == 32 * 19
+    asked, same = (
+        sorted(body["prompt"] for _, body in server.requests) for server in (drafting, plain)
+    )
+    assert asked == same
+    both = four["tokens_per_s"]
+    assert both.speculative.mean / both.baseline.mean == pytest.approx(four["speedup"].mean)
+    # four at a time wait together
+    assert both.baseline.mean > 2 * one["tokens_per_s"].baseline.mean
+
+
+def test_a_server_that_fails_at_a_load_leaves_the_loads_before(fake):
+    points, failure = curve(fake(3, refuses_after=12), fake(1), [1, 4])
+    assert [point["concurrency"] for point in points["a"]] == [1]
+    assert failure.startswith("at 4 requests at a time: http://127.0.0.1")
+    assert "answered 400" in failure
+
+
+@pytest.mark.parametrize(
+    ("speedups", "ranges"),
+    [
+        ({1: 1.5, 4: 1.1, 8: 0.9, 32: 0.7}, [(1, 7, 3), (8, 32, 0)]),
+        ({1: 1.5, 8: 1.2}, [(1, 8, 3)]),
+        ({4: 0.9, 8: 1.1}, [(1, 7, 0), (8, 8, 3)]),
+        ({}, []),
+    ],
+)
+def test_the_length_to_serve_with_at_each_load(speedups, ranges):
+    points = [
+        SimpleNamespace(concurrency=load, speedup=SimpleNamespace(mean=speedup))
+        for load, speedup in speedups.items()
+    ]
+    assert DraftReport.model_construct(by_load=points, gamma=3).gamma_by_load == ranges
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f'{{"prompt": "say {i}"}}\n' for i in range(10)))
+    return path
+
+
+def test_command_with_two_servers_and_loads(fake, tmp_path, prompts, capsys):
+    servers = ["--base_url", f"one={fake(2).url}", "--base_url", f"two={fake(3).url}"]
+    what = ["--prompts", str(prompts), "--output_dir", str(tmp_path), "--max_new_tokens", "20"]
+    plain = ["--baseline_url", fake(1).url, "--concurrency", "1,2"]
+    assert main(["--engine", "vllm", *servers, *plain, *what]) == 0
+    report = read_report(tmp_path / "report" / "report.json")
+    assert list(report.drafts) == ["one", "two"]
+    for draft in report.drafts.values():
+        assert [point.concurrency for point in draft.by_load] == [1, 2]
+        assert draft.lossless.identical == 10
+    lengths = [draft.counters.mean_acceptance_length.mean for draft in report.drafts.values()]
+    assert lengths == [2.0, 3.0]
+    for rendered in (render_markdown(report), render_page(report)):
+        assert "By load" in rendered
+        assert "ITL p95 with / without" in rendered
+    twice = ["--base_url", servers[1], "--base_url", servers[1]]
+    assert main(["--engine", "vllm", *twice, *plain, *what]) == 2
+    assert "Two drafts are called 'one'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--target", "T", "--draft", "D", "--prompts", "P", "--concurrency", "1,2"])
+    assert "engine torch has --batch_sizes" in capsys.readouterr().err
+
+
+def test_servers_are_started_for_the_drafts_that_are_named(fake, tmp_path, prompts, monkeypatch):
+    save_sibling(tmp_path / "target", LARGE, 1)
+    save_sibling(tmp_path / "draft", LARGE, 2)
+    started = []
+
+    @contextmanager
+    def serve(target, *arguments, **_):
+        assert target == tmp_path / "target"
+        started.append(json.loads(arguments[1]) if arguments else None)
+        yield fake(3 if arguments else 1).url
+
+    monkeypatch.setattr(installed, "serve_vllm", serve)
+    for module in ("eval.run", "eval.engines.installed"):
+        monkeypatch.setattr(f"{module}.installed", lambda _: None)
+    drafts = ["--draft", "lookup=prompt-lookup", "--draft", f"own={tmp_path / 'draft'}"]
+    what = ["--prompts", str(prompts), "--output_dir", str(tmp_path), "--max_new_tokens", "20"]
+    models = ["--engine", "vllm", "--target", str(tmp_path / "target"), *drafts]
+    assert main([*models, *what, "--gamma", "3"]) == 0
+    lookup, own, plain = started
+    assert (lookup["method"], lookup["num_speculative_tokens"]) == ("ngram", 3)
+    assert (own["method"], own["model"]) == ("draft_model", str(tmp_path / "draft"))
+    assert plain is None
+    assert list(read_report(tmp_path / "report" / "report.json").drafts) == ["lookup", "own"]
+    with pytest.raises(SystemExit):  # vLLM chooses no length
+        main([*models, *what])
