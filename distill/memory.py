@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from distill.losses import CHUNK
-from distill.models import check_prunable
+from distill.models import check_prunable, layers_read
 from distill.recipe import Recipe
 from distill.teacher.answers import ANSWERS_PER_SHARD
 from distill.teacher.store import bytes_per_token
@@ -103,7 +103,7 @@ def needs(
     prompt = min(prompt_tokens, target.max_position_embeddings // 2)
     room = target.max_position_embeddings - prompt - recipe.max_gamma - 1
     answer, new = min(recipe.answer_max_new_tokens, room), min(recipe.max_new_tokens, room)
-    states = len(recipe.kind.layers(target.to_dict())) * target.hidden_size * STATE_BYTES
+    states = len(layers_read(recipe, target.to_dict())) * target.hidden_size * STATE_BYTES
     head = target.vocab_size * target.hidden_size * size
 
     model = _pruned(recipe, target) if draft is None else _shape(draft.get_text_config())

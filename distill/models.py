@@ -20,6 +20,7 @@ from align.sources import (
     load_config,
     load_model,
     load_tokenizer,
+    read_json,
     refuse_quantised,
     resolve_checkpoint,
 )
@@ -30,8 +31,9 @@ from align.vocab_map import VOCAB_MAP, Retokenizer, VocabMap, build_map, load_ma
 from align.vocabulary import Vocabulary, mask_token, read_vocabulary
 from distill.lora import refuse_unknown_modules
 from distill.prompt_sets import Prompts
-from distill.recipe import Recipe
+from distill.recipe import Recipe, build_recipe
 from eval.decoding.build import longest_context, refuse_undecodable
+from eval.decoding.drafters.kind import kinds, published_kind
 from eval.decoding.forward import Decoder
 from eval.decoding.target import Target
 from eval.decoding.target import load_target as load_any_target
@@ -113,13 +115,13 @@ def check_models(recipe: Recipe) -> Pair:
             "or let a server answer (answers: server)."
         )
     target = read_vocabulary(recipe.target)
-    if recipe.answers != "server" or recipe.draft is None:  # its weights are read here
+    if recipe.answers != "server" or recipe.sibling is None:  # its weights are read here
         refuse_quantised(recipe.target, target.config)
     if recipe.answers != "server":  # then neither is decoded here
-        for spec in filter(None, (recipe.target, recipe.draft)):
+        for spec in filter(None, (recipe.target, recipe.sibling)):
             refuse_undecodable(load_config(spec))
-    refuse_unknown_modules(recipe, load_config(recipe.draft or recipe.target))
-    draft = target if recipe.draft is None else read_vocabulary(recipe.draft)
+    refuse_unknown_modules(recipe, load_config(recipe.sibling or recipe.target))
+    draft = target if recipe.sibling is None else read_vocabulary(recipe.sibling)
     verdict = compare(target, draft)
     strategy = choose_strategy(verdict, recipe.strategy, tuned=True)
     print(f"vocabulary: {verdict.relation}, strategy {strategy}")
@@ -135,7 +137,7 @@ def check_models(recipe: Recipe) -> Pair:
             f"cache_top_k {recipe.cache_top_k} is more than the {target.rows} tokens of the "
             "target's vocabulary; lower it."
         )
-    if recipe.draft is None:
+    if recipe.sibling is None:
         keeps_layers = recipe.kind.keeps_layers and recipe.drafter != "auto"
         check_prunable(target.config, recipe.num_draft_layers if keeps_layers else 0)
         if recipe.draft_vocab_size is not None:
@@ -151,6 +153,43 @@ def check_models(recipe: Recipe) -> Pair:
         path = recipe.folder / VOCAB_MAP
         vocab_map = load_map(path, target, draft) if path.exists() else build_map(target, draft)
     return Pair(target, draft, verdict, strategy, vocab_map)
+
+
+def of_published(recipe: Recipe) -> Recipe:
+    """The recipe with the kind and the head of the draft it names, where others trained it."""
+    if recipe.draft is None:
+        return recipe
+    folder = resolve_checkpoint(recipe.draft, weights=False)
+    kind = published_kind(folder)
+    if kind is None:
+        if not recipe.kind.language_model:
+            raise ValueError(
+                f"drafter is {recipe.kind_name!r}, but draft {recipe.draft!r} is no such draft; "
+                "name one, or leave drafter out."
+            )
+        return recipe
+    rows = kind.rows_of(read_json(folder / "config.json"))
+    whole = load_config(recipe.target).get_text_config().vocab_size
+    name = next(name for name, other in kinds().items() if other is kind)
+    if recipe.drafter not in (None, name):
+        raise ValueError(
+            f"drafter is {recipe.drafter!r}, but draft {recipe.draft!r} is of kind {name!r}; leave "
+            "drafter out."
+        )
+    of = {"drafter": name, "draft_vocab_size": None if rows == whole else rows}
+    return build_recipe(recipe.values() | of)
+
+
+def published_about(recipe: Recipe) -> dict[str, Any] | None:
+    """config.json of the draft that the recipe starts from, where others trained it."""
+    if recipe.draft is None or recipe.sibling is not None:
+        return None
+    return read_json(resolve_checkpoint(recipe.draft, weights=False) / "config.json")
+
+
+def layers_read(recipe: Recipe, target: Mapping[str, Any]) -> tuple[int, ...]:
+    """The states of the target of that config that the recipe's draft reads; none for most."""
+    return recipe.kind.layers(target, published_about(recipe))
 
 
 def mask_of(recipe: Recipe, target: Vocabulary) -> int | None:
@@ -184,8 +223,8 @@ class TargetOfRun:
     def __init__(self, recipe: Recipe, pair: Pair, prompts: Prompts) -> None:
         """Raises ValueError where the draft could not read as far as the target."""
         self.recipe, self.prompts = recipe, prompts
-        if recipe.draft is not None and pair.retokenizer is None and recipe.answers != "server":
-            reads = longest_context(load_config(recipe.draft).get_text_config())
+        if recipe.sibling is not None and pair.retokenizer is None and recipe.answers != "server":
+            reads = longest_context(load_config(recipe.sibling).get_text_config())
             if reads < (taken := _context_length(recipe, prompts)):
                 raise ValueError(
                     f"draft is {recipe.draft!r}, which reads {reads} positions, but the longest "

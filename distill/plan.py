@@ -27,12 +27,11 @@ from align.machine import free_memory, from_first
 from align.sources import load_config
 from distill.held_out import SHARE, least_steps
 from distill.memory import PROMPT_TOKENS, Needs, needs
-from distill.models import Pair, TargetOfRun
+from distill.models import Pair, TargetOfRun, layers_read
 from distill.prepare import PreparedDraft, stand_in, stand_in_drafter
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe, RecipeError, build_recipe
 from distill.teacher.answers import PROBE, this_machine, to_answer
-from distill.teacher.states import layers_read
 from distill.teacher.store import CachedAnswer, Store
 from distill.trainer import build_trainer, training_config
 from eval.decoding.drafters.drafter import Drafter, timed_step
@@ -253,7 +252,7 @@ def run_memory(recipe: Recipe, prompts: Prompts | None) -> Needs:
     longest = PROMPT_TOKENS
     if prompts is not None:
         longest = max(map(len, prompts.training.ids + prompts.evaluation.ids))
-    draft = None if recipe.draft is None else load_config(recipe.draft)
+    draft = None if recipe.sibling is None else load_config(recipe.sibling)
     return needs(recipe, load_config(recipe.target), draft, longest)
 
 
@@ -367,7 +366,7 @@ def training_step(
         top_ids = torch.zeros((taught, recipe.cache_top_k), dtype=torch.long)
         logprobs = torch.full(top_ids.shape, -4.0)
         made_up.append(CachedAnswer(i, torch.tensor(prompt), top_ids[:, 0], top_ids, logprobs))
-    shape = len(layers_read(recipe, pair)), pair.target.config["hidden_size"]
+    shape = len(layers_read(recipe, pair.target.config)), pair.target.config["hidden_size"]
     number = torch.ones(())  # the same for all states: they take no room
     states = {row.index: number.expand(len(row.text) - 1, *shape) for row in made_up}
     few = recipe.training | {"max_steps": TIMED_STEPS, "save_strategy": "no", "report_to": "none"}

@@ -18,10 +18,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from align.files import atomic_file, atomic_folder, write_json
-from align.sources import read_json
+from align.sources import read_json, resolve_checkpoint
 from align.trim import choose_tokens, coverage_curve, lost_mass
 from distill.lora import base_draft, full_head
-from distill.models import Pair, TargetOfRun, forced_tokens, load_sibling, mask_of
+from distill.models import (
+    Pair,
+    TargetOfRun,
+    forced_tokens,
+    layers_read,
+    load_sibling,
+    mask_of,
+)
 from distill.recipe import Recipe
 from distill.teacher.states import states_of
 from distill.teacher.store import Answers, CachedAnswer
@@ -90,8 +97,14 @@ def _start(
         for a in until(answers, recipe.fit_tokens)
     ]
     forced = forced_tokens(pair.target)
-    ids, lost = head_tokens(answers, pair.vocab_size, recipe.draft_vocab_size, forced)
-    model, full = kind.start(_start_of(recipe, pair, target, ids, texts))
+    full = None
+    if recipe.draft is not None:
+        model, ids = kind.published(resolve_checkpoint(recipe.draft), target.model, texts)
+        mass = domain_mass(answers, pair.vocab_size)
+        lost = 0.0 if ids is None else lost_mass(mass, ids)
+    else:
+        ids, lost = head_tokens(answers, pair.vocab_size, recipe.draft_vocab_size, forced)
+        model, full = kind.start(_start_of(recipe, pair, target, ids, texts))
     with atomic_folder(folder) as partial:
         embedding = pair.target_embedding(getattr(torch, recipe.dtype))
         kind.save(partial, model, ids, embedding, recipe.target)
@@ -108,7 +121,7 @@ def _start_of(
     token_ids: Tensor | None,
     texts: list[AnsweredText],
 ) -> Start:
-    layers = recipe.kind.layers(pair.target.config)
+    layers = layers_read(recipe, pair.target.config)
     return Start(
         target.model,
         token_ids,
@@ -159,6 +172,9 @@ def stand_in(recipe: Recipe, pair: Pair, target: Target) -> PreparedDraft:
     kind = recipe.kind.from_target
     if kind is None:
         return _sibling(recipe, pair)
+    if recipe.draft is not None:
+        model, ids = kind.published(resolve_checkpoint(recipe.draft), target.model)
+        return PreparedDraft(model, ids, None, 0.0)
     size = recipe.draft_vocab_size
     ids = None if size is None else torch.arange(size, device=target.decoder.device)
     model, _ = kind.start(_start_of(recipe, pair, target, ids, []))
@@ -179,7 +195,7 @@ def stand_in_drafter(
 
 def lost_mass_of(recipe: Recipe) -> float:
     """Share of the target's mass that the head of the run's prepared draft cannot draft."""
-    if recipe.draft is not None:
+    if recipe.sibling is not None:
         return 0.0
     return float(read_json(recipe.folder / "prepared" / PREPARED)["lost_mass"])
 

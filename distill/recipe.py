@@ -121,7 +121,7 @@ class Recipe:
     name: Text = "run"  # of the run and its output folder; left out: the name of the recipe's file
     domain: Text = "general"  # what the draft is for, in words (goes to the model card)
     target_hub_id: HubId | None = None  # ORG/NAME of a target that is a file, for the model card
-    draft: Text | None = None  # a sibling to tune; null makes a draft from the target
+    draft: Text | None = None  # to tune: a sibling, or heads that others trained; null makes one
     drafter: Text | None = None  # null: pruned, or sibling where draft is named; auto: compares
     base: Text | None = None  # a run whose pruned draft this one starts from, as its adapters do
     output_dir: Text | None = None  # null: outputs/ and the name
@@ -183,6 +183,11 @@ class Recipe:
     def kind(self) -> Kind:
         kind = kinds()[self.kind_name]
         return kind if self.draft is None else kind.of_sibling or kind
+
+    @property
+    def sibling(self) -> str | None:
+        """`draft` where it is a model of its own, and not heads on the target's states."""
+        return self.draft if self.kind.language_model else None
 
     @property
     def planned(self) -> bool:
@@ -520,7 +525,7 @@ def _check_drafter(recipe: Recipe) -> None:
             f"drafter is {name!r}, but draft is null; name the draft with --draft, or set drafter "
             "to pruned."
         )
-    if recipe.kind.from_target and recipe.draft is not None:
+    if recipe.kind.from_target and recipe.sibling is not None:
         raise RecipeError(
             f"drafter is {name!r}, which is made from the target itself, but draft names "
             f"{recipe.draft!r}; remove one of the two."
@@ -573,10 +578,11 @@ def _check_server(recipe: Recipe) -> None:
             "train_on_prompts is true, but answers is server, which is asked for distributions of "
             "answers only; set it to false, or answer locally."
         )
-    if recipe.draft is None:
+    if recipe.sibling is None:
         raise RecipeError(
-            "answers is server, but draft is null, which prunes the target's own weights, and "
-            "with a server they are never loaded; name a sibling with --draft, or answer locally."
+            f"answers is server, but drafter {recipe.kind_name!r} takes the target's own weights or "
+            "states, and with a server they are never loaded; name a sibling with --draft, or "
+            "answer locally."
         )
     if recipe.speculative_url == recipe.answer_url:
         raise RecipeError(

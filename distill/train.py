@@ -27,7 +27,7 @@ from distill.dry_run import price_run
 from distill.export import export_draft
 from distill.local_evaluation import evaluate
 from distill.lora import on_base
-from distill.models import Pair, TargetOfRun, check_models
+from distill.models import Pair, TargetOfRun, check_models, layers_read, of_published
 from distill.plan import (
     Clock,
     Plan,
@@ -55,7 +55,7 @@ from distill.teacher.answers import (
 )
 from distill.teacher.served import ServedTarget
 from distill.teacher.started_vllm import StartedVllm
-from distill.teacher.states import cache_states, layers_read
+from distill.teacher.states import cache_states
 from distill.teacher.store import Answers, Store
 from distill.trainer import distil_draft, process_timeout, training_config
 from eval.measuring.cost import price
@@ -67,7 +67,7 @@ def run(recipe: Recipe) -> int:
     """The main job. Each stage finds what an interrupted run left and goes on from there."""
     on_cpu, timeout = recipe.training.get("use_cpu", False), process_timeout(recipe)
     use_machine(join_processes(on_cpu, timeout))
-    recipe = on_base(recipe)
+    recipe = of_published(on_base(recipe))
     if recipe.dry_run:
         return price_run(recipe)
     training_config(recipe)  # what transformers refuses is refused now, not after minutes
@@ -134,7 +134,8 @@ def answered(
     """
     if served is not None:
         return served.answers(count)
-    asked, layers = to_answer(recipe, target.prompts.training.ids), layers_read(recipe, pair)
+    asked = to_answer(recipe, target.prompts.training.ids)
+    layers = layers_read(recipe, pair.target.config)
     taught = recipe.train_on_prompts
     return answer_prompts(recipe, asked[:count], target, store, layers, taught)
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from align.machine import from_first
 from distill.held_out import held_out_answers
-from distill.models import Pair, TargetOfRun
+from distill.models import Pair, TargetOfRun, layers_read
 from distill.recipe import Recipe
 from distill.teacher.answers import ANSWERS_PER_SHARD, states_store
 from distill.teacher.store import Answers, CachedAnswer, CacheError, Store, name_of
@@ -46,17 +46,12 @@ class States(Mapping[int, Tensor]):
         return len(self.names)
 
 
-def layers_read(recipe: Recipe, pair: Pair) -> tuple[int, ...]:
-    """The target's hidden states that the recipe's kind of drafter reads; none for most kinds."""
-    return recipe.kind.layers(pair.target.config)
-
-
 def states_of(recipe: Recipe, pair: Pair, answers: Answers) -> States | None:
     """The states that the recipe's kind of drafter reads, of answers and held-out answers.
 
     None where it reads none. Raises CacheError where an answer has none.
     """
-    if not (layers := layers_read(recipe, pair)):
+    if not (layers := layers_read(recipe, pair.target.config)):
         return None
     store = states_store(answers.store, layers)
     texts = chain(answers, held_out_answers(recipe.folder))
@@ -75,7 +70,7 @@ def cache_states(recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Answe
 
     A call of all processes: each takes its share.
     """
-    if not (layers := layers_read(recipe, pair)):
+    if not (layers := layers_read(recipe, pair.target.config)):
         return
     store, state = states_store(answers.store, layers), PartialState()
     held_out = held_out_answers(recipe.folder)

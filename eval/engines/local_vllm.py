@@ -49,6 +49,8 @@ def speculation(
     path = (folder or Path(draft)) / "config.json"
     about = read_json(path) if path.is_file() else {}
     kind = about.get("speculators_model_type")
+    if any("Eagle3" in name for name in about.get("architectures") or ()):
+        kind = "eagle3"  # in either layout
     if about.get("model_type") == "medusa":
         kind = "medusa"
         if about["truncated_vocab_size"] < about["vocab_size"]:

@@ -214,11 +214,13 @@ def test_a_step_in_small_batches_is_that_of_a_large_one(answered, tmp_path, kind
         torch.testing.assert_close(weight, weights[1][name], rtol=1e-4, atol=1e-5)
 
 
-def test_steps_of_an_eagle3_draft_are_those_of_its_session(answered):
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+def test_steps_of_an_eagle3_draft_are_those_of_its_session(answered, norm_before_residual):
     """What training makes of the later steps is what decoding does with them."""
     recipe, pair, target, answers = answered("eagle3")
     prepared = prepare_draft(recipe, pair, target, answers)
     model, loaded = prepared.model, target.loaded
+    model.config.norm_before_residual = norm_before_residual
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim > 1 and "embed" not in name and "lm_head" not in name:
@@ -256,7 +258,6 @@ def test_a_dry_run_prices_it(job, tmp_path, kind, capsys):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"draft": "d", "drafter": "eagle3"}, "is made from the target itself, but draft names"),
         ({"draft": "d", "drafter": "pruned"}, "is made from the target itself, but draft names"),
         ({"drafter": "sibling"}, "'sibling', but draft is null"),
         ({"drafter": "eagle3", "use_peft": True}, "set use_peft to false"),

@@ -6,12 +6,13 @@ Legend: V the target's vocabulary, K rows of the draft's head.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from align.sources import read_json
 from eval.decoding.target import tensor_sha256
@@ -41,6 +42,37 @@ def check_compact(folder: Path, embedding: Tensor) -> Mapping[str, Any]:
             "dtype, or the full form beside it."
         )
     return about
+
+
+def weights_of(folder: Path, device: str) -> dict[str, Tensor]:
+    """All tensors of a published draft."""
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(path, device=device)
+    return tensors
+
+
+def fill(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Make these the model's weights. Raises ValueError where they are not all it has."""
+    try:
+        model.load_state_dict(tensors, assign=True)
+    except RuntimeError as error:
+        raise ValueError(
+            f"The weights of {folder} are not those of its kind of draft ({error}); it has parts "
+            "that are not computed here, or is damaged."
+        ) from None
+
+
+def refuse_other_target(
+    folder: Path, about: Mapping[str, Any], target: Any, keys: Iterable[str]
+) -> None:
+    """Raise ValueError where a published draft has another shape than its target's config."""
+    for key in keys:
+        if about.get(key) != getattr(target, key):
+            raise ValueError(
+                f"{folder} is a draft of a target with {key} {about.get(key)}, but this one has "
+                f"{getattr(target, key)}; name the target that it was made for."
+            )
 
 
 def target_id_maps(token_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:

@@ -8,10 +8,10 @@ before it; pair i belongs to token i + 1.
 It learns over several steps of a draft at once, the later ones on what it made itself
 (training-time test). It starts as a fit: the queries, keys and values of the embeddings are those
 of the target's first layer, those of the states are zero; `fc` and the attention's output map, then
-the last map of the MLP, are least squares to the state that the target's head reads. A folder holds
-the checkpoint as vLLM and speculators load it, and compact.json. Legend: B rows, T pairs, N
-response positions, L layers read, H hidden size, K rows of the head, S slots, V the target's
-vocabulary.
+the last map of the MLP, are least squares to the state that the target's head reads. Or it starts
+from a published draft. A folder holds the checkpoint as vLLM and speculators load it, or in the
+layout of EAGLE's own code where it came so, and compact.json. Legend: B rows, T pairs, N response
+positions, L layers read, H hidden size, K rows of the head, S slots, V the target's vocabulary.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ from align.sources import load_config, read_json
 from eval.decoding.drafters.causal_lm import CausalLMDrafter, TokenSession
 from eval.decoding.drafters.compact import (
     check_compact,
+    fill,
     read_token_ids,
+    refuse_other_target,
     target_id_maps,
+    weights_of,
     write_about,
 )
 from eval.decoding.drafters.drafter import Proposal, Session, Texts, on_target_ids, timed_choice
@@ -55,6 +58,8 @@ from eval.decoding.weights import INT8_TERMS, Product, linear
 
 EMBEDDING, PREFIX = "model.embed_tokens.weight", "model."
 SPECULATORS = "0.3.0"  # the version of its format
+LAYERS = "eagle_aux_hidden_state_layer_ids"  # in config.json: the target's states that are read
+EAGLE, MIDLAYER = "LlamaForCausalLMEagle3", "midlayer."  # of the layout of EAGLE's own code
 RIDGE = 1e-2  # of maps from many states, which the fit's tokens determine poorly otherwise
 STEPS = 3  # of a draft that are trained at once
 SCORES = 2**20  # of each head at once while it is trained
@@ -64,8 +69,13 @@ class Eagle3(FromTarget):
     engines = ("vllm",)
     slow = ("lm_head", "model.fc")
 
-    def layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
+    def layers(
+        self, config: Mapping[str, Any], about: Mapping[str, Any] | None = None
+    ) -> tuple[int, ...]:
         """A low, a middle and a high one: what vLLM takes where a checkpoint names none."""
+        own = about or {}
+        if named := (own.get("eagle_config") or own).get(LAYERS) or own.get(LAYERS):
+            return tuple(named)
         depth = config["num_hidden_layers"]
         return tuple(sorted({min(2, depth - 1), depth // 2, max(depth - 3, depth // 2)}))
 
@@ -74,6 +84,38 @@ class Eagle3(FromTarget):
         if start.texts:
             fit(model, start.target, start.texts)
         return model, None
+
+    def rows_of(self, about: Mapping[str, Any]) -> int | None:
+        if about.get("speculators_model_type") != "eagle3" and not _of_eagle(about):
+            return None
+        text = about.get("transformer_layer_config", about)
+        return int(about.get("draft_vocab_size") or text["vocab_size"])
+
+    @torch.no_grad()
+    def published(
+        self, folder: Path, target: PreTrainedModel, texts: Sequence[AnsweredText] = ()
+    ) -> tuple[PreTrainedModel, Tensor | None]:
+        about, text = read_json(folder / "config.json"), target.config.get_text_config()
+        shape = about.get("transformer_layer_config", about)
+        refuse_unknown_parts(folder, about)
+        refuse_other_target(folder, shape, text, ("hidden_size", "vocab_size"))
+        embedding = input_embedding(target)
+        tensors = weights_of(folder, str(embedding.device))
+        own = tensors.pop("embed_tokens.weight", None)
+        if own is not None and not torch.equal(own.to(embedding.dtype), embedding):
+            raise ValueError(
+                f"{folder} has an embedding of its own, which is not this target's: it was made "
+                "for another target, or cannot be trained here."
+            )
+        layers = self.layers(text.to_dict(), about)
+        model, token_ids = _built(folder, tensors, layers, embedding)
+        model = model.float()
+        model.set_input_embeddings(FrozenEmbedding(embedding))
+        if texts:
+            measure_sizes(model, texts)
+            fc: Any = model.get_submodule("model.fc")
+            fc.weight.mul_(model.get_buffer("sizes").repeat_interleave(text.hidden_size))
+        return model, token_ids
 
     def save(
         self,
@@ -93,26 +135,17 @@ class Eagle3(FromTarget):
         tensors["fc.weight"] = fc_of_states(model).to(embedding.dtype)
         rows = len(tensors["lm_head.weight"])
         ids = torch.arange(rows) if token_ids is None else token_ids
-        about = {
-            "architectures": ["Eagle3Speculator"],
-            "speculators_model_type": "eagle3",
-            "speculators_version": SPECULATORS,
-            "draft_vocab_size": rows,
-            "norm_before_residual": False,
-            "norm_before_fc": False,
-            "eagle_aux_hidden_state_layer_ids": layers,
-            "transformer_layer_config": {**config.to_dict(), "architectures": ["LlamaForCausalLM"]},
-            "speculators_config": {
-                "algorithm": "eagle3",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-                "verifier": {
-                    "name_or_path": target,
-                    "architectures": load_config(target).architectures,
-                },
-            },
-            "torch_dtype": str(embedding.dtype).removeprefix("torch."),
-        }
+        shape = config.to_dict()
+        before = {"norm_before_residual": shape.pop("norm_before_residual", False)}
+        dtype = {"torch_dtype": str(embedding.dtype).removeprefix("torch.")}
+        if shape.pop("as_eagle", False):
+            about = {**shape, "architectures": [EAGLE], "draft_vocab_size": rows, **before, **dtype}
+            about["eagle_config"] = {LAYERS: layers, "use_aux_hidden_state": True}
+            tensors = {
+                name.replace("layers.0.", MIDLAYER, 1): tensor for name, tensor in tensors.items()
+            }
+        else:
+            about = _as_speculators(shape, rows, layers, target) | before | dtype
         (folder / "config.json").write_text(json.dumps(about, indent=2))
         sizes = model.get_buffer("sizes").tolist()
         write_about(folder, "eagle3", embedding, layers=layers, sizes=sizes)
@@ -173,6 +206,58 @@ class Eagle3(FromTarget):
 KIND = Eagle3()
 
 
+def _as_speculators(
+    shape: dict[str, Any], rows: int, layers: list[int], target: str
+) -> dict[str, Any]:
+    """config.json of the format of speculators. shape: of the layer."""
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": SPECULATORS,
+        "draft_vocab_size": rows,
+        "norm_before_fc": False,
+        LAYERS: layers,
+        "transformer_layer_config": shape | {"architectures": ["LlamaForCausalLM"]},
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {
+                "name_or_path": target,
+                "architectures": load_config(target).architectures,
+            },
+        },
+    }
+
+
+def _of_eagle(about: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of EAGLE-3 in the layout of its authors' code."""
+    return any("Eagle3" in name for name in about.get("architectures") or ()) and (
+        "speculators_model_type" not in about
+    )
+
+
+def refuse_unknown_parts(folder: Path, about: Mapping[str, Any]) -> None:
+    """Raise ValueError for an EAGLE-3 whose layer has parts that are not computed here."""
+    shape = about.get("transformer_layer_config", about)
+    eagle = about.get("eagle_config") or {}
+    parts = {
+        "num_hidden_layers": (shape.get("num_hidden_layers", 1), 1),
+        "model_type": (shape.get("model_type", "llama"), "llama"),
+        "attention_bias": (bool(shape.get("attention_bias")), False),
+        "norm_before_fc": (bool(eagle.get("norm_before_fc") or about.get("norm_before_fc")), False),
+        "fc_norm": (bool(about.get("fc_norm")), False),
+        "norm_output": (bool(about.get("norm_output")), False),
+        "use_aux_hidden_state": (eagle.get("use_aux_hidden_state", True), True),
+    }
+    for key, (value, known) in parts.items():
+        if value != known:
+            raise ValueError(
+                f"{folder} has {key} {value}, but EAGLE-3 is computed here with {known} only; "
+                "measure it as it is in vLLM (eval.run --engine vllm)."
+            )
+
+
 def layer_config(target: PreTrainedConfig) -> LlamaConfig:
     """A Llama of one layer in the target's shape."""
     kept = (
@@ -180,13 +265,15 @@ def layer_config(target: PreTrainedConfig) -> LlamaConfig:
         *("num_key_value_heads", "rms_norm_eps", "rope_parameters", "max_position_embeddings"),
     )
     heads: Any = target
-    return LlamaConfig(
+    config = LlamaConfig(
         **{key: getattr(target, key) for key in kept},
         head_dim=getattr(target, "head_dim", None)
         or heads.hidden_size // heads.num_attention_heads,
         num_hidden_layers=1,
         tie_word_embeddings=False,
     )
+    config.norm_before_residual = False  # of the states, as in EAGLE's own code
+    return config
 
 
 def build_eagle3(config: LlamaConfig, layers: Sequence[int], rows: int) -> LlamaForCausalLM:
@@ -265,25 +352,42 @@ def load_eagle3(folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tenso
     """
     tensors = load_file(folder / "model.safetensors", device=str(embedding.device))
     about = check_compact(folder, embedding.to(tensors["lm_head.weight"].dtype))
-    config = LlamaConfig(**read_json(folder / "config.json")["transformer_layer_config"])
+    return _built(folder, tensors, about["layers"], embedding)
+
+
+def _built(
+    folder: Path, tensors: dict[str, Tensor], layers: Sequence[int], embedding: Tensor
+) -> tuple[PreTrainedModel, Tensor]:
+    """Of tensors named as in either layout; a folder without d2t has a head over all of V."""
+    about = read_json(folder / "config.json")
+    config: Any = LlamaConfig(**about.get("transformer_layer_config", about))
+    config.norm_before_residual = about.get("norm_before_residual", "speculators_version" in about)
+    config.as_eagle = _of_eagle(about)
     token_ids = read_token_ids(folder, tensors)
-    assert token_ids is not None
-    model: Any = build_eagle3(config, about["layers"], len(token_ids))
+    if token_ids is None:
+        token_ids = torch.arange(len(tensors["lm_head.weight"]))
+    model: Any = build_eagle3(config, layers, len(token_ids))
     named = {
-        name if name.startswith("lm_head") else PREFIX + name: tensor.to(embedding.dtype)
+        name if name.startswith("lm_head") else PREFIX + name.replace(MIDLAYER, "layers.0."): tensor
         for name, tensor in tensors.items()
     }
-    model.load_state_dict({**named, EMBEDDING: embedding}, assign=True)
+    cast = {name: tensor.to(embedding.dtype) for name, tensor in named.items()}
+    fill(model, {**cast, EMBEDDING: embedding}, folder)
     # rotary tables are no parameters: build them for real
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
     return model.to(embedding.device).eval(), token_ids
 
 
+def measure_sizes(model: PreTrainedModel, texts: Sequence[AnsweredText]) -> None:
+    """Have it divide the target's states by their usual size, that of each layer in the texts."""
+    known = torch.cat([text.states for text in texts if text.states is not None])
+    model.get_buffer("sizes").copy_(known.float().pow(2).mean((0, 2)).sqrt())
+
+
 @torch.no_grad()
 def fit(model: LlamaForCausalLM, target: PreTrainedModel, texts: Sequence[AnsweredText]) -> None:
     """Fit `from_target`'s draft to what the target's final norm makes, its weights left out."""
-    known = torch.cat([text.states for text in texts if text.states is not None])
-    model.get_buffer("sizes").copy_(known.float().pow(2).mean((0, 2)).sqrt())
+    measure_sizes(model, texts)
     body: Any = model.model
     layer = body.layers[0]
     size, width = model.config.hidden_size, body.fc.in_features
@@ -421,7 +525,8 @@ def unrolled(
     for step in range(steps):
         if step:
             hidden = F.pad(hidden, (0, 0, 1, 0))[:, :-1]
-        x = hidden + layer.self_attn.o_proj(pairs.attend(embedded, hidden))
+        attended = layer.self_attn.o_proj(pairs.attend(embedded, hidden))
+        x = (layer.hidden_norm(hidden) if model.config.norm_before_residual else hidden) + attended
         hidden = x + layer.mlp(layer.post_attention_layernorm(x))
         yield F.pad(body.norm(hidden), (0, 0, 1, 0))
 
@@ -440,6 +545,7 @@ class Eagle3Decoder:
         self.context_length, self.eps = context_length, config.rms_norm_eps
         self.key_heads, self.head_size = config.num_key_value_heads, config.head_dim
         self.heads = config.num_attention_heads
+        self.norm_before_residual = config.norm_before_residual
         self.norms = [
             norm.weight.detach().to(self.dtype)
             for norm in (
@@ -484,8 +590,12 @@ class Eagle3Decoder:
         positions = start[:, None] + torch.arange(width, device=self.device)
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         embedded = F.rms_norm(F.embedding(tokens, self.embedding), (size,), norm_in, self.eps)
-        x = torch.cat([embedded, F.rms_norm(hidden, (size,), norm_hidden, self.eps)], -1)
-        qkv = self.qkv(x).view(rows, width, -1, self.head_size).transpose(1, 2)
+        normed = F.rms_norm(hidden, (size,), norm_hidden, self.eps)
+        qkv = (
+            self.qkv(torch.cat([embedded, normed], -1))
+            .view(rows, width, -1, self.head_size)
+            .transpose(1, 2)
+        )
         turned = self.heads + self.key_heads
         qk, v = qkv[:, :turned], qkv[:, turned:]
         qk = qk * cos + torch.roll(qk, self.head_size // 2, -1) * sin
@@ -502,7 +612,8 @@ class Eagle3Decoder:
             mask,
             enable_gqa=True,
         )
-        hidden = hidden + self.output(h.transpose(1, 2).reshape(rows, width, -1))
+        before = normed if self.norm_before_residual else hidden
+        hidden = before + self.output(h.transpose(1, 2).reshape(rows, width, -1))
         gate, up = self.gate_up(F.rms_norm(hidden, (size,), norm_post, self.eps)).chunk(2, dim=-1)
         hidden = hidden + self.down(F.silu(gate) * up)
         return F.rms_norm(hidden, (size,), norm_end, self.eps), hidden

@@ -10,15 +10,16 @@ import functools
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from align.sources import read_json
 from eval.decoding.drafters.drafter import Drafter
-from eval.decoding.drafters.training import HeadInput, Start, TrainingBatch
+from eval.decoding.drafters.training import AnsweredText, HeadInput, Start, TrainingBatch
 from eval.decoding.target import Target
 
 
@@ -44,8 +45,13 @@ class Kind(ABC):
         """The kind itself where it is made of the target, else None."""
         return None
 
-    def layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
-        """The target's hidden states it reads, numbered as in forward.py. config: the target's."""
+    def layers(
+        self, config: Mapping[str, Any], about: Mapping[str, Any] | None = None
+    ) -> tuple[int, ...]:
+        """The target's hidden states it reads, numbered as in forward.py.
+
+        config: the target's. about: that of a published draft, which may name others.
+        """
         return ()
 
     def begin(self, model: PreTrainedModel, mask: int | None, max_gamma: int) -> PreTrainedModel:
@@ -88,6 +94,20 @@ class FromTarget(Kind):
         It is a PreTrainedModel, since that is what trl, peft and FSDP save, load and wrap.
         """
 
+    def rows_of(self, about: Mapping[str, Any]) -> int | None:
+        """The rows of the head of a published draft of this kind, by its config.json; else None."""
+        return None
+
+    def published(
+        self, folder: Path, target: PreTrainedModel, texts: Sequence[AnsweredText] = ()
+    ) -> tuple[PreTrainedModel, Tensor | None]:
+        """A published draft on the target's embedding, and the ids of its head [K].
+
+        texts: that it will be trained on, if it will.
+        Raises ValueError where it was made for another target, or cannot be trained here.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def save(
         self,
@@ -120,6 +140,13 @@ class FromTarget(Kind):
         """The drafter of a folder. Raises ValueError where it was made for another target."""
         model, token_ids = self.load_to_train(folder, target.decoder.embedding)
         return self.drafter(model, token_ids, target)
+
+
+def published_kind(folder: Path) -> FromTarget | None:
+    """The kind of the published draft in a folder; None for a model of its own."""
+    about = read_json(folder / "config.json")
+    made = [kind.from_target for kind in kinds().values() if kind.from_target is not None]
+    return next((kind for kind in made if kind.rows_of(about) is not None), None)
 
 
 @functools.cache

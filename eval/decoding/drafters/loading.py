@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from align.sources import load_model, read_json
+from align.sources import load_model, read_json, resolve_checkpoint
 from eval.decoding.drafters import adapter
 from eval.decoding.drafters.drafter import Drafter
-from eval.decoding.drafters.kind import kinds
+from eval.decoding.drafters.kind import kinds, published_kind
 from eval.decoding.drafters.lookup import LOOKUP, LOOKUP_FIRST, lookup_first, prompt_lookup
 from eval.decoding.drafters.sibling import sibling_drafter
 from eval.decoding.target import Target, tensor_sha256
@@ -20,9 +20,10 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
 
     `prompt-lookup`, `lookup-first:SPEC`, `adapter:FOLDER`; a folder with a compact form (or that
     form itself), which is of the kind that its compact.json names, or, for another target than it
-    was made for (quantised otherwise, say), its full form. Anything else is a checkpoint, whose
-    vocabulary is bridged by `strategy` (align/check.py). Raises ValueError when no lossless
-    strategy exists for the pair, or the one asked for is none.
+    was made for (quantised otherwise, say), its full form; EAGLE-3 or Medusa heads as others
+    publish them. Anything else is a model of its own, whose vocabulary is bridged by `strategy`
+    (align/check.py). Raises ValueError when no lossless strategy exists for the pair, or the one
+    asked for is none.
     """
     name, _, rest = spec.partition(":")
     if spec == LOOKUP:
@@ -58,6 +59,10 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
         full = (folder.parent if kind.language_model else folder) / "model.safetensors"
         drafter.path = str(folder)
         drafter.full_form_bytes = full.stat().st_size if full.is_file() else None
+        return drafter
+    if made := published_kind(resolve_checkpoint(spec, weights=False)):
+        drafter = made.drafter(*made.published(resolve_checkpoint(spec), target.model), target)
+        drafter.path = spec
         return drafter
     return sibling_drafter(load_model(spec, target.decoder.dtype), spec, target, strategy)
 

@@ -31,7 +31,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from eval.decoding.drafters.compact import check_compact, write_about
+from align.sources import read_json
+from eval.decoding.drafters.compact import (
+    check_compact,
+    fill,
+    refuse_other_target,
+    weights_of,
+    write_about,
+)
 from eval.decoding.drafters.drafter import (
     HeadDrafter,
     Proposal,
@@ -107,8 +114,15 @@ class Medusa(FromTarget):
     engines = ("vllm",)
     slow = ("blocks", "lm_head")
 
-    def layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
+    def layers(
+        self, config: Mapping[str, Any], about: Mapping[str, Any] | None = None
+    ) -> tuple[int, ...]:
         return (config["num_hidden_layers"],)
+
+    def rows_of(self, about: Mapping[str, Any]) -> int | None:
+        if about.get("model_type") != "medusa":
+            return None
+        return int(about.get("truncated_vocab_size") or about["vocab_size"])
 
     @torch.no_grad()
     def start(self, start: Start) -> tuple[PreTrainedModel, Tensor | None]:
@@ -148,15 +162,26 @@ class Medusa(FromTarget):
     def load_to_train(
         self, folder: Path, embedding: Tensor
     ) -> tuple[PreTrainedModel, Tensor | None]:
-        config = MedusaConfig.from_pretrained(folder)
         tensors = load_file(folder / "model.safetensors", device=str(embedding.device))
         # the target's own numbers, in whatever dtype it is loaded
         check_compact(folder, embedding.to(tensors["lm_head.weight"].dtype))
-        token_ids = tensors.pop("token_map", None)
-        with torch.device("meta"):
-            model = MedusaModel(config)
-        model.load_state_dict(tensors, assign=True)
-        return model.eval(), token_ids
+        return _heads(folder, tensors)
+
+    def published(
+        self, folder: Path, target: PreTrainedModel, texts: Sequence[AnsweredText] = ()
+    ) -> tuple[PreTrainedModel, Tensor | None]:
+        """As vLLM loads it: blocks of one layer, and a head for each depth or one for all."""
+        about, text = read_json(folder / "config.json"), target.config.get_text_config()
+        tensors = weights_of(folder, "cpu")
+        own = {"original_lm_head": True, "medusa_fc_bias": True, "num_hidden_layers": 1}
+        for key, value in own.items():
+            if about.get(key, value) != value:
+                raise ValueError(
+                    f"{folder} has {key} {about[key]}, but Medusa heads are trained here with "
+                    f"{value} only (one output head for all depths); measure it as it is in vLLM."
+                )
+        refuse_other_target(folder, about, text, ("hidden_size", "vocab_size"))
+        return _heads(folder, {name: tensor.float() for name, tensor in tensors.items()})
 
     def first_input(self, model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
         heads: Any = model
@@ -194,6 +219,14 @@ class Medusa(FromTarget):
             blocks=blocks,
             head=head,
         )
+
+
+def _heads(folder: Path, tensors: dict[str, Tensor]) -> tuple[PreTrainedModel, Tensor | None]:
+    token_ids = tensors.pop("token_map", None)
+    with torch.device("meta"):
+        model = MedusaModel(MedusaConfig.from_pretrained(folder))
+    fill(model, tensors, folder)
+    return model.eval(), None if token_ids is None else token_ids.long()
 
 
 KIND = Medusa()

@@ -34,9 +34,11 @@ def target(tiny_llama):
     return Target("tiny", model, None, build_decoder(model, 120), NEVER)
 
 
-def made_eagle3(target):
+def made_eagle3(target, norm_before_residual=False):
     torch.manual_seed(2)
-    model = build_eagle3(layer_config(target.model.config), LAYERS, VOCAB).to_empty(device="cpu")
+    config = layer_config(target.model.config)
+    config.norm_before_residual = norm_before_residual
+    model = build_eagle3(config, LAYERS, VOCAB).to_empty(device="cpu")
     model.sizes.fill_(1)
     with torch.no_grad():
         for weight in model.parameters():
@@ -50,9 +52,9 @@ def made_eagle3(target):
 def draft(target):
     """Makes a drafter over every token or only some."""
 
-    def make(ids=None):
+    def make(ids=None, **norm):
         ids = torch.arange(VOCAB) if ids is None else ids
-        model = made_eagle3(target)
+        model = made_eagle3(target, **norm)
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight[ids].clone())
         return KIND.drafter(model, ids, target)
 
@@ -127,8 +129,8 @@ def proposed_along(target, drafter, ids, text):
     return found
 
 
-def check_proposals(target, draft, serial):
-    drafter = draft()
+def check_proposals(target, draft, serial, **norm):
+    drafter = draft(**norm)
     for ids, text in zip(ROWS, serial, strict=True):
         states = known(target, [*ids, *text[:-1]], drafter.layers)
         (q,) = drafter.teacher_forced(ids, text, [Sampling()], states)
@@ -141,6 +143,7 @@ def check_proposals(target, draft, serial):
 
 def test_what_it_proposes_is_what_alpha_was_taken_on(target, draft, serial):
     check_proposals(target, draft, serial)
+    check_proposals(target, draft, serial, norm_before_residual=True)
 
 
 def off_by_one(session, emitted, accepted, states):

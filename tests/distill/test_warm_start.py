@@ -1,0 +1,120 @@
+"""Drafts that others published, tuned further: EAGLE-3 in both layouts, Medusa heads."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from align.sources import load_model, read_json
+from distill.models import of_published
+from distill.train import run
+from eval.decoding.drafters import eagle3, medusa
+from eval.reporting.report import read_report
+from tests.distill.test_state_drafts import MADE
+
+KIND_OF = {"speculators": "eagle3", "eagle": "eagle3", "medusa": "medusa"}  # by layout
+
+
+def publish(draft, folder, layout):
+    """A draft as it lies on the Hub: nothing of ours beside it."""
+    shutil.copytree(draft, folder)
+    (folder / "compact.json").unlink()
+    if layout != "eagle":
+        return
+    about = read_json(folder / "config.json")
+    own = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 270}
+    own["eagle_config"] = {eagle3.LAYERS: about[eagle3.LAYERS]}
+    (folder / "config.json").write_text(json.dumps(about["transformer_layer_config"] | own))
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {name.replace("layers.0.", "midlayer."): t for name, t in tensors.items()}
+    save_file(renamed, folder / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def published(job, tmp_path_factory):
+    """Folders by layout, and the alpha that each draft was left with."""
+    root, alphas = tmp_path_factory.mktemp("published"), {}
+    for kind, size in (("eagle3", 270), ("medusa", None)):
+        keys = MADE | {"draft_vocab_size": size, "drafter": kind, "max_steps": 5}
+        assert run(job(root / "runs" / kind, **keys)) == 0
+        report = read_report(root / "runs" / kind / "report" / "report.json")
+        alphas |= {layout: report.tuned[1].alpha for layout, of in KIND_OF.items() if of == kind}
+    for layout, kind in KIND_OF.items():
+        publish(root / "runs" / kind / "draft", root / layout, layout)
+    return root, alphas
+
+
+@pytest.mark.parametrize("layout", KIND_OF)
+def test_it_starts_as_it_was_is_tuned_and_leaves_in_its_layout(job, published, tmp_path, layout):
+    root, alphas = published
+    recipe = job(tmp_path / "run", draft=str(root / layout), max_steps=60, logging_steps=10)
+    assert run(recipe) == 0
+    report = read_report(recipe.folder / "report" / "report.json")
+    untuned, tuned = report.drafts["untuned"], report.drafts["tuned"]
+    assert untuned.alpha.mean == pytest.approx(alphas[layout].mean, abs=1e-6)
+    state = read_json(recipe.folder / "checkpoint-60" / "trainer_state.json")
+    losses = [log["forward_kl"] for log in state["log_history"] if "forward_kl" in log]
+    assert losses[-1] < 0.9 * losses[0]
+    assert untuned.lossless.unexplained == tuned.lossless.unexplained == 0
+    folders = root / layout, recipe.folder / "draft"
+    was, now = (read_json(folder / "config.json") for folder in folders)
+    for key in ("architectures", "speculators_model_type", "draft_vocab_size", "model_type"):
+        assert now.get(key) == was.get(key)
+    was, now = (load_file(folder / "model.safetensors") for folder in folders)
+    assert {name: t.shape for name, t in now.items()} == {n: t.shape for n, t in was.items()}
+    # an interrupted run goes on
+    shutil.rmtree(recipe.folder / "report")
+    assert run(recipe) == 0
+
+
+def test_the_kind_and_the_head_are_read_from_the_draft(job, published, folder, tmp_path):
+    root, _ = published
+    found = of_published(job(tmp_path, draft=str(root / "eagle")))
+    assert (found.kind_name, found.draft_vocab_size, found.sibling) == ("eagle3", 270, None)
+    whole = of_published(job(tmp_path, draft=str(root / "medusa")))
+    assert (whole.kind_name, whole.draft_vocab_size) == ("medusa", None)
+    plain = job(tmp_path)
+    assert of_published(plain) is plain
+    with pytest.raises(ValueError, match=r"drafter is 'medusa', but draft .* of kind 'eagle3'"):
+        of_published(job(tmp_path, draft=str(root / "eagle"), drafter="medusa"))
+    with pytest.raises(ValueError, match=r"drafter is 'eagle3', but draft .* is no such draft"):
+        of_published(job(tmp_path, drafter="eagle3"))
+    with pytest.raises(ValueError, match="use_peft is true"):
+        of_published(job(tmp_path, draft=str(root / "eagle"), use_peft=True))
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "message"),
+    [
+        ("eagle", {"num_hidden_layers": 2}, "num_hidden_layers 2, but .* with 1 only"),
+        ("eagle", {"attention_bias": True}, "attention_bias True"),
+        ("eagle", {"hidden_size": 96}, "target with hidden_size 96, but this one has"),
+        ("eagle", {"norm_before_fc": True}, "norm_before_fc True"),
+        ("medusa", {"original_lm_head": False}, "original_lm_head False"),
+        ("medusa", {"num_heads": 5}, "weights of .* are not those"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(published, folder, tmp_path, layout, changes, message):
+    shutil.copytree(published[0] / layout, tmp_path / "draft")
+    path = tmp_path / "draft" / "config.json"
+    path.write_text(json.dumps(read_json(path) | changes))
+    kind = {"eagle3": eagle3.KIND, "medusa": medusa.KIND}[KIND_OF[layout]]
+    target = load_model(str(folder / "target"), torch.float32)
+    with pytest.raises(ValueError, match=message):
+        kind.published(tmp_path / "draft", target)
+
+
+def test_an_embedding_of_its_own_is_refused_and_the_targets_is_dropped(published, folder, tmp_path):
+    shutil.copytree(published[0] / "eagle", tmp_path / "draft")
+    path = tmp_path / "draft" / "model.safetensors"
+    target = load_model(str(folder / "target"), torch.float32)
+    own = target.get_input_embeddings().weight.detach().clone()
+    tensors = load_file(path)
+    save_file(tensors | {"embed_tokens.weight": own}, path)
+    _, ids = eagle3.KIND.published(tmp_path / "draft", target)
+    assert len(ids) == 270
+    save_file(tensors | {"embed_tokens.weight": own + 1}, path)
+    with pytest.raises(ValueError, match="an embedding of its own"):
+        eagle3.KIND.published(tmp_path / "draft", target)
