@@ -580,9 +580,9 @@ def _check_server(recipe: Recipe) -> None:
         )
     if recipe.sibling is None:
         raise RecipeError(
-            f"answers is server, but drafter {recipe.kind_name!r} takes the target's own weights or "
-            "states, and with a server they are never loaded; name a sibling with --draft, or "
-            "answer locally."
+            f"answers is server, but drafter {recipe.kind_name!r} takes the target's own weights, "
+            "and with a server they are never loaded; name a sibling with --draft, or answer "
+            "locally."
         )
     if recipe.speculative_url == recipe.answer_url:
         raise RecipeError(

@@ -200,7 +200,7 @@ def test_mistakes_on_the_command_line(arguments, message):
         ("answers: remote", "must be 'auto', 'local', 'vllm' or 'server'"),
         ("answers: vllm\ntrain_on_prompts: true", "answers is vllm, which is asked for distrib"),
         ("answers: server", "answer_url is null; give the address"),
-        ("answers: server\nanswer_url: http://a:1", "prunes the target's own weights.*--draft"),
+        ("answers: server\nanswer_url: http://a:1", "takes the target's own weights.*--draft"),
         ("answer_url: http://a:1", "answers is auto.*set answers to server, or remove it"),
         ("speculative_url: http://a:1", "speculative_url is 'http://a:1', but answers is auto"),
         (f"{SERVED}\nspeculative_url: http://a:1", "one speculates and the other must not"),

@@ -14,7 +14,7 @@ from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
-from eval.engines.local_vllm import speculation
+from eval.engines.local_vllm import serve_vllm, speculation
 from eval.engines.vllm import VllmServer
 from eval.prompts import Prompt, PromptSet
 from tests.distill.conftest import TEXTS
@@ -55,13 +55,13 @@ def test_it_is_accepted_as_often_there_as_here_before_and_after(tmp_path, vllm, 
     how = Decoding(Sampling(), frozenset(), NEW)
     first_tokens = []
     for draft in (tmp_path / "published", second.folder / "draft"):
-        address = vllm(tmp_path / "target", *POSITIONS, *speculation(draft, GAMMA))
-        server = VllmServer(address, 600)
-        before = server.counters()
-        for prompt in prompts:
-            texts = [side.decode(prompt, how).run.tokens for side in (server, plain)]
-            assert texts[0] == texts[1]
-        drafts, _, _, *accepted = (server.counters() - before).tolist()
+        with serve_vllm(tmp_path / "target", *speculation(draft, GAMMA), positions=256) as address:
+            server = VllmServer(address, 600)
+            before = server.counters()
+            for prompt in prompts:
+                texts = [side.decode(prompt, how).run.tokens for side in (server, plain)]
+                assert texts[0] == texts[1]
+            drafts, _, _, *accepted = (server.counters() - before).tolist()
         here = accepted_by_position(target, load_drafter(str(draft), target), asked, GAMMA, NEW)
         print(f"{layout}: vLLM {np.array(accepted) / drafts}, here {here}")
         assert np.allclose(np.array(accepted) / drafts, here, atol=0.02)
