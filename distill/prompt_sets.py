@@ -111,12 +111,6 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
         overlap,
         rendered(recipe.train_prompts, held_out, recipe.answer_max_new_tokens),
     )
-    asked = sets.training.prompts + sets.evaluation.prompts
-    if recipe.chat_template_kwargs and not any(prompt.messages for prompt in asked):
-        raise PromptError(
-            f"chat_template_kwargs is {recipe.chat_template_kwargs}, but all prompts are completed "
-            "as they stand, without a template; give `messages`, set instruction, or leave it out."
-        )
     print(
         f"prompts: {len(training)} to train on ({sum(map(len, sets.training.ids))} tokens), "
         + (f"{len(held_out)} held out, " if held_out else "")

@@ -426,7 +426,8 @@ def in_chat_form(
     its docstring at DOCSTRING. `messages` stay; without an instruction or a template, all stay.
     template_kwargs: `chat_template_kwargs` of messages that bring none of these names.
     Raises PromptError for an instruction that has no place for the prompt, for a prompt that is
-    no such function where the instruction asks for one, and for template_kwargs without a template.
+    no such function where the instruction asks for one, and for template_kwargs that no template
+    reads.
     """
     if template_kwargs and not chat_template:
         raise PromptError(
@@ -436,8 +437,13 @@ def in_chat_form(
     asked = list(prompts)
     if instruction is not None and chat_template:
         asked = _as_messages(asked, instruction)
-    if not template_kwargs:
+    if not template_kwargs or not asked:
         return asked
+    if not any(prompt.messages for prompt in asked):
+        raise PromptError(
+            f"chat_template_kwargs is {template_kwargs}, but all prompts are completed as they "
+            "stand, without a template; give `messages`, set instruction, or leave it out."
+        )
     return [
         prompt
         if prompt.messages is None

@@ -328,6 +328,8 @@ def test_what_the_template_has_a_switch_for_comes_from_the_recipe_or_the_prompt(
     path = written([])
     write_prompts(path, asked)
     assert load_prompts(path) == asked  # so a run's own prompts are asked as they were
+    with pytest.raises(PromptError, match="all prompts are completed as they stand"):
+        in_chat_form(prompts[2:], None, tokenizer.chat_template, off)
 
 
 @pytest.mark.parametrize(
