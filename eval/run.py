@@ -45,7 +45,7 @@ from eval.decoding.loop import Decoding
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.engines.driven import measure_driven
-from eval.engines.environments import ENGINES, NAMES, engine_name, installed
+from eval.engines.environments import ENGINES, NAMES, engine_name, installed, vllm_python
 from eval.engines.installed import driven_engine, measure_started
 from eval.engines.served import measure_servers
 from eval.engines.vllm import VllmServer
@@ -202,6 +202,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.served:
         if not (args.base_url and args.baseline_url and args.prompts):
             parser.error("engine vllm needs --base_url, --baseline_url and --prompts")
+        _refuse_ours(parser, args)
     elif not (args.target and args.draft and args.prompts):
         parser.error("give --target, --draft and --prompts, or --run DIR")
     elif args.engine != "torch":
@@ -230,11 +231,15 @@ def _check_for_engine(parser: argparse.ArgumentParser, args: argparse.Namespace)
         parser.error(f"{engine} needs --gamma, 1 or more: it chooses none")
     if args.output_dir == args.run and args.run is not None:
         parser.error(f"{engine} needs --output_dir, lest it replace the run's own report")
-    for name in TORCH_ONLY:
-        if getattr(args, name):
-            parser.error(f"--{name} is of engine torch; leave it out with {engine}")
+    _refuse_ours(parser, args)
     if args.strategy != "auto" and args.run is None:
         parser.error(f"--strategy is of engine torch: {args.engine} bridges no vocabularies")
+
+
+def _refuse_ours(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    for name in TORCH_ONLY:
+        if getattr(args, name):
+            parser.error(f"--{name} is of engine torch; leave it out with engine {args.engine}")
 
 
 def _sizes(text: str) -> list[int]:
@@ -385,7 +390,7 @@ def _named_url(text: str) -> tuple[str, str]:
 def _measure_started(args: argparse.Namespace) -> Report:
     """The report of vLLM servers that are started here."""
     use_machine()
-    installed("vllm")
+    vllm_python()
     evaluation, _ = _prompt_sets(args, load_tokenizer(args.target), load_config(args.target))
     return measure_started(
         args.target,

@@ -19,7 +19,7 @@ from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.engines.assisted import Assisted
 from eval.engines.driven import DrivenEngine, measure_driven
-from eval.engines.environments import installed
+from eval.engines.environments import vllm_python
 from eval.engines.llama_cpp import LlamaCpp
 from eval.engines.local_vllm import METHODS, serve_vllm, speculation
 from eval.engines.served import measure_servers
@@ -97,7 +97,7 @@ def measure_started(
     target, drafts: specs; a draft as `speculation` takes it. loads: as of `measure_servers`. Each
     server has its own copy of the target. Raises EngineMissing, and as `measure_servers`.
     """
-    installed("vllm")
+    vllm_python()
     positions = context_length(prompts.ids, decoding.max_new_tokens, gamma)
     path = resolve_checkpoint(target)
     shared = ["--gpu-memory-utilization", f"{0.9 / (1 + len(drafts)):.2f}"]

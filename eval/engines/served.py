@@ -122,8 +122,11 @@ def _warm_up(
     """One answer of each; their counters, where they have any, say which ones speculate."""
     shortly = replace(decoding, max_new_tokens=16)
     for server in speculative:
-        grown = server.decode(prompt, shortly).counters
-        if grown is not None and grown[0] == 0:
+        for length in (shortly, decoding):  # a method without a model finds nothing at times
+            grown = server.decode(prompt, length).counters
+            if grown is None or grown[0] > 0:
+                break
+        else:
             raise ServerError(
                 f"{server.url} has drafted nothing in its first answer: speculation is off; start "
                 f"it with --speculative-config, or swap --base_url and --baseline_url."

@@ -119,7 +119,7 @@ def test_servers_are_started_for_the_drafts_that_are_named(fake, tmp_path, promp
 
     monkeypatch.setattr(installed, "serve_vllm", serve)
     for module in ("eval.run", "eval.engines.installed"):
-        monkeypatch.setattr(f"{module}.installed", lambda _: None)
+        monkeypatch.setattr(f"{module}.vllm_python", lambda: None)
     drafts = ["--draft", "lookup=prompt-lookup", "--draft", f"own={tmp_path / 'draft'}"]
     what = ["--prompts", str(prompts), "--output_dir", str(tmp_path), "--max_new_tokens", "20"]
     models = ["--engine", "vllm", "--target", str(tmp_path / "target"), *drafts]
