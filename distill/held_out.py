@@ -1,4 +1,4 @@
-"""alpha on held-out prompts while a draft is trained: the trainer's evaluation, and when it is due.
+"""A draft on held-out prompts while it is trained: the trainer's evaluation, and when it is due.
 
 Some training prompts are never trained on, nor is what nearly repeats them. The target answers them
 as it does the others; now and then the draft is taken on these answers, teacher-forced. They cost
@@ -47,8 +47,9 @@ PADDING = -100  # of what an evaluation gathers, as transformers pads it
 class Seen:
     """A measurement: after how many steps, and of how many different tokens trained on.
 
-    Sums of each held-out prompt: accepted, lacking (`losses.acceptance`), positions, and the target
-    calls that a simulated chain of gamma drafted tokens would take.
+    Sums of each held-out prompt: accepted, lacking (`losses.acceptance`), positions, the target
+    calls that a simulated chain of gamma drafted tokens would take, and, over all drafted tokens
+    that are trained, accepted and how many.
     """
 
     step: int
@@ -57,18 +58,29 @@ class Seen:
 
     @property
     def alpha(self) -> float:
-        accepted, _, positions, _ = map(sum, zip(*self.sums, strict=True))
+        accepted, _, positions, *_ = map(sum, zip(*self.sums, strict=True))
         return accepted / positions
 
     @property
+    def drafted(self) -> float:
+        """The share accepted of all drafted tokens that are trained, given those before them.
+
+        The best weights are those of the highest: masks and heads behind the first go on learning
+        when alpha, which is of the first token alone, has long stood still.
+        """
+        accepted, _, positions, _, *drafted = map(sum, zip(*self.sums, strict=True))
+        total, tokens = drafted or (accepted, positions)
+        return total / tokens
+
+    @property
     def lacking(self) -> float:
-        _, lacking, positions, _ = map(sum, zip(*self.sums, strict=True))
+        _, lacking, positions, *_ = map(sum, zip(*self.sums, strict=True))
         return lacking / positions
 
     @property
     def tau(self) -> float:
         """Tokens per target call; the first token of an answer is the prefill's."""
-        _, _, positions, calls = map(sum, zip(*self.sums, strict=True))
+        _, _, positions, calls, *_ = map(sum, zip(*self.sums, strict=True))
         return (positions - len(self.sums)) / calls if calls else 1.0
 
 
@@ -166,15 +178,16 @@ class HeldOut(TrainerCallback):
         self.sums: list[list[float]] = []  # of `Seen`, of the latest evaluation
 
     def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        """alpha and the simulated tau, of what `DraftTrainer.prediction_step` gives of all rows."""
+        """alpha, drafted and the simulated tau, of what `prediction_step` gives of all rows."""
         self.sums = []
-        for accepted, lacking in zip(*prediction.predictions, strict=True):
+        for accepted, *others in zip(*prediction.predictions, strict=True):
             there = accepted != PADDING
             chances = accepted[there].tolist()
             calls = simulated_calls(chances[1:], self.gamma)
-            self.sums.append([sum(chances), float(lacking[there].sum()), len(chances), calls])
+            lacking, drafted, tokens = (float(part[there].sum()) for part in others)
+            self.sums.append([sum(chances), lacking, len(chances), calls, drafted, tokens])
         latest = Seen(0, 0, self.sums)
-        return {"alpha": latest.alpha, "tau": latest.tau}
+        return {"alpha": latest.alpha, "drafted": latest.drafted, "tau": latest.tau}
 
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
@@ -197,13 +210,16 @@ class HeldOut(TrainerCallback):
         part = min(1.0, state.global_step * self.batch / self.trained_rows)
         latest = Seen(state.global_step, round(part * self.tokens), self.sums)
         self.seen.append(latest)
-        better = state.best_metric is None or latest.alpha > state.best_metric
+        better = state.best_metric is None or latest.drafted > state.best_metric
         control.should_save = control.should_save or better
         if PartialState().is_main_process:
             write_json(self.folder / SEEN, asdict(Followed(self.gamma, self.seen)))
             lacks = f" (up to {latest.lacking:.3f} more: the cut)" if latest.lacking > 5e-4 else ""
             line = f"step {latest.step}: held-out alpha {latest.alpha:.3f}{lacks}, "
-            line += f"simulated tau {latest.tau:.2f} at gamma {self.gamma}"
+            if latest.drafted == latest.alpha:
+                line += f"simulated tau {latest.tau:.2f} at gamma {self.gamma}"
+            else:  # the chain would take each token to be as likely as the first
+                line += f"{latest.drafted:.3f} of all drafted tokens"
             tqdm.write(line + (", the best so far" if better else ""), file=sys.stdout)
 
     def on_train_end(
@@ -249,5 +265,5 @@ def held_out_curve(folder: Path, held_out: PromptSet) -> HeldOutCurve | None:
 
 
 def best_of(seen: Sequence[Seen]) -> Seen | None:
-    """The measurement of the highest alpha, the first of equals; None of none."""
-    return max(seen, key=lambda measurement: measurement.alpha, default=None)
+    """The measurement of the best weights, the first of equals; None of none."""
+    return max(seen, key=lambda measurement: measurement.drafted, default=None)

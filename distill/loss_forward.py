@@ -24,8 +24,8 @@ def give_loss_forward(model: PreTrainedModel, kind: Kind, divergence: Divergence
 
     Inside forward, so that DDP's gradient hooks, PEFT's adapters, autocast and FSDP, which has the
     head's weight whole only in there, all see it. The head is applied to response positions only;
-    called with a `temperature`, it returns `acceptance` at each of them, of the first token of a
-    draft. Undone by `take_loss_forward`. Raises ValueError for a head that is more than a product.
+    called with a `temperature`, it returns what `_acceptance` finds there. Undone by
+    `take_loss_forward`. Raises ValueError for a head that is more than a product.
     """
     head: Any = model.get_output_embeddings()
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
@@ -46,7 +46,7 @@ def give_loss_forward(model: PreTrainedModel, kind: Kind, divergence: Divergence
             # in its own forward alone; each process' gradient is of its own rows
             weight = weight.full_tensor(grad_placements=[Partial("avg")] * weight.device_mesh.ndim)
         if temperature is not None:
-            return _acceptance(kind.first_input(model, batch), weight, batch, temperature)
+            return _acceptance(kind, model, weight, batch, temperature)
         losses, agreements = [], []
         for states, entries, share in kind.head_inputs(model, batch):
             cached = batch.top_ids[entries], batch.top_logprobs[entries]
@@ -65,15 +65,32 @@ def take_loss_forward(model: PreTrainedModel) -> None:
 
 
 def _acceptance(
-    states: Tensor, weight: Tensor, batch: TrainingBatch, temperature: float
+    kind: Kind, model: PreTrainedModel, weight: Tensor, batch: TrainingBatch, temperature: float
 ) -> ModelOutput:
-    """`acceptance` [N] of a head of that weight [K, H] after the states [N, H]."""
-    parts = zip(
-        *(part.split(CHUNK) for part in (states, batch.top_ids, batch.top_logprobs)), strict=True
-    )
-    chances = [
-        acceptance(head_logits(rows, weight), ids, logprobs, temperature)
-        for rows, ids, logprobs in parts
-    ]
-    accepted, lacking = (torch.cat(part) for part in zip(*chances, strict=True))
-    return ModelOutput(accepted=accepted, lacking=lacking)
+    """`acceptance` of a head of that weight [K, H] at each position [N].
+
+    accepted, lacking: of the first token of a draft. drafted, tokens: the sum over the tokens of
+    drafts that are trained to be the one after the position, and how many these are.
+    """
+
+    def chances(states: Tensor, entries: Tensor | slice) -> tuple[Tensor, Tensor]:
+        cached = batch.top_ids[entries], batch.top_logprobs[entries]
+        parts = zip(*(part.split(CHUNK) for part in (states, *cached)), strict=True)
+        each = [
+            acceptance(head_logits(rows, weight), ids, logprobs, temperature)
+            for rows, ids, logprobs in parts
+        ]
+        accepted, lacking = (torch.cat(part) for part in zip(*each, strict=True))
+        return accepted, lacking
+
+    accepted, lacking = chances(kind.first_input(model, batch), slice(None))
+    drafted, tokens = accepted.clone(), torch.ones_like(accepted)
+    if type(kind).head_inputs is not Kind.head_inputs:  # it trains later tokens, too
+        every = torch.arange(len(tokens), device=tokens.device)
+        drafted, tokens = torch.zeros_like(drafted), torch.zeros_like(tokens)
+        for states, entries, _ in kind.head_inputs(model, batch):
+            if len(states):  # several of them may be the one after the same position
+                found = chances(states, entries)[0]
+                drafted.index_add_(0, every[entries], found)
+                tokens.index_add_(0, every[entries], torch.ones_like(found))
+    return ModelOutput(accepted=accepted, lacking=lacking, drafted=drafted, tokens=tokens)

@@ -213,15 +213,16 @@ class DraftTrainer(SFTTrainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> Any:
-        """No loss; `acceptance` where a token is predicted, PADDING elsewhere [B, T]; labels."""
+        """No loss; four of `loss_forward` where a token is predicted, PADDING elsewhere [B, T]."""
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
-            outputs = model(**inputs, temperature=self.temperature)
+            # the same draws each time
+            outputs = model(**inputs, seeds=inputs["index"], temperature=self.temperature)
         ids = inputs["input_ids"]
-        chances = torch.full((2, ids.numel()), float(PADDING), device=ids.device)
-        chances[:, inputs["positions"]] = torch.stack([outputs.accepted, outputs.lacking]).float()
-        accepted, lacking = chances.view(2, *ids.shape)
-        return None, (accepted, lacking), inputs["labels"]
+        parts = outputs.accepted, outputs.lacking, outputs.drafted, outputs.tokens
+        chances = torch.full((len(parts), ids.numel()), float(PADDING), device=ids.device)
+        chances[:, inputs["positions"]] = torch.stack(parts).float()
+        return None, tuple(chances.view(-1, *ids.shape)), inputs["labels"]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         draft: Any = self.model
@@ -350,7 +351,7 @@ def training_config(recipe: Recipe, steps: int | None = None, followed: bool = F
                 "per_device_train_batch_size", SFTConfig.per_device_train_batch_size
             ),
             "load_best_model_at_end": True,
-            "metric_for_best_model": "alpha",
+            "metric_for_best_model": "drafted",
             "greater_is_better": True,
             "restore_callback_states_from_checkpoint": True,
         }

@@ -123,8 +123,9 @@ def worse_after(last):
     def found(self, prediction):
         metrics(self, prediction)
         if len(self.seen) > self.steps.index(last):
-            self.sums = [[0.0, *rest] for _, *rest in self.sums]
-        return {"alpha": Seen(0, 0, self.sums).alpha, "tau": 1.0}
+            self.sums = [[0.0, *sums[1:4], 0.0, sums[5]] for sums in self.sums]
+        latest = Seen(0, 0, self.sums)
+        return {"alpha": latest.alpha, "drafted": latest.drafted, "tau": 1.0}
 
     return found
 
@@ -285,6 +286,14 @@ def test_prompts_that_are_all_alike_are_trained_on(job, tmp_path, monkeypatch, c
     assert "no prompts are held out: of 11, 2 could be, and 9 nearly repeat" in (
         capsys.readouterr().out
     )
+
+
+def test_the_best_weights_are_those_whose_whole_drafts_are_accepted():
+    early = Seen(1, 1, [[9.0, 0.0, 10, 4.0, 9.0, 20]])
+    late = Seen(2, 2, [[8.9, 0.0, 10, 4.0, 14.0, 20]])
+    assert early.alpha > late.alpha
+    assert best_of([early, late]) is late
+    assert Seen(1, 1, [[9.0, 0.0, 10, 4.0]]).drafted == 0.9  # as earlier versions wrote it
 
 
 def test_prompts_of_one_document_are_one_in_the_curve(tmp_path):

@@ -7,10 +7,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from align.sources import read_json
+from distill.loss_forward import give_loss_forward
+from distill.losses import forward_kl
 from distill.train import run
 from eval.decoding.drafters.drafter import Texts
 from eval.decoding.drafters.loading import load_drafter
-from eval.decoding.drafters.pard import PardDrafter
+from eval.decoding.drafters.pard import PardDrafter, PardSibling, draw_masks, give_mask
+from eval.decoding.drafters.training import TrainingBatch
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.reporting.report import read_report
@@ -66,6 +69,46 @@ def test_a_run_ends_in_a_folder_that_drafts_at_once(job, roomy, tmp_path, change
     tuned = read_report(tmp_path / "report" / "report.json").drafts["tuned"]
     assert tuned.lossless.unexplained == 0
     assert tuned.costs.draft_block_ms > 0
+
+
+def test_a_held_out_text_says_how_many_of_all_drafted_tokens_are_accepted(tiny_llama):
+    """Against passes over the text with the masks behind it, one mask after the other."""
+    torch.manual_seed(0)
+    size, most, mask, width = 40, 4, 39, 16
+    model = tiny_llama(2, spread=4, vocab_size=size)
+    give_mask(model, mask, most)
+    texts, starts = torch.randint(1, 30, (2, width)), (3, 6)
+    places = [torch.arange(start, width - 1) + row * width for row, start in enumerate(starts)]
+    positions = torch.cat(places)
+    logits = torch.randn(len(positions), size).log_softmax(-1)
+    logprobs, ids = logits.sort(descending=True)
+    plain = tiny_llama(2, spread=4, vocab_size=size)
+
+    def agreed(output, logprobs):
+        return torch.minimum(output.logits[0, -1].softmax(-1), logprobs.exp()).sum()
+
+    with torch.no_grad():
+        seeds = torch.tensor([1, 2])
+        batch = TrainingBatch(texts, positions, ids, logprobs, None, seeds)
+        drawn = draw_masks(batch, most)
+        accepted, tokens = torch.zeros(len(positions)), torch.ones(len(positions))
+        for entry, at in enumerate(positions.tolist()):
+            read = texts[at // width, : at % width + 1][None]
+            accepted[entry] = agreed(plain(read), logits[entry])
+        first = accepted.clone()
+        for entry, depth in zip(drawn.entries.tolist(), drawn.depths.tolist(), strict=True):
+            at = int(positions[entry])
+            text = texts[at // width, : at % width + 1].tolist()
+            guess = plain(torch.tensor([[*text, *[mask] * depth]]))
+            accepted[entry + depth] += agreed(guess, logits[entry + depth])
+            tokens[entry + depth] += 1
+        give_loss_forward(model, PardSibling(), forward_kl)
+        found = model(**batch._asdict(), temperature=1.0)
+    torch.testing.assert_close(found.accepted, first)
+    torch.testing.assert_close(found.drafted, accepted)
+    assert torch.equal(found.tokens, tokens)
+    assert len(drawn.entries) > 10
+    assert tokens.max() > 2
 
 
 def test_a_vocabulary_without_a_free_row_is_refused(job, folder, tmp_path):
