@@ -169,14 +169,15 @@ def of_published(recipe: Recipe) -> Recipe:
             )
         return recipe
     rows = kind.rows_of(read_json(folder / "config.json"))
-    whole = load_config(recipe.target).get_text_config().vocab_size
+    text = load_config(recipe.target).get_text_config()
     name = next(name for name, other in kinds().items() if other is kind)
     if recipe.drafter not in (None, name):
         raise ValueError(
             f"drafter is {recipe.drafter!r}, but draft {recipe.draft!r} is of kind {name!r}; leave "
             "drafter out."
         )
-    of = {"drafter": name, "draft_vocab_size": None if rows == whole else rows}
+    kind.check_published(folder, text)
+    of = {"drafter": name, "draft_vocab_size": None if rows == text.vocab_size else rows}
     return build_recipe(recipe.values() | of)
 
 

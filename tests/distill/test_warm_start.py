@@ -69,7 +69,7 @@ def test_it_starts_as_it_was_is_tuned_and_leaves_in_its_layout(job, published, t
     assert run(recipe) == 0
 
 
-def test_the_kind_and_the_head_are_read_from_the_draft(job, published, folder, tmp_path):
+def test_the_kind_and_the_head_are_read_from_the_draft(job, published, tmp_path):
     root, _ = published
     found = of_published(job(tmp_path, draft=str(root / "eagle")))
     assert (found.kind_name, found.draft_vocab_size, found.sibling) == ("eagle3", 270, None)
@@ -81,6 +81,11 @@ def test_the_kind_and_the_head_are_read_from_the_draft(job, published, folder, t
         of_published(job(tmp_path, draft=str(root / "eagle"), drafter="medusa"))
     with pytest.raises(ValueError, match=r"drafter is 'eagle3', but draft .* is no such draft"):
         of_published(job(tmp_path, drafter="eagle3"))
+    shutil.copytree(root / "eagle", tmp_path / "other")
+    about = read_json(root / "eagle" / "config.json") | {"hidden_size": 96}
+    (tmp_path / "other" / "config.json").write_text(json.dumps(about))
+    with pytest.raises(ValueError, match="name the target that it was made for"):
+        of_published(job(tmp_path, draft=str(tmp_path / "other")))
     with pytest.raises(ValueError, match="use_peft is true"):
         of_published(job(tmp_path, draft=str(root / "eagle"), use_peft=True))
 

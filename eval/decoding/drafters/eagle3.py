@@ -91,14 +91,18 @@ class Eagle3(FromTarget):
         text = about.get("transformer_layer_config", about)
         return int(about.get("draft_vocab_size") or text["vocab_size"])
 
+    def check_published(self, folder: Path, target: PreTrainedConfig) -> None:
+        about = read_json(folder / "config.json")
+        refuse_unknown_parts(folder, about)
+        shape = about.get("transformer_layer_config", about)
+        refuse_other_target(folder, shape, target, ("hidden_size", "vocab_size"))
+
     @torch.no_grad()
     def published(
         self, folder: Path, target: PreTrainedModel, texts: Sequence[AnsweredText] = ()
     ) -> tuple[PreTrainedModel, Tensor | None]:
         about, text = read_json(folder / "config.json"), target.config.get_text_config()
-        shape = about.get("transformer_layer_config", about)
-        refuse_unknown_parts(folder, about)
-        refuse_other_target(folder, shape, text, ("hidden_size", "vocab_size"))
+        self.check_published(folder, text)
         embedding = input_embedding(target)
         tensors = weights_of(folder, str(embedding.device))
         own = tensors.pop("embed_tokens.weight", None)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from align.sources import read_json
 from eval.decoding.drafters.drafter import Drafter
@@ -97,6 +97,11 @@ class FromTarget(Kind):
     def rows_of(self, about: Mapping[str, Any]) -> int | None:
         """The rows of the head of a published draft of this kind, by its config.json; else None."""
         return None
+
+    def check_published(self, folder: Path, target: PreTrainedConfig) -> None:
+        """Raise ValueError for a published draft that no such target has, or that is not computed
+        here, as far as the configs say.
+        """
 
     def published(
         self, folder: Path, target: PreTrainedModel, texts: Sequence[AnsweredText] = ()

@@ -167,21 +167,24 @@ class Medusa(FromTarget):
         check_compact(folder, embedding.to(tensors["lm_head.weight"].dtype))
         return _heads(folder, tensors)
 
-    def published(
-        self, folder: Path, target: PreTrainedModel, texts: Sequence[AnsweredText] = ()
-    ) -> tuple[PreTrainedModel, Tensor | None]:
-        """As vLLM loads it: blocks of one layer, and a head for each depth or one for all."""
-        about, text = read_json(folder / "config.json"), target.config.get_text_config()
-        tensors = weights_of(folder, "cpu")
+    def check_published(self, folder: Path, target: PreTrainedConfig) -> None:
+        about = read_json(folder / "config.json")
         own = {"original_lm_head": True, "medusa_fc_bias": True, "num_hidden_layers": 1}
         for key, value in own.items():
             if about.get(key, value) != value:
                 raise ValueError(
-                    f"{folder} has {key} {about[key]}, but Medusa heads are trained here with "
+                    f"{folder} has {key} {about[key]}, but Medusa heads are computed here with "
                     f"{value} only (one output head for all depths); measure it as it is in vLLM."
                 )
-        refuse_other_target(folder, about, text, ("hidden_size", "vocab_size"))
-        return _heads(folder, {name: tensor.float() for name, tensor in tensors.items()})
+        refuse_other_target(folder, about, target, ("hidden_size", "vocab_size"))
+
+    def published(
+        self, folder: Path, target: PreTrainedModel, texts: Sequence[AnsweredText] = ()
+    ) -> tuple[PreTrainedModel, Tensor | None]:
+        """As vLLM loads it: blocks of one layer, and one head for all depths."""
+        self.check_published(folder, target.config.get_text_config())
+        tensors = {name: tensor.float() for name, tensor in weights_of(folder, "cpu").items()}
+        return _heads(folder, tensors)
 
     def first_input(self, model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
         heads: Any = model
