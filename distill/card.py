@@ -210,12 +210,12 @@ def _tables(report: Report, facts: CardFacts) -> list[Table]:
             mass = "" if reloaded.dropped_mass is None else f"{reloaded.dropped_mass:.3%}"
         forms.append([name, weights, alpha, mass])
     forms += [[name, "", f"not made: {reason}", ""] for name, reason in facts.left_out.items()]
-    engines: list[list[str]] = []
-    for name, result in facts.engines.items():
-        if isinstance(result, Report):
-            engines += (_engine_row(name, result, draft) for draft in result.drafts)
-        else:
-            engines.append([name, "", "", "", f"not measured: {result}", "", ""])
+    engines = [
+        _engine_row(name, result)
+        if isinstance(result, Report)
+        else [name, "", "", "", f"not measured: {result}", "", ""]
+        for name, result in facts.engines.items()
+    ]
     published = {name: draft for name, draft in report.drafts.items() if name != UNTUNED}
     header = ["engine", "version", "dtype", "gamma", "speed-up", "accepted", "greedy text"]
     return [
@@ -225,12 +225,11 @@ def _tables(report: Report, facts: CardFacts) -> list[Table]:
     ]
 
 
-def _engine_row(name: str, report: Report, of: str) -> list[str]:
-    """What an engine does with the draft, or a rival that it has itself."""
-    draft = report.drafts[of]
+def _engine_row(name: str, report: Report) -> list[str]:
+    draft = report.last[1]
     accepted = draft.accepted_over_drafted or (draft.counters and draft.counters.acceptance_rate)
     return [
-        name if draft is report.last[1] else f"{name}, its own {of}",
+        name,
         # as its report has it, else as it is installed by us
         str(report.provenance.get(name) or ENGINES[name].version),
         report.dtype,

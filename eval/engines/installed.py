@@ -14,7 +14,6 @@ import torch
 
 from align.machine import use_machine
 from align.sources import load_config, resolve_checkpoint
-from eval.decoding.drafters.lookup import LOOKUP
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.engines.assisted import Assisted
@@ -60,14 +59,13 @@ def measure_installed(
     """The report of a draft in an engine, greedily, against the target alone in the same engine.
 
     engine: one of NAMES. target, draft: checkpoints' folders, GGUF files for llama.cpp. The draft
-    is called by the last part of its path, and is the last of the report: vLLM's own lookup stands
-    before it. Raises as `driven_engine`, and as `measure_servers`.
+    is called by the last part of its path. Raises as `driven_engine`, and as `measure_servers`.
     """
     use_machine()
     provenance = {"served_by": serve_command(engine, target, draft, gamma)}
     decoding = Decoding(Sampling(), frozenset(), max_new_tokens)
     if engine == "vllm":
-        drafts = {"lookup": LOOKUP, draft.name: str(draft)}
+        drafts = {draft.name: str(draft)}  # each more is a target in memory more
         return measure_started(str(target), drafts, gamma, prompts, decoding, provenance)
     positions = context_length(prompts.ids, max_new_tokens, gamma)
     dtype: Any = torch.float32

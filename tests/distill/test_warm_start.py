@@ -24,7 +24,10 @@ def publish(draft, folder, layout):
     if layout != "eagle":
         return
     about = read_json(folder / "config.json")
-    own = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 270}
+    own = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": about["draft_vocab_size"],
+    }
     own["eagle_config"] = {eagle3.LAYERS: about[eagle3.LAYERS]}
     (folder / "config.json").write_text(json.dumps(about["transformer_layer_config"] | own))
     tensors = load_file(folder / "model.safetensors")

@@ -43,7 +43,9 @@ def test_it_is_accepted_as_often_there_as_here_before_and_after(tmp_path, vllm, 
     for name, texts in (("train", TEXTS[:12]), ("eval", TEXTS[12:])):
         rows = "".join(f'{{"prompt": "{text[:20]}"}}\n' for text in texts)
         (tmp_path / f"{name}_prompts.jsonl").write_text(rows)
-    first = recipe_of(tmp_path, "first", drafter=KIND_OF[layout], max_steps=10)
+    rows = 270 if layout == "eagle" else None  # vLLM maps a trimmed head's ids, a whole one's not
+    made = {"drafter": KIND_OF[layout], "draft_vocab_size": rows}
+    first = recipe_of(tmp_path, "first", **made, max_steps=10)
     assert run(first) == 0
     publish(first.folder / "draft", tmp_path / "published", layout)
     second = recipe_of(tmp_path, "second", draft=str(tmp_path / "published"), max_steps=150)

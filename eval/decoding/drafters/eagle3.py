@@ -153,7 +153,8 @@ class Eagle3(FromTarget):
         (folder / "config.json").write_text(json.dumps(about, indent=2))
         sizes = model.get_buffer("sizes").tolist()
         write_about(folder, "eagle3", embedding, layers=layers, sizes=sizes)
-        tensors |= target_id_maps(ids, len(embedding))
+        if rows < len(embedding):  # of a whole head vLLM takes no map
+            tensors |= target_id_maps(ids, len(embedding))
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     def load_to_train(
