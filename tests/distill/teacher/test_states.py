@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from distill.held_out import FIRST_INDEX
-from distill.models import TargetOfRun, check_models
+from distill.models import TargetOfRun, check_models, layers_read
 from distill.prompt_sets import collect_prompts
 from distill.teacher import states as module
 from distill.teacher.answers import answer_prompts, note_used, open_store
-from distill.teacher.states import cache_states, layers_read, states_of
+from distill.teacher.states import cache_states, states_of
 from distill.teacher.store import CacheError
 
 KIND = {"draft": None, "drafter": "eagle3"}
@@ -40,7 +40,7 @@ def passes(monkeypatch):
 def test_answering_keeps_those_of_a_pass_of_the_model(begun, passes, taught, temperature):
     recipe, pair, target, store = begun
     recipe = dataclasses.replace(recipe, answer_temperature=temperature)
-    prompts, layers = target.prompts.training.ids, layers_read(recipe, pair)
+    prompts, layers = target.prompts.training.ids, layers_read(recipe, pair.target.config)
     answers = answer_prompts(recipe, prompts, target, store, layers, taught)
     cache_states(recipe, pair, target, answers)
     assert not passes
