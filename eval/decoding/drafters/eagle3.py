@@ -222,7 +222,9 @@ def _as_speculators(
         "draft_vocab_size": rows,
         "norm_before_fc": False,
         LAYERS: layers,
-        "transformer_layer_config": shape | {"architectures": ["LlamaForCausalLM"]},
+        # vLLM takes three, whatever is named, unless the layer's own config has their number
+        "transformer_layer_config": shape
+        | {"architectures": ["LlamaForCausalLM"], "num_aux_hidden_states": len(layers)},
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
