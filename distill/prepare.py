@@ -33,7 +33,7 @@ from distill.recipe import Recipe
 from distill.teacher.states import states_of
 from distill.teacher.store import Answers, CachedAnswer
 from eval.decoding.drafters.drafter import Drafter
-from eval.decoding.drafters.kind import FromTarget
+from eval.decoding.drafters.kind import FromTarget, Heads
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.drafters.training import AnsweredText, Start
 from eval.decoding.target import Target
@@ -99,6 +99,7 @@ def _start(
     forced = forced_tokens(pair.target)
     full = None
     if recipe.draft is not None:
+        assert isinstance(kind, Heads)
         model, ids = kind.published(resolve_checkpoint(recipe.draft), target.model, texts)
         mass = domain_mass(answers, pair.vocab_size)
         lost = 0.0 if ids is None else lost_mass(mass, ids)
@@ -173,6 +174,7 @@ def stand_in(recipe: Recipe, pair: Pair, target: Target) -> PreparedDraft:
     if kind is None:
         return _sibling(recipe, pair)
     if recipe.draft is not None:
+        assert isinstance(kind, Heads)
         model, ids = kind.published(resolve_checkpoint(recipe.draft), target.model)
         return PreparedDraft(model, ids, None, 0.0)
     size = recipe.draft_vocab_size

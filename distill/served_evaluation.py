@@ -17,9 +17,9 @@ from distill.run_folder import provenance
 from distill.teacher.answers import USED
 from eval.decoding.loop import Decoding
 from eval.engines.local_vllm import speculation
-from eval.engines.served import measure_servers
 from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer
+from eval.engines.vllm_servers import measure_servers
 from eval.reporting.report import Report, write_report
 
 

@@ -47,8 +47,8 @@ from eval.decoding.verification import Sampling
 from eval.engines.driven import measure_driven
 from eval.engines.environments import ENGINES, NAMES, engine_name, installed, vllm_python
 from eval.engines.installed import driven_engine, measure_started
-from eval.engines.served import measure_servers
 from eval.engines.vllm import VllmServer
+from eval.engines.vllm_servers import measure_servers
 from eval.measuring.evaluation import Plan, context_length, evaluate
 from eval.measuring.intervals import FEWEST_CLUSTERS
 from eval.measuring.journal import INTERRUPTED, JOURNAL, Journal

@@ -21,8 +21,8 @@ from eval.engines.driven import DrivenEngine, measure_driven
 from eval.engines.environments import vllm_python
 from eval.engines.llama_cpp import LlamaCpp
 from eval.engines.local_vllm import METHODS, serve_vllm, speculation
-from eval.engines.served import measure_servers
 from eval.engines.vllm import VllmServer
+from eval.engines.vllm_servers import measure_servers
 from eval.measuring.evaluation import context_length
 from eval.measuring.journal import JOURNAL, Journal
 from eval.prompts import PromptSet

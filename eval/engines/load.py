@@ -65,13 +65,13 @@ def load_curve(
             first = turn % len(servers)
             part = asked[turn * size : (turn + 1) * size]
             try:
-                made = {
+                round_of = {
                     server: _round(server, part, decoding, load)
                     for server in [*servers[first:], *servers[:first]]
                 }
             except ServerError as error:
                 return curve, f"at {load} requests at a time: {error}"
-            rounds.append([made[server] for server in servers])
+            rounds.append([round_of[server] for server in servers])
         for number, name in enumerate(speculative, 1):
             curve[name].append(_point(load, [(row[0], row[number]) for row in rounds]))
     return curve, None

@@ -42,7 +42,7 @@ from eval.decoding.drafters.compact import (
     write_about,
 )
 from eval.decoding.drafters.drafter import Proposal, Session, Texts, on_target_ids, timed_choice
-from eval.decoding.drafters.kind import FromTarget
+from eval.decoding.drafters.kind import Heads
 from eval.decoding.drafters.training import (
     AnsweredText,
     FrozenEmbedding,
@@ -65,7 +65,7 @@ STEPS = 3  # of a draft that are trained at once
 SCORES = 2**20  # of each head at once while it is trained
 
 
-class Eagle3(FromTarget):
+class Eagle3(Heads):
     engines = ("vllm",)
     slow = ("lm_head", "model.fc")
 

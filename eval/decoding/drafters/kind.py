@@ -94,25 +94,6 @@ class FromTarget(Kind):
         It is a PreTrainedModel, since that is what trl, peft and FSDP save, load and wrap.
         """
 
-    def rows_of(self, about: Mapping[str, Any]) -> int | None:
-        """The rows of the head of a published draft of this kind, by its config.json; else None."""
-        return None
-
-    def check_published(self, folder: Path, target: PreTrainedConfig) -> None:
-        """Raise ValueError for a published draft that no such target has, or that is not computed
-        here, as far as the configs say.
-        """
-
-    def published(
-        self, folder: Path, target: PreTrainedModel, texts: Sequence[AnsweredText] = ()
-    ) -> tuple[PreTrainedModel, Tensor | None]:
-        """A published draft on the target's embedding, and the ids of its head [K].
-
-        texts: that it will be trained on, if it will.
-        Raises ValueError where it was made for another target, or cannot be trained here.
-        """
-        raise NotImplementedError
-
     @abstractmethod
     def save(
         self,
@@ -147,11 +128,35 @@ class FromTarget(Kind):
         return self.drafter(model, token_ids, target)
 
 
-def published_kind(folder: Path) -> FromTarget | None:
+class Heads(FromTarget):
+    """A kind that reads the target's hidden states, and that others publish as well."""
+
+    @abstractmethod
+    def rows_of(self, about: Mapping[str, Any]) -> int | None:
+        """The rows of the head of a published draft of this kind, by its config.json; else None."""
+
+    @abstractmethod
+    def check_published(self, folder: Path, target: PreTrainedConfig) -> None:
+        """Raise ValueError for a published draft that no such target has, or that is not computed
+        here, as far as the configs say.
+        """
+
+    @abstractmethod
+    def published(
+        self, folder: Path, target: PreTrainedModel, texts: Sequence[AnsweredText] = ()
+    ) -> tuple[PreTrainedModel, Tensor | None]:
+        """A published draft on the target's embedding, and the ids of its head [K].
+
+        texts: that it will be trained on, if it will. Raises ValueError where it was made for
+        another target, or cannot be trained here.
+        """
+
+
+def published_kind(folder: Path) -> Heads | None:
     """The kind of the published draft in a folder; None for a model of its own."""
     about = read_json(folder / "config.json")
-    made = [kind.from_target for kind in kinds().values() if kind.from_target is not None]
-    return next((kind for kind in made if kind.rows_of(about) is not None), None)
+    heads = [kind for kind in kinds().values() if isinstance(kind, Heads)]
+    return next((kind for kind in heads if kind.rows_of(about) is not None), None)
 
 
 @functools.cache

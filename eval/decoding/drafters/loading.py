@@ -60,8 +60,8 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
         drafter.path = str(folder)
         drafter.full_form_bytes = full.stat().st_size if full.is_file() else None
         return drafter
-    if made := published_kind(resolve_checkpoint(spec, weights=False)):
-        drafter = made.drafter(*made.published(resolve_checkpoint(spec), target.model), target)
+    if heads := published_kind(resolve_checkpoint(spec, weights=False)):
+        drafter = heads.drafter(*heads.published(resolve_checkpoint(spec), target.model), target)
         drafter.path = spec
         return drafter
     return sibling_drafter(load_model(spec, target.decoder.dtype), spec, target, strategy)

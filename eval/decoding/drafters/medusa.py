@@ -47,7 +47,7 @@ from eval.decoding.drafters.drafter import (
     on_target_ids,
     timed_choice,
 )
-from eval.decoding.drafters.kind import FromTarget
+from eval.decoding.drafters.kind import Heads
 from eval.decoding.drafters.training import (
     AnsweredText,
     HeadInput,
@@ -110,7 +110,7 @@ class MedusaModel(PreTrainedModel):
         return self.lm_head
 
 
-class Medusa(FromTarget):
+class Medusa(Heads):
     engines = ("vllm",)
     slow = ("blocks", "lm_head")
 

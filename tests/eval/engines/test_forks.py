@@ -11,8 +11,8 @@ import torch
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.engines.forks import WIDEST_TIE
-from eval.engines.served import measure_servers
 from eval.engines.vllm import VllmServer
+from eval.engines.vllm_servers import measure_servers
 from eval.prompts import Prompt, PromptSet
 from tests.eval.engines.conftest import Fake
 

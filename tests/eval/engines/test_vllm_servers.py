@@ -6,9 +6,9 @@ import pytest
 
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
-from eval.engines.served import measure_servers
 from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer
+from eval.engines.vllm_servers import measure_servers
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.page import render_page
 from eval.reporting.report import read_report
