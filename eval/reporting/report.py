@@ -222,12 +222,14 @@ class DraftReport(Part):
     def gamma_by_load(self) -> list[tuple[int, int, int]]:
         """Rows (first load, last load, tokens to draft), as vLLM takes them.
 
-        They are its num_speculative_tokens_per_batch_size: the draft's own length where it gained,
-        none where it cost. A measured load stands for all up to the next one.
+        They are its num_speculative_tokens_per_batch_size: the draft's own length where a gain is
+        shown, all of the interval or of the rounds above 1x, else none. A measured load stands for
+        all up to the next one.
         """
         ranges: list[tuple[int, int, int]] = []
         for i, point in enumerate(self.by_load):
-            length = (self.gamma or 0) if point.speedup.mean > 1 else 0
+            ends = point.speedup.ci95 or point.speedup.range
+            length = (self.gamma or 0) if ends and ends[0] > 1 else 0
             after = [later.concurrency - 1 for later in self.by_load[i + 1 : i + 2]]
             last = after[0] if after else point.concurrency
             if ranges and ranges[-1][2] == length:
