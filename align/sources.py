@@ -142,10 +142,11 @@ def resolve_folder_in_wheel(spec: str) -> Path:
     return _cached(_cache_entry("folders", parts), spec, fill)
 
 
-def resolve_checkpoint(spec: str, weights: bool = True) -> Path:
+def resolve_checkpoint(spec: str, weights: bool = True, quantised: bool = False) -> Path:
     """A local folder with a plain Hugging Face checkpoint: config, tokenizer, safetensors weights.
 
     weights: False fetches only config and tokenizer from the Hub, and asks for no weights.
+    quantised: True takes also weights that only an engine's kernels can read.
     Raises SourceError when it is missing, offline, pickled, an adapter, or needs code of its own.
     """
     base, adapter = split_adapter(spec)
@@ -165,7 +166,7 @@ def resolve_checkpoint(spec: str, weights: bool = True) -> Path:
             f"{spec!r} was not found: there is no such file or folder ({path.absolute()} was "
             "looked for), and a Hub id has the form ORGANISATION/NAME. Correct the path or the id."
         )
-    _check_checkpoint(spec, folder, weights)
+    _check_checkpoint(spec, folder, weights, quantised)
     return folder
 
 
@@ -585,7 +586,7 @@ def _from_hub(spec: str, patterns: list[str]) -> Path:
         ) from error
 
 
-def _check_checkpoint(spec: str, folder: Path, weights: bool) -> None:
+def _check_checkpoint(spec: str, folder: Path, weights: bool, quantised: bool) -> None:
     names = sorted(path.name for path in folder.iterdir())
     if ADAPTER_CONFIG in names and "config.json" not in names:
         raise SourceError(
@@ -605,7 +606,7 @@ def _check_checkpoint(spec: str, folder: Path, weights: bool) -> None:
                 f"{spec!r} needs code that comes with the checkpoint (auto_map in config.json), "
                 "and such code is never run here; use a model that transformers supports by itself."
             )
-    if weights:
+    if weights and not quantised:
         refuse_quantised(spec, config)
     if weights and not any(name.endswith(".safetensors") for name in names):
         raise SourceError(
@@ -621,8 +622,8 @@ def refuse_quantised(spec: str, config: dict[str, Any]) -> None:
         method = config["quantization_config"].get("quant_method", "an unnamed method")
         raise SourceError(
             f"{spec!r} holds its weights quantised by {method}, which is not computed here: serve "
-            "it and set answers: server, or name the checkpoint that it was made from, or a GGUF "
-            "of it."
+            "it and set answers: server, measure it with eval.run --engine vllm, or name the "
+            "checkpoint that it was made from, or a GGUF of it."
         )
 
 

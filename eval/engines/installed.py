@@ -92,12 +92,13 @@ def measure_started(
 ) -> Report:
     """The report of drafts in vLLM, by name, with a server started here for each and for none.
 
-    target, drafts: specs; a draft as `speculation` takes it. loads: as of `measure_servers`. Each
-    server has its own copy of the target. Raises EngineMissing, and as `measure_servers`.
+    target, drafts: specs, quantised ones too; a draft as `speculation` takes it. loads: as of
+    `measure_servers`. Each server has its own copy of the target. Raises EngineMissing, and as
+    `measure_servers`.
     """
     vllm_python()
     positions = context_length(prompts.ids, decoding.max_new_tokens, gamma)
-    path = resolve_checkpoint(target)
+    path = resolve_checkpoint(target, quantised=True)
     shared = ["--gpu-memory-utilization", f"{0.9 / (1 + len(drafts)):.2f}"]
     on_gpu = torch.cuda.is_available()
     with ExitStack() as servers:
@@ -119,7 +120,7 @@ def measure_started(
 
 
 def _resolved(draft: str) -> str:
-    return draft if draft in METHODS else str(resolve_checkpoint(draft))
+    return draft if draft in METHODS else str(resolve_checkpoint(draft, quantised=True))
 
 
 def serve_command(

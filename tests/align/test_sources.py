@@ -306,6 +306,7 @@ def test_weights_that_only_kernels_read_are_refused(checkpoint):
     with pytest.raises(SourceError, match=r"quantised by gptq.*answers: server"):
         load_model(str(checkpoint), torch.float32)
     load_config(str(checkpoint))  # behind a server it is only told apart by its files
+    assert resolve_checkpoint(str(checkpoint), quantised=True) == checkpoint  # for an engine
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\xff"])
