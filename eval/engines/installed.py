@@ -56,22 +56,21 @@ def driven_engine(
 def measure_installed(
     engine: str, target: Path, draft: Path, prompts: PromptSet, gamma: int, max_new_tokens: int
 ) -> Report:
-    """The report of a draft in an engine, greedily, against the target alone in the same engine.
+    """The report of a tuned draft in an engine, greedily, against the target alone in the same.
 
-    engine: one of NAMES. target, draft: checkpoints' folders, GGUF files for llama.cpp. The draft
-    is called by the last part of its path. Raises as `driven_engine`, and as `measure_servers`.
+    engine: one of NAMES. target, draft: checkpoints' folders, GGUF files for llama.cpp.
+    Raises as `driven_engine`, and as `measure_servers`.
     """
     use_machine()
     provenance = {"served_by": serve_command(engine, target, draft, gamma)}
     decoding = Decoding(Sampling(), frozenset(), max_new_tokens)
+    drafts = {"tuned": str(draft)}  # by the name that it has in a run's report
     if engine == "vllm":
-        drafts = {draft.name: str(draft)}  # each more is a target in memory more
         return measure_started(str(target), drafts, gamma, prompts, decoding, provenance)
     positions = context_length(prompts.ids, max_new_tokens, gamma)
     dtype: Any = torch.float32
     if engine == "transformers":
         dtype = load_config(str(target)).dtype or dtype  # as transformers itself loads it
-    drafts = {draft.name: str(draft)}
     with (
         tempfile.TemporaryDirectory() as scratch,
         driven_engine(engine, str(target), drafts, gamma, positions, dtype, "cpu") as driven,

@@ -343,7 +343,7 @@ def test_the_pair_in_an_engine_that_is_installed(folder):
     prompts = [Prompt(str(i), prompt="x") for i in range(3)]
     timed = PromptSet("made up", prompts, [[5, 6, i] for i in range(3)])
     report = measure_installed("transformers", folder / "target", folder / "draft", timed, 3, 16)
-    draft = report.drafts["draft"]
+    draft = report.drafts["tuned"]
     assert (report.engine, report.dtype, draft.gamma) == ("transformers", "float32", 3)
     assert draft.lossless.identical == draft.speedup.n == 3
     assert "num_assistant_tokens = 3" in report.provenance["served_by"]
