@@ -38,10 +38,10 @@ def on_base(recipe: Recipe) -> Recipe:
     layers = read_json(folder / "compact" / "config.json")["num_hidden_layers"]
     shape = {"num_draft_layers": layers, "draft_vocab_size": rows if trimmed else None}
     for key, value in shape.items():
-        given = getattr(recipe, key)
-        if given not in (OWN[key].default, value):
+        asked = getattr(recipe, key)
+        if asked not in (OWN[key].default, value):
             raise RecipeError(
-                f"{key} is {given}, but the base {recipe.base} has {value}, which every draft on "
+                f"{key} is {asked}, but the base {recipe.base} has {value}, which every draft on "
                 f"it has; leave {key} out, or make another base."
             )
     return dataclasses.replace(recipe, **shape)

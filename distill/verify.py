@@ -110,11 +110,11 @@ def _verify(
     print(f"{name}: speed-up {draft.speedup:.2f}. {texts_line(draft_name, draft.lossless)}")
     if name == "vllm" and draft.counters is not None:
         there = draft.counters.acceptance_per_position
-        found = _compare(run, report, recipe, form, prompts, draft)
-        measured = measured.model_copy(update={"provenance": measured.provenance | found})
-        print(f"{name}: accepted by position {shares(there)}, here {shares(found[HERE])}")
-        if found[MISMATCH]:
-            print(f"Warning: it is not served as it was trained. Likely cause: {found[MISMATCH]}.")
+        here = _compare(run, report, recipe, form, prompts, draft)
+        measured = measured.model_copy(update={"provenance": measured.provenance | here})
+        print(f"{name}: accepted by position {shares(there)}, here {shares(here[HERE])}")
+        if here[MISMATCH]:
+            print(f"Warning: it is not served as it was trained. Likely cause: {here[MISMATCH]}.")
     return measured
 
 

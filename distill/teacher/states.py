@@ -87,9 +87,9 @@ def cache_states(recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Answe
         file=sys.stderr,
         disable=not state.is_main_process,
     ):
-        some = {i: answers[i] if i < len(answers) else held_out[i - len(answers)] for i in shard}
+        kept = {i: answers[i] if i < len(answers) else held_out[i - len(answers)] for i in shard}
         store.append(
-            {names[i]: {"states": states_at(target.decoder, a, layers)} for i, a in some.items()}
+            {names[i]: {"states": states_at(target.decoder, a, layers)} for i, a in kept.items()}
         )
     state.wait_for_everyone()
     store.refresh()

@@ -124,9 +124,9 @@ def bits_per_token(target: Target, prompt_ids: Sequence[list[int]]) -> float:
     for ids in prompt_ids[:SURPRISE_PROMPTS]:
         if len(ids) < 2:
             continue
-        some = ids[:SURPRISE_TOKENS]
-        logits = teacher_forced_logits(target.decoder, some[:-1], 1)
-        chosen = torch.tensor([some[1:]], device=logits.device)[..., None]
+        prompt = ids[:SURPRISE_TOKENS]
+        logits = teacher_forced_logits(target.decoder, prompt[:-1], 1)
+        chosen = torch.tensor([prompt[1:]], device=logits.device)[..., None]
         bits -= float(logits.float().log_softmax(-1).gather(-1, chosen).sum()) / math.log(2)
-        count += len(some) - 1
+        count += len(prompt) - 1
     return bits / max(count, 1)

@@ -200,8 +200,8 @@ def over_stock_generate(
     )
     stock: Any = target.model  # transformers wraps `generate` in a type that mypy cannot call
     rows: list[tuple[float, ...]] = []
-    some = prompts.batches(1)[:STOCK_PROMPTS]
-    bar = tqdm([some[0], *some], desc="stock generate", unit="prompt")
+    timed = prompts.batches(1)[:STOCK_PROMPTS]
+    bar = tqdm([timed[0], *timed], desc="stock generate", unit="prompt")
     for turn, (prompt, ids) in enumerate(bar):
         tokens = torch.tensor(ids, device=target.decoder.device)
         clock = time.perf_counter()

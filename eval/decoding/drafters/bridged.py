@@ -169,8 +169,8 @@ class TextSession(Session):
         self.same = min(self.same, kept)
         # 2. Cut the rest anew; half a character waits for its other half.
         self.held = b""
-        rest = self.target_ids[settled:]
-        for special, group in groupby(rest, key=self.drafter.special.get):
+        unread = self.target_ids[settled:]
+        for special, group in groupby(unread, key=self.drafter.special.get):
             stretch = list(group)
             if special is not None:
                 for i in stretch:
@@ -194,22 +194,22 @@ class TextSession(Session):
     def propose(self, count: int, stop_below: float) -> Proposal:
         drafter, device = self.drafter, self.drafter.decoder.device
         # 1. Go back to the last place where the cache holds the text as it is cut now.
-        both = min(len(self.cached), len(self.ids))
-        while self.same < both and self.cached[self.same] == self.ids[self.same]:
+        length = min(len(self.cached), len(self.ids))
+        while self.same < length and self.cached[self.same] == self.ids[self.same]:
             self.same += 1
-        seen = min(self.same, len(self.ids) - 1)  # the last token is read again for its logits
+        in_cache = min(self.same, len(self.ids) - 1)  # the last token is read again for its logits
         room = drafter.decoder.context_length - len(self.ids) + 1
         drafted: list[int] = []
         ends: list[int] = []  # in bytes, of what was drafted
         reached: list[float] = []
         certainty = 1.0
-        step = self.ids[seen:]
+        step = self.ids[in_cache:]
         while step and len(drafted) < min(count, room) and certainty >= stop_below:
             tokens = torch.tensor([step], device=device)
-            logits = drafter.decoder.forward(tokens, seen, self.cache, last_only=True)[:, -1]
+            logits = drafter.decoder.forward(tokens, in_cache, self.cache, last_only=True)[:, -1]
             logits = drafter.cut(logits)
-            self.cached[seen:] = step
-            seen += len(step)
+            self.cached[in_cache:] = step
+            in_cache += len(step)
             if self.sampling.greedy:
                 q, chosen = logits.float().softmax(-1), argmax(logits)
             else:

@@ -84,8 +84,8 @@ def teacher_forced_logits(
     prompt = dict.fromkeys(states or ())
     *_, logits = in_pieces(decoder, tokens[:, :prompt_length], 0, cache, states=prompt)
     if len(ids) > prompt_length:
-        rest = decoder.forward(tokens[:, prompt_length:], prompt_length, cache, states=states)
-        logits = torch.cat([logits, rest], dim=1)
+        tail = decoder.forward(tokens[:, prompt_length:], prompt_length, cache, states=states)
+        logits = torch.cat([logits, tail], dim=1)
         for layer, state in prompt.items():
             prompt[layer] = torch.cat([state, states[layer]], dim=1)  # type: ignore[index,list-item]
     if states:

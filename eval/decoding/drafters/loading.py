@@ -25,14 +25,14 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
     (align/check.py). Raises ValueError when no lossless strategy exists for the pair, or the one
     asked for is none.
     """
-    name, _, rest = spec.partition(":")
+    form, _, path = spec.partition(":")
     if spec == LOOKUP:
         return prompt_lookup(target)
     if spec.startswith(LOOKUP_FIRST):
-        return lookup_first(load_drafter(rest, target, strategy), target.stops)
-    if name == "adapter":
+        return lookup_first(load_drafter(path, target, strategy), target.stops)
+    if form == "adapter":
         return adapter.load(spec, target, strategy)
-    if name == "routed":
+    if form == "routed":
         raise ValueError(
             f"{spec}: adapters chosen by request are gone, no engine serves them; name one as "
             "adapter:FOLDER, or each of several as a draft of its own (docs/adapters.md)."
