@@ -64,6 +64,7 @@ def model_card(run: Path, report: Report, facts: CardFacts) -> str:
     name, draft = report.tuned
     spec, hub_id = str(recipe["target"]), recipe.get("target_hub_id")
     domain, gamma = str(recipe.get("domain", "")).strip(), gamma_of(report)
+    served = facts.engines.get("vllm")  # with the length that is best there
     # nobody else can name it: it is exported beside the draft
     exported = in_one_file(spec) or split_adapter(spec)[1] is not None
     target = f"{facts.name}-target" if exported else public_name(spec)
@@ -111,7 +112,13 @@ def model_card(run: Path, report: Report, facts: CardFacts) -> str:
         gains=[gain for gain in report.gain if gain.draft == name and gain.alpha],
         kind=recipe.get("drafter"),
         heads=not kinds()[recipe.get("drafter") or "pruned"].language_model,
-        vllm=_vllm_command(target, facts.name, gamma, check["used"] in OWN_IDS, run / "draft"),
+        vllm=_vllm_command(
+            target,
+            facts.name,
+            served.last[1].gamma or gamma if isinstance(served, Report) else gamma,
+            check["used"] in OWN_IDS,
+            run / "draft",
+        ),
         transformers=serve_command(
             "transformers", target, facts.name, gamma, sampling=_sampling(report)
         ),

@@ -107,7 +107,8 @@ def _verify(
     except ValueError as error:  # not installed, or not up to this pair: the card says which
         return str(error)
     draft_name, draft = measured.last
-    print(f"{name}: speed-up {draft.speedup:.2f}. {texts_line(draft_name, draft.lossless)}")
+    speeds = (f"{found.speedup:.2f} at gamma {found.gamma}" for found in measured.drafts.values())
+    print(f"{name}: speed-up {', '.join(speeds)}. {texts_line(draft_name, draft.lossless)}")
     if name == "vllm" and draft.counters is not None:
         there = draft.counters.acceptance_per_position
         here = _compare(run, report, recipe, form, prompts, draft)
@@ -128,7 +129,8 @@ def _compare(
 ) -> dict[str, Any]:
     """HERE and MISMATCH of a published folder that vLLM served; None: it is served as trained."""
     assert served.counters is not None
-    there, gamma = served.counters.acceptance_per_position, gamma_of(report)
+    there = served.counters.acceptance_per_position
+    gamma = len(there)
     strategy = read_json(run / "vocab_check.json")["used"]
     length = context_length(prompts.ids, MAX_NEW_TOKENS + gamma, gamma)
     dtype = getattr(torch, report.dtype)

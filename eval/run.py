@@ -75,6 +75,21 @@ GONE = {
     "DIR",
 }
 
+# Names that other programs have for options
+ALSO_CALLED = {
+    name: option
+    for option, names in {
+        "gamma": "k num_speculative_tokens num_assistant_tokens num_draft_tokens draft_length",
+        "target": "model model_name_or_path base_model target_model",
+        "draft": "draft_model assistant_model speculative_model student",
+        "prompts": "dataset eval_prompts",
+        "max_new_tokens": "max_tokens",
+        "max_prompts": "num_prompts max_eval_prompts",
+        "dtype": "torch_dtype",
+    }.items()
+    for name in names.split()
+}
+
 # of a run's recipe where --run is given, else these
 DEFAULTS: dict[str, Any] = {
     "temperature": 0.0,
@@ -128,7 +143,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="where tokens are sampled: drafts judged as one block, or token by token",
     )
     parser.add_argument("--max_new_tokens", type=int)
-    parser.add_argument("--gamma", type=int, help="default: chosen on prompts set aside")
+    parser.add_argument(
+        "--gamma",
+        type=_sizes,
+        metavar="N",
+        help="default: chosen on prompts set aside; engine vllm takes several, as 2,4",
+    )
     parser.add_argument("--max_gamma", type=int, default=6)
     parser.add_argument("--max_prompts", type=int, help="draw so many of the prompts")
     parser.add_argument("--speed_prompts", type=int, default=40)
@@ -184,6 +204,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--fail_under_alpha", type=float)
     parser.add_argument("--fail_under_speedup", type=float)
+    for word in argv:
+        name = word.removeprefix("--").partition("=")[0].replace("-", "_")
+        if word.startswith("--") and name in ALSO_CALLED:
+            parser.error(f"--{name} is called --{ALSO_CALLED[name]} here")
     args = parser.parse_args(argv)
     for option, instead in GONE.items():
         if getattr(args, option) is not None:
@@ -197,6 +221,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
             setattr(args, key, value)
     _check_lengths(parser, args, by_length)
     args.served = args.engine == "vllm" and bool(args.base_url or args.baseline_url)
+    if args.engine != "vllm" and args.gamma is not None:
+        if args.gamma[1:]:
+            parser.error(f"engine {args.engine} takes one --gamma, not {args.gamma}")
+        (args.gamma,) = args.gamma
     if args.concurrency and args.engine != "vllm":
         parser.error(f"--concurrency is of engine vllm; engine {args.engine} has --batch_sizes")
     if args.served:
@@ -225,9 +253,9 @@ def _check_lengths(
 
 
 def _check_for_engine(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse what an engine other than our own has not."""
+    """Refuse options that only our own engine has."""
     engine = f"engine {args.engine}"
-    if not args.gamma or args.gamma < 1:
+    if not args.gamma:
         parser.error(f"{engine} needs --gamma, 1 or more: it chooses none")
     if args.output_dir == args.run and args.run is not None:
         parser.error(f"{engine} needs --output_dir, lest it replace the run's own report")
@@ -244,7 +272,7 @@ def _refuse_ours(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
 
 def _sizes(text: str) -> list[int]:
     if not all(part.isdecimal() and int(part) for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r} should be batch sizes, 1 or more, as 1,2,4,8")
+        raise argparse.ArgumentTypeError(f"{text!r} should be whole numbers, 1 or more, as 1,2,4,8")
     return [int(part) for part in text.split(",")]
 
 
@@ -372,13 +400,13 @@ def _measure_driven(args: argparse.Namespace, journal: Journal) -> Report:
 
 
 def _by_name(named: list[tuple[str, str]]) -> dict[str, str]:
-    """What was given under each name. Raises ValueError for a name that was given twice."""
-    of: dict[str, str] = {}
-    for name, given in named:
-        if name in of:
-            raise ValueError(f"Two drafts are called {name!r}; name them: NAME={given}.")
-        of[name] = given
-    return of
+    """The spec or address of each name. Raises ValueError for a name that is given twice."""
+    by_name: dict[str, str] = {}
+    for name, value in named:
+        if name in by_name:
+            raise ValueError(f"Two drafts are called {name!r}; name them: NAME={value}.")
+        by_name[name] = value
+    return by_name
 
 
 def _named_url(text: str) -> tuple[str, str]:

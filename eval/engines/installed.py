@@ -22,11 +22,11 @@ from eval.engines.environments import vllm_python
 from eval.engines.llama_cpp import LlamaCpp
 from eval.engines.local_vllm import METHODS, serve_vllm, speculation
 from eval.engines.vllm import VllmServer
-from eval.engines.vllm_servers import measure_servers
+from eval.engines.vllm_servers import compare, report_of
 from eval.measuring.evaluation import context_length
 from eval.measuring.journal import JOURNAL, Journal
 from eval.prompts import PromptSet
-from eval.reporting.report import Report
+from eval.reporting.report import OF_LENGTH, Report
 
 PATIENCE = 600.0  # seconds without a byte from a server: on a CPU it answers slowly
 
@@ -58,15 +58,20 @@ def measure_installed(
 ) -> Report:
     """The report of a tuned draft in an engine, greedily, against the target alone in the same.
 
-    engine: one of NAMES. target, draft: checkpoints' folders, GGUF files for llama.cpp.
-    Raises as `driven_engine`, and as `measure_servers`.
+    engine: one of NAMES. target, draft: checkpoints' folders, GGUF files for llama.cpp. gamma: the
+    length that is best in our decoder; vLLM, where a draft step costs another part of a target
+    step, is measured with half of it, too, and the faster one comes last.
+    Raises as `driven_engine`, and as `compare`.
     """
     use_machine()
-    provenance = {"served_by": serve_command(engine, target, draft, gamma)}
     decoding = Decoding(Sampling(), frozenset(), max_new_tokens)
     drafts = {"tuned": str(draft)}  # by the name that it has in a run's report
     if engine == "vllm":
-        return measure_started(str(target), drafts, gamma, prompts, decoding, provenance)
+        lengths = sorted({gamma, (gamma + 1) // 2})
+        report = measure_started(str(target), drafts, lengths, prompts, decoding, {})
+        by_speed = sorted(report.drafts.items(), key=lambda item: item[1].speedup.mean)
+        return report.model_copy(update={"drafts": dict(by_speed)})
+    provenance = {"served_by": serve_command(engine, target, draft, gamma)}
     positions = context_length(prompts.ids, max_new_tokens, gamma)
     dtype: Any = torch.float32
     if engine == "transformers":
@@ -83,7 +88,7 @@ def measure_installed(
 def measure_started(
     target: str,
     drafts: Mapping[str, str],
-    gamma: int,
+    gammas: Sequence[int],
     prompts: PromptSet,
     decoding: Decoding,
     provenance: dict[str, Any],
@@ -91,31 +96,40 @@ def measure_started(
 ) -> Report:
     """The report of drafts in vLLM, by name, with a server started here for each and for none.
 
-    target, drafts: specs, quantised ones too; a draft as `speculation` takes it. loads: as of
-    `measure_servers`. Each server has its own copy of the target. Raises EngineMissing, and as
-    `measure_servers`.
+    target, drafts: specs, quantised ones too; a draft as `speculation` takes it. gammas: draft
+    lengths, measured one after the other against the same baseline; of several, a draft's name has
+    its own. loads: as of `compare`. Each server has its own copy of the target. Raises
+    EngineMissing, and as `compare`.
     """
     vllm_python()
-    positions = context_length(prompts.ids, decoding.max_new_tokens, gamma)
+    positions = context_length(prompts.ids, decoding.max_new_tokens, max(gammas))
     path = resolve_checkpoint(target, quantised=True)
     shared = ["--gpu-memory-utilization", f"{0.9 / (1 + len(drafts)):.2f}"]
     on_gpu = torch.cuda.is_available()
-    with ExitStack() as servers:
 
-        def started(*arguments: str) -> VllmServer:
-            more = shared if on_gpu else []
-            # in its dtype, as `vllm serve` does it
-            server = serve_vllm(
-                path, *arguments, *more, positions=positions, dtype="auto", eager=not on_gpu
-            )
-            return VllmServer(servers.enter_context(server), PATIENCE, connections=max([1, *loads]))
-
-        speculative = {
-            name: started(*speculation(_resolved(draft), gamma)) for name, draft in drafts.items()
-        }
-        return measure_servers(
-            speculative, started(), prompts, decoding, provenance, target, loads=loads
+    def started(servers: ExitStack, *arguments: str) -> VllmServer:
+        more = shared if on_gpu else []
+        # in its dtype, as `vllm serve` does it
+        server = serve_vllm(
+            path, *arguments, *more, positions=positions, dtype="auto", eager=not on_gpu
         )
+        return VllmServer(servers.enter_context(server), PATIENCE, connections=max([1, *loads]))
+
+    parts = []
+    with ExitStack() as servers:
+        baseline = started(servers)
+        for gamma in gammas:
+            of_length = f"{OF_LENGTH}{gamma}" if gammas[1:] else ""
+            named = {name + of_length: draft for name, draft in drafts.items()}
+            with ExitStack() as drafting:
+                speculative = {
+                    name: started(drafting, *speculation(_resolved(draft), gamma))
+                    for name, draft in named.items()
+                }
+                asked = prompts.prompts
+                parts.append(compare(speculative, baseline, asked, decoding, loads, named))
+        dtype = str(load_config(str(path)).dtype or "auto").removeprefix("torch.")
+        return report_of(parts, baseline, prompts.source, decoding, provenance, target, dtype=dtype)
 
 
 def _resolved(draft: str) -> str:

@@ -7,7 +7,7 @@ time (eval/engines/load.py). What a server does not tell, the report names as mi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,15 @@ UNTOLD = {
 }
 
 
+@dataclass(frozen=True)
+class Compared:
+    """Drafts against a baseline, on the prompts that all answered. ended: by itself, of each."""
+
+    logs: list[DraftLog]
+    prompts: list[Prompt]
+    ended: list[bool]
+
+
 def measure_servers(
     speculative: Mapping[str, VllmServer],
     baseline: VllmServer,
@@ -47,11 +56,27 @@ def measure_servers(
 ) -> Report:
     """The report of speculative servers, by the names of their drafts, against a plain one.
 
-    All are asked the same prompts, which each renders itself. target: what the report calls it;
-    None: as the servers do. overlap: of the prompts with the training data, where that is known.
-    loads: numbers of requests at a time at which everything is measured once more.
+    target, overlap: as of `report_of`. Otherwise as `compare`.
+    """
+    compared = compare(speculative, baseline, prompts.prompts, decoding, loads)
+    target = target or baseline.model
+    return report_of([compared], baseline, prompts.source, decoding, provenance, target, overlap)
 
-    A server that fails after the first prompts: the report has those, `missing` says what happened.
+
+def compare(
+    speculative: Mapping[str, VllmServer],
+    baseline: VllmServer,
+    prompts: Sequence[Prompt],
+    decoding: Decoding,
+    loads: Sequence[int] = (),
+    paths: Mapping[str, str] | None = None,
+) -> Compared:
+    """Speculative servers, by the names of their drafts, against a plain one, in turns.
+
+    All are asked the same prompts, which each renders itself. loads: numbers of requests at a time
+    at which everything is measured once more. paths: of the drafts; None: the servers' hosts.
+
+    A server that fails after the first prompts: the logs have those, `missing` says what happened.
     Raises `ServerError` where nothing can be measured: a server is down from the start, does not
     speculate, or speculates as the baseline.
     """
@@ -61,10 +86,10 @@ def measure_servers(
                 f"{server.url} serves {server.model!r}, {baseline.url} {baseline.model!r}; serve "
                 f"the same target twice (--served-model-name, if only the names differ)."
             )
-    _warm_up(speculative.values(), baseline, prompts.prompts[0], decoding)
+    _warm_up(speculative.values(), baseline, prompts[0], decoding)
     servers = [baseline, *speculative.values()]
-    answers, failure = _in_turns(servers, prompts.prompts, decoding)
-    done = prompts.prompts[: len(answers)]
+    answers, failure = _in_turns(servers, prompts, decoding)
+    done = list(prompts[: len(answers)])
     greedy, greedy_failure = answers, None
     if not decoding.sampling.greedy:  # losslessness is always measured greedily
         greedily = replace(decoding, sampling=Sampling())
@@ -82,7 +107,7 @@ def measure_servers(
         }
         log = DraftLog(
             name=name,
-            path=server.host,
+            path=server.host if paths is None else paths[name],
             form="served",
             vocabulary={"relation": "of the server", "strategy": "of the server", "coverage": None},
             runs=[row[number].run for row in answers],
@@ -95,21 +120,40 @@ def measure_servers(
             missing={field: reason for field, reason in lacking.items() if reason},
         )
         logs.append(log)
+    return Compared(logs, done, [row[0].ended for row in answers])
+
+
+def report_of(
+    parts: Sequence[Compared],
+    baseline: VllmServer,
+    source: str,
+    decoding: Decoding,
+    provenance: dict[str, Any],
+    target: str,
+    overlap: int | None = None,
+    dtype: str = "dtype of the server",
+) -> Report:
+    """The report of drafts that were compared with the same baseline, a part after the other.
+
+    source: of the prompts. target: what the report calls it. overlap: of the prompts with the
+    training data, where that is known.
+    """
+    logs = [log for part in parts for log in part.logs]
     run = RunLog(
-        target=target or baseline.model,
+        target=target,
         engine="vllm",
         device=baseline.host,
-        dtype="dtype of the server",
+        dtype=dtype,
         decoding=decoding_facts(
             decoding,
-            [row[0].ended for row in answers],
+            parts[0].ended,
             gamma=logs[-1].gamma,
             gamma_policy=logs[-1].gamma_policy,
             # greedily the tokens themselves are compared; sampled, nobody can see the rule
             verification="greedy match" if decoding.sampling.greedy else "the server's own rule",
             stop_tokens=None,
         ),
-        prompts=prompts_used(PromptSet(prompts.source, done, []))
+        prompts=prompts_used(PromptSet(source, parts[0].prompts, []))
         | {"overlap_with_training": overlap},
         provenance=provenance,
     )

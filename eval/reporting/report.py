@@ -50,6 +50,7 @@ from eval.reporting.warnings import find_warnings, headline, recommendation
 
 SCHEMA: Final = "draftsmith-report/1"
 SHOWN_ERRORS = 3
+OF_LENGTH = ", gamma "  # in the name of a draft that was measured with several lengths
 
 T = TypeVar("T")
 
@@ -217,26 +218,6 @@ class DraftReport(Part):
         for point in self.by_batch_size:
             if point.lossless:
                 yield f"{name} in batches of {point.batch_size}", point.lossless
-
-    @property
-    def gamma_by_load(self) -> list[tuple[int, int, int]]:
-        """Rows (first load, last load, tokens to draft), as vLLM takes them.
-
-        They are its num_speculative_tokens_per_batch_size: the draft's own length where a gain is
-        shown, all of the interval or of the rounds above 1x, else none. A measured load stands for
-        all up to the next one.
-        """
-        ranges: list[tuple[int, int, int]] = []
-        for i, point in enumerate(self.by_load):
-            ends = point.speedup.ci95 or point.speedup.range
-            length = (self.gamma or 0) if ends and ends[0] > 1 else 0
-            after = [later.concurrency - 1 for later in self.by_load[i + 1 : i + 2]]
-            last = after[0] if after else point.concurrency
-            if ranges and ranges[-1][2] == length:
-                ranges[-1] = ranges[-1][0], last, length
-            else:
-                ranges.append((ranges[-1][1] + 1 if ranges else 1, last, length))
-        return ranges
 
     @property
     def texts(self) -> Ledger:
@@ -482,6 +463,31 @@ class Report(Part):
     def tuned(self) -> tuple[str, DraftReport]:
         """The draft that is published: a training run's tuned one by itself, else the last."""
         return ("tuned", self.drafts["tuned"]) if "tuned" in self.drafts else self.last
+
+    @property
+    def gamma_by_load(self) -> dict[str, list[tuple[int, int, int]]]:
+        """Rows (first load, last load, tokens to draft) of each draft, as vLLM takes them.
+
+        They are its num_speculative_tokens_per_batch_size: the length whose gain is the surest,
+        where one is shown, all of the interval or of the rounds above 1x; else none. A measured
+        load stands for all up to the next one.
+        """
+        at_load: dict[str, dict[int, list[tuple[float, int]]]] = {}
+        for name, draft in self.drafts.items():
+            gains = at_load.setdefault(name.partition(OF_LENGTH)[0], {})
+            for point in draft.by_load:
+                surest = (point.speedup.ci95 or point.speedup.range or (0.0,))[0]
+                gains.setdefault(point.concurrency, [(1.0, 0)]).append((surest, draft.gamma or 0))
+        schedules: dict[str, list[tuple[int, int, int]]] = {}
+        for name, gains in at_load.items():
+            rows = schedules[name] = []
+            ends = [load - 1 for load in list(gains)[1:]] + list(gains)[-1:]
+            for last, (_, length) in zip(ends, map(max, gains.values()), strict=True):
+                first = rows[-1][1] + 1 if rows else 1
+                if rows and rows[-1][2] == length:
+                    first = rows.pop()[0]
+                rows.append((first, last, length))
+        return schedules
 
     def ledgers(self) -> list[tuple[str, Ledger]]:
         """Those of all drafts, by what to call them."""

@@ -351,11 +351,11 @@ def _by_item(title: str, report: Report, path: str, cells: Cells, note: str = ""
 
 
 def _by_load(report: Report) -> Table:
-    """With what to tell vLLM of each draft, where one costs at some load and not at all of them."""
+    """With vLLM's setting for each draft that pays at some loads only."""
     schedules = [
         f" Serve {name} with num_speculative_tokens_per_batch_size {json.dumps(ranges)}."
-        for name, draft in report.drafts.items()
-        if len(ranges := draft.gamma_by_load) > 1
+        for name, ranges in report.gamma_by_load.items()
+        if len(ranges) > 1
     ]
     return _by_item("By load", report, "by_load", LOADS, LOAD_NOTE + "".join(schedules))
 

@@ -1,6 +1,8 @@
 """What an engine is given to load."""
 
 import json
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -23,15 +25,35 @@ def test_a_quantised_pair_reaches_vllm_which_computes_what_we_do_not(tmp_path, m
     target, draft = quantised(tmp_path / "target"), quantised(tmp_path / "draft")
     asked = []
 
+    @contextmanager
     def serve(path, *arguments, **_):
         asked.append((str(path), *arguments))
-        raise InterruptedError
+        if arguments:
+            raise InterruptedError
+        yield "http://127.0.0.1:1"
 
     monkeypatch.setattr(installed, "vllm_python", lambda: None)
     monkeypatch.setattr(installed, "serve_vllm", serve)
     prompts, decoding = PromptSet("", [], [[1]]), Decoding(Sampling(), frozenset(), 8)
     with pytest.raises(InterruptedError):
-        installed.measure_started(target, {"tuned": draft}, 4, prompts, decoding, {})
-    ((served, _, config),) = asked
-    assert served == target
+        installed.measure_started(target, {"tuned": draft}, [4], prompts, decoding, {})
+    (plain,), (served, _, config) = asked
+    assert plain == served == target
     assert json.loads(config)["model"] == draft
+
+
+@pytest.mark.parametrize(("gamma", "lengths"), [(1, [1]), (2, [1, 2]), (5, [3, 5])])
+def test_vllm_is_measured_with_half_the_length_too(monkeypatch, sample_report, gamma, lengths):
+    """A draft step costs another part of a target step there than in our decoder."""
+
+    def started(target, drafts, gammas, *_):
+        assert (drafts, gammas) == ({"tuned": "D"}, lengths)
+        slow, fast = sample_report.drafts["untuned"], sample_report.drafts["tuned"]
+        assert slow.speedup.mean < fast.speedup.mean
+        both = {"tuned, gamma 1": fast, "tuned, gamma 2": slow}
+        return sample_report.model_copy(update={"drafts": both})
+
+    monkeypatch.setattr(installed, "measure_started", started)
+    prompts = PromptSet("", [], [[1]])
+    report = installed.measure_installed("vllm", Path("T"), Path("D"), prompts, gamma, 8)
+    assert report.last == ("tuned, gamma 1", sample_report.drafts["tuned"])

@@ -13,7 +13,7 @@ from eval.engines.load import load_curve
 from eval.engines.vllm import VllmServer
 from eval.prompts import Prompt
 from eval.reporting.page import render_page
-from eval.reporting.report import DraftReport, read_report
+from eval.reporting.report import Report, read_report
 from eval.reporting.text import render_markdown
 from eval.run import main
 from tests.siblings import LARGE, save_sibling
@@ -59,22 +59,34 @@ def test_a_server_that_fails_at_a_load_leaves_the_loads_before(fake):
     assert "answered 400" in failure
 
 
+ALWAYS_GAINS, AT_FEW = {1: 1.2, 4: 1.1, 8: 1.05}, {1: 1.4, 4: 1.1, 8: 0.8}
+
+
 @pytest.mark.parametrize(
     ("lowest_of", "ranges"),
     [
-        ({1: 1.4, 4: 1.1, 8: 0.8, 32: 0.6}, [(1, 7, 3), (8, 32, 0)]),
-        ({1: 1.4, 8: 1.1}, [(1, 8, 3)]),
-        ({4: 0.8, 8: 1.1}, [(1, 7, 0), (8, 8, 3)]),
-        ({1: 0.9}, [(1, 1, 0)]),  # and 1.1 in the mean: not shown to gain
-        ({}, []),
+        ({3: {1: 1.4, 4: 1.1, 8: 0.8, 32: 0.6}}, [(1, 7, 3), (8, 32, 0)]),
+        ({3: {1: 1.4, 8: 1.1}}, [(1, 8, 3)]),
+        ({3: {4: 0.8, 8: 1.1}}, [(1, 7, 0), (8, 8, 3)]),
+        ({3: {1: 0.9}}, [(1, 1, 0)]),  # and 1.1 in the mean: not shown to gain
+        ({3: {}}, []),
+        ({1: ALWAYS_GAINS, 3: AT_FEW}, [(1, 7, 3), (8, 8, 1)]),
     ],
 )
 def test_the_length_to_serve_with_at_each_load(lowest_of, ranges):
-    points = [
-        SimpleNamespace(concurrency=load, speedup=SimpleNamespace(ci95=None, range=(lowest, 9.0)))
-        for load, lowest in lowest_of.items()
-    ]
-    assert DraftReport.model_construct(by_load=points, gamma=3).gamma_by_load == ranges
+    drafts = {
+        f"tuned, gamma {gamma}": SimpleNamespace(
+            gamma=gamma,
+            by_load=[
+                SimpleNamespace(
+                    concurrency=load, speedup=SimpleNamespace(ci95=None, range=(lowest, 9.0))
+                )
+                for load, lowest in points.items()
+            ],
+        )
+        for gamma, points in lowest_of.items()
+    }
+    assert Report.model_construct(drafts=drafts).gamma_by_load == {"tuned": ranges}
 
 
 @pytest.fixture
@@ -125,10 +137,25 @@ def test_servers_are_started_for_the_drafts_that_are_named(fake, tmp_path, promp
     what = ["--prompts", str(prompts), "--output_dir", str(tmp_path), "--max_new_tokens", "20"]
     models = ["--engine", "vllm", "--target", str(tmp_path / "target"), *drafts]
     assert main([*models, *what, "--gamma", "3"]) == 0
-    lookup, own, plain = started
+    plain, lookup, own = started
     assert (lookup["method"], lookup["num_speculative_tokens"]) == ("ngram", 3)
     assert (own["method"], own["model"]) == ("draft_model", str(tmp_path / "draft"))
     assert plain is None
-    assert list(read_report(tmp_path / "report" / "report.json").drafts) == ["lookup", "own"]
+    report = read_report(tmp_path / "report" / "report.json")
+    assert list(report.drafts) == ["lookup", "own"]
+    assert (report.target, report.dtype) == (str(tmp_path / "target"), "float32")
+    assert report.drafts["own"].path == str(tmp_path / "draft")
+    assert [(gain.draft, gain.over) for gain in report.gain] == [("own", "lookup")]
+    assert main([*models, *what, "--gamma", "2,3"]) == 0
+    assert [about and about["num_speculative_tokens"] for about in started[3:]] == [
+        None,
+        2,
+        2,
+        3,
+        3,
+    ]
+    report = read_report(tmp_path / "report" / "report.json")
+    named = [f"{name}, gamma {gamma}" for gamma in (2, 3) for name in ("lookup", "own")]
+    assert list(report.drafts) == named
     with pytest.raises(SystemExit):  # vLLM chooses no length
         main([*models, *what])
