@@ -129,7 +129,16 @@ def measure_started(
                 asked = prompts.prompts
                 parts.append(compare(speculative, baseline, asked, decoding, loads, named))
         dtype = str(load_config(str(path)).dtype or "auto").removeprefix("torch.")
-        return report_of(parts, baseline, prompts.source, decoding, provenance, target, dtype=dtype)
+        return report_of(
+            parts,
+            baseline,
+            prompts.source,
+            decoding,
+            provenance,
+            target,
+            device="cuda" if on_gpu else "cpu",
+            dtype=dtype,
+        )
 
 
 def _resolved(draft: str) -> str:

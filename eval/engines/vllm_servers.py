@@ -131,18 +131,19 @@ def report_of(
     provenance: dict[str, Any],
     target: str,
     overlap: int | None = None,
+    device: str | None = None,
     dtype: str = "dtype of the server",
 ) -> Report:
     """The report of drafts that were compared with the same baseline, a part after the other.
 
     source: of the prompts. target: what the report calls it. overlap: of the prompts with the
-    training data, where that is known.
+    training data, where that is known. device: None names the server's host.
     """
     logs = [log for part in parts for log in part.logs]
     run = RunLog(
         target=target,
         engine="vllm",
-        device=baseline.host,
+        device=device or baseline.host,
         dtype=dtype,
         decoding=decoding_facts(
             decoding,

@@ -292,14 +292,17 @@ def _payoff(log: DraftLog) -> Payoff:
     if log.path.startswith((LOOKUP, LOOKUP_FIRST)):
         raise NothingToMeasure(
             "tokens that are looked up cost nothing, so the cost of a step does not price this "
-            "draft; predicted_speedup takes them as free"
+            "draft; the predicted speed-up takes them as free"
         )
     return payoff(timed(log), metrics.alpha(agreed(log)).mean)
 
 
 def _by_copy_share(log: DraftLog, run: RunLog) -> dict[str, CategoryNumbers]:
+    """The least copied first."""
     shares = copy_categories(run.answers)
-    return metrics.by_category(log, lambda row: shares.get(row.prompt_id))
+    numbers = metrics.by_category(log, lambda row: shares.get(row.prompt_id))
+    order = sorted(numbers, key=lambda name: (name[:5] == "above", name[:5] != "below"))
+    return {name: numbers[name] for name in order}
 
 
 def _both(metric: Callable[[Sequence[PromptRun]], T], log: DraftLog) -> Both[T]:

@@ -139,11 +139,12 @@ def texts_line(name: str, ledger: Ledger) -> str:
     return f"With draft {name}, {ledger}{TIES if ledger.tie_divergences else ''}."
 
 
-def baseline_line(report: Report) -> str:
-    """The target alone, and how that compares with stock `generate`."""
-    stock = report.baseline.over_stock_generate
-    compared = f", {stock:.2f} of stock generate" if stock else ""
-    return f"Baseline: {report.baseline.tokens_per_s:.1f} tokens/s{compared}"
+def setting_line(report: Report) -> str:
+    """The target, and how it was run."""
+    return (
+        f"Target {report.target_named} on {report.device}, {report.dtype}, engine {report.engine}, "
+        f"temperature {report.decoding.temperature:g}, batch size 1"
+    )
 
 
 def verdict_lines(report: Report) -> list[str]:
@@ -161,7 +162,8 @@ def missing_lines(report: Report) -> list[str]:
     for name, draft in report.drafts.items():
         reasons: dict[str, list[str]] = {}
         for entry in draft.missing:
-            reasons.setdefault(entry.reason, []).append(entry.field)
+            label = LABELS.get(entry.field) or _in_words(entry.field)
+            reasons.setdefault(entry.reason, []).append(label)
         lines += [f"{name}, {', '.join(fields)}: {why}" for why, fields in reasons.items()]
     return lines
 
@@ -177,13 +179,16 @@ def _plain(value: Any) -> str:
     return format(value, ".2f") if isinstance(value, float | Measured) else str(value)
 
 
+def _in_words(field: str) -> str:
+    return field.replace("_", " ").replace("speedup", "speed-up")
+
+
 def _fields(prefix: str, names: str) -> Cells:
     """Fields under their own names."""
     cells: Cells = []
     for name in names.split():
         label = f"n of {name.removesuffix('.n')}" if name.endswith(".n") else name
-        label = label.replace("_", " ").replace("speedup", "speed-up")
-        cells.append((label, prefix + name, _plain))
+        cells.append((_in_words(label), prefix + name, _plain))
     return cells
 
 
@@ -256,6 +261,10 @@ DRAFTS: Cells = [
     ("KV bytes a token of the target", "memory.kv_bytes_per_token.target", "{:,}".format),
     ("loop share", "loop_share.speculative.mean", "{:.1%}".format),
 ]
+# What a field is called, where its own name in words does not say it
+LABELS = {field: label for label, field, _ in reversed(RESULT + DRAFTS)}
+LABELS |= {"per_position": "acceptance by position", "atlas": "rejection atlas"}
+LABELS |= {"counters": "counters of the server", "lossless": "greedy text"}
 ANSWERS: Cells = [
     ("copied", "copy_share.either", "{:.0%}".format),
     ("of the prompt", "copy_share.of_prompt", "{:.0%}".format),
@@ -362,9 +371,12 @@ def _by_load(report: Report) -> Table:
 
 def result_table(report: Report) -> Table:
     """The main table; the gain of the second draft beside it where exactly two are compared."""
+    stock = report.baseline.over_stock_generate
+    compared = f", {stock:.2f} of stock generate" if stock else ""
     note = (
         "Brackets hold 95% intervals over prompts; parentheses, where these are fewer than "
-        f"{FEWEST_CLUSTERS}, the lowest and the highest. {baseline_line(report)}."
+        f"{FEWEST_CLUSTERS}, the lowest and the highest. "
+        f"Baseline: {report.baseline.tokens_per_s:.1f} tokens/s{compared}."
     )
     table = _by_draft("Result", report, RESULT, note)
     if len(report.drafts) != 2 or not report.gain:

@@ -19,9 +19,9 @@ from eval.reporting.report import Report
 from eval.reporting.tables import (
     DEFINITIONS,
     Table,
-    baseline_line,
     missing_lines,
     result_table,
+    setting_line,
     tables,
     texts_line,
     verdict_lines,
@@ -48,14 +48,7 @@ def print_summary(report: Report, console: Console | None = None) -> None:
         grid.add_column(Text(name), justify="right")
     for label, *cells in result.rows:
         grid.add_row(label, *cells, style="bold" if label in ("alpha", "speed-up") else "")
-    lines = [
-        (
-            f"Target {report.target_named} on {report.device}, {report.dtype}, "
-            f"engine {report.engine}, temperature {report.decoding.temperature}, batch size 1",
-            "",
-        ),
-        (baseline_line(report) + ". Brackets: 95% interval over prompts.", ""),
-    ]
+    lines = [(setting_line(report), ""), (result.note, "")]
     for name, ledger in report.ledgers():
         lines.append((texts_line(name, ledger), STYLES[ledger.verdict]))
     lines += [(f"Warning: {warning}", "yellow") for warning in report.warnings]

@@ -123,10 +123,12 @@ def _on_few(report: Report) -> Iterator[str]:
         for field, value in part:
             few[field] += _few_in(value)
     if total := few.total():
-        most = ", ".join(f"{count} in {field}" for field, count in few.most_common(3) if count)
+        most = ", ".join(
+            f"{count} in {field.replace('_', ' ')}" for field, count in few.most_common(3) if count
+        )
         yield (
             f"Fewer than {FEWEST_CLUSTERS} prompts (groups, batches) stand behind {total} numbers "
-            f"({most}): only the lowest and the highest are given, no interval."
+            f"({most}): too few for a 95% interval; parentheses hold the lowest and the highest."
         )
 
 

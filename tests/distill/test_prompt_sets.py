@@ -5,6 +5,7 @@ import gzip
 import itertools
 import json
 import random
+import re
 import shutil
 import tracemalloc
 from importlib import resources
@@ -34,9 +35,11 @@ from distill.teacher.answers import USED
 from distill.teacher.store import Answers, Store, names_of
 from distill.train import run
 from eval.prompts import Prompt, PromptError
+from eval.reporting.report import read_report
 from eval.task_kinds import split_task
 from recipes.code.stdlib_functions import stdlib_prompts
 from recipes.legal import licence_clauses as legal
+from tests.distill.conftest import TEXTS
 
 HUMAN_EVAL_LIKE = (
     "from typing import List\n\n\ndef below_zero(operations: List[int]) -> bool:\n"
@@ -454,19 +457,31 @@ def test_a_switch_of_the_template_gives_other_prompts_to_train_and_to_evaluate_o
         assert ours.sha256 != theirs.sha256
 
 
-def test_of_200_prompts_behind_one_system_prompt_all_are_collected(chat, tmp_path):
+def test_200_prompts_behind_one_system_prompt_go_through_the_whole_run(chat, capsys):
     rng = random.Random(2)
-    recipe, target = chat(max_train_prompts=200, held_out_prompts=10)
-    config = read_json(target.folder / "config.json") | {"max_position_embeddings": 8192}
+    few = TEXTS[0].split()  # a token or two each
+    system = {"role": "system", "content": " ".join(rng.choices(few, k=300))}
+    training = {"max_train_prompts": 200, "per_device_train_batch_size": 64, "max_steps": 3}
+    recipe, target = chat(num_draft_layers=1, **training)
+    config = read_json(target.folder / "config.json") | {"max_position_embeddings": 1024}
     (target.folder / "config.json").write_text(json.dumps(config))
     for path, count in ((recipe.train_prompts, 200), (recipe.eval_prompts, 10)):
-        talks = [talk(str(i), text_of(rng, 80)) for i in range(count)]
-        rows = [json.dumps({"messages": prompt.messages}) for prompt in talks]
-        Path(path).write_text("\n".join(rows))
-    prompts = collect_prompts(recipe, target)
-    parts = (prompts.training, prompts.held_out, prompts.tuning)
-    assert [len(part.prompts) for part in parts] == [190, 9, 1]
-    assert prompts.overlap.dropped == 0
+        asked = [" ".join(rng.choices(few, k=12)) for _ in range(count)]
+        talks = [[system, {"role": "user", "content": text}] for text in asked]
+        Path(path).write_text("\n".join(json.dumps({"messages": turns}) for turns in talks))
+    assert run(recipe) == 0
+    shown = capsys.readouterr().out
+    assert "prompts: 190 to train on" in shown
+    assert "9 held out, 1 to choose gamma, 10 to evaluate\nprompts: 0 dropped" in shown
+    assert re.findall(r"(\d+) of (\d+) answers made", shown) == [("9", "9"), ("190", "190")]
+    state = read_json(recipe.folder / "checkpoint-3" / "trainer_state.json")
+    assert (state["global_step"], state["epoch"]) == (3, 1.0)  # on each answer once
+    report = read_report(recipe.folder / "report" / "report.json")
+    untuned, tuned = report.drafts["untuned"], report.drafts["tuned"]
+    assert untuned.alpha.n == tuned.alpha.n == report.prompts.n == 10
+    assert untuned.sha256 != tuned.sha256
+    assert report.prompts.in_chat_form == 1
+    assert (recipe.folder / "draft" / "model.safetensors").is_file()
 
 
 def test_what_no_template_would_read_is_refused(chat, folder):

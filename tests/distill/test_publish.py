@@ -18,7 +18,7 @@ from distill.publish import PublishError, check_run, main, unmet_conditions
 from distill.reload import Reloaded, ReloadError
 from eval.decoding.target import weights_sha256
 from eval.engines.environments import EngineMissing
-from eval.reporting.report import Missing, read_report, write_report
+from eval.reporting.report import Missing, build_report, read_report, write_report
 
 
 def model_card(run_folder):
@@ -87,6 +87,18 @@ def test_the_card_has_the_numbers_of_the_report(run_folder, sample_report):
     assert f"{tuned.per_position[0].marginal.mean:.2f} [" in card
     assert "{" not in re.sub(r"```.*?```", "", card, flags=re.DOTALL)  # the template is filled in
     assert "\n\n\n" not in card
+
+
+def test_the_card_says_why_numbers_of_few_prompts_have_no_interval(
+    run_folder, run_info, measurement
+):
+    logs = [measurement("untuned", 0.3, prompts=9), measurement("tuned", 0.6, prompts=9)]
+    report = build_report(run_info, logs)
+    sign(run_folder, report)
+    low, high = report.drafts["tuned"].speedup.range
+    card = model_card(run_folder)
+    assert f" ({low:.2f} to {high:.2f}) |" in card
+    assert re.search(r"Fewer than 10 prompts .* too few for a 95% interval; parentheses", card)
 
 
 def test_a_table_that_the_report_has_nothing_for_has_no_heading(run_folder, sample_report):

@@ -6,6 +6,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from distill.recipe import (
+    ALSO_CALLED,
     FIXED,
     GONE,
     GONE_LOSSES,
@@ -121,6 +122,20 @@ def test_command_line_values_take_the_type_of_their_key(loaded):
     assert loaded("", "--report_to", "[tensorboard]").training["report_to"] == ["tensorboard"]
 
 
+def test_a_boolean_key_without_a_value_is_true(loaded):
+    recipe = loaded("", "--use_peft", "--seed", "1", "--use_cpu")
+    assert recipe.use_peft
+    assert recipe.training == {"seed": 1, "use_cpu": True}
+
+
+def test_names_of_other_programs_lead_to_keys_that_exist():
+    from trl import SFTConfig
+
+    keys = {*OWN, *typing.get_type_hints(SFTConfig)} - {*FIXED}
+    assert {key for meant in ALSO_CALLED.values() for key in meant} <= keys
+    assert not {*ALSO_CALLED} & {*keys, *FIXED, *GONE}
+
+
 def test_values_are_read_as_in_yaml_1_2(loaded):
     recipe = loaded(
         "learning_rate: 1e-3\nsave_strategy: no\nweight_decay: 0\nwarmup_steps: .1\nlora_r: 010\n"
@@ -147,9 +162,16 @@ def test_text_that_looks_like_something_else_survives_the_dump(loaded):
         (["--recipe", "code", "--lerning_rate", "1"], "'lerning_rate'.*'learning_rate'"),
         (["--recipe", "code", "--learning-rate", "1"], "'learning_rate'"),
         (["--recipe", "code", "--lora_rank", "8"], "Did you mean 'lora_"),
+        (["--recipe", "code", "--lr", "1"], "Did you mean 'learning_rate'"),
+        (["--recipe", "code", "--batch-size", "1"], "'per_device_train_batch_size'"),
+        (["--recipe", "code", "--num_speculative_token", "1"], "mean 'gamma' or 'max_gamma'"),
+        (["--recipe", "code", "--lora"], "Did you mean 'use_peft'"),
+        (["--recipe", "code", "--data", "x.jsonl"], "answers to train_prompts"),
+        (["--recipe", "code", "--max_length", "9"], "max_prompt_length"),
         (["--recipe", "code", "--qqqqqq", "8"], "docs/recipes.md"),
         (["--recipe", "code", "--seed"], "--seed has no value"),
-        (["--recipe", "code", "--use_cpu", "--seed", "1"], "--use_cpu has no value"),
+        (["--recipe"], "--recipe has no value"),
+        (["--recipe", "code", "--push_to_hub"], "distill.publish"),
         (["--recipe", "code", "learning_rate", "1"], "'learning_rate' is not a key"),
         ([], "No recipe was given.*code"),
     ],
@@ -209,7 +231,7 @@ def test_mistakes_on_the_command_line(arguments, message):
         ("device_map: balanced", "device_map is balanced .* must be 'auto'"),
         ("seed: 1\nseed: 2", r"duplicate key \"seed\".*; correct it"),
         ("packing: true", "packing cannot be set: .*cached"),
-        ("max_length: 512", "never cut"),
+        ("max_length: 512", "lengths are set by max_prompt_length"),
         ("hub_token: secret", "distill.publish"),
         ("training: {}", "Unknown key 'training'"),
         ("- a list", "cannot be read as YAML"),

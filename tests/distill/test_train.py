@@ -1,5 +1,6 @@
 import errno
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from distill.recipe import RecipeError, dump, yaml_text
 from distill.run_folder import refuse_another_run
 from distill.train import main, run
 from eval.prompts import PromptError
+from tests.distill.conftest import WORDS
 
 
 def test_a_full_disk_ends_a_run_with_its_reason_alone(tmp_path, monkeypatch, capsys):
@@ -145,17 +147,24 @@ def test_a_run_that_made_nothing_does_not_claim_its_folder(folder, job, tmp_path
 
 
 def test_another_run_uses_the_answers_that_are_there(job, tmp_path, capsys):
-    def made(name, **changes):
-        keys = {"coverage_curve": True, "max_train_prompts": 6} | changes
-        assert run(job(tmp_path / name, name=name, **keys)) == 0
-        return re.search(r"\d+ of \d+ answers made", capsys.readouterr().out)[0]
+    rng, prompts = random.Random(3), tmp_path / "train.jsonl"
+    rows = [json.dumps({"prompt": " ".join(rng.choices(WORDS.split(), k=9))}) for _ in range(201)]
+    prompts.write_text("\n".join(rows))
 
-    assert made("first") == "6 of 6 answers made"
-    trained = {"learning_rate": 1.0, "per_device_train_batch_size": 2, "loss": "tv"}
-    assert made("trained", **trained, num_train_epochs=3.0) == "0 of 6 answers made"
-    assert made("batched", answer_batch_size=3) == "0 of 6 answers made"
-    assert made("pruned", **PRUNED) == "0 of 6 answers made"
-    assert made("more", max_train_prompts=11) == "5 of 11 answers made"
+    def made(name, **changes):
+        """How many answers are made, of how many: the held-out prompts' first, where there are."""
+        keys = {"coverage_curve": True, "max_train_prompts": 100, "train_prompts": str(prompts)}
+        assert run(job(tmp_path / name, name=name, **keys | changes)) == 0
+        return re.findall(r"(\d+) of (\d+) answers made", capsys.readouterr().out)
+
+    assert made("first") == [("100", "100")]
+    assert made("rate", learning_rate=1.0) == [("0", "100")]
+    assert made("rows", per_device_train_batch_size=2) == [("0", "100")]
+    assert made("trained", loss="tv", num_train_epochs=3.0) == [("0", "100")]
+    assert made("batched", answer_batch_size=3) == [("0", "100")]
+    assert made("pruned", **PRUNED) == [("0", "100")]
+    assert made("more", max_train_prompts=200) == [("0", "10"), ("100", "190")]
+    assert made("again", max_train_prompts=200) == [("0", "10"), ("0", "190")]
 
 
 def test_a_run_of_an_older_version_goes_on_where_its_recipe_means_the_same(job, tmp_path):

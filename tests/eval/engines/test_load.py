@@ -143,7 +143,8 @@ def test_servers_are_started_for_the_drafts_that_are_named(fake, tmp_path, promp
     assert plain is None
     report = read_report(tmp_path / "report" / "report.json")
     assert list(report.drafts) == ["lookup", "own"]
-    assert (report.target, report.dtype) == (str(tmp_path / "target"), "float32")
+    assert report.target == str(tmp_path / "target")
+    assert (report.device, report.dtype) == ("cpu", "float32")
     assert report.drafts["own"].path == str(tmp_path / "draft")
     assert [(gain.draft, gain.over) for gain in report.gain] == [("own", "lookup")]
     assert main([*models, *what, "--gamma", "2,3"]) == 0

@@ -341,20 +341,25 @@ def numbers_without_interval(value):
     return sum(map(numbers_without_interval, value)) if isinstance(value, list) else 0
 
 
-def test_few_prompts_are_warned_about(run_info, measurement):
+def test_few_prompts_are_warned_about(run_info, measurement, capsys):
     logs = [measurement("untuned", 0.3, prompts=9), measurement("tuned", 0.6, prompts=9)]
     report = build_report(run_info, logs)
     (warning,) = [line for line in report.warnings if line.startswith("Fewer than 10")]
     data = report.model_dump()
     few = sum(numbers_without_interval(data[part]) for part in ("baseline", "drafts", "gain"))
     assert f"stand behind {few} numbers (" in warning
-    assert "10 in by_category" in warning
+    assert "10 in by category" in warning
+    assert "too few for a 95% interval; parentheses hold the lowest and the highest" in warning
     assert "alpha" not in warning  # taken on more prompts
     assert len(warning) < 200  # however many there are
     assert "too few prompts to say more than" in report.headline
     low, high = report.drafts["tuned"].speedup.range
     assert f"({low:.2f} to {high:.2f})" in render_markdown(report)
-    assert f"{low:.2f}× to {high:.2f}× · n 9, range, no interval" in render_page(report)
+    assert f"{low:.2f}× to {high:.2f}× · n 9, too few for an interval" in render_page(report)
+    assert all(warning in text for text in (render_markdown(report), render_page(report)))
+    print_summary(report)
+    summary = " ".join(capsys.readouterr().out.split())
+    assert "parentheses, where these are fewer than 10, the lowest and the highest" in summary
     enough = build_report(run_info, [measurement("tuned", 0.6)])
     assert not any(line.startswith("Fewer than 10") for line in enough.warnings)
 
@@ -426,7 +431,7 @@ def test_a_null_field_needs_a_reason(data, read):
     with pytest.raises(ReportError, match=r"drafts.tuned: c is null, and `missing` does not say"):
         read(data)
     draft["missing"].append({"field": "c", "reason": "a server does not tell"})
-    assert "- tuned, c: a server does not tell" in render_markdown(read(data))
+    assert "- tuned, c (draft/target): a server does not tell" in render_markdown(read(data))
 
 
 def test_what_an_engine_could_not_measure_is_null_with_its_reason(run_info, measurement):
@@ -455,8 +460,13 @@ def test_what_an_engine_could_not_measure_is_null_with_its_reason(run_info, meas
     assert draft.by_category["odd"].tau is None
     assert "blocks" not in draft.per_prompt[0].model_dump()
     assert {"alpha", "tau"}.isdisjoint(row[0] for row in tables(report)[0].rows)
+    missing = (
+        "served, tau, mean drafted, target calls with a draft, accepted/drafted, "
+        "acceptance by position, predicted speed-up, decode speed-up, decode efficiency: "
+        "a server does not tell"
+    )
     for text in (render_markdown(report), render_page(report)):
-        assert "a server does not tell" in text
+        assert missing in text
     second = dataclasses.replace(log, name="again")
     (gain,) = build_report(run_info, [log, second]).gain
     assert gain.alpha is gain.tau is None
@@ -579,6 +589,15 @@ def test_a_log_has_lines_of_100_columns(sample_report, capsys):
     assert all(line == line.rstrip() for line in lines)
 
 
+def test_page_and_summary_name_the_target_before_the_machine(run_info, measurement, capsys):
+    info = dataclasses.replace(run_info, engine="vllm", device="127.0.0.1", target="org/target-7b")
+    report = build_report(info, [measurement("tuned", 0.6)])
+    print_summary(report)
+    said = "Target org/target-7b on 127.0.0.1, bfloat16, engine vllm, temperature 0, batch size 1"
+    assert said in capsys.readouterr().out
+    assert f"<span>{said} · γ 3 · 50 prompts</span>" in render_page(report)
+
+
 def test_each_draft_is_shown_with_its_own_draft_length(run_info, measurement):
     stops = "stops below 0.3, fastest on 40 other prompts"
     drafts = [measurement("a", 0.3), measurement("b", 0.6, gamma=6, gamma_policy=stops)]
@@ -661,18 +680,21 @@ def test_prompts_that_an_instruct_target_completes_are_warned_about(run_info, me
 
 
 def test_numbers_by_how_much_is_copied(run_info, measurement):
+    sevens = {0: 9, 1: 30, 2: 0, 3: 30}  # by the prompt's number: 8, 30 or none of 30 copied
     answers = [
-        dataclasses.replace(answer, tokens=[7] * 30 if int(answer.prompt_id) % 2 else answer.tokens)
+        dataclasses.replace(answer, tokens=[7] * count + answer.tokens[count:])
         for answer in run_info.answers
+        for count in [sevens[int(answer.prompt_id) % 4]]
     ]
     draft = measurement("tuned", 0.6)
     report = build_report(dataclasses.replace(run_info, answers=answers), [draft])
     numbers = report.drafts["tuned"].by_copy_share
-    assert list(numbers) == ["above 30% copied", "below 10% copied"]
+    assert list(numbers) == ["below 10% copied", "10% to 30% copied", "above 30% copied"]
     categories = report.drafts["tuned"].by_category
     assert numbers["above 30% copied"].speedup == categories["odd"].speedup
     assert report.answers.copy_share.of_answer.mean > 0.3
-    assert "By copy share" in render_markdown(report)
+    (table,) = [table for table in tables(report) if table.title == "By copy share"]
+    assert [row[0] for row in table.rows] == [f"{name}, tuned" for name in numbers]
 
 
 def test_numbers_by_how_long_the_prompt_is(run_info, measurement, read):
