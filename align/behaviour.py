@@ -56,24 +56,24 @@ def _distribution(p: Tensor, vocabulary: Vocabulary) -> Iterator[Finding]:
             f"The logits of {vocabulary.spec} on a probe text are not finite.",
             "its weights are damaged: fetch or copy them again",
         )
-    nothing = torch.ones(p.shape[-1], dtype=torch.bool)
-    nothing[[i for i, token in enumerate(vocabulary.tokens) if is_used(token)]] = False
-    mass = float(p[:, nothing].sum(-1).mean())
+    unused = torch.ones(p.shape[-1], dtype=torch.bool)
+    unused[[i for i, token in enumerate(vocabulary.tokens) if is_used(token)]] = False
+    mass = float(p[:, unused].sum(-1).mean())
     if mass > LEAK:
-        worst = p[:, nothing].mean(0).argsort(descending=True)
+        worst = p[:, unused].mean(0).argsort(descending=True)
         yield Finding(
             "TOK-016",
             "warning",
             f"{vocabulary.spec} gives {mass:.1%} of its probability to ids that stand for nothing.",
             "zero rows do that: set them to a row that is never likely",
-            nothing.nonzero()[worst[:5], 0].tolist(),
+            unused.nonzero()[worst[:5], 0].tolist(),
         )
 
 
 def _lost(q: Tensor, retokenizer: Retokenizer) -> Iterator[Finding]:
-    only = torch.ones(q.shape[-1], dtype=torch.bool)
-    only[retokenizer.vocab_map.mapped] = False
-    mass = float(q[:, only].sum(-1).mean())
+    unmapped = torch.ones(q.shape[-1], dtype=torch.bool)
+    unmapped[retokenizer.vocab_map.mapped] = False
+    mass = float(q[:, unmapped].sum(-1).mean())
     if mass > LOST:
         yield Finding(
             "TOK-016",
@@ -86,8 +86,8 @@ def _lost(q: Tensor, retokenizer: Retokenizer) -> Iterator[Finding]:
 def _bonus(retokenizer: Retokenizer) -> Iterator[Finding]:
     """A token of the target alone must be retokenized to the same bytes."""
     target, draft = retokenizer.target, retokenizer.draft
-    alone = (retokenizer.vocab_map.to_draft < 0).nonzero()[:, 0].tolist()
-    normal = [i for i in alone if (token := target.tokens[i]) and token[0] == "normal"]
+    unmapped = (retokenizer.vocab_map.to_draft < 0).nonzero()[:, 0].tolist()
+    normal = [i for i in unmapped if (token := target.tokens[i]) and token[0] == "normal"]
     lost = [i for i in normal if draft.bytes_of(retokenizer.of_token(i)) != target.bytes_of([i])]
     if lost:
         yield Finding(
@@ -109,7 +109,7 @@ def _rolls_back(model: Any, text: list[int]) -> Iterator[Finding]:
         model(tokens[:, :half], past_key_values=cache, use_cache=True)
         model(tokens[:, :1], past_key_values=cache, use_cache=True)  # a token that will be rejected
         cache.crop(-1)
-        back = model(tokens[:, half:], past_key_values=cache, use_cache=True).logits[0, -1]
+        rolled_back = model(tokens[:, half:], past_key_values=cache, use_cache=True).logits[0, -1]
     except Exception as error:
         yield Finding(
             "TOK-016",
@@ -120,7 +120,7 @@ def _rolls_back(model: Any, text: list[int]) -> Iterator[Finding]:
         )
         return
     fresh = model(tokens).logits[0, -1]
-    off = float((back - fresh).abs().max())
+    off = float((rolled_back - fresh).abs().max())
     if off > 1e-2 * float(fresh.abs().max()):
         yield Finding(
             "TOK-016",

@@ -165,7 +165,7 @@ def _strategy(pair: Comparison, coverage: float) -> Strategy | None:
         return "remap"
     if pair.relation != "disjoint" and coverage >= ENOUGH_OVERLAP:
         return "intersection"
-    # bytes are what is left in common: any will do, and none means other alphabets
+    # text is all that they may share: any common byte will do
     return "string" if _bytes_in(target) & _bytes_in(draft) else None
 
 

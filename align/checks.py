@@ -1,4 +1,4 @@
-"""What is compared of two vocabularies, and what is said of it.
+"""The comparison of two vocabularies, and its findings.
 
 Codes: TOK-001 to 012 and 015 are found here, in that order (docs/vocabulary.md); 000 and 013 when
 files are read (align/vocabulary.py), 014 when a map is (align/vocab_map.py), 016 on the models
@@ -249,12 +249,12 @@ def _probes(pair: Comparison) -> Iterator[Finding]:
     if pair.relation not in ("identical", "padded"):
         return
     target, draft = pair.both
-    if other := [t for t in PROBES if target.encode(t.encode()) != draft.encode(t.encode())]:
+    if differ := [t for t in PROBES if target.encode(t.encode()) != draft.encode(t.encode())]:
         yield Finding(
             "TOK-005",
             "warning",
-            f"{len(other)} {count} are encoded otherwise by the draft's tokenizer (the first: "
-            f"{other[0]!r}).",
+            f"{len(differ)} {count} are encoded otherwise by the draft's tokenizer (the first: "
+            f"{differ[0]!r}).",
             "nothing: the target's tokenizer encodes; acceptance is lower untuned",
         )
 
@@ -421,7 +421,7 @@ def _special_strings(target: Vocabulary) -> Iterator[Finding]:
 
 
 def _prefix_stability(target: Vocabulary) -> Iterator[Finding]:
-    """Answers are read as ids and never encoded again; others' logits caches rest on this."""
+    """Answers are read as ids and never encoded again; other tools' logits caches rely on this."""
     pairs = [(text[: len(text) // 2], text) for text in PROBES]
     pairs += [("def add(a, b):\n", "def add(a, b):\n    return a + b\n"), ("The ", "The Licensee")]
 

@@ -2,7 +2,7 @@
 
 What is written stands first beside its final name, as `.NAME.xxxxxxxx.partial`, and is then
 renamed. The writer holds a lock on `.NAME.xxxxxxxx.partial.lock`, which the kernel drops when the
-process dies, however it dies; so what belongs to a free lock is litter of a dead writer, and the
+process dies, however it dies; so what belongs to a free lock was left by a dead writer, and the
 next one removes it.
 """
 

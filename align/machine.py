@@ -69,7 +69,7 @@ def join_processes(on_cpu: bool, timeout: float) -> int:
     if state.num_processes > 1 and state.is_main_process:
         print(f"processes: {state.num_processes}, {state.backend}, {state.device.type}")
     if not state.is_main_process:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is printed is said once
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the first process prints
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -125,8 +125,8 @@ def machine_lines(memory: int, disk: int, folder: Path, on_gpu: bool) -> list[st
     speed = ", ".join(sorted(bf16)) or "no products in bf16: they are emulated, and slow"
     cpu = f"{_cores()} cores of {name[1] if name else platform.machine()} ({speed})"
     lines = [f"machine: Python {platform.python_version()}, torch {torch.__version__}, {cpu}"]
-    here = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = {"memory": _free_memory(), f"disk of {here}": shutil.disk_usage(here).free}
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = {"memory": _free_memory(), f"disk of {nearest}": shutil.disk_usage(nearest).free}
     if on_gpu and torch.cuda.is_available():
         lines[0] += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
         free["memory"] = torch.cuda.mem_get_info()[0]

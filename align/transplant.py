@@ -85,14 +85,14 @@ def transplant(
     retokenizer = Retokenizer(vocab_map, target, draft)
     pieces = [_pieces(i, retokenizer) for i in range(min(rows, len(target.tokens)))]
     pieces += [[]] * (rows - len(pieces))
-    nothing = torch.tensor([not piece for piece in pieces])
+    unused = torch.tensor([not piece for piece in pieces])
     old_in, old_out = embedding.weight.detach(), head.weight.detach()
     new_out = _weighted(old_out, pieces)
-    new_out[nothing] = _unlikely(old_out)
+    new_out[unused] = _unlikely(old_out)
     new_in = new_out
     if not tied:
         new_in = _weighted(old_in, [piece[-1:] for piece in pieces])
-        new_in[nothing] = _unlikely(old_in)
+        new_in[unused] = _unlikely(old_in)
 
     # neither old matrix is copied
     memo: dict[int, Any] = {id(t): nn.Parameter(t[:0]) for t in (embedding.weight, head.weight)}

@@ -1,9 +1,9 @@
 """`drafter: auto`: which kind of draft, and how deep, makes this target fastest on this machine.
 
-Every kind at every depth is priced: its steps are timed, of weights that are no draft's yet. The
-few best are trained equally long on the run's first answers. The one that a replay of some texts
+Every kind at every depth is priced: its steps are timed with untrained weights. The few best are
+trained equally long on the run's first answers. The one that a replay of some texts
 predicts to be fastest is chosen; whether it is faster than the pruned one is then measured on other
-texts. Where that is not told apart, the pruned one is taken, since every engine runs it.
+texts. If that is not shown, the pruned one is taken, since every engine runs it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ DEEPEST = 4  # layers kept of the target
 TRAINED = 3  # candidates
 SHARE = 0.1  # of the minutes, for all of it
 FIT_TOKENS = 5_000  # that the candidates are fitted on
-# What a tuned draft of any kind, or of two layers, is taken to reach, and what a layer more brings:
-# as the code run's of two and three layers (docs/lab-notes.md).
+# Assumed alpha of a tuned draft, of two layers where it keeps any, and the gain of a layer more: as
+# in the code run with two and three layers (docs/lab-notes.md).
 ALPHA, OF_A_LAYER = 0.5, 0.03
-FOLDER = "candidates"  # as long as they are compared
+FOLDER = "candidates"  # deleted after the comparison
 
 
 def candidates(recipe: Recipe, pair: Pair) -> tuple[dict[str, Recipe], dict[str, str]]:
@@ -147,7 +147,7 @@ def compare(
     lengths: dict[str, DraftLength] = {}
     trained: dict[str, Measured] = {}
     measured: dict[str, Measured] = {}
-    other: dict[str, Rows] = {}
+    held_out: dict[str, Rows] = {}
     for name in few:
         texts = places_of(tried[name], pair, target, prompts.tuning)
         lengths[name] = best_length([*texts.values()], costs[name], recipe.max_gamma)
@@ -157,16 +157,18 @@ def compare(
     plain, best = few[0], max(few, key=lambda name: trained[name].mean)
     for name in dict.fromkeys((plain, best)) if prompts.held_out.ids else ():
         texts = places_of(tried[name], pair, target, prompts.held_out)
-        other[name] = speedup_rows(texts, costs[name], lengths[name])
-        measured[name] = from_first(measure_rows("speedup", other[name]))
+        held_out[name] = speedup_rows(texts, costs[name], lengths[name])
+        measured[name] = from_first(measure_rows("speedup", held_out[name]))
     winner, why = plain, f"{plain} is the fastest"
     if best != plain:
-        gain = from_first(difference("speedup", other[best], other[plain])) if other else None
+        gain = None
+        if held_out:
+            gain = from_first(difference("speedup", held_out[best], held_out[plain]))
         why = f"{best} and {plain} are not told apart: {plain}, since every engine runs it"
         if gain is not None and gain.bounds[0] > 0:
             winner, why = best, f"{best} is {gain:.2f} faster than {plain} on other texts"
     print(f"chosen: {why}")
-    PartialState().wait_for_everyone()  # nobody reads the candidates any more
+    PartialState().wait_for_everyone()  # no process reads the candidates any more
     if PartialState().is_main_process:
         remove(recipe.folder / FOLDER)
     return DrafterChoice(
@@ -201,7 +203,7 @@ def train(
     trainer.add_callback(StepClock(seconds))
     tuned = distil(trainer, recipe)
     if tuned is not None:
-        with warnings.catch_warnings():  # of its full form, which nobody keeps
+        with warnings.catch_warnings():  # about its full form, which is not kept
             warnings.simplefilter("ignore", UserWarning)
             export_draft(recipe, pair, prepared, tuned, answers)
     PartialState().wait_for_everyone()

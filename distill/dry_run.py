@@ -2,8 +2,8 @@
 
 One prompt is shown as the target reads it, where the weights are at hand.
 
-Memory comes from the models' configs alone, for prompts of PROMPT_TOKENS tokens where nobody has
-read them. Minutes and the pay-off come from a step of each kind, timed where the weights are at
+Memory comes from the models' configs alone, for prompts of PROMPT_TOKENS tokens where they were not
+read. Minutes and the pay-off come from a step of each kind, timed where the weights are at
 hand; answers are taken to be as long as allowed.
 """
 

@@ -26,8 +26,8 @@ from eval.decoding.weights import linear
 
 SUPPRESSION = (0.0, 5.0, 10.0, 20.0, 40.0, 80.0)  # logits below the fitted ones, tried in order
 CALIBRATION_TOKENS = 4_000
-# The draft has learnt these answers: on text it has not seen, it is less sure of its own tokens,
-# and what it leaves to the trimmed ones is many times as much (docs/lab-notes.md).
+# The draft has learnt these answers: on new text it is less sure of its own tokens, and gives the
+# trimmed ones many times as much (docs/lab-notes.md).
 DROPPED_MASS = 1e-4
 
 
@@ -111,11 +111,11 @@ def full_vocabulary(
     best, total = _best_and_sum(h, tuned_rows.split(HEAD_ROWS))
     # lowered, all trimmed rows lose the same at a position: the best of them stays the best
     pieces = trimmed.nonzero()[:, 0].split(HEAD_ROWS)
-    rival, others = _best_and_sum(h, (full_head[rows] for rows in pieces))
+    rival, trimmed_sum = _best_and_sum(h, (full_head[rows] for rows in pieces))
     loss = (h @ lower.float())[:, 0]
     for strength in SUPPRESSION:
         kept = float((rival + strength * loss < best).float().mean())
-        mass = float((others + strength * loss - total).sigmoid().mean())
+        mass = float((trimmed_sum + strength * loss - total).sigmoid().mean())
         if kept >= 0.999 and mass <= DROPPED_MASS:
             break
     else:
@@ -133,7 +133,7 @@ def full_vocabulary(
 
 
 def with_head(tuned: PreTrainedModel, head: Tensor) -> PreTrainedModel:
-    """A model of its own on the same weights, but for its head [V, H]."""
+    """A copy of the model, on its own weights, with another head [V, H]."""
     model = copy.deepcopy(tuned, {id(weight): weight for weight in tuned.parameters()})
     model.lm_head = linear(head)
     model.config.vocab_size = head.shape[0]

@@ -100,7 +100,7 @@ def adapter_base(recipe: dict[str, Any]) -> str | None:
 
 
 def public_base(recipe: dict[str, Any]) -> str:
-    """The same under a name that others know: of a run its folder's."""
+    """The same under a name that others know: a run by its folder's name."""
     return public_name(recipe.get("base") or recipe["draft"])
 
 
@@ -135,7 +135,7 @@ def export_target(spec: str, folder: Path) -> None:
     """
     gguf = f"{short_name(spec)}.gguf"
     if (folder / (gguf if in_one_file(spec) else "config.json")).is_file():
-        return  # it appeared whole
+        return  # an export is whole, or it is not there
     print(f"Exporting the target to {folder} …", flush=True)
     with atomic_folder(folder) as partial:
         shutil.copytree(resolve_checkpoint(spec), partial, dirs_exist_ok=True)

@@ -1,9 +1,9 @@
 """A draft on held-out prompts while it is trained: the trainer's evaluation, and when it is due.
 
 Some training prompts are never trained on, nor is what nearly repeats them. The target answers them
-as it does the others; now and then the draft is taken on these answers, teacher-forced. They cost
-SHARE of the training steps, more where these are few. The trainer keeps the best weights, and may
-stop early.
+as it does the others; after some steps the draft is measured on these answers, teacher-forced. That
+costs SHARE of the training time, more where steps are few. The trainer keeps the best weights, and
+may stop early.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from eval.measuring.intervals import share
 from eval.prompts import PromptSet
 from eval.reporting.report import HeldOutCurve, HeldOutPoint
 
-HELD_OUT = "held_out"  # its folder: what was seen
+HELD_OUT = "held_out"  # folder of the measurements
 FIRST_INDEX = 2**30  # of the answers to held-out prompts: no two answers of a run share one
 SEEN = "seen.json"
 SHARE = 0.025  # of the steps' time; a forward pass takes a third of a step
 FORWARD = 1 / 3
-IN_FIRST_EPOCH = 6  # measurements, each at twice as many tokens as the one but one before it
-FEWEST = 4  # measurements, also where the steps are few
-AFTER = 10  # and so many over all steps
-PADDING = -100  # of what an evaluation gathers, as transformers pads it
+IN_FIRST_EPOCH = 6  # measurements; the tokens trained on double from each to the next but one
+FEWEST = 4  # measurements, also where steps are few
+OVER_ALL = 10  # measurements spread evenly over all steps
+PADDING = -100  # with which transformers pads what an evaluation gathers
 
 
 @dataclass
@@ -65,8 +65,8 @@ class Seen:
     def drafted(self) -> float:
         """The share accepted of all drafted tokens that are trained, given those before them.
 
-        The best weights are those of the highest: masks and heads behind the first go on learning
-        when alpha, which is of the first token alone, has long stood still.
+        The weights with the highest share are the best: later masks and heads still learn when
+        alpha, which is of the first token alone, no longer changes.
         """
         accepted, _, positions, _, *drafted = map(sum, zip(*self.sums, strict=True))
         total, tokens = drafted or (accepted, positions)
@@ -98,8 +98,8 @@ def followed_steps(steps: int, epoch: int, warmup: int, most: int) -> list[int]:
     most: how often; the last step is among them.
     """
     first = {round(epoch / 2 ** (i / 2)) for i in range(IN_FIRST_EPOCH)}
-    after = {round(steps * (i + 1) / AFTER) for i in range(AFTER)}
-    every = sorted(step for step in first | after if max(1, warmup) <= step <= steps) or [steps]
+    even = {round(steps * (i + 1) / OVER_ALL) for i in range(OVER_ALL)}
+    every = sorted(step for step in first | even if max(1, warmup) <= step <= steps) or [steps]
     if len(every) <= most:
         return every
     return [every[len(every) * (i + 1) // most - 1] for i in range(most)]
@@ -141,7 +141,7 @@ def simulated_calls(accepted: Sequence[float], gamma: int) -> float:
 
 
 class HeldOut(TrainerCallback):
-    """When the draft is evaluated, on which rows, by which metrics; says and writes what was seen.
+    """When the draft is evaluated, on which rows, by which metrics; prints and keeps the results.
 
     rows: what to give the trainer as `eval_dataset`: all of them each time, so that the best
     weights and an early stop never rest on a few.
@@ -181,10 +181,10 @@ class HeldOut(TrainerCallback):
         """alpha, drafted and the simulated tau, of what `prediction_step` gives of all rows."""
         self.sums = []
         for accepted, *others in zip(*prediction.predictions, strict=True):
-            there = accepted != PADDING
-            chances = accepted[there].tolist()
+            predicted = accepted != PADDING
+            chances = accepted[predicted].tolist()
             calls = simulated_calls(chances[1:], self.gamma)
-            lacking, drafted, tokens = (float(part[there].sum()) for part in others)
+            lacking, drafted, tokens = (float(part[predicted].sum()) for part in others)
             self.sums.append([sum(chances), lacking, len(chances), calls, drafted, tokens])
         latest = Seen(0, 0, self.sums)
         return {"alpha": latest.alpha, "drafted": latest.drafted, "tau": latest.tau}
@@ -193,7 +193,9 @@ class HeldOut(TrainerCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         self.seen = [
-            seen for seen in read_followed(self.folder).seen if seen.step <= state.global_step
+            measurement
+            for measurement in read_followed(self.folder).seen
+            if measurement.step <= state.global_step
         ]
         if state.best_global_step:  # the folder may have moved since
             best = Path(args.output_dir) / f"checkpoint-{state.best_global_step}"
@@ -231,12 +233,12 @@ class HeldOut(TrainerCallback):
 
 
 def read_followed(folder: Path) -> Followed:
-    """What a run has written; nothing seen where it has not."""
+    """The measurements of a run; none where it has written none."""
     path = folder / SEEN
     if not path.exists():
         return Followed(0, [])
     written = json.loads(path.read_text())
-    return Followed(written["gamma"], [Seen(**seen) for seen in written["seen"]])
+    return Followed(written["gamma"], [Seen(**fields) for fields in written["seen"]])
 
 
 def held_out_curve(folder: Path, held_out: PromptSet) -> HeldOutCurve | None:
@@ -247,23 +249,23 @@ def held_out_curve(folder: Path, held_out: PromptSet) -> HeldOutCurve | None:
     kept = best_of(followed.seen)
     points = [
         HeldOutPoint(
-            step=seen.step,
-            tokens=seen.tokens,
+            step=measurement.step,
+            tokens=measurement.tokens,
             alpha=share(
                 "alpha",
                 [
                     (prompt.group, row[0], row[2])
-                    for prompt, row in zip(held_out.prompts, seen.sums, strict=True)
+                    for prompt, row in zip(held_out.prompts, measurement.sums, strict=True)
                 ],
             ),
-            tau=seen.tau,
-            kept=seen is kept,
+            tau=measurement.tau,
+            kept=measurement is kept,
         )
-        for seen in followed.seen
+        for measurement in followed.seen
     ]
     return HeldOutCurve(gamma=followed.gamma, points=points)
 
 
-def best_of(seen: Sequence[Seen]) -> Seen | None:
-    """The measurement of the best weights, the first of equals; None of none."""
-    return max(seen, key=lambda measurement: measurement.drafted, default=None)
+def best_of(measurements: Sequence[Seen]) -> Seen | None:
+    """The measurement of the best weights, the first of equals; None where there is none."""
+    return max(measurements, key=lambda measurement: measurement.drafted, default=None)

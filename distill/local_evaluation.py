@@ -68,7 +68,7 @@ def _drafts(recipe: Recipe, pair: Pair, target: Target, steps: int) -> dict[str,
     """
     tuned = load_drafter(str(recipe.folder / "draft"), target, pair.strategy)
     untuned = load_drafter(recipe.draft or str(recipe.folder / "prepared"), target, pair.strategy)
-    untuned.full_form_bytes = tuned.full_form_bytes  # what it would weigh: it has none on disk
+    untuned.full_form_bytes = tuned.full_form_bytes  # it has no full form on disk
     drafts: dict[str, Drafter] = {"untuned": untuned, "lookup": prompt_lookup(target)}
     if steps == 0:  # untuned and tuned are the same
         del drafts["untuned"]

@@ -145,7 +145,7 @@ def _what_it_is_for(recipe: Recipe) -> dict[str, Any]:
         raise RecipeError(
             f"{recipe.base} was made again since {recipe.folder} started from it (sha256 of its "
             f"weights {hashes[-1]}, then {started_from}), so the adapter would fit no base that is "
-            "there; give --output_dir a new folder, or delete that one."
+            "there; give the run a --name or --output_dir of its own."
         )
     return {
         "domain": recipe.domain,

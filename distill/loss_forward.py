@@ -52,7 +52,7 @@ def give_loss_forward(model: PreTrainedModel, kind: Kind, divergence: Divergence
             cached = batch.top_ids[entries], batch.top_logprobs[entries]
             loss, agreed = head_loss(states, weight, *cached, divergence)
             losses.append(share * loss)
-            # of kinds that train some positions only, as if they had been all
+            # scaled to all positions, for kinds that train some only
             agreements.append(agreed * len(batch.positions) / max(len(states), 1))
         return ModelOutput(loss=torch.stack(losses).sum(), agreed=agreements[0])
 
@@ -90,7 +90,7 @@ def _acceptance(
         drafted, tokens = torch.zeros_like(drafted), torch.zeros_like(tokens)
         for states, entries, _ in kind.head_inputs(model, batch):
             if len(states):  # several of them may be the one after the same position
-                found = chances(states, entries)[0]
-                drafted.index_add_(0, every[entries], found)
-                tokens.index_add_(0, every[entries], torch.ones_like(found))
+                chance = chances(states, entries)[0]
+                drafted.index_add_(0, every[entries], chance)
+                tokens.index_add_(0, every[entries], torch.ones_like(chance))
     return ModelOutput(accepted=accepted, lacking=lacking, drafted=drafted, tokens=tokens)

@@ -1,7 +1,7 @@
 """The losses that pull the draft q towards the target p, from the target's cached distributions.
 
 Legend: N response positions, V rows of the draft's head, H hidden size, C cached tokens a position,
-K = C + 1 buckets: each cached token, and all the rest.
+K = C + 1 buckets: each cached token, and the rest (all other tokens).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 1024  # response positions whose logits exist at once
-ROWS = 64  # of which there are a whole number in each product: `rounded`
-P_FLOOR = 1e-6  # what fp16 storage cannot tell from 0 in the mass of the rest
+ROWS = 64  # the rows of a product are padded to a multiple of it: `rounded`
+P_FLOOR = 1e-6  # below it fp16 storage cannot tell the mass of the rest from 0
 
 # A loss of p, q and log q [N, K]: its values [N], and q times its derivative in q [N, K].
 Divergence = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -140,14 +140,14 @@ def acceptance(
     if temperature == 1:
         p = cached_logprobs.float().exp()
         lacking = torch.minimum(1 - p.sum(-1), 1 - q.sum(-1))
-    else:  # its bound for the rest of p is what the cached tokens lack of theirs, too
+    else:  # the mass of the rest that `sharpen` leaves is a bound
         p = sharpen(cached_logprobs, temperature).exp()
         lacking = 1 - p.sum(-1)
     return torch.minimum(p, q).sum(-1), lacking.clamp_min(0)
 
 
 def sharpen(logprobs: Tensor, temperature: float) -> Tensor:
-    """Cached log p [N, C], best first, after p ** (1 / temperature); what they lack of 1 is rest.
+    """Cached log p [N, C], best first, after p ** (1 / temperature); the rest has what they lack.
 
     The powers of the rest, of mass r, are not known, but none of its tokens is likelier than the
     last cached one, p_C. So they sum to at most r min(r, p_C) ** (1 / temperature - 1), which is
@@ -164,7 +164,7 @@ def sharpen(logprobs: Tensor, temperature: float) -> Tensor:
 
 
 def rounded(rows: Tensor) -> Tensor:
-    """Rows [N, …], and so many of zeros that ROWS divides them.
+    """Rows [N, …] with zeros behind them, up to a multiple of ROWS.
 
     oneDNN keeps 0.3 MB for each shape of a product for as long as the process lives, and nearly
     every batch brings another N (docs/lab-notes.md).
@@ -180,8 +180,8 @@ def head_logits(states: Tensor, weight: Tensor) -> Tensor:
 class _HeadLoss(torch.autograd.Function):
     """The head and its loss in one: gradients are taken while a chunk's logits exist.
 
-    Neither are [N, V] logits ever whole, nor is the head computed a second time in the backward
-    pass (2410.10989 fuses cross-entropy in this way).
+    So [N, V] logits are never in memory at once, and the backward pass does not compute the head
+    again (2410.10989 fuses cross-entropy in this way).
     """
 
     @staticmethod

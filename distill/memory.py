@@ -24,7 +24,7 @@ from eval.decoding.forward import PIECE
 from eval.decoding.generation import PREFILL_ROWS, rows_at_once
 from eval.measuring.agreement import BATCH
 
-PROMPT_TOKENS = PIECE  # of the longest prompt, where nobody knows it yet
+PROMPT_TOKENS = PIECE  # of the longest prompt, where that is not known yet
 STATE_BYTES = 2  # of each of the numbers in a hidden state, in bf16
 LOGIT_BYTES = 10  # of a logit with the fp32 copies that make it a token or a loss
 COMPARED_BYTES = 35  # of a logit of p and q while alpha is taken, at several temperatures
@@ -47,8 +47,8 @@ class Stage:
     @property
     def parts(self) -> dict[str, int]:
         """Bytes by what they are of; none that is zero."""
-        held = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
-        return {name: size for name, size in held.items() if size}
+        sizes = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
+        return {name: size for name, size in sizes.items() if size}
 
     @property
     def peak(self) -> int:
@@ -71,7 +71,7 @@ class Needs:
 
     @property
     def device(self) -> int:
-        """Bytes of a machine or GPU that holds every stage, what nobody can use added."""
+        """Bytes of a machine or GPU that holds every stage, RUNTIME and fragmentation included."""
         return round((self.largest.peak + RUNTIME) / (1 - FRAGMENTED))
 
     def lines(self) -> list[str]:

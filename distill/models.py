@@ -80,8 +80,8 @@ class Pair:
     def target_embedding(self, dtype: torch.dtype) -> Tensor:
         """The target's input embedding [V, H], on the CPU, mapped anew from its file.
 
-        A page of it takes memory once read, and a check that it is the target's reads them all:
-        what is kept is asked for after that.
+        Pages that are read stay in memory, and the check of its hash reads them all: an embedding
+        to keep is taken after that check.
         """
         for path in sorted(resolve_checkpoint(self.target.spec).glob("*.safetensors")):
             with safe_open(path, "pt") as file:
@@ -177,8 +177,8 @@ def of_published(recipe: Recipe) -> Recipe:
             "drafter out."
         )
     kind.check_published(folder, text)
-    of = {"drafter": name, "draft_vocab_size": None if rows == text.vocab_size else rows}
-    return build_recipe(recipe.values() | of)
+    keys = {"drafter": name, "draft_vocab_size": None if rows == text.vocab_size else rows}
+    return build_recipe(recipe.values() | keys)
 
 
 def published_about(recipe: Recipe) -> dict[str, Any] | None:
@@ -226,10 +226,10 @@ class TargetOfRun:
         self.recipe, self.prompts = recipe, prompts
         if recipe.sibling is not None and pair.retokenizer is None and recipe.answers != "server":
             reads = longest_context(load_config(recipe.sibling).get_text_config())
-            if reads < (taken := _context_length(recipe, prompts)):
+            if reads < (needed := _context_length(recipe, prompts)):
                 raise ValueError(
                     f"draft is {recipe.draft!r}, which reads {reads} positions, but the longest "
-                    f"prompt and its answer take {taken}; lower max_prompt_length, "
+                    f"prompt and its answer take {needed}; lower max_prompt_length, "
                     "max_new_tokens or answer_max_new_tokens, or name another draft."
                 )
         self.vocab_size = pair.vocab_size
@@ -251,7 +251,7 @@ class TargetOfRun:
         return self.loaded.stops
 
     def release(self) -> None:
-        """Let go of the weights; who needs them next loads them again."""
+        """Let go of the weights; the next use loads them again."""
         self.__dict__.pop("loaded", None)
         free_memory()
 

@@ -55,7 +55,7 @@ class NearDuplicates:
 
 @dataclass(frozen=True)
 class Overlap:
-    """What training shares with evaluation.
+    """What training and evaluation prompts share.
 
     exact, near: training prompts left that equal, or nearly duplicate, an evaluation prompt: 0.
     dropped: those that were left out for it. max_jaccard: of the closest pair that is left.
@@ -85,8 +85,8 @@ def drop_overlap(
         near, similarity = held_out.closest(prompt.text)
         if near:
             dropped += 1
-        elif (said := json.dumps([prompt.prompt, prompt.messages, prompt.tools])) not in kept:
-            kept[said] = prompt
+        elif (content := json.dumps([prompt.prompt, prompt.messages, prompt.tools])) not in kept:
+            kept[content] = prompt
             largest = max(largest, similarity)
     evaluated = {p.text for p in eval_prompts}
     exact = sum(p.text in evaluated for p in kept.values())

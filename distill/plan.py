@@ -1,9 +1,8 @@
 """What a run does, decided before it is done.
 
 The steps of a run are timed here, once, at their real shapes, and by these costs its `minutes` are
-shared out: a third at most to the evaluation, the rest to answers and the training on them.
-`--dry_run` prints the plan, a run follows it, `drafter: auto` (distill/compare.py) decides first
-what is planned.
+divided: a third at most for the evaluation, the remainder for answers and training. `--dry_run`
+prints the plan, a run follows it; `drafter: auto` chooses the kind first (distill/compare.py).
 """
 
 from __future__ import annotations
@@ -56,13 +55,13 @@ EVALUATION = 1 / 3  # of the minutes, at most
 MARGIN = 0.5  # minutes more than were lacking, since the next run's timings differ
 LIMIT = 10.0  # seconds in which one kind of step is timed, the first two aside
 TIMED_STEPS = 9  # of training at most, rows grouped by length; the first one is warm-up
-SPEEDUPS = (1.0, 1.4, 1.3, 1.7)  # taken for granted: untuned, lookup, tuned, lookup and tuned
-ALPHA = 1.5  # of the target's pass over a text, what alpha of all drafts takes
+SPEEDUPS = (1.0, 1.4, 1.3, 1.7)  # assumed: untuned, lookup, tuned, lookup and tuned
+ALPHA = 1.5  # passes of the target over a text that alpha of all drafts takes
 PLACE = 4  # steps of the target that drafting and verifying at a place of ROWS texts takes
 
 
 class Clock:
-    """The time that a run has taken: no other clock is asked how much is left."""
+    """The time that a run has taken; all its stages read this one clock."""
 
     def __init__(self) -> None:
         self.start = time.monotonic()
@@ -71,7 +70,7 @@ class Clock:
         return time.monotonic() - self.start
 
     def left(self, minutes: float) -> float:
-        """Seconds until these minutes are over, less what is never planned."""
+        """Seconds until these minutes are over, less the share that is never planned."""
         return 60 * minutes * (1 - UNPLANNED) - self.seconds()
 
     def stage(self, name: str) -> None:
@@ -85,7 +84,7 @@ class Costs:
     """Seconds of what a run does over and over.
 
     answer: of the target. step: of training. timed: an evaluation prompt that is timed, without a
-    draft and with each. evaluation: all the rest of it.
+    draft and with each. evaluation: everything else in it.
     """
 
     answer: float
@@ -189,8 +188,8 @@ def plan_within(
     """The plan that takes so many seconds. at_hand: answers that cost nothing.
 
     Every row is trained on `num_train_epochs` times, never more often: where the prompts do not
-    fill the time, it stays. FEWEST prompts are timed also where they take more than the share of
-    the evaluation. Raises RecipeError where PROBE answers, the training on them and such an
+    fill the time, some is left. FEWEST prompts are timed even where that exceeds the evaluation's
+    share. Raises RecipeError where PROBE answers, the training on them and such an
     evaluation do not fit.
     """
     assert recipe.minutes is not None
@@ -217,7 +216,7 @@ def plan_within(
         )
 
     def answers_in(seconds: float, train: float) -> float:
-        """Answers: those at hand, or these and some more."""
+        """How many answers: of those at hand, or all of these and new ones."""
         return min(seconds / train, (seconds + at_hand * costs.answer) / (costs.answer + train))
 
     count = min(answers_in(budget - least, train), answers_in(budget, train * (1 + share)), total)
@@ -309,7 +308,7 @@ def draft_costs(recipe: Recipe, prompts: Prompts, target: Target, drafter: Draft
 def evaluation_seconds(
     recipe: Recipe, prompts: Prompts, decoder: Decoder, steps: StepCosts, tokens: float
 ) -> tuple[float, float]:
-    """Seconds of a timed prompt, and of all the rest of an evaluation.
+    """Seconds of a timed prompt, and of everything else in an evaluation.
 
     tokens: of an answer in the mean. All but the texts for alpha, and prompts, is counted in steps
     of the target on one token: what a draft adds to a step is in SPEEDUPS.
@@ -319,9 +318,9 @@ def evaluation_seconds(
     whole = median_seconds(timed_step(decoder, context + round(tokens), 0, recipe.sampling))
     read = whole * context / (context + tokens)  # of a prompt
     # the last rows decode almost alone
-    others = max(0, len(ids) - FEWEST)  # that are not timed: their texts are written for alpha
-    batched = others / BATCH * tokens + max(0.0, recipe.max_new_tokens - tokens)
-    texts = others * read + batched * batched_step(decoder, BATCH, context)
+    untimed = max(0, len(ids) - FEWEST)  # prompts whose texts are written for alpha
+    batched = untimed / BATCH * tokens + max(0.0, recipe.max_new_tokens - tokens)
+    texts = untimed * read + batched * batched_step(decoder, BATCH, context)
     widths = recipe.max_gamma + 2
     counted = STOCK_PROMPTS * STOCK_TOKENS * 2.5  # ours, and stock generate, which takes longer
     counted += widths * COST_REPEATS
@@ -336,7 +335,7 @@ def evaluation_seconds(
 
 
 class StepClock(TrainerCallback):
-    """Seconds of each optimiser step; no more of them once `limit` has passed."""
+    """Seconds of each optimiser step; training stops once `limit` has passed."""
 
     def __init__(self, limit: float) -> None:
         self.limit, self.seconds = limit, list[float]()
@@ -371,8 +370,8 @@ def training_step(
     states = {row.index: number.expand(len(row.text) - 1, *shape) for row in made_up}
     few = recipe.training | {"max_steps": TIMED_STEPS, "save_strategy": "no", "report_to": "none"}
     with tempfile.TemporaryDirectory() as folder:
-        here = dataclasses.replace(recipe, output_dir=folder, training=few)
-        trainer = build_trainer(here, pair, prepared, made_up, states if shape[0] else None)
+        timed = dataclasses.replace(recipe, output_dir=folder, training=few)
+        trainer = build_trainer(timed, pair, prepared, made_up, states if shape[0] else None)
         clock = StepClock(LIMIT)
         trainer.add_callback(clock)
         trainer.train()
@@ -391,7 +390,7 @@ def batched_step(decoder: Decoder, rows: int, at: int) -> float:
 
 
 def median_seconds(run: Callable[[], None]) -> float:
-    """Of a few runs after a first one; no more of them once LIMIT has passed."""
+    """The median of a few runs after a warm-up; none is begun once LIMIT has passed."""
     run()
     seconds: list[float] = []
     while not seconds or (len(seconds) < 7 and sum(seconds) < LIMIT):

@@ -44,7 +44,7 @@ FULL_HEAD = "full_head.safetensors"
 
 @dataclass
 class PreparedDraft:
-    """A draft and how its head stands to the target's vocabulary.
+    """A draft and how its head relates to the target's vocabulary.
 
     token_ids: target id of each head row [K], None when the head covers the whole vocabulary.
     full_head: the fitted head over all of V [V, H] that `token_ids` was cut from; None where it is
@@ -186,7 +186,7 @@ def stand_in(recipe: Recipe, pair: Pair, target: Target) -> PreparedDraft:
 def stand_in_drafter(
     recipe: Recipe, pair: Pair, prepared: PreparedDraft, target: Target
 ) -> Drafter:
-    """That stand-in as it would draft."""
+    """The stand-in's drafter."""
     kind = recipe.kind.from_target
     if kind is None:
         drafter = load_drafter(pair.draft.spec, target, pair.strategy)

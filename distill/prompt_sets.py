@@ -1,7 +1,7 @@
 """Training, tuning and evaluation prompts of a run, which do not overlap.
 
-A spec is what `eval.prompts.load_prompts` reads, or one of two builders that need no prompts of
-anyone's: `embedded:stdlib-functions` (the running interpreter's standard library) and
+A spec is what `eval.prompts.load_prompts` reads, or one of two builders that come with draftsmith:
+`embedded:stdlib-functions` (the running interpreter's standard library) and
 `embedded:licence-clauses` (the licence texts in the wheel `licensedcode-data`, CC-BY-4.0). Several
 of these with ` + ` between them are prompts of several domains, as many of each.
 """
@@ -51,7 +51,7 @@ HELD_OUT_FEWEST = 8  # of fewer alpha says little
 class Prompts:
     """training: to distil on; tuning: to choose gamma on; evaluation: to measure on.
 
-    held_out: to follow alpha on during training, which neither sees them nor what is like them.
+    held_out: to follow alpha on; neither they nor their near-duplicates are trained on.
     """
 
     training: PromptSet
@@ -191,20 +191,20 @@ def _shares(spec: str, limit: int | None) -> tuple[list[str], int | None]:
 
 
 def _by_turns(parts: Sequence[list[Prompt]]) -> list[Prompt]:
-    """One of each part after the other, told apart by the part's number before their ids."""
-    told = [
+    """One of each part after the other; the part's number before an id keeps ids apart."""
+    numbered = [
         [dataclasses.replace(prompt, id=f"{number}:{prompt.id}") for prompt in part]
         for number, part in enumerate(parts)
     ]
-    turns = itertools.zip_longest(*told)
+    turns = itertools.zip_longest(*numbered)
     return [prompt for turn in turns for prompt in turn if prompt is not None]
 
 
 def hold_out(prompts: list[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
-    """The first prompts, `count` or as many more as complete their groups, and the rest.
-
-    A group that would make them more than twice as many is passed over. The rest is without
+    """The first prompts, `count` or as many more as complete their groups, and all others but
     near-duplicates of them.
+
+    A group that would make them more than twice as many is passed over.
     """
     sizes = Counter(prompt.group for prompt in prompts)
     held_out: list[Prompt] = []

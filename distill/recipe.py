@@ -30,9 +30,12 @@ RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 # Keys of SFTConfig that a recipe may not set, by the reason.
 _FIXED = {
-    "prompts and answers are tokenised by this run and never cut": (
-        "max_length truncation_mode dataset_text_field dataset_kwargs dataset_num_proc "
-        "shuffle_dataset chat_template_path eos_token pad_token"
+    "lengths are set by max_prompt_length, long_prompts and answer_max_new_tokens": (
+        "max_length truncation_mode"
+    ),
+    "prompts and answers are tokenised by this run": (
+        "dataset_text_field dataset_kwargs dataset_num_proc shuffle_dataset chat_template_path "
+        "eos_token pad_token"
     ),
     "every row brings its own cached distributions, in columns that must reach the loss": (
         "packing packing_strategy padding_free eval_packing pad_to_multiple_of "
@@ -69,8 +72,8 @@ FIXED = {key: reason for reason, keys in _FIXED.items() for key in keys.split()}
 
 # Keys, kinds of draft and losses of earlier versions, and what to do instead.
 GONE = {
-    "data": "the target's answers are all that a draft is trained on: other text was no better at "
-    "equal minutes",
+    "data": "only the target's answers to train_prompts are trained on: other text was no better "
+    "at equal minutes",
     "fixed_text": "only the target's answers are trained on; name the texts' beginnings as "
     "train_prompts",
     "on_policy_draft": "only the target's answers are trained on, which were as good at equal "
@@ -89,12 +92,51 @@ GONE_DRAFTERS = {
     "recurrent": "use eagle3, which reads the target's states and is served by vLLM",
     "parallel": "use medusa, which drafts several tokens in a pass and is served by vLLM",
 }
-
-
 GONE_LOSSES = {
     "ce": "use forward_kl, which came out best for greedy decoding",
     "ce_tv": "use forward_kl, which came out best for greedy decoding",
 }
+
+# Names that other programs have for keys, by the keys that an error then names.
+_ALSO_CALLED = {
+    "target": "model model_name model_name_or_path model_id base_model target_model teacher "
+    "teacher_model teacher_model_name_or_path",
+    "draft": "student student_model assistant assistant_model draft_model speculative_model "
+    "model_draft",
+    "drafter": "method speculative_method spec_type draft_type",
+    "train_prompts": "dataset dataset_name train_data train_dataset train_file prompts",
+    "eval_prompts": "eval_data eval_dataset eval_file validation_file test_file",
+    "max_train_prompts": "max_samples max_train_samples num_prompts",
+    "max_eval_prompts": "max_eval_samples",
+    "output_dir": "out output out_dir output_path output_folder save_dir",
+    "gamma max_gamma": "k num_speculative_tokens num_assistant_tokens num_draft_tokens lookahead "
+    "speculation_length draft_length draft_max",
+    "max_new_tokens answer_max_new_tokens": "max_tokens n_predict max_completion_tokens",
+    "max_prompt_length answer_max_new_tokens": "max_seq_length max_seq_len seq_len seq_length "
+    "sequence_length max_model_len context_length ctx_size",
+    "temperature answer_temperature": "temp",
+    "loss": "loss_fn objective divergence",
+    "num_draft_layers": "layers num_layers num_hidden_layers",
+    "cache_top_k": "logprobs top_logprobs",
+    "answer_url": "base_url api_base server_url",
+    "answer_model": "served_model_name",
+    "learning_rate": "lr",
+    "per_device_train_batch_size": "bs batch_size train_batch_size micro_batch_size",
+    "gradient_accumulation_steps": "grad_accum grad_accum_steps accumulation_steps",
+    "num_train_epochs": "epochs num_epochs",
+    "max_steps": "steps num_steps train_steps max_train_steps num_training_steps",
+    "warmup_steps": "warmup warmup_ratio num_warmup_steps",
+    "lr_scheduler_type": "scheduler lr_scheduler",
+    "optim": "optimizer",
+    "use_peft": "lora use_lora peft",
+    "lora_r": "r rank lora_rank",
+    "lora_target_modules": "target_modules",
+    "dtype": "torch_dtype precision",
+    "use_cpu device_map": "cpu no_cuda device",
+    "seed": "random_seed random_state",
+    "resume_from_checkpoint": "resume checkpoint",
+}
+ALSO_CALLED = {name: keys.split() for keys, names in _ALSO_CALLED.items() for name in names.split()}
 
 
 class RecipeError(ValueError):
@@ -281,7 +323,9 @@ def build_recipe(values: dict[str, Any]) -> Recipe:
                 f"{re.sub('(Input|String) should', 'must', wrong)}; correct its value."
             ) from error
     if lacking := [key for key in _REQUIRED if key not in values]:
-        raise RecipeError(f"The recipe lacks {', '.join(lacking)}; no run is possible without.")
+        raise RecipeError(
+            f"The recipe lacks {', '.join(lacking)}, without which there is no run; add it."
+        )
     training = {key: value for key, value in values.items() if key not in OWN}
     recipe = Recipe(**{k: v for k, v in values.items() if k in OWN}, training=training)
     _check_together(recipe)
@@ -346,9 +390,12 @@ def _parse_arguments(argv: list[str]) -> dict[str, str]:
         if not word.startswith("--") or not key:
             raise RecipeError(f"{word!r} is not a key; write --key value.")
         if not equals:
-            if not words or words[0].startswith("--"):
+            if words and not words[0].startswith("--"):
+                value = words.pop(0)
+            elif key != "recipe" and _fits(key, True):  # as for transformers: --use_peft
+                value = "true"
+            else:
                 raise RecipeError(f"--{key} has no value; write --{key} VALUE.")
-            value = words.pop(0)
         overrides[key] = value
     return overrides
 
@@ -403,8 +450,10 @@ def _type_of(key: str) -> TypeAdapter[Any]:
     if key not in _types():
         if key in GONE:
             raise RecipeError(f"{key} is no key any more: {GONE[key]}. Remove it.")
-        near = difflib.get_close_matches(key.replace("-", "_"), _types(), n=1, cutoff=0.5)
-        hint = f"Did you mean {near[0]!r}?" if near else "docs/recipes.md lists all keys."
+        keys = ALSO_CALLED | {ours: [ours] for ours in _types()}
+        near = difflib.get_close_matches(key.replace("-", "_"), keys, n=1)
+        meant = " or ".join(repr(ours) for name in near for ours in keys[name])
+        hint = f"Did you mean {meant}?" if near else "docs/recipes.md lists all keys."
         raise RecipeError(f"Unknown key {key!r}: neither draftsmith nor SFTConfig has it. {hint}")
     return _types()[key]
 
@@ -557,9 +606,9 @@ def _check_server(recipe: Recipe) -> None:
         )
     if recipe.answers != "server":
         keys = ("answer_url", "answer_model", "speculative_url")
-        if given := [key for key in keys if getattr(recipe, key) is not None]:
+        if unused := [key for key in keys if getattr(recipe, key) is not None]:
             raise RecipeError(
-                f"{given[0]} is {getattr(recipe, given[0])!r}, but answers is {recipe.answers}, "
+                f"{unused[0]} is {getattr(recipe, unused[0])!r}, but answers is {recipe.answers}, "
                 "where no server of yours is asked; set answers to server, or remove it."
             )
         return

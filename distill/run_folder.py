@@ -49,7 +49,7 @@ def refuse_another_run(recipe: Recipe) -> None:
     path = recipe.folder / "recipe.yaml"
     if recipe.dry_run or not path.exists():
         return
-    # of another version: what it could not say yet is as by default, and what is gone was off
+    # of an earlier version: keys that it did not have have their defaults, keys now gone were off
     defaults = {key: f.default for key, f in OWN.items()}
     written = {key: value for key, value in read_yaml(path).items() if value or key not in GONE}
     written, asked = defaults | written, recipe.values()
@@ -133,7 +133,7 @@ def provenance(
     }
 
 
-# Of a checkpoint, what only goes on with training; of the preparation, what only the export read.
+# Files of a checkpoint that only further training needs.
 _SPENT = ["optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "training_args.bin"]
 
 

@@ -149,7 +149,7 @@ def make_plan(
     store: Store,
     clock: Clock,
 ) -> Plan:
-    """What the run will do: printed, and written for whoever goes on with it."""
+    """What the run will do: printed, and written for a process that goes on with it."""
     if recipe.planned:
         assert recipe.minutes is not None
         first = answered(recipe, pair, target, served, store, PROBE)

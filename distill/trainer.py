@@ -145,8 +145,8 @@ class DraftTrainer(SFTTrainer):
         self.loss_name, self.slow, self.temperature = loss, kind.slow, min(temperature, 1.0)
         self.sums = torch.zeros(3)  # since the last log, here: divergence, agreements, tokens
         super().__init__(*args, **kwargs)
-        # every kind's forward takes what a batch has; Trainer looks before that is attached, and
-        # would then take the mean of small batches' means, where short answers weigh more
+        # Trainer looks before our forward is attached; it would take the mean of the means of small
+        # batches, where short answers weigh more
         self.model_accepts_loss_kwargs = True
         self.remove_callback(PrinterCallback)
         if self.pop_callback(ProgressCallback):
@@ -169,8 +169,8 @@ class DraftTrainer(SFTTrainer):
         names = {id(p): name for name, p in trained.named_parameters()}
         for group in list(optimizer.param_groups) if self.slow else ():
             slow = [p for p in group["params"] if names[id(p)].startswith(self.slow)]
-            held = {id(p) for p in slow}
-            group["params"] = [p for p in group["params"] if id(p) not in held]
+            slow_ids = {id(p) for p in slow}
+            group["params"] = [p for p in group["params"] if id(p) not in slow_ids]
             keys = {k: v for k, v in group.items() if k != "params"}
             if slow:
                 optimizer.add_param_group({**keys, "params": slow, "lr": group["lr"] * SLOW_RATE})
@@ -239,7 +239,7 @@ class DraftTrainer(SFTTrainer):
         sharded = self.args.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP")
         if sharded and state.distributed_type == DistributedType.MULTI_CPU:
             # accelerate shards over accelerators only: over a CPU's processes it would train with
-            # DDP and not say so; nothing else hangs on this name
+            # DDP and not say so; nothing else depends on this name
             state.distributed_type = DistributedType.MULTI_GPU
         super().create_accelerator_and_postprocess()
         if self.is_fsdp_enabled:
@@ -330,7 +330,7 @@ def training_config(recipe: Recipe, steps: int | None = None, followed: bool = F
     """The recipe's SFTConfig. Raises RecipeError for values that transformers refuses.
 
     steps: how many there are; None: as the recipe says. followed: the draft is evaluated meanwhile,
-    when `HeldOut` says, and its best weights are kept.
+    when `HeldOut` asks, and its best weights are kept.
     """
     values: dict[str, Any] = {
         "train_sampling_strategy": "group_by_length",
@@ -346,7 +346,7 @@ def training_config(recipe: Recipe, steps: int | None = None, followed: bool = F
         values |= {
             "eval_strategy": "epoch" if values.get("save_strategy") == "epoch" else "steps",
             "eval_steps": values.get("save_steps", SFTConfig.save_steps),
-            "eval_delay": math.inf,  # never of itself
+            "eval_delay": math.inf,  # only when `HeldOut` asks
             "per_device_eval_batch_size": values.get(
                 "per_device_train_batch_size", SFTConfig.per_device_train_batch_size
             ),
@@ -365,7 +365,9 @@ def training_config(recipe: Recipe, steps: int | None = None, followed: bool = F
             dataset_kwargs={"skip_prepare_dataset": True},
         )
     except (ValueError, TypeError) as error:
-        raise RecipeError(f"SFTConfig refuses the recipe: {error}") from error
+        raise RecipeError(
+            f"SFTConfig refuses the recipe ({error}); correct or remove the key that it names."
+        ) from error
     # with more the trainer takes torch's DataParallel, which would cut a batch's flat positions
     config._n_gpu = min(1, config.n_gpu)
     _refuse_missing_trackers(config)
@@ -466,8 +468,8 @@ def distil_draft(
 ) -> PreTrainedModel | None:
     """The draft in fp32 after so many steps on the answers, on the first process; None elsewhere.
 
-    Of adapters it is made as `merged` says but for a draft moved onto other tokens, which nobody
-    else has as the base of its adapters. After no step it is as it was prepared.
+    Adapters are merged and kept (`merged`), except those of a draft moved onto other tokens: nobody
+    else has their base. After no step it is as it was prepared.
     """
     if steps == 0:
         return prepared.model.float() if PartialState().is_main_process else None
@@ -513,7 +515,7 @@ def _refuse_other_processes(trainer: DraftTrainer, checkpoint: Path) -> None:
         raise RecipeError(
             f"{checkpoint} was left by {processes}, and {trainer.processes} would go on from "
             "it, but weights and optimiser are kept as the processes share them; launch as many "
-            "in the same way, or delete the checkpoints."
+            "in the same way, or train anew under a --name of its own, from the same answers."
         )
 
 

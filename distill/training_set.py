@@ -143,6 +143,6 @@ class DistillationCollator:
         }
         if self.states is not None:
             states = [self.states[row["index"]] for row in rows]
-            # the last token is only predicted: nobody reads what the target makes of it
+            # the last token is only predicted: its state is not read
             batch["states"] = _padded([F.pad(s, (0, 0, 0, 0, 0, 1)) for s in states])
         return batch

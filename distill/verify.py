@@ -52,8 +52,8 @@ HERE, MISMATCH = "accepted_by_our_decoder", "mismatch"
 def in_engines(run: Path, report: Report, draft: Path, asked: Sequence[str] = ()) -> EngineResults:
     """What each engine does with the published folder `draft`, or why that is not known.
 
-    What one was found to do with the same weights, prompts and draft length before is kept in the
-    run, and not measured again; of the others those that are asked for are measured.
+    A result for the same weights, prompts and draft length is kept in the run, and not measured
+    again; of the other engines those that are asked for are measured.
     """
     recipe = read_yaml(run / "recipe.yaml")
     engines: EngineResults = {}
@@ -61,9 +61,9 @@ def in_engines(run: Path, report: Report, draft: Path, asked: Sequence[str] = ()
         form = gguf_file(draft, GGUF_SERVED) if name == "llama.cpp" else draft
         path = run / "report" / "engines" / f"{name}.json"
         length = [gamma_of(report), PROMPTS, MAX_NEW_TOKENS]
-        of = [report.target, weights_sha256(str(form)), report.prompts.sha256, *length]
+        key = [report.target, weights_sha256(str(form)), report.prompts.sha256, *length]
         kept = read_json(path) if path.is_file() else None
-        if kept is not None and kept["of"] == of:
+        if kept is not None and kept["of"] == key:
             engines[name] = checked(kept["report"])
         elif name not in asked:
             engines[name] = f"not asked for (--engines {name})"
@@ -74,7 +74,7 @@ def in_engines(run: Path, report: Report, draft: Path, asked: Sequence[str] = ()
                 continue
             path.parent.mkdir(exist_ok=True)
             with atomic_file(path) as file:
-                json.dump({"of": of, "report": result.model_dump(mode="json")}, file)
+                json.dump({"of": key, "report": result.model_dump(mode="json")}, file)
     return engines
 
 
@@ -107,15 +107,15 @@ def _verify(
     except ValueError as error:  # not installed, or not up to this pair: the card says which
         return str(error)
     draft_name, draft = measured.last
-    speeds = (f"{found.speedup:.2f} at gamma {found.gamma}" for found in measured.drafts.values())
+    speeds = (f"{d.speedup:.2f} at gamma {d.gamma}" for d in measured.drafts.values())
     print(f"{name}: speed-up {', '.join(speeds)}. {texts_line(draft_name, draft.lossless)}")
     if name == "vllm" and draft.counters is not None:
-        there = draft.counters.acceptance_per_position
-        here = _compare(run, report, recipe, form, prompts, draft)
-        measured = measured.model_copy(update={"provenance": measured.provenance | here})
-        print(f"{name}: accepted by position {shares(there)}, here {shares(here[HERE])}")
-        if here[MISMATCH]:
-            print(f"Warning: it is not served as it was trained. Likely cause: {here[MISMATCH]}.")
+        accepted = draft.counters.acceptance_per_position
+        ours = _compare(run, report, recipe, form, prompts, draft)
+        measured = measured.model_copy(update={"provenance": measured.provenance | ours})
+        print(f"{name}: accepted by position {shares(accepted)}, here {shares(ours[HERE])}")
+        if ours[MISMATCH]:
+            print(f"Warning: it is not served as it was trained. Likely cause: {ours[MISMATCH]}.")
     return measured
 
 

@@ -79,7 +79,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ReportError(f"{path} cannot be read as text: {error}") from None
+        raise ReportError(f"{path} cannot be read as text ({error}); correct the path.") from None
 
 
 def _traffic(source: str, since: Path | None, report: Acceptance) -> tuple[Acceptance, str]:
@@ -92,13 +92,14 @@ def _traffic(source: str, since: Path | None, report: Acceptance) -> tuple[Accep
         if text.lstrip().startswith("{"):
             if since is not None:
                 raise NotComparable("--since is for counters; answers count by themselves.")
-            answers = [(of, np.array(row, dtype=np.float64)) for of, row in read_requests(text)]
+            answers = [(name, np.array(row, dtype=np.float64)) for name, row in read_requests(text)]
             return answered_acceptance(answers, report), ""
     series = read_series(text)
     if total(series) is None:
         raise NotComparable(
             f"{source} has no counters vllm:spec_decode_*: the server has no draft, "
-            f"--disable-log-stats is set, or it is no vLLM."
+            "--disable-log-stats is set, or it is no vLLM; start vLLM with --speculative-config "
+            "and without --disable-log-stats."
         )
     if since is not None and (since.exists() or not is_server):
         series = growth(read_series(_read(since)), series)

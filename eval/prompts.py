@@ -147,7 +147,7 @@ class PromptSet:
         return settings
 
     def drawn(self, count: int, seed: int) -> PromptSet:
-        """`count` of them in the order that the seed draws them: the first few are drawn, too."""
+        """`count` of them as the seed orders them: so the first few are a random draw, too."""
         order = list(range(len(self.prompts)))
         random.Random(seed).shuffle(order)
         return self._of(order[:count])
@@ -223,7 +223,7 @@ def _drawn(count: int, limit: int | None, seed: int) -> list[int]:
 
 
 def _open_file(path: Path, spec: str, opened: ExitStack) -> IO[bytes]:
-    """The file, unpacked to one without a name where it is packed, so that any line is at hand."""
+    """The file; a packed one is unpacked to a temporary file, so that any line can be read."""
     try:
         if not path.name.endswith(".gz"):
             return opened.enter_context(path.open("rb"))
@@ -483,14 +483,14 @@ def _asked(prompt: Prompt, text: str, instruction: str) -> Prompt:
 
 def refuse_repeated_ids(prompts: Iterable[Prompt], spec: str) -> None:
     """Raise PromptError where two prompts have one id: results of two drafts are paired by it."""
-    seen: set[str] = set()
+    ids: set[str] = set()
     for prompt in prompts:
-        if prompt.id in seen:
+        if prompt.id in ids:
             raise PromptError(
                 f"{spec!r}: the id {prompt.id!r} stands twice; make the ids unique, or leave them "
                 "out to have the prompts numbered."
             )
-        seen.add(prompt.id)
+        ids.add(prompt.id)
 
 
 def write_prompts(path: str | Path, prompts: Iterable[Prompt]) -> None:

@@ -77,8 +77,8 @@ def _kind_of(parameter: ast.arg, function: str, described: str) -> str:
     if parameter.annotation is not None:
         kinds, texts = _ANNOTATIONS, [ast.unparse(parameter.annotation)]
     else:
-        given = rf"\b(?:{function}\(|{parameter.arg}\s*[=:])\s*"
-        examples = re.finditer(given, described)
+        before = rf"\b(?:{function}\(|{parameter.arg}\s*[=:])\s*"
+        examples = re.finditer(before, described)
         kinds, texts = _LITERALS, [described[example.end() :] for example in examples]
     for text in texts:
         for kind, beginning in kinds.items():

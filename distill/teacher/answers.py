@@ -90,17 +90,17 @@ def answer_prompts(
     layers: Sequence[int] = (),
     teach_prompts: bool = False,
 ) -> Answers:
-    """The target's answers to these prompts (token ids), in their order; those there are read.
+    """The target's answers to these prompts (token ids), in their order: kept ones are read.
 
-    layers: of answers that are made the target's hidden states there are kept as well.
+    layers: whose hidden states are kept as well, of answers that are made.
     teach_prompts: with the distributions within the prompts. Called by every process of a launch:
-    each answers its share of what is left, and all return once all have answered. An answer's
+    each answers its share of the missing ones, and all return once all have answered. An answer's
     random numbers depend on the recipe's seed and its name in the store alone. Raises ValueError
     when not one answer has a token before its stop.
     """
     clock, state = time.monotonic(), PartialState()
     names = names_of(prompts, teach_prompts)
-    # of one process: another run may append meanwhile, and all have to share out the same
+    # one process decides: another run may append meanwhile, and all must share out the same prompts
     missing = from_first([i for i, name in enumerate(names) if name not in store])
     groups = prefill_groups([prompts[i] for i in missing])
     share = {
@@ -109,7 +109,7 @@ def answer_prompts(
         for i in group
     }
     if share:
-        # of all shares, not of this one: as many rows for any number of processes, for equal bits
+        # counted over all shares: as many rows for any number of processes, for equal bits
         rows = min(recipe.answer_batch_size, len(missing))
         _answer(recipe, share, rows, target, store, layers, teach_prompts)
     state.wait_for_everyone()
@@ -136,7 +136,7 @@ def answer_prompts(
 
 
 def answer_lengths(recipe: Recipe, prompts: list[list[int]], answers: Answers) -> list[int]:
-    """Tokens of each answer, what is taught of its prompt left out."""
+    """Tokens of each answer, without those of its prompt that are taught."""
     lengths = answers.response_lengths
     if not recipe.train_on_prompts:
         return lengths
@@ -153,7 +153,7 @@ def _answer(
     teach_prompts: bool,
 ) -> None:
     """Put the answers to these prompts into the store under their names, `rows` made at once."""
-    decoder, stops = target.decoder, target.stops  # loaded before there is a bar to be torn
+    decoder, stops = target.decoder, target.stops  # loaded before the progress bar begins
     names, prompts = list(share), list(share.values())
     processes = PartialState().num_processes
     pending: dict[str, Entry] = {}
@@ -190,7 +190,7 @@ def _answer(
         if layers:
             states[name_of(text)] = {"states": torch.cat(answer.states)}
         if count % ANSWERS_PER_SHARD == 0 or count == len(names):
-            # the states before: of an answer that is there without them they take another pass
+            # states first: those of an answer that is kept without them take another pass
             if layers:
                 states_store(store, layers).append(states)
             seconds = (time.monotonic() - clock) / len(pending) / processes
@@ -225,7 +225,7 @@ def refuse_empty(lengths: list[int]) -> None:
 def top_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Ids and natural-log probabilities [B, C] of the C most likely tokens of logits [B, V]."""
     top, ids = logits.topk(count, dim=-1)
-    # the normaliser in fp32 over all V: what the kept tokens lack of 1 is the mass of the rest
+    # the normaliser in fp32 over all V: what the kept tokens lack of 1 is the mass of all others
     return ids, top.float() - logits.float().logsumexp(-1, keepdim=True)
 
 

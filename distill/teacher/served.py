@@ -101,7 +101,7 @@ class Request:
         }
 
     def read(self, sent: Any, index: int, prompt: list[int]) -> CachedAnswer:
-        """The answer, as our own would be. Raises ServerError for one that is not what was asked.
+        """The answer in the form of our own. Raises ServerError for one that was not asked for.
 
         sent: the JSON of /v1/completions.
         """
@@ -136,7 +136,7 @@ class Request:
     def _faults(
         self, completion: _Completion, tokens: list[int], prompt: list[int]
     ) -> Iterator[str]:
-        """Of whose answer it is, to what, and whether it is whole."""
+        """What is wrong with its model, its prompt or its length."""
         choice = completion.choices[0]
         if completion.model != self.model:
             yield f"it comes from model {completion.model!r}; name the target with answer_model"
@@ -144,7 +144,8 @@ class Request:
             yield "the prompt's tokens are others there; serve it without a limit on prompts"
         count = len(choice.logprobs.top_logprobs)
         if len(tokens) != count or choice.token_ids not in (None, tokens):
-            yield f"it was cut: {len(tokens)} tokens, {count} distributions, or other token ids"
+            cut = f"{len(tokens)} tokens, {count} distributions, or other token ids"
+            yield f"it was cut: {cut}; use vLLM"
         if choice.finish_reason == "length" and len(tokens) != self.max_tokens:
             yield (
                 f"it ended by length after {len(tokens)} of {self.max_tokens} tokens; raise "
@@ -183,7 +184,8 @@ class Request:
             raise ServerError("it names an id twice at one token; use another server")
         if ids.max() >= self.rows:
             raise ServerError(
-                f"token {ids.max()} is beyond the {self.rows} rows of the target's vocabulary"
+                f"token {ids.max()} is beyond the {self.rows} rows of the target's vocabulary; "
+                "serve the target of this recipe"
             )
         best = np.argsort(-logprobs, axis=1, kind="stable")[:, : self.top]
         ids, logprobs = (np.take_along_axis(part, best, axis=1) for part in (ids, logprobs))
@@ -221,7 +223,7 @@ class ServedTarget:
         self.prompts = [*prompts.held_out.ids, *training]
         self.held_out = names_of(prompts.held_out.ids)
         self.names = [*self.held_out, *names_of(training)]
-        self.witnesses: list[CachedAnswer] = []  # by their first tokens the model is known again
+        self.witnesses: list[CachedAnswer] = []  # their first tokens show another model
 
     @cached_property
     def server(self) -> Server:
@@ -244,7 +246,7 @@ class ServedTarget:
     def _check_server(self) -> None:
         self._check_tokenizer()
         request = self._request()
-        # all that an answer can lack is found on a whole one to the longest prompt
+        # a whole answer to the longest prompt shows everything that an answer can lack
         longest = max(range(len(self.prompts)), key=lambda i: len(self.prompts[i]))
         self._ask(longest, request)
         self._check_stop(self.prompts[longest])
@@ -277,7 +279,7 @@ class ServedTarget:
     def answers(self, count: int | None = None) -> Answers:
         """The answers to the first `count` training prompts, and to those that are held out.
 
-        The former are returned, in their order; what is at hand is kept. The main process asks, the
+        The former are returned, in their order; those at hand are kept. The main process asks, the
         others wait. Raises ServerError where the server fails for longer than is waited, sends what
         it must not, or is another model midway; what was kept by then stays.
         """
@@ -313,7 +315,7 @@ class ServedTarget:
             clock = time.monotonic()
             answers = pool.imap_unordered(lambda i: self._ask(i, request), unanswered)
             while shard := list(islice(answers, ANSWERS_PER_SHARD)):
-                self._check_witnesses()  # what came before them is the same model's
+                self._check_witnesses()  # so the answers before it are the same model's
                 packed = {self.names[a.index]: a.packed(self.target.rows) for a in shard}
                 seconds = (time.monotonic() - clock) / len(shard)
                 self.store.append(packed, seconds, this_machine(self.recipe))
@@ -351,7 +353,7 @@ class ServedTarget:
 
     @cached_property
     def store(self) -> Store:
-        """Of what is served there. Raises ServerError for another model than is asked for."""
+        """The store of the served model. Raises ServerError for another model than is asked for."""
         if (used := self.recipe.folder / USED).exists():
             store = Store.of(read_json(used)["key"])
             if all(name in store for name in self.names):
@@ -448,5 +450,5 @@ class ServedTarget:
                 f"{self.server.url} gives log-probabilities that differ by {mean:.2f} nats from "
                 f"those it gave to the same {len(moved)} prompts before: there is another model "
                 f"behind {self.server.model!r} now. Nothing of it was kept. Serve the first one "
-                f"again, or delete {self.store.folder} to begin anew."
+                "again, or this one under another --served-model-name: it has a store of its own."
             )

@@ -1,4 +1,4 @@
-"""A vLLM of the run's own on this machine: started for the answers that are lacking, then ended."""
+"""A vLLM that the run starts on this machine for missing answers, and ends after them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from eval.engines.local_vllm import serve_vllm
 from eval.engines.server import Server
 
 LOGPROBS = 20  # a token, which vLLM gives unless it is told otherwise
-# vLLM 0.32 dies on a CPU of a seeded request whose prompt it reads in chunks
+# on a CPU vLLM 0.32 crashes at a seeded request whose prompt it reads in chunks
 UNCHUNKED = ["--max-num-batched-tokens", "32768"]
 
 
@@ -27,7 +27,7 @@ class StartedVllm(ServedTarget):
     They are the same model's in the same dtype, and differ as those of two batch sizes do.
     """
 
-    patience = Server.retries  # none: nobody starts it anew
+    patience = Server.retries  # none: it is not started a second time
 
     def __init__(self, recipe: Recipe, target: Vocabulary, prompts: Prompts, store: Store) -> None:
         super().__init__(recipe, target, prompts)

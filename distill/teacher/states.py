@@ -75,7 +75,7 @@ def cache_states(recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Answe
     store, state = states_store(answers.store, layers), PartialState()
     held_out = held_out_answers(recipe.folder)
     names = [name_of(answer.text) for answer in chain(answers, held_out)]
-    # of one process: another run may append meanwhile, and all have to share out the same
+    # one process decides: another run may append meanwhile, and all must share out the same texts
     missing = from_first([i for i, name in enumerate(names) if name not in store])
     shards = [
         missing[at : at + ANSWERS_PER_SHARD] for at in range(0, len(missing), ANSWERS_PER_SHARD)

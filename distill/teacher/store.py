@@ -66,9 +66,9 @@ def names_of(prompts: Sequence[Sequence[int]], taught: bool = False) -> list[str
 class CachedAnswer:
     """One answer: prompt_ids [P], response_ids [R]; top_ids, top_logprobs [R, C], best first.
 
-    The log-probabilities are those of the raw logits, before any warper; what they lack of the
-    whole mass is the rest's. index: its number in a run. Where prompts teach as well, prompt_ids is
-    their first token, and response_ids has the rest.
+    The log-probabilities are those of the raw logits, before any warper; the mass that they lack
+    is that of all other tokens. index: its number in a run. Where prompts teach as well, prompt_ids
+    is their first token, and response_ids has the others.
     """
 
     index: int
@@ -93,7 +93,7 @@ class CachedAnswer:
 
 
 class Store:
-    """The entries of a folder, by name. In memory is only where each of them stands."""
+    """The entries of a folder, by name. Only their places are in memory."""
 
     def __init__(self, folder: Path, key: Mapping[str, Any] | None = None) -> None:
         """key: what the entries depend on. Nothing is written before the first entry is.
@@ -156,7 +156,7 @@ class Store:
                     if metadata["sha256"] != _sha256(metadata["about"], tensors):
                         raise CacheError(
                             f"{path} does not match its checksum: bits changed since it was "
-                            "written; delete it and run again, what it held is made anew."
+                            "written; delete it and run again: only what it held is made anew."
                         )
                     whole.append(path)
             self._take_in(path, metadata)
@@ -207,7 +207,7 @@ class Store:
         return sum(name in self for name in names_of(prompts, taught))
 
     def sha256_of(self, names: Sequence[str]) -> str:
-        """Of these names and the contents of the shards that they stand in."""
+        """A hash of these names and of the contents of their shards."""
         lines = [f"{name} {self._sha256[self._places[name][0]]}\n" for name in names]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -276,4 +276,6 @@ def opened(path: Path) -> Iterator[Any]:
         with safe_open(path, "pt") as file:
             yield file
     except (SafetensorError, FileNotFoundError) as error:
-        raise CacheError(f"{path} is damaged ({error}); delete it and run again.") from error
+        raise CacheError(
+            f"{path} is damaged ({error}); delete it and run again: only what it held is made anew."
+        ) from error

@@ -53,7 +53,7 @@ class Acceptance(evaluate.Metric):
         self, predictions: list[list[int]], references: list[list[int]], gamma: int = 4
     ) -> dict[str, object]:
         if gamma < 1:
-            raise ValueError(f"gamma is {gamma}; a draft has at least 1 token.")
+            raise ValueError(f"gamma is {gamma}, but a draft has at least 1 token; give 1 or more.")
         answers = []
         for i, (drafted, tokens) in enumerate(zip(predictions, references, strict=True)):
             if len(drafted) != len(tokens):

@@ -154,7 +154,7 @@ def in_pieces(
     """The logits of a long text [B, T], a piece of it after another: each as of Decoder.forward.
 
     What one forward needs beside the cache does not grow with T then: its activations, and a mask
-    of T by S. states: once all is read, those of the whole text.
+    of T by S. states: in the end those of the whole text.
     """
     read: dict[int, list[Any]] = {layer: [] for layer in states or ()}
     for piece in tokens.split(PIECE, dim=1):

@@ -39,9 +39,9 @@ def prefill_groups(prompts: Sequence[list[int]]) -> list[list[int]]:
     Longest first: rows that run together have similar lengths, and attention reads less.
     """
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    alone = sum(len(prompt) > PIECE for prompt in prompts)
-    together = range(alone, len(order), PREFILL_ROWS)
-    return [[i] for i in order[:alone]] + [order[i : i + PREFILL_ROWS] for i in together]
+    long = sum(len(prompt) > PIECE for prompt in prompts)
+    together = range(long, len(order), PREFILL_ROWS)
+    return [[i] for i in order[:long]] + [order[i : i + PREFILL_ROWS] for i in together]
 
 
 def rows_at_once(batch_size: int, prompt: int, new: int) -> int:
@@ -195,5 +195,5 @@ def _generate(
 
 def _on_host(states: HiddenStates) -> Tensor:
     """The states of all layers at the positions of a forward [B, T, L, H], in bf16, on the host."""
-    found = [state for state in states.values() if state is not None]
-    return torch.stack(found, 2).to(torch.bfloat16).cpu()
+    layers = [state for state in states.values() if state is not None]
+    return torch.stack(layers, 2).to(torch.bfloat16).cpu()

@@ -37,7 +37,7 @@ class StaticCache(KVCache):
         return KVCache([*self.keys], [*self.values])._each(change)
 
 
-# Makes of a function and the tensors it reads what runs it on whatever these hold by then.
+# From a function and the tensors it reads, a function that runs it on their values by then.
 Record = Callable[[Callable[..., list[Tensor]], Sequence[Tensor]], Callable[[], list[Tensor]]]
 
 
@@ -70,7 +70,7 @@ class CudaGraphs:
 class GraphedDecoder:
     """A lean decoder whose forwards of one row and a few tokens are recorded and replayed.
 
-    recordings: of all such decoders, so that whoever times a text can tell that it held none.
+    recordings: count of all such decoders, so that a timing shows whether it held one.
     """
 
     recordings = 0
@@ -94,10 +94,10 @@ class GraphedDecoder:
         if not free:
             made = self.lean.new_cache(1, slots)
             free.append(StaticCache(made.keys, made.values, next(self._numbers)))
-        held = free.pop()
-        given = StaticCache(held.keys, held.values, held.number)
-        weakref.finalize(given, free.append, held).atexit = False
-        return given
+        pooled = free.pop()
+        cache = StaticCache(pooled.keys, pooled.values, pooled.number)
+        weakref.finalize(cache, free.append, pooled).atexit = False
+        return cache
 
     @torch.inference_mode()
     def forward(
@@ -121,7 +121,7 @@ class GraphedDecoder:
         if key not in self._recorded:
             GraphedDecoder.recordings += 1
             self._recorded[key] = self._record(read, cache, length, last_only, layers)
-        # what is returned is written anew by the next replay
+        # copies, since the next replay overwrites its outputs
         logits, *states_read = (output.clone() for output in self._recorded[key]())
         if states is not None:
             states.update(zip(layers, states_read, strict=True))

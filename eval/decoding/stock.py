@@ -98,24 +98,24 @@ def _masks_by_row(slots: _Slots) -> Iterator[None]:
         bias = torch.zeros(read.shape, dtype=dtype, device=device)
         return bias.masked_fill_(~read, float("-inf"))
 
-    theirs = {name: ALL_MASK_ATTENTION_FUNCTIONS[name] for name in ("eager", "sdpa")}
-    ALL_MASK_ATTENTION_FUNCTIONS.update(dict.fromkeys(theirs, mask))
+    originals = {name: ALL_MASK_ATTENTION_FUNCTIONS[name] for name in ("eager", "sdpa")}
+    ALL_MASK_ATTENTION_FUNCTIONS.update(dict.fromkeys(originals, mask))
     try:
         yield
     finally:
-        ALL_MASK_ATTENTION_FUNCTIONS.update(theirs)
+        ALL_MASK_ATTENTION_FUNCTIONS.update(originals)
 
 
 def refuse_states(config: Any, stateful: bool) -> None:
-    """Raise ValueError for layers whose past cannot be taken back by position, or read by row.
+    """Raise ValueError for layers that cannot be rolled back by position, or read row by row.
 
     stateful: as the model's class says of itself.
     """
     refused = f"A {config.model_type} model cannot be decoded here: "
-    others = {*(getattr(config, "layer_types", None) or [])} - ATTENTION_KINDS
-    if stateful or others:
+    unknown = {*(getattr(config, "layer_types", None) or [])} - ATTENTION_KINDS
+    if stateful or unknown:
         raise ValueError(
-            f"{refused}{', '.join(sorted(others)) or 'recurrent'} layers keep a state that "
+            f"{refused}{', '.join(sorted(unknown)) or 'recurrent'} layers keep a state that "
             "cannot be rolled back by position; use a model with attention layers only."
         )
     if config.model_type == "gpt_neo":
@@ -147,10 +147,10 @@ class StockDecoder:
         self.device = self.embedding.device
         self.dtype = torch.float32 if fp32 else self.embedding.dtype
         self.context_length = context_length
-        taken = inspect.signature(model.forward).parameters
-        self.takes_positions = "position_ids" in taken  # else the model counts from the cache
+        parameters = inspect.signature(model.forward).parameters
+        self.takes_positions = "position_ids" in parameters  # else the model counts from the cache
         try:
-            self.shapes, error = self._tried()
+            self.shapes, error = self._probe()
         except torch.OutOfMemoryError:
             raise
         except Exception as reason:
@@ -158,7 +158,7 @@ class StockDecoder:
                 f"{refused}its modules do not work with a cache of keys and values by position "
                 f"({type(reason).__name__}: {reason}); use a model of another family."
             ) from reason
-        # rounding stays far below it, what is masked or placed wrongly far above
+        # rounding errors stay far below it, wrong masks or positions are far above
         if not error < torch.finfo(self.dtype).eps ** 0.5:
             raise ValueError(
                 f"{refused}in rows of different lengths its logits are off by {error:.2g} of their "
@@ -219,7 +219,7 @@ class StockDecoder:
         return in_fp32(self.model) if self.dtype != self.embedding.dtype else nullcontext()
 
     @torch.inference_mode()
-    def _tried(self) -> tuple[list[list[tuple[int, int]]], float]:
+    def _probe(self) -> tuple[list[list[tuple[int, int]]], float]:
         """Heads and size of each layer's keys, and of its values; the logits' relative error."""
         half = PROBE_LENGTH // 2
         ids = torch.arange(1, 2 * PROBE_LENGTH + 1, device=self.device).view(2, PROBE_LENGTH)

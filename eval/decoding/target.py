@@ -72,9 +72,9 @@ def tensor_sha256(tensor: Tensor) -> str:
 
 
 def weights_sha256(path: str) -> str | None:
-    """The sha256 of a draft's weights: its one file's own, else of what `sha256sum` prints of all.
+    """The sha256 of a draft's weights: of its one file, or of what `sha256sum` prints of several.
 
-    path: of a log, as `lookup-first:FOLDER`. None where it names no files on this machine.
+    path: as in a log, `lookup-first:FOLDER`. None where it names no files on this machine.
     """
     place = Path(path.removeprefix("lookup-first:"))
     files = [place] if place.is_file() else sorted(place.glob("*.safetensors"))

@@ -95,9 +95,9 @@ def inverse_cdf(probabilities: Tensor, uniform: Tensor) -> Tensor:
     sums = runs.sum(-1).double()
     number = uniform * sums.sum(-1, keepdim=True)
     run, before = _passed(sums, number)
-    rest = (number - before).clamp(min=0)
-    found = runs.gather(-2, run[..., None].expand(*run.shape, CDF_RUN))[..., 0, :].double()
-    at, _ = _passed(found, rest)
+    remainder = (number - before).clamp(min=0)
+    terms = runs.gather(-2, run[..., None].expand(*run.shape, CDF_RUN))[..., 0, :].double()
+    at, _ = _passed(terms, remainder)
     return (run * CDF_RUN + at)[..., 0]
 
 
@@ -105,7 +105,7 @@ def _passed(terms: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
     """Where the sums of terms [..., N] pass a number [..., 1], and the sum before that place."""
     cdf = terms.cumsum(-1)
     total = cdf[..., -1:]
-    # strictly below the total also when rounding says otherwise: what is found then is above 0
+    # strictly below the total, whatever rounding does: so the id found has a probability above 0
     below = torch.minimum(number, torch.nextafter(total, torch.zeros_like(total)))
     at = torch.searchsorted(cdf, below, right=True)
     return at, (cdf - terms).gather(-1, at)
@@ -171,7 +171,7 @@ def verify_sampled(
 ) -> tuple[Tensor, Tensor]:
     """Accepted counts [B] and the next token [B], so that what is emitted has distribution p.
 
-    p: [B, G+1, V]; q: [B, G, V], the very distributions the draft tokens [B, G] were sampled from.
+    p: [B, G+1, V]; q: [B, G, V], exactly those that the draft tokens [B, G] were sampled from.
     """
     chances, residual = acceptance(p, q, draft_tokens, counts, rule)
     accepted = sample(chances, generator)
@@ -207,10 +207,10 @@ def acceptance(
     residual = torch.cat([(weights[:, :-1, None] * p[:, :-1] - q).clamp_min(0), p[:, -1:]], dim=1)
     mass = residual.sum(-1)
     if rule == "block":
-        weight, left = weights[:, 1:], mass[:, 1:]
-        share = left / (left + (1 - weight))  # in this order: a small left must not be lost
+        weight, remaining = weights[:, 1:], mass[:, 1:]
+        share = remaining / (remaining + (1 - weight))  # in this order: a small term is not lost
         # 0 / 0 where p = q: the next token passes in any case
-        share = share.masked_fill((left == 0) & (weight == 1), 1)
+        share = share.masked_fill((remaining == 0) & (weight == 1), 1)
         passes = _within(torch.where(whole, weight, share), counts)
         fails = (1 - passes).flip(1).cumprod(1).flip(1)
         chances = F.pad(passes, (1, 0), value=1) * F.pad(fails, (0, 1), value=1)

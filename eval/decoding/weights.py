@@ -70,8 +70,8 @@ class Product(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        held = self.weight
-        return held.device if isinstance(held, Tensor) else held.values.device
+        weight = self.weight
+        return weight.device if isinstance(weight, Tensor) else weight.values.device
 
     @property
     def nbytes(self) -> int:
@@ -152,11 +152,12 @@ def _unload(weights: Sequence[Tensor]) -> None:
 def fp32_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear in fp32 of a weight [N, K] in fewer bits, converted a few rows at a time.
 
-    All in one place: outputs would lie in the holes that pieces leave, so that each takes more.
+    All pieces use one buffer: else outputs would fill the holes of freed pieces, and each new piece
+    would take more memory.
     """
     pieces = _pieces(weight)
-    place = torch.empty(pieces[0].shape, dtype=torch.float32, device=weight.device)
-    y = torch.cat([F.linear(x, place[: len(rows)].copy_(rows)) for rows in pieces], -1)
+    buffer = torch.empty(pieces[0].shape, dtype=torch.float32, device=weight.device)
+    y = torch.cat([F.linear(x, buffer[: len(rows)].copy_(rows)) for rows in pieces], -1)
     return y if bias is None else y + bias.float()
 
 
@@ -183,10 +184,10 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
     A product's a few rows at a time, of an embedding the rows that are read, of any other module
     (a norm, a mixture's experts) all at once. Afterwards the model is as it was.
     """
-    as_they_are: dict[nn.Module, dict[str, Any]] = {}
+    saved: dict[nn.Module, dict[str, Any]] = {}
 
     def widen(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        as_they_are[module] = dict(module.__dict__)
+        saved[module] = dict(module.__dict__)
         own = dict(module._parameters)
         if isinstance(module, nn.Embedding):
             read, places = args[0].unique(return_inverse=True)
@@ -196,7 +197,7 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
         return args
 
     def put_back(module: nn.Module, *_: Any) -> None:
-        module.__dict__.update(as_they_are.pop(module))
+        module.__dict__.update(saved.pop(module))
 
     hooks = []
     for module in model.modules():

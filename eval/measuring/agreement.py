@@ -24,7 +24,7 @@ from eval.measuring.journal import Journal
 from eval.measuring.runs import Agreement
 from eval.prompts import Prompt, PromptSet
 
-SURPRISE_PROMPTS = 8  # and so many tokens of each tell text from noise
+SURPRISE_PROMPTS = 8  # these, and SURPRISE_TOKENS of each, tell text from noise
 SURPRISE_TOKENS = 256
 BATCH = 48
 

@@ -146,7 +146,7 @@ def evaluate(
 
 FEWEST = 12  # prompts that are timed: of fewer no interval says much
 ROUND = 4  # prompts between two looks at the clock and the intervals
-NARROW = 0.07
+NARROW = 0.07  # of a speed-up: no more prompts are timed once its interval ends within it
 BASELINE = ""  # the name of what is decoded without a draft
 Decoded = dict[str, list[list[PromptRun]]]  # by draft, BASELINE among them: runs [batches][rows]
 
@@ -200,10 +200,10 @@ class _Stages:
         target, decoding, journal = self.target, self.decoding, self.journal
         known = {run.prompt_id: run.tokens for (run,) in timed if decoding.sampling.greedy}
         rows = list(zip(prompts.prompts, prompts.ids, strict=True))
-        others = [ids for prompt, ids in rows if prompt.id not in known]
+        unwritten = [ids for prompt, ids in rows if prompt.id not in known]
         written = iter(
             journal.once(
-                "texts for alpha", lambda: others and target_texts(target, others, decoding)
+                "texts for alpha", lambda: unwritten and target_texts(target, unwritten, decoding)
             )
         )
         texts = [known.get(prompt.id) or next(written) for prompt in prompts.prompts]
@@ -248,7 +248,7 @@ class _Stages:
         return dict(zip([BASELINE, *self.drafters], runs, strict=True))
 
     def enough(self, batches: list[list[list[PromptRun]]]) -> bool:
-        """Whether the runs [batches][contenders][1] tell the speed-ups well, or time is up."""
+        """Whether the runs [batches][contenders][1] give narrow intervals, or time is up."""
         count = len(batches)
         if self.plan.seconds is None or count < FEWEST or count % ROUND:
             return False
@@ -315,11 +315,11 @@ class _Stages:
             by_batch_size=[
                 {
                     "batch_size": size,
-                    "prompts": size * len(both[name]),
-                    "lossless": self._compared(name, size, both) if sampling.greedy else None,
-                    **metrics.by_batch(both[name], both[BASELINE]),
+                    "prompts": size * len(runs_of[name]),
+                    "lossless": self._compared(name, size, runs_of) if sampling.greedy else None,
+                    **metrics.by_batch(runs_of[name], runs_of[BASELINE]),
                 }
-                for size, both in batched.items()
+                for size, runs_of in batched.items()
             ],
         )
 
@@ -362,7 +362,7 @@ def _begin(
     decoding: Decoding,
     plan: Plan,
 ) -> None:
-    """Take up what the journal holds of just these models, prompts and settings."""
+    """Go on from what the journal holds of exactly these models, prompts and settings."""
     ids, dtype = parts[0].ids[0], _dtype(target)
     logits = teacher_forced_logits(target.decoder, ids, 1)
     known_by = [_hash_of_numbers(target.spec, logits, dtype)]

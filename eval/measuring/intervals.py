@@ -22,7 +22,7 @@ T = TypeVar("T")
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Quantity = Annotated[float, Field(ge=0)]
-# Prompt id -> its group and its columns, whose totals a statistic is a function of
+# Prompt id -> its group and its columns; a statistic is a function of the columns' totals
 Rows = dict[str, tuple[str | None, tuple[float, ...]]]
 
 
@@ -179,14 +179,14 @@ def measure(
     totals, clusters = columns.sum(axis=0), len(columns)
     enough = clusters >= FEWEST_CLUSTERS
     with np.errstate(divide="ignore", invalid="ignore"):
-        mean, alone = float(statistic(totals)), statistic(columns)
+        mean, by_cluster = float(statistic(totals)), statistic(columns)
         deviations = statistic(totals - columns) - mean if enough else np.zeros(0)
     if not (math.isfinite(mean) and np.isfinite(deviations).all()):
         raise ValueError(
             f"{name} is not a finite number ({mean} over all prompts): a time or a count in the "
             f"log is zero or missing"
         )
-    alone = alone[np.isfinite(alone)]
+    by_cluster = by_cluster[np.isfinite(by_cluster)]
     ci95 = freedom = None
     if enough:
         error, freedom = _error(deviations)
@@ -197,7 +197,7 @@ def measure(
         freedom=freedom,
         n=len(rows),
         clusters=clusters,
-        range=(alone.min(), alone.max()) if len(alone) else None,
+        range=(by_cluster.min(), by_cluster.max()) if len(by_cluster) else None,
     )
 
 
@@ -229,7 +229,7 @@ def share(name: str, rows: Sequence[tuple[str | None, float, float]]) -> Share:
 def difference(
     name: str, rows: Rows, over: Rows, statistic: Callable[[Floats], Floats] = ratio
 ) -> Measured | None:
-    """`statistic` of some rows minus that of others, paired by prompt.
+    """`statistic` of `rows` minus that of `over`, paired by prompt.
 
     None where they share no prompt.
     """

@@ -50,9 +50,9 @@ def pair(
 
     Raises ValueError where the two logs are not of the same prompts.
     """
-    others = {run.prompt_id: run for run in baseline}
-    _same_prompts([run.prompt_id for run in runs], list(others))
-    return [(run, others[run.prompt_id]) for run in runs]
+    by_prompt = {run.prompt_id: run for run in baseline}
+    _same_prompts([run.prompt_id for run in runs], list(by_prompt))
+    return [(run, by_prompt[run.prompt_id]) for run in runs]
 
 
 def _same_prompts(ids: Iterable[str], other_ids: Iterable[str]) -> None:
@@ -498,7 +498,7 @@ def by_category(
     names = {category_of(a) for a in agreements} | {category_of(run) for run in log.runs}
     numbers = {}
     for name in sorted(name for name in names if name is not None):
-        pairs = [both for both in pair(log.runs, log.baseline) if category_of(both[0]) == name]
+        pairs = [(r, base) for r, base in pair(log.runs, log.baseline) if category_of(r) == name]
         runs, baseline = [run for run, _ in pairs], [base for _, base in pairs]
         values = {
             "alpha": or_none(alpha, [a for a in agreements if category_of(a) == name]),

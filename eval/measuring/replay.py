@@ -1,11 +1,12 @@
 """Draft lengths compared by replay: what every length would have done, from one pass over texts.
 
-At each place of texts that the target writes, the drafter drafts as far as the longest length goes,
-and it is written down how many tokens verification would accept and how sure the draft was at each.
-Any other length, and any stop, is then arithmetic on these, priced by measured steps: no clock's
-noise decides between near equals. Greedily exact, up to what is cut at a text's end; sampled, the
-shorter lengths are those of token by token verification, which accepts no more than block
-verification does. Legend: B rows, G drafted tokens.
+At each place of texts that the target writes, the drafter drafts the longest length; noted are how
+many tokens verification would accept, and how sure the draft was at each. Any other length, and any
+stop, is computed from these and from measured step costs: no clock's noise decides between near
+equals. Greedily exact, up to what is cut at a text's end; sampled, the shorter lengths are those of
+token by token verification, which accepts no more than block verification does.
+
+Legend: B rows, G drafted tokens.
 """
 
 from __future__ import annotations
@@ -82,26 +83,32 @@ def _places(
             rows = [rows[i] for i in going_on]
             cache = cache.keep_rows(torch.tensor(going_on, device=decoder.device))
             session.keep(going_on)
-        drafted = session.propose(gamma, NEVER)
+        proposal = session.propose(gamma, NEVER)
         newest = torch.tensor([texts[row][-1:] for row in rows], device=decoder.device)
         states = dict.fromkeys(drafter.layers)
         logits = decoder.forward(
-            torch.cat([newest, drafted.tokens], dim=1),
+            torch.cat([newest, proposal.tokens], dim=1),
             starts([len(texts[row]) - 1 for row in rows]),
             cache,
             states=states,
         )
         accepted, _ = verify(
-            logits, drafted.tokens, drafted.q, drafted.counts, decoding.sampling, generator, "token"
+            logits,
+            proposal.tokens,
+            proposal.q,
+            proposal.counts,
+            decoding.sampling,
+            generator,
+            "token",
         )
         # the text goes on by one token, whatever was accepted
         following = choose(logits[:, 0], decoding.sampling, generator).tolist()
-        width = drafted.tokens.shape[1]
-        counts = [width] * len(rows) if drafted.counts is None else drafted.counts.tolist()
-        sure = torch.ones(drafted.tokens.shape) if drafted.certainty is None else drafted.certainty
+        shape, sure = proposal.tokens.shape, proposal.certainty
+        counts = [shape[1]] * len(rows) if proposal.counts is None else proposal.counts.tolist()
+        sure = torch.ones(shape) if sure is None else sure
         for i, (row, right) in enumerate(zip(rows, accepted.tolist(), strict=True)):
             certainty = sure[i, : counts[i]].tolist()
-            drafts[row].append(Place(certainty, right, i in drafted.free))
+            drafts[row].append(Place(certainty, right, i in proposal.free))
             texts[row].append(following[i])
         session.commit([[token] for token in following], [0] * len(rows), states)
 

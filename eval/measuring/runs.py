@@ -53,7 +53,7 @@ class PromptRun:
     ) -> Self:
         """From the seconds and tokens of target calls, the prefill first.
 
-        What was drafted for them is left at 0: whoever knows it fills it in.
+        `drafted` and `accepted` are left at 0 for the caller to fill in.
         """
         return cls(
             prompt_id=prompt.id,
@@ -105,12 +105,12 @@ class PromptRun:
 
 def check_runs(runs: Sequence[PromptRun], blocks: bool = True) -> None:
     """Raise ValueError, naming the prompt, for a log that contradicts itself."""
-    seen: set[str] = set()
+    prompt_ids: set[str] = set()
     for run in runs:
-        problem = "it occurs twice" if run.prompt_id in seen else run.problem(blocks)
+        problem = "it occurs twice" if run.prompt_id in prompt_ids else run.problem(blocks)
         if problem:
             raise ValueError(f"the log of prompt {run.prompt_id!r} cannot be used: {problem}")
-        seen.add(run.prompt_id)
+        prompt_ids.add(run.prompt_id)
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class StepCosts:
         return cls(**fields | {"target_verify": verify, "rounds": rounds})
 
     def interval(self, number: Callable[[StepCosts], float]) -> tuple[float, float] | None:
-        """95% of a number made from step costs: that of its median over the rounds, by their order.
+        """The 95% interval of a number made from step costs, of its median over the rounds.
 
         A round's steps were timed within the same moment, so what slows all of them cancels out of
         a ratio. It says nothing of slower hours. None of fewer than 6 rounds.

@@ -26,11 +26,11 @@ from eval.prompts import Batch, PromptSet
 
 R = TypeVar("R")
 
-COST_REPEATS = 30
+COST_REPEATS = 30  # rounds in which all steps are timed
 STOCK_PROMPTS = 10  # the fewest that give an interval
 STOCK_TOKENS = 24
 WARM_UP_TOKENS = 8
-CHOICE_REPEATS = 10  # of the same, for the choice of draft lengths
+CHOICE_REPEATS = 10  # rounds for the choice of draft lengths
 
 # A contender: the target alone, or with a drafter of one draft length.
 Contender = tuple[Drafter | None, DraftLength]
@@ -154,7 +154,7 @@ def in_turns(
         return list(map(read, row))
 
     in_rows = journal.each(stage, rows, measure, read_row, "prompt", enough)
-    return [[row[which] for row in in_rows] for which in range(len(decoders))]
+    return [[row[number] for row in in_rows] for number in range(len(decoders))]
 
 
 def sweep_gamma(

@@ -21,8 +21,8 @@ from eval.measuring.intervals import FEWEST_CLUSTERS, Measured, measure, share, 
 from eval.measuring.runs import Floats
 from eval.reporting.report import DraftReport
 
-# Of calls whose traffic has not moved. A third of 1% a week at hourly calls is meant, since so far
-# out shares have heavier tails than t: simulated, 1% is kept.
+# Of calls whose traffic has not moved: a third of 1% a week of hourly calls. So far out shares have
+# heavier tails than t, and in simulations this keeps to 1%.
 FALSE_ALARMS = 0.01 / 3 / (7 * 24)
 MARGIN = 0.10  # of accepted share at a position; a report of 40 prompts knows it to +-0.055
 FULL_LENGTH = 0.98  # of a draft: near the length limit a few are shorter
@@ -67,7 +67,9 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class Difference:
-    """traffic - report. level: false alarms allowed of this comparison; margin: what is as good."""
+    """traffic - report. level: false alarms allowed of this comparison; margin: of differences
+    that count as none.
+    """
 
     name: str
     report: Estimate
@@ -80,7 +82,7 @@ class Difference:
         return self.traffic.mean - self.report.mean
 
     def chance(self, level: float) -> float:
-        """How far chance takes it but for so small a share of cases."""
+        """The difference that chance alone exceeds in a share `level` of cases."""
         error = math.hypot(self.report.error, self.traffic.error)
         return t_quantile(1 - level / 2, self.freedom) * error
 
@@ -167,7 +169,7 @@ def answered_acceptance(
     _check_lengths(counts, report)
     categories = {}
     for name in sorted({name for name, _ in answers if name is not None}):
-        emitted = [(row[0] + row[2], row[0]) for of, row in answers if of == name]
+        emitted = [(row[0] + row[2], row[0]) for category, row in answers if category == name]
         if len(emitted) >= FEWEST_CLUSTERS:
             categories[name] = Estimate.of(measure(f"tau of {name}", emitted), len(emitted))
     return Acceptance(
@@ -197,7 +199,8 @@ def _check_lengths(counts: Floats, report: Acceptance) -> None:
     if drafted < FULL_LENGTH * gamma * drafts:
         raise NotComparable(
             f"the engine drafted {drafted / drafts:.2f} tokens a draft, not {gamma} (by load, or "
-            f"where a grammar forbade them): acceptance by position differs with it."
+            f"where a grammar forbade them): acceptance by position differs with it. Give counters "
+            f"of a time in which all drafts had {gamma} tokens."
         )
 
 
@@ -226,7 +229,7 @@ def compare(report: Acceptance, traffic: Acceptance) -> list[Difference]:
 
 
 def _sides_of_shares(report: Estimate, traffic: Estimate) -> tuple[Estimate, Estimate]:
-    """With each error at least that of as many independent drafts."""
+    """The same, each error raised to that of as many independent drafts at least."""
     accepted = report.mean * report.drafts + traffic.mean * traffic.drafts
     pooled = accepted / (report.drafts + traffic.drafts)
     least = math.sqrt(pooled * (1 - pooled))

@@ -167,7 +167,7 @@ class TextSession(Session):
         kept = bisect_right(self.ends, offset)
         del self.ids[kept:], self.ends[kept:]
         self.same = min(self.same, kept)
-        # 2. Cut the rest anew; half a character waits for its other half.
+        # 2. Cut what follows anew; half a character waits for its other half.
         self.held = b""
         unread = self.target_ids[settled:]
         for special, group in groupby(unread, key=self.drafter.special.get):

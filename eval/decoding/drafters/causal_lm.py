@@ -119,8 +119,8 @@ class TokenSession(Session):
         lengths = [len(text) for text in self.texts]
         # no more than it has room to read, or has learnt
         count = min(count, self.slots - max(lengths) + 1, drafter.most or count)
-        # what is new to a row is one token, two after a full acceptance, more where others drafted
-        # for it (lookup.py); all read as many, or where a row has not as many, one each
+        # a row has one new token, two after a full acceptance, more where prompt lookup drafted for
+        # it (lookup.py); all rows read as many, or one each where a text is shorter
         width = max(length - read for length, read in zip(lengths, self.in_cache, strict=True))
         if width > min(lengths):
             self.read_alone()

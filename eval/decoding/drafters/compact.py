@@ -32,7 +32,7 @@ def check_compact(folder: Path, embedding: Tensor) -> Mapping[str, Any]:
     if about.get("format") != COMPACT:
         raise ValueError(
             f"{folder} has format {about.get('format')!r}, not {COMPACT!r}; it was written by "
-            "another version: make the draft again, or use the full form beside it."
+            "another version: use the full form beside it, or make the draft again."
         )
     if about["embedding_sha256"] != tensor_sha256(embedding):
         raise ValueError(
@@ -58,8 +58,9 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
         model.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
         raise ValueError(
-            f"The weights of {folder} are not those of its kind of draft ({error}); it has parts "
-            "that are not computed here, or is damaged."
+            f"The weights of {folder} are not those of its kind of draft ({error}): it has parts "
+            "that are not computed here, or is damaged; fetch it again, or measure it in vLLM "
+            "(eval.run --engine vllm)."
         ) from None
 
 

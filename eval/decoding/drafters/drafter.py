@@ -27,7 +27,7 @@ Logits = Callable[[int, Tensor | None], Tensor]
 class Proposal(NamedTuple):
     """tokens: in the target's ids [B, G].
 
-    q: the very distributions that they were sampled from, over the target's ids [B, G, V]; None
+    q: the distributions that they were sampled from, over the target's ids [B, G, V]; None
     when greedy, and where they are not known (`verify_without_q`). counts: how many tokens each row
     proposes [B], the rest being padding; None where all propose G. free: rows whose tokens took no
     step of a model. certainty: how sure the draft was when it went on to each token [B, G], the

@@ -73,8 +73,8 @@ class Eagle3(Heads):
         self, config: Mapping[str, Any], about: Mapping[str, Any] | None = None
     ) -> tuple[int, ...]:
         """A low, a middle and a high one: what vLLM takes where a checkpoint names none."""
-        own = about or {}
-        if named := (own.get("eagle_config") or own).get(LAYERS) or own.get(LAYERS):
+        about = about or {}
+        if named := (about.get("eagle_config") or about).get(LAYERS) or about.get(LAYERS):
             return tuple(named)
         depth = config["num_hidden_layers"]
         return tuple(sorted({min(2, depth - 1), depth // 2, max(depth - 3, depth // 2)}))
@@ -108,8 +108,8 @@ class Eagle3(Heads):
         own = tensors.pop("embed_tokens.weight", None)
         if own is not None and not torch.equal(own.to(embedding.dtype), embedding):
             raise ValueError(
-                f"{folder} has an embedding of its own, which is not this target's: it was made "
-                "for another target, or cannot be trained here."
+                f"{folder} has an embedding of its own, which is not this target's; name the "
+                "target that it was made for, or measure it in vLLM (eval.run --engine vllm)."
             )
         layers = self.layers(text.to_dict(), about)
         model, token_ids = _built(folder, tensors, layers, embedding)
@@ -338,13 +338,13 @@ def from_target(target: PreTrainedModel, layers: Sequence[int], head: Tensor) ->
     size = config.hidden_size
     first: Any = target.get_submodule("model.layers.0")
     last: Any = target.get_submodule("model.norm")
-    mine = body.layers[0]
+    layer = body.layers[0]
     for name in ("q_proj", "k_proj", "v_proj"):
-        getattr(mine.self_attn, name).weight[:, :size] = getattr(first.self_attn, name).weight
+        getattr(layer.self_attn, name).weight[:, :size] = getattr(first.self_attn, name).weight
     for name in ("gate_proj", "up_proj"):
-        getattr(mine.mlp, name).weight.copy_(getattr(first.mlp, name).weight)
-    mine.input_layernorm.weight.copy_(first.input_layernorm.weight)
-    mine.post_attention_layernorm.weight.copy_(first.post_attention_layernorm.weight)
+        getattr(layer.mlp, name).weight.copy_(getattr(first.mlp, name).weight)
+    layer.input_layernorm.weight.copy_(first.input_layernorm.weight)
+    layer.post_attention_layernorm.weight.copy_(first.post_attention_layernorm.weight)
     body.norm.weight.copy_(last.weight)
     model.lm_head.weight.copy_(head)
     model.set_input_embeddings(FrozenEmbedding(embedding))
@@ -365,7 +365,7 @@ def load_eagle3(folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tenso
 def _built(
     folder: Path, tensors: dict[str, Tensor], layers: Sequence[int], embedding: Tensor
 ) -> tuple[PreTrainedModel, Tensor]:
-    """Of tensors named as in either layout; a folder without d2t has a head over all of V."""
+    """From tensors named as in either layout; without d2t the head is over all of V."""
     about = read_json(folder / "config.json")
     config: Any = LlamaConfig(**about.get("transformer_layer_config", about))
     config.norm_before_residual = about.get("norm_before_residual", "speculators_version" in about)
@@ -387,8 +387,8 @@ def _built(
 
 def measure_sizes(model: PreTrainedModel, texts: Sequence[AnsweredText]) -> None:
     """Have it divide the target's states by their usual size, that of each layer in the texts."""
-    known = torch.cat([text.states for text in texts if text.states is not None])
-    model.get_buffer("sizes").copy_(known.float().pow(2).mean((0, 2)).sqrt())
+    states = torch.cat([text.states for text in texts if text.states is not None])
+    model.get_buffer("sizes").copy_(states.float().pow(2).mean((0, 2)).sqrt())
 
 
 @torch.no_grad()
@@ -398,24 +398,24 @@ def fit(model: LlamaForCausalLM, target: PreTrainedModel, texts: Sequence[Answer
     body: Any = model.model
     layer = body.layers[0]
     size, width = model.config.hidden_size, body.fc.in_features
-    # 1. The state before the MLP: of the target's states, and of what attention found
+    # 1. The state before the MLP, from the target's states and the attention's output
     state = LeastSquares(width + layer.self_attn.o_proj.in_features, size, RIDGE)
-    for at in _fitted_on(model, target, texts):
-        state.add(torch.cat([at.states, at.attended], 1), at.goal)
+    for part in _fitted_on(model, target, texts):
+        state.add(torch.cat([part.states, part.attended], 1), part.goal)
     maps = state.solution()
     body.fc.weight.copy_(maps[:, :width])
     layer.self_attn.o_proj.weight.copy_(maps[:, width:])
-    # 2. What is still lacking, of the numbers inside the MLP
-    rest = LeastSquares(layer.mlp.down_proj.in_features, size, RIDGE)
-    for at in _fitted_on(model, target, texts):
-        x = body.fc(at.states) + layer.self_attn.o_proj(at.attended)
+    # 2. The remaining error, from the inner values of the MLP
+    residual = LeastSquares(layer.mlp.down_proj.in_features, size, RIDGE)
+    for part in _fitted_on(model, target, texts):
+        x = body.fc(part.states) + layer.self_attn.o_proj(part.attended)
         inner = layer.post_attention_layernorm(x)
-        rest.add(F.silu(layer.mlp.gate_proj(inner)) * layer.mlp.up_proj(inner), at.goal - x)
-    layer.mlp.down_proj.weight.copy_(rest.solution())
+        residual.add(F.silu(layer.mlp.gate_proj(inner)) * layer.mlp.up_proj(inner), part.goal - x)
+    layer.mlp.down_proj.weight.copy_(residual.solution())
 
 
 class _Fitted(NamedTuple):
-    """Of an answer's N response positions: states before [N, L * H], what attention finds, goal."""
+    """Of an answer's N response positions: states before [N, L * H], attention's output, goal."""
 
     states: Tensor
     attended: Tensor
@@ -456,7 +456,7 @@ class Pairs:
         self.past: list[tuple[Tensor, Tensor]] = []
 
     def attend(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """What the heads of this step find [B, T, heads * D], of embeddings and states [B, T, H].
+        """The heads' output of this step [B, T, heads * D], of embeddings and states [B, T, H].
 
         A pair of step g sees the first step's up to g - 1 pairs before it, what the target has
         read, and of each later step the one pair of the same draft.
@@ -496,8 +496,8 @@ class Pairs:
 def _attended(
     q: Tensor, keys: Tensor, values: Tensor, chain: Sequence[tuple[Tensor, Tensor]]
 ) -> Tensor:
-    """What queries [B, heads, C, D] find in the first step's pairs up to the last of theirs
-    [B, heads, S, D], and each in the `chain`: its own draft's pairs of later steps
+    """Attention of queries [B, heads, C, D] over the first step's pairs up to the last of theirs
+    [B, heads, S, D], and of each over the `chain`: its own draft's pairs of later steps
     [B, heads, C, D].
     """
     visible = torch.ones(q.shape[2], keys.shape[2], dtype=torch.bool, device=q.device)
@@ -726,7 +726,7 @@ class Eagle3Session(TokenSession):
 
     def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
         super().commit(emitted, accepted, states)
-        self.in_cache = [len(text) - 1 for text in self.texts]  # what is new to it, `new` says
+        self.in_cache = [len(text) - 1 for text in self.texts]  # `new` has what it has not read
         fused = self.drafter.fused(states)
         self.new = [
             ([*tokens, *new], torch.cat([h, fused[row, : len(new)]]))

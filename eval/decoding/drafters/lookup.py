@@ -174,7 +174,7 @@ class LookupFirstSession(Session):
         self.session = session
         self.device = texts.generator.device
         self.indexes = [TextIndex(text, stops) for text in texts.ids]
-        self.replaced: list[int] = []  # rows that were drafted, too, but looked up
+        self.replaced: list[int] = []  # rows whose draft gives way to a lookup
 
     def propose(self, count: int, stop_below: float) -> Proposal:
         matches = [index.following(count, SHORTEST_FIRST) for index in self.indexes]
@@ -201,7 +201,7 @@ class LookupFirstSession(Session):
     def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
         for index, new in zip(self.indexes, emitted, strict=True):
             index.extend(new)
-        # what the draft has read of its own on a replaced row is not what was emitted
+        # on a replaced row the draft has read tokens of its own that were not emitted
         as_drafted = [0 if row in self.replaced else n for row, n in enumerate(accepted)]
         self.session.commit(emitted, as_drafted, states)
 

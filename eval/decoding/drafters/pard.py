@@ -167,12 +167,12 @@ def draw_masks(batch: TrainingBatch, most: int) -> Masks:
         drawn = drawn[positions[drawn + depth] == positions[drawn] + depth]
         entries.append(drawn)
         depths.append(torch.full_like(drawn, depth))
-    of = torch.cat(entries) if entries else positions[:0]
-    rows, order = (positions[of] // width).sort(stable=True)
+    anchors = torch.cat(entries) if entries else positions[:0]
+    rows, order = (positions[anchors] // width).sort(stable=True)
     first = F.pad(rows.bincount(minlength=len(batch.input_ids)).cumsum(0), (1, 0))
     slots = torch.arange(len(rows), device=rows.device) - first[rows]
-    after = torch.cat(depths) if depths else of
-    return Masks(rows, slots, of[order], after[order])
+    offsets = torch.cat(depths) if depths else anchors
+    return Masks(rows, slots, anchors[order], offsets[order])
 
 
 def read_with_masks(model: PreTrainedModel, batch: TrainingBatch, masks: Masks) -> Tensor:

@@ -99,7 +99,7 @@ class FrozenEmbedding(nn.Embedding):
         super().__init__(rows, size, _weight=weight, _freeze=True)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenEmbedding:
-        # where it goes is asked of no rows: converted whole it would be copied, twice
+        # an empty slice tells the device: converting all rows would copy them twice
         return super()._apply(lambda tensor: tensor.to(fn(tensor[:0]).device), recurse)
 
     def forward(self, input: Tensor) -> Tensor:
