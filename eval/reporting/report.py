@@ -452,9 +452,9 @@ class Report(Part):
 
     @property
     def target_named(self) -> str:
-        """The target, and how its file is quantised where it is."""
+        """The target without its file's checksum, and how the file is quantised where it is."""
         quantised = self.target_quantization
-        target = abridged(self.target)
+        target = abridged(self.target).partition("#")[0]
         return f"{target} (GGUF {quantised})" if quantised else target
 
     @property
