@@ -57,6 +57,9 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     with _partial_of(path) as partial:
         partial.mkdir()
         yield partial
+        readable = partial.stat().st_mode & 0o666  # as the umask has it
+        for weights in partial.rglob("*.safetensors"):
+            weights.chmod(readable)  # safetensors 0.8 lets their writer alone read them
         os.sync()  # one call: a folder may hold tens of thousands of files
         if path.is_dir() and not path.is_symlink():
             path.rename(_replaced(partial))

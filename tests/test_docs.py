@@ -125,7 +125,7 @@ def check_module(name, arguments, whole):
 
 def check_python(words, whole=True):
     match words:
-        case ["-m", "venv", _]:
+        case ["-m", "venv", _] | ["make_prompts.py"]:  # a block of docs/tutorial.md
             pass
         case ["-m", "vllm.entrypoints.openai.api_server", *arguments]:
             check_vllm(["serve", *arguments])
@@ -149,7 +149,7 @@ def check_accelerate(words):
     if "--recipe" not in arguments:
         arguments = ["--recipe", "code", *arguments]
     at = arguments.index("--recipe") + 1
-    if arguments[at] in ("NAME", "sql.yaml"):
+    if arguments[at] in ("NAME", "sql.yaml", "outputs/explain/recipe.yaml"):
         arguments[at] = "code"
     load_recipe(arguments)
 

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from align.files import atomic_file, atomic_folder, locked, remove
 
@@ -69,6 +71,13 @@ def test_a_folder_appears_whole_and_replaces_the_earlier_one(tmp_path):
             fill(folder, files)
         assert contents(path) == files
     assert names(tmp_path) == ["draft"]
+
+
+def test_weights_in_a_folder_are_for_all_to_read_who_may_read_the_folder(tmp_path):
+    with atomic_folder(tmp_path / "draft") as folder:
+        save_file({"weight": torch.ones(1)}, folder / "model.safetensors")
+    mode = (tmp_path / "draft" / "model.safetensors").stat().st_mode
+    assert mode & 0o777 == (tmp_path / "draft").stat().st_mode & 0o666
 
 
 def test_an_error_leaves_the_earlier_folder(tmp_path):

@@ -36,7 +36,7 @@ MODULES = {
 }
 # a command with these words is only parsed
 # (of a tiny adapter one token of alpha is more than publishing lets pass)
-PARSED = ["--adapter", "--report_to", "vllm", "llama.cpp", "server"]
+PARSED = ["--adapter", "--report_to", "vllm", "llama.cpp", "server", "explain-2"]
 DRY = ["--minutes", "/shared/drafts/legal"]
 
 
@@ -48,7 +48,8 @@ def desk(folder, tmp_path_factory):
         shutil.copytree(folder / name, desk / name)
         (desk / name / "README.md").write_text("---\nlicense: mit\n---\n", encoding="utf-8")
     for name, source in (("sql-train", "train"), ("sql-eval", "eval"), ("sql-last-week", "eval"),
-                         ("recent", "train"), ("domains", "eval")):  # fmt: skip
+                         ("recent", "train"), ("domains", "eval"),
+                         ("explain-train", "train"), ("explain-eval", "eval")):  # fmt: skip
         text = (folder / f"{source}.jsonl").read_text(encoding="utf-8")
         (desk / f"{name}.jsonl").write_text(text, encoding="utf-8")
     (own,) = [b for kind, b in blocks(ROOT / "docs" / "own-domain.md") if kind == "yaml"]
@@ -76,7 +77,7 @@ def own_words(words):
             word = f"{word.partition('=')[0]}=draft"
         elif word in recipe_files():
             word += ".yaml"
-        elif word == "--minutes":  # it decides how many steps fit
+        elif word == "--minutes" and "null" not in words:  # it decides how many steps fit
             path = Path(f"{words[words.index('--recipe') + 1]}.yaml")
             path.write_text(path.read_text("utf-8").replace("max_steps: 4\n", ""), "utf-8")
         elif word == "http://localhost:8000":
@@ -94,15 +95,15 @@ def of_ours(words):
 
 
 WITH_COMMANDS = (
-    "README adapters drafters engines own-domain recipes scale serving vocabulary".split()
-)
+    "README adapters drafters engines one-gpu own-domain recipes scale serving tutorial vocabulary"
+).split()
 
 
 def run(words):
     """The exit status of a command of ours, and what it may be."""
     if "distill/train.py" in words:
         arguments = words[words.index("distill/train.py") + 1 :]
-        if any(part in words for part in DRY):
+        if any(part in words for part in DRY) and "null" not in words:
             arguments += ["--dry_run", "true"]
         # a draft of half the target may not pay: 1
         return distill.train.main(arguments), {0, int("--dry_run" in arguments)}

@@ -1,0 +1,48 @@
+"""The tutorial: the cells of its notebook in their order, shortened, as a reader runs them."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from eval.reporting.report import read_report
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "tutorial.md"
+NOTEBOOK = ROOT / "docs" / "tutorial.ipynb"
+
+
+def code_cells():
+    book = json.loads(NOTEBOOK.read_text("utf-8"))
+    assert (book["nbformat"], book["nbformat_minor"]) == (4, 5)
+    return ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]
+
+
+def test_page_and_notebook_make_the_same_prompts():
+    (script,) = re.findall(r"```python\n(import ast\n.*?)```\n", PAGE.read_text("utf-8"), re.S)
+    cell = next(cell for cell in code_cells() if cell.startswith("import ast"))
+    loop = cell[cell.index("ASK = ") :].replace("(FOLDER / name)", "Path(name)")
+    assert script.endswith(loop.replace('f"{NAME}-', '"explain-') + "\n")
+
+
+@pytest.mark.real
+def test_the_notebook_ends_with_a_report_and_a_published_draft(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    parameters, *steps = code_cells()
+    names = {}
+    exec(parameters, names)
+    names |= {"REPOSITORY": ROOT, "SHORT": True}
+    said = []
+    for step in steps:
+        exec(step, names)
+        said.append(capsys.readouterr().out)
+
+    outputs, drafts = tmp_path / "tutorial" / "outputs", tmp_path / "tutorial" / "drafts"
+    report = read_report(outputs / "explain" / "report" / "report.json")
+    assert list(report.drafts) == ["untuned", "lookup", "tuned", "tuned+lookup"]
+    assert not any(ledger.unexplained for _, ledger in report.ledgers())
+    assert [text for text in said if "answers: 40 answers (40 at hand)" in text]
+    assert (drafts / "explain" / "model.safetensors").is_file()
+    assert any('vllm serve explain-target --speculative-config \'{"method"' in t for t in said)
+    assert len(said[-1].split()) > 10  # words of the target's answer
