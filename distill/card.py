@@ -120,7 +120,12 @@ def model_card(run: Path, report: Report, facts: CardFacts) -> str:
             run / "draft",
         ),
         transformers=serve_command(
-            "transformers", target, facts.name, gamma, sampling=_sampling(report)
+            "transformers",
+            target,
+            facts.name,
+            gamma,
+            chat=report.prompts.in_chat_form == 1,
+            sampling=_sampling(report),
         ),
         llama_cpp=serve_command(
             "llama.cpp", gguf, f"{facts.name}/gguf/draft-{GGUF_SERVED}.gguf", gamma

@@ -152,11 +152,13 @@ def serve_command(
     gamma: int,
     folder: Path | None = None,
     own_ids: bool = False,
+    chat: bool = False,
     sampling: str = "do_sample=False",
 ) -> str:
     """The command, or for transformers the Python, that uses the draft as it is measured here.
 
-    folder, own_ids: as of `speculation`. sampling: arguments of transformers' generate.
+    folder, own_ids: as of `speculation`. chat: transformers asks in chat form. sampling: arguments
+    of its generate.
     """
     if engine == "vllm":
         speculating = speculation(draft, gamma, folder, own_ids)
@@ -166,6 +168,14 @@ def serve_command(
         length = ["--spec-type", "draft-simple", "--spec-draft-n-max", str(gamma)]
         sure = ["--spec-draft-p-min", "0"]
         return shlex.join(["llama-server", "-m", str(target), "-md", str(draft), *length, *sure])
+    inputs = 'tokenizer("...", return_tensors="pt")'
+    if chat:
+        inputs = """tokenizer.apply_chat_template(
+    [{"role": "user", "content": "..."}],
+    add_generation_prompt=True,
+    return_dict=True,
+    return_tensors="pt",
+)"""
     return f"""from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained({json.dumps(str(target))})
@@ -176,6 +186,6 @@ draft.generation_config.num_assistant_tokens = {gamma}
 draft.generation_config.num_assistant_tokens_schedule = "constant"
 draft.generation_config.assistant_confidence_threshold = 0
 
-inputs = tokenizer("...", return_tensors="pt")
+inputs = {inputs}
 output = target.generate(**inputs, assistant_model=draft, {sampling})
 print(tokenizer.decode(output[0]))"""

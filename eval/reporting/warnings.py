@@ -62,13 +62,16 @@ def recommendation(report: Report) -> str:
     if not paying:
         return "Serve without a draft: none is shown to be faster and to leave the text as it is."
     name = max(paying, key=lambda name: paying[name].speedup.bounds[0])
-    draft, engine = paying[name], report.engine
+    draft = paying[name]
     gamma = "" if draft.gamma is None else f", gamma {draft.gamma}"
-    where = "draftsmith's own decoder" if engine == "torch" else engine
-    other = " Another engine gains otherwise: measure there before you serve." * (engine == "torch")
     low, high = draft.speedup.bounds
-    expected = f"{draft.speedup.mean:.2f}x, {low:.2f} to {high:.2f}"
-    return f"Serve {name} in {where}{gamma}: expect {expected} on such prompts.{other}"
+    expected = f"expect {draft.speedup.mean:.2f}x, {low:.2f} to {high:.2f} on such prompts."
+    if report.engine == "torch":
+        return (
+            f"Best: {name} in draftsmith's own decoder{gamma}: {expected} That decoder is no "
+            "server: measure the draft in your engine before you serve it."
+        )
+    return f"Serve {name} in {report.engine}{gamma}: {expected}"
 
 
 def _over_lookup(report: Report) -> list[Gain]:

@@ -213,6 +213,16 @@ def test_the_card_has_what_looking_up_first_gives(run_folder, sample_report):
     assert f"| alpha | {alpha:.2f} | 0.77 [0.70,0.80] |" in model_card(run_folder)
 
 
+@pytest.mark.parametrize(("share", "asked"), [(1.0, "apply_chat_template"), (0.0, 'tokenizer("')])
+def test_the_card_asks_as_the_run_did(run_folder, sample_report, share, asked):
+    sample_report.prompts.in_chat_form = share
+    write_report(run_folder / "report", sample_report)
+    card = model_card(run_folder)
+    code = card[card.index("from transformers") : card.index("output = target.generate")]
+    assert asked in code.partition("inputs = ")[2]
+    compile(code, "card", "exec")
+
+
 def test_the_card_of_a_lossy_draft_warns(run_folder, sample_report):
     lossless = sample_report.drafts["tuned"].lossless
     lossless.identical, lossless.unexplained = 37, 1

@@ -733,6 +733,9 @@ def test_what_to_serve_is_said_in_a_sentence(run_info, measurement):
     said = f"Serve b in draftsmith, gamma 3: expect {expected} on such prompts."
     assert report.recommendation == said
     assert said in render_markdown(report)
+    own = report.model_copy(update={"engine": "torch"}).recommendation
+    assert own.startswith("Best: b in draftsmith's own decoder, gamma 3: expect")
+    assert "no server: measure the draft in your engine" in own
     broken = dataclasses.replace(
         drafts[1], lossless=drafts[1].lossless | {"identical": 37, "unexplained": 1}
     )
