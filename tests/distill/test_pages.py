@@ -36,7 +36,8 @@ MODULES = {
 }
 # a command with these words is only parsed
 # (of a tiny adapter one token of alpha is more than publishing lets pass)
-PARSED = ["--adapter", "--report_to", "vllm", "llama.cpp", "server", "explain-2"]
+# (the tiny vocabulary has no row for a mask)
+PARSED = ["--adapter", "--report_to", "vllm", "llama.cpp", "server", "explain-2", "pard"]
 DRY = ["--minutes", "/shared/drafts/legal"]
 
 
