@@ -89,7 +89,7 @@ class Followed:
     """What a run has written of its measurements. gamma: of the simulated tau."""
 
     gamma: int
-    seen: list[Seen]
+    measurements: list[Seen]
 
 
 def followed_steps(steps: int, epoch: int, warmup: int, most: int) -> list[int]:
@@ -174,7 +174,7 @@ class HeldOut(TrainerCallback):
         self.rows = Dataset.from_list(rows).with_format("numpy")
         taught = trained.data.column("positions")
         self.tokens = sum(len(chunk.flatten()) for chunk in taught.chunks)
-        self.seen: list[Seen] = []
+        self.measurements: list[Seen] = []
         self.sums: list[list[float]] = []  # of `Seen`, of the latest evaluation
 
     def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
@@ -192,9 +192,9 @@ class HeldOut(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        self.seen = [
+        self.measurements = [
             measurement
-            for measurement in read_followed(self.folder).seen
+            for measurement in read_followed(self.folder).measurements
             if measurement.step <= state.global_step
         ]
         if state.best_global_step:  # the folder may have moved since
@@ -211,11 +211,12 @@ class HeldOut(TrainerCallback):
     ) -> None:
         part = min(1.0, state.global_step * self.batch / self.trained_rows)
         latest = Seen(state.global_step, round(part * self.tokens), self.sums)
-        self.seen.append(latest)
+        self.measurements.append(latest)
         better = state.best_metric is None or latest.drafted > state.best_metric
         control.should_save = control.should_save or better
         if PartialState().is_main_process:
-            write_json(self.folder / SEEN, asdict(Followed(self.gamma, self.seen)))
+            rows = [asdict(measurement) for measurement in self.measurements]
+            write_json(self.folder / SEEN, {"gamma": self.gamma, "seen": rows})
             lacks = f" (up to {latest.lacking:.3f} more: the cut)" if latest.lacking > 5e-4 else ""
             line = f"step {latest.step}: held-out alpha {latest.alpha:.3f}{lacks}, "
             if latest.drafted == latest.alpha:
@@ -227,7 +228,7 @@ class HeldOut(TrainerCallback):
     def on_train_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        if best := best_of(self.seen):
+        if best := best_of(self.measurements):
             last = state.global_step
             print(f"held-out alpha {best.alpha:.3f} after step {best.step} of {last}: kept")
 
@@ -244,9 +245,9 @@ def read_followed(folder: Path) -> Followed:
 def held_out_curve(folder: Path, held_out: PromptSet) -> HeldOutCurve | None:
     """alpha by the tokens trained on, for the report of a run; None where nothing was followed."""
     followed = read_followed(folder / HELD_OUT)
-    if not followed.seen:
+    if not followed.measurements:
         return None
-    kept = best_of(followed.seen)
+    kept = best_of(followed.measurements)
     points = [
         HeldOutPoint(
             step=measurement.step,
@@ -261,7 +262,7 @@ def held_out_curve(folder: Path, held_out: PromptSet) -> HeldOutCurve | None:
             tau=measurement.tau,
             kept=measurement is kept,
         )
-        for measurement in followed.seen
+        for measurement in followed.measurements
     ]
     return HeldOutCurve(gamma=followed.gamma, points=points)
 

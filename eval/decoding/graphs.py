@@ -58,11 +58,11 @@ class CudaGraphs:
                     run(*inputs)
             torch.cuda.current_stream().wait_stream(aside)
             with torch.cuda.graph(graph, pool=self.pool):
-                made = run(*inputs)
+                outputs = run(*inputs)
 
         def replay() -> list[Tensor]:
             graph.replay()
-            return made  # kept, so that no other graph takes its memory
+            return outputs  # kept, so that no other graph takes its memory
 
         return replay
 
@@ -92,8 +92,8 @@ class GraphedDecoder:
         slots = -(-slots // BUCKET) * BUCKET
         free = self._free[slots]
         if not free:
-            made = self.lean.new_cache(1, slots)
-            free.append(StaticCache(made.keys, made.values, next(self._numbers)))
+            new = self.lean.new_cache(1, slots)
+            free.append(StaticCache(new.keys, new.values, next(self._numbers)))
         pooled = free.pop()
         cache = StaticCache(pooled.keys, pooled.values, pooled.number)
         weakref.finalize(cache, free.append, pooled).atexit = False

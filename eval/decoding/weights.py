@@ -188,12 +188,12 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
 
     def widen(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         saved[module] = dict(module.__dict__)
-        own = dict(module._parameters)
+        parameters = dict(module._parameters)
         if isinstance(module, nn.Embedding):
             read, places = args[0].unique(return_inverse=True)
-            own["weight"], args = module.weight[read], (places, *args[1:])
+            parameters["weight"], args = module.weight[read], (places, *args[1:])
             module.padding_idx = None  # only training looks at it, and it may be no row now
-        module._parameters, module._buffers = _widened(own), _widened(module._buffers)
+        module._parameters, module._buffers = _widened(parameters), _widened(module._buffers)
         return args
 
     def put_back(module: nn.Module, *_: Any) -> None:
@@ -201,8 +201,8 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
 
     hooks = []
     for module in model.modules():
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        narrow = any(t.is_floating_point() and t.dtype != torch.float32 for t in own)
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        narrow = any(t.is_floating_point() and t.dtype != torch.float32 for t in tensors)
         if narrow and type(module) is not nn.Linear:
             hooks.append(module.register_forward_pre_hook(widen))
             hooks.append(module.register_forward_hook(put_back, always_call=True))

@@ -73,8 +73,8 @@ class Assisted(DrivenEngine):
                     f"Draft {name!r}: {draft} is no checkpoint that transformers loads; give a "
                     f"draft's full form (the folder above compact/), or use --engine torch."
                 )
-            own = read_vocabulary(draft)
-            verdict = compare(read_vocabulary(spec), own)
+            vocabulary = read_vocabulary(draft)
+            verdict = compare(read_vocabulary(spec), vocabulary)
             if verdict.strategy not in ("direct", "padded"):
                 raise ValueError(
                     f"Draft {name!r}: its vocabulary is {verdict.relation} to the target's, and "
@@ -84,7 +84,7 @@ class Assisted(DrivenEngine):
                 )
             # transformers takes equal sizes only
             rows = engine.model.config.get_text_config().vocab_size
-            model = resized(load_on(draft, dtype, str(engine.model.device)), own, rows)
+            model = resized(load_on(draft, dtype, str(engine.model.device)), vocabulary, rows)
             about = {key: getattr(verdict, key) for key in ("relation", "strategy", "coverage")}
             engine.add(name, draft, model, about)
         return engine
@@ -111,7 +111,7 @@ class Assisted(DrivenEngine):
         inputs: list[Tensor] = []
         clock = _Clock()
         hook = self.model.register_forward_pre_hook(
-            lambda _, args, given: inputs.append(given["input_ids"]), with_kwargs=True
+            lambda _, args, kwargs: inputs.append(kwargs["input_ids"]), with_kwargs=True
         )
         torch.manual_seed(seed_of(decoding.seed, prompt.id))
         start = time.perf_counter()

@@ -115,17 +115,17 @@ def vllm_python() -> Path:
 
     Raises EngineMissing where there is none.
     """
-    given = os.environ.get(VLLM_PYTHON)
-    if not given and importlib.util.find_spec("vllm"):
+    named = os.environ.get(VLLM_PYTHON)
+    if not named and importlib.util.find_spec("vllm"):
         return Path(sys.executable)
-    if not given:
+    if not named:
         return installed("vllm") / "bin" / "python"
-    if not Path(given).is_file():
+    if not Path(named).is_file():
         raise EngineMissing(
-            f"{VLLM_PYTHON}={given} is no file; correct it, or unset it and install vLLM: "
+            f"{VLLM_PYTHON}={named} is no file; correct it, or unset it and install vLLM: "
             f"{ENGINES['vllm'].command}"
         )
-    return Path(given).absolute()  # not resolved: a link is how an environment names its Python
+    return Path(named).absolute()  # not resolved: a link is how an environment names its Python
 
 
 def node(program: str) -> str:

@@ -40,8 +40,8 @@ def explain(
     if not prompt:
         return {"why": "not explained: the server did not tell the prompt's token ids"}
     try:
-        own, single = _asked(judge, prompt, max_tokens=len(texts[0]))
-        again = _read(judge, prompt, own)
+        written, single = _asked(judge, prompt, max_tokens=len(texts[0]))
+        again = _read(judge, prompt, written)
         read = _read(judge, prompt, texts[1])
         _, (next_one, *_) = _asked(drafting, prompt + texts[1][:at], max_tokens=1)
     except ServerError as failure:

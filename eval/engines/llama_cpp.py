@@ -107,14 +107,14 @@ class LlamaCpp(DrivenEngine):
         self._process.communicate()
         self._words.close()
 
-    def ask(self, what: str, **about: Any) -> Any:
+    def ask(self, request: str, **about: Any) -> Any:
         """Its answer. Raises EngineError where it has none: it died, hangs or failed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         late = threading.Timer(PATIENCE, self._process.kill)
         late.start()
         try:
-            self._process.stdin.write(json.dumps({"ask": what, **about}) + "\n")
+            self._process.stdin.write(json.dumps({"ask": request, **about}) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
         except BrokenPipeError:
@@ -123,7 +123,7 @@ class LlamaCpp(DrivenEngine):
             late.cancel()
         if not line:
             raise EngineError(
-                f"llama.cpp ended while it was asked to {what} (status {self._process.wait()}; "
+                f"llama.cpp ended while it was asked to {request} (status {self._process.wait()}; "
                 f"-9: memory ran out, or it was silent for {PATIENCE:g} s). It said: "
                 f"{self._last_words()}. Give it memory and run the same command again."
             )
@@ -138,7 +138,7 @@ class LlamaCpp(DrivenEngine):
             ) from None
         remedy = f" ({self._last_words()}); the file is cut, or of a kind that it does not know"
         raise EngineError(
-            f"llama.cpp failed to {what}: {answer['error']}{remedy if what == 'load' else ''}"
+            f"llama.cpp failed to {request}: {answer['error']}{remedy if request == 'load' else ''}"
         )
 
     def _last_words(self) -> str:

@@ -137,9 +137,9 @@ class Server:
     def stream(self, path: str, body: dict[str, Any], about: str = "") -> Iterator[Any]:
         """The messages of a streamed answer as they arrive."""
         with self._request(path, body, about, whole=False) as response:
-            rest = b""
+            unfinished = b""
             while piece := response.read1():
-                *lines, rest = (rest + piece).split(b"\n")
+                *lines, unfinished = (unfinished + piece).split(b"\n")
                 for line in lines:
                     if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
                         yield json.loads(line.removeprefix(b"data: "))

@@ -112,7 +112,7 @@ def compare(
             vocabulary={"relation": "of the server", "strategy": "of the server", "coverage": None},
             runs=[row[number].run for row in answers],
             baseline=[row[0].run for row in answers],
-            lossless=_compare(server, baseline, [(row[0], row[number]) for row in greedy]),
+            lossless=_ledger(server, baseline, [(row[0], row[number]) for row in greedy]),
             gamma=len(counters["acceptance_per_position"]) or None if counters else None,
             gamma_policy="of the server",
             by_load=by_load[name],
@@ -252,7 +252,7 @@ def _counters_block(answers: Sequence[Answer]) -> tuple[dict[str, Any] | None, s
     }, None
 
 
-def _compare(
+def _ledger(
     speculative: VllmServer, baseline: VllmServer, pairs: Sequence[tuple[Answer, Answer]]
 ) -> dict[str, Any]:
     """The ledger of the greedy texts of the baseline and of the server that speculates."""

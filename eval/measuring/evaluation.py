@@ -198,15 +198,15 @@ class _Stages:
         depend on the prompts before them, and distill/reload.py writes the same again.
         """
         target, decoding, journal = self.target, self.decoding, self.journal
-        known = {run.prompt_id: run.tokens for (run,) in timed if decoding.sampling.greedy}
+        timed_texts = {run.prompt_id: run.tokens for (run,) in timed if decoding.sampling.greedy}
         rows = list(zip(prompts.prompts, prompts.ids, strict=True))
-        unwritten = [ids for prompt, ids in rows if prompt.id not in known]
+        unwritten = [ids for prompt, ids in rows if prompt.id not in timed_texts]
         written = iter(
             journal.once(
                 "texts for alpha", lambda: unwritten and target_texts(target, unwritten, decoding)
             )
         )
-        texts = [known.get(prompt.id) or next(written) for prompt in prompts.prompts]
+        texts = [timed_texts.get(prompt.id) or next(written) for prompt in prompts.prompts]
         agreements, entropy = measure_agreement(
             target, self.drafters, prompts, texts, decoding, journal
         )
@@ -395,8 +395,8 @@ def spelling(target: Target) -> tuple[Callable[[int], bytes], frozenset[int]]:
     tokens = tokens_of(target.tokenizer)
 
     def spell(token: int) -> bytes:
-        known = tokens[token] if token < len(tokens) else None
-        return known[1] if known else b""
+        spelt = tokens[token] if token < len(tokens) else None
+        return spelt[1] if spelt else b""
 
     return spell, frozenset(i for i, t in enumerate(tokens) if t and t[0] == "special")
 

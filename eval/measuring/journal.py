@@ -59,12 +59,12 @@ class Journal:
                 file=sys.stderr,
             )
 
-    def begin(self, *what: Any) -> None:
+    def begin(self, *settings: Any) -> None:
         """Take up the rows that a file about just this holds; one about anything else is replaced.
 
-        what: all that a row depends on, as JSON can hold it.
+        settings: all that a row depends on, as JSON can hold it.
         """
-        about = hashlib.sha256(json.dumps(what).encode()).hexdigest()
+        about = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
         kept = [_line(about)]
         kept_about, *lines = self._lines() or [about]
         if kept_about != about:

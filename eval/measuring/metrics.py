@@ -539,9 +539,9 @@ def or_none(metric: Callable[..., Measured], *logs: Sequence[object]) -> Measure
 # --- What a draft's log holds; each raises `NothingToMeasure` where it does not ---
 
 
-def known(value: T | None, what: str) -> T:
+def known(value: T | None, name: str) -> T:
     if value is None:
-        raise NothingToMeasure(f"the log holds no {what}")
+        raise NothingToMeasure(f"the log holds no {name}")
     return value
 
 

@@ -475,10 +475,10 @@ def waterfall(draft: DraftReport) -> dict[str, float]:
 
 def _waterfalls(report: Report) -> Table:
     counted = {name: waterfall(draft) for name, draft in report.drafts.items()}
-    known = {name: speedups for name, speedups in counted.items() if speedups}
-    stages = next(iter(known.values()), {})
-    rows = [[stage, *(f"{known[name][stage]:.2f}" for name in known)] for stage in stages]
-    return Table("Where the speed-up goes", ["", *known], rows)
+    priced = {name: speedups for name, speedups in counted.items() if speedups}
+    stages = next(iter(priced.values()), {})
+    rows = [[stage, *(f"{priced[name][stage]:.2f}" for name in priced)] for stage in stages]
+    return Table("Where the speed-up goes", ["", *priced], rows)
 
 
 def gamma_curve(draft: DraftReport) -> list[tuple[int, float, float]]:

@@ -67,7 +67,7 @@ def stdlib_prompts() -> list[Prompt]:
 
 def _documented_functions() -> Iterator[_Function]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    seen: set[str] = set()
+    docstrings: set[str] = set()
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
         if _SKIPPED.intersection(parts):
@@ -90,8 +90,8 @@ def _documented_functions() -> Iterator[_Function]:
                 name = node.name.lstrip("_")
                 whole = lines[node.lineno - 1 : node.end_lineno]
                 source = textwrap.dedent("\n".join(whole)) + "\n"
-                if docstring and docstring not in seen:
-                    seen.add(docstring)
+                if docstring and docstring not in docstrings:
+                    docstrings.add(docstring)
                     arguments = _standing_alone(node, owner)
                     identity = f"{module}.{node.name}:{node.lineno}"
                     yield _Function(identity, name, arguments, docstring, before)

@@ -83,7 +83,11 @@ def trained(tmp_path, tiny_llama, plain_trainer, monkeypatch):
         model = tiny_llama(**shape, pad_token_id=0)
         held = made_answers(10, seed=6)
         trainer = plain_trainer(recipe, model, made_answers(), held_out=held)
-        return distil(trainer, recipe), read_followed(recipe.folder / HELD_OUT).seen, recipe.folder
+        return (
+            distil(trainer, recipe),
+            read_followed(recipe.folder / HELD_OUT).measurements,
+            recipe.folder,
+        )
 
     return train
 
@@ -122,7 +126,7 @@ def worse_after(last):
 
     def found(self, prediction):
         metrics(self, prediction)
-        if len(self.seen) > self.steps.index(last):
+        if len(self.measurements) > self.steps.index(last):
             self.sums = [[0.0, *sums[1:4], 0.0, sums[5]] for sums in self.sums]
         latest = Seen(0, 0, self.sums)
         return {"alpha": latest.alpha, "drafted": latest.drafted, "tau": 1.0}
@@ -326,7 +330,7 @@ def test_a_run_follows_held_out_prompts_and_reports_the_curve(job, tmp_path, mon
     shown = capsys.readouterr().out
     assert "9 to train on (" in shown
     assert "2 held out, 1 to choose gamma" in shown
-    seen = read_followed(recipe.folder / HELD_OUT).seen
+    seen = read_followed(recipe.folder / HELD_OUT).measurements
     curve = read_report(recipe.folder / "report" / "report.json").held_out
     assert [point.tokens for point in curve.points] == [one.tokens for one in seen]
     assert [point.alpha.mean for point in curve.points] == pytest.approx([s.alpha for s in seen])
@@ -347,7 +351,7 @@ def test_of_drafts_of_several_steps_the_first_token_is_followed(job, tmp_path, m
     made = {"draft": None, "drafter": kind, "num_draft_layers": 1, "draft_vocab_size": 270}
     recipe = job(tmp_path / "run", **made, max_steps=30)
     assert run(recipe) == 0
-    best = best_of(read_followed(recipe.folder / HELD_OUT).seen)
+    best = best_of(read_followed(recipe.folder / HELD_OUT).measurements)
     pair = check_models(recipe)
     target = TargetOfRun(recipe, pair, collect_prompts(recipe, pair.target)).loaded
     # in eight bits another token than the trained weights' may be the best one

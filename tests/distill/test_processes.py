@@ -164,7 +164,7 @@ def test_two_processes_make_the_draft_of_one_though_either_is_killed(
     assert f"training over 2 processes ({how})" in shown
     alone = straight(**changes)
     assert_same_draft(two.folder, alone, resumed)
-    theirs, ours = (read_followed(folder / HELD_OUT).seen for folder in (alone, two.folder))
+    theirs, ours = (read_followed(folder / HELD_OUT).measurements for folder in (alone, two.folder))
     assert theirs
     assert [a.step for a in theirs] == [b.step for b in ours]
     for a, b in zip(theirs, ours, strict=True):

@@ -105,8 +105,8 @@ class Eagle3(Heads):
         self.check_published(folder, text)
         embedding = input_embedding(target)
         tensors = weights_of(folder, str(embedding.device))
-        own = tensors.pop("embed_tokens.weight", None)
-        if own is not None and not torch.equal(own.to(embedding.dtype), embedding):
+        published = tensors.pop("embed_tokens.weight", None)
+        if published is not None and not torch.equal(published.to(embedding.dtype), embedding):
             raise ValueError(
                 f"{folder} has an embedding of its own, which is not this target's; name the "
                 "target that it was made for, or measure it in vLLM (eval.run --engine vllm)."
@@ -257,10 +257,10 @@ def refuse_unknown_parts(folder: Path, about: Mapping[str, Any]) -> None:
         "norm_output": (bool(about.get("norm_output")), False),
         "use_aux_hidden_state": (eagle.get("use_aux_hidden_state", True), True),
     }
-    for key, (value, known) in parts.items():
-        if value != known:
+    for key, (value, computed) in parts.items():
+        if value != computed:
             raise ValueError(
-                f"{folder} has {key} {value}, but EAGLE-3 is computed here with {known} only; "
+                f"{folder} has {key} {value}, but EAGLE-3 is computed here with {computed} only; "
                 "measure it as it is in vLLM (eval.run --engine vllm)."
             )
 

@@ -169,8 +169,8 @@ class Medusa(Heads):
 
     def check_published(self, folder: Path, target: PreTrainedConfig) -> None:
         about = read_json(folder / "config.json")
-        own = {"original_lm_head": True, "medusa_fc_bias": True, "num_hidden_layers": 1}
-        for key, value in own.items():
+        computed = {"original_lm_head": True, "medusa_fc_bias": True, "num_hidden_layers": 1}
+        for key, value in computed.items():
             if about.get(key, value) != value:
                 raise ValueError(
                     f"{folder} has {key} {about[key]}, but Medusa heads are computed here with "

@@ -141,8 +141,8 @@ def with_mask_row(model: PreTrainedModel) -> PreTrainedModel:
     if tied:
         whole.set_output_embeddings(linear(rows))
         whole.tie_weights()
-    made: PreTrainedModel = whole
-    return made
+    exported: PreTrainedModel = whole
+    return exported
 
 
 class Masks(NamedTuple):

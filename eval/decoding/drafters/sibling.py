@@ -40,16 +40,18 @@ def sibling_drafter(model: Any, spec: str, target: Target, strategy: str) -> Dec
     strategy: how the vocabularies are bridged (align/check.py). Raises ValueError when no lossless
     one exists for the pair, or the one asked for is none.
     """
-    left, right = read_vocabulary(target.spec), read_vocabulary(spec)
-    verdict = compare(left, right)
+    target_vocab, draft_vocab = read_vocabulary(target.spec), read_vocabulary(spec)
+    verdict = compare(target_vocab, draft_vocab)
     chosen = choose_strategy(verdict, strategy, tuned=False)
     model = model.to(target.decoder.device)
     vocab_size, shared = target.decoder.embedding.shape[0], verdict.shared_ids
     if chosen in ("remap", "transplant"):
-        model = transplant(model, build_map(left, right), left, right, vocab_size)
-        shared = left.count
+        model = transplant(
+            model, build_map(target_vocab, draft_vocab), target_vocab, draft_vocab, vocab_size
+        )
+        shared = target_vocab.count
     elif chosen in ("direct", "padded"):
-        model = resized(model, right, vocab_size)
+        model = resized(model, draft_vocab, vocab_size)
     context = target.decoder.context_length
     if chosen in ("intersection", "string"):
         context = min(longest_context(model.config.get_text_config()), LONGER * context)
@@ -67,9 +69,9 @@ def sibling_drafter(model: Any, spec: str, target: Target, strategy: str) -> Dec
         "full_form_bytes": size,
     }
     if chosen == "intersection":
-        return MapDrafter(target=left, draft=right, **about)
+        return MapDrafter(target=target_vocab, draft=draft_vocab, **about)
     if chosen == "string":
-        rows = None if head_rows == right.count else right.count
-        return TextDrafter(target=left, draft=right, rows=rows, **about)
+        rows = None if head_rows == draft_vocab.count else draft_vocab.count
+        return TextDrafter(target=target_vocab, draft=draft_vocab, rows=rows, **about)
     drafter = CausalLMDrafter(rows=None if head_rows == shared else shared, **about)
     return with_masks(vars(drafter), model) if hasattr(model.config, "pard_token") else drafter

@@ -672,7 +672,7 @@ def test_a_run_follows_held_out_prompts_keeps_the_best_weights_and_reports_the_c
     shown = capsys.readouterr().out
     assert "9 to train on (" in shown
     assert "11 of 11 answers made" in shown
-    seen = held_out.read_followed(recipe.folder / held_out.HELD_OUT).seen
+    seen = held_out.read_followed(recipe.folder / held_out.HELD_OUT).measurements
     best = held_out.best_of(seen)
     assert f"held-out alpha {best.alpha:.3f} after step {best.step}" in shown
     curve = read_report(recipe.folder / "report" / "report.json").held_out
