@@ -29,6 +29,11 @@ from eval.prompts import Prompt
 
 COPY_TOKENS = 8  # in a row that stand earlier as well: shorter ones are the language's own
 COPIED_LITTLE, COPIED_MUCH = 0.1, 0.3  # of an answer, for categories
+COPY_CATEGORIES = (  # the least copied first
+    f"below {COPIED_LITTLE:.0%} copied",
+    f"{COPIED_LITTLE:.0%} to {COPIED_MUCH:.0%} copied",
+    f"above {COPIED_MUCH:.0%} copied",
+)
 FENCE = re.compile(r"^```.*$", flags=re.MULTILINE)
 DOCUMENTED = re.compile(r"""\A\s*[rRuU]?(\"{3}|'{3}).*?(\1|\Z)""", flags=re.DOTALL)
 SECONDS, BYTES = 5, 2**30  # for one answer that is run
@@ -83,13 +88,8 @@ def copy_categories(answers: Sequence[Answer]) -> dict[str, str]:
     categories = {}
     for answer in answers:
         part = copied(answer.prompt, answer.tokens).any(axis=0).mean()
-        if part < COPIED_LITTLE:
-            category = f"below {COPIED_LITTLE:.0%} copied"
-        elif part <= COPIED_MUCH:
-            category = f"{COPIED_LITTLE:.0%} to {COPIED_MUCH:.0%} copied"
-        else:
-            category = f"above {COPIED_MUCH:.0%} copied"
-        categories[answer.prompt_id] = category
+        place = int(part >= COPIED_LITTLE) + int(part > COPIED_MUCH)
+        categories[answer.prompt_id] = COPY_CATEGORIES[place]
     return categories
 
 

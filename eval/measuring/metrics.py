@@ -491,13 +491,20 @@ class CategoryNumbers(Part):
 
 
 def by_category(
-    log: DraftLog, category_of: Callable[[PromptRun | Agreement], str | None]
+    log: DraftLog,
+    category_of: Callable[[PromptRun | Agreement], str | None],
+    order: Iterable[str] | None = None,
 ) -> dict[str, CategoryNumbers]:
-    """alpha, tau and speedup of each category; prompts without one are left out."""
+    """alpha, tau and speedup of each category; prompts without one are left out.
+
+    order: of all categories; None: by name.
+    """
     agreements = log.agreement or []
     names = {category_of(a) for a in agreements} | {category_of(run) for run in log.runs}
     numbers = {}
-    for name in sorted(name for name in names if name is not None):
+    for name in order or sorted(name for name in names if name is not None):
+        if name not in names:
+            continue
         pairs = [(r, base) for r, base in pair(log.runs, log.baseline) if category_of(r) == name]
         runs, baseline = [run for run, _ in pairs], [base for _, base in pairs]
         values = {
@@ -524,8 +531,7 @@ def by_context(log: DraftLog) -> dict[str, CategoryNumbers]:
         tokens = row.prompt_tokens  # 0: a server did not tell
         return next(name for name, most in CONTEXTS.items() if tokens <= most) if tokens else None
 
-    numbers = by_category(log, length)
-    return {name: numbers[name] for name in CONTEXTS if name in numbers}
+    return by_category(log, length, CONTEXTS)
 
 
 def or_none(metric: Callable[..., Measured], *logs: Sequence[object]) -> Measured | None:

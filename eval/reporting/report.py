@@ -20,7 +20,12 @@ from align.sources import abridged
 from eval.decoding.drafters.lookup import LOOKUP, LOOKUP_FIRST
 from eval.decoding.target import weights_sha256
 from eval.measuring import metrics
-from eval.measuring.answer_quality import Answers, copy_categories, described
+from eval.measuring.answer_quality import (
+    COPY_CATEGORIES,
+    Answers,
+    copy_categories,
+    described,
+)
 from eval.measuring.atlas import Atlas, build_atlas, telling_prompts
 from eval.measuring.cost import Payoff, payoff
 from eval.measuring.intervals import (
@@ -298,11 +303,8 @@ def _payoff(log: DraftLog) -> Payoff:
 
 
 def _by_copy_share(log: DraftLog, run: RunLog) -> dict[str, CategoryNumbers]:
-    """The least copied first."""
     shares = copy_categories(run.answers)
-    numbers = metrics.by_category(log, lambda row: shares.get(row.prompt_id))
-    order = sorted(numbers, key=lambda name: (name[:5] == "above", name[:5] != "below"))
-    return {name: numbers[name] for name in order}
+    return metrics.by_category(log, lambda row: shares.get(row.prompt_id), COPY_CATEGORIES)
 
 
 def _both(metric: Callable[[Sequence[PromptRun]], T], log: DraftLog) -> Both[T]:
