@@ -116,6 +116,17 @@ def free_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def memory_left() -> int:
+    """Bytes that this process may still take: of the machine and of its control group."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if line := re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"), flags=re.MULTILINE):
+        free = int(line[1]) * 1024
+    limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
+    if limit.isdecimal() and used.isdecimal():
+        return min(free, int(limit) - int(used))
+    return free
+
+
 def machine_lines(memory: int, disk: int, folder: Path, on_gpu: bool) -> list[str]:
     """This machine, against what a run needs of it: bytes at its peak, and on disk in `folder`."""
     about = _read("/proc/cpuinfo")
@@ -126,7 +137,7 @@ def machine_lines(memory: int, disk: int, folder: Path, on_gpu: bool) -> list[st
     cpu = f"{_cores()} cores of {name[1] if name else platform.machine()} ({speed})"
     lines = [f"machine: Python {platform.python_version()}, torch {torch.__version__}, {cpu}"]
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = {"memory": _free_memory(), f"disk of {nearest}": shutil.disk_usage(nearest).free}
+    free = {"memory": memory_left(), f"disk of {nearest}": shutil.disk_usage(nearest).free}
     if on_gpu and torch.cuda.is_available():
         lines[0] += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
         free["memory"] = torch.cuda.mem_get_info()[0]
@@ -142,17 +153,6 @@ def _cores() -> int:
     """That this process may use."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None  # not on a Mac
     return len(cores) if cores else os.cpu_count() or 1
-
-
-def _free_memory() -> int:
-    """Bytes that this process may still take: of the machine and of its control group."""
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if line := re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"), flags=re.MULTILINE):
-        free = int(line[1]) * 1024
-    limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
-    if limit.isdecimal() and used.isdecimal():
-        return min(free, int(limit) - int(used))
-    return free
 
 
 def _read(path: str) -> str:

@@ -24,6 +24,7 @@ from align.vocabulary import Vocabulary
 from distill.near_duplicates import NearDuplicates, Overlap, drop_overlap
 from distill.recipe import Recipe
 from eval.decoding.build import longest_context
+from eval.measuring.intervals import FEWEST_CLUSTERS
 from eval.prompts import (
     Lengths,
     Prompt,
@@ -118,6 +119,13 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
         + f"{len(tuning)} to choose gamma, {len(evaluation)} to evaluate\n"
         f"prompts: {overlap.dropped} dropped as near-duplicates"
     )
+    timed = sets.evaluation.drawn(recipe.speed_prompts, recipe.seed).prompts
+    groups = len({(prompt.group, prompt.group or prompt.id) for prompt in timed})
+    if groups < FEWEST_CLUSTERS:
+        print(
+            f"Warning: {groups} groups of prompts are timed, and an interval needs "
+            f"{FEWEST_CLUSTERS}: give more (max_eval_prompts, speed_prompts), of more groups."
+        )
     return sets
 
 

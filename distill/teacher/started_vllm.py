@@ -13,7 +13,7 @@ from distill.recipe import Recipe
 from distill.teacher.served import ServedTarget
 from distill.teacher.store import Store
 from eval.engines.environments import vllm_python
-from eval.engines.local_vllm import serve_vllm
+from eval.engines.local_vllm import serve_vllm, tensor_parallel
 from eval.engines.server import Server
 
 LOGPROBS = 20  # a token, which vLLM gives unless it is told otherwise
@@ -40,13 +40,10 @@ class StartedVllm(ServedTarget):
             vllm_python()
 
     def _answer(self, unanswered: list[int]) -> None:
-        config, clock = load_config(self.recipe.target).get_text_config(), time.monotonic()
-        gpus = torch.cuda.device_count()
+        clock, gpus = time.monotonic(), torch.cuda.device_count()
         arguments = ["--max-logprobs", str(max(LOGPROBS, self.recipe.cache_top_k))]
         if gpus:
-            heads = config.num_attention_heads
-            key_heads = getattr(config, "num_key_value_heads", None) or heads
-            parts = tensor_parallel(gpus, heads, key_heads)
+            parts = tensor_parallel(gpus, load_config(self.recipe.target))
             arguments += ["--tensor-parallel-size", str(parts)]
         else:
             arguments += UNCHUNKED
@@ -62,12 +59,3 @@ class StartedVllm(ServedTarget):
             self.server = self._server(url)
             self._check_server()
             super()._answer(unanswered)
-
-
-def tensor_parallel(gpus: int, heads: int, key_heads: int) -> int:
-    """Over how many of these GPUs vLLM can part a target of so many attention heads."""
-    return max(
-        parts
-        for parts in range(1, gpus + 1)
-        if heads % parts == 0 and (key_heads % parts == 0 or parts % key_heads == 0)
-    )

@@ -2,7 +2,8 @@
 
 Servers give no fp32 to ask, and the one that drafts cannot be its own judge. So the server without
 a draft judges: it writes its text again, a token a forward, and reads the same text in one forward;
-what the two differ by at most is the error of its forwards. Then it reads the text with the draft.
+what the two differ by at most is the error of its forwards. Then it reads the text with the draft,
+as the server that wrote that text does.
 """
 
 from __future__ import annotations
@@ -23,27 +24,27 @@ Row = dict[int, float]
 
 def explain(
     judge: Server,
-    drafting: Server,
+    drafting: list[Row] | str,
     prompt: list[int],
     texts: tuple[list[int], list[int]],
     at: int,
 ) -> dict[str, Any]:
     """`{gap, error, tie, why}` of a `Divergence`, in nats: texts part at their token number `at`.
 
-    judge: the server without a draft. texts: the judge's own, and that of `drafting`.
+    judge: the server without a draft. drafting: `read_text` of the other one, for its own text.
+    texts: the judge's, and that one.
 
     A tie: both servers see the two tokens no further apart than twice the judge's error, and to the
     judge every token of the drafted text from there on is as near to the likeliest one. So a draft
     that is not verified is found even if the texts part at a tie first, and nothing that `drafting`
     says can widen what passes.
     """
-    if not prompt:
-        return {"why": "not explained: the server did not tell the prompt's token ids"}
+    if isinstance(drafting, str):
+        return {"why": f"not explained: {drafting}"}
     try:
         written, single = _asked(judge, prompt, max_tokens=len(texts[0]))
         again = _read(judge, prompt, written)
         read = _read(judge, prompt, texts[1])
-        _, (next_one, *_) = _asked(drafting, prompt + texts[1][:at], max_tokens=1)
     except ServerError as failure:
         return {"why": f"not explained: {failure}"}
     error = max(
@@ -51,10 +52,10 @@ def explain(
         for row, other in zip(single, again, strict=True)
         for token in row.keys() & other.keys()
     )
-    pair = texts[0][at], texts[1][at]
-    if not all(token in row for row in (read[at], next_one) for token in pair):
+    pair, rows = (texts[0][at], texts[1][at]), (read[at], drafting[at])
+    if not all(token in row for row in rows for token in pair):
         return {"error": error, "why": f"not both tokens are among the {TOP} likeliest"}
-    gap = max(abs(row[pair[0]] - row[pair[1]]) for row in (read[at], next_one))
+    gap = max(abs(row[pair[0]] - row[pair[1]]) for row in rows)
     behind = [max(row.values()) - row[token] for row, token in zip(read, texts[1], strict=True)]
     worst = max(range(at, len(behind)), key=behind.__getitem__)
     widest = min(2 * error, WIDEST_TIE)
@@ -66,8 +67,17 @@ def explain(
     return {"gap": gap, "error": error, "tie": max(gap, behind[worst]) <= widest, "why": why}
 
 
+def read_text(server: Server, prompt: list[int], text: list[int]) -> list[Row] | str:
+    """A row for each token of a text, as one forward reads it after the prompt; or why not."""
+    if not prompt:
+        return "the server did not tell the prompt's token ids"
+    try:
+        return _read(server, prompt, text)
+    except ServerError as failure:
+        return str(failure)
+
+
 def _read(server: Server, prompt: list[int], text: list[int]) -> list[Row]:
-    """A row for each token of a text, as one forward reads it after the prompt."""
     # the token that the server writes after it is of no use
     tokens, rows = _asked(server, prompt + text, max_tokens=1, echo=True)
     place = slice(len(prompt), len(prompt) + len(text))

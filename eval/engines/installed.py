@@ -7,6 +7,8 @@ import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,15 @@ from eval.engines.assisted import Assisted
 from eval.engines.driven import DrivenEngine, measure_driven
 from eval.engines.environments import vllm_python
 from eval.engines.llama_cpp import LlamaCpp
-from eval.engines.local_vllm import METHODS, serve_vllm, speculation
+from eval.engines.local_vllm import (
+    METHODS,
+    MOST_OF_GPU,
+    serve_vllm,
+    servers_held,
+    speculation,
+    tensor_parallel,
+)
+from eval.engines.turns import Start, running
 from eval.engines.vllm import VllmServer
 from eval.engines.vllm_servers import compare, report_of
 from eval.measuring.evaluation import context_length
@@ -97,48 +107,58 @@ def measure_started(
     """The report of drafts in vLLM, by name, with a server started here for each and for none.
 
     target, drafts: specs, quantised ones too; a draft as `speculation` takes it. gammas: draft
-    lengths, measured one after the other against the same baseline; of several, a draft's name has
-    its own. loads: as of `compare`. Each server has its own copy of the target. Raises
-    EngineMissing, and as `compare`.
+    lengths; of several, a draft's name has its own. loads: as of `compare`.
+
+    Each server has its own copy of the target. Where all find memory side by side, those of one
+    length run at the same time as the baseline, then those of the next; otherwise one server at a
+    time. Raises EngineMissing, and as `compare`.
     """
     vllm_python()
     positions = context_length(prompts.ids, decoding.max_new_tokens, max(gammas))
     path = resolve_checkpoint(target, quantised=True)
-    shared = ["--gpu-memory-utilization", f"{0.9 / (1 + len(drafts)):.2f}"]
-    on_gpu = torch.cuda.is_available()
+    found = {draft: _resolved(draft) for draft in drafts.values()}
+    config = load_config(str(path))
+    gpus = torch.cuda.device_count()
+    models = [Path(draft) for draft in found.values() if draft not in METHODS]
+    parts = tensor_parallel(gpus, config, models)
+    together = servers_held(path, models, parts) > len(drafts)
+    more = []
+    if gpus:
+        share = MOST_OF_GPU / (1 + len(drafts) if together else 1)
+        more = ["--gpu-memory-utilization", f"{share:.2f}", "--tensor-parallel-size", str(parts)]
+    if not together:
+        print(f"One vLLM at a time: no memory for {1 + len(drafts)} copies of {target}", flush=True)
 
-    def started(servers: ExitStack, *arguments: str) -> VllmServer:
-        more = shared if on_gpu else []
+    @contextmanager
+    def serving(*arguments: str) -> Iterator[VllmServer]:
         # in its dtype, as `vllm serve` does it
-        server = serve_vllm(
-            path, *arguments, *more, positions=positions, dtype="auto", eager=not on_gpu
-        )
-        return VllmServer(servers.enter_context(server), PATIENCE, connections=max([1, *loads]))
+        with serve_vllm(
+            path, *arguments, *more, positions=positions, dtype="auto", eager=not gpus
+        ) as url:
+            yield VllmServer(url, PATIENCE, connections=max([1, *loads]))
 
-    parts = []
-    with ExitStack() as servers:
-        baseline = started(servers)
-        for gamma in gammas:
-            of_length = f"{OF_LENGTH}{gamma}" if gammas[1:] else ""
-            named = {name + of_length: draft for name, draft in drafts.items()}
-            with ExitStack() as drafting:
-                speculative = {
-                    name: started(drafting, *speculation(_resolved(draft), gamma))
-                    for name, draft in named.items()
-                }
-                asked = prompts.prompts
-                parts.append(compare(speculative, baseline, asked, decoding, loads, named))
-        dtype = str(load_config(str(path)).dtype or "auto").removeprefix("torch.")
-        return report_of(
-            parts,
-            baseline,
-            prompts.source,
-            decoding,
-            provenance,
-            target,
-            device="cuda" if on_gpu else "cpu",
-            dtype=dtype,
-        )
+    compared = []
+    with ExitStack() as plain:
+        baseline: Start = serving
+        if together:
+            baseline = running(plain.enter_context(serving()))
+        for lengths in [[gamma] for gamma in gammas] if together else [gammas]:
+            paths, starts = {}, {}
+            for gamma, (name, draft) in product(lengths, drafts.items()):
+                name += f"{OF_LENGTH}{gamma}" if gammas[1:] else ""
+                paths[name] = draft
+                starts[name] = partial(serving, *speculation(found[draft], gamma))
+            asked = prompts.prompts
+            compared.append(compare(starts, baseline, asked, decoding, paths, loads, together))
+    return report_of(
+        compared,
+        prompts.source,
+        decoding,
+        provenance,
+        target,
+        device="cuda" if gpus else "cpu",
+        dtype=str(config.dtype or "auto").removeprefix("torch."),
+    )
 
 
 def _resolved(draft: str) -> str:

@@ -1,23 +1,20 @@
 """What a draft is worth while a vLLM server decodes several texts at a time.
 
 Speculation lives on what a target call leaves idle, and many texts leave nothing. At each load so
-many requests are kept in flight, first of one server, then of the next; texts are not compared, as
-bf16 sums depend on what else is in the batch.
+many requests are kept in flight; texts are not compared, as bf16 sums depend on what else is in
+the batch.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tqdm import tqdm
-
 from eval.decoding.loop import Decoding
-from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer, grown
 from eval.measuring.intervals import Both, measure
 from eval.measuring.metrics import itl_ms, speedup_of
@@ -42,39 +39,19 @@ class Round:
         return self.seconds, sum(len(run.tokens) for run in self.runs)
 
 
-def load_curve(
-    baseline: VllmServer,
-    speculative: Mapping[str, VllmServer],
-    prompts: Sequence[Prompt],
-    decoding: Decoding,
-    loads: Sequence[int],
-) -> tuple[dict[str, list[dict[str, Any]]], str | None]:
-    """`by_load` of the report for each draft, and the failure that ended it.
+def load_rounds(
+    prompts: Sequence[Prompt], decoding: Decoding, load: int
+) -> list[Callable[[VllmServer], Round]]:
+    """What every server does at so many requests at a time: rounds, each with other prompts.
 
-    loads: requests at a time. At each every server answers all prompts, at least 8 times as many
-    requests as the load; prompts are asked again where there are fewer.
+    A server answers all prompts, at least 8 times as many requests as the load; prompts are asked
+    again where there are fewer.
     """
-    curve: dict[str, list[dict[str, Any]]] = {name: [] for name in speculative}
-    servers = [baseline, *speculative.values()]
-    for load in loads:
-        size = FULL * load
-        count = max(ROUNDS, len(prompts) // size)
-        asked = [prompts[i % len(prompts)] for i in range(count * size)]
-        rounds: list[list[Round]] = []
-        for turn in tqdm(range(count), desc=f"{load} at a time", unit="round"):
-            first = turn % len(servers)
-            part = asked[turn * size : (turn + 1) * size]
-            try:
-                round_of = {
-                    server: _round(server, part, decoding, load)
-                    for server in [*servers[first:], *servers[:first]]
-                }
-            except ServerError as error:
-                return curve, f"at {load} requests at a time: {error}"
-            rounds.append([round_of[server] for server in servers])
-        for number, name in enumerate(speculative, 1):
-            curve[name].append(_point(load, [(row[0], row[number]) for row in rounds]))
-    return curve, None
+    size = FULL * load
+    count = max(ROUNDS, len(prompts) // size)
+    asked = [prompts[i % len(prompts)] for i in range(count * size)]
+    parts = [asked[start : start + size] for start in range(0, len(asked), size)]
+    return [partial(_round, prompts=part, decoding=decoding, load=load) for part in parts]
 
 
 def _round(server: VllmServer, prompts: Sequence[Prompt], decoding: Decoding, load: int) -> Round:
@@ -86,8 +63,8 @@ def _round(server: VllmServer, prompts: Sequence[Prompt], decoding: Decoding, lo
     return Round([answer.run for answer in answers], seconds, grown(before, server.counters()))
 
 
-def _point(load: int, rounds: Sequence[tuple[Round, Round]]) -> dict[str, Any]:
-    """A LoadPoint of the report: what varies is the round."""
+def load_point(load: int, rounds: Sequence[tuple[Round, Round]]) -> dict[str, Any]:
+    """A LoadPoint of the report, from rounds without and with the draft, which are what varies."""
     rows = [(*plain.row, *drafted.row) for plain, drafted in rounds]
     counted = [drafted.grown for _, drafted in rounds if drafted.grown is not None]
     lengths = [(drafts + accepted, drafts) for drafts, _, accepted, *_ in counted if drafts]

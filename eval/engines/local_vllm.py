@@ -12,16 +12,24 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import PreTrainedConfig
+
+from align.machine import memory_left
 from align.sources import read_json
 from eval.decoding.drafters.lookup import LOOKUP
 from eval.engines.environments import environment, vllm_python
 from eval.engines.server import API_KEY, ServerError
 
+MOST_OF_GPU = 0.9  # of its memory, for all servers together
+# Bytes of a server: its process, what it computes with, its KV cache. One of 1.5B parameters with a
+# draft of 0.5B takes 8 GB on a CPU (docs/lab-notes.md).
+BESIDE_WEIGHTS = 4 * 2**30
 READY_SECONDS, END_SECONDS, DYING_SECONDS = 600, 60, 5
 # Variables that a server of ours is not to see: it asks for no key, and is no process of a launch.
 NOT_PASSED = {API_KEY, "VLLM_API_KEY", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
@@ -64,6 +72,43 @@ def speculation(
     config |= {"use_heterogeneous_vocab": True} if own_ids else {}
     config |= {"parallel_drafting": True} if "pard_token" in about else {}
     return ["--speculative-config", json.dumps(config)]
+
+
+def tensor_parallel(gpus: int, target: PreTrainedConfig, drafts: Iterable[Path] = ()) -> int:
+    """Over how many of these GPUs vLLM can part the target, and drafts in these folders beside it.
+
+    By their attention heads; a draft's config that names none is not asked.
+    """
+    text = target.get_text_config()
+    shapes = [(text.num_attention_heads, getattr(text, "num_key_value_heads", None))]
+    abouts = [read_json(folder / "config.json") for folder in drafts]
+    names = "num_attention_heads", "num_key_value_heads"
+    shapes += [(about[names[0]], about.get(names[1])) for about in abouts if names[0] in about]
+    return max(
+        parts
+        for parts in range(1, max(1, gpus) + 1)
+        if all(
+            heads % parts == 0 and ((keys or heads) % parts == 0 or parts % (keys or heads) == 0)
+            for heads, keys in shapes
+        )
+    )
+
+
+def servers_held(target: Path, drafts: Sequence[Path], parts: int) -> int:
+    """How many servers of the target find memory side by side, each with the largest draft.
+
+    target, drafts: folders. parts: over how many GPUs each server is parted, where there are any.
+    """
+    each = _weights(target) + max(map(_weights, drafts), default=0)
+    if torch.cuda.is_available():
+        free = min(torch.cuda.mem_get_info(gpu)[0] for gpu in range(parts))
+        return int(MOST_OF_GPU * free // (each / parts + BESIDE_WEIGHTS))
+    return int(memory_left() // (each + BESIDE_WEIGHTS))
+
+
+def _weights(folder: Path) -> int:
+    """Bytes of a checkpoint's weights."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 @contextmanager

@@ -1,24 +1,25 @@
 """Speculation behind vLLM servers: one drafts nothing, others do, the same report.
 
-Prompts go to the servers in turn, one request at a time; then, where it is asked for, several at a
+Every server answers each prompt, one request at a time; then, where it is asked for, several at a
 time (eval/engines/load.py). What a server does not tell, the report names as missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.engines.driven import MISSING, decoding_facts, prompts_used
-from eval.engines.forks import explain
-from eval.engines.load import load_curve
+from eval.engines.forks import Row, explain, read_text
+from eval.engines.load import load_point, load_rounds
 from eval.engines.server import ServerError
+from eval.engines.turns import Start, Task, Turns, running
 from eval.engines.vllm import Answer, VllmServer
 from eval.measuring.intervals import Measured, measure, share
 from eval.measuring.losslessness import divergence, ledger
@@ -54,31 +55,9 @@ def measure_servers(
     overlap: int | None = None,
     loads: Sequence[int] = (),
 ) -> Report:
-    """The report of speculative servers, by the names of their drafts, against a plain one.
+    """The report of servers that run, by the names of their drafts, against a plain one.
 
     target, overlap: as of `report_of`. Otherwise as `compare`.
-    """
-    compared = compare(speculative, baseline, prompts.prompts, decoding, loads)
-    target = target or baseline.model
-    return report_of([compared], baseline, prompts.source, decoding, provenance, target, overlap)
-
-
-def compare(
-    speculative: Mapping[str, VllmServer],
-    baseline: VllmServer,
-    prompts: Sequence[Prompt],
-    decoding: Decoding,
-    loads: Sequence[int] = (),
-    paths: Mapping[str, str] | None = None,
-) -> Compared:
-    """Speculative servers, by the names of their drafts, against a plain one, in turns.
-
-    All are asked the same prompts, which each renders itself. loads: numbers of requests at a time
-    at which everything is measured once more. paths: of the drafts; None: the servers' hosts.
-
-    A server that fails after the first prompts: the logs have those, `missing` says what happened.
-    Raises `ServerError` where nothing can be measured: a server is down from the start, does not
-    speculate, or speculates as the baseline.
     """
     for server in speculative.values():
         if server.model != baseline.model:
@@ -86,64 +65,124 @@ def compare(
                 f"{server.url} serves {server.model!r}, {baseline.url} {baseline.model!r}; serve "
                 f"the same target twice (--served-model-name, if only the names differ)."
             )
-    _warm_up(speculative.values(), baseline, prompts[0], decoding)
-    servers = [baseline, *speculative.values()]
-    answers, failure = _in_turns(servers, prompts, decoding)
-    done = list(prompts[: len(answers)])
-    greedy, greedy_failure = answers, None
-    if not decoding.sampling.greedy:  # losslessness is always measured greedily
-        greedily = replace(decoding, sampling=Sampling())
-        greedy, greedy_failure = _in_turns(servers, done, greedily)
-    by_load, load_failure = load_curve(baseline, speculative, done, decoding, loads)
+    compared = compare(
+        {name: running(server) for name, server in speculative.items()},
+        running(baseline),
+        prompts.prompts,
+        decoding,
+        {name: server.host for name, server in speculative.items()},
+        loads,
+    )
+    target, device = target or baseline.model, baseline.host
+    return report_of([compared], prompts.source, decoding, provenance, target, device, overlap)
+
+
+def compare(
+    speculative: Mapping[str, Start],
+    baseline: Start,
+    prompts: Sequence[Prompt],
+    decoding: Decoding,
+    paths: Mapping[str, str],
+    loads: Sequence[int] = (),
+    together: bool = True,
+) -> Compared:
+    """Speculative servers, by the names of their drafts, against a plain one.
+
+    All are asked the same prompts, which each renders itself. paths: of the drafts. loads: numbers
+    of requests at a time at which everything is measured once more. together: they run at the same
+    time and take turns (eval/engines/turns.py).
+
+    A server that fails after the first prompts: the logs have those, `missing` says what happened.
+    Raises `ServerError` where nothing can be measured: a server is down from the start, does not
+    speculate, or speculates as the baseline.
+    """
+    tasks = [
+        Task(
+            partial(_answers, prompt=prompt, decoding=decoding),
+            f"after {i} of {len(prompts)} prompts",
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    rounds = {}  # of each load: the places of its tasks
+    for load in loads:
+        first = len(tasks)
+        where = f"at {load} requests at a time"
+        tasks += [Task(do, where) for do in load_rounds(prompts, decoding, load)]
+        rounds[load] = range(first, len(tasks))
+    reads: list[list[list[Row] | str]] = []
+    ledgers: list[dict[str, Any]] = []
+
+    def check(number: int, server: VllmServer) -> None:
+        _warm_up(server, number > 0, prompts[0], decoding)
+
+    def finish(number: int, server: VllmServer) -> None:
+        rows = turns.made[: min(turns.reached, len(prompts))]
+        if number:
+            pairs = [(row[0], row[number]) for row in rows]
+            reads.append([_read_again(server, *pair) for pair in pairs])
+            return
+        for draft, read in enumerate(reads, 1):
+            greedy = [(row[0][1], row[draft][1]) for row in rows]
+            ledgers.append(_ledger(server, greedy, read))
+
+    turns = Turns([baseline, *speculative.values()], tasks, check, finish)
+    if together:
+        turns.together()
+    else:
+        turns.one_after_another()
+    done = prompts[: turns.reached]
+    answers = [[answer for answer, _ in row] for row in turns.made[: len(done)]]
     logs = []
-    for number, (name, server) in enumerate(speculative.items(), 1):
+    for number, (name, texts) in enumerate(zip(speculative, ledgers, strict=True), 1):
         counters, no_counters = _counters_block([row[number] for row in answers])
         lacking = {
-            "prompts": failure,
-            "lossless": greedy_failure,
-            "by_load": load_failure,
+            "prompts": turns.failure if len(done) < len(prompts) else "",
+            "by_load": turns.failure if loads else "",
             **UNTOLD,
             "counters": no_counters,
         }
         log = DraftLog(
             name=name,
-            path=server.host if paths is None else paths[name],
+            path=paths[name],
             form="served",
             vocabulary={"relation": "of the server", "strategy": "of the server", "coverage": None},
             runs=[row[number].run for row in answers],
             baseline=[row[0].run for row in answers],
-            lossless=_ledger(server, baseline, [(row[0], row[number]) for row in greedy]),
+            lossless=texts,
             gamma=len(counters["acceptance_per_position"]) or None if counters else None,
             gamma_policy="of the server",
-            by_load=by_load[name],
+            by_load=[
+                load_point(load, [(turns.made[i][0], turns.made[i][number]) for i in places])
+                for load, places in rounds.items()
+                if places.stop <= turns.reached
+            ],
             counters=counters,
             missing={field: reason for field, reason in lacking.items() if reason},
         )
         logs.append(log)
-    return Compared(logs, done, [row[0].ended for row in answers])
+    return Compared(logs, list(done), [row[0].ended for row in answers])
 
 
 def report_of(
     parts: Sequence[Compared],
-    baseline: VllmServer,
     source: str,
     decoding: Decoding,
     provenance: dict[str, Any],
     target: str,
+    device: str,
     overlap: int | None = None,
-    device: str | None = None,
     dtype: str = "dtype of the server",
 ) -> Report:
     """The report of drafts that were compared with the same baseline, a part after the other.
 
-    source: of the prompts. target: what the report calls it. overlap: of the prompts with the
-    training data, where that is known. device: None names the server's host.
+    source: of the prompts. target, device: what the report calls them. overlap: of the prompts with
+    the training data, where that is known.
     """
     logs = [log for part in parts for log in part.logs]
     run = RunLog(
         target=target,
         engine="vllm",
-        device=device or baseline.host,
+        device=device,
         dtype=dtype,
         decoding=decoding_facts(
             decoding,
@@ -161,49 +200,43 @@ def report_of(
     return build_report(run, logs)
 
 
-def _warm_up(
-    speculative: Iterable[VllmServer], baseline: VllmServer, prompt: Prompt, decoding: Decoding
-) -> None:
-    """One answer of each; their counters, where they have any, say which ones speculate."""
+def _warm_up(server: VllmServer, drafts: bool, prompt: Prompt, decoding: Decoding) -> None:
+    """A first answer; the server's counters, where it has any, say whether it speculates."""
     shortly = replace(decoding, max_new_tokens=16)
-    for server in speculative:
-        for length in (shortly, decoding):  # a method without a model finds nothing at times
-            grown = server.decode(prompt, length).counters
-            if grown is None or grown[0] > 0:
-                break
-        else:
-            raise ServerError(
-                f"{server.url} has drafted nothing in its first answer: speculation is off; start "
-                f"it with --speculative-config, or swap --base_url and --baseline_url."
-            )
-    grown = baseline.decode(prompt, shortly).counters
-    if grown is not None and grown[0] > 0:
+    grown = server.decode(prompt, shortly).counters
+    if drafts and grown is not None and not grown[0]:
+        grown = server.decode(prompt, decoding).counters  # lookup finds nothing at times
+    if grown is None or drafts == (grown[0] > 0):
+        return
+    if drafts:
         raise ServerError(
-            f"{baseline.url} speculates, too: a baseline must not; start it without "
-            f"--speculative-config."
+            f"{server.url} has drafted nothing in its first answer: speculation is off; start "
+            f"it with --speculative-config, or swap --base_url and --baseline_url."
         )
+    raise ServerError(
+        f"{server.url} speculates, too: a baseline must not; start it without --speculative-config."
+    )
 
 
-def _in_turns(
-    servers: Sequence[VllmServer], prompts: Sequence[Prompt], decoding: Decoding
-) -> tuple[list[list[Answer]], str | None]:
-    """The answers of all servers to each prompt, another one first each time, and what ended it.
+def _answers(server: VllmServer, prompt: Prompt, decoding: Decoding) -> tuple[Answer, Answer]:
+    """A server's answer to a prompt, and its greedy one: losslessness is always measured so."""
+    answer = server.decode(prompt, decoding)
+    if decoding.sampling.greedy:
+        return answer, answer
+    return answer, server.decode(prompt, replace(decoding, sampling=Sampling()))
 
-    Raises ServerError where even the first prompt failed.
+
+def _read_again(
+    server: VllmServer, plain: tuple[Answer, Answer] | None, drafted: tuple[Answer, Answer]
+) -> list[Row] | str:
+    """What the server that wrote a greedy text with a draft says of it, if it may part.
+
+    plain: of the baseline; None: it comes later.
     """
-    rows: list[list[Answer]] = []
-    for turn, prompt in enumerate(tqdm(prompts, desc="servers", unit="prompt")):
-        first = turn % len(servers)
-        order = [*servers[first:], *servers[:first]]
-        try:
-            answers = {server: server.decode(prompt, decoding) for server in order}
-        except ServerError as error:
-            failure = f"after {turn} of {len(prompts)} prompts: {error}"
-            if not rows:
-                raise ServerError(failure) from None
-            return rows, failure
-        rows.append([answers[server] for server in servers])
-    return rows, None
+    text = drafted[1].run.tokens
+    if plain and plain[1].run.tokens == text:
+        return "it does not part"
+    return read_text(server, drafted[1].prompt_ids, text)
 
 
 def _counters_block(answers: Sequence[Answer]) -> tuple[dict[str, Any] | None, str | None]:
@@ -253,16 +286,21 @@ def _counters_block(answers: Sequence[Answer]) -> tuple[dict[str, Any] | None, s
 
 
 def _ledger(
-    speculative: VllmServer, baseline: VllmServer, pairs: Sequence[tuple[Answer, Answer]]
+    baseline: VllmServer,
+    pairs: Sequence[tuple[Answer, Answer]],
+    reads: Sequence[list[Row] | str],
 ) -> dict[str, Any]:
-    """The ledger of the greedy texts of the baseline and of the server that speculates."""
+    """The ledger of the greedy texts of the baseline and of a server that speculates.
+
+    reads: `read_text` of each drafted text.
+    """
     entries = []
-    for plain, drafted in pairs:
+    for (plain, drafted), read in zip(pairs, reads, strict=True):
         texts = plain.run.tokens, drafted.run.tokens
         if texts[0] == texts[1]:
             continue
         entry = divergence(plain.run, drafted.run, lambda ids: f"token {ids[0]}" if ids else "end")
         if entry["position"] < min(map(len, texts)):  # lengths can never differ by a tie
-            entry |= explain(baseline, speculative, plain.prompt_ids, texts, entry["position"])
+            entry |= explain(baseline, read, plain.prompt_ids, texts, entry["position"])
         entries.append(entry)
     return ledger(len(pairs), entries)

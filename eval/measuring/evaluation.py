@@ -235,7 +235,7 @@ class _Stages:
         batches: list[Batch],
         temperature: float,
         stage: str,
-        enough: Callable[[list[list[list[PromptRun]]]], bool] = lambda batches: False,
+        enough: Callable[[list[list[list[PromptRun]]]], bool] | None = None,
     ) -> Decoded:
         """The batches without a draft and with each, in turns, until it is enough."""
         decoding = replace(

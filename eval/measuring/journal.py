@@ -112,7 +112,7 @@ class Journal:
         measure: Callable[[int, Row], Any],
         read: Callable[[Any], R],
         unit: str | None,
-        enough: Callable[[list[R]], bool] = lambda rows: False,
+        enough: Callable[[list[R]], bool] | None = None,
     ) -> list[R]:
         """What `measure` gives for each numbered row, as `read` makes it of its JSON again.
 
@@ -126,11 +126,11 @@ class Journal:
             desc=stage,
             unit=unit or "row",
             initial=len(taken),
-            total=len(rows),
+            total=len(rows) if enough is None else None,  # which end nobody knows
             disable=unit is None,
         )
         for number, row in bar:
-            if enough(results):
+            if enough is not None and enough(results):
                 bar.close()
                 break
             # through JSON at once, so that a row is the same whenever it was measured

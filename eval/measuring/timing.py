@@ -107,7 +107,7 @@ def decode_in_turns(
     decoding: Decoding,
     journal: Journal,
     stage: str,
-    enough: Callable[[list[list[list[PromptRun]]]], bool] = lambda batches: False,
+    enough: Callable[[list[list[list[PromptRun]]]], bool] | None = None,
 ) -> list[list[list[PromptRun]]]:
     """Every batch decoded by every contender: runs [contenders][batches][rows].
 
@@ -135,7 +135,7 @@ def in_turns(
     journal: Journal,
     stage: str,
     read: Callable[[Any], R],
-    enough: Callable[[list[list[R]]], bool] = lambda rows: False,
+    enough: Callable[[list[list[R]]], bool] | None = None,
 ) -> list[list[R]]:
     """What each decoder makes of each row [decoders][rows], row by row.
 

@@ -473,6 +473,7 @@ def test_200_prompts_behind_one_system_prompt_go_through_the_whole_run(chat, cap
     shown = capsys.readouterr().out
     assert "prompts: 190 to train on" in shown
     assert "9 held out, 1 to choose gamma, 10 to evaluate\nprompts: 0 dropped" in shown
+    assert "Warning: 3 groups of prompts are timed, and an interval needs 10" in shown
     assert re.findall(r"(\d+) of (\d+) answers made", shown) == [("9", "9"), ("190", "190")]
     state = read_json(recipe.folder / "checkpoint-3" / "trainer_state.json")
     assert (state["global_step"], state["epoch"]) == (3, 1.0)  # on each answer once

@@ -11,7 +11,7 @@ from distill import held_out, prompt_sets
 from distill.prompt_sets import collect_prompts
 from distill.teacher import answers, served, started_vllm
 from distill.teacher.answers import open_store, who_answers
-from distill.teacher.started_vllm import StartedVllm, tensor_parallel
+from distill.teacher.started_vllm import StartedVllm
 from distill.train import run
 from eval.decoding.target import load_target
 from eval.engines.environments import VLLM_PYTHON, EngineMissing
@@ -144,11 +144,3 @@ def test_who_answers_where_nobody_is_named(
     chosen, reason = who_answers(job(tmp_path / "run", **changes))
     assert chosen == by
     assert why in reason
-
-
-@pytest.mark.parametrize(
-    ("gpus", "heads", "key_heads", "parts"),
-    [(1, 14, 2, 1), (2, 14, 2, 2), (4, 14, 2, 2), (8, 64, 8, 8), (6, 32, 8, 4), (8, 16, 2, 8)],
-)
-def test_gpus_that_share_a_target(gpus, heads, key_heads, parts):
-    assert tensor_parallel(gpus, heads, key_heads) == parts

@@ -11,8 +11,9 @@ import torch
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.engines.forks import WIDEST_TIE
+from eval.engines.turns import running
 from eval.engines.vllm import VllmServer
-from eval.engines.vllm_servers import measure_servers
+from eval.engines.vllm_servers import compare, measure_servers
 from eval.prompts import Prompt, PromptSet
 from tests.eval.engines.conftest import Fake
 
@@ -106,6 +107,23 @@ def texts(fake):
         return report.drafts["served"].lossless, report
 
     return compare
+
+
+@pytest.mark.parametrize("draft", [{}, {"draft": Model(0.02, 0.5)}])
+def test_servers_that_run_one_at_a_time_are_judged_alike(fake, draft):
+    starts = [
+        running(VllmServer(server.url, 5.0))
+        for server in (fake(1, Serving, model=Model()), fake(3, Serving, model=Model(), **draft))
+    ]
+    decoding = Decoding(Sampling(), frozenset(), LENGTH)
+    ledgers = [
+        compare({"a": starts[1]}, starts[0], PROMPTS, decoding, {"a": ""}, together=together)
+        .logs[0]
+        .lossless
+        for together in (True, False)
+    ]
+    assert ledgers[0] == ledgers[1]
+    assert len(ledgers[0]["divergences"]) >= 4
 
 
 def test_near_ties_that_rounding_flips_are_the_same_text(texts):

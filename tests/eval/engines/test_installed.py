@@ -34,6 +34,7 @@ def test_a_quantised_pair_reaches_vllm_which_computes_what_we_do_not(tmp_path, m
 
     monkeypatch.setattr(installed, "vllm_python", lambda: None)
     monkeypatch.setattr(installed, "serve_vllm", serve)
+    monkeypatch.setattr("eval.engines.local_vllm.memory_left", lambda: 16 * 2**30)
     prompts, decoding = PromptSet("", [], [[1]]), Decoding(Sampling(), frozenset(), 8)
     with pytest.raises(InterruptedError):
         installed.measure_started(target, {"tuned": draft}, [4], prompts, decoding, {})

@@ -9,8 +9,9 @@ import pytest
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.engines import installed
-from eval.engines.load import load_curve
+from eval.engines.turns import running
 from eval.engines.vllm import VllmServer
+from eval.engines.vllm_servers import compare
 from eval.prompts import Prompt
 from eval.reporting.page import render_page
 from eval.reporting.report import Report, read_report
@@ -23,8 +24,11 @@ DECODING = Decoding(Sampling(), frozenset(), 20)
 
 
 def curve(drafting, plain, loads):
-    servers = [VllmServer(server.url, 5.0, connections=4) for server in (plain, drafting)]
-    return load_curve(servers[0], {"a": servers[1]}, PROMPTS, DECODING, loads)
+    """`by_load` of a draft, and why it ends."""
+    starts = [running(VllmServer(server.url, 5.0, connections=4)) for server in (plain, drafting)]
+    compared = compare({"a": starts[1]}, starts[0], PROMPTS, DECODING, {"a": "A"}, loads)
+    (log,) = compared.logs
+    return log.by_load, log.missing.get("by_load")
 
 
 def test_so_many_requests_are_in_flight_and_counted(fake):
@@ -34,7 +38,7 @@ def test_so_many_requests_are_in_flight_and_counted(fake):
     assert (drafting.most, plain.most) == (1, 1)
     more, _ = curve(drafting, plain, [4])
     assert (drafting.most, plain.most) == (4, 4)
-    (one,), (four,) = points["a"], more["a"]
+    (one,), (four,) = points, more
     # every prompt once, two a round; four rounds of eight
     assert (one["requests"], four["requests"]) == (10, 32)
     assert (one["speedup"].n, four["speedup"].n) == (5, 4)
@@ -53,8 +57,8 @@ def test_so_many_requests_are_in_flight_and_counted(fake):
 
 
 def test_a_server_that_fails_at_a_load_leaves_the_loads_before(fake):
-    points, failure = curve(fake(3, refuses_after=12), fake(1), [1, 4])
-    assert [point["concurrency"] for point in points["a"]] == [1]
+    points, failure = curve(fake(3, refuses_after=22), fake(1), [1, 4])
+    assert [point["concurrency"] for point in points] == [1]
     assert failure.startswith("at 4 requests at a time: http://127.0.0.1")
     assert "answered 400" in failure
 
@@ -122,15 +126,20 @@ def test_command_with_two_servers_and_loads(fake, tmp_path, prompts, capsys):
 def test_servers_are_started_for_the_drafts_that_are_named(fake, tmp_path, prompts, monkeypatch):
     save_sibling(tmp_path / "target", LARGE, 1)
     save_sibling(tmp_path / "draft", LARGE, 2)
-    started = []
+    started, most = [], []
+    at_once = []
 
     @contextmanager
     def serve(target, *arguments, **_):
         assert target == tmp_path / "target"
         started.append(json.loads(arguments[1]) if arguments else None)
+        at_once.append(arguments)
+        most.append(len(at_once))
         yield fake(3 if arguments else 1).url
+        at_once.remove(arguments)
 
     monkeypatch.setattr(installed, "serve_vllm", serve)
+    monkeypatch.setattr("eval.engines.local_vllm.memory_left", lambda: 16 * 2**30)
     for module in ("eval.run", "eval.engines.installed"):
         monkeypatch.setattr(f"{module}.vllm_python", lambda: None)
     drafts = ["--draft", "lookup=prompt-lookup", "--draft", f"own={tmp_path / 'draft'}"]
@@ -158,5 +167,28 @@ def test_servers_are_started_for_the_drafts_that_are_named(fake, tmp_path, promp
     report = read_report(tmp_path / "report" / "report.json")
     named = [f"{name}, gamma {gamma}" for gamma in (2, 3) for name in ("lookup", "own")]
     assert list(report.drafts) == named
+    assert max(most) == 3
+    together = report.drafts
+
+    # no memory for two copies of the target
+    monkeypatch.setattr("eval.engines.local_vllm.memory_left", lambda: 9 * 2**30)
+    started.clear(), most.clear()
+    assert main([*models, *what, "--gamma", "2,3", "--concurrency", "1,2"]) == 0
+    assert max(most) == 1
+    assert [about and about["num_speculative_tokens"] for about in started] == [
+        None,
+        2,
+        2,
+        3,
+        3,
+        None,
+    ]
+    report = read_report(tmp_path / "report" / "report.json")
+    assert list(report.drafts) == named
+    for name, draft in report.drafts.items():
+        assert draft.lossless == together[name].lossless
+        assert draft.counters == together[name].counters
+        assert draft.speedup.n == 10
+        assert [point.concurrency for point in draft.by_load] == [1, 2]
     with pytest.raises(SystemExit):  # vLLM chooses no length
         main([*models, *what])

@@ -10,10 +10,17 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from eval.engines import local_vllm
 from eval.engines.environments import VLLM_PYTHON
-from eval.engines.local_vllm import NOT_PASSED, serve_vllm, speculation
+from eval.engines.local_vllm import (
+    NOT_PASSED,
+    serve_vllm,
+    servers_held,
+    speculation,
+    tensor_parallel,
+)
 from eval.engines.server import ServerError
 
 # In the place of its Python: serves /health with its arguments, from a process of its own that it
@@ -157,3 +164,45 @@ def test_a_server_ends_with_a_process_that_is_killed():
         assert all(map(alive, processes))
         started.kill()
     assert ended(processes)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "heads", "key_heads", "parts"),
+    [(1, 14, 2, 1), (2, 14, 2, 2), (4, 14, 2, 2), (8, 64, 8, 8), (6, 32, 8, 4), (8, 16, 2, 8)],
+)
+def test_gpus_that_share_a_target(tmp_path, gpus, heads, key_heads, parts):
+    config = LlamaConfig(
+        hidden_size=64 * heads, num_attention_heads=heads, num_key_value_heads=key_heads
+    )
+    assert tensor_parallel(gpus, config) == parts
+    three = {"num_attention_heads": 3, "num_key_value_heads": 3}
+    for name, about in ("odd", three), ("medusa", {"model_type": "medusa"}):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(about))
+    assert tensor_parallel(gpus, config, [tmp_path / "medusa"]) == parts
+    assert tensor_parallel(gpus, config, [tmp_path / "medusa", tmp_path / "odd"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("gib", "parts", "held"),
+    [
+        ([23.6], 1, 1),  # GiB free, of which 90% are taken; a server needs 14.2 + 1 + 4
+        ([79.2], 1, 3),
+        ([39.4, 44.0], 2, 3),  # half of the weights on each, and the fuller one counts
+        (20, 1, 1),  # no GPU
+        (61, 1, 3),
+    ],
+)
+def test_servers_that_fit_side_by_side(tmp_path, monkeypatch, gib, parts, held):
+    for name, size in ("target", 14.2), ("large", 1.0), ("small", 0.1):
+        (tmp_path / name).mkdir()
+        with (tmp_path / name / "model.safetensors").open("wb") as file:
+            file.truncate(int(size * 2**30))  # which takes no disk
+    on_gpu = isinstance(gib, list)
+    monkeypatch.setattr(local_vllm.torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(
+        local_vllm.torch.cuda, "mem_get_info", lambda gpu: (int(gib[gpu] * 2**30), 0)
+    )
+    monkeypatch.setattr(local_vllm, "memory_left", lambda: gib * 2**30)
+    drafts = [tmp_path / "large", tmp_path / "small"]
+    assert servers_held(tmp_path / "target", drafts, parts) == held
