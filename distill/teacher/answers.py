@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any, Literal
 import torch
 from accelerate import PartialState
 from torch import Tensor
-from tqdm import tqdm
 
 from align.files import write_json
 from align.machine import free_memory, from_first
@@ -31,7 +29,7 @@ from distill.teacher.store import (
     name_of,
     names_of,
 )
-from eval.decoding.generation import Kept, generate_batched, prefill_groups
+from eval.decoding.generation import Kept, generate_batched, prefill_groups, tokens_bar
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.target import Target, weights_sha256
 from eval.decoding.verification import Sampling
@@ -158,25 +156,20 @@ def _answer(
     processes = PartialState().num_processes
     pending: dict[str, Entry] = {}
     states: dict[str, Entry] = {}
+    decoding = Decoding(Sampling(recipe.answer_temperature), stops, recipe.answer_max_new_tokens)
+    bar = tokens_bar("target answers", len(names), decoding, not PartialState().is_main_process)
     generated = generate_batched(
         decoder,
         prompts,
-        Decoding(Sampling(recipe.answer_temperature), stops, recipe.answer_max_new_tokens),
+        decoding,
         rows,
         # with its prompt taught an answer is the same
         [seed_of(recipe.seed, name.removesuffix(TAUGHT)) for name in names],
         Kept(lambda logits: top_logprobs(logits, recipe.cache_top_k), teach_prompts, layers),
-    )
-    shown = tqdm(
-        generated,
-        "target answers",
-        len(names),
-        unit="answer",
-        file=sys.stderr,
-        disable=not PartialState().is_main_process,
+        bar,
     )
     clock = time.monotonic()
-    for count, answer in enumerate(shown, start=1):
+    for count, answer in enumerate(generated, start=1):
         ids, logprobs = zip(*answer.captured, strict=True)
         text = torch.tensor(prompts[answer.index] + answer.tokens)
         start = len(text) - len(ids)
@@ -197,6 +190,7 @@ def _answer(
             store.append(pending, seconds, this_machine(recipe))
             free_memory()  # caches of other sizes leave holes: half a gigabyte with 135M parameters
             pending, states, clock = {}, {}, time.monotonic()
+    bar.close()
 
 
 def states_store(store: Store, layers: Sequence[int]) -> Store:

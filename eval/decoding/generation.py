@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from eval.decoding.forward import PIECE, Decoder, HiddenStates, in_pieces
 from eval.decoding.loop import Decoding
@@ -31,6 +32,12 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     captured: list[tuple[Tensor, ...]] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
+
+
+def tokens_bar(name: str, answers: int, decoding: Decoding, disable: bool = False) -> tqdm[Any]:
+    """A progress bar of so many answers. All take long, and rows end together: it counts tokens."""
+    total = answers * decoding.max_new_tokens
+    return tqdm(desc=name, total=total, unit="token", unit_scale=True, disable=disable)
 
 
 def prefill_groups(prompts: Sequence[list[int]]) -> list[list[int]]:
@@ -81,6 +88,7 @@ def generate_batched(
     batch_size: int,
     seeds: Sequence[int],
     kept: Kept = TOKENS_ALONE,
+    bar: tqdm[Any] | None = None,
 ) -> Iterator[Answer]:
     """Answers as they finish, not in order. `prompts` are token ids, none of them empty.
 
@@ -89,6 +97,7 @@ def generate_batched(
     seeds: one a prompt, from which all random numbers of its answer come. Every step has as many
     rows, and prompts are read in `prefill_groups`: with the same ones read together, an answer's
     bits do not depend on what else runs beside it, as long as the cache has as many slots.
+    bar: counts tokens, those that an answer leaves unused too: `tokens_bar`.
     """
 
     def bucket(group: list[int]) -> int:
@@ -98,7 +107,9 @@ def generate_batched(
         numbers = list(itertools.chain.from_iterable(groups))
         rows = rows_at_once(batch_size, longest, decoding.max_new_tokens)
         alike, their_seeds = [prompts[i] for i in numbers], [seeds[i] for i in numbers]
-        for answer in _generate(target, alike, decoding, rows, their_seeds, kept):
+        for answer in _generate(target, alike, decoding, rows, their_seeds, kept, bar):
+            if bar is not None:
+                bar.update(decoding.max_new_tokens - len(answer.tokens))
             answer.index = numbers[answer.index]
             yield answer
 
@@ -110,6 +121,7 @@ def _generate(
     rows: int,
     seeds: Sequence[int],
     kept: Kept,
+    bar: tqdm[Any] | None,
 ) -> Iterator[Answer]:
     """As generate_batched, of prompts that run together, the longest first."""
     sampling, capture, layers = decoding.sampling, kept.capture, kept.layers
@@ -179,6 +191,8 @@ def _generate(
         positions += moves
         used += moves
         captured = capture(logits) if capture else ()
+        if bar is not None:
+            bar.update(sum(answer is not None for answer in answers))
         for row, token in enumerate(tokens.tolist()):
             answer = answers[row]
             if answer is None:

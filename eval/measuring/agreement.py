@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.forward import HiddenStates
-from eval.decoding.generation import generate_batched
+from eval.decoding.generation import generate_batched, tokens_bar
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.target import Target
 from eval.decoding.verification import agreement, warp
@@ -34,13 +33,12 @@ def target_texts(
 ) -> list[list[int]]:
     """The target's own answer to each prompt, batched: the text that alpha is taken on."""
     answers: list[list[int]] = [[] for _ in prompts]
-    bar = tqdm(total=len(prompts), desc="target texts", unit="prompt")
     seeds = [seed_of(decoding.seed, str(number)) for number in range(len(prompts))]
     rows = min(BATCH, len(prompts))
-    for answer in generate_batched(target.decoder, list(prompts), decoding, rows, seeds):
-        answers[answer.index] = answer.tokens
-        bar.update()
-    bar.close()
+    with tokens_bar("target texts", len(prompts), decoding) as bar:
+        made = generate_batched(target.decoder, list(prompts), decoding, rows, seeds, bar=bar)
+        for answer in made:
+            answers[answer.index] = answer.tokens
     return answers
 
 
