@@ -112,6 +112,8 @@ def free_memory() -> None:
     (`use_machine`).
     """
     gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # another process, as a vLLM, may need it
     if _GLIBC:
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -123,7 +125,8 @@ def memory_left() -> int:
         free = int(line[1]) * 1024
     limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
     if limit.isdecimal() and used.isdecimal():
-        return min(free, int(limit) - int(used))
+        files = re.findall(r"^(?:in)?active_file (\d+)", _read("/sys/fs/cgroup/memory.stat"), re.M)
+        return min(free, int(limit) - int(used) + sum(map(int, files)))  # read again when needed
     return free
 
 

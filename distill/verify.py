@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from align.files import atomic_file
-from align.machine import use_machine
+from align.machine import free_memory, use_machine
 from align.sources import (
     load_config,
     load_tokenizer,
@@ -92,6 +92,7 @@ def _verify(
         "without: minutes on a CPU",
         flush=True,
     )
+    free_memory()  # a target that alpha was taken on: an engine loads its own
     target = resolve_checkpoint(spec)
     prompts = _prompts(run, report, target, recipe.get("max_prompt_length"))
     try:

@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from align.check import compare as compare_vocabularies
 from align.machine import use_machine
-from align.sources import load_config, resolve_checkpoint
+from align.sources import load_config, load_model, load_tokenizer, read_json, resolve_checkpoint
+from align.transplant import resized
+from align.vocabulary import read_vocabulary
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.engines.assisted import Assisted
@@ -24,7 +28,7 @@ from eval.engines.environments import vllm_python
 from eval.engines.llama_cpp import LlamaCpp
 from eval.engines.local_vllm import (
     METHODS,
-    MOST_OF_GPU,
+    gpu_share,
     serve_vllm,
     servers_held,
     speculation,
@@ -116,29 +120,37 @@ def measure_started(
     vllm_python()
     positions = context_length(prompts.ids, decoding.max_new_tokens, max(gammas))
     path = resolve_checkpoint(target, quantised=True)
-    found = {draft: _resolved(draft) for draft in drafts.values()}
     config = load_config(str(path))
-    gpus = torch.cuda.device_count()
-    models = [Path(draft) for draft in found.values() if draft not in METHODS]
-    parts = tensor_parallel(gpus, config, models)
-    together = servers_held(path, models, parts) > len(drafts)
-    more = []
-    if gpus:
-        share = MOST_OF_GPU / (1 + len(drafts) if together else 1)
-        more = ["--gpu-memory-utilization", f"{share:.2f}", "--tensor-parallel-size", str(parts)]
-    if not together:
-        print(f"One vLLM at a time: no memory for {1 + len(drafts)} copies of {target}", flush=True)
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as plain:
+        found = {
+            draft: draft if draft in METHODS else str(_in_size(draft, path, config, Path(scratch)))
+            for draft in drafts.values()
+        }
+        models = [Path(draft) for draft in found.values() if draft not in METHODS]
+        gpus = torch.cuda.device_count()
+        parts = tensor_parallel(gpus, config, models)
+        together = servers_held(path, models, parts) > len(drafts)
+        provenance = provenance | {"vllm_servers": "at once" if together else "one at a time"}
+        more = ["--no-enable-prefix-caching"]  # else a prompt that is asked again costs less
+        if gpus:
+            more += ["--tensor-parallel-size", str(parts)]
+            more += [
+                "--gpu-memory-utilization",
+                gpu_share(1 + len(drafts) if together else 1, parts),
+            ]
+            provenance |= {"tensor_parallel": parts}
+        if not together:
+            print(f"One vLLM at a time: no memory for {1 + len(drafts)} of them", flush=True)
 
-    @contextmanager
-    def serving(*arguments: str) -> Iterator[VllmServer]:
-        # in its dtype, as `vllm serve` does it
-        with serve_vllm(
-            path, *arguments, *more, positions=positions, dtype="auto", eager=not gpus
-        ) as url:
-            yield VllmServer(url, PATIENCE, connections=max([1, *loads]))
+        @contextmanager
+        def serving(*arguments: str) -> Iterator[VllmServer]:
+            # in its dtype, as `vllm serve` does it
+            with serve_vllm(
+                path, *arguments, *more, positions=positions, dtype="auto", eager=not gpus
+            ) as url:
+                yield VllmServer(url, PATIENCE, connections=max([1, *loads]))
 
-    compared = []
-    with ExitStack() as plain:
+        compared = []
         baseline: Start = serving
         if together:
             baseline = running(plain.enter_context(serving()))
@@ -161,8 +173,25 @@ def measure_started(
     )
 
 
-def _resolved(draft: str) -> str:
-    return draft if draft in METHODS else str(resolve_checkpoint(draft, quantised=True))
+def _in_size(draft: str, target: Path, config: PreTrainedConfig, scratch: Path) -> Path:
+    """The folder of a draft for vLLM, which refuses a model with other rows than the target's.
+
+    Where only padding differs (Qwen2.5 has 151,936 rows, or 152,064), it is a copy in `scratch`
+    with the target's rows, as training makes it. config: the target's.
+    """
+    folder = resolve_checkpoint(draft, quantised=True)
+    about, rows = read_json(folder / "config.json"), config.get_text_config().vocab_size
+    plain = about.get("model_type") in CONFIG_MAPPING and "quantization_config" not in about
+    if not plain or about.get("vocab_size", rows) == rows or "Eagle3" in str(about):
+        return folder
+    vocabulary = read_vocabulary(draft)
+    if compare_vocabularies(read_vocabulary(str(target)), vocabulary).strategy != "padded":
+        return folder
+    dtype = getattr(torch, str(about.get("dtype", about.get("torch_dtype", "float32"))))
+    copy = scratch / str(len(list(scratch.iterdir())))
+    resized(load_model(draft, dtype), vocabulary, rows).save_pretrained(copy)
+    load_tokenizer(draft).save_pretrained(copy)
+    return copy
 
 
 def serve_command(

@@ -82,6 +82,7 @@ def tensor_parallel(gpus: int, target: PreTrainedConfig, drafts: Iterable[Path] 
     text = target.get_text_config()
     shapes = [(text.num_attention_heads, getattr(text, "num_key_value_heads", None))]
     abouts = [read_json(folder / "config.json") for folder in drafts]
+    abouts = [about.get("transformer_layer_config", about) for about in abouts]  # of speculators
     names = "num_attention_heads", "num_key_value_heads"
     shapes += [(about[names[0]], about.get(names[1])) for about in abouts if names[0] in about]
     return max(
@@ -100,10 +101,19 @@ def servers_held(target: Path, drafts: Sequence[Path], parts: int) -> int:
     target, drafts: folders. parts: over how many GPUs each server is parted, where there are any.
     """
     each = _weights(target) + max(map(_weights, drafts), default=0)
-    if torch.cuda.is_available():
+    if torch.cuda.device_count():
         free = min(torch.cuda.mem_get_info(gpu)[0] for gpu in range(parts))
         return int(MOST_OF_GPU * free // (each / parts + BESIDE_WEIGHTS))
     return int(memory_left() // (each + BESIDE_WEIGHTS))
+
+
+def gpu_share(servers: int, parts: int) -> str:
+    """The share of each GPU's memory that one of so many servers takes, as vLLM wants it.
+
+    Of what is free on the fullest of the GPUs; rounded down, so that all together find it.
+    """
+    free, total = min((torch.cuda.mem_get_info(gpu) for gpu in range(parts)), key=min)
+    return f"{int(100 * MOST_OF_GPU * free / total / servers) / 100:.2f}"
 
 
 def _weights(folder: Path) -> int:
@@ -201,5 +211,8 @@ def _end(server: subprocess.Popen[bytes]) -> None:
         with suppress(subprocess.TimeoutExpired):
             server.wait(END_SECONDS)
             break
-    with suppress(ProcessLookupError):  # what outlived the server itself
-        os.killpg(server.pid, signal.SIGKILL)
+    deadline = time.monotonic() + DYING_SECONDS
+    with suppress(ProcessLookupError):  # what outlived the server itself: gone before the next one
+        while time.monotonic() < deadline:
+            os.killpg(server.pid, signal.SIGKILL)
+            time.sleep(0.1)

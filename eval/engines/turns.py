@@ -1,8 +1,8 @@
 """The order in which servers do the same tasks, so that none has a better hour than the others.
 
 Servers that run at once take turns, another one first each time. Where memory holds one of them,
-the first does every other task before the others and the rest after them: a machine that slows
-down steadily, as it gets warm, favours none.
+each does half of the tasks, and then, in the opposite order, each the other half: a machine that
+slows down steadily, as it gets warm, favours none.
 """
 
 from __future__ import annotations
@@ -36,59 +36,76 @@ class Task:
 class Turns:
     """Tasks that servers do, the first of which is the baseline.
 
-    `made` has what they made of them [tasks][servers]; it is whole for the first `reached` tasks,
-    and `failure` says why there are no more.
+    `made` has what they made of them [tasks][servers], None where a server failed; `failure` says
+    how the first one did, and what it has not done, no other is asked for.
 
-    check: is called with a server that has started and its number; finish: once it has done its
-    tasks, for the baseline after all others. Raises ServerError where no server is to be had, a
-    check fails, or the first task.
+    check: is called with a server that has started and its number; finish: once it has done the
+    first `count` tasks, for the baseline after all others. Raises ServerError where a server does
+    not start, or a check fails.
     """
 
     def __init__(
         self,
         starts: Sequence[Start],
         tasks: Sequence[Task],
+        count: int,
         check: Callable[[int, VllmServer], None],
         finish: Callable[[int, VllmServer], None],
     ) -> None:
-        self.starts, self.tasks, self.check, self.finish = starts, tasks, check, finish
+        self.starts, self.tasks, self.count = starts, tasks, count
+        self.check, self.finish = check, finish
         self.made: list[list[Any]] = [[None] * len(starts) for _ in tasks]
-        self.reached, self.failure = len(tasks), ""
+        self.lost: set[int] = set()  # tasks
+        self.failure = ""
         self.progress = tqdm(total=len(tasks) * len(starts), desc="servers", unit="task")
+
+    @property
+    def whole(self) -> list[int]:
+        """The tasks that all servers have done."""
+        return [place for place, row in enumerate(self.made) if None not in row]
 
     def together(self) -> None:
         """All servers run at once."""
-        with self.progress, ExitStack() as running:
-            servers = [running.enter_context(start()) for start in self.starts]
+        with self.progress, ExitStack() as stack:
+            servers = [stack.enter_context(start()) for start in self.starts]
             for number, server in enumerate(servers):
                 self.check(number, server)
-            for place in range(len(self.tasks)):
-                first = place % len(servers)
-                for number in [*range(first, len(servers)), *range(first)]:
-                    self._do(place, number, servers[number])
-            for number in [*range(1, len(servers)), 0]:
-                self.finish(number, servers[number])
+            places = range(len(self.tasks))
+            for part in (places[: self.count], places[self.count :]):
+                for place in part:
+                    first = place % len(servers)
+                    for number in [*range(first, len(servers)), *range(first)]:
+                        self._do(number, servers[number], [place], places[place:])
+                if part == places[: self.count]:
+                    for number in [*range(1, len(servers)), 0]:
+                        self.finish(number, servers[number])
 
     def one_after_another(self) -> None:
-        """One server runs at a time, the baseline twice."""
-        whole = range(len(self.tasks))
-        visits = [(0, whole[::2]), *((number, whole) for number in range(1, len(self.starts)))]
+        """One server runs at a time: A B C, half of the tasks each, then C B A, the other half."""
+        last = len(self.starts) - 1
+        there = [(number, [0]) for number in range(last)]
+        back = [(number, [1]) for number in reversed(range(last))]
         with self.progress:
-            for visit, (number, places) in enumerate([*visits, (0, whole[1::2])]):
+            for number, halves in [*there, (last, [0, 1]), *back]:
                 with self.starts[number]() as server:
                     self.check(number, server)
-                    for place in places:
-                        self._do(place, number, server)
-                    if visit:  # the baseline comes again
-                        self.finish(number, server)
+                    places = range(len(self.tasks))
+                    for part in (places[: self.count], places[self.count :]):
+                        for half in halves:
+                            self._do(number, server, part[half::2], part[half::2])
+                        if halves[-1] == 1 and part == places[: self.count]:
+                            self.finish(number, server)
 
-    def _do(self, place: int, number: int, server: VllmServer) -> None:
-        if place >= self.reached:
-            return
-        try:
-            self.made[place][number] = self.tasks[place].do(server)
-        except ServerError as error:
-            self.reached, self.failure = place, f"{self.tasks[place].where}: {error}"
-            if not place:
-                raise ServerError(self.failure) from None
-        self.progress.update()
+    def _do(
+        self, number: int, server: VllmServer, places: Sequence[int], lost: Sequence[int]
+    ) -> None:
+        """These tasks, as far as no server has failed in them; with one that fails, these lost."""
+        for place in places:
+            if place in self.lost:
+                continue
+            try:
+                self.made[place][number] = self.tasks[place].do(server)
+            except ServerError as error:
+                self.failure = self.failure or f"{self.tasks[place].where}: {error}"
+                self.lost |= set(lost[lost.index(place) :])
+            self.progress.update()

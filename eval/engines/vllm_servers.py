@@ -109,34 +109,37 @@ def compare(
         where = f"at {load} requests at a time"
         tasks += [Task(do, where) for do in load_rounds(prompts, decoding, load)]
         rounds[load] = range(first, len(tasks))
-    reads: list[list[list[Row] | str]] = []
+    reads: dict[tuple[int, int], list[Row] | str] = {}  # by draft and prompt
     ledgers: list[dict[str, Any]] = []
 
     def check(number: int, server: VllmServer) -> None:
         _warm_up(server, number > 0, prompts[0], decoding)
 
     def finish(number: int, server: VllmServer) -> None:
-        rows = turns.made[: min(turns.reached, len(prompts))]
         if number:
-            pairs = [(row[0], row[number]) for row in rows]
-            reads.append([_read_again(server, *pair) for pair in pairs])
+            for place, row in enumerate(turns.made[: len(prompts)]):
+                if row[number] is not None:
+                    reads[number, place] = _read_again(server, row[0], row[number])
             return
-        for draft, read in enumerate(reads, 1):
-            greedy = [(row[0][1], row[draft][1]) for row in rows]
-            ledgers.append(_ledger(server, greedy, read))
+        done = [place for place in turns.whole if place < len(prompts)]
+        for draft in range(1, 1 + len(speculative) if done else 1):
+            greedy = [(turns.made[place][0][1], turns.made[place][draft][1]) for place in done]
+            ledgers.append(_ledger(server, greedy, [reads[draft, place] for place in done]))
 
-    turns = Turns([baseline, *speculative.values()], tasks, check, finish)
+    turns = Turns([baseline, *speculative.values()], tasks, len(prompts), check, finish)
     if together:
         turns.together()
     else:
         turns.one_after_another()
-    done = prompts[: turns.reached]
-    answers = [[answer for answer, _ in row] for row in turns.made[: len(done)]]
+    places = [place for place in turns.whole if place < len(prompts)]
+    if not places:
+        raise ServerError(turns.failure)
+    answers = [[answer for answer, _ in turns.made[place]] for place in places]
     logs = []
     for number, (name, texts) in enumerate(zip(speculative, ledgers, strict=True), 1):
         counters, no_counters = _counters_block([row[number] for row in answers])
         lacking = {
-            "prompts": turns.failure if len(done) < len(prompts) else "",
+            "prompts": turns.failure if len(places) < len(prompts) else "",
             "by_load": turns.failure if loads else "",
             **UNTOLD,
             "counters": no_counters,
@@ -152,15 +155,16 @@ def compare(
             gamma=len(counters["acceptance_per_position"]) or None if counters else None,
             gamma_policy="of the server",
             by_load=[
-                load_point(load, [(turns.made[i][0], turns.made[i][number]) for i in places])
-                for load, places in rounds.items()
-                if places.stop <= turns.reached
+                load_point(load, [(turns.made[i][0], turns.made[i][number]) for i in at])
+                for load, at in rounds.items()
+                if set(at) <= set(turns.whole)
             ],
             counters=counters,
             missing={field: reason for field, reason in lacking.items() if reason},
         )
         logs.append(log)
-    return Compared(logs, list(done), [row[0].ended for row in answers])
+    used = [prompts[place] for place in places]
+    return Compared(logs, used, [row[0].ended for row in answers])
 
 
 def report_of(

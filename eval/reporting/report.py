@@ -186,7 +186,7 @@ class DraftReport(Part):
     )
     speedup: Measured = Field(
         description="wall seconds per emitted token without a draft / with it; prefill in; same "
-        "target, engine, dtype and run, interleaved prompt by prompt."
+        "target, engine, dtype and run, prompt by prompt, or in halves one server at a time."
     )
     decode_speedup: Measured | None = Field(description="over the blocks of tau, prefill out")
     decode_efficiency: Measured | None = Field(

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from eval.decoding.build import build_decoder
 from eval.decoding.drafters import causal_lm
 from eval.decoding.drafters.causal_lm import TokenSession
 from eval.decoding.drafters.lookup import PromptLookup
-from eval.decoding.generation import Kept, generate_batched, rows_at_once
+from eval.decoding.generation import Kept, generate_batched, rows_at_once, tokens_bar
 from eval.decoding.lean import LeanDecoder
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.stock import StockDecoder
@@ -265,6 +266,20 @@ def test_long_prompts_are_answered_fewer_at_once_and_read_in_pieces(target, monk
     assert max(widths) == 8
     # of four buckets the rows that run, and those that are read together
     assert [count for count, _ in asked] == [1, 1, 1, 1, 2, 1, 4, 4]
+
+
+def test_the_bar_of_answers_ends_at_its_total_however_long_they_are(target):
+    _, rows = drawn(5)
+    greedily = Decoding(Sampling(), NEVER, 6)
+    made = list(generate_batched(target, rows, greedily, 2, [0] * 5))
+    stops = frozenset({made[0].tokens[1]})  # so that one ends before the others
+    bar = tokens_bar("answers", 5, Decoding(Sampling(), stops, 6))
+    counts = []
+    for _ in generate_batched(target, rows, replace(greedily, stops=stops), 2, [0] * 5, bar=bar):
+        counts.append(bar.n)
+    assert bar.n == bar.total == 30
+    assert counts == sorted(counts)
+    assert 0 < counts[0] < 30
 
 
 @pytest.mark.parametrize("name", ["self", "good", "stock"])

@@ -126,6 +126,26 @@ def test_servers_that_run_one_at_a_time_are_judged_alike(fake, draft):
     assert len(ledgers[0]["divergences"]) >= 4
 
 
+@pytest.mark.parametrize(
+    ("together", "failing", "answers"),
+    [(True, 0, 6), (True, 1, 5), (True, 2, 18), (False, 0, 9), (False, 2, 6), (False, 2, 18)],
+)
+def test_what_was_measured_before_a_server_fails_is_judged(fake, together, failing, answers):
+    """A fault of the baseline or of a draft, with a prompt or at a load."""
+    model = Model()
+    made = [fake(1, Serving, model=model), *(fake(3, Serving, model=model) for _ in "ab")]
+    made[failing].refuses_after = answers
+    starts = [running(VllmServer(server.url, 5.0)) for server in made]
+    drafts = {"a": starts[1], "b": starts[2]}
+    how = Decoding(Sampling(), frozenset(), LENGTH)
+    compared = compare(drafts, starts[0], PROMPTS, how, {"a": "", "b": ""}, [1], together)
+    count = len(compared.prompts)
+    assert count
+    for log in compared.logs:
+        assert len(log.runs) == len(log.baseline) == log.lossless["prompts"] == count
+        assert "answered 400" in str(log.missing)
+
+
 def test_near_ties_that_rounding_flips_are_the_same_text(texts):
     ledger, report = texts(Model(), {})
     assert ledger.tie_divergences == len(ledger.divergences) >= 4

@@ -126,25 +126,29 @@ def test_command_with_two_servers_and_loads(fake, tmp_path, prompts, capsys):
 def test_servers_are_started_for_the_drafts_that_are_named(fake, tmp_path, prompts, monkeypatch):
     save_sibling(tmp_path / "target", LARGE, 1)
     save_sibling(tmp_path / "draft", LARGE, 2)
+
+    def drafts(arguments):
+        return "--speculative-config" in arguments
+
     started, most = [], []
     at_once = []
 
     @contextmanager
     def serve(target, *arguments, **_):
         assert target == tmp_path / "target"
-        started.append(json.loads(arguments[1]) if arguments else None)
+        started.append(json.loads(arguments[1]) if drafts(arguments) else None)
         at_once.append(arguments)
         most.append(len(at_once))
-        yield fake(3 if arguments else 1).url
+        yield fake(3 if drafts(arguments) else 1).url
         at_once.remove(arguments)
 
     monkeypatch.setattr(installed, "serve_vllm", serve)
     monkeypatch.setattr("eval.engines.local_vllm.memory_left", lambda: 16 * 2**30)
     for module in ("eval.run", "eval.engines.installed"):
         monkeypatch.setattr(f"{module}.vllm_python", lambda: None)
-    drafts = ["--draft", "lookup=prompt-lookup", "--draft", f"own={tmp_path / 'draft'}"]
+    named_drafts = ["--draft", "lookup=prompt-lookup", "--draft", f"own={tmp_path / 'draft'}"]
     what = ["--prompts", str(prompts), "--output_dir", str(tmp_path), "--max_new_tokens", "20"]
-    models = ["--engine", "vllm", "--target", str(tmp_path / "target"), *drafts]
+    models = ["--engine", "vllm", "--target", str(tmp_path / "target"), *named_drafts]
     assert main([*models, *what, "--gamma", "3"]) == 0
     plain, lookup, own = started
     assert (lookup["method"], lookup["num_speculative_tokens"]) == ("ngram", 3)
@@ -176,12 +180,7 @@ def test_servers_are_started_for_the_drafts_that_are_named(fake, tmp_path, promp
     assert main([*models, *what, "--gamma", "2,3", "--concurrency", "1,2"]) == 0
     assert max(most) == 1
     assert [about and about["num_speculative_tokens"] for about in started] == [
-        None,
-        2,
-        2,
-        3,
-        3,
-        None,
+        *(None, 2, 2, 3, 3, 3, 2, 2, None),  # and back
     ]
     report = read_report(tmp_path / "report" / "report.json")
     assert list(report.drafts) == named

@@ -16,6 +16,7 @@ from eval.engines import local_vllm
 from eval.engines.environments import VLLM_PYTHON
 from eval.engines.local_vllm import (
     NOT_PASSED,
+    gpu_share,
     serve_vllm,
     servers_held,
     speculation,
@@ -199,10 +200,12 @@ def test_servers_that_fit_side_by_side(tmp_path, monkeypatch, gib, parts, held):
         with (tmp_path / name / "model.safetensors").open("wb") as file:
             file.truncate(int(size * 2**30))  # which takes no disk
     on_gpu = isinstance(gib, list)
-    monkeypatch.setattr(local_vllm.torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(local_vllm.torch.cuda, "device_count", lambda: parts if on_gpu else 0)
     monkeypatch.setattr(
-        local_vllm.torch.cuda, "mem_get_info", lambda gpu: (int(gib[gpu] * 2**30), 0)
+        local_vllm.torch.cuda, "mem_get_info", lambda gpu: (int(gib[gpu] * 2**30), 80 * 2**30)
     )
     monkeypatch.setattr(local_vllm, "memory_left", lambda: gib * 2**30)
     drafts = [tmp_path / "large", tmp_path / "small"]
     assert servers_held(tmp_path / "target", drafts, parts) == held
+    if on_gpu:  # vLLM wants so much of the whole to be free, for all of them
+        assert 0.85 * min(gib) < 80 * held * float(gpu_share(held, parts)) <= 0.9 * min(gib)

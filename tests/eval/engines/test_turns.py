@@ -10,14 +10,16 @@ from eval.engines.turns import Task, Turns
 
 
 class Made:
-    """Turns of three servers, which are letters, and what happened, in order."""
+    """Turns of three servers, which are letters, and what happened, in order.
 
-    def __init__(self, count=4, fails=()):
-        self.said, self.running, self.most = [], set(), 0
-        tasks = [Task(partial(self.do, place, fails), f"at {place}") for place in range(count)]
-        self.turns = Turns(
-            [partial(self.start, name) for name in "ABC"], tasks, self.check, self.end
-        )
+    The last of the tasks are those that come behind the look at what was made.
+    """
+
+    def __init__(self, count=4, more=2, fails=()):
+        self.said, self.running, self.most, self.fails = [], set(), 0, list(fails)
+        tasks = [Task(partial(self.do, place), f"at {place}") for place in range(count + more)]
+        starts = [partial(self.start, name) for name in "ABC"]
+        self.turns = Turns(starts, tasks, count, self.check, self.end)
 
     @contextmanager
     def start(self, name):
@@ -34,51 +36,69 @@ class Made:
         assert "ABC"[number] == server
         self.said.append(f"{server}!")
 
-    def do(self, place, fails, server):
+    def do(self, place, server):
         assert server in self.running
         self.said.append(f"{server}{place}")
-        if (server, place) in fails:
+        if (server, place) in self.fails:
             raise ServerError("gone")
         return f"{server}{place}"
+
+
+def whole(count):
+    return [[f"{server}{place}" for server in "ABC"] for place in range(count)]
 
 
 def test_servers_that_run_at_once_take_turns():
     made = Made()
     made.turns.together()
-    assert " ".join(made.said) == "A? B? C? A0 B0 C0 B1 C1 A1 C2 A2 B2 A3 B3 C3 B! C! A!"
+    assert " ".join(made.said) == (
+        "A? B? C? A0 B0 C0 B1 C1 A1 C2 A2 B2 A3 B3 C3 B! C! A! B4 C4 A4 C5 A5 B5"
+    )
     assert made.most == 3
-    assert made.turns.made == [[f"{server}{place}" for server in "ABC"] for place in range(4)]
-    assert (made.turns.reached, made.turns.failure) == (4, "")
+    assert made.turns.made == whole(6)
+    assert (made.turns.whole, made.turns.failure) == ([0, 1, 2, 3, 4, 5], "")
 
 
-def test_one_server_at_a_time_stands_between_halves_of_the_baseline():
+def test_servers_that_run_one_at_a_time_go_there_and_back():
     made = Made()
     made.turns.one_after_another()
-    assert " ".join(made.said) == ("A? A0 A2 B? B0 B1 B2 B3 B! C? C0 C1 C2 C3 C! A? A1 A3 A!")
+    assert " ".join(made.said) == (
+        "A? A0 A2 A4 B? B0 B2 B4 C? C0 C2 C1 C3 C! C4 C5 B? B1 B3 B! B5 A? A1 A3 A! A5"
+    )
     assert made.most == 1
-    assert made.turns.made == [[f"{server}{place}" for server in "ABC"] for place in range(4)]
+    assert made.turns.made == whole(6)
 
 
-@pytest.mark.parametrize("order", ["together", "one_after_another"])
 @pytest.mark.parametrize(
-    ("fails", "reached"), [([("B", 2)], 2), ([("C", 3), ("C", 1)], 1), ([("A", 2)], 2)]
+    ("order", "fails", "left"),
+    [
+        ("together", [("B", 2)], [0, 1]),
+        ("together", [("A", 5)], [0, 1, 2, 3]),
+        ("together", [("B", 0)], []),
+        ("one_after_another", [("B", 2)], [0, 1, 3]),
+        ("one_after_another", [("B", 1)], [0, 2]),
+        ("one_after_another", [("A", 1)], [0, 2]),
+        ("one_after_another", [("C", 5)], [0, 1, 2, 3]),
+        ("one_after_another", [("C", 0), ("A", 1)], []),
+    ],
 )
-def test_what_was_made_before_a_failure_is_whole(order, fails, reached):
+def test_what_a_failure_leaves(order, fails, left):
     made = Made(fails=fails)
     getattr(made.turns, order)()
-    assert (made.turns.reached, made.turns.failure) == (reached, f"at {reached}: gone")
-    assert all(None not in row for row in made.turns.made[:reached])
-    assert made.said[-1] == "A!"  # and is looked at
+    (_, first), *_ = fails
+    assert made.turns.failure == f"at {first}: gone"
+    assert [place for place in made.turns.whole if place < 4] == left
+    assert "A!" in made.said  # what is left is looked at
     assert not made.running
 
 
 @pytest.mark.parametrize("order", ["together", "one_after_another"])
-def test_a_first_task_that_fails_leaves_nothing(order):
-    with pytest.raises(ServerError, match="at 0: gone"):
-        getattr(Made(fails=[("B", 0)]).turns, order)()
+def test_a_server_that_does_not_start_is_an_error(order):
+    made = Made()
 
+    def refused(number, server):
+        raise ServerError("refused")
 
-def test_a_single_task_needs_the_baseline_once_more():
-    made = Made(count=1)
-    made.turns.one_after_another()
-    assert " ".join(made.said) == "A? A0 B? B0 B! C? C0 C! A? A!"
+    made.turns.check = refused
+    with pytest.raises(ServerError, match="refused"):
+        getattr(made.turns, order)()
