@@ -156,7 +156,8 @@ def training_prompts(
         kept, overlap = drop_overlap((source.read(i) for i in order), eval_prompts, limit)
     if not kept:
         raise PromptError(
-            f"All {source.count} prompts of {spec!r} repeat evaluation prompts; train on others."
+            f"All {source.count} training prompts of {spec!r} repeat evaluation prompts; train on "
+            "others, or put what all prompts share (a schema, rules) into a system message."
         )
     refuse_repeated_ids(kept, spec)
     return kept, overlap
