@@ -167,7 +167,7 @@ class Recipe:
     drafter: Text | None = None  # null: pruned, or sibling where draft is named; auto: compares
     base: Text | None = None  # a run whose pruned draft this one starts from, as its adapters do
     output_dir: Text | None = None  # null: outputs/ and the name
-    minutes: Positive | None = None  # of the whole run on this machine; null: as the rest says
+    minutes: Positive | None = None  # time for the whole run; null: the other keys decide
     instruction: Text | None = None  # how an Instruct target is asked a prompt, put at {prompt}
     chat_template_kwargs: dict[str, Any] | None = None  # for the target's template; a prompt's win
     max_prompt_length: Count | None = None  # tokens of a prompt; null: what the context leaves
@@ -179,14 +179,14 @@ class Recipe:
     draft_vocab_size: Count | None = None  # rows of the draft's head; null keeps all
     fit_tokens: Count = 20_000  # answer tokens that the head is fitted on
     device_map: Literal["auto"] | None = None  # auto: the target's layers over all GPUs
-    answers: Literal["auto", "local", "vllm", "server"] = "auto"  # by whom the target's are made
+    answers: Literal["auto", "local", "vllm", "server"] = "auto"  # who writes the target's answers
     answer_url: Text | None = None  # of the server that answers: http://HOST:PORT
     answer_model: Text | None = None  # the target's name there; null: the one model it serves
-    speculative_url: Text | None = None  # of the same with the draft; null: no evaluation there
+    speculative_url: Text | None = None  # server of target and draft; null: do not evaluate
     answer_temperature: NotNegative = 0.0  # how the target answers the training prompts
     answers_per_prompt: Count = 1  # answers drawn for each training prompt
     train_on_prompts: bool = False  # the target's distributions within the prompts teach as well
-    max_answers: Count | None = None  # at most so many in all; with minutes they are decided here
+    max_answers: Count | None = None  # most answers in all; with minutes the run decides
     answer_max_new_tokens: Count = 128  # longest answer, in tokens
     answer_batch_size: Count = 48  # prompts answered at once, or in flight to the server
     cache_top_k: Count = 15  # most likely tokens kept of each distribution
