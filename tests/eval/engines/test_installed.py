@@ -5,11 +5,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
+from align.sources import load_model
+from align.vocabulary import read_vocabulary
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.engines import installed
 from eval.prompts import PromptSet
+from tests.siblings import COUNT, LARGE, SMALL, save_sibling
 
 
 def quantised(folder):
@@ -41,6 +45,37 @@ def test_a_quantised_pair_reaches_vllm_which_computes_what_we_do_not(tmp_path, m
     (plain, *_), (served, _, config, *_) = asked
     assert plain == served == target
     assert json.loads(config)["model"] == draft
+
+
+@pytest.mark.parametrize("rows", [(LARGE, SMALL), (SMALL, LARGE), (LARGE, LARGE)])
+def test_a_draft_that_differs_in_padding_reaches_vllm_in_the_targets_size(
+    tmp_path, monkeypatch, rows
+):
+    target, draft = str(tmp_path / "target"), str(tmp_path / "draft")
+    for folder, count, seed in ((target, rows[0], 1), (draft, rows[1], 2)):
+        save_sibling(folder, count, seed)
+    given = []
+
+    @contextmanager
+    def serve(path, *arguments, **_):
+        if "--speculative-config" in arguments:
+            given.append(json.loads(arguments[1])["model"])
+            models = [load_model(spec, torch.float32) for spec in (draft, given[0])]
+            weights = [model.lm_head.weight for model in models]
+            assert torch.equal(*(weight[:COUNT] for weight in weights))
+            assert len(weights[1]) == models[1].config.vocab_size == rows[0]
+            assert read_vocabulary(given[0]).tokens == read_vocabulary(draft).tokens
+            raise InterruptedError
+        yield "http://127.0.0.1:1"
+
+    monkeypatch.setattr(installed, "vllm_python", lambda: None)
+    monkeypatch.setattr(installed, "serve_vllm", serve)
+    monkeypatch.setattr("eval.engines.local_vllm.memory_left", lambda: 16 * 2**30)
+    prompts, decoding = PromptSet("", [], [[1]]), Decoding(Sampling(), frozenset(), 8)
+    with pytest.raises(InterruptedError):
+        installed.measure_started(target, {"tuned": draft}, [4], prompts, decoding, {})
+    assert (given[0] == draft) == (rows[0] == rows[1])
+    assert rows[0] == rows[1] or not Path(given[0]).exists()  # it was for the servers
 
 
 @pytest.mark.parametrize(("gamma", "lengths"), [(1, [1]), (2, [1, 2]), (5, [3, 5])])
