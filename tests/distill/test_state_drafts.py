@@ -296,4 +296,5 @@ def test_a_new_kind_is_trained_saved_and_measured_by_its_file_alone(job, tmp_pat
     assert report.drafts["tuned"].gamma == 1
     assert report.drafts["tuned"].alpha.mean >= report.drafts["untuned"].alpha.mean
     card = (tmp_path / "run" / "draft" / "README.md").read_text()
+    assert "method draft_model" not in card  # which is how a whole model drafts
     assert "This draft is no language model" in card
