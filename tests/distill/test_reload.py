@@ -156,7 +156,8 @@ def test_base_and_adapter_are_the_merged_draft_to_the_bit(job, folder, tmp_path)
 
 def test_an_adapter_stands_beside_what_it_was_merged_into(job, folder, tmp_path):
     adapters = {"draft": str(folder / "target"), "use_peft": True, "lora_r": 4, "lora_alpha": 8}
-    recipe = job(tmp_path / "run", **adapters, **SHORT)
+    # of few tokens a single one, rounded otherwise on another CPU, is more than the tolerance
+    recipe = job(tmp_path / "run", **adapters, **SHORT | {"max_new_tokens": 64})
     assert run(recipe) == 0
     to = tmp_path / "draft"
     to.mkdir()
