@@ -100,11 +100,11 @@ def servers_held(target: Path, drafts: Sequence[Path], parts: int) -> int:
 
     target, drafts: folders. parts: over how many GPUs each server is parted, where there are any.
     """
-    each = _weights(target) + max(map(_weights, drafts), default=0)
+    weights = _weights(target) + max(map(_weights, drafts), default=0)
     if torch.cuda.device_count():
         free = min(torch.cuda.mem_get_info(gpu)[0] for gpu in range(parts))
-        return int(MOST_OF_GPU * free // (each / parts + BESIDE_WEIGHTS))
-    return int(memory_left() // (each + BESIDE_WEIGHTS))
+        return int(MOST_OF_GPU * free // (weights / parts + BESIDE_WEIGHTS))
+    return int(memory_left() // (weights + BESIDE_WEIGHTS))
 
 
 def gpu_share(servers: int, parts: int) -> str:

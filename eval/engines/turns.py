@@ -83,10 +83,10 @@ class Turns:
     def one_after_another(self) -> None:
         """One server runs at a time: A B C, half of the tasks each, then C B A, the other half."""
         last = len(self.starts) - 1
-        there = [(number, [0]) for number in range(last)]
-        back = [(number, [1]) for number in reversed(range(last))]
+        outward = [(number, [0]) for number in range(last)]
+        homeward = [(number, [1]) for number in reversed(range(last))]
         with self.progress:
-            for number, halves in [*there, (last, [0, 1]), *back]:
+            for number, halves in [*outward, (last, [0, 1]), *homeward]:
                 with self.starts[number]() as server:
                     self.check(number, server)
                     places = range(len(self.tasks))

@@ -25,14 +25,16 @@ def quantised(folder):
     return str(folder)
 
 
-def test_a_quantised_pair_reaches_vllm_which_computes_what_we_do_not(tmp_path, monkeypatch):
-    target, draft = quantised(tmp_path / "target"), quantised(tmp_path / "draft")
-    asked = []
+def draft_in_vllm(monkeypatch, target, draft, look=Path):
+    """`look` at the folder that vLLM is given for a draft, which is there while it runs."""
+    found = []
 
     @contextmanager
     def serve(path, *arguments, **_):
-        asked.append((str(path), *arguments))
+        assert str(path) == target
         if "--speculative-config" in arguments:
+            folder = json.loads(arguments[1])["model"]
+            found.append((folder, look(folder)))
             raise InterruptedError
         yield "http://127.0.0.1:1"
 
@@ -42,9 +44,12 @@ def test_a_quantised_pair_reaches_vllm_which_computes_what_we_do_not(tmp_path, m
     prompts, decoding = PromptSet("", [], [[1]]), Decoding(Sampling(), frozenset(), 8)
     with pytest.raises(InterruptedError):
         installed.measure_started(target, {"tuned": draft}, [4], prompts, decoding, {})
-    (plain, *_), (served, _, config, *_) = asked
-    assert plain == served == target
-    assert json.loads(config)["model"] == draft
+    return found[0]
+
+
+def test_a_quantised_pair_reaches_vllm_which_computes_what_we_do_not(tmp_path, monkeypatch):
+    target, draft = quantised(tmp_path / "target"), quantised(tmp_path / "draft")
+    assert draft_in_vllm(monkeypatch, target, draft)[0] == draft
 
 
 @pytest.mark.parametrize("rows", [(LARGE, SMALL), (SMALL, LARGE), (LARGE, LARGE)])
@@ -54,28 +59,17 @@ def test_a_draft_that_differs_in_padding_reaches_vllm_in_the_targets_size(
     target, draft = str(tmp_path / "target"), str(tmp_path / "draft")
     for folder, count, seed in ((target, rows[0], 1), (draft, rows[1], 2)):
         save_sibling(folder, count, seed)
-    given = []
 
-    @contextmanager
-    def serve(path, *arguments, **_):
-        if "--speculative-config" in arguments:
-            given.append(json.loads(arguments[1])["model"])
-            models = [load_model(spec, torch.float32) for spec in (draft, given[0])]
-            weights = [model.lm_head.weight for model in models]
-            assert torch.equal(*(weight[:COUNT] for weight in weights))
-            assert len(weights[1]) == models[1].config.vocab_size == rows[0]
-            assert read_vocabulary(given[0]).tokens == read_vocabulary(draft).tokens
-            raise InterruptedError
-        yield "http://127.0.0.1:1"
+    def look(folder):
+        return load_model(folder, torch.float32), read_vocabulary(folder).tokens
 
-    monkeypatch.setattr(installed, "vllm_python", lambda: None)
-    monkeypatch.setattr(installed, "serve_vllm", serve)
-    monkeypatch.setattr("eval.engines.local_vllm.memory_left", lambda: 16 * 2**30)
-    prompts, decoding = PromptSet("", [], [[1]]), Decoding(Sampling(), frozenset(), 8)
-    with pytest.raises(InterruptedError):
-        installed.measure_started(target, {"tuned": draft}, [4], prompts, decoding, {})
-    assert (given[0] == draft) == (rows[0] == rows[1])
-    assert rows[0] == rows[1] or not Path(given[0]).exists()  # it was for the servers
+    folder, (served, tokens) = draft_in_vllm(monkeypatch, target, draft, look)
+    before, same_tokens = look(draft)
+    assert torch.equal(served.lm_head.weight[:COUNT], before.lm_head.weight[:COUNT])
+    assert len(served.lm_head.weight) == served.config.vocab_size == rows[0]
+    assert tokens == same_tokens
+    assert (folder == draft) == (rows[0] == rows[1])
+    assert rows[0] == rows[1] or not Path(folder).exists()  # it was for the servers
 
 
 @pytest.mark.parametrize(("gamma", "lengths"), [(1, [1]), (2, [1, 2]), (5, [3, 5])])
