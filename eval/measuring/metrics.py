@@ -73,6 +73,12 @@ def alpha(agreements: Sequence[Agreement]) -> Share:
     return share("alpha", [(group, total, positions) for group, (total, positions) in rows])
 
 
+def alpha_apart(agreements: Sequence[Agreement], over: Sequence[Agreement]) -> Measured:
+    """alpha minus that of another measurement of the same prompts, paired by prompt."""
+    _same_prompts(*([a.prompt_id for a in side] for side in (agreements, over)))
+    return known(difference("alpha", _alpha_rows(agreements), _alpha_rows(over)), "prompts")
+
+
 def _alpha_rows(agreements: Sequence[Agreement]) -> Rows:
     rows: Rows = {}
     for answer in agreements:
@@ -474,9 +480,7 @@ def gain(log: DraftLog, over: DraftLog) -> dict[str, Any]:
     _same_prompts(*speeds)
     gained = {"alpha": None, "tau": None, "speedup": difference("speedup", *speeds, speedup_of)}
     if log.agreement is not None and over.agreement is not None:
-        alphas = _alpha_rows(log.agreement), _alpha_rows(over.agreement)
-        _same_prompts(*([a.prompt_id for a in side] for side in (log.agreement, over.agreement)))
-        gained["alpha"] = difference("alpha", *alphas)
+        gained["alpha"] = alpha_apart(log.agreement, over.agreement)
     if "tau" not in log.missing | over.missing:
         gained["tau"] = difference("tau", _block_rows(log.runs), _block_rows(over.runs))
     return {"draft": log.name, "over": over.name, **gained}

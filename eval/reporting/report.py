@@ -50,7 +50,7 @@ from eval.measuring.metrics import (
     blocks,
     timed,
 )
-from eval.measuring.runs import DraftLog, PromptRun, RunLog, check_runs
+from eval.measuring.runs import Agreement, DraftLog, PromptRun, RunLog, check_runs
 from eval.reporting.warnings import find_warnings, headline, recommendation
 
 SCHEMA: Final = "draftsmith-report/1"
@@ -216,6 +216,15 @@ class DraftReport(Part):
     counters: Counters | None = Field(description="of a server")
     missing: list[Missing]
     per_prompt: list[PromptSums]
+
+    @property
+    def agreements(self) -> list[Agreement]:
+        """The sums of alpha by prompt, of prompts that it was taken on."""
+        return [
+            Agreement(row.id, row.category, row.alpha_sum, row.positions, group=row.group)
+            for row in self.per_prompt
+            if row.alpha_sum is not None and row.positions is not None
+        ]
 
     def ledgers(self, name: str) -> Iterator[tuple[str, Ledger]]:
         """Every comparison of greedy texts with the target's own, by what to call it."""

@@ -18,6 +18,7 @@ from distill.publish import PublishError, check_run, main, unmet_conditions
 from distill.reload import Reloaded, ReloadError
 from eval.decoding.target import weights_sha256
 from eval.engines.environments import EngineMissing
+from eval.measuring.intervals import Measured
 from eval.reporting.report import Missing, build_report, read_report, write_report
 
 
@@ -262,7 +263,8 @@ class Stage:
         assert all(form.path.exists() for form in forms)
         self.loaded.append([form.name for form in forms])
         alpha = report.tuned[1].alpha
-        return {form.name: Reloaded(alpha, 0.0012) for form in forms}
+        same = Measured(mean=0.0, ci95=None, n=alpha.n)
+        return {form.name: Reloaded(alpha, same, 0.0012) for form in forms}
 
     def gguf(self, checkpoint, path, kind):
         assert checkpoint.name == "draft"  # GGUF holds the name: a temporary one would be published

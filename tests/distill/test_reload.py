@@ -3,7 +3,10 @@
 import json
 import re
 import shutil
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +22,8 @@ from distill.train import run
 from eval.decoding.drafters.pruned import KIND
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
+from eval.measuring import metrics
+from eval.measuring.runs import Agreement
 
 SHORT = {"max_steps": 10}
 PRUNED = {"draft": None, "num_draft_layers": 1}
@@ -103,6 +108,25 @@ def test_a_form_of_other_weights_is_an_error_with_both_numbers(pruned):
     message = rf"The full checkpoint, .* alpha 0\.0\d+, but the run measured {alpha:.4f}"
     with pytest.raises(ReloadError, match=message):
         reload_forms(pruned, report, forms_of(pruned / "draft", "pruned"))
+
+
+@pytest.mark.parametrize(
+    ("moved", "refused"),
+    [
+        ([0, 0, 1, 0, 0, -2, 0, 2, 2, 1, 1, 0], False),  # 0.013, as much as chance moves
+        ([1, 0, 1, 0, 1, 0, 0, 1, 1, 0, 1, 1], True),  # 0.018, one way
+        ([0, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0], False),  # 0.005
+    ],
+)
+def test_alpha_may_differ_by_a_hundredth_or_by_chance(moved, refused):
+    rows = [Agreement(str(n), None, 9.0, 32) for n in range(len(moved))]
+    again = [replace(a, alpha_sum=9.0 + more) for a, more in zip(rows, moved, strict=True)]
+    found = reload.Reloaded(metrics.alpha(again), metrics.alpha_apart(again, rows))
+    report = SimpleNamespace(tuned=("tuned", SimpleNamespace(alpha=metrics.alpha(rows))))
+    form = reload.Form("full checkpoint", Path("draft"))
+    with pytest.raises(ReloadError, match="apart") if refused else nullcontext():
+        reload.check(form, found, report)
+    reload.check(replace(form, quantised=True), found, report)
 
 
 def test_mass_on_dropped_ids_is_an_error(pruned, capsys):
