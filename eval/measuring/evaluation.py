@@ -147,6 +147,7 @@ def evaluate(
 FEWEST = 12  # prompts that are timed: of fewer no interval says much
 ROUND = 4  # prompts between two looks at the clock and the intervals
 NARROW = 0.07  # of a speed-up: no more prompts are timed once its interval ends within it
+PROBED_TOKENS = 256  # of a prompt, by whose logits models are known again
 BASELINE = ""  # the name of what is decoded without a draft
 Decoded = dict[str, list[list[PromptRun]]]  # by draft, BASELINE among them: runs [batches][rows]
 
@@ -363,7 +364,7 @@ def _begin(
     plan: Plan,
 ) -> None:
     """Go on from what the journal holds of exactly these models, prompts and settings."""
-    ids, dtype = parts[0].ids[0], _dtype(target)
+    ids, dtype = parts[0].ids[0][:PROBED_TOKENS], _dtype(target)
     logits = teacher_forced_logits(target.decoder, ids, 1)
     known_by = [_hash_of_numbers(target.spec, logits, dtype)]
     known_by += [_hash_of_numbers(name, d.probe(ids), dtype) for name, d in drafters.items()]

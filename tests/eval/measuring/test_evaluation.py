@@ -10,6 +10,7 @@ from eval.decoding.build import build_decoder
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
+from eval.measuring import evaluation
 from eval.measuring.evaluation import Plan, _begin, _Stages
 from eval.measuring.runs import PromptRun
 from eval.prompts import Prompt, PromptSet
@@ -63,6 +64,14 @@ def test_another_evaluation_has_another_key(key, changes):
 
 def test_other_models_have_another_key(key, drafter):
     assert key(draft=drafter(key.target.decoder, VOCAB)) != key()
+
+
+def test_models_are_known_by_the_first_tokens_of_a_long_prompt(key, monkeypatch):
+    monkeypatch.setattr(evaluation, "PROBED_TOKENS", 4)  # logits of 8,192 tokens are gigabytes
+    one, other = (dataclasses.replace(PROMPTS, ids=[[3, 1, 4, 1, last], [9]]) for last in (5, 6))
+    by_models, *rest = key(prompts=one)
+    assert key(prompts=other)[0] == by_models
+    assert key(prompts=other)[1:] != tuple(rest)
 
 
 def timed(speedups, seconds=1.0):
