@@ -30,10 +30,18 @@ def needs_of(recipe):
     return needs(recipe, config_of(recipe.target), recipe.draft and config_of(recipe.draft))
 
 
-def markdown(name, recipe):
-    return f"`{name}`:\n\n" + "\n".join(f"- {line}" for line in needs_of(recipe).lines()) + "\n"
+STAGES = ["answering", "preparing", "distilling", "exporting", "evaluating"]
+
+
+def row(name, recipe):
+    """A line of the table: GiB of each stage, the device in GB, GiB on disk."""
+    needed = needs_of(recipe)
+    peaks = {stage.name: f"{stage.peak / 2**30:.1f}" for stage in needed.stages}
+    disk = (f"{size / 2**30:.2f}" for size in (needed.answers_on_disk, needed.checkpoint))
+    cells = [f"`{name}`", *(peaks.get(stage, "") for stage in STAGES)]
+    return f"| {' | '.join([*cells, f'{needed.device / 1e9:.1f}', *disk])} |"
 
 
 if __name__ == "__main__":
     for name, recipe in hub_recipes().items():
-        print(markdown(name, recipe))
+        print(row(name, recipe))
