@@ -39,9 +39,10 @@ class Turns:
     `made` has what they made of them [tasks][servers], None where a server failed; `failure` says
     how the first one did, and what it has not done, no other is asked for.
 
-    check: is called with a server that has started and its number; finish: once it has done the
-    first `count` tasks, for the baseline after all others. Raises ServerError where a server does
-    not start, or a check fails.
+    check: is called with a server that has started and its number; finish: each time it has done
+    its part of the first `count` tasks, for the baseline once, after all others. Raises ServerError
+    where a server does not start, or a check fails; not if that is when it starts for its other
+    half: what all have done by then is kept.
     """
 
     def __init__(
@@ -85,16 +86,23 @@ class Turns:
         last = len(self.starts) - 1
         outward = [(number, [0]) for number in range(last)]
         homeward = [(number, [1]) for number in reversed(range(last))]
+        places = range(len(self.tasks))
+        parts = (places[: self.count], places[self.count :])
         with self.progress:
             for number, halves in [*outward, (last, [0, 1]), *homeward]:
-                with self.starts[number]() as server:
-                    self.check(number, server)
-                    places = range(len(self.tasks))
-                    for part in (places[: self.count], places[self.count :]):
-                        for half in halves:
-                            self._do(number, server, part[half::2], part[half::2])
-                        if halves[-1] == 1 and part == places[: self.count]:
-                            self.finish(number, server)
+                try:
+                    with self.starts[number]() as server:
+                        self.check(number, server)
+                        for part in parts:
+                            for half in halves:
+                                self._do(number, server, part[half::2], part[half::2])
+                            if part == parts[0] and (number or halves == [1]):
+                                self.finish(number, server)
+                except ServerError as error:
+                    if not self.whole:
+                        raise
+                    self.failure = self.failure or str(error)
+                    self.lost |= {i for half in halves for part in parts for i in part[half::2]}
 
     def _do(
         self, number: int, server: VllmServer, places: Sequence[int], lost: Sequence[int]

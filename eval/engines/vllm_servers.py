@@ -118,7 +118,7 @@ def compare(
     def finish(number: int, server: VllmServer) -> None:
         if number:
             for place, row in enumerate(turns.made[: len(prompts)]):
-                if row[number] is not None:
+                if row[number] is not None and (number, place) not in reads:
                     reads[number, place] = _read_again(server, row[0], row[number])
             return
         done = [place for place in turns.whole if place < len(prompts)]
@@ -132,7 +132,7 @@ def compare(
     else:
         turns.one_after_another()
     places = [place for place in turns.whole if place < len(prompts)]
-    if not places:
+    if not places or not ledgers:
         raise ServerError(turns.failure)
     answers = [[answer for answer, _ in turns.made[place]] for place in places]
     logs = []

@@ -63,7 +63,7 @@ def test_servers_that_run_one_at_a_time_go_there_and_back():
     made = Made()
     made.turns.one_after_another()
     assert " ".join(made.said) == (
-        "A? A0 A2 A4 B? B0 B2 B4 C? C0 C2 C1 C3 C! C4 C5 B? B1 B3 B! B5 A? A1 A3 A! A5"
+        "A? A0 A2 A4 B? B0 B2 B! B4 C? C0 C2 C1 C3 C! C4 C5 B? B1 B3 B! B5 A? A1 A3 A! A5"
     )
     assert made.most == 1
     assert made.turns.made == whole(6)
@@ -102,3 +102,18 @@ def test_a_server_that_does_not_start_is_an_error(order):
     made.turns.check = refused
     with pytest.raises(ServerError, match="refused"):
         getattr(made.turns, order)()
+
+
+@pytest.mark.parametrize("server", ["A", "B"])
+def test_one_that_does_not_start_for_its_other_half_leaves_the_first(server):
+    made = Made()
+
+    def once(number, started):
+        if started == server and f"{server}?" in made.said:
+            raise ServerError("no memory")
+        made.said.append(f"{started}?")
+
+    made.turns.check = once
+    made.turns.one_after_another()
+    assert (made.turns.whole, made.turns.failure) == ([0, 2, 4], "no memory")
+    assert ("A!" in made.said) == (server == "B")
