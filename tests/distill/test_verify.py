@@ -72,7 +72,7 @@ def test_it_counts_as_a_plain_loop_does_with_whole_drafts_at_the_end(run, target
     assert 0.1 < shares[-1] < shares[0] < 0.9
 
 
-def served(run, target, prompts, shares, dtype="float32", tokens=0):
+def served(run, target, prompts, shares, dtype="float32", tokens=0, drafts=10_000):
     report = SimpleNamespace(
         dtype=dtype,
         tuned=("tuned", SimpleNamespace(payoff=None, gamma=GAMMA)),
@@ -81,7 +81,7 @@ def served(run, target, prompts, shares, dtype="float32", tokens=0):
         SimpleNamespace(id=prompt.id, prompt_tokens=len(ids) + tokens)
         for prompt, ids in zip(prompts.prompts, prompts.ids, strict=True)
     ]
-    counters = SimpleNamespace(acceptance_per_position=shares)
+    counters = SimpleNamespace(acceptance_per_position=shares, num_drafts=drafts)
     draft = SimpleNamespace(counters=counters, per_prompt=rows)
     recipe = {"target": str(run / "target"), "use_cpu": True}
     return _compare(run, report, recipe, run / "published", prompts, draft)
@@ -92,6 +92,9 @@ def test_a_draft_that_is_not_served_as_trained_has_its_likely_cause_named(run, t
     assert served(run, target, prompts, own) == {HERE: own, MISMATCH: None}
     nearly = [share - 0.019 for share in own]
     assert served(run, target, prompts, nearly)[MISMATCH] is None
+    further = [share - 0.026 for share in own]
+    assert served(run, target, prompts, further)[MISMATCH]
+    assert served(run, target, prompts, further, drafts=977)[MISMATCH] is None  # by chance
     found = served(run, target, prompts, other, tokens=5)[MISMATCH]
     assert found.startswith("the template: vLLM read 3 of 3 prompts otherwise ('ab' in ")
     assert served(run, target, prompts, other)[MISMATCH].startswith("q: of what was exported")
