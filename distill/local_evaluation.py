@@ -49,7 +49,6 @@ def evaluate(
                 seconds=plan.timing,
             ),
             journal,
-            prompts.overlap.exact + prompts.overlap.near,
             made_by,
         )
         curve = held_out_curve(folder, prompts.held_out)

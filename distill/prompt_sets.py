@@ -8,14 +8,13 @@ of these with ` + ` between them are prompts of several domains, as many of each
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import AutoConfig
 
@@ -93,8 +92,10 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
             "for choosing gamma; give more prompts or lower tuning_prompts."
         )
     tuning, remaining = prompts[: recipe.tuning_prompts], prompts[recipe.tuning_prompts :]
-    count = min(recipe.held_out_prompts, len(remaining) // HELD_OUT_PART)
+    count, none_held_out = min(recipe.held_out_prompts, len(remaining) // HELD_OUT_PART), ""
     if count < HELD_OUT_FEWEST:
+        if recipe.held_out_prompts:
+            none_held_out = f"none held out ({HELD_OUT_PART * HELD_OUT_FEWEST} would be enough), "
         count = 0
     held_out, training = hold_out(remaining, count)
     like_them = len(remaining) - len(held_out) - len(training)
@@ -108,13 +109,16 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
     sets = Prompts(
         rendered(recipe.train_prompts, training, recipe.answer_max_new_tokens),
         rendered(recipe.train_prompts, tuning, recipe.max_new_tokens),
-        rendered(recipe.eval_prompts, evaluation, recipe.max_new_tokens),
+        replace(
+            rendered(recipe.eval_prompts, evaluation, recipe.max_new_tokens),
+            overlap=overlap.exact + overlap.near,
+        ),
         overlap,
         rendered(recipe.train_prompts, held_out, recipe.answer_max_new_tokens),
     )
     print(
         f"prompts: {len(training)} to train on ({sum(map(len, sets.training.ids))} tokens), "
-        + (f"{len(held_out)} held out, " if held_out else "")
+        + (f"{len(held_out)} held out, " if held_out else none_held_out)
         + (f"{like_them} like those dropped, " if like_them else "")
         + f"{len(tuning)} to choose gamma, {len(evaluation)} to evaluate\n"
         f"prompts: {overlap.dropped} dropped as near-duplicates"
@@ -202,7 +206,7 @@ def _shares(spec: str, limit: int | None) -> tuple[list[str], int | None]:
 def _by_turns(parts: Sequence[list[Prompt]]) -> list[Prompt]:
     """One of each part after the other; the part's number before an id keeps ids apart."""
     numbered = [
-        [dataclasses.replace(prompt, id=f"{number}:{prompt.id}") for prompt in part]
+        [replace(prompt, id=f"{number}:{prompt.id}") for prompt in part]
         for number, part in enumerate(parts)
     ]
     turns = itertools.zip_longest(*numbered)

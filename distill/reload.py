@@ -181,7 +181,7 @@ class _Measurement:
             mass = 0.0 if dropped is None else float(whole[..., dropped.to(whole.device)].sum())
             return [float(agreement(p.float(), q.float()).sum()), mass]
 
-        stage = f"{form.name} {weights_sha256(str(form.path))}"
+        stage = f"{form.name} {str(weights_sha256(str(form.path)))[:12]}"
         rows = self.journal.each(stage, texts, measure, lambda row: row, "prompt")
         agreements = [
             Agreement(prompt.id, prompt.category, alpha, len(text), group=prompt.group)

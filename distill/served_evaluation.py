@@ -50,7 +50,6 @@ def evaluate_served(recipe: Recipe, pair: Pair, prompts: Prompts, seconds: float
             Decoding(recipe.sampling, frozenset(), recipe.max_new_tokens, recipe.seed),
             made_by,
             target=recipe.target,
-            overlap=prompts.overlap.exact + prompts.overlap.near,
         )
     except ServerError as error:
         raise ServerError(f"{error}\nThe draft is made, and kept. {advice}.") from None

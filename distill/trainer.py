@@ -97,7 +97,7 @@ class _Progress(ProgressCallback):
         if self.training_bar is not None and "learning_rate" in logs:  # not the final totals
             self.training_bar.set_postfix_str(
                 f"{self.loss} {logs[self.loss]:.3f}, "
-                f"greedy agreement {logs['greedy_agreement']:.3f}, lr {logs['learning_rate']:.1e}"
+                f"greedy agreement {logs['greedy_agreement']:.2f}"
             )
 
 

@@ -112,6 +112,16 @@ def _verify(
     draft_name, draft = measured.last
     speeds = (f"{d.speedup:.2f} at gamma {d.gamma}" for d in measured.drafts.values())
     print(f"{name}: speed-up {', '.join(speeds)}. {texts_line(draft_name, draft.lossless)}")
+    if draft.speedup.bounds[0] <= 1:
+        print(
+            f"Warning: no speed-up is shown in {name}: the interval ({draft.speedup:.2f}) holds 1x "
+            "or ends below it."
+        )
+        if name == "vllm":
+            print(
+                "vLLM looks up without a draft, too. To compare them: python -m eval.run --run "
+                f"{run} --engine vllm --gamma 2,4 --output_dir {run}-vllm"
+            )
     if name == "vllm" and draft.counters is not None:
         accepted = draft.counters.acceptance_per_position
         ours = _compare(run, report, recipe, form, prompts, draft)

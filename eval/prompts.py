@@ -121,11 +121,15 @@ Batch = tuple[list[Prompt], list[list[int]]]  # prompts that are decoded togethe
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts with their token ids, and where they came from."""
+    """Prompts with their token ids, and where they came from.
+
+    overlap: training prompts that equal or nearly repeat them; None: not known.
+    """
 
     source: str
     prompts: list[Prompt]
     ids: list[list[int]]
+    overlap: int | None = None
 
     @property
     def sha256(self) -> str:
@@ -161,7 +165,8 @@ class PromptSet:
 
     def _of(self, numbers: Iterable[int]) -> PromptSet:
         keep = list(numbers)
-        return PromptSet(self.source, [self.prompts[i] for i in keep], [self.ids[i] for i in keep])
+        prompts, ids = [self.prompts[i] for i in keep], [self.ids[i] for i in keep]
+        return replace(self, prompts=prompts, ids=ids)
 
     def batches(self, size: int) -> list[Batch]:
         """So many prompts at a time with their ids, the last ones left out where they fill none."""

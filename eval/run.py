@@ -25,6 +25,7 @@ if not __package__:
 
 import argparse
 import json
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -212,7 +213,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for option, instead in GONE.items():
         if getattr(args, option) is not None:
             parser.error(f"--{option} is gone: {instead}")
-    args.tuning = None
+    args.tuning = args.overlap = None
     by_length = args.max_prompt_length is not None or args.long_prompts is not None
     if args.run is not None:
         _take_from_run(args)
@@ -309,6 +310,9 @@ def _take_from_run(args: argparse.Namespace) -> None:
                 f"--{option} does nothing to the prompts of {args.run}, which are kept as they "
                 "were asked; give --prompts, or leave it out."
             )
+    if args.prompts is None and (args.run / "provenance.json").is_file():
+        overlap = read_json(args.run / "provenance.json")["overlap"]
+        args.overlap = overlap["exact"] + overlap["near"]
     args.prompts = args.prompts or str(args.run / "prompts" / "eval.jsonl")
     args.tuning = args.run / "prompts" / "tuning.jsonl"
     if args.strategy == "auto":
@@ -333,6 +337,7 @@ def _prompt_sets(
         return render_set(args.prompts, asked, tokenizer, room, args.max_new_tokens, lengths)
 
     prompts = rendered(load_prompts(args.prompts, args.max_prompts, args.seed))
+    prompts = replace(prompts, overlap=args.overlap)
     if args.tuning is not None:
         return prompts, rendered(load_prompts(str(args.tuning)))
     # without a training run's own, the first prompts choose gamma and are not evaluated
@@ -378,7 +383,6 @@ def _measure(args: argparse.Namespace, journal: Journal) -> Report:
             execute=args.execute == "true",
         ),
         journal,
-        None,
         {"command": sys.argv, "torch": torch.__version__, "seed": args.seed},
     )
 
@@ -449,7 +453,7 @@ def _measure_servers(args: argparse.Namespace) -> Report:
             for name, url in _by_name([_named_url(url) for url in args.base_url]).items()
         },
         VllmServer(args.baseline_url, connections=connections),
-        PromptSet(args.prompts, prompts, []),
+        PromptSet(args.prompts, prompts, [], args.overlap),
         Decoding(_sampling(args), frozenset(), args.max_new_tokens, args.seed),
         {"command": sys.argv, "seed": args.seed},
         loads=args.concurrency,

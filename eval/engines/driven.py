@@ -220,7 +220,8 @@ def decoding_facts(decoding: Decoding, ended: Sequence[bool], **of_engine: Any) 
 
 def prompts_used(prompts: PromptSet) -> dict[str, Any]:
     """`RunLog.prompts`; what else is known of prompts takes the target's distributions."""
-    unknown = dict.fromkeys(("overlap_with_training", "bits_per_token", "random_bits"))
+    unknown = dict.fromkeys(("bits_per_token", "random_bits"))
     about = {"source": prompts.source, "n": len(prompts.prompts), "sha256": prompts.sha256}
+    about |= {"overlap_with_training": prompts.overlap}
     asked = {"in_chat_form": prompts.in_chat_form}
     return about | unknown | asked | {"chat_template_kwargs": prompts.chat_template_kwargs}

@@ -164,7 +164,7 @@ def measure_started(
             compared.append(compare(starts, baseline, asked, decoding, paths, loads, together))
     return report_of(
         compared,
-        prompts.source,
+        prompts,
         decoding,
         provenance,
         target,

@@ -52,13 +52,14 @@ class Turns:
         count: int,
         check: Callable[[int, VllmServer], None],
         finish: Callable[[int, VllmServer], None],
+        title: str = "servers",
     ) -> None:
         self.starts, self.tasks, self.count = starts, tasks, count
         self.check, self.finish = check, finish
         self.made: list[list[Any]] = [[None] * len(starts) for _ in tasks]
         self.lost: set[int] = set()  # tasks
         self.failure = ""
-        self.progress = tqdm(total=len(tasks) * len(starts), desc="servers", unit="task")
+        self.progress = tqdm(total=len(tasks) * len(starts), desc=title, unit="task")
 
     @property
     def whole(self) -> list[int]:

@@ -52,12 +52,11 @@ def measure_servers(
     decoding: Decoding,
     provenance: dict[str, Any],
     target: str | None = None,
-    overlap: int | None = None,
     loads: Sequence[int] = (),
 ) -> Report:
     """The report of servers that run, by the names of their drafts, against a plain one.
 
-    target, overlap: as of `report_of`. Otherwise as `compare`.
+    target: as of `report_of`. Otherwise as `compare`.
     """
     for server in speculative.values():
         if server.model != baseline.model:
@@ -74,7 +73,7 @@ def measure_servers(
         loads,
     )
     target, device = target or baseline.model, baseline.host
-    return report_of([compared], prompts.source, decoding, provenance, target, device, overlap)
+    return report_of([compared], prompts, decoding, provenance, target, device)
 
 
 def compare(
@@ -126,7 +125,8 @@ def compare(
             greedy = [(turns.made[place][0][1], turns.made[place][draft][1]) for place in done]
             ledgers.append(_ledger(server, greedy, [reads[draft, place] for place in done]))
 
-    turns = Turns([baseline, *speculative.values()], tasks, len(prompts), check, finish)
+    starts, title = [baseline, *speculative.values()], f"servers of {', '.join(speculative)}"
+    turns = Turns(starts, tasks, len(prompts), check, finish, title)
     if together:
         turns.together()
     else:
@@ -169,18 +169,16 @@ def compare(
 
 def report_of(
     parts: Sequence[Compared],
-    source: str,
+    prompts: PromptSet,
     decoding: Decoding,
     provenance: dict[str, Any],
     target: str,
     device: str,
-    overlap: int | None = None,
     dtype: str = "dtype of the server",
 ) -> Report:
     """The report of drafts that were compared with the same baseline, a part after the other.
 
-    source: of the prompts. target, device: what the report calls them. overlap: of the prompts with
-    the training data, where that is known.
+    prompts: those that were asked. target, device: what the report calls them.
     """
     logs = [log for part in parts for log in part.logs]
     run = RunLog(
@@ -197,8 +195,7 @@ def report_of(
             verification="greedy match" if decoding.sampling.greedy else "the server's own rule",
             stop_tokens=None,
         ),
-        prompts=prompts_used(PromptSet(source, parts[0].prompts, []))
-        | {"overlap_with_training": overlap},
+        prompts=prompts_used(replace(prompts, prompts=parts[0].prompts, ids=[])),
         provenance=provenance,
     )
     return build_report(run, logs)

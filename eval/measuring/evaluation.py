@@ -68,7 +68,6 @@ def evaluate(
     decoding: Decoding,
     plan: Plan,
     journal: Journal,
-    overlap: int | None,
     provenance: dict[str, Any],
 ) -> Report:
     """The report of every draft, by name, on the same prompts.
@@ -127,7 +126,7 @@ def evaluate(
             "source": evaluation.source,
             "n": len(evaluation.prompts),
             "sha256": evaluation.sha256,
-            "overlap_with_training": overlap,
+            "overlap_with_training": evaluation.overlap,
             "bits_per_token": round(bits_per_token(target, evaluation.ids), 2),
             "random_bits": round(math.log2(target.decoder.embedding.shape[0]), 2),
             "in_chat_form": evaluation.in_chat_form,

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from eval.decoding.drafters.lookup import LOOKUP
+from eval.decoding.drafters.lookup import LOOKUP, LOOKUP_FIRST
 from eval.measuring.intervals import FEWEST_CLUSTERS, Measured, Part
 
 if TYPE_CHECKING:  # a report holds what is found here
@@ -67,9 +67,16 @@ def recommendation(report: Report) -> str:
     low, high = draft.speedup.bounds
     expected = f"expect {draft.speedup.mean:.2f}x, {low:.2f} to {high:.2f} on such prompts."
     if report.engine == "torch":
+        engines = ""
+        if draft.path.startswith(LOOKUP_FIRST):
+            alone = {n: d for n, d in paying.items() if not d.path.startswith(LOOKUP_FIRST)}
+            pays = [f"{other} {d.speedup.mean:.2f}x" for other, d in alone.items()]
+            engines = (
+                f"; engines look up or draft, not both (here {', '.join(pays) or 'neither pays'})"
+            )
         return (
             f"Best: {name} in draftsmith's own decoder{gamma}: {expected} That decoder is no "
-            "server: measure the draft in your engine before you serve it."
+            f"server{engines}: measure the draft in your engine before you serve it."
         )
     return f"Serve {name} in {report.engine}{gamma}: {expected}"
 

@@ -83,7 +83,9 @@ def test_a_draft_of_another_tokenizer_is_tuned(folder, job, tmp_path, draft, ask
     assert saved["used"] == used
     # measured again, the untuned draft is bridged as it was
     assert main(["--run", str(recipe.folder), "--gamma", "1", "--output_dir", str(tmp_path)]) == 0
-    again = json.loads((tmp_path / "report" / "report.json").read_text())["drafts"]
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert report["prompts"]["overlap_with_training"] == 0  # the run knows
+    again = report["drafts"]
     for name in ("untuned", "tuned"):
         assert again[name]["vocabulary"] == blocks[name]["vocabulary"]
         assert again[name]["alpha"] == blocks[name]["alpha"]

@@ -446,9 +446,10 @@ def chat(job, folder, tmp_path):
     return make
 
 
-def test_a_switch_of_the_template_gives_other_prompts_to_train_and_to_evaluate_on(chat):
+def test_a_switch_of_the_template_gives_other_prompts_to_train_and_to_evaluate_on(chat, capsys):
     off = collect_prompts(*chat(chat_template_kwargs={"enable_thinking": False}))
     on = collect_prompts(*chat())
+    assert "none held out (160 would be enough)" in capsys.readouterr().out
     for part in ("training", "tuning", "evaluation"):
         ours, theirs = getattr(off, part), getattr(on, part)
         assert [p.id for p in ours.prompts] == [p.id for p in theirs.prompts]

@@ -314,6 +314,16 @@ def test_publish_exports_every_form_into_one_folder(run_folder, stage, tmp_path,
     assert f"draft: {to}" in capsys.readouterr().out
 
 
+def test_a_draft_that_is_not_shown_to_pay_in_an_engine_is_warned_of(
+    run_folder, stage, tmp_path, capsys
+):
+    draft = stage.sample_report.last[1]
+    draft.speedup = Measured(mean=1.0, ci95=(0.92, 1.09), n=24)
+    main([str(run_folder), "--to", str(tmp_path / "shelf" / "draft"), "--engines", "transformers"])
+    warned = "no speed-up is shown in transformers: the interval (1.00 [0.92,1.09]) holds 1x"
+    assert warned in capsys.readouterr().out
+
+
 def test_nothing_appears_where_a_form_is_not_what_was_measured(
     run_folder, stage, tmp_path, monkeypatch, capsys
 ):

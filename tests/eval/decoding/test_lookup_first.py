@@ -157,7 +157,6 @@ def test_it_stands_in_a_report_like_any_draft(target, drafter, journal):
         GREEDY,
         Plan(None, 3, 4, sweep_prompts=2, batch_sizes=(2,)),
         journal,
-        None,
         {"command": "test"},
     )
     both = report.drafts["both"]

@@ -121,7 +121,6 @@ def test_it_stands_in_a_report_with_batches_and_temperatures(target, drafter, jo
         GREEDY,
         Plan(None, 3, 4, sweep_prompts=2, batch_sizes=(2, 4)),
         journal,
-        0,
         {"command": "test"},
     )
     draft = report.drafts["states"]

@@ -240,7 +240,6 @@ def test_it_stands_in_a_report_like_any_draft(target, lookup, letters, journal):
         GREEDY,
         Plan(None, 3, 3, sweep_prompts=2, batch_sizes=(2,)),
         journal,
-        None,
         {"command": "test"},
     )
     rival = report.drafts["rival"]

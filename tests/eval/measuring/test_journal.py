@@ -215,7 +215,7 @@ def test_an_evaluation_depends_on_models_prompts_and_settings(tiny_llama, drafte
         with pytest.raises(BegunError) as begun:
             evaluate(
                 *(target, {"draft": draft}, shown or prompts(2), tuning or prompts(3)),
-                *(Decoding(**settings), plan or Plan(2, 2, 1), Told(Path("nowhere")), 0, {}),
+                *(Decoding(**settings), plan or Plan(2, 2, 1), Told(Path("nowhere")), {}),
             )
         return str(begun.value)
 

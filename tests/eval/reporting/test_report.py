@@ -736,6 +736,10 @@ def test_what_to_serve_is_said_in_a_sentence(run_info, measurement):
     own = report.model_copy(update={"engine": "torch"}).recommendation
     assert own.startswith("Best: b in draftsmith's own decoder, gamma 3: expect")
     assert "no server: measure the draft in your engine" in own
+    both = [drafts[0], dataclasses.replace(drafts[1], path="lookup-first:b")]
+    own = build_report(run_info, both).model_copy(update={"engine": "torch"})
+    alone = f"(here a {own.drafts['a'].speedup.mean:.2f}x)"
+    assert f"no server; engines look up or draft, not both {alone}: measure" in own.recommendation
     broken = dataclasses.replace(
         drafts[1], lossless=drafts[1].lossless | {"identical": 37, "unexplained": 1}
     )
