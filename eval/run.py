@@ -311,8 +311,8 @@ def _take_from_run(args: argparse.Namespace) -> None:
                 "were asked; give --prompts, or leave it out."
             )
     if args.prompts is None and (args.run / "provenance.json").is_file():
-        overlap = read_json(args.run / "provenance.json")["overlap"]
-        args.overlap = overlap["exact"] + overlap["near"]
+        if overlap := read_json(args.run / "provenance.json").get("overlap"):  # older runs lack it
+            args.overlap = overlap["exact"] + overlap["near"]
     args.prompts = args.prompts or str(args.run / "prompts" / "eval.jsonl")
     args.tuning = args.run / "prompts" / "tuning.jsonl"
     if args.strategy == "auto":

@@ -69,11 +69,13 @@ def recommendation(report: Report) -> str:
     if report.engine == "torch":
         engines = ""
         if draft.path.startswith(LOOKUP_FIRST):
-            alone = {n: d for n, d in paying.items() if not d.path.startswith(LOOKUP_FIRST)}
-            pays = [f"{other} {d.speedup.mean:.2f}x" for other, d in alone.items()]
-            engines = (
-                f"; engines look up or draft, not both (here {', '.join(pays) or 'neither pays'})"
-            )
+            speedups = [
+                f"{label} {rival.speedup.mean:.2f}x"
+                for label, rival in paying.items()
+                if not rival.path.startswith(LOOKUP_FIRST)
+            ]
+            shown = ", ".join(speedups) or "neither pays"
+            engines = f"; engines look up or draft, not both (here {shown})"
         return (
             f"Best: {name} in draftsmith's own decoder{gamma}: {expected} That decoder is no "
             f"server{engines}: measure the draft in your engine before you serve it."

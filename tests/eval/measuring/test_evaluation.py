@@ -68,10 +68,12 @@ def test_other_models_have_another_key(key, drafter):
 
 def test_models_are_known_by_the_first_tokens_of_a_long_prompt(key, monkeypatch):
     monkeypatch.setattr(evaluation, "PROBED_TOKENS", 4)  # logits of 8,192 tokens are gigabytes
-    one, other = (dataclasses.replace(PROMPTS, ids=[[3, 1, 4, 1, last], [9]]) for last in (5, 6))
-    by_models, *rest = key(prompts=one)
-    assert key(prompts=other)[0] == by_models
-    assert key(prompts=other)[1:] != tuple(rest)
+    prompts, changed = (
+        dataclasses.replace(PROMPTS, ids=[[3, 1, 4, 1, last], [9]]) for last in (5, 6)
+    )
+    by_models, *rest = key(prompts=prompts)
+    assert key(prompts=changed)[0] == by_models
+    assert key(prompts=changed)[1:] != tuple(rest)
 
 
 def timed(speedups, seconds=1.0):
