@@ -310,9 +310,10 @@ def _take_from_run(args: argparse.Namespace) -> None:
                 f"--{option} does nothing to the prompts of {args.run}, which are kept as they "
                 "were asked; give --prompts, or leave it out."
             )
-    if args.prompts is None and (args.run / "provenance.json").is_file():
-        if overlap := read_json(args.run / "provenance.json").get("overlap"):  # older runs lack it
-            args.overlap = overlap["exact"] + overlap["near"]
+    made_by = args.run / "provenance.json"
+    overlap = read_json(made_by).get("overlap") if made_by.is_file() else None
+    if args.prompts is None and overlap:  # a run of an older version does not tell
+        args.overlap = overlap["exact"] + overlap["near"]
     args.prompts = args.prompts or str(args.run / "prompts" / "eval.jsonl")
     args.tuning = args.run / "prompts" / "tuning.jsonl"
     if args.strategy == "auto":
