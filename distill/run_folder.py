@@ -20,7 +20,7 @@ from distill.lora import base_sha256
 from distill.models import Pair
 from distill.plan import Plan, read_plan
 from distill.prompt_sets import Prompts
-from distill.recipe import GONE, OWN, Recipe, RecipeError, chosen_loss, dump, read_yaml
+from distill.recipe import Recipe, RecipeError, chosen_loss, dump, read_yaml
 from distill.teacher.answers import USED, who_answers
 from distill.teacher.store import names_of
 from distill.trainer import last_checkpoint
@@ -49,10 +49,7 @@ def refuse_another_run(recipe: Recipe) -> None:
     path = recipe.folder / "recipe.yaml"
     if recipe.dry_run or not path.exists():
         return
-    # of an earlier version: keys that it did not have have their defaults, keys now gone were off
-    defaults = {key: f.default for key, f in OWN.items()}
-    written = {key: value for key, value in read_yaml(path).items() if value or key not in GONE}
-    written, asked = defaults | written, recipe.values()
+    written, asked = read_yaml(path), recipe.values()
     plan, free = read_plan(recipe.folder), set(FREE_KEYS)
     if recipe.planned:
         decided = {"minutes"} if plan is None else set(plan.decided())

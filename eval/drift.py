@@ -55,7 +55,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="URL|FILE",
         help="a vLLM server, what its /metrics said, or its answers with their counts, one a line",
     )
-    parser.add_argument("--prompts", help=argparse.SUPPRESS)
     parser.add_argument(
         "--since",
         type=Path,
@@ -65,11 +64,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--draft", help="of the report; default: tuned, or its last")
     args = parser.parse_args(argv)
-    if args.prompts is not None:
-        parser.error(
-            "--prompts is gone: measure on them with python -m eval.run --run DIR --prompts "
-            f"{args.prompts} --output_dir DIR-new, --fail_under_alpha for a gate"
-        )
     if args.metrics is None:
         parser.error("--metrics is required: a vLLM server, or a file of what it counted")
     return args

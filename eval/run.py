@@ -67,30 +67,6 @@ from eval.reporting.text import print_summary
 
 TORCH_ONLY = ("gamma_sweep", "batch_sizes")
 
-# Options that left, and what does the same
-GONE = {
-    "bank": "name each run's draft, --draft NAME=RUN/draft, and give the prompts of all domains, "
-    "each with its category, as --prompts",
-    "other_prompts": "measure on them by a second call, --prompts OTHERS --output_dir DIR",
-    "decoded_temperatures": "measure at each by a call of its own, --temperature T --output_dir "
-    "DIR",
-}
-
-# Names that other programs have for options
-ALSO_CALLED = {
-    name: option
-    for option, names in {
-        "gamma": "k num_speculative_tokens num_assistant_tokens num_draft_tokens draft_length",
-        "target": "model model_name_or_path base_model target_model",
-        "draft": "draft_model assistant_model speculative_model student",
-        "prompts": "dataset eval_prompts",
-        "max_new_tokens": "max_tokens",
-        "max_prompts": "num_prompts max_eval_prompts",
-        "dtype": "torch_dtype",
-    }.items()
-    for name in names.split()
-}
-
 # of a run's recipe where --run is given, else these
 DEFAULTS: dict[str, Any] = {
     "temperature": 0.0,
@@ -131,8 +107,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--long_prompts", choices=get_args(LongPrompts), help="of longer ones; default: error"
     )
     parser.add_argument("--run", type=Path, help="output folder of a training run")
-    for option in GONE:
-        parser.add_argument(f"--{option}", help=argparse.SUPPRESS)
     parser.add_argument("--output_dir", type=Path, help="default: the run's, or outputs/eval")
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top_k", type=int)
@@ -205,14 +179,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--fail_under_alpha", type=float)
     parser.add_argument("--fail_under_speedup", type=float)
-    for word in argv:
-        name = word.removeprefix("--").partition("=")[0].replace("-", "_")
-        if word.startswith("--") and name in ALSO_CALLED:
-            parser.error(f"--{name} is called --{ALSO_CALLED[name]} here")
     args = parser.parse_args(argv)
-    for option, instead in GONE.items():
-        if getattr(args, option) is not None:
-            parser.error(f"--{option} is gone: {instead}")
     args.tuning = args.overlap = None
     by_length = args.max_prompt_length is not None or args.long_prompts is not None
     if args.run is not None:

@@ -178,11 +178,7 @@ def test_input_of_no_use(report, traffic, tmp_path, server, capsys):
     other = json.loads((tmp_path / "report.json").read_text()) | {"schema": "draftsmith-report/2"}
     (tmp_path / "other.json").write_text(json.dumps(other))
     refused("draftsmith-report/1", tmp_path / "other.json", "--metrics", now)
-    for said, wrong in (
-        ("--metrics is required", [report]),
-        ("--prompts is gone: measure on them with python -m eval.run", [report, "--prompts", "p"]),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main(wrong)
-        assert ended.value.code == 2
-        assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main([report])
+    assert ended.value.code == 2
+    assert "--metrics is required" in capsys.readouterr().err

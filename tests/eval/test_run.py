@@ -1,7 +1,6 @@
 """`python -m eval.run` on tiny checkpoints on disk: drafts side by side, rivals, sweep, gate."""
 
 import json
-import re
 import shutil
 from functools import partial
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from eval.decoding.loop import DraftLength
 from eval.measuring import evaluation, timing
 from eval.measuring.metrics import replayed_tau
 from eval.reporting.report import build_report, read_report
-from eval.run import ALSO_CALLED, _named, main
+from eval.run import _named, main
 
 WORDS = ["def", "return", "the", "total", "value", "for", "in", "if"]
 
@@ -232,34 +231,6 @@ def test_the_end_of_a_text_is_no_text(folder):
     spell, special = evaluation.spelling(SimpleNamespace(tokenizer=tokenizer))
     assert (spell(end), spell(letter), spell(end + 1)) == (b"</s>", b"a", b"")
     assert special == {end}
-
-
-@pytest.mark.parametrize(
-    ("option", "instead"),
-    [
-        ("bank", "name each run's draft"),
-        ("other_prompts", "--prompts OTHERS"),
-        ("decoded_temperatures", "--temperature T"),
-    ],
-)
-def test_an_option_that_left_says_what_does_the_same(capsys, option, instead):
-    with pytest.raises(SystemExit) as ended:
-        main([f"--{option}", "x"])
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert f"--{option} is gone" in said
-    assert instead in said
-
-
-def test_names_of_other_programs_lead_to_options_that_exist(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    options = {*re.findall(r"--(\w+)", capsys.readouterr().out)}
-    assert {*ALSO_CALLED.values()} <= options
-    assert not {*ALSO_CALLED} & options
-    with pytest.raises(SystemExit, match="2"):
-        main(["--num-speculative-tokens=4"])
-    assert "--num_speculative_tokens is called --gamma here" in capsys.readouterr().err
 
 
 def test_a_target_that_never_stops(folder, tmp_path):

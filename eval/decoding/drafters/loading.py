@@ -32,11 +32,6 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
         return lookup_first(load_drafter(path, target, strategy), target.stops)
     if form == "adapter":
         return adapter.load(spec, target, strategy)
-    if form == "routed":
-        raise ValueError(
-            f"{spec}: adapters chosen by request are gone, no engine serves them; name one as "
-            "adapter:FOLDER, or each of several as a draft of its own (docs/adapters.md)."
-        )
     for folder in (Path(spec) / "compact", Path(spec)):
         if not (folder / "compact.json").is_file():
             continue
