@@ -176,7 +176,7 @@ def test_the_device_holds_the_largest_stage_and_what_nobody_can_use():
 
 @pytest.mark.parametrize(("name", "recipe"), hub_recipes().items())
 def test_docs_and_headers_name_what_the_configs_give(name, recipe):
-    assert row(name, recipe) in DOCS.read_text("utf-8"), "run tests/benchmarks/what_fits.py"
+    assert row(name, recipe) in DOCS.read_text("utf-8")
     header = Path(memory.__file__).parents[1].joinpath("recipes", f"{name}.yaml").read_text("utf-8")
     (size,) = re.findall(r"# Hardware: one \w+ of (\d+) GB", header)
     assert needs_of(recipe).device <= int(size) * 10**9
