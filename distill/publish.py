@@ -128,10 +128,10 @@ def unmet_conditions(run: Path, report: Report, licence: str | None, why: str) -
             f"The report is of other weights (sha256 {draft.sha256[:12]}…) than the draft's: run "
             f"{again}."
         )
-    if draft.texts.unexplained:
+    if draft.lossless.unexplained:
         unmet.append(
-            f"The draft is not lossless ({draft.texts}): find out why in the report's tie ledger, "
-            f"and measure it again: {again}."
+            f"The draft is not lossless ({draft.lossless}): find out why in the report's tie "
+            f"ledger, and measure it again: {again}."
         )
     if overlap_of(run, report) is None:
         unmet.append(

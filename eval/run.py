@@ -65,8 +65,6 @@ from eval.prompts import (
 from eval.reporting.report import DraftReport, Report, write_report
 from eval.reporting.text import print_summary
 
-TORCH_ONLY = ("gamma_sweep", "batch_sizes")
-
 # of a run's recipe where --run is given, else these
 DEFAULTS: dict[str, Any] = {
     "temperature": 0.0,
@@ -129,20 +127,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--speed_prompts", type=int, default=40)
     parser.add_argument("--tuning_prompts", type=int, default=8, help="set aside to choose gamma")
     parser.add_argument(
-        "--gamma_sweep",
-        type=int,
-        default=0,
-        metavar="N",
-        help="measure every fixed draft length on N of the timed prompts",
-    )
-    parser.add_argument(
-        "--batch_sizes",
-        type=_sizes,
-        default=[],
-        metavar="N,N,…",
-        help="decode the timed prompts also in batches of each size, as 1,2,4,8",
-    )
-    parser.add_argument(
         "--execute",
         choices=["true", "false"],
         default="false",
@@ -194,11 +178,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
             parser.error(f"engine {args.engine} takes one --gamma, not {args.gamma}")
         (args.gamma,) = args.gamma
     if args.concurrency and args.engine != "vllm":
-        parser.error(f"--concurrency is of engine vllm; engine {args.engine} has --batch_sizes")
+        parser.error(f"--concurrency is of engine vllm; leave it out with engine {args.engine}")
     if args.served:
         if not (args.base_url and args.baseline_url and args.prompts):
             parser.error("engine vllm needs --base_url, --baseline_url and --prompts")
-        _refuse_ours(parser, args)
     elif not (args.target and args.draft and args.prompts):
         parser.error("give --target, --draft and --prompts, or --run DIR")
     elif args.engine != "torch":
@@ -227,15 +210,8 @@ def _check_for_engine(parser: argparse.ArgumentParser, args: argparse.Namespace)
         parser.error(f"{engine} needs --gamma, 1 or more: it chooses none")
     if args.output_dir == args.run and args.run is not None:
         parser.error(f"{engine} needs --output_dir, lest it replace the run's own report")
-    _refuse_ours(parser, args)
     if args.strategy != "auto" and args.run is None:
         parser.error(f"--strategy is of engine torch: {args.engine} bridges no vocabularies")
-
-
-def _refuse_ours(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    for name in TORCH_ONLY:
-        if getattr(args, name):
-            parser.error(f"--{name} is of engine torch; leave it out with engine {args.engine}")
 
 
 def _sizes(text: str) -> list[int]:
@@ -346,8 +322,6 @@ def _measure(args: argparse.Namespace, journal: Journal) -> Report:
             args.gamma,
             args.max_gamma,
             args.speed_prompts,
-            args.gamma_sweep,
-            args.batch_sizes,
             execute=args.execute == "true",
         ),
         journal,

@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from align.sources import cache_folder
 from eval.measuring.losslessness import ledger
-from eval.measuring.metrics import by_batch
 from eval.measuring.runs import Agreement, Answer, DraftLog, PromptRun, RunLog, StepCosts
 from eval.reporting import page
 from eval.reporting.report import build_report
@@ -227,19 +226,6 @@ def made_up_measurement(name, alpha, prompts=40, **changes):
                 for i in range(2)
             ],
         ),
-    }
-    base = fields["baseline"]
-    pairs = [runs[at : at + 4] for runs in (fields["runs"], base) for at in range(0, prompts, 4)]
-    half = len(pairs) // 2
-    fields |= {
-        "by_batch_size": [
-            {
-                "batch_size": 4,
-                "prompts": prompts,
-                "lossless": ledger(prompts, fields["lossless"]["divergences"][:1]),
-                **by_batch(pairs[:half], pairs[half:]),
-            }
-        ],
     }
     return DraftLog(**(fields | changes))
 

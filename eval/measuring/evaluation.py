@@ -33,7 +33,6 @@ from eval.measuring.timing import (
     decode_in_turns,
     over_stock_generate,
     step_costs,
-    sweep_gamma,
 )
 from eval.prompts import Batch, Prompt, PromptSet
 from eval.reporting.report import Report, build_report
@@ -44,18 +43,14 @@ class Plan:
     """How much an evaluation measures.
 
     gamma: a fixed draft length for all drafts; None chooses each one's fastest, up to max_gamma.
-    speed_prompts: how many are timed. sweep_prompts: measure every fixed length on so many of
-    those. batch_sizes: decode them also in batches of each size. execute: run the functions that
-    the target writes where a prompt brings tests. seconds: None times all of speed_prompts, else no
-    more than fit into these, nor than it takes for intervals within NARROW of each speed-up; FEWEST
-    at least.
+    speed_prompts: how many are timed. execute: run the functions that the target writes where a
+    prompt brings tests. seconds: None times all of speed_prompts, else no more than fit into these,
+    nor than it takes for intervals within NARROW of each speed-up; FEWEST at least.
     """
 
     gamma: int | None
     max_gamma: int
     speed_prompts: int
-    sweep_prompts: int = 0
-    batch_sizes: Sequence[int] = ()
     execute: bool = False
     seconds: float | None = None
 
@@ -78,12 +73,6 @@ def evaluate(
     logits are no numbers.
     """
     timed = evaluation.drawn(plan.speed_prompts, decoding.seed)
-    if plan.batch_sizes and max(plan.batch_sizes) > len(timed.prompts):
-        raise ValueError(
-            f"A batch of {max(plan.batch_sizes)} needs as many timed prompts, but there are "
-            f"{len(timed.prompts)}; raise --speed_prompts, give more prompts, or ask for smaller "
-            "--batch_sizes."
-        )
     _begin(journal, target, drafters, (evaluation, tuning), decoding, plan)
     stages = _Stages(target, drafters, timed, tuning, decoding, plan, journal)
     temperature = decoding.sampling.temperature
@@ -95,18 +84,12 @@ def evaluate(
     decoded = {temperature: first}
     if not decoding.sampling.greedy:  # losslessness is
         decoded[0.0] = stages.decoded(timed.batches(1), 0.0, "speed at T=0")
-    batched = {
-        size: stages.decoded(timed.batches(size), temperature, f"batch size {size}")
-        for size in plan.batch_sizes
-    }
     stock = journal.once("stock generate", lambda: over_stock_generate(target, timed, decoding))
     texts = [(r.prompt_tokens, len(r.tokens)) for (r,) in first[BASELINE]]
     context = sum(prompt + tokens // 2 for prompt, tokens in texts) // len(texts)
     longest = max(plan.max_gamma, *(length.gamma for length in stages.lengths.values()))
     costs = stages.step_costs("step costs", context, longest, COST_REPEATS)
-    logs = [
-        stages.draft_log(name, alphas[name], costs[name], decoded, batched) for name in drafters
-    ]
+    logs = [stages.draft_log(name, alphas[name], costs[name], decoded) for name in drafters]
     baseline = logs[0].baseline
     run = RunLog(
         target=target.spec,
@@ -278,18 +261,10 @@ class _Stages:
         agreement: list[Agreement],
         costs: StepCosts,
         decoded: dict[float, Decoded],
-        batched: dict[int, Decoded],
     ) -> DraftLog:
-        """decoded: single prompts by temperature; batched: by batch size."""
+        """decoded: single prompts by temperature."""
         target, drafter, length = self.target, self.drafters[name], self.lengths[name]
-        plan, sampling, journal = self.plan, self.decoding.sampling, self.journal
-        runs, baseline = _single(decoded[sampling.temperature], name)
-        sweep = []
-        if plan.sweep_prompts:
-            swept = self.timed.first(plan.sweep_prompts)
-            sweep = sweep_gamma(
-                target, name, drafter, swept, self.decoding, plan.max_gamma, journal
-            )
+        runs, baseline = _single(decoded[self.decoding.sampling.temperature], name)
         return DraftLog(
             name=name,
             path=drafter.path,
@@ -297,7 +272,7 @@ class _Stages:
             vocabulary=dict(drafter.vocabulary),
             runs=runs,
             baseline=baseline,
-            lossless=self._compared(name, None, decoded[0.0]),
+            lossless=self._compared(name, decoded[0.0]),
             gamma=length.gamma,
             gamma_policy=self._policy(length),
             agreement=agreement,
@@ -311,16 +286,6 @@ class _Stages:
                 },
             },
             full_form_bytes=drafter.full_form_bytes,
-            gamma_sweep=sweep,
-            by_batch_size=[
-                {
-                    "batch_size": size,
-                    "prompts": size * len(runs_of[name]),
-                    "lossless": self._compared(name, size, runs_of) if sampling.greedy else None,
-                    **metrics.by_batch(runs_of[name], runs_of[BASELINE]),
-                }
-                for size, runs_of in batched.items()
-            ],
         )
 
     def _policy(self, length: DraftLength) -> str:
@@ -329,10 +294,9 @@ class _Stages:
         kind = f"stops below {length.stop_below:g}" if length.stop_below else "fixed"
         return f"{kind}, fastest on {len(self.tuning.prompts)} other prompts"
 
-    def _compared(self, name: str, batch_size: int | None, decoded: Decoded) -> dict[str, Any]:
+    def _compared(self, name: str, decoded: Decoded) -> dict[str, Any]:
         """The ledger of greedy texts, its tokens as text."""
-        stage = f"texts of {name} compared" + (f", batch size {batch_size}" if batch_size else "")
-        batches = self.timed.batches(batch_size or 1)
+        stage, batches = f"texts of {name} compared", self.timed.batches(1)
         drafter, length = self.drafters[name], self.lengths[name]
         ledger = self.journal.once(
             stage,

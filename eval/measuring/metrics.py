@@ -16,7 +16,6 @@ from pydantic import Field, model_validator
 
 from eval.measuring.cost import break_even_alpha, ceiling_speedup
 from eval.measuring.intervals import (
-    Both,
     Count,
     Measured,
     NothingToMeasure,
@@ -27,7 +26,6 @@ from eval.measuring.intervals import (
     Share,
     TokensPerCall,
     difference,
-    measure,
     measure_rows,
     ratio,
     share,
@@ -355,36 +353,6 @@ def _run_rows(
 def tokens_per_s(runs: Sequence[PromptRun]) -> Measured:
     """Emitted tokens per wall second, prefill included."""
     return measure_rows("tokens_per_s", _run_rows(runs, lambda run: (len(run.tokens), run.seconds)))
-
-
-# Prompts decoded together, all from the start on: the batch took as long as its slowest row.
-Batch = Sequence[PromptRun]
-
-
-def by_batch(batches: Sequence[Batch], baseline: Sequence[Batch]) -> dict[str, Any]:
-    """tokens_per_s, speedup and tau of batches decoded with a draft, and of the same without.
-
-    A batch is what varies, n the number of batches. Raises ValueError where two batches of a
-    pair hold other prompts.
-    """
-    rows: list[tuple[float, ...]] = []
-    for batch, base in zip(batches, baseline, strict=True):
-        pair(batch, base)
-        rows.append((*_batch_row(base), *_batch_row(batch)))
-    whole = [[_whole(run)[:2] for run in batch if run.whole_blocks] for batch in batches]
-    return {
-        "tokens_per_s": Both(
-            baseline=measure("tokens_per_s", rows, lambda t: t[..., 1] / t[..., 0]),
-            speculative=measure("tokens_per_s", rows, lambda t: t[..., 3] / t[..., 2]),
-        ),
-        "speedup": measure("speedup", rows, speedup_of),
-        "tau": measure("tau", [np.sum(batch, axis=0) for batch in whole if batch]),
-    }
-
-
-def _batch_row(batch: Batch) -> tuple[float, float]:
-    """Seconds and tokens."""
-    return max(run.seconds for run in batch), sum(len(run.tokens) for run in batch)
 
 
 def ttft_ms(runs: Sequence[PromptRun]) -> Measured:

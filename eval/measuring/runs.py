@@ -222,8 +222,7 @@ class DraftLog:
     What an engine cannot measure is None, and `missing` says why: report field -> reason.
     gamma: the draft length chosen for this draft. memory: {target_bytes, draft_bytes,
     kv_bytes_per_token: {target, draft}} in the form measured. lossless: the ledger of greedy texts.
-    gamma_sweep: measured points {gamma, tau, speedup}. by_load: points of eval/engines/load.py.
-    counters: a server's own.
+    by_load: points of eval/engines/load.py. counters: a server's own.
     """
 
     name: str
@@ -239,8 +238,6 @@ class DraftLog:
     costs: StepCosts | None = None
     memory: dict[str, Any] | None = None
     full_form_bytes: int | None = None
-    gamma_sweep: list[dict[str, Any]] = field(default_factory=list)
-    by_batch_size: list[dict[str, Any]] = field(default_factory=list)
     by_load: list[dict[str, Any]] = field(default_factory=list)
     counters: dict[str, Any] | None = None
     missing: dict[str, str] = field(default_factory=dict)

@@ -19,7 +19,6 @@ from eval.decoding.graphs import GraphedDecoder
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
-from eval.measuring import metrics
 from eval.measuring.journal import Journal
 from eval.measuring.runs import PromptRun, StepCosts
 from eval.prompts import Batch, PromptSet
@@ -155,31 +154,6 @@ def in_turns(
 
     in_rows = journal.each(stage, rows, measure, read_row, "prompt", enough)
     return [[row[number] for row in in_rows] for number in range(len(decoders))]
-
-
-def sweep_gamma(
-    target: Target,
-    name: str,
-    drafter: Drafter,
-    prompts: PromptSet,
-    decoding: Decoding,
-    max_gamma: int,
-    journal: Journal,
-) -> list[dict[str, Any]]:
-    """Measured speed-up and tau of every fixed draft length from 1 to max_gamma, interleaved."""
-    lengths = [DraftLength(gamma) for gamma in range(1, max_gamma + 1)]
-    contenders = [ALONE, *((drafter, length) for length in lengths)]
-    stage = f"gamma sweep of {name}"
-    decoded = decode_in_turns(target, contenders, prompts.batches(1), decoding, journal, stage)
-    baseline, *runs = ([run for (run,) in batches] for batches in decoded)
-    return [
-        {
-            "gamma": length.gamma,
-            "tau": metrics.tau(mine),
-            "speedup": metrics.speedup(mine, baseline),
-        }
-        for length, mine in zip(lengths, runs, strict=True)
-    ]
 
 
 def over_stock_generate(

@@ -138,10 +138,6 @@ def gamma_chart(drafts: Drafts, colours: dict[str, str]) -> dict[str, Any] | Non
     dots: list[tuple[float, Measured, str, str]] = []
     for name in curves:
         draft = drafts[name]
-        dots += [
-            (point.gamma, point.speedup, colours[name], f"{name}, gamma {point.gamma}, sweep")
-            for point in draft.gamma_sweep
-        ]
         if draft.mean_drafted is not None:
             dots.append((draft.mean_drafted, draft.speedup, colours[name], f"{name}, the run"))
     last, perfect = list(curves.items())[-1]

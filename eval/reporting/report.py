@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
@@ -70,25 +70,6 @@ class Vocabulary(Part):
     relation: str
     strategy: str
     coverage: float | None
-
-
-class SweepPoint(Part):
-    """Measured with one fixed draft length."""
-
-    gamma: Positive
-    tau: TokensPerCall
-    speedup: Measured
-
-
-class BatchPoint(Part):
-    """Decoded in batches of one size; a batch is what varies, n the number of batches."""
-
-    batch_size: Positive
-    prompts: Positive
-    tau: TokensPerCall
-    speedup: Measured
-    lossless: Ledger | None = Field(description="against the same batch alone; null if sampled")
-    tokens_per_s: Both[Measured] = Field(description="of all rows together")
 
 
 class LoadPoint(Part):
@@ -201,8 +182,6 @@ class DraftReport(Part):
     )
     memory: Memory | None
     payoff: Payoff | None
-    gamma_sweep: list[SweepPoint] = Field(description="where one was asked for")
-    by_batch_size: list[BatchPoint] = Field(description="where sizes were asked for")
     by_load: list[LoadPoint] = Field(default=[], description="where loads were asked for")
     lossless: Ledger
     by_category: dict[str, CategoryNumbers]
@@ -225,22 +204,6 @@ class DraftReport(Part):
             for row in self.per_prompt
             if row.alpha_sum is not None and row.positions is not None
         ]
-
-    def ledgers(self, name: str) -> Iterator[tuple[str, Ledger]]:
-        """Every comparison of greedy texts with the target's own, by what to call it."""
-        yield name, self.lossless
-        for point in self.by_batch_size:
-            if point.lossless:
-                yield f"{name} in batches of {point.batch_size}", point.lossless
-
-    @property
-    def texts(self) -> Ledger:
-        """All of these comparisons as one."""
-        ledgers = [ledger for _, ledger in self.ledgers("")]
-        parted = [entry for ledger in ledgers for entry in ledger.divergences]
-        counts = ("prompts", "identical", "tie_divergences", "unexplained")
-        totals = {count: sum(getattr(ledger, count) for ledger in ledgers) for count in counts}
-        return Ledger(**totals, divergences=parted)
 
     @model_validator(mode="after")
     def _null_has_a_reason(self) -> Self:
@@ -297,9 +260,7 @@ def _numbers(log: DraftLog, run: RunLog, shown: Sequence[str]) -> dict[str, Call
 
 
 # Fields that are in the draft's log as they are.
-COPIED = (
-    "path form vocabulary gamma gamma_policy gamma_sweep by_batch_size by_load lossless counters"
-).split()
+COPIED = ("path form vocabulary gamma gamma_policy by_load lossless counters").split()
 
 
 def _payoff(log: DraftLog) -> Payoff:
@@ -505,7 +466,7 @@ class Report(Part):
 
     def ledgers(self) -> list[tuple[str, Ledger]]:
         """Those of all drafts, by what to call them."""
-        return [ledger for name, draft in self.drafts.items() for ledger in draft.ledgers(name)]
+        return [(name, draft.lossless) for name, draft in self.drafts.items()]
 
     @model_validator(mode="after")
     def _gains_are_differences(self) -> Self:

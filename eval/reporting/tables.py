@@ -31,12 +31,6 @@ LEDGER_NOTE = (
     "by, and the texts agree in fp32 (behind a server: and all that follows is its choice too)."
 )
 TIES = " (at a tie the target's own rounding decides between two tokens: either text is its own)"
-BATCH_NOTE = (
-    "The rows of a batch start together, and one that ends leaves. Without a draft: the same "
-    "batches. Tokens/s of all rows together; intervals over batches. In bf16 two forwards of other "
-    "shapes differ in the last bits, so texts may part at near-ties, each checked in the tie "
-    "ledger; in fp32 they are the same."
-)
 LOAD_NOTE = (
     "So many requests are kept in flight, of one server after the other, in rounds of twice as "
     "many; intervals over rounds. Texts are not compared here: bf16 sums depend on what else is in "
@@ -150,7 +144,8 @@ def setting_line(report: Report) -> str:
 def verdict_lines(report: Report) -> list[str]:
     """Whether each draft pays, where its step costs were timed."""
     return [
-        f"{name}: {'NOT LOSSLESS, do not serve. ' if d.texts.unexplained else ''}{d.payoff.verdict}"
+        f"{name}: {'NOT LOSSLESS, do not serve. ' if d.lossless.unexplained else ''}"
+        f"{d.payoff.verdict}"
         for name, d in report.drafts.items()
         if d.payoff
     ]
@@ -273,18 +268,8 @@ ANSWERS: Cells = [
     ("pass@1", "pass_at_1", "{:.0%}".format),
 ]
 POSITIONS = _fields("", "position drafts marginal conditional")
-SWEEP = _fields("", "gamma tau speedup")
 CATEGORIES = _fields("", "alpha tau speedup alpha.n speedup.n")
 BUCKETS = _fields("", "positions alpha")
-BATCHES: Cells = [
-    ("batch size", "batch_size", str),
-    ("tokens/s, no draft", "tokens_per_s.baseline", "{:.1f}".format),
-    ("tokens/s, drafted", "tokens_per_s.speculative", "{:.1f}".format),
-    ("speed-up", "speedup", shown),
-    ("tau", "tau", shown),
-    ("batches", "speedup.n", str),
-    ("greedy text", "lossless", str),
-]
 LOADS: Cells = [
     ("requests at a time", "concurrency", str),
     ("tokens/s, no draft", "tokens_per_s.baseline", "{:.1f}".format),
@@ -506,7 +491,6 @@ def _charted(report: Report) -> list[Table]:
     charted = [
         _waterfalls(report),
         _curves(report),
-        _by_item("Measured by gamma", report, "gamma_sweep", SWEEP),
         _by_item("Acceptance by position", report, "per_position", POSITIONS),
     ]
     for name, draft in report.drafts.items():
@@ -539,7 +523,6 @@ def tables(report: Report) -> list[Table]:
         _table("Gain", "draft", gains, GAINS),
         _by_draft("Counters of the server", report, COUNTERS, COUNTERS_NOTE),
         *_charted(report),
-        _by_item("By batch size", report, "by_batch_size", BATCHES, BATCH_NOTE),
         _by_load(report),
         ledger_table(report),
         _table("The target's answers", "", answers, ANSWERS, ANSWERS_NOTE),

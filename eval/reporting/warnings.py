@@ -48,7 +48,7 @@ def headline(report: Report) -> str:
     facts += [f"alpha {draft.alpha:.2f}"] if draft.alpha else []
     if draft.memory:
         facts.append(f"memory +{draft.memory.overhead:.0%}")
-    facts.append(f"{'NOT LOSSLESS, ' if draft.texts.unexplained else ''}{draft.texts}")
+    facts.append(f"{'NOT LOSSLESS, ' if draft.lossless.unexplained else ''}{draft.lossless}")
     return f"Draft {name} {effect}: {', '.join(facts)}."
 
 
@@ -57,7 +57,7 @@ def recommendation(report: Report) -> str:
     paying = {
         name: draft
         for name, draft in report.drafts.items()
-        if draft.speedup.bounds[0] > 1 and not draft.texts.unexplained
+        if draft.speedup.bounds[0] > 1 and not draft.lossless.unexplained
     }
     if not paying:
         return "Serve without a draft: none is shown to be faster and to leave the text as it is."

@@ -111,8 +111,6 @@ def run(words):
     _, _, module, *arguments = words
     if module == "eval.run":
         arguments += ["--speed_prompts", "2", *([] if "--gamma" in words else ["--gamma", "2"])]
-        if "--batch_sizes" in words:
-            arguments += ["--batch_sizes", "1,2"]
     status = MODULES[module](arguments) or 0
     if module == "eval.drift":  # a report of two prompts tells nothing of what is served
         return status, {2}

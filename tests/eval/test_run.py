@@ -1,4 +1,4 @@
-"""`python -m eval.run` on tiny checkpoints on disk: drafts side by side, rivals, sweep, gate."""
+"""`python -m eval.run` on tiny checkpoints on disk: drafts side by side, rivals, gate."""
 
 import json
 import shutil
@@ -65,14 +65,14 @@ def run(folder, out, *more):
     return main([*what, *short, "--output_dir", str(out), *more])
 
 
-def test_drafts_rivals_and_sweep_in_one_report(folder, tmp_path, capsys):
+def test_drafts_and_rivals_in_one_report(folder, tmp_path, capsys):
     status = run(
         folder,
         tmp_path,
         *("--draft", "prompt-lookup"),
         *("--draft", f"bad={folder / 'draft'}"),
         *("--draft", f"self={folder / 'target'}"),
-        *("--gamma", "2", "--gamma_sweep", "3"),
+        *("--gamma", "2"),
         *("--fail_under_alpha", "0.7"),  # 12 prompts show no more, though all agrees
     )
     assert status == 0
@@ -83,7 +83,6 @@ def test_drafts_rivals_and_sweep_in_one_report(folder, tmp_path, capsys):
     assert own["alpha"]["mean"] == own["accepted_over_drafted"]["mean"] == 1
     assert own["tau"]["mean"] == 3
     assert all(entry["rejected"] == 0 for entry in own["atlas"]["classes"])
-    assert [point["tau"]["mean"] for point in own["gamma_sweep"]] == [2, 3, 4]
     assert [entry["draft"] for entry in report["gain"]] == ["self"]
     costs = [draft["costs"] for draft in report["drafts"].values()]
     assert len({cost["target_step_ms"] for cost in costs}) == 1  # one target, timed once
@@ -93,8 +92,6 @@ def test_drafts_rivals_and_sweep_in_one_report(folder, tmp_path, capsys):
     assert own["by_category"]["odd"]["alpha"]["n"] == 6
     assert own["by_context"]["below 512 tokens"]["alpha"]["n"] == len(own["per_prompt"])
     assert all(row["prompt_tokens"] > 0 for row in own["per_prompt"])
-    page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
-    assert "Measured by gamma" not in page  # it is drawn
     assert "prompt-lookup" in capsys.readouterr().out
 
 
@@ -140,22 +137,6 @@ def test_lengths_that_cannot_be_kept(folder, tmp_path, capsys, options, message)
     assert message in capsys.readouterr().err
 
 
-def test_batches_stand_in_the_report_where_asked_for(folder, tmp_path):
-    status = run(
-        folder,
-        tmp_path,
-        *("--draft", f"self={folder / 'target'}", "--gamma", "2", "--batch_sizes", "1,3"),
-    )
-    assert status == 0
-    draft = loaded(tmp_path)["drafts"]["self"]
-    assert [point["batch_size"] for point in draft["by_batch_size"]] == [1, 3]
-    assert [point["speedup"]["n"] for point in draft["by_batch_size"]] == [12, 4]
-    assert [point["lossless"]["identical"] for point in draft["by_batch_size"]] == [12, 12]
-    assert {point["tau"]["mean"] for point in draft["by_batch_size"]} == {3}
-    for name, title in (("report.html", "By batch size"), ("report.md", "## By batch size")):
-        assert title in (tmp_path / "report" / name).read_text(encoding="utf-8")
-
-
 class Interrupted:
     """Decoders that are interrupted after so many calls; `calls` counts them."""
 
@@ -178,7 +159,6 @@ def untimed(report):
             *(draft[key] for key in ("alpha", "lossless")),
             draft["atlas"]["heat_map"],
             [(row["id"], row["tokens"], row["drafted"]) for row in draft["per_prompt"]],
-            [point["tau"] for key in ("by_batch_size", "gamma_sweep") for point in draft[key]],
         )
         for name, draft in report["drafts"].items()
     ]  # fmt: skip
@@ -187,7 +167,7 @@ def untimed(report):
 def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys):
     what = (
         *("--draft", f"d={folder / 'draft'}", "--draft", f"self={folder / 'target'}"),
-        *("--gamma", "2", "--gamma_sweep", "2", "--batch_sizes", "2", "--temperature", "0.7"),
+        *("--gamma", "2", "--temperature", "0.7"),
     )
 
     def counted(out, after=None):
@@ -283,11 +263,11 @@ def test_a_sampled_run_is_reported_whole(folder, tmp_path):
 
 def test_a_draft_that_shares_only_text_is_measured_in_batches_too(folder, tmp_path):
     draft = ("--draft", f"text={folder / 'draft'}", "--strategy", "string", "--gamma", "2")
-    assert run(folder, tmp_path, *draft, "--batch_sizes", "3") == 0
+    assert run(folder, tmp_path, *draft) == 0
     draft = loaded(tmp_path)["drafts"]["text"]
     assert draft["vocabulary"]["strategy"] == "string"
-    assert draft["by_batch_size"][0]["lossless"]["identical"] == 12
-    assert draft["by_batch_size"][0]["tau"]["mean"] > 1
+    assert draft["lossless"]["identical"] == 12
+    assert draft["tau"]["mean"] > 1
 
 
 def test_each_draft_has_the_draft_length_that_is_fastest_for_it(folder, tmp_path, monkeypatch):
@@ -340,11 +320,6 @@ def test_gate_and_bad_input(folder, tmp_path, capsys):
     assert "lower bound of alpha" in capsys.readouterr().err
     assert run(folder, tmp_path, *bad, "--fail_under_speedup", "1000") == 1
     assert "lower bound of speedup" in capsys.readouterr().err
-    assert run(folder, tmp_path, *bad, "--batch_sizes", "2,12") == 2
-    assert "batch of 12 needs as many timed prompts, but there are 10" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        run(folder, tmp_path, *bad, "--batch_sizes", "2,0")
-    assert "--batch_sizes: '2,0' should be" in capsys.readouterr().err
     assert run(folder, tmp_path, *bad, "--prompts", str(tmp_path / "none.jsonl")) == 2
     assert "none.jsonl" in capsys.readouterr().err
     assert run(folder, tmp_path, "--draft", "x=prompt-lookup", "--draft", "x=prompt-lookup") == 2

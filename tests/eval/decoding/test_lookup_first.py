@@ -155,13 +155,12 @@ def test_it_stands_in_a_report_like_any_draft(target, drafter, journal):
         prompts,
         prompts,
         GREEDY,
-        Plan(None, 3, 4, sweep_prompts=2, batch_sizes=(2,)),
+        Plan(None, 3, 4),
         journal,
         {"command": "test"},
     )
     both = report.drafts["both"]
     assert both.lossless.identical == 4
-    assert both.by_batch_size[0].lossless.identical == 4
     assert both.memory.draft_bytes == 7
     assert both.path == "lookup-first:itself"
 

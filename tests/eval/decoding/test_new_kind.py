@@ -119,14 +119,12 @@ def test_it_stands_in_a_report_with_batches_and_temperatures(target, drafter, jo
         PROMPTS,
         PROMPTS,
         GREEDY,
-        Plan(None, 3, 4, sweep_prompts=2, batch_sizes=(2, 4)),
+        Plan(None, 3, 4),
         journal,
         {"command": "test"},
     )
     draft = report.drafts["states"]
     assert (draft.lossless.identical, draft.lossless.unexplained) == (4, 0)
-    for point, size in zip(draft.by_batch_size, (2, 4), strict=True):
-        assert (point.batch_size, point.lossless.identical) == (size, 4)
     assert 0 < draft.alpha.mean < 1
     assert draft.c > 0
     assert draft.memory.overhead == 0

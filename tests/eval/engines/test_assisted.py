@@ -328,7 +328,6 @@ def test_the_compact_form_is_refused(folder, tmp_path, capsys):
     ("more", "says"),
     [
         (("--gamma", "0"), "should be whole numbers, 1 or more"),
-        (("--batch_sizes", "2"), "--batch_sizes is of engine torch"),
         (("--strategy", "string"), "--strategy is of engine torch"),
     ],
 )

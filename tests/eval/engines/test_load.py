@@ -120,7 +120,7 @@ def test_command_with_two_servers_and_loads(fake, tmp_path, prompts, capsys):
     assert "Two drafts are called 'one'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--target", "T", "--draft", "D", "--prompts", "P", "--concurrency", "1,2"])
-    assert "engine torch has --batch_sizes" in capsys.readouterr().err
+    assert "--concurrency is of engine vllm" in capsys.readouterr().err
 
 
 def test_servers_are_started_for_the_drafts_that_are_named(fake, tmp_path, prompts, monkeypatch):

@@ -54,7 +54,6 @@ def key(tiny_llama, drafter):
         {"prompts": dataclasses.replace(PROMPTS, ids=[[3, 1], [8]])},
         {"prompts": dataclasses.replace(PROMPTS, prompts=PROMPTS.prompts[::-1])},
         {"plan": Plan(3, 3, 2)},
-        {"plan": Plan(2, 3, 2, batch_sizes=(2,))},
     ],
 )
 def test_another_evaluation_has_another_key(key, changes):

@@ -342,23 +342,6 @@ def test_gains_are_paired_differences():
     assert gain["speedup"].mean == pytest.approx(speedups[0] - speedups[1])
 
 
-def test_batches_take_as_long_as_their_last_row_and_vary_as_a_whole():
-    drafted = [
-        [make_run("a"), make_run("b", (2,), (2,), (3.0,))],  # 7 + 4 tokens in 7 and 4 seconds
-        [make_run("c", (1, 1), (2, 2), (1.0, 2.0), 1.0, cut=1)],  # 4 tokens in 4 seconds
-    ]
-    alone = [[make_baseline("a", 7), make_baseline("b", 4)], [make_baseline("c", 4)]]
-    numbers = metrics.by_batch(drafted, alone)
-    assert numbers["tokens_per_s"].speculative.mean == 15 / 11
-    assert numbers["tokens_per_s"].baseline.mean == 15 / (7 + 4)
-    assert numbers["speedup"].mean == 1
-    assert numbers["tau"].mean == (6 + 3 + 2) / (3 + 1 + 1)
-    assert {numbers[key].n for key in ("speedup", "tau")} == {2}
-    assert numbers["tau"].range == (2, 9 / 4)  # of one batch and of the other
-    with pytest.raises(ValueError, match="on one side only, 'b'"):
-        metrics.by_batch(drafted, [alone[0][:1], alone[1]])
-
-
 def test_by_category():
     agreements = [
         Agreement("a", "x", 1.0, 2),

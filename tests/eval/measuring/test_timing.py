@@ -18,7 +18,6 @@ from eval.measuring.timing import (
     in_turns,
     over_stock_generate,
     step_costs,
-    sweep_gamma,
 )
 from eval.prompts import Prompt, PromptSet
 
@@ -58,14 +57,6 @@ def baselines(target):
     return [
         decode(target.decoder, None, *batch, GREEDY, DraftLength(0))[0] for batch in SET.batches(1)
     ]
-
-
-def test_a_sweep_measures_every_length(target, own, journal):
-    points = sweep_gamma(target, "own", own, SET, GREEDY, 3, journal)
-    assert [point["gamma"] for point in points] == [1, 2, 3]
-    # the target as its own draft: all is accepted, so gamma + 1 tokens a call
-    assert [point["tau"].mean for point in points] == [2, 3, 4]
-    assert all(point["speedup"].mean > 0 for point in points)
 
 
 def test_costs_are_those_of_every_width_after_the_warm_up(target, own, monkeypatch):

@@ -54,7 +54,6 @@ def test_every_part_is_there(sample_report):
         "Memory",
         "Rejection atlas of tuned",
         "What tuned gets wrong, in the text",
-        "By batch size",
         "Greedy text: the tie ledger",
         "By category",
         "Cost and latency",
@@ -114,7 +113,7 @@ def test_a_draft_that_changes_the_output_is_marked(run_info, measurement):
         "unexplained": 3,
         "divergences": [],
     }
-    draft = measurement("a", 0.6, lossless=broken, by_batch_size=[])
+    draft = measurement("a", 0.6, lossless=broken)
     page = render_page(build_report(run_info, [draft]))
     assert '<span class="pill bad">40 texts: 37 identical, 0 same up to ties, 3 changed<' in page
     assert 'class="good"' not in page
@@ -122,7 +121,7 @@ def test_a_draft_that_changes_the_output_is_marked(run_info, measurement):
 
 @pytest.mark.parametrize(("ties", "mark"), [(0, "good"), (2, "tie")])
 def test_only_identical_texts_are_green(run_info, measurement, ties, mark):
-    draft = measurement("a", 0.6, by_batch_size=[])
+    draft = measurement("a", 0.6)
     entries = draft.lossless["divergences"][:ties]
     draft = dataclasses.replace(draft, lossless=ledger(40, entries))
     page = render_page(build_report(run_info, [draft]))

@@ -266,7 +266,7 @@ def test_a_long_ledger_shows_the_worst_first_and_says_what_it_leaves_out(run_inf
     near = draft.lossless["divergences"][0]
     ties = [near | {"prompt": f"t{i}", "gap": i / 100, "error": 0.4} for i in range(30)]
     other = near | {"prompt": "changed", "gap": None, "error": None, "tie": False}
-    draft = dataclasses.replace(draft, lossless=ledger(40, [*ties, other]), by_batch_size=[])
+    draft = dataclasses.replace(draft, lossless=ledger(40, [*ties, other]))
     report = build_report(run_info, [draft])
     table = ledger_table(report)
     prompts = [row[table.header.index("prompt")] for row in table.rows]
@@ -295,21 +295,6 @@ def test_an_unusual_efficiency_names_its_likely_cause(run_info, measurement, fac
     assert [says in warning for warning in about] == ([True] if says else [])
 
 
-def test_a_word_changed_in_batches_only_is_said_as_loudly(run_info, measurement):
-    draft = measurement("tuned", 0.6)
-    (point,) = draft.by_batch_size
-    broken = point["lossless"] | {"identical": 38, "unexplained": 1}
-    draft = dataclasses.replace(draft, by_batch_size=[point | {"lossless": broken}])
-    report = build_report(run_info, [draft])
-    batches = "draft tuned in batches of 4"
-    counts = "40 texts: 38 identical, 1 same up to ties, 1 changed"
-    assert report.warnings[0].startswith(f"NOT LOSSLESS, do not serve {batches}: {counts}")
-    assert report.headline.endswith(
-        "NOT LOSSLESS, 80 texts: 76 identical, 3 same up to ties, 1 changed."
-    )
-    assert f"With {batches}, {counts}" in render_markdown(report)
-
-
 def test_a_draft_that_is_not_lossless_is_said_loudly_and_cannot_be_hidden(
     run_info, measurement, tmp_path
 ):
@@ -323,7 +308,7 @@ def test_a_draft_that_is_not_lossless_is_said_loudly_and_cannot_be_hidden(
     report = build_report(run_info, [measurement("tuned", 0.6, lossless=broken)])
     counts = "40 texts: 36 identical, 1 same up to ties, 3 changed"
     assert report.warnings[0].startswith(f"NOT LOSSLESS, do not serve draft tuned: {counts}")
-    assert "NOT LOSSLESS, 80 texts: " in report.headline
+    assert "NOT LOSSLESS, 40 texts: " in report.headline
     assert all(line.startswith("tuned: NOT LOSSLESS, do not") for line in verdict_lines(report))
     assert "NOT LOSSLESS" in render_markdown(report)
     write_report(tmp_path, report)
@@ -495,7 +480,7 @@ def test_the_counters_of_a_server_are_shown(run_info, measurement):
 
 
 def test_a_draft_that_proposed_nothing_is_reported(run_info, measurement):
-    log = measurement("lookup", 0.6, by_batch_size=[])
+    log = measurement("lookup", 0.6)
     log = dataclasses.replace(log, runs=copy.deepcopy(log.baseline))
     report = build_report(run_info, [log])
     draft = report.drafts["lookup"]
