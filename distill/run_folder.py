@@ -19,13 +19,13 @@ from align.vocab_map import VOCAB_MAP, save_map
 from distill.lora import base_sha256
 from distill.models import Pair
 from distill.plan import Plan, read_plan
-from distill.prompt_sets import Prompts
+from distill.prompt_sets import Prompts, keep_prompts
 from distill.recipe import Recipe, RecipeError, chosen_loss, dump, read_yaml
 from distill.teacher.answers import USED, who_answers
 from distill.teacher.store import names_of
 from distill.trainer import last_checkpoint
 from distill.training_set import TRAINING_SET
-from eval.prompts import prompts_sha256, write_prompts
+from eval.prompts import prompts_sha256
 
 # What two runs of one folder may differ in.
 FREE_KEYS = {
@@ -76,12 +76,7 @@ def claim_folder(recipe: Recipe, pair: Pair, prompts: Prompts, plan: Plan | None
     if pair.vocab_map is not None and not (folder / VOCAB_MAP).exists():
         save_map(folder / VOCAB_MAP, pair.vocab_map, pair.target, pair.draft)
     write_json(folder / "vocab_check.json", pair.verdict.to_json() | {"used": pair.strategy})
-    for name, part in (
-        ("train", prompts.training),
-        ("tuning", prompts.tuning),
-        ("eval", prompts.evaluation),
-    ):
-        write_prompts(folder / "prompts" / f"{name}.jsonl", part.prompts)
+    keep_prompts(folder, prompts)
     write_recipe(recipe, plan)
 
 

@@ -2,15 +2,13 @@
 
 A spec is a Hub data set (`NAME`, `NAME:SPLIT` or `NAME:CONFIG:SPLIT`, split `train` if none is
 given, of one commit, branch or tag with `NAME@REVISION`), a `pypi:` file (`align.sources`), or a
-local `.jsonl` / `.jsonl.gz` file. A row has `prompt`, completed as it stands, or `messages`,
-rendered with the target's chat template, with `tools` where it brings them; optionally `category`,
-`group` (prompts of one document or source share it), and `id` or `task_id`. Its other fields are
-ignored. `conversations` (`from` and `value`) and a `prompt` that is a list are messages, too; a
-last turn of the assistant's is the target's to write, and left out. A `prompt` that ends in a
-Python function and brings no category gets the kind of its task (`eval.task_kinds`); with
-`entry_point` and `test`, as HumanEval has them, its answers can be judged
-(`eval.measuring.answer_quality`). An Instruct model is asked in chat form: `instruction` puts a
-`prompt` into a user's message. `chat_template_kwargs` (`{"enable_thinking": false}`) reach the
+local `.jsonl` / `.jsonl.gz` file. A row has `prompt`, completed raw, or `messages`, rendered with
+the target's chat template, with `tools` where it brings them; optionally `category`, `group`
+(prompts of one document or source share it), and `id` or `task_id`. Its other fields are ignored.
+`conversations` (`from` and `value`) and a `prompt` that is a list are messages, too; a last turn of
+the assistant is left out, since the target writes its own. A `prompt` that ends in a Python
+function and brings no category gets the kind of its task (`eval.task_kinds`). `instruction` puts a
+`prompt` into a user's message; `chat_template_kwargs` (`{"enable_thinking": false}`) reach the
 template, a row's own before those of the recipe.
 """
 
@@ -24,15 +22,12 @@ import json
 import random
 import re
 import reprlib
-import shutil
-import tempfile
 import zlib
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -49,12 +44,7 @@ CODE, DOCSTRING = "{code}", "{docstring}"
 INSTRUCTING = ("system", "developer")  # roles whose turn alone asks nothing
 CHANGED = ("user", "assistant", "tool")  # roles that templates know, and may write otherwise
 SPEAKERS = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
-# how a row is written, by the field that is wrong
-FORMS = {
-    "": '{"prompt": "…"} or {"messages": [{"role": "…", "content": "…"}]}',
-    "tools": '{"messages": […], "tools": [{"type": "function", "function": {"name": "…"}}]}',
-    "chat_template_kwargs": '{"messages": […], "chat_template_kwargs": {"…": …}}',
-}
+EXAMPLE = '{"prompt": "…"} or {"messages": [{"role": "…", "content": "…"}]}'
 SET_HERE = ("messages", "tools", "add_generation_prompt")  # of what a chat template reads
 
 
@@ -156,6 +146,10 @@ class PromptSet:
         random.Random(seed).shuffle(order)
         return self._of(order[:count])
 
+    def of_ids(self, ids: set[str]) -> PromptSet:
+        """Those prompts, in their order here."""
+        return self._of(i for i, prompt in enumerate(self.prompts) if prompt.id in ids)
+
     def first(self, count: int) -> PromptSet:
         return self._of(range(min(count, len(self.prompts))))
 
@@ -178,7 +172,7 @@ class PromptSet:
 
 @dataclass(frozen=True)
 class PromptSource:
-    """Prompts: how many, and each by its number, read when asked for."""
+    """Prompts: how many, and each by its number; rows of a data set are read when asked for."""
 
     count: int
     read: Callable[[int], Prompt]
@@ -190,30 +184,26 @@ def load_prompts(spec: str, limit: int | None = None, seed: int = 0) -> list[Pro
     limit: only so many, drawn with the seed. Raises PromptError, which names file and line, and
     SourceError for a file that is missing or cannot be fetched.
     """
-    with open_prompts(spec) as source:
-        prompts = [source.read(i) for i in _drawn(source.count, limit, seed)]
+    source = open_prompts(spec)
+    prompts = [source.read(i) for i in _drawn(source.count, limit, seed)]
     refuse_repeated_ids(prompts, spec)
     return prompts
 
 
-@contextmanager
-def open_prompts(spec: str) -> Iterator[PromptSource]:
-    """The prompts that `spec` names, none of them in memory. Raises what `load_prompts` raises.
+def open_prompts(spec: str) -> PromptSource:
+    """The prompts that `spec` names, each to be read alone. Raises what `load_prompts` raises.
 
     All lines of a file are checked at once, the rows of a data set when they are read.
     """
-    with ExitStack() as opened:
-        named = spec.startswith("pypi:") or spec.endswith((".jsonl", ".jsonl.gz"))
-        if named or Path(spec).exists():
-            source = _lines_of(_open_file(resolve_file(spec), spec, opened), spec)
-        else:
-            source = _rows_of(spec)
-        if source.count == 0:
-            raise PromptError(
-                f"{spec!r} holds no prompt; write one JSON object a line, with `prompt` or "
-                "`messages`."
-            )
-        yield source
+    named = spec.startswith("pypi:") or spec.endswith((".jsonl", ".jsonl.gz"))
+    if named or Path(spec).exists():
+        prompts = _lines_of(resolve_file(spec), spec)
+        source = PromptSource(len(prompts), prompts.__getitem__)
+    else:
+        source = _rows_of(spec)
+    if source.count == 0:
+        raise PromptError(f"{spec!r} holds no prompt; write one JSON object a line, as {EXAMPLE}.")
+    return source
 
 
 def draw(prompts: list[Prompt], limit: int | None, seed: int) -> list[Prompt]:
@@ -227,36 +217,18 @@ def _drawn(count: int, limit: int | None, seed: int) -> list[int]:
     return sorted(random.Random(seed).sample(range(count), limit))
 
 
-def _open_file(path: Path, spec: str, opened: ExitStack) -> IO[bytes]:
-    """The file; a packed one is unpacked to a temporary file, so that any line can be read."""
+def _lines_of(path: Path, spec: str) -> list[Prompt]:
     try:
-        if not path.name.endswith(".gz"):
-            return opened.enter_context(path.open("rb"))
-        file = opened.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        with gzip.open(path) as packed:
-            shutil.copyfileobj(packed, file)
-        file.seek(0)
+        content = path.read_bytes()
+        if path.name.endswith(".gz"):
+            content = gzip.decompress(content)
     except (OSError, EOFError, zlib.error) as error:
         raise PromptError(
             f"{spec!r} cannot be read ({error}); give a whole .jsonl or .jsonl.gz file."
         ) from error
-    return file
-
-
-def _lines_of(file: IO[bytes], spec: str) -> PromptSource:
-    numbers, starts, at = array("q"), array("q"), 0
-    for number, line in enumerate(file, start=1):
-        if line.removeprefix(codecs.BOM_UTF8).strip():
-            _parse(line, spec, number)
-            numbers.append(number)
-            starts.append(at)
-        at += len(line)
-
-    def read(i: int) -> Prompt:
-        file.seek(starts[i])
-        return _parse(file.readline(), spec, numbers[i])
-
-    return PromptSource(len(numbers), read)
+    # editors on Windows write a byte order mark first
+    lines = content.removeprefix(codecs.BOM_UTF8).split(b"\n")
+    return [_parse(line, spec, number) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def _rows_of(spec: str) -> PromptSource:
@@ -382,8 +354,7 @@ def _parse(row: bytes | dict[str, Any], spec: str, number: int) -> Prompt:
     is_line = isinstance(row, bytes)
     try:
         if isinstance(row, bytes):
-            # editors on Windows write a mark first
-            parsed = _Row.model_validate_json(row.removeprefix(codecs.BOM_UTF8))
+            parsed = _Row.model_validate_json(row)
         else:
             parsed = _Row.model_validate(_without_nulls(row))
     except ValidationError as error:
@@ -395,7 +366,7 @@ def _parse(row: bytes | dict[str, Any], spec: str, number: int) -> Prompt:
             reason += f", not {reprlib.repr(first['input'])}"
         raise PromptError(
             f"{spec!r}, {'line' if is_line else 'row'} {number}{place}: {reason}. Write one JSON "
-            f"object a line, {FORMS.get(str(*places[:1]), FORMS[''])}."
+            f"object a line, as {EXAMPLE}."
         ) from error
     names = (parsed.id, parsed.task_id, number)
     category = parsed.category
@@ -501,22 +472,19 @@ def refuse_repeated_ids(prompts: Iterable[Prompt], spec: str) -> None:
 def write_prompts(path: str | Path, prompts: Iterable[Prompt]) -> None:
     """One object a line, as `load_prompts` reads them."""
     with atomic_file(path) as file:
-        for p in prompts:
-            row = {k: v for k, v in asdict(p).items() if v is not None}
-            file.write(json.dumps(row) + "\n")
+        file.writelines(json.dumps(_row_of(prompt)) + "\n" for prompt in prompts)
 
 
 def prompts_sha256(prompts: Iterable[Prompt]) -> str:
-    """One hash over all that they say; their order says nothing."""
+    """One hash over all their fields; it does not depend on their order."""
     digest = hashlib.sha256()
-    for p in sorted(prompts, key=lambda prompt: prompt.id):
-        row: list[Any] = [p.id, p.prompt, p.messages, p.category]
-        row += [] if p.group is None else [p.group]
-        row += [] if p.entry_point is None else [p.code, p.entry_point, p.test]
-        row += [] if p.chat_template_kwargs is None else [p.chat_template_kwargs]
-        row += [] if p.tools is None else [p.tools]
-        digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
+    for prompt in sorted(prompts, key=lambda prompt: prompt.id):
+        digest.update(json.dumps(_row_of(prompt), sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
+
+
+def _row_of(prompt: Prompt) -> dict[str, Any]:
+    return {key: value for key, value in asdict(prompt).items() if value is not None}
 
 
 def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -624,7 +592,12 @@ def render_set(
         if len(ids) > limit:
             longer += 1
             if lengths.long_prompts == "error":
-                raise PromptError(_too_long(prompt, ids, context_length, max_new_tokens, lengths))
+                raise PromptError(
+                    f"Prompt {prompt.id!r} has {len(ids)} tokens, and {limit} are allowed "
+                    f"(max_prompt_length {lengths.max_prompt_length}, context {context_length}, "
+                    f"{max_new_tokens} to generate); raise max_prompt_length, generate fewer "
+                    "tokens, or set long_prompts to drop or truncate_left."
+                )
             if lengths.long_prompts == "drop":
                 continue
             # without its first token many a model writes nonsense
@@ -641,18 +614,3 @@ def render_set(
         done = "dropped" if lengths.long_prompts == "drop" else "cut at their beginning"
         print(f"{source}: {longer} of {len(prompts)} prompts longer than {limit} tokens, {done}")
     return PromptSet(source, kept, rendered)
-
-
-def _too_long(
-    prompt: Prompt, ids: list[int], context_length: int, max_new_tokens: int, lengths: Lengths
-) -> str:
-    if lengths.max_prompt_length is not None:
-        return (
-            f"Prompt {prompt.id!r} has {len(ids)} tokens, more than max_prompt_length "
-            f"{lengths.max_prompt_length}; raise it, or set long_prompts to drop or truncate_left."
-        )
-    return (
-        f"Prompt {prompt.id!r} has {len(ids)} tokens; with {max_new_tokens} to generate it does "
-        f"not fit the context of {context_length}. Shorten it, generate fewer tokens, or set "
-        "long_prompts to drop."
-    )

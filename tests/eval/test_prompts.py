@@ -1,5 +1,6 @@
 import gzip
 import json
+import re
 from dataclasses import replace
 from importlib import resources
 from typing import get_args
@@ -100,57 +101,53 @@ def test_conversations_in_the_forms_of_other_data_sets(written):
     assert {prompt.prompt for prompt in prompts} == {None}
 
 
-def test_the_answer_that_a_conversation_brings_is_left_to_the_target(written):
-    turns = [{"role": "user", "content": "select ?"}, {"role": "assistant", "content": "name"}]
-    assert load_prompts(written([{"messages": turns}]))[0].messages == turns[:1]
+def talk(*turns, **fields):
+    return json.dumps({"messages": turns} | fields).encode()
+
+
+UNFINISHED = {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+NAMELESS = {"tool_calls": [{"name": "f"}]}
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "place"),
     [
         (b"", "holds no prompt"),
         (b"\n \n", "holds no prompt"),
-        (b'{"prompt": "a"}\n{"prompt": "b\xff"}\n', "line 2: Invalid JSON: invalid unicode"),
-        (b'\xef\xbb\xbf{"prompt": "a"}\n\xff', "line 2: Invalid JSON"),
-        (b'{"prompt": "a"}\nprompt: b\n', "line 2: Invalid JSON.*Write one JSON object a line"),
-        (b'{"prompt": "a"}\n\n{"prompt": "b"', "line 3: Invalid JSON: EOF"),
-        (b'["a"]\n', "line 1: Input should be an object"),
-        (b'{"text": "a"}\n', "line 1: .*neither of `prompt` and `messages`; give exactly one"),
-        (b'{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "line 1: .*both of"),
-        (b'{"prompt": "  "}', "line 1 `prompt`: String should match"),
-        (b'{"prompt": 3}', "line 1 `prompt`: Input should be a valid string, not 3. Write"),
-        (b'{"messages": []}', "nothing to answer"),
-        (b'{"messages": "hello"}', "line 1 `messages`: Input should be a valid array"),
-        (b'{"messages": [{"role": "user"}]}', "`messages` `0`: .*no `content`, which only an ass"),
-        (b'{"messages": [{"role": "user", "content": ["part"]}]}', "valid string, not \\['part'"),
-        (b'{"prompt": ["a"]}', "`messages` `0`: Input should be an object, not 'a'"),
-        (b'{"messages": [{"role": "user", "content": " "}]}', "nothing to answer"),
-        (b'{"messages": [{"role": "assistant", "content": "a"}]}', "nothing to answer"),
-        (b'{"messages": [{"role": "system", "content": "a"}]}', "nothing to answer; give a turn"),
-        (b'{"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}', "should be \\[{"),
-        (b'{"conversations": [{"from": "bing", "value": "a"}]}', "`from` is 'bing', but should be"),
-        (b'{"conversations": [{"from": "human"}]}', "`messages` `0`: .*no `content`"),
-        (b'{"prompt": [{"role": "user"}]}', "`messages` `0`: .*no `content`"),
-        (b'{"messages": [], "tools": "f"}', "line 1 `tools`: .*array, not 'f'. .*\"tools\": \\[{"),
-        (b'{"messages": [], "tools": {"name": "f"}}', "`tools`: .*array, not {'name': 'f'}"),
-        (
-            b'{"messages": [], "chat_template_kwargs": "x"}',
-            "not 'x'. .*\"chat_template_kwargs\": {",
-        ),
-        (
-            b'{"messages": [{"role": "assistant", "tool_calls": '
-            b'[{"function": {"name": "f", "arguments": "{"}}]}]}',
-            "`arguments` is '{': no JSON \\(Expecting property name",
-        ),
-        (b'{"prompt": "a", "category": ["x"]}', "`category`: Input should be a valid string"),
-        (b'{"prompt": "a", "id": true}', "`id`: Input should be a valid string"),
-        (b'{"prompt": "\\ud800"}', "line 1: Invalid JSON: .*hex escape"),
-        (b'{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}', "'x' stands twice"),
+        (b'{"prompt": "a"}\n{"prompt": "b\xff"}\n', "line 2"),
+        (b'\xef\xbb\xbf{"prompt": "a"}\n\xff', "line 2"),
+        (b'{"prompt": "a"}\nprompt: b\n', "line 2"),
+        (b'{"prompt": "a"}\n\n{"prompt": "b"', "line 3"),
+        (b'["a"]\n', "line 1"),
+        (b'{"text": "a"}\n', "neither of `prompt` and `messages`"),
+        (talk({"role": "user", "content": "b"}, prompt="a"), "both of `prompt` and `messages`"),
+        (b'{"prompt": "  "}', "line 1 `prompt`"),
+        (b'{"prompt": 3}', "line 1 `prompt`"),
+        (b'{"prompt": "\\ud800"}', "line 1"),
+        (b'{"prompt": ["a"]}', "`messages` `0`"),
+        (b'{"prompt": [{"role": "user"}]}', "`messages` `0`"),
+        (b'{"prompt": "a", "category": ["x"]}', "`category`"),
+        (b'{"prompt": "a", "id": true}', "`id`"),
+        (b'{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}', "'x'"),
+        (b'{"messages": "hello"}', "`messages`"),
+        (talk(), "line 1"),
+        (talk({"role": "user"}), "`messages` `0`"),
+        (talk({"role": "user", "content": ["part"]}), "`messages` `0` `content`"),
+        (talk({"role": "user", "content": " "}), "line 1"),
+        (talk({"role": "assistant", "content": "a"}), "line 1"),
+        (talk({"role": "system", "content": "a"}), "line 1"),
+        (talk({"role": "assistant"} | NAMELESS), "`messages` `0`"),
+        (talk({"role": "assistant"} | UNFINISHED), "`messages` `0`"),
+        (talk(tools="f"), "`tools`"),
+        (talk(tools={"name": "f"}), "`tools`"),
+        (talk(chat_template_kwargs="x"), "`chat_template_kwargs`"),
+        (b'{"conversations": [{"from": "bing", "value": "a"}]}', "'bing'"),
+        (b'{"conversations": [{"from": "human"}]}', "`messages` `0`"),
     ],
 )
-def test_mistakes_name_file_line_reason_and_remedy(written, content, message):
+def test_mistakes_name_file_line_and_field(written, content, place):
     spec = written(content)
-    with pytest.raises(PromptError, match=message) as raised:
+    with pytest.raises(PromptError, match=re.escape(place)) as raised:
         load_prompts(spec)
     assert spec in str(raised.value)
 
@@ -208,7 +205,7 @@ def test_a_data_set_of_the_hub(monkeypatch):
     ["org/set:", "org/set::test", "org/set:main:", "a/b/c", "org/set@", "org/set:a:b:c", "x y"],
 )
 def test_a_data_set_that_is_spelt_wrongly(spec):
-    with pytest.raises(PromptError, match=r"NAME:CONFIG:SPLIT, with @REVISION after NAME.*corr"):
+    with pytest.raises(PromptError, match="NAME:CONFIG:SPLIT"):
         load_prompts(spec)
 
 
@@ -217,7 +214,7 @@ def test_a_data_set_that_cannot_be_loaded(monkeypatch):
         raise ConnectionError("no route to the Hub")
 
     monkeypatch.setattr("datasets.load_dataset", offline)
-    with pytest.raises(PromptError, match=r"org/set.*no route to the Hub.*\.jsonl"):
+    with pytest.raises(PromptError, match=r"org/set.*no route to the Hub"):
         load_prompts("org/set")
 
 
@@ -236,7 +233,6 @@ def test_written_prompts_are_read_back(tmp_path):
     prompts = [
         Prompt("a/1", "é\u2028\n", None, "x"),
         Prompt("2", None, [{"role": "system", "content": ""}, {"role": "user", "content": "?"}]),
-        Prompt("3", None, [{"role": "user", "content": "?"}], None, None, "def f():", "f", "check"),
     ]
     path = tmp_path / "out" / "prompts.jsonl"
     write_prompts(path, prompts)
@@ -269,19 +265,16 @@ def test_messages_get_the_template_and_one_bos(tokenizer):
 
 
 def test_an_instruct_model_is_asked_and_a_base_model_completes(tokenizer):
-    bare = Prompt("1", "select name", None, "x", "g", "select name", "name")
-    talk = Prompt("2", None, [{"role": "user", "content": "t"}])
-    asked = in_chat_form([bare, talk], "name ? {prompt} :", tokenizer.chat_template)
-    assert asked[1] == talk
+    bare = Prompt("1", "select name", None, "x", "g")
+    asking = Prompt("2", None, [{"role": "user", "content": "t"}])
+    asked = in_chat_form([bare, asking], "name ? {prompt} :", tokenizer.chat_template)
+    assert asked[1] == asking
     assert asked[0].messages == [{"role": "user", "content": "name ? select name :"}]
     assert (asked[0].prompt, asked[0].category, asked[0].group) == (None, "x", "g")
-    assert (asked[0].code, asked[0].entry_point) == ("select name", "name")
-    ids = render(asked[0], tokenizer)
-    assert [WORDS[i] for i in ids] == "<s> user name ? select name : assistant".split()
     assert in_chat_form([bare], "name ? {prompt}", None) == [bare]
     assert in_chat_form([bare], None, tokenizer.chat_template) == [bare]
     assert PromptSet("made up", [*asked, bare], [[]] * 3).in_chat_form == pytest.approx(2 / 3)
-    with pytest.raises(PromptError, match=r"instruction is 'Complete it', .* write \{prompt\}"):
+    with pytest.raises(PromptError, match="Complete it"):
         in_chat_form([bare], "Complete it", tokenizer.chat_template)
 
 
@@ -298,7 +291,7 @@ def test_a_function_to_write_is_asked_for_by_its_code_and_its_docstring(tokenize
         code + "    return a\n",
         "def f(a):\n    3\n",
     ):
-        with pytest.raises(PromptError, match=r"Prompt '1' is no Python function .* \{prompt\}"):
+        with pytest.raises(PromptError, match="Prompt '1' is no Python function"):
             in_chat_form([Prompt("1", no_task)], "{docstring} {code}", tokenizer.chat_template)
 
 
@@ -333,17 +326,17 @@ def test_what_the_template_has_a_switch_for_comes_from_the_recipe_or_the_prompt(
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "message"),
+    ("kwargs", "named"),
     [
-        ({"enable_thinkin": False}, "'1'.* 'enable_thinkin', which the target's chat template do"),
-        ({"messages": []}, "'1'.* 'messages', which the prompt itself decides; remove it"),
+        ({"enable_thinkin": False}, "'1' .*'enable_thinkin'"),
+        ({"messages": []}, "'1'.* 'messages'"),
     ],
 )
-def test_what_the_template_does_not_read_is_refused(tokenizer, kwargs, message):
+def test_what_the_template_does_not_read_is_refused(tokenizer, kwargs, named):
     prompt = Prompt("1", None, [{"role": "user", "content": "t"}], chat_template_kwargs=kwargs)
-    with pytest.raises(PromptError, match=message):
+    with pytest.raises(PromptError, match=named):
         render(prompt, tokenizer)
-    with pytest.raises(PromptError, match="but the target has no chat template"):
+    with pytest.raises(PromptError, match="no chat template"):
         in_chat_form([prompt], None, None, kwargs)
 
 
@@ -417,20 +410,6 @@ def test_tools_calls_and_results_are_rendered_as_transformers_does(
     assert prompts_sha256([prompt]) != prompts_sha256([replace(prompt, tools=None)])
 
 
-def test_qwen3_thinks_or_does_not_as_transformers_renders_it(letters):
-    letters.chat_template = QWEN3
-    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
-    texts = []
-    for kwargs in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
-        prompt = Prompt("1", None, turns, chat_template_kwargs=kwargs)
-        texts.append(letters.decode(render(prompt, letters)))
-        assert texts[-1] == letters.apply_chat_template(
-            turns, add_generation_prompt=True, tokenize=False, **kwargs
-        )
-    assert texts[0] == texts[1]
-    assert texts[2] == texts[1] + "<think>\n\n</think>\n\n"
-
-
 def test_what_a_data_set_gives_a_row_because_others_have_it_is_left_out(letters, monkeypatch):
     from datasets import Dataset
 
@@ -451,15 +430,16 @@ def test_what_a_data_set_gives_a_row_because_others_have_it_is_left_out(letters,
 
 def test_tools_that_the_template_would_leave_out_are_refused(tokenizer, letters):
     turns = talk_with_tools({})
-    with pytest.raises(PromptError, match="'1' has 'tools', which the target's chat template d"):
-        render(Prompt("1", None, turns[:1], tools=[TOOL]), tokenizer)
-    with pytest.raises(PromptError, match="'1' has 'tool_calls', which the target's chat templ"):
-        render(Prompt("1", None, turns), tokenizer)
-    with pytest.raises(PromptError, match="has `tools`, but is completed as it stands; give `me"):
-        render(Prompt("1", "t", tools=[TOOL]), letters)
-    letters.chat_template = "{% for m in messages %}{{ m.content + m.tool_calls }}{% endfor %}"
-    with pytest.raises(PromptError, match="'1': the target's chat template refuses its `messages"):
-        render(Prompt("1", None, [call({})]), letters)
+    adding = "{% for m in messages %}{{ m.content + m.tool_calls }}{% endfor %}"
+    for prompt, words, template, named in (
+        (Prompt("1", None, turns[:1], tools=[TOOL]), tokenizer, TEMPLATE, "'tools'"),
+        (Prompt("1", None, turns), tokenizer, TEMPLATE, "'tool_calls'"),
+        (Prompt("1", "t", tools=[TOOL]), letters, CALLING, "`tools`"),
+        (Prompt("1", None, [call({})]), letters, adding, "`messages`"),
+    ):
+        words.chat_template = template
+        with pytest.raises(PromptError, match=f"'1'.* {named}"):
+            render(prompt, words)
 
 
 def test_the_first_of_drawn_prompts_are_drawn_too():
@@ -483,7 +463,7 @@ def test_messages_without_a_template(tokenizer):
 def test_a_turn_that_the_template_would_leave_out_is_refused(letters, role):
     letters.chat_template = QWEN3
     turns = [{"role": role, "content": " Be brief.\n"}, {"role": "user", "content": "Why?"}]
-    with pytest.raises(PromptError, match=f"'q7': .* leaves out the turn of role '{role}'; use a"):
+    with pytest.raises(PromptError, match=f"'q7': .*{role}"):
         render(Prompt("q7", None, turns), letters)
     letters.chat_template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}"
@@ -496,43 +476,33 @@ def test_messages_that_the_template_refuses(tokenizer):
         render(Prompt("q7", None, [{"role": "tool", "content": "select"}]), tokenizer)
 
 
-def test_a_prompt_that_does_not_fit_is_an_error_and_never_cut(tokenizer):
-    prompts = [Prompt("short", "select"), Prompt("long", "select name from t ?")]
-    assert [len(ids) for ids in render_set("", prompts, tokenizer, 10, 4).ids] == [2, 6]
-    with pytest.raises(PromptError, match=r"'long' has 6 tokens.*4 to generate.*context of 9"):
-        render_set("", prompts, tokenizer, 9, 4)
-
-
 def test_long_prompts_are_refused_dropped_or_cut_and_counted(tokenizer, capsys):
     prompts = [Prompt("short", "select"), Prompt("long", "select name from t ?")]
 
-    def rendered(tokens, long_prompts):
+    def rendered(tokens, long_prompts, context=10):
         lengths = Lengths(tokens, long_prompts)
-        sets = render_set("made up", prompts, tokenizer, 10, 4, lengths)
+        sets = render_set("made up", prompts, tokenizer, context, 4, lengths)
         both = zip(sets.prompts, sets.ids, strict=True)
         return [(p.id, " ".join(WORDS[i] for i in ids)) for p, ids in both]
 
     whole = [("short", "<s> select"), ("long", "<s> select name from t ?")]
     for long_prompts in get_args(LongPrompts):
         assert rendered(6, long_prompts) == whole
+    assert rendered(None, "error") == whole
     assert capsys.readouterr().out == ""
     assert rendered(3, "drop") == whole[:1]
-    said = "made up: 1 of 2 prompts longer than 3 tokens, "
-    assert capsys.readouterr().out == f"{said}dropped\n"
+    assert rendered(None, "drop", context=9) == whole[:1]
+    assert capsys.readouterr().out.count("made up: 1 of 2 prompts longer than") == 2
     assert rendered(3, "truncate_left") == [whole[0], ("long", "<s> t ?")]
-    assert capsys.readouterr().out == f"{said}cut at their beginning\n"
-    with pytest.raises(PromptError, match="'long' has 6 tokens, more than max_prompt_length 3; r"):
-        rendered(3, "error")
-    with pytest.raises(PromptError, match="All 2 prompts of 'made up' are longer than 1 tokens"):
-        rendered(1, "drop")
-    with pytest.raises(PromptError, match=r"is 7, but .* 4 tokens .* context of 10 has room for 6"):
-        rendered(7, "drop")
-
-
-def test_without_a_limit_long_is_what_the_context_does_not_hold(tokenizer):
-    prompts = [Prompt("short", "select"), Prompt("long", "select name from t ?")]
-    dropping = Lengths(long_prompts="drop")
-    assert render_set("", prompts, tokenizer, 9, 4, dropping).prompts == prompts[:1]
+    assert "made up: 1 of 2 prompts longer than 3 tokens" in capsys.readouterr().out
+    for tokens, long_prompts, context, named in (
+        (3, "error", 10, "'long' has 6 tokens, and 3"),
+        (None, "error", 9, "'long' has 6 tokens, and 5"),
+        (1, "drop", 10, "All 2 prompts"),
+        (7, "drop", 10, "max_prompt_length is 7"),
+    ):
+        with pytest.raises(PromptError, match=named):
+            rendered(tokens, long_prompts, context)
 
 
 def test_a_prompt_without_a_token(tokenizer):
