@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.benchmarks.what_fits import CONFIGS, config_of, hub_recipes, needs_of, row
 from torch.profiler import profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -19,7 +20,6 @@ from distill.losses import forward_kl
 from distill.memory import FRAGMENTED, RUNTIME, Needs, Stage, needs
 from distill.recipe import build_recipe
 from distill.train import run
-from tests.benchmarks.what_fits import CONFIGS, config_of, hub_recipes, needs_of, row
 from tests.eval.decoding.test_families import built, made
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "memory.md"
