@@ -21,7 +21,7 @@ from distill.models import Pair
 from distill.plan import Plan, read_plan
 from distill.prompt_sets import Prompts, keep_prompts
 from distill.recipe import Recipe, RecipeError, chosen_loss, dump, read_yaml
-from distill.teacher.answers import USED, who_answers
+from distill.teacher.answers import USED
 from distill.teacher.store import names_of
 from distill.trainer import last_checkpoint
 from distill.training_set import TRAINING_SET
@@ -118,7 +118,7 @@ def provenance(
             **({} if recipe.base is None else {"base": base_sha256(recipe.base)}),
         },
         "loss": dict(zip(("name", "why"), chosen_loss(recipe), strict=True)),
-        "answers": dict(zip(("by", "why"), who_answers(recipe), strict=True)),
+        "answers": used["by"],
         "overlap": asdict(prompts.overlap),
         "lost_mass": lost_mass,
         "seconds_before_evaluation": round(seconds, 1),

@@ -119,17 +119,12 @@ def answer_prompts(
             "to a folder on a disk that all of them share."
         )
     answers = Answers(store, names)
-    whole = answers.response_lengths
-    lengths = answer_lengths(recipe, prompts, answers) if teach_prompts else whole
-    refuse_empty(lengths)
+    lengths = answers.response_lengths
+    if teach_prompts:
+        lengths = answer_lengths(recipe, prompts, answers)
+    describe(answers, lengths, bytes_per_token(recipe.cache_top_k, target.vocab_size))
     if state.is_main_process:
-        each = bytes_per_token(recipe.cache_top_k, target.vocab_size)
-        print(
-            f"answers: {sum(lengths)} tokens"
-            + f" and {sum(whole) - sum(lengths)} of their prompts" * teach_prompts
-            + f", {each} B each, in {store.folder}; {len(missing)} of {len(names)} answers made in "
-            f"{time.monotonic() - clock:.0f} s"
-        )
+        print(f"{len(missing)} of {len(names)} answers made in {time.monotonic() - clock:.0f} s")
     return answers
 
 
@@ -185,9 +180,9 @@ def _answer(
         if count % ANSWERS_PER_SHARD == 0 or count == len(names):
             # states first: those of an answer that is kept without them take another pass
             if layers:
-                states_store(store, layers).append(states)
+                states_store(store, layers).append(states, "local")
             seconds = (time.monotonic() - clock) / len(pending) / processes
-            store.append(pending, seconds, this_machine(recipe))
+            store.append(pending, "local", seconds, this_machine(recipe))
             free_memory()  # caches of other sizes leave holes: half a gigabyte with 135M parameters
             pending, states, clock = {}, {}, time.monotonic()
     bar.close()
@@ -206,14 +201,19 @@ def this_machine(recipe: Recipe) -> str:
     return f"{platform.node()}, {machine}, {recipe.answer_batch_size} rows"
 
 
-def refuse_empty(lengths: list[int]) -> None:
-    """Raise ValueError where no answer, of so many tokens each, has one before its stop."""
+def describe(answers: Answers, lengths: list[int], token_bytes: int) -> None:
+    """Print how large the answers are, of so many tokens each.
+
+    Raises ValueError where none has a token before its stop.
+    """
     if max(lengths) <= 1:
         raise ValueError(
             f"All {len(lengths)} answers of the target are empty: it stops at its first token, "
             "and there is nothing to distil. Check the chat template, and whether the prompts "
             "should be `messages`."
         )
+    if PartialState().is_main_process:
+        print(f"answers: {sum(lengths)} tokens, {token_bytes} B each, in {answers.store.folder}")
 
 
 def top_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -234,6 +234,7 @@ def note_used(
         "tokenizer": target.sha256,
         "chat template": hashlib.sha256(template.encode()).hexdigest(),
         "count": len(answers),
+        "by": store.made_by(answers.names),
         "answers": store.sha256_of(answers.names),
         "held_out": held_out,
     }

@@ -29,7 +29,7 @@ from distill.recipe import Recipe
 from distill.teacher.answers import (
     ANSWERS_PER_SHARD,
     USED,
-    refuse_empty,
+    describe,
     this_machine,
     to_answer,
     what_decides_answers,
@@ -48,7 +48,6 @@ WITNESSES = 4
 # at least (40 code prompts, four at a time).
 ANOTHER_MODEL = 0.2
 TEXT = "Ærø, 東京 🙂\n\tdef f(x):  # 3.14159 × 10⁶\n\n    return x['key'] or ''  "
-NO_ROUTE = (404, 405, 501)
 
 
 Array = np.ndarray[Any, Any]
@@ -214,6 +213,7 @@ class ServedTarget:
     prompts: to be answered, those that are held out first. held_out: the names of their answers.
     """
 
+    by = "server"
     patience = PATIENT  # with a request that failed
 
     def __init__(self, recipe: Recipe, target: Vocabulary, prompts: Prompts) -> None:
@@ -250,13 +250,12 @@ class ServedTarget:
         longest = max(range(len(self.prompts)), key=lambda i: len(self.prompts[i]))
         self._ask(longest, request)
         self._check_stop(self.prompts[longest])
-        first = replace(request, max_tokens=1)
-        if request.temperature not in (0, 1):
-            self._check_raw(first)
         # other runs' prompts may be longer than the server was started for
         room = len(self.prompts[longest])
         fit = (name for name in self.store if self.store.rows(name, "prompt_ids") <= room)
         cached = Answers(self.store, list(islice(fit, WITNESSES)))
+        # at temperature 1 they are raw however the server takes them
+        first = replace(request, max_tokens=1, temperature=1.0)
         self.witnesses = list(cached) or [
             self._completed(prompt, first) for prompt in self.prompts[:WITNESSES]
         ]
@@ -292,11 +291,10 @@ class ServedTarget:
         PartialState().wait_for_everyone()
         self.store.refresh()
         answers = Answers(self.store, names)
-        refuse_empty(lengths := answers.response_lengths)
+        token_bytes = bytes_per_token(self.recipe.cache_top_k, self.target.rows)
+        describe(answers, answers.response_lengths, token_bytes)
         if PartialState().is_main_process:
-            each = bytes_per_token(self.recipe.cache_top_k, self.target.rows)
             print(
-                f"answers: {sum(lengths)} tokens, {each} B each, in {self.store.folder}; "
                 f"{len(missing)} of {first + len(names)} answers made in "
                 f"{time.monotonic() - clock:.0f} s"
             )
@@ -318,7 +316,7 @@ class ServedTarget:
                 self._check_witnesses()  # so the answers before it are the same model's
                 packed = {self.names[a.index]: a.packed(self.target.rows) for a in shard}
                 seconds = (time.monotonic() - clock) / len(shard)
-                self.store.append(packed, seconds, this_machine(self.recipe))
+                self.store.append(packed, self.by, seconds, this_machine(self.recipe))
                 clock = time.monotonic()
                 bar.update(len(shard))
 
@@ -391,7 +389,15 @@ class ServedTarget:
         tokenizer = load_tokenizer(self.target.spec)
         for text in [TEXT, *self.texts[:8]]:
             own_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            server_ids = self._tokenized(text)
+            body = replace(self._request(), max_tokens=1).body(text)
+            sent = self.server.ask("/v1/completions", body, " to a text")
+            server_ids = sent["choices"][0].get("prompt_token_ids")
+            if not isinstance(server_ids, list):
+                raise ServerError(
+                    f"{self.server.url} does not tell how it cuts a text into tokens "
+                    "(return_token_ids), so that its ids may mean anything; use vLLM 0.10.2 or "
+                    "later."
+                )
             if own_ids != server_ids:
                 raise ServerError(
                     f"{self.server.url} cuts {text[:40]!r}… into {server_ids[:8]}…, the tokenizer "
@@ -399,48 +405,17 @@ class ServedTarget:
                     "Serve the target of this recipe."
                 )
 
-    def _tokenized(self, text: str) -> list[int]:
-        server = self.server
-        body = {"model": server.model, "prompt": text, "add_special_tokens": False}
-        try:
-            tokens = server.ask("/tokenize", body).get("tokens")
-        except ServerError as error:
-            if error.status not in NO_ROUTE:
-                raise
-            body = replace(self._request(), max_tokens=1).body(text)
-            answer = server.ask("/v1/completions", body, " to a text")
-            tokens = answer["choices"][0].get("prompt_token_ids")
-        if not isinstance(tokens, list):
-            raise ServerError(
-                f"{server.url} does not tell how it cuts a text into tokens (/tokenize, or "
-                "return_token_ids), so that its ids may mean anything; use vLLM."
-            )
-        return tokens
-
     def _check_stop(self, prompt: list[int]) -> None:
         """An answer ends with its stop token: tried with a token that comes at once."""
         first = replace(self._request(), max_tokens=1, temperature=0.0)
         stops = frozenset(self._completed(prompt, first).top_ids[0, :1].tolist())
         self._completed(prompt, replace(self._request(), temperature=0.0, stops=stops))
 
-    def _check_raw(self, first: Request) -> None:
-        """Log-probabilities do not change with the temperature: they are taken before it."""
-        spreads = []
-        for temperature in (1.0, first.temperature):
-            request = replace(first, temperature=temperature)
-            tops = [self._completed(p, request).top_logprobs[0] for p in self.prompts[:WITNESSES]]
-            spreads.append(sum(float(top[0] - top[-1]) for top in tops))
-        stretch = spreads[1] / spreads[0] if spreads[0] else 1.0
-        if abs(stretch - 1) > abs(1 / first.temperature - 1) / 2:
-            raise ServerError(
-                f"{self.server.url}: the most likely tokens lie {stretch:.2f} times as many nats "
-                f"apart at temperature {first.temperature} as at 1, so its log-probabilities come "
-                "after the temperature; serve with --logprobs-mode raw_logprobs, or set "
-                "answer_temperature to 1 or 0."
-            )
-
     def _check_witnesses(self) -> None:
-        """The model is still the one whose answers are kept."""
+        """The model is the one whose answers are kept, and gives raw log-probabilities.
+
+        They are asked for at the temperature of the answers, which must not change them.
+        """
         first = replace(self._request(), max_tokens=1)
         moved = [
             _difference(w, self._completed(w.prompt_ids.tolist(), first)) for w in self.witnesses
@@ -448,7 +423,8 @@ class ServedTarget:
         if (mean := sum(moved) / len(moved)) > ANOTHER_MODEL:
             raise ServerError(
                 f"{self.server.url} gives log-probabilities that differ by {mean:.2f} nats from "
-                f"those it gave to the same {len(moved)} prompts before: there is another model "
-                f"behind {self.server.model!r} now. Nothing of it was kept. Serve the first one "
-                "again, or this one under another --served-model-name: it has a store of its own."
+                f"earlier ones of {self.server.model!r} at the same {len(moved)} prompts: it is "
+                "another model now, or they come after the temperature. Serve the first model "
+                "again, or this one under another --served-model-name; in vLLM with "
+                "--logprobs-mode raw_logprobs."
             )

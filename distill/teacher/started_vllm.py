@@ -27,6 +27,7 @@ class StartedVllm(ServedTarget):
     They are the same model's in the same dtype, and differ as those of two batch sizes do.
     """
 
+    by = "vllm"
     patience = Server.retries  # none: it is not started a second time
 
     def __init__(self, recipe: Recipe, target: Vocabulary, prompts: Prompts, store: Store) -> None:

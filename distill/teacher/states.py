@@ -89,7 +89,8 @@ def cache_states(recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Answe
     ):
         kept = {i: answers[i] if i < len(answers) else held_out[i - len(answers)] for i in shard}
         store.append(
-            {names[i]: {"states": states_at(target.decoder, a, layers)} for i, a in kept.items()}
+            {names[i]: {"states": states_at(target.decoder, a, layers)} for i, a in kept.items()},
+            "local",
         )
     state.wait_for_everyone()
     store.refresh()

@@ -29,7 +29,6 @@ from align.files import atomic_file, locked, write_json
 from align.sources import cache_folder
 
 TAUGHT = "-taught"  # ends the name of an answer that holds distributions within its prompt
-CHECKED = "checked.json"  # size and time of each shard whose bits were found to be whole
 
 Entry = Mapping[str, Tensor]
 
@@ -98,12 +97,13 @@ class Store:
     def __init__(self, folder: Path, key: Mapping[str, Any] | None = None) -> None:
         """key: what the entries depend on. Nothing is written before the first entry is.
 
-        Raises CacheError for a shard whose bits have changed.
+        Raises CacheError for a shard that is cut short.
         """
         self.folder, self.key = folder, dict(key or {})
         self._places: dict[str, tuple[Path, int]] = {}  # shard, and number there
         self._ends: dict[Path, dict[str, Any]] = {}  # of a shard, by column, where entries end
-        self._sha256: dict[Path, str] = {}
+        self._sha256: dict[Path, str] = {}  # of a shard's contents, as they were written
+        self._by: dict[Path, str] = {}  # what made a shard's entries
         self._seconds: dict[str, list[float]] = {}  # by machine, of each entry
         self.refresh()
 
@@ -113,10 +113,12 @@ class Store:
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
         return cls(cache_folder() / "teacher" / digest, key)
 
-    def append(self, entries: Mapping[str, Entry], seconds: float = 0.0, machine: str = "") -> None:
+    def append(
+        self, entries: Mapping[str, Entry], by: str, seconds: float = 0.0, machine: str = ""
+    ) -> None:
         """Write a shard of those that are not there yet. Raises DiskFullError.
 
-        seconds: that each of them took on a machine of that name.
+        by: what made them. seconds: that each of them took on a machine of that name.
         """
         with locked(self.folder / "shards"):
             self.refresh()
@@ -131,6 +133,7 @@ class Store:
                 {
                     "names": list(new),
                     "lengths": {c: [len(entry[c]) for entry in new.values()] for c in columns},
+                    "by": by,
                     "seconds": seconds,
                     "machine": machine,
                 }
@@ -140,46 +143,23 @@ class Store:
             path = self.folder / f"shard-{last + 1:06d}.safetensors"
             with atomic_file(path, "wb") as file:
                 file.write(save(tensors, metadata=metadata))
-            self._remember([path])
             self._take_in(path, metadata)
 
     def refresh(self) -> None:
-        """Take in the shards written since, by whatever process. Each is read whole once only."""
-        checked, whole = self._checked(), []
+        """Take in the shards written since, by whatever process."""
         for path in sorted(self.folder.glob("shard-*.safetensors")):
-            if path in self._ends:
-                continue
-            with opened(path) as file:
-                metadata = file.metadata()
-                if checked.get(path.name) != _state(path):
-                    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                    if metadata["sha256"] != _sha256(metadata["about"], tensors):
-                        raise CacheError(
-                            f"{path} does not match its checksum: bits changed since it was "
-                            "written; delete it and run again: only what it held is made anew."
-                        )
-                    whole.append(path)
-            self._take_in(path, metadata)
-        if whole:
-            self._remember(whole)
+            if path not in self._ends:
+                with opened(path) as file:
+                    self._take_in(path, file.metadata())
 
     def _take_in(self, path: Path, metadata: dict[str, str]) -> None:
         about, self._sha256[path] = json.loads(metadata["about"]), metadata["sha256"]
+        self._by[path] = about.get("by", "not recorded")
         lengths = about["lengths"].items()
         self._ends[path] = {column: np.cumsum([0, *each]) for column, each in lengths}
         self._places |= {name: (path, number) for number, name in enumerate(about["names"])}
         seconds = [about["seconds"]] * len(about["names"])
         self._seconds.setdefault(about["machine"], []).extend(seconds)
-
-    def _checked(self) -> dict[str, list[int]]:
-        path = self.folder / CHECKED
-        checked: dict[str, list[int]] = json.loads(path.read_text()) if path.exists() else {}
-        return checked
-
-    def _remember(self, whole: Sequence[Path]) -> None:
-        """That the bits of these shards are as they were written."""
-        checked = self._checked() | {path.name: _state(path) for path in whole}
-        write_json(self.folder / CHECKED, checked)
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
@@ -210,6 +190,10 @@ class Store:
         """A hash of these names and of the contents of their shards."""
         lines = [f"{name} {self._sha256[self._places[name][0]]}\n" for name in names]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    def made_by(self, names: Sequence[str]) -> dict[str, int]:
+        """How many of these entries each engine made."""
+        return dict(Counter(self._by[self._places[name][0]] for name in names))
 
     def seconds_each(self, machine: str) -> float | None:
         """What an entry took on that machine in the mean; None where it made none."""
@@ -262,11 +246,6 @@ def _sha256(about: str, tensors: Mapping[str, Tensor]) -> str:
         digest.update(name.encode())
         digest.update(tensors[name].contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _state(path: Path) -> list[int]:
-    stat = path.stat()
-    return [stat.st_size, stat.st_mtime_ns]
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def test_mapped_rows_are_the_rows_bit_for_bit(tmp_path, monkeypatch, temperature
     monkeypatch.setattr(module, "BLOCK", 20)  # the file has several blocks
     store = Store(tmp_path / "answers")
     for some in (made_answers()[10:], made_answers()[:10]):
-        store.append({str(answer.index): answer.packed(VOCAB) for answer in some})
+        store.append({str(answer.index): answer.packed(VOCAB) for answer in some}, "local")
     answers = Answers(store, [str(answer.index) for answer in made_answers()])
     head_rows = None
     if trimmed:

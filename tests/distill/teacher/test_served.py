@@ -48,7 +48,7 @@ class StandIn(ThreadingHTTPServer):
     def __init__(self, target, **changes):
         super().__init__(("127.0.0.1", 0), Handler)
         self.target, self.names = target, ["org/target"]
-        self.tokenizer, self.routes = target.tokenizer, {"/tokenize", "/metrics"}
+        self.tokenizer = target.tokenizer
         self.max_logprobs, self.max_model_len, self.root = 1000, 4096, "/models/target"
         self.faults, self.mangle, self.scaled, self.speculates = [], None, False, False
         self.drafts, self.swap, self.key = 0, None, None
@@ -141,12 +141,10 @@ class Handler(BaseHTTPRequestHandler):
         server.requests.append((self.path, body))
         if self.refused():
             return
-        if self.path not in {"/v1/completions", *server.routes}:
+        if self.path != "/v1/completions":
             return self.reply({"error": "not found"}, 404)
         if body["model"] not in server.names:
             return self.reply({"error": f"The model `{body['model']}` does not exist."}, 404)
-        if self.path == "/tokenize":
-            return self.reply({"tokens": server.tokenizer(body["prompt"])["input_ids"]})
         if len(body["prompt"]) + body["max_tokens"] > server.max_model_len:
             error = f"maximum context length is {server.max_model_len} tokens"
             return self.reply({"error": error}, 400)
@@ -353,7 +351,7 @@ def test_whatever_the_servers_defaults_are_the_distribution_is_as_it_is(stand_in
     server = stand_in()
     asked(served(server, answer_temperature=0.8)).answers()
     for path, body in server.requests:
-        if path == "/v1/completions":
+        if path == "/v1/completions" and body["max_tokens"] > 1:
             assert module.UNCHANGED.items() <= body.items()
             assert body["logprobs"] == 6
             assert body["return_tokens_as_token_ids"] is True
@@ -376,9 +374,9 @@ def test_a_fault_that_passes_is_waited_out(stand_in, served, asked, apart, fault
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (429, "answered 429 to prompt"),
-        (500, "answered 500 to prompt"),
-        (400, "answered 400 to prompt"),
+        (429, "answered 429"),
+        (500, "answered 500"),
+        (400, "answered 400"),
         ("cut", "broke off"),
     ],
 )
@@ -447,50 +445,48 @@ def value(number):
 
 
 @pytest.mark.parametrize(
-    ("changes", "recipe", "message"),
+    ("changes", "recipe", "named"),
     [
-        ({}, {"answer_model": "org/another"}, "serves org/target, not 'org/another'"),
-        ({"names": ["a", "b"]}, {}, "serves a, b; name the target with answer_model"),
-        ({"max_model_len": 15}, {}, "answered 400 .*maximum context length is 15 tokens"),
-        ({"max_logprobs": 5}, {}, "answered 400 .*logprobs 6, max allowed: 5"),
-        ({"mangle": fewer}, {}, "5 log-probabilities .* and 6 were .*lower cache_top_k, or serve"),
-        ({"mangle": texts}, {}, r"tokens are texts \(' the'\).*return_tokens_as_token_ids"),
-        ({"mangle": nothing}, {}, "no completion with log-probabilities .*use vLLM"),
-        ({"mangle": without_stop}, {}, "leaves the stop token out"),
-        ({"mangle": penalised}, {}, "chosen greedily and is not the most likely.*a penalty"),
-        ({"mangle": flat}, {}, "probabilities sum to 5.4.*raw_logprobs"),
-        ({"mangle": value(3.0)}, {}, "3.0 is no log-probability.*above 0 is a logit"),
-        ({"scaled": True}, {"answer_temperature": 0.6}, "1.67 times .*--logprobs-mode raw_logp"),
-        ({"routes": (), "mangle": silent_about_prompts}, {}, "does not tell how it cuts a text"),
+        ({}, {"answer_model": "org/another"}, "org/another"),
+        ({"names": ["a", "b"]}, {}, "answer_model"),
+        ({"max_model_len": 15}, {}, "answered 400 .*15 tokens"),
+        ({"max_logprobs": 5}, {}, "answered 400 .*logprobs 6"),
+        ({"mangle": fewer}, {}, "cache_top_k"),
+        ({"mangle": texts}, {}, "return_tokens_as_token_ids"),
+        ({"mangle": nothing}, {}, "logprobs"),
+        ({"mangle": without_stop}, {}, "stop token"),
+        ({"mangle": penalised}, {}, "chosen greedily"),
+        ({"mangle": flat}, {}, "sum to 5.4"),
+        ({"mangle": value(3.0)}, {}, "3.0 is no log-probability"),
+        ({"scaled": True}, {"answer_temperature": 0.6}, "--logprobs-mode raw_logprobs"),
+        ({"mangle": silent_about_prompts}, {}, "return_token_ids"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_first_answer(
-    stand_in, served, asked, changes, recipe, message
+    stand_in, served, asked, changes, recipe, named
 ):
     recipe = served(stand_in(**changes), **recipe)
-    with pytest.raises(ServerError, match=message):
+    with pytest.raises(ServerError, match=named):
         asked(recipe)
     assert not recipe.folder.exists()
 
 
-@pytest.mark.parametrize("routes", [("/tokenize",), ()])
 def test_a_tokenizer_of_another_is_refused_and_the_targets_own_is_not(
-    stand_in, served, asked, folder, routes
+    stand_in, served, asked, folder
 ):
-    strange = stand_in(tokenizer=load_tokenizer(str(folder / "draft")), routes=routes)
-    with pytest.raises(ServerError, match=r"cuts .* its ids mean other tokens\. Serve"):
-        asked(served(strange))
-    moved = stand_in(tokenizer=load_tokenizer(str(folder / "moved")), routes=routes)
-    with pytest.raises(ServerError, match="its ids mean other tokens"):
-        asked(served(moved))
-    assert asked(served(stand_in(routes=routes)))
+    for other in ("draft", "moved"):
+        strange = stand_in(tokenizer=load_tokenizer(str(folder / other)))
+        with pytest.raises(ServerError, match="its ids mean other tokens"):
+            asked(served(strange))
+    assert asked(served(stand_in())).witnesses
 
 
 def test_log_probabilities_after_the_temperature_are_raw_at_1_and_when_greedy(
     stand_in, served, asked
 ):
     for temperature in (0.0, 1.0):
-        assert asked(served(stand_in(scaled=True), answer_temperature=temperature))
+        made = asked(served(stand_in(scaled=True), answer_temperature=temperature))
+        assert len(made.witnesses) == module.WITNESSES
 
 
 @in_choice
@@ -524,11 +520,11 @@ def renamed(sent):
     [
         (value(float("nan")), "nan is no log-probability"),
         (value(float("-inf")), "-inf is no log-probability"),
-        (value(-9999.0), "-9999.0 is no log-probability.*masked"),
+        (value(-9999.0), "-9999.0 is no log-probability"),
         (value(0.5), "0.5 is no log-probability"),
         (duplicate, "names an id twice"),
         (cut_lists, "it was cut: "),
-        (cut_answer, "ended by length after . of 12 tokens"),
+        (cut_answer, "ended by length"),
         (other_ids, "or other token ids"),
         (renamed, "comes from model 'org/another'"),
         (beyond, "token 9999 is beyond the 300 rows"),
@@ -572,11 +568,11 @@ def test_another_model_under_the_same_name_is_found_out(
     recipe = served(server, answer_batch_size=1)
     made = asked(recipe)
     server.swap = server.answered + 9, other
-    with pytest.raises(ServerError, match="another model behind 'org/target' now"):
+    with pytest.raises(ServerError, match="another model now"):
         made.answers()
     kept = shards()
     assert kept
-    with pytest.raises(ServerError, match="another model behind 'org/target' now"):
+    with pytest.raises(ServerError, match="another model now"):
         asked(recipe)  # on the cached answers' own prompts
     assert shards() == kept
     server.swap, server.target = None, target
