@@ -14,10 +14,10 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
 
 from align.sources import ADAPTER_CONFIG, abridged, read_json, resolve_file, split_adapter
+from distill.drafters.kind import kinds
 from distill.recipe import read_yaml
 from distill.reload import OWN_IDS, Reloaded
 from eval.decoding.drafters.adapter import BASE
-from eval.decoding.drafters.kind import kinds
 from eval.engines.environments import ENGINES
 from eval.engines.installed import serve_command
 from eval.engines.server import ServerError

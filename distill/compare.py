@@ -14,6 +14,7 @@ from accelerate import PartialState
 
 from align.files import remove
 from align.machine import free_memory, from_first
+from distill.drafters.kind import kinds
 from distill.export import export_draft
 from distill.models import Pair, TargetOfRun, mask_of
 from distill.plan import Clock, StepClock, draft_costs
@@ -23,7 +24,6 @@ from distill.recipe import Recipe, build_recipe
 from distill.teacher.states import cache_states, states_of
 from distill.teacher.store import Answers
 from distill.trainer import build_trainer, distil
-from eval.decoding.drafters.kind import kinds
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding, DraftLength
 from eval.measuring.cost import best_gamma
@@ -50,10 +50,10 @@ def candidates(recipe: Recipe, pair: Pair) -> tuple[dict[str, Recipe], dict[str,
     ruled_out: dict[str, str] = {}
     most = pair.target.config["num_hidden_layers"] - 1
     for kind, traits in kinds().items():
-        if not traits.from_target:
+        if "target" not in traits.starts_from:
             continue
-        for depth in range(1, min(most, DEEPEST) + 1) if traits.keeps_layers else (1,):
-            name = f"{kind}-{depth}" if traits.keeps_layers else kind
+        for depth in range(1, min(most, DEEPEST) + 1) if traits.language_model else (1,):
+            name = f"{kind}-{depth}" if traits.language_model else kind
             keys = {
                 "drafter": kind,
                 "num_draft_layers": depth,
@@ -95,7 +95,7 @@ def price(
 
 def expected(recipe: Recipe, costs: StepCosts) -> float:
     """The speed-up at the alpha that a tuned draft of this kind and depth is taken to reach."""
-    more = recipe.num_draft_layers - 2 if recipe.kind.keeps_layers else 0
+    more = recipe.num_draft_layers - 2 if recipe.kind.language_model else 0
     return best_gamma(ALPHA + OF_A_LAYER * more, costs)[1]
 
 
@@ -175,7 +175,7 @@ def compare(
         candidates=[
             Candidate(
                 drafter=candidate.kind_name,
-                layers=candidate.num_draft_layers if candidate.kind.keeps_layers else None,
+                layers=candidate.num_draft_layers if candidate.kind.language_model else None,
                 c=_c(costs[name]),
                 expected_speedup=expected(candidate, costs[name]),
                 trained=trained.get(name),

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from align.files import atomic_folder, remove
+from distill.drafters.pruned import HEAD_ROWS
 from distill.lora import KEPT
 from distill.models import Pair
 from distill.prepare import PreparedDraft, until
 from distill.recipe import Recipe
 from distill.teacher.store import CachedAnswer
-from eval.decoding.drafters.kind import FromTarget
-from eval.decoding.drafters.pruned import HEAD_ROWS
 from eval.decoding.forward import input_embedding
 from eval.decoding.weights import linear
 
@@ -39,13 +38,13 @@ def export_draft(
     answers: Iterable[CachedAnswer],
 ) -> None:
     """`draft/`: what engines load, and, of a pruned draft, `draft/compact/` for our decoder."""
-    adapter, kind = recipe.folder / KEPT, recipe.kind.from_target
+    adapter, kind = recipe.folder / KEPT, recipe.kind
     dtype = getattr(torch, recipe.dtype)
     with atomic_folder(recipe.folder / "draft") as partial:
-        if kind is None:
-            recipe.kind.exported(tuned.to(dtype)).save_pretrained(partial)
+        if recipe.sibling is not None:
+            kind.exported(tuned.to(dtype)).save_pretrained(partial)
         elif kind.language_model:
-            _export_pruned(partial, recipe, kind, prepared, tuned, answers)
+            _export_pruned(partial, recipe, prepared, tuned, answers)
         else:
             embedding = pair.target_embedding(dtype)
             kind.save(partial, tuned, prepared.token_ids, embedding, recipe.target)
@@ -58,7 +57,6 @@ def export_draft(
 def _export_pruned(
     folder: Path,
     recipe: Recipe,
-    kind: FromTarget,
     prepared: PreparedDraft,
     tuned: Any,
     answers: Iterable[CachedAnswer],
@@ -77,9 +75,9 @@ def _export_pruned(
     else:
         assert prepared.full_head is not None
         full = full_vocabulary(plain, ids, prepared.full_head, answers)
-    kind.exported(full).save_pretrained(folder)
+    recipe.kind.exported(full).save_pretrained(folder)
     (folder / "compact").mkdir()
-    kind.save(folder / "compact", plain, ids, embedding, recipe.target)
+    recipe.kind.save(folder / "compact", plain, ids, embedding, recipe.target)
 
 
 @torch.no_grad()

@@ -20,11 +20,11 @@ from align.files import atomic_folder
 from align.sources import ADAPTER_CONFIG, read_json, resolve_checkpoint, resolve_file
 from align.to_gguf import write_gguf
 from distill.card import in_one_file, public_name, short_name
+from distill.drafters.kind import kinds
 from distill.lora import KEPT, base_draft
 from distill.recipe import read_yaml
 from distill.reload import Form
 from eval.decoding.drafters.adapter import AdapterError
-from eval.decoding.drafters.kind import kinds
 
 GGUF_KINDS = ("f16", "q8_0", "q4_0")
 WHOLE = ("f16",)  # kinds that keep the weights as they are: their alpha must be the run's

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor, Partial
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from distill.drafters.batch import TrainingBatch
+from distill.drafters.kind import DraftKind
 from distill.losses import CHUNK, Divergence, acceptance, head_logits, head_loss
-from eval.decoding.drafters.kind import Kind
-from eval.decoding.drafters.training import TrainingBatch
 
 
-def give_loss_forward(model: PreTrainedModel, kind: Kind, divergence: Divergence) -> None:
+def give_loss_forward(model: PreTrainedModel, kind: DraftKind, divergence: Divergence) -> None:
     """Make `model.forward` return the summed loss over response positions instead of logits.
 
     Inside forward, so that DDP's gradient hooks, PEFT's adapters, autocast and FSDP, which has the
@@ -65,7 +65,11 @@ def take_loss_forward(model: PreTrainedModel) -> None:
 
 
 def _acceptance(
-    kind: Kind, model: PreTrainedModel, weight: Tensor, batch: TrainingBatch, temperature: float
+    kind: DraftKind,
+    model: PreTrainedModel,
+    weight: Tensor,
+    batch: TrainingBatch,
+    temperature: float,
 ) -> ModelOutput:
     """`acceptance` of a head of that weight [K, H] at each position [N].
 
@@ -83,9 +87,9 @@ def _acceptance(
         accepted, lacking = (torch.cat(part) for part in zip(*each, strict=True))
         return accepted, lacking
 
-    accepted, lacking = chances(kind.first_input(model, batch), slice(None))
+    accepted, lacking = chances(kind.first_states(model, batch), slice(None))
     drafted, tokens = accepted.clone(), torch.ones_like(accepted)
-    if type(kind).head_inputs is not Kind.head_inputs:  # it trains later tokens, too
+    if kind.trains_later_tokens:
         every = torch.arange(len(tokens), device=tokens.device)
         drafted, tokens = torch.zeros_like(drafted), torch.zeros_like(tokens)
         for states, entries, _ in kind.head_inputs(model, batch):

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from distill.drafters.pruned import pruned_config
 from distill.losses import CHUNK
 from distill.models import check_prunable, layers_read
 from distill.recipe import Recipe
 from distill.teacher.answers import ANSWERS_PER_SHARD
 from distill.teacher.store import bytes_per_token
-from eval.decoding.drafters.pruned import pruned_config
 from eval.decoding.forward import PIECE
 from eval.decoding.generation import PREFILL_ROWS, rows_at_once
 from eval.measuring.agreement import BATCH
@@ -225,7 +225,7 @@ def _distilling(recipe: Recipe, model: PreTrainedModel, width: int, answer: int)
 
 def _pruned(recipe: Recipe, target: PreTrainedConfig) -> PreTrainedModel:
     """The pruned draft, with its trimmed head and an embedding of its own."""
-    layers = recipe.num_draft_layers if recipe.kind.keeps_layers else 1
+    layers = recipe.num_draft_layers if recipe.kind.language_model else 1
     check_prunable(target.to_dict(), layers)
     model = _shape(pruned_config(target, layers))
     rows, size = model.get_output_embeddings().weight.shape

@@ -33,7 +33,7 @@ from distill.lora import refuse_unknown_modules
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe, build_recipe
 from eval.decoding.build import longest_context, refuse_undecodable
-from eval.decoding.drafters.kind import kinds, published_kind
+from eval.decoding.drafters.formats import published_format
 from eval.decoding.forward import Decoder
 from eval.decoding.target import Target
 from eval.decoding.target import load_target as load_any_target
@@ -138,11 +138,11 @@ def check_models(recipe: Recipe) -> Pair:
             "target's vocabulary; lower it."
         )
     if recipe.sibling is None:
-        keeps_layers = recipe.kind.keeps_layers and recipe.drafter != "auto"
+        keeps_layers = recipe.kind.language_model and recipe.drafter != "auto"
         check_prunable(target.config, recipe.num_draft_layers if keeps_layers else 0)
         if recipe.draft_vocab_size is not None:
             choose_tokens(torch.zeros(target.rows), recipe.draft_vocab_size, forced_tokens(target))
-    if recipe.kind.own_modules and strategy == "intersection":
+    if recipe.kind.added_modules and strategy == "intersection":
         raise ValueError(
             f"strategy is intersection, but drafter {recipe.kind_name!r} drafts in the target's "
             "own ids; set strategy to auto, which moves the draft onto them."
@@ -160,24 +160,23 @@ def of_published(recipe: Recipe) -> Recipe:
     if recipe.draft is None:
         return recipe
     folder = resolve_checkpoint(recipe.draft, weights=False)
-    kind = published_kind(folder)
-    if kind is None:
+    form = published_format(folder)
+    if form is None:
         if not recipe.kind.language_model:
             raise ValueError(
                 f"drafter is {recipe.kind_name!r}, but draft {recipe.draft!r} is no such draft; "
                 "name one, or leave drafter out."
             )
         return recipe
-    rows = kind.rows_of(read_json(folder / "config.json"))
+    rows = form.head_rows(read_json(folder / "config.json"))
     text = load_config(recipe.target).get_text_config()
-    name = next(name for name, other in kinds().items() if other is kind)
-    if recipe.drafter not in (None, name):
+    if recipe.drafter not in (None, form.name):
         raise ValueError(
-            f"drafter is {recipe.drafter!r}, but draft {recipe.draft!r} is of kind {name!r}; leave "
-            "drafter out."
+            f"drafter is {recipe.drafter!r}, but draft {recipe.draft!r} is of kind {form.name!r}; "
+            "leave drafter out."
         )
-    kind.check_published(folder, text)
-    keys = {"drafter": name, "draft_vocab_size": None if rows == text.vocab_size else rows}
+    form.check_config(folder, text)
+    keys = {"drafter": form.name, "draft_vocab_size": None if rows == text.vocab_size else rows}
     return build_recipe(recipe.values() | keys)
 
 
@@ -190,12 +189,12 @@ def published_about(recipe: Recipe) -> dict[str, Any] | None:
 
 def layers_read(recipe: Recipe, target: Mapping[str, Any]) -> tuple[int, ...]:
     """The states of the target of that config that the recipe's draft reads; none for most."""
-    return recipe.kind.layers(target, published_about(recipe))
+    return recipe.kind.target_layers(target, published_about(recipe))
 
 
 def mask_of(recipe: Recipe, target: Vocabulary) -> int | None:
     """The id of the draft's mask, None for kinds without. Raises ValueError as `mask_token`."""
-    return mask_token(target) if recipe.kind.own_modules else None
+    return mask_token(target) if recipe.kind.added_modules else None
 
 
 def check_prunable(config: dict[str, Any], num_layers: int) -> None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import copy
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,6 +20,8 @@ from transformers import PreTrainedModel
 from align.files import atomic_file, atomic_folder, write_json
 from align.sources import read_json, resolve_checkpoint
 from align.trim import choose_tokens, coverage_curve, lost_mass
+from distill.drafters.initialisation import AnsweredText
+from distill.drafters.kind import Start, Started
 from distill.lora import base_draft, full_head
 from distill.models import (
     Pair,
@@ -33,9 +35,7 @@ from distill.recipe import Recipe
 from distill.teacher.states import states_of
 from distill.teacher.store import Answers, CachedAnswer
 from eval.decoding.drafters.drafter import Drafter
-from eval.decoding.drafters.kind import FromTarget, Heads
 from eval.decoding.drafters.loading import load_drafter
-from eval.decoding.drafters.training import AnsweredText, Start
 from eval.decoding.target import Target
 
 PREPARED = "prepared.json"
@@ -65,72 +65,61 @@ def prepare_draft(
 
     The target is loaded only where that is not there yet; a sibling or a base needs none.
     """
-    kind = recipe.kind.from_target
-    if kind is None:
+    if recipe.sibling is not None:
         return read_prepared(recipe, pair)
     folder = recipe.folder / "prepared"
-    needed = [PREPARED, *([FULL_HEAD] if kind.language_model else [])]
+    needed = [PREPARED, *([FULL_HEAD] if recipe.kind.language_model else [])]
     if not all((folder / name).exists() for name in needed):
         if recipe.base is not None:
             lost = _copy_base(recipe.base, folder, answers, pair.vocab_size)
         else:
-            lost = _start(recipe, kind, pair, target.loaded, answers, folder)
+            lost = _start(recipe, pair, target.loaded, answers, folder)
         write_json(folder / PREPARED, {"lost_mass": lost})
     prepared = read_prepared(recipe, pair)
-    shape = f"{recipe.num_draft_layers} layers" if kind.keeps_layers else recipe.kind_name
+    shape = f"{recipe.num_draft_layers} layers" if recipe.kind.language_model else recipe.kind_name
     print(f"draft: {shape}, trimmed head loses {prepared.lost_mass:.2%} of p's mass")
     return prepared
 
 
-def _start(
-    recipe: Recipe,
-    kind: FromTarget,
-    pair: Pair,
-    target: Target,
-    answers: Answers,
-    folder: Path,
-) -> float:
-    """Write the fitted draft of the recipe's kind into the folder; the mass that its head loses."""
+def _start(recipe: Recipe, pair: Pair, target: Target, answers: Answers, folder: Path) -> float:
+    """Write the untrained draft into the folder; the probability mass that its head loses."""
     states = states_of(recipe, pair, answers)
     texts = [
         AnsweredText(a.prompt_ids, a.response_ids, None if states is None else states[a.index])
         for a in until(answers, recipe.fit_tokens)
     ]
-    forced = forced_tokens(pair.target)
-    full = None
-    if recipe.draft is not None:
-        assert isinstance(kind, Heads)
-        model, ids = kind.published(resolve_checkpoint(recipe.draft), target.model, texts)
-        mass = domain_mass(answers, pair.vocab_size)
-        lost = 0.0 if ids is None else lost_mass(mass, ids)
-    else:
-        ids, lost = head_tokens(answers, pair.vocab_size, recipe.draft_vocab_size, forced)
-        model, full = kind.start(_start_of(recipe, pair, target, ids, texts))
+    mass = domain_mass(answers, pair.vocab_size)
+    ids = None
+    if recipe.draft_vocab_size is not None and recipe.draft is None:
+        ids = choose_tokens(mass, recipe.draft_vocab_size, forced_tokens(pair.target))
+    started = _started(recipe, pair, target, ids, texts)
     with atomic_folder(folder) as partial:
         embedding = pair.target_embedding(getattr(torch, recipe.dtype))
-        kind.save(partial, model, ids, embedding, recipe.target)
-    if full is not None:
+        recipe.kind.save(partial, started.model, started.token_ids, embedding, recipe.target)
+    if started.full_head is not None:
         with atomic_file(folder / FULL_HEAD, "wb") as file:
-            save_file({"full_head": full}, file.name)
-    return lost
+            save_file({"full_head": started.full_head}, file.name)
+    return 0.0 if started.token_ids is None else lost_mass(mass, started.token_ids)
 
 
-def _start_of(
+def _started(
     recipe: Recipe,
     pair: Pair,
     target: Target,
     token_ids: Tensor | None,
     texts: list[AnsweredText],
-) -> Start:
-    layers = layers_read(recipe, pair.target.config)
-    return Start(
-        target.model,
-        token_ids,
-        texts,
-        recipe.num_draft_layers,
-        recipe.max_gamma,
-        layers,
-        mask_of(recipe, pair.target),
+) -> Started:
+    return recipe.kind.start(
+        Start(
+            target.model,
+            token_ids,
+            texts,
+            recipe.num_draft_layers,
+            recipe.max_gamma,
+            layers_read(recipe, pair.target.config),
+            mask_of(recipe, pair.target),
+            None if recipe.draft is None else resolve_checkpoint(recipe.draft),
+        )
     )
 
 
@@ -148,20 +137,19 @@ def _copy_base(base: str, folder: Path, answers: Iterable[CachedAnswer], vocab_s
 
 def read_prepared(recipe: Recipe, pair: Pair) -> PreparedDraft:
     """The untuned draft that `prepare_draft` has left, read again."""
-    kind = recipe.kind.from_target
-    if kind is None:
+    if recipe.sibling is not None:
         return _sibling(recipe, pair)
     folder = recipe.folder / "prepared"
     embedding = pair.target_embedding(getattr(torch, recipe.dtype))
-    model, token_ids = kind.load_to_train(folder, embedding)
+    model, token_ids = recipe.kind.load(folder, embedding)
     head = folder / FULL_HEAD
     full = load_file(head)["full_head"] if head.exists() else None
     return PreparedDraft(model, token_ids, full, lost_mass_of(recipe))
 
 
 def _sibling(recipe: Recipe, pair: Pair) -> PreparedDraft:
-    mask = mask_of(recipe, pair.target)
-    model = recipe.kind.begin(load_sibling(pair), mask, recipe.max_gamma)
+    model = load_sibling(pair)
+    recipe.kind.from_sibling(model, mask_of(recipe, pair.target), recipe.max_gamma)
     return PreparedDraft(model, None, None, 0.0)
 
 
@@ -170,29 +158,25 @@ def stand_in(recipe: Recipe, pair: Pair, target: Target) -> PreparedDraft:
 
     Which rows a trimmed head keeps depends on the answers: here they are the target's first.
     """
-    kind = recipe.kind.from_target
-    if kind is None:
+    if recipe.sibling is not None:
         return _sibling(recipe, pair)
-    if recipe.draft is not None:
-        assert isinstance(kind, Heads)
-        model, ids = kind.published(resolve_checkpoint(recipe.draft), target.model)
-        return PreparedDraft(model, ids, None, 0.0)
     size = recipe.draft_vocab_size
     ids = None if size is None else torch.arange(size, device=target.decoder.device)
-    model, _ = kind.start(_start_of(recipe, pair, target, ids, []))
-    return PreparedDraft(copy.deepcopy(model), ids, None, 0.0)
+    started = _started(recipe, pair, target, ids, [])
+    return PreparedDraft(copy.deepcopy(started.model), started.token_ids, None, 0.0)
 
 
 def stand_in_drafter(
     recipe: Recipe, pair: Pair, prepared: PreparedDraft, target: Target
 ) -> Drafter:
     """The stand-in's drafter."""
-    kind = recipe.kind.from_target
-    if kind is None:
-        drafter = load_drafter(pair.draft.spec, target, pair.strategy)
-        return recipe.kind.stand_in(drafter, recipe.max_gamma)
-    model: Any = copy.deepcopy(prepared.model)
-    return kind.drafter(model.to(target.decoder.dtype), prepared.token_ids, target)
+    if recipe.sibling is not None:
+        return load_drafter(pair.draft.spec, target, pair.strategy)
+    with tempfile.TemporaryDirectory() as folder:
+        embedding = pair.target_embedding(getattr(torch, recipe.dtype))
+        model, ids = prepared.model, prepared.token_ids
+        recipe.kind.save(Path(folder), model, ids, embedding, recipe.target)
+        return load_drafter(folder, target)
 
 
 def lost_mass_of(recipe: Recipe) -> float:
@@ -217,20 +201,6 @@ def domain_mass(answers: Iterable[CachedAnswer], vocab_size: int) -> Tensor:
         p = answer.top_logprobs.double().exp()
         mass.index_add_(0, answer.top_ids.flatten(), p.flatten())
     return mass
-
-
-def head_tokens(
-    answers: Iterable[CachedAnswer], vocab_size: int, size: int | None, forced: Iterable[int]
-) -> tuple[Tensor | None, float]:
-    """The `size` ids [K] that a trimmed head keeps, and the share of p's mass that it loses.
-
-    size: None for a whole head, which loses nothing.
-    """
-    if size is None:
-        return None, 0.0
-    mass = domain_mass(answers, vocab_size)
-    ids = choose_tokens(mass, size, forced)
-    return ids, lost_mass(mass, ids)
 
 
 def until(answers: Iterable[CachedAnswer], tokens: int) -> Iterator[CachedAnswer]:

@@ -23,8 +23,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from distill.drafters.kind import DraftKind, kinds
 from distill.losses import LossName
-from eval.decoding.drafters.kind import Kind, kinds
 from eval.decoding.verification import Sampling
 from eval.prompts import LongPrompts
 
@@ -163,15 +163,14 @@ class Recipe:
 
     @property
     def kind_name(self) -> str:
-        """A file of eval/decoding/drafters; the plainest until `auto` chooses."""
+        """A file of distill/drafters; the plainest until `auto` chooses."""
         if self.drafter is None or self.drafter == "auto":
             return "pruned" if self.draft is None else "sibling"
         return self.drafter
 
     @property
-    def kind(self) -> Kind:
-        kind = kinds()[self.kind_name]
-        return kind if self.draft is None else kind.of_sibling or kind
+    def kind(self) -> DraftKind:
+        return kinds()[self.kind_name]
 
     @property
     def sibling(self) -> str | None:
@@ -477,12 +476,12 @@ def _about_the_draft(recipe: Recipe) -> Iterator[str]:
             f"drafter is auto, which compares what can be made of the target, but {key} is "
             f"{getattr(recipe, key)!r}; remove one of the two."
         )
-    if not recipe.kind.from_target and recipe.draft is None:
+    if "target" not in recipe.kind.starts_from and recipe.draft is None:
         yield (
             f"drafter is {name!r}, but draft is null; name the draft with --draft, or set drafter "
             "to pruned."
         )
-    if recipe.kind.from_target and recipe.sibling is not None:
+    if "sibling" not in recipe.kind.starts_from and recipe.sibling is not None:
         yield (
             f"drafter is {name!r}, which is made from the target itself, but draft names "
             f"{recipe.draft!r}; remove one of the two."

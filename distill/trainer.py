@@ -37,6 +37,7 @@ from trl import SFTConfig, SFTTrainer
 
 from align.files import atomic_file, disk_full_explained
 from align.machine import free_memory
+from distill.drafters.kind import DraftKind
 from distill.held_out import PADDING, HeldOut, held_out_answers
 from distill.lora import lora_config, merged
 from distill.loss_forward import give_loss_forward, take_loss_forward
@@ -47,7 +48,6 @@ from distill.recipe import Recipe, RecipeError, chosen_loss
 from distill.teacher.states import states_of
 from distill.teacher.store import Answers, CachedAnswer
 from distill.training_set import TRAINING_SET, DistillationCollator, training_set
-from eval.decoding.drafters.kind import Kind
 
 # trl and we use the old name, which transformers 5.17 knows, too
 warnings.filterwarnings("ignore", message="`(is_)?gradient_checkpointing`", category=FutureWarning)
@@ -135,14 +135,15 @@ class DraftTrainer(SFTTrainer):
         self,
         *args: Any,
         loss: LossName = "forward_kl",
-        kind: Kind,
+        kind: DraftKind,
         temperature: float = 0.0,
         **kwargs: Any,
     ) -> None:
         """kind: of the draft that is trained. temperature: deployed; above 1 acceptance is not
         known from the cache, and 1 is taken.
         """
-        self.loss_name, self.slow, self.temperature = loss, kind.slow, min(temperature, 1.0)
+        self.loss_name, self.temperature = loss, min(temperature, 1.0)
+        self.fitted_weights = kind.fitted_weights
         self.sums = torch.zeros(3)  # since the last log, here: divergence, agreements, tokens
         super().__init__(*args, **kwargs)
         # Trainer looks before our forward is attached; it would take the mean of the means of small
@@ -163,17 +164,19 @@ class DraftTrainer(SFTTrainer):
         return super()._prepare_inputs(inputs | {"top_logprobs": bits})
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Weights that began as a fit learn slower: at the full rate a minute undoes the fit."""
+        """Least-squares-initialised weights get a lower learning rate: the full rate destroys the
+        initialisation.
+        """
         optimizer = super().create_optimizer(model)
         trained: Any = model or self.model
         names = {id(p): name for name, p in trained.named_parameters()}
-        for group in list(optimizer.param_groups) if self.slow else ():
-            slow = [p for p in group["params"] if names[id(p)].startswith(self.slow)]
-            slow_ids = {id(p) for p in slow}
-            group["params"] = [p for p in group["params"] if id(p) not in slow_ids]
+        for group in list(optimizer.param_groups) if self.fitted_weights else ():
+            fitted = [p for p in group["params"] if names[id(p)].startswith(self.fitted_weights)]
+            fitted_ids = {id(p) for p in fitted}
+            group["params"] = [p for p in group["params"] if id(p) not in fitted_ids]
             keys = {k: v for k, v in group.items() if k != "params"}
-            if slow:
-                optimizer.add_param_group({**keys, "params": slow, "lr": group["lr"] * SLOW_RATE})
+            if fitted:
+                optimizer.add_param_group({**keys, "params": fitted, "lr": group["lr"] * SLOW_RATE})
         return optimizer
 
     def compute_loss(
@@ -433,7 +436,7 @@ def build_trainer(
             whole = [embedding] if tied else [embedding, head]
             adapters.modules_to_save = [names[part] for part in whole]
             adapters.ensure_weight_tying = tied
-        if modules := recipe.kind.own_modules:
+        if modules := recipe.kind.added_modules:
             adapters.modules_to_save = [*(adapters.modules_to_save or []), *modules]
     config = training_config(recipe, steps)
     path, temperature = recipe.folder / TRAINING_SET, recipe.teacher_temperature
@@ -476,7 +479,7 @@ def distil_draft(
     states, held_out = states_of(recipe, pair, answers), held_out_answers(recipe.folder)
     trainer = build_trainer(recipe, pair, prepared, answers, states, held_out, steps)
     rehomed = pair.strategy in ("remap", "transplant")
-    return distil(trainer, recipe, keep_adapter=not rehomed and not recipe.kind.own_modules)
+    return distil(trainer, recipe, keep_adapter=not rehomed and not recipe.kind.added_modules)
 
 
 def distil(

@@ -20,9 +20,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from align.files import atomic_file
 from align.vocab_map import Retokenizer
+from distill.drafters.batch import WIDTH
 from distill.losses import sharpen
 from distill.teacher.store import CachedAnswer
-from eval.decoding.drafters.training import WIDTH
 
 TRAINING_SET = "training_set.arrow"
 # Tokens that are written at once, and lie together in the file: reading one column of all rows

@@ -28,12 +28,12 @@ from align.sources import (
 )
 from align.to_gguf import write_gguf
 from distill.card import GGUF_SERVED, EngineResults, gamma_of, in_one_file, shares
+from distill.drafters.kind import kinds
 from distill.forms import gguf_file
 from distill.models import target_device
 from distill.recipe import read_yaml
 from distill.reload import OWN_IDS
 from eval.decoding.drafters.drafter import Drafter
-from eval.decoding.drafters.kind import kinds
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target, load_target, weights_sha256

@@ -26,6 +26,9 @@ from torch.utils.backend_registration import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from distill.drafters import eagle3, medusa, pruned
+from distill.drafters.initialisation import AnsweredText
+from distill.drafters.kind import Start
 from distill.export import full_vocabulary
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
@@ -34,9 +37,8 @@ from distill.teacher.answers import top_logprobs
 from distill.teacher.states import states_at
 from distill.teacher.store import CachedAnswer
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters import eagle3, medusa, pruned
+from eval.decoding.drafters.formats import formats
 from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
-from eval.decoding.drafters.training import AnsweredText, Start
 from eval.decoding.generation import Kept, generate_batched
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
@@ -259,21 +261,21 @@ def exporting():
 def decoding():
     whole = target()
     for ids, model in ((token_ids(), build(K, 1)), (None, build(V, 1))):
-        every_way(whole, pruned.KIND.drafter(model, ids, whole))
+        every_way(whole, formats()["pruned"].drafter(model, ids, whole))
 
 
 def looking_up():
     whole = target()
     for drafter in (
         prompt_lookup(whole),
-        lookup_first(pruned.KIND.drafter(build(K, 1), token_ids(), whole), whole.stops),
+        lookup_first(formats()["pruned"].drafter(build(K, 1), token_ids(), whole), whole.stops),
     ):
         every_way(whole, drafter)
 
 
 def choosing_gamma():
     whole = target()
-    drafter = pruned.KIND.drafter(build(K, 1), token_ids(), whole)
+    drafter = formats()["pruned"].drafter(build(K, 1), token_ids(), whole)
     prompts = PromptSet("made up", [], [[1, 2, 3], [4, 5]])
     found = places(whole, drafter, prompts, Decoding(Sampling(), whole.stops, 4), 2)
     assert [len(text) for text in found] == [3, 3]
@@ -295,7 +297,7 @@ def every_way(whole, drafter):
 
 def measuring():
     whole = target()
-    drafter = pruned.KIND.drafter(build(K, 1), token_ids(), whole)
+    drafter = formats()["pruned"].drafter(build(K, 1), token_ids(), whole)
     for sampling in (Sampling(), Sampling(0.7, 20, 0.9)):
         logits = teacher_forced_logits(whole.decoder, [1, 2, 3, 4], 3)
         (q,) = drafter.teacher_forced([1, 2, 3], [4], [sampling], {})
@@ -327,7 +329,7 @@ def a_target_on_two_devices():
 
 def started(kind, whole, fitted):
     """A draft of that kind and its head's ids; fitted: on answers, not of its shape alone."""
-    layers = kind.layers(SHAPE.to_dict())
+    layers = kind.target_layers(SHAPE.to_dict())
     states = torch.zeros((14, len(layers), H), dtype=torch.bfloat16) if layers else None
     texts = [AnsweredText(a.prompt_ids, a.response_ids, states) for a in answers()]
     ids = torch.zeros(K, dtype=torch.long)
@@ -336,25 +338,24 @@ def started(kind, whole, fitted):
 
 def starting(kind):
     for whole in (target(), spread_target()):
-        model, full_head = started(kind, whole, True)
+        model, _, full_head = started(kind, whole, True)
         assert model.get_output_embeddings().weight.shape == (K, H)
         assert full_head is None or full_head.shape == (V, H)
 
 
 def drafting(kind):
     for whole in (target(), spread_target()):
-        model, _ = started(kind, whole, False)
-        drafter = kind.drafter(placed(model, dtype=torch.bfloat16), token_ids(), whole)
+        model = placed(started(kind, whole, False).model, dtype=torch.bfloat16)
+        drafter = formats()[kind.name].drafter(model, token_ids(), whole)
         drafter.step(20, Sampling())()
         drafter.step(20, Sampling(0.7))()
         every_way(whole, drafter)
 
 
 def training(kind):
-    model, _ = started(kind, target(), False)
-    placed(model, dtype=torch.float32).train()
+    model = placed(started(kind, target(), False).model, dtype=torch.float32).train()
     give_loss_forward(model, kind, forward_kl)
-    read = len(kind.layers(SHAPE.to_dict()))
+    read = len(kind.target_layers(SHAPE.to_dict()))
     batch = {
         "input_ids": torch.zeros((2, 15), dtype=torch.long, device=GPU),
         "positions": torch.zeros(18, dtype=torch.long, device=GPU),
@@ -363,7 +364,7 @@ def training(kind):
         "states": torch.zeros((2, 15, read, H), device=GPU) if read else None,
         "seeds": torch.zeros(2, dtype=torch.long),
     }
-    drawn = "eval.decoding.drafters.medusa.drawn_depths"
+    drawn = "distill.drafters.medusa.drawn_depths"
     with patch(drawn, lambda positions, *_: positions.clone()):
         model(**batch).loss.backward()
     assert model.get_output_embeddings().weight.grad.device.type == "gpu"

@@ -21,9 +21,10 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from align.machine import use_machine
+from distill.drafters.pruned import build_pruned
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.drafter import Drafter, Session
-from eval.decoding.drafters.pruned import KIND, build_pruned
+from eval.decoding.drafters.pruned import FORMAT
 from eval.decoding.graphs import GraphedDecoder
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target, model_bytes
@@ -105,7 +106,7 @@ def random_pair(shape, device):
     head = model.lm_head.weight.detach()[:HEAD].clone()
     draft = build_pruned(model, DRAFT_LAYERS, head)
     target = Target(shape, model, None, build_decoder(model, 1024), frozenset())
-    return target, KIND.drafter(draft, torch.arange(len(head), device=device), target)
+    return target, FORMAT.drafter(draft, torch.arange(len(head), device=device), target)
 
 
 def stock_seconds(target, ids, new_tokens):

@@ -6,12 +6,12 @@ import pytest
 
 from distill import compare, held_out, prompt_sets, train
 from distill.compare import candidates, few_best
+from distill.drafters.kind import kinds
 from distill.models import check_models
 from distill.plan import read_plan, with_choice
 from distill.recipe import RecipeError, read_yaml
 from distill.run_folder import refuse_another_run
 from distill.train import run
-from eval.decoding.drafters.kind import kinds
 from eval.measuring.runs import StepCosts
 from eval.reporting.report import Measured, read_report
 from eval.reporting.tables import tables
@@ -58,7 +58,7 @@ def test_a_run_compares_decides_follows_it_and_reports(job, tmp_path, monkeypatc
     assert run(recipe) == 0
     shown = capsys.readouterr().out
     choice = read_plan(recipe.folder).choice
-    from_target = {name for name, kind in kinds().items() if kind.from_target}
+    from_target = {name for name, kind in kinds().items() if "target" in kind.starts_from}
     # its target's vocabulary has no row for a mask
     assert {candidate.drafter for candidate in choice.candidates} == from_target - {"pard"}
     assert list(choice.ruled_out) == ["pard"]

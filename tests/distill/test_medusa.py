@@ -5,12 +5,13 @@ import json
 import pytest
 import torch
 
+from distill.drafters import medusa
+from distill.drafters.initialisation import AnsweredText
+from distill.drafters.medusa import fit_heads
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl, head_loss
 from distill.train import run
-from eval.decoding.drafters import medusa
-from eval.decoding.drafters.medusa import MedusaConfig, MedusaModel, fit_heads
-from eval.decoding.drafters.training import AnsweredText
+from eval.decoding.drafters.medusa import MedusaConfig, MedusaModel
 
 VOCAB, SIZE, WIDTH, HEADS = 61, 32, 9, 3
 # two answers: of a prompt of 3 tokens and a response of 5, and of 2 and 7

@@ -7,13 +7,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from align.sources import read_json
+from distill.drafters.batch import TrainingBatch
+from distill.drafters.pard import KIND, draw_masks, give_mask
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
 from distill.train import run
 from eval.decoding.drafters.drafter import Texts
 from eval.decoding.drafters.loading import load_drafter
-from eval.decoding.drafters.pard import PardDrafter, PardSibling, draw_masks, give_mask
-from eval.decoding.drafters.training import TrainingBatch
+from eval.decoding.drafters.pard import PardDrafter
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.reporting.report import read_report
@@ -102,7 +103,7 @@ def test_a_held_out_text_says_how_many_of_all_drafted_tokens_are_accepted(tiny_l
             guess = plain(torch.tensor([[*text, *[mask] * depth]]))
             accepted[entry + depth] += agreed(guess, logits[entry + depth])
             tokens[entry + depth] += 1
-        give_loss_forward(model, PardSibling(), forward_kl)
+        give_loss_forward(model, KIND, forward_kl)
         found = model(**batch._asdict(), temperature=1.0)
     torch.testing.assert_close(found.accepted, first)
     torch.testing.assert_close(found.drafted, accepted)

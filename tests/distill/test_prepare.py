@@ -5,12 +5,14 @@ import torch
 import torch.nn.functional as F
 from transformers import GemmaConfig, LlamaForCausalLM
 
+from align.trim import choose_tokens, lost_mass
+from distill.drafters.initialisation import AnsweredText, FrozenEmbedding
+from distill.drafters.kind import Start
+from distill.drafters.pruned import KIND, build_pruned
 from distill.export import full_vocabulary
 from distill.models import check_prunable, head_rows
-from distill.prepare import PreparedDraft, domain_mass, head_tokens
+from distill.prepare import PreparedDraft, domain_mass
 from distill.teacher.store import CachedAnswer
-from eval.decoding.drafters.pruned import KIND, build_pruned
-from eval.decoding.drafters.training import AnsweredText, FrozenEmbedding, Start
 
 VOCAB, LAYERS = 60, 4
 
@@ -40,10 +42,11 @@ def answers(target):
 
 
 def prune_and_fit(target, answers, num_layers, head_size, forced):
-    ids, lost = head_tokens(answers, VOCAB, head_size, forced)
+    mass = domain_mass(answers, VOCAB)
+    ids = None if head_size is None else choose_tokens(mass, head_size, forced)
+    lost = 0.0 if ids is None else lost_mass(mass, ids)
     texts = [AnsweredText(a.prompt_ids, a.response_ids) for a in answers]
-    model, full_head = KIND.start(Start(target, ids, texts, num_layers, 3, ()))
-    return PreparedDraft(model, ids, full_head, lost)
+    return PreparedDraft(*KIND.start(Start(target, ids, texts, num_layers, 3, ())), lost)
 
 
 def states(target, answers, num_layers):

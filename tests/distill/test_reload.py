@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from distill import reload
 from distill.card import derived_licence
+from distill.drafters.pruned import KIND
 from distill.forms import export_forms, forms_of
 from distill.publish import check_run, publish
 from distill.reload import ReloadError, reload_forms
 from distill.train import run
-from eval.decoding.drafters.pruned import KIND
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.measuring import metrics

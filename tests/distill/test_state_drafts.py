@@ -14,6 +14,9 @@ from safetensors.torch import load_file
 
 from align.sources import read_json
 from distill import train
+from distill.drafters import eagle3
+from distill.drafters.kind import kinds
+from distill.drafters.medusa import Medusa
 from distill.dry_run import price_run
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
@@ -25,12 +28,10 @@ from distill.teacher.answers import USED
 from distill.teacher.store import Answers, Store, names_of
 from distill.train import run
 from distill.trainer import distil_draft
-from eval.decoding.drafters import eagle3
-from eval.decoding.drafters.compact import write_about
+from eval.decoding.drafters import formats
+from eval.decoding.drafters import medusa as inference
 from eval.decoding.drafters.drafter import Texts
-from eval.decoding.drafters.kind import kinds
 from eval.decoding.drafters.loading import load_drafter
-from eval.decoding.drafters.medusa import Medusa
 from eval.decoding.verification import Sampling
 from eval.reporting.report import read_report
 
@@ -103,7 +104,7 @@ def test_a_finished_run_is_lossless(finished):
         assert draft.lossless.unexplained == 0
         assert draft.lossless.identical + draft.lossless.tie_divergences == 3
     again = load_drafter(str(folder / "draft"), parts(finished)[2].loaded)
-    assert again.layers == finished.kind.layers({"num_hidden_layers": 2})
+    assert again.layers == finished.kind.target_layers({"num_hidden_layers": 2})
 
 
 @pytest.mark.parametrize("finished", ["eagle3"], indirect=True)
@@ -159,7 +160,7 @@ def test_training_reads_what_is_known_when_a_token_is_drafted(answered):
             if weight.ndim > 1 and "embed" not in name:
                 weight.copy_(torch.randn(weight.shape) * 0.2)
     give_loss_forward(model, recipe.kind, forward_kl)
-    layers = len(recipe.kind.layers(pair.target.config))
+    layers = len(recipe.kind.target_layers(pair.target.config))
     states = torch.randn(1, 12, layers, model.config.hidden_size, requires_grad=True)
 
     def read(positions):
@@ -184,7 +185,7 @@ def test_the_loss_of_a_row_hangs_neither_on_its_padding_nor_on_what_is_beside_it
     recipe, pair, target, answers = answered(kind)
     model = prepare_draft(recipe, pair, target, answers).model.float()
     give_loss_forward(model, recipe.kind, forward_kl)
-    layers = len(recipe.kind.layers(pair.target.config))
+    layers = len(recipe.kind.target_layers(pair.target.config))
     states = torch.randn(2, 13, layers, model.config.hidden_size)
     short = batch_of(pair.vocab_size, [3, 4, 5, 6, 7], states[:1, :9])
     long = batch_of(pair.vocab_size, [2, 3, 4, 5, 6, 8, 9, 10, 11], states[1:])
@@ -225,9 +226,7 @@ def test_steps_of_an_eagle3_draft_are_those_of_its_session(answered, norm_before
         for name, weight in model.named_parameters():
             if weight.ndim > 1 and "embed" not in name and "lm_head" not in name:
                 weight.normal_(std=0.3)
-    given = copy.deepcopy(model)
-    given.sizes.fill_(1)
-    draft = eagle3.KIND.drafter(given, prepared.token_ids, loaded)
+    draft = formats.formats()["eagle3"].drafter(copy.deepcopy(model), prepared.token_ids, loaded)
     text, gamma, seen = answers[0].prompt_ids.tolist(), 3, set()
     for end in range(4, len(text)):
         known = dict.fromkeys(draft.layers)
@@ -264,7 +263,7 @@ def test_a_dry_run_prices_it(job, tmp_path, kind, capsys):
         ({"drafter": "eagle3", "strategy": "remap"}, "set strategy to auto"),
         (
             {"drafter": "eagle3", "answers": "server", "answer_url": "http://a:1"},
-            "with a server they are never loaded",
+            "which are not loaded then",
         ),
         ({"drafter": "eagle4"}, "drafter is 'eagle4'"),
     ],
@@ -282,13 +281,12 @@ class OneHead(Medusa):
     def start(self, start):
         return super().start(dataclasses.replace(start, max_gamma=1))
 
-    def save(self, folder, model, token_ids, embedding, target):
-        super().save(folder, model, token_ids, embedding, target)
-        write_about(folder, "one_head", embedding)
+    name = "one_head"
 
 
 def test_a_new_kind_is_trained_saved_and_measured_by_its_file_alone(job, tmp_path, monkeypatch):
     monkeypatch.setitem(kinds(), "one_head", OneHead())  # as a file beside the others is found
+    monkeypatch.setitem(formats.formats(), "one_head", inference.FORMAT)
     recipe = job(tmp_path / "run", **MADE, drafter="one_head")
     assert run(recipe) == 0
     report = read_report(tmp_path / "run" / "report" / "report.json")

@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from align.files import DiskFullError
+from distill.drafters.pruned import KIND as PRUNED
 from distill.loss_forward import give_loss_forward, take_loss_forward
 from distill.losses import coarse_loss, forward_kl
 from distill.recipe import RecipeError, build_recipe
@@ -25,7 +26,6 @@ from distill.trainer import (
     training_config,
 )
 from distill.training_set import TRAINING_SET, DistillationCollator, training_rows
-from eval.decoding.drafters.pruned import KIND as PRUNED
 
 VOCAB = 50
 

@@ -108,10 +108,10 @@ def test_what_cannot_be_computed_is_refused(published, folder, tmp_path, layout,
     shutil.copytree(published[0] / layout, tmp_path / "draft")
     path = tmp_path / "draft" / "config.json"
     path.write_text(json.dumps(read_json(path) | changes))
-    kind = {"eagle3": eagle3.KIND, "medusa": medusa.KIND}[KIND_OF[layout]]
+    kind = {"eagle3": eagle3, "medusa": medusa}[KIND_OF[layout]]
     target = load_model(str(folder / "target"), torch.float32)
     with pytest.raises(ValueError, match=message):
-        kind.published(tmp_path / "draft", target)
+        kind.load_published(tmp_path / "draft", target)
 
 
 def test_an_embedding_of_its_own_is_refused_and_the_targets_is_dropped(published, folder, tmp_path):
@@ -121,8 +121,8 @@ def test_an_embedding_of_its_own_is_refused_and_the_targets_is_dropped(published
     own = target.get_input_embeddings().weight.detach().clone()
     tensors = load_file(path)
     save_file(tensors | {"embed_tokens.weight": own}, path)
-    _, ids = eagle3.KIND.published(tmp_path / "draft", target)
+    _, ids = eagle3.load_published(tmp_path / "draft", target)
     assert len(ids) == 270
     save_file(tensors | {"embed_tokens.weight": own + 1}, path)
     with pytest.raises(ValueError, match="an embedding of its own"):
-        eagle3.KIND.published(tmp_path / "draft", target)
+        eagle3.load_published(tmp_path / "draft", target)

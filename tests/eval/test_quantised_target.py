@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from align.sources import gguf_kind, load_model
 from align.to_gguf import write_gguf
-from eval.decoding.drafters import pruned
+from distill.drafters import pruned
 from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.target import load_target

@@ -5,7 +5,7 @@ import torch
 from accelerate import dispatch_model
 
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters.pruned import KIND
+from eval.decoding.drafters.pruned import FORMAT
 from eval.decoding.graphs import GraphedDecoder
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
@@ -30,7 +30,7 @@ def pair(tiny_llama):
         draft.lm_head = torch.nn.Linear(32, 50, bias=False)
         target = Target("target", model, None, build_decoder(model, 128), frozenset({60}))
         draft = draft.to("cuda", dtype).eval()
-        return target, KIND.drafter(draft, torch.arange(50, device="cuda"), target)
+        return target, FORMAT.drafter(draft, torch.arange(50, device="cuda"), target)
 
     return make
 

@@ -16,11 +16,11 @@ import torch
 
 from align.sources import load_model, load_tokenizer, resolve_checkpoint
 from align.vocabulary import read_vocabulary
+from distill.drafters.pruned import build_pruned
 from distill.prompt_sets import collect_prompts
 from distill.recipe import load_recipe
 from distill.teacher.answers import top_logprobs
 from distill.teacher.served import ServedTarget
-from eval.decoding.drafters.pruned import build_pruned
 from eval.decoding.target import load_target
 from eval.reporting.report import read_report
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from eval.decoding.drafters.medusa import KIND, MedusaConfig, MedusaModel
+from distill.drafters.medusa import KIND
+from eval.decoding.drafters.medusa import MedusaConfig, MedusaModel
 from eval.engines.environments import EngineMissing, environment, vllm_python
 
 pytestmark = pytest.mark.real

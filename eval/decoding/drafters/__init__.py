@@ -1,1 +1,1 @@
-"""Drafters. A kind of draft is one file with a KIND (kind.py); loading.py finds it."""
+"""Drafters. A kind of draft is a file with a FORMAT (formats.py); loading.py finds it."""

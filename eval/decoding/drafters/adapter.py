@@ -56,7 +56,7 @@ def load(spec: str, target: Target, strategy: str) -> Drafter:
     if compact is not None:
         model, token_ids = pruned.load_compact(compact, target.decoder.embedding)
         model = merged_in_fp32(model, base, folder, dtype)
-        drafter = pruned.KIND.drafter(model, token_ids, target)
+        drafter = pruned.FORMAT.drafter(model, token_ids, target)
     else:
         model = merged_in_fp32(load_model(base, torch.float32), base, folder, dtype)
         drafter = sibling_drafter(model, base, target, strategy)

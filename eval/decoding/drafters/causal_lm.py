@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from eval.decoding.drafters.drafter import (
     DecoderDrafter,
@@ -21,7 +20,6 @@ from eval.decoding.drafters.drafter import (
     Session,
     Texts,
 )
-from eval.decoding.drafters.training import TrainingBatch
 from eval.decoding.forward import PIECE, Decoder, HiddenStates, in_pieces, starts
 
 
@@ -62,14 +60,6 @@ class CausalLMDrafter(DecoderDrafter, HeadDrafter):
             : self.decoder.context_length
         ]
         return teacher_forced_logits(self.decoder, draft_ids, 1)
-
-
-def input_of_head(model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
-    """What the head of a causal LM reads at each response position [N, H]."""
-    body = model.base_model
-    output = body(input_ids=batch.input_ids, use_cache=False)
-    states: Tensor = output.last_hidden_state.flatten(0, 1)[batch.positions]
-    return states
 
 
 def teacher_forced_logits(

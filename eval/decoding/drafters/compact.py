@@ -1,11 +1,10 @@
-"""compact.json and the id tensors of a draft that shares its target's embedding.
+"""compact.json and the tensors of a draft that shares its target's embedding, as read.
 
-Legend: V the target's vocabulary, K rows of the draft's head.
+Legend: K rows of the draft's head.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,6 @@ from align.sources import read_json
 from eval.decoding.target import tensor_sha256
 
 COMPACT = "draftsmith-compact/2"
-
-
-def write_about(folder: Path, kind: str, embedding: Tensor, **more: Any) -> None:
-    """compact.json of a kind; `embedding` is the target's."""
-    about = {"format": COMPACT, "drafter": kind, "embedding_sha256": tensor_sha256(embedding)}
-    (folder / "compact.json").write_text(json.dumps(about | more, indent=2))
 
 
 def check_compact(folder: Path, embedding: Tensor) -> Mapping[str, Any]:
@@ -74,16 +67,6 @@ def refuse_other_target(
                 f"{folder} is a draft of a target with {key} {about.get(key)}, but this one has "
                 f"{getattr(target, key)}; name the target that it was made for."
             )
-
-
-def target_id_maps(token_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """As other engines store a trimmed head's ids [K]: d2t, the target's id less the row's number
-    [K], and t2d, which ids have a row [V].
-    """
-    rows = torch.arange(len(token_ids), device=token_ids.device)
-    has_row = torch.zeros(vocab_size, dtype=torch.bool)
-    has_row[token_ids.cpu()] = True
-    return {"d2t": (token_ids - rows).cpu(), "t2d": has_row}
 
 
 def read_token_ids(folder: Path, tensors: dict[str, Tensor]) -> Tensor | None:

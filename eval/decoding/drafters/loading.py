@@ -9,7 +9,7 @@ from typing import Any
 from align.sources import load_model, read_json, resolve_checkpoint
 from eval.decoding.drafters import adapter
 from eval.decoding.drafters.drafter import Drafter
-from eval.decoding.drafters.kind import kinds, published_kind
+from eval.decoding.drafters.formats import formats, published_format
 from eval.decoding.drafters.lookup import LOOKUP, LOOKUP_FIRST, lookup_first, prompt_lookup
 from eval.decoding.drafters.sibling import sibling_drafter
 from eval.decoding.target import Target, tensor_sha256
@@ -25,23 +25,21 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
     (align/check.py). Raises ValueError when no lossless strategy exists for the pair, or the one
     asked for is none.
     """
-    form, _, path = spec.partition(":")
+    scheme, _, path = spec.partition(":")
     if spec == LOOKUP:
         return prompt_lookup(target)
     if spec.startswith(LOOKUP_FIRST):
         return lookup_first(load_drafter(path, target, strategy), target.stops)
-    if form == "adapter":
+    if scheme == "adapter":
         return adapter.load(spec, target, strategy)
     for folder in (Path(spec) / "compact", Path(spec)):
         if not (folder / "compact.json").is_file():
             continue
         about = read_json(folder / "compact.json")
-        from_target = {name: kind.from_target for name, kind in kinds().items()}
-        kind = from_target.get(about.get("drafter", "pruned"))
-        if kind is None:
+        if (kind := formats().get(about["drafter"])) is None:
             raise ValueError(
                 f"{folder} is a draft of kind {about['drafter']!r}, which this version does not "
-                f"know ({', '.join(from_target)}); make it again as one of these."
+                f"know ({', '.join(formats())}); make it again as one of these."
             )
         if folder != Path(spec) and _of_another_target(about, target):
             print(
@@ -51,12 +49,13 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
             )
             break
         drafter = kind.load(folder, target)
-        full = (folder.parent if kind.language_model else folder) / "model.safetensors"
+        published = kind.head_rows(read_json(folder / "config.json")) is not None
+        full = (folder if published else folder.parent) / "model.safetensors"
         drafter.path = str(folder)
         drafter.full_form_bytes = full.stat().st_size if full.is_file() else None
         return drafter
-    if heads := published_kind(resolve_checkpoint(spec, weights=False)):
-        drafter = heads.drafter(*heads.published(resolve_checkpoint(spec), target.model), target)
+    if published_kind := published_format(resolve_checkpoint(spec, weights=False)):
+        drafter = published_kind.load(resolve_checkpoint(spec), target)
         drafter.path = spec
         return drafter
     return sibling_drafter(load_model(spec, target.decoder.dtype), spec, target, strategy)

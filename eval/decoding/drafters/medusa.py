@@ -4,41 +4,25 @@ The target has read all but the newest token. From its state before that one (af
 head d drafts the token d places after the newest: a residual block, then an output head that all
 share. There is no cache of keys and values, and no model that reads the text: a head is a step.
 
-Training reads the cached states alone: from the state at token t, head d learns the target's
-distribution over the token after t + d. The heads start as a fit (`fit_heads`):
-
-1. A_d is the least-squares map from the state at t to the state at t + d.
-2. A block adds SiLU(W x + b) to x. It gets W = A_d - I, and a b a few times as large as W x: there
-   SiLU is nearly linear.
-3. One more least-squares map, over all depths, takes out what b adds and what is not linear. It is
-   multiplied into the output head.
-
-A folder holds the checkpoint as vLLM loads it (its MedusaModel), and compact.json. Legend: B rows,
-T positions, N response positions, D heads, L layers read, H hidden size, K rows of the output head,
-V the target's vocabulary.
+A folder holds the checkpoint as vLLM loads it (its MedusaModel), and compact.json where draftsmith
+made it. Legend: B rows, T positions, D heads, H hidden size, K rows of the output head, V the
+target's vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from align.sources import read_json
-from eval.decoding.drafters.compact import (
-    check_compact,
-    fill,
-    refuse_other_target,
-    weights_of,
-    write_about,
-)
+from eval.decoding.drafters.compact import check_compact, fill, refuse_other_target, weights_of
 from eval.decoding.drafters.drafter import (
     HeadDrafter,
     Proposal,
@@ -47,24 +31,11 @@ from eval.decoding.drafters.drafter import (
     on_target_ids,
     timed_choice,
 )
-from eval.decoding.drafters.kind import Heads
-from eval.decoding.drafters.training import (
-    AnsweredText,
-    HeadInput,
-    LeastSquares,
-    Start,
-    TrainingBatch,
-    drawn_depths,
-    mean_depth,
-    states_before,
-)
+from eval.decoding.drafters.formats import DraftFormat
 from eval.decoding.forward import HiddenStates
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.decoding.weights import INT8_TERMS, Product
-
-BIAS = 2.0  # of a block, in root mean squares of what it is to add
-DEEPER = 0.5  # probability that a position which trains head d trains head d + 1, too
 
 
 class MedusaConfig(PreTrainedConfig):
@@ -110,163 +81,75 @@ class MedusaModel(PreTrainedModel):
         return self.lm_head
 
 
-class Medusa(Heads):
-    engines = ("vllm",)
-    slow = ("blocks", "lm_head")
-
-    def layers(
-        self, config: Mapping[str, Any], about: Mapping[str, Any] | None = None
-    ) -> tuple[int, ...]:
-        return (config["num_hidden_layers"],)
-
-    def rows_of(self, about: Mapping[str, Any]) -> int | None:
-        if about.get("model_type") != "medusa":
+class Medusa(DraftFormat):
+    def head_rows(self, config: Mapping[str, Any]) -> int | None:
+        if config.get("model_type") != "medusa":
             return None
-        return int(about.get("truncated_vocab_size") or about["vocab_size"])
+        return int(config.get("truncated_vocab_size") or config["vocab_size"])
 
-    @torch.no_grad()
-    def start(self, start: Start) -> tuple[PreTrainedModel, Tensor | None]:
-        """Heads that all draft what the target's own head says, then fitted; in fp32."""
-        head = start.head()
-        model = MedusaModel(
-            MedusaConfig(
-                hidden_size=head.shape[1],
-                vocab_size=start.target.get_output_embeddings().weight.shape[0],
-                num_heads=start.max_gamma,
-                truncated_vocab_size=len(head),
-            )
-        )
-        for weight in model.blocks.parameters():
-            weight.zero_()
-        model.lm_head.weight.copy_(head)
-        if start.texts:
-            fit_heads(model, start.texts)
-        return model, None
-
-    def save(
-        self,
-        folder: Path,
-        model: PreTrainedModel,
-        token_ids: Tensor | None,
-        embedding: Tensor,
-        target: str,
-    ) -> None:
-        tensors = {name: tensor.to(embedding.dtype) for name, tensor in model.state_dict().items()}
-        if token_ids is not None:
-            tensors["token_map"] = token_ids.cpu()
-        model.config.architectures = ["MedusaModel"]
-        model.config.save_pretrained(folder)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        write_about(folder, "medusa", embedding)
-
-    def load_to_train(
-        self, folder: Path, embedding: Tensor
-    ) -> tuple[PreTrainedModel, Tensor | None]:
-        tensors = load_file(folder / "model.safetensors", device=str(embedding.device))
-        # the target's own numbers, in whatever dtype it is loaded
-        check_compact(folder, embedding.to(tensors["lm_head.weight"].dtype))
-        return _heads(folder, tensors)
-
-    def check_published(self, folder: Path, target: PreTrainedConfig) -> None:
-        about = read_json(folder / "config.json")
+    def check_config(self, folder: Path, target: PreTrainedConfig) -> None:
+        config = read_json(folder / "config.json")
         computed = {"original_lm_head": True, "medusa_fc_bias": True, "num_hidden_layers": 1}
         for key, value in computed.items():
-            if about.get(key, value) != value:
+            if config.get(key, value) != value:
                 raise ValueError(
-                    f"{folder} has {key} {about[key]}, but Medusa heads are computed here with "
+                    f"{folder} has {key} {config[key]}, but Medusa heads are computed here with "
                     f"{value} only (one output head for all depths); measure it as it is in vLLM."
                 )
-        refuse_other_target(folder, about, target, ("hidden_size", "vocab_size"))
+        refuse_other_target(folder, config, target, ("hidden_size", "vocab_size"))
 
-    def published(
-        self, folder: Path, target: PreTrainedModel, texts: Sequence[AnsweredText] = ()
-    ) -> tuple[PreTrainedModel, Tensor | None]:
-        """As vLLM loads it: blocks of one layer, and one head for all depths."""
-        self.check_published(folder, target.config.get_text_config())
-        tensors = {name: tensor.float() for name, tensor in weights_of(folder, "cpu").items()}
-        return _heads(folder, tensors)
+    def load(self, folder: Path, target: Target) -> MedusaDrafter:
+        if (folder / "compact.json").is_file():
+            return self.drafter(*load_saved(folder, target.decoder.embedding), target)
+        return self.drafter(*load_published(folder, target.model), target)
 
-    def first_input(self, model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
-        heads: Any = model
-        states: Tensor = heads.blocks[0](states_before(batch)[:, 0].to(heads.lm_head.weight.dtype))
-        return states
-
-    def head_inputs(self, model: PreTrainedModel, batch: TrainingBatch) -> Iterator[HeadInput]:
-        """The sum over the depths drawn, divided by how many a position has on average."""
-        heads: Any = model
-        positions, width, dtype = batch.positions, batch.width, heads.lm_head.weight.dtype
-        depths = drawn_depths(positions, width, batch.seeds, len(heads.blocks), DEEPER)
-        rows, states = positions // width, batch.states[..., 0, :].flatten(0, 1)
-        weight = 1 / mean_depth(len(heads.blocks), DEEPER)
-        for depth, block in enumerate(heads.blocks, start=1):
-            drawn = (depths[: len(depths) - depth] >= depth).nonzero()[:, 0]
-            # of the N positions, those whose answer has another token so much later
-            entries = drawn[rows[drawn] == rows[drawn + depth]]
-            read = states[positions[entries]].to(dtype)
-            yield HeadInput(block(read), entries + depth, weight)
-
-    def drafter(
-        self, model: PreTrainedModel, token_ids: Tensor | None, target: Target
-    ) -> MedusaDrafter:
-        """In the target's dtype, on a CPU in eight bits."""
-        heads: Any = model
+    def drafter(self, model: Any, token_ids: Tensor | None, target: Target) -> MedusaDrafter:
+        """The model as it drafts for that target, in its dtype; on a CPU in eight bits."""
         embedding = target.decoder.embedding
-        int8 = embedding.device.type == "cpu" and heads.config.hidden_size % INT8_TERMS == 0
-        blocks = [Product.of(block.layers[0].to(embedding), int8=int8) for block in heads.blocks]
-        head = Product.of(heads.lm_head.to(embedding), int8=int8)
+        int8 = embedding.device.type == "cpu" and model.config.hidden_size % INT8_TERMS == 0
+        blocks = [Product.of(block.layers[0].to(embedding), int8=int8) for block in model.blocks]
+        head = Product.of(model.lm_head.to(embedding), int8=int8)
         return MedusaDrafter(
             **on_target_ids(token_ids, embedding),
             bytes=sum(part.nbytes for part in (*blocks, head)),
-            layers=self.layers(target.model.config.get_text_config().to_dict()),
+            layers=(target.model.config.get_text_config().num_hidden_layers,),
             embedding=embedding,
             blocks=blocks,
             head=head,
         )
 
 
-def _heads(folder: Path, tensors: dict[str, Tensor]) -> tuple[PreTrainedModel, Tensor | None]:
+FORMAT = Medusa()
+
+
+def load_saved(folder: Path, embedding: Tensor) -> tuple[MedusaModel, Tensor | None]:
+    """The model of a folder with compact.json, and the target ids [K] of its head.
+
+    Raises ValueError when it was made for another target, whose embedding is not this one [V, H].
+    """
+    tensors = weights_of(folder, str(embedding.device))
+    # the target's own numbers, in whatever dtype it is loaded
+    check_compact(folder, embedding.to(tensors["lm_head.weight"].dtype))
+    return _built(folder, tensors)
+
+
+def load_published(folder: Path, target: PreTrainedModel) -> tuple[MedusaModel, Tensor | None]:
+    """The model that others published, as vLLM loads it, and the target ids [K] of its head.
+
+    Its blocks have one layer, and one head serves all depths. Raises ValueError where it was made
+    for another target, or cannot be computed here.
+    """
+    FORMAT.check_config(folder, target.config.get_text_config())
+    tensors = {name: tensor.float() for name, tensor in weights_of(folder, "cpu").items()}
+    return _built(folder, tensors)
+
+
+def _built(folder: Path, tensors: dict[str, Tensor]) -> tuple[MedusaModel, Tensor | None]:
     token_ids = tensors.pop("token_map", None)
     with torch.device("meta"):
         model = MedusaModel(MedusaConfig.from_pretrained(folder))
     fill(model, tensors, folder)
     return model.eval(), None if token_ids is None else token_ids.long()
-
-
-KIND = Medusa()
-
-
-@torch.no_grad()
-def fit_heads(model: MedusaModel, texts: Sequence[AnsweredText]) -> None:
-    """The closed form of the module's docstring, from the states of these texts."""
-    size = model.config.hidden_size
-    maps = []
-    for depth in range(1, len(model.blocks) + 1):
-        to_later = LeastSquares(size, size)
-        for x, y in _pairs(texts, depth):
-            to_later.add(x, y)
-        maps.append(to_later.solution() - torch.eye(size))
-    squares, count = torch.zeros(len(maps), size), 0
-    for x, _ in _pairs(texts, 1):
-        squares += torch.stack([(x @ added.T).pow(2).sum(0) for added in maps])
-        count += len(x)
-    bias = BIAS * (squares / count).sqrt().amax(0)
-    to_state = LeastSquares(size, size)
-    for depth, (block, added) in enumerate(zip(model.blocks, maps, strict=True), start=1):
-        layer: Any = block.layers[0]  # type: ignore[index]
-        layer.weight.copy_(added)
-        layer.bias.copy_(bias)
-        for x, y in _pairs(texts, depth):
-            to_state.add(block(x), y)
-    model.lm_head.weight.copy_(model.lm_head.weight @ to_state.solution())
-
-
-def _pairs(texts: Sequence[AnsweredText], depth: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The target's states at a text's response positions and those `depth` tokens later [N, H]."""
-    for text in texts:
-        assert text.states is not None
-        states = text.states[len(text.prompt_ids) - 1 :, 0].float()
-        if len(states) > depth:
-            yield states[:-depth], states[depth:]
 
 
 @dataclass(kw_only=True)

@@ -1,213 +1,56 @@
 """A language model that drafts all its tokens in one pass, from masks (PARD, arXiv 2504.18583).
 
 After the newest token stand masks: the newest token predicts the first token of a draft, each mask
-a later one. The mask is a row of the vocabulary that no text has; its embedding is trained, and the
-model beside it. Engines read which row it is from `pard_token` in config.json. The model is a
-sibling, or the target's own first layers.
-
-Training reads each text once, and behind it chains of masks whose anchors and lengths are drawn
-anew each step: a mask sees the text up to its anchor and the masks of its chain before it. Longer
-chains are rarer. Legend: B rows, T tokens of a text, L of it and its masks, N response positions, M
-masks that are trained, H hidden size, K rows of the draft's head, V the target's vocabulary.
+a later one. The mask is a vocabulary entry that no text has. Engines read its id from `pard_token`
+in config.json. The model is a sibling, or the target's own first layers. Legend: B rows, T tokens
+of a text, H hidden size, V the target's vocabulary.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from eval.decoding.drafters.causal_lm import CausalLMDrafter, TokenSession, input_of_head
-from eval.decoding.drafters.drafter import Drafter, Logits, Session, Texts, timed_step
-from eval.decoding.drafters.kind import Kind
-from eval.decoding.drafters.pruned import MASK, Pruned
-from eval.decoding.drafters.training import (
-    WIDTH,
-    HeadInput,
-    Start,
-    TrainingBatch,
-    drawn_depths,
-    mean_depth,
-)
+from eval.decoding.build import build_decoder
+from eval.decoding.drafters.causal_lm import CausalLMDrafter, TokenSession
+from eval.decoding.drafters.drafter import Logits, Session, Texts, on_target_ids, timed_step
+from eval.decoding.drafters.formats import DraftFormat
+from eval.decoding.drafters.pruned import load_compact
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
-from eval.decoding.weights import linear
-
-DEEPER = 0.6  # probability that an anchor with masks to some depth has one more
 
 
-class _Masked(Kind):
-    """What both kinds of PARD draft are."""
+class Pard(DraftFormat):
+    def load(self, folder: Path, target: Target) -> PardDrafter:
+        return self.drafter(*load_compact(folder, target.decoder.embedding), target)
 
-    engines = ("vllm", "transformers", "llama.cpp")
-    language_model = True
-    own_modules = (MASK,)
-
-    def first_input(self, model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
-        return input_of_head(model, batch)
-
-    def head_inputs(self, model: PreTrainedModel, batch: TrainingBatch) -> Iterator[HeadInput]:
-        """The sum over the tokens drawn, divided by how many a position has on average."""
-        masked: Any = model
-        most = masked.config.pard_tokens
-        drawn = draw_masks(batch, most)
-        weight = 1 / mean_depth(most, DEEPER)
-        states = read_with_masks(model, batch, drawn)
-        length = states.shape[1]
-        flat = states.flatten(0, 1)
-        positions = batch.positions // batch.width * length + batch.positions % batch.width
-        yield HeadInput(flat[positions], weight=weight)
-        at = drawn.rows * length + batch.width + drawn.slots
-        yield HeadInput(flat[at], drawn.entries + drawn.depths, weight)
-
-    def masks(self, max_gamma: int) -> float:
-        return mean_depth(max_gamma, DEEPER) - 1
-
-    def exported(self, model: PreTrainedModel) -> PreTrainedModel:
-        return with_mask_row(model)
-
-
-class PardSibling(_Masked):
-    """A sibling that learns to draft in one pass."""
-
-    def begin(self, model: PreTrainedModel, mask: int | None, max_gamma: int) -> PreTrainedModel:
-        assert mask is not None
-        # one that drafts with masks already goes on with its own
-        give_mask(model, getattr(model.config, "pard_token", mask), max_gamma)
-        return model
-
-    def stand_in(self, drafter: Drafter, max_gamma: int) -> Drafter:
-        return PardDrafter(**vars(drafter) | {"mask": 0, "most": max_gamma})
-
-
-class Pard(_Masked, Pruned):
-    """The target's first layers, which learn to draft in one pass."""
-
-    name = "pard"
-    of_sibling = PardSibling()
-
-    def start(self, start: Start) -> tuple[PreTrainedModel, Tensor | None]:
-        model, full_head = super().start(start)
-        assert start.mask is not None
-        give_mask(model, start.mask, start.max_gamma)
-        return model, full_head
-
-    def drafter(
-        self, model: PreTrainedModel, token_ids: Tensor | None, target: Target
-    ) -> PardDrafter:
-        masked: Any = model
-        plain = vars(super().drafter(model, token_ids, target))
-        decoder = plain["decoder"]
-        # a copy: the target reads its own row
-        decoder.embedding = decoder.embedding.clone()
-        decoder.embedding[masked.config.pard_token] = masked.mask.weight[0]
-        return with_masks(plain | {"bytes": plain["bytes"] + decoder.embedding.nbytes}, model)
-
-
-KIND = Pard()
-
-
-@torch.no_grad()
-def give_mask(model: PreTrainedModel, token: int, most: int) -> None:
-    """Make `model.mask` of that row of its embedding, for drafts of up to `most` tokens."""
-    embedding: Any = model.get_input_embeddings()
-    if embedding.weight.ndim != 2 or hasattr(embedding, "embed_scale"):
-        raise ValueError(
-            f"A {model.config.model_type} model scales what its embedding holds, which a mask here "
-            "does not; use another drafter than pard."
+    def drafter(self, model: Any, token_ids: Tensor | None, target: Target) -> PardDrafter:
+        """The target's first layers with their own mask; on a CPU in eight bits."""
+        # a copy: the target reads its own embedding of that token
+        embedding = target.decoder.embedding.clone()
+        embedding[model.config.pard_token] = model.mask.weight[0].detach()
+        model.set_input_embeddings(nn.Embedding.from_pretrained(embedding))
+        on_cpu = embedding.device.type == "cpu"
+        decoder = build_decoder(model, target.decoder.context_length, embedding, int8=on_cpu)
+        return PardDrafter(
+            **on_target_ids(token_ids, embedding),
+            bytes=decoder.own_bytes() + embedding.nbytes,
+            decoder=decoder,
+            **of_config(model.config),
         )
-    mask = nn.Embedding(1, embedding.weight.shape[1]).to(embedding.weight)
-    mask.weight.copy_(embedding.weight[token : token + 1])
-    model.add_module(MASK, mask)
-    config: Any = model.config
-    config.pard_token, config.pard_tokens = token, most
 
 
-@torch.no_grad()
-def with_mask_row(model: PreTrainedModel) -> PreTrainedModel:
-    """The model as engines load it, on its own weights: the mask is a row of its embedding."""
-    whole: Any = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-    rows = whole.get_input_embeddings().weight.clone()
-    rows[whole.config.pard_token] = whole.mask.weight[0]
-    del whole.mask
-    tied = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
-    whole.set_input_embeddings(nn.Embedding.from_pretrained(rows))
-    if tied:
-        whole.set_output_embeddings(linear(rows))
-        whole.tie_weights()
-    exported: PreTrainedModel = whole
-    return exported
+FORMAT = Pard()
 
 
-class Masks(NamedTuple):
-    """Masks that are trained [M each]: the row of each, its place behind the row's text, the entry
-    of its anchor among the N positions, and how many tokens after the anchor it stands.
-    """
-
-    rows: Tensor
-    slots: Tensor
-    entries: Tensor
-    depths: Tensor
-
-
-def draw_masks(batch: TrainingBatch, most: int) -> Masks:
-    """Of drafts of up to `most` tokens; only where the target's distribution there is known."""
-    positions, width = batch.positions, batch.width
-    lengths = drawn_depths(positions, width, batch.seeds, most, DEEPER)
-    entries, depths = [], []
-    for depth in range(1, most):
-        drawn = (lengths[: max(0, len(lengths) - depth)] > depth).nonzero()[:, 0]
-        # as many tokens later in the same text
-        drawn = drawn[positions[drawn + depth] == positions[drawn] + depth]
-        entries.append(drawn)
-        depths.append(torch.full_like(drawn, depth))
-    anchors = torch.cat(entries) if entries else positions[:0]
-    rows, order = (positions[anchors] // width).sort(stable=True)
-    first = F.pad(rows.bincount(minlength=len(batch.input_ids)).cumsum(0), (1, 0))
-    slots = torch.arange(len(rows), device=rows.device) - first[rows]
-    offsets = torch.cat(depths) if depths else anchors
-    return Masks(rows, slots, anchors[order], offsets[order])
-
-
-def read_with_masks(model: PreTrainedModel, batch: TrainingBatch, masks: Masks) -> Tensor:
-    """The last states [B, L, H] of the texts with the masks behind them."""
-    masked: Any = model
-    ids = batch.input_ids
-    rows, width = ids.shape
-    most = int(masks.slots.max()) + 1 if len(masks.slots) else 0
-    length = -(-(width + most) // WIDTH) * WIDTH
-    shape = rows, max(length - width, WIDTH)
-    length = width + shape[1]
-
-    def behind(values: Tensor, filler: int) -> Tensor:
-        """[B, L - T], `filler` where there is no mask."""
-        placed = torch.full(shape, filler, device=ids.device)
-        placed[masks.rows, masks.slots] = values
-        return placed
-
-    anchors = behind(batch.positions[masks.entries] % width, 0)
-    entries, depths = behind(masks.entries, -1), behind(masks.depths, 0)
-    visible = torch.zeros((rows, length, length), dtype=torch.bool, device=ids.device)
-    place = torch.arange(width, device=ids.device)
-    visible[:, :width, :width] = place <= place[:, None]
-    visible[:, width:, :width] = place <= anchors[..., None]
-    same = entries[:, :, None] == entries[:, None]
-    visible[:, width:, width:] = same & (depths[:, None] <= depths[:, :, None])
-    embedded = masked.get_input_embeddings()(ids)
-    mask = masked.mask(ids.new_zeros(1)).to(embedded.dtype).expand(*shape, -1)
-    masked.config._attn_implementation = "sdpa"  # which takes such a mask as it is
-    return masked.base_model(
-        inputs_embeds=torch.cat([embedded, mask], 1),
-        attention_mask=visible[:, None],
-        position_ids=torch.cat([place.expand(rows, -1), anchors + depths], 1),
-        use_cache=False,
-    ).last_hidden_state
+def of_config(config: Any) -> dict[str, Any]:
+    """The mask's id, and how many tokens a draft has at most, as a model's config has them."""
+    return {"mask": config.pard_token, "most": getattr(config, "pard_tokens", None)}
 
 
 @dataclass(kw_only=True)
@@ -219,13 +62,6 @@ class PardDrafter(CausalLMDrafter):
 
     def block(self, context_length: int, sampling: Sampling, count: int) -> Callable[[], None]:
         return timed_step(self.decoder, count, context_length, sampling, self.cut)
-
-
-def with_masks(plain: dict[str, Any], model: PreTrainedModel) -> PardDrafter:
-    """The drafter of a model with a mask. plain: the fields of the drafter that it is without."""
-    config: Any = model.config
-    more = {"mask": config.pard_token, "most": getattr(config, "pard_tokens", None)}
-    return PardDrafter(**plain | more)
 
 
 class PardSession(TokenSession):

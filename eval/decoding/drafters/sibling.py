@@ -4,34 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-from transformers import PreTrainedModel
-
 from align.check import choose_strategy, compare
 from align.transplant import resized, transplant
 from align.vocab_map import build_map
 from align.vocabulary import read_vocabulary
 from eval.decoding.build import build_decoder, longest_context
 from eval.decoding.drafters.bridged import MapDrafter, TextDrafter
-from eval.decoding.drafters.causal_lm import CausalLMDrafter, input_of_head
+from eval.decoding.drafters.causal_lm import CausalLMDrafter
 from eval.decoding.drafters.drafter import DecoderDrafter
-from eval.decoding.drafters.kind import Kind
-from eval.decoding.drafters.pard import with_masks
-from eval.decoding.drafters.training import TrainingBatch
+from eval.decoding.drafters.pard import PardDrafter, of_config
 from eval.decoding.target import Target, model_bytes
 
 LONGER = 2  # a text in a draft's own ids has at most so many times the target's, as a rule
-
-
-class Sibling(Kind):
-    engines = ("vllm", "transformers", "llama.cpp")
-    language_model = True
-
-    def first_input(self, model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
-        return input_of_head(model, batch)
-
-
-KIND = Sibling()
 
 
 def sibling_drafter(model: Any, spec: str, target: Target, strategy: str) -> DecoderDrafter:
@@ -73,5 +57,7 @@ def sibling_drafter(model: Any, spec: str, target: Target, strategy: str) -> Dec
     if chosen == "string":
         rows = None if head_rows == draft_vocab.count else draft_vocab.count
         return TextDrafter(target=target_vocab, draft=draft_vocab, rows=rows, **about)
-    drafter = CausalLMDrafter(rows=None if head_rows == shared else shared, **about)
-    return with_masks(vars(drafter), model) if hasattr(model.config, "pard_token") else drafter
+    about["rows"] = None if head_rows == shared else shared
+    if hasattr(model.config, "pard_token"):
+        return PardDrafter(**of_config(model.config), **about)
+    return CausalLMDrafter(**about)

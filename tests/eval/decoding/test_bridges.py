@@ -13,6 +13,7 @@ from align.sources import load_model
 from align.transplant import transplant
 from align.vocab_map import MapError, Retokenizer, VocabMap, build_map
 from align.vocabulary import read_vocabulary
+from distill.drafters.pruned import KIND
 from eval.decoding import verification
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters import bridged as bridges
@@ -187,7 +188,7 @@ def checkpoints(tmp_path_factory, tiny_llama):
             embedding = target_embedding()
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight[KEPT])
             (folder / name / "compact").mkdir()
-            pruned.KIND.save(folder / name / "compact", model, torch.tensor(KEPT), embedding, "")
+            KIND.save(folder / name / "compact", model, torch.tensor(KEPT), embedding, "")
     return folder
 
 

@@ -7,10 +7,11 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from align.sources import read_json
+from distill.drafters import eagle3 as training
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters import eagle3
 from eval.decoding.drafters.drafter import Texts
-from eval.decoding.drafters.eagle3 import KIND, build_eagle3, layer_config
+from eval.decoding.drafters.eagle3 import FORMAT, build_eagle3
 from eval.decoding.drafters.lookup import lookup_first
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.target import Target
@@ -36,10 +37,9 @@ def target(tiny_llama):
 
 def made_eagle3(target, norm_before_residual=False):
     torch.manual_seed(2)
-    config = layer_config(target.model.config)
+    config = training.layer_config(target.model.config)
     config.norm_before_residual = norm_before_residual
     model = build_eagle3(config, LAYERS, VOCAB).to_empty(device="cpu")
-    model.sizes.fill_(1)
     with torch.no_grad():
         for weight in model.parameters():
             weight.fill_(1) if weight.ndim == 1 else weight.normal_(std=0.3)
@@ -56,7 +56,7 @@ def draft(target):
         ids = torch.arange(VOCAB) if ids is None else ids
         model = made_eagle3(target, **norm)
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight[ids].clone())
-        return KIND.drafter(model, ids, target)
+        return FORMAT.drafter(model, ids, target)
 
     return make
 
@@ -196,7 +196,7 @@ def test_sampled_batches_keep_the_targets_distribution(tiny_llama, monkeypatch):
     target = Target("tiny", model, None, build_decoder(model, 40), NEVER)
     kept, own = torch.tensor([0, 1, 3, 4]), made_eagle3(target)
     own.lm_head.weight = torch.nn.Parameter(own.lm_head.weight[kept].clone())
-    drafter = KIND.drafter(own, kept, target)
+    drafter = FORMAT.drafter(own, kept, target)
     how = Decoding(Sampling(1.5, top_k=2), NEVER, 4)
     assert_exact(
         *(played(monkeypatch), target.decoder, drafter),
@@ -209,9 +209,10 @@ def test_training_attends_some_pairs_at_a_time_with_the_same_gradients(target, m
     states = torch.randn(2, 32, len(LAYERS), SIZE)
 
     def learnt(scores):
-        monkeypatch.setattr(eagle3, "SCORES", scores)
+        monkeypatch.setattr(training, "SCORES", scores)
         model = made_eagle3(target)
-        read = torch.stack(list(eagle3.unrolled(model, ids, states, 3)))
+        training.divide_states(model, torch.ones(len(LAYERS)))
+        read = torch.stack(list(training.unrolled(model, ids, states, 3)))
         weights = [w for name, w in model.named_parameters() if "self_attn" in name or "fc" in name]
         return read, torch.autograd.grad(read.square().sum(), weights)
 
@@ -245,7 +246,9 @@ def test_the_export_names_its_targets_class(target, tmp_path):
     model.save_pretrained(tmp_path / "target")
     (tmp_path / "draft").mkdir()
     embedding = target.model.get_input_embeddings().weight.detach()
-    KIND.save(tmp_path / "draft", made_eagle3(target), None, embedding, str(tmp_path / "target"))
+    model = made_eagle3(target)
+    training.divide_states(model, torch.ones(len(LAYERS)))
+    training.KIND.save(tmp_path / "draft", model, None, embedding, str(tmp_path / "target"))
     about = read_json(tmp_path / "draft" / "config.json")
     assert about["speculators_config"]["verifier"]["architectures"] == ["Qwen2ForCausalLM"]
     assert about["transformer_layer_config"]["architectures"] == ["LlamaForCausalLM"]

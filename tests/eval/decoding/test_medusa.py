@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from distill.drafters.medusa import KIND
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.drafter import Texts
 from eval.decoding.drafters.lookup import lookup_first
 from eval.decoding.drafters.medusa import (
-    KIND,
     MedusaConfig,
     MedusaDrafter,
     MedusaModel,
@@ -187,9 +187,9 @@ def test_heads_are_read_as_they_were_saved_and_by_no_other_target(tmp_path):
     )
     embedding = torch.randn(VOCAB, SIZE)
     KIND.save(tmp_path, model, kept, embedding, "a target")
-    found, ids = KIND.load_to_train(tmp_path, embedding)
+    found, ids = KIND.load(tmp_path, embedding)
     assert torch.equal(ids, kept)
     for name, tensor in model.state_dict().items():
         assert torch.equal(found.state_dict()[name], tensor)
     with pytest.raises(ValueError, match="was made for another target"):
-        KIND.load_to_train(tmp_path, embedding + 1)
+        KIND.load(tmp_path, embedding + 1)

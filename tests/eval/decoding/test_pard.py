@@ -5,12 +5,13 @@ import copy
 import pytest
 import torch
 
+from distill.drafters import pard
+from distill.drafters.batch import TrainingBatch
+from distill.drafters.pard import KIND, give_mask, read_with_masks, with_mask_row
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters import pard
 from eval.decoding.drafters.drafter import Texts
 from eval.decoding.drafters.lookup import lookup_first
-from eval.decoding.drafters.pard import KIND, PardDrafter, give_mask, read_with_masks, with_mask_row
-from eval.decoding.drafters.training import TrainingBatch
+from eval.decoding.drafters.pard import PardDrafter
 from eval.decoding.loop import Decoding, DraftLength, decode
 from eval.decoding.stock import StockDecoder
 from eval.decoding.verification import Sampling

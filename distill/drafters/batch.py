@@ -1,0 +1,81 @@
+"""What a batch of training holds, and how many tokens of a draft each position trains.
+
+Legend: B rows, T positions, N response positions of a batch, C cached tokens at each, L layers
+read, H hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+WIDTH = 16  # divides T: oneDNN keeps 5 MB for good for each width (losses.rounded)
+
+
+class TrainingBatch(NamedTuple):
+    """B rows padded to T tokens, N response positions in all.
+
+    input_ids: [B, T], padded behind. positions: in the flattened batch, where the next token is
+    predicted [N]. top_ids, top_logprobs: the target's most likely tokens there [N, C]. states: its
+    hidden states [B, T, L, H], zeros where a text has ended. seeds: of each row's random numbers
+    [B].
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+    states: Any = None
+    seeds: Any = None
+
+    @property
+    def width(self) -> int:
+        """T."""
+        return self.input_ids.shape[1]
+
+
+class HeadInput(NamedTuple):
+    """What the draft's head reads for M drafted tokens.
+
+    states: [M, H]. entries: of the batch's N positions, those whose distributions these tokens
+    learn [M]. weight: of these tokens in the loss.
+    """
+
+    states: Tensor
+    entries: Tensor | slice = slice(None)
+    weight: float = 1.0
+
+
+def states_before(batch: TrainingBatch) -> Tensor:
+    """The target's states when a token is drafted [N, L, H]: it has not read the newest token."""
+    shifted = F.pad(batch.states, (0, 0, 0, 0, 1, 0))[:, :-1]
+    return shifted.flatten(0, 1)[batch.positions]
+
+
+def drawn_depths(positions: Tensor, width: int, seeds: Tensor, most: int, deeper: float) -> Tensor:
+    """How many tokens of a draft each response position trains [N].
+
+    At least d tokens have the probability deeper ** (d - 1); no position has more than `most`.
+    positions: in the flattened batch of that width. seeds: of each row's random numbers.
+    """
+    counts = (positions // width).bincount(minlength=len(seeds)).tolist()
+    uniform = torch.cat(
+        [
+            torch.rand(count, generator=torch.Generator().manual_seed(seed))
+            for count, seed in zip(counts, seeds.tolist(), strict=True)
+        ]
+    )
+    drawn = 1 + uniform.clamp_min(1e-9).log() / math.log(deeper)
+    return drawn.long().clamp(max=most).to(positions.device)
+
+
+def mean_depth(most: int, deeper: float) -> float:
+    """The mean of what `drawn_depths` draws.
+
+    Losses are divided by this mean. The number that was drawn differs between processes.
+    """
+    return float(sum(deeper**depth for depth in range(most)))

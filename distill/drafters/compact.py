@@ -1,0 +1,33 @@
+"""compact.json and the id tensors of a draft that shares its target's embedding, as written.
+
+Legend: V the target's vocabulary, K rows of the draft's head, H hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eval.decoding.drafters.compact import COMPACT
+from eval.decoding.target import tensor_sha256
+
+
+def write_about(folder: Path, kind: str, embedding: Tensor, **more: Any) -> None:
+    """Write compact.json of a draft of that kind; `embedding` is the target's [V, H]."""
+    about = {"format": COMPACT, "drafter": kind, "embedding_sha256": tensor_sha256(embedding)}
+    (folder / "compact.json").write_text(json.dumps(about | more, indent=2))
+
+
+def target_id_maps(token_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """A trimmed head's ids [K] as other engines store them.
+
+    d2t: the target's id less the entry's own number [K]. t2d: which target ids have an entry [V].
+    """
+    entries = torch.arange(len(token_ids), device=token_ids.device)
+    has_entry = torch.zeros(vocab_size, dtype=torch.bool)
+    has_entry[token_ids.cpu()] = True
+    return {"d2t": (token_ids - entries).cpu(), "t2d": has_entry}

@@ -1,0 +1,365 @@
+"""EAGLE-3 as it is trained: over several steps of a draft at once (training-time test).
+
+The later steps read what the layer made itself. The draft starts from least squares: the queries,
+keys and values of the embeddings are those of the target's first layer, those of the states are
+zero; `fc` and the attention's output map, then the last map of the MLP, are fitted to the state
+that the target's head reads. Or it starts from a published draft. Legend: B rows, T pairs, N
+response positions, L layers read, H hidden size, K rows of the head, S slots, V the target's
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
+
+from align.sources import load_config, read_json
+from distill.drafters.batch import HeadInput, TrainingBatch
+from distill.drafters.compact import target_id_maps, write_about
+from distill.drafters.initialisation import AnsweredText, FrozenEmbedding, least_squares
+from distill.drafters.kind import DraftKind, Start, Started
+from eval.decoding.drafters import eagle3
+from eval.decoding.drafters.eagle3 import EMBEDDING, LAYERS, MIDLAYER, PREFIX, build_eagle3
+from eval.decoding.forward import input_embedding
+
+SPECULATORS = "0.3.0"  # the version of its format
+EAGLE = "LlamaForCausalLMEagle3"  # the architecture in the layout of EAGLE's own code
+RIDGE = 1e-2  # of maps from many states, which the fit's tokens determine poorly otherwise
+STEPS = 3  # of a draft that are trained at once
+SCORES = 2**20  # of each head at once while it is trained
+
+
+class Eagle3(DraftKind):
+    fitted_weights = ("lm_head", "model.fc")
+    trains_later_tokens = True
+
+    def target_layers(
+        self, target: Mapping[str, Any], published: Mapping[str, Any] | None = None
+    ) -> tuple[int, ...]:
+        return eagle3.target_layers(target, published)
+
+    @torch.no_grad()
+    def start(self, start: Start) -> Started:
+        if start.published is None:
+            model = from_target(start.target, start.layers, start.head())
+            divide_states(model, usual_sizes(model, start.texts))
+            if start.texts:
+                fit(model, start.target, start.texts)
+            return Started(model, start.token_ids)
+        loaded, token_ids = eagle3.load_published(start.published, start.target)
+        loaded = loaded.float()
+        loaded.set_input_embeddings(FrozenEmbedding(input_embedding(start.target)))
+        divide_states(loaded, usual_sizes(loaded, start.texts))
+        return Started(loaded, token_ids)
+
+    def save(
+        self,
+        folder: Path,
+        model: PreTrainedModel,
+        token_ids: Tensor | None,
+        embedding: Tensor,
+        target: str,
+    ) -> None:
+        trained: Any = model
+        layers, sizes = list(trained.target_layers), trained.sizes
+        tensors = {
+            name.removeprefix(PREFIX): weight.to(embedding.dtype).contiguous()
+            for name, weight in model.state_dict().items()
+            if name != EMBEDDING
+        }
+        fc = trained.model.fc.weight.detach().unflatten(1, (len(layers), -1)) / sizes[:, None]
+        tensors["fc.weight"] = fc.flatten(1).to(embedding.dtype)
+        rows = len(tensors["lm_head.weight"])
+        ids = torch.arange(rows) if token_ids is None else token_ids
+        shape = trained.config.to_dict()
+        before = {"norm_before_residual": shape.pop("norm_before_residual", False)}
+        dtype = {"torch_dtype": str(embedding.dtype).removeprefix("torch.")}
+        if shape.pop("as_eagle", False):
+            about = {**shape, "architectures": [EAGLE], "draft_vocab_size": rows, **before, **dtype}
+            about["eagle_config"] = {LAYERS: layers, "use_aux_hidden_state": True}
+            tensors = {
+                name.replace("layers.0.", MIDLAYER, 1): tensor for name, tensor in tensors.items()
+            }
+        else:
+            about = _as_speculators(shape, rows, layers, target) | before | dtype
+        (folder / "config.json").write_text(json.dumps(about, indent=2))
+        write_about(folder, self.name, embedding, layers=layers, sizes=sizes.tolist())
+        if rows < len(embedding):  # of a whole head vLLM takes no map
+            tensors |= target_id_maps(ids, len(embedding))
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def load(self, folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tensor | None]:
+        model, token_ids = eagle3.load_saved(folder, embedding)
+        model = model.float()
+        model.set_input_embeddings(FrozenEmbedding(embedding))
+        divide_states(model, torch.tensor(read_json(folder / "compact.json")["sizes"]))
+        return model, token_ids
+
+    def first_states(self, model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
+        (y,) = unrolled(model, batch.input_ids, batch.states, 1)
+        return y.flatten(0, 1)[batch.positions]
+
+    def head_inputs(self, model: PreTrainedModel, batch: TrainingBatch) -> Iterator[HeadInput]:
+        entries = torch.arange(len(batch.positions), device=batch.positions.device)
+        for y in unrolled(model, batch.input_ids, batch.states, STEPS):
+            positions = batch.positions[entries]
+            yield HeadInput(y.flatten(0, 1)[positions], entries, 1 / STEPS)
+            # only what comes right after another response position is a later token of a draft
+            entries = entries[1:][positions[1:] == positions[:-1] + 1]
+
+
+KIND = Eagle3()
+
+
+def _as_speculators(
+    shape: dict[str, Any], rows: int, layers: list[int], target: str
+) -> dict[str, Any]:
+    """config.json of the format of speculators. shape: of the layer."""
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": SPECULATORS,
+        "draft_vocab_size": rows,
+        "norm_before_fc": False,
+        LAYERS: layers,
+        # vLLM takes three, whatever is named, unless the layer's own config has their number
+        "transformer_layer_config": shape
+        | {"architectures": ["LlamaForCausalLM"], "num_aux_hidden_states": len(layers)},
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {
+                "name_or_path": target,
+                "architectures": load_config(target).architectures,
+            },
+        },
+    }
+
+
+def layer_config(target: PreTrainedConfig) -> LlamaConfig:
+    """A Llama of one layer in the target's shape."""
+    kept = (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),
+        *("num_key_value_heads", "rms_norm_eps", "rope_parameters", "max_position_embeddings"),
+    )
+    heads: Any = target
+    config = LlamaConfig(
+        **{key: getattr(target, key) for key in kept},
+        head_dim=getattr(target, "head_dim", None)
+        or heads.hidden_size // heads.num_attention_heads,
+        num_hidden_layers=1,
+        tie_word_embeddings=False,
+    )
+    config.norm_before_residual = False  # of the states, as in EAGLE's own code
+    return config
+
+
+def from_target(target: PreTrainedModel, layers: Sequence[int], head: Tensor) -> LlamaForCausalLM:
+    """The draft in fp32 with all that is taken from the target; the fitted maps are zero.
+
+    It shares nothing with the target but the embedding. head: [K, H].
+    """
+    config = layer_config(target.config.get_text_config())
+    embedding = input_embedding(target)
+    model = build_eagle3(config, layers, len(head)).to_empty(device=embedding.device)
+    body: Any = model.model
+    for weight in body.layers.parameters():
+        weight.zero_()
+    body.fc.weight.zero_()
+    for norm in (body.norm, body.layers[0].hidden_norm):
+        norm.weight.fill_(1)
+    size = config.hidden_size
+    first: Any = target.get_submodule("model.layers.0")
+    last: Any = target.get_submodule("model.norm")
+    layer = body.layers[0]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        getattr(layer.self_attn, name).weight[:, :size] = getattr(first.self_attn, name).weight
+    for name in ("gate_proj", "up_proj"):
+        getattr(layer.mlp, name).weight.copy_(getattr(first.mlp, name).weight)
+    layer.input_layernorm.weight.copy_(first.input_layernorm.weight)
+    layer.post_attention_layernorm.weight.copy_(first.post_attention_layernorm.weight)
+    body.norm.weight.copy_(last.weight)
+    model.lm_head.weight.copy_(head)
+    model.set_input_embeddings(FrozenEmbedding(embedding))
+    body.rotary_emb = type(body.rotary_emb)(config).to(embedding.device)
+    return model.eval()
+
+
+def usual_sizes(model: Any, texts: Sequence[AnsweredText]) -> Tensor:
+    """The root mean square of each layer's states in the texts [L]; ones without texts."""
+    states = [text.states for text in texts if text.states is not None]
+    if not states:
+        return torch.ones(len(model.target_layers))
+    return torch.cat(states).float().pow(2).mean((0, 2)).sqrt()
+
+
+@torch.no_grad()
+def divide_states(model: Any, sizes: Tensor) -> None:
+    """Let `scaled` divide each layer's states by its size [L], and `fc` read what that gives.
+
+    The products stay the same. Layers of unequal size would learn at unequal rates.
+    """
+    fc = model.model.fc.weight
+    model.register_buffer("sizes", sizes.to(fc), persistent=False)
+    fc.mul_(model.sizes.repeat_interleave(fc.shape[1] // len(sizes)))
+
+
+def fit(model: LlamaForCausalLM, target: PreTrainedModel, texts: Sequence[AnsweredText]) -> None:
+    """Fit `from_target`'s draft to what the target's final norm makes, its weights left out."""
+    body: Any = model.model
+    layer, width = body.layers[0], body.fc.in_features
+    # 1. The state before the MLP, from the target's states and the attention's output
+    maps = least_squares(
+        (
+            (torch.cat([part.states, part.attended], 1), part.goal)
+            for part in _fitted_on(model, target, texts)
+        ),
+        RIDGE,
+    )
+    body.fc.weight.copy_(maps[:, :width])
+    layer.self_attn.o_proj.weight.copy_(maps[:, width:])
+
+    # 2. The remaining error, from the inner values of the MLP
+    def inner_values() -> Iterator[tuple[Tensor, Tensor]]:
+        for part in _fitted_on(model, target, texts):
+            x = body.fc(part.states) + layer.self_attn.o_proj(part.attended)
+            normed = layer.post_attention_layernorm(x)
+            inner = F.silu(layer.mlp.gate_proj(normed)) * layer.mlp.up_proj(normed)
+            yield inner, part.goal - x
+
+    layer.mlp.down_proj.weight.copy_(least_squares(inner_values(), RIDGE))
+
+
+class _Fitted(NamedTuple):
+    """Of an answer's N response positions: states before [N, L * H], attention's output, goal."""
+
+    states: Tensor
+    attended: Tensor
+    goal: Tensor
+
+
+def _fitted_on(
+    model: PreTrainedModel, target: PreTrainedModel, texts: Sequence[AnsweredText]
+) -> Iterator[_Fitted]:
+    body: Any = model.model
+    last: Any = target.get_submodule("model.norm")
+    weight = last.weight.float()
+    for text in texts:
+        assert text.states is not None
+        ids = torch.cat([text.prompt_ids, text.response_ids])[None, :-1].to(model.device)
+        y = target.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, 1:].float()
+        before = scaled(model, text.states[None, :-1].to(model.device))
+        pairs = Pairs(model, ids.shape[1] - 1)
+        attended = pairs.attend(body.embed_tokens(ids[:, 1:]), body.fc(before))
+        # the first token has no pair
+        at = slice(max(0, len(text.prompt_ids) - 2), None)
+        yield _Fitted(before[0, at], attended[0, at], (y / weight)[at].to(model.device))
+
+
+def scaled(model: PreTrainedModel, states: Tensor) -> Tensor:
+    """The target's states [B, T, L, H], each layer divided by its usual size [B, T, L * H]."""
+    return (states.float() / model.get_buffer("sizes")[:, None]).flatten(2)
+
+
+class Pairs:
+    """The attention over T pairs, one step of a draft after another."""
+
+    def __init__(self, model: PreTrainedModel, pairs: int) -> None:
+        body: Any = model.base_model
+        self.layer = body.layers[0]
+        positions = torch.arange(pairs, device=model.device)[None]
+        self.rotary = body.rotary_emb(torch.zeros(1, device=model.device), positions)
+        self.past: list[tuple[Tensor, Tensor]] = []
+
+    def attend(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """The heads' output of this step [B, T, heads * D], of embeddings and states [B, T, H].
+
+        A pair of step g sees the first step's up to g - 1 pairs before it, what the target has
+        read, and of each later step the one pair of the same draft.
+        """
+        layer, attention = self.layer, self.layer.self_attn
+        read = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(hidden)], -1)
+        shape = (*read.shape[:2], -1, attention.head_dim)
+        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+        q, k, v = (part(read).view(shape).transpose(1, 2) for part in parts)
+        q, k = apply_rotary_pos_emb(q, k, *self.rotary)
+        groups = attention.num_key_value_groups
+        self.past.append((repeat_kv(k, groups), repeat_kv(v, groups)))
+        (keys, values), *later = self.past
+        chain = [
+            (_moved(keys, age), _moved(values, age))
+            for age, (keys, values) in enumerate(reversed(later))
+        ]
+        attended = []
+        rows, count, _ = read.shape
+        chunk = max(1, SCORES // max(1, rows * count))
+        # some pairs' scores at a time, made again for their gradients: never T by T of them
+        for at in range(0, max(1, count), chunk):
+            to = at + chunk
+            attended.append(
+                checkpoint(
+                    _attended,
+                    q[:, :, at:to],
+                    keys[:, :, :to],
+                    values[:, :, :to],
+                    [(k[:, :, at:to], v[:, :, at:to]) for k, v in chain],
+                    use_reentrant=False,
+                )
+            )
+        return torch.cat(attended, 2).transpose(1, 2).flatten(2)
+
+
+def _attended(
+    q: Tensor, keys: Tensor, values: Tensor, chain: Sequence[tuple[Tensor, Tensor]]
+) -> Tensor:
+    """Attention of queries [B, heads, C, D] over the first step's pairs up to the last of theirs
+    [B, heads, S, D], and of each over the `chain`: its own draft's pairs of later steps
+    [B, heads, C, D].
+    """
+    visible = torch.ones(q.shape[2], keys.shape[2], dtype=torch.bool, device=q.device)
+    visible = visible.tril(keys.shape[2] - q.shape[2] - len(chain))
+    columns = [(q @ keys.transpose(2, 3)).masked_fill_(~visible, float("-inf"))]
+    columns += [(q * chain_keys).sum(-1, keepdim=True) for chain_keys, _ in chain]
+    scores = torch.cat(columns, -1).float() * q.shape[-1] ** -0.5
+    weights, count = scores.softmax(-1).to(values.dtype), keys.shape[2]
+    attended = weights[..., :count] @ values
+    for age, (_, chain_values) in enumerate(chain):
+        attended = attended + weights[..., count + age, None] * chain_values
+    return attended
+
+
+def _moved(pairs: Tensor, places: int) -> Tensor:
+    """Each pair's numbers [B, heads, T, D] so many places later, zeros first."""
+    return F.pad(pairs, (0, 0, places, 0))[:, :, : pairs.shape[2]]
+
+
+def unrolled(
+    model: PreTrainedModel, input_ids: Tensor, states: Tensor, steps: int
+) -> Iterator[Tensor]:
+    """What the head reads after each token [B, T, H], at each step of a draft; zero at the first.
+
+    At step g the target has read all but the last g tokens. states: [B, T, L, H].
+    """
+    body: Any = model.base_model
+    layer = body.layers[0]
+    embedded = body.embed_tokens(input_ids[:, 1:])
+    pairs = Pairs(model, embedded.shape[1])
+    hidden = body.fc(scaled(model, states[:, :-1]))
+    for step in range(steps):
+        if step:
+            hidden = F.pad(hidden, (0, 0, 1, 0))[:, :-1]
+        attended = layer.self_attn.o_proj(pairs.attend(embedded, hidden))
+        x = (layer.hidden_norm(hidden) if model.config.norm_before_residual else hidden) + attended
+        hidden = x + layer.mlp(layer.post_attention_layernorm(x))
+        yield F.pad(body.norm(hidden), (0, 0, 1, 0))

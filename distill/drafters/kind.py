@@ -1,0 +1,150 @@
+"""What training asks of a kind of draft. A kind is a file beside this one that has a KIND.
+
+The file of the same name in eval/decoding/drafters has what the kind needs to draft. Legend: N
+response positions of a batch, V the target's vocabulary, K rows of the draft's head, H hidden size.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from distill import drafters
+from distill.drafters.batch import HeadInput, TrainingBatch
+from distill.drafters.initialisation import AnsweredText
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a draft is made of.
+
+    token_ids: target ids of a trimmed head [K]; None for a head over all of V. texts: what the
+    draft is fitted to; without texts it has only its shape. layers: the target's states that it
+    reads. mask: the id of its mask token, for kinds that have one. published: the folder of a draft
+    of this kind to start from; its head replaces `token_ids`.
+    """
+
+    target: PreTrainedModel
+    token_ids: Tensor | None
+    texts: Sequence[AnsweredText]
+    num_layers: int
+    max_gamma: int
+    layers: tuple[int, ...]
+    mask: int | None = None
+    published: Path | None = None
+
+    def head(self) -> Tensor:
+        """The target's own head, its vocabulary entries of `token_ids` [K, H]."""
+        weight = self.target.get_output_embeddings().weight.detach()
+        return weight.clone() if self.token_ids is None else weight[self.token_ids]
+
+
+class Started(NamedTuple):
+    """An untrained draft, which shares no weights with the target that are trained.
+
+    token_ids: target id of each entry of its head [K]; None for a head over all of V. full_head:
+    the fitted head over all of V [V, H]; None where it is the target's own.
+    """
+
+    model: PreTrainedModel
+    token_ids: Tensor | None
+    full_head: Tensor | None = None
+
+
+class DraftKind:
+    """How the drafts of one kind are started, trained and saved.
+
+    starts_from: what it can be made of. language_model: it is a causal LM by itself, which may have
+    adapters, another tokenizer, a GGUF file; made of the target it keeps the first num_draft_layers
+    layers. fitted_weights: beginnings of the names of weights that start from least squares and
+    need a lower learning rate. added_modules: names of the modules that it adds to a language
+    model, trained whole beside adapters. trains_later_tokens: its `head_inputs` has more than the
+    first tokens of drafts.
+    """
+
+    starts_from: tuple[Literal["target", "sibling"], ...] = ("target",)
+    language_model = False
+    fitted_weights: tuple[str, ...] = ()
+    added_modules: tuple[str, ...] = ()
+    trains_later_tokens = False
+    engines: tuple[str, ...] = ("vllm",)
+
+    @property
+    def name(self) -> str:
+        """The name of its file, which recipes and compact.json have."""
+        return type(self).__module__.rpartition(".")[2]
+
+    def target_layers(
+        self, target: Mapping[str, Any], published: Mapping[str, Any] | None = None
+    ) -> tuple[int, ...]:
+        """The target's hidden states that it reads, numbered as in eval/decoding/forward.py.
+
+        target: the target's config. published: config.json of a published draft.
+        """
+        return ()
+
+    def start(self, start: Start) -> Started:
+        """The untrained draft that is made of the target, for kinds that start from one.
+
+        Its model is a PreTrainedModel, which trl, peft and FSDP save, load and wrap. Raises
+        ValueError for a published draft of another target, or one that cannot be trained here.
+        """
+        raise NotImplementedError
+
+    def from_sibling(self, model: PreTrainedModel, mask: int | None, max_gamma: int) -> None:
+        """Make a sibling over the target's ids a draft of this kind. mask: as in Start."""
+
+    def save(
+        self,
+        folder: Path,
+        model: PreTrainedModel,
+        token_ids: Tensor | None,
+        embedding: Tensor,
+        target: str,
+    ) -> None:
+        """Write the form that `load` and our decoder read into an existing folder.
+
+        embedding: the target's [V, H], whose dtype is taken and whose hash is kept. target: its
+        name.
+        """
+        raise NotImplementedError
+
+    def load(self, folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tensor | None]:
+        """The model that `save` wrote, ready to be trained on the target's embedding, and its
+        head's ids [K]. Raises ValueError where it was made for another target.
+        """
+        raise NotImplementedError
+
+    def masks(self, max_gamma: int) -> float:
+        """How many masks a response position brings into a training batch, on average."""
+        return 0.0
+
+    def exported(self, model: PreTrainedModel) -> PreTrainedModel:
+        """A trained language model as engines load it."""
+        return model
+
+    def first_states(self, model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
+        """What the head reads for the first token of a draft, at each response position [N, H]."""
+        output = model.base_model(input_ids=batch.input_ids, use_cache=False)
+        states: Tensor = output.last_hidden_state.flatten(0, 1)[batch.positions]
+        return states
+
+    def head_inputs(self, model: PreTrainedModel, batch: TrainingBatch) -> Iterator[HeadInput]:
+        """What the head reads for all drafted tokens that are trained, the first tokens first."""
+        yield HeadInput(self.first_states(model, batch))
+
+
+@functools.cache
+def kinds() -> dict[str, DraftKind]:
+    """Every kind of draft by its name: the files beside this one that have a KIND."""
+    names = [module.name for module in pkgutil.iter_modules(drafters.__path__)]
+    modules = [importlib.import_module(f"{drafters.__name__}.{name}") for name in names]
+    return {module.KIND.name: module.KIND for module in modules if hasattr(module, "KIND")}

@@ -1,0 +1,162 @@
+"""PARD as it is trained: a language model with a mask, which learns all tokens of a draft at once.
+
+The mask's embedding is trained, and the model beside it. Training reads each text once, and behind
+it chains of masks whose anchors and lengths are drawn anew each step: a mask sees the text up to
+its anchor and the masks of its chain before it. Longer chains are rarer. Legend: B rows, T tokens
+of a text, L of it and its masks, N response positions, M masks that are trained, H hidden size.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from distill.drafters.batch import WIDTH, HeadInput, TrainingBatch, drawn_depths, mean_depth
+from distill.drafters.kind import Start, Started
+from distill.drafters.pruned import Pruned
+from eval.decoding.drafters.pruned import MASK
+from eval.decoding.weights import linear
+
+DEEPER = 0.6  # probability that an anchor with masks to some depth has one more
+
+
+class Pard(Pruned):
+    starts_from = ("target", "sibling")
+    added_modules = (MASK,)
+    trains_later_tokens = True
+
+    def start(self, start: Start) -> Started:
+        started = super().start(start)
+        self.from_sibling(started.model, start.mask, start.max_gamma)
+        return started
+
+    def from_sibling(self, model: PreTrainedModel, mask: int | None, max_gamma: int) -> None:
+        assert mask is not None
+        # one that drafts with masks already goes on with its own
+        give_mask(model, getattr(model.config, "pard_token", mask), max_gamma)
+
+    def masks(self, max_gamma: int) -> float:
+        return mean_depth(max_gamma, DEEPER) - 1
+
+    def exported(self, model: PreTrainedModel) -> PreTrainedModel:
+        return with_mask_row(model)
+
+    def head_inputs(self, model: PreTrainedModel, batch: TrainingBatch) -> Iterator[HeadInput]:
+        """The sum over the tokens drawn, divided by how many a position has on average."""
+        masked: Any = model
+        most = masked.config.pard_tokens
+        drawn = draw_masks(batch, most)
+        weight = 1 / mean_depth(most, DEEPER)
+        states = read_with_masks(model, batch, drawn)
+        length = states.shape[1]
+        flat = states.flatten(0, 1)
+        positions = batch.positions // batch.width * length + batch.positions % batch.width
+        yield HeadInput(flat[positions], weight=weight)
+        at = drawn.rows * length + batch.width + drawn.slots
+        yield HeadInput(flat[at], drawn.entries + drawn.depths, weight)
+
+
+KIND = Pard()
+
+
+@torch.no_grad()
+def give_mask(model: PreTrainedModel, token: int, most: int) -> None:
+    """Make `model.mask` of that row of its embedding, for drafts of up to `most` tokens."""
+    embedding: Any = model.get_input_embeddings()
+    if embedding.weight.ndim != 2 or hasattr(embedding, "embed_scale"):
+        raise ValueError(
+            f"A {model.config.model_type} model scales what its embedding holds, which a mask here "
+            "does not; use another drafter than pard."
+        )
+    mask = nn.Embedding(1, embedding.weight.shape[1]).to(embedding.weight)
+    mask.weight.copy_(embedding.weight[token : token + 1])
+    model.add_module(MASK, mask)
+    config: Any = model.config
+    config.pard_token, config.pard_tokens = token, most
+
+
+@torch.no_grad()
+def with_mask_row(model: PreTrainedModel) -> PreTrainedModel:
+    """The model as engines load it, on its own weights: the mask is a row of its embedding."""
+    whole: Any = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    rows = whole.get_input_embeddings().weight.clone()
+    rows[whole.config.pard_token] = whole.mask.weight[0]
+    del whole.mask
+    tied = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
+    whole.set_input_embeddings(nn.Embedding.from_pretrained(rows))
+    if tied:
+        whole.set_output_embeddings(linear(rows))
+        whole.tie_weights()
+    exported: PreTrainedModel = whole
+    return exported
+
+
+class Masks(NamedTuple):
+    """Masks that are trained [M each]: the row of each, its place behind the row's text, the entry
+    of its anchor among the N positions, and how many tokens after the anchor it stands.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    entries: Tensor
+    depths: Tensor
+
+
+def draw_masks(batch: TrainingBatch, most: int) -> Masks:
+    """Of drafts of up to `most` tokens; only where the target's distribution there is known."""
+    positions, width = batch.positions, batch.width
+    lengths = drawn_depths(positions, width, batch.seeds, most, DEEPER)
+    entries, depths = [], []
+    for depth in range(1, most):
+        drawn = (lengths[: max(0, len(lengths) - depth)] > depth).nonzero()[:, 0]
+        # as many tokens later in the same text
+        drawn = drawn[positions[drawn + depth] == positions[drawn] + depth]
+        entries.append(drawn)
+        depths.append(torch.full_like(drawn, depth))
+    anchors = torch.cat(entries) if entries else positions[:0]
+    rows, order = (positions[anchors] // width).sort(stable=True)
+    first = F.pad(rows.bincount(minlength=len(batch.input_ids)).cumsum(0), (1, 0))
+    slots = torch.arange(len(rows), device=rows.device) - first[rows]
+    offsets = torch.cat(depths) if depths else anchors
+    return Masks(rows, slots, anchors[order], offsets[order])
+
+
+def read_with_masks(model: PreTrainedModel, batch: TrainingBatch, masks: Masks) -> Tensor:
+    """The last states [B, L, H] of the texts with the masks behind them."""
+    masked: Any = model
+    ids = batch.input_ids
+    rows, width = ids.shape
+    most = int(masks.slots.max()) + 1 if len(masks.slots) else 0
+    length = -(-(width + most) // WIDTH) * WIDTH
+    shape = rows, max(length - width, WIDTH)
+    length = width + shape[1]
+
+    def behind(values: Tensor, filler: int) -> Tensor:
+        """[B, L - T], `filler` where there is no mask."""
+        placed = torch.full(shape, filler, device=ids.device)
+        placed[masks.rows, masks.slots] = values
+        return placed
+
+    anchors = behind(batch.positions[masks.entries] % width, 0)
+    entries, depths = behind(masks.entries, -1), behind(masks.depths, 0)
+    visible = torch.zeros((rows, length, length), dtype=torch.bool, device=ids.device)
+    place = torch.arange(width, device=ids.device)
+    visible[:, :width, :width] = place <= place[:, None]
+    visible[:, width:, :width] = place <= anchors[..., None]
+    same = entries[:, :, None] == entries[:, None]
+    visible[:, width:, width:] = same & (depths[:, None] <= depths[:, :, None])
+    embedded = masked.get_input_embeddings()(ids)
+    mask = masked.mask(ids.new_zeros(1)).to(embedded.dtype).expand(*shape, -1)
+    masked.config._attn_implementation = "sdpa"  # which takes such a mask as it is
+    return masked.base_model(
+        inputs_embeds=torch.cat([embedded, mask], 1),
+        attention_mask=visible[:, None],
+        position_ids=torch.cat([place.expand(rows, -1), anchors + depths], 1),
+        use_cache=False,
+    ).last_hidden_state

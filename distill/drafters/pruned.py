@@ -1,0 +1,145 @@
+"""The target's own first layers, under a head fitted to the target's.
+
+Legend: H hidden size, V the target's vocabulary, K rows of the draft's head.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from distill.drafters.compact import target_id_maps, write_about
+from distill.drafters.initialisation import AnsweredText, FrozenEmbedding, least_squares
+from distill.drafters.kind import DraftKind, Start, Started
+from eval.decoding.drafters.pruned import EMBEDDING, load_compact
+from eval.decoding.forward import input_embedding
+from eval.decoding.weights import linear
+
+HEAD_ROWS = 4096  # of a head are in fp32 at once
+
+
+class Pruned(DraftKind):
+    language_model = True
+    engines = ("vllm", "transformers", "llama.cpp")
+
+    @torch.no_grad()
+    def start(self, start: Start) -> Started:
+        """The head is fitted by least squares: it maps the RMS-normalised state after the last kept
+        layer to the state that the target's head reads. Folded into the head it costs nothing.
+        """
+        target_head = start.target.get_output_embeddings()
+        if target_head.bias is not None:
+            raise ValueError(
+                "TOK-012: the target's head has a bias, which a refitted or trimmed head would "
+                "lack; name a sibling with --draft."
+            )
+        head, full_head = start.head(), None
+        if start.texts:
+            entries = target_head.weight.split(HEAD_ROWS)
+            states = fitted_states(start.target, start.texts, start.num_layers)
+            projection = least_squares(states).to(entries[0].device)
+            full_head = torch.cat([(part.float() @ projection).to(part.dtype) for part in entries])
+            head = full_head if start.token_ids is None else full_head[start.token_ids]
+        model = build_pruned(start.target, start.num_layers, head)
+        return Started(model, start.token_ids, full_head)
+
+    def save(
+        self,
+        folder: Path,
+        model: PreTrainedModel,
+        token_ids: Tensor | None,
+        embedding: Tensor,
+        target: str,
+    ) -> None:
+        tensors = {
+            name: weight.to(embedding.dtype).contiguous()
+            for name, weight in model.state_dict().items()
+            if name != EMBEDDING
+        }
+        if token_ids is not None:
+            tensors |= target_id_maps(token_ids, len(embedding))
+        model.config.save_pretrained(folder)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        write_about(folder, self.name, embedding)
+
+    def load(self, folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tensor | None]:
+        model, token_ids = load_compact(folder, embedding)
+        model.set_input_embeddings(FrozenEmbedding(embedding))
+        return model, token_ids
+
+
+KIND = Pruned()
+
+
+def pruned_config(target: PreTrainedConfig, num_layers: int) -> Any:
+    """The target's config for its first layers under a head of their own."""
+    config: Any = copy.deepcopy(target)
+    config.num_hidden_layers = num_layers
+    config.tie_word_embeddings = False
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:num_layers]
+    return config
+
+
+def build_pruned(target: PreTrainedModel, num_layers: int, head: Tensor) -> PreTrainedModel:
+    """The target's first layers, sharing its embedding, under a `head` [K, H] of their own.
+
+    All weights lie on the embedding's device, wherever the target's layers are.
+    """
+    config, embedding = pruned_config(target.config, num_layers), input_embedding(target)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
+    kept = {
+        name: tensor.to(embedding.device, copy=True)
+        for name, tensor in target.model.state_dict().items()
+        if not name.startswith("layers.") or int(name.split(".")[1]) < num_layers
+    }
+    kept["embed_tokens.weight"] = embedding
+    # the fitted projection starts from the plain normalised state
+    kept["norm.weight"] = torch.ones_like(kept["norm.weight"])
+    model.model.load_state_dict(kept, assign=True)
+    model.model.rotary_emb = type(target.model.rotary_emb)(config).to(embedding.device)
+    model.lm_head = linear(head.to(embedding.device))
+    model.generation_config = copy.deepcopy(target.generation_config)
+    return model.eval()
+
+
+def fitted_states(
+    target: PreTrainedModel, texts: Sequence[AnsweredText], num_layers: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each text the RMS-normalised states after so many layers, and the states that the
+    target's head reads, at the response positions [N, H] each, in fp32.
+    """
+    config: Any = target.config
+    states: dict[str, Tensor] = {}
+    body: Any = target.model
+    hooks = [
+        body.layers[num_layers - 1].register_forward_hook(
+            lambda _module, _inputs, output: states.update(early=output)
+        ),
+        body.norm.register_forward_hook(
+            lambda _module, _inputs, output: states.update(final=output)
+        ),
+    ]
+    try:
+        for text in tqdm(texts, desc="fit head", unit="answer"):
+            ids = torch.cat([text.prompt_ids, text.response_ids])[None].to(target.device)
+            body(input_ids=ids[:, :-1], use_cache=False)
+            response = slice(len(text.prompt_ids) - 1, None)
+            x = states["early"][0, response].float()
+            yield (
+                F.rms_norm(x, (config.hidden_size,), eps=config.rms_norm_eps),
+                states["final"][0, response].float(),
+            )
+    finally:
+        for hook in hooks:
+            hook.remove()

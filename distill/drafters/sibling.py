@@ -1,0 +1,12 @@
+"""A sibling: a small model of its own, trained over the target's ids."""
+
+from distill.drafters.kind import DraftKind
+
+
+class Sibling(DraftKind):
+    starts_from = ("sibling",)
+    language_model = True
+    engines = ("vllm", "transformers", "llama.cpp")
+
+
+KIND = Sibling()
