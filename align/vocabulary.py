@@ -20,7 +20,6 @@ from align.sources import (
     load_tokenizer,
     read_json,
     resolve_checkpoint,
-    split_adapter,
 )
 from align.token_bytes import Token, backend_of, backend_tokens, byte_fallback_ids, is_used
 
@@ -197,8 +196,7 @@ def read_vocabulary(spec: str, weights: bool = False) -> Vocabulary:
     Raises SourceError, with code TOK-000 or TOK-013, for input that is missing or ill-formed.
     """
     try:
-        beside = split_adapter(spec)[1] or Path(spec).expanduser()
-        refuse_adapter_with_rows(beside / ADAPTER_WEIGHTS)
+        _refuse_adapter_with_rows(Path(spec).expanduser() / ADAPTER_WEIGHTS)
         return _parse(spec, resolve_checkpoint(spec, weights=weights))
     except ValueError as error:
         text = str(error) if isinstance(error, SourceError) else f"{spec!r}: {error}"
@@ -229,8 +227,8 @@ def mask_token(vocabulary: Vocabulary) -> int:
     )
 
 
-def refuse_adapter_with_rows(path: Path) -> None:
-    """A LoRA adapter beside or without its model, when it brings rows of embedding or head."""
+def _refuse_adapter_with_rows(path: Path) -> None:
+    """Raise SourceError for a LoRA adapter in a model's folder that has embedding or head rows."""
     shapes = _shapes(path) if path.is_file() else {}
     for name, shape in shapes.items():
         if name.endswith((*_EMBEDDINGS, *_HEADS)):

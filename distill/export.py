@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from align.files import atomic_folder, remove
+from align.files import atomic_folder, write_json
 from distill.drafters.pruned import HEAD_ROWS
-from distill.lora import KEPT
 from distill.models import Pair
 from distill.prepare import PreparedDraft, until
 from distill.recipe import Recipe
@@ -23,8 +21,9 @@ from distill.teacher.store import CachedAnswer
 from eval.decoding.forward import input_embedding
 from eval.decoding.weights import linear
 
+FULL_FORM = "full_form.json"  # in compact/: how far the two forms agree
 SUPPRESSION = (0.0, 5.0, 10.0, 20.0, 40.0, 80.0)  # logits below the fitted ones, tried in order
-CALIBRATION_TOKENS = 4_000
+CALIBRATION_TOKENS = 8_000  # half to fit the suppression, half to check it
 # The draft has learnt these answers: on new text it is less sure of its own tokens, and gives the
 # trimmed ones many times as much (docs/lab-notes.md).
 DROPPED_MASS = 1e-4
@@ -38,7 +37,7 @@ def export_draft(
     answers: Iterable[CachedAnswer],
 ) -> None:
     """`draft/`: what engines load, and, of a pruned draft, `draft/compact/` for our decoder."""
-    adapter, kind = recipe.folder / KEPT, recipe.kind
+    kind = recipe.kind
     dtype = getattr(torch, recipe.dtype)
     with atomic_folder(recipe.folder / "draft") as partial:
         if recipe.sibling is not None:
@@ -49,9 +48,6 @@ def export_draft(
             embedding = pair.target_embedding(dtype)
             kind.save(partial, tuned, prepared.token_ids, embedding, recipe.target)
         pair.load_tokenizer().save_pretrained(partial)
-        if adapter.is_dir():  # that training has left
-            shutil.copytree(adapter, partial / KEPT)
-    remove(adapter)
 
 
 def _export_pruned(
@@ -67,16 +63,13 @@ def _export_pruned(
     embedding = input_embedding(plain).to(dtype)
     # a FrozenEmbedding keeps its dtype and gives fp32
     plain.set_input_embeddings(nn.Embedding.from_pretrained(embedding))
-    if ids is None:
-        full = plain
-    elif recipe.base is not None and recipe.use_peft:  # the base's own, as others load it
-        assert prepared.full_head is not None
-        full = with_head(plain, prepared.full_head.to(plain.device))
-    else:
-        assert prepared.full_head is not None
-        full = full_vocabulary(plain, ids, prepared.full_head, answers)
-    recipe.kind.exported(full).save_pretrained(folder)
     (folder / "compact").mkdir()
+    full = plain
+    if ids is not None:
+        assert prepared.full_head is not None
+        full, agreement = full_vocabulary(plain, ids, prepared.full_head, answers)
+        write_json(folder / "compact" / FULL_FORM, agreement)
+    recipe.kind.exported(full).save_pretrained(folder)
     recipe.kind.save(folder / "compact", plain, ids, embedding, recipe.target)
 
 
@@ -86,14 +79,15 @@ def full_vocabulary(
     token_ids: Tensor,
     full_head: Tensor,
     answers: Iterable[CachedAnswer],
-) -> PreTrainedModel:
+) -> tuple[PreTrainedModel, dict[str, float]]:
     """The tuned draft under a head over the target's whole vocabulary, for engines that need one.
 
     Rows of trimmed tokens are the fitted ones from before training, lowered by a constant: without
     it they would win now and then against states that training has moved. A head has no bias here,
-    so the constant is the least-squares row w with w·h = -1 over the draft's own states h; the
-    smallest multiple is taken at which the greedy choice is the trimmed head's on 999 of 1000
-    positions, and the trimmed tokens hold no more than DROPPED_MASS of the draft's probability.
+    so the constant is the least-squares row w with w·h = -1 over half of the draft's own states h;
+    the smallest multiple is taken at which, over the other half, the greedy choice is the trimmed
+    head's on 999 of 1000 positions, and the trimmed tokens hold no more than DROPPED_MASS of the
+    draft's probability. Also returns both numbers: `same_choice` and `trimmed_probability`.
     """
     token_ids, full_head = token_ids.to(tuned.device), full_head.to(tuned.device)
     states = []
@@ -104,7 +98,9 @@ def full_vocabulary(
     h = torch.cat(states)
     trimmed = torch.ones(len(full_head), dtype=torch.bool, device=h.device)
     trimmed[token_ids] = False
-    lower = torch.linalg.lstsq(h.double(), -torch.ones(len(h), 1).double().to(h.device)).solution
+    fitted, h = h.double().tensor_split(2)
+    lower = torch.linalg.lstsq(fitted, -torch.ones_like(fitted[:, :1])).solution
+    h = h.float()
     tuned_rows = tuned.get_output_embeddings().weight
     best, total = _best_and_sum(h, tuned_rows.split(HEAD_ROWS))
     # lowered, all trimmed rows lose the same at a position: the best of them stays the best
@@ -127,7 +123,7 @@ def full_vocabulary(
     for rows in pieces:
         head[rows] = (full_head[rows].float() + strength * lower.T.float()).to(head.dtype)
     head[token_ids] = tuned_rows
-    return with_head(tuned, head)
+    return with_head(tuned, head), {"same_choice": kept, "trimmed_probability": mass}
 
 
 def with_head(tuned: PreTrainedModel, head: Tensor) -> PreTrainedModel:

@@ -14,7 +14,7 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError
 
 # What earlier pushes may have left there under names that this one does not have.
-OURS = ["*.safetensors", "*.safetensors.index.json", "adapter/*", "compact/*", "gguf/*"]
+OURS = ["*.safetensors", "*.safetensors.index.json", "compact/*"]
 REMEDIES: dict[int | None, str] = {
     401: "the token is not valid: run `hf auth login --force` or set HF_TOKEN to another",
     403: "the token may not write there: give it write access, or name a repository of yours",

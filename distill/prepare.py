@@ -6,7 +6,6 @@ Legend: H hidden size, V the target's vocabulary, K rows of the draft's head.
 from __future__ import annotations
 
 import copy
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from align.sources import read_json, resolve_checkpoint
 from align.trim import choose_tokens, coverage_curve, lost_mass
 from distill.drafters.initialisation import AnsweredText
 from distill.drafters.kind import Start, Started
-from distill.lora import base_draft, full_head
 from distill.models import (
     Pair,
     TargetOfRun,
@@ -63,17 +61,14 @@ def prepare_draft(
 ) -> PreparedDraft:
     """The untuned draft; what is made for it stays in `prepared/` and is read from there.
 
-    The target is loaded only where that is not there yet; a sibling or a base needs none.
+    The target is loaded only where that is not there yet; a sibling needs none.
     """
     if recipe.sibling is not None:
         return read_prepared(recipe, pair)
     folder = recipe.folder / "prepared"
     needed = [PREPARED, *([FULL_HEAD] if recipe.kind.language_model else [])]
     if not all((folder / name).exists() for name in needed):
-        if recipe.base is not None:
-            lost = _copy_base(recipe.base, folder, answers, pair.vocab_size)
-        else:
-            lost = _start(recipe, pair, target.loaded, answers, folder)
+        lost = _start(recipe, pair, target.loaded, answers, folder)
         write_json(folder / PREPARED, {"lost_mass": lost})
     prepared = read_prepared(recipe, pair)
     shape = f"{recipe.num_draft_layers} layers" if recipe.kind.language_model else recipe.kind_name
@@ -121,18 +116,6 @@ def _started(
             None if recipe.draft is None else resolve_checkpoint(recipe.draft),
         )
     )
-
-
-def _copy_base(base: str, folder: Path, answers: Iterable[CachedAnswer], vocab_size: int) -> float:
-    """The base's draft as it stands: the same bytes, since adapters know them by hash."""
-    with atomic_folder(folder) as partial:
-        shutil.copytree(base_draft(base) / "compact", partial, dirs_exist_ok=True)
-    with atomic_file(folder / FULL_HEAD, "wb") as file:
-        save_file({"full_head": full_head(base)}, file.name)
-    d2t = load_file(folder / "model.safetensors").get("d2t")
-    if d2t is None:
-        return 0.0
-    return lost_mass(domain_mass(answers, vocab_size), d2t.long() + torch.arange(len(d2t)))
 
 
 def read_prepared(recipe: Recipe, pair: Pair) -> PreparedDraft:

@@ -112,7 +112,6 @@ class Recipe:
     target_hub_id: HubId | None = _key("ORG/NAME for the model card, of a target in a file", None)
     draft: Text | None = _key("a sibling to tune, or heads that others trained", None)
     drafter: Text | None = _key("kind of draft; null: pruned, or sibling if draft is named", None)
-    base: Text | None = _key("a run whose pruned draft this one starts from", None)
     output_dir: Text | None = _key("null: outputs/ and the name", None)
     minutes: Positive | None = _key("time budget of the run; null: the other keys decide", None)
     instruction: Text | None = _key("asks an Instruct target, with the prompt at {prompt}", None)
@@ -470,11 +469,10 @@ def _about_the_draft(recipe: Recipe) -> Iterator[str]:
             "but drafter is auto, which compares kinds of draft for a tenth of the minutes; give "
             f"{COMPARING} or more without max_answers and max_steps, or name a drafter."
         )
-    if recipe.drafter == "auto" and (recipe.draft or recipe.base) is not None:
-        key = "draft" if recipe.draft else "base"
+    if recipe.drafter == "auto" and recipe.draft is not None:
         yield (
-            f"drafter is auto, which compares what can be made of the target, but {key} is "
-            f"{getattr(recipe, key)!r}; remove one of the two."
+            "drafter is auto, which compares what can be made of the target, but draft is "
+            f"{recipe.draft!r}; remove one of the two."
         )
     if "target" not in recipe.kind.starts_from and recipe.draft is None:
         yield (
@@ -488,11 +486,6 @@ def _about_the_draft(recipe: Recipe) -> Iterator[str]:
         )
     if recipe.kind.language_model:
         return
-    if recipe.base is not None:
-        yield (
-            f"base is {recipe.base!r}, a pruned draft, but drafter {name!r} is made anew; leave "
-            "one of them out."
-        )
     if recipe.use_peft:
         yield (
             f"use_peft is true, but drafter {name!r} has new weights, which adapters of a low rank "
@@ -516,11 +509,6 @@ def _about_adapters(recipe: Recipe) -> Iterator[str]:
         yield (
             "max_steps is 0, which trains nothing, and use_peft is true: there would be no "
             "adapter; leave max_steps out, or set use_peft to false."
-        )
-    if recipe.base is not None and recipe.draft is not None:
-        yield (
-            f"base is {recipe.base!r}, a pruned draft, and draft is {recipe.draft!r}, a sibling; "
-            "give one. A sibling is the base of its adapters by itself."
         )
 
 

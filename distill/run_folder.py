@@ -16,7 +16,6 @@ from accelerate import PartialState
 from align.files import atomic_file, remove, write_json
 from align.sources import read_json
 from align.vocab_map import VOCAB_MAP, save_map
-from distill.lora import base_sha256
 from distill.models import Pair
 from distill.plan import Plan, read_plan
 from distill.prompt_sets import Prompts, keep_prompts
@@ -115,7 +114,6 @@ def provenance(
             "train_prompts": prompts_sha256(prompts.training.prompts),
             "eval_prompts": prompts_sha256(prompts.evaluation.prompts),
             "train_ids": hashlib.sha256(" ".join(ids).encode()).hexdigest(),
-            **({} if recipe.base is None else {"base": base_sha256(recipe.base)}),
         },
         "loss": dict(zip(("name", "why"), chosen_loss(recipe), strict=True)),
         "answers": used["by"],

@@ -26,7 +26,6 @@ from distill.compare import compare
 from distill.dry_run import price_run
 from distill.export import export_draft
 from distill.local_evaluation import evaluate
-from distill.lora import on_base
 from distill.models import Pair, TargetOfRun, check_models, layers_read, of_published
 from distill.plan import (
     Clock,
@@ -67,7 +66,7 @@ def run(recipe: Recipe) -> int:
     """The main job. Each stage finds what an interrupted run left and goes on from there."""
     on_cpu, timeout = recipe.training.get("use_cpu", False), process_timeout(recipe)
     use_machine(join_processes(on_cpu, timeout))
-    recipe = of_published(on_base(recipe))
+    recipe = of_published(recipe)
     if recipe.dry_run:
         return price_run(recipe)
     training_config(recipe)  # what transformers refuses is refused now, not after minutes

@@ -39,7 +39,7 @@ from align.files import atomic_file, disk_full_explained
 from align.machine import free_memory
 from distill.drafters.kind import DraftKind
 from distill.held_out import PADDING, HeldOut, held_out_answers
-from distill.lora import lora_config, merged
+from distill.lora import lora_config, save_adapters
 from distill.loss_forward import give_loss_forward, take_loss_forward
 from distill.losses import LOSSES, LossName
 from distill.models import Pair
@@ -471,23 +471,23 @@ def distil_draft(
 ) -> PreTrainedModel | None:
     """The draft in fp32 after so many steps on the answers, on the first process; None elsewhere.
 
-    Adapters are merged and kept (`merged`), except those of a draft moved onto other tokens: nobody
-    else has their base. After no step it is as it was prepared.
+    The run keeps the adapters of LoRA, except those of a draft moved onto other tokens, because
+    their base model is not stored anywhere. After no step the draft is as it was prepared.
     """
     if steps == 0:
         return prepared.model.float() if PartialState().is_main_process else None
     states, held_out = states_of(recipe, pair, answers), held_out_answers(recipe.folder)
     trainer = build_trainer(recipe, pair, prepared, answers, states, held_out, steps)
     rehomed = pair.strategy in ("remap", "transplant")
-    return distil(trainer, recipe, keep_adapter=not rehomed and not recipe.kind.added_modules)
+    return distil(trainer, recipe, keep_adapters=not rehomed and not recipe.kind.added_modules)
 
 
 def distil(
-    trainer: DraftTrainer, recipe: Recipe, keep_adapter: bool = False
+    trainer: DraftTrainer, recipe: Recipe, keep_adapters: bool = False
 ) -> PreTrainedModel | None:
     """The trainer's draft after training, whole and in fp32; None on all but the first process.
 
-    keep_adapter: beside the draft that is made of it (`merged`), where one is trained.
+    keep_adapters: whether the run keeps those of LoRA (`save_adapters`) beside the merged draft.
     Goes on from the last whole checkpoint in the recipe's folder, or from resume_from_checkpoint.
     """
     checkpoint = _resumed(recipe)
@@ -500,9 +500,9 @@ def distil(
     tuned: Any = trainer.whole_model()
     if not PartialState().is_main_process:
         return None
-    if recipe.use_peft and keep_adapter:
-        tuned = merged(recipe, tuned)
-    elif recipe.use_peft:
+    if recipe.use_peft:
+        if keep_adapters:
+            save_adapters(recipe, tuned)
         tuned = tuned.merge_and_unload(safe_merge=True)
     take_loss_forward(tuned)
     tuned._keys_to_ignore_on_save = None

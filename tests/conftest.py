@@ -55,7 +55,7 @@ def pytest_runtest_setup(item):
 
 def cache_without_answers(folder):
     """The path of a new cache that shares with the machine's all but what targets have answered."""
-    for name in ("files", "folders", "checkpoints", "adapted", "engines"):
+    for name in ("files", "folders", "checkpoints", "engines"):
         (cache_folder() / name).mkdir(parents=True, exist_ok=True)
         (folder / name).symlink_to(cache_folder() / name)
     return str(folder)

@@ -254,7 +254,7 @@ def rows_of_a_trimmed_head():
 def exporting():
     tuned = build(K, 1, dtype=torch.float32)
     full_head = torch.zeros((V, H), dtype=torch.bfloat16)  # prepare_draft reads it from its file
-    full = full_vocabulary(tuned, token_ids(), full_head, answers())
+    full, _ = full_vocabulary(tuned, token_ids(), full_head, answers())
     assert full.lm_head.weight.shape == (V, H)
 
 

@@ -178,7 +178,7 @@ class _Stages:
         """The log of alpha by draft, and the target's answers that it was taken on.
 
         timed: runs without a draft, whose greedy texts are not written a second time. Sampled ones
-        depend on the prompts before them, and distill/reload.py writes the same again.
+        depend on the prompts before them.
         """
         target, decoding, journal = self.target, self.decoding, self.journal
         timed_texts = {run.prompt_id: run.tokens for (run,) in timed if decoding.sampling.greedy}

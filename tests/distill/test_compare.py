@@ -139,7 +139,6 @@ def test_a_dry_run_prices_every_kind(job, tmp_path, capsys):
     ("changes", "message"),
     [
         ({"draft": "org/sibling"}, "drafter is auto, .* but draft is 'org/sibling'"),
-        ({"base": "outputs/base"}, "drafter is auto, .* but base is 'outputs/base'"),
         ({"minutes": 20.0}, "minutes is 20.*drafter is auto, .* give 30 or more"),
         ({"minutes": None}, "minutes is null.*drafter is auto, .* give 30 or more"),
         ({"max_answers": 9, "max_steps": 9}, "max_answers 9, but drafter is auto"),

@@ -13,13 +13,12 @@ from ruamel.yaml import YAML
 import distill.publish
 import distill.train
 from align import check
-from distill import reload
 from distill.recipe import read_yaml, recipe_files, yaml_text
 from eval import drift
 from eval import run as evaluation
 from eval.reporting.report import read_report
 from tests.eval.engines.test_counters import page as counters
-from tests.test_docs import PAGES, ROOT, blocks, recorded
+from tests.test_docs import PAGES, ROOT, blocks, commands
 
 # what every recipe gets on top, to be as short as possible
 SHORT = {"dtype": "float32", "use_cpu": True, "bf16": False, "max_steps": 4, "cache_top_k": 30,
@@ -35,9 +34,8 @@ MODULES = {
     "eval.run": evaluation.main,
 }
 # a command with these words is only parsed
-# (of a tiny adapter one token of alpha is more than publishing lets pass)
 # (the tiny vocabulary has no row for a mask)
-PARSED = ["--adapter", "--report_to", "vllm", "llama.cpp", "server", "explain-2", "pard"]
+PARSED = ["--report", "--report_to", "vllm", "llama.cpp", "server", "explain-2", "pard"]
 DRY = ["--minutes", "/shared/drafts/legal"]
 
 
@@ -96,7 +94,7 @@ def of_ours(words):
 
 
 WITH_COMMANDS = (
-    "README adapters drafters engines one-gpu own-domain recipes scale serving tutorial vocabulary"
+    "README drafters engines one-gpu own-domain recipes serving tutorial vocabulary"
 ).split()
 
 
@@ -125,10 +123,9 @@ def test_the_commands_of_a_page(page, desk, tmp_path, monkeypatch, capsys):
     here = tmp_path / "here"
     shutil.copytree(desk, here)
     monkeypatch.chdir(here)
-    monkeypatch.setattr(reload, "ALPHA_TOLERANCE", 0.025)  # one token of 96 is 0.01
     ran = []
     for language, body in blocks(page):
-        for words in recorded(body, tmp_path) if language == "bash" else []:
+        for words in commands(body) if language == "bash" else []:
             if of_ours(words) and not any(part in words for part in PARSED):
                 status, allowed = run(list(own_words(words)))
                 assert status in allowed, (words, capsys.readouterr().err)

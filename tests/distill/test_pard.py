@@ -55,7 +55,7 @@ def test_a_run_ends_in_a_folder_that_drafts_at_once(job, roomy, tmp_path, change
     about = read_json(draft / "config.json")
     assert (about["pard_token"], about["pard_tokens"]) == (TOKENS, 3)
     assert about["vocab_size"] == ROWS
-    assert not (draft / "adapter").exists()
+    assert not (tmp_path / "adapter").exists()
     plain = AutoModelForCausalLM.from_pretrained(draft)
     target = load_target(places["target"], torch.float32, "cpu", 64)
     text = [5, 7, 9, 11, 3, 250, 8]

@@ -165,7 +165,7 @@ def test_the_full_form_makes_the_compact_forms_greedy_choices(target, answers):
     with torch.no_grad():  # training moves the states: the fitted rows outside would win now
         for parameter in tuned.model.layers.parameters():
             parameter.add_(0.3 * parameter.std().nan_to_num() * torch.randn_like(parameter))
-    full = full_vocabulary(tuned, draft.token_ids, draft.full_head, answers)
+    full, agreement = full_vocabulary(tuned, draft.token_ids, draft.full_head, answers)
     assert full.config.vocab_size == full.lm_head.weight.shape[0] == VOCAB
     agreed = total = dropped = 0
     for answer in answers:
@@ -178,8 +178,9 @@ def test_the_full_form_makes_the_compact_forms_greedy_choices(target, answers):
         kept = whole.softmax(-1)[:, draft.token_ids]
         dropped += float(1 - kept.double().sum(-1).mean()) * len(whole)
         total += len(answer.response_ids)
-    assert agreed / total >= 0.999
-    assert dropped / total <= 1e-4  # what engines sample, and vLLM verifies, is the trimmed head's
+    assert agreed / total >= agreement["same_choice"] >= 0.999
+    # what engines sample, and vLLM verifies, is the trimmed head's
+    assert max(dropped / total, agreement["trimmed_probability"]) <= 1e-4
     assert tuned.lm_head.weight.shape[0] == 25  # the compact one is left as it was
 
 

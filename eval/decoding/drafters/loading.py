@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from align.sources import load_model, read_json, resolve_checkpoint
-from eval.decoding.drafters import adapter
 from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.drafters.formats import formats, published_format
 from eval.decoding.drafters.lookup import LOOKUP, LOOKUP_FIRST, lookup_first, prompt_lookup
@@ -18,20 +17,18 @@ from eval.decoding.target import Target, tensor_sha256
 def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
     """The drafter of a spec.
 
-    `prompt-lookup`, `lookup-first:SPEC`, `adapter:FOLDER`; a folder with a compact form (or that
-    form itself), which is of the kind that its compact.json names, or, for another target than it
-    was made for (quantised otherwise, say), its full form; EAGLE-3 or Medusa heads as others
-    publish them. Anything else is a model of its own, whose vocabulary is bridged by `strategy`
-    (align/check.py). Raises ValueError when no lossless strategy exists for the pair, or the one
-    asked for is none.
+    `prompt-lookup`, `lookup-first:SPEC`; a folder with a compact form (or that form itself), which
+    is of the kind that its compact.json names, or, for another target than it was made for
+    (quantised otherwise, say), its full form; EAGLE-3 or Medusa heads as others publish them.
+    Anything else is a model of its own, whose vocabulary is bridged by `strategy` (align/check.py).
+    Raises ValueError when no lossless strategy exists for the pair, or the one asked for is none.
     """
-    scheme, _, path = spec.partition(":")
     if spec == LOOKUP:
         return prompt_lookup(target)
     if spec.startswith(LOOKUP_FIRST):
-        return lookup_first(load_drafter(path, target, strategy), target.stops)
-    if scheme == "adapter":
-        return adapter.load(spec, target, strategy)
+        return lookup_first(
+            load_drafter(spec.removeprefix(LOOKUP_FIRST), target, strategy), target.stops
+        )
     for folder in (Path(spec) / "compact", Path(spec)):
         if not (folder / "compact.json").is_file():
             continue

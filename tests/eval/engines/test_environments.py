@@ -7,7 +7,6 @@ import zipfile
 
 import pytest
 
-from distill.publish import main as publish
 from eval.engines import environments
 from eval.engines.environments import (
     ENGINES,
@@ -155,7 +154,6 @@ def test_the_command_without_its_engine(tmp_path, capsys):
     [
         lambda: main(["openvino"]),
         lambda: run(["--engine", "openvino"]),
-        lambda: publish(["outputs/code", "--engines", "openvino"]),
     ],
 )
 def test_an_engine_that_left_names_those_that_stay(command, capsys):
