@@ -18,16 +18,14 @@ from typing import Any
 
 from accelerate import PartialState
 from datasets import Dataset
-from torch import Tensor
 from tqdm import tqdm
 from transformers import EvalPrediction, TrainerCallback, TrainerControl, TrainerState
 from trl import SFTConfig
 
 from align.files import write_json
-from align.vocab_map import Retokenizer
 from distill.teacher.answers import USED
 from distill.teacher.store import Answers, CachedAnswer, Store
-from distill.training_set import training_rows
+from distill.training_set import answer_rows
 from eval.measuring.intervals import share
 from eval.prompts import PromptSet
 from eval.reporting.report import HeldOutCurve, HeldOutPoint
@@ -153,13 +151,9 @@ class HeldOut(TrainerCallback):
         config: SFTConfig,
         trained: Dataset,
         answers: Iterable[CachedAnswer],
-        head_rows: Tensor | None,
-        retokenizer: Retokenizer | None,
         gamma: int,
     ) -> None:
-        """folder: the run's. trained: the rows that are trained on. answers: the held-out ones.
-        head_rows, retokenizer: as for `training_rows`.
-        """
+        """folder: the run's. trained: the rows that are trained on. answers: the held-out ones."""
         self.folder, self.gamma = folder / HELD_OUT, gamma
         self.batch = config.train_batch_size * config.gradient_accumulation_steps
         self.batch *= config.world_size
@@ -168,12 +162,10 @@ class HeldOut(TrainerCallback):
         steps = config.max_steps
         if steps < 0:
             steps = math.ceil(config.num_train_epochs * epoch)
-        rows = list(training_rows(answers, head_rows, 1.0, retokenizer))
-        most = affordable(len(rows), steps, self.batch)
+        self.rows = answer_rows(answers)
+        most = affordable(len(self.rows), steps, self.batch)
         self.steps = followed_steps(steps, epoch, config.get_warmup_steps(steps), most)
-        self.rows = Dataset.from_list(rows).with_format("numpy")
-        taught = trained.data.column("positions")
-        self.tokens = sum(len(chunk.flatten()) for chunk in taught.chunks)
+        self.tokens = sum(trained["tokens"])
         self.measurements: list[Seen] = []
         self.sums: list[list[float]] = []  # of `Seen`, of the latest evaluation
 

@@ -23,7 +23,6 @@ from distill.recipe import Recipe, RecipeError, chosen_loss, dump, read_yaml
 from distill.teacher.answers import USED
 from distill.teacher.store import names_of
 from distill.trainer import last_checkpoint
-from distill.training_set import TRAINING_SET
 from eval.prompts import prompts_sha256
 
 # What two runs of one folder may differ in.
@@ -137,5 +136,5 @@ def delete_training_state(folder: Path) -> None:
         if checkpoint != last:
             remove(checkpoint)
     spent = [path for pattern in _SPENT if last is not None for path in last.glob(pattern)]
-    for path in [*spent, folder / "prepared" / "full_head.safetensors", folder / TRAINING_SET]:
+    for path in [*spent, folder / "prepared" / "full_head.safetensors"]:
         remove(path)

@@ -9,7 +9,7 @@ import copy
 import itertools
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +38,16 @@ from trl import SFTConfig, SFTTrainer
 from align.files import atomic_file, disk_full_explained
 from align.machine import free_memory
 from distill.drafters.kind import DraftKind
-from distill.held_out import PADDING, HeldOut, held_out_answers
+from distill.held_out import FIRST_INDEX, PADDING, HeldOut, held_out_answers
 from distill.lora import lora_config, save_adapters
 from distill.loss_forward import give_loss_forward, take_loss_forward
-from distill.losses import LOSSES, LossName
+from distill.losses import LOSSES, LossName, sharpen
 from distill.models import Pair
 from distill.prepare import PreparedDraft
 from distill.recipe import Recipe, RecipeError, chosen_loss
 from distill.teacher.states import states_of
 from distill.teacher.store import Answers, CachedAnswer
-from distill.training_set import TRAINING_SET, DistillationCollator, training_set
+from distill.training_set import DistillationCollator, answer_rows
 
 # trl and we use the old name, which transformers 5.17 knows, too
 warnings.filterwarnings("ignore", message="`(is_)?gradient_checkpointing`", category=FutureWarning)
@@ -137,11 +137,13 @@ class DraftTrainer(SFTTrainer):
         loss: LossName = "forward_kl",
         kind: DraftKind,
         temperature: float = 0.0,
+        teacher_temperature: float = 1.0,
         **kwargs: Any,
     ) -> None:
         """kind: of the draft that is trained. temperature: deployed; above 1 acceptance is not
-        known from the cache, and 1 is taken.
+        known from the cache, and 1 is taken. teacher_temperature: below 1 it sharpens p.
         """
+        self.teacher_temperature = teacher_temperature
         self.loss_name, self.temperature = loss, min(temperature, 1.0)
         self.fitted_weights = kind.fitted_weights
         self.sums = torch.zeros(3)  # since the last log, here: divergence, agreements, tokens
@@ -187,6 +189,10 @@ class DraftTrainer(SFTTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         index = inputs.pop("index")
+        if self.teacher_temperature != 1:
+            logprobs = inputs["top_logprobs"].view(torch.float32)  # of `_prepare_inputs`
+            sharper = sharpen(logprobs, self.teacher_temperature)
+            inputs["top_logprobs"] = sharper.view(torch.int32)
         if self.args.device.type == "cpu":
             draft: Any = self.model
             attention = cpu_attention(draft.config, *inputs["input_ids"].shape)
@@ -407,7 +413,7 @@ def build_trainer(
     recipe: Recipe,
     pair: Pair,
     prepared: PreparedDraft,
-    answers: Iterable[CachedAnswer],
+    answers: Sequence[CachedAnswer],
     states: Mapping[int, Tensor] | None = None,
     held_out: Sequence[CachedAnswer] = (),
     steps: int | None = None,
@@ -439,12 +445,11 @@ def build_trainer(
         if modules := recipe.kind.added_modules:
             adapters.modules_to_save = [*(adapters.modules_to_save or []), *modules]
     config = training_config(recipe, steps)
-    path, temperature = recipe.folder / TRAINING_SET, recipe.teacher_temperature
-    rows = training_set(path, answers, head_rows, temperature, retokenizer)
+    rows = answer_rows(answers)
     evaluation: dict[str, Any] = {}
     if held_out:
         gamma = recipe.gamma or recipe.max_gamma
-        followed = HeldOut(recipe.folder, config, rows, held_out, head_rows, retokenizer, gamma)
+        followed = HeldOut(recipe.folder, config, rows, held_out, gamma)
         if len(followed.rows):
             config = training_config(recipe, steps, followed=True)
             evaluation = {"eval_dataset": followed.rows, "compute_metrics": followed.metrics}
@@ -452,16 +457,21 @@ def build_trainer(
             if recipe.early_stopping_patience is not None:
                 patience = EarlyStoppingCallback(recipe.early_stopping_patience)
                 evaluation["callbacks"].append(patience)
+
+    def read(index: int) -> CachedAnswer:
+        return answers[index] if index < FIRST_INDEX else held_out[index - FIRST_INDEX]
+
     return DraftTrainer(
         model=model,
         args=config,
         train_dataset=rows,
-        data_collator=DistillationCollator(pad_id(tokenizer), states),
+        data_collator=DistillationCollator(pad_id(tokenizer), read, head_rows, states, retokenizer),
         processing_class=tokenizer,
         peft_config=adapters,
         loss=chosen_loss(recipe)[0],
         kind=recipe.kind,
         temperature=recipe.temperature,
+        teacher_temperature=recipe.teacher_temperature,
         **evaluation,
     )
 

@@ -20,7 +20,7 @@ from distill.run_folder import claim_folder
 from distill.teacher.answers import answer_prompts
 from distill.teacher.store import CachedAnswer, Store
 from distill.train import run
-from distill.training_set import DistillationCollator, training_rows
+from distill.training_set import DistillationCollator
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.lean import LeanDecoder
 from eval.decoding.target import load_target as load_any_target
@@ -287,10 +287,10 @@ def test_rows_by_map_predict_at_the_end_of_what_was_read(folder, texts):
         0, torch.tensor(prompt), torch.tensor(response), top, torch.zeros(top.shape)
     )
     rows = build_map(target, draft).to_draft
-    (row,) = training_rows([answer], rows, 1.0, retokenizer)
-    assert draft.bytes_of(row["input_ids"]) == target.bytes_of(ids)
-    for i, at in enumerate(row["positions"]):
-        assert draft.bytes_of(row["input_ids"][: at + 1]) == target.bytes_of(ids[: 5 + i])
-    assert row["top_ids"].tolist() == [int(rows[i]) for i in response]
-    batch = DistillationCollator(0)([row])
+    collate = DistillationCollator(0, {0: answer}.__getitem__, rows, None, retokenizer)
+    batch = collate([{"index": 0}])
+    read = batch["input_ids"][0].tolist()
+    for i, at in enumerate(batch["positions"].tolist()):
+        assert draft.bytes_of(read[: at + 1]) == target.bytes_of(ids[: 5 + i])
+    assert batch["top_ids"].flatten().tolist() == [int(rows[i]) for i in response]
     assert int((batch["labels"] != -100).sum()) == len(batch["positions"]) == len(response)

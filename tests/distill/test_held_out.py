@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from distill import held_out, prompt_sets
 from distill.held_out import (
     FEWEST,
+    FIRST_INDEX,
     HELD_OUT,
     SHARE,
     HeldOut,
@@ -81,7 +83,7 @@ def trained(tmp_path, tiny_llama, plain_trainer, monkeypatch):
         (tmp_path / name / HELD_OUT).mkdir(parents=True, exist_ok=True)
         shape = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24}
         model = tiny_llama(**shape, pad_token_id=0)
-        held = made_answers(10, seed=6)
+        held = [replace(a, index=FIRST_INDEX + a.index) for a in made_answers(10, seed=6)]
         trainer = plain_trainer(recipe, model, made_answers(), held_out=held)
         return (
             distil(trainer, recipe),

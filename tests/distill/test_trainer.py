@@ -16,7 +16,7 @@ from trl import SFTConfig, SFTTrainer
 from align.files import DiskFullError
 from distill.drafters.pruned import KIND as PRUNED
 from distill.loss_forward import give_loss_forward, take_loss_forward
-from distill.losses import coarse_loss, forward_kl
+from distill.losses import coarse_loss, forward_kl, sharpen
 from distill.recipe import RecipeError, build_recipe
 from distill.teacher.store import CachedAnswer
 from distill.trainer import (
@@ -25,7 +25,7 @@ from distill.trainer import (
     last_checkpoint,
     training_config,
 )
-from distill.training_set import TRAINING_SET, DistillationCollator, training_rows
+from distill.training_set import DistillationCollator, answer_rows
 
 VOCAB = 50
 
@@ -81,16 +81,19 @@ def recipe_in(folder, **changes):
     )
 
 
+def batch_of(answers, pad=0):
+    return DistillationCollator(pad, answers.__getitem__)(list(answer_rows(answers)))
+
+
 def test_batched_loss_is_the_sum_of_single_answers(tiny_model):
     model, answers = tiny_model(), made_answers(5)
-    rows = list(training_rows(answers, None))
     expected = 0.0
     for answer in answers:
         ids = torch.cat([answer.prompt_ids, answer.response_ids])[None]
         logits = model(ids).logits[0, len(answer.prompt_ids) - 1 : -1]
         expected += coarse_loss(logits, answer.top_ids, answer.top_logprobs, forward_kl)[0].sum()
     give_loss_forward(model, PRUNED, forward_kl)
-    batch = DistillationCollator(pad_token_id=7)(rows)
+    batch = batch_of(answers, 7)
     batch.pop("index")
     # fp32 sums in another order
     torch.testing.assert_close(model(**batch).loss, expected, rtol=1e-5, atol=1e-4)
@@ -114,7 +117,7 @@ def test_the_loss_is_divided_by_the_response_tokens(
     answers = made_answers(3)
     for answer in answers:
         answer.prompt_ids = answer.prompt_ids.repeat(2)[:prompt_tokens]
-    batch = DistillationCollator(0)(list(training_rows(answers, None)))
+    batch = batch_of(answers)
     count = sum(len(a.response_ids) for a in answers)
     assert int((batch["labels"] != -100).sum()) == count
     trainer = plain_trainer(recipe_in(tmp_path), tiny_model(), answers)
@@ -126,7 +129,7 @@ def test_the_loss_is_divided_by_the_response_tokens(
 def test_a_wide_batch_keeps_no_attention_scores(tmp_path, tiny_model, plain_trainer, monkeypatch):
     trainer = plain_trainer(recipe_in(tmp_path), tiny_model(), made_answers(5))
     model, found = trainer.model, []
-    batch = DistillationCollator(0)(list(training_rows(made_answers(5), None)))
+    batch = batch_of(made_answers(5))
     rows, width = batch["input_ids"].shape
     scores = rows * model.config.num_attention_heads * width**2
     limit = 6 * scores * model.config.num_hidden_layers
@@ -151,8 +154,19 @@ def test_a_wide_batch_keeps_no_attention_scores(tmp_path, tiny_model, plain_trai
     torch.testing.assert_close(of_fused, of_products, rtol=1e-4, atol=1e-6)
 
 
+def test_the_teacher_temperature_sharpens_what_is_learnt(tmp_path, tiny_model, plain_trainer):
+    answers, losses = made_answers(5), []
+    for temperature, sharper in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.5)):
+        recipe = recipe_in(tmp_path, teacher_temperature=temperature)
+        trainer, batch = plain_trainer(recipe, tiny_model(), answers), batch_of(answers)
+        batch["top_logprobs"] = sharpen(batch["top_logprobs"], sharper)
+        losses.append(float(trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))))
+    assert losses[1] == pytest.approx(losses[2], rel=1e-6)
+    assert losses[1] != pytest.approx(losses[0], rel=1e-2)
+
+
 def test_chunks_change_nothing(monkeypatch, tiny_model):
-    batch = DistillationCollator(0)(list(training_rows(made_answers(6), None)))
+    batch = batch_of(made_answers(6))
     batch.pop("index")
     model = tiny_model()
     give_loss_forward(model, PRUNED, forward_kl)
@@ -170,7 +184,7 @@ def test_chunks_change_nothing(monkeypatch, tiny_model):
 @pytest.mark.parametrize("use_peft", [False, True])
 def test_training_lowers_the_loss_and_leaves_a_plain_model(tmp_path, train, use_peft, tiny_model):
     answers = made_answers()
-    batch = DistillationCollator(0)(list(training_rows(answers, None)))
+    batch = batch_of(answers)
     batch.pop("index")
 
     def loss(model):
@@ -314,7 +328,7 @@ def test_the_first_fsdp_is_refused(tmp_path, train, tiny_model, monkeypatch):
 
 def test_only_the_latest_checkpoints_are_kept_and_they_are_whole(tmp_path, train, tiny_model):
     train(tiny_model(), made_answers(), recipe_in(tmp_path, save_steps=2, save_total_limit=2))
-    left = {path.name for path in tmp_path.iterdir()} - {TRAINING_SET}
+    left = {path.name for path in tmp_path.iterdir()}
     assert left == {"checkpoint-6", "checkpoint-8"}
 
 
@@ -339,7 +353,7 @@ def test_bf16_sets_the_products_and_leaves_weights_and_distributions(
     tuned = train(tiny_model(), made_answers(), recipe)
     assert {weight.dtype for weight in tuned.state_dict().values()} == {torch.float32}
     trainer = plain_trainer(recipe, tiny_model(), made_answers())
-    batch = DistillationCollator(0)(list(training_rows(made_answers(5), None)))
+    batch = batch_of(made_answers(5))
     prepared = trainer._prepare_inputs(batch)
     assert prepared["top_logprobs"].dtype == torch.int32  # which nobody rounds
     model = tiny_model()
