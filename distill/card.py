@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gguf import GGUFReader
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
 
 from align.sources import abridged, read_json, resolve_file
@@ -76,8 +76,6 @@ def model_card(run: Path, reports: Sequence[Report], publication: Publication) -
             pipeline_tag="text-generation",
             tags=["speculative-decoding", "draft-model", "draftsmith"]
             + ([re.sub(r"\W+", "-", domain).lower()] if domain else []),
-            model_name=f"{short}-draft",
-            eval_results=list(_engine_results(reports, weights)) or None,
             target=public_name(spec),
         ),
         template_path=str(TEMPLATE),
@@ -120,11 +118,6 @@ def model_card(run: Path, reports: Sequence[Report], publication: Publication) -
         provenance=read_json(run / "provenance.json"),
     )
     return f"{card}\n"
-
-
-def of_weights(report: Report, weights: set[str]) -> dict[str, DraftReport]:
-    """The drafts of a report that have these weights, by name."""
-    return {name: draft for name, draft in report.drafts.items() if draft.sha256 in weights}
 
 
 def served_gamma(reports: Sequence[Report], weights: set[str]) -> int:
@@ -199,30 +192,6 @@ def _limits(report: Report, weights: set[str]) -> Iterator[str]:
             and check.identical == check.prompts
         ):
             yield "Greedy output was token-identical in our reference decoder on a CPU."
-
-
-def _engine_results(reports: Sequence[Report], weights: set[str]) -> Iterator[EvalResult]:
-    """The speed-ups in engines, for the head of the card, which the Hub reads."""
-    for report in reports:
-        if report.engine == REFERENCE:
-            continue
-        source = public_name(report.prompts.source)
-        for draft in of_weights(report, weights).values():
-            value = draft.speedup
-            yield EvalResult(
-                task_type="text-generation",
-                task_name="Speculative decoding",
-                dataset_type=source,
-                dataset_name=source,
-                dataset_args={"sha256": report.prompts.sha256},
-                metric_type="speed-up",
-                metric_name=f"speed-up in {_measured_in(report)}, draft length {draft.gamma}",
-                metric_value=round(value.mean, 4),
-                metric_args={
-                    "ci95": value.ci95 and [round(end, 4) for end in value.ci95],
-                    "n": value.n,
-                },
-            )
 
 
 # --- Names that tell others nothing about the machine they were made on

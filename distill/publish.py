@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 
 from align.files import DiskFullError, atomic_file, atomic_folder
 from align.sources import read_json, resolve_checkpoint
-from distill.card import Publication, derived_licence, in_one_file, model_card, of_weights
+from distill.card import Publication, derived_licence, in_one_file, model_card
 from distill.export import FULL_FORM
 from distill.hub import push_folder
 from distill.recipe import read_yaml
@@ -103,13 +103,13 @@ def unmet_conditions(
     unmet = []
     again = f"measure it again: python -m eval.run --run {run.name}"
     for report in reports:
-        drafts = of_weights(report, weights)
+        drafts = [draft for draft in report.drafts.values() if draft.sha256 in weights]
         if not drafts:
             unmet.append(
                 f"The report of engine {report.engine} measured other weights than draft/ has; "
                 f"{again}."
             )
-        for draft in drafts.values():
+        for draft in drafts:
             if draft.lossless.unexplained:
                 unmet.append(
                     f"In engine {report.engine} {draft.lossless.unexplained} of "

@@ -75,7 +75,6 @@ class DraftKind:
     fitted_weights: tuple[str, ...] = ()
     added_modules: tuple[str, ...] = ()
     trains_later_tokens = False
-    engines: tuple[str, ...] = ("vllm",)
 
     @property
     def name(self) -> str:

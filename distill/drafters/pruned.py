@@ -29,7 +29,6 @@ HEAD_ROWS = 4096  # of a head are in fp32 at once
 
 class Pruned(DraftKind):
     language_model = True
-    engines = ("vllm", "transformers", "llama.cpp")
 
     @torch.no_grad()
     def start(self, start: Start) -> Started:

@@ -6,7 +6,6 @@ from distill.drafters.kind import DraftKind
 class Sibling(DraftKind):
     starts_from = ("sibling",)
     language_model = True
-    engines = ("vllm", "transformers", "llama.cpp")
 
 
 KIND = Sibling()

@@ -156,13 +156,6 @@ def test_the_card_has_the_figures_of_the_reports(run, in_vllm, tmp_path):
     assert f"distilled draft {own.drafts['tuned'].alpha:.2f}" in card
     assert "In vllm 0.32.0 at draft length 2 no speed-up is shown: 1.00 [0.92,1.09]." in card
     assert '"num_speculative_tokens": 3' in card  # the faster one in vLLM
-    head = ModelCard(card).data
-    assert [one.metric_value for one in head.eval_results] == [
-        pytest.approx(draft.speedup.mean, abs=1e-4)
-        for name, draft in served.drafts.items()
-        if name != "lookup, gamma 2"
-    ]
-    assert ModelCard(card_of(run)).data.eval_results is None  # of no engine
 
 
 @pytest.mark.parametrize(("device", "tie"), [("cpu (2 threads)", 0), ("cpu", 1), ("cuda", 0)])
@@ -178,27 +171,26 @@ def test_token_identical_is_said_of_a_cpu_without_divergences_only(run, device, 
 
 
 @pytest.mark.parametrize(
-    ("used", "about", "words"),
+    ("used", "drafter", "config", "words"),
     [
-        ("direct", {}, ['"method": "draft_model"']),
-        ("intersection", {}, ['"use_heterogeneous_vocab": true']),
-        ("direct", {"pard_token": 7}, ['"parallel_drafting": true']),
-        ("direct", {"speculators_model_type": "eagle3"}, ['"method": "eagle3"']),
+        ("direct", None, {}, '"method": "draft_model"'),
+        ("intersection", None, {}, '"use_heterogeneous_vocab": true'),
+        ("direct", "eagle3", {"speculators_model_type": "eagle3"}, '"method": "eagle3"'),
         (
             "direct",
+            "medusa",
             {"model_type": "medusa", "truncated_vocab_size": 4, "vocab_size": 8},
-            ["vLLM does not start with it"],
+            "vLLM does not start with it",
         ),
     ],
 )
-def test_the_command_of_each_kind_of_draft(run, used, about, words):
+def test_the_commands_of_each_kind_of_draft(run, used, drafter, config, words):
     change(run / "vocab_check.json", used=used)
-    change(run / "draft" / "config.json", **about)
-    heads = next((kind for kind in ("eagle3", "medusa") if kind in str(about)), None)
-    change(run / "recipe.yaml", drafter=heads)
+    change(run / "draft" / "config.json", **config)
+    change(run / "recipe.yaml", drafter=drafter)
     card = card_of(run)
-    assert all(word in card for word in words)
-    assert ("AutoModelForCausalLM" in card) == (heads is None)
+    assert words in card
+    assert ("AutoModelForCausalLM" in card) == (drafter is None)
 
 
 # --- The gate
