@@ -11,10 +11,12 @@ from gguf import GGUFReader
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
 
+from align.files import atomic_file
 from align.sources import abridged, read_json, resolve_file
 from distill.drafters.kind import kinds
 from distill.recipe import read_yaml
 from eval.decoding.drafters.lookup import LOOKUP_FIRST
+from eval.decoding.target import weights_sha256
 from eval.engines.installed import serve_command
 from eval.engines.server import ServerError
 from eval.prompts import DATA_SET
@@ -35,25 +37,32 @@ NAMES = {
 class Publication:
     """What a card says beyond run and reports.
 
-    weights: the hashes of the draft's weights. name: the folder or the repository that the card's
-    commands name. unmet: the conditions of the gate that are not met.
+    name: the folder or the repository that the card's commands name. unmet: the conditions of the
+    gate that are not met.
     """
 
-    weights: set[str]
     name: str = "draft"
     licence: str | None = None
     licence_source: str = "not looked up yet"
     unmet: list[str] = field(default_factory=list)
 
 
-def model_card(run: Path, reports: Sequence[Report], publication: Publication) -> str:
-    """The model card (README.md) of the run's draft. Engines' figures come first.
+def draft_weights(run: Path) -> set[str]:
+    """The hashes of the draft's weights: full-vocabulary, and trimmed-vocabulary where it is."""
+    hashes = (weights_sha256(str(form)) for form in (run / "draft", run / "draft" / "compact"))
+    return {sha for sha in hashes if sha is not None}
+
+
+def write_card(
+    folder: Path, run: Path, reports: Sequence[Report], publication: Publication = Publication()
+) -> None:
+    """Write the model card (README.md) of the run's draft to the folder. Engines come first.
 
     Raises ValueError for a recipe or a provenance that is missing or broken.
     """
     recipe, check = read_yaml(run / "recipe.yaml"), read_json(run / "vocab_check.json")
     reports = sorted(reports, key=lambda report: report.engine == REFERENCE)
-    asked, weights = reports[0].prompts, publication.weights
+    asked, weights = reports[0].prompts, draft_weights(run)
     spec, hub_id = str(recipe["target"]), recipe.get("target_hub_id")
     domain, started = str(recipe.get("domain", "")).strip(), recipe.get("draft")
     kind = recipe.get("drafter") or ("sibling" if started else "pruned")
@@ -80,6 +89,7 @@ def model_card(run: Path, reports: Sequence[Report], publication: Publication) -
         ),
         template_path=str(TEMPLATE),
         publication=publication,
+        weights=sorted(weights),
         short=short,
         target=target,
         target_source=abridged(public_name(spec)).partition("#")[0],
@@ -117,7 +127,8 @@ def model_card(run: Path, reports: Sequence[Report], publication: Publication) -
         recipe_name=recipe.get("name") or "a recipe of its own",
         provenance=read_json(run / "provenance.json"),
     )
-    return f"{card}\n"
+    with atomic_file(folder / "README.md") as file:
+        file.write(f"{card}\n")
 
 
 def served_gamma(reports: Sequence[Report], weights: set[str]) -> int:

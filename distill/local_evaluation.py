@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from align.files import write_json
 from align.machine import free_memory
+from distill.card import write_card
 from distill.held_out import held_out_curve
 from distill.models import Pair
 from distill.plan import Plan
 from distill.prepare import lost_mass_of
 from distill.prompt_sets import Prompts
-from distill.publish import write_card
 from distill.recipe import Recipe
 from distill.run_folder import provenance
 from eval.decoding.drafters.drafter import Drafter
@@ -56,7 +56,7 @@ def evaluate(
         report = report.model_copy(update=about)
         write_report(folder / "report", report)
         write_json(folder / "provenance.json", made_by)
-        write_card(folder)
+        write_card(folder / "draft", folder, [report])
     return report
 
 

@@ -27,9 +27,9 @@ from collections.abc import Sequence
 
 from safetensors import SafetensorError, safe_open
 
-from align.files import DiskFullError, atomic_file, atomic_folder
+from align.files import DiskFullError, atomic_folder
 from align.sources import read_json, resolve_checkpoint
-from distill.card import Publication, derived_licence, in_one_file, model_card
+from distill.card import Publication, derived_licence, draft_weights, in_one_file, write_card
 from distill.export import FULL_FORM
 from distill.hub import push_folder
 from distill.recipe import read_yaml
@@ -142,11 +142,6 @@ def unmet_conditions(
     return unmet
 
 
-def write_card(run: Path) -> None:
-    """Write the card of a run that was just measured into its draft folder."""
-    _write(run / "draft", model_card(run, reports_of(run, []), Publication(_weights(run))))
-
-
 def publish(
     run: Path,
     to: Path | None = None,
@@ -169,12 +164,13 @@ def publish(
     if licence is None:
         licence, source = derived_licence([recipe["target"], *filter(None, [recipe.get("draft")])])
     place = to or (run / "published" if push_to_hub else run / "draft")
-    weights = _weights(run)
+    weights = draft_weights(run)
     unmet = unmet_conditions(run, measured, weights, licence, source)
     name = push_to_hub or place.name
-    card = model_card(run, measured, Publication(weights, name, licence, source, unmet))
+    publication = Publication(name, licence, source, unmet)
     if place == run / "draft":
-        print(f"model card: {_write(place, card)}")
+        write_card(place, run, measured, publication)
+        print(f"model card: {place / 'README.md'}")
         for line in unmet:
             print(f"Not to be published yet: {line}")
         return
@@ -187,7 +183,7 @@ def publish(
         raise PublishError(f"{place} exists already: give the name of a new folder, or remove it")
     with atomic_folder(place) as folder:
         shutil.copytree(run / "draft", folder, dirs_exist_ok=True)
-        _write(folder, card)
+        write_card(folder, run, measured, publication)
     print(f"draft: {place}")
     if in_one_file(recipe["target"]) and to is not None:
         target = to.with_name(f"{to.name}-target")
@@ -196,18 +192,6 @@ def publish(
         print(f"target: {target}")
     if push_to_hub is not None:
         print(f"pushed: {push_folder(place, push_to_hub, public)}")
-
-
-def _weights(run: Path) -> set[str]:
-    """The hashes of the draft's weights, in the form of engines and in the trimmed one."""
-    hashes = (weights_sha256(str(form)) for form in (run / "draft", run / "draft" / "compact"))
-    return {sha for sha in hashes if sha is not None}
-
-
-def _write(folder: Path, card: str) -> Path:
-    with atomic_file(folder / "README.md") as file:
-        file.write(card)
-    return folder / "README.md"
 
 
 def main(argv: list[str] | None = None) -> None:

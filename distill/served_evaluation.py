@@ -6,12 +6,11 @@ import shlex
 
 from align.files import write_json
 from align.sources import read_json
-from distill.card import USUAL_GAMMA
+from distill.card import USUAL_GAMMA, write_card
 from distill.held_out import held_out_curve
 from distill.models import Pair
 from distill.prepare import lost_mass_of
 from distill.prompt_sets import Prompts
-from distill.publish import write_card
 from distill.recipe import Recipe
 from distill.run_folder import provenance
 from distill.teacher.answers import USED
@@ -55,7 +54,7 @@ def evaluate_served(recipe: Recipe, pair: Pair, prompts: Prompts, seconds: float
         raise ServerError(f"{error}\nThe draft is made, and kept. {advice}.") from None
     report = report.model_copy(update={"held_out": held_out_curve(folder, prompts.held_out)})
     write_report(folder / "report", report)
-    write_card(folder)
+    write_card(folder / "draft", folder, [report])
     broken_off = [m.reason for m in report.last[1].missing if m.field == "prompts"]
     if broken_off:
         raise ServerError(
