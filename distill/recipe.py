@@ -269,8 +269,7 @@ def build_recipe(values: dict[str, Any]) -> Recipe:
         )
     training = {key: value for key, value in values.items() if key not in OWN}
     recipe = Recipe(**{k: v for k, v in values.items() if k in OWN}, training=training)
-    for contradiction in _contradictions(recipe):
-        raise RecipeError(contradiction)
+    _check_together(recipe)
     return recipe
 
 
@@ -402,147 +401,142 @@ def chosen_loss(recipe: Recipe) -> tuple[LossName, str]:
     return "lk", "rejection sampling accepts sum min(p, q), which this loss raises (2602.23881)"
 
 
-def _contradictions(recipe: Recipe) -> Iterator[str]:
-    """What keys that are valid alone contradict together: value, reason, remedy."""
-    training = recipe.training
+def _check_together(recipe: Recipe) -> None:
+    """Raise RecipeError for keys that are valid alone and contradict each other."""
     if not re.fullmatch(r"[\w.-]*\w[\w.-]*", recipe.name):
-        yield (
+        raise RecipeError(
             f"name is {recipe.name!r}, but names a folder; use letters, digits, '.', '-' and '_'."
         )
-    if recipe.teacher_temperature > 1:
-        yield (
-            f"teacher_temperature is {recipe.teacher_temperature}, but must be at most 1: above 1 "
-            "most of p would move to tokens that were not cached."
+    if recipe.kind_name not in kinds():
+        raise RecipeError(
+            f"drafter is {recipe.kind_name!r}, but must be one of {', '.join(kinds())}; correct it."
         )
-    if recipe.answers_per_prompt > 1 and recipe.answer_temperature == 0:
-        yield (
-            f"answers_per_prompt is {recipe.answers_per_prompt}, but answer_temperature is 0: all "
-            "responses to a prompt would be the same; set a temperature, or answers_per_prompt to "
-            "1."
-        )
-    if recipe.gamma is not None and recipe.gamma > recipe.max_gamma:
-        yield f"gamma is {recipe.gamma}, more than max_gamma {recipe.max_gamma}; raise max_gamma."
-    if recipe.temperature == 0 and (recipe.top_k is not None or recipe.top_p != 1):
-        yield (
-            f"top_k {recipe.top_k} and top_p {recipe.top_p} do nothing at temperature 0, which is "
-            "greedy; set temperature, or leave them out."
-        )
-    if recipe.device_map is not None and training.get("use_cpu", False):
-        yield (
-            "device_map is auto, which spreads the target over GPUs, but use_cpu is true; set it "
-            "to false, or leave device_map out."
-        )
-    if recipe.long_prompts == "truncate_left":
-        if recipe.max_prompt_length is None:
-            yield (
-                "long_prompts is truncate_left, but max_prompt_length is null; say how many tokens "
-                "are kept."
-            )
-        if recipe.speculative_url is not None:
-            yield (
-                "long_prompts is truncate_left, but the servers of speculative_url render whole "
-                "prompts; set it to drop."
-            )
-    if recipe.minutes is not None:
-        if recipe.answers == "server":
-            yield (
-                "minutes cannot be kept where a server answers: its speed changes with its other "
-                "load; set minutes to null, and max_train_prompts and max_steps."
-            )
-        if (recipe.max_answers is None) != (training.get("max_steps", -1) < 0):
-            yield (
-                "minutes decides max_answers and max_steps; leave both out, set minutes to null, "
-                "or give both as a run has decided them."
-            )
-    yield from _about_the_draft(recipe)
-    yield from _about_adapters(recipe)
-    yield from _about_servers(recipe)
+    values = recipe.values() | {"drafter": recipe.kind_name}
+    for contradict, keys, reason in _contradictions(recipe):
+        if contradict:
+            named = ", ".join(f"{key} is {yaml_text(values.get(key))}" for key in keys.split())
+            raise RecipeError(f"{named}: {reason}.")
 
 
-def _about_the_draft(recipe: Recipe) -> Iterator[str]:
-    name = recipe.kind_name
-    if name not in kinds():
-        yield f"drafter is {name!r}, but must be one of {', '.join(kinds())}; correct it."
-    if recipe.drafter == "auto" and not (recipe.planned and (recipe.minutes or 0) >= COMPARING):
+def _contradictions(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
+    """Whether these keys contradict each other, the keys, reason and remedy."""
+    training, kind, served = recipe.training, recipe.kind, recipe.answers == "server"
+    yield (
+        recipe.teacher_temperature > 1,
+        "teacher_temperature",
+        "above 1 most of p would move to tokens that were not cached; set it to 1 at most",
+    )
+    yield (
+        recipe.answers_per_prompt > 1 and recipe.answer_temperature == 0,
+        "answers_per_prompt answer_temperature",
+        "all responses to a prompt would be the same; set a temperature",
+    )
+    yield (
+        recipe.gamma is not None and recipe.gamma > recipe.max_gamma,
+        "gamma max_gamma",
+        "no longer draft is tried; raise max_gamma",
+    )
+    yield (
+        recipe.temperature == 0 and (recipe.top_k is not None or recipe.top_p != 1),
+        "temperature top_k top_p",
+        "greedy decoding knows no top-k and top-p; set temperature, or leave them out",
+    )
+    yield (
+        recipe.device_map is not None and bool(training.get("use_cpu", False)),
+        "device_map use_cpu",
+        "device_map spreads the target over GPUs; leave one of the two out",
+    )
+    truncated = recipe.long_prompts == "truncate_left"
+    yield (
+        truncated and recipe.max_prompt_length is None,
+        "long_prompts max_prompt_length",
+        "say how many tokens are kept",
+    )
+    yield (
+        truncated and recipe.speculative_url is not None,
+        "long_prompts speculative_url",
+        "the servers render whole prompts; set long_prompts to drop",
+    )
+    yield (
+        recipe.minutes is not None and served,
+        "minutes answers",
+        "a server's speed changes with its load; set max_train_prompts and max_steps instead",
+    )
+    yield (
+        recipe.minutes is not None
+        and (recipe.max_answers is None) != (training.get("max_steps", -1) < 0),
+        "minutes max_answers max_steps",
+        "minutes decides the other two; leave them out, or give both as a run has decided them",
+    )
+    yield (
+        recipe.drafter == "auto" and not (recipe.planned and (recipe.minutes or 0) >= COMPARING),
+        "minutes max_answers",
+        f"drafter auto compares kinds; give {COMPARING} minutes and no max_answers and max_steps",
+    )
+    yield (
+        recipe.drafter == "auto" and recipe.draft is not None,
+        "drafter draft",
+        "drafter auto compares what can be made of the target; remove one of the two",
+    )
+    yield (
+        "target" not in kind.starts_from and recipe.draft is None,
+        "drafter draft",
+        "it is not made from the target; name the draft, or set drafter to pruned",
+    )
+    yield (
+        "sibling" not in kind.starts_from and recipe.sibling is not None,
+        "drafter draft",
+        "such a drafter is made from the target itself; remove one of the two",
+    )
+    yield (
+        recipe.use_peft and not kind.language_model,
+        "use_peft drafter",
+        "adapters of a low rank do not train new weights; set use_peft to false",
+    )
+    yield (
+        recipe.strategy not in ("auto", "direct") and not kind.language_model,
+        "strategy drafter",
+        "such a drafter uses the target's own ids; set strategy to auto",
+    )
+    yield (
+        # the head's adapter would be merged into the embedding too, with no more than a warning
+        re.search("lm_head|embed", recipe.lora_target_modules) is not None,
+        "lora_target_modules",
+        "adapters on a head tied to the embeddings merge wrongly; name other layers, or all-linear",
+    )
+    yield (
+        recipe.use_peft and training.get("max_steps") == 0,
+        "max_steps use_peft",
+        "without a step there would be no adapter; leave max_steps out, or set use_peft to false",
+    )
+    yield (
+        recipe.answers in ("vllm", "server") and recipe.train_on_prompts,
+        "train_on_prompts answers",
+        "a server gives distributions of responses only; set train_on_prompts to false",
+    )
+    for key in ("answer_url", "answer_model", "speculative_url"):
         yield (
-            f"minutes is {yaml_text(recipe.minutes)}, max_answers {yaml_text(recipe.max_answers)}, "
-            "but drafter is auto, which compares kinds of draft for a tenth of the minutes; give "
-            f"{COMPARING} or more without max_answers and max_steps, or name a drafter."
+            not served and getattr(recipe, key) is not None,
+            f"{key} answers",
+            f"no server of yours is asked; set answers to server, or remove {key}",
         )
-    if recipe.drafter == "auto" and recipe.draft is not None:
-        yield (
-            "drafter is auto, which compares what can be made of the target, but draft is "
-            f"{recipe.draft!r}; remove one of the two."
-        )
-    if "target" not in recipe.kind.starts_from and recipe.draft is None:
-        yield (
-            f"drafter is {name!r}, but draft is null; name the draft with --draft, or set drafter "
-            "to pruned."
-        )
-    if "sibling" not in recipe.kind.starts_from and recipe.sibling is not None:
-        yield (
-            f"drafter is {name!r}, which is made from the target itself, but draft names "
-            f"{recipe.draft!r}; remove one of the two."
-        )
-    if recipe.kind.language_model:
-        return
-    if recipe.use_peft:
-        yield (
-            f"use_peft is true, but drafter {name!r} has new weights, which adapters of a low rank "
-            "do not train; set use_peft to false."
-        )
-    if recipe.strategy not in ("auto", "direct"):
-        yield (
-            f"strategy is {recipe.strategy!r}, but drafter {name!r} drafts in the target's own "
-            "ids; set strategy to auto."
-        )
-
-
-def _about_adapters(recipe: Recipe) -> Iterator[str]:
-    # a tied embedding would get the head's adapter merged into it, with no more than a warning
-    if re.search("lm_head|embed", recipe.lora_target_modules):
-        yield (
-            f"lora_target_modules is {recipe.lora_target_modules!r}, but adapters on a head "
-            "tied to the embeddings merge wrongly; name other layers, or all-linear."
-        )
-    if recipe.use_peft and recipe.training.get("max_steps") == 0:
-        yield (
-            "max_steps is 0, which trains nothing, and use_peft is true: there would be no "
-            "adapter; leave max_steps out, or set use_peft to false."
-        )
-
-
-def _about_servers(recipe: Recipe) -> Iterator[str]:
-    if recipe.answers in ("vllm", "server") and recipe.train_on_prompts:
-        yield (
-            f"train_on_prompts is true, but answers is {recipe.answers}, which is asked for "
-            "distributions of responses only; set it to false, or answers to local."
-        )
-    if recipe.answers != "server":
-        keys = ("answer_url", "answer_model", "speculative_url")
-        for key in (key for key in keys if getattr(recipe, key) is not None):
-            yield (
-                f"{key} is {getattr(recipe, key)!r}, but answers is {recipe.answers}; set answers "
-                "to server, or remove it."
-            )
-        return
-    if recipe.answer_url is None:
-        yield (
-            "answers is server, but answer_url is null; give the address of the server that "
-            "serves the target, as http://HOST:PORT."
-        )
-    if recipe.device_map is not None:
-        yield (
-            "device_map is auto, but answers is server, and then no target is loaded here; leave "
-            "one of them out."
-        )
-    if recipe.sibling is None:
-        yield (
-            f"answers is server, but drafter {recipe.kind_name!r} takes the target's own weights, "
-            "which are not loaded then; name a sibling with --draft, or answer locally."
-        )
-    if recipe.speculative_url == recipe.answer_url:
-        yield (
-            f"speculative_url is {recipe.speculative_url!r}, and so is answer_url, but only one of "
-            "them may speculate; start two servers."
-        )
+    yield (
+        served and recipe.answer_url is None,
+        "answers answer_url",
+        "give the address of the server that serves the target, as http://HOST:PORT",
+    )
+    yield (
+        served and recipe.device_map is not None,
+        "device_map answers",
+        "no target is loaded here then; leave one of the two out",
+    )
+    yield (
+        served and recipe.sibling is None,
+        "answers drafter draft",
+        "such a drafter takes the target's own weights; name a sibling with draft, or answer here",
+    )
+    yield (
+        served and recipe.speculative_url == recipe.answer_url,
+        "answer_url speculative_url",
+        "only one of them may speculate; start two servers",
+    )

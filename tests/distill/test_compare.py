@@ -133,17 +133,3 @@ def test_a_dry_run_prices_every_kind(job, tmp_path, capsys):
     tried, _ = candidates(recipe, check_models(recipe))
     assert capsys.readouterr().out.count("a drafted token costs") == len(tried)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"draft": "org/sibling"}, "drafter is auto, .* but draft is 'org/sibling'"),
-        ({"minutes": 20.0}, "minutes is 20.*drafter is auto, .* give 30 or more"),
-        ({"minutes": None}, "minutes is null.*drafter is auto, .* give 30 or more"),
-        ({"max_answers": 9, "max_steps": 9}, "max_answers 9, but drafter is auto"),
-    ],
-)
-def test_what_leaves_nothing_to_compare_is_refused(job, tmp_path, changes, message):
-    with pytest.raises(RecipeError, match=message):
-        job(tmp_path / "run", **(AUTO | changes))

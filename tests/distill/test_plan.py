@@ -173,15 +173,6 @@ def test_an_interrupted_run_goes_on_with_what_it_decided(minutes, monkeypatch):
         refuse_another_run(dataclasses.replace(recipe, minutes=6.0))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"max_steps": 10}, {"max_answers": 10}, {"answers": "server", "answer_url": "http://x:1"}],
-)
-def test_what_minutes_decides_may_not_be_given_in_part(minutes, changes):
-    with pytest.raises(RecipeError, match="minutes to null"):
-        minutes(5.0, **changes)
-
-
 @pytest.fixture
 def pruned_run(minutes):
     """Recipe, pair, prompts and target of a run of a pruned draft."""

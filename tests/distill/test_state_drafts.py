@@ -23,7 +23,6 @@ from distill.losses import forward_kl
 from distill.models import TargetOfRun, check_models
 from distill.prepare import prepare_draft
 from distill.prompt_sets import collect_prompts
-from distill.recipe import RecipeError
 from distill.teacher.answers import USED
 from distill.teacher.store import Answers, Store, names_of
 from distill.train import run
@@ -252,25 +251,6 @@ def test_a_dry_run_prices_it(job, tmp_path, kind, capsys):
     price_run(recipe)
     out = capsys.readouterr().out
     assert "training: 40 steps" in out
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"draft": "d", "drafter": "pruned"}, "is made from the target itself, but draft names"),
-        ({"drafter": "sibling"}, "'sibling', but draft is null"),
-        ({"drafter": "eagle3", "use_peft": True}, "set use_peft to false"),
-        ({"drafter": "eagle3", "strategy": "remap"}, "set strategy to auto"),
-        (
-            {"drafter": "eagle3", "answers": "server", "answer_url": "http://a:1"},
-            "which are not loaded then",
-        ),
-        ({"drafter": "eagle4"}, "drafter is 'eagle4'"),
-    ],
-)
-def test_what_contradicts_the_drafter_is_refused(job, tmp_path, keys, message):
-    with pytest.raises(RecipeError, match=message):
-        job(tmp_path / "run", **({"draft": None} | keys))
 
 
 class OneHead(Medusa):
