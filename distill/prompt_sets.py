@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -29,7 +30,6 @@ from eval.prompts import (
     Prompt,
     PromptError,
     PromptSet,
-    PromptSource,
     draw,
     in_chat_form,
     load_prompts,
@@ -164,19 +164,20 @@ def training_prompts(
     None of them equals or nearly duplicates an evaluation prompt. Raises PromptError when none is
     left, and what `load_prompts` raises.
     """
-    if spec in (STDLIB, LICENCES):
-        built = stdlib_prompts() if spec == STDLIB else licence_prompts(held_out=False)
-        source = PromptSource(len(built), built.__getitem__)
+    if spec == STDLIB:
+        source: Sequence[Prompt] = stdlib_prompts()
+    elif spec == LICENCES:
+        source = licence_prompts(held_out=False)
     else:
         _refuse_unknown_builder(spec)
         source = open_prompts(spec)
-    order = list(range(source.count))
+    order = list(range(len(source)))
     random.Random(seed).shuffle(order)
     # read singly until there are enough: of a large data set only these are ever in memory
-    kept, overlap = drop_overlap((source.read(i) for i in order), eval_prompts, limit)
+    kept, overlap = drop_overlap((source[i] for i in order), eval_prompts, limit)
     if not kept:
         raise PromptError(
-            f"All {source.count} training prompts of {spec!r} repeat evaluation prompts; train on "
+            f"All {len(source)} training prompts of {spec!r} repeat evaluation prompts; train on "
             "others, or put what all prompts share (a schema, rules) into a system message."
         )
     refuse_repeated_ids(kept, spec)

@@ -23,7 +23,7 @@ import random
 import re
 import reprlib
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -170,51 +170,38 @@ class PromptSet:
         ]
 
 
-@dataclass(frozen=True)
-class PromptSource:
-    """Prompts: how many, and each by its number; rows of a data set are read when asked for."""
-
-    count: int
-    read: Callable[[int], Prompt]
-
-
 def load_prompts(spec: str, limit: int | None = None, seed: int = 0) -> list[Prompt]:
     """The prompts that `spec` names, in their order.
 
     limit: only so many, drawn with the seed. Raises PromptError, which names file and line, and
     SourceError for a file that is missing or cannot be fetched.
     """
-    source = open_prompts(spec)
-    prompts = [source.read(i) for i in _drawn(source.count, limit, seed)]
+    prompts = draw(open_prompts(spec), limit, seed)
     refuse_repeated_ids(prompts, spec)
     return prompts
 
 
-def open_prompts(spec: str) -> PromptSource:
-    """The prompts that `spec` names, each to be read alone. Raises what `load_prompts` raises.
+def open_prompts(spec: str) -> Sequence[Prompt]:
+    """The prompts that `spec` names. Raises what `load_prompts` raises.
 
-    All lines of a file are checked at once, the rows of a data set when they are read.
+    All lines of a file are read and checked at once, each row of a data set when it is asked for.
     """
     named = spec.startswith("pypi:") or spec.endswith((".jsonl", ".jsonl.gz"))
+    prompts: Sequence[Prompt]
     if named or Path(spec).exists():
         prompts = _lines_of(resolve_file(spec), spec)
-        source = PromptSource(len(prompts), prompts.__getitem__)
     else:
-        source = _rows_of(spec)
-    if source.count == 0:
+        prompts = _Rows(spec)
+    if not prompts:
         raise PromptError(f"{spec!r} holds no prompt; write one JSON object a line, as {EXAMPLE}.")
-    return source
+    return prompts
 
 
-def draw(prompts: list[Prompt], limit: int | None, seed: int) -> list[Prompt]:
+def draw(prompts: Sequence[Prompt], limit: int | None, seed: int) -> list[Prompt]:
     """`limit` of the prompts, drawn with the seed, kept in order; all of them for None."""
-    return [prompts[i] for i in _drawn(len(prompts), limit, seed)]
-
-
-def _drawn(count: int, limit: int | None, seed: int) -> list[int]:
-    if limit is None or limit >= count:
-        return list(range(count))
-    return sorted(random.Random(seed).sample(range(count), limit))
+    if limit is None or limit >= len(prompts):
+        return list(prompts)
+    return [prompts[i] for i in sorted(random.Random(seed).sample(range(len(prompts)), limit))]
 
 
 def _lines_of(path: Path, spec: str) -> list[Prompt]:
@@ -231,29 +218,36 @@ def _lines_of(path: Path, spec: str) -> list[Prompt]:
     return [_parse(line, spec, number) for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _rows_of(spec: str) -> PromptSource:
+class _Rows(Sequence[Prompt]):
     """The rows of a data set of the Hub, which `datasets` keeps in memory-mapped files."""
-    named = DATA_SET.fullmatch(spec)
-    if named is None:
-        raise PromptError(
-            f"Prompts {spec!r}: there is no such file here, and a data set of the Hub is NAME, "
-            "NAME:SPLIT or NAME:CONFIG:SPLIT, with @REVISION after NAME for one version of it; "
-            "correct the spelling."
-        )
-    from datasets import load_dataset
 
-    name, revision, config, split = named.group("name", "revision", "config", "split")
-    try:
-        rows = load_dataset(name, config, split=split or "train", revision=revision)
-    except Exception as error:  # a dozen unrelated types, from ConnectionError to ValueError
-        # the configurations that there are stand in the second line
-        reason = " ".join(str(error).splitlines()[:2]) or type(error).__name__
-        raise PromptError(
-            f"Prompts {spec!r}: there is no such file here, and as a data set of the Hub it cannot "
-            f"be loaded ({reason}). Check the spelling (NAME, NAME:SPLIT or NAME:CONFIG:SPLIT) and "
-            "the network, or give a .jsonl file."
-        ) from error
-    return PromptSource(len(rows), lambda i: _parse(rows[i], spec, i))
+    def __init__(self, spec: str) -> None:
+        self.spec, named = spec, DATA_SET.fullmatch(spec)
+        if named is None:
+            raise PromptError(
+                f"Prompts {spec!r}: there is no such file here, and a data set of the Hub is NAME, "
+                "NAME:SPLIT or NAME:CONFIG:SPLIT, with @REVISION after NAME for one version of it; "
+                "correct the spelling."
+            )
+        from datasets import load_dataset
+
+        name, revision, config, split = named.group("name", "revision", "config", "split")
+        try:
+            self.rows = load_dataset(name, config, split=split or "train", revision=revision)
+        except Exception as error:  # a dozen unrelated types, from ConnectionError to ValueError
+            # the configurations that there are stand in the second line
+            reason = " ".join(str(error).splitlines()[:2]) or type(error).__name__
+            raise PromptError(
+                f"Prompts {spec!r}: there is no such file here, and as a data set of the Hub it "
+                f"cannot be loaded ({reason}). Check the spelling (NAME, NAME:SPLIT or "
+                "NAME:CONFIG:SPLIT) and the network, or give a .jsonl file."
+            ) from error
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: Any) -> Any:
+        return _parse(self.rows[range(len(self))[number]], self.spec, number)
 
 
 class _Turn(BaseModel):
@@ -412,7 +406,7 @@ def in_chat_form(
         )
     asked = list(prompts)
     if instruction is not None and chat_template:
-        asked = _as_messages(asked, instruction)
+        asked = [_asked(prompt, instruction) for prompt in asked]
     if not template_kwargs or not asked:
         return asked
     if not any(prompt.messages for prompt in asked):
@@ -430,28 +424,23 @@ def in_chat_form(
     ]
 
 
-def _as_messages(prompts: list[Prompt], instruction: str) -> list[Prompt]:
-    if PLACE not in instruction and not (CODE in instruction and DOCSTRING in instruction):
-        raise PromptError(
-            f"instruction is {instruction!r}, which has no place for a prompt; write {PLACE} where "
-            f"it belongs, or {CODE} and {DOCSTRING} for Python functions."
-        )
-    return [
-        prompt if prompt.prompt is None else _asked(prompt, prompt.prompt, instruction)
-        for prompt in prompts
-    ]
-
-
-def _asked(prompt: Prompt, text: str, instruction: str) -> Prompt:
-    parts = {PLACE: text}
-    if CODE in instruction:
-        task = split_task(text)
+def _asked(prompt: Prompt, instruction: str) -> Prompt:
+    if prompt.prompt is None:
+        return prompt
+    parts = {PLACE: prompt.prompt}
+    if CODE in instruction and DOCSTRING in instruction:
+        task = split_task(prompt.prompt)
         if task is None:
             raise PromptError(
                 f"Prompt {prompt.id!r} is no Python function with a docstring, which {CODE} and "
                 f"{DOCSTRING} in the instruction are for; write {PLACE} there."
             )
         parts = dict(zip((CODE, DOCSTRING), task, strict=True))
+    elif PLACE not in instruction:
+        raise PromptError(
+            f"instruction is {instruction!r}, which has no place for a prompt; write {PLACE} where "
+            f"it belongs, or {CODE} and {DOCSTRING} for Python functions."
+        )
     # one pass: what a prompt says is never taken for a place
     content = re.sub("|".join(map(re.escape, parts)), lambda place: parts[place[0]], instruction)
     return replace(prompt, prompt=None, messages=[{"role": "user", "content": content}])
