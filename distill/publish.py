@@ -167,9 +167,8 @@ def publish(
     weights = draft_weights(run)
     unmet = unmet_conditions(run, measured, weights, licence, source)
     name = push_to_hub or place.name
-    publication = Publication(name, licence, source, unmet)
     if place == run / "draft":
-        write_card(place, run, measured, publication)
+        write_card(place, run, measured, Publication(name, licence, source))
         print(f"model card: {place / 'README.md'}")
         for line in unmet:
             print(f"Not to be published yet: {line}")
@@ -183,10 +182,10 @@ def publish(
         raise PublishError(f"{place} exists already: give the name of a new folder, or remove it")
     with atomic_folder(place) as folder:
         shutil.copytree(run / "draft", folder, dirs_exist_ok=True)
-        write_card(folder, run, measured, publication)
+        write_card(folder, run, measured, Publication(name, licence, source, unmet))
     print(f"draft: {place}")
-    if in_one_file(recipe["target"]) and to is not None:
-        target = to.with_name(f"{to.name}-target")
+    target = place.with_name(f"{place.name}-target")
+    if in_one_file(recipe["target"]) and to is not None and not target.exists():
         with atomic_folder(target) as folder:
             shutil.copytree(resolve_checkpoint(recipe["target"]), folder, dirs_exist_ok=True)
         print(f"target: {target}")
