@@ -17,10 +17,11 @@ from distill.drafters.kind import kinds
 from distill.recipe import read_yaml
 from eval.decoding.drafters.lookup import LOOKUP_FIRST
 from eval.decoding.target import weights_sha256
-from eval.engines.installed import serve_command
+from eval.engines.local_vllm import vllm_command
 from eval.engines.server import ServerError
+from eval.engines.transformers_assisted import usage
 from eval.prompts import DATA_SET
-from eval.reporting.report import OF_LENGTH, DraftReport, Report
+from eval.reporting.report import DraftReport, Report
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
 USUAL_GAMMA = 3  # where no report knows one
@@ -74,7 +75,7 @@ def write_card(
     temperature = reports[0].decoding.temperature
     try:
         own_ids = check["used"] == "intersection"
-        vllm = serve_command("vllm", target, publication.name, gamma, run / "draft", own_ids)
+        vllm = vllm_command(target, publication.name, gamma, run / "draft", own_ids)
     except ServerError as error:
         vllm = f"# vLLM does not start with it: {error}"
     card = ModelCard.from_template(
@@ -105,8 +106,7 @@ def write_card(
         eval_prompts=public_name(asked.source).partition("#")[0],
         asked=asked,
         vllm=vllm,
-        transformers=serve_command(
-            "transformers",
+        transformers=usage(
             target,
             publication.name,
             gamma,
@@ -148,7 +148,7 @@ def served_gamma(reports: Sequence[Report], weights: set[str]) -> int:
 def _shown_name(name: str, draft: DraftReport, weights: set[str]) -> str:
     if draft.sha256 in weights and not draft.path.startswith(LOOKUP_FIRST):
         return NAMES["tuned"]
-    return NAMES.get(name.partition(OF_LENGTH)[0], name)
+    return NAMES.get(name.removesuffix(f", gamma {draft.gamma}"), name)
 
 
 def _measured_in(report: Report) -> str:

@@ -32,7 +32,7 @@ from distill.recipe import Recipe
 from distill.teacher.answers import open_store, who_answers
 from distill.teacher.served import ServedTarget
 from distill.trainer import training_config
-from eval.engines.environments import vllm_python
+from eval.engines.environment import vllm_python
 from eval.measuring import cost
 
 EXAMPLE = 1000  # characters shown of the beginning of a prompt, and of its end

@@ -16,9 +16,9 @@ from distill.run_folder import provenance
 from distill.teacher.answers import USED
 from eval.decoding.loop import Decoding
 from eval.engines.local_vllm import speculation
+from eval.engines.served import measure_servers
 from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer
-from eval.engines.vllm_servers import measure_servers
 from eval.reporting.report import Report, write_report
 
 
@@ -49,6 +49,7 @@ def evaluate_served(recipe: Recipe, pair: Pair, prompts: Prompts, seconds: float
             Decoding(recipe.sampling, frozenset(), recipe.max_new_tokens, recipe.seed),
             made_by,
             target=recipe.target,
+            gamma=recipe.gamma,
         )
     except ServerError as error:
         raise ServerError(f"{error}\nThe draft is made, and kept. {advice}.") from None

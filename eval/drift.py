@@ -24,7 +24,7 @@ import numpy as np
 
 from align.files import atomic_file
 from eval.engines.counters import growth, read_requests, read_series, total
-from eval.engines.vllm import VllmServer
+from eval.engines.server import Server
 from eval.measuring.intervals import FEWEST_CLUSTERS
 from eval.measuring.traffic import (
     MARGIN,
@@ -80,7 +80,7 @@ def _traffic(source: str, since: Path | None, report: Acceptance) -> tuple[Accep
     """What a server or a file has counted, and a server's counters as they stand."""
     is_server = source.startswith(("http://", "https://"))
     if is_server:
-        text = VllmServer(source.rstrip("/").removesuffix("/metrics")).text("/metrics")
+        text = Server(source.rstrip("/").removesuffix("/metrics")).text("/metrics")
     else:
         text = _read(Path(source))
         if text.lstrip().startswith("{"):

@@ -9,7 +9,6 @@
     python -m eval.run --engine vllm --base_url URL --baseline_url URL --prompts P
     python -m eval.run --engine vllm … --concurrency 1,4,8     at several requests at a time, too
     python -m eval.run --engine transformers --gamma 3 --target T --draft D --prompts P
-    python -m eval.run --engine llama.cpp --gamma 3 --target T.gguf --draft D.gguf --prompts P
 
 Exit status: 0; 1 when --fail_under_alpha or --fail_under_speedup is not met by the lower bound of
 the last draft's 95% interval; 2 for input that cannot be used, and for a server that failed midway
@@ -45,11 +44,10 @@ from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
-from eval.engines.driven import measure_driven
-from eval.engines.environments import ENGINES, NAMES, engine_name, installed, vllm_python
-from eval.engines.installed import driven_engine, measure_started
+from eval.engines.environment import vllm_python
+from eval.engines.served import measure_servers, measure_started
+from eval.engines.transformers_assisted import Assisted, measure_assisted
 from eval.engines.vllm import VllmServer
-from eval.engines.vllm_servers import measure_servers
 from eval.measuring.evaluation import Plan, context_length, evaluate
 from eval.measuring.intervals import FEWEST_CLUSTERS
 from eval.measuring.journal import INTERRUPTED, JOURNAL, Journal
@@ -120,7 +118,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--gamma",
         type=_sizes,
         metavar="N",
-        help="default: chosen on prompts set aside; engine vllm takes several, as 2,4",
+        help="draft length; default: chosen on prompts set aside; engine vllm takes several, as "
+        "2,4; with --base_url: the one that its server was started with",
     )
     parser.add_argument("--max_gamma", type=int, default=6)
     parser.add_argument("--max_prompts", type=int, help="draw so many of the prompts")
@@ -132,7 +131,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         default="false",
         help="run functions that the target writes on the tests that prompts bring; no sandbox",
     )
-    parser.add_argument("--engine", type=engine_name, choices=["torch", *NAMES], default="torch")
+    parser.add_argument("--engine", choices=["torch", "transformers", "vllm"], default="torch")
     parser.add_argument(
         "--base_url",
         action="append",
@@ -182,6 +181,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.served:
         if not (args.base_url and args.baseline_url and args.prompts):
             parser.error("engine vllm needs --base_url, --baseline_url and --prompts")
+        if args.gamma and args.gamma[1:]:
+            parser.error(f"--base_url takes one --gamma, not {args.gamma}: a server has one")
     elif not (args.target and args.draft and args.prompts):
         parser.error("give --target, --draft and --prompts, or --run DIR")
     elif args.engine != "torch":
@@ -204,12 +205,12 @@ def _check_lengths(
 
 
 def _check_for_engine(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse options that only our own engine has."""
+    """Refuse options that only the reference decoder has."""
     engine = f"engine {args.engine}"
     if not args.gamma:
-        parser.error(f"{engine} needs --gamma, 1 or more: it chooses none")
+        parser.error(f"{engine} needs --gamma, 1 or more: it chooses no draft length")
     if args.output_dir == args.run and args.run is not None:
-        parser.error(f"{engine} needs --output_dir, lest it replace the run's own report")
+        parser.error(f"{engine} needs --output_dir, or it would replace the run's own report")
     if args.strategy != "auto" and args.run is None:
         parser.error(f"--strategy is of engine torch: {args.engine} bridges no vocabularies")
 
@@ -217,7 +218,7 @@ def _check_for_engine(parser: argparse.ArgumentParser, args: argparse.Namespace)
 def _sizes(text: str) -> list[int]:
     if not all(part.isdecimal() and int(part) for part in text.split(",")):
         raise argparse.ArgumentTypeError(f"{text!r} should be whole numbers, 1 or more, as 1,2,4,8")
-    return [int(part) for part in text.split(",")]
+    return sorted({int(part) for part in text.split(",")})
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -329,20 +330,20 @@ def _measure(args: argparse.Namespace, journal: Journal) -> Report:
     )
 
 
-def _measure_driven(args: argparse.Namespace, journal: Journal) -> Report:
-    """The report of an engine that is called from here, on the prompts that engine torch times."""
+def _measure_transformers(args: argparse.Namespace, journal: Journal) -> Report:
+    """The report of transformers' assisted generation, on the prompts that engine torch times."""
     use_machine()
-    if args.engine in ENGINES:
-        installed(args.engine)  # said before a target is converted
     evaluation, _ = _prompt_sets(args, load_tokenizer(args.target), load_config(args.target))
-    timed = evaluation.drawn(args.speed_prompts, args.seed)
-    positions = context_length(timed.ids, args.max_new_tokens, args.gamma)
     drafts = _by_name([_named(draft) for draft in args.draft])
-    models = args.target, drafts, args.gamma, positions, getattr(torch, args.dtype), args.device
-    with driven_engine(args.engine, *models) as engine:
-        decoding = Decoding(_sampling(args), engine.stops, args.max_new_tokens, args.seed)
-        about = {"command": sys.argv, "seed": args.seed}
-        return measure_driven(engine, timed, decoding, journal, about)
+    dtype = getattr(torch, args.dtype)
+    engine = Assisted.load(args.target, drafts, args.gamma, dtype, args.device)
+    return measure_assisted(
+        engine,
+        evaluation.drawn(args.speed_prompts, args.seed),
+        Decoding(_sampling(args), engine.stops, args.max_new_tokens, args.seed),
+        journal,
+        {"command": sys.argv, "seed": args.seed},
+    )
 
 
 def _by_name(named: list[tuple[str, str]]) -> dict[str, str]:
@@ -398,6 +399,7 @@ def _measure_servers(args: argparse.Namespace) -> Report:
         PromptSet(args.prompts, prompts, [], args.overlap),
         Decoding(_sampling(args), frozenset(), args.max_new_tokens, args.seed),
         {"command": sys.argv, "seed": args.seed},
+        gamma=args.gamma[0] if args.gamma else None,
         loads=args.concurrency,
     )
 
@@ -414,7 +416,7 @@ def main(argv: list[str]) -> int:
             elif args.engine == "torch":
                 report = _measure(args, journal)
             else:
-                report = _measure_driven(args, journal)
+                report = _measure_transformers(args, journal)
             write_report(folder, report)
     except (ValueError, DiskFullError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -424,12 +426,10 @@ def main(argv: list[str]) -> int:
         return INTERRUPTED
     print_summary(report)
     print(f"\nReport: {folder / 'report.html'}")
-    draft = list(report.drafts.values())[-1]
-    broken_off = [entry.reason for entry in draft.missing if entry.field == "prompts"]
-    if broken_off:
-        print(f"error: measured in part only, {broken_off[0]}", file=sys.stderr)
+    if failures := report.provenance.get("failures"):
+        print(f"error: measured in part only, {failures}", file=sys.stderr)
         return 2
-    return gate(draft, args.fail_under_alpha, args.fail_under_speedup)
+    return gate(report.last[1], args.fail_under_alpha, args.fail_under_speedup)
 
 
 def gate(draft: DraftReport, alpha: float | None, speedup: float | None) -> int:

@@ -132,7 +132,7 @@ def check_accelerate(words):
 def check_pip(words):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     needed = [Requirement(line) for line in project["dependencies"]]
-    assert words[0] == "install", words
+    assert words[0] in ("install", "uninstall"), words
     for word in words[1:]:
         if match := re.fullmatch(r"\.\[(\w+)\]", word):
             assert match[1] in project["optional-dependencies"]

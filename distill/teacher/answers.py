@@ -33,7 +33,7 @@ from eval.decoding.generation import Kept, generate_batched, prefill_groups, tok
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.target import Target, weights_sha256
 from eval.decoding.verification import Sampling
-from eval.engines.environments import EngineMissing, vllm_python
+from eval.engines.environment import EngineMissing, vllm_python
 
 PROBE = 256  # answers by which a run with `minutes` is planned
 ANSWERS_PER_SHARD = 64  # at most so many answers of a process are lost to a kill

@@ -12,7 +12,7 @@ from distill.prompt_sets import Prompts
 from distill.recipe import Recipe
 from distill.teacher.served import ServedTarget
 from distill.teacher.store import Store
-from eval.engines.environments import vllm_python
+from eval.engines.environment import vllm_python
 from eval.engines.local_vllm import serve_vllm, tensor_parallel
 from eval.engines.server import Server
 

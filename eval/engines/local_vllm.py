@@ -5,36 +5,37 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from urllib3 import PoolManager
+from urllib3.exceptions import HTTPError
 
-from align.machine import memory_left
-from align.sources import read_json
+from align.check import compare
+from align.sources import load_model, load_tokenizer, read_json, resolve_checkpoint
+from align.transplant import resized
+from align.vocabulary import read_vocabulary
 from eval.decoding.drafters.lookup import LOOKUP
-from eval.engines.environments import environment, vllm_python
+from eval.engines.environment import environment_of, vllm_python
 from eval.engines.server import API_KEY, ServerError
 
-MOST_OF_GPU = 0.9  # of its memory, for all servers together
-# Bytes of a server: its process, what it computes with, its KV cache. One of 1.5B parameters with a
-# draft of 0.5B takes 8 GB on a CPU (docs/lab-notes.md).
-BESIDE_WEIGHTS = 4 * 2**30
+MOST_OF_GPU = 0.9  # share of its free memory that a server takes
 READY_SECONDS, END_SECONDS, DYING_SECONDS = 600, 60, 5
-# Variables that a server of ours is not to see: it asks for no key, and is no process of a launch.
+# Variables that a server of ours must not see: it asks for no key, and no launcher started it.
 NOT_PASSED = {API_KEY, "VLLM_API_KEY", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 NOT_PASSED |= {"MASTER_ADDR", "MASTER_PORT"}
-# Drafts without a model that vLLM has, by the spec of one here: its method, and what that needs.
+# vLLM's own methods that draft without a model, by the draft's spec.
 METHODS: dict[str, dict[str, Any]] = {
     LOOKUP: {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
     "suffix": {"method": "suffix"},
@@ -45,12 +46,12 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def speculation(
     draft: str | Path, gamma: int, folder: Path | None = None, own_ids: bool = False
 ) -> list[str]:
-    """The arguments with which a vLLM server speculates, gamma tokens a time.
+    """The arguments with which a vLLM server drafts `gamma` tokens in each speculation step.
 
-    draft: a model of its own, a folder in the format of speculators, which names its method, Medusa
-    heads, or one of METHODS. folder: where it lies now, if not there. own_ids: its token ids are
-    not the target's, and vLLM maps them, greedily only. Raises ServerError for a draft that vLLM
-    would not start with.
+    draft: a causal LM, a folder in the format of speculators (its config names the method), Medusa
+    heads, or a key of METHODS. folder: where the draft's config lies now, if not at `draft`.
+    own_ids: the draft has token ids of its own, and vLLM maps them, greedily only. Raises
+    ServerError for a draft that vLLM cannot load.
     """
     if method := METHODS.get(str(draft)):
         return ["--speculative-config", json.dumps(method | {"num_speculative_tokens": gamma})]
@@ -74,10 +75,57 @@ def speculation(
     return ["--speculative-config", json.dumps(config)]
 
 
-def tensor_parallel(gpus: int, target: PreTrainedConfig, drafts: Iterable[Path] = ()) -> int:
-    """Over how many of these GPUs vLLM can part the target, and drafts in these folders beside it.
+def vllm_command(
+    target: str | Path,
+    draft: str | Path,
+    gamma: int,
+    folder: Path | None = None,
+    own_ids: bool = False,
+) -> str:
+    """The command that serves the target with the draft; arguments as of `speculation`."""
+    return shlex.join(["vllm", "serve", str(target), *speculation(draft, gamma, folder, own_ids)])
 
-    By their attention heads; a draft's config that names none is not asked.
+
+def draft_folder(draft: str, target: Path, config: PreTrainedConfig, scratch: Path) -> Path:
+    """The folder of a draft for vLLM, which refuses a model with other rows than the target's.
+
+    Where only padding differs (Qwen2.5 has 151,936 rows, or 152,064), it is a copy in `scratch`
+    with the target's rows, as training makes it. config: the target's.
+    """
+    folder = resolve_checkpoint(draft, quantised=True)
+    about, rows = read_json(folder / "config.json"), config.get_text_config().vocab_size
+    plain = about.get("model_type") in CONFIG_MAPPING and "quantization_config" not in about
+    if not plain or about.get("vocab_size", rows) == rows or "Eagle3" in str(about):
+        return folder
+    vocabulary = read_vocabulary(draft)
+    if compare(read_vocabulary(str(target)), vocabulary).strategy != "padded":
+        return folder
+    dtype = getattr(torch, str(about.get("dtype", about.get("torch_dtype", "float32"))))
+    copy = scratch / str(len(list(scratch.iterdir())))
+    resized(load_model(draft, dtype), vocabulary, rows).save_pretrained(copy)
+    load_tokenizer(draft).save_pretrained(copy)
+    return copy
+
+
+def gpu_arguments(target: PreTrainedConfig, drafts: Iterable[Path] = ()) -> list[str]:
+    """The arguments that spread a server over this machine's GPUs; none without a GPU.
+
+    drafts: folders of checkpoints that are split together with the target.
+    """
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        return []
+    count = tensor_parallel(gpus, target, drafts)
+    # of the GPU with the least free memory; rounded down, because vLLM refuses more than is free
+    free, total = min((torch.cuda.mem_get_info(gpu) for gpu in range(count)), key=min)
+    share = int(100 * MOST_OF_GPU * free / total) / 100
+    return ["--tensor-parallel-size", str(count), "--gpu-memory-utilization", f"{share:.2f}"]
+
+
+def tensor_parallel(gpus: int, target: PreTrainedConfig, drafts: Iterable[Path] = ()) -> int:
+    """Over how many of these GPUs vLLM can split the target and drafts by their attention heads.
+
+    drafts: folders; a draft whose config names no heads is ignored.
     """
     text = target.get_text_config()
     shapes = [(text.num_attention_heads, getattr(text, "num_key_value_heads", None))]
@@ -95,32 +143,6 @@ def tensor_parallel(gpus: int, target: PreTrainedConfig, drafts: Iterable[Path] 
     )
 
 
-def servers_held(target: Path, drafts: Sequence[Path], parts: int) -> int:
-    """How many servers of the target find memory side by side, each with the largest draft.
-
-    target, drafts: folders. parts: over how many GPUs each server is parted, where there are any.
-    """
-    weights = _weights(target) + max(map(_weights, drafts), default=0)
-    if torch.cuda.device_count():
-        free = min(torch.cuda.mem_get_info(gpu)[0] for gpu in range(parts))
-        return int(MOST_OF_GPU * free // (weights / parts + BESIDE_WEIGHTS))
-    return int(memory_left() // (weights + BESIDE_WEIGHTS))
-
-
-def gpu_share(servers: int, parts: int) -> str:
-    """The share of each GPU's memory that one of so many servers takes, as vLLM wants it.
-
-    Of what is free on the fullest of the GPUs; rounded down, so that all together find it.
-    """
-    free, total = min((torch.cuda.mem_get_info(gpu) for gpu in range(parts)), key=min)
-    return f"{int(100 * MOST_OF_GPU * free / total / servers) / 100:.2f}"
-
-
-def _weights(folder: Path) -> int:
-    """Bytes of a checkpoint's weights."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-
-
 @contextmanager
 def serve_vllm(
     target: str | Path,
@@ -129,12 +151,12 @@ def serve_vllm(
     dtype: str = "float32",
     eager: bool = True,
 ) -> Iterator[str]:
-    """The address of a vLLM server of the target, which ends with the block.
+    """The address of a vLLM server of the target; the server ends with the block.
 
-    positions: of a prompt with its answer. eager: starts sooner, and on a GPU is slower. Its
-    processes end with this one, too, however it ends.
-    Raises EngineMissing where vLLM is not installed, ServerError where it does not start, or has
-    ended by itself when the block fails of a server.
+    positions: tokens of a prompt with its output. eager: no compilation, so it starts sooner, and
+    decodes slower on a GPU. The server's processes end with this process, however it ends.
+    Raises EngineMissing; ServerError where the server does not start. A ServerError of the block
+    is raised with the server's last words if the server has ended.
     """
     python = vllm_python()
     with socket.socket() as free:
@@ -146,14 +168,14 @@ def serve_vllm(
     command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", dtype, "--max-model-len", str(positions)]
     command += ["--enforce-eager"] if eager else []
-    # no server of ours asks the Hub for what it was given, or tells anyone of it
-    more = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
-    inherited = environment(python.parents[1])
+    # a server of ours has all files, and nothing about them leaves this machine
+    private = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+    inherited = environment_of(python)
     inherited = {name: value for name, value in inherited.items() if name not in NOT_PASSED}
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen(
             [*command, *arguments],
-            env={"VLLM_CPU_KVCACHE_SPACE": "1"} | inherited | more,  # GiB
+            env={"VLLM_CPU_KVCACHE_SPACE": "1"} | inherited | private,  # GiB
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that all its processes can be ended
@@ -179,12 +201,13 @@ def _end_with_parent() -> None:
 
 
 def _once_ready(server: subprocess.Popen[bytes], address: str, log: int) -> str:
-    """The address, once it answers."""
+    """The address, once the server answers there."""
     deadline = time.monotonic() + READY_SECONDS
+    pool = PoolManager(timeout=5.0, retries=False)  # unlike urllib, it asks no proxy
     while server.poll() is None and time.monotonic() < deadline:
-        with suppress(OSError):  # not yet
-            urllib.request.urlopen(f"{address}/health", timeout=5)
-            return address
+        with suppress(HTTPError):  # not yet
+            if pool.request("GET", f"{address}/health").status == 200:
+                return address
         time.sleep(1)
     raise ServerError(
         f"vLLM {_last_words(server, log)} before it served; give it memory, or correct what it "
@@ -193,7 +216,7 @@ def _once_ready(server: subprocess.Popen[bytes], address: str, log: int) -> str:
 
 
 def _last_words(server: subprocess.Popen[bytes], log: int) -> str:
-    """How a server ended, if it did, and what it said of it."""
+    """How a server ended, if it did, with the last errors of its log."""
     size = os.fstat(log).st_size
     said = os.pread(log, size, 0).decode("utf-8", "replace").splitlines()
     reasons = [line.strip() for line in said if "Error:" in line or "error:" in line]
@@ -212,7 +235,7 @@ def _end(server: subprocess.Popen[bytes]) -> None:
             server.wait(END_SECONDS)
             break
     deadline = time.monotonic() + DYING_SECONDS
-    with suppress(ProcessLookupError):  # what outlived the server itself: gone before the next one
+    with suppress(ProcessLookupError):  # processes that outlive the server still hold memory
         while time.monotonic() < deadline:
             os.killpg(server.pid, signal.SIGKILL)
             time.sleep(0.1)

@@ -67,7 +67,7 @@ class Server:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ServerError(f"{url!r} is no address of a server; write http://HOST:PORT.")
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.host = parts.hostname
+        self.host, self.address = parts.hostname, parts.netloc.rpartition("@")[2]
         self.timeout = timeout
         self.asked_model = model
         self._key = os.environ.get(API_KEY, "").strip()

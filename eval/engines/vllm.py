@@ -1,7 +1,7 @@
-"""A vLLM server, asked prompt by prompt: what it emitted when, and what its drafts were worth.
+"""A vLLM server, asked prompt by prompt: which tokens it emitted when, and what it drafted.
 
-Answers are streamed with token ids. How much of the drafts was accepted is read from /metrics
-before and after each request (counters vllm:spec_decode_*, docs.vllm.ai).
+Outputs are streamed with token ids. What was drafted and accepted is read from /metrics before and
+after each request (counters vllm:spec_decode_*, docs.vllm.ai).
 """
 
 from __future__ import annotations
@@ -20,38 +20,43 @@ from eval.prompts import Prompt, chat_request
 
 
 @dataclass(frozen=True)
-class Answer:
-    """An answer of a server; what was drafted for it is not in `run`."""
+class Response:
+    """A server's output to one prompt.
+
+    run: tokens and times; what was drafted is not in it. prompt_ids: empty where the server does
+    not tell them. ended: an end-of-text token ended it. counters: by how much the server's counters
+    of speculation grew meanwhile (`counters.total`); None where that is not known.
+    """
 
     run: PromptRun
-    prompt_ids: list[int]  # empty where the server does not tell them
-    ended: bool  # by itself
-    counters: Floats | None = None  # how much they grew meanwhile; None where that is not known
+    prompt_ids: list[int]
+    ended: bool
+    counters: Floats | None = None
 
 
 def grown(before: Floats | None, after: Floats | None) -> Floats | None:
-    """What came between two readings of counters; None where one is missing."""
+    """The growth between two readings of counters; None where a reading is missing."""
     return None if before is None or after is None else after - before
 
 
 class VllmServer(Server):
-    """A vLLM server, whose counters tell what its draft was worth."""
+    """A vLLM server with its counters of speculation."""
 
     def counters(self) -> Floats | None:
-        """Its counters of speculation; None where it has none."""
+        """`counters.total` of the server; None where it has no counters."""
         try:
             return total(read_series(self.text("/metrics")))
-        except ServerError:  # speed can be measured all the same
+        except ServerError:  # speed can be measured without them
             return None
 
-    def decode(self, prompt: Prompt, decoding: Decoding) -> Answer:
-        """One prompt, while the server has no other, with how much its counters grew."""
+    def decode(self, prompt: Prompt, decoding: Decoding) -> Response:
+        """One prompt with the growth of the counters, while the server has no other request."""
         before = self.counters()
-        answer = self.answer(prompt, decoding)
-        return replace(answer, counters=grown(before, self.counters()))
+        response = self.answer(prompt, decoding)
+        return replace(response, counters=grown(before, self.counters()))
 
-    def answer(self, prompt: Prompt, decoding: Decoding) -> Answer:
-        """One prompt, streamed. A block is what one message of the stream brings."""
+    def answer(self, prompt: Prompt, decoding: Decoding) -> Response:
+        """One prompt, streamed. Each message of the stream brings one speculation step."""
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": decoding.max_new_tokens,
@@ -68,7 +73,7 @@ class VllmServer(Server):
             path, body = "/v1/completions", body | {"prompt": prompt.prompt}
         else:
             path, body = "/v1/chat/completions", body | chat_request(prompt)
-        times, blocks = [time.perf_counter()], []
+        times, steps = [time.perf_counter()], []
         prompt_ids: list[int] = []
         prompt_tokens, finish = 0, None
         for message in self.stream(path, body, f" to prompt {prompt.id!r}"):
@@ -79,14 +84,14 @@ class VllmServer(Server):
                 prompt_ids = choice.get("prompt_token_ids") or prompt_ids
                 finish = choice.get("finish_reason") or finish
                 if ids := choice.get("token_ids"):
-                    blocks.append(ids)
+                    steps.append(ids)
                     times.append(now)
         if finish is None:
             raise ServerError(f"{self.url} broke off in the middle of prompt {prompt.id!r}.")
-        if not blocks:
+        if not steps:
             raise ServerError(
                 f"{self.url} sent no token ids for prompt {prompt.id!r}; use a vLLM that knows "
                 f"return_token_ids (0.10.2 or later)."
             )
-        run = PromptRun.of(prompt, prompt_tokens, np.diff(times).tolist(), blocks)
-        return Answer(run, prompt_ids, finish == "stop")
+        run = PromptRun.of(prompt, prompt_tokens, np.diff(times).tolist(), steps)
+        return Response(run, prompt_ids, finish == "stop")

@@ -55,7 +55,6 @@ from eval.reporting.warnings import find_warnings, headline, recommendation
 
 SCHEMA: Final = "draftsmith-report/1"
 SHOWN_ERRORS = 3
-OF_LENGTH = ", gamma "  # in the name of a draft that was measured with several lengths
 
 T = TypeVar("T")
 
@@ -441,21 +440,21 @@ class Report(Part):
 
     @property
     def gamma_by_load(self) -> dict[str, list[tuple[int, int, int]]]:
-        """Rows (first load, last load, tokens to draft) of each draft, as vLLM takes them.
+        """Rows (first load, last load, draft length) by each draft's path, as vLLM takes them.
 
         They are its num_speculative_tokens_per_batch_size: the length whose gain is the surest,
         where one is shown, all of the interval or of the rounds above 1x; else none. A measured
         load stands for all up to the next one.
         """
         at_load: dict[str, dict[int, list[tuple[float, int]]]] = {}
-        for name, draft in self.drafts.items():
-            gains = at_load.setdefault(name.partition(OF_LENGTH)[0], {})
-            for point in draft.by_load:
+        for draft in self.drafts.values():
+            for point in draft.by_load if draft.gamma else ():
+                gains = at_load.setdefault(draft.path, {})
                 surest = (point.speedup.ci95 or point.speedup.range or (0.0,))[0]
                 gains.setdefault(point.concurrency, [(1.0, 0)]).append((surest, draft.gamma or 0))
         schedules: dict[str, list[tuple[int, int, int]]] = {}
-        for name, gains in at_load.items():
-            rows = schedules[name] = []
+        for path, gains in at_load.items():
+            rows = schedules[path] = []
             ends = [load - 1 for load in list(gains)[1:]] + list(gains)[-1:]
             for last, (_, length) in zip(ends, map(max, gains.values()), strict=True):
                 first = rows[-1][1] + 1 if rows else 1
@@ -519,7 +518,12 @@ def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
         "prompts": run.prompts,
         "answers": described(run),
         "drafts": {draft.name: _draft_block(draft, run, shown) for draft in drafts},
-        "gain": [metrics.gain(draft, over) for draft, over in rivals(drafts)],
+        "gain": [
+            metrics.gain(draft, over)
+            for draft, over in rivals(drafts)
+            # a server that failed has decoded fewer prompts
+            if {run.prompt_id for run in draft.runs} == {run.prompt_id for run in over.runs}
+        ],
         "provenance": run.provenance,
     }
     return checked(fields)

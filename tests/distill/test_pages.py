@@ -35,7 +35,7 @@ MODULES = {
 }
 # a command with these words is only parsed
 # (the tiny vocabulary has no row for a mask)
-PARSED = ["--report", "--report_to", "vllm", "llama.cpp", "server", "explain-2", "pard"]
+PARSED = ["--report", "--report_to", "vllm", "server", "explain-2", "pard"]
 DRY = ["--minutes", "/shared/drafts/legal"]
 
 

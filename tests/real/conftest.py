@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from eval.engines.environments import EngineMissing, vllm_python
+from eval.engines.environment import EngineMissing, vllm_python
 from eval.engines.local_vllm import serve_vllm
 
 

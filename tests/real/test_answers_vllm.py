@@ -1,6 +1,6 @@
 """`answers: vllm` with a real one: it is started, goes on where our own loop stopped, and ends.
 
-`python -m eval.engines.environments vllm` installs it (3.5 GB); else this is skipped.
+It needs a Python with vLLM (docs/engines.md); else this is skipped.
 """
 
 from contextlib import suppress
@@ -10,7 +10,7 @@ import pytest
 
 from distill.recipe import load_recipe
 from distill.train import run
-from eval.engines.environments import EngineMissing, vllm_python
+from eval.engines.environment import EngineMissing, vllm_python
 from tests.conftest import cache_without_answers
 
 pytestmark = pytest.mark.real

@@ -1,6 +1,6 @@
 """A real vLLM answers the code prompts: tokens and log-probabilities are ours, no weights needed.
 
-`python -m eval.engines.environments vllm` installs it (3.5 GB); else this is skipped.
+It needs a Python with vLLM (docs/engines.md); else this is skipped.
 """
 
 import json

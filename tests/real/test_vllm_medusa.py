@@ -1,6 +1,6 @@
 """vLLM's own Medusa loads what the kind saves, all of it, and drafts the tokens that we do.
 
-It needs an environment with vLLM (python -m eval.engines.environments vllm), and no model. A whole
+It needs a Python with vLLM (docs/engines.md), and no model. A whole
 run behind a server is tests/real/test_vllm_real.py with DRAFTSMITH_RUN at a medusa run.
 """
 
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from distill.drafters.medusa import KIND
 from eval.decoding.drafters.medusa import MedusaConfig, MedusaModel
-from eval.engines.environments import EngineMissing, environment, vllm_python
+from eval.engines.environment import EngineMissing, environment_of, vllm_python
 
 pytestmark = pytest.mark.real
 VOCAB, ROWS, SIZE, HEADS = 512, 192, 64, 4
@@ -65,7 +65,7 @@ def test_vllms_own_class_loads_it_and_drafts_alike(tmp_path):
     save_file({"states": states}, tmp_path / "states")
     child = subprocess.run(
         [python, "-c", CHILD, tmp_path / "heads", tmp_path / "states", str(DRAFTED)],
-        env=environment(python.parents[1]) | {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"},
+        env=environment_of(python) | {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"},
         capture_output=True,
         text=True,
         check=False,

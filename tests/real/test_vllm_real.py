@@ -1,12 +1,11 @@
 """A real vLLM serves the embedded target with an exported draft: text and counters are as ours.
 
-It needs an environment of its own, and the draft of a finished run:
+It needs a Python with vLLM (docs/engines.md), and the draft of a finished run:
 
-    python -m eval.engines.environments vllm
     accelerate launch distill/train.py --recipe code
     DRAFTSMITH_RUN=outputs/code pytest tests/real/test_vllm_real.py
 
-In bf16 the texts fork, and each fork is explained; a vLLM that does not verify is found out.
+In bf16 texts diverge, and each divergence is explained; a vLLM that does not verify is found out.
 """
 
 import os
@@ -108,7 +107,7 @@ def measured(speculative, baseline, folder, prompts=PROMPTS):
     command = ["--engine", "vllm", "--base_url", speculative, "--output_dir", str(folder)]
     command += ["--baseline_url", baseline, "--speed_prompts", str(prompts)]
     command += ["--prompts", str(Path(RUN) / "prompts" / "eval.jsonl"), "--seed", str(SEED)]
-    assert main([*command, "--max_new_tokens", str(TOKENS)]) == 0
+    assert main([*command, "--max_new_tokens", str(TOKENS), "--gamma", str(GAMMA)]) == 0
     return read_report(folder / "report" / "report.json")
 
 
@@ -214,11 +213,13 @@ def in_bf16(recipe, draft, vllm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("mutant")
     (folder / "sitecustomize.py").write_text(UNVERIFIED)
     target = resolve_checkpoint(recipe["target"])
-    clean, reports = local_vllm.environment, []
+    clean, reports = local_vllm.environment_of, []
     with serve_vllm(target, dtype="bfloat16") as baseline:
         for more in ({}, {"PYTHONPATH": str(folder)}):
             with (
-                mock.patch.object(local_vllm, "environment", lambda of, m=more: clean(of) | m),
+                mock.patch.object(
+                    local_vllm, "environment_of", lambda python, m=more: clean(python) | m
+                ),
                 serve_vllm(target, *speculation(draft, GAMMA), dtype="bfloat16") as speculative,
             ):
                 out = tmp_path_factory.mktemp("bf16")
@@ -226,7 +227,7 @@ def in_bf16(recipe, draft, vllm, tmp_path_factory):
     return reports
 
 
-def test_each_fork_in_bf16_is_explained(in_bf16):
+def test_each_divergence_in_bf16_is_explained(in_bf16):
     honest, _ = in_bf16
     assert honest.unexplained == 0
     assert honest.identical + honest.tie_divergences == 12

@@ -65,6 +65,14 @@ def test_an_engine_that_started_anew_counts_from_nothing_and_the_other_goes_on()
     assert total(growth(read_series(page(0, 100, 60, 30)), shorter)).tolist() == [150, 150, 80, 80]
 
 
+def test_an_idle_engine_and_an_idle_position_are_not_taken_for_started_anew():
+    """Else all that was served since the server's start would count as traffic of the last hour."""
+    before = read_series(page(0, 100, 60, 0) + page(1, 100, 60, 30))
+    idle = read_series(page(0, 100, 60, 0) + page(1, 150, 80, 45))
+    assert total(growth(before, idle)).tolist() == [50, 100, 35, 20, 15]
+    assert total(growth(before, before)).tolist() == [0, 0, 0, 0, 0]
+
+
 def test_the_page_of_a_real_server_agrees_with_its_own_answers():
     rows = [counts for _, counts in read_requests(ANSWERS)]
     assert total(read_series(PAGE)).tolist() == [sum(column) for column in zip(*rows, strict=True)]

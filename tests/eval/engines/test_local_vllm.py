@@ -13,14 +13,13 @@ import pytest
 from transformers import LlamaConfig
 
 from eval.engines import local_vllm
-from eval.engines.environments import VLLM_PYTHON
+from eval.engines.environment import VLLM_PYTHON
 from eval.engines.local_vllm import (
     NOT_PASSED,
-    gpu_share,
     serve_vllm,
-    servers_held,
     speculation,
     tensor_parallel,
+    vllm_command,
 )
 from eval.engines.server import ServerError
 
@@ -80,6 +79,7 @@ def test_two_servers_and_their_processes_end_with_the_block():
             *processes, arguments = ask(one)
             *others, plain = ask(other)
             assert arguments[arguments.index("--model") + 1] == "T"
+            assert arguments[arguments.index("--host") + 1] == "127.0.0.1"
             assert '"num_speculative_tokens": 3' in arguments[-1]
             assert plain[plain.index("--max-model-len") + 1] == "64"
             assert "--speculative-config" not in plain
@@ -184,28 +184,8 @@ def test_gpus_that_share_a_target(tmp_path, gpus, heads, key_heads, parts):
     assert tensor_parallel(gpus, config, [tmp_path / "medusa", tmp_path / "odd"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("gib", "parts", "held"),
-    [
-        ([23.6], 1, 1),  # GiB free, of which 90% are taken; a server needs 14.2 + 1 + 4
-        ([79.2], 1, 3),
-        ([39.4, 44.0], 2, 3),  # half of the weights on each, and the fuller one counts
-        (20, 1, 1),  # no GPU
-        (61, 1, 3),
-    ],
-)
-def test_servers_that_fit_side_by_side(tmp_path, monkeypatch, gib, parts, held):
-    for name, size in ("target", 14.2), ("large", 1.0), ("small", 0.1):
-        (tmp_path / name).mkdir()
-        with (tmp_path / name / "model.safetensors").open("wb") as file:
-            file.truncate(int(size * 2**30))  # which takes no disk
-    on_gpu = isinstance(gib, list)
-    monkeypatch.setattr(local_vllm.torch.cuda, "device_count", lambda: parts if on_gpu else 0)
-    monkeypatch.setattr(
-        local_vllm.torch.cuda, "mem_get_info", lambda gpu: (int(gib[gpu] * 2**30), 80 * 2**30)
+def test_the_command_that_serves_the_pair():
+    assert vllm_command("org/target", "my draft", 3) == (
+        "vllm serve org/target --speculative-config "
+        '\'{"method": "draft_model", "model": "my draft", "num_speculative_tokens": 3}\''
     )
-    monkeypatch.setattr(local_vllm, "memory_left", lambda: gib * 2**30)
-    drafts = [tmp_path / "large", tmp_path / "small"]
-    assert servers_held(tmp_path / "target", drafts, parts) == held
-    if on_gpu:  # vLLM wants so much of the whole to be free, for all of them
-        assert 0.85 * min(gib) < 80 * held * float(gpu_share(held, parts)) <= 0.9 * min(gib)

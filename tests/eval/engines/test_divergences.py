@@ -1,8 +1,10 @@
-"""Forks between servers' greedy texts: near ties flipped by rounding, and drafts not verified."""
+"""Divergences of servers' greedy texts: ties flipped by rounding, and drafts not verified."""
 
 import json
 import re
 import zlib
+from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,12 +12,12 @@ import torch
 
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
-from eval.engines.forks import WIDEST_TIE
-from eval.engines.turns import running
+from eval.engines.comparison import Comparison, take_turns, there_and_back
+from eval.engines.divergences import WIDEST_TIE
+from eval.engines.served import measure_servers
 from eval.engines.vllm import VllmServer
-from eval.engines.vllm_servers import compare, measure_servers
 from eval.prompts import Prompt, PromptSet
-from tests.eval.engines.conftest import Fake
+from tests.fake_vllm import Constant
 
 VOCAB = 128  # with the bytes that prompts are made of
 LENGTH = 20
@@ -45,51 +47,38 @@ class Model:
         return torch.tensor(logits).bfloat16().float().log_softmax(-1)
 
 
-class Serving(Fake):
-    """A server of `model`, whose forwards are of a kind: one token each, or a block to verify.
+class Served(Constant):
+    """A `model` as a server computes it: its forwards are of a kind, one token each or a step.
 
     draft: a model that writes every third token, unverified. silent: of log-probabilities.
     stretch: they are told so many times as far apart.
     """
 
-    def __init__(self, block, model, draft=None, silent=False, stretch=1):
-        self.served, self.draft, self.silent, self.stretch = model, draft, silent, stretch
-        super().__init__(block)
+    def __init__(self, forward, model, draft=None, silent=False, stretch=1):
+        self.forward, self.model, self.draft = forward, model, draft
+        self.silent, self.stretch = silent, stretch
 
-    def write(self, ids, count):
-        """A text, and the log-probabilities at each of its tokens."""
+    def ids(self, body):
+        return list(body["prompt"].encode())
+
+    def row(self, logprobs, token):
+        ids = [token, *logprobs.topk(5).indices.tolist()]
+        return {i: self.stretch * float(logprobs[i]) for i in ids}
+
+    def write(self, ids, body):
         text, rows = [], []
-        for place in range(count):
+        for place in range(body["max_tokens"]):
             before = [*ids, *text]
-            rows.append(self.served.logprobs(before, f"blocks of {self.block}"))
+            logprobs = self.model.logprobs(before, self.forward)
             unverified = self.draft is not None and place % 3 == 2
-            row = self.draft.logprobs(before, "draft") if unverified else rows[-1]
-            text.append(int(row.argmax()))
-        return text, rows
+            written = self.draft.logprobs(before, "draft") if unverified else logprobs
+            text.append(int(written.argmax()))
+            rows.append(self.row(logprobs, text[-1]))
+        return text, None if self.silent else rows, "length"
 
-    def written(self, body):
-        ids = list(body["prompt"].encode())
-        return ids, self.write(ids, body["max_tokens"])[0]
-
-    def scored(self, body):
-        if self.silent:
-            return super().scored(body)
-        ids = body["prompt"]
-        tokens, rows = self.write(ids, body["max_tokens"])
-        if body.get("echo"):
-            read = [self.served.logprobs(ids[:at], "prefill") for at in range(1, len(ids))]
-            tokens, rows = [*ids, *tokens], [None, *read, *rows]
-        tops = [
-            None
-            if row is None
-            else {
-                f"token_id:{i}": self.stretch * float(row[i])
-                for i in [token, *row.topk(5).indices.tolist()]
-            }
-            for token, row in zip(tokens, rows, strict=True)
-        ]
-        named = [f"token_id:{token}" for token in tokens]
-        return {"choices": [{"logprobs": {"tokens": named, "top_logprobs": tops}}]}
+    def read(self, ids):
+        prefill = (self.model.logprobs(ids[:at], "prefill") for at in range(1, len(ids)))
+        return [self.row(logprobs, token) for logprobs, token in zip(prefill, ids[1:], strict=True)]
 
 
 @pytest.fixture
@@ -98,8 +87,8 @@ def texts(fake):
 
     def compare(model, drafting, plain=None):
         report = measure_servers(
-            {"served": VllmServer(fake(3, Serving, model=model, **drafting).url, 5.0)},
-            VllmServer(fake(1, Serving, model=model, **plain or {}).url, 5.0),
+            {"served": VllmServer(fake(3, Served("blocks of 3", model, **drafting)).url, 5.0)},
+            VllmServer(fake(1, Served("blocks of 1", model, **plain or {})).url, 5.0),
             PromptSet("made up", PROMPTS, []),
             Decoding(Sampling(), frozenset(), LENGTH),
             {"command": "test"},
@@ -111,39 +100,33 @@ def texts(fake):
 
 @pytest.mark.parametrize("draft", [{}, {"draft": Model(0.02, 0.5)}])
 def test_servers_that_run_one_at_a_time_are_judged_alike(fake, draft):
-    starts = [
-        running(VllmServer(server.url, 5.0))
-        for server in (fake(1, Serving, model=Model()), fake(3, Serving, model=Model(), **draft))
-    ]
-    decoding = Decoding(Sampling(), frozenset(), LENGTH)
-    ledgers = [
-        compare({"a": starts[1]}, starts[0], PROMPTS, decoding, {"a": ""}, together=together)
-        .logs[0]
-        .lossless
-        for together in (True, False)
-    ]
-    assert ledgers[0] == ledgers[1]
-    assert len(ledgers[0]["divergences"]) >= 4
+    servers = (
+        fake(1, Served("blocks of 1", Model())),
+        fake(3, Served("blocks of 3", Model(), **draft)),
+    )
+    starts = [partial(nullcontext, VllmServer(server.url, 5.0)) for server in servers]
+    entries = []
+    for order in (take_turns, there_and_back):
+        comparison = Comparison(starts, PROMPTS, Decoding(Sampling(), frozenset(), LENGTH), [])
+        comparison.run(order)
+        entries.append(comparison.divergent(1))
+    assert entries[0] == entries[1]
+    assert len(entries[0]) >= 4
 
 
-@pytest.mark.parametrize(
-    ("together", "failing", "answers"),
-    [(True, 0, 6), (True, 1, 5), (True, 2, 18), (False, 0, 9), (False, 2, 6), (False, 2, 18)],
-)
-def test_what_was_measured_before_a_server_fails_is_judged(fake, together, failing, answers):
-    """A fault of the baseline or of a draft, with a prompt or at a load."""
-    model = Model()
-    made = [fake(1, Serving, model=model), *(fake(3, Serving, model=model) for _ in "ab")]
-    made[failing].refuses_after = answers
-    starts = [running(VllmServer(server.url, 5.0)) for server in made]
-    drafts = {"a": starts[1], "b": starts[2]}
-    how = Decoding(Sampling(), frozenset(), LENGTH)
-    compared = compare(drafts, starts[0], PROMPTS, how, {"a": "", "b": ""}, [1], together)
-    count = len(compared.prompts)
-    assert count
-    for log in compared.logs:
-        assert len(log.runs) == len(log.baseline) == log.lossless["prompts"] == count
-        assert "answered 400" in str(log.missing)
+@pytest.mark.parametrize("order", [take_turns, there_and_back])
+def test_texts_that_the_baseline_cannot_judge_any_more_are_not_excused(fake, order):
+    """It fails midway, and then refuses to read as well."""
+    servers = fake(1, Served("blocks of 1", Model())), fake(3, Served("blocks of 3", Model()))
+    servers[0].refuses_after = 5
+    starts = [partial(nullcontext, VllmServer(server.url, 5.0)) for server in servers]
+    comparison = Comparison(starts, PROMPTS, Decoding(Sampling(), frozenset(), LENGTH), [])
+    comparison.run(order)
+    assert len(comparison.pairs(1)) == 5
+    entries = comparison.divergent(1)
+    assert len(entries) >= 3
+    assert not any(entry["tie"] for entry in entries)
+    assert all("not explained: " in entry["why"] for entry in entries)
 
 
 def test_near_ties_that_rounding_flips_are_the_same_text(texts):
@@ -179,7 +162,7 @@ def test_a_change_behind_a_tie_is_found(texts):
 
 
 @pytest.mark.parametrize("side", [0, 1])
-def test_a_server_without_logprobs_leaves_the_fork_named(texts, side):
+def test_a_server_without_logprobs_leaves_the_divergence_named(texts, side):
     silent = [{}, {}]
     silent[side] = {"silent": True}
     ledger, report = texts(Model(), *silent)
@@ -190,7 +173,7 @@ def test_a_server_without_logprobs_leaves_the_fork_named(texts, side):
 
 
 def test_the_server_that_drafts_cannot_excuse_itself(texts):
-    """By saying that all tokens are alike: that any fork is a tie, or any error large."""
+    """By saying that all tokens are alike: that any divergence is a tie, or any error large."""
     mutant = {"draft": Model(0.02, 0.5)}
     honest, _ = texts(Model(), mutant)
     liar, _ = texts(Model(), mutant | {"stretch": 1e-6})

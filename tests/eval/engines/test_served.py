@@ -1,0 +1,371 @@
+"""Drafts behind vLLM servers, fake ones: the report, the command, and every way they can fail."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from align.sources import load_model
+from align.vocabulary import read_vocabulary
+from eval.decoding.loop import Decoding
+from eval.decoding.verification import Sampling
+from eval.engines import served
+from eval.engines.served import measure_servers, measure_started
+from eval.engines.server import ServerError
+from eval.engines.vllm import VllmServer
+from eval.prompts import Prompt, PromptSet
+from eval.reporting.page import render_page
+from eval.reporting.report import read_report
+from eval.reporting.text import render_markdown
+from eval.run import main
+from tests.fake_vllm import TEXT, Constant, FakeVllm, Starter
+from tests.siblings import COUNT, LARGE, SMALL, save_sibling
+
+PROMPTS = [
+    Prompt("a", prompt="one", category="x", group="doc"),
+    Prompt("b", messages=[{"role": "user", "content": "two"}], category="y"),
+    Prompt("c", prompt="three", category="x"),
+]
+
+
+def measure(drafting, plain, prompts=PROMPTS, temperature=0.0, timeout=5.0, **options):
+    return measure_servers(
+        {"served": VllmServer(drafting.url + "/v1/", timeout)},
+        VllmServer(plain.url, timeout),
+        PromptSet("made up", prompts, []),
+        Decoding(Sampling(temperature), frozenset(), 20),
+        {"command": "test"},
+        **options,
+    )
+
+
+def test_a_whole_report_of_two_servers(fake):
+    report = measure(fake(3), fake(1), gamma=3)
+    draft = report.drafts["served"]
+    # 20 tokens: the prefill's one, then 7 steps of 3 at most, of which 2 drafted ones accepted
+    counters = draft.counters
+    assert counters.num_drafts == 3 * 7
+    assert counters.num_draft_tokens == 3 * 7 * 3
+    length = counters.mean_acceptance_length
+    assert (length.mean, length.range, length.n) == (3.0, (3.0, 3.0), 3)
+    assert counters.acceptance_rate.mean == pytest.approx(2 / 3)
+    assert counters.acceptance_per_position == [1.0, 1.0, 0.0]
+    assert [(p.mean, p.range, p.n) for p in counters.per_position] == [
+        (1.0, (1.0, 1.0), 3),
+        (1.0, (1.0, 1.0), 3),
+        (0.0, (0.0, 0.0), 3),
+    ]
+    assert {name: (one.mean, one.n) for name, one in counters.by_category.items()} == {
+        "x": (3.0, 2),
+        "y": (3.0, 1),
+    }
+    assert draft.lossless.identical == draft.lossless.prompts == 3
+    assert draft.speedup.n == 3
+    assert draft.by_category["x"].tau is None
+    assert draft.by_context["below 512 tokens"].speedup.n == 3
+    assert [(row.tokens, row.group) for row in draft.per_prompt] == [
+        (20, "doc"),
+        (20, None),
+        (20, None),
+    ]
+    assert report.decoding.gamma == draft.gamma == 3
+    assert report.decoding.ended_by_stop == 0
+    missing = {entry.field for entry in draft.missing}
+    assert missing >= {"alpha", "tau", "c", "memory"}
+    assert all(getattr(draft, field) is None for field in missing)
+    for rendered in (render_markdown(report), render_page(report)):
+        assert "Counters of the server" in rendered
+    assert measure(fake(3), fake(1)).drafts["served"].gamma is None  # nobody told it
+
+
+def test_the_same_requests_to_both(fake):
+    drafting, plain = fake(3), fake(1)
+    measure(drafting, plain, temperature=0.7)
+    one, other = (
+        sorted(json.dumps(body, sort_keys=True) for body in server.streamed)
+        for server in (drafting, plain)
+    )
+    assert one == other
+    bodies = drafting.streamed[1:]  # sampled, and greedily for losslessness
+    assert [body["temperature"] for body in bodies] == [0.7, 0.0] * 3
+
+
+def test_a_chat_brings_what_its_template_reads(fake):
+    kwargs = {"enable_thinking": False}
+    asked = Prompt("b", messages=PROMPTS[1].messages, chat_template_kwargs=kwargs)
+    drafting = fake(3)
+    report = measure(drafting, fake(1), [asked])
+    assert all(body["chat_template_kwargs"] == kwargs for body in drafting.streamed)
+    assert report.prompts.chat_template_kwargs == [kwargs]
+
+
+def test_other_tokens_are_not_explained_away(fake):
+    report = measure(fake(3, Constant([*TEXT[:9], 7, *TEXT[10:]])), fake(1))
+    ledger = report.drafts["served"].lossless
+    assert ledger.unexplained == 3
+    assert ledger.divergences[0].position == 9
+    assert ledger.divergences[0].drafted == "token 7"
+    assert report.warnings[0].startswith("NOT LOSSLESS")
+
+
+@pytest.mark.parametrize("fault", ["dies_after", "refuses_after"])
+def test_a_server_that_fails_midway_leaves_what_was_measured(fake, fault):
+    report = measure(fake(3, **{fault: 4}), fake(1))  # the warm-up, two prompts, and a reading
+    draft = report.drafts["served"]
+    assert draft.speedup.n == report.prompts.n == 2
+    reason = {entry.field: entry.reason for entry in draft.missing}["prompts"]
+    assert reason.startswith("after 2 of 3 prompts: http://127.0.0.1")
+    assert "prompt 'c'" in reason or "broke off" in reason
+    assert reason in report.provenance["failures"]
+    assert reason in render_page(report).replace("&#39;", "'").replace("&#34;", '"')
+
+
+@pytest.mark.parametrize(
+    ("drafting", "plain", "message"),
+    [
+        ({"step": 3, "delay": 1.0}, {}, r"sent nothing for 0.3 s"),
+        ({"step": 3, "dies_after": 1}, {}, r"after 0 of 3 prompts: .* broke off"),
+        ({"step": 3}, {"step": 2}, "speculates, and a baseline must not"),
+        ({"step": 3}, {"names": ["org/other"]}, "serve the same target twice"),
+        ({"step": 3, "token_ids": False}, {}, "sent no token ids"),
+    ],
+)
+def test_servers_that_cannot_be_measured(fake, drafting, plain, message):
+    with pytest.raises(ServerError, match=message):
+        measure(fake(**drafting), fake(**plain), timeout=0.3 if "delay" in drafting else 5.0)
+
+
+def test_a_server_that_is_down(fake):
+    plain = fake(1)
+    plain.stop()
+    with pytest.raises(ServerError, match=r"127.0.0.1:\d+ cannot be reached"):
+        measure(fake(3), plain)
+
+
+@pytest.mark.parametrize(
+    ("faults", "reason"),
+    [
+        ({"counts": False}, "no counters vllm:spec_decode_*"),
+        ({"metrics": False}, "no counters vllm:spec_decode_*"),
+        ({"other_drafts": 50}, "others used the server"),
+        ({"step": 1, "counts": True}, "nothing was drafted"),
+    ],
+)
+def test_counters_that_are_of_no_use_leave_the_speed(fake, faults, reason):
+    draft = measure(fake(**{"step": 3} | faults), fake(1)).drafts["served"]
+    assert draft.counters is None
+    assert draft.speedup.mean > 0
+    assert reason in {entry.field: entry.reason for entry in draft.missing}["counters"]
+
+
+# --- Commands
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f'{{"prompt": "say {i}"}}\n' for i in range(10)))
+    return path
+
+
+def command(prompts, out, *more):
+    what = ["--prompts", str(prompts), "--output_dir", str(out), "--max_new_tokens", "20"]
+    return main(["--engine", "vllm", *what, *more])
+
+
+def urls(drafting, plain):
+    return ["--base_url", drafting.url, "--baseline_url", plain.url]
+
+
+def test_command_with_running_servers_and_its_gate(fake, tmp_path, prompts, capsys):
+    out = tmp_path / "out"
+    servers = urls(fake(3), fake(1))
+    assert command(prompts, out, *servers, "--gamma", "3", "--fail_under_speedup", "0.001") == 0
+    report = read_report(out / "report" / "report.json")
+    assert (report.engine, report.target, report.decoding.gamma) == ("vllm", "org/target", 3)
+    assert (out / "report" / "report.html").is_file()
+    assert command(prompts, out, *servers, "--fail_under_speedup", "1000") == 1
+    assert command(prompts, out, *servers, "--fail_under_alpha", "0.1") == 1
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(prompts.read_text().splitlines(keepends=True)[:9]))
+    assert command(few, out, *servers, "--fail_under_speedup", "0.001") == 1
+    assert command(prompts, out, *urls(fake(3, dies_after=4), fake(1))) == 2
+    assert "after 2 of 10 prompts" in capsys.readouterr().err
+    assert read_report(out / "report" / "report.json").prompts.n == 2
+
+
+def test_command_with_two_servers_and_loads(fake, tmp_path, prompts, capsys):
+    servers = ["--base_url", f"one={fake(2).url}", "--base_url", f"two={fake(3).url}"]
+    plain = ["--baseline_url", fake(1).url, "--concurrency", "2,1,2"]
+    assert command(prompts, tmp_path, *servers, *plain) == 0
+    report = read_report(tmp_path / "report" / "report.json")
+    assert list(report.drafts) == ["one", "two"]
+    for draft in report.drafts.values():
+        assert [point.concurrency for point in draft.by_load] == [1, 2]
+        assert draft.lossless.identical == 10
+    lengths = [draft.counters.mean_acceptance_length.mean for draft in report.drafts.values()]
+    assert lengths == [2.0, 3.0]
+    for rendered in (render_markdown(report), render_page(report)):
+        assert "By load" in rendered
+    twice = ["--base_url", servers[1], "--base_url", servers[1]]
+    assert command(prompts, tmp_path, *twice, *plain) == 2
+    assert "'one'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--engine", "vllm", "--base_url", "http://localhost:1"], "--baseline_url"),
+        (
+            ["--engine=vllm", "--base_url=http://x", "--baseline_url=http://y", "--gamma=1,2"],
+            "--gamma",
+        ),
+        (["--engine", "vllm", "--target", "T", "--draft", "D"], "--gamma"),
+        (["--target", "T", "--draft", "D", "--concurrency", "1,2"], "--concurrency"),
+        (["--engine", "llama.cpp"], "llama.cpp"),
+    ],
+)
+def test_options_that_do_not_go_together(capsys, options, named):
+    with pytest.raises(SystemExit) as ended:
+        main([*options, "--prompts", "P"])
+    assert ended.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Replaces the start of a vLLM; a draft of gamma tokens has all but one accepted."""
+
+    def replaced(make=lambda config: FakeVllm(step=config["num_speculative_tokens"])):
+        starter = Starter(lambda config: FakeVllm() if config is None else make(config))
+        monkeypatch.setattr(served, "serve_vllm", starter.serve)
+        for module in ("eval.run", "eval.engines.served"):
+            monkeypatch.setattr(f"{module}.vllm_python", lambda: None)
+        return starter
+
+    return replaced
+
+
+@pytest.fixture
+def pair(tmp_path):
+    save_sibling(tmp_path / "target", LARGE, 1)
+    save_sibling(tmp_path / "draft", LARGE, 2)
+    drafts = ["--draft", "lookup=prompt-lookup", "--draft", f"own={tmp_path / 'draft'}"]
+    return ["--target", str(tmp_path / "target"), *drafts]
+
+
+def test_servers_are_started_for_every_draft_and_length(tmp_path, prompts, pair, start):
+    starter = start()
+    assert command(prompts, tmp_path, *pair, "--gamma", "2,3", "--concurrency", "1,2") == 0
+    assert starter.most_running == 1
+    configs = [config for _, _, _, config, _ in starter.started]
+    lengths = [config and config["num_speculative_tokens"] for config in configs]
+    assert lengths == [None, 2, 2, 3, 3, 3, 2, 2, None]  # and back
+    assert {(c["method"], c.get("model")) for c in configs if c} == {
+        ("ngram", None),
+        ("draft_model", str(tmp_path / "draft")),
+    }
+    for target, arguments, options, _, _ in starter.started:
+        assert target == tmp_path / "target"
+        assert "--no-enable-prefix-caching" in arguments
+        assert "--tensor-parallel-size" not in arguments
+        assert (options["dtype"], options["eager"]) == ("auto", True)
+        assert options["positions"] >= 20 + 3
+    report = read_report(tmp_path / "report" / "report.json")
+    assert (report.target, report.device) == (str(tmp_path / "target"), "cpu")
+    assert report.dtype == "float32"
+    named = {
+        f"{name}, gamma {gamma}": (gamma, path)
+        for gamma in (2, 3)
+        for name, path in (("lookup", "prompt-lookup"), ("own", str(tmp_path / "draft")))
+    }
+    assert {name: (d.gamma, d.path) for name, d in report.drafts.items()} == named
+    assert {draft.gamma_policy for draft in report.drafts.values()} == {"fixed"}
+    for draft in report.drafts.values():
+        assert draft.lossless.identical == draft.speedup.n == 10
+        assert draft.counters.mean_acceptance_length.mean == draft.gamma
+        assert [point.concurrency for point in draft.by_load] == [1, 2]
+    assert set(report.gamma_by_load) == {"prompt-lookup", str(tmp_path / "draft")}
+
+
+def test_gpus_share_a_server(tmp_path, prompts, pair, start, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    free = [(40 * 2**30, 80 * 2**30), (60 * 2**30, 80 * 2**30)]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: free[gpu])
+    starter = start()
+    assert command(prompts, tmp_path, *pair, "--gamma", "2", "--device", "cpu") == 0
+    for _, arguments, options, _, _ in starter.started:
+        at = arguments.index("--tensor-parallel-size")
+        assert arguments[at : at + 4] == (
+            *("--tensor-parallel-size", "2"),
+            *("--gpu-memory-utilization", "0.45"),  # of the GPU with the least that is free
+        )
+        assert options["eager"] is False
+    assert read_report(tmp_path / "report" / "report.json").device == "cuda"
+
+
+def test_a_length_that_does_not_start_leaves_the_others(tmp_path, prompts, pair, start, capsys):
+    def make(config):
+        if config["num_speculative_tokens"] == 2:
+            raise ServerError("no memory")
+        return FakeVllm(step=3)
+
+    start(make)
+    assert command(prompts, tmp_path, *pair, "--gamma", "2,3") == 2
+    assert "own, gamma 2 no memory" in capsys.readouterr().err
+    report = read_report(tmp_path / "report" / "report.json")
+    assert list(report.drafts) == ["lookup, gamma 3", "own, gamma 3"]
+    assert [(gain.draft, gain.over) for gain in report.gain] == [
+        ("own, gamma 3", "lookup, gamma 3")
+    ]
+
+
+# --- What vLLM is given to load
+
+
+def quantised(folder):
+    folder.mkdir()
+    config = {"model_type": "qwen2", "quantization_config": {"quant_method": "awq"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "model.safetensors"):
+        (folder / name).touch()
+    return str(folder)
+
+
+def draft_in_vllm(start, target, draft, look=Path):
+    """`look` at the folder that vLLM is given for a draft, which is there while it runs."""
+    found = []
+
+    def make(config):
+        found.append((config["model"], look(config["model"])))
+        return FakeVllm(step=3)
+
+    start(make)
+    prompts = PromptSet("", [Prompt("a", prompt="x")], [[1]])
+    how = Decoding(Sampling(), frozenset(), 8)
+    measure_started(target, {"tuned": draft}, [4], prompts, how, {})
+    return found[0]
+
+
+def test_a_quantised_pair_reaches_vllm_which_computes_what_we_do_not(tmp_path, start):
+    target, draft = quantised(tmp_path / "target"), quantised(tmp_path / "draft")
+    assert draft_in_vllm(start, target, draft)[0] == draft
+
+
+@pytest.mark.parametrize("rows", [(LARGE, SMALL), (SMALL, LARGE), (LARGE, LARGE)])
+def test_a_draft_that_differs_in_padding_reaches_vllm_in_the_targets_size(tmp_path, start, rows):
+    target, draft = str(tmp_path / "target"), str(tmp_path / "draft")
+    for folder, count, seed in ((target, rows[0], 1), (draft, rows[1], 2)):
+        save_sibling(folder, count, seed)
+
+    def look(folder):
+        return load_model(folder, torch.float32), read_vocabulary(folder).tokens
+
+    folder, (given, tokens) = draft_in_vllm(start, target, draft, look)
+    before, same_tokens = look(draft)
+    assert torch.equal(given.lm_head.weight[:COUNT], before.lm_head.weight[:COUNT])
+    assert len(given.lm_head.weight) == given.config.vocab_size == rows[0]
+    assert tokens == same_tokens
+    assert (folder == draft) == (rows[0] == rows[1])
+    assert rows[0] == rows[1] or not Path(folder).exists()  # it was for the servers

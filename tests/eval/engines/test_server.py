@@ -1,0 +1,70 @@
+"""What a server is asked with, and what of a refusal is shown."""
+
+import pytest
+
+from eval.decoding.loop import Decoding, seed_of
+from eval.decoding.verification import Sampling
+from eval.engines.server import API_KEY, UNPENALISED, Server, ServerError
+from eval.engines.vllm import VllmServer
+from eval.prompts import Prompt
+from tests.fake_vllm import TEXT
+
+
+def test_an_address_that_is_none():
+    with pytest.raises(ServerError, match="localhost:8000"):
+        Server("localhost:8000")
+
+
+def test_a_redirect_is_not_followed(fake, monkeypatch):
+    monkeypatch.setenv(API_KEY, "secret")  # which another host must not see
+    elsewhere = fake()
+    with pytest.raises(ServerError) as refused:
+        Server(fake(location=elsewhere.url).url).ask("/v1/completions", {"model": "m"})
+    assert refused.value.status == 302
+    assert elsewhere.requests == []
+
+
+@pytest.mark.parametrize("padding", range(260, 302))
+def test_a_key_is_never_shown_wherever_a_refusal_is_cut(fake, monkeypatch, padding):
+    key = "sk-QZXWVKJYGHPLMRNT"
+    monkeypatch.setenv(API_KEY, key)
+    with pytest.raises(ServerError) as refused:
+        Server(fake(key="another", padding=padding).url).ask("/v1/models")
+    assert refused.value.status == 401
+    assert not any(key[i : i + 4] in str(refused.value) for i in range(len(key) - 3))
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_what_a_request_of_a_measured_server_says(fake, chat):
+    """Also what the checkpoint's generation config would set if it were left open."""
+    prompt = Prompt("b", messages=[{"role": "user", "content": "two"}], category="y")
+    prompt = prompt if chat else Prompt("b", prompt="two")
+    how = Decoding(Sampling(0.7, 50, 0.9), frozenset(), 20, seed=5)
+    server = fake(3)
+    response = VllmServer(server.url + "/v1/").decode(prompt, how)
+    ((path, body),) = server.requests
+    assert path == ("/v1/chat/completions" if chat else "/v1/completions")
+    assert body[("messages" if chat else "prompt")] == (prompt.messages if chat else "two")
+    assert (body["temperature"], body["top_k"], body["top_p"]) == (0.7, 50, 0.9)
+    assert (body["max_tokens"], body["seed"]) == (20, seed_of(5, "b"))
+    assert UNPENALISED.items() <= body.items()
+    assert "ignore_eos" not in body
+    assert (response.run.tokens, response.prompt_ids) == (TEXT, [1, 2, 3])
+    assert response.counters.tolist() == [7, 21, 14, 7, 7, 0]
+
+
+def test_greedy_requests_leave_no_sampling_open(fake):
+    server = fake()
+    VllmServer(server.url).answer(Prompt("a", prompt="x"), Decoding(Sampling(), frozenset(), 4))
+    (body,) = server.streamed
+    assert (body["temperature"], body["top_k"], body["top_p"]) == (0.0, -1, 1.0)
+
+
+def test_a_first_step_of_several_tokens_belongs_to_the_prefill(fake):
+    how, prompt = Decoding(Sampling(), frozenset(), 20), Prompt("a", prompt="one")
+    run = VllmServer(fake(3).url).decode(prompt, how).run
+    assert (run.prefill_tokens, run.block_tokens) == (1, [3, 3, 3, 3, 3, 3, 1])
+    run = VllmServer(fake(3, first=4).url).decode(prompt, how).run
+    assert (run.prefill_tokens, run.block_tokens) == (4, [3, 3, 3, 3, 3, 1])
+    assert run.tokens == TEXT
+    assert len(run.block_seconds) == 6

@@ -1,0 +1,137 @@
+"""A real vLLM serves tiny drafts of every kind: outputs without a draft's, acceptance as ours.
+
+It needs a Python with vLLM (docs/engines.md), and no model.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from distill.recipe import build_recipe
+from distill.train import run
+from eval.decoding.drafters.loading import load_drafter
+from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.target import load_target
+from eval.decoding.verification import Sampling
+from eval.engines.local_vllm import serve_vllm, speculation
+from eval.engines.server import ServerError
+from eval.engines.vllm import VllmServer
+from eval.prompts import Prompt
+from tests.distill.conftest import TEXTS
+from tests.distill.test_warm_start import KIND_OF, publish
+from tests.siblings import LARGE, SMALL, save_sibling
+
+pytestmark = pytest.mark.real
+PROMPTS = [Prompt(text, prompt=text[:20]) for text in TEXTS[:8]]
+NEW = 100  # tokens of an output
+
+
+@pytest.fixture
+def distilled(tmp_path):
+    """Distils a draft for tmp_path/target: distilled(name, **recipe keys) -> its folder."""
+    for name, texts in (("train", TEXTS[:12]), ("eval", TEXTS[12:])):
+        rows = "".join(f'{{"prompt": "{text[:20]}"}}\n' for text in texts)
+        (tmp_path / f"{name}_prompts.jsonl").write_text(rows)
+
+    def make(name, **keys):
+        recipe = build_recipe(
+            {"target": str(tmp_path / "target"), "output_dir": str(tmp_path / name)}
+            | {
+                f"{part}_prompts": str(tmp_path / f"{part}_prompts.jsonl")
+                for part in ("train", "eval")
+            }
+            | {"dtype": "float32", "bf16": False, "use_cpu": True, "learning_rate": 5e-3}
+            | {"cache_top_k": 30, "answer_max_new_tokens": 96, "max_new_tokens": 16}
+            | {"speed_prompts": 2, "tuning_prompts": 1, "gamma": 2}
+            | keys
+        )
+        assert run(recipe) == 0
+        return recipe.folder / "draft"
+
+    return make
+
+
+@pytest.fixture
+def accepted(tmp_path, vllm):
+    """Serves a draft and compares outputs: accepted(draft, gamma) -> shares by position, there.
+
+    Greedy outputs must be those of the target alone.
+    """
+    plain = VllmServer(vllm(tmp_path / "target", *("--max-model-len", "256")), 600)
+
+    def compared(draft, gamma):
+        how = Decoding(Sampling(), frozenset(), NEW)
+        config = speculation(draft, gamma)
+        with serve_vllm(tmp_path / "target", *config, positions=256) as address:
+            server = VllmServer(address, 600)
+            before = server.counters()
+            for prompt in PROMPTS:
+                outputs = [side.decode(prompt, how).run.tokens for side in (server, plain)]
+                assert outputs[0] == outputs[1]
+            drafts, _, _, *counts = (server.counters() - before).tolist()
+        assert drafts > 0
+        return np.array(counts) / drafts
+
+    return compared
+
+
+def accepted_here(tmp_path, draft, gamma):
+    """The share of greedy drafts whose first i tokens are accepted, as vLLM counts them [gamma].
+
+    The last draft of an output is as long as the others.
+    """
+    target = load_target(str(tmp_path / "target"), torch.float32, "cpu", 256)
+    drafter = load_drafter(str(draft), target)
+    decoding = Decoding(Sampling(), target.stops, NEW + gamma)
+    drafts, counts = 0, np.zeros(gamma)
+    for prompt in PROMPTS:
+        ids = target.tokenizer(prompt.prompt)["input_ids"]
+        (run,) = decode(target.decoder, drafter, [prompt], [ids], decoding, DraftLength(gamma))
+        done = run.prefill_tokens
+        for tokens, count in zip(run.block_tokens, run.accepted, strict=True):
+            if done < NEW:
+                drafts += 1
+                counts += np.arange(gamma) < count
+            done += tokens
+    return counts / drafts
+
+
+@pytest.mark.parametrize(("draft_rows", "target_rows"), [(SMALL, LARGE), (LARGE, SMALL)])
+def test_a_draft_of_another_size(tmp_path, distilled, vllm, accepted, draft_rows, target_rows):
+    save_sibling(tmp_path / "draft", draft_rows, 0)
+    save_sibling(tmp_path / "target", target_rows, 1)
+    if draft_rows < target_rows:  # as it was before it was padded
+        with pytest.raises(ServerError, match="ended with status"):
+            vllm(tmp_path / "target", *speculation(tmp_path / "draft", 2))
+    draft = distilled("run", draft=str(tmp_path / "draft"), max_steps=60)
+    assert len(accepted(draft, 2)) == 2
+
+
+@pytest.mark.parametrize("kind", ["sibling", "pruned"])
+def test_a_draft_that_drafts_from_masks(tmp_path, distilled, accepted, kind):
+    save_sibling(tmp_path / "target", LARGE, 1)
+    save_sibling(tmp_path / "draft", SMALL, 0)
+    keys = {"draft": str(tmp_path / "draft")} if kind == "sibling" else {"num_draft_layers": 1}
+    draft = distilled("run", drafter="pard", max_gamma=3, max_steps=150, **keys)
+    assert '"parallel_drafting": true' in speculation(draft, 3)[1]
+    here = accepted_here(tmp_path, draft, 3)
+    assert np.allclose(accepted(draft, 3), here, atol=0.03)
+    assert here[1] > 0.1
+
+
+@pytest.mark.parametrize("layout", KIND_OF)
+def test_heads_that_others_published_before_and_after_distillation(
+    tmp_path, distilled, accepted, layout
+):
+    save_sibling(tmp_path / "target", LARGE, 1)
+    rows = 270 if layout == "eagle" else None  # vLLM maps a trimmed head's ids, a whole one's not
+    keys = {"max_gamma": 2, "learning_rate": 3e-3}
+    made = {"drafter": KIND_OF[layout], "draft_vocab_size": rows, "max_steps": 10}
+    publish(distilled("first", **made, **keys), tmp_path / "published", layout)
+    again = distilled("second", draft=str(tmp_path / "published"), max_steps=150, **keys)
+    firsts = []
+    for draft in (tmp_path / "published", again):
+        here = accepted_here(tmp_path, draft, 2)
+        assert np.allclose(accepted(draft, 2), here, atol=0.02)
+        firsts.append(here[0])
+    assert firsts[1] > firsts[0] + 0.02
