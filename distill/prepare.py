@@ -106,7 +106,7 @@ def _started(
 ) -> Started:
     return recipe.kind.start(
         Start(
-            target.model,
+            target,
             token_ids,
             texts,
             recipe.num_draft_layers,

@@ -333,7 +333,7 @@ def started(kind, whole, fitted):
     states = torch.zeros((14, len(layers), H), dtype=torch.bfloat16) if layers else None
     texts = [AnsweredText(a.prompt_ids, a.response_ids, states) for a in answers()]
     ids = torch.zeros(K, dtype=torch.long)
-    return kind.start(Start(whole.model, ids, texts if fitted else [], 1, 3, layers, 0))
+    return kind.start(Start(whole, ids, texts if fitted else [], 1, 3, layers, 0))
 
 
 def starting(kind):

@@ -26,11 +26,17 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repea
 from align.sources import load_config, read_json
 from distill.drafters.batch import HeadInput, TrainingBatch
 from distill.drafters.compact import target_id_maps, write_about
-from distill.drafters.initialisation import AnsweredText, FrozenEmbedding, least_squares
+from distill.drafters.initialisation import (
+    AnsweredText,
+    FrozenEmbedding,
+    least_squares,
+    read_states,
+)
 from distill.drafters.kind import DraftKind, Start, Started
 from eval.decoding.drafters import eagle3
 from eval.decoding.drafters.eagle3 import EMBEDDING, LAYERS, MIDLAYER, PREFIX, build_eagle3
 from eval.decoding.forward import input_embedding
+from eval.decoding.target import Target
 
 SPECULATORS = "0.3.0"  # the version of its format
 EAGLE = "LlamaForCausalLMEagle3"  # the architecture in the layout of EAGLE's own code
@@ -51,14 +57,14 @@ class Eagle3(DraftKind):
     @torch.no_grad()
     def start(self, start: Start) -> Started:
         if start.published is None:
-            model = from_target(start.target, start.layers, start.head())
+            model = from_target(start.target.model, start.layers, start.head())
             divide_states(model, usual_sizes(model, start.texts))
             if start.texts:
                 fit(model, start.target, start.texts)
             return Started(model, start.token_ids)
-        loaded, token_ids = eagle3.load_published(start.published, start.target)
+        loaded, token_ids = eagle3.load_published(start.published, start.target.model)
         loaded = loaded.float()
-        loaded.set_input_embeddings(FrozenEmbedding(input_embedding(start.target)))
+        loaded.set_input_embeddings(FrozenEmbedding(start.target.decoder.embedding))
         divide_states(loaded, usual_sizes(loaded, start.texts))
         return Started(loaded, token_ids)
 
@@ -215,7 +221,7 @@ def divide_states(model: Any, sizes: Tensor) -> None:
     fc.mul_(model.sizes.repeat_interleave(fc.shape[1] // len(sizes)))
 
 
-def fit(model: LlamaForCausalLM, target: PreTrainedModel, texts: Sequence[AnsweredText]) -> None:
+def fit(model: LlamaForCausalLM, target: Target, texts: Sequence[AnsweredText]) -> None:
     """Fit `from_target`'s draft to what the target's final norm makes, its weights left out."""
     body: Any = model.model
     layer, width = body.layers[0], body.fc.in_features
@@ -250,21 +256,22 @@ class _Fitted(NamedTuple):
 
 
 def _fitted_on(
-    model: PreTrainedModel, target: PreTrainedModel, texts: Sequence[AnsweredText]
+    model: PreTrainedModel, target: Target, texts: Sequence[AnsweredText]
 ) -> Iterator[_Fitted]:
     body: Any = model.model
-    last: Any = target.get_submodule("model.norm")
-    weight = last.weight.float()
+    last: Any = target.model.get_submodule("model.norm")
+    depth = target.model.config.get_text_config().num_hidden_layers
     for text in texts:
         assert text.states is not None
         ids = torch.cat([text.prompt_ids, text.response_ids])[None, :-1].to(model.device)
-        y = target.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, 1:].float()
+        (final,) = read_states(target, text, (depth,))
+        goal = (final / last.weight.float().to(final.device))[1:].to(model.device)
         before = scaled(model, text.states[None, :-1].to(model.device))
         pairs = Pairs(model, ids.shape[1] - 1)
         attended = pairs.attend(body.embed_tokens(ids[:, 1:]), body.fc(before))
         # the first token has no pair
         at = slice(max(0, len(text.prompt_ids) - 2), None)
-        yield _Fitted(before[0, at], attended[0, at], (y / weight)[at].to(model.device))
+        yield _Fitted(before[0, at], attended[0, at], goal[at])
 
 
 def scaled(model: PreTrainedModel, states: Tensor) -> Tensor:

@@ -6,11 +6,14 @@ and O outputs of a matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from eval.decoding.forward import HiddenStates, in_pieces
+from eval.decoding.target import Target
 
 RIDGE = 1e-4  # relative to the mean diagonal: only keeps a solve well conditioned
 
@@ -41,6 +44,17 @@ class FrozenEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).float()
+
+
+def read_states(target: Target, text: AnsweredText, layers: Sequence[int]) -> list[Tensor]:
+    """The target's states of these layers at the text's tokens but the last [P + R - 1, H] each, in
+    fp32. The layers are numbered as in eval/decoding/forward.py.
+    """
+    ids = torch.cat([text.prompt_ids, text.response_ids])[None, :-1].to(target.decoder.device)
+    states: HiddenStates = dict.fromkeys(layers)
+    for _ in in_pieces(target.decoder, ids, 0, target.decoder.new_cache(*ids.shape), states=states):
+        pass
+    return [state[0].float() for state in states.values() if state is not None]
 
 
 def least_squares(pieces: Iterable[tuple[Tensor, Tensor]], ridge: float = RIDGE) -> Tensor:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from distill import drafters
 from distill.drafters.batch import HeadInput, TrainingBatch
 from distill.drafters.initialisation import AnsweredText
+from eval.decoding.target import Target
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Start:
     of this kind to start from; its head replaces `token_ids`.
     """
 
-    target: PreTrainedModel
+    target: Target
     token_ids: Tensor | None
     texts: Sequence[AnsweredText]
     num_layers: int
@@ -43,7 +44,7 @@ class Start:
 
     def head(self) -> Tensor:
         """The target's own head, its vocabulary entries of `token_ids` [K, H]."""
-        weight = self.target.get_output_embeddings().weight.detach()
+        weight = self.target.model.get_output_embeddings().weight.detach()
         return weight.clone() if self.token_ids is None else weight[self.token_ids]
 
 

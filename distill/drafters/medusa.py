@@ -52,12 +52,12 @@ class Medusa(DraftKind):
     def start(self, start: Start) -> Started:
         """Heads that all draft what the target's own head says, then fitted; in fp32."""
         if start.published is not None:
-            return Started(*load_published(start.published, start.target))
+            return Started(*load_published(start.published, start.target.model))
         head = start.head()
         model = MedusaModel(
             MedusaConfig(
                 hidden_size=head.shape[1],
-                vocab_size=start.target.get_output_embeddings().weight.shape[0],
+                vocab_size=start.target.model.get_output_embeddings().weight.shape[0],
                 num_heads=start.max_gamma,
                 truncated_vocab_size=len(head),
             )

@@ -18,10 +18,16 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from distill.drafters.compact import target_id_maps, write_about
-from distill.drafters.initialisation import AnsweredText, FrozenEmbedding, least_squares
+from distill.drafters.initialisation import (
+    AnsweredText,
+    FrozenEmbedding,
+    least_squares,
+    read_states,
+)
 from distill.drafters.kind import DraftKind, Start, Started
 from eval.decoding.drafters.pruned import EMBEDDING, load_compact
 from eval.decoding.forward import input_embedding
+from eval.decoding.target import Target
 from eval.decoding.weights import linear
 
 HEAD_ROWS = 4096  # of a head are in fp32 at once
@@ -35,7 +41,7 @@ class Pruned(DraftKind):
         """The head is fitted by least squares: it maps the RMS-normalised state after the last kept
         layer to the state that the target's head reads. Folded into the head it costs nothing.
         """
-        target_head = start.target.get_output_embeddings()
+        target_head = start.target.model.get_output_embeddings()
         if target_head.bias is not None:
             raise ValueError(
                 "TOK-012: the target's head has a bias, which a refitted or trimmed head would "
@@ -48,7 +54,7 @@ class Pruned(DraftKind):
             projection = least_squares(states).to(entries[0].device)
             full_head = torch.cat([(part.float() @ projection).to(part.dtype) for part in entries])
             head = full_head if start.token_ids is None else full_head[start.token_ids]
-        model = build_pruned(start.target, start.num_layers, head)
+        model = build_pruned(start.target.model, start.num_layers, head)
         return Started(model, start.token_ids, full_head)
 
     def save(
@@ -113,32 +119,14 @@ def build_pruned(target: PreTrainedModel, num_layers: int, head: Tensor) -> PreT
 
 
 def fitted_states(
-    target: PreTrainedModel, texts: Sequence[AnsweredText], num_layers: int
+    target: Target, texts: Sequence[AnsweredText], num_layers: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """For each text the RMS-normalised states after so many layers, and the states that the
     target's head reads, at the response positions [N, H] each, in fp32.
     """
-    config: Any = target.config
-    states: dict[str, Tensor] = {}
-    body: Any = target.model
-    hooks = [
-        body.layers[num_layers - 1].register_forward_hook(
-            lambda _module, _inputs, output: states.update(early=output)
-        ),
-        body.norm.register_forward_hook(
-            lambda _module, _inputs, output: states.update(final=output)
-        ),
-    ]
-    try:
-        for text in tqdm(texts, desc="fit head", unit="answer"):
-            ids = torch.cat([text.prompt_ids, text.response_ids])[None].to(target.device)
-            body(input_ids=ids[:, :-1], use_cache=False)
-            response = slice(len(text.prompt_ids) - 1, None)
-            x = states["early"][0, response].float()
-            yield (
-                F.rms_norm(x, (config.hidden_size,), eps=config.rms_norm_eps),
-                states["final"][0, response].float(),
-            )
-    finally:
-        for hook in hooks:
-            hook.remove()
+    config: Any = target.model.config
+    for text in tqdm(texts, desc="fit head", unit="answer"):
+        early, final = read_states(target, text, (num_layers, config.num_hidden_layers))
+        response = slice(len(text.prompt_ids) - 1, None)
+        normed = F.rms_norm(early[response], (config.hidden_size,), eps=config.rms_norm_eps)
+        yield normed, final[response]

@@ -5,6 +5,7 @@ then. What depends on a number that the host has read is frozen in both; the tra
 one read at all.
 """
 
+import copy
 import gc
 import itertools
 from types import SimpleNamespace
@@ -15,10 +16,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from eval.decoding import graphs, lean, loop
 from eval.decoding.build import build_decoder
+from eval.decoding.drafters import pard
 from eval.decoding.drafters.causal_lm import CausalLMDrafter
 from eval.decoding.drafters.lookup import lookup_first
 from eval.decoding.graphs import GraphedDecoder, StaticCache
 from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.stock import StockDecoder
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring.timing import ALONE, decode_in_turns
@@ -179,3 +182,29 @@ def test_nothing_is_recorded_within_a_timed_text(tiny, pair, monkeypatch, journa
     decoded = decode_in_turns(target, contenders, prompts.batches(1), how, journal, "speed")
     assert len(recorder.made) > 10
     assert all(run.seconds < 1000 for batches in decoded for (run,) in batches)
+
+
+@pytest.mark.parametrize("build", ["graphed", "stock"])
+def test_a_pard_mask_is_read_by_every_decoder(tiny, pair, monkeypatch, build):
+    """Its embedding replaces the target's own of that token, which the target goes on reading."""
+    plain, _, recorder = pair
+    mask = VOCAB - 1
+    decoders = {
+        "graphed": lambda *given, int8: GraphedDecoder(build_decoder(*given), recorder),
+        "stock": lambda model, context, *_, int8: StockDecoder(model, context),
+    }
+    monkeypatch.setattr(pard, "build_decoder", decoders[build])
+    model = copy.deepcopy(tiny(0))
+    model.config.pard_token = mask
+    model.add_module("mask", torch.nn.Embedding(1, plain.embedding.shape[1]))
+    expected = copy.deepcopy(tiny(0))
+    with torch.no_grad():
+        expected.get_input_embeddings().weight[mask] = model.mask.weight[0]
+    drafter = pard.FORMAT.drafter(model, None, Target("tiny", tiny(0), None, plain, frozenset()))
+    ids = torch.tensor([[*IDS[:3], mask, mask]])
+    found = drafter.decoder.forward(ids, 0, drafter.decoder.new_cache(1, 40))
+    with torch.no_grad():
+        torch.testing.assert_close(found, expected(ids).logits, rtol=1e-4, atol=1e-5)
+        unmasked = plain.forward(ids, 0, plain.new_cache(1, 40))
+        torch.testing.assert_close(unmasked, tiny(0)(ids).logits, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(found, unmasked, atol=0.1)
