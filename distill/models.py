@@ -234,10 +234,6 @@ class TargetOfRun:
         self.vocab_size = pair.vocab_size
 
     @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return load_tokenizer(self.recipe.target)
-
-    @cached_property
     def loaded(self) -> Target:
         return load_target(self.recipe, self.prompts)
 

@@ -41,7 +41,7 @@ USED = "answers.json"  # in a run's folder: which store it reads, and what of it
 
 
 def who_answers(recipe: Recipe) -> tuple[Literal["local", "vllm", "server"], str]:
-    """By whom the target's answers are made, and why."""
+    """What generates the target's responses, and why."""
     if recipe.answers != "auto":
         return recipe.answers, "the recipe names it"
     keys = {"device_map": recipe.device_map} | recipe.training
@@ -65,7 +65,7 @@ def open_store(recipe: Recipe, target: Vocabulary) -> Store:
 
 
 def what_decides_answers(recipe: Recipe, target: Vocabulary) -> dict[str, Any]:
-    """What two runs on one model must have in common to share their answers."""
+    """The settings that two runs on one model must share to share their responses."""
     key = {
         "answer_temperature": recipe.answer_temperature,
         "answer_max_new_tokens": recipe.answer_max_new_tokens,
@@ -76,7 +76,7 @@ def what_decides_answers(recipe: Recipe, target: Vocabulary) -> dict[str, Any]:
 
 
 def to_answer(recipe: Recipe, prompts: list[list[int]]) -> list[list[int]]:
-    """The training prompts (token ids) of a run, one for each of its answers."""
+    """The training prompts (token ids) of a run, one for each response."""
     return (prompts * recipe.answers_per_prompt)[: recipe.max_answers]
 
 
@@ -88,13 +88,13 @@ def answer_prompts(
     layers: Sequence[int] = (),
     teach_prompts: bool = False,
 ) -> Answers:
-    """The target's answers to these prompts (token ids), in their order: kept ones are read.
+    """The target's responses to these prompts (token ids), in their order.
 
-    layers: whose hidden states are kept as well, of answers that are made.
-    teach_prompts: with the distributions within the prompts. Called by every process of a launch:
-    each answers its share of the missing ones, and all return once all have answered. An answer's
+    Those in the store are not made again. layers: their hidden states are stored with new
+    responses. teach_prompts: the distributions within the prompts are stored, too. Every process of
+    a launch calls it: each answers its share, and all return once all have answered. A response's
     random numbers depend on the recipe's seed and its name in the store alone. Raises ValueError
-    when not one answer has a token before its stop.
+    when no response has a token before its stop token.
     """
     clock, state = time.monotonic(), PartialState()
     names = names_of(prompts, teach_prompts)
@@ -129,7 +129,7 @@ def answer_prompts(
 
 
 def answer_lengths(recipe: Recipe, prompts: list[list[int]], answers: Answers) -> list[int]:
-    """Tokens of each answer, without those of its prompt that are taught."""
+    """Tokens of each response, without the tokens of its prompt that are taught."""
     lengths = answers.response_lengths
     if not recipe.train_on_prompts:
         return lengths
@@ -145,7 +145,7 @@ def _answer(
     layers: Sequence[int],
     teach_prompts: bool,
 ) -> None:
-    """Put the answers to these prompts into the store under their names, `rows` made at once."""
+    """Generate the responses to these prompts, `rows` at once, and store them by name."""
     decoder, stops = target.decoder, target.stops  # loaded before the progress bar begins
     names, prompts = list(share), list(share.values())
     processes = PartialState().num_processes
@@ -189,22 +189,22 @@ def _answer(
 
 
 def states_store(store: Store, layers: Sequence[int]) -> Store:
-    """Hidden states of these layers over texts, each by the name of its text."""
+    """The store of these layers' hidden states, by the name of the text they were read on."""
     folder = store.folder / f"states-{'-'.join(map(str, layers))}"
     return Store(folder, store.key | {"layers": list(layers)})
 
 
 def this_machine(recipe: Recipe) -> str:
-    """What the seconds of an answer depend on, besides the prompts."""
+    """What the seconds of a response depend on, besides the prompts."""
     state, by = PartialState(), who_answers(recipe)[0]
     machine = f"{state.num_processes} x {state.device.type}" if by == "local" else by
     return f"{platform.node()}, {machine}, {recipe.answer_batch_size} rows"
 
 
 def describe(answers: Answers, lengths: list[int], token_bytes: int) -> None:
-    """Print how large the answers are, of so many tokens each.
+    """Print the size of the responses, of so many tokens each.
 
-    Raises ValueError where none has a token before its stop.
+    Raises ValueError when none has a token before its stop token.
     """
     if max(lengths) <= 1:
         raise ValueError(
@@ -226,7 +226,7 @@ def top_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def note_used(
     folder: Path, target: Vocabulary, answers: Answers, held_out: Sequence[str] = ()
 ) -> None:
-    """Write into a run's folder where its answers are, and which. held_out: names of others."""
+    """Write into a run's folder which responses it uses. held_out: names of the held-out ones."""
     store, template = answers.store, str(target.chat_template or "")
     used = {
         "store": str(store.folder),

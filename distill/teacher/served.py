@@ -196,9 +196,9 @@ class Request:
 
 
 def _difference(before: CachedAnswer, now: CachedAnswer) -> float:
-    """Of what a model says first after the same prompt, in nats, a mean over the tokens of before.
+    """Mean difference of the first token's log-probabilities, in nats, over the tokens of `before`.
 
-    A token that it does not name now is taken to be as likely as the last that it does.
+    A token that `now` does not name counts as likely as the last token that it names.
     """
     logprobs = dict(zip(now.top_ids[0].tolist(), now.top_logprobs[0].tolist(), strict=True))
     lowest = min(logprobs.values())
@@ -210,7 +210,8 @@ def _difference(before: CachedAnswer, now: CachedAnswer) -> float:
 class ServedTarget:
     """The target of a recipe behind `answer_url`.
 
-    prompts: to be answered, those that are held out first. held_out: the names of their answers.
+    prompts: those that are held out, then the training prompts. names: of their responses in the
+    store. held_out: names of the held-out prompts' responses.
     """
 
     by = "server"
@@ -276,11 +277,11 @@ class ServedTarget:
         return 0
 
     def answers(self, count: int | None = None) -> Answers:
-        """The answers to the first `count` training prompts, and to those that are held out.
+        """Responses to the first `count` training prompts, in their order.
 
-        The former are returned, in their order; those at hand are kept. The main process asks, the
-        others wait. Raises ServerError where the server fails for longer than is waited, sends what
-        it must not, or is another model midway; what was kept by then stays.
+        The held-out prompts are answered as well. Responses in the store are not asked for again.
+        The main process asks, the others wait. Raises ServerError when the server fails for too
+        long, sends what it must not, or serves another model midway; what was kept by then stays.
         """
         clock = time.monotonic()
         first = len(self.held_out)
@@ -385,7 +386,7 @@ class ServedTarget:
         return entries[server.model]
 
     def _check_tokenizer(self) -> None:
-        """Ids mean the same there: a few texts are cut into the same ones."""
+        """Refuse a server that cuts a few texts into other token ids."""
         tokenizer = load_tokenizer(self.target.spec)
         for text in [TEXT, *self.texts[:8]]:
             own_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -406,7 +407,7 @@ class ServedTarget:
                 )
 
     def _check_stop(self, prompt: list[int]) -> None:
-        """An answer ends with its stop token: tried with a token that comes at once."""
+        """Refuse a server that leaves the stop token out: the first token is made a stop token."""
         first = replace(self._request(), max_tokens=1, temperature=0.0)
         stops = frozenset(self._completed(prompt, first).top_ids[0, :1].tolist())
         self._completed(prompt, replace(self._request(), temperature=0.0, stops=stops))

@@ -1,8 +1,8 @@
 """The target's hidden states over the answers, for drafts that read them.
 
-Kept while the target answers (distill/teacher/answers.py); a text that has none yet, as a held-out
-answer, is read in one teacher-forced pass by the very decoder that gives them while drafting. Of an
-answer the states at all tokens but the last are kept, in bf16. Legend: P prompt tokens, R response
+They are stored while the target answers (distill/teacher/answers.py). A text without them, such as
+a held-out one, is read in one teacher-forced pass by the decoder that gives them while drafting.
+The states at all tokens but the last are stored, in bf16. Legend: P prompt tokens, R response
 tokens, L layers, H hidden size.
 """
 
@@ -33,7 +33,7 @@ class States(Mapping[int, Tensor]):
     """
 
     def __init__(self, store: Store, layers: Sequence[int], names: dict[int, str]) -> None:
-        """names: of the answers' texts, by index."""
+        """names: index of an answer -> the name of its text."""
         self.store, self.layers, self.names = store, tuple(layers), names
 
     def __getitem__(self, index: int) -> Tensor:
@@ -47,9 +47,9 @@ class States(Mapping[int, Tensor]):
 
 
 def states_of(recipe: Recipe, pair: Pair, answers: Answers) -> States | None:
-    """The states that the recipe's kind of drafter reads, of answers and held-out answers.
+    """The states that the recipe's kind of drafter reads, for answers and held-out answers.
 
-    None where it reads none. Raises CacheError where an answer has none.
+    None when it reads none. Raises CacheError when an answer has none.
     """
     if not (layers := layers_read(recipe, pair.target.config)):
         return None

@@ -3,6 +3,7 @@ import signal
 
 import pytest
 import torch
+from scipy.stats import chi2
 
 from align.vocabulary import read_vocabulary
 from distill.teacher import answers as module
@@ -103,6 +104,26 @@ def test_each_draw_of_a_prompt_is_another(answered):
     answers = answered(prompts=PROMPTS[:2], answers_per_prompt=6)
     assert [answer.prompt_ids.tolist() for answer in answers] == PROMPTS[:2] * 6
     assert len({tuple(answer.response_ids.tolist()) for answer in answers}) == 12
+
+
+def test_first_tokens_are_drawn_from_the_distribution_at_the_temperature(answered, target):
+    draws = 2000
+    keys = {"answer_temperature": 0.8, "answer_max_new_tokens": 2, "cache_top_k": 1}
+    answers = answered([[3, 4, 5]], answers_per_prompt=draws, answer_batch_size=200, **keys)
+    seen = torch.bincount(torch.stack([a.response_ids[0] for a in answers]), minlength=300)
+    with torch.no_grad():
+        logits = target.model(torch.tensor([[3, 4, 5]])).logits[0, -1]
+
+    def likely(temperature):
+        """The p-value of a chi-square test against the target's distribution there."""
+        p = (logits / temperature).softmax(-1).double()
+        often = p * draws >= 5  # all others are one class
+        classes = [torch.cat([part[often], part[~often].sum()[None]]) for part in (seen, p * draws)]
+        statistic = ((classes[0] - classes[1]) ** 2 / classes[1]).sum()
+        return chi2.sf(float(statistic), len(classes[1]) - 1)
+
+    assert likely(0.8) > 1e-3
+    assert likely(1.0) < 1e-6
 
 
 def test_processes_make_the_cache_of_one_and_a_killed_run_goes_on(job, answered, tmp_path):

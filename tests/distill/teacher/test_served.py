@@ -13,7 +13,7 @@ import torch
 
 from align.sources import cache_folder, load_model, load_tokenizer
 from align.vocabulary import read_vocabulary
-from distill import held_out, prompt_sets, train
+from distill import train
 from distill.prompt_sets import collect_prompts
 from distill.recipe import RecipeError
 from distill.teacher import served as module
@@ -653,31 +653,6 @@ def test_a_run_ends_in_a_draft_then_in_a_report_and_never_sees_the_weights(
     assert "{" not in re.sub(r"```.*?```", "", card, flags=re.DOTALL)
     with pytest.raises(RecipeError, match="another recipe"):
         run(served(plain, max_steps=41))
-
-
-def test_a_run_follows_held_out_prompts_keeps_the_best_weights_and_reports_the_curve(
-    stand_in, served, monkeypatch, capsys
-):
-    monkeypatch.setattr(prompt_sets, "HELD_OUT_PART", 4)
-    monkeypatch.setattr(prompt_sets, "HELD_OUT_FEWEST", 1)
-    monkeypatch.setattr(held_out, "SHARE", 10.0)
-    plain, drafting = stand_in(), stand_in(speculates=True)
-    keys = {"gamma": 2, "per_device_train_batch_size": 1, "early_stopping_patience": 2}
-    recipe = served(plain, speculative_url=drafting.url, **keys)
-    assert run(recipe) == 0
-    shown = capsys.readouterr().out
-    assert "9 to train on (" in shown
-    assert "11 of 11 answers made" in shown
-    seen = held_out.read_followed(recipe.folder / held_out.HELD_OUT).measurements
-    best = held_out.best_of(seen)
-    assert f"held-out alpha {best.alpha:.3f} after step {best.step}" in shown
-    curve = read_report(recipe.folder / "report" / "report.json").held_out
-    assert [point.step for point in curve.points] == [measured.step for measured in seen]
-    (kept,) = (point for point in curve.points if point.kept)
-    assert kept.alpha.n == 2
-    assert len(held_out.held_out_answers(recipe.folder)) == 2
-    page = (recipe.folder / "report" / "report.md").read_text()
-    assert "Held-out prompts while it was trained" in page
 
 
 def test_of_a_target_on_the_hub_no_weights_are_fetched(stand_in, served, monkeypatch):
