@@ -4,9 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -28,175 +26,53 @@ from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.engines.server import API_KEY, ServerError
 from eval.reporting.report import read_report
+from tests import fake_vllm
+from tests.fake_vllm import FakeVllm
 
-DRAFTED = 2  # tokens of each block of the one that speculates, beside the target's own
+SPECULATES = {"step": 3, "gamma": 2}
 
 
-class StandIn(ThreadingHTTPServer):
+class StandIn(FakeVllm):
     """Answers with `target` (eval.decoding.target.Target).
 
-    faults: of the next answers, one each: None, a status, (status, headers), "cut" midway
-    through the body, "hang". mangle: changes a completion before it is sent. scaled: log
-    probabilities are taken after the temperature. swap: (number of answers, the model that takes
-    over after them). speculates: has counters, and streams blocks of several tokens. key: what
-    every request has to bring along; a refusal repeats what it brought.
+    scaled: log-probabilities are taken after the temperature. swap: (number of answers, the model
+    that takes over after them).
     """
 
-    daemon_threads = True
-    request_queue_size = 128
-
     def __init__(self, target, **changes):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.target, self.names = target, ["org/target"]
-        self.tokenizer = target.tokenizer
-        self.max_logprobs, self.max_model_len, self.root = 1000, 4096, "/models/target"
-        self.faults, self.mangle, self.scaled, self.speculates = [], None, False, False
-        self.drafts, self.swap, self.key = 0, None, None
-        self.__dict__.update(changes)
-        self.requests, self.lock = [], threading.Lock()
-        threading.Thread(target=self.serve_forever, args=[0.01], daemon=True).start()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_port}"
+        self.target, self.tokenizer, self.scaled, self.swap = target, target.tokenizer, False, None
+        super().__init__(self, **changes)
 
     @property
     def answered(self):
         """How many completions of more than a token were asked for."""
         return sum(path == "/v1/completions" and b["max_tokens"] > 1 for path, b in self.requests)
 
-    def stop(self):
-        self.shutdown()
-        self.server_close()
+    def ids(self, body):
+        return self.tokenizer(body["prompt"])["input_ids"]
 
-    def complete(self, body):
-        """Token ids of the answer, and the raw top log-probabilities [R, C] at each."""
+    def write(self, ids, body):
         if self.swap and self.answered > self.swap[0]:
             self.target = self.swap[1]
-        prompt = body["prompt"]
-        if isinstance(prompt, str):
-            prompt = self.tokenizer(prompt)["input_ids"]
+        answer = self.generate(ids, body)
+        rows = [dict(zip(i.tolist(), p.tolist(), strict=True)) for i, p in answer.captured]
+        stops = {*self.target.stops, *body.get("stop_token_ids", [])}
+        return answer.tokens, rows, "stop" if answer.tokens[-1] in stops else "length"
+
+    def generate(self, ids, body):
+        """The answer with the top log-probabilities at each of its tokens."""
         scale = 1 / body["temperature"] if self.scaled and body["temperature"] else 1
-        count = body.get("logprobs", 1)
         stops = {*self.target.stops, *body.get("stop_token_ids", [])}
         with self.lock:
             (answer,) = generate_batched(
                 self.target.decoder,
-                [prompt],
+                [ids],
                 Decoding(Sampling(body["temperature"]), frozenset(stops), body["max_tokens"]),
                 1,
                 [body["seed"]],
-                Kept(lambda logits: top_logprobs(logits * scale, count)),
+                Kept(lambda logits: top_logprobs(logits * scale, body.get("logprobs", 1))),
             )
-        finish = "stop" if answer.tokens[-1] in stops else "length"
-        return prompt, answer, finish
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    def log_message(self, *args):
-        pass
-
-    def reply(self, content, status=200, headers=(), cut=False):
-        data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
-        self.send_response(status)
-        for name, value in [("Content-Length", str(len(data))), *headers]:
-            self.send_header(name, value)
-        self.end_headers()
-        if cut:
-            self.wfile.write(data[: len(data) // 2])
-            self.close_connection = True
-        else:
-            self.wfile.write(data)
-
-    def refused(self):
-        brought, key = self.headers["Authorization"], self.server.key
-        if key is None or brought == f"Bearer {key}":
-            return False
-        self.reply({"error": f"Unauthorized: {brought}"}, 401)
-        return True
-
-    def do_GET(self):
-        server = self.server
-        if self.refused():
-            return
-        if self.path == "/v1/models":
-            self.reply({"data": [{"id": name, "root": server.root} for name in server.names]})
-        elif self.path == "/metrics" and server.speculates:
-            counts = {"drafts": 1, "draft_tokens": DRAFTED, "accepted_tokens": DRAFTED}
-            self.reply(
-                "".join(
-                    f"vllm:spec_decode_num_{name}_total {server.drafts * each}\n"
-                    for name, each in counts.items()
-                )
-            )
-        else:
-            self.reply({"error": "not found"}, 404)
-
-    def do_POST(self):
-        server = self.server
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server.requests.append((self.path, body))
-        if self.refused():
-            return
-        if self.path != "/v1/completions":
-            return self.reply({"error": "not found"}, 404)
-        if body["model"] not in server.names:
-            return self.reply({"error": f"The model `{body['model']}` does not exist."}, 404)
-        if len(body["prompt"]) + body["max_tokens"] > server.max_model_len:
-            error = f"maximum context length is {server.max_model_len} tokens"
-            return self.reply({"error": error}, 400)
-        if body.get("logprobs", 0) > server.max_logprobs:
-            return self.reply(
-                {"error": f"logprobs {body['logprobs']}, max allowed: {server.max_logprobs}"}, 400
-            )
-        whole = body["max_tokens"] > 1  # and not a witness
-        fault = server.faults.pop(0) if server.faults and whole else None
-        if fault == "hang":
-            time.sleep(5)
-        elif fault not in (None, "cut"):
-            status, headers = fault if isinstance(fault, tuple) else (fault, {})
-            return self.reply({"error": f"fault {status}"}, status, headers.items())
-        prompt, answer, finish = server.complete(body)
-        if body.get("stream"):
-            return self.stream(prompt, answer, finish)
-        choice = {
-            "finish_reason": finish,
-            "token_ids": answer.tokens,
-            "prompt_token_ids": prompt,
-            "logprobs": {
-                "tokens": [f"token_id:{token}" for token in answer.tokens],
-                "top_logprobs": [
-                    {f"token_id:{i}": p for i, p in zip(ids.tolist(), top.tolist(), strict=True)}
-                    for ids, top in answer.captured
-                ],
-            },
-        }
-        sent = {"model": body["model"], "choices": [choice]}
-        if server.mangle is not None:
-            server.mangle(sent)
-        self.reply(sent, cut=fault == "cut")
-
-    def stream(self, prompt, answer, finish):
-        server = self.server
-        self.send_response(200)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        width = 1 + DRAFTED * server.speculates
-        blocks = [answer.tokens[:1]]
-        blocks += [answer.tokens[at : at + width] for at in range(1, len(answer.tokens), width)]
-        server.drafts += server.speculates * (len(blocks) - 1)
-        for block in blocks:
-            self.event({"choices": [{"token_ids": block, "finish_reason": None}]})
-        self.event({"choices": [{"token_ids": [], "finish_reason": finish}]})
-        self.event({"choices": [], "usage": {"prompt_tokens": len(prompt)}})
-        self.wfile.write(b"0\r\n\r\n")
-
-    def event(self, message):
-        data = f"data: {json.dumps(message)}\n\n".encode()
-        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        return answer
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +173,7 @@ def test_greedy_answers_are_those_of_the_weights(stand_in, served, asked, job, t
     assert [answer.index for answer in answers] == list(range(len(made.prompts)))
     assert len({len(answer.response_ids) for answer in answers}) > 1  # some end by themselves
     for answer, prompt in zip(answers, made.prompts, strict=True):  # one alone: bit by bit
-        _, alone, _ = server.complete(made._request().body(prompt))
+        alone = server.generate(prompt, made._request().body(prompt))
         ids, logprobs = map(torch.stack, zip(*alone.captured, strict=True))
         assert answer.response_ids.tolist() == alone.tokens
         assert answer.top_ids.tolist() == ids.tolist()
@@ -322,7 +198,7 @@ def test_a_sampled_answer_depends_on_its_prompt_and_the_seed_alone(stand_in, ser
 
 def test_a_key_opens_the_server_and_is_written_nowhere(stand_in, served, asked, monkeypatch, capfd):
     secret = "sk-a9f3"
-    server, drafting = stand_in(key=secret), stand_in(key=secret, speculates=True)
+    server, drafting = stand_in(key=secret), stand_in(key=secret, **SPECULATES)
     recipe = served(server, speculative_url=drafting.url)
     with pytest.raises(ServerError, match=r"answered 401.*set DRAFTSMITH_API_KEY to a key"):
         asked(recipe)
@@ -549,13 +425,13 @@ def test_what_goes_wrong_midway_is_not_mixed_in(stand_in, served, asked, apart, 
 
 
 def test_a_key_that_stands_twice_is_refused(stand_in, served, asked, monkeypatch):
-    reply = Handler.reply
+    reply = fake_vllm._Handler.reply
 
     def twice(handler, content, *others, **more):
         text = re.sub(r'("token_id:\d+": )', r"\1-1, \1", json.dumps(content))
         reply(handler, text, *others, **more)
 
-    monkeypatch.setattr(Handler, "reply", twice)
+    monkeypatch.setattr(fake_vllm._Handler, "reply", twice)
     with pytest.raises(ServerError, match="has a key twice"):
         asked(served(stand_in()))
 
@@ -636,11 +512,11 @@ def test_a_run_ends_in_a_draft_then_in_a_report_and_never_sees_the_weights(
         raise AssertionError("it was made already")
 
     monkeypatch.setattr(train, "distil_draft", never)
-    down = stand_in(speculates=True)
+    down = stand_in(**SPECULATES)
     down.stop()
     with pytest.raises(ServerError, match=r"(?s)cannot be reached.*is made, and kept.*vllm"):
         run(served(plain, speculative_url=down.url))
-    assert run(served(plain, speculative_url=stand_in(speculates=True).url)) == 0
+    assert run(served(plain, speculative_url=stand_in(**SPECULATES).url)) == 0
     report = read_report(folder / "report" / "report.json")
     assert report.target == recipe.target
     assert report.engine == "vllm"
@@ -671,7 +547,7 @@ def test_of_a_target_on_the_hub_no_weights_are_fetched(stand_in, served, monkeyp
 def test_a_server_that_fails_while_it_is_measured_leaves_what_was_measured(
     stand_in, served, capsys
 ):
-    plain, drafting = stand_in(), stand_in(speculates=True)
+    plain, drafting = stand_in(), stand_in(**SPECULATES)
     drafting.faults = [None, None, 500]  # after the warm-up and a prompt
     recipe = served(plain, speculative_url=drafting.url)
     with pytest.raises(ServerError, match="measured in part only, after 1 of 3 prompts"):
