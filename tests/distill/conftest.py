@@ -1,20 +1,48 @@
-"""A pair of models of a few kilobytes, and recipes for them."""
+"""A pair of models of a few kilobytes, recipes for them, and their finished runs."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
+from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from distill.prepare import PreparedDraft
 from distill.recipe import build_recipe
+from distill.train import run
 from distill.trainer import build_trainer
-from tests.conftest import cache_without_answers
+from tests.conftest import WORKER, cache_without_answers
 
 WORDS = "the cat sat on a mat and the dog ran to the red barn while rain fell on old stones"
 TEXTS = [" ".join(WORDS.split()[i:] + WORDS.split()[:i]) for i in range(18)]
+
+TOKENS, ROWS = 300, 304  # of the tokenizer, and of a head with room for a mask
+ONE_LAYER = {"draft": None, "num_draft_layers": 1}
+TRIMMED = ONE_LAYER | {"draft_vocab_size": 270}
+LORA = {"use_peft": True, "lora_r": 4}
+PARD = {"drafter": "pard", "max_gamma": 3, "target": "roomy"}
+# One run of each kind of draft, and of each way onto the target's ids: keys of its recipe
+RUNS = {
+    "transplant": {"draft": "draft"},
+    "remap": {"draft": "moved"},
+    "padded": {"draft": "small", "target": "large"},
+    "padded before": {"draft": "large", "target": "small"},
+    "padded lora": {"draft": "small", "target": "large"} | LORA,
+    "pruned": ONE_LAYER,
+    "trimmed": TRIMMED,
+    "trimmed lora": TRIMMED | LORA,
+    "eagle3": TRIMMED | {"drafter": "eagle3"},
+    "eagle3 bf16": TRIMMED | {"drafter": "eagle3", "dtype": "bfloat16"},  # drafts in eight bits
+    "medusa": TRIMMED | {"drafter": "medusa", "max_gamma": 3},
+    "whole medusa": ONE_LAYER | {"drafter": "medusa", "max_steps": 5},  # to be tuned further
+    "pard sibling": {"draft": "target"} | PARD,
+    "pard lora": {"draft": "target"} | PARD | LORA,
+    "pard pruned": ONE_LAYER | PARD,
+    "pard trimmed": ONE_LAYER | PARD | {"draft_vocab_size": 290},
+}
 
 
 def tokenizer(texts, size, end):
@@ -44,35 +72,79 @@ def texts():
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory, tiny_llama):
-    """target/, draft/ with other tokens, moved/ with the target's in another order, and prompts."""
-    folder = tmp_path_factory.mktemp("pair")
-    for name, texts, size, end in (
-        ("target", TEXTS, 300, "</s>"),
-        ("draft", [t[::2] for t in TEXTS] + TEXTS[:1], 290, "<|end|>"),
+def shared(tmp_path_factory):
+    """shared(name, make): a folder that every worker has; the first that asks makes it."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if WORKER else base) / "shared"
+    root.mkdir(exist_ok=True)
+
+    def made(name, make):
+        with FileLock(root / f"{name}.lock"):
+            if not (root / f"{name}.made").exists():
+                make(root / name)
+                (root / f"{name}.made").touch()
+        return root / name
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def folder(shared, tiny_llama):
+    """Models, each with its tokenizer, and prompts.
+
+    target/ and roomy/, which has rows behind its last token; draft/ with other tokens; moved/ with
+    the target's in another order; small/ and large/ with padded heads.
+    """
+    return shared("pair", lambda made: make_models(made, tiny_llama))
+
+
+def make_models(folder, tiny_llama):
+    from tests.siblings import LARGE, SMALL, save_sibling  # which imports this module
+
+    save_sibling(folder / "small", SMALL, 0)
+    save_sibling(folder / "large", LARGE, 1)
+    for name, seed, texts, rows, end in (
+        ("target", 6, TEXTS, TOKENS, "</s>"),
+        ("draft", 5, [t[::2] for t in TEXTS] + TEXTS[:1], 290, "<|end|>"),
+        ("roomy", 5, TEXTS, ROWS, "</s>"),
     ):
-        words = tokenizer(texts, size, end)
+        words = tokenizer(texts, min(rows, TOKENS), end)
         words.save_pretrained(folder / name)
-        model = tiny_llama(len(name), spread=3, vocab_size=len(words), eos_token_id=0)
+        model = tiny_llama(seed, spread=3, vocab_size=rows, eos_token_id=0)
         with torch.no_grad():
             model.lm_head.weight.mul_(8)  # sure of itself, so that there is something to learn
         model.generation_config.eos_token_id = 0
         model.save_pretrained(folder / name)
-    words = PreTrainedTokenizerFast.from_pretrained(folder / "target")
-    backend = json.loads(words.backend_tokenizer.to_str())
+    backend = json.loads((folder / "target" / "tokenizer.json").read_text())
     vocabulary = backend["model"]["vocab"]
     size = len(vocabulary)
     turned = {token: i if i == 0 else size - i for token, i in vocabulary.items()}
     backend["model"]["vocab"] = turned
-    (folder / "moved").mkdir()
-    for path in (folder / "target").iterdir():
-        (folder / "moved" / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(folder / "target", folder / "moved")
     (folder / "moved" / "tokenizer.json").write_text(json.dumps(backend))
     for name, count in (("train", 12), ("eval", 6)):
         start = 0 if name == "train" else 12
         rows = [{"prompt": " ".join(t.split()[:6])} for t in TEXTS[start : start + count]]
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return folder
+
+
+@pytest.fixture(scope="session")
+def finished(shared, folder, job, tmp_path_factory):
+    """finished(name): the recipe of a finished run of RUNS, not to be written to."""
+    cache = cache_without_answers(tmp_path_factory.mktemp("cache"))
+
+    def recipe(name):
+        keys = RUNS[name]
+        models = {key: str(folder / keys[key]) for key in ("target", "draft") if keys.get(key)}
+
+        def make(output):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("DRAFTSMITH_CACHE", cache)
+                assert run(job(output, **keys | models)) == 0
+
+        return job(shared(name.replace(" ", "-"), make), **keys | models)
+
+    return recipe
 
 
 @pytest.fixture(scope="session")

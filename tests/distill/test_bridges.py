@@ -7,10 +7,16 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    PreTrainedTokenizerFast,
+)
 
 from align.check import check_pair
-from align.sources import load_model
+from align.sources import load_model, read_json
 from align.vocab_map import VOCAB_MAP, MapError, Retokenizer, build_map
 from align.vocabulary import read_vocabulary
 from distill.models import check_models, load_target
@@ -26,6 +32,7 @@ from eval.decoding.lean import LeanDecoder
 from eval.decoding.target import load_target as load_any_target
 from eval.reporting.report import read_report
 from eval.run import main
+from tests.distill.conftest import TOKENS
 
 
 def run_it(recipe):
@@ -44,51 +51,56 @@ def answered(recipe):
     )
 
 
-@pytest.mark.parametrize(
-    ("draft", "asked", "used"),
-    [
-        ("draft", "auto", "transplant"),
-        ("draft", "intersection", "intersection"),
-        ("moved", "auto", "remap"),
-    ],
-)
-def test_a_draft_of_another_tokenizer_is_tuned(folder, job, tmp_path, draft, asked, used):
-    recipe = job(tmp_path / "run", draft=str(folder / draft), strategy=asked)
-    report = run_it(recipe)
-    pair = check_models(recipe)
-    assert pair.strategy == used
-    blocks = report["drafts"]
-    assert blocks["untuned"]["vocabulary"]["strategy"] == used
-    # the tuned draft has the target's ids, unless it drafts by map
-    expected = "intersection" if used == "intersection" else "direct"
-    assert blocks["tuned"]["vocabulary"]["strategy"] == expected
-    assert all(block["lossless"]["unexplained"] == 0 for block in blocks.values())
-    assert all(block["lossless"]["identical"] == 3 for block in blocks.values())
-    assert blocks["tuned"]["alpha"]["mean"] > blocks["untuned"]["alpha"]["mean"]
+@pytest.mark.parametrize("used", ["transplant", "remap"])
+def test_a_draft_of_another_tokenizer_is_tuned(finished, used):
+    recipe = finished(used)
+    drafts = read_report(recipe.folder / "report" / "report.json").drafts
+    assert drafts["untuned"].vocabulary.strategy == used
+    assert drafts["tuned"].vocabulary.strategy == "direct"  # it has the target's ids
+    assert drafts["tuned"].alpha.mean > drafts["untuned"].alpha.mean
     assert (recipe.folder / VOCAB_MAP).is_file()
-    written = check_pair(recipe.target, str(recipe.folder / "draft"))
-    assert written.relation == ("intersection" if used == "intersection" else "identical")
+    assert check_pair(recipe.target, str(recipe.folder / "draft")).relation == "identical"
+    assert read_json(recipe.folder / "vocab_check.json")["used"] == used
     # an embedding apart from the head is trained only where it has rows that never were
     before, after = (
         load_model(str(spec), torch.float32).get_input_embeddings().weight
         for spec in (recipe.draft, recipe.folder / "draft")
     )
-    if used == "intersection":
-        assert after.equal(before)
-    else:
-        mapped = pair.vocab_map.mapped
-        same = after[pair.vocab_map.to_target[mapped]].equal(before[mapped])
-        assert same == (used == "remap")
-    saved = json.loads((recipe.folder / "vocab_check.json").read_text())
-    assert saved["used"] == used
-    # measured again, the untuned draft is bridged as it was
-    assert main(["--run", str(recipe.folder), "--gamma", "1", "--output_dir", str(tmp_path)]) == 0
-    report = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert report["prompts"]["overlap_with_training"] == 0  # the run knows
-    again = report["drafts"]
-    for name in ("untuned", "tuned"):
-        assert again[name]["vocabulary"] == blocks[name]["vocabulary"]
-        assert again[name]["alpha"] == blocks[name]["alpha"]
+    vocab_map = check_models(recipe).vocab_map
+    mapped = vocab_map.mapped
+    same = after[vocab_map.to_target[mapped]].equal(before[mapped])
+    assert same == (used == "remap")
+
+
+@pytest.mark.parametrize("name", ["padded", "padded before", "padded lora"])
+def test_a_draft_with_a_padded_head_is_exported_in_the_targets_size(finished, texts, name):
+    recipe = finished(name)
+    drafts = read_report(recipe.folder / "report" / "report.json").drafts
+    assert drafts["untuned"].vocabulary.strategy == "padded"
+    assert drafts["tuned"].vocabulary.strategy == "direct"
+    verdict = check_pair(recipe.target, str(recipe.folder / "draft"))
+    assert verdict.relation == "identical"
+    assert {engine.works for engine in verdict.engines} == {"yes"}
+    assert not any(finding.code in ("TOK-001", "TOK-002") for finding in verdict.findings)
+    before, draft, target = (
+        AutoModelForCausalLM.from_pretrained(spec)
+        for spec in (recipe.draft, recipe.folder / "draft", recipe.target)
+    )
+    trained = [model.model.layers[0].mlp.up_proj.weight for model in (before, draft)]
+    assert not trained[0].equal(trained[1])
+    sizes = [
+        (m.config.vocab_size, len(m.lm_head.weight), len(m.get_input_embeddings().weight))
+        for m in (draft, target)
+    ]
+    assert sizes[0] == sizes[1]
+    tokenizer = AutoTokenizer.from_pretrained(recipe.folder / "draft")
+    inputs = tokenizer(texts[3], return_tensors="pt").input_ids
+    with torch.no_grad():
+        q = draft(inputs).logits.softmax(-1)
+    assert float(q[..., TOKENS:].sum(-1).max()) < 1e-3
+    how = {"attention_mask": torch.ones_like(inputs), "max_new_tokens": 24, "do_sample": False}
+    plain = target.generate(inputs, **how)
+    assert target.generate(inputs, assistant_model=draft, **how).equal(plain)
 
 
 def test_a_gemma_target_with_a_llama_draft(folder, job, tmp_path):
@@ -126,14 +138,6 @@ def test_a_gemma_target_with_a_llama_draft(folder, job, tmp_path):
     assert blocks["tuned"]["vocabulary"]["relation"] == "identical"  # padding rows included
     saved = load_model(str(tmp_path / "run" / "draft"), torch.float32)
     assert saved.get_output_embeddings().weight.shape[0] == len(words) + 4
-
-
-@pytest.mark.parametrize(
-    "changes", [{}, {"draft": None, "num_draft_layers": 1, "draft_vocab_size": 270}]
-)
-def test_a_dry_run_prices_a_draft_and_writes_nothing(job, tmp_path, changes):
-    assert run(job(tmp_path / "run", dry_run=True, **changes)) in (0, 1)
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_coverage_curve_is_printed(job, tmp_path, capsys):

@@ -18,7 +18,7 @@ from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer
 from eval.prompts import Prompt
 from tests.distill.conftest import TEXTS
-from tests.distill.test_warm_start import KIND_OF, publish
+from tests.distill.drafters.test_published import KIND_OF, publish
 from tests.siblings import LARGE, SMALL, save_sibling
 
 pytestmark = pytest.mark.real

@@ -4,9 +4,7 @@ import itertools
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from align.sources import read_json
 from distill.drafters import eagle3 as training
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters import eagle3
@@ -204,22 +202,6 @@ def test_sampled_batches_keep_the_targets_distribution(tiny_llama, monkeypatch):
     )
 
 
-def test_training_attends_some_pairs_at_a_time_with_the_same_gradients(target, monkeypatch):
-    ids = torch.tensor([row * 8 for row in ([3, 1, 4, 1], [2, 6, 5, 3])])
-    states = torch.randn(2, 32, len(LAYERS), SIZE)
-
-    def learnt(scores):
-        monkeypatch.setattr(training, "SCORES", scores)
-        model = made_eagle3(target)
-        training.divide_states(model, torch.ones(len(LAYERS)))
-        read = torch.stack(list(training.unrolled(model, ids, states, 3)))
-        weights = [w for name, w in model.named_parameters() if "self_attn" in name or "fc" in name]
-        return read, torch.autograd.grad(read.square().sum(), weights)
-
-    whole, pieces = learnt(2**20), learnt(2 * 31 * 5)
-    torch.testing.assert_close(pieces, whole, rtol=1e-3, atol=1e-4)
-
-
 def test_a_long_prompt_is_read_in_pieces(target, draft, serial, monkeypatch):
     whole = known(target, [*ROWS[0], *serial[0]], LAYERS)
     hidden = draft().fused(whole)
@@ -236,19 +218,3 @@ def test_a_step_can_be_timed_and_probed(draft):
     assert drafter.probe([1, 2, 3]).isfinite().all()
     assert drafter.bytes > 0
     assert drafter.kv_bytes_per_token > 0
-
-
-def test_the_export_names_its_targets_class(target, tmp_path):
-    shape = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
-    model = Qwen2ForCausalLM(
-        Qwen2Config(vocab_size=VOCAB, num_hidden_layers=1, intermediate_size=8, **shape)
-    )
-    model.save_pretrained(tmp_path / "target")
-    (tmp_path / "draft").mkdir()
-    embedding = target.model.get_input_embeddings().weight.detach()
-    model = made_eagle3(target)
-    training.divide_states(model, torch.ones(len(LAYERS)))
-    training.KIND.save(tmp_path / "draft", model, None, embedding, str(tmp_path / "target"))
-    about = read_json(tmp_path / "draft" / "config.json")
-    assert about["speculators_config"]["verifier"]["architectures"] == ["Qwen2ForCausalLM"]
-    assert about["transformer_layer_config"]["architectures"] == ["LlamaForCausalLM"]

@@ -4,14 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from distill.drafters.medusa import KIND
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.drafter import Texts
 from eval.decoding.drafters.lookup import lookup_first
 from eval.decoding.drafters.medusa import (
-    MedusaConfig,
     MedusaDrafter,
-    MedusaModel,
     MedusaSession,
 )
 from eval.decoding.forward import KVCache
@@ -173,23 +170,3 @@ def test_sampled_tokens_have_the_targets_distribution(tiny, monkeypatch, length)
     target, draft = build_decoder(model, 40), medusa(vocab, model.lm_head.weight.detach())
     how = Decoding(Sampling(1.5, top_k=2), NEVER, 4)
     assert_exact(played(monkeypatch), target, draft, [[1, 2], [3, 3, 3]], how, length)
-
-
-def test_heads_are_read_as_they_were_saved_and_by_no_other_target(tmp_path):
-    kept = torch.arange(0, VOCAB, 2)
-    model = MedusaModel(
-        MedusaConfig(
-            hidden_size=SIZE,
-            vocab_size=VOCAB,
-            num_heads=3,
-            truncated_vocab_size=len(kept),
-        )
-    )
-    embedding = torch.randn(VOCAB, SIZE)
-    KIND.save(tmp_path, model, kept, embedding, "a target")
-    found, ids = KIND.load(tmp_path, embedding)
-    assert torch.equal(ids, kept)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(found.state_dict()[name], tensor)
-    with pytest.raises(ValueError, match="was made for another target"):
-        KIND.load(tmp_path, embedding + 1)

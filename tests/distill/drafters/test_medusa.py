@@ -1,17 +1,16 @@
-"""Heads on the target's last state: what they learn from, their fit, a run to its report."""
-
-import json
+"""Medusa heads as they are trained: what they learn from, their fit, their export."""
 
 import pytest
 import torch
 
+from align.sources import read_json
 from distill.drafters import medusa
 from distill.drafters.initialisation import AnsweredText
 from distill.drafters.medusa import fit_heads
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl, head_loss
-from distill.train import run
 from eval.decoding.drafters.medusa import MedusaConfig, MedusaModel
+from eval.reporting.report import read_report
 
 VOCAB, SIZE, WIDTH, HEADS = 61, 32, 9, 3
 # two answers: of a prompt of 3 tokens and a response of 5, and of 2 and 7
@@ -101,17 +100,22 @@ def test_the_fit_is_near_the_least_squares_that_blocks_cannot_be():
         assert untrained.float().mean() < 0.3
 
 
-MEDUSA = {"draft": None, "drafter": "medusa", "draft_vocab_size": 270}
+def test_heads_are_read_as_they_were_saved_and_by_no_other_target(tmp_path):
+    model, embedding = heads(), torch.randn(VOCAB, SIZE)
+    medusa.KIND.save(tmp_path, model, KEPT, embedding, "a target")
+    found, ids = medusa.KIND.load(tmp_path, embedding)
+    assert torch.equal(ids, KEPT)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor)
+    with pytest.raises(ValueError, match="was made for another target"):
+        medusa.KIND.load(tmp_path, embedding + 1)
 
 
-def test_a_run_makes_and_measures_it(job, tmp_path):
-    recipe = job(tmp_path / "run", **MEDUSA, max_gamma=3)
-    assert run(recipe) == 0
-    report = json.loads((recipe.folder / "report" / "report.json").read_text())
-    for name in ("untuned", "tuned"):
-        draft = report["drafts"][name]
-        assert draft["lossless"]["unexplained"] == 0
-        assert draft["memory"]["kv_bytes_per_token"]["draft"] == 0
-    about = json.loads((recipe.folder / "draft" / "config.json").read_text())
+def test_the_export_has_the_names_that_engines_load(finished):
+    recipe = finished("medusa")
+    about = read_json(recipe.folder / "draft" / "config.json")
     assert about["architectures"] == ["MedusaModel"]
     assert (about["num_heads"], about["truncated_vocab_size"]) == (3, 270)
+    for draft in read_report(recipe.folder / "report" / "report.json").drafts.values():
+        if draft.path and "lookup" not in draft.path:
+            assert draft.memory.kv_bytes_per_token.draft == 0

@@ -12,7 +12,6 @@ from distill.models import of_published
 from distill.train import run
 from eval.decoding.drafters import eagle3, medusa
 from eval.reporting.report import read_report
-from tests.distill.test_state_drafts import MADE
 
 KIND_OF = {"speculators": "eagle3", "eagle": "eagle3", "medusa": "medusa"}  # by layout
 
@@ -36,16 +35,13 @@ def publish(draft, folder, layout):
 
 
 @pytest.fixture(scope="module")
-def published(job, tmp_path_factory):
+def published(finished, tmp_path_factory):
     """Folders by layout, and the alpha that each draft was left with."""
     root, alphas = tmp_path_factory.mktemp("published"), {}
-    for kind, size in (("eagle3", 270), ("medusa", None)):
-        keys = MADE | {"draft_vocab_size": size, "drafter": kind, "max_steps": 5}
-        assert run(job(root / "runs" / kind, **keys)) == 0
-        report = read_report(root / "runs" / kind / "report" / "report.json")
-        alphas |= {layout: report.tuned[1].alpha for layout, of in KIND_OF.items() if of == kind}
     for layout, kind in KIND_OF.items():
-        publish(root / "runs" / kind / "draft", root / layout, layout)
+        made = finished("whole medusa" if kind == "medusa" else "eagle3").folder
+        publish(made / "draft", root / layout, layout)
+        alphas[layout] = read_report(made / "report" / "report.json").drafts["tuned"].alpha
     return root, alphas
 
 

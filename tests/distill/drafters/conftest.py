@@ -1,0 +1,64 @@
+"""A target of a few kilobytes, and untrained drafts of it."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from align.sources import read_json
+from distill.drafters.kind import Start, kinds
+from eval.decoding.build import build_decoder
+from eval.decoding.target import Target
+
+VOCAB, SIZE, MASK = 61, 24, 60
+
+
+@pytest.fixture(scope="session")
+def target(tiny_llama):
+    # of a size that no kernel for eight bits takes: all is exact in fp32
+    shape = {"hidden_size": SIZE, "intermediate_size": 40, "num_hidden_layers": 3}
+    model = tiny_llama(0, 4, vocab_size=VOCAB, num_key_value_heads=2, **shape)
+    return Target("tiny", model, None, build_decoder(model, 120), frozenset({VOCAB + 1}))
+
+
+@pytest.fixture(scope="session")
+def random_draft(target):
+    """random_draft(name, token_ids, layers): a draft of that kind with random matrices."""
+
+    def make(name, token_ids=None, layers=None):
+        kind = kinds()[name]
+        read = layers or kind.target_layers(target.model.config.to_dict())
+        model = kind.start(Start(target, token_ids, [], 1, 3, read, MASK)).model.float()
+        torch.manual_seed(2)
+        with torch.no_grad():
+            for weight in (p for p in model.parameters() if p.requires_grad and p.ndim > 1):
+                weight.normal_(std=0.3)
+        return model
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def states(target):
+    """states(ids, layers): the target's states at these ids, by layer."""
+
+    def read(ids, layers):
+        found = dict.fromkeys(layers)
+        cache = target.decoder.new_cache(1, len(ids))
+        target.decoder.forward(torch.tensor([ids]), 0, cache, states=found)
+        return found
+
+    return read
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """copied(folder, changes, name): a copy of the folder with other keys in that file."""
+
+    def make(folder, changes=None, name="config.json"):
+        path = shutil.copytree(folder, tmp_path / "copy") / name
+        path.write_text(json.dumps(read_json(path) | (changes or {})))
+        return tmp_path / "copy"
+
+    return make

@@ -1,0 +1,13 @@
+"""A kind of draft that the toolkit does not know, as it is trained: one Medusa head."""
+
+import dataclasses
+
+from distill.drafters.medusa import Medusa
+
+
+class OneHead(Medusa):
+    def start(self, start):
+        return super().start(dataclasses.replace(start, max_gamma=1))
+
+
+KIND = OneHead()

@@ -1,0 +1,69 @@
+"""What every finished run keeps, of each kind of draft and each way onto the target's ids."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+
+from align.sources import read_json
+from distill.train import run
+from eval.reporting.report import read_report
+from eval.run import main
+from tests.distill.conftest import RUNS
+
+FILES = [
+    *("recipe.yaml", "provenance.json", "vocab_check.json", "report/report.md"),
+    *("report/report.html", "draft/config.json", "draft/model.safetensors", "draft/tokenizer.json"),
+    "draft/README.md",
+]
+
+
+@pytest.fixture(params=RUNS)
+def recipe(finished, request):
+    return finished(request.param)
+
+
+def drafts_of(folder):
+    return read_report(folder / "report" / "report.json").drafts
+
+
+def test_it_is_lossless(recipe):
+    drafts = drafts_of(recipe.folder)
+    for draft in (drafts["untuned"], drafts["tuned"]):
+        assert draft.lossless.unexplained == 0
+        assert draft.lossless.identical + draft.lossless.tie_divergences == 3
+
+
+def test_it_leaves_what_is_promised(recipe):
+    assert [name for name in FILES if not (recipe.folder / name).is_file()] == []
+    pruned = recipe.draft is None and recipe.kind.language_model
+    assert (recipe.folder / "draft" / "compact" / "compact.json").is_file() == pruned
+    if recipe.kind.language_model:  # engines load it over the target's whole vocabulary
+        draft, target = (
+            read_json(Path(folder) / "config.json")
+            for folder in (recipe.folder / "draft", recipe.target)
+        )
+        assert draft["vocab_size"] == target["vocab_size"]
+
+
+def test_measured_again_it_has_the_same_acceptance_rate(recipe, tmp_path):
+    given = ["--run", str(recipe.folder), "--gamma", "1", "--output_dir", str(tmp_path)]
+    assert main(given) == 0
+    again, drafts = drafts_of(tmp_path), drafts_of(recipe.folder)
+    for name in ("untuned", "tuned"):
+        assert again[name].alpha == drafts[name].alpha
+        assert again[name].vocabulary == drafts[name].vocabulary
+    report = read_json(tmp_path / "report" / "report.json")
+    assert report["prompts"]["overlap_with_training"] == 0  # the run knows
+
+
+def test_started_again_it_trains_nothing(recipe, tmp_path):
+    folder = shutil.copytree(recipe.folder, tmp_path / "run")
+    again = dataclasses.replace(recipe, output_dir=str(folder))
+    shutil.rmtree(folder / "report")
+    weights = folder / "draft" / "model.safetensors"
+    written = weights.stat().st_mtime_ns
+    assert run(again) == 0
+    assert weights.stat().st_mtime_ns == written
+    assert drafts_of(folder)["tuned"].alpha == drafts_of(recipe.folder)["tuned"].alpha
