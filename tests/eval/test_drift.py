@@ -1,8 +1,8 @@
 """The command for a cron job: what it says, what it returns, and what it keeps."""
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from eval.engines.counters import read_requests
 from eval.measuring.intervals import measure, share
 from eval.reporting.report import Counters, build_report, write_report
 from tests.eval.engines.test_counters import page
+from tests.fake_vllm import FakeVllm
 
 REAL = Path(__file__).parent / "engines"
 SHARES = (0.6, 0.36, 0.22)
@@ -37,23 +38,10 @@ def traffic(tmp_path):
 
 @pytest.fixture
 def server():
-    """A server whose /metrics is `server.text`."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *args):
-            pass
-
-        def do_GET(self):
-            self.send_response(200 if self.path == "/metrics" else 404)
-            self.end_headers()
-            self.wfile.write(self.server.text.encode())
-
-    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=made.serve_forever, args=[0.01], daemon=True).start()
-    made.url = f"http://127.0.0.1:{made.server_port}"
+    """A server whose /metrics is `server.metrics`."""
+    made = FakeVllm()
     yield made
-    made.shutdown()
-    made.server_close()
+    made.stop()
 
 
 def drift(report, metrics, *more):
@@ -134,26 +122,26 @@ def test_a_category_that_moved(report, tmp_path, capsys):
 def test_a_server_since_the_last_call(report, server, tmp_path, capsys):
     last = tmp_path / "last.prom"
     before = (4000, 2400, 1440, 880)
-    server.text = page(0, *before) + "vllm:num_requests_running 0.0\n"
+    server.metrics = page(0, *before) + "vllm:num_requests_running 0.0\n"
     for address in (server.url, f"{server.url}/metrics", f"{server.url}/v1/"):
         assert drift(report, address) == 0
     assert not last.exists()
     assert drift(report, server.url, "--since", last) == 0  # all since the server's start
     assert last.read_text() == page(0, *before)
     # an hour of other texts, which all that was served before would hide
-    server.text = page(0, *(a + b for a, b in zip(before, (600, 120, 20, 4), strict=True)))
+    server.metrics = page(0, *(a + b for a, b in zip(before, (600, 120, 20, 4), strict=True)))
     assert drift(report, server.url) != 1
     assert drift(report, server.url, "--since", last) == 1
-    assert last.read_text() == server.text
+    assert last.read_text() == server.metrics
     # a quiet hour is kept for the next one
-    kept, server.text = last.read_text(), page(0, 4700, 2580, 1496, 906)
+    kept, server.metrics = last.read_text(), page(0, 4700, 2580, 1496, 906)
     assert drift(report, server.url, "--since", last) == 2
     assert "too few drafts" in capsys.readouterr().err
     assert last.read_text() == kept
-    server.text = page(0, 5000, 2760, 1604, 972)
+    server.metrics = page(0, 5000, 2760, 1604, 972)
     assert drift(report, server.url, "--since", last) == 0
     # started anew, with fewer than before
-    server.text = page(0, 1000, 600, 360, 220)
+    server.metrics = page(0, 1000, 600, 360, 220)
     assert drift(report, server.url, "--since", last) == 0
 
 
@@ -171,7 +159,7 @@ def test_input_of_no_use(report, traffic, tmp_path, server, capsys):
     refused("cannot be read as text", report, "--metrics", tmp_path / "no.prom")
     refused("cannot be read as text", report, "--metrics", now, "--since", tmp_path / "no.prom")
     refused("cannot be reached", report, "--metrics", "http://127.0.0.1:9")
-    server.text = "vllm:num_requests_running 0.0\n"
+    server.metrics = "vllm:num_requests_running 0.0\n"
     refused("the server has no draft", report, "--metrics", server.url)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     refused("cannot be read as text", report, "--metrics", tmp_path / "binary")
@@ -182,3 +170,11 @@ def test_input_of_no_use(report, traffic, tmp_path, server, capsys):
         main([report])
     assert ended.value.code == 2
     assert "--metrics is required" in capsys.readouterr().err
+
+
+def test_counters_and_the_client_of_a_server_need_no_torch():
+    """The command runs every hour beside a server, on a machine that has no training stack."""
+    code = (
+        "import sys, eval.engines.counters, eval.engines.server; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -115,18 +115,22 @@ def test_servers_that_run_one_at_a_time_are_judged_alike(fake, draft):
 
 
 @pytest.mark.parametrize("order", [take_turns, there_and_back])
-def test_texts_that_the_baseline_cannot_judge_any_more_are_not_excused(fake, order):
-    """It fails midway, and then refuses to read as well."""
+@pytest.mark.parametrize("down", [False, True])
+def test_texts_from_before_a_failure_of_the_baseline_are_judged(fake, order, down):
+    """It refuses a prompt and goes on; or it fails for good, and then excuses no text."""
     servers = fake(1, Served("blocks of 1", Model())), fake(3, Served("blocks of 3", Model()))
-    servers[0].refuses_after = 5
+    if down:
+        servers[0].refuses_after = 5
+    else:
+        servers[0].faults = [*[None] * 5, 400]
     starts = [partial(nullcontext, VllmServer(server.url, 5.0)) for server in servers]
     comparison = Comparison(starts, PROMPTS, Decoding(Sampling(), frozenset(), LENGTH), [])
     comparison.run(order)
     assert len(comparison.pairs(1)) == 5
     entries = comparison.divergent(1)
     assert len(entries) >= 3
-    assert not any(entry["tie"] for entry in entries)
-    assert all("not explained: " in entry["why"] for entry in entries)
+    assert {entry["tie"] for entry in entries} == {not down}
+    assert all(("not explained: " in entry["why"]) == down for entry in entries)
 
 
 def test_near_ties_that_rounding_flips_are_the_same_text(texts):
