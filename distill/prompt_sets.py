@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -47,6 +47,8 @@ PROMPTS = "prompts"  # in a run's folder: the prompts as they were asked
 OVERLAP = "overlap.json"
 HELD_OUT_PART = 20  # one in so many training prompts is held out at most
 HELD_OUT_FEWEST = 8  # the acceptance rate on fewer prompts says little
+
+Rendering = Callable[[list[Prompt]], PromptSet]
 
 
 @dataclass(frozen=True)
@@ -88,46 +90,17 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
         )
         return render_set(source, asked, tokenizer, room, new_tokens, lengths)
 
-    folder = recipe.folder / PROMPTS
-    if not recipe.dry_run and from_first(folder.is_dir()):
-        print(f"prompts: those in {folder}, with which the run began")
-        overlap = Overlap(**read_json(folder / OVERLAP))
-        sets = Prompts(
-            training(load_prompts(str(folder / "train.jsonl"))),
-            training(load_prompts(str(folder / "tuning.jsonl"))),
-            evaluation(load_prompts(str(folder / "eval.jsonl"))),
-            overlap,
-            training(
-                load_prompts(str(path)) if (path := folder / "held_out.jsonl").exists() else []
-            ),
-        )
+    if not recipe.dry_run and from_first((recipe.folder / PROMPTS).is_dir()):
+        sets = _kept(recipe.folder / PROMPTS, training, evaluation)
     else:
-        chosen = evaluation_prompts(recipe.eval_prompts, recipe.max_eval_prompts, recipe.seed)
-        measured = evaluation(chosen)
-        fitting = {prompt.id for prompt in measured.prompts}
-        limit = recipe.max_train_prompts + recipe.tuning_prompts
-        prompts, overlap = training_prompts(
-            recipe.train_prompts,
-            [prompt for prompt in chosen if prompt.id in fitting],
-            limit,
-            recipe.seed,
-        )
-        pool = training(prompts)
-        tuning, others = pool.first(recipe.tuning_prompts), pool.after(recipe.tuning_prompts)
-        if not others.prompts:
-            raise PromptError(
-                f"{len(pool.prompts)} training prompts are not enough to set "
-                f"{recipe.tuning_prompts} aside for choosing the draft length; give more prompts "
-                "or lower tuning_prompts."
-            )
-        held_out, trained = _held_out(recipe, prompts, others)
-        sets = Prompts(trained, tuning, measured, overlap, held_out)
-    sets = replace(sets, evaluation=replace(sets.evaluation, overlap=overlap.exact + overlap.near))
+        sets = _chosen(recipe, training, evaluation)
+    near = sets.overlap.exact + sets.overlap.near
+    sets = replace(sets, evaluation=replace(sets.evaluation, overlap=near))
     print(
         f"prompts: {len(sets.training.ids)} to train on "
         f"({sum(map(len, sets.training.ids))} tokens), {len(sets.held_out.ids)} held out, "
         f"{len(sets.tuning.ids)} to choose the draft length, {len(sets.evaluation.ids)} to "
-        f"evaluate\nprompts: {overlap.dropped} dropped as near-duplicates"
+        f"evaluate\nprompts: {sets.overlap.dropped} dropped as near-duplicates"
     )
     timed = sets.evaluation.drawn(recipe.speed_prompts, recipe.seed).prompts
     groups = len({(prompt.group, prompt.group or prompt.id) for prompt in timed})
@@ -137,6 +110,39 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
             f"{FEWEST_CLUSTERS}: give more (max_eval_prompts, speed_prompts), of more groups."
         )
     return sets
+
+
+def _kept(folder: Path, training: Rendering, evaluation: Rendering) -> Prompts:
+    """The prompts that `keep_prompts` has left in a run's folder."""
+    print(f"prompts: those in {folder}, with which the run began")
+    held_out = folder / "held_out.jsonl"
+    return Prompts(
+        training(load_prompts(str(folder / "train.jsonl"))),
+        training(load_prompts(str(folder / "tuning.jsonl"))),
+        evaluation(load_prompts(str(folder / "eval.jsonl"))),
+        Overlap(**read_json(folder / OVERLAP)),
+        training(load_prompts(str(held_out)) if held_out.exists() else []),
+    )
+
+
+def _chosen(recipe: Recipe, training: Rendering, evaluation: Rendering) -> Prompts:
+    """The prompts that a recipe draws from its sources."""
+    chosen = evaluation_prompts(recipe.eval_prompts, recipe.max_eval_prompts, recipe.seed)
+    measured = evaluation(chosen)
+    fitting = {prompt.id for prompt in measured.prompts}
+    # compared raw: in chat form all prompts share the instruction
+    compared = [prompt for prompt in chosen if prompt.id in fitting]
+    limit = recipe.max_train_prompts + recipe.tuning_prompts
+    prompts, overlap = training_prompts(recipe.train_prompts, compared, limit, recipe.seed)
+    pool = training(prompts)
+    tuning, others = pool.first(recipe.tuning_prompts), pool.after(recipe.tuning_prompts)
+    if not others.prompts:
+        raise PromptError(
+            f"{len(pool.prompts)} training prompts are not enough to set {recipe.tuning_prompts} "
+            "aside for choosing the draft length; give more prompts or lower tuning_prompts."
+        )
+    held_out, trained = _held_out(recipe, prompts, others)
+    return Prompts(trained, tuning, measured, overlap, held_out)
 
 
 def keep_prompts(folder: Path, prompts: Prompts) -> None:
