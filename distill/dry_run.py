@@ -1,58 +1,54 @@
-"""What a run would take, whether it fits here, and whether it can pay: its plan, printed.
+"""What a run needs, and what a draft can gain at most: printed, nothing is made.
 
-One prompt is shown as the target reads it, where the weights are at hand.
-
-Memory comes from the models' configs alone, for prompts of PROMPT_TOKENS tokens where they were not
-read. Minutes and the pay-off come from a step of each kind, timed where the weights are at
-hand; answers are taken to be as long as allowed.
+Memory is a coarse sum from the models' configs. The gain comes from single steps of target and
+draft, timed where the weights are on this machine.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import textwrap
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 
 from align.machine import machine_lines
-from align.sources import load_tokenizer, weights_at_hand
-from distill.compare import candidates, price
-from distill.models import TargetOfRun, check_models
-from distill.plan import (
-    Clock,
-    answers_at_hand,
-    measured_costs,
-    plan_as_given,
-    plan_within,
-    run_memory,
-)
+from align.sources import load_config, load_tokenizer, weights_at_hand
+from distill.drafters.pruned import pruned_config
+from distill.models import Pair, TargetOfRun, check_models, check_prunable
+from distill.prepare import stand_in, stand_in_drafter
 from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe
-from distill.teacher.answers import open_store, who_answers
+from distill.teacher.answers import to_answer, who_answers
 from distill.teacher.served import ServedTarget
-from distill.trainer import training_config
+from distill.teacher.store import bytes_per_token
 from eval.engines.environment import vllm_python
-from eval.measuring import cost
+from eval.measuring.cost import break_even_alpha, ceiling_speedup
+from eval.measuring.timing import step_costs
 
 EXAMPLE = 1000  # characters shown of the beginning of a prompt, and of its end
+DEPTHS = range(1, 5)  # layers of a pruned draft that are tried
+REPEATS = 5  # of each timed step
+TRAINED_BYTES = 16  # of a trained parameter in fp32: weight, gradient, two moments of AdamW
+BESIDE = 1.3  # times the sum: activations, logits, what an allocator cannot use
+RUNTIME = 2**30  # bytes of a process, or of a GPU's context
 
 
-def price_run(recipe: Recipe) -> int:
-    """Print memory, minutes and the pay-off; exit status 1 when no draft length can pay.
+def dry_run(recipe: Recipe) -> int:
+    """Print what the run needs and can gain; exit status 1 where no draft can gain anything.
 
     Raises what the checks of a run raise.
     """
-    clock = Clock()
     untimed = why_not_timed(recipe)
     if untimed is not None and recipe.answers != "server":
-        print_memory(recipe, None)
-        print(f"minutes and pay-off: not measured, {untimed}")
+        print_memory(recipe, longest=recipe.max_prompt_length or 512, answers=0)
+        print(f"what a draft can gain: not measured, {untimed}")
         return 0
-    training_config(recipe)
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
-    print_memory(recipe, prompts)
+    longest = max(map(len, prompts.training.ids + prompts.evaluation.ids))
+    print_memory(recipe, longest, len(to_answer(recipe, prompts.training.ids)))
     print_example(prompts, load_tokenizer(pair.target.spec))
     by, why = who_answers(recipe)
     print(f"answers: {by}, since {why}")
@@ -62,31 +58,73 @@ def price_run(recipe: Recipe) -> int:
         return served.describe()
     if by == "vllm":
         vllm_python()
-        print("until it has answered here, its answers are timed as those of our own loop")
-    target = TargetOfRun(recipe, pair, prompts)
-    if recipe.drafter == "auto":
-        costs = price(candidates(recipe, pair)[0], pair, prompts, target)
-        return exit_status(max(map(cost.ceiling_speedup, costs.values())))
-    store, tokens = open_store(recipe, pair.target), recipe.answer_max_new_tokens
-    steps, parts = measured_costs(recipe, pair, prompts, target, store, tokens)
-    at_hand = answers_at_hand(recipe, prompts, store)
-    if recipe.planned:
-        assert recipe.minutes is not None
-        plan = plan_within(recipe, prompts, at_hand, parts, clock.left(recipe.minutes))
+    return print_gain(recipe, pair, prompts)
+
+
+def print_gain(recipe: Recipe, pair: Pair, prompts: Prompts) -> int:
+    """What a draft of each depth, or the sibling, costs and can gain; exit status as `dry_run`."""
+    target = TargetOfRun(recipe, pair, prompts).loaded
+    lengths = list(map(len, prompts.evaluation.ids))
+    context = sum(lengths) // len(lengths) + recipe.max_new_tokens // 2
+    variants = {recipe.kind_name: recipe}
+    if recipe.kind.language_model and recipe.sibling is None:
+        variants = {
+            f"{depth} layer{'s' * (depth > 1)}": dataclasses.replace(recipe, num_draft_layers=depth)
+            for depth in DEPTHS
+            if depth < pair.target.config["num_hidden_layers"]
+        }
+    print(f"{'draft':>10}  {'c':>6}  {'break-even acceptance rate':>26}  {'perfect draft':>13}")
+    ceilings = []
+    for name, variant in variants.items():
+        drafter = stand_in_drafter(variant, pair, stand_in(variant, pair, target), target)
+        (costs,) = step_costs(
+            target.decoder, [drafter], context, recipe.max_gamma, recipe.sampling, REPEATS
+        )
+        needed, ceiling = break_even_alpha(costs), ceiling_speedup(costs)
+        c, shown = costs.draft(1) / costs.target_step, "none" if needed is None else f"{needed:.2f}"
+        print(f"{name:>10}  {c:>6.3f}  {shown:>26}  {ceiling:>12.2f}x")
+        ceilings.append(ceiling)
+    if max(ceilings) <= 1:
+        print("error: no draft can gain anything here; use a smaller one.", file=sys.stderr)
+        return 1
+    return 0
+
+
+def print_memory(recipe: Recipe, longest: int, answers: int) -> None:
+    """What the largest stage needs, and what is here. longest: tokens of a prompt."""
+    target = load_config(recipe.target).get_text_config()
+    size = getattr(torch, recipe.dtype).itemsize
+    if recipe.sibling is not None:
+        draft = parameters(load_config(recipe.sibling).get_text_config())
     else:
-        plan = plan_as_given(recipe, prompts, at_hand, parts)
-    print("\n".join(plan.lines()))
-    print(cost.price(steps))
-    return exit_status(cost.ceiling_speedup(steps))
-
-
-def print_memory(recipe: Recipe, prompts: Prompts | None) -> None:
-    """What each stage needs, and what is here; of the Hub no more than configs are fetched."""
-    needed = run_memory(recipe, prompts)
-    disk = needed.answers_on_disk + needed.states_on_disk + needed.checkpoint
+        layers = recipe.num_draft_layers if recipe.kind.language_model else 1
+        check_prunable(target.to_dict(), layers)
+        draft = parameters(pruned_config(target, layers))
+    head_size = (
+        getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
+    )
+    heads = getattr(target, "num_key_value_heads", None) or target.num_attention_heads
+    kv = 2 * size * target.num_hidden_layers * heads * head_size
+    tokens = recipe.answer_batch_size * (longest + recipe.answer_max_new_tokens)
+    stages = {"training": draft * (4 + size if recipe.use_peft else TRAINED_BYTES)}
+    if recipe.answers != "server":
+        held = parameters(target) * size
+        stages["answering"] = held + tokens * kv
+        stages["evaluating"] = held + draft * size
+    name = max(stages, key=lambda stage: stages[stage])
+    needed = round(BESIDE * stages[name]) + RUNTIME
+    most = answers * recipe.answer_max_new_tokens
+    disk = most * bytes_per_token(recipe.cache_top_k, target.vocab_size) + 3 * 4 * draft
+    print(f"{name} needs most memory (a coarse estimate)")
     on_gpu = not recipe.training.get("use_cpu", False)
-    machine = machine_lines(needed.device, disk, recipe.folder, on_gpu)
-    print("\n".join([*needed.lines(), *machine]))
+    print("\n".join(machine_lines(needed, disk, recipe.folder, on_gpu)))
+
+
+def parameters(config: PreTrainedConfig) -> int:
+    """How many a model of that config has, tied ones counted once."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def print_example(prompts: Prompts, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -112,11 +150,3 @@ def why_not_timed(recipe: Recipe) -> str | None:
     if on_gpu and recipe.training.get("bf16", True) and not torch.cuda.is_available():
         return "the recipe trains on a GPU and there is none here (or add --use_cpu true)"
     return None
-
-
-def exit_status(ceiling: float) -> int:
-    """1, and the reason, where even a perfect draft does not reach 1x."""
-    if ceiling <= 1:
-        print("error: no draft length can pay with this draft; use a smaller one.", file=sys.stderr)
-        return 1
-    return 0

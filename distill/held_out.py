@@ -1,15 +1,15 @@
 """A draft on held-out prompts while it is trained: the trainer's evaluation, and when it is due.
 
 Some training prompts are never trained on, nor is what nearly repeats them. The target answers them
-as it does the others; after some steps the draft is measured on these answers, teacher-forced. That
-costs SHARE of the training time, more where steps are few. The trainer keeps the best weights, and
-may stop early.
+as it does the others, and the draft is measured on these answers, teacher-forced: before the first
+step and at shares of the training (MEASURED_AT). The trainer keeps the best weights, and may stop
+early.
 """
 
 from __future__ import annotations
 
+import bisect
 import json
-import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +23,7 @@ from transformers import EvalPrediction, TrainerCallback, TrainerControl, Traine
 from trl import SFTConfig
 
 from align.files import write_json
+from distill.clock import TrainingClock
 from distill.teacher.answers import USED
 from distill.teacher.store import Answers, CachedAnswer, Store
 from distill.training_set import answer_rows
@@ -33,11 +34,9 @@ from eval.reporting.report import HeldOutCurve, HeldOutPoint
 HELD_OUT = "held_out"  # folder of the measurements
 FIRST_INDEX = 2**30  # of the answers to held-out prompts: no two answers of a run share one
 SEEN = "seen.json"
-SHARE = 0.025  # of the steps' time; a forward pass takes a third of a step
-FORWARD = 1 / 3
-IN_FIRST_EPOCH = 6  # measurements; the tokens trained on double from each to the next but one
-FEWEST = 4  # measurements, also where steps are few
-OVER_ALL = 10  # measurements spread evenly over all steps
+MEASURED_AT = (0, 1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1)
+SHARE = 0.05  # of the steps' time that measurements take at most, the first and the last aside
+FORWARD = 1 / 3  # of a step's time is a forward pass
 PADDING = -100  # with which transformers pads what an evaluation gathers
 
 
@@ -90,29 +89,6 @@ class Followed:
     measurements: list[Seen]
 
 
-def followed_steps(steps: int, epoch: int, warmup: int, most: int) -> list[int]:
-    """After which of so many optimiser steps the draft is measured, an epoch having `epoch`.
-
-    most: how often; the last step is among them.
-    """
-    first = {round(epoch / 2 ** (i / 2)) for i in range(IN_FIRST_EPOCH)}
-    even = {round(steps * (i + 1) / OVER_ALL) for i in range(OVER_ALL)}
-    every = sorted(step for step in first | even if max(1, warmup) <= step <= steps) or [steps]
-    if len(every) <= most:
-        return every
-    return [every[len(every) * (i + 1) // most - 1] for i in range(most)]
-
-
-def affordable(rows: int, steps: int, batch: int) -> int:
-    """How often so many held-out rows may be measured to keep to SHARE; FEWEST at least."""
-    return max(FEWEST, int(SHARE * steps * batch / (FORWARD * max(1, rows))))
-
-
-def least_steps(rows: int, batch: int) -> float:
-    """How many steps take as long as FEWEST measurements of so many held-out rows."""
-    return FEWEST * FORWARD * rows / batch
-
-
 def held_out_answers(folder: Path) -> Sequence[CachedAnswer]:
     """The target's answers to the held-out prompts of a run; none where it has not noted any."""
     if not (path := folder / USED).exists():
@@ -152,22 +128,24 @@ class HeldOut(TrainerCallback):
         trained: Dataset,
         answers: Iterable[CachedAnswer],
         gamma: int,
+        clock: TrainingClock | None = None,
     ) -> None:
         """folder: the run's. trained: the rows that are trained on. answers: the held-out ones."""
         self.folder, self.gamma = folder / HELD_OUT, gamma
         self.batch = config.train_batch_size * config.gradient_accumulation_steps
         self.batch *= config.world_size
         self.trained_rows = len(trained)
-        epoch = math.ceil(self.trained_rows / self.batch)
-        steps = config.max_steps
-        if steps < 0:
-            steps = math.ceil(config.num_train_epochs * epoch)
-        self.rows = answer_rows(answers)
-        most = affordable(len(self.rows), steps, self.batch)
-        self.steps = followed_steps(steps, epoch, config.get_warmup_steps(steps), most)
+        self.rows, self.clock = answer_rows(answers), clock
+        self.cost = FORWARD * len(self.rows) / self.batch  # of a measurement, in steps
+        self.passed = 0  # of MEASURED_AT
         self.tokens = sum(trained["tokens"])
         self.measurements: list[Seen] = []
         self.sums: list[list[float]] = []  # of `Seen`, of the latest evaluation
+
+    def progress(self, state: TrainerState) -> float:
+        """How much of the training is over, by steps or by time, from 0 to 1."""
+        by_time = 0.0 if self.clock is None else self.clock.progress
+        return max(by_time, state.global_step / max(1, state.max_steps))
 
     def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """alpha, drafted and the simulated tau, of what `prediction_step` gives of all rows."""
@@ -189,6 +167,7 @@ class HeldOut(TrainerCallback):
             for measurement in read_followed(self.folder).measurements
             if measurement.step <= state.global_step
         ]
+        self.passed = bisect.bisect_right(MEASURED_AT, self.progress(state))
         if state.best_global_step:  # the folder may have moved since
             best = Path(args.output_dir) / f"checkpoint-{state.best_global_step}"
             state.best_model_checkpoint = str(best)
@@ -196,7 +175,11 @@ class HeldOut(TrainerCallback):
     def on_step_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        control.should_evaluate = state.global_step in self.steps
+        progress = self.progress(state)
+        due = bisect.bisect_right(MEASURED_AT, progress) > self.passed
+        # the first measurement, before any step, does not count
+        affordable = self.cost * len(self.measurements) <= SHARE * state.global_step
+        control.should_evaluate = progress >= 1 or (due and affordable)
 
     def on_evaluate(
         self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
@@ -205,7 +188,8 @@ class HeldOut(TrainerCallback):
         latest = Seen(state.global_step, round(part * self.tokens), self.sums)
         self.measurements.append(latest)
         better = state.best_metric is None or latest.drafted > state.best_metric
-        control.should_save = control.should_save or better
+        control.should_save = control.should_save or (better and state.global_step > 0)
+        self.passed = bisect.bisect_right(MEASURED_AT, self.progress(state))
         if PartialState().is_main_process:
             rows = [asdict(measurement) for measurement in self.measurements]
             write_json(self.folder / SEEN, {"gamma": self.gamma, "seen": rows})

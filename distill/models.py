@@ -138,7 +138,7 @@ def check_models(recipe: Recipe) -> Pair:
             "target's vocabulary; lower it."
         )
     if recipe.sibling is None:
-        keeps_layers = recipe.kind.language_model and recipe.drafter != "auto"
+        keeps_layers = recipe.kind.language_model
         check_prunable(target.config, recipe.num_draft_layers if keeps_layers else 0)
         if recipe.draft_vocab_size is not None:
             choose_tokens(torch.zeros(target.rows), recipe.draft_vocab_size, forced_tokens(target))

@@ -84,7 +84,6 @@ class RecipeError(ValueError):
     """A recipe that cannot be used: which key or file, why, and what to do."""
 
 
-COMPARING = 30  # minutes, at least, of a run with drafter: auto
 Strategy = Literal["auto", "direct", "padded", "remap", "transplant", "intersection"]
 Answerer = Literal["auto", "local", "vllm", "server"]
 Text = Annotated[str, Field(min_length=1)]
@@ -113,7 +112,7 @@ class Recipe:
     draft: Text | None = _key("a sibling to tune, or heads that others trained", None)
     drafter: Text | None = _key("kind of draft; null: pruned, or sibling if draft is named", None)
     output_dir: Text | None = _key("null: outputs/ and the name", None)
-    minutes: Positive | None = _key("time budget of the run; null: the other keys decide", None)
+    minutes: Positive | None = _key("time budget of the run; null: the counts decide alone", None)
     instruction: Text | None = _key("asks an Instruct target, with the prompt at {prompt}", None)
     chat_template_kwargs: dict[str, Any] | None = _key("for the template; a prompt's own win", None)
     max_prompt_length: Count | None = _key("most tokens of a prompt; null: the context's", None)
@@ -132,7 +131,7 @@ class Recipe:
     answer_temperature: NotNegative = _key("temperature of the target's responses", 0.0)
     answers_per_prompt: Count = _key("responses to each training prompt", 1)
     train_on_prompts: bool = _key("the distributions within the prompts are learned, too", False)
-    max_answers: Count | None = _key("most responses in all; with minutes the run decides", None)
+    max_answers: Count | None = _key("most responses in all", None)
     answer_max_new_tokens: Count = _key("longest response, in tokens", 128)
     answer_batch_size: Count = _key("prompts answered at once, or in flight to the server", 48)
     cache_top_k: Count = _key("most likely tokens kept of each distribution", 15)
@@ -153,17 +152,17 @@ class Recipe:
     gamma: Count | None = _key("draft length; null: chosen on prompts that are not evaluated", None)
     max_gamma: Count = _key("longest draft length tried", 6)
     execute: bool = _key("run functions that the target writes on the prompts' tests", False)
-    speed_prompts: Count = _key("evaluation prompts that are timed; with minutes at most", 40)
+    speed_prompts: Count = _key("most evaluation prompts that are timed", 40)
     tuning_prompts: Count = _key("training prompts set aside for choosing the draft length", 8)
     dtype: Literal["bfloat16", "float16", "float32"] = _key("of target and saved draft", "bfloat16")
-    dry_run: bool = _key("check the run, print its costs, then stop", False)
+    dry_run: bool = _key("print what the run needs and a draft can gain, then stop", False)
     coverage_curve: bool = _key("answer, print what trimmed heads would lose, then stop", False)
     training: dict[str, Any] = field(default_factory=dict)  # fields of TrainingArguments
 
     @property
     def kind_name(self) -> str:
-        """A file of distill/drafters; the plainest until `auto` chooses."""
-        if self.drafter is None or self.drafter == "auto":
+        """The name of a file of distill/drafters."""
+        if self.drafter is None:
             return "pruned" if self.draft is None else "sibling"
         return self.drafter
 
@@ -175,11 +174,6 @@ class Recipe:
     def sibling(self) -> str | None:
         """`draft` where it is a model of its own, and not heads on the target's states."""
         return self.draft if self.kind.language_model else None
-
-    @property
-    def planned(self) -> bool:
-        """Whether `minutes` has to decide how much is done."""
-        return self.minutes is not None and self.max_answers is None
 
     @property
     def folder(self) -> Path:
@@ -456,27 +450,6 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
         truncated and recipe.speculative_url is not None,
         "long_prompts speculative_url",
         "the servers render whole prompts; set long_prompts to drop",
-    )
-    yield (
-        recipe.minutes is not None and served,
-        "minutes answers",
-        "a server's speed changes with its load; set max_train_prompts and max_steps instead",
-    )
-    yield (
-        recipe.minutes is not None
-        and (recipe.max_answers is None) != (training.get("max_steps", -1) < 0),
-        "minutes max_answers max_steps",
-        "minutes decides the other two; leave them out, or give both as a run has decided them",
-    )
-    yield (
-        recipe.drafter == "auto" and not (recipe.planned and (recipe.minutes or 0) >= COMPARING),
-        "minutes max_answers",
-        f"drafter auto compares kinds; give {COMPARING} minutes and no max_answers and max_steps",
-    )
-    yield (
-        recipe.drafter == "auto" and recipe.draft is not None,
-        "drafter draft",
-        "drafter auto compares what can be made of the target; remove one of the two",
     )
     yield (
         "target" not in kind.starts_from and recipe.draft is None,

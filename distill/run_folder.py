@@ -17,7 +17,6 @@ from align.files import atomic_file, remove, write_json
 from align.sources import read_json
 from align.vocab_map import VOCAB_MAP, save_map
 from distill.models import Pair
-from distill.plan import Plan, read_plan
 from distill.prompt_sets import Prompts, keep_prompts
 from distill.recipe import Recipe, RecipeError, chosen_loss, dump, read_yaml
 from distill.teacher.answers import USED
@@ -48,10 +47,7 @@ def refuse_another_run(recipe: Recipe) -> None:
     if recipe.dry_run or not path.exists():
         return
     written, asked = read_yaml(path), recipe.values()
-    plan, free = read_plan(recipe.folder), set(FREE_KEYS)
-    if recipe.planned:
-        decided = {"minutes"} if plan is None else set(plan.decided())
-        free |= decided if recipe.drafter == "auto" else decided - {"drafter", "num_draft_layers"}
+    free = set(FREE_KEYS)
     if "server" not in (written["answers"], recipe.answers):
         free.add("answers")  # here or by a vLLM they are the same model's, in one store
     changed = sorted(
@@ -65,24 +61,19 @@ def refuse_another_run(recipe: Recipe) -> None:
         )
 
 
-def claim_folder(recipe: Recipe, pair: Pair, prompts: Prompts, plan: Plan | None = None) -> None:
+def claim_folder(recipe: Recipe, pair: Pair, prompts: Prompts) -> None:
     """Write recipe, verdict, map and prompts: from here on the folder is this recipe's.
 
-    All checks have passed by then, and minutes of work follow. plan: what was decided before.
+    All checks have passed by then, and minutes of work follow.
     """
     folder = recipe.folder
     if pair.vocab_map is not None and not (folder / VOCAB_MAP).exists():
         save_map(folder / VOCAB_MAP, pair.vocab_map, pair.target, pair.draft)
     write_json(folder / "vocab_check.json", pair.verdict.to_json() | {"used": pair.strategy})
     keep_prompts(folder, prompts)
-    write_recipe(recipe, plan)
-
-
-def write_recipe(recipe: Recipe, plan: Plan | None) -> None:
-    """`recipe.yaml`: the recipe with all that was decided, so that it repeats the run."""
     if PartialState().is_main_process:
-        with atomic_file(recipe.folder / "recipe.yaml") as file:
-            file.write(dump(recipe, **({} if plan is None else plan.decided())))
+        with atomic_file(folder / "recipe.yaml") as file:
+            file.write(dump(recipe))
 
 
 def provenance(

@@ -1,15 +1,13 @@
 """Distil a draft for a target on one domain, and report what it is worth.
 
     accelerate launch distill/train.py --recipe code              embedded models, CPU, no Hub
-    accelerate launch distill/train.py --recipe code --dry_run true    check and price, then stop
+    accelerate launch distill/train.py --recipe code --dry_run true    what it needs and can gain
     accelerate launch distill/train.py --recipe legal --num_train_epochs 8
 
 Run again after an interruption, the same command goes on where it stopped.
 """
 
-import dataclasses
 import os
-import statistics
 import sys
 import warnings
 from pathlib import Path
@@ -22,30 +20,18 @@ from accelerate import PartialState
 
 from align.files import DiskFullError
 from align.machine import free_memory, from_first, join_processes, use_machine
-from distill.compare import compare
-from distill.dry_run import price_run
+from align.sources import read_json
+from distill.clock import Clock, answers_in_time
+from distill.dry_run import dry_run
+from distill.evaluate import evaluate, evaluate_served
 from distill.export import export_draft
-from distill.local_evaluation import evaluate
 from distill.models import Pair, TargetOfRun, check_models, layers_read, of_published
-from distill.plan import (
-    Clock,
-    Plan,
-    answers_at_hand,
-    measured_costs,
-    plan_as_given,
-    plan_within,
-    read_plan,
-    with_choice,
-    write_plan,
-)
 from distill.prepare import prepare_draft, print_coverage
 from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe, help_text, load_recipe
-from distill.run_folder import claim_folder, delete_training_state, refuse_another_run, write_recipe
-from distill.served_evaluation import evaluate_served
+from distill.run_folder import claim_folder, delete_training_state, refuse_another_run
 from distill.teacher.answers import (
-    PROBE,
-    answer_lengths,
+    USED,
     answer_prompts,
     note_used,
     open_store,
@@ -55,11 +41,12 @@ from distill.teacher.answers import (
 from distill.teacher.served import ServedTarget
 from distill.teacher.started_vllm import StartedVllm
 from distill.teacher.states import cache_states
-from distill.teacher.store import Answers, Store
+from distill.teacher.store import Answers, Store, names_of
 from distill.trainer import distil_draft, process_timeout, training_config
-from eval.measuring.cost import price
 from eval.measuring.journal import INTERRUPTED
 from eval.reporting.text import print_summary
+
+COVERED = 256  # answers by which `coverage_curve` judges trimmed vocabularies
 
 
 def run(recipe: Recipe) -> int:
@@ -67,11 +54,11 @@ def run(recipe: Recipe) -> int:
     on_cpu, timeout = recipe.training.get("use_cpu", False), process_timeout(recipe)
     use_machine(join_processes(on_cpu, timeout))
     recipe = of_published(recipe)
-    if recipe.dry_run:
-        return price_run(recipe)
     training_config(recipe)  # what transformers refuses is refused now, not after minutes
+    if recipe.dry_run:
+        return dry_run(recipe)
     refuse_another_run(recipe)
-    clock = Clock()
+    clock = Clock(recipe.folder, recipe.minutes)
     clock.stage("Check the pair, collect prompts")
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
@@ -80,31 +67,25 @@ def run(recipe: Recipe) -> int:
     served = None if made_before else served_target(recipe, pair, prompts)
     if served is not None and PartialState().is_main_process:
         served.check()
-    plan = read_plan(recipe.folder)
-    claim_folder(recipe, pair, prompts, plan)
+    claim_folder(recipe, pair, prompts)
     if made_before:
-        plan = plan or plan_as_given(recipe, prompts)
-        return measure(with_choice(recipe, plan.choice), pair, prompts, target, plan, clock)
+        return measure(recipe, pair, prompts, target, clock)
     clock.stage("The target answers the training prompts")
     store = open_store(recipe, pair.target) if served is None else served.store
     held_out = [] if served is None else served.held_out
     if served is None and prompts.held_out.prompts:
         held_out = answer_prompts(recipe, prompts.held_out.ids, target, store).names
+    answers = answered(recipe, pair, target, served, store, clock)
     if recipe.coverage_curve:
-        count = PROBE if recipe.planned else None
-        answers = answered(recipe, pair, target, served, store, count)
         if PartialState().is_main_process:
             print_coverage(pair, answers)
         return 0
-    plan = plan or make_plan(recipe, pair, prompts, target, served, store, clock)
-    recipe = with_choice(recipe, plan.choice)
-    answers = answered(recipe, pair, target, served, store, plan.answers)
     if PartialState().is_main_process:
         note_used(recipe.folder, pair.target, answers, held_out)
     PartialState().wait_for_everyone()  # they read what was noted
-    make_draft(recipe, pair, target, answers, plan, clock)
+    make_draft(recipe, pair, target, answers, clock)
     free_memory()
-    return measure(recipe, pair, prompts, target, plan, clock)
+    return measure(recipe, pair, prompts, target, clock)
 
 
 def served_target(recipe: Recipe, pair: Pair, prompts: Prompts) -> ServedTarget | None:
@@ -125,59 +106,38 @@ def answered(
     target: TargetOfRun,
     served: ServedTarget | None,
     store: Store,
-    count: int | None,
-) -> Answers:
-    """The first answers of a run, as many as `count` of them.
-
-    Of the target's own, the states that are read are kept as well.
-    """
-    if served is not None:
-        return served.answers(count)
-    asked = to_answer(recipe, target.prompts.training.ids)
-    layers = layers_read(recipe, pair.target.config)
-    taught = recipe.train_on_prompts
-    return answer_prompts(recipe, asked[:count], target, store, layers, taught)
-
-
-def make_plan(
-    recipe: Recipe,
-    pair: Pair,
-    prompts: Prompts,
-    target: TargetOfRun,
-    served: ServedTarget | None,
-    store: Store,
     clock: Clock,
-) -> Plan:
-    """What the run will do: printed, and written for a process that goes on with it."""
-    if recipe.planned:
-        assert recipe.minutes is not None
-        first = answered(recipe, pair, target, served, store, PROBE)
-        choice = None
-        if recipe.drafter == "auto":
-            clock.stage("Compare kinds of draft")
-            choice = compare(recipe, pair, prompts, target, first, clock)
-        picked = with_choice(recipe, choice)
-        tokens = statistics.mean(answer_lengths(recipe, prompts.training.ids, first))
-        steps, costs = measured_costs(picked, pair, prompts, target, store, tokens)
-        print(price(steps))
-        at_hand, seconds = from_first(
-            (answers_at_hand(recipe, prompts, store), clock.left(recipe.minutes))
-        )
-        if isinstance(served, StartedVllm):
-            seconds -= from_first(served.starting)  # it starts once more
-        plan = plan_within(picked, prompts, at_hand, costs, seconds)
-        plan = dataclasses.replace(plan, choice=choice)
+) -> Answers:
+    """The target's answers to the training prompts, as many as the recipe or its minutes allow.
+
+    For a local target, also store the hidden states that the draft reads.
+    """
+    asked = to_answer(recipe, target.prompts.training.ids)
+    if recipe.coverage_curve:
+        asked = asked[:COVERED]
+    names = names_of(asked, recipe.train_on_prompts)
+    lacking = from_first([i for i, name in enumerate(names) if name not in store])
+    layers = layers_read(recipe, pair.target.config)
+
+    def first(count: int) -> Answers:
+        if served is not None:
+            return served.answers(count)
+        return answer_prompts(recipe, asked[:count], target, store, layers, recipe.train_on_prompts)
+
+    noted = recipe.folder / USED
+    if noted.exists():  # a run goes on with the answers that it has begun to train on
+        answers = first(read_json(noted)["count"])
+    elif recipe.minutes is None:
+        answers = first(len(asked))
     else:
-        plan = plan_as_given(recipe, prompts, answers_at_hand(recipe, prompts, store))
-    if PartialState().is_main_process:
-        write_plan(recipe.folder, plan)
-        write_recipe(recipe, plan)
-        print("\n".join(plan.lines()))
-    return plan
+        answers = answers_in_time(clock, len(asked), lacking, recipe.answer_batch_size, first)
+    if served is not None:
+        served.close()
+    return answers
 
 
 def make_draft(
-    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Answers, plan: Plan, clock: Clock
+    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Answers, clock: Clock
 ) -> None:
     """`draft/`: prepared, distilled, exported. The target is not in memory while it is trained."""
     cache_states(recipe, pair, target, answers)
@@ -187,24 +147,22 @@ def make_draft(
         prepared = prepare_draft(recipe, pair, target, answers)
     target.release()
     clock.stage("Distil the draft")
-    tuned = distil_draft(recipe, pair, prepared, answers, plan.steps)
+    distilled = distil_draft(recipe, pair, prepared, answers, clock)
     free_memory()  # trainer and optimiser, which refer to each other
-    if tuned is not None:
+    if distilled is not None:
         clock.stage("Save the draft")
-        export_draft(recipe, pair, prepared, tuned, answers)
+        export_draft(recipe, pair, prepared, distilled, answers)
 
 
-def measure(
-    recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun, plan: Plan, clock: Clock
-) -> int:
+def measure(recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun, clock: Clock) -> int:
     """The report, by the first process alone."""
     if not PartialState().is_main_process:
         return 0
     clock.stage("Measure the drafts")
     if recipe.answers == "server":
-        report = evaluate_served(recipe, pair, prompts, clock.seconds())
+        report = evaluate_served(recipe, pair, prompts, clock)
     else:
-        report = evaluate(recipe, pair, prompts, target.loaded, plan, clock.seconds())
+        report = evaluate(recipe, pair, prompts, target.loaded, clock)
     delete_training_state(recipe.folder)
     clock.stage("Done")
     if report is not None:

@@ -29,6 +29,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PrinterCallback,
     ProgressCallback,
+    TrainerCallback,
 )
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer import TRAINER_STATE_NAME
@@ -37,14 +38,23 @@ from trl import SFTConfig, SFTTrainer
 
 from align.files import atomic_file, disk_full_explained
 from align.machine import free_memory
+from distill.clock import Clock, TrainingClock
 from distill.drafters.kind import DraftKind
-from distill.held_out import FIRST_INDEX, PADDING, HeldOut, held_out_answers
+from distill.held_out import (
+    FIRST_INDEX,
+    HELD_OUT,
+    PADDING,
+    HeldOut,
+    best_of,
+    held_out_answers,
+    read_followed,
+)
 from distill.lora import lora_config, save_adapters
 from distill.loss_forward import give_loss_forward, take_loss_forward
 from distill.losses import LOSSES, LossName, sharpen
 from distill.models import Pair
-from distill.prepare import PreparedDraft
-from distill.recipe import Recipe, RecipeError, chosen_loss
+from distill.prepare import PreparedDraft, read_prepared
+from distill.recipe import Recipe, RecipeError, chosen_loss, dump
 from distill.teacher.states import states_of
 from distill.teacher.store import Answers, CachedAnswer
 from distill.training_set import DistillationCollator, answer_rows
@@ -55,6 +65,7 @@ warnings.filterwarnings("ignore", message="`(is_)?gradient_checkpointing`", cate
 SCORES = 2**26  # bytes of attention scores that a batch on a CPU may keep for its gradients
 SLOW_RATE = 1 / 3  # of the learning rate, for weights that began as a fit
 SEEDS_A_STEP = 2**31 - 1  # more than there are answers; prime: a place counted from it moves
+REPEAT = "repeat.yaml"  # in a run's folder: the recipe with the counts that the run came to
 COMPLETE = "complete"  # the last file of a checkpoint: how many processes left it, and how
 WAIT = 7 * 24 * 3600  # seconds; a process that dies is noticed by the launcher, at once
 
@@ -137,6 +148,7 @@ class DraftTrainer(SFTTrainer):
         loss: LossName = "forward_kl",
         kind: DraftKind,
         temperature: float = 0.0,
+        clock: TrainingClock | None = None,
         teacher_temperature: float = 1.0,
         **kwargs: Any,
     ) -> None:
@@ -146,6 +158,7 @@ class DraftTrainer(SFTTrainer):
         self.teacher_temperature = teacher_temperature
         self.loss_name, self.temperature = loss, min(temperature, 1.0)
         self.fitted_weights = kind.fitted_weights
+        self.clock = clock
         self.sums = torch.zeros(3)  # since the last log, here: divergence, agreements, tokens
         super().__init__(*args, **kwargs)
         # Trainer looks before our forward is attached; it would take the mean of the means of small
@@ -180,6 +193,16 @@ class DraftTrainer(SFTTrainer):
             if fitted:
                 optimizer.add_param_group({**keys, "params": fitted, "lr": group["lr"] * SLOW_RATE})
         return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The recipe's schedule; with a clock it stands where steps or time have come to."""
+        schedule: Any = super().create_scheduler(num_training_steps, optimizer)
+        if (clock := self.clock) is not None:
+            schedule.lr_lambdas = [
+                lambda step, rate=rate: rate(clock.position(step, num_training_steps))
+                for rate in schedule.lr_lambdas
+            ]
+        return schedule
 
     def compute_loss(
         self,
@@ -335,11 +358,11 @@ def process_timeout(recipe: Recipe) -> float:
     return float(recipe.training.get("ddp_timeout", WAIT))
 
 
-def training_config(recipe: Recipe, steps: int | None = None, followed: bool = False) -> SFTConfig:
+def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
     """The recipe's SFTConfig. Raises RecipeError for values that transformers refuses.
 
-    steps: how many there are; None: as the recipe says. followed: the draft is evaluated meanwhile,
-    when `HeldOut` asks, and its best weights are kept.
+    followed: the draft is evaluated before training and when `HeldOut` asks, and its best weights
+    are kept.
     """
     values: dict[str, Any] = {
         "train_sampling_strategy": "group_by_length",
@@ -347,15 +370,14 @@ def training_config(recipe: Recipe, steps: int | None = None, followed: bool = F
         "ddp_timeout": WAIT,
         "save_total_limit": 2,
     } | recipe.training
-    if steps is not None:
-        values["max_steps"] = steps
     if followed:
         if values.get("save_strategy") == "no":
             values["save_strategy"] = "best"  # the best weights alone
         values |= {
             "eval_strategy": "epoch" if values.get("save_strategy") == "epoch" else "steps",
             "eval_steps": values.get("save_steps", SFTConfig.save_steps),
-            "eval_delay": math.inf,  # only when `HeldOut` asks
+            "eval_delay": math.inf,  # else only when `HeldOut` asks
+            "eval_on_start": _resumed(recipe) is None,
             "per_device_eval_batch_size": values.get(
                 "per_device_train_batch_size", SFTConfig.per_device_train_batch_size
             ),
@@ -416,14 +438,14 @@ def build_trainer(
     answers: Sequence[CachedAnswer],
     states: Mapping[int, Tensor] | None = None,
     held_out: Sequence[CachedAnswer] = (),
-    steps: int | None = None,
+    clock: Clock | None = None,
 ) -> DraftTrainer:
     """A trainer of the prepared draft in fp32.
 
     An input embedding that is not the head as well stays as it is, unless it has rows that were
     never trained (a transplant): then LoRA trains embedding and head whole, too. states: as for
-    DistillationCollator. held_out: answers that alpha is followed on. steps: as of
-    `training_config`.
+    DistillationCollator. held_out: answers that the acceptance rate is followed on. clock: of a run
+    whose training ends by time.
     """
     model = prepared.model.float()
     head_rows, retokenizer = pair.trained_rows(prepared.token_ids), pair.retokenizer
@@ -444,19 +466,20 @@ def build_trainer(
             adapters.ensure_weight_tying = tied
         if modules := recipe.kind.added_modules:
             adapters.modules_to_save = [*(adapters.modules_to_save or []), *modules]
-    config = training_config(recipe, steps)
+    config = training_config(recipe)
     rows = answer_rows(answers)
+    timing = None if clock is None or clock.minutes is None else TrainingClock(clock)
+    callbacks: list[TrainerCallback] = [] if timing is None else [timing]
     evaluation: dict[str, Any] = {}
     if held_out:
         gamma = recipe.gamma or recipe.max_gamma
-        followed = HeldOut(recipe.folder, config, rows, held_out, gamma)
+        followed = HeldOut(recipe.folder, config, rows, held_out, gamma, timing)
         if len(followed.rows):
-            config = training_config(recipe, steps, followed=True)
+            config = training_config(recipe, followed=True)
             evaluation = {"eval_dataset": followed.rows, "compute_metrics": followed.metrics}
-            evaluation["callbacks"] = [followed]
+            callbacks.append(followed)
             if recipe.early_stopping_patience is not None:
-                patience = EarlyStoppingCallback(recipe.early_stopping_patience)
-                evaluation["callbacks"].append(patience)
+                callbacks.append(EarlyStoppingCallback(recipe.early_stopping_patience))
 
     def read(index: int) -> CachedAnswer:
         return answers[index] if index < FIRST_INDEX else held_out[index - FIRST_INDEX]
@@ -472,24 +495,38 @@ def build_trainer(
         kind=recipe.kind,
         temperature=recipe.temperature,
         teacher_temperature=recipe.teacher_temperature,
+        clock=timing,
+        callbacks=callbacks,
         **evaluation,
     )
 
 
 def distil_draft(
-    recipe: Recipe, pair: Pair, prepared: PreparedDraft, answers: Answers, steps: int
+    recipe: Recipe, pair: Pair, prepared: PreparedDraft, answers: Answers, clock: Clock
 ) -> PreTrainedModel | None:
-    """The draft in fp32 after so many steps on the answers, on the first process; None elsewhere.
+    """The distilled draft in fp32, on the first process; None elsewhere.
 
-    The run keeps the adapters of LoRA, except those of a draft moved onto other tokens, because
-    their base model is not stored anywhere. After no step the draft is as it was prepared.
+    `repeat.yaml` gets the keys that train as long on as many answers without a clock. The run keeps
+    the adapters of LoRA, except those of a draft moved onto other tokens, because their base model
+    is not stored anywhere. Where no step raised the acceptance rate, the base draft is kept.
     """
-    if steps == 0:
+    if recipe.training.get("max_steps") == 0:
         return prepared.model.float() if PartialState().is_main_process else None
     states, held_out = states_of(recipe, pair, answers), held_out_answers(recipe.folder)
-    trainer = build_trainer(recipe, pair, prepared, answers, states, held_out, steps)
+    trainer = build_trainer(recipe, pair, prepared, answers, states, held_out, clock)
     rehomed = pair.strategy in ("remap", "transplant")
-    return distil(trainer, recipe, keep_adapters=not rehomed and not recipe.kind.added_modules)
+    keep_adapters = not rehomed and not recipe.kind.added_modules
+    distilled = distil(trainer, recipe, keep_adapters)
+    if distilled is None:
+        return None
+    counts = {"max_answers": len(answers), "max_steps": trainer.state.global_step}
+    with atomic_file(recipe.folder / REPEAT) as file:
+        file.write(dump(recipe, minutes=None, **counts))
+    best = best_of(read_followed(recipe.folder / HELD_OUT).measurements)
+    if best is not None and best.step == 0:
+        print("no step raised the acceptance rate on held-out prompts: the base draft is kept")
+        return read_prepared(recipe, pair).model.float()
+    return distilled
 
 
 def distil(

@@ -35,7 +35,6 @@ from eval.decoding.target import Target, weights_sha256
 from eval.decoding.verification import Sampling
 from eval.engines.environment import EngineMissing, vllm_python
 
-PROBE = 256  # answers by which a run with `minutes` is planned
 ANSWERS_PER_SHARD = 64  # at most so many answers of a process are lost to a kill
 USED = "answers.json"  # in a run's folder: which store it reads, and what of it
 

@@ -235,6 +235,9 @@ class ServedTarget:
         connections = self.recipe.answer_batch_size + 1  # and the witnesses'
         return Server(url, TIMEOUT, model, connections)
 
+    def close(self) -> None:
+        """Nothing: the server is not this run's."""
+
     def check(self) -> None:
         """Refuse a server that does not fit, before anything is made.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from contextlib import ExitStack
 
 import torch
 
@@ -33,15 +33,23 @@ class StartedVllm(ServedTarget):
     def __init__(self, recipe: Recipe, target: Vocabulary, prompts: Prompts, store: Store) -> None:
         super().__init__(recipe, target, prompts)
         self.store = store
-        self.starting = 0.0  # seconds that it took to start
+        self.running = ExitStack()  # the server, from the first answer that lacks until `close`
 
     def check(self) -> None:
         """Raises EngineMissing where there is no vLLM and an answer is lacking."""
         if self._unanswered():
             vllm_python()
 
+    def close(self) -> None:
+        self.running.close()
+
     def _answer(self, unanswered: list[int]) -> None:
-        clock, gpus = time.monotonic(), torch.cuda.device_count()
+        if "server" not in self.__dict__:
+            self._start()
+        super()._answer(unanswered)
+
+    def _start(self) -> None:
+        gpus = torch.cuda.device_count()
         arguments = ["--max-logprobs", str(max(LOGPROBS, self.recipe.cache_top_k))]
         if gpus:
             parts = tensor_parallel(gpus, load_config(self.recipe.target))
@@ -49,14 +57,14 @@ class StartedVllm(ServedTarget):
         else:
             arguments += UNCHUNKED
         print(f"vLLM starts, with {' '.join(arguments)}", flush=True)
-        with serve_vllm(
-            resolve_checkpoint(self.recipe.target),
-            *arguments,
-            positions=max(map(len, self.prompts)) + self.recipe.answer_max_new_tokens,
-            dtype=self.recipe.dtype,
-            eager=not gpus,
-        ) as url:
-            self.starting = time.monotonic() - clock
-            self.server = self._server(url)
-            self._check_server()
-            super()._answer(unanswered)
+        url = self.running.enter_context(
+            serve_vllm(
+                resolve_checkpoint(self.recipe.target),
+                *arguments,
+                positions=max(map(len, self.prompts)) + self.recipe.answer_max_new_tokens,
+                dtype=self.recipe.dtype,
+                eager=not gpus,
+            )
+        )
+        self.server = self._server(url)
+        self._check_server()

@@ -329,8 +329,8 @@ class PromptsUsed(Part):
 class HeldOutPoint(Part):
     """The draft on prompts held out of training, at some step of it."""
 
-    step: Positive
-    tokens: Positive = Field(description="different tokens that it was trained on until then")
+    step: Count = Field(description="0: before training")
+    tokens: Count = Field(description="different tokens that it was trained on until then")
     alpha: Share
     tau: float = Field(ge=1, description="simulated: a chain of `gamma` drafted tokens")
     kept: bool = Field(description="these weights became the draft")
@@ -341,42 +341,6 @@ class HeldOutCurve(Part):
 
     gamma: Positive = Field(description="of the simulated tau")
     points: Annotated[list[HeldOutPoint], Field(min_length=1)]
-
-
-class Candidate(Part):
-    """A kind of draft, and what its comparison with others found."""
-
-    drafter: str
-    layers: Positive | None = Field(description="kept of the target; null for other kinds")
-    c: Quantity = Field(
-        description="draft time of a token over a target step, in a draft of the longest length"
-    )
-    expected_speedup: Quantity = Field(
-        description="at this cost and the alpha that a tuned draft is taken to reach"
-    )
-    trained: Measured | None = Field(
-        None, description="speed-up that a replay predicts after a short training; null: priced"
-    )
-    measured: Measured | None = Field(
-        None, description="the same on other texts, at the length chosen on the first; null: not"
-    )
-    chosen: bool
-
-    @property
-    def name(self) -> str:
-        """What to call it."""
-        if self.layers is None:
-            return self.drafter
-        return f"{self.drafter}, {self.layers} layer{'s' * (self.layers > 1)}"
-
-
-class DrafterChoice(Part):
-    """What `drafter: auto` compared."""
-
-    candidates: Annotated[list[Candidate], Field(min_length=1)]
-    ruled_out: dict[str, str] = Field(description="kinds that the recipe rules out, and why")
-    trained_seconds: Quantity = Field(description="for each that was trained")
-    why: str
 
 
 class Report(Part):
@@ -399,9 +363,6 @@ class Report(Part):
     provenance: dict[str, JsonValue]
     held_out: HeldOutCurve | None = Field(
         None, description="null: no prompts were held out, or no training was followed"
-    )
-    choice: DrafterChoice | None = Field(
-        None, description="how the kind of draft was chosen; null where the recipe named it"
     )
 
     @computed_field  # type: ignore[prop-decorator]

@@ -20,7 +20,7 @@ from eval.measuring.cost import expected_speedup
 from eval.measuring.intervals import FEWEST_CLUSTERS, Measured
 from eval.measuring.losslessness import Divergence, Ledger
 from eval.measuring.metrics import Costs, Memory
-from eval.reporting.report import DrafterChoice, DraftReport, HeldOutCurve, Report
+from eval.reporting.report import DraftReport, HeldOutCurve, Report
 
 NOT_MEASURED = "not measured"
 LEDGER_ROWS = 20
@@ -417,26 +417,6 @@ def _held_out(curve: HeldOutCurve) -> Table:
     return Table("Held-out prompts while it was trained", header, rows, HELD_OUT_NOTE)
 
 
-def _choice(choice: DrafterChoice) -> Table:
-    """What `drafter: auto` compared, and on what."""
-    header = ["kind", "cost of a token", "expected", "trained", "on other texts", ""]
-    rows = []
-    for kind in choice.candidates:
-        row = [kind.name, f"{kind.c:.3f}", f"{kind.expected_speedup:.2f}"]
-        row += [
-            "" if speedup is None else shown(speedup) for speedup in (kind.trained, kind.measured)
-        ]
-        rows.append([*row, "chosen" if kind.chosen else ""])
-    rows += [[name, "ruled out", *[""] * 3, why] for name, why in choice.ruled_out.items()]
-    note = (
-        "Kinds of draft that this target can have: the cost of a drafted token in target steps; "
-        "speed-ups, expected at that cost before any training, and predicted by a replay after "
-        f"{choice.trained_seconds:.0f} seconds of it. {choice.why[:1].upper()}{choice.why[1:]}. "
-        "Each draft in the other tables is the chosen one, fully trained."
-    )
-    return Table("Kinds of draft compared", header, rows, note)
-
-
 def waterfall(draft: DraftReport) -> dict[str, float]:
     """Speed-ups as one cost after the other is counted; empty where not all of it was measured.
 
@@ -530,7 +510,6 @@ def tables(report: Report) -> list[Table]:
         _table("By copy share", "category, draft", categories["by_copy_share"], CATEGORIES),
         _table("By context length", "prompt, draft", categories["by_context"], CATEGORIES),
         *([] if report.held_out is None else [_held_out(report.held_out)]),
-        *([] if report.choice is None else [_choice(report.choice)]),
         _by_draft("Cost and latency", report, COSTS),
         _by_draft("Drafts", report, DRAFTS),
         _setting(report),

@@ -211,8 +211,6 @@ def test_ill_typed_values_are_refused(loaded, line, value):
         ("speculative_url: http://a:1", "speculative_url answers"),
         (f"{SERVED}\nspeculative_url: http://a:1", "speculative_url answer_url"),
         (f"{SERVED}\ndevice_map: auto", "device_map answers"),
-        (f"{SERVED}\nminutes: 9", "minutes max_train_prompts"),
-        ("minutes: 9\nmax_steps: 3", "minutes max_answers max_steps"),
         ("device_map: auto\nuse_cpu: true", "device_map use_cpu"),
         ("drafter: eagle3\nuse_peft: true", "use_peft drafter"),
         ("drafter: eagle3\nstrategy: remap", "strategy drafter"),

@@ -1,12 +1,14 @@
-"""The report of a run whose target is behind a server: both servers measured from outside."""
+"""A run's report: base and distilled draft on the same prompts, here or behind servers."""
 
 from __future__ import annotations
 
 import shlex
 
 from align.files import write_json
+from align.machine import free_memory
 from align.sources import read_json
 from distill.card import USUAL_GAMMA, write_card
+from distill.clock import EVALUATED, TRAINED, Clock
 from distill.held_out import held_out_curve
 from distill.models import Pair
 from distill.prepare import lost_mass_of
@@ -14,23 +16,73 @@ from distill.prompt_sets import Prompts
 from distill.recipe import Recipe
 from distill.run_folder import provenance
 from distill.teacher.answers import USED
+from eval.decoding.drafters.drafter import Drafter
+from eval.decoding.drafters.loading import load_drafter
+from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
 from eval.decoding.loop import Decoding
+from eval.decoding.target import Target
 from eval.engines.local_vllm import speculation
 from eval.engines.served import measure_servers
 from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer
+from eval.measuring.evaluation import Plan
+from eval.measuring.evaluation import evaluate as measure
+from eval.measuring.journal import JOURNAL, Journal
 from eval.reporting.report import Report, write_report
 
 
-def evaluate_served(recipe: Recipe, pair: Pair, prompts: Prompts, seconds: float) -> Report | None:
+def evaluate(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target, clock: Clock) -> Report:
+    """The report, written to `report/`, with `provenance.json` and the draft's model card."""
+    folder = recipe.folder
+    made_by = provenance(recipe, prompts, lost_mass_of(recipe), clock.seconds())
+    drafts = _drafts(recipe, pair, target)
+    free_memory()  # of their weights as they were read
+    seconds = None
+    if recipe.minutes is not None:
+        # a run that has a report already is measured anew, in its usual share of the time
+        again = (folder / "report" / "report.json").exists()
+        seconds = 60 * recipe.minutes * (EVALUATED - TRAINED) if again else clock.left(EVALUATED)
+    with Journal(folder / "report" / JOURNAL) as journal:
+        report = measure(
+            target,
+            drafts,
+            prompts.evaluation,
+            prompts.tuning,
+            Decoding(recipe.sampling, target.stops, recipe.max_new_tokens, recipe.seed),
+            Plan(recipe.gamma, recipe.max_gamma, recipe.speed_prompts, seconds=seconds),
+            journal,
+            made_by,
+        )
+        report = report.model_copy(update={"held_out": held_out_curve(folder, prompts.held_out)})
+        write_report(folder / "report", report)
+        write_json(folder / "provenance.json", made_by)
+        write_card(folder / "draft", folder, [report])
+    return report
+
+
+def _drafts(recipe: Recipe, pair: Pair, target: Target) -> dict[str, Drafter]:
+    """Untuned and tuned, prompt lookup alone and in front of the tuned draft.
+
+    Of a pruned target in the compact form, which is what our decoder runs.
+    """
+    tuned = load_drafter(str(recipe.folder / "draft"), target, pair.strategy)
+    untuned = load_drafter(recipe.draft or str(recipe.folder / "prepared"), target, pair.strategy)
+    untuned.full_form_bytes = tuned.full_form_bytes  # it has no full form on disk
+    drafts: dict[str, Drafter] = {"untuned": untuned, "lookup": prompt_lookup(target)}
+    if recipe.training.get("max_steps") == 0:  # base and distilled draft are the same
+        del drafts["untuned"]
+    return drafts | {"tuned": tuned, "tuned+lookup": lookup_first(tuned, target.stops)}
+
+
+def evaluate_served(recipe: Recipe, pair: Pair, prompts: Prompts, clock: Clock) -> Report | None:
     """The report of `speculative_url` against `answer_url`, with provenance and model card.
 
     None where no speculative server is named: then the draft is all there is, and how to serve it
     is printed. Raises ServerError where one is named and cannot be measured, or not to the end;
-    what was measured by then is in the report. seconds: that the run has taken.
+    what was measured by then is in the report.
     """
     folder = recipe.folder
-    made_by = provenance(recipe, prompts, lost_mass_of(recipe), seconds)
+    made_by = provenance(recipe, prompts, lost_mass_of(recipe), clock.seconds())
     write_json(folder / "provenance.json", made_by)
     served = read_json(folder / USED)["key"]["served model"]
     advice = (

@@ -1,0 +1,130 @@
+"""The time of a run: one clock that all its stages read, kept in the run's folder.
+
+A run with `minutes` answers prompts until a third of them is over, trains until two thirds are, and
+evaluates in what is left. A run that is killed and started again counts the time it had used.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+from accelerate import PartialState
+from transformers import TrainerCallback
+
+from align.files import write_json
+from align.machine import from_first
+from align.sources import read_json
+from distill.teacher.store import Answers
+
+CLOCK = "clock.json"
+ANSWERED, TRAINED, EVALUATED = 1 / 3, 2 / 3, 1.0  # shares of `minutes` at which a stage ends
+SAVING = 0.02  # share of `minutes` before the end of training, for fit, export and saving
+SAFETY = 0.9  # of the time left is filled by a round of answers, at the speed of the one before
+KEPT_EVERY = 20.0  # seconds between two records of the time while a draft is trained
+
+
+class Clock:
+    """Seconds that a run has taken, over all its processes and interruptions."""
+
+    def __init__(self, folder: Path, minutes: float | None) -> None:
+        """minutes: the run's budget; None: the recipe's counts decide how much is done."""
+        self.path, self.minutes = folder / CLOCK, minutes
+        kept = read_json(self.path) if self.path.exists() else {"seconds": 0.0, "training": None}
+        self.training: float | None = kept["training"]
+        # starting Python and loading its packages is time of the run, too
+        started = time.time() - psutil.Process().create_time()
+        self.start = time.monotonic() - started - kept["seconds"]
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.start
+
+    def left(self, share: float) -> float:
+        """Seconds until that share of the minutes is over, the first process's for all."""
+        if self.minutes is None:
+            return math.inf
+        return float(from_first(60 * self.minutes * share - self.seconds()))
+
+    def keep(self) -> None:
+        """Write the time that the run has taken; `claim_folder` has made its folder."""
+        if PartialState().is_main_process:
+            write_json(self.path, {"seconds": self.seconds(), "training": self.training})
+
+    def stage(self, name: str) -> None:
+        """Print that a stage begins, and when."""
+        minutes, seconds = divmod(round(self.seconds()), 60)
+        print(f"\n[{minutes:3d}:{seconds:02d}] {name}", flush=True)
+        if self.path.parent.exists():
+            self.keep()
+
+    def training_progress(self) -> float:
+        """Share of the time for training that is over, from 0 to 1 and beyond; 0 without minutes.
+
+        Training begins when this is first asked. What an interrupted run has trained counts.
+        """
+        if self.minutes is None:
+            return 0.0
+        if self.training is None:
+            self.training = self.seconds()
+            self.keep()
+        end = 60 * self.minutes * (TRAINED - SAVING)
+        allowed = max(1.0, end - self.training)
+        return float(from_first((self.seconds() - self.training) / allowed))
+
+
+class TrainingClock(TrainerCallback):
+    """Training that ends by a clock; the learning rate follows `position`.
+
+    All processes have the first one's time, read once before each step.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.progress, self.kept = clock, 0.0, clock.seconds()
+
+    def position(self, step: int, steps: int) -> float:
+        """Where the schedule of so many steps stands: by steps, or by time where that is later."""
+        return max(float(step), self.progress * steps)
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.progress = min(1.0, self.clock.training_progress())
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= self.progress >= 1
+        if self.clock.seconds() - self.kept > KEPT_EVERY:
+            self.on_save()
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self.kept = self.clock.seconds()
+        self.clock.keep()
+
+
+def answers_in_time(
+    clock: Clock, total: int, lacking: list[int], batch: int, answer: Callable[[int], Answers]
+) -> Answers:
+    """The first answers of a run, as many as its time allows; two batches at least are made.
+
+    total: prompts. lacking: the numbers of those without a cached answer, in their order. batch:
+    prompts that are answered at once. answer: gives the answers to the first so many prompts. A
+    round is as large as the speed of the round before allows.
+    """
+    made, new = 0, min(2 * batch, len(lacking))
+    if clock.left(ANSWERED) <= 0 and total - len(lacking) >= 2 * batch:
+        new = 0  # a run that goes on has answers enough
+    while True:
+        made += new
+        began = clock.seconds()
+        answers = answer(lacking[made] if made < len(lacking) else total)
+        clock.keep()
+        left, took = clock.left(ANSWERED), clock.seconds() - began
+        if new == 0 or made == len(lacking):
+            return answers
+        more = int(from_first(SAFETY * left * new / took))
+        if more < max(1, batch // 2):
+            if made == 2 * batch and left < 0:
+                print(f"{made} answers took more than a third of the minutes; give more minutes.")
+            return answers
+        new = min(more, len(lacking) - made)

@@ -1,0 +1,122 @@
+"""A run keeps its minutes: by a clock that is moved by hand, and in runs that are cut off."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from distill import clock as clock_module
+from distill import train
+from distill.clock import CLOCK, Clock, TrainingClock, answers_in_time
+from distill.recipe import load_recipe
+from distill.train import run
+from distill.trainer import last_checkpoint
+
+
+@pytest.fixture
+def time(monkeypatch):
+    """The seconds that have passed: `time.now`; Python itself started at 0."""
+    passed = SimpleNamespace(now=0.0)
+    fake = SimpleNamespace(monotonic=lambda: passed.now, time=lambda: passed.now)
+    process = SimpleNamespace(Process=lambda: SimpleNamespace(create_time=lambda: passed.now))
+    monkeypatch.setattr(clock_module, "time", fake)
+    monkeypatch.setattr(clock_module, "psutil", process)
+    return passed
+
+
+def test_a_run_that_goes_on_counts_what_it_had_used(time, tmp_path):
+    first = Clock(tmp_path, 10.0)
+    time.now = 150.0
+    first.keep()
+    time.now = 1000.0  # killed, and started again much later
+    second = Clock(tmp_path, 10.0)
+    assert second.seconds() == 150
+    time.now = 1050.0
+    assert second.left(1.0) == 400
+    assert second.left(1 / 3) == 0
+
+
+def test_without_minutes_nothing_ends_by_time(time, tmp_path):
+    clock = Clock(tmp_path, None)
+    time.now = 1e9
+    assert clock.left(1 / 3) == float("inf")
+    assert clock.training_progress() == 0
+
+
+@pytest.mark.parametrize(("seconds", "cached"), [(0.1, 0), (0.1, 500), (1.0, 0), (30.0, 0)])
+def test_answers_are_made_until_their_third_is_over(time, tmp_path, seconds, cached):
+    clock, total, made = Clock(tmp_path, 10.0), 5000, []
+
+    def answer(count):
+        new = count - cached - sum(made)
+        made.append(new)
+        time.now += new * seconds
+        return count
+
+    count = answers_in_time(clock, total, list(range(cached, total)), 8, answer)
+    assert count == cached + sum(made)
+    wanted = max(16, 200 / seconds)
+    assert wanted * 0.93 <= count - cached <= wanted
+    assert json.loads((tmp_path / CLOCK).read_text())["seconds"] == time.now
+
+
+def test_answers_that_are_there_take_no_time_and_none_is_made_late(time, tmp_path):
+    clock = Clock(tmp_path, 1.0)
+    time.now = 30.0
+    assert answers_in_time(clock, 40, list(range(20, 40)), 8, lambda count: count) == 20
+    assert answers_in_time(clock, 40, [], 8, lambda count: count) == 40
+
+
+def test_the_learning_rate_stands_where_steps_or_time_have_come_to(time, tmp_path):
+    clock = Clock(tmp_path, 10.0)
+    time.now = 200.0
+    timing = TrainingClock(clock)
+    timing.on_step_begin()
+    assert timing.position(3, 100) == 3  # training has just begun
+    time.now = 294.0  # half of the time until 0.98 * 400 seconds is over
+    timing.on_step_begin()
+    assert timing.position(3, 100) == pytest.approx(50, abs=2)
+    assert timing.position(70, 100) == 70
+    again = TrainingClock(Clock(tmp_path, 10.0))  # killed; its folder has the time it had used
+    again.on_step_begin()
+    assert again.progress <= timing.progress
+    control = SimpleNamespace(should_training_stop=False)
+    timing.on_step_end(None, None, control)
+    assert not control.should_training_stop
+    time.now = 400.0
+    timing.on_step_begin()
+    timing.on_step_end(None, None, control)
+    assert control.should_training_stop
+
+
+def test_a_run_keeps_its_minutes_and_says_what_repeats_it(job, tmp_path):
+    keys = {"max_steps": -1, "num_train_epochs": 1000.0, "early_stopping_patience": None}
+    recipe = job(tmp_path / "run", minutes=0.5, **keys)
+    assert run(recipe) == 0
+    kept = json.loads((recipe.folder / CLOCK).read_text())
+    # the time for training was used, though 1,000 epochs were not over
+    state = json.loads((last_checkpoint(recipe.folder) / "trainer_state.json").read_text())
+    assert kept["training"] < kept["seconds"]
+    assert state["global_step"] < state["max_steps"]
+    assert state["log_history"][-1]["step"] == state["global_step"]
+    repeated = load_recipe(["--recipe", str(recipe.folder / "repeat.yaml")])
+    assert repeated.minutes is None
+    assert repeated.training["max_steps"] == state["global_step"]
+    assert repeated.max_answers == 11
+
+
+@pytest.mark.parametrize("stage", ["answered", "make_draft", "evaluate"])
+def test_a_run_that_is_cut_off_in_a_stage_goes_on_with_its_time(job, tmp_path, monkeypatch, stage):
+    recipe = job(tmp_path / "run", minutes=5.0, max_steps=4)
+
+    def cut(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, stage, cut)
+        with pytest.raises(KeyboardInterrupt):
+            run(recipe)
+    before = json.loads((recipe.folder / CLOCK).read_text())["seconds"]
+    assert before > 0
+    assert run(recipe) == 0
+    assert json.loads((recipe.folder / CLOCK).read_text())["seconds"] > before
