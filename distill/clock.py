@@ -93,7 +93,9 @@ class TrainingClock(TrainerCallback):
         self.progress = min(1.0, self.clock.training_progress())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop |= self.progress >= 1
+        if self.progress >= 1:
+            control.should_training_stop = True
+            control.should_save = args.save_strategy != "no"
         if self.clock.seconds() - self.kept > KEPT_EVERY:
             self.on_save()
 

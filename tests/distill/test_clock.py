@@ -81,11 +81,11 @@ def test_the_learning_rate_stands_where_steps_or_time_have_come_to(time, tmp_pat
     again.on_step_begin()
     assert again.progress <= timing.progress
     control = SimpleNamespace(should_training_stop=False)
-    timing.on_step_end(None, None, control)
+    timing.on_step_end(SimpleNamespace(save_strategy="steps"), None, control)
     assert not control.should_training_stop
     time.now = 400.0
     timing.on_step_begin()
-    timing.on_step_end(None, None, control)
+    timing.on_step_end(SimpleNamespace(save_strategy="steps"), None, control)
     assert control.should_training_stop
 
 
