@@ -7,6 +7,9 @@ import pytest
 
 from eval.decoding.drafters.causal_lm import CausalLMDrafter
 from eval.measuring.journal import Journal
+from tests.byte_level import SHAPE, noisy, save
+
+WORDS = ["def", "return", "the", "total", "value", "for", "in", "if"]
 
 
 @pytest.fixture(scope="session")
@@ -14,6 +17,24 @@ def tiny(tiny_llama):
     return lambda seed, vocab=61: tiny_llama(
         seed, spread=4, vocab_size=vocab, num_key_value_heads=2
     )
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory, tiny_llama):
+    """Checkpoints `target` and `draft` of one byte-level tokenizer, and prompts.jsonl."""
+    root = tmp_path_factory.mktemp("pair")
+    for noise, name in ((0.0, "target"), (0.1, "draft")):
+        save(root / name, noisy(tiny_llama(spread=4, **SHAPE), noise))
+    rows = (
+        {
+            "prompt": f"def total(value):\n {WORDS[i % 8]} {i}",
+            "category": "odd" if i % 2 else "even",
+        }
+        for i in range(12)
+    )
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (root / "prompts.jsonl").write_text(text, encoding="utf-8")
+    return root
 
 
 @pytest.fixture(scope="session")

@@ -6,12 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from eval.decoding.loop import DraftLength
@@ -19,37 +14,6 @@ from eval.measuring import evaluation, timing
 from eval.measuring.metrics import replayed_tau
 from eval.reporting.report import build_report, read_report
 from eval.run import _named, main
-
-WORDS = ["def", "return", "the", "total", "value", "for", "in", "if"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, tiny_llama):
-    """Checkpoints `target` and `draft` of one byte-level tokenizer, and a prompts file."""
-    root = tmp_path_factory.mktemp("run")
-    alphabet = sorted(ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate([*alphabet, "</s>"])}
-    backend = Tokenizer(BPE(vocabulary, []))
-    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-    for noise, name in ((0.0, "target"), (0.1, "draft")):
-        model = tiny_llama(spread=4, vocab_size=len(vocabulary), eos_token_id=vocabulary["</s>"])
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight += noise * weight.std() * torch.randn(weight.shape)
-        model.generation_config.eos_token_id = vocabulary["</s>"]
-        model.save_pretrained(root / name)
-        tokenizer.save_pretrained(root / name)
-    rows = [
-        {
-            "prompt": f"def total(value):\n {WORDS[i % 8]} {i}",
-            "category": "odd" if i % 2 else "even",
-        }
-        for i in range(12)
-    ]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (root / "prompts.jsonl").write_text(text, encoding="utf-8")
-    return root
 
 
 def loaded(out):

@@ -6,11 +6,7 @@ import re
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig
 
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
@@ -20,44 +16,21 @@ from eval.prompts import Prompt, PromptSet
 from eval.reporting.page import render_page
 from eval.reporting.report import read_report
 from eval.run import main
-
-
-def save(folder, model, extra=()):
-    """A checkpoint with a byte-level tokenizer that ends texts by </s>."""
-    alphabet = sorted(ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate([*alphabet, "</s>", *extra])}
-    backend = Tokenizer(BPE(vocabulary, []))
-    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
-    model.save_pretrained(folder)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-    tokenizer.save_pretrained(folder)
-
-
-def noisy(model, noise):
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += noise * weight.std() * torch.randn(weight.shape)
-    return model
+from tests.byte_level import SHAPE, noisy, save
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, tiny_llama):
-    """Checkpoints `target`, `draft`, `wide` of more rows, one that cannot draft; prompts."""
-    root = tmp_path_factory.mktemp("assisted")
-    shape = {"vocab_size": 257, "eos_token_id": 256}
-    save(root / "target", tiny_llama(spread=4, **shape))
-    save(root / "draft", noisy(tiny_llama(spread=4, **shape), 0.1))
-    save(root / "wide", tiny_llama(spread=4, **shape | {"vocab_size": 264}))
-    other = tiny_llama(**shape)
-    save(root / "other", other)
-    tokens = json.loads((root / "other" / "tokenizer.json").read_text())
+def others(tmp_path_factory, tiny_llama):
+    """Drafts `wide` of more rows, and `other`, whose tokens have other ids."""
+    root = tmp_path_factory.mktemp("others")
+    save(root / "wide", tiny_llama(spread=4, **SHAPE | {"vocab_size": 264}))
+    save(root / "other", tiny_llama(**SHAPE))
+    path = root / "other" / "tokenizer.json"
+    tokens = json.loads(path.read_text())
     vocabulary = tokens["model"]["vocab"]
     ids = list(vocabulary.values())
     tokens["model"]["vocab"] = dict(zip(vocabulary, [*reversed(ids[:256]), 256], strict=True))
-    (root / "other" / "tokenizer.json").write_text(json.dumps(tokens))
-    rows = [{"prompt": f"the value {i}", "category": "odd" if i % 2 else "even"} for i in range(6)]
-    (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(json.dumps(tokens))
     return root
 
 
@@ -183,10 +156,10 @@ def test_one_report_of_two_drafts(folder, tmp_path):
     assert own.tau.mean == 4
     assert own.accepted_over_drafted.mean == 1
     assert 1 <= bad.tau.mean < 4
-    assert bad.tau.n == bad.speedup.n == 6
-    assert bad.by_category["odd"].tau.n == 3
-    assert bad.by_context["below 512 tokens"].tau.n == 6
-    assert {draft.lossless.identical for draft in (own, bad)} == {6}
+    assert bad.tau.n == bad.speedup.n == 12
+    assert bad.by_category["odd"].tau.n == 6
+    assert bad.by_context["below 512 tokens"].tau.n == 12
+    assert {draft.lossless.identical for draft in (own, bad)} == {12}
     assert bad.memory == ours.drafts["bad"].memory
     assert bad.alpha is None
     assert "--engine torch" in {e.field: e.reason for e in bad.missing}["alpha"]
@@ -213,7 +186,7 @@ def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys
     with monkeypatch.context() as patched:
         patched.setattr(Assisted, "decode", interrupted)
         assert run(folder, tmp_path / "cut", *drafts) == 130
-    assert "Measured so far: speed at T=0 2/6." in capsys.readouterr().err
+    assert "speed at T=0 2/12." in capsys.readouterr().err
     resumed = report_of(folder, tmp_path / "cut", *drafts)
     assert resumed.provenance["resumed"]
     for name, draft in resumed.drafts.items():
@@ -224,7 +197,7 @@ def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys
 def test_a_sampled_report(folder, tmp_path):
     report = report_of(folder, tmp_path, "--draft", str(folder / "draft"), "--temperature", "0.8")
     assert report.decoding.verification == "rejection sampling"
-    assert report.drafts["draft"].lossless.identical == 6  # measured greedily
+    assert report.drafts["draft"].lossless.identical == 12  # measured greedily
     assert not any("LOSSY" in warning for warning in report.warnings)
 
 
@@ -301,17 +274,17 @@ def test_a_checkpoint_s_own_generation_config_is_left_aside(folder, tmp_path, ti
         ("prompt-lookup", "Draft 'prompt-lookup': .*--engine torch"),
     ],
 )
-def test_drafts_that_cannot_assist(folder, tmp_path, capsys, draft, says):
-    spec = draft if draft == "prompt-lookup" else str(folder / draft)
+def test_drafts_that_cannot_assist(folder, others, tmp_path, capsys, draft, says):
+    spec = draft if draft == "prompt-lookup" else str(others / draft)
     assert run(folder, tmp_path, "--draft", spec) == 2
     assert re.search(says, capsys.readouterr().err)
 
 
-def test_a_draft_of_more_rows_is_cut(folder, tmp_path):
-    report = report_of(folder, tmp_path, "--draft", str(folder / "wide"))
+def test_a_draft_of_more_rows_is_cut(folder, others, tmp_path):
+    report = report_of(folder, tmp_path, "--draft", str(others / "wide"))
     block = report.drafts["wide"]
     assert block.vocabulary.strategy == "padded"
-    assert block.lossless.identical == 6
+    assert block.lossless.identical == 12
 
 
 def test_the_compact_form_is_refused(folder, tmp_path, capsys):
