@@ -3,7 +3,7 @@
     python -m align.check --target T --draft D [--corpus FILE] [--weights] [--json]
 
 Exit code 0: a lossless strategy exists (it is printed); 1: none exists; 2: bad call or input.
-The checks and their codes are in align/checks.py.
+The findings and their codes are in align/checks.py, the rules of strategies here.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ if not __package__:
 import argparse
 import gzip
 import json
+import zlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
-from align.checks import Comparison, Finding, Relation, find
+from align.checks import Comparison, Finding, Relation, find, find_by_weights
 from align.sources import SourceError, resolve_file
 from align.token_bytes import is_used
 from align.vocabulary import Vocabulary, read_vocabulary
@@ -28,10 +30,9 @@ from align.vocabulary import Vocabulary, read_vocabulary
 Works = Literal["yes", "greedy only", "no"]
 Strategy = Literal["direct", "padded", "remap", "intersection", "string", "transplant"]
 
-# Below it too much of a text is retokenized and too much of q lies on tokens that the target lacks
-# (the pairs that one engine's authors publish: 25% accepted at 80% overlap, 15% at 70%).
-ENOUGH_OVERLAP = 0.8
 SAMPLE_TOPICS = 12  # some 40 kB
+# Keys under which a row of a .jsonl corpus, or a message in it, has text.
+TEXT_KEYS = ("prompt", "text", "completion", "content", "value")
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,10 @@ class Verdict:
     """What `check_pair` says.
 
     strategy: the strongest lossless way to draft as the models are, None if there is none;
-    tuned_strategy: the one to take when the draft is tuned anyway. shared_ids: under "direct" and
-    "padded" the draft's logits are cut to so many. coverage: share of the target's tokens that the
-    draft has too, weighted by how often they occur in the corpus given, else in the running
-    Python's documentation.
+    tuned_strategy: the one for a draft that is trained, None if it cannot be. shared_ids: under
+    "direct" and "padded" the draft's logits are cut to so many. coverage: share of the target's
+    tokens that the draft has too, weighted by how often they occur in the corpus given, else in
+    the running Python's documentation.
     """
 
     target: str
@@ -88,32 +89,27 @@ def check_pair(
 def compare(
     target: Vocabulary, draft: Vocabulary, weights: bool = False, corpus: str | None = None
 ) -> Verdict:
-    """As `check_pair`, of vocabularies that were read already."""
+    """The verdict of `check_pair` on vocabularies that were read already."""
     texts = _sample() if corpus is None else _texts(corpus)
     if not any(texts):
         raise SourceError(f"{corpus!r} holds no text; name a file with text of the domain.")
     pair = Comparison(target, draft)
-    coverage = pair.coverage(texts)
-    strategy = _strategy(pair, coverage)
+    strategy = _strategy(pair)
     findings = [*find(pair, strategy)]
     if weights and strategy is not None and not _fatal(findings):
-        from align.behaviour import check_behaviour
-
-        findings += check_behaviour(target, draft, strategy)
+        findings += find_by_weights(target, draft, strategy)
     if _fatal(findings):
         strategy = None
-    tuned = strategy
-    if strategy in ("intersection", "string") and _head_is_plain(draft):
-        tuned = "transplant"
+    tuned: Strategy | None = "transplant" if strategy == "intersection" else strategy
     return Verdict(
         target=target.spec,
         draft=draft.spec,
         relation=pair.relation,
         strategy=strategy,
-        tuned_strategy=tuned,
+        tuned_strategy=tuned if draft.head_is_plain else None,
         shared_ids=min(target.count, draft.count),
-        coverage=coverage,
-        engines=_engines(pair, strategy),
+        coverage=pair.coverage(texts),
+        engines=tuple(_engines(pair, strategy)),
         findings=tuple(findings),
     )
 
@@ -125,84 +121,80 @@ def _fatal(findings: list[Finding]) -> bool:
 def choose_strategy(verdict: Verdict, asked: str, tuned: bool) -> Strategy:
     """The strategy a run takes: the verdict's under "auto", else the one asked for.
 
-    tuned: the draft will be tuned. Raises ValueError when none is lossless, or not the one asked.
+    tuned: the draft will be trained. Raises ValueError when none is lossless, or not the one asked.
     """
     assert asked in ("auto", *get_args(Strategy)), asked
     best = verdict.tuned_strategy if tuned else verdict.strategy
 
-    def listed(*names: str) -> str:
+    def reasons(*names: str) -> str:
         return " ".join(str(f) for f in verdict.findings if {f.code, f.severity} & {*names})
 
     if best is None:
         raise ValueError(
-            f"Draft {verdict.draft!r} cannot draft for {verdict.target!r} without loss: "
-            f"{listed('fatal')}"
+            f"Draft {verdict.draft!r} cannot {'be trained to ' * tuned}draft for "
+            f"{verdict.target!r}: {reasons('fatal', 'TOK-012' if tuned else 'fatal')}"
         )
-    if asked in ("padded", "remap", "transplant") and verdict.strategy in ("direct", "padded"):
-        return verdict.strategy  # it has the target's rows already
-    if asked in ("direct", "padded", "remap") and asked != verdict.strategy:
+    if asked == "auto":
+        return best
+    if verdict.strategy in ("direct", "padded") and asked in ("padded", "remap", "transplant"):
+        return best  # the draft has the target's ids already
+    lossless = {best, verdict.strategy}
+    if verdict.tuned_strategy in ("transplant", "remap"):
+        lossless |= {"transplant"}
+    # a draft is trained in the target's ids
+    lossless = lossless - {"intersection"} if tuned else lossless | {"intersection", "string"}
+    if asked not in lossless:
         raise ValueError(
-            f"strategy {asked!r} would corrupt: the draft's vocabulary is {verdict.relation}; use "
-            f"{best!r}, or auto. {listed('error', 'warning')}"
+            f"strategy {asked!r} does not fit {verdict.draft!r}, whose vocabulary is "
+            f"{verdict.relation} to the target's; use {best!r}, or auto. "
+            f"{reasons('TOK-001', 'TOK-012')}"
         )
-    if asked == "transplant" and verdict.tuned_strategy not in ("transplant", "remap"):
-        raise ValueError(
-            f"strategy 'transplant' cannot take the head of {verdict.draft!r} over; use strategy "
-            f"{verdict.strategy!r}, or another draft. {listed('TOK-012')}"
-        )
-    return best if asked == "auto" else cast(Strategy, asked)
+    return asked
 
 
-def _strategy(pair: Comparison, coverage: float) -> Strategy | None:
-    target, draft = pair.target, pair.draft
-    if not (target.rows_suffice and draft.rows_suffice):
+def _strategy(pair: Comparison) -> Strategy | None:
+    target, draft = pair.both
+    if pair.relation == "disjoint" or not (target.rows_suffice and draft.rows_suffice):
         return None
     sizes = (target.embedding_rows, draft.count), (draft.embedding_rows, target.count)
     rows_for_all = all(rows is None or rows >= count for rows, count in sizes)
-    if not pair.differing and rows_for_all and pair.relation != "disjoint":
+    if not pair.differing and rows_for_all:
         return "direct" if pair.relation == "identical" else "padded"
-    if target.used <= draft.used and _head_is_plain(draft):
+    if target.used <= draft.used and draft.head_is_plain:
         return "remap"
-    if pair.relation != "disjoint" and coverage >= ENOUGH_OVERLAP:
-        return "intersection"
-    # text is all that they may share: any common byte will do
-    return "string" if _bytes_in(target) & _bytes_in(draft) else None
+    return "intersection"
 
 
-def _head_is_plain(draft: Vocabulary) -> bool:
-    return not (draft.head_bias or draft.logit_changes)
-
-
-def _bytes_in(vocabulary: Vocabulary) -> set[int]:
-    return {byte for kind, raw in vocabulary.used if kind == "normal" for byte in raw}
-
-
-def _engines(pair: Comparison, strategy: Strategy | None) -> tuple[EngineVerdict, ...]:
+def _engines(pair: Comparison, strategy: Strategy | None) -> Iterator[EngineVerdict]:
     """By each engine's own rule, as far as it is known; all of them verify in the target's ids."""
-    works: dict[str, tuple[Works, str]] = {"draftsmith": ("yes", f"strategy {strategy}")}
     if strategy is None:
-        works["draftsmith"] = ("no", "no lossless strategy; see the fatal findings")
-    rows = pair.target.config_rows, pair.draft.config_rows
-    sizes = f"config vocab_size {rows[0]} and {rows[1]}"
-    if rows[0] == rows[1] and not pair.differing:
-        works["transformers"] = ("yes", "assistant_model=draft")
-        works["vLLM"] = ("yes", "method draft_model")
-    elif rows[0] == rows[1]:
-        for engine in ("transformers", "vLLM"):
-            works[engine] = ("no", f"{sizes}: only sizes are compared, so it corrupts silently")
+        yield EngineVerdict("draftsmith", "no", "no lossless strategy; see the fatal findings")
     else:
-        works["transformers"] = (
-            "greedy only",
-            f"{sizes}: assisted generation wants tokenizer and assistant_tokenizer; greedy text is "
-            "the target's, sampled text is not (seen in 5.23)",
-        )
-        if not pair.differing:
-            only_padding = "refused, though only padding differs; a run exports it at one size"
-            works["transformers"] = ("no", f"{sizes}: {only_padding}")
-        works["vLLM"] = ("greedy only", f"{sizes}: refused unless use_heterogeneous_vocab")
+        yield EngineVerdict("draftsmith", "yes", f"strategy {strategy}")
+    sizes = f"config vocab_size {pair.target.config_rows} and {pair.draft.config_rows}"
+    if pair.target.config_rows == pair.draft.config_rows:
+        blind = f"{sizes}: only sizes are compared, so hardly a token would be accepted"
+        for engine, argument in (
+            ("transformers", "assistant_model=draft"),
+            ("vLLM", "method draft_model"),
+        ):
+            yield EngineVerdict(engine, *(("no", blind) if pair.differing else ("yes", argument)))
+    else:
+        if pair.differing:
+            yield EngineVerdict(
+                "transformers",
+                "greedy only",
+                f"{sizes}: assisted generation needs tokenizer and assistant_tokenizer; sampled "
+                "output has another distribution than the target's (seen in 5.23)",
+            )
+        else:
+            padding = "refused, though only padding differs; a run exports it at one size"
+            yield EngineVerdict("transformers", "no", f"{sizes}: {padding}")
+        heterogeneous = "needs use_heterogeneous_vocab, which drafts greedily"
+        yield EngineVerdict("vLLM", "yes", f"{sizes}: {heterogeneous}")
     refusal = _llama_cpp_refusal(pair)
-    works["llama.cpp"] = ("no", refusal) if refusal else ("yes", "-md with a GGUF of the draft")
-    return tuple(EngineVerdict(engine, *verdict) for engine, verdict in works.items())
+    works: Works = "no" if refusal else "yes"
+    yield EngineVerdict("llama.cpp", works, refusal or "-md with a GGUF of the draft")
 
 
 def _llama_cpp_refusal(pair: Comparison) -> str | None:
@@ -210,14 +202,11 @@ def _llama_cpp_refusal(pair: Comparison) -> str | None:
     sizes = [side.config_rows or len(side.tokens) for side in pair.both]
     if abs(sizes[0] - sizes[1]) > 128:
         return f"vocabularies of {sizes[0]} and {sizes[1]}: more than 128 apart"
-    for name in ("bos_token", "eos_token"):
-        if pair.target.special_ids.get(name) != pair.draft.special_ids.get(name):
-            return f"{name} ids differ"
+    if pair.target.prefix != pair.draft.prefix:
+        return "only one puts a BOS before a text, or their BOS ids differ"
     tokens = list(zip(pair.target.tokens, pair.draft.tokens, strict=False))
     if any(is_used(a) and is_used(b) and a != b for a, b in tokens[5:]):
         return "token texts differ"
-    if any(a != b for a, b in tokens[:5]):
-        return "ids 0 to 4 differ, which it does not compare: it corrupts silently"
     return None
 
 
@@ -234,28 +223,32 @@ def _sample() -> list[str]:
 def _texts(spec: str) -> list[str]:
     """The texts of a corpus, in pieces: a tokenizer is slow on one huge string.
 
-    Of a .jsonl file (.gz or not) what stands under prompt, text, completion, messages and
-    conversations; of any other file everything.
+    A .jsonl file (.gz or not) has them under TEXT_KEYS; any other file is all text.
     """
     path = resolve_file(spec)
     try:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
         if ".jsonl" not in path.suffixes:
-            return [text[at : at + 65536] for at in range(0, len(text), 65536)]
-        texts = []
-        for row in (json.loads(line) for line in text.split("\n") if line.strip()):
-            texts += [row.get(name) for name in ("prompt", "text", "completion")]
-            turns = [row.get(name) for name in ("prompt", "messages", "conversations")]
-            turns = [turn for part in turns if isinstance(part, list) for turn in part]
-            turns = [turn for turn in turns if "tool_calls" not in turn]
-            texts += [turn["value" if "from" in turn else "content"] for turn in turns]
-    except Exception as error:  # of gzip, UTF-8, JSON, or a row of another shape
+            return [text[start : start + 65536] for start in range(0, len(text), 65536)]
+        return [*_strings([json.loads(line) for line in text.split("\n") if line.strip()])]
+    except (OSError, EOFError, zlib.error, ValueError) as error:
         raise SourceError(
             f"{path} cannot be read ({error}); give UTF-8 text, or one JSON object a line with "
             "prompt or messages, plain or in gzip."
         ) from error
-    return [text for text in texts if isinstance(text, str)]
+
+
+def _strings(node: Any) -> Iterator[str]:
+    """The texts in a JSON value, at any depth."""
+    if isinstance(node, list):
+        for item in node:
+            yield from _strings(item)
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            if isinstance(value, str) and key in TEXT_KEYS:
+                yield value
+            yield from _strings(value)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -289,7 +282,7 @@ def print_verdict(verdict: Verdict) -> None:
         "draft": verdict.draft,
         "relation": verdict.relation,
         "lossless strategy": verdict.strategy or "none as they are",
-        "when it is tuned": verdict.tuned_strategy or "none",
+        "when it is trained": verdict.tuned_strategy or "none",
         "target's tokens that the draft has": f"{verdict.coverage:.1%}",
     }
     lines |= {engine.engine: f"{engine.works} ({engine.why})" for engine in verdict.engines}

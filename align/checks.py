@@ -1,21 +1,24 @@
-"""The comparison of two vocabularies, and its findings.
+"""The comparison of two vocabularies, and what is wrong with a pair.
 
-Codes: TOK-001 to 012 and 015 are found here, in that order (docs/vocabulary.md); 000 and 013 when
-files are read (align/vocabulary.py), 014 when a map is (align/vocab_map.py), 016 on the models
-(align/behaviour.py).
+A finding has a fix. Differences that change no output stand together in one line, TOK-017.
+Codes (docs/vocabulary.md): 001 to 017 are found here; 000 and 013 when files are read
+(align/vocabulary.py), 014 when a saved map is (align/vocab_map.py).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
+import torch
+from transformers.utils.chat_template_utils import render_jinja_template
 
+from align.sources import load_model
 from align.token_bytes import Token, is_used
+from align.vocab_map import Retokenizer, build_map
 from align.vocabulary import SPECIAL_NAMES, Vocabulary, open_safetensors
 
 Relation = Literal[
@@ -24,24 +27,15 @@ Relation = Literal[
 Severity = Literal["fatal", "error", "warning", "info"]
 
 _FLAGS = ("special", "single_word", "lstrip", "rstrip", "normalized")
-
-# Texts on which tokenizers part: spaces, lines, case, composition, digits, scripts.
-PROBES = (
-    "def f(x):\n\t\treturn x  # é\n",
-    "    if a == b:\r\n        pass\n\n\n",
-    "x , y",
-    " " * 17 + "end",
-    "caf\u00e9 cafe\u0301 \ufb01 \u00a0|\u200b|\ufeff",
-    "1,234,567.89 § 12(b)(ii) “quoted”",
-    "The Parties agree; THE PARTIES AGREE.",
-    "日本語のテキスト עברית العربية",
-    "👩\u200d👩\u200d👧 ok",
-    "▁ Ġ <0x0A>",
-)
+# Keys of a tokenizer.json that are compared elsewhere, or that the tokenizers here do not use.
+_NOT_COMPARED = ("version", "truncation", "padding", "added_tokens", "model")
 _CHAT = [
     {"role": "system", "content": "Answer briefly."},
     {"role": "user", "content": "Write a function."},
 ]
+_PROBE = "def f(x):\n\t\treturn x  # é\n    if a == b:\r\n        pass\n\n\n"
+LEAK = 0.01  # probability on ids without a token: worth a warning
+LOST = 0.2  # probability on tokens that only the draft has
 
 
 @dataclass(frozen=True)
@@ -75,12 +69,12 @@ class Comparison:
 
     @property
     def each(self) -> tuple[Vocabulary, ...]:
-        """Once, where a target drafts for itself."""
+        """Both vocabularies, or one where a target drafts for itself."""
         return (self.target,) if self.draft is self.target else self.both
 
     @cached_property
     def differing(self) -> list[int]:
-        """Ids that stand for different bytes; unused or missing, an id stands for none."""
+        """Ids that stand for different bytes; an unused or missing id stands for none."""
         tokens = zip(self.target.tokens, self.draft.tokens, strict=False)
         return [i for i, (a, b) in enumerate(tokens) if is_used(a) and is_used(b) and a[1] != b[1]]
 
@@ -101,55 +95,52 @@ class Comparison:
         return "intersection" if shared else "disjoint"
 
     def coverage(self, texts: Sequence[str]) -> float:
-        """Share of the target's tokens in the texts that the draft has too; by count if empty."""
+        """Share of the target's tokens in the texts that the draft has; by count if empty."""
         target, draft = self.both
         encodings = target.tokenizer.encode_batch(list(texts), add_special_tokens=False)
         ids = [i for encoding in encodings for i in encoding.ids]
-        tokens = [target.tokens[i] for i in ids] or [*target.used]
+        tokens = [target.token(i) for i in ids] or [*target.used]
         return sum(token in draft.used for token in tokens) / max(len(tokens), 1)
 
 
 def find(pair: Comparison, strategy: str | None) -> Iterator[Finding]:
-    """What the checks find."""
+    """What the files of a pair show."""
     yield from _ids(pair, strategy)
     yield from _rows(pair)
-    yield from _holes(pair)
-    yield from _pipelines(pair)
-    yield from _probes(pair)
     yield from _special_ids(pair)
-    yield from _stops(pair, strategy)
-    yield from _flags(pair)
-    yield from _templates(pair)
+    yield from _stops(pair.target)
+    yield from _template(pair.target)
     yield from _special_strings(pair.target)
-    yield from _prefix_stability(pair.target)
-    yield from _heads(pair)
+    yield from _head(pair.draft)
     yield from _trimmed_head(pair)
+    if names := [*differences(pair)]:
+        yield Finding(
+            "TOK-017",
+            "info",
+            f"Differences without effect on the output: {', '.join(names)}.",
+            "none is needed, because the target's tokenizer, stops and template serve both",
+        )
 
 
 def _ids(pair: Comparison, strategy: str | None) -> Iterator[Finding]:
-    lost = "name a draft that writes the same characters, or none: the target is pruned then"
     target, draft, differing = pair.target, pair.draft, pair.differing
-    if differing:
+    if pair.relation == "disjoint":
+        yield Finding(
+            "TOK-001",
+            "fatal",
+            f"{len(target.used)} and {len(draft.used)} tokens share none that stands for text.",
+            "name a draft that writes the same characters, or none: the target is pruned then",
+        )
+    elif differing:
         i = differing[0]
         yield Finding(
             "TOK-001",
-            "error" if strategy else "fatal",
+            "error",
             f"{len(differing)} of {len(target.tokens)} ids differ ({i} is {show(target.tokens[i])} "
             f"for the target, {show(draft.tokens[i])} for the draft).",
-            f"strategy {strategy}" if strategy else lost,
+            f"strategy {strategy}" if strategy else "restore the missing rows first (TOK-002)",
             differing[:5],
         )
-        return
-    for side, other, name in ((target, draft, "target"), (draft, target, "draft")):
-        used = (i for i, token in enumerate(side.tokens) if is_used(token))
-        if missing := [i for i in used if not is_used(other.token(i))]:
-            yield Finding(
-                "TOK-001",
-                "warning" if strategy else "fatal",
-                f"{len(missing)} ids have a token for the {name} only, {missing[0]} the first.",
-                "nothing: they are never drafted" if strategy else lost,
-                missing[:5],
-            )
 
 
 def _rows(pair: Comparison) -> Iterator[Finding]:
@@ -170,93 +161,6 @@ def _rows(pair: Comparison) -> Iterator[Finding]:
                 f"{side.spec} has {side.embedding_rows} rows in its embedding.",
                 f"correct vocab_size {side.config_rows} in its config.json",
             )
-    rows = pair.draft.embedding_rows
-    if rows is not None and rows < pair.target.count and pair.relation != "disjoint":
-        yield Finding(
-            "TOK-002",
-            "warning",
-            f"The draft's embedding has {rows} rows, the target ids up to {pair.target.count - 1}.",
-            "nothing: they are retokenized for the draft",
-            [pair.target.count - 1],
-        )
-
-
-def _holes(pair: Comparison) -> Iterator[Finding]:
-    for side in pair.each:
-        if holes := [i for i, token in enumerate(side.tokens) if token is None]:
-            yield Finding(
-                "TOK-003",
-                "warning",
-                f"{len(holes)} ids of {side.spec} below {len(side.tokens)} have no token.",
-                "nothing, unless one is sampled: then the tokenizer is not the model's",
-                holes[:5],
-            )
-        first: dict[Token, int] = {}
-        duplicates = {
-            i: first[t] for i, t in enumerate(side.tokens) if t and first.setdefault(t, i) < i
-        }
-        if duplicates:
-            i, earlier = next(iter(duplicates.items()))
-            yield Finding(
-                "TOK-003",
-                "warning",
-                f"{len(duplicates)} tokens of {side.spec} equal an earlier one ({i} and {earlier} "
-                f"are both {show(side.tokens[i])}).",
-                "nothing while drafting by id; a map by bytes sums their probabilities",
-                [*duplicates][:5],
-            )
-
-
-def _pipelines(pair: Comparison) -> Iterator[Finding]:
-    """Only where the vocabularies are the same: others encode otherwise in any case."""
-    if pair.relation not in ("identical", "padded", "permuted"):
-        return
-    mine, theirs = pair.target.backend, pair.draft.backend
-    models = mine["model"], theirs["model"]
-    names = ("normalizer", "pre_tokenizer", "decoder")
-    parts = [name for name in names if mine.get(name) != theirs.get(name)]
-    names = ("type", "byte_fallback", "unk_token")
-    parts += [n for n in names if (models[0].get(n) or None) != (models[1].get(n) or None)]
-    # older files write a merge as one string
-    merges = [
-        [m.split(" ", 1) if isinstance(m, str) else m for m in model.get("merges", [])]
-        for model in models
-    ]
-    if merges[0] != merges[1]:
-        parts.append(f"merges ({len(merges[0])} and {len(merges[1])})")
-    if parts:
-        yield Finding(
-            "TOK-004",
-            "warning",
-            f"The vocabularies agree, not how text is cut into them: {', '.join(parts)} differ.",
-            "nothing: the target's tokenizer encodes; acceptance is lower untuned",
-        )
-
-
-def _probes(pair: Comparison) -> Iterator[Finding]:
-    count = f"of {len(PROBES)} probe texts"
-    for side in pair.each:
-        written = [side.bytes_of(side.encode_plain(text)) for text in PROBES]
-        pairs = zip(PROBES, written, strict=True)
-        if changed := [t for t, raw in pairs if raw not in (t.encode(), b" " + t.encode())]:
-            yield Finding(
-                "TOK-005",
-                "warning" if side is pair.target else "info",
-                f"{len(changed)} {count} do not come back from the tokenizer of {side.spec} byte "
-                f"by byte (the first: {changed[0]!r}).",
-                "nothing: losslessness holds token by token",
-            )
-    if pair.relation not in ("identical", "padded"):
-        return
-    target, draft = pair.both
-    if differ := [t for t in PROBES if target.encode(t.encode()) != draft.encode(t.encode())]:
-        yield Finding(
-            "TOK-005",
-            "warning",
-            f"{len(differ)} {count} are encoded otherwise by the draft's tokenizer (the first: "
-            f"{differ[0]!r}).",
-            "nothing: the target's tokenizer encodes; acceptance is lower untuned",
-        )
 
 
 def _special_ids(pair: Comparison) -> Iterator[Finding]:
@@ -268,28 +172,18 @@ def _special_ids(pair: Comparison) -> Iterator[Finding]:
                 f"{side.spec} names a {name} that its vocabulary does not hold.",
                 f"correct {name} in tokenizer_config.json",
             )
-    for name in SPECIAL_NAMES:
-        mine, theirs = (side.special_ids.get(name) for side in pair.both)
-        if mine != theirs:
-            yield Finding(
-                "TOK-006",
-                "warning",
-                f"{name} is {mine} for the target, {theirs} for the draft.",
-                "nothing: prompts are rendered with the target's tokenizer",
-                [i for i in (mine, theirs) if i is not None],
-            )
-    first = [side.bytes_of(side.prefix).decode(errors="replace") for side in pair.both]
-    if first[0] != first[1]:
+    if suffix := pair.target.suffix:
         yield Finding(
             "TOK-006",
-            "info",
-            f"Before a text the target's tokenizer puts {first[0]!r}, the draft's {first[1]!r}.",
-            "nothing: where ids differ each model reads its own, else the target's",
+            "error",
+            f"The target's tokenizer ends every text, a prompt too, with "
+            f"{show(pair.target.token(suffix[0]))}.",
+            "set add_eos_token to false in tokenizer_config.json and correct tokenizer.json",
+            suffix,
         )
 
 
-def _stops(pair: Comparison, strategy: str | None) -> Iterator[Finding]:
-    target, draft = pair.both
+def _stops(target: Vocabulary) -> Iterator[Finding]:
     if not target.all_stops:
         yield Finding(
             "TOK-007",
@@ -297,55 +191,9 @@ def _stops(pair: Comparison, strategy: str | None) -> Iterator[Finding]:
             "No token ends a text of the target: neither tokenizer nor configs name one.",
             "set eos_token_id in its generation_config.json",
         )
-    stops = {i: target.token(i) for i in sorted(target.all_stops)}
-    # by map the draft's end of text stands for the target's (align/vocab_map.py)
-    mapped = {target.special_ids.get("eos_token")} if strategy in ("intersection", "string") else {}
-    missing = [i for i, token in stops.items() if token not in draft.used and i not in mapped]
-    if missing:
-        yield Finding(
-            "TOK-007",
-            "error",
-            f"The target's stops {missing} cannot be drafted: the draft has no such token.",
-            "nothing: the last token comes from the target; or use a draft that has every stop",
-            missing[:5],
-        )
-    if set(stops.values()) != {draft.token(i) for i in draft.all_stops} - {None}:
-        yield Finding(
-            "TOK-007",
-            "warning",
-            f"A text ends at {[*stops]} for the target, {sorted(draft.all_stops)} for the draft.",
-            "nothing: the target's stops are used for both",
-            sorted(target.all_stops ^ draft.all_stops)[:5],
-        )
 
 
-def _flags(pair: Comparison) -> Iterator[Finding]:
-    mine, theirs = (
-        {token["content"]: token for token in side.backend.get("added_tokens", [])}
-        for side in pair.both
-    )
-    other = {
-        text: differ
-        for text in mine
-        if text in theirs
-        and (differ := [f for f in _FLAGS if bool(mine[text].get(f)) != bool(theirs[text].get(f))])
-    }
-    if other:
-        text, differ = next(iter(other.items()))
-        yield Finding(
-            "TOK-008",
-            "warning",
-            f"{len(other)} added tokens are flagged otherwise by the draft ({mine[text]['id']}, "
-            f"{text!r}: {', '.join(differ)}).",
-            "nothing: texts are encoded with the target's tokenizer",
-            [mine[text]["id"] for text in other][:5],
-        )
-
-
-def _templates(pair: Comparison) -> Iterator[Finding]:
-    from jinja2 import TemplateError
-
-    target, draft = pair.both
+def _template(target: Vocabulary) -> Iterator[Finding]:
     if target.chat_template is None:
         yield Finding(
             "TOK-009",
@@ -354,56 +202,31 @@ def _templates(pair: Comparison) -> Iterator[Finding]:
             "use prompts given as text, or add a chat_template.jinja to the target",
         )
         return
+    render: Any = render_jinja_template  # its annotation does not know the list it returns
     try:
-        ids = target.tokenizer.encode(_rendered(target)).ids
-    except TemplateError as refused:
+        (text,), _ = render(
+            [_CHAT],
+            chat_template=target.chat_template,
+            add_generation_prompt=True,
+            **target.special_texts,
+        )
+    except Exception as error:  # a template raises whatever its expressions do
         yield Finding(
             "TOK-009",
             "warning",
-            f"The target's chat template does not take a system message ({refused}).",
-            "leave such messages out of the prompts",
+            f"The target's chat template cannot render a system and a user message ({error}).",
+            "leave system messages out of the prompts, or correct the template",
         )
-    else:
-        size = len(target.prefix)
-        if size and ids[:size] == ids[size : 2 * size] == target.prefix:
-            yield Finding(
-                "TOK-009",
-                "warning",
-                f"Template and tokenizer both put {show(target.tokens[ids[0]])} before a text.",
-                "encode rendered prompts with add_special_tokens=False, as is done here",
-                target.prefix,
-            )
-    if target.chat_template != draft.chat_template:
+        return
+    ids, size = target.tokenizer.encode(text).ids, len(target.prefix)
+    if size and ids[:size] == ids[size : 2 * size] == target.prefix:
         yield Finding(
             "TOK-009",
-            "info",
-            f"The draft has {'no' if draft.chat_template is None else 'another'} chat template.",
-            "nothing: the target's renders for both; acceptance is lower untuned",
+            "warning",
+            f"Template and tokenizer both put {show(target.tokens[ids[0]])} before a text.",
+            "encode rendered prompts with add_special_tokens=False, as is done here",
+            target.prefix,
         )
-
-
-def _rendered(vocabulary: Vocabulary) -> str:
-    """The probe conversation in a chat template, as transformers renders it, which is slow to load.
-
-    Raises jinja2.TemplateError where the template does not take it.
-    """
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: "1 January 2026"
-    assert vocabulary.chat_template is not None
-    return environment.from_string(vocabulary.chat_template).render(
-        messages=_CHAT, add_generation_prompt=True, **vocabulary.special_texts
-    )
 
 
 def _special_strings(target: Vocabulary) -> Iterator[Finding]:
@@ -420,41 +243,16 @@ def _special_strings(target: Vocabulary) -> Iterator[Finding]:
             )
 
 
-def _prefix_stability(target: Vocabulary) -> Iterator[Finding]:
-    """Answers are read as ids and never encoded again; other tools' logits caches rely on this."""
-    pairs = [(text[: len(text) // 2], text) for text in PROBES]
-    pairs += [("def add(a, b):\n", "def add(a, b):\n    return a + b\n"), ("The ", "The Licensee")]
-
-    def ids(text: str) -> list[int]:
-        return target.tokenizer.encode(text, add_special_tokens=False).ids
-
-    moved = [prompt for prompt, text in pairs if ids(text)[: len(ids(prompt))] != ids(prompt)]
-    if moved:
+def _head(draft: Vocabulary) -> Iterator[Finding]:
+    if not draft.head_is_plain:
+        addition = "a bias" if draft.head_bias else str(draft.logit_changes)
         yield Finding(
-            "TOK-011",
-            "info",
-            f"{len(moved)} of {len(pairs)} prompts are encoded otherwise once an answer follows "
-            f"(the first: {moved[0]!r}).",
-            "nothing: answers are kept as ids; end prompts at a line's end where text is exchanged",
+            "TOK-012",
+            "warning",
+            f"The head of {draft.spec} has {addition}, which neither the loss nor new or trimmed "
+            "rows take over.",
+            "measure the draft as it is (eval.run), or name another draft to train",
         )
-
-
-def _heads(pair: Comparison) -> Iterator[Finding]:
-    for side in pair.each:
-        if side.head_bias:
-            yield Finding(
-                "TOK-012",
-                "warning",
-                f"The head of {side.spec} has a bias, which no new or trimmed head carries along.",
-                "keep the whole head (draft_vocab_size: null), or draft by map",
-            )
-        if side.logit_changes:
-            yield Finding(
-                "TOK-012",
-                "info",
-                f"{side.spec} changes its logits after the head ({side.logit_changes}).",
-                "nothing in its own forward; new or trimmed heads and the loss lack it",
-            )
 
 
 def _trimmed_head(pair: Comparison) -> Iterator[Finding]:
@@ -488,6 +286,84 @@ def _trimmed_head(pair: Comparison) -> Iterator[Finding]:
                 lost[:5],
             )
         return
+
+
+def differences(pair: Comparison) -> Iterator[str]:
+    """Names of what differs and changes no output; acceptance may be lower before training."""
+    target, draft = pair.both
+    for side, other, name in ((target, draft, "target"), (draft, target, "draft")):
+        count = len(side.used - other.used)
+        if count and not pair.differing:
+            yield f"tokens of the {name} only ({count})"
+    for name in SPECIAL_NAMES:
+        if target.special_ids.get(name) != draft.special_ids.get(name):
+            yield name
+    if target.bytes_of(target.prefix) != draft.bytes_of(draft.prefix):
+        yield "what is put before a text"
+    if {*map(target.token, target.all_stops)} != {*map(draft.token, draft.all_stops)}:
+        yield "stops"
+    flags = [
+        {token["content"]: [bool(token.get(f)) for f in _FLAGS] for token in added}
+        for added in (side.backend.get("added_tokens", []) for side in pair.both)
+    ]
+    if any(flags[0][text] != flags[1][text] for text in flags[0].keys() & flags[1].keys()):
+        yield "flags of added tokens"
+    if target.chat_template != draft.chat_template:
+        yield "chat template"
+    if pair.relation in (
+        "identical",
+        "padded",
+        "permuted",
+    ):  # others split texts differently anyway
+        parts = [_parts(side.backend) for side in pair.both]
+        yield from sorted(k for k in {**parts[0], **parts[1]} if parts[0].get(k) != parts[1].get(k))
+
+
+def _parts(backend: dict[str, Any]) -> dict[str, Any]:
+    """What a tokenizer.json says of cutting texts into tokens, by key."""
+    parts = {k: v for k, v in backend.items() if k not in _NOT_COMPARED}
+    parts |= {k: v or None for k, v in backend["model"].items() if k != "vocab"}
+    merges = backend["model"].get("merges", [])  # older files write a merge as one string
+    parts["merges"] = [m.split(" ", 1) if isinstance(m, str) else m for m in merges]
+    return parts
+
+
+def find_by_weights(target: Vocabulary, draft: Vocabulary, strategy: str) -> Iterator[Finding]:
+    """TOK-016: what the models give to a probe text; loads one after the other in fp32."""
+    retokenizer = None
+    if strategy not in ("direct", "padded"):
+        retokenizer = Retokenizer(build_map(target, draft), target, draft)
+    text = target.tokenizer.encode(_PROBE).ids
+    for side in (target, draft):
+        ids = retokenizer.from_start(text) if retokenizer and side is draft else text
+        with torch.inference_mode():
+            logits = load_model(side.spec, torch.float32)(torch.tensor([ids])).logits[0]
+        p = logits.softmax(-1).mean(0).numpy()
+        if not np.isfinite(p).all():
+            yield Finding(
+                "TOK-016",
+                "fatal",
+                f"The logits of {side.spec} on a probe text are not finite.",
+                "its weights are damaged: fetch or copy them again",
+            )
+        unused = [i for i in range(len(p)) if not is_used(side.token(i))]
+        if (mass := p[unused].sum()) > LEAK:
+            yield Finding(
+                "TOK-016",
+                "warning",
+                f"{side.spec} gives {mass:.1%} of its probability to ids without a token.",
+                "zero rows do that: set them to a row that is never likely",
+                sorted(unused, key=lambda i: -p[i])[:5],
+            )
+        if retokenizer and side is draft:
+            lost = 1 - p[retokenizer.vocab_map.mapped.numpy()].sum()
+            if lost > LOST:
+                yield Finding(
+                    "TOK-016",
+                    "warning",
+                    f"The draft gives {lost:.1%} of its probability to tokens the target lacks.",
+                    "train it: strategy auto transplants it onto the target's vocabulary",
+                )
 
 
 def show(token: Token | None) -> str:

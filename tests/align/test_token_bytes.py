@@ -1,12 +1,11 @@
 """A token is the bytes it stands for, whatever alphabet the vocabulary is written in."""
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from align import token_bytes
 from align.token_bytes import backend_tokens, tokens_of, unfinished
-from tests.align.conftest import STRINGS, byte_level, spell
+from tests.align.conftest import STRINGS, byte_level, sentencepiece, spell
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +32,7 @@ def test_byte_level_tokens_hold_every_byte_once(fast_tokenizer):
 
 @pytest.fixture(scope="module")
 def sentencepiece_tokenizer():
-    """As Llama 2's: ▁ for a space, bytes for what has no token."""
-    units = [f"<0x{byte:02X}>" for byte in range(256)]
-    pieces = ["<unk>", "</s>", *units, "▁", "a", "▁a", "é", "▁▁"]
-    merges = [("▁", "a"), ("▁", "▁")]
-    vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(
-        models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    )
-    tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    tokenizer = sentencepiece(["▁", "a", "▁a", "é", "▁▁"], [("▁", "a"), ("▁", "▁")])
     tokenizer.add_tokens(["▁▁", "<tool>"])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
 
@@ -119,6 +106,12 @@ def test_holes_are_none_whatever_the_order_of_the_vocabulary():
         ("<SPECIAL_20>", "unused"),
         ("<|placeholder1|>", "unused"),
         ("<|dummy_0|>", "unused"),
+        ("[UNUSED_TOKEN_145]", "unused"),
+        ("<｜place▁holder▁no▁0｜>", "unused"),
+        ("[control_8]", "unused"),
+        ("<|vision_reserved_special_token_1|>", "unused"),
+        (">>UNUSED_1<<", "unused"),
+        ("<extra_id_0>", "unused"),
         ("<pad>", "special"),
         ("[PAD]", "special"),
         ("<|im_start|>", "special"),
@@ -136,7 +129,7 @@ def test_tokens_that_do_not_stand_for_bytes_are_refused():
         "model": {"type": "WordPiece", "vocab": {"un": 0, "##do": 1}},
         "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
     }
-    with pytest.raises(ValueError, match=r"'WordPiece'.*neither byte-level BPE nor SentencePiece"):
+    with pytest.raises(ValueError, match="'WordPiece'"):
         backend_tokens(backend)
 
 

@@ -4,11 +4,11 @@ import json
 import random
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers
 
 from align.sources import SourceError
 from align.vocab_map import VOCAB_MAP, MapError, Retokenizer, build_map, load_map, save_map
 from align.vocabulary import read_vocabulary
+from tests.align import conftest
 from tests.align.conftest import STRINGS
 
 
@@ -31,19 +31,10 @@ def byte_level(tmp_path_factory, byte_level_tokenizer):
 
 @pytest.fixture(scope="module")
 def sentencepiece(tmp_path_factory):
-    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     letters = [*"▁abcdefghijklmnopqrstuvwxyz(),:0123456789\n\té"]
     merges = [("▁", "▁"), ("r", "e"), ("re", "t"), ("▁▁", "▁▁"), ("▁", "x")]
-    pieces += [*letters, *("".join(pair) for pair in merges), "A"]
-    vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(
-        models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    )
-    tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    tokenizer.add_special_tokens(["<unk>", "</s>", "<|im_end|>"])
+    tokenizer = conftest.sentencepiece([*letters, *("".join(m) for m in merges), "A"], merges)
+    tokenizer.add_special_tokens(["<|im_end|>"])
     return write(tmp_path_factory.mktemp("tokenizers") / "sentencepiece", tokenizer)
 
 
@@ -184,8 +175,8 @@ def test_a_byte_that_no_token_begins_with_is_left_out(pair_of):
     assert target.longest_match(b"XaYYbX") == [0, 1]
 
 
-def test_an_empty_intersection_names_the_way_out(pair_of):
-    with pytest.raises(MapError, match=r"TOK-005: of 10 and 10 tokens.*use strategy string"):
+def test_vocabularies_that_share_no_text_have_no_map(pair_of):
+    with pytest.raises(MapError, match="TOK-001"):
         build_map(*pair_of(tokens="ijklmnop"))
 
 
@@ -226,7 +217,7 @@ def test_a_map_of_another_tokenizer_is_refused(saved, write_tokenizer, tmp_path,
     path, target, draft = saved
     other = read_vocabulary(write_tokenizer(tmp_path / "other", tokens="hgfedcba"))
     pair = (other, draft) if whose == "target" else (target, other)
-    with pytest.raises(MapError, match=rf"TOK-014: .*{whose}_sha256 is .*delete the map"):
+    with pytest.raises(MapError, match=rf"TOK-014: .*{whose}_sha256"):
         load_map(path, *pair)
 
 
@@ -234,7 +225,7 @@ def test_a_map_of_another_tokenizer_is_refused(saved, write_tokenizer, tmp_path,
 def test_a_damaged_map_is_refused(saved, length):
     path, target, draft = saved
     path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(SourceError, match="no whole safetensors file"):
+    with pytest.raises(SourceError, match=VOCAB_MAP):
         load_map(path, target, draft)
 
 
@@ -244,5 +235,5 @@ def test_another_file_is_no_map(saved):
 
     path, target, draft = saved
     save_file({"x": zeros(1)}, path)
-    with pytest.raises(MapError, match="format is None"):
+    with pytest.raises(MapError, match="TOK-014"):
         load_map(path, target, draft)

@@ -103,7 +103,7 @@ def pack(folder=FOLDER, specs=None, fetch=fetch, part=PART):
         fetch(wheels)
         tar.add(wheels, "wheels")
         for spec in specs:
-            entry = resolve_file(spec).parents[1]  # beside its content lies the manifest
+            entry = resolve_file(spec).parents[1]
             tar.add(entry, "cache" / entry.relative_to(cache_folder()))
     folder.mkdir(exist_ok=True)
     for old in folder.glob("part-*"):

@@ -1,5 +1,3 @@
-import hashlib
-import json
 import sys
 import zipfile
 
@@ -16,12 +14,10 @@ def cached(tmp_path, monkeypatch):
     """A file in the cache as if it had been fetched, and its spec."""
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
     spec = "pypi:dist==1.0/folder/model.gguf"
-    entry = sources._cache_entry("files", sources._parse(spec)[0])
+    entry = sources.cache_folder() / sources._key("files", sources._parse(spec)[0])
     (entry / "content").mkdir(parents=True)
     data = bytes(range(256)) * 40
     (entry / "content" / "model.gguf").write_bytes(data)
-    about = {"model.gguf": [len(data), hashlib.sha256(data).hexdigest()]}
-    (entry / "manifest.json").write_text(json.dumps({"made_from": spec, "files": about}))
     return spec, data
 
 
