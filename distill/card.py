@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from distill.drafters.kind import kinds
 from distill.recipe import read_yaml
 from eval.decoding.drafters.lookup import LOOKUP_FIRST
 from eval.decoding.target import weights_sha256
-from eval.engines.local_vllm import vllm_command
+from eval.engines.local_vllm import speculation
 from eval.engines.server import ServerError
 from eval.engines.transformers_assisted import usage
 from eval.prompts import DATA_SET
@@ -75,7 +76,8 @@ def write_card(
     temperature = reports[0].decoding.temperature
     try:
         own_ids = check["used"] == "intersection"
-        vllm = vllm_command(target, publication.name, gamma, run / "draft", own_ids)
+        drafting = speculation(publication.name, gamma, run / "draft", own_ids)
+        vllm = shlex.join(["vllm", "serve", target, *drafting])
     except ServerError as error:
         vllm = f"# vLLM does not start with it: {error}"
     card = ModelCard.from_template(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -73,17 +72,6 @@ def speculation(
     config |= {"use_heterogeneous_vocab": True} if own_ids else {}
     config |= {"parallel_drafting": True} if "pard_token" in about else {}
     return ["--speculative-config", json.dumps(config)]
-
-
-def vllm_command(
-    target: str | Path,
-    draft: str | Path,
-    gamma: int,
-    folder: Path | None = None,
-    own_ids: bool = False,
-) -> str:
-    """The command that serves the target with the draft; arguments as of `speculation`."""
-    return shlex.join(["vllm", "serve", str(target), *speculation(draft, gamma, folder, own_ids)])
 
 
 def draft_folder(draft: str, target: Path, config: PreTrainedConfig, scratch: Path) -> Path:

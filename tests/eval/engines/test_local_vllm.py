@@ -19,7 +19,6 @@ from eval.engines.local_vllm import (
     serve_vllm,
     speculation,
     tensor_parallel,
-    vllm_command,
 )
 from eval.engines.server import ServerError
 
@@ -182,10 +181,3 @@ def test_gpus_that_share_a_target(tmp_path, gpus, heads, key_heads, parts):
         (tmp_path / name / "config.json").write_text(json.dumps(about))
     assert tensor_parallel(gpus, config, [tmp_path / "medusa"]) == parts
     assert tensor_parallel(gpus, config, [tmp_path / "medusa", tmp_path / "odd"]) == 1
-
-
-def test_the_command_that_serves_the_pair():
-    assert vllm_command("org/target", "my draft", 3) == (
-        "vllm serve org/target --speculative-config "
-        '\'{"method": "draft_model", "model": "my draft", "num_speculative_tokens": 3}\''
-    )
