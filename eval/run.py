@@ -245,8 +245,10 @@ def _take_from_run(args: argparse.Namespace) -> None:
     untuned = recipe["draft"] or args.run / "prepared"
     tuned = args.run / "draft"
     drafts = [f"untuned={untuned}", "lookup=prompt-lookup", f"tuned={tuned}"]
-    if args.engine != "vllm":  # which looks up in place of a draft, not before it
+    if args.engine == "torch":  # no engine here drafts by n-grams first, then by a model
         drafts.append(f"tuned+lookup=lookup-first:{tuned}")
+    elif args.engine == "transformers":  # it assists by checkpoints only
+        drafts.remove("lookup=prompt-lookup")
     args.draft = args.draft or drafts
     for option in ("instruction", "chat_template_kwargs"):
         if getattr(args, option) is not None and args.prompts is None:

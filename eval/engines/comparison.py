@@ -85,10 +85,10 @@ class Comparison:
         self,
         starts: Sequence[Start],
         prompts: Sequence[Prompt],
-        how: Decoding,
+        decoding: Decoding,
         loads: Sequence[int],
     ) -> None:
-        self.starts, self.prompts, self.how = starts, prompts, how
+        self.starts, self.prompts, self.decoding = starts, prompts, decoding
         self.asked = [asked for load in loads for asked in load_rounds(prompts, load)]
         self.outputs: dict[tuple[int, int], Output] = {}
         self.rounds: dict[tuple[int, int], TimedRound] = {}
@@ -98,15 +98,16 @@ class Comparison:
 
     def run(self, order: Callable[[int, int, int], list[Visit]]) -> None:
         """All visits in this order, as far as the servers serve."""
-        visits = order(len(self.starts), len(self.prompts), len(self.asked))
-        for visit in tqdm(visits, desc="servers", unit="visit"):
-            prompts = [] if visit.server in self.failures else visit.prompts
-            if 0 in self.failures:  # without the baseline's output a drafted one is worth nothing
-                prompts = [i for i in prompts if (0, i) in self.outputs]
-            failed = {0, visit.server} & (self.failures.keys() | self.load_failures.keys())
-            rounds = [] if failed else visit.rounds
-            if prompts or rounds or visit.judges:
-                self._visit(replace(visit, prompts=prompts, rounds=rounds))
+        work = len(self.prompts), len(self.asked)
+        with tqdm(total=len(self.starts) * sum(work), desc="servers", unit="task") as bar:
+            for visit in order(len(self.starts), *work):
+                prompts = [] if visit.server in self.failures else visit.prompts
+                if 0 in self.failures:  # a drafted output is compared with the baseline's
+                    prompts = [i for i in prompts if (0, i) in self.outputs]
+                failed = {0, visit.server} & (self.failures.keys() | self.load_failures.keys())
+                rounds = [] if failed else visit.rounds
+                if prompts or rounds or visit.judges:
+                    self._visit(replace(visit, prompts=prompts, rounds=rounds), bar)
 
     def pairs(self, server: int) -> list[int]:
         """The numbers of the prompts that the baseline and this server decoded."""
@@ -138,7 +139,7 @@ class Comparison:
         reason = self.load_failures.get(server) or self.load_failures.get(0, "")
         return points, reason or self.failure(server)
 
-    def _visit(self, visit: Visit) -> None:
+    def _visit(self, visit: Visit, bar: tqdm) -> None:
         failures, where, failure = self.failures, "", None
         try:
             with self.starts[visit.server]() as server:
@@ -147,6 +148,7 @@ class Comparison:
                         done = sum(by == visit.server for by, _ in self.outputs)
                         where = f"after {done} of {len(self.prompts)} prompts: "
                         self.outputs[visit.server, number] = self._output(visit, server, number)
+                        bar.update()
                 except ServerError as error:
                     failure = error
                 if visit.judges:  # also what was decoded before a failure
@@ -157,15 +159,16 @@ class Comparison:
                 for number in visit.rounds:
                     asked = self.asked[number]
                     where = f"at {asked.load} requests at a time: "
-                    self.rounds[visit.server, number] = timed_round(server, asked, self.how)
+                    self.rounds[visit.server, number] = timed_round(server, asked, self.decoding)
+                    bar.update()
         except ServerError as error:  # the context may have said more of it
             failures.setdefault(visit.server, f"{where}{error}")
 
     def _output(self, visit: Visit, server: VllmServer, number: int) -> Output:
-        timed = greedy = server.decode(self.prompts[number], self.how)
-        if not self.how.sampling.greedy:
-            how = replace(self.how, sampling=Sampling())
-            greedy = server.decode(self.prompts[number], how)
+        timed = greedy = server.decode(self.prompts[number], self.decoding)
+        if not self.decoding.sampling.greedy:
+            greedily = replace(self.decoding, sampling=Sampling())
+            greedy = server.decode(self.prompts[number], greedily)
         plain = self.outputs.get((0, number))
         if visit.server == 0 or (plain and plain.greedy.run.tokens == greedy.run.tokens):
             return Output(timed, greedy, "it was not asked to read its text")

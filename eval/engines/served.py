@@ -172,19 +172,19 @@ def _report(
     if not logs:
         raise ServerError(failures)
     used = {run.prompt_id for log in logs for run in log.runs}
-    how = comparison.how
+    decoding = comparison.decoding
     run = RunLog(
         target=target,
         engine="vllm",
         device=device,
         dtype=dtype,
         decoding=decoding_facts(
-            how,
+            decoding,
             [o.timed.ended for (server, _), o in comparison.outputs.items() if not server],
             gamma=logs[-1].gamma,
             gamma_policy=logs[-1].gamma_policy,
             # greedy tokens are compared one by one; how the server judges sampled ones is unknown
-            verification="greedy match" if how.sampling.greedy else "the server's own rule",
+            verification="greedy match" if decoding.sampling.greedy else "the server's own rule",
             stop_tokens=None,
         ),
         prompts=prompts_used(
