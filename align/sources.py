@@ -280,9 +280,9 @@ def _parse(spec: str) -> tuple[list[_Part], str | None]:
 
 
 def abridged(spec: str) -> str:
-    """The spec for a reader: of a file in many pieces the first one, and how many follow."""
-    first, *more = spec.partition("#")[0].split(f"+{_WHEEL}")
-    return f"{first} and {len(more)} more pieces" if more else spec
+    """The spec for a reader: the first piece of a file in many pieces, and how many follow."""
+    first, *others = spec.partition("#")[0].split(f"+{_WHEEL}")
+    return f"{first} and {len(others)} more pieces" if others else spec
 
 
 def _key(kind: str, parts: list[_Part]) -> str:
@@ -431,7 +431,7 @@ def _restore_rope(model: PreTrainedModel, reader: GGUFReader) -> str | None:
 
 
 def llama3_factors(config: Any) -> np.ndarray[Any, Any]:
-    """By how much each angle of a scaled Llama 3 turns slower [D/2]."""
+    """The factor by which each angle of a scaled Llama 3 turns slower [D/2]."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")

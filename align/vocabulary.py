@@ -172,13 +172,13 @@ class Vocabulary:
         A byte that no token begins with is left out.
         """
         id_of, longest = self._normal_ids
-        ids, at = [], 0
-        while at < len(data):
-            ends = range(min(at + longest, len(data)), at, -1)
-            end = next((end for end in ends if data[at:end] in id_of), None)
+        ids, start = [], 0
+        while start < len(data):
+            ends = range(min(start + longest, len(data)), start, -1)
+            end = next((end for end in ends if data[start:end] in id_of), None)
             if end is not None:
-                ids.append(id_of[data[at:end]])
-            at = end or at + 1
+                ids.append(id_of[data[start:end]])
+            start = end or start + 1
         return ids
 
     def encode(self, data: bytes) -> list[int]:

@@ -1,13 +1,10 @@
 """A draft padded or cut to its target's rows: sizes, what stays, what is never drafted."""
 
 import copy
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from align.check import check_pair
 from align.transplant import resized
@@ -15,14 +12,6 @@ from align.vocab_map import MapError
 
 COUNT = 300  # tokens of the tokenizer
 IDS = torch.randint(0, COUNT, (8, 24), generator=torch.Generator().manual_seed(1))
-ALL = sorted((Path(__file__).parents[2] / "recipes").rglob("qwen2.5*.yaml"))
-RECIPES = [path for path in ALL if "\ndraft: Qwen/" in path.read_text()]  # not the pruned ones
-# vocab_size of each config.json on the Hub; all have one tokenizer, its last id 151,664
-HUB_ROWS = {
-    "Qwen/Qwen2.5-Coder-0.5B-Instruct": 151_936,
-    "Qwen/Qwen2.5-Coder-7B-Instruct": 152_064,
-    "Qwen/Qwen2.5-Coder-32B-Instruct": 152_064,
-}
 
 
 @pytest.fixture
@@ -117,21 +106,15 @@ def test_a_mask_whose_row_is_cut_is_no_mask_any_more(sibling, vocabulary, rows, 
     assert model.config.pard_token == 315
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_the_siblings_of_the_hubs_recipes_get_their_targets_rows(
-    recipe, vocabulary, write_tokenizer, tmp_path
+@pytest.mark.parametrize(("rows", "relation"), [(64, "padded"), (48, "identical")])
+def test_a_padded_draft_is_exported_at_the_targets_size(
+    rows, relation, vocabulary, tiny_llama, write_tokenizer, tmp_path
 ):
-    keys = yaml.safe_load(recipe.read_text())
-    rows = HUB_ROWS[keys["target"]]
-    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
-    draft = Qwen2ForCausalLM(Qwen2Config(vocab_size=HUB_ROWS[keys["draft"]], **shape, **heads))
-    vocabulary.count = 151_665
-    target = write_tokenizer(tmp_path / "target", rows=rows)
-    for model, relation in ((draft, "padded"), (resized(draft, vocabulary, rows), "identical")):
-        folder = write_tokenizer(tmp_path / relation)
-        model.save_pretrained(folder)
-        verdict = check_pair(target, folder)
-        assert verdict.relation == relation
-        works = {engine.engine: engine.works for engine in verdict.engines}
-        assert (works["transformers"] == works["vLLM"] == "yes") == (relation == "identical")
+    vocabulary.count = 10
+    target, draft = (write_tokenizer(tmp_path / name, rows=48) for name in ("target", "draft"))
+    model = tiny_llama(1, vocab_size=64)
+    (model if rows == 64 else resized(model, vocabulary, rows)).save_pretrained(draft)
+    verdict = check_pair(target, draft)
+    assert verdict.relation == relation
+    works = {engine.engine: engine.works for engine in verdict.engines}
+    assert (works["transformers"] == works["vLLM"] == "yes") == (relation == "identical")
