@@ -320,7 +320,7 @@ def differences(pair: Comparison) -> Iterator[str]:
 
 
 def _parts(backend: dict[str, Any]) -> dict[str, Any]:
-    """What a tokenizer.json says of cutting texts into tokens, by key."""
+    """The keys of a tokenizer.json that decide how a text is split into tokens."""
     parts = {k: v for k, v in backend.items() if k not in _NOT_COMPARED}
     parts |= {k: v or None for k, v in backend["model"].items() if k != "vocab"}
     merges = backend["model"].get("merges", [])  # older files write a merge as one string

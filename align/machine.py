@@ -109,8 +109,7 @@ def use_machine(processes: int = 1) -> None:
 def free_memory() -> None:
     """Give back what only garbage refers to, and what glibc keeps of what has died.
 
-    For between two stages and minutes apart: from one step to the next what dies is asked for again
-    (`use_machine`).
+    Call it between stages only: within one the same memory is asked for again (`use_machine`).
     """
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -120,7 +119,7 @@ def free_memory() -> None:
 
 
 def memory_left() -> int:
-    """Bytes that this process may still take: of the machine and of its control group."""
+    """Bytes that this process may still take from the machine and from its control group."""
     free: int = psutil.virtual_memory().available
     limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
     if limit.isdecimal() and used.isdecimal():
@@ -152,7 +151,7 @@ def machine_lines(memory: int, disk: int, folder: Path, on_gpu: bool) -> list[st
 
 
 def _cores() -> int:
-    """That this process may use."""
+    """The number of cores that this process may use."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None  # not on a Mac
     return len(cores) if cores else os.cpu_count() or 1
 

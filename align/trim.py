@@ -50,5 +50,5 @@ def coverage_curve(mass: Tensor, forced: Iterable[int]) -> list[tuple[int, float
 
 
 def lost_mass(mass: Tensor, kept: Tensor) -> float:
-    """Share of the target's mass on tokens that the trimmed head cannot draft: a cap on alpha."""
+    """Share of the target's mass that the trimmed head cannot draft; it bounds acceptance."""
     return 1 - float(mass[kept].sum() / mass.sum())

@@ -75,7 +75,7 @@ FILES = {"/proc/cpuinfo": "model name\t: Some CPU\nflags\t\t: fpu avx2 avx512_bf
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Of 16 GiB free, and as much on disk: the files that it is read from, to be changed."""
+    """A machine with 16 GiB free, and as much on disk: the files that tell so, to be changed."""
     files = dict(FILES)
     monkeypatch.setattr(this_machine, "_read", lambda path: files.get(path, ""))
     memory = SimpleNamespace(available=2**34)
