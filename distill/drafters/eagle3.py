@@ -13,13 +13,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
@@ -42,7 +41,6 @@ SPECULATORS = "0.3.0"  # the version of its format
 EAGLE = "LlamaForCausalLMEagle3"  # the architecture in the layout of EAGLE's own code
 RIDGE = 1e-2  # of maps from many states, which the fit's tokens determine poorly otherwise
 STEPS = 3  # of a draft that are trained at once
-SCORES = 2**20  # of each head at once while it is trained
 
 
 class Eagle3(DraftKind):
@@ -56,17 +54,16 @@ class Eagle3(DraftKind):
 
     @torch.no_grad()
     def start(self, start: Start) -> Started:
+        target, token_ids = start.target, start.token_ids
         if start.published is None:
-            model = from_target(start.target.model, start.layers, start.head())
-            divide_states(model, usual_sizes(model, start.texts))
-            if start.texts:
-                fit(model, start.target, start.texts)
-            return Started(model, start.token_ids)
-        loaded, token_ids = eagle3.load_published(start.published, start.target.model)
-        loaded = loaded.float()
-        loaded.set_input_embeddings(FrozenEmbedding(start.target.decoder.embedding))
-        divide_states(loaded, usual_sizes(loaded, start.texts))
-        return Started(loaded, token_ids)
+            model = from_target(target.model, start.layers, start.head())
+        else:
+            config = target.model.config.get_text_config()
+            model, token_ids = eagle3.load_eagle3(start.published, target.decoder.embedding, config)
+        model = to_train(model, usual_sizes(model, start.texts), target.decoder.embedding)
+        if start.published is None and start.texts:
+            fit(model, target, start.texts)
+        return Started(model, token_ids)
 
     def save(
         self,
@@ -105,11 +102,9 @@ class Eagle3(DraftKind):
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     def load(self, folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tensor | None]:
-        model, token_ids = eagle3.load_saved(folder, embedding)
-        model = model.float()
-        model.set_input_embeddings(FrozenEmbedding(embedding))
-        divide_states(model, torch.tensor(read_json(folder / "compact.json")["sizes"]))
-        return model, token_ids
+        model, token_ids = eagle3.load_eagle3(folder, embedding)
+        sizes = read_json(folder / "compact.json")["sizes"]
+        return to_train(model, torch.tensor(sizes), embedding), token_ids
 
     def first_states(self, model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
         (y,) = unrolled(model, batch.input_ids, batch.states, 1)
@@ -197,9 +192,17 @@ def from_target(target: PreTrainedModel, layers: Sequence[int], head: Tensor) ->
     layer.post_attention_layernorm.weight.copy_(first.post_attention_layernorm.weight)
     body.norm.weight.copy_(last.weight)
     model.lm_head.weight.copy_(head)
-    model.set_input_embeddings(FrozenEmbedding(embedding))
     body.rotary_emb = type(body.rotary_emb)(config).to(embedding.device)
     return model.eval()
+
+
+def to_train(model: Any, sizes: Tensor, embedding: Tensor) -> LlamaForCausalLM:
+    """The model in fp32 on the target's frozen embedding, its states divided by these sizes [L]."""
+    model = model.float()
+    model.set_input_embeddings(FrozenEmbedding(embedding))
+    divide_states(model, sizes)
+    trained: LlamaForCausalLM = model
+    return trained
 
 
 def usual_sizes(model: Any, texts: Sequence[AnsweredText]) -> Tensor:
@@ -226,39 +229,31 @@ def fit(model: LlamaForCausalLM, target: Target, texts: Sequence[AnsweredText]) 
     body: Any = model.model
     layer, width = body.layers[0], body.fc.in_features
     # 1. The state before the MLP, from the target's states and the attention's output
-    maps = least_squares(
-        (
-            (torch.cat([part.states, part.attended], 1), part.goal)
-            for part in _fitted_on(model, target, texts)
-        ),
-        RIDGE,
+    read = (
+        (torch.cat([states, attended], 1), goal)
+        for states, attended, goal in _fitted_states(model, target, texts)
     )
+    maps = least_squares(read, RIDGE)
     body.fc.weight.copy_(maps[:, :width])
     layer.self_attn.o_proj.weight.copy_(maps[:, width:])
 
     # 2. The remaining error, from the inner values of the MLP
     def inner_values() -> Iterator[tuple[Tensor, Tensor]]:
-        for part in _fitted_on(model, target, texts):
-            x = body.fc(part.states) + layer.self_attn.o_proj(part.attended)
+        for states, attended, goal in _fitted_states(model, target, texts):
+            x = body.fc(states) + layer.self_attn.o_proj(attended)
             normed = layer.post_attention_layernorm(x)
-            inner = F.silu(layer.mlp.gate_proj(normed)) * layer.mlp.up_proj(normed)
-            yield inner, part.goal - x
+            yield F.silu(layer.mlp.gate_proj(normed)) * layer.mlp.up_proj(normed), goal - x
 
     layer.mlp.down_proj.weight.copy_(least_squares(inner_values(), RIDGE))
 
 
-class _Fitted(NamedTuple):
-    """Of an answer's N response positions: states before [N, L * H], attention's output, goal."""
-
-    states: Tensor
-    attended: Tensor
-    goal: Tensor
-
-
-def _fitted_on(
+def _fitted_states(
     model: PreTrainedModel, target: Target, texts: Sequence[AnsweredText]
-) -> Iterator[_Fitted]:
-    body: Any = model.model
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """At each text's N response positions: the states before [N, L * H], the attention's output
+    [N, heads * D], and what the draft's last state should be [N, H].
+    """
+    body: Any = model.base_model
     last: Any = target.model.get_submodule("model.norm")
     depth = target.model.config.get_text_config().num_hidden_layers
     for text in texts:
@@ -269,9 +264,8 @@ def _fitted_on(
         before = scaled(model, text.states[None, :-1].to(model.device))
         pairs = Pairs(model, ids.shape[1] - 1)
         attended = pairs.attend(body.embed_tokens(ids[:, 1:]), body.fc(before))
-        # the first token has no pair
-        at = slice(max(0, len(text.prompt_ids) - 2), None)
-        yield _Fitted(before[0, at], attended[0, at], goal[at])
+        response = slice(max(0, len(text.prompt_ids) - 2), None)  # the first token has no pair
+        yield before[0, response], attended[0, response], goal[response]
 
 
 def scaled(model: PreTrainedModel, states: Tensor) -> Tensor:
@@ -285,17 +279,18 @@ class Pairs:
     def __init__(self, model: PreTrainedModel, pairs: int) -> None:
         body: Any = model.base_model
         self.layer = body.layers[0]
-        positions = torch.arange(pairs, device=model.device)[None]
-        self.rotary = body.rotary_emb(torch.zeros(1, device=model.device), positions)
-        self.past: list[tuple[Tensor, Tensor]] = []
+        numbers = torch.arange(pairs, device=model.device)
+        self.distances = numbers[:, None] - numbers  # of each query [T] behind each key [T]
+        self.rotary = body.rotary_emb(torch.zeros(1, device=model.device), numbers[None])
+        self.past: list[tuple[Tensor, Tensor]] = []  # keys and values of each step
 
     def attend(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """The heads' output of this step [B, T, heads * D], of embeddings and states [B, T, H].
 
-        A pair of step g sees the first step's up to g - 1 pairs before it, what the target has
-        read, and of each later step the one pair of the same draft.
+        A pair of step g sees the first step's up to g pairs before it, what the target has read,
+        and of each later step the one pair of the same draft.
         """
-        layer, attention = self.layer, self.layer.self_attn
+        layer, attention, step = self.layer, self.layer.self_attn, len(self.past)
         read = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(hidden)], -1)
         shape = (*read.shape[:2], -1, attention.head_dim)
         parts = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -303,52 +298,11 @@ class Pairs:
         q, k = apply_rotary_pos_emb(q, k, *self.rotary)
         groups = attention.num_key_value_groups
         self.past.append((repeat_kv(k, groups), repeat_kv(v, groups)))
-        (keys, values), *later = self.past
-        chain = [
-            (_moved(keys, age), _moved(values, age))
-            for age, (keys, values) in enumerate(reversed(later))
-        ]
-        attended = []
-        rows, count, _ = read.shape
-        chunk = max(1, SCORES // max(1, rows * count))
-        # some pairs' scores at a time, made again for their gradients: never T by T of them
-        for at in range(0, max(1, count), chunk):
-            to = at + chunk
-            attended.append(
-                checkpoint(
-                    _attended,
-                    q[:, :, at:to],
-                    keys[:, :, :to],
-                    values[:, :, :to],
-                    [(k[:, :, at:to], v[:, :, at:to]) for k, v in chain],
-                    use_reentrant=False,
-                )
-            )
-        return torch.cat(attended, 2).transpose(1, 2).flatten(2)
-
-
-def _attended(
-    q: Tensor, keys: Tensor, values: Tensor, chain: Sequence[tuple[Tensor, Tensor]]
-) -> Tensor:
-    """Attention of queries [B, heads, C, D] over the first step's pairs up to the last of theirs
-    [B, heads, S, D], and of each over the `chain`: its own draft's pairs of later steps
-    [B, heads, C, D].
-    """
-    visible = torch.ones(q.shape[2], keys.shape[2], dtype=torch.bool, device=q.device)
-    visible = visible.tril(keys.shape[2] - q.shape[2] - len(chain))
-    columns = [(q @ keys.transpose(2, 3)).masked_fill_(~visible, float("-inf"))]
-    columns += [(q * chain_keys).sum(-1, keepdim=True) for chain_keys, _ in chain]
-    scores = torch.cat(columns, -1).float() * q.shape[-1] ** -0.5
-    weights, count = scores.softmax(-1).to(values.dtype), keys.shape[2]
-    attended = weights[..., :count] @ values
-    for age, (_, chain_values) in enumerate(chain):
-        attended = attended + weights[..., count + age, None] * chain_values
-    return attended
-
-
-def _moved(pairs: Tensor, places: int) -> Tensor:
-    """Each pair's numbers [B, heads, T, D] so many places later, zeros first."""
-    return F.pad(pairs, (0, 0, places, 0))[:, :, : pairs.shape[2]]
+        keys, values = (torch.cat(part, 2) for part in zip(*self.past, strict=True))
+        same_draft = [self.distances == step - later for later in range(1, step + 1)]
+        visible = torch.cat([self.distances >= step, *same_draft], 1)
+        attended = F.scaled_dot_product_attention(q, keys, values, visible)
+        return attended.transpose(1, 2).flatten(2)
 
 
 def unrolled(

@@ -33,7 +33,7 @@ from distill.drafters.batch import (
 from distill.drafters.compact import write_about
 from distill.drafters.initialisation import AnsweredText, least_squares
 from distill.drafters.kind import DraftKind, Start, Started
-from eval.decoding.drafters.medusa import MedusaConfig, MedusaModel, load_published, load_saved
+from eval.decoding.drafters.medusa import MedusaConfig, MedusaModel, load_heads
 
 BIAS = 2.0  # of a block, in root mean squares of what it is to add
 DEEPER = 0.5  # probability that a position which trains head d trains head d + 1, too
@@ -52,7 +52,8 @@ class Medusa(DraftKind):
     def start(self, start: Start) -> Started:
         """Heads that all draft what the target's own head says, then fitted; in fp32."""
         if start.published is not None:
-            return Started(*load_published(start.published, start.target.model))
+            config = start.target.model.config.get_text_config()
+            return Started(*load_heads(start.published, start.target.decoder.embedding, config))
         head = start.head()
         model = MedusaModel(
             MedusaConfig(
@@ -86,7 +87,7 @@ class Medusa(DraftKind):
         write_about(folder, self.name, embedding)
 
     def load(self, folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tensor | None]:
-        return load_saved(folder, embedding)
+        return load_heads(folder, embedding)
 
     def first_states(self, model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
         heads: Any = model

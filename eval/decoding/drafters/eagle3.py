@@ -33,7 +33,7 @@ from eval.decoding.drafters.compact import (
 )
 from eval.decoding.drafters.drafter import Proposal, Session, Texts, on_target_ids, timed_choice
 from eval.decoding.drafters.formats import DraftFormat
-from eval.decoding.forward import PIECE, HiddenStates, KVCache, causal_bias, input_embedding
+from eval.decoding.forward import PIECE, HiddenStates, KVCache, causal_bias
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.decoding.weights import INT8_TERMS, Product
@@ -57,16 +57,15 @@ class Eagle3(DraftFormat):
         refuse_other_target(folder, shape, target, ("hidden_size", "vocab_size"))
 
     def load(self, folder: Path, target: Target) -> Eagle3Drafter:
-        if not (folder / "compact.json").is_file():
-            return self.drafter(*load_published(folder, target.model), target)
-        layers = read_json(folder / "compact.json")["layers"]
-        depth = target.model.config.get_text_config().num_hidden_layers
+        text = target.model.config.get_text_config()
+        model, token_ids = load_eagle3(folder, target.decoder.embedding, text)
+        layers, depth = model.target_layers, text.num_hidden_layers
         if max(layers) > depth:
             raise ValueError(
-                f"{folder} reads the hidden states of layers {layers}, but this target has "
+                f"{folder} reads the hidden states of layers {list(layers)}, but this target has "
                 f"{depth} layers; use the target that the draft was made for."
             )
-        return self.drafter(*load_saved(folder, target.decoder.embedding), target)
+        return self.drafter(model, token_ids, target)
 
     def drafter(self, model: Any, token_ids: Tensor | None, target: Target) -> Eagle3Drafter:
         """The model as it drafts for that target; on a CPU in eight bits."""
@@ -147,38 +146,28 @@ def build_eagle3(config: LlamaConfig, layers: Sequence[int], rows: int) -> Llama
     return built
 
 
-def load_saved(folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tensor]:
-    """The model of a folder with compact.json on the target's own embedding [V, H], and the target
-    ids [K] of its head. Raises ValueError when it was made for another target.
+def load_eagle3(
+    folder: Path, embedding: Tensor, target: PreTrainedConfig | None = None
+) -> tuple[Any, Tensor]:
+    """The model of a folder on the target's own embedding [V, H], and the target ids [K] of its
+    head.
+
+    target: the target's config, which a published draft is checked by. Raises ValueError where the
+    draft was made for another target, or cannot be computed here.
     """
-    tensors = weights_of(folder, str(embedding.device))
-    about = check_compact(folder, embedding.to(tensors["lm_head.weight"].dtype))
-    return _built(folder, tensors, about["layers"], embedding)
-
-
-def load_published(folder: Path, target: PreTrainedModel) -> tuple[PreTrainedModel, Tensor]:
-    """The model that others published on the target's own embedding, and the ids [K] of its head.
-
-    Raises ValueError where it was made for another target, or cannot be computed here.
-    """
-    text, embedding = target.config.get_text_config(), input_embedding(target)
-    FORMAT.check_config(folder, text)
-    tensors = weights_of(folder, str(embedding.device))
+    about, tensors = read_json(folder / "config.json"), weights_of(folder, str(embedding.device))
     published = tensors.pop("embed_tokens.weight", None)
-    if published is not None and not torch.equal(published.to(embedding.dtype), embedding):
-        raise ValueError(
-            f"{folder} has an embedding of its own, which is not this target's; name the "
-            "target that it was made for, or measure it in vLLM (eval.run --engine vllm)."
-        )
-    layers = target_layers(text.to_dict(), read_json(folder / "config.json"))
-    return _built(folder, tensors, layers, embedding)
-
-
-def _built(
-    folder: Path, tensors: dict[str, Tensor], layers: Sequence[int], embedding: Tensor
-) -> tuple[PreTrainedModel, Tensor]:
-    """From tensors named as in either layout; without d2t the head is over all of V."""
-    about = read_json(folder / "config.json")
+    if target is None or (folder / "compact.json").is_file():
+        compact = check_compact(folder, embedding.to(tensors["lm_head.weight"].dtype))
+        layers = compact["layers"]
+    else:
+        FORMAT.check_config(folder, target)
+        layers = target_layers(target.to_dict(), about)
+        if published is not None and not torch.equal(published.to(embedding.dtype), embedding):
+            raise ValueError(
+                f"{folder} has an embedding of its own, which is not this target's; name the "
+                "target that it was made for, or measure it in vLLM (eval.run --engine vllm)."
+            )
     config: Any = LlamaConfig(**about.get("transformer_layer_config", about))
     config.norm_before_residual = about.get("norm_before_residual", "speculators_version" in about)
     config.as_eagle = in_own_layout(about)

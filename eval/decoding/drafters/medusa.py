@@ -99,9 +99,8 @@ class Medusa(DraftFormat):
         refuse_other_target(folder, config, target, ("hidden_size", "vocab_size"))
 
     def load(self, folder: Path, target: Target) -> MedusaDrafter:
-        if (folder / "compact.json").is_file():
-            return self.drafter(*load_saved(folder, target.decoder.embedding), target)
-        return self.drafter(*load_published(folder, target.model), target)
+        text = target.model.config.get_text_config()
+        return self.drafter(*load_heads(folder, target.decoder.embedding, text), target)
 
     def drafter(self, model: Any, token_ids: Tensor | None, target: Target) -> MedusaDrafter:
         """The model as it drafts for that target, in its dtype; on a CPU in eight bits."""
@@ -122,29 +121,20 @@ class Medusa(DraftFormat):
 FORMAT = Medusa()
 
 
-def load_saved(folder: Path, embedding: Tensor) -> tuple[MedusaModel, Tensor | None]:
-    """The model of a folder with compact.json, and the target ids [K] of its head.
+def load_heads(
+    folder: Path, embedding: Tensor, target: PreTrainedConfig | None = None
+) -> tuple[MedusaModel, Tensor | None]:
+    """The model of a folder, and the target ids [K] of its output head; None for a whole head.
 
-    Raises ValueError when it was made for another target, whose embedding is not this one [V, H].
+    embedding: the target's [V, H]. target: its config, which a published draft is checked by.
+    Raises ValueError where the draft was made for another target, or cannot be computed here.
     """
     tensors = weights_of(folder, str(embedding.device))
-    # the target's own numbers, in whatever dtype it is loaded
-    check_compact(folder, embedding.to(tensors["lm_head.weight"].dtype))
-    return _built(folder, tensors)
-
-
-def load_published(folder: Path, target: PreTrainedModel) -> tuple[MedusaModel, Tensor | None]:
-    """The model that others published, as vLLM loads it, and the target ids [K] of its head.
-
-    Its blocks have one layer, and one head serves all depths. Raises ValueError where it was made
-    for another target, or cannot be computed here.
-    """
-    FORMAT.check_config(folder, target.config.get_text_config())
-    tensors = {name: tensor.float() for name, tensor in weights_of(folder, "cpu").items()}
-    return _built(folder, tensors)
-
-
-def _built(folder: Path, tensors: dict[str, Tensor]) -> tuple[MedusaModel, Tensor | None]:
+    if target is None or (folder / "compact.json").is_file():
+        # the target's own numbers, in whatever dtype it is loaded
+        check_compact(folder, embedding.to(tensors["lm_head.weight"].dtype))
+    else:
+        FORMAT.check_config(folder, target)
     token_ids = tensors.pop("token_map", None)
     with torch.device("meta"):
         model = MedusaModel(MedusaConfig.from_pretrained(folder))

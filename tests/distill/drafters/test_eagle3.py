@@ -76,21 +76,6 @@ def test_steps_of_a_draft_are_those_of_its_session(
     assert len(seen) > 3
 
 
-def test_training_attends_some_pairs_at_a_time_with_the_same_gradients(random_draft, monkeypatch):
-    ids = torch.tensor([row * 8 for row in ([3, 1, 4, 1], [2, 6, 5, 3])])
-    read = torch.randn(2, 32, len(LAYERS), SIZE)
-
-    def learnt(scores):
-        monkeypatch.setattr(eagle3, "SCORES", scores)
-        model = random_draft("eagle3", layers=LAYERS)
-        states = torch.stack(list(eagle3.unrolled(model, ids, read, 3)))
-        weights = [w for name, w in model.named_parameters() if "self_attn" in name or "fc" in name]
-        return states, torch.autograd.grad(states.square().sum(), weights)
-
-    whole, pieces = learnt(2**20), learnt(2 * 31 * 5)
-    torch.testing.assert_close(pieces, whole, rtol=1e-3, atol=1e-4)
-
-
 def test_the_export_has_the_names_that_engines_load(finished):
     recipe = finished("eagle3")
     config = read_json(recipe.folder / "draft" / "config.json")
@@ -112,7 +97,7 @@ def test_the_export_has_the_names_that_engines_load(finished):
 
 def test_a_draft_that_reads_layers_the_target_lacks_is_refused(finished, copied):
     recipe = finished("eagle3")
-    draft = copied(recipe.folder / "draft", {"layers": [1, 9]}, "compact.json")
+    draft = copied(recipe.folder / "draft", {"layers": [9]}, "compact.json")
     target = load_target(recipe.target, torch.float32, "cpu", 64)
-    with pytest.raises(ValueError, match=r"layers \[1, 9\], but this target has 2"):
+    with pytest.raises(ValueError, match=r"layers \[9\], but this target has 2"):
         load_drafter(str(draft), target)

@@ -11,6 +11,7 @@ from align.sources import load_model, read_json
 from distill.models import of_published
 from distill.train import run
 from eval.decoding.drafters import eagle3, medusa
+from eval.decoding.forward import input_embedding
 from eval.reporting.report import read_report
 
 KIND_OF = {"speculators": "eagle3", "eagle": "eagle3", "medusa": "medusa"}  # by layout
@@ -104,10 +105,10 @@ def test_what_cannot_be_computed_is_refused(published, folder, tmp_path, layout,
     shutil.copytree(published[0] / layout, tmp_path / "draft")
     path = tmp_path / "draft" / "config.json"
     path.write_text(json.dumps(read_json(path) | changes))
-    kind = {"eagle3": eagle3, "medusa": medusa}[KIND_OF[layout]]
+    load = {"eagle3": eagle3.load_eagle3, "medusa": medusa.load_heads}[KIND_OF[layout]]
     target = load_model(str(folder / "target"), torch.float32)
     with pytest.raises(ValueError, match=message):
-        kind.load_published(tmp_path / "draft", target)
+        load(tmp_path / "draft", input_embedding(target), target.config)
 
 
 def test_an_embedding_of_its_own_is_refused_and_the_targets_is_dropped(published, folder, tmp_path):
@@ -117,8 +118,8 @@ def test_an_embedding_of_its_own_is_refused_and_the_targets_is_dropped(published
     own = target.get_input_embeddings().weight.detach().clone()
     tensors = load_file(path)
     save_file(tensors | {"embed_tokens.weight": own}, path)
-    _, ids = eagle3.load_published(tmp_path / "draft", target)
+    _, ids = eagle3.load_eagle3(tmp_path / "draft", own, target.config)
     assert len(ids) == 270
     save_file(tensors | {"embed_tokens.weight": own + 1}, path)
     with pytest.raises(ValueError, match="an embedding of its own"):
-        eagle3.load_published(tmp_path / "draft", target)
+        eagle3.load_eagle3(tmp_path / "draft", own, target.config)
