@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import platform
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -119,20 +118,12 @@ def answer_prompts(
         )
     answers = Answers(store, names)
     lengths = answers.response_lengths
-    if teach_prompts:
-        lengths = answer_lengths(recipe, prompts, answers)
+    if teach_prompts:  # their prompts are no part of the responses
+        lengths = [n - len(ids) + 1 for n, ids in zip(lengths, prompts, strict=True)]
     describe(answers, lengths, bytes_per_token(recipe.cache_top_k, target.vocab_size))
     if state.is_main_process:
         print(f"{len(missing)} of {len(names)} answers made in {time.monotonic() - clock:.0f} s")
     return answers
-
-
-def answer_lengths(recipe: Recipe, prompts: list[list[int]], answers: Answers) -> list[int]:
-    """Tokens of each response, without the tokens of its prompt that are taught."""
-    lengths = answers.response_lengths
-    if not recipe.train_on_prompts:
-        return lengths
-    return [length - len(prompts[i % len(prompts)]) + 1 for i, length in enumerate(lengths)]
 
 
 def _answer(
@@ -147,7 +138,6 @@ def _answer(
     """Generate the responses to these prompts, `rows` at once, and store them by name."""
     decoder, stops = target.decoder, target.stops  # loaded before the progress bar begins
     names, prompts = list(share), list(share.values())
-    processes = PartialState().num_processes
     pending: dict[str, Entry] = {}
     states: dict[str, Entry] = {}
     decoding = Decoding(Sampling(recipe.answer_temperature), stops, recipe.answer_max_new_tokens)
@@ -162,7 +152,6 @@ def _answer(
         Kept(lambda logits: top_logprobs(logits, recipe.cache_top_k), teach_prompts, layers),
         bar,
     )
-    clock = time.monotonic()
     for count, answer in enumerate(generated, start=1):
         ids, logprobs = zip(*answer.captured, strict=True)
         text = torch.tensor(prompts[answer.index] + answer.tokens)
@@ -180,10 +169,9 @@ def _answer(
             # states first: those of an answer that is kept without them take another pass
             if layers:
                 states_store(store, layers).append(states, "local")
-            seconds = (time.monotonic() - clock) / len(pending) / processes
-            store.append(pending, "local", seconds, this_machine(recipe))
+            store.append(pending, "local")
             free_memory()  # caches of other sizes leave holes: half a gigabyte with 135M parameters
-            pending, states, clock = {}, {}, time.monotonic()
+            pending, states = {}, {}
     bar.close()
 
 
@@ -191,13 +179,6 @@ def states_store(store: Store, layers: Sequence[int]) -> Store:
     """The store of these layers' hidden states, by the name of the text they were read on."""
     folder = store.folder / f"states-{'-'.join(map(str, layers))}"
     return Store(folder, store.key | {"layers": list(layers)})
-
-
-def this_machine(recipe: Recipe) -> str:
-    """What the seconds of a response depend on, besides the prompts."""
-    state, by = PartialState(), who_answers(recipe)[0]
-    machine = f"{state.num_processes} x {state.device.type}" if by == "local" else by
-    return f"{platform.node()}, {machine}, {recipe.answer_batch_size} rows"
 
 
 def describe(answers: Answers, lengths: list[int], token_bytes: int) -> None:

@@ -30,7 +30,6 @@ from distill.teacher.answers import (
     ANSWERS_PER_SHARD,
     USED,
     describe,
-    this_machine,
     to_answer,
     what_decides_answers,
 )
@@ -314,14 +313,11 @@ class ServedTarget:
             file=sys.stderr,
         )
         with bar, ThreadPool(min(self.recipe.answer_batch_size, len(unanswered))) as pool:
-            clock = time.monotonic()
             answers = pool.imap_unordered(lambda i: self._ask(i, request), unanswered)
             while shard := list(islice(answers, ANSWERS_PER_SHARD)):
                 self._check_witnesses()  # so the answers before it are the same model's
                 packed = {self.names[a.index]: a.packed(self.target.rows) for a in shard}
-                seconds = (time.monotonic() - clock) / len(shard)
-                self.store.append(packed, self.by, seconds, this_machine(self.recipe))
-                clock = time.monotonic()
+                self.store.append(packed, self.by)
                 bar.update(len(shard))
 
     def _request(self) -> Request:

@@ -42,11 +42,16 @@ class StartedVllm(ServedTarget):
 
     def close(self) -> None:
         self.running.close()
+        self.__dict__.pop("server", None)
 
     def _answer(self, unanswered: list[int]) -> None:
-        if "server" not in self.__dict__:
-            self._start()
-        super()._answer(unanswered)
+        try:
+            if "server" not in self.__dict__:
+                self._start()
+            super()._answer(unanswered)
+        except BaseException:  # an interruption must not leave a server behind, either
+            self.close()
+            raise
 
     def _start(self) -> None:
         gpus = torch.cuda.device_count()

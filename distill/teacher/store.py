@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -104,7 +103,6 @@ class Store:
         self._ends: dict[Path, dict[str, Any]] = {}  # of a shard, by column, where entries end
         self._sha256: dict[Path, str] = {}  # of a shard's contents, as they were written
         self._by: dict[Path, str] = {}  # what made a shard's entries
-        self._seconds: dict[str, list[float]] = {}  # by machine, of each entry
         self.refresh()
 
     @classmethod
@@ -113,12 +111,10 @@ class Store:
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
         return cls(cache_folder() / "teacher" / digest, key)
 
-    def append(
-        self, entries: Mapping[str, Entry], by: str, seconds: float = 0.0, machine: str = ""
-    ) -> None:
-        """Write a shard of those that are not there yet. Raises DiskFullError.
+    def append(self, entries: Mapping[str, Entry], by: str) -> None:
+        """Write a shard of those that are not there yet. by: what made them.
 
-        by: what made them. seconds: that each of them took on a machine of that name.
+        Raises DiskFullError.
         """
         with locked(self.folder / "shards"):
             self.refresh()
@@ -134,8 +130,6 @@ class Store:
                     "names": list(new),
                     "lengths": {c: [len(entry[c]) for entry in new.values()] for c in columns},
                     "by": by,
-                    "seconds": seconds,
-                    "machine": machine,
                 }
             )
             metadata = {"about": about, "sha256": _sha256(about, tensors)}
@@ -158,8 +152,6 @@ class Store:
         lengths = about["lengths"].items()
         self._ends[path] = {column: np.cumsum([0, *each]) for column, each in lengths}
         self._places |= {name: (path, number) for number, name in enumerate(about["names"])}
-        seconds = [about["seconds"]] * len(about["names"])
-        self._seconds.setdefault(about["machine"], []).extend(seconds)
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
@@ -182,10 +174,6 @@ class Store:
         ends = self._ends[path][column]
         return int(ends[number + 1] - ends[number])
 
-    def at_hand(self, prompts: Sequence[Sequence[int]], taught: bool = False) -> int:
-        """How many of these prompts have their answer here. taught: as of `names_of`."""
-        return sum(name in self for name in names_of(prompts, taught))
-
     def sha256_of(self, names: Sequence[str]) -> str:
         """A hash of these names and of the contents of their shards."""
         lines = [f"{name} {self._sha256[self._places[name][0]]}\n" for name in names]
@@ -194,11 +182,6 @@ class Store:
     def made_by(self, names: Sequence[str]) -> dict[str, int]:
         """How many of these entries each engine made."""
         return dict(Counter(self._by[self._places[name][0]] for name in names))
-
-    def seconds_each(self, machine: str) -> float | None:
-        """What an entry took on that machine in the mean; None where it made none."""
-        seconds = self._seconds.get(machine)
-        return statistics.mean(seconds) if seconds else None
 
     def bytes_on_disk(self) -> int:
         return sum(path.stat().st_size for path in self._ends)

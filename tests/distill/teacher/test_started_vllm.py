@@ -107,6 +107,7 @@ def test_it_ends_whatever_happens_and_what_it_answered_stays(asked, started, mon
     assert 0 < kept < 11
     monkeypatch.setattr(asked.store, "append", append)
     assert len(asked.answers()) == 11
+    asked.close()
     assert started[1][0].ended
     assert started[1][0].answered < 11 - kept + 3  # the check, and none of those that are there
 

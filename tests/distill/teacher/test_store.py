@@ -78,19 +78,6 @@ def test_an_answer_is_known_by_its_prompt_and_how_often_that_was_asked():
     assert names_of([[1, 2]], taught=True) != [one]
 
 
-def test_how_many_are_at_hand_and_what_they_took_here(tmp_path):
-    store, prompts = Store(tmp_path), [[1, 2], [3], [1, 2]]
-    assert store.at_hand(prompts) == 0
-    assert store.seconds_each("here") is None
-    for names, seconds in ((names_of(prompts)[:1], 3.0), (names_of(prompts)[2:], 1.0)):
-        entries = {name: answer(0).packed(99) for name in names}
-        store.append(entries, "local", seconds, "here")
-    assert Store(tmp_path).at_hand(prompts) == 2
-    assert Store(tmp_path).at_hand(prompts, taught=True) == 0
-    assert store.seconds_each("here") == Store(tmp_path).seconds_each("here") == 2
-    assert store.seconds_each("there") is None
-
-
 def test_what_was_used_is_known_by_its_contents(tmp_path):
     hashes = set()
     for part, (count, names) in enumerate([(4, "01"), (4, "01"), (5, "01"), (4, "10")]):
