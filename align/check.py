@@ -131,8 +131,8 @@ def choose_strategy(verdict: Verdict, asked: str, tuned: bool) -> Strategy:
 
     if best is None:
         raise ValueError(
-            f"Draft {verdict.draft!r} cannot {'be trained to ' * tuned}draft for "
-            f"{verdict.target!r}: {reasons('fatal', 'TOK-012' if tuned else 'fatal')}"
+            f"Draft {verdict.draft!r} cannot draft for {verdict.target!r}{', if trained' * tuned}: "
+            f"{reasons('fatal', 'TOK-012' if tuned else 'fatal')}"
         )
     if asked == "auto":
         return best
