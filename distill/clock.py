@@ -58,7 +58,7 @@ class Clock:
         """Print that a stage begins, and when."""
         minutes, seconds = divmod(round(self.seconds()), 60)
         print(f"\n[{minutes:3d}:{seconds:02d}] {name}", flush=True)
-        if self.path.parent.exists():
+        if self.path.exists():  # `claim_folder` has been passed
             self.keep()
 
     def training_progress(self) -> float:

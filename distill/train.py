@@ -23,7 +23,7 @@ from align.machine import free_memory, from_first, join_processes, use_machine
 from align.sources import read_json
 from distill.clock import Clock, answers_in_time
 from distill.dry_run import dry_run
-from distill.evaluate import evaluate, evaluate_served
+from distill.evaluation import evaluate, evaluate_served
 from distill.export import export_draft
 from distill.models import Pair, TargetOfRun, check_models, layers_read, of_published
 from distill.prepare import prepare_draft, print_coverage
@@ -68,6 +68,7 @@ def run(recipe: Recipe) -> int:
     if served is not None and PartialState().is_main_process:
         served.check()
     claim_folder(recipe, pair, prompts)
+    clock.keep()
     if made_before:
         return measure(recipe, pair, prompts, target, clock)
     clock.stage("The target answers the training prompts")

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from align.sources import read_json
+from distill.clock import Clock
 from distill.drafters.kind import kinds
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
@@ -70,7 +71,7 @@ def test_a_step_in_small_batches_is_that_of_a_large_one(finished, tmp_path, name
         keys |= {"max_steps": 2, "save_strategy": "no"}
         other = dataclasses.replace(recipe, training=recipe.training | keys)
         prepared = prepare_draft(other, pair, target, answers)
-        draft = distil_draft(other, pair, prepared, answers, 2)
+        draft = distil_draft(other, pair, prepared, answers, Clock(folder, None))
         weights.append({name: w.detach() for name, w in draft.named_parameters()})
     for name, weight in weights[0].items():
         torch.testing.assert_close(weight, weights[1][name], rtol=1e-4, atol=1e-5)
