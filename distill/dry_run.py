@@ -17,7 +17,7 @@ from align.machine import machine_lines
 from align.sources import load_config, load_tokenizer, weights_at_hand
 from distill.drafters.pruned import pruned_config
 from distill.models import Pair, TargetOfRun, check_models, check_prunable
-from distill.prepare import stand_in, stand_in_drafter
+from distill.prepare import untrained_drafter
 from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe
 from distill.teacher.answers import to_answer, who_answers
@@ -76,7 +76,7 @@ def print_gain(recipe: Recipe, pair: Pair, prompts: Prompts) -> int:
     print(f"{'draft':>10}  {'c':>6}  {'break-even acceptance rate':>26}  {'perfect draft':>13}")
     ceilings = []
     for name, variant in variants.items():
-        drafter = stand_in_drafter(variant, pair, stand_in(variant, pair, target), target)
+        drafter = untrained_drafter(variant, pair, target)
         (costs,) = step_costs(
             target.decoder, [drafter], context, recipe.max_gamma, recipe.sampling, REPEATS
         )

@@ -5,7 +5,6 @@ Legend: H hidden size, V the target's vocabulary, K rows of the draft's head.
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -136,29 +135,26 @@ def _sibling(recipe: Recipe, pair: Pair) -> PreparedDraft:
     return PreparedDraft(model, None, None, 0.0)
 
 
-def stand_in(recipe: Recipe, pair: Pair, target: Target) -> PreparedDraft:
-    """A draft of the prepared one's shape, to be timed.
+def untrained_drafter(recipe: Recipe, pair: Pair, target: Target) -> Drafter:
+    """A drafter of the recipe's kind and shape, to be timed before there are answers.
 
-    Which rows a trimmed head keeps depends on the answers: here they are the target's first.
+    Which entries a trimmed head keeps depends on the answers: here they are the target's first.
     """
-    if recipe.sibling is not None:
-        return _sibling(recipe, pair)
-    size = recipe.draft_vocab_size
-    ids = None if size is None else torch.arange(size, device=target.decoder.device)
-    started = _started(recipe, pair, target, ids, [])
-    return PreparedDraft(copy.deepcopy(started.model), started.token_ids, None, 0.0)
-
-
-def stand_in_drafter(
-    recipe: Recipe, pair: Pair, prepared: PreparedDraft, target: Target
-) -> Drafter:
-    """The stand-in's drafter."""
-    if recipe.sibling is not None:
+    if recipe.sibling is not None and not recipe.kind.added_modules:
         return load_drafter(pair.draft.spec, target, pair.strategy)
+    dtype = getattr(torch, recipe.dtype)
     with tempfile.TemporaryDirectory() as folder:
-        embedding = pair.target_embedding(getattr(torch, recipe.dtype))
-        model, ids = prepared.model, prepared.token_ids
-        recipe.kind.save(Path(folder), model, ids, embedding, recipe.target)
+        if recipe.sibling is not None:
+            model = _sibling(recipe, pair).model.to(dtype)
+            recipe.kind.exported(model).save_pretrained(folder)
+            pair.load_tokenizer().save_pretrained(folder)
+        else:
+            size = recipe.draft_vocab_size
+            ids = None if size is None else torch.arange(size, device=target.decoder.device)
+            started = _started(recipe, pair, target, ids, [])
+            embedding = pair.target_embedding(dtype)
+            path, token_ids = Path(folder), started.token_ids
+            recipe.kind.save(path, started.model, token_ids, embedding, recipe.target)
         return load_drafter(folder, target)
 
 

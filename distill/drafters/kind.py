@@ -123,10 +123,6 @@ class DraftKind:
         """
         raise NotImplementedError
 
-    def masks(self, max_gamma: int) -> float:
-        """How many masks a response position brings into a training batch, on average."""
-        return 0.0
-
     def exported(self, model: PreTrainedModel) -> PreTrainedModel:
         """A trained language model as engines load it."""
         return model

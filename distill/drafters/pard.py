@@ -41,9 +41,6 @@ class Pard(Pruned):
         # one that drafts with masks already goes on with its own
         give_mask(model, getattr(model.config, "pard_token", mask), max_gamma)
 
-    def masks(self, max_gamma: int) -> float:
-        return mean_depth(max_gamma, DEEPER) - 1
-
     def exported(self, model: PreTrainedModel) -> PreTrainedModel:
         return with_mask_row(model)
 

@@ -15,11 +15,14 @@ from distill.drafters.kind import kinds
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
 from distill.models import TargetOfRun, check_models
-from distill.prepare import prepare_draft
+from distill.prepare import prepare_draft, untrained_drafter
 from distill.prompt_sets import collect_prompts
 from distill.teacher.answers import USED
 from distill.teacher.store import Answers, Store, names_of
 from distill.trainer import distil_draft
+from eval.decoding.drafters.loading import load_drafter
+from eval.decoding.target import load_target
+from eval.decoding.verification import Sampling
 from tests.distill.drafters.conftest import SIZE, VOCAB
 
 
@@ -73,6 +76,8 @@ def test_a_step_in_small_batches_is_that_of_a_large_one(finished, tmp_path, name
         prepared = prepare_draft(other, pair, target, answers)
         draft = distil_draft(other, pair, prepared, answers, Clock(folder, None))
         weights.append({name: w.detach() for name, w in draft.named_parameters()})
+    before = prepare_draft(recipe, pair, target, answers).model.get_output_embeddings().weight
+    assert not torch.equal(weights[0]["lm_head.weight"], before.float())
     for name, weight in weights[0].items():
         torch.testing.assert_close(weight, weights[1][name], rtol=1e-4, atol=1e-5)
 
@@ -83,3 +88,15 @@ def test_a_spread_target_is_for_one_process(finished, monkeypatch):
     monkeypatch.setattr("distill.models.PartialState", lambda: SimpleNamespace(num_processes=2))
     with pytest.raises(ValueError, match="device_map is auto, but 2 processes"):
         check_models(recipe)
+
+
+@pytest.mark.parametrize("name", ["remap", "trimmed", "eagle3", "medusa", "pard sibling"])
+def test_an_untrained_drafter_is_of_the_kind_that_will_draft(finished, name):
+    recipe = finished(name)
+    target = load_target(recipe.target, torch.float32, "cpu", 64)
+    found = untrained_drafter(recipe, check_models(recipe), target)
+    trained = load_drafter(str(recipe.folder / "draft"), target)
+    assert type(found) is type(trained)
+    assert found.kv_bytes_per_token == trained.kv_bytes_per_token
+    assert found.bytes == trained.bytes
+    found.step(20, Sampling())()
