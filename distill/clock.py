@@ -107,14 +107,14 @@ class TrainingClock(TrainerCallback):
 def answers_in_time(
     clock: Clock, total: int, lacking: list[int], batch: int, answer: Callable[[int], Answers]
 ) -> Answers:
-    """The first answers of a run, as many as its time allows; two batches at least are made.
+    """The first answers of a run, as many as its time allows, and one batch at least.
 
     total: prompts. lacking: the numbers of those without a cached answer, in their order. batch:
     prompts that are answered at once. answer: gives the answers to the first so many prompts. A
     round is as large as the speed of the round before allows.
     """
-    made, new = 0, min(2 * batch, len(lacking))
-    if clock.left(ANSWERED) <= 0 and total - len(lacking) >= 2 * batch:
+    made, new = 0, min(batch, len(lacking))
+    if clock.left(ANSWERED) <= 0 and total - len(lacking) >= batch:
         new = 0  # a run that goes on has answers enough
     while True:
         made += new
@@ -126,7 +126,7 @@ def answers_in_time(
             return answers
         more = int(from_first(SAFETY * left * new / took))
         if more < max(1, batch // 2):
-            if made == 2 * batch and left < 0:
+            if made == batch and left < 0:
                 print(f"{made} answers took more than a third of the minutes; give more minutes.")
             return answers
         new = min(more, len(lacking) - made)
