@@ -28,7 +28,7 @@ from align.token_bytes import is_used
 from align.vocabulary import Vocabulary, read_vocabulary
 
 Works = Literal["yes", "greedy only", "no"]
-Strategy = Literal["direct", "padded", "remap", "intersection", "string", "transplant"]
+Strategy = Literal["direct", "padded", "remap", "intersection", "transplant"]
 
 SAMPLE_TOPICS = 12  # some 40 kB
 # Keys under which a row of a .jsonl corpus, or a message in it, has text.
@@ -142,7 +142,7 @@ def choose_strategy(verdict: Verdict, asked: str, tuned: bool) -> Strategy:
     if verdict.tuned_strategy in ("transplant", "remap"):
         lossless |= {"transplant"}
     # a draft is trained in the target's ids
-    lossless = lossless - {"intersection"} if tuned else lossless | {"intersection", "string"}
+    lossless = lossless - {"intersection"} if tuned else lossless | {"intersection"}
     if asked not in lossless:
         raise ValueError(
             f"strategy {asked!r} does not fit {verdict.draft!r}, whose vocabulary is "

@@ -6,7 +6,6 @@ character decodes to U+FFFD, and a Llama decoder gives one string for "▁the" a
 
 from __future__ import annotations
 
-import codecs
 import json
 import re
 from collections.abc import Iterator
@@ -114,13 +113,6 @@ def _pieces(model: dict[str, Any]) -> dict[int, str]:
     if isinstance(vocabulary, list):  # Unigram: (piece, score) in the order of ids
         return {i: piece for i, (piece, _) in enumerate(vocabulary)}
     return {i: piece for piece, i in vocabulary.items()}
-
-
-def unfinished(data: bytes) -> int:
-    """How many bytes at the end of `data` begin a UTF-8 character that is not complete."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    decoder.decode(data[-4:])
-    return len(decoder.getstate()[0])
 
 
 def _component_types(component: dict[str, Any] | None) -> Iterator[str]:

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate import PartialState
 from safetensors import safe_open
 from torch import Tensor
@@ -27,7 +26,7 @@ from align.sources import (
 from align.token_bytes import tokens_of
 from align.transplant import resized, transplant
 from align.trim import byte_units, choose_tokens
-from align.vocab_map import VOCAB_MAP, Retokenizer, VocabMap, build_map, load_map
+from align.vocab_map import VOCAB_MAP, VocabMap, build_map, load_map
 from align.vocabulary import Vocabulary, mask_token, read_vocabulary
 from distill.lora import refuse_unknown_modules
 from distill.prompt_sets import Prompts
@@ -60,22 +59,14 @@ class Pair:
         """Rows of the target's embedding."""
         return self.target.rows
 
-    @property
-    def retokenizer(self) -> Retokenizer | None:
-        """How a draft in ids of its own reads the target's."""
-        if self.strategy != "intersection":
-            return None
-        assert self.vocab_map is not None
-        return Retokenizer(self.vocab_map, self.target, self.draft)
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the trained draft, which is the target's."""
+        return load_tokenizer(self.target.spec)
 
     @property
     def new_rows(self) -> bool:
         """Whether rows of embedding and head stand for tokens they were never trained on."""
         return self.strategy == "transplant"
-
-    def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """What the draft's ids mean: the target's tokenizer, but for a draft that drafts by map."""
-        return load_tokenizer((self.draft if self.retokenizer else self.target).spec)
 
     def target_embedding(self, dtype: torch.dtype) -> Tensor:
         """The target's input embedding [V, H], on the CPU, mapped anew from its file.
@@ -90,17 +81,6 @@ class Pair:
                     embedding: Tensor = file.get_tensor(names[0])
                     return embedding.to(dtype)
         raise AssertionError(f"{self.target.spec}: all families of PRUNABLE have this tensor")
-
-    def trained_rows(self, token_ids: Tensor | None) -> Tensor | None:
-        """Row of the draft's head for each target id [V], -1 where it has none; None if equal.
-
-        token_ids: those of a trimmed head [K].
-        """
-        if self.strategy == "intersection":
-            assert self.vocab_map is not None
-            rows = self.vocab_map.to_draft[: self.vocab_size]
-            return F.pad(rows, (0, self.vocab_size - len(rows)), value=-1)
-        return head_rows(token_ids, self.vocab_size)
 
 
 def check_models(recipe: Recipe) -> Pair:
@@ -135,14 +115,9 @@ def check_models(recipe: Recipe) -> Pair:
         check_prunable(target.config, recipe.num_draft_layers if keeps_layers else 0)
         if recipe.draft_vocab_size is not None:
             choose_tokens(torch.zeros(target.rows), recipe.draft_vocab_size, forced_tokens(target))
-    if recipe.kind.added_modules and strategy == "intersection":
-        raise ValueError(
-            f"strategy is intersection, but drafter {recipe.kind_name!r} drafts in the target's "
-            "own ids; set strategy to auto, which moves the draft onto them."
-        )
     mask_of(recipe, target)
     vocab_map = None
-    if strategy in ("remap", "transplant", "intersection"):
+    if strategy in ("remap", "transplant"):
         path = recipe.folder / VOCAB_MAP
         vocab_map = load_map(path, target, draft) if path.exists() else build_map(target, draft)
     return Pair(target, draft, verdict, strategy, vocab_map)
@@ -216,7 +191,7 @@ class TargetOfRun:
     def __init__(self, recipe: Recipe, pair: Pair, prompts: Prompts) -> None:
         """Raises ValueError where the draft could not read as far as the target."""
         self.recipe, self.prompts = recipe, prompts
-        if recipe.sibling is not None and pair.retokenizer is None and recipe.answers != "server":
+        if recipe.sibling is not None and recipe.answers != "server":
             reads = longest_context(load_config(recipe.sibling).get_text_config())
             if reads < (needed := _context_length(recipe, prompts)):
                 raise ValueError(
@@ -269,12 +244,12 @@ def target_device(keys: Mapping[str, Any]) -> str:
 
 
 def load_sibling(pair: Pair) -> PreTrainedModel:
-    """The pair's draft in fp32, with the target's rows but where it drafts by map."""
+    """The pair's draft in fp32, over the target's vocabulary."""
     model = load_model(pair.draft.spec, torch.float32)
     if pair.strategy in ("remap", "transplant"):
         assert pair.vocab_map is not None
         model = transplant(model, pair.vocab_map, pair.target, pair.draft, pair.vocab_size)
-    elif pair.strategy != "intersection":
+    else:
         model = resized(model, pair.draft, pair.vocab_size)
     return model
 

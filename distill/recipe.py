@@ -84,7 +84,7 @@ class RecipeError(ValueError):
     """A recipe that cannot be used: which key or file, why, and what to do."""
 
 
-Strategy = Literal["auto", "direct", "padded", "remap", "transplant", "intersection"]
+Strategy = Literal["auto", "direct", "padded", "remap", "transplant"]
 Answerer = Literal["auto", "local", "vllm", "server"]
 Text = Annotated[str, Field(min_length=1)]
 HubId = Annotated[str, Field(pattern=r"^\w[\w.-]*/[\w.-]+$")]
@@ -151,7 +151,6 @@ class Recipe:
     max_new_tokens: Count = _key("longest response in the evaluation, in tokens", 128)
     gamma: Count | None = _key("draft length; null: chosen on prompts that are not evaluated", None)
     max_gamma: Count = _key("longest draft length tried", 6)
-    execute: bool = _key("run functions that the target writes on the prompts' tests", False)
     speed_prompts: Count = _key("most evaluation prompts that are timed", 40)
     tuning_prompts: Count = _key("training prompts set aside for choosing the draft length", 8)
     dtype: Literal["bfloat16", "float16", "float32"] = _key("of target and saved draft", "bfloat16")

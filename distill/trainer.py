@@ -52,7 +52,7 @@ from distill.held_out import (
 from distill.lora import lora_config, save_adapters
 from distill.loss_forward import give_loss_forward, take_loss_forward
 from distill.losses import LOSSES, LossName, sharpen
-from distill.models import Pair
+from distill.models import Pair, head_rows
 from distill.prepare import PreparedDraft, read_prepared
 from distill.recipe import Recipe, RecipeError, chosen_loss, dump
 from distill.teacher.states import states_of
@@ -448,7 +448,7 @@ def build_trainer(
     whose training ends by time.
     """
     model = prepared.model.float()
-    head_rows, retokenizer = pair.trained_rows(prepared.token_ids), pair.retokenizer
+    rows_of_head = head_rows(prepared.token_ids, pair.vocab_size)
     tokenizer = pair.load_tokenizer()
     names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -488,7 +488,7 @@ def build_trainer(
         model=model,
         args=config,
         train_dataset=rows,
-        data_collator=DistillationCollator(pad_id(tokenizer), read, head_rows, states, retokenizer),
+        data_collator=DistillationCollator(pad_id(tokenizer), read, rows_of_head, states),
         processing_class=tokenizer,
         peft_config=adapters,
         loss=chosen_loss(recipe)[0],

@@ -7,7 +7,6 @@ response tokens, N response tokens of all answers of a batch, C cached tokens at
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,7 +16,6 @@ from datasets import Dataset
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from align.vocab_map import Retokenizer
 from distill.drafters.batch import WIDTH
 from distill.teacher.store import CachedAnswer
 
@@ -49,23 +47,25 @@ class DistillationCollator:
         read: Callable[[int], CachedAnswer],
         head_rows: Tensor | None = None,
         states: Mapping[int, Tensor] | None = None,
-        retokenizer: Retokenizer | None = None,
     ) -> None:
         """read: the answer of an index. head_rows: for each target id its row in the draft's head
         [V], -1 where it has none; None when they are equal. states: of the answer of each index
-        the target's hidden states [P + R - 1, L, H], for a draft that reads them. retokenizer: how
-        a draft with ids of its own reads a text; it predicts a token at the end of the one before.
+        the target's hidden states [P + R - 1, L, H], for a draft that reads them.
         """
         self.pad_token_id, self.read, self.head_rows = pad_token_id, read, head_rows
-        self.states, self.retokenizer = states, retokenizer
+        self.states = states
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         """rows: of `answer_rows`. `input_ids`, `labels` [B, T], `positions` [N], `top_ids`,
         `top_logprobs` [N, C], `index` [B], `states` [B, T, L, H].
         """
         answers = [self.read(row["index"]) for row in rows]
-        ids, predicting = zip(*map(self._positions, answers), strict=True)
-        input_ids = _padded(list(ids), self.pad_token_id)
+        input_ids = _padded([answer.text for answer in answers], self.pad_token_id)
+        # the logits that predict a token stand one position earlier
+        predicting = [
+            len(answer.prompt_ids) - 1 + torch.arange(len(answer.response_ids))
+            for answer in answers
+        ]
         # only counted by the trainer, which leaves the first of each row out
         labels = [F.pad(torch.ones_like(at), (1, 0), value=-100) for at in predicting]
         width = input_ids.shape[1]
@@ -83,13 +83,3 @@ class DistillationCollator:
             # the last token is only predicted: its state is not read
             batch["states"] = _padded([F.pad(s, (0, 0, 0, 0, 0, 1)) for s in states])
         return batch
-
-    def _positions(self, answer: CachedAnswer) -> tuple[Tensor, Tensor]:
-        """Token ids of an answer's text, and the positions [R] whose logits predict its tokens."""
-        if self.retokenizer is None:
-            first = len(answer.prompt_ids) - 1
-            return answer.text, first + torch.arange(len(answer.response_ids))
-        prompt, response = answer.prompt_ids.tolist(), answer.response_ids.tolist()
-        pieces = [self.retokenizer.from_start(prompt), *map(self.retokenizer.of_token, response)]
-        ends = list(itertools.accumulate(map(len, pieces[:-1])))
-        return torch.tensor([i for piece in pieces for i in piece]), torch.tensor(ends) - 1

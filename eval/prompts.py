@@ -106,8 +106,6 @@ class Lengths:
 
 ANY_LENGTH = Lengths()
 
-Batch = tuple[list[Prompt], list[list[int]]]  # prompts that are decoded together, and their ids
-
 
 @dataclass(frozen=True)
 class PromptSet:
@@ -161,13 +159,6 @@ class PromptSet:
         keep = list(numbers)
         prompts, ids = [self.prompts[i] for i in keep], [self.ids[i] for i in keep]
         return replace(self, prompts=prompts, ids=ids)
-
-    def batches(self, size: int) -> list[Batch]:
-        """So many prompts at a time with their ids, the last ones left out where they fill none."""
-        return [
-            (self.prompts[at : at + size], self.ids[at : at + size])
-            for at in range(0, len(self.prompts) - size + 1, size)
-        ]
 
 
 def load_prompts(spec: str, limit: int | None = None, seed: int = 0) -> list[Prompt]:

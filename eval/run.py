@@ -125,12 +125,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--max_prompts", type=int, help="draw so many of the prompts")
     parser.add_argument("--speed_prompts", type=int, default=40)
     parser.add_argument("--tuning_prompts", type=int, default=8, help="set aside to choose gamma")
-    parser.add_argument(
-        "--execute",
-        choices=["true", "false"],
-        default="false",
-        help="run functions that the target writes on the tests that prompts bring; no sandbox",
-    )
     parser.add_argument("--engine", choices=["torch", "transformers", "vllm"], default="torch")
     parser.add_argument(
         "--base_url",
@@ -287,11 +281,13 @@ def _prompt_sets(
     prompts = replace(prompts, overlap=args.overlap)
     if args.tuning is not None:
         return prompts, rendered(load_prompts(str(args.tuning)))
-    # without a training run's own, the first prompts choose gamma and are not evaluated
+    # without a training run's own, some prompts choose the draft length and are not evaluated; they
+    # are drawn, since a file may be sorted by category
     aside = 0 if args.gamma else min(args.tuning_prompts, len(prompts.prompts) - 1)
     if not args.gamma and aside < 1:
         raise ValueError("One prompt cannot both choose gamma and be evaluated; give --gamma.")
-    return prompts.after(aside), prompts.first(aside)
+    drawn = prompts.drawn(len(prompts.prompts), args.seed) if aside else prompts
+    return drawn.after(aside), drawn.first(aside)
 
 
 def _named(text: str) -> tuple[str, str]:
@@ -321,12 +317,7 @@ def _measure(args: argparse.Namespace, journal: Journal) -> Report:
         evaluation,
         tuning,
         Decoding(sampling, target.stops, args.max_new_tokens, args.seed, args.verification),
-        Plan(
-            args.gamma,
-            args.max_gamma,
-            args.speed_prompts,
-            execute=args.execute == "true",
-        ),
+        Plan(args.gamma, args.max_gamma, args.speed_prompts),
         journal,
         {"command": sys.argv, "torch": torch.__version__, "seed": args.seed},
     )

@@ -12,8 +12,9 @@ from jinja2 import Environment
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from align.sources import cache_folder
+from eval.decoding.prompt_run import PromptRun
 from eval.measuring.losslessness import ledger
-from eval.measuring.runs import Agreement, Answer, DraftLog, PromptRun, RunLog, StepCosts
+from eval.measuring.runs import Agreement, Answer, DraftLog, RunLog, StepCosts
 from eval.reporting import page
 from eval.reporting.report import build_report
 

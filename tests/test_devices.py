@@ -9,7 +9,6 @@ import json
 import traceback
 from contextlib import contextmanager
 from functools import partial
-from itertools import product
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -40,11 +39,11 @@ from eval.decoding.build import build_decoder
 from eval.decoding.drafters.formats import formats
 from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
 from eval.decoding.generation import Kept, generate_batched
-from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling, agreement, argmax, warp
 from eval.measuring.agreement import entropy_bits, teacher_forced_logits
-from eval.measuring.replay import places
+from eval.measuring.timing import fastest_length, step_costs
 from eval.prompts import Prompt, PromptSet
 from tests.ranks import run_ranks
 
@@ -276,9 +275,10 @@ def looking_up():
 def choosing_gamma():
     whole = target()
     drafter = formats()["pruned"].drafter(build(K, 1), token_ids(), whole)
-    prompts = PromptSet("made up", [], [[1, 2, 3], [4, 5]])
-    found = places(whole, drafter, prompts, Decoding(Sampling(), whole.stops, 4), 2)
-    assert [len(text) for text in found] == [3, 3]
+    prompts = PromptSet("made up", [Prompt("p", "x")], [[1, 2, 3]])
+    (costs,) = step_costs(whole.decoder, [drafter], 20, 2, Sampling(), 1)
+    how = Decoding(Sampling(), whole.stops, 4)
+    assert fastest_length(whole, drafter, prompts, how, costs, 2) in (1, 2)
 
 
 def keeping_states():
@@ -286,13 +286,10 @@ def keeping_states():
 
 
 def every_way(whole, drafter):
-    for temperature, (rows, stop_below) in product((0.0, 0.7), ((1, 0.4), (2, 0.0))):
-        runs = decode(
-            *(whole.decoder, drafter, [Prompt(str(i), "x") for i in range(rows)]),
-            *([[1, 2, 3]] * rows, Decoding(Sampling(temperature), whole.stops, 4)),
-            DraftLength(2, stop_below),
-        )
-        assert [len(run.tokens) for run in runs] == [4] * rows
+    for temperature in (0.0, 0.7):
+        how = Decoding(Sampling(temperature), whole.stops, 4)
+        run = decode(whole.decoder, drafter, Prompt("p", "x"), [1, 2, 3], how, 2)
+        assert len(run.tokens) == 4
 
 
 def measuring():
@@ -300,9 +297,9 @@ def measuring():
     drafter = formats()["pruned"].drafter(build(K, 1), token_ids(), whole)
     for sampling in (Sampling(), Sampling(0.7, 20, 0.9)):
         logits = teacher_forced_logits(whole.decoder, [1, 2, 3, 4], 3)
-        (q,) = drafter.teacher_forced([1, 2, 3], [4], [sampling], {})
-        assert agreement(warp(logits[:, :1], sampling), q).device.type == "gpu"
-        argmax(q)[0].where(q[0].amax(-1) > 0, -1)
+        q = drafter.teacher_forced([1, 2, 3], [4], sampling, {})
+        assert agreement(warp(logits[0, :1], sampling), q).device.type == "gpu"
+        argmax(q).where(q.amax(-1) > 0, -1)
         entropy_bits(logits)
     drafter.step(20, Sampling())()
 

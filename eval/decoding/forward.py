@@ -9,7 +9,7 @@ slots beyond it are masked and then overwritten.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,25 +45,12 @@ class KVCache:
         for mine, theirs in zip(self.keys + self.values, other.keys + other.values, strict=True):
             mine[row, :, :length] = theirs[other_row, :, :length]
 
-    def row(self, row: int) -> KVCache:
-        """That row as a cache of its own, in the same memory."""
-        keys, values = ([t[row : row + 1] for t in held] for held in (self.keys, self.values))
-        return KVCache(keys, values)
-
     def resized(self, slots: int) -> KVCache:
         """This cache, from now on with that many slots, the first ones as they were."""
         more = slots - self.slots
-        return self._each(lambda tensor: F.pad(tensor, (0, 0, 0, more)))
-
-    def keep_rows(self, rows: Tensor) -> KVCache:
-        """This cache, from now on with only the given rows (indices [B']), in that order."""
-        return self._each(lambda tensor: tensor[rows.to(tensor.device)])
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> KVCache:
-        """Its tensors replaced one by one, so that no second cache is ever in memory."""
         for held in (self.keys, self.values):
-            for layer in range(len(held)):
-                held[layer] = change(held[layer])
+            for layer, tensor in enumerate(held):  # one by one: no second cache is ever in memory
+                held[layer] = F.pad(tensor, (0, 0, 0, more))
         return self
 
 
@@ -100,11 +87,6 @@ def input_embedding(model: PreTrainedModel) -> Tensor:
     """The input embedding [V, H] of a model, outside of autograd."""
     embedding: Any = model.get_input_embeddings()
     return embedding.weight.detach()
-
-
-def starts(positions: list[int]) -> int | Tensor:
-    """`start` of Decoder.forward for rows at these positions; one row steps as it does alone."""
-    return positions[0] if len(positions) == 1 else torch.tensor(positions)
 
 
 HiddenStates = dict[int, Tensor | None]  # by layer; None until a forward has put them in

@@ -33,8 +33,8 @@ class StaticCache(KVCache):
 
     number: int
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> KVCache:
-        return KVCache([*self.keys], [*self.values])._each(change)
+    def resized(self, slots: int) -> KVCache:
+        return KVCache([*self.keys], [*self.values]).resized(slots)
 
 
 # From a function and the tensors it reads, a function that runs it on their values by then.

@@ -1,46 +1,28 @@
-"""The decoding loop: draft, verify, emit, for one prompt or many; without a drafter, the baseline.
+"""The decoding loop for one text: draft, verify, emit; without a drafter, the baseline.
 
 The output is the target's own: identical tokens when greedy, the same distribution when sampling
-(arXiv 2211.17192, 2302.01318; the rules are in verification.py). The rows of a batch share every
-forward; how many drafted tokens are accepted, and with that each row's place in the caches, is the
-row's own. Legend: B rows, G drafted tokens, V the target's vocabulary.
+(arXiv 2211.17192, 2302.01318; the rules are in verification.py). Legend: G drafted tokens, V the
+target's vocabulary.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from eval.decoding.drafters.drafter import Drafter, Proposal, Texts
-from eval.decoding.forward import Decoder, HiddenStates, KVCache, in_pieces, starts
+from eval.decoding.drafters.drafter import Drafter, Text, no_draft
+from eval.decoding.forward import Decoder, HiddenStates, in_pieces
+from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Rule, Sampling, choose, verify
-from eval.measuring.runs import PromptRun
 from eval.prompts import Prompt
 
 
 @dataclass(frozen=True)
-class DraftLength:
-    """How many tokens a block drafts: at most gamma, and no more once the draft doubts them.
-
-    stop_below: another token is drafted only while the product of the draft's probabilities of the
-    tokens drafted so far is at least this; 0 drafts gamma tokens every time. Whatever was drafted
-    is verified: the decision depends on the past alone, so the output stays the target's.
-    """
-
-    gamma: int
-    stop_below: float = 0.0
-
-    def __str__(self) -> str:
-        return f"{self.gamma}" + (f", stop below {self.stop_below:g}" if self.stop_below else "")
-
-
-@dataclass(frozen=True)
 class Decoding:
-    """How text is decoded: the deployed sampling, the stop tokens, the longest answer, the seed.
+    """How text is decoded: the deployed sampling, the stop tokens, the longest output, the seed.
 
     rule: how drafts are verified where tokens are sampled.
     """
@@ -59,138 +41,97 @@ class Decoding:
         return "block verification" if self.rule == "block" else "rejection sampling"
 
 
-def seed_of(run_seed: int, *prompt_ids: str) -> int:
-    """The seed of a prompt's (or a batch's) random numbers, so that prompts are independent."""
-    text = "\0".join([str(run_seed), *prompt_ids])
+def seed_of(run_seed: int, prompt_id: str) -> int:
+    """The seed of a prompt's random numbers, so that prompts are independent."""
+    text = f"{run_seed}\0{prompt_id}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 
 def decode(
     target: Decoder,
     drafter: Drafter | None,
-    prompts: Sequence[Prompt],
-    ids: Sequence[list[int]],
+    prompt: Prompt,
+    ids: list[int],
     decoding: Decoding,
-    length: DraftLength,
-) -> list[PromptRun]:
-    """The answers to all prompts, decoded as one batch: one run a prompt, in their order.
+    draft_length: int = 0,
+) -> PromptRun:
+    """The output for the prompt of these token ids, and what each speculation step took.
 
-    drafter: None for the target alone (length is not used then). A row that ends leaves the batch;
-    none takes its place. The contexts of target and draft must hold the longest prompt,
-    max_new_tokens and gamma. A row's seconds are those of the batch while the row was in it, so the
-    batch took as long as its last row. Each row is exact: at temperature 0 it has the target's own
-    tokens (but for near-ties in bf16), above 0 the target's distribution, since no two rows share a
-    random number.
+    drafter: None for the target alone. draft_length: tokens that a step drafts at most. The
+    contexts of target and draft must hold the prompt, max_new_tokens and draft_length.
     """
-    gamma = 0 if drafter is None else length.gamma
     layers = () if drafter is None else drafter.layers
     device = target.device
     generator = torch.Generator(device=device)
-    generator.manual_seed(seed_of(decoding.seed, *(prompt.id for prompt in prompts)))
-    slots = max(map(len, ids)) + decoding.max_new_tokens + gamma
+    generator.manual_seed(seed_of(decoding.seed, prompt.id))
+    slots = len(ids) + decoding.max_new_tokens + draft_length
 
-    # 1. Prefill the target; its last logits give the first token, which no draft had a part in.
+    # 1. Prefill the target. The first token comes from its last logits, without a draft.
     clock = time.perf_counter()
-    cache, first, read = prefill(target, ids, slots, layers, decoding.sampling, generator)
+    cache = target.new_cache(1, slots)
+    states: HiddenStates = dict.fromkeys(layers)
+    prompt_tokens = torch.tensor([ids], device=device)
+    *_, logits = in_pieces(target, prompt_tokens, 0, cache, states=states)
+    (first,) = choose(logits[:, -1], decoding.sampling, generator).tolist()
     now = time.perf_counter()
-    runs = [
-        PromptRun.of(prompt, len(row), [now - clock], [tokens])
-        for prompt, row, tokens in zip(prompts, ids, first, strict=True)
-    ]
+    run = PromptRun.of(prompt, len(ids), [now - clock], [[first]])
 
-    # 2. The drafter takes in the texts so far.
+    # 2. The drafter takes in the text so far.
     session = None
     if drafter is not None:
-        texts = [[*row, *tokens] for row, tokens in zip(ids, first, strict=True)]
-        session = drafter.start(Texts(texts, slots, decoding.sampling, generator, read))
+        text = Text([*ids, first], slots, decoding.sampling, generator, states)
+        session = drafter.start(text)
 
-    active = runs  # those that have not ended
-    while True:
-        # 3. Rows that have ended leave, and the caches close up.
-        going_on = [i for i, run in enumerate(active) if not _ended(run, decoding)]
-        if not going_on:
-            return runs
-        if len(going_on) < len(active):
-            active = [active[i] for i in going_on]
-            cache = cache.keep_rows(torch.tensor(going_on, device=device))
-            if session is not None:
-                session.keep(going_on)
-
-        # 4. Draft as many tokens as any row still has room for. The last wanted token comes from
-        # the target itself, so one less is drafted.
+    while run.tokens[-1] not in decoding.stops and len(run.tokens) < decoding.max_new_tokens:
+        # 3. Draft. The last wanted token comes from the target itself, so one less is drafted.
         clock = now
-        room = [decoding.max_new_tokens - len(run.tokens) - 1 for run in active]
-        proposal = Proposal(torch.zeros((len(active), 0), dtype=torch.long, device=device))
+        room = decoding.max_new_tokens - len(run.tokens) - 1
+        proposal = no_draft(device)
         if session is not None:
-            proposal = session.propose(min(gamma, max(room)), length.stop_below)
+            proposal = session.propose(min(draft_length, room))
 
-        # 5. Verify every row's last token and draft in one target call.
-        newest = torch.tensor([run.tokens[-1:] for run in active], device=device)
-        block = torch.cat([newest, proposal.tokens], dim=1)
-        start = starts([run.prompt_tokens + len(run.tokens) - 1 for run in active])
+        # 4. Verify the newest token and the draft in one target call.
+        newest = torch.tensor(run.tokens[-1:], device=device)
+        start = len(ids) + len(run.tokens) - 1
         states = dict.fromkeys(layers)
-        logits = target.forward(block, start, cache, states=states)
+        read = torch.cat([newest, proposal.tokens])[None]
+        logits = target.forward(read, start, cache, states=states)[0]
         n_accepted, following = verify(
-            logits,
-            proposal.tokens,
-            proposal.q,
-            proposal.counts,
-            decoding.sampling,
-            generator,
-            decoding.rule,
+            logits, proposal.tokens, proposal.q, decoding.sampling, generator, decoding.rule
         )
 
-        # 6. One transfer a block: for each row its draft, how many of it are accepted, and the
+        # 5. One transfer from the device: the draft, how many tokens of it are accepted, and the
         # target's next token.
-        packed = torch.cat([proposal.tokens, n_accepted[:, None], following[:, None]], 1).tolist()
-        counts = None if proposal.counts is None else proposal.counts.tolist()
+        packed = torch.cat([proposal.tokens, n_accepted[None], following[None]])
+        *draft, accepted, next_token = packed.tolist()
         now = time.perf_counter()
-        emitted = [
-            _emit(run, row, counts[i] if counts else len(row) - 2, own_room, gamma, decoding.stops)
-            for i, (run, row, own_room) in enumerate(zip(active, packed, room, strict=True))
-        ]
-        for i, run in enumerate(active):
-            run.block_seconds.append(now - clock)
-            run.free.append(run.drafted[-1] if i in proposal.free else 0)
+        emitted = _emit(run, draft, accepted, next_token, room, draft_length, decoding.stops)
+        run.block_seconds.append(now - clock)
+        run.free.append(run.drafted[-1] if proposal.free else 0)
         if session is not None:
-            session.commit(emitted, [row[-2] for row in packed], states)
-
-
-def prefill(
-    target: Decoder,
-    ids: Sequence[list[int]],
-    slots: int,
-    layers: Sequence[int],
-    sampling: Sampling,
-    generator: torch.Generator,
-) -> tuple[KVCache, list[list[int]], list[HiddenStates]]:
-    """The prompts in a cache, a first token for each [B][1], and the states of `layers` at each.
-
-    Row by row, which wastes nothing on prompts of different lengths.
-    """
-    cache = target.new_cache(len(ids), slots)
-    states: list[HiddenStates] = [dict.fromkeys(layers) for _ in ids]
-    last = []
-    for i, row in enumerate(ids):
-        tokens = torch.tensor([row], device=target.device)
-        *_, logits = in_pieces(target, tokens, 0, cache.row(i), states=states[i])
-        last.append(logits)
-    return cache, choose(torch.cat(last), sampling, generator).tolist(), states
+            session.commit(emitted, accepted, states)
+    return run
 
 
 def _emit(
-    run: PromptRun, row: list[int], drafted: int, room: int, gamma: int, stops: frozenset[int]
+    run: PromptRun,
+    draft: list[int],
+    accepted: int,
+    next_token: int,
+    room: int,
+    draft_length: int,
+    stops: frozenset[int],
 ) -> list[int]:
-    """Put one block into the log of a row, and return the tokens it emits.
+    """Put a speculation step into the log, and return the tokens it emits.
 
-    row: the tokens proposed, how many were accepted, the target's next one. room: how many drafted
-    tokens were still wanted.
+    next_token: the target's own after the accepted ones. room: how many drafted tokens were wanted.
     """
-    *draft, accepted, following = row
-    emitted = [*draft[:accepted], following][: room + 1]
-    # The last block is left out of tau wherever a block that starts here could be cut by the
-    # length limit, even if this one was not: else tau would rest on the shorter blocks.
-    run.last_truncated = room < gamma and room <= drafted
+    drafted = len(draft)
+    emitted = [*draft[:accepted], next_token]
+    # The last step is left out of the mean acceptance length wherever a step that starts here could
+    # be cut by the length limit, even if this one was not: else the mean would rest on the shorter
+    # steps.
+    run.last_truncated = room < draft_length and room <= drafted
     end = next((i for i, token in enumerate(emitted) if token in stops), None)
     if end is not None:
         emitted = emitted[: end + 1]
@@ -201,7 +142,3 @@ def _emit(
     run.drafted.append(drafted)
     run.accepted.append(accepted)
     return emitted
-
-
-def _ended(run: PromptRun, decoding: Decoding) -> bool:
-    return run.tokens[-1] in decoding.stops or len(run.tokens) == decoding.max_new_tokens

@@ -1,8 +1,8 @@
 """Accept, reject, resample: the target's distribution stays (arXiv 2211.17192, 2403.10444).
 
-Pure functions on tensors. Legend: B rows, G drafted tokens, V vocabulary. p is the target's
-distribution and q the draft's, both after every warper, both over the *target's* ids. counts [B]:
-how many of its G tokens a row drafted, the rest being padding; None where all rows drafted G.
+Pure functions on tensors. Legend: G drafted tokens, V vocabulary, "…" dimensions in front that are
+kept (none where one text is decoded). p is the target's distribution and q the draft's, both after
+every logits processor, both over the *target's* ids.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def argmax(logits: Tensor) -> Tensor:
 def warp(logits: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities [..., V] in fp32: temperature, then top-k, then top-p, then softmax.
 
-    The order and the ties are those of transformers' warpers: top-k keeps every token as likely as
-    the k-th; top-p keeps the smallest set of the most likely tokens whose mass reaches top_p.
-    Temperature 0 gives the one-hot distribution of the argmax.
+    The order and the ties are those of transformers' logits processors: top-k keeps every token as
+    likely as the k-th; top-p keeps the smallest set of the most likely tokens whose mass reaches
+    top_p. Temperature 0 gives the one-hot distribution of the argmax.
     """
     if sampling.greedy:
         best = argmax(logits)[..., None]
@@ -120,45 +120,35 @@ def verify(
     logits: Tensor,
     draft_tokens: Tensor,
     q: Tensor | None,
-    counts: Tensor | None,
     sampling: Sampling,
     generator: torch.Generator,
     rule: Rule,
 ) -> tuple[Tensor, Tensor]:
-    """How many of the drafted tokens [B, G] are accepted [B], and the next token [B].
+    """How many of the drafted tokens [G] are accepted [], and the next token [].
 
-    logits: the target's after the last token of the text and after each drafted one [B, G+1, V].
-    q: the distributions that the draft tokens were sampled from [B, G, V]; None when greedy, and
-    where they are not known (`verify_without_q`).
+    logits: the target's after the last token of the text and after each drafted one [G+1, V].
+    q: the distributions that the draft tokens were sampled from [G, V]; None when greedy, and where
+    they are not known. An unknown q is taken as one-hot at the drafted x: x is accepted with
+    probability p(x), and else p without x is sampled. That is exact however x was found, as long
+    as it depends on the past alone; the expected acceptance is sum q p, not sum min(q, p).
     """
-    if draft_tokens.shape[1] == 0:
-        return draft_tokens.new_zeros(len(logits)), choose(logits[:, -1], sampling, generator)
+    if len(draft_tokens) == 0:
+        return draft_tokens.new_zeros(()), choose(logits[-1], sampling, generator)
     if sampling.greedy:
-        return verify_greedy(argmax(logits), draft_tokens, counts)
+        return verify_greedy(argmax(logits), draft_tokens)
     p = warp(logits, sampling)
     if q is None:
-        return verify_without_q(p, draft_tokens, generator, counts, rule)
-    return verify_sampled(p, q, draft_tokens, generator, counts, rule)
+        q = torch.zeros_like(p[:-1]).scatter_(-1, draft_tokens[:, None], 1.0)
+    return verify_sampled(p, q, draft_tokens, generator, rule)
 
 
-def verify_greedy(
-    target_tokens: Tensor, draft_tokens: Tensor, counts: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Accepted counts [B] and the next token [B] when both models are greedy.
+def verify_greedy(target_tokens: Tensor, draft_tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Accepted count [] and the next token [] when both models are greedy.
 
-    target_tokens: argmax p at each of the G+1 positions [B, G+1]. draft_tokens: [B, G].
+    target_tokens: argmax p at each of the G+1 positions [G+1]. draft_tokens: [G].
     """
-    agreed = _within(target_tokens[:, :-1] == draft_tokens, counts)
-    accepted = agreed.long().cumprod(dim=1).sum(dim=1)
-    return accepted, target_tokens.gather(1, accepted[:, None])[:, 0]
-
-
-def _within(passed: Tensor, counts: Tensor | None) -> Tensor:
-    """The same [B, G] with 0 at the padding."""
-    if counts is None:
-        return passed
-    width = torch.arange(passed.shape[1], device=passed.device)
-    return passed.masked_fill(width >= counts[:, None], 0)
+    accepted = (target_tokens[:-1] == draft_tokens).long().cumprod(0).sum()
+    return accepted, target_tokens.gather(0, accepted[None])[0]
 
 
 def verify_sampled(
@@ -166,23 +156,21 @@ def verify_sampled(
     q: Tensor,
     draft_tokens: Tensor,
     generator: torch.Generator | None = None,
-    counts: Tensor | None = None,
     rule: Rule = "block",
 ) -> tuple[Tensor, Tensor]:
-    """Accepted counts [B] and the next token [B], so that what is emitted has distribution p.
+    """Accepted count [...] and the next token [...], so that what is emitted has distribution p.
 
-    p: [B, G+1, V]; q: [B, G, V], exactly those that the draft tokens [B, G] were sampled from.
+    p: [..., G+1, V]; q: [..., G, V], exactly those that draft_tokens [..., G] were sampled from.
     """
-    chances, residual = acceptance(p, q, draft_tokens, counts, rule)
+    chances, residual = acceptance(p, q, draft_tokens, rule)
     accepted = sample(chances, generator)
-    at = accepted[:, None, None].expand(-1, 1, p.shape[2])
-    return accepted, sample(residual.gather(1, at)[:, 0], generator)
+    index = accepted[..., None, None].expand(*accepted.shape, 1, p.shape[-1])
+    return accepted, sample(residual.gather(-2, index)[..., 0, :], generator)
 
 
-def acceptance(
-    p: Tensor, q: Tensor, draft_tokens: Tensor, counts: Tensor | None, rule: Rule
-) -> tuple[Tensor, Tensor]:
-    """The chance that n drafted tokens are accepted [B, G+1], and what is sampled then [B, G+1, V].
+def acceptance(p: Tensor, q: Tensor, draft_tokens: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """The chance that n drafted tokens are accepted [..., G+1], and what is sampled then
+    [..., G+1, V].
 
     "token" (arXiv 2211.17192): token x passes with a_i = min(1, p(x)/q(x)), as long as all before
     it did. After the first that does not, max(p - q, 0) is sampled.
@@ -192,53 +180,35 @@ def acceptance(
     longest prefix is taken that passes with h_i = s_i / (s_i + 1 - w_i), or with w_i where it is
     the whole draft; then r_i is sampled. Its expected length is never below that of "token".
 
-    Both sample p itself after the whole draft. Whether another token was drafted may depend on the
-    ones before.
+    Both sample p itself after the whole draft. How many tokens are drafted may depend on the text
+    before them.
     """
     index = draft_tokens[..., None]
     tiny = torch.finfo(q.dtype).tiny  # 0 / 0 is 0: what p never says is never accepted
-    ratio = (p[:, :-1].gather(2, index) / q.gather(2, index).clamp_min(tiny))[..., 0]
-    length = ratio.new_full((len(ratio),), ratio.shape[1]).long() if counts is None else counts
-    whole = torch.arange(1, ratio.shape[1] + 1, device=p.device) == length[:, None]
+    p_drafted = p[..., :-1, :].gather(-1, index)
+    ratio = (p_drafted / q.gather(-1, index).clamp_min(tiny))[..., 0]
     weights = torch.ones_like(p[..., 0])
     if rule == "block":
-        for i in range(ratio.shape[1]):
-            weights[:, i + 1] = (weights[:, i] * ratio[:, i]).clamp_max(1)
-    residual = torch.cat([(weights[:, :-1, None] * p[:, :-1] - q).clamp_min(0), p[:, -1:]], dim=1)
+        for i in range(ratio.shape[-1]):
+            weights[..., i + 1] = (weights[..., i] * ratio[..., i]).clamp_max(1)
+    rejected = (weights[..., :-1, None] * p[..., :-1, :] - q).clamp_min(0)
+    residual = torch.cat([rejected, p[..., -1:, :]], dim=-2)
     mass = residual.sum(-1)
     if rule == "block":
-        weight, remaining = weights[:, 1:], mass[:, 1:]
+        weight, remaining = weights[..., 1:-1], mass[..., 1:-1]
         share = remaining / (remaining + (1 - weight))  # in this order: a small term is not lost
         # 0 / 0 where p = q: the next token passes in any case
         share = share.masked_fill((remaining == 0) & (weight == 1), 1)
-        passes = _within(torch.where(whole, weight, share), counts)
-        fails = (1 - passes).flip(1).cumprod(1).flip(1)
+        passes = torch.cat([share, weights[..., -1:]], dim=-1)
+        fails = (1 - passes).flip(-1).cumprod(-1).flip(-1)
         chances = F.pad(passes, (1, 0), value=1) * F.pad(fails, (0, 1), value=1)
     else:
-        passes = _within(ratio.clamp_max(1), counts).cumprod(1)
+        passes = ratio.clamp_max(1).cumprod(-1)
         chances = F.pad(passes, (1, 0), value=1) - F.pad(passes, (0, 1))
-    # after the whole draft, and where p = q up to rounding leaves nothing, p is right
-    plain = F.pad(whole, (1, 0)) | (length == 0)[:, None] | (mass <= 0)
-    return chances, torch.where(plain[..., None], p, residual)
-
-
-def verify_without_q(
-    p: Tensor,
-    draft_tokens: Tensor,
-    generator: torch.Generator | None = None,
-    counts: Tensor | None = None,
-    rule: Rule = "block",
-) -> tuple[Tensor, Tensor]:
-    """As `verify_sampled` for drafts whose distribution over target ids is not known.
-
-    The rule for a q that is one-hot at the drafted x: accepted alone with probability p(x), and
-    else p without x, normalised, is sampled. Exact however x was found, as long as it depends on
-    the past alone. Expected acceptance is sum q p, not sum min(q, p).
-    """
-    at_x = torch.zeros_like(p[:, :-1]).scatter_(2, draft_tokens[..., None], 1.0)
-    return verify_sampled(p, at_x, draft_tokens, generator, counts, rule)
+    # where p = q up to rounding leaves nothing, p is right
+    return chances, torch.where((mass <= 0)[..., None], p, residual)
 
 
 def agreement(p: Tensor, q: Tensor) -> Tensor:
-    """alpha at each position: sum_x min(p(x), q(x)) over [..., V], in fp32 (1 - TV)."""
+    """The acceptance rate at each position: sum_x min(p(x), q(x)) over [..., V] (1 - TV)."""
     return torch.minimum(p, q).sum(-1)

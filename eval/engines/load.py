@@ -14,10 +14,11 @@ from functools import partial
 from typing import Any
 
 from eval.decoding.loop import Decoding
+from eval.decoding.prompt_run import PromptRun
 from eval.engines.vllm import VllmServer, grown
 from eval.measuring.intervals import Both, measure
 from eval.measuring.metrics import itl_ms, speedup_of
-from eval.measuring.runs import Floats, PromptRun
+from eval.measuring.runs import Floats
 from eval.prompts import Prompt
 
 ROUNDS = 4  # at each load, at least

@@ -28,13 +28,14 @@ from align.sources import load_tokenizer
 from align.transplant import resized
 from align.vocabulary import read_vocabulary
 from eval.decoding.loop import Decoding, seed_of
+from eval.decoding.prompt_run import PromptRun
 from eval.decoding.target import load_on, model_bytes, stop_tokens, tensor_sha256
 from eval.decoding.verification import Sampling
 from eval.engines.run_log import MISSING, decoding_facts, prompts_used
 from eval.measuring.evaluation import device_name
 from eval.measuring.journal import Journal
 from eval.measuring.losslessness import PARTS_IN_FP32, divergence, ledger, tie
-from eval.measuring.runs import Answer, DraftLog, PromptRun, RunLog
+from eval.measuring.runs import Answer, DraftLog, RunLog
 from eval.measuring.timing import in_turns
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.report import Report, build_report

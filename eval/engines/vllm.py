@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from eval.decoding.loop import Decoding, seed_of
+from eval.decoding.prompt_run import PromptRun
 from eval.engines.counters import read_series, total
 from eval.engines.server import UNPENALISED, Server, ServerError
-from eval.measuring.runs import Floats, PromptRun
+from eval.measuring.runs import Floats
 from eval.prompts import Prompt, chat_request
 
 

@@ -1,6 +1,6 @@
-"""alpha: how far draft and target agree on text that the target wrote, teacher-forced.
+"""The acceptance rate: how far draft and target agree on text of the target, teacher-forced.
 
-Legend: R answer tokens, V the target's vocabulary.
+Legend: R output tokens, V the target's vocabulary.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BATCH = 48
 def target_texts(
     target: Target, prompts: Sequence[list[int]], decoding: Decoding
 ) -> list[list[int]]:
-    """The target's own answer to each prompt, batched: the text that alpha is taken on."""
+    """The target's own output for each prompt, batched: on it the acceptance rate is taken."""
     answers: list[list[int]] = [[] for _ in prompts]
     seeds = [seed_of(decoding.seed, str(number)) for number in range(len(prompts))]
     rows = min(BATCH, len(prompts))
@@ -51,7 +51,7 @@ def measure_agreement(
     decoding: Decoding,
     journal: Journal,
 ) -> tuple[dict[str, list[Agreement]], list[list[float]]]:
-    """alpha of each draft on each prompt, in one target pass.
+    """The acceptance rate of each draft on each prompt, in one target pass.
 
     Also the entropy in bits of the target's distribution at temperature 1, at each position
     [prompts][positions]. Raises ValueError where the target's logits are no numbers.
@@ -69,22 +69,22 @@ def measure_agreement(
                 f"{prompt.id}: its weights are damaged, or too large for float16; take a "
                 "checkpoint that is whole, or --dtype bfloat16 or float32."
             )
-        p = warp(scores, decoding.sampling)
+        p = warp(scores[0], decoding.sampling)
         agreements = {}
         for name, drafter in drafters.items():
-            (q,) = drafter.teacher_forced(ids, text, [decoding.sampling], states)
-            highest, guesses = q[0].max(-1)
+            q = drafter.teacher_forced(ids, text, decoding.sampling, states)
+            highest, guesses = q.max(-1)
             drafted = highest > 0  # a position without a proposal is all zero
             if decoding.sampling.greedy:  # both are one-hot: p at the draft's token says it
-                alpha = p[0].gather(-1, guesses[:, None])[:, 0] * drafted
+                rates = p.gather(-1, guesses[:, None])[:, 0] * drafted
             else:
-                alpha = agreement(p, q)[0]
+                rates = agreement(p, q)
             agreements[name] = Agreement(
                 prompt.id,
                 prompt.category,
-                float(alpha.sum()),
-                alpha.numel(),
-                alpha.tolist(),
+                float(rates.sum()),
+                rates.numel(),
+                rates.tolist(),
                 guesses.where(drafted, -1).tolist(),
                 prompt.group,
                 len(ids),
@@ -92,14 +92,9 @@ def measure_agreement(
         return {"agreements": agreements, "bits": bits.tolist()}
 
     rows = list(zip(prompts.prompts, prompts.ids, texts, strict=True))
-    measured = journal.each("alpha", rows, measure, lambda row: row, "prompt")
+    measured = journal.each("acceptance rate", rows, measure, lambda row: row, "prompt")
     by_draft = {
-        name: [
-            # rows that an older version kept lack it
-            Agreement(**{"prompt_tokens": len(ids)} | row["agreements"][name])
-            for (_, ids, _), row in zip(rows, measured, strict=True)
-        ]
-        for name in drafters
+        name: [Agreement(**row["agreements"][name]) for row in measured] for name in drafters
     }
     return by_draft, [row["bits"] for row in measured]
 

@@ -1,8 +1,9 @@
-"""One evaluation from loaded models to a report: choose gamma, time, take alpha, check, build."""
+"""One evaluation, from loaded models to a report."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -15,43 +16,42 @@ from align.sources import gguf_kind
 from align.token_bytes import tokens_of
 from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.drafter import Drafter
-from eval.decoding.loop import Decoding, DraftLength
+from eval.decoding.loop import Decoding
+from eval.decoding.prompt_run import PromptRun
 from eval.decoding.target import Target, tensor_sha256
 from eval.decoding.verification import Sampling
 from eval.measuring import metrics
 from eval.measuring.agreement import bits_per_token, measure_agreement, target_texts
-from eval.measuring.answer_quality import is_function, passes
 from eval.measuring.intervals import measure
 from eval.measuring.journal import Journal
 from eval.measuring.losslessness import LosslessCheck
-from eval.measuring.replay import best_length, places
-from eval.measuring.runs import Agreement, Answer, DraftLog, PromptRun, RunLog, StepCosts
+from eval.measuring.runs import Answer, DraftLog, RunLog, StepCosts
 from eval.measuring.timing import (
-    ALONE,
-    CHOICE_REPEATS,
-    COST_REPEATS,
+    Contender,
     decode_in_turns,
+    fastest_length,
     over_stock_generate,
     step_costs,
 )
-from eval.prompts import Batch, Prompt, PromptSet
+from eval.prompts import PromptSet
 from eval.reporting.report import Report, build_report
+
+FEWEST = 12  # prompts that are timed, however little time there is: of fewer no interval says much
+PROBED_TOKENS = 256  # of a prompt, by whose logits models are known again
 
 
 @dataclass(frozen=True)
 class Plan:
     """How much an evaluation measures.
 
-    gamma: a fixed draft length for all drafts; None chooses each one's fastest, up to max_gamma.
-    speed_prompts: how many are timed. execute: run the functions that the target writes where a
-    prompt brings tests. seconds: None times all of speed_prompts, else no more than fit into these,
-    nor than it takes for intervals within NARROW of each speed-up; FEWEST at least.
+    draft_length: of all drafts; None chooses the fastest of each, up to max_draft_length.
+    speed_prompts: how many are timed. seconds: that the whole evaluation may take; prompts are
+    timed until they are over, FEWEST at least. None: all of speed_prompts are timed.
     """
 
-    gamma: int | None
-    max_gamma: int
+    draft_length: int | None
+    max_draft_length: int
     speed_prompts: int
-    execute: bool = False
     seconds: float | None = None
 
 
@@ -67,251 +67,162 @@ def evaluate(
 ) -> Report:
     """The report of every draft, by name, on the same prompts.
 
-    tuning: prompts to choose gamma on, which must not be evaluation prompts. journal: keeps what is
-    measured, for a process that takes over. overlap: training prompts that equal or nearly
-    duplicate an evaluation prompt, None when that is not known. Raises ValueError where a model's
+    tuning: prompts to choose draft lengths on. journal: keeps what is measured, for a process that
+    takes over. Raises ValueError where tuning prompts are evaluated as well, and where a model's
     logits are no numbers.
     """
-    timed = evaluation.drawn(plan.speed_prompts, decoding.seed)
+    began = time.monotonic()
+    _refuse_evaluated(tuning, evaluation, plan)
     _begin(journal, target, drafters, (evaluation, tuning), decoding, plan)
-    stages = _Stages(target, drafters, timed, tuning, decoding, plan, journal)
-    temperature = decoding.sampling.temperature
-    first = stages.decoded(
-        timed.batches(1), temperature, f"speed at T={temperature:g}", stages.enough
+    sampling, seed = decoding.sampling, decoding.seed
+    spell, special = spelling(target)
+
+    # 1. The target's own texts, on which acceptance rates are taken.
+    texts = journal.once("target texts", lambda: target_texts(target, evaluation.ids, decoding))
+
+    # 2. Step costs, in the middle of a text of mean length.
+    middles = [len(ids) + len(text) // 2 for ids, text in zip(evaluation.ids, texts, strict=True)]
+    context = sum(middles) // len(middles)
+    longest = max(plan.max_draft_length, plan.draft_length or 0)
+    costs: list[StepCosts] = journal.once(
+        "step costs",
+        lambda: step_costs(target.decoder, [*drafters.values()], context, longest, sampling),
+        lambda each: [StepCosts.from_json(fields) for fields in each],
     )
-    alphas, answers = stages.agreement(evaluation, first[BASELINE])
-    stages.timed = timed = timed.first(len(first[BASELINE]))
-    decoded = {temperature: first}
-    if not decoding.sampling.greedy:  # losslessness is
-        decoded[0.0] = stages.decoded(timed.batches(1), 0.0, "speed at T=0")
+
+    # 3. The draft length of each draft, on the tuning prompts.
+    lengths = [
+        plan.draft_length
+        or journal.once(
+            f"draft length of {name}",
+            partial(fastest_length, target, drafter, tuning, decoding, draft_costs, longest),
+        )
+        for (name, drafter), draft_costs in zip(drafters.items(), costs, strict=True)
+    ]
+    policy = "fixed"
+    if plan.draft_length is None:
+        policy = f"fixed, fastest on {len(tuning.prompts)} other prompts"
+
+    # 4. Acceptance rates, and the baseline beside stock generate.
+    agreements, entropy = measure_agreement(target, drafters, evaluation, texts, decoding, journal)
+    timed = evaluation.drawn(plan.speed_prompts, seed)
     stock = journal.once("stock generate", lambda: over_stock_generate(target, timed, decoding))
-    texts = [(r.prompt_tokens, len(r.tokens)) for (r,) in first[BASELINE]]
-    context = sum(prompt + tokens // 2 for prompt, tokens in texts) // len(texts)
-    longest = max(plan.max_gamma, *(length.gamma for length in stages.lengths.values()))
-    costs = stages.step_costs("step costs", context, longest, COST_REPEATS)
-    logs = [stages.draft_log(name, alphas[name], costs[name], decoded) for name in drafters]
-    baseline = logs[0].baseline
+
+    # 5. The timed prompts, in turns without a draft and with each, until time is over. Where tokens
+    # are sampled, each prompt is decoded greedily as well: losslessness is compared greedily.
+    greedy = replace(decoding, sampling=Sampling())
+    contenders = [
+        Contender(drafter, length, how)
+        for how in ([decoding] if sampling.greedy else [decoding, greedy])
+        for drafter, length in zip([None, *drafters.values()], [0, *lengths], strict=True)
+    ]
+
+    def time_is_over(measured: Sequence[Any]) -> bool:
+        if plan.seconds is None or len(measured) < FEWEST:
+            return False
+        return time.monotonic() - began >= plan.seconds
+
+    decoded = decode_in_turns(target, contenders, timed, journal, time_is_over)
+    baseline, *runs = decoded[: 1 + len(drafters)]
+    greedy_baseline, *greedy_runs = decoded[-1 - len(drafters) :]
+    timed = timed.first(len(baseline))
+
+    # 6. Greedy texts with and without each draft are compared.
+    check = LosslessCheck(
+        target, greedy, lambda ids: b"".join(map(spell, ids)).decode("utf-8", "replace")
+    )
+    logs = []
+    for (name, drafter), length, draft_costs, mine, mine_greedily in zip(
+        drafters.items(), lengths, costs, runs, greedy_runs, strict=True
+    ):
+        compare = partial(check.ledger, drafter, length, timed, greedy_baseline, mine_greedily)
+        logs.append(
+            DraftLog(
+                name=name,
+                path=drafter.path,
+                form=drafter.form,
+                vocabulary=dict(drafter.vocabulary),
+                runs=mine,
+                baseline=baseline,
+                lossless=journal.once(f"texts of {name} compared", compare),
+                gamma=length,
+                gamma_policy=policy,
+                agreement=agreements[name],
+                costs=draft_costs,
+                memory={
+                    "target_bytes": target.bytes,
+                    "draft_bytes": drafter.bytes,
+                    "kv_bytes_per_token": {
+                        "target": target.decoder.new_cache(1, 1).bytes_per_token(),
+                        "draft": drafter.kv_bytes_per_token,
+                    },
+                },
+                full_form_bytes=drafter.full_form_bytes,
+            )
+        )
     run = RunLog(
         target=target.spec,
         engine="torch",
         device=device_name(target.decoder.device),
         dtype=_dtype(target),
-        decoding={
-            **asdict(decoding.sampling),
-            "max_new_tokens": decoding.max_new_tokens,
-            "gamma": logs[-1].gamma,
-            "gamma_policy": logs[-1].gamma_policy,
-            "verification": decoding.verification,
-            "stop_tokens": len(decoding.stops),
-            "ended_by_stop": sum(r.tokens[-1] in decoding.stops for r in baseline) / len(baseline),
-        },
-        prompts={
-            "source": evaluation.source,
-            "n": len(evaluation.prompts),
-            "sha256": evaluation.sha256,
-            "overlap_with_training": evaluation.overlap,
-            "bits_per_token": round(bits_per_token(target, evaluation.ids), 2),
-            "random_bits": round(math.log2(target.decoder.embedding.shape[0]), 2),
-            "in_chat_form": evaluation.in_chat_form,
-            "chat_template_kwargs": evaluation.chat_template_kwargs,
-            "chat_template": bool(target.tokenizer.chat_template),
-        },
+        decoding=_decoding_facts(decoding, baseline)
+        | {"gamma": lengths[-1], "gamma_policy": policy},
+        prompts=_prompt_facts(target, evaluation),
         provenance=provenance | {"resumed": journal.resumed},
         over_stock_generate=measure("over_stock_generate", stock, metrics.speedup_of),
-        answers=answers,
-        spell=stages.spell,
-        special=stages.special,
+        answers=[
+            Answer(prompt.id, ids, text, bits, (prompt.prompt or "").encode(), prompt.group)
+            for prompt, ids, text, bits in zip(
+                evaluation.prompts, evaluation.ids, texts, entropy, strict=True
+            )
+        ],
+        spell=spell,
+        special=special,
         target_quantization=gguf_kind(target.spec),
     )
     return build_report(run, logs)
 
 
-FEWEST = 12  # prompts that are timed: of fewer no interval says much
-ROUND = 4  # prompts between two looks at the clock and the intervals
-NARROW = 0.07  # of a speed-up: no more prompts are timed once its interval ends within it
-PROBED_TOKENS = 256  # of a prompt, by whose logits models are known again
-BASELINE = ""  # the name of what is decoded without a draft
-Decoded = dict[str, list[list[PromptRun]]]  # by draft, BASELINE among them: runs [batches][rows]
-
-
-class _Stages:
-    """What is measured of every draft alike, kept in the journal stage by stage."""
-
-    def __init__(
-        self,
-        target: Target,
-        drafters: Mapping[str, Drafter],
-        timed: PromptSet,
-        tuning: PromptSet,
-        decoding: Decoding,
-        plan: Plan,
-        journal: Journal,
-    ) -> None:
-        self.target, self.drafters, self.timed, self.tuning = target, drafters, timed, tuning
-        self.decoding, self.plan, self.journal = decoding, plan, journal
-        self.spell, self.special = spelling(target)
-        self.check = LosslessCheck(target, replace(decoding, sampling=Sampling()))
-        self.lengths = self._draft_lengths()
-
-    def _draft_lengths(self) -> dict[str, DraftLength]:
-        """Of each draft the fastest length on prompts that are not evaluated, by replay."""
-        tuning, decoding, longest = self.tuning, self.decoding, self.plan.max_gamma
-        if self.plan.gamma is not None:
-            return dict.fromkeys(self.drafters, DraftLength(self.plan.gamma))
-        context = sum(map(len, tuning.ids)) // len(tuning.ids) + decoding.max_new_tokens // 2
-        costs = self.step_costs("step costs for gamma", context, longest, CHOICE_REPEATS)
-
-        def choose(name: str) -> DraftLength:
-            replayed = places(self.target, self.drafters[name], tuning, decoding, longest)
-            return best_length(replayed, costs[name], longest)
-
-        return {
-            name: self.journal.once(
-                f"gamma of {name}", partial(choose, name), lambda fields: DraftLength(**fields)
-            )
-            for name in self.drafters
-        }
-
-    def agreement(
-        self, prompts: PromptSet, timed: list[list[PromptRun]]
-    ) -> tuple[dict[str, list[Agreement]], list[Answer]]:
-        """The log of alpha by draft, and the target's answers that it was taken on.
-
-        timed: runs without a draft, whose greedy texts are not written a second time. Sampled ones
-        depend on the prompts before them.
-        """
-        target, decoding, journal = self.target, self.decoding, self.journal
-        timed_texts = {run.prompt_id: run.tokens for (run,) in timed if decoding.sampling.greedy}
-        rows = list(zip(prompts.prompts, prompts.ids, strict=True))
-        unwritten = [ids for prompt, ids in rows if prompt.id not in timed_texts]
-        written = iter(
-            journal.once(
-                "texts for alpha", lambda: unwritten and target_texts(target, unwritten, decoding)
-            )
-        )
-        texts = [timed_texts.get(prompt.id) or next(written) for prompt in prompts.prompts]
-        agreements, entropy = measure_agreement(
-            target, self.drafters, prompts, texts, decoding, journal
-        )
-        answers = [
-            self._answer(*row)
-            for row in zip(prompts.prompts, prompts.ids, texts, entropy, strict=True)
-        ]
-        return agreements, answers
-
-    def _answer(
-        self, prompt: Prompt, ids: list[int], tokens: list[int], entropy: list[float]
-    ) -> Answer:
-        before = (prompt.prompt or "").encode()
-        answer = Answer(prompt.id, ids, tokens, entropy, before, prompt.group)
-        if prompt.entry_point is None:
-            return answer
-        shown = [self.spell(token) for token in tokens if token not in self.special]
-        text = b"".join(shown).decode("utf-8", "replace")
-        answer = replace(answer, is_function=is_function(prompt, text))
-        if self.plan.execute and prompt.test is not None:
-            answer = replace(answer, passes=passes(prompt, text))
-        return answer
-
-    def decoded(
-        self,
-        batches: list[Batch],
-        temperature: float,
-        stage: str,
-        enough: Callable[[list[list[list[PromptRun]]]], bool] | None = None,
-    ) -> Decoded:
-        """The batches without a draft and with each, in turns, until it is enough."""
-        decoding = replace(
-            self.decoding, sampling=replace(self.decoding.sampling, temperature=temperature)
-        )
-        contenders = [ALONE, *((self.drafters[name], self.lengths[name]) for name in self.drafters)]
-        runs = decode_in_turns(
-            self.target, contenders, batches, decoding, self.journal, stage, enough
-        )
-        return dict(zip([BASELINE, *self.drafters], runs, strict=True))
-
-    def enough(self, batches: list[list[list[PromptRun]]]) -> bool:
-        """Whether the runs [batches][contenders][1] give narrow intervals, or time is up."""
-        count = len(batches)
-        if self.plan.seconds is None or count < FEWEST or count % ROUND:
-            return False
-        runs = [[run for (run,) in contender] for contender in zip(*batches, strict=True)]
-        times = 1 if self.decoding.sampling.greedy else 2  # texts are compared greedily, once more
-        spent = times * sum(run.seconds for contender in runs for run in contender)
-        if spent * (count + ROUND) / count > self.plan.seconds:
-            return True
-        baseline, *drafts = runs
-        return all(metrics.speedup(draft, baseline).within(NARROW) for draft in drafts)
-
-    def step_costs(
-        self, stage: str, context: int, longest: int, repeats: int
-    ) -> dict[str, StepCosts]:
-        """Of every draft beside the same steps of the target, so many tokens into a text."""
-        drafters, sampling = list(self.drafters.values()), self.decoding.sampling
-        costs = self.journal.once(
-            stage,
-            lambda: step_costs(self.target.decoder, drafters, context, longest, sampling, repeats),
-            lambda each: [StepCosts.from_json(fields) for fields in each],
-        )
-        return dict(zip(self.drafters, costs, strict=True))
-
-    def draft_log(
-        self,
-        name: str,
-        agreement: list[Agreement],
-        costs: StepCosts,
-        decoded: dict[float, Decoded],
-    ) -> DraftLog:
-        """decoded: single prompts by temperature."""
-        target, drafter, length = self.target, self.drafters[name], self.lengths[name]
-        runs, baseline = _single(decoded[self.decoding.sampling.temperature], name)
-        return DraftLog(
-            name=name,
-            path=drafter.path,
-            form=drafter.form,
-            vocabulary=dict(drafter.vocabulary),
-            runs=runs,
-            baseline=baseline,
-            lossless=self._compared(name, decoded[0.0]),
-            gamma=length.gamma,
-            gamma_policy=self._policy(length),
-            agreement=agreement,
-            costs=costs,
-            memory={
-                "target_bytes": target.bytes,
-                "draft_bytes": drafter.bytes,
-                "kv_bytes_per_token": {
-                    "target": target.decoder.new_cache(1, 1).bytes_per_token(),
-                    "draft": drafter.kv_bytes_per_token,
-                },
-            },
-            full_form_bytes=drafter.full_form_bytes,
+def _refuse_evaluated(tuning: PromptSet, evaluation: PromptSet, plan: Plan) -> None:
+    """Raise ValueError where draft lengths would be chosen on prompts that are evaluated."""
+    evaluated = {tuple(ids) for ids in evaluation.ids}
+    shared = [
+        prompt.id
+        for prompt, ids in zip(tuning.prompts, tuning.ids, strict=True)
+        if tuple(ids) in evaluated
+    ]
+    if plan.draft_length is None and shared:
+        raise ValueError(
+            f"Prompt {shared[0]!r} would choose the draft length and be evaluated, as would "
+            f"{len(shared) - 1} others; leave repeated prompts out, or fix the length with gamma."
         )
 
-    def _policy(self, length: DraftLength) -> str:
-        if self.plan.gamma is not None:
-            return "fixed"
-        kind = f"stops below {length.stop_below:g}" if length.stop_below else "fixed"
-        return f"{kind}, fastest on {len(self.tuning.prompts)} other prompts"
 
-    def _compared(self, name: str, decoded: Decoded) -> dict[str, Any]:
-        """The ledger of greedy texts, its tokens as text."""
-        stage, batches = f"texts of {name} compared", self.timed.batches(1)
-        drafter, length = self.drafters[name], self.lengths[name]
-        ledger = self.journal.once(
-            stage,
-            lambda: self.check.ledger(drafter, length, batches, decoded[BASELINE], decoded[name]),
-        )
-        for entry in ledger["divergences"]:
-            for side in ("target", "drafted"):
-                entry[side] = b"".join(map(self.spell, entry[side])).decode("utf-8", "replace")
-        return dict(ledger)
+def _decoding_facts(decoding: Decoding, baseline: Sequence[PromptRun]) -> dict[str, Any]:
+    """`RunLog.decoding`, but for the draft length."""
+    ended = [run.tokens[-1] in decoding.stops for run in baseline]
+    return {
+        **asdict(decoding.sampling),
+        "max_new_tokens": decoding.max_new_tokens,
+        "verification": decoding.verification,
+        "stop_tokens": len(decoding.stops),
+        "ended_by_stop": sum(ended) / len(ended),
+    }
 
 
-def _single(decoded: Decoded, name: str) -> tuple[list[PromptRun], list[PromptRun]]:
-    """A draft's runs of single prompts, and the baseline's."""
-    runs, baseline = ([run for (run,) in decoded[contender]] for contender in (name, BASELINE))
-    return runs, baseline
+def _prompt_facts(target: Target, prompts: PromptSet) -> dict[str, Any]:
+    """`RunLog.prompts`."""
+    return {
+        "source": prompts.source,
+        "n": len(prompts.prompts),
+        "sha256": prompts.sha256,
+        "overlap_with_training": prompts.overlap,
+        "bits_per_token": round(bits_per_token(target, prompts.ids), 2),
+        "random_bits": round(math.log2(target.decoder.embedding.shape[0]), 2),
+        "in_chat_form": prompts.in_chat_form,
+        "chat_template_kwargs": prompts.chat_template_kwargs,
+        "chat_template": bool(target.tokenizer.chat_template),
+    }
 
 
 def _dtype(target: Target) -> str:
@@ -326,7 +237,10 @@ def _begin(
     decoding: Decoding,
     plan: Plan,
 ) -> None:
-    """Go on from what the journal holds of exactly these models, prompts and settings."""
+    """Go on from what the journal holds of exactly these models, prompts and settings.
+
+    The seconds are no such setting: a process that takes over has fewer left.
+    """
     ids, dtype = parts[0].ids[0][:PROBED_TOKENS], _dtype(target)
     logits = teacher_forced_logits(target.decoder, ids, 1)
     known_by = [_hash_of_numbers(target.spec, logits, dtype)]
@@ -336,7 +250,7 @@ def _begin(
         [(name, drafter.path, drafter.vocabulary) for name, drafter in drafters.items()],
         [(part.ids, [(p.id, p.category, p.group) for p in part.prompts]) for part in parts],
         asdict(decoding) | {"stops": sorted(decoding.stops)},
-        asdict(plan),
+        asdict(replace(plan, seconds=None)),
         (device_name(target.decoder.device), dtype, torch.__version__),
     )
 

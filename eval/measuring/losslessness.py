@@ -1,6 +1,6 @@
 """Whether a draft changed a word: greedy texts compared, and every difference explained or counted.
 
-Legend: B rows of a batch, T tokens of a block, V the target's vocabulary.
+Legend: V the target's vocabulary.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tqdm import tqdm
 
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.drafter import Drafter
-from eval.decoding.forward import Decoder, starts
-from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.forward import Decoder, in_pieces
+from eval.decoding.loop import Decoding, decode
+from eval.decoding.prompt_run import PromptRun
 from eval.decoding.target import Target
 from eval.measuring.agreement import target_texts
 from eval.measuring.intervals import Count, Part, Positive, Quantity
-from eval.measuring.runs import PromptRun
-from eval.prompts import Batch
+from eval.prompts import Prompt, PromptSet
 
 PARTS_IN_FP32: dict[str, Any] = {"tie": False, "why": "the texts part in fp32, too"}
 
@@ -126,11 +126,14 @@ class LosslessCheck:
     """Compares greedy tokens with and without a draft; explains or counts each first divergence.
 
     A divergence is a tie when `tie` says so of the target's two forwards at that very position,
-    each replayed in its run's own blocks and batch, and the prompt's outputs agree in fp32.
+    each replayed in its run's own speculation steps, and the prompt's outputs agree in fp32.
     """
 
-    def __init__(self, target: Target, decoding: Decoding) -> None:
-        self.target, self.decoding = target, decoding
+    def __init__(
+        self, target: Target, decoding: Decoding, text_of: Callable[[list[int]], str]
+    ) -> None:
+        """text_of: of the target's token ids."""
+        self.target, self.decoding, self.text_of = target, decoding, text_of
         self.exact_texts: dict[str, list[int]] = {}  # prompt id -> the target's text in fp32
 
     @cached_property
@@ -141,109 +144,60 @@ class LosslessCheck:
     def ledger(
         self,
         drafter: Drafter,
-        length: DraftLength,
-        batches: Sequence[Batch],
-        baseline: Sequence[Sequence[PromptRun]],
-        runs: Sequence[Sequence[PromptRun]],
-    ) -> dict[str, Any]:
-        """`ledger` of greedy runs [batches][rows], which were decoded in these batches.
-
-        Its divergences hold token ids.
-        """
-        divergences: list[dict[str, Any]] = []
-        near: list[tuple[Batch, dict[int, dict[str, Any]]]] = []  # batch, its rows that may be ties
-        for batch, base, mine in tqdm(
-            list(zip(batches, baseline, runs, strict=True)), desc="compare texts", unit="batch"
-        ):
-            entries = self._divergences(batch, base, mine, length)
-            divergences += entries.values()
-            if ties := {row: entry for row, entry in entries.items() if entry["tie"]}:
-                near.append((batch, ties))
-        if near:
-            self._read_exactly([(batch, list(ties)) for batch, ties in near])
-        for (prompts, ids), ties in tqdm(near, desc="check ties in fp32", unit="batch"):
-            exact = decode(self.exact, drafter, prompts, ids, self.decoding, length)
-            for row, entry in ties.items():
-                if exact[row].tokens != self.exact_texts[exact[row].prompt_id]:
-                    entry |= PARTS_IN_FP32
-        return ledger(sum(len(prompts) for prompts, _ in batches), divergences)
-
-    def _divergences(
-        self,
-        batch: Batch,
+        draft_length: int,
+        prompts: PromptSet,
         baseline: Sequence[PromptRun],
         runs: Sequence[PromptRun],
-        length: DraftLength,
-    ) -> dict[int, dict[str, Any]]:
-        """The first divergence of each row that has one; `tie`: as far as its logits say."""
-        entries: dict[int, dict[str, Any]] = {}
-        near: dict[int, int] = {}  # a text that merely ends earlier can never be a tie
-        for row, (base, run) in enumerate(zip(baseline, runs, strict=True)):
-            if base.tokens != run.tokens:
-                entries[row] = divergence(base, run, list)
-                if entries[row]["target"] and entries[row]["drafted"]:
-                    near[row] = entries[row]["position"]
-        if near:
-            single = self._logits_at(near, batch[1], baseline, 0)
-            wide = self._logits_at(near, batch[1], runs, length.gamma)
-            for row in near:
-                (target,), (drafted,) = entries[row]["target"], entries[row]["drafted"]
-                entries[row] |= tie(single[row], wide[row], target, drafted)
-        return entries
+    ) -> dict[str, Any]:
+        """`ledger` of greedy runs of these prompts, without the draft and with it."""
+        entries: list[dict[str, Any]] = []
+        near: list[tuple[Prompt, list[int], dict[str, Any]]] = []  # prompts that may part at a tie
+        rows = zip(prompts.prompts, prompts.ids, baseline, runs, strict=True)
+        for prompt, ids, base, run in rows:
+            if base.tokens == run.tokens:
+                continue
+            entry = divergence(base, run, self.text_of)
+            position = entry["position"]
+            # a text that merely ends earlier can never be a tie
+            if position < min(len(base.tokens), len(run.tokens)):
+                single = self._logits_at(position, ids, base, 0)
+                wide = self._logits_at(position, ids, run, draft_length)
+                entry |= tie(single, wide, base.tokens[position], run.tokens[position])
+            if entry["tie"]:
+                near.append((prompt, ids, entry))
+            entries.append(entry)
+        self._read_exactly({prompt.id: ids for prompt, ids, _ in near})
+        for prompt, ids, entry in tqdm(near, desc="check ties in fp32", unit="prompt"):
+            exact = decode(self.exact, drafter, prompt, ids, self.decoding, draft_length)
+            if exact.tokens != self.exact_texts[prompt.id]:
+                entry |= PARTS_IN_FP32
+        return ledger(len(runs), entries)
 
     @torch.inference_mode()
     def _logits_at(
-        self,
-        wanted: dict[int, int],
-        ids: Sequence[list[int]],
-        runs: Sequence[PromptRun],
-        gamma: int,
-    ) -> dict[int, Tensor]:
-        """The target's logits [V] for token number `wanted[row]` of rows of a batch, replayed."""
+        self, position: int, ids: list[int], run: PromptRun, draft_length: int
+    ) -> Tensor:
+        """The target's logits [V] for that token of a run, its forwards replayed."""
         decoder = self.target.decoder
-        # as many slots as decode took: large batches attend to all of them
-        cache = decoder.new_cache(
-            len(ids), max(map(len, ids)) + self.decoding.max_new_tokens + gamma
-        )
-        logits_of: dict[int, Tensor] = {}
-        for row, prompt in enumerate(ids):
-            tokens = torch.tensor([prompt], device=decoder.device)
-            logits = decoder.forward(tokens, 0, cache.row(row), last_only=True)
-            if wanted.get(row) == 0:
-                logits_of[row] = logits[0, -1].float()
-        rows, done = list(range(len(ids))), [1] * len(ids)
-        turn = 0
-        while len(logits_of) < len(wanted):
-            going_on = [i for i, row in enumerate(rows) if turn < len(runs[row].block_tokens)]
-            if len(going_on) < len(rows):
-                rows = [rows[i] for i in going_on]
-                cache = cache.keep_rows(torch.tensor(going_on, device=decoder.device))
-            width = 1 + max(runs[row].drafted[turn] for row in rows)
-            blocks = []
-            for row in rows:
-                block = runs[row].tokens[done[row] - 1 : done[row] - 1 + width]
-                # what a row drafted beyond its text is not known and changes nothing before it
-                blocks.append(block + block[-1:] * (width - len(block)))
-            tokens = torch.tensor(blocks, device=decoder.device)
-            start = starts([len(ids[row]) + done[row] - 1 for row in rows])
-            logits = decoder.forward(tokens, start, cache)
-            for i, row in enumerate(rows):
-                at = wanted.get(row, -1) - done[row]
-                done[row] += runs[row].block_tokens[turn]
-                if 0 <= at < runs[row].block_tokens[turn]:
-                    logits_of[row] = logits[i, at].float()
-            turn += 1
-        return logits_of
+        # as many slots as `decode` took
+        cache = decoder.new_cache(1, len(ids) + self.decoding.max_new_tokens + draft_length)
+        *_, logits = in_pieces(decoder, torch.tensor([ids], device=decoder.device), 0, cache)
+        first, count = 0, 1  # the tokens of the run that these logits are of
+        steps = iter(zip(run.drafted, run.block_tokens, strict=True))
+        while position >= first + count:
+            first += count
+            drafted, count = next(steps)
+            read = run.tokens[first - 1 : first + drafted]
+            # what was drafted beyond the text is not known and changes nothing before it
+            read += read[-1:] * (1 + drafted - len(read))
+            tokens = torch.tensor([read], device=decoder.device)
+            logits = decoder.forward(tokens, len(ids) + first - 1, cache)
+        return logits[0, position - first].float()
 
-    def _read_exactly(self, near: Sequence[tuple[Batch, list[int]]]) -> None:
-        """The target's fp32 texts of these rows of batches, where not known yet."""
-        ids = {
-            prompts[row].id: prompt_ids[row]
-            for (prompts, prompt_ids), rows in near
-            for row in rows
-            if prompts[row].id not in self.exact_texts
-        }
-        if ids:
+    def _read_exactly(self, ids: dict[str, list[int]]) -> None:
+        """Take up the target's fp32 texts of these prompts, where not known yet."""
+        unknown = {prompt: ids[prompt] for prompt in ids if prompt not in self.exact_texts}
+        if unknown:
             exact = dataclasses.replace(self.target, decoder=self.exact)
-            texts = target_texts(exact, list(ids.values()), self.decoding)
-            self.exact_texts |= zip(ids, texts, strict=True)
+            texts = target_texts(exact, list(unknown.values()), self.decoding)
+            self.exact_texts |= zip(unknown, texts, strict=True)

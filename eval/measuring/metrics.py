@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from eval.decoding.prompt_run import PromptRun
 from eval.measuring.cost import break_even_alpha, ceiling_speedup
 from eval.measuring.intervals import (
     Count,
@@ -30,7 +31,7 @@ from eval.measuring.intervals import (
     ratio,
     share,
 )
-from eval.measuring.runs import Agreement, DraftLog, Floats, PromptRun, StepCosts
+from eval.measuring.runs import Agreement, DraftLog, Floats, StepCosts
 
 # A loop is a stretch of at least LOOP_TOKENS tokens that repeats a pattern of at most LOOP_PERIOD
 # tokens at least LOOP_REPEATS times. The floor keeps "...", "===" and deep indentation out.

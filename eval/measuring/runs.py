@@ -5,102 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from eval.prompts import Prompt
+from eval.decoding.prompt_run import PromptRun
 
 Floats = NDArray[np.float64]
-
-
-@dataclass
-class PromptRun:
-    """One prompt decoded once, with a draft or without (the baseline).
-
-    Decoded alone, its seconds are its own; in a batch they are those of all rows together. The
-    first token comes from the prefill, each later one from a *block*: one target call.
-    `tokens` has prefill_tokens + sum(block_tokens) entries, EOS included where it was emitted.
-    """
-
-    prompt_id: str
-    category: str | None
-    prompt_tokens: int
-    tokens: list[int]
-    prefill_seconds: float  # start -> first token emitted
-    block_seconds: list[float]  # decode phase, one entry a target call
-    block_tokens: list[int]  # tokens emitted by that call (baseline: all 1)
-    drafted: list[int]  # tokens drafted for that call (baseline: all 0)
-    accepted: list[int]  # of these, how many verification accepted
-    last_truncated: bool  # the last block was, or could have been, cut by max_new_tokens
-    group: str | None = None  # prompts of one document or source share it; None: its own
-    prefill_tokens: int = 1  # tokens that the prefill emitted: more where an engine drafts for it
-    free: list[int] = field(default_factory=list)  # of `drafted`, how many took no draft step
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        return cls(**fields)
-
-    @classmethod
-    def of(
-        cls,
-        prompt: Prompt,
-        prompt_tokens: int,
-        seconds: Sequence[float],
-        emitted: Sequence[Sequence[int]],
-    ) -> Self:
-        """From the seconds and tokens of target calls, the prefill first.
-
-        `drafted` and `accepted` are left at 0 for the caller to fill in.
-        """
-        return cls(
-            prompt_id=prompt.id,
-            category=prompt.category,
-            group=prompt.group,
-            prompt_tokens=prompt_tokens,
-            tokens=[token for block in emitted for token in block],
-            prefill_tokens=len(emitted[0]),
-            prefill_seconds=seconds[0],
-            block_seconds=list(seconds[1:]),
-            block_tokens=[len(block) for block in emitted[1:]],
-            drafted=[0] * len(emitted[1:]),
-            accepted=[0] * len(emitted[1:]),
-            last_truncated=False,
-        )
-
-    @property
-    def seconds(self) -> float:
-        """Wall time of the whole answer, prefill included."""
-        return self.prefill_seconds + sum(self.block_seconds)
-
-    @property
-    def whole_blocks(self) -> int:
-        """How many blocks count towards tau: all but a last one that was cut."""
-        return len(self.block_tokens) - int(self.last_truncated and bool(self.block_tokens))
-
-    def problem(self, blocks: bool) -> str | None:
-        """How it contradicts itself; blocks: whether drafted and accepted tokens are known."""
-        calls, first = len(self.block_tokens), self.prefill_tokens
-        if not len(self.block_seconds) == len(self.drafted) == len(self.accepted) == calls:
-            return "block_seconds, block_tokens, drafted and accepted differ in length"
-        if first < 1 or len(self.tokens) != first + sum(self.block_tokens):
-            return f"{len(self.tokens)} tokens, but {first} + {sum(self.block_tokens)} were emitted"
-        if self.prefill_seconds <= 0 or any(seconds <= 0 for seconds in self.block_seconds):
-            return "a time is zero or negative"
-        counts = zip(self.block_tokens, self.drafted, self.accepted, strict=True)
-        for i, (emitted, drafted, accepted) in enumerate(counts if blocks else ()):
-            cut = i == calls - 1 and self.last_truncated
-            # a drafted token that ends the text is the end of its draft, and nothing follows it
-            ended = i == calls - 1 and 1 <= emitted == accepted == drafted
-            if not 0 <= accepted <= drafted:
-                return f"block {i} accepted {accepted} of {drafted} drafted tokens"
-            if not (emitted == accepted + 1 or ended or (cut and 1 <= emitted <= accepted)):
-                return (
-                    f"block {i} emitted {emitted} tokens with {accepted} accepted (one more is due)"
-                )
-        return None
 
 
 def check_runs(runs: Sequence[PromptRun], blocks: bool = True) -> None:
@@ -119,8 +31,6 @@ class Answer:
 
     prompt: all that it was given. entropy: bits of the target's distribution that each token was
     drawn from, at temperature 1. before: the text that it continues, empty after a chat template.
-    is_function, passes: of an answer to a prompt that asks for a Python function; None where it
-    does not, or was not run.
     """
 
     prompt_id: str
@@ -129,8 +39,6 @@ class Answer:
     entropy: list[float]
     before: bytes = b""
     group: str | None = None
-    is_function: bool | None = None
-    passes: bool | None = None
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What is timed: texts in turns with and without each draft, single steps, draft lengths."""
+"""What is timed: prompts in turns with and without each draft, and single steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -16,12 +16,13 @@ from transformers import GenerationConfig
 from eval.decoding.drafters.drafter import Drafter, timed_step
 from eval.decoding.forward import Decoder
 from eval.decoding.graphs import GraphedDecoder
-from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.loop import Decoding, decode
+from eval.decoding.prompt_run import PromptRun
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring.journal import Journal
-from eval.measuring.runs import PromptRun, StepCosts
-from eval.prompts import Batch, PromptSet
+from eval.measuring.runs import StepCosts
+from eval.prompts import Prompt, PromptSet
 
 R = TypeVar("R")
 
@@ -29,11 +30,15 @@ COST_REPEATS = 30  # rounds in which all steps are timed
 STOCK_PROMPTS = 10  # the fewest that give an interval
 STOCK_TOKENS = 24
 WARM_UP_TOKENS = 8
-CHOICE_REPEATS = 10  # rounds for the choice of draft lengths
+TUNING_TOKENS = 128  # of an output, on which draft lengths are compared
 
-# A contender: the target alone, or with a drafter of one draft length.
-Contender = tuple[Drafter | None, DraftLength]
-ALONE: Contender = (None, DraftLength(0))
+
+class Contender(NamedTuple):
+    """The target alone, or with a drafter at one draft length."""
+
+    drafter: Drafter | None
+    draft_length: int
+    decoding: Decoding
 
 
 def step_costs(
@@ -87,45 +92,75 @@ def step_costs(
     ]
 
 
-def decode_undisturbed(*batch: Any, **setting: Any) -> list[PromptRun]:
+def fastest_length(
+    target: Target,
+    drafter: Drafter,
+    prompts: PromptSet,
+    decoding: Decoding,
+    costs: StepCosts,
+    longest: int,
+) -> int:
+    """The draft length with the most tokens per second, by acceptance by position and step costs.
+
+    The prompts are decoded once with drafts of the `longest` length. A shorter draft accepts the
+    same tokens up to its own length. That holds for token-by-token verification, which is
+    therefore used; block verification accepts no less.
+    """
+    decoding = dataclasses.replace(
+        decoding, rule="token", max_new_tokens=min(decoding.max_new_tokens, TUNING_TOKENS)
+    )
+    steps: list[tuple[int, int, bool]] = []  # tokens drafted, accepted, and whether they were free
+    rows = list(zip(prompts.prompts, prompts.ids, strict=True))
+    for prompt, ids in tqdm(rows, desc="choose draft length", unit="prompt"):
+        run = decode(target.decoder, drafter, prompt, ids, decoding, longest)
+        whole = slice(run.whole_blocks)
+        free = map(bool, run.free[whole])
+        steps += zip(run.drafted[whole], run.accepted[whole], free, strict=True)
+
+    def tokens_per_second(length: int) -> float:
+        tokens = seconds = 0.0
+        for drafted, accepted, free in steps:
+            verified = min(drafted, length)
+            tokens += 1 + min(accepted, length)
+            seconds += float(costs.draft(0 if free else verified) + costs.verify(verified + 1))
+        return tokens / seconds if steps else 0.0
+
+    return max(range(1, longest + 1), key=tokens_per_second)
+
+
+def decode_undisturbed(
+    target: Decoder, contender: Contender, prompt: Prompt, ids: list[int]
+) -> PromptRun:
     """`decode`, again where graphs were recorded meanwhile, which takes longer than the text.
 
     The same text needs the same graphs, so the second time they are there.
     """
+    drafter, draft_length, decoding = contender
     while True:
         before = GraphedDecoder.recordings
-        runs = decode(*batch, **setting)
+        run = decode(target, drafter, prompt, ids, decoding, draft_length)
         if GraphedDecoder.recordings == before:
-            return runs
+            return run
 
 
 def decode_in_turns(
     target: Target,
     contenders: Sequence[Contender],
-    batches: Sequence[Batch],
-    decoding: Decoding,
+    prompts: PromptSet,
     journal: Journal,
-    stage: str,
-    enough: Callable[[list[list[list[PromptRun]]]], bool] | None = None,
-) -> list[list[list[PromptRun]]]:
-    """Every batch decoded by every contender: runs [contenders][batches][rows].
+    enough: Callable[[list[list[PromptRun]]], bool] | None = None,
+) -> list[list[PromptRun]]:
+    """Every prompt decoded by every contender: runs [contenders][prompts].
 
-    enough: of the runs [batches][contenders][rows] so far, whether the rest can be left out.
+    enough: of the runs [prompts][contenders] so far, whether the rest can be left out.
     """
-    decoders = [
-        partial(decode_undisturbed, target.decoder, drafter, decoding=decoding, length=length)
-        for drafter, length in contenders
-    ]
-    short = dataclasses.replace(
-        decoding, max_new_tokens=min(decoding.max_new_tokens, WARM_UP_TOKENS)
-    )
-    for decoder in decoders:  # warm-up, not counted
-        decoder(*batches[0], decoding=short)
-
-    def read(batch: list[dict[str, Any]]) -> list[PromptRun]:
-        return [PromptRun.from_json(run) for run in batch]
-
-    return in_turns(decoders, batches, journal, stage, read, enough)
+    rows = list(zip(prompts.prompts, prompts.ids, strict=True))
+    for contender in contenders:  # warm-up, not counted
+        new_tokens = min(contender.decoding.max_new_tokens, WARM_UP_TOKENS)
+        short = dataclasses.replace(contender.decoding, max_new_tokens=new_tokens)
+        decode_undisturbed(target.decoder, contender._replace(decoding=short), *rows[0])
+    decoders = [partial(decode_undisturbed, target.decoder, contender) for contender in contenders]
+    return in_turns(decoders, rows, journal, "timed prompts", PromptRun.from_json, enough)
 
 
 def in_turns(
@@ -166,6 +201,7 @@ def over_stock_generate(
     """
     new_tokens = min(decoding.max_new_tokens, STOCK_TOKENS)
     greedy = Decoding(Sampling(), decoding.stops, new_tokens, decoding.seed)
+    alone = Contender(None, 0, greedy)
     config = GenerationConfig(
         max_new_tokens=new_tokens,
         do_sample=False,
@@ -174,16 +210,16 @@ def over_stock_generate(
     )
     stock: Any = target.model  # transformers wraps `generate` in a type that mypy cannot call
     rows: list[tuple[float, ...]] = []
-    timed = prompts.batches(1)[:STOCK_PROMPTS]
+    timed = list(zip(prompts.prompts, prompts.ids, strict=True))[:STOCK_PROMPTS]
     bar = tqdm([timed[0], *timed], desc="stock generate", unit="prompt")
     for turn, (prompt, ids) in enumerate(bar):
-        tokens = torch.tensor(ids, device=target.decoder.device)
+        tokens = torch.tensor([ids], device=target.decoder.device)
         clock = time.perf_counter()
         output = stock.generate(
             tokens, attention_mask=torch.ones_like(tokens), generation_config=config
         )
         stock_seconds = time.perf_counter() - clock
-        (ours,) = decode_undisturbed(target.decoder, None, prompt, ids, greedy, DraftLength(0))
+        ours = decode_undisturbed(target.decoder, alone, prompt, ids)
         if turn > 0:  # the first is warm-up
             emitted = output.shape[1] - tokens.shape[1]
             rows.append((len(ours.tokens), ours.seconds, emitted, stock_seconds))

@@ -18,6 +18,7 @@ from pydantic import Field, JsonValue, ValidationError, computed_field, model_va
 from align.files import atomic_file
 from align.sources import abridged
 from eval.decoding.drafters.lookup import LOOKUP, LOOKUP_FIRST
+from eval.decoding.prompt_run import PromptRun
 from eval.decoding.target import weights_sha256
 from eval.measuring import metrics
 from eval.measuring.answer_quality import (
@@ -50,7 +51,7 @@ from eval.measuring.metrics import (
     blocks,
     timed,
 )
-from eval.measuring.runs import Agreement, DraftLog, PromptRun, RunLog, check_runs
+from eval.measuring.runs import Agreement, DraftLog, RunLog, check_runs
 from eval.reporting.warnings import find_warnings, headline, recommendation
 
 SCHEMA: Final = "draftsmith-report/1"

@@ -264,8 +264,6 @@ ANSWERS: Cells = [
     ("copied", "copy_share.either", "{:.0%}".format),
     ("of the prompt", "copy_share.of_prompt", "{:.0%}".format),
     ("of the answer before", "copy_share.of_answer", "{:.0%}".format),
-    ("functions as asked", "functions", "{:.0%}".format),
-    ("pass@1", "pass_at_1", "{:.0%}".format),
 ]
 POSITIONS = _fields("", "position drafts marginal conditional")
 CATEGORIES = _fields("", "alpha tau speedup alpha.n speedup.n")

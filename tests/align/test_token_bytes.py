@@ -4,7 +4,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from align import token_bytes
-from align.token_bytes import backend_tokens, tokens_of, unfinished
+from align.token_bytes import backend_tokens, tokens_of
 from tests.align.conftest import STRINGS, byte_level, sentencepiece, spell
 
 
@@ -142,15 +142,3 @@ def test_each_token_of_a_large_vocabulary_is_read_once(monkeypatch):
     tokens = backend_tokens(byte_level({f"Ġtoken{i}": i for i in range(262_144)}))
     assert tokens[-1] == ("normal", b" token262143")
     assert len(read) == len(tokens)
-
-
-@pytest.mark.parametrize("text", ["a", "é", "日", "👩", "é👩", "日é"])
-def test_what_is_unfinished_of_a_character_cut_at_every_byte(text):
-    data = text.encode()
-    for at in range(len(data) + 1):
-        whole = data[:at].decode(errors="ignore").encode()
-        assert unfinished(data[:at]) == at - len(whole)
-
-
-def test_bytes_that_begin_no_character_are_not_unfinished():
-    assert [unfinished(data) for data in (b"\x80", b"a\x80\x80\x80", b"\xff", b"\xc0")] == [0] * 4

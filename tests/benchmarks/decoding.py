@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from align.machine import use_machine
 from distill.recipe import read_yaml
 from eval.decoding.drafters.loading import load_drafter
-from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.measuring.intervals import measure
@@ -57,7 +57,7 @@ def main(folder):
         return output.shape[1] - len(ids)
 
     def ours(prompt, ids, drafter=None):
-        (run,) = decode(target.decoder, drafter, [prompt], [ids], how, DraftLength(GAMMA))
+        run = decode(target.decoder, drafter, prompt, ids, how, GAMMA)
         return len(run.tokens)
 
     ways = {

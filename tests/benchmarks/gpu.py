@@ -26,7 +26,7 @@ from eval.decoding.build import build_decoder
 from eval.decoding.drafters.drafter import Drafter, Session
 from eval.decoding.drafters.pruned import FORMAT
 from eval.decoding.graphs import GraphedDecoder
-from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import Target, model_bytes
 from eval.decoding.verification import Sampling
 from eval.measuring import metrics
@@ -44,7 +44,6 @@ HEAD = 16_384  # rows of the draft's head at most
 PROMPT_TOKENS, GAMMA = 128, 4
 SIZES = {"cuda": (8, 128), "cpu": (2, 12)}  # prompts, and new tokens of each
 ACCEPTANCES = (0.6, 0.8, 0.9, 1.0)
-BATCH_SIZES = (1, 8)
 
 
 class Forced(Drafter):
@@ -54,39 +53,34 @@ class Forced(Drafter):
         self.__dict__.update(inner.__dict__)
         self.inner, self.texts, self.probability = inner, texts, probability
 
-    def start(self, texts):
-        known = [self.texts[tuple(ids[:-1])] for ids in texts.ids]
-        return ForcedSession(self.inner.start(texts), known, self.probability)
+    def start(self, text):
+        known = self.texts[tuple(text.ids[:-1])]
+        return ForcedSession(self.inner.start(text), known, self.probability)
 
-    def teacher_forced(self, ids, text, samplings, states):
-        return self.inner.teacher_forced(ids, text, samplings, states)
+    def teacher_forced(self, ids, text, sampling, states):
+        return self.inner.teacher_forced(ids, text, sampling, states)
 
     def step(self, context_length, sampling):
         return self.inner.step(context_length, sampling)
 
 
 class ForcedSession(Session):
-    def __init__(self, inner, texts, probability):
-        self.inner, self.texts, self.at = inner, texts, [1] * len(texts)
+    def __init__(self, inner, text, probability):
+        self.inner, self.text, self.position = inner, text, 1
         self.probability, self.random = probability, random.Random(0)
 
-    def propose(self, count, stop_below):
-        made = self.inner.propose(count, stop_below)
-        rows = []
-        for text, at in zip(self.texts, self.at, strict=True):
-            wanted = (text[at : at + made.tokens.shape[1]] + [0] * count)[: made.tokens.shape[1]]
-            right = [self.random.random() < self.probability for _ in wanted]
-            rows.append([t if ok else (t + 1) % 100 for t, ok in zip(wanted, right, strict=True)])
-        tokens = torch.tensor(rows, dtype=torch.long, device=made.tokens.device)
-        return made._replace(tokens=tokens)
+    def propose(self, count):
+        made = self.inner.propose(count)
+        width = len(made.tokens)
+        wanted = (self.text[self.position : self.position + width] + [0] * width)[:width]
+        right = [self.random.random() < self.probability for _ in wanted]
+        tokens = [t if ok else (t + 1) % 100 for t, ok in zip(wanted, right, strict=True)]
+        device = made.tokens.device
+        return made._replace(tokens=torch.tensor(tokens, dtype=torch.long, device=device))
 
     def commit(self, emitted, accepted, states):
-        self.at = [at + len(new) for at, new in zip(self.at, emitted, strict=True)]
+        self.position += len(emitted)
         self.inner.commit(emitted, accepted, states)
-
-    def keep(self, rows):
-        self.texts, self.at = [self.texts[r] for r in rows], [self.at[r] for r in rows]
-        self.inner.keep(rows)
 
 
 def random_pair(shape, device):
@@ -142,17 +136,17 @@ def main(shape):
     ids = [[choice.randrange(vocab) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
     prompts = [Prompt(str(i), prompt="") for i in range(count)]
     how = Decoding(Sampling(), frozenset(), new_tokens)
-    figures |= measured(target, drafter, prompts, ids, how, BATCH_SIZES)
+    figures |= measured(target, drafter, prompts, ids, how)
     if isinstance(target.decoder, GraphedDecoder):
         target.decoder, drafter.decoder = target.decoder.lean, drafter.decoder.lean
-        figures["without CUDA graphs"] = measured(target, drafter, prompts, ids, how, (1,))
+        figures["without CUDA graphs"] = measured(target, drafter, prompts, ids, how)
     print(json.dumps(figures, indent=1))
     return figures
 
 
-def measured(target, drafter, prompts, ids, how, batch_sizes):
-    """Costs of single steps, and speeds at each batch size and acceptance."""
-    count, new_tokens = len(ids), how.max_new_tokens
+def measured(target, drafter, prompts, ids, how):
+    """Costs of single steps, and speeds at each acceptance."""
+    new_tokens = how.max_new_tokens
     (costs,) = step_costs(
         target.decoder, [drafter], PROMPT_TOKENS + new_tokens // 2, GAMMA, how.sampling
     )
@@ -162,43 +156,30 @@ def measured(target, drafter, prompts, ids, how, batch_sizes):
         "c": round(costs.draft_step / costs.target_step, 3),
         "verify ratio": round(costs.target_verify[GAMMA + 1] / costs.target_step, 3),
     }
-    for rows in batch_sizes:
-        parts = [(prompts[at : at + rows], ids[at : at + rows]) for at in range(0, count, rows)]
 
-        def run(contender, parts=parts):
-            decode(target.decoder, contender, *parts[0], how, DraftLength(GAMMA))  # warm-up
-            return [
-                one
-                for part in parts
-                for one in decode(target.decoder, contender, *part, how, DraftLength(GAMMA))
-            ]
+    def run(contender):
+        rows = list(zip(prompts, ids, strict=True))
+        decode(target.decoder, contender, *rows[0], how, GAMMA)  # warm-up
+        return [decode(target.decoder, contender, *row, how, GAMMA) for row in rows]
 
-        baseline = run(None)
-        texts = {tuple(row): one.tokens for row, one in zip(ids, baseline, strict=True)}
-        seconds = sum(one.seconds for one in baseline) / rows
-        stock = None
-        if rows == 1:
-            stock_seconds(target, ids[0], new_tokens)  # warm-up
-            stock = sum(stock_seconds(target, row, new_tokens) for row in ids)
-            figures["over stock generate"] = round(stock / seconds, 3)
-        for probability in ACCEPTANCES:
-            runs = run(Forced(drafter, texts, probability))
-            found = {
-                "tau": round(metrics.tau(runs).mean, 2),
-                "speed-up": round(metrics.speedup(runs, baseline).mean, 3),
-                "texts as without a draft": sum(
-                    one.tokens == other.tokens for one, other in zip(runs, baseline, strict=True)
-                ),
-            }
-            if stock is not None:
-                found |= {
-                    "predicted": round(metrics.predicted_speedup(runs, costs).mean, 3),
-                    "decode efficiency": round(
-                        metrics.decode_efficiency(runs, baseline, costs).mean, 3
-                    ),
-                    "speed-up over stock": round(stock / sum(one.seconds for one in runs), 3),
-                }
-            figures[f"batch {rows}, forced acceptance {probability:g}"] = found
+    baseline = run(None)
+    texts = {tuple(row): one.tokens for row, one in zip(ids, baseline, strict=True)}
+    seconds = sum(one.seconds for one in baseline)
+    stock_seconds(target, ids[0], new_tokens)  # warm-up
+    stock = sum(stock_seconds(target, row, new_tokens) for row in ids)
+    figures["over stock generate"] = round(stock / seconds, 3)
+    for probability in ACCEPTANCES:
+        runs = run(Forced(drafter, texts, probability))
+        figures[f"forced acceptance {probability:g}"] = {
+            "tau": round(metrics.tau(runs).mean, 2),
+            "speed-up": round(metrics.speedup(runs, baseline).mean, 3),
+            "texts as without a draft": sum(
+                one.tokens == other.tokens for one, other in zip(runs, baseline, strict=True)
+            ),
+            "predicted": round(metrics.predicted_speedup(runs, costs).mean, 3),
+            "decode efficiency": round(metrics.decode_efficiency(runs, baseline, costs).mean, 3),
+            "speed-up over stock": round(stock / sum(one.seconds for one in runs), 3),
+        }
     return figures
 
 

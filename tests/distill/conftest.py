@@ -154,11 +154,10 @@ def plain_trainer():
     def make(recipe, model, answers, held_out=(), new_rows=False):
         words = models.WordLevel({f"w{i}": i for i in range(model.vocab_size)}, unk_token="w0")
         pair = SimpleNamespace(
-            trained_rows=lambda token_ids: token_ids,
+            vocab_size=model.vocab_size,
             load_tokenizer=lambda: PreTrainedTokenizerFast(
                 tokenizer_object=Tokenizer(words), pad_token="w0", eos_token="w1"
             ),
-            retokenizer=None,
             new_rows=new_rows,
         )
         prepared = PreparedDraft(model, None, None, 0.0)

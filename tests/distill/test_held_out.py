@@ -366,7 +366,7 @@ def test_of_drafts_of_several_steps_the_first_token_is_followed(job, tmp_path, m
         ids, text = answer.prompt_ids.tolist(), answer.response_ids.tolist()
         states = dict.fromkeys(drafter.layers)
         teacher_forced_logits(target.decoder, [*ids, *text[:-1]], len(ids), states)
-        (q,) = drafter.teacher_forced(ids, text, [Sampling()], states)
-        found.append(int((q[0].argmax(-1) == answer.top_ids[:, 0]).sum()))
+        q = drafter.teacher_forced(ids, text, Sampling(), states)
+        found.append(int((q.argmax(-1) == answer.top_ids[:, 0]).sum()))
     assert found == [accepted for accepted, *_ in best.sums]
     assert sum(found) > 0

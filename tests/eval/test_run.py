@@ -9,7 +9,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
-from eval.decoding.loop import DraftLength
 from eval.measuring import evaluation, timing
 from eval.measuring.metrics import replayed_tau
 from eval.reporting.report import build_report, read_report
@@ -143,7 +142,7 @@ def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys
     for after in (9, 70):
         out = f"cut after {after}"
         cut = counted(out, after)
-        assert "Measured so far: speed at T=0.7" in capsys.readouterr().err
+        assert "Measured so far: target texts, step costs" in capsys.readouterr().err
         assert not (tmp_path / out / "report" / "report.json").exists()
         # only a row that was begun and the stages' warm-ups are decoded a second time
         assert cut + counted(out) <= calls + 20
@@ -223,57 +222,27 @@ def test_a_sampled_run_is_reported_whole(folder, tmp_path):
     assert rejected == pytest.approx((1 - draft["alpha"]["mean"]) * tokens, abs=0.5)
 
 
-def test_a_draft_that_shares_only_text_is_measured_in_batches_too(folder, tmp_path):
-    draft = ("--draft", f"text={folder / 'draft'}", "--strategy", "string", "--gamma", "2")
-    assert run(folder, tmp_path, *draft) == 0
-    draft = loaded(tmp_path)["drafts"]["text"]
-    assert draft["vocabulary"]["strategy"] == "string"
-    assert draft["lossless"]["identical"] == 12
-    assert draft["tau"]["mean"] > 1
-
-
 def test_each_draft_has_the_draft_length_that_is_fastest_for_it(folder, tmp_path, monkeypatch):
-    tried, timed_at = [], []
+    tried = []
 
-    def replayed(target, drafter, prompts, how, max_gamma):
-        tried.append(drafter.path)
-        return drafter.path
+    def fastest(target, drafter, prompts, how, costs, longest):
+        tried.append((drafter.path, costs.target_step, len(prompts.prompts)))
+        return 1 if "draft" in drafter.path else 3
 
-    def best(path, costs, max_gamma):
-        assert len(costs.rounds) == timing.CHOICE_REPEATS
-        timed_at.append(costs.target_step)
-        return DraftLength(1 if "draft" in path else 3)
-
-    monkeypatch.setattr("eval.measuring.evaluation.places", replayed)
-    monkeypatch.setattr("eval.measuring.evaluation.best_length", best)
+    monkeypatch.setattr(evaluation, "fastest_length", fastest)
     what = ("--draft", f"d={folder / 'draft'}", "--draft", f"self={folder / 'target'}")
     assert run(folder, tmp_path, *what, "--tuning_prompts", "2") == 0
-    assert tried == [str(folder / "draft"), str(folder / "target")]
-    assert timed_at[0] == timed_at[1]  # one target, timed once for the choice
+    paths, target_steps, counts = zip(*tried, strict=True)
+    assert paths == (str(folder / "draft"), str(folder / "target"))
+    assert target_steps[0] == target_steps[1]  # one target, timed once
+    assert counts == (2, 2)
     report = loaded(tmp_path)
+    assert report["prompts"]["n"] == 10
     assert [draft["gamma"] for draft in report["drafts"].values()] == [1, 3]
     assert report["decoding"]["gamma"] == 3
-    drafted = [max(len(d["per_position"]), 0) for d in report["drafts"].values()]
-    assert drafted == [1, 3]
+    assert [len(draft["per_position"]) for draft in report["drafts"].values()] == [1, 3]
     for draft in report["drafts"].values():
         assert draft["gamma_policy"] == "fixed, fastest on 2 other prompts"
-
-
-def test_texts_that_were_timed_are_not_written_again_for_alpha(folder, tmp_path, monkeypatch):
-    written, write = [], evaluation.target_texts
-
-    def texts(target, prompts, how):
-        written.append(len(prompts))
-        return write(target, prompts, how)
-
-    monkeypatch.setattr(evaluation, "target_texts", texts)
-    own = ("--draft", f"self={folder / 'target'}", "--gamma", "2", "--speed_prompts", "10")
-    assert run(folder, tmp_path, *own) == 0
-    assert written == [2]
-    draft = loaded(tmp_path)["drafts"]["self"]
-    assert (draft["alpha"]["mean"], draft["alpha"]["n"], draft["speedup"]["n"]) == (1, 12, 10)
-    timed = [row for row in draft["per_prompt"] if "tokens" in row]
-    assert [row["positions"] for row in timed] == [row["baseline_tokens"] for row in timed]
 
 
 def test_gate_and_bad_input(folder, tmp_path, capsys):

@@ -7,7 +7,7 @@ from accelerate import dispatch_model
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.pruned import FORMAT
 from eval.decoding.graphs import GraphedDecoder
-from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring.timing import step_costs
@@ -83,17 +83,15 @@ def test_a_target_on_two_gpus_computes_what_it_does_on_one(tiny_llama):
         torch.testing.assert_close(states[1][layer], states[0][layer], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("length", [DraftLength(3), DraftLength(4, 0.4)])
-def test_greedy_texts_are_the_targets_own(pair, rows, length):
+@pytest.mark.parametrize("length", [1, 3, 4])
+def test_greedy_texts_are_the_targets_own(pair, length):
     target, drafter = pair()
     how = Decoding(Sampling(), target.stops, 48)
-    for at in range(0, len(IDS), rows):
-        part = PROMPTS[at : at + rows], IDS[at : at + rows]
-        alone = decode(target.decoder, None, *part, how, DraftLength(0))
-        drafted = decode(target.decoder, drafter, *part, how, length)
-        assert [run.tokens for run in drafted] == [run.tokens for run in alone]
-        assert sum(map(sum, (run.drafted for run in drafted))) > 0
+    for prompt, ids in zip(PROMPTS, IDS, strict=True):
+        alone = decode(target.decoder, None, prompt, ids, how)
+        drafted = decode(target.decoder, drafter, prompt, ids, how, length)
+        assert drafted.tokens == alone.tokens
+        assert sum(drafted.drafted) > 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -103,11 +101,10 @@ def test_sampled_first_tokens_have_the_targets_distribution(pair, dtype):
     counts = {}
     for name, with_it in (("alone", None), ("drafted", drafter)):
         found = torch.zeros(61)
-        for seed in range(40):
+        for seed in range(4000):
             how = Decoding(Sampling(1.0, 5), frozenset(), 3, seed)
-            prompts = [Prompt(f"{name}{i}", prompt="") for i in range(100)]
-            runs = decode(target.decoder, with_it, prompts, [IDS[0]] * 100, how, DraftLength(2))
-            found += torch.bincount(torch.tensor([run.tokens[1] for run in runs]), minlength=61)
+            run = decode(target.decoder, with_it, Prompt(name, prompt=""), IDS[0], how, 2)
+            found[run.tokens[1]] += 1
         counts[name] = found / found.sum()
     # total variation of two samples of 4,000 from one distribution over some 25 tokens: about 0.04
     assert 0.5 * float((counts["alone"] - counts["drafted"]).abs().sum()) < 0.08

@@ -10,7 +10,7 @@ import torch
 from distill.recipe import build_recipe
 from distill.train import run
 from eval.decoding.drafters.loading import load_drafter
-from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.engines.local_vllm import serve_vllm, speculation
@@ -86,7 +86,7 @@ def accepted_here(tmp_path, draft, gamma):
     drafts, counts = 0, np.zeros(gamma)
     for prompt in PROMPTS:
         ids = target.tokenizer(prompt.prompt)["input_ids"]
-        (run,) = decode(target.decoder, drafter, [prompt], [ids], decoding, DraftLength(gamma))
+        run = decode(target.decoder, drafter, prompt, ids, decoding, gamma)
         done = run.prefill_tokens
         for tokens, count in zip(run.block_tokens, run.accepted, strict=True):
             if done < NEW:

@@ -20,7 +20,7 @@ import yaml
 from align.sources import resolve_checkpoint
 from eval.decoding.drafters import medusa
 from eval.decoding.drafters.loading import load_drafter
-from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.engines import local_vllm
@@ -93,7 +93,7 @@ def ours(target, draft, prompts):
     ids = render_set("", prompts, target.tokenizer, 2048, how.max_new_tokens).ids
     with torch.inference_mode():
         return [
-            decode(target.decoder, drafter, [prompt], [one], how, DraftLength(GAMMA))[0]
+            decode(target.decoder, drafter, prompt, one, how, GAMMA)
             for prompt, one in zip(prompts, ids, strict=True)
         ]
 

@@ -1,31 +1,51 @@
 """A draft that is a causal LM over the target's ids (its head may lack some of them).
 
-Legend: B rows, T positions, R answer tokens, V the target's vocabulary, K rows of the draft's head
-that may be drafted.
+Legend: T positions, R output tokens, V the target's vocabulary, K vocabulary entries of the draft's
+head that may be drafted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from eval.decoding.drafters.drafter import (
-    DecoderDrafter,
     HeadDrafter,
     Logits,
     Proposal,
     Session,
-    Texts,
+    Text,
+    no_draft,
+    timed_step,
 )
-from eval.decoding.forward import PIECE, Decoder, HiddenStates, in_pieces, starts
+from eval.decoding.forward import PIECE, Decoder, HiddenStates, in_pieces
+from eval.decoding.verification import Sampling
 
 
 @dataclass(kw_only=True)
-class CausalLMDrafter(DecoderDrafter, HeadDrafter):
-    most: int | None = None  # tokens of a draft that it has learnt
+class CausalLMDrafter(HeadDrafter):
+    """rows: only the head's first so many may be drafted (the rest is padding), None for all.
+
+    most: tokens of a draft that it has learnt, None for any number.
+    """
+
+    decoder: Decoder
+    rows: int | None = None
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        self.kv_bytes_per_token = self.decoder.new_cache(1, 1).bytes_per_token()
+
+    def cut(self, logits: Tensor) -> Tensor:
+        return logits[..., : self.rows]
+
+    def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
+        # in ids of its own its context may be shorter than the target's
+        position = min(context_length, self.decoder.context_length - 1)
+        return timed_step(self.decoder, 1, position, sampling, self.cut)
 
     def read(self, ids: Sequence[int], begins: bool = False) -> list[int]:
         """Target ids as the draft's own; begins: they are the beginning of a text."""
@@ -35,12 +55,12 @@ class CausalLMDrafter(DecoderDrafter, HeadDrafter):
         """How many of its own tokens a text of `slots` target tokens may have."""
         return slots
 
-    def to_own_ids(self, rows: Tensor) -> Tensor:
-        """What the draft reads after it has drafted these rows."""
-        return self.to_target_ids(rows)
+    def to_own_ids(self, entries: Tensor) -> Tensor:
+        """What the draft reads after it has drafted these entries of its head."""
+        return self.to_target_ids(entries)
 
-    def start(self, texts: Texts) -> Session:
-        return TokenSession(self, texts)
+    def start(self, text: Text) -> Session:
+        return TokenSession(self, text)
 
     def text_logits(
         self, ids: list[int], text: list[int], states: HiddenStates
@@ -51,8 +71,8 @@ class CausalLMDrafter(DecoderDrafter, HeadDrafter):
         context, prompt = self.decoder.context_length, len(pieces[0])
         fits = int((ends < context).sum())
         read = [i for piece in pieces[: max(1, fits)] for i in piece][:context]
-        logits = teacher_forced_logits(self.decoder, read, prompt)
-        return logits[:, (ends[:fits] - prompt + 1).to(logits.device)], 0
+        logits = teacher_forced_logits(self.decoder, read, prompt)[0]
+        return logits[(ends[:fits] - prompt + 1).to(logits.device)], 0
 
     @torch.inference_mode()
     def probe(self, ids: list[int]) -> Tensor:
@@ -84,72 +104,49 @@ def teacher_forced_logits(
 
 
 class TokenSession(Session):
-    """A batch in progress: `texts` in the draft's ids, `in_cache` how much of each it has read."""
+    """`text`: in the draft's ids. `in_cache`: how many of these the draft has read."""
 
-    def __init__(self, drafter: CausalLMDrafter, texts: Texts) -> None:
-        self.drafter, self.sampling, self.generator = drafter, texts.sampling, texts.generator
-        self.texts = [drafter.read(text, begins=True) for text in texts.ids]
-        self.in_cache = [0] * len(self.texts)
-        self.slots = drafter.own_slots(texts.slots)
-        self.cache = drafter.decoder.new_cache(len(self.texts), self.slots)
-        if len(self.texts) > 1 or len(self.texts[0]) > PIECE:
-            self.read_alone()
+    def __init__(self, drafter: CausalLMDrafter, text: Text) -> None:
+        self.drafter, self.sampling, self.generator = drafter, text.sampling, text.generator
+        self.text = drafter.read(text.ids, begins=True)
+        self.in_cache = 0
+        self.slots = drafter.own_slots(text.slots)
+        self.cache = drafter.decoder.new_cache(1, self.slots)
+        if len(self.text) > PIECE:
+            self.read_ahead()
 
-    def read_alone(self) -> None:
-        """Every row reads its own text, all but the newest token."""
-        for row, text in enumerate(self.texts):
-            if new := text[self.in_cache[row] : -1]:
-                tokens = torch.tensor([new], device=self.drafter.decoder.device)
-                decoder, cache = self.drafter.decoder, self.cache.row(row)
-                list(in_pieces(decoder, tokens, self.in_cache[row], cache))
-                self.in_cache[row] = len(text) - 1
+    def read_ahead(self) -> None:
+        """Read the text, all but its newest token."""
+        if len(self.text) > 1:
+            decoder = self.drafter.decoder
+            tokens = torch.tensor([self.text[:-1]], device=decoder.device)
+            list(in_pieces(decoder, tokens, 0, self.cache))
+            self.in_cache = len(self.text) - 1
 
-    def propose(self, count: int, stop_below: float) -> Proposal:
-        drafter, device = self.drafter, self.drafter.decoder.device
-        lengths = [len(text) for text in self.texts]
+    def propose(self, count: int) -> Proposal:
         # no more than it has room to read, or has learnt
-        count = min(count, self.slots - max(lengths) + 1, drafter.most or count)
-        # a row has one new token, two after a full acceptance, more where prompt lookup drafted for
-        # it (lookup.py); all rows read as many, or one each where a text is shorter
-        width = max(length - read for length, read in zip(lengths, self.in_cache, strict=True))
-        if width > min(lengths):
-            self.read_alone()
-            width = 1
-        step = torch.tensor([text[-width:] for text in self.texts], device=device)
-        start = starts([length - width for length in lengths])
+        count = min(count, self.slots - len(self.text) + 1, self.drafter.most or count)
         if count < 1:
-            return Proposal(step.new_zeros((len(lengths), 0)))
-        logits = self.drafts(step, start, count)
-        return drafter.in_turn(logits, count, stop_below, self.sampling, self.generator)
+            return no_draft(self.drafter.decoder.device)
+        return self.drafter.in_turn(self.drafts(count), count, self.sampling, self.generator)
 
-    def drafts(self, step: Tensor, start: int | Tensor, count: int) -> Logits:
-        """Its logits after `step`, the newest tokens [B, T], and after each that it drafts."""
-        lengths = [len(text) for text in self.texts]
+    def drafts(self, count: int) -> Logits:
+        """The draft's logits for `count` tokens after the text."""
+        return self.logits
 
-        def logits(depth: int, before: Tensor | None) -> Tensor:
-            nonlocal step, start
-            if before is not None:
-                step = self.drafter.to_own_ids(before)[:, None]
-            scores = self.logits(step, start, depth)
-            start = start + step.shape[1]
-            self.in_cache = [length + depth for length in lengths]
-            return scores
+    def logits(self, depth: int, before: Tensor | None) -> Tensor:
+        decoder = self.drafter.decoder
+        if before is None:  # one new token, two after a full acceptance, more after n-gram steps
+            read = torch.tensor(self.text[self.in_cache :], device=decoder.device)
+        else:
+            read = self.drafter.to_own_ids(before)
+        scores = decoder.forward(read[None], self.in_cache, self.cache, last_only=True)[:, -1]
+        self.in_cache = len(self.text) + depth
+        return scores
 
-        return logits
-
-    def logits(self, step: Tensor, start: int | Tensor, drafted: int) -> Tensor:
-        """The draft's [B, K] after `step`, its newest tokens [B, T]; `drafted` in this block."""
-        return self.drafter.decoder.forward(step, start, self.cache, last_only=True)[:, -1]
-
-    def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
-        for row, (text, new, n) in enumerate(zip(self.texts, emitted, accepted, strict=True)):
-            # what it read of its own beyond the accepted tokens is stale and will be overwritten
-            valid = min(self.in_cache[row], len(text) + n)
-            text += self.drafter.read(new)
-            # where the new tokens are nothing in its own ids, it reads its last one again
-            self.in_cache[row] = min(valid, len(text) - 1)
-
-    def keep(self, rows: list[int]) -> None:
-        self.texts = [self.texts[row] for row in rows]
-        self.in_cache = [self.in_cache[row] for row in rows]
-        self.cache = self.cache.keep_rows(torch.tensor(rows, device=self.drafter.decoder.device))
+    def commit(self, emitted: list[int], accepted: int, states: HiddenStates) -> None:
+        # what it read of its own beyond the accepted tokens is stale and will be overwritten
+        valid = min(self.in_cache, len(self.text) + accepted)
+        self.text += self.drafter.read(emitted)
+        # where the new tokens are nothing in its own ids, it reads its last one again
+        self.in_cache = min(valid, len(self.text) - 1)

@@ -1,14 +1,14 @@
 """What decoding, timing and reports need of a drafter, whatever kind it is.
 
 A drafter may have ids of its own, read the target's hidden states, or draft nothing at all; what it
-proposes is always in the target's ids. Legend: B rows, G drafted tokens, R answer tokens, V the
-target's vocabulary, K rows of the draft's head, H hidden size, L layers read.
+proposes is always in the target's ids. Legend: G drafted tokens, R output tokens, V the target's
+vocabulary, K vocabulary entries of the draft's head, H hidden size, L layers read.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,64 +19,58 @@ from torch import Tensor
 from eval.decoding.forward import Decoder, HiddenStates
 from eval.decoding.verification import Sampling, argmax, sample, warp
 
-# [B, K] of the token at a depth from 0 on, after the token drafted before it [B]: a row of the
-# head, None for the first
+# [1, K] of the drafted token at a depth from 0 on, after the entry of the head that was drafted
+# before it [1], None for the first
 Logits = Callable[[int, Tensor | None], Tensor]
 
 
 class Proposal(NamedTuple):
-    """tokens: in the target's ids [B, G].
+    """tokens: in the target's ids [G].
 
-    q: the distributions that they were sampled from, over the target's ids [B, G, V]; None
-    when greedy, and where they are not known (`verify_without_q`). counts: how many tokens each row
-    proposes [B], the rest being padding; None where all propose G. free: rows whose tokens took no
-    step of a model. certainty: how sure the draft was when it went on to each token [B, G], the
-    number that `stop_below` is held against; None where that was 0.
+    q: the distributions that they were sampled from, over the target's ids [G, V]; None when
+    greedy, and where they are not known (`verify`). free: the tokens took no step of a model.
     """
 
     tokens: Tensor
     q: Tensor | None = None
-    counts: Tensor | None = None
-    free: Sequence[int] = ()
-    certainty: Tensor | None = None
+    free: bool = False
 
 
-class Texts(NamedTuple):
-    """The texts of a batch, prompt and first token each, as a drafter takes them up.
+def no_draft(device: torch.device) -> Proposal:
+    """A proposal of no token."""
+    return Proposal(torch.zeros(0, dtype=torch.long, device=device))
 
-    ids: of the target, a list a text. slots: how many tokens a text may have in the end. generator:
-    of the random numbers that drafts are sampled with. states: for each text the target's hidden
-    states at all its tokens but the last [1, T, H].
+
+class Text(NamedTuple):
+    """A text, prompt and first token, as a drafter takes it up.
+
+    ids: of the target. slots: how many tokens the text may have in the end. generator: of the
+    random numbers that drafts are sampled with. states: the target's hidden states at all tokens
+    but the last [1, T, H].
     """
 
-    ids: list[list[int]]
+    ids: list[int]
     slots: int
     sampling: Sampling
     generator: torch.Generator
-    states: list[HiddenStates]
+    states: HiddenStates
 
 
 class Session(ABC):
-    """A drafter at work on the texts of a batch."""
+    """A drafter at work on a text."""
 
     @abstractmethod
-    def propose(self, count: int, stop_below: float) -> Proposal:
-        """At most `count` tokens a row, none included, and no more once the draft doubts them.
+    def propose(self, count: int) -> Proposal:
+        """At most `count` tokens that follow the text."""
 
-        stop_below: as in `DraftLength`; of a batch the rows' mean confidence counts.
+    @abstractmethod
+    def commit(self, emitted: list[int], accepted: int, states: HiddenStates) -> None:
+        """The text goes on by the `emitted` ids; the first `accepted` of them were proposed, by
+        this session or by n-gram speculation in its place.
+
+        states: the target's at the last token before and at each token proposed [1, G+1, H] a
+        layer; they are valid up to the number of accepted tokens.
         """
-
-    @abstractmethod
-    def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
-        """Each text goes on by its `emitted` ids, the first `accepted` of them as proposed.
-
-        states: the target's at the last token before and at each token proposed [B, G+1, H] a
-        layer; a row's are valid up to its number of accepted tokens.
-        """
-
-    @abstractmethod
-    def keep(self, rows: list[int]) -> None:
-        """Only these rows go on, in this order."""
 
 
 @dataclass(kw_only=True)
@@ -98,25 +92,18 @@ class Drafter(ABC):
     kv_bytes_per_token: int = 0
     layers: tuple[int, ...] = ()
 
-    @property
-    def q_rows(self) -> int:
-        """How many probabilities of q go with a token that was sampled; 0 where q is not known, or
-        is 1 at the token.
-        """
-        return 0
-
     @abstractmethod
-    def start(self, texts: Texts) -> Session:
-        """A session on these texts."""
+    def start(self, text: Text) -> Session:
+        """A session on this text."""
 
     @abstractmethod
     def teacher_forced(
-        self, ids: list[int], text: list[int], samplings: Sequence[Sampling], states: HiddenStates
-    ) -> Iterator[Tensor]:
-        """q [1, R, V] before each token of `text` [R] after the prompt `ids`, at each sampling.
+        self, ids: list[int], text: list[int], sampling: Sampling, states: HiddenStates
+    ) -> Tensor:
+        """q [R, V] before each token of `text` [R] after the prompt `ids`.
 
-        A row is zero where nothing would be proposed. states: the target's at every token but the
-        last of `text`.
+        q is zero where nothing would be proposed. states: the target's at every token but the last
+        of `text`.
         """
 
     @abstractmethod
@@ -130,7 +117,7 @@ class Drafter(ABC):
         return None
 
     def side_by_side(self, states: HiddenStates, dtype: torch.dtype) -> Tensor:
-        """The layers it reads, of the target's [B, T, H] each, in its own order [B, T, L * H]."""
+        """The layers it reads, of the target's [1, T, H] each, in its own order [1, T, L * H]."""
         return torch.cat([states[k] for k in self.layers], -1).to(dtype)  # type: ignore[misc]
 
     def probe(self, ids: list[int]) -> Tensor:
@@ -139,60 +126,26 @@ class Drafter(ABC):
 
 
 @dataclass(kw_only=True)
-class DecoderDrafter(Drafter):
-    """A drafter with a model of its own.
-
-    rows: only the head's first so many may be drafted (the rest is padding), None for all.
-    """
-
-    decoder: Decoder
-    rows: int | None = None
-
-    def __post_init__(self) -> None:
-        self.kv_bytes_per_token = self.decoder.new_cache(1, 1).bytes_per_token()
-
-    def cut(self, logits: Tensor) -> Tensor:
-        """Logits [..., K] over what may be drafted, of the head's [..., D]."""
-        return logits[..., : self.rows]
-
-    def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
-        # in ids of its own its context may be shorter than the target's
-        at = min(context_length, self.decoder.context_length - 1)
-        return timed_step(self.decoder, 1, at, sampling, self.cut)
-
-
-@dataclass(kw_only=True)
 class HeadDrafter(Drafter):
-    """A drafter whose head's rows stand for target ids, its tokens chosen one after the other.
+    """A drafter whose head's entries stand for target ids, its tokens chosen one after the other.
 
-    token_ids: target id of each head row [K], None where head row i is target id i. The logits are
-    cut *before* any warper, so that q is exactly what is sampled from.
+    token_ids: target id of each entry [K], None where entry i is target id i. The logits are cut
+    *before* any logits processor, so that q is exactly what is sampled from.
     """
 
     token_ids: Tensor | None = None
-
-    @property
-    def q_rows(self) -> int:
-        return self.vocab_size if self.token_ids is None else len(self.token_ids.unique())
 
     def cut(self, logits: Tensor) -> Tensor:
         """Logits [..., K] over what may be drafted, of the head's."""
         return logits
 
-    def certainty(self, q: Tensor, chosen: Tensor, logits: Tensor) -> Tensor:
-        """The draft's own probability [B] of the rows it chose; logits: the head's, before the cut.
-
-        q [B, K]: after the warpers if sampled.
-        """
-        return q.gather(-1, chosen[:, None])[:, 0]
-
-    def to_target_ids(self, rows: Tensor) -> Tensor:
-        return rows if self.token_ids is None else self.token_ids[rows]
+    def to_target_ids(self, entries: Tensor) -> Tensor:
+        return entries if self.token_ids is None else self.token_ids[entries]
 
     def over_target_ids(self, q: Tensor) -> Tensor:
-        """q [..., K] over the target's vocabulary [..., V], zero where the draft has no row.
+        """q [..., K] over the target's vocabulary [..., V], zero where the draft has no entry.
 
-        Rows of one target id (tokens of the same bytes) add up.
+        Entries of one target id (tokens of the same bytes) add up.
         """
         if self.token_ids is None:
             missing = self.vocab_size - q.shape[-1]
@@ -205,55 +158,37 @@ class HeadDrafter(Drafter):
     def text_logits(
         self, ids: list[int], text: list[int], states: HiddenStates
     ) -> tuple[Tensor, int]:
-        """[1, N, K] before N tokens of `text`, and which is the first of them (`teacher_forced`).
+        """[N, K] before N tokens of `text`, and which is the first of them (`teacher_forced`).
 
         Before the others nothing would be proposed.
         """
 
     def teacher_forced(
-        self, ids: list[int], text: list[int], samplings: Sequence[Sampling], states: HiddenStates
-    ) -> Iterator[Tensor]:
+        self, ids: list[int], text: list[int], sampling: Sampling, states: HiddenStates
+    ) -> Tensor:
         logits, first = self.text_logits(ids, text, states)
-        for sampling in samplings:
-            q = self.over_target_ids(warp(self.cut(logits), sampling))
-            lacking = len(text) - q.shape[1]
-            yield F.pad(q, (0, 0, first, lacking - first)) if lacking else q
+        q = self.over_target_ids(warp(self.cut(logits), sampling))
+        lacking = len(text) - len(q)
+        return F.pad(q, (0, 0, first, lacking - first)) if lacking else q
 
     def in_turn(
-        self,
-        logits: Logits,
-        count: int,
-        stop_below: float,
-        sampling: Sampling,
-        generator: torch.Generator,
+        self, logits: Logits, count: int, sampling: Sampling, generator: torch.Generator
     ) -> Proposal:
-        """`count` tokens, at least one, and no more once the draft doubts them (Session.propose).
-
-        logits: before they are cut.
-        """
+        """`count` tokens, at least one. logits: before they are cut."""
         before: Tensor | None = None
         drafted: list[Tensor] = []
         qs: list[Tensor] = []
-        certainty: list[Tensor] = []  # before each token [B]
-        product = torch.ones((), device=generator.device)
-        while len(drafted) < count and not (drafted and float(product.mean()) < stop_below):
-            head = logits(len(drafted), before)
-            scores = self.cut(head)
+        for depth in range(count):
+            scores = self.cut(logits(depth, before))
             if sampling.greedy:
                 before = argmax(scores)
-                q = scores.float().softmax(-1) if stop_below else scores
             else:
-                q = warp(scores, sampling)
-                before = sample(q, generator)
-                qs.append(q)
-            if stop_below:
-                certainty.append(product.expand(len(before)))
-                product = product * self.certainty(q, before, head)
+                qs.append(warp(scores, sampling))
+                before = sample(qs[-1], generator)
             drafted.append(before)
         return Proposal(
-            self.to_target_ids(torch.stack(drafted, dim=1)),
-            self.over_target_ids(torch.stack(qs, dim=1)) if qs else None,
-            certainty=torch.stack(certainty, dim=1) if stop_below else None,
+            self.to_target_ids(torch.cat(drafted)),
+            self.over_target_ids(torch.cat(qs)) if qs else None,
         )
 
 
@@ -269,51 +204,6 @@ def on_target_ids(token_ids: Tensor | None, embedding: Tensor) -> dict[str, Any]
         "vocabulary": {"relation": "identical", "strategy": "direct", "coverage": coverage},
         "token_ids": token_ids,
     }
-
-
-class RowByRow(Session):
-    """A session for each row of the batch."""
-
-    def __init__(self, sessions: list[Session]) -> None:
-        self.sessions = sessions
-
-    def propose(self, count: int, stop_below: float) -> Proposal:
-        proposals = [session.propose(count, stop_below) for session in self.sessions]
-        if len(proposals) == 1:
-            return proposals[0]
-        rows = range(len(proposals))
-        return merged(proposals, [slice(i, i + 1) for i in rows], len(rows), stop_below)
-
-    def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
-        for i, session in enumerate(self.sessions):
-            of_row = {layer: None if h is None else h[i : i + 1] for layer, h in states.items()}
-            session.commit([emitted[i]], [accepted[i]], of_row)
-
-    def keep(self, rows: list[int]) -> None:
-        self.sessions = [self.sessions[i] for i in rows]
-
-
-def merged(
-    proposals: Sequence[Proposal], places: Sequence[slice], rows: int, stop_below: float
-) -> Proposal:
-    """One proposal of several. places: the rows of each; a later one replaces what stands there."""
-    lengths = [0] * rows
-    for proposal, at in zip(proposals, places, strict=True):
-        width, counts = proposal.tokens.shape[1], proposal.counts
-        lengths[at] = [width] * len(proposal.tokens) if counts is None else counts.tolist()
-    size = rows, max(lengths)
-    tokens = proposals[0].tokens.new_zeros(size)
-    certainty = torch.ones(size, device=tokens.device) if stop_below else None
-    q = None
-    for proposal, at in zip(proposals, places, strict=True):
-        width = min(proposal.tokens.shape[1], size[1])
-        tokens[at, :width] = proposal.tokens[:, :width]
-        if certainty is not None and proposal.certainty is not None:
-            certainty[at, :width] = proposal.certainty[:, :width]
-        if proposal.q is not None:
-            q = proposal.q.new_zeros((*size, proposal.q.shape[2])) if q is None else q
-            q[at, :width] = proposal.q[:, :width]
-    return Proposal(tokens, q, torch.tensor(lengths, device=tokens.device), certainty=certainty)
 
 
 def timed_choice(logits: Callable[[], Tensor], sampling: Sampling) -> Callable[[], None]:

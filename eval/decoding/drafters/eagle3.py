@@ -31,7 +31,7 @@ from eval.decoding.drafters.compact import (
     refuse_other_target,
     weights_of,
 )
-from eval.decoding.drafters.drafter import Proposal, Session, Texts, on_target_ids, timed_choice
+from eval.decoding.drafters.drafter import Session, Text, on_target_ids, timed_choice
 from eval.decoding.drafters.formats import DraftFormat
 from eval.decoding.forward import PIECE, HiddenStates, KVCache, causal_bias
 from eval.decoding.target import Target
@@ -216,8 +216,7 @@ class Eagle3Decoder:
         self.gate_up = Product.of(layer.mlp.gate_proj, layer.mlp.up_proj, int8=int8)
         self.down = Product.of(layer.mlp.down_proj, int8=int8)
         self.head = Product.of(model.get_submodule("lm_head"), int8=int8)  # type: ignore[arg-type]
-        # rows of a batch that read less than others are padded, beyond their last position, too
-        positions = torch.arange(2 * context_length, device=self.device)[None]
+        positions = torch.arange(context_length, device=self.device)[None]
         cos, sin = body.rotary_emb(embedding[:1, :1], positions)
         half = self.head_size // 2
         self.cos = cos[0]
@@ -234,41 +233,39 @@ class Eagle3Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, tokens: Tensor, hidden: Tensor, start: Tensor, cache: KVCache
+        self, tokens: Tensor, hidden: Tensor, start: int, cache: KVCache
     ) -> tuple[Tensor, Tensor]:
-        """What the head reads, and the state for the next pair [B, T, H] each.
+        """What the head reads, and the state for the next pair [1, T, H] each.
 
-        tokens: [B, T]. hidden: their states [B, T, H]. start: the first pair of each row [B].
+        tokens: [1, T]. hidden: their states [1, T, H]. start: the number of the first pair.
         """
-        rows, width, size = hidden.shape
+        _, width, size = hidden.shape
         norm_in, norm_hidden, norm_post, norm_end = self.norms
-        positions = start[:, None] + torch.arange(width, device=self.device)
-        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
+        end = start + width
+        cos, sin = self.cos[start:end], self.sin[start:end]
         embedded = F.rms_norm(F.embedding(tokens, self.embedding), (size,), norm_in, self.eps)
         normed = F.rms_norm(hidden, (size,), norm_hidden, self.eps)
         qkv = (
             self.qkv(torch.cat([embedded, normed], -1))
-            .view(rows, width, -1, self.head_size)
+            .view(1, width, -1, self.head_size)
             .transpose(1, 2)
         )
         turned = self.heads + self.key_heads
         qk, v = qkv[:, :turned], qkv[:, turned:]
         qk = qk * cos + torch.roll(qk, self.head_size // 2, -1) * sin
         keys, values = cache.keys[0], cache.values[0]
-        row_index = torch.arange(rows, device=self.device)[:, None]
-        keys[row_index, :, positions] = qk[:, self.heads :].transpose(1, 2)
-        values[row_index, :, positions] = v.transpose(1, 2)
-        length = int(start.max()) + width
-        mask = causal_bias(start, width, length, self.dtype)[:, None]
+        keys[:, :, start:end] = qk[:, self.heads :]
+        values[:, :, start:end] = v
+        first = torch.tensor([start], device=self.device)
         h = F.scaled_dot_product_attention(
             qk[:, : self.heads],
-            keys[:, :, :length],
-            values[:, :, :length],
-            mask,
+            keys[:, :, :end],
+            values[:, :, :end],
+            causal_bias(first, width, end, self.dtype)[:, None],
             enable_gqa=True,
         )
         before = normed if self.norm_before_residual else hidden
-        hidden = before + self.output(h.transpose(1, 2).reshape(rows, width, -1))
+        hidden = before + self.output(h.transpose(1, 2).reshape(1, width, -1))
         gate, up = self.gate_up(F.rms_norm(hidden, (size,), norm_post, self.eps)).chunk(2, dim=-1)
         hidden = hidden + self.down(F.silu(gate) * up)
         return F.rms_norm(hidden, (size,), norm_end, self.eps), hidden
@@ -276,10 +273,9 @@ class Eagle3Decoder:
     def from_start(self, tokens: Tensor, hidden: Tensor, cache: KVCache | None = None) -> Tensor:
         """What the head reads of a text's first pairs, as of `forward`."""
         cache = cache or self.new_cache(1, tokens.shape[1])
-        first = torch.zeros(1, dtype=torch.long, device=self.device)
         pieces = zip(tokens.split(PIECE, 1), hidden.split(PIECE, 1), strict=True)
         read = [
-            self.forward(piece, states, first + number * PIECE, cache)[0]
+            self.forward(piece, states, number * PIECE, cache)[0]
             for number, (piece, states) in enumerate(pieces)
         ]
         return torch.cat(read, 1)
@@ -290,11 +286,11 @@ class Eagle3Drafter(CausalLMDrafter):
     decoder: Eagle3Decoder  # type: ignore[assignment]
 
     def fused(self, states: HiddenStates) -> Tensor:
-        """The states it reads [B, T, H], of the target's [B, T, H] a layer."""
+        """The states it reads [1, T, H], of the target's [1, T, H] a layer."""
         return self.decoder.fc(self.side_by_side(states, self.decoder.dtype))
 
-    def start(self, texts: Texts) -> Session:
-        return Eagle3Session(self, texts)
+    def start(self, text: Text) -> Session:
+        return Eagle3Session(self, text)
 
     @torch.inference_mode()
     def text_logits(
@@ -305,8 +301,8 @@ class Eagle3Drafter(CausalLMDrafter):
         hidden = self.fused({k: states[k][:, :-1] for k in self.layers})  # type: ignore[index]
         # of a prompt of one token there is no pair before the first token of the text
         first = max(0, tokens.shape[1] - len(text))
-        logits = decoder.head(decoder.from_start(tokens, hidden)[:, first:])
-        return logits, len(text) - logits.shape[1]
+        logits = decoder.head(decoder.from_start(tokens, hidden)[0, first:])
+        return logits, len(text) - len(logits)
 
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
         decoder = self.decoder
@@ -314,11 +310,10 @@ class Eagle3Drafter(CausalLMDrafter):
         hidden = torch.ones(
             (1, 1, decoder.embedding.shape[1]), dtype=decoder.dtype, device=decoder.device
         )
-        start = torch.tensor([context_length], device=decoder.device)
         cache = decoder.new_cache(1, context_length + 1)
 
         return timed_choice(
-            lambda: decoder.head(decoder.forward(token, hidden, start, cache)[0]), sampling
+            lambda: decoder.head(decoder.forward(token, hidden, context_length, cache)[0]), sampling
         )
 
     def probe(self, ids: list[int]) -> Tensor:
@@ -328,59 +323,39 @@ class Eagle3Drafter(CausalLMDrafter):
 
 
 class Eagle3Session(TokenSession):
-    """`new`: of each row the tokens since it last read, with the target's states before them."""
+    """`new`: the tokens since it last read. `states` [1, T, H]: the target's before each of them.
+
+    `hidden` [1, 1, H]: what the layer itself made of the token before the one that is drafted.
+    """
 
     drafter: Eagle3Drafter
 
-    def __init__(self, drafter: Eagle3Drafter, texts: Texts) -> None:
-        self.drafter, self.sampling, self.generator = drafter, texts.sampling, texts.generator
-        self.texts, self.slots = [list(text) for text in texts.ids], texts.slots
-        self.in_cache = [len(text) - 1 for text in self.texts]
-        self.cache = drafter.decoder.new_cache(len(self.texts), 2 * self.slots)
-        self.hidden = torch.empty(0)
-        self.new: list[tuple[list[int], Tensor]] = []
-        for row, (text, states) in enumerate(zip(self.texts, texts.states, strict=True)):
-            fused = drafter.fused(states)[0]
-            if len(text) > 2:
-                tokens = torch.tensor([text[1:-1]], device=drafter.decoder.device)
-                drafter.decoder.from_start(tokens, fused[None, :-1], self.cache.row(row))
-            self.new.append((text[-1:], fused[-1:]))
+    def __init__(self, drafter: Eagle3Drafter, text: Text) -> None:
+        self.drafter, self.sampling, self.generator = drafter, text.sampling, text.generator
+        self.text, self.slots = list(text.ids), text.slots
+        self.cache = drafter.decoder.new_cache(1, self.slots)
+        fused = drafter.fused(text.states)
+        if len(self.text) > 2:
+            tokens = torch.tensor([self.text[1:-1]], device=drafter.decoder.device)
+            drafter.decoder.from_start(tokens, fused[:, :-1], self.cache)
+        self.new, self.states = self.text[-1:], fused[:, -1:]
+        self.hidden = self.states
 
-    def logits(self, step: Tensor, start: int | Tensor, drafted: int) -> Tensor:
+    def logits(self, depth: int, before: Tensor | None) -> Tensor:
         decoder = self.drafter.decoder
-        lengths = torch.tensor([len(text) for text in self.texts], device=decoder.device)
-        if drafted:
-            y, self.hidden = decoder.forward(step, self.hidden, lengths + drafted - 2, self.cache)
-            return decoder.head(y)[:, -1]
-        counts = [len(tokens) for tokens, _ in self.new]
-        width = max(counts)
-        # what pads a row on the right is overwritten before it is read
-        tokens = torch.tensor(
-            [[*tokens, *[0] * (width - len(tokens))] for tokens, _ in self.new],
-            device=decoder.device,
-        )
-        hidden = torch.stack([F.pad(h, (0, 0, 0, width - len(h))) for _, h in self.new])
-        count = torch.tensor(counts, device=decoder.device)
-        y, hidden = decoder.forward(tokens, hidden, lengths - 1 - count, self.cache)
-        rows = torch.arange(len(counts), device=decoder.device)
-        self.hidden = hidden[rows, count - 1][:, None]
-        return decoder.head(y[rows, count - 1][:, None])[:, -1]
+        if before is None:
+            tokens = torch.tensor([self.new], device=decoder.device)
+            hidden, start = self.states, len(self.text) - 1 - len(self.new)
+            self.new, self.states = [], self.states[:, :0]
+        else:
+            tokens = self.drafter.to_own_ids(before)[None]
+            hidden, start = self.hidden, len(self.text) + depth - 2
+        y, hidden = decoder.forward(tokens, hidden, start, self.cache)
+        self.hidden = hidden[:, -1:]
+        return decoder.head(y[:, -1:])[:, -1]
 
-    def propose(self, count: int, stop_below: float) -> Proposal:
-        proposal = super().propose(count, stop_below)
-        if proposal.tokens.shape[1]:
-            self.new = [([], h[:0]) for _, h in self.new]
-        return proposal
-
-    def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
-        super().commit(emitted, accepted, states)
-        self.in_cache = [len(text) - 1 for text in self.texts]  # `new` has what it has not read
-        fused = self.drafter.fused(states)
-        self.new = [
-            ([*tokens, *new], torch.cat([h, fused[row, : len(new)]]))
-            for row, ((tokens, h), new) in enumerate(zip(self.new, emitted, strict=True))
-        ]
-
-    def keep(self, rows: list[int]) -> None:
-        super().keep(rows)
-        self.new = [self.new[row] for row in rows]
+    def commit(self, emitted: list[int], accepted: int, states: HiddenStates) -> None:
+        self.text += emitted
+        self.new += emitted
+        fused = self.drafter.fused(states)[:, : len(emitted)]
+        self.states = torch.cat([self.states, fused], 1)

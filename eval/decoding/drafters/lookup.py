@@ -1,4 +1,4 @@
-"""Prompt lookup, which needs no model, and a draft behind it.
+"""N-gram speculation (prompt lookup), which needs no model, and a draft behind it.
 
 The longest of the last 5, 4, 3, 2 or 1 tokens that stand earlier in the text are looked up, the
 latest such place taken, and the tokens after it drafted, over the text's end if need be (arXiv
@@ -10,14 +10,14 @@ more often, one of a single token less often (figures: docs/lab-notes.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 
 import torch
 from torch import Tensor
 
-from eval.decoding.drafters.drafter import Drafter, Proposal, RowByRow, Session, Texts, merged
+from eval.decoding.drafters.drafter import Drafter, Proposal, Session, Text
 from eval.decoding.forward import HiddenStates
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
@@ -76,14 +76,14 @@ def looked_up(
 ) -> tuple[list[int], list[int]]:
     """Where in `text` [R], after the prompt `ids`, a token is looked up, and these tokens."""
     index = TextIndex(ids, stops)
-    places: list[int] = []
+    positions: list[int] = []
     tokens: list[int] = []
-    for place, token in enumerate(text):
+    for position, token in enumerate(text):
         if guess := index.following(1, shortest):
-            places.append(place)
+            positions.append(position)
             tokens += guess
         index.extend([token])
-    return places, tokens
+    return positions, tokens
 
 
 @dataclass(kw_only=True)
@@ -91,42 +91,38 @@ class PromptLookup(Drafter):
     device: torch.device
     stops: frozenset[int]
 
-    def start(self, texts: Texts) -> Session:
-        return RowByRow([LookupSession(self.device, ids, self.stops) for ids in texts.ids])
+    def start(self, text: Text) -> Session:
+        return LookupSession(self.device, text.ids, self.stops)
 
     def teacher_forced(
-        self, ids: list[int], text: list[int], samplings: Sequence[Sampling], states: HiddenStates
-    ) -> Iterator[Tensor]:
-        q = torch.zeros((1, len(text), self.vocab_size), device=self.device)
-        places, tokens = looked_up(ids, text, self.stops)
-        q[0, places, tokens] = 1
-        for _ in samplings:
-            yield q
+        self, ids: list[int], text: list[int], sampling: Sampling, states: HiddenStates
+    ) -> Tensor:
+        q = torch.zeros((len(text), self.vocab_size), device=self.device)
+        positions, tokens = looked_up(ids, text, self.stops)
+        q[positions, tokens] = 1
+        return q
 
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
         # no token stands twice: without a match a lookup takes longest
         session = LookupSession(self.device, range(context_length), self.stops)
 
         def run() -> None:
-            session.propose(1, 0.0)
-            session.commit([[len(session.index.tokens)]], [0], {})
+            session.propose(1)
+            session.commit([len(session.index.tokens)], 0, {})
 
         return run
 
 
 class LookupSession(Session):
-    def __init__(self, device: torch.device, text: Iterable[int], stops: frozenset[int]) -> None:
-        self.device, self.index = device, TextIndex(text, stops)
+    def __init__(self, device: torch.device, ids: Iterable[int], stops: frozenset[int]) -> None:
+        self.device, self.index = device, TextIndex(ids, stops)
 
-    def propose(self, count: int, stop_below: float) -> Proposal:
+    def propose(self, count: int) -> Proposal:
         tokens = self.index.following(count)
-        return Proposal(torch.tensor([tokens], dtype=torch.long, device=self.device))
+        return Proposal(torch.tensor(tokens, dtype=torch.long, device=self.device))
 
-    def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
-        self.index.extend(emitted[0])
-
-    def keep(self, rows: list[int]) -> None:
-        assert rows == [0]
+    def commit(self, emitted: list[int], accepted: int, states: HiddenStates) -> None:
+        self.index.extend(emitted)
 
 
 def prompt_lookup(target: Target) -> PromptLookup:
@@ -146,72 +142,47 @@ class LookupFirst(Drafter):
     draft: Drafter
     stops: frozenset[int]
 
-    @property
-    def q_rows(self) -> int:
-        return self.draft.q_rows
-
-    def start(self, texts: Texts) -> Session:
-        return LookupFirstSession(self.draft.start(texts), texts, self.stops)
+    def start(self, text: Text) -> Session:
+        return LookupFirstSession(self.draft.start(text), text, self.stops)
 
     def teacher_forced(
-        self, ids: list[int], text: list[int], samplings: Sequence[Sampling], states: HiddenStates
-    ) -> Iterator[Tensor]:
-        places, tokens = looked_up(ids, text, self.stops, SHORTEST_FIRST)
-        for q in self.draft.teacher_forced(ids, text, samplings, states):
-            q[0, places] = 0
-            q[0, places, tokens] = 1
-            yield q
+        self, ids: list[int], text: list[int], sampling: Sampling, states: HiddenStates
+    ) -> Tensor:
+        q = self.draft.teacher_forced(ids, text, sampling, states)
+        positions, tokens = looked_up(ids, text, self.stops, SHORTEST_FIRST)
+        q[positions] = 0
+        q[positions, tokens] = 1
+        return q
 
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
         return self.draft.step(context_length, sampling)
+
+    def block(
+        self, context_length: int, sampling: Sampling, count: int
+    ) -> Callable[[], None] | None:
+        return self.draft.block(context_length, sampling, count)
 
     def probe(self, ids: list[int]) -> Tensor:
         return self.draft.probe(ids)
 
 
 class LookupFirstSession(Session):
-    def __init__(self, session: Session, texts: Texts, stops: frozenset[int]) -> None:
-        self.session = session
-        self.device = texts.generator.device
-        self.indexes = [TextIndex(text, stops) for text in texts.ids]
-        self.replaced: list[int] = []  # rows whose draft gives way to a lookup
+    def __init__(self, session: Session, text: Text, stops: frozenset[int]) -> None:
+        self.session, self.device = session, text.generator.device
+        self.index = TextIndex(text.ids, stops)
 
-    def propose(self, count: int, stop_below: float) -> Proposal:
-        matches = [index.following(count, SHORTEST_FIRST) for index in self.indexes]
-        rows = [row for row, tokens in enumerate(matches) if tokens]
-        proposals: list[Proposal] = []
-        places: list[slice] = []
-        self.replaced = []
-        if len(rows) < len(matches):
-            proposals, places = [self.session.propose(count, stop_below)], [slice(None)]
-            self.replaced = rows
-        if not rows:
-            return proposals[0]
-        proposals += [Proposal(torch.tensor([matches[row]], device=self.device)) for row in rows]
-        places += [slice(row, row + 1) for row in rows]
-        whole = merged(proposals, places, len(matches), stop_below)
-        for row in rows:
-            if whole.certainty is not None:
-                whole.certainty[row] = 1
-            if whole.q is not None:
-                whole.q[row] = 0
-                whole.q[row, range(len(matches[row])), matches[row]] = 1
-        return whole._replace(free=rows)
+    def propose(self, count: int) -> Proposal:
+        if match := self.index.following(count, SHORTEST_FIRST):
+            return Proposal(torch.tensor(match, device=self.device), free=True)
+        return self.session.propose(count)
 
-    def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
-        for index, new in zip(self.indexes, emitted, strict=True):
-            index.extend(new)
-        # on a replaced row the draft has read tokens of its own that were not emitted
-        as_drafted = [0 if row in self.replaced else n for row, n in enumerate(accepted)]
-        self.session.commit(emitted, as_drafted, states)
-
-    def keep(self, rows: list[int]) -> None:
-        self.indexes = [self.indexes[row] for row in rows]
-        self.session.keep(rows)
+    def commit(self, emitted: list[int], accepted: int, states: HiddenStates) -> None:
+        self.index.extend(emitted)
+        self.session.commit(emitted, accepted, states)
 
 
 def lookup_first(draft: Drafter, stops: frozenset[int]) -> LookupFirst:
-    """That draft behind prompt lookup. stops: of the target."""
+    """That draft behind n-gram speculation. stops: of the target."""
     return LookupFirst(
         draft=draft,
         stops=stops,

@@ -27,7 +27,8 @@ from eval.decoding.drafters.drafter import (
     HeadDrafter,
     Proposal,
     Session,
-    Texts,
+    Text,
+    no_draft,
     on_target_ids,
     timed_choice,
 )
@@ -151,11 +152,11 @@ class MedusaDrafter(HeadDrafter):
     head: Product
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
-        """[B, T, K] at a depth from 0 on, from the target's states [B, T, H]."""
+        """[1, T, K] at a depth from 0 on, from the target's states [1, T, H]."""
         return self.head(states + F.silu(self.blocks[depth](states)))
 
-    def start(self, texts: Texts) -> Session:
-        return MedusaSession(self, texts)
+    def start(self, text: Text) -> Session:
+        return MedusaSession(self, text)
 
     @torch.inference_mode()
     def text_logits(
@@ -163,8 +164,8 @@ class MedusaDrafter(HeadDrafter):
     ) -> tuple[Tensor, int]:
         """Logits of a draft's first token; none where no token stands before the newest."""
         before = self.side_by_side(states, self.embedding.dtype)[:, :-1]
-        logits = self.logits(before, 0)[:, max(0, len(ids) - 2) :]
-        return logits, len(text) - logits.shape[1]
+        logits = self.logits(before, 0)[0, max(0, len(ids) - 2) :]
+        return logits, len(text) - len(logits)
 
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
         """A head, and the choice of its token."""
@@ -178,36 +179,26 @@ class MedusaDrafter(HeadDrafter):
 
 
 class MedusaSession(Session):
-    """`states` [B, 1, H]: the target's before the newest token of each row."""
+    """`state` [1, 1, H]: the target's before the newest token."""
 
-    def __init__(self, drafter: MedusaDrafter, texts: Texts) -> None:
-        self.drafter, self.sampling, self.generator = drafter, texts.sampling, texts.generator
-        dtype = drafter.embedding.dtype
-        self.states = torch.cat(
-            [drafter.side_by_side(states, dtype)[:, -1:] for states in texts.states]
-        )
+    def __init__(self, drafter: MedusaDrafter, text: Text) -> None:
+        self.drafter, self.sampling, self.generator = drafter, text.sampling, text.generator
+        self.state = drafter.side_by_side(text.states, drafter.embedding.dtype)[:, -1:]
 
     @torch.inference_mode()
-    def propose(self, count: int, stop_below: float) -> Proposal:
-        drafter, states = self.drafter, self.states
+    def propose(self, count: int) -> Proposal:
+        drafter, state = self.drafter, self.state
         count = min(count, len(drafter.blocks))
         if count < 1:
-            empty = torch.zeros((len(states), 0), dtype=torch.long, device=states.device)
-            return Proposal(empty)
+            return no_draft(state.device)
         return drafter.in_turn(
-            lambda depth, _: drafter.logits(states, depth)[:, -1],
+            lambda depth, _: drafter.logits(state, depth)[:, -1],
             count,
-            stop_below,
             self.sampling,
             self.generator,
         )
 
-    def commit(self, emitted: list[list[int]], accepted: list[int], states: HiddenStates) -> None:
+    def commit(self, emitted: list[int], accepted: int, states: HiddenStates) -> None:
         read = self.drafter.side_by_side(states, self.drafter.embedding.dtype)
         # of what was emitted the target has read all but the last, which is the newest now
-        last = torch.tensor([len(tokens) - 1 for tokens in emitted], device=read.device)
-        rows = torch.arange(len(emitted), device=read.device)
-        self.states = read[rows, last][:, None]
-
-    def keep(self, rows: list[int]) -> None:
-        self.states = self.states[torch.tensor(rows, device=self.states.device)]
+        self.state = read[:, len(emitted) - 1 : len(emitted)]

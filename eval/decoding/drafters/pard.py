@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.causal_lm import CausalLMDrafter, TokenSession
-from eval.decoding.drafters.drafter import Logits, Session, Texts, on_target_ids, timed_step
+from eval.decoding.drafters.drafter import Logits, Session, Text, on_target_ids, timed_step
 from eval.decoding.drafters.formats import DraftFormat
 from eval.decoding.drafters.pruned import load_compact
 from eval.decoding.target import Target
@@ -57,8 +57,8 @@ def of_config(config: Any) -> dict[str, Any]:
 class PardDrafter(CausalLMDrafter):
     mask: int  # its id
 
-    def start(self, texts: Texts) -> Session:
-        return PardSession(self, texts)
+    def start(self, text: Text) -> Session:
+        return PardSession(self, text)
 
     def block(self, context_length: int, sampling: Sampling, count: int) -> Callable[[], None]:
         return timed_step(self.decoder, count, context_length, sampling, self.cut)
@@ -67,15 +67,15 @@ class PardDrafter(CausalLMDrafter):
 class PardSession(TokenSession):
     drafter: PardDrafter
 
-    def __init__(self, drafter: PardDrafter, texts: Texts) -> None:
-        super().__init__(drafter, texts)
-        self.read_alone()
+    def __init__(self, drafter: PardDrafter, text: Text) -> None:
+        super().__init__(drafter, text)
+        self.read_ahead()
 
-    def drafts(self, step: Tensor, start: int | Tensor, count: int) -> Logits:
-        """All of a draft at once: the newest tokens [B, T] with the masks behind them."""
-        masks = step.new_full((len(step), count - 1), self.drafter.mask)
-        decoder, block = self.drafter.decoder, torch.cat([step, masks], 1)
-        scores = decoder.forward(block, start, self.cache)[:, step.shape[1] - 1 :]
+    def drafts(self, count: int) -> Logits:
+        """All of a draft at once: the newest tokens with the masks behind them."""
+        decoder, new = self.drafter.decoder, self.text[self.in_cache :]
+        read = torch.tensor([[*new, *[self.drafter.mask] * (count - 1)]], device=decoder.device)
+        scores = decoder.forward(read, self.in_cache, self.cache)[:, len(new) - 1 :]
         # what it made of the masks will be overwritten
-        self.in_cache = [len(text) for text in self.texts]
+        self.in_cache = len(self.text)
         return lambda depth, _: scores[:, depth]

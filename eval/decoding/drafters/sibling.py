@@ -9,16 +9,15 @@ from align.transplant import resized, transplant
 from align.vocab_map import build_map
 from align.vocabulary import read_vocabulary
 from eval.decoding.build import build_decoder, longest_context
-from eval.decoding.drafters.bridged import MapDrafter, TextDrafter
+from eval.decoding.drafters.bridged import MapDrafter
 from eval.decoding.drafters.causal_lm import CausalLMDrafter
-from eval.decoding.drafters.drafter import DecoderDrafter
 from eval.decoding.drafters.pard import PardDrafter, of_config
 from eval.decoding.target import Target, model_bytes
 
 LONGER = 2  # a text in a draft's own ids has at most so many times the target's, as a rule
 
 
-def sibling_drafter(model: Any, spec: str, target: Target, strategy: str) -> DecoderDrafter:
+def sibling_drafter(model: Any, spec: str, target: Target, strategy: str) -> CausalLMDrafter:
     """The drafter of a model that was loaded from that spec, whose tokenizer it has.
 
     strategy: how the vocabularies are bridged (align/check.py). Raises ValueError when no lossless
@@ -37,7 +36,7 @@ def sibling_drafter(model: Any, spec: str, target: Target, strategy: str) -> Dec
     elif chosen in ("direct", "padded"):
         model = resized(model, draft_vocab, vocab_size)
     context = target.decoder.context_length
-    if chosen in ("intersection", "string"):
+    if chosen == "intersection":
         context = min(longest_context(model.config.get_text_config()), LONGER * context)
     size, head_rows = model_bytes(model), model.get_output_embeddings().weight.shape[0]
     about: dict[str, Any] = {
@@ -54,9 +53,6 @@ def sibling_drafter(model: Any, spec: str, target: Target, strategy: str) -> Dec
     }
     if chosen == "intersection":
         return MapDrafter(target=target_vocab, draft=draft_vocab, **about)
-    if chosen == "string":
-        rows = None if head_rows == draft_vocab.count else draft_vocab.count
-        return TextDrafter(target=target_vocab, draft=draft_vocab, rows=rows, **about)
     about["rows"] = None if head_rows == shared else shared
     if hasattr(model.config, "pard_token"):
         return PardDrafter(**of_config(model.config), **about)

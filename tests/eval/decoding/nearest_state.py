@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from eval.decoding.drafters.drafter import Drafter, Proposal, RowByRow, Session
+from eval.decoding.drafters.drafter import Drafter, Proposal, Session
 
 
 def most_alike(states, upto):
@@ -27,20 +27,18 @@ def features(states):
 
 @dataclass(kw_only=True)
 class NearestState(Drafter):
-    def start(self, texts):
-        both = zip(texts.ids, texts.states, strict=True)
-        return RowByRow([StateSession(ids, states) for ids, states in both])
+    def start(self, text):
+        return StateSession(text.ids, text.states)
 
-    def teacher_forced(self, ids, text, samplings, states):
+    def teacher_forced(self, ids, text, sampling, states):
         known, whole = features(states), [*ids, *text]
-        q = torch.zeros((1, len(text), self.vocab_size))
+        q = torch.zeros((len(text), self.vocab_size))
         for i in range(1, len(text)):
             # the newest token has not been read by the target yet: the one before it has
             place = most_alike(known, len(ids) + i - 2)
             if place is not None:
-                q[0, i, whole[place + 2]] = 1
-        for _ in samplings:
-            yield q
+                q[i, whole[place + 2]] = 1
+        return q
 
     def step(self, context_length, sampling):
         states = F.normalize(torch.randn(context_length, 64), dim=-1)
@@ -50,19 +48,16 @@ class NearestState(Drafter):
 class StateSession(Session):
     """`text` is one token longer than `known`, the states of what the target has read."""
 
-    def __init__(self, text, states):
-        self.text, self.known = list(text), features(states)
+    def __init__(self, ids, states):
+        self.text, self.known = list(ids), features(states)
         assert len(self.text) == len(self.known) + 1
 
-    def propose(self, count, stop_below):
+    def propose(self, count):
         place = most_alike(self.known, len(self.known) - 1)
         found = [] if place is None else self.text[place + 2 :][:count]
-        return Proposal(torch.tensor([found], dtype=torch.long))
+        return Proposal(torch.tensor(found, dtype=torch.long))
 
     def commit(self, emitted, accepted, states):
-        read = {layer: state[:, : accepted[0] + 1] for layer, state in states.items()}
-        self.text += emitted[0]
+        self.text += emitted
+        read = {layer: state[:, : len(emitted)] for layer, state in states.items()}
         self.known = torch.cat([self.known, features(read)])
-
-    def keep(self, rows):
-        assert rows == [0]

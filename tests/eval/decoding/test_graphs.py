@@ -20,11 +20,11 @@ from eval.decoding.drafters import pard
 from eval.decoding.drafters.causal_lm import CausalLMDrafter
 from eval.decoding.drafters.lookup import lookup_first
 from eval.decoding.graphs import GraphedDecoder, StaticCache
-from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.loop import Decoding, decode
 from eval.decoding.stock import StockDecoder
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
-from eval.measuring.timing import ALONE, decode_in_turns
+from eval.measuring.timing import Contender, decode_in_turns
 from eval.prompts import Prompt, PromptSet
 
 VOCAB, CONTEXT = 61, 200
@@ -123,9 +123,9 @@ def test_caches_are_given_back_and_never_shared(pair):
     assert torch.equal(graphed.forward(torch.tensor([[5, 6]]), 0, again), expected)
     assert len(recorder.made) == 1
     assert not isinstance(graphed.new_cache(2, 40), StaticCache)
-    kept = again.keep_rows(torch.tensor([0]))
-    assert not isinstance(kept, StaticCache)
-    kept.keys[0].zero_()
+    resized = again.resized(40)
+    assert not isinstance(resized, StaticCache)
+    resized.keys[0].zero_()
     assert again.keys[0].abs().sum() > 0
 
 
@@ -140,18 +140,18 @@ def draft(tiny, graph):
     return CausalLMDrafter(decoder=decoder, vocab_size=VOCAB, vocabulary={})
 
 
-@pytest.mark.parametrize("length", [DraftLength(3), DraftLength(5, 1e-3)], ids=str)
+@pytest.mark.parametrize("length", [3, 5])
 def test_texts_and_drafts_are_those_without_graphs(tiny, pair, length):
     plain, graphed, recorder = pair
     how = Decoding(Sampling(), frozenset(), 30)
-    prompts, ids = [Prompt("p", prompt="unused")], [IDS]
+    prompt = Prompt("p", prompt="unused")
     without = draft(tiny, lambda decoder: decoder)
     within = draft(tiny, lambda decoder: GraphedDecoder(decoder, recorder))
-    (alone,) = decode(plain, None, prompts, ids, how, DraftLength(0))
-    (baseline,) = decode(graphed, None, prompts, ids, how, DraftLength(0))
+    alone = decode(plain, None, prompt, IDS, how)
+    baseline = decode(graphed, None, prompt, IDS, how)
     assert baseline.tokens == alone.tokens
-    (expected,) = decode(plain, without, prompts, ids, how, length)
-    (graphed_run,) = decode(graphed, within, prompts, ids, how, length)
+    expected = decode(plain, without, prompt, IDS, how, length)
+    graphed_run = decode(graphed, within, prompt, IDS, how, length)
     assert graphed_run.tokens == alone.tokens
     assert graphed_run.drafted == expected.drafted
     assert graphed_run.accepted == expected.accepted
@@ -171,17 +171,17 @@ def test_nothing_is_recorded_within_a_timed_text(tiny, pair, monkeypatch, journa
     monkeypatch.setattr(loop, "time", clock)
     target = Target("tiny", tiny(0), None, graph(plain), frozenset())
     near = draft(tiny, graph)
+    how = Decoding(Sampling(), frozenset(), 30)
     contenders = [
-        ALONE,
-        (near, DraftLength(4, 1e-3)),
-        (lookup_first(near, target.stops), DraftLength(3)),
+        Contender(None, 0, how),
+        Contender(near, 4, how),
+        Contender(lookup_first(near, target.stops), 3, how),
     ]
     ids = [IDS[:3], IDS * 5, IDS * 9]
     prompts = PromptSet("made up", [Prompt(f"p{i}", prompt="unused") for i in range(3)], ids)
-    how = Decoding(Sampling(), frozenset(), 30)
-    decoded = decode_in_turns(target, contenders, prompts.batches(1), how, journal, "speed")
+    decoded = decode_in_turns(target, contenders, prompts, journal)
     assert len(recorder.made) > 10
-    assert all(run.seconds < 1000 for batches in decoded for (run,) in batches)
+    assert all(run.seconds < 1000 for runs in decoded for run in runs)
 
 
 @pytest.mark.parametrize("build", ["graphed", "stock"])

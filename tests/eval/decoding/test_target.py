@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from eval.decoding.build import build_decoder
-from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import stop_tokens
 from eval.decoding.verification import Sampling
 from eval.prompts import Prompt
@@ -35,8 +35,8 @@ def test_a_text_ends_at_whichever_comes_first(tiny, stops):
     decoder = build_decoder(tiny(0), 60)
 
     def text(stops):
-        how, prompts = Decoding(Sampling(), stops, 20), [Prompt("p", prompt="unused")]
-        return decode(decoder, None, prompts, [[5, 6, 7]], how, DraftLength(0))[0].tokens
+        how = Decoding(Sampling(), stops, 20)
+        return decode(decoder, None, Prompt("p", prompt="unused"), [5, 6, 7], how).tokens
 
     whole = text(frozenset())
     second, first = whole[9], whole[3]

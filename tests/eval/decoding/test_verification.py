@@ -6,6 +6,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 
+from eval.decoding import verification
 from eval.decoding.verification import (
     Sampling,
     acceptance,
@@ -13,6 +14,7 @@ from eval.decoding.verification import (
     argmax,
     inverse_cdf,
     sample,
+    verify,
     verify_greedy,
     verify_sampled,
     warp,
@@ -60,7 +62,7 @@ def p_value(tokens, p):
 
 
 def by(rule):
-    return lambda p, q, drafted, generator: verify_sampled(p, q, drafted, generator, None, rule)
+    return lambda p, q, drafted, generator: verify_sampled(p, q, drafted, generator, rule)
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
@@ -92,50 +94,44 @@ def conditionals(vocab, depth, seed):
     return found
 
 
-def enumerate_block(p, q, gamma, rule, stops_after=()):
-    """The joint distribution of the first gamma + 1 tokens, and the expected accepted count.
+def enumerate_draft(p, q, length, rule):
+    """The joint distribution of the first length + 1 tokens, and the expected accepted count.
 
-    Every draft, acceptance and next token is gone through; after the block p goes on. Texts in
-    `stops_after` are not drafted beyond, as a draft that doubts itself stops.
+    Every draft, acceptance and next token is gone through; after them p goes on.
     """
     vocab = len(p[()])
-    found, expected = torch.zeros([vocab] * (gamma + 1), dtype=torch.float64), 0.0
-    for draft in itertools.product(range(vocab), repeat=gamma):
-        count = next((n for n in range(gamma) if draft[:n] in stops_after), gamma)
-        if any(draft[count:]):
-            continue  # what would stand after the stop is padding: counted once
-        weight = float(torch.stack([q[draft[:i]][draft[i]] for i in range(count)]).prod())
+    found, expected = torch.zeros([vocab] * (length + 1), dtype=torch.float64), 0.0
+    for draft in itertools.product(range(vocab), repeat=length):
+        weight = float(torch.stack([q[draft[:i]][draft[i]] for i in range(length)]).prod())
         if weight == 0:
             continue
         chances, residual = acceptance(
-            torch.stack([p[draft[:i]] for i in range(gamma + 1)])[None],
-            torch.stack([q[draft[:i]] for i in range(gamma)])[None],
-            torch.tensor([draft]),
-            torch.tensor([count]) if stops_after else None,
+            torch.stack([p[draft[:i]] for i in range(length + 1)]),
+            torch.stack([q[draft[:i]] for i in range(length)]),
+            torch.tensor(draft),
             rule,
         )
-        for n, chance in enumerate(chances[0].tolist()):
+        for n, chance in enumerate(chances.tolist()):
             expected += weight * chance * n
             if chance > 0:
-                after = residual[0, n] / residual[0, n].sum()
+                after = residual[n] / residual[n].sum()
                 for token in range(vocab):
                     text = (*draft[:n], token)
                     part = weight * chance * float(after[token])
-                    for rest in itertools.product(range(vocab), repeat=gamma - n):
+                    for rest in itertools.product(range(vocab), repeat=length - n):
                         whole = (*text, *rest)
-                        tail = [p[whole[:i]][whole[i]] for i in range(n + 1, gamma + 1)]
+                        tail = [p[whole[:i]][whole[i]] for i in range(n + 1, length + 1)]
                         found[whole] += part * float(torch.stack(tail).prod() if tail else 1)
     return found, expected
 
 
-@pytest.mark.parametrize("stops_after", [(), ((1,), (0, 2))])
-def test_both_rules_are_exact_and_blocks_accept_no_less(stops_after):
+def test_both_rules_are_exact_and_blocks_accept_no_less():
     more = []
     for seed in range(3):
         p, q = conditionals(3, 3, seed), conditionals(3, 2, seed + 100)
         accepted = {}
         for rule in ("block", "token"):
-            found, accepted[rule] = enumerate_block(p, q, 3, rule, stops_after)
+            found, accepted[rule] = enumerate_draft(p, q, 3, rule)
             for text in itertools.product(range(3), repeat=4):
                 alone = torch.stack([p[text[:i]][text[i]] for i in range(4)]).prod()
                 assert abs(found[text] - alone) < 1e-12
@@ -144,29 +140,26 @@ def test_both_rules_are_exact_and_blocks_accept_no_less(stops_after):
     assert max(more) > 1.01
 
 
-def test_padding_is_never_accepted():
-    p, q = conditionals(3, 2, 0), conditionals(3, 1, 100)
-    chances, _ = acceptance(
-        torch.stack([p[()], p[(1,)], p[(1, 0)]])[None],
-        torch.stack([q[()], q[(1,)]])[None],
-        torch.tensor([[1, 0]]),
-        torch.tensor([1]),
-        "block",
-    )
-    assert chances[0, 2] == 0
-    assert float(chances.sum()) == pytest.approx(1)
+def test_without_a_draft_the_next_token_is_of_p(monkeypatch):
+    """And not of a residual, which lacks what a draft would have had."""
+    given = []
+    monkeypatch.setattr(verification, "sample", lambda p, _: given.append(p) or torch.tensor(0))
+    logits, sampling = torch.tensor([[2.0, 1.0, 0.5]]), Sampling(1.0)
+    nothing = torch.zeros(0, dtype=torch.long)
+    accepted, _ = verify(logits, nothing, torch.zeros(0, 3), sampling, torch.Generator(), "block")
+    assert int(accepted) == 0
+    assert torch.equal(given[-1], warp(logits[0], sampling))
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
 def test_a_token_the_target_never_says_is_never_accepted(monkeypatch, rule):
-    p = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
-    q = torch.tensor([[[1.0, 0.0]]])
+    p = torch.tensor([[0.0, 1.0], [0.5, 0.5]])
+    q = torch.tensor([[1.0, 0.0]])
     monkeypatch.setattr(
         torch, "rand", lambda size, **how: torch.zeros(size, dtype=how["dtype"])
     )  # the least uniform number
-    accepted, following = verify_sampled(p, q, torch.tensor([[0]]), rule=rule)
-    assert accepted.tolist() == [0]
-    assert following.tolist() == [1]
+    accepted, following = verify_sampled(p, q, torch.tensor([0]), rule=rule)
+    assert (int(accepted), int(following)) == (0, 1)
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
@@ -187,8 +180,8 @@ def test_equal_distributions_accept_everything(rule):
     ],
 )
 def test_greedy_cases(target, draft, accepted, following):
-    n, token = verify_greedy(torch.tensor([target]), torch.tensor([draft], dtype=torch.long))
-    assert (n.tolist(), token.tolist()) == ([accepted], [following])
+    n, token = verify_greedy(torch.tensor(target), torch.tensor(draft, dtype=torch.long))
+    assert (int(n), int(token)) == (accepted, following)
 
 
 @pytest.mark.parametrize(
@@ -278,6 +271,6 @@ def test_almost_equal_distributions_leave_chances_that_are_chances():
     q = torch.full((64, 2, 1000), 1e-3)
     p = torch.full((64, 3, 1000), 1e-3)
     p[:, :, 0] += 2e-10
-    chances, _ = acceptance(p, q, torch.full((64, 2), 999), None, "block")
+    chances, _ = acceptance(p, q, torch.full((64, 2), 999), "block")
     torch.testing.assert_close(chances.sum(-1), torch.ones(64))
     assert (chances >= 0).all()

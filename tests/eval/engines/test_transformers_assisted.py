@@ -9,9 +9,10 @@ import torch
 from transformers import GenerationConfig
 
 from eval.decoding.loop import Decoding
+from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
 from eval.engines.transformers_assisted import Assisted, log_steps, measure_assisted, usage
-from eval.measuring.runs import PromptRun, check_runs
+from eval.measuring.runs import check_runs
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.page import render_page
 from eval.reporting.report import read_report
@@ -299,7 +300,7 @@ def test_the_compact_form_is_refused(folder, tmp_path, capsys):
     ("more", "says"),
     [
         (("--gamma", "0"), "should be whole numbers, 1 or more"),
-        (("--strategy", "string"), "--strategy is of engine torch"),
+        (("--strategy", "transplant"), "--strategy is of engine torch"),
     ],
 )
 def test_options_it_cannot_serve(folder, tmp_path, capsys, more, says):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eval.decoding.build import build_decoder
-from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring.agreement import (
@@ -52,7 +52,8 @@ def other(tiny, drafter):
 
 def baselines(target):
     return [
-        decode(target.decoder, None, *batch, GREEDY, DraftLength(0))[0] for batch in SET.batches(1)
+        decode(target.decoder, None, prompt, ids, GREEDY)
+        for prompt, ids in zip(PROMPTS, IDS, strict=True)
     ]
 
 
@@ -77,16 +78,6 @@ def test_alpha_is_one_for_the_target_itself_and_counts_agreeing_positions(
         assert row.positions == 20
 
 
-def test_prompts_lengths_are_known_even_of_what_an_older_version_measured(target, own, journal):
-    texts = target_texts(target, IDS, GREEDY)
-    measured = target, {"own": own}, SET, texts, GREEDY, journal
-    found, _ = measure_agreement(*measured)
-    kept = [row["agreements"]["own"].pop("prompt_tokens") for row in journal.taken["alpha"]]
-    assert [row.prompt_tokens for row in found["own"]] == kept == [3, 2, 4]
-    older, _ = measure_agreement(*measured)
-    assert older == found
-
-
 def test_logits_that_are_no_numbers_in_one_answer_are_refused(target, own, journal):
     texts = target_texts(target, IDS, GREEDY)
     rare = next(token for token in texts[1][:-1] if token not in [*IDS[0], *texts[0]])
@@ -102,7 +93,7 @@ def test_logits_that_are_no_numbers_in_one_answer_are_refused(target, own, journ
     poisoned = dataclasses.replace(target, decoder=Poisoned())
     with pytest.raises(ValueError, match="no numbers in its answer to prompt p1"):
         measure_agreement(poisoned, {"own": own}, SET, texts, GREEDY, journal)
-    assert len(journal.taken["alpha"]) == 1
+    assert len(journal.taken["acceptance rate"]) == 1
 
 
 def test_sampled_alpha_is_the_overlap_of_the_distributions(target, other, journal):

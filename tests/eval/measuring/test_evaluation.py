@@ -11,8 +11,7 @@ from eval.decoding.loop import Decoding
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring import evaluation
-from eval.measuring.evaluation import Plan, _begin, _Stages
-from eval.measuring.runs import PromptRun
+from eval.measuring.evaluation import Plan, _begin, evaluate
 from eval.prompts import Prompt, PromptSet
 
 VOCAB = 40
@@ -75,35 +74,65 @@ def test_models_are_known_by_the_first_tokens_of_a_long_prompt(key, monkeypatch)
     assert key(prompts=changed)[1:] != tuple(rest)
 
 
-def timed(speedups, seconds=1.0):
-    """Runs [batches][contenders][1]: without a draft, and with one of these speed-ups."""
+@pytest.fixture
+def evaluated(key, letters, journal, monkeypatch):
+    """Evaluates so many prompts on a clock that only timed prompts move, a second each; the report,
+    and the clock when it was made.
+    """
+    clock = [0.0]
+    monkeypatch.setattr(evaluation, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    decode_in_turns = evaluation.decode_in_turns
 
-    def run(number, took):
-        return [PromptRun(str(number), None, 3, [1, 2], took / 2, [took / 2], [1], [0], [0], False)]
+    def turns(target, contenders, prompts, journal, over):
+        def ticking(rows):
+            clock[0] = float(len(rows))
+            return over(rows)
 
-    return [[run(i, seconds), run(i, seconds / speedup)] for i, speedup in enumerate(speedups)]
+        return decode_in_turns(target, contenders, prompts, journal, ticking)
+
+    monkeypatch.setattr(evaluation, "decode_in_turns", turns)
+    target = dataclasses.replace(key.target, tokenizer=letters(VOCAB))
+
+    def make(drafter, count, seconds, tuning=None, how=HOW):
+        prompts = [Prompt(str(i), prompt="x") for i in range(count)]
+        shown = PromptSet("made up", prompts, [[i, 3, i] for i in range(count)])
+        plan = Plan(None if tuning else 2, 3, count, seconds)
+        relation = {"relation": "identical", "strategy": "direct", "coverage": 1.0}
+        drafter = dataclasses.replace(drafter, vocabulary=relation)
+        given = target, {"draft": drafter}, shown, tuning or shown, how, plan, journal, {}
+        return evaluate(*given), clock[0]
+
+    return make
 
 
 @pytest.mark.parametrize(
-    ("speedups", "seconds", "enough"),
+    ("count", "seconds", "timed"),
     [
-        ([2.0, 2.02] * 6, 1e9, True),  # the interval is narrow
-        ([1.0, 4.0] * 6, 1e9, False),
-        ([1.0, 4.0] * 6, 20.0, True),  # four more would take longer
-        ([2.0, 2.02] * 4, 0.0, False),  # too few
-        ([2.0, 2.02] * 7, 0.0, False),  # looked at after every fourth prompt alone
-        ([2.0, 2.02] * 6, None, False),  # all are timed
+        (20, None, 20),  # all are timed
+        (20, 15.0, 15),  # until time is over
+        (20, 0.0, 12),  # but never fewer than the fewest
+        (5, 0.0, 5),
     ],
 )
-def test_prompts_are_timed_until_the_speedups_are_known_or_time_is_up(speedups, seconds, enough):
-    how = dataclasses.replace(HOW, sampling=Sampling())
-    stages = SimpleNamespace(plan=Plan(2, 3, 40, seconds=seconds), decoding=how)
-    assert _Stages.enough(stages, timed(speedups)) is enough
+def test_prompts_are_timed_until_time_is_over(key, drafter, evaluated, count, seconds, timed):
+    report, _ = evaluated(drafter(key.target.decoder, VOCAB), count, seconds)
+    draft = report.drafts["draft"]
+    assert draft.speedup.n == draft.lossless.prompts == timed
+    assert draft.alpha.n == count  # on all evaluation prompts
+    assert draft.lossless.identical == timed  # compared greedily, though tokens were sampled
 
 
-def test_where_texts_are_sampled_they_are_decoded_twice():
-    plan = Plan(2, 3, 40, seconds=30.0)
-    greedy = dataclasses.replace(HOW, sampling=Sampling())
-    once, twice = (SimpleNamespace(plan=plan, decoding=how) for how in (greedy, HOW))
-    assert not _Stages.enough(once, timed([1.0, 4.0] * 6))
-    assert _Stages.enough(twice, timed([1.0, 4.0] * 6))
+@pytest.mark.parametrize("shared", [[1, 3, 1], [99, 3, 99]])
+def test_draft_lengths_are_not_chosen_on_evaluated_prompts(key, drafter, evaluated, shared):
+    tuning = PromptSet("other", [Prompt("t", prompt="x")], [[i % VOCAB for i in shared]])
+    draft = drafter(key.target.decoder, VOCAB)
+    if shared[0] == 1:
+        with pytest.raises(ValueError, match="'t' would choose the draft length and be evaluated"):
+            evaluated(draft, 4, None, tuning)
+    else:
+        report, _ = evaluated(draft, 4, None, tuning)
+        assert report.decoding.gamma_policy == "fixed, fastest on 1 other prompts"
+
+
+def test_the_time_that_is_left_makes_no_other_evaluation(key):
+    assert key(plan=Plan(2, 3, 2, seconds=9.0)) == key(plan=Plan(2, 3, 2, seconds=4.0))

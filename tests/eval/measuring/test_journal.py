@@ -12,11 +12,12 @@ import pytest
 from align.files import DiskFullError
 from eval.decoding.build import build_decoder
 from eval.decoding.loop import Decoding
+from eval.decoding.prompt_run import PromptRun
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring.evaluation import Plan, evaluate
 from eval.measuring.journal import Journal
-from eval.measuring.runs import PromptRun, StepCosts
+from eval.measuring.runs import StepCosts
 from eval.prompts import Prompt, PromptSet
 
 RUN = PromptRun("p1", None, 7, [3, 4, 5], 0.1 + 0.2, [1 / 3], [2], [3], [1], True)

@@ -1,4 +1,4 @@
-"""Greedy texts compared, on tiny models whose answers are known: alone and in batches."""
+"""Greedy texts compared, on tiny models whose answers are known."""
 
 import dataclasses
 
@@ -6,20 +6,19 @@ import pytest
 import torch
 
 from eval.decoding.build import build_decoder
-from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring.losslessness import LosslessCheck, tie
-from eval.prompts import Prompt
+from eval.prompts import Prompt, PromptSet
 
 VOCAB = 40
 NEVER = frozenset({VOCAB + 1})
 PROMPTS = [Prompt(f"p{i}", prompt="unused") for i in range(3)]
 IDS = [[3, 14, 15], [9, 2], [6, 5, 35, 8]]
-ALONE = [([prompt], [ids]) for prompt, ids in zip(PROMPTS, IDS, strict=True)]
-TOGETHER = [(PROMPTS, IDS)]
+SET = PromptSet("made up", PROMPTS, IDS)
 GREEDY = Decoding(Sampling(), NEVER, 20)
-LENGTH = DraftLength(3)
+LENGTH = 3
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,8 @@ def own(target, drafter):
 
 
 def baselines(target):
-    return [decode(target.decoder, None, *batch, GREEDY, LENGTH) for batch in ALONE]
+    rows = zip(PROMPTS, IDS, strict=True)
+    return [decode(target.decoder, None, prompt, ids, GREEDY) for prompt, ids in rows]
 
 
 def changed(run, at):
@@ -44,12 +44,9 @@ def changed(run, at):
     return dataclasses.replace(run, tokens=tokens)
 
 
-def check(target, runs, draft, batches=ALONE):
-    """The ledger of runs against the target alone, decoded in the same batches."""
-    base = baselines(target)
-    if batches is TOGETHER:
-        base = [decode(target.decoder, None, PROMPTS, IDS, GREEDY, LENGTH)]
-    return LosslessCheck(target, GREEDY).ledger(draft, LENGTH, batches, base, runs)
+def check(target, runs, draft):
+    """The ledger of runs against the target alone."""
+    return LosslessCheck(target, GREEDY, list).ledger(draft, LENGTH, SET, baselines(target), runs)
 
 
 def test_identical_runs_are_identical(target, own):
@@ -64,20 +61,20 @@ def test_identical_runs_are_identical(target, own):
 
 def test_another_token_where_nothing_ties_is_unexplained(target, own):
     base = baselines(target)
-    other = changed(*base[1], 7)
-    counts = check(target, [base[0], [other], base[2]], own)
+    other = changed(base[1], 7)
+    counts = check(target, [base[0], other, base[2]], own)
     (entry,) = counts.pop("divergences")
     assert counts == {"prompts": 3, "identical": 2, "tie_divergences": 0, "unexplained": 1}
     assert (entry["prompt"], entry["position"], entry["tie"]) == ("p1", 7, False)
-    assert entry["target"] == [base[1][0].tokens[7]]
+    assert entry["target"] == [base[1].tokens[7]]
     assert entry["drafted"] == [other.tokens[7]]
     assert entry["gap"] > entry["error"] >= 0
 
 
 def test_a_text_that_is_cut_short_is_unexplained(target, own):
     first, *others = baselines(target)
-    short = dataclasses.replace(*first, tokens=first[0].tokens[:-1])
-    assert check(target, [[short], *others], own)["unexplained"] == 1
+    short = dataclasses.replace(first, tokens=first.tokens[:-1])
+    assert check(target, [short, *others], own)["unexplained"] == 1
 
 
 class Duplicated:
@@ -100,13 +97,13 @@ def test_a_tie_is_explained_only_when_fp32_agrees(target, own):
     tied = dataclasses.replace(target, decoder=Duplicated(target.decoder, 1e-3))
     base = baselines(tied)
     # the partner of the likeliest token, at a gap of 1e-3, in blocks of two
-    wide = dataclasses.replace(changed(*base[0], 5), drafted=[1] * 19)
-    runs = [[wide], *base[1:]]
+    wide = dataclasses.replace(changed(base[0], 5), drafted=[1] * 19)
+    runs = [wide, *base[1:]]
     assert check(tied, runs, own)["tie_divergences"] == 1
     # the same divergence, but an exact decoder that itself gives other tokens with a draft
-    found = LosslessCheck(tied, GREEDY)
+    found = LosslessCheck(tied, GREEDY, list)
     found.exact = Duplicated(target.decoder, 1e-3)
-    assert found.ledger(own, LENGTH, ALONE, base, runs)["unexplained"] == 1
+    assert found.ledger(own, LENGTH, SET, base, runs)["unexplained"] == 1
 
 
 @pytest.mark.parametrize(("gap", "is_tie"), [(0.5, True), (1.0, True), (2.0, True), (2.1, False)])
@@ -120,58 +117,21 @@ def test_a_tie_is_a_gap_of_at_most_twice_the_error(gap, is_tie):
         assert int(single.argmax()) != int(wide.argmax())
 
 
-def test_ties_of_a_batch_are_explained_row_by_row(target, tiny, drafter):
-    draft = drafter(build_decoder(tiny(1, VOCAB), 100), VOCAB)
-    tied = dataclasses.replace(target, decoder=Duplicated(target.decoder, 1e-3))
-    runs = decode(tied.decoder, draft, PROMPTS, IDS, GREEDY, LENGTH)
-    counts = check(tied, [runs], draft, TOGETHER)
-    assert counts["tie_divergences"] == 3
-    for entry in counts["divergences"]:
-        assert entry["gap"] == pytest.approx(1e-3, rel=1e-2)
-        assert entry["error"] == pytest.approx(2e-3, rel=1e-2)  # below in one, above in the other
-
-
-def test_a_changed_word_of_a_batch_is_unexplained(target, tiny, drafter):
-    draft = drafter(build_decoder(tiny(1, VOCAB), 100), VOCAB)
-    runs = decode(target.decoder, draft, PROMPTS, IDS, GREEDY, LENGTH)
-    assert check(target, [runs], draft, TOGETHER)["identical"] == 3
-    runs[2] = changed(runs[2], 9)
-    counts = check(target, [runs], draft, TOGETHER)
-    assert (counts["identical"], counts["unexplained"]) == (2, 1)
-    assert counts["divergences"][0]["prompt"] == "p2"
-
-
 @pytest.mark.parametrize("draft_seed", [0, 1])
-def test_a_replayed_batch_gives_the_logits_that_were_decoded_with(
-    target, tiny, drafter, draft_seed
-):
-    """Rows that end at different times, so that the batch closes up: bit by bit the same logits."""
-    seen = {}
+def test_replayed_steps_give_the_logits_that_were_decoded_with(target, tiny, drafter, draft_seed):
+    """Bit by bit the same, whatever was accepted."""
+    decoded = []
 
     class Watched(Duplicated):
         def forward(self, tokens, start, cache, last_only=False, states=None):
             logits = self.decoder.forward(tokens, start, cache, last_only)
-            starts = start.tolist() if hasattr(start, "tolist") else [start] * len(tokens)
-            for row, at in enumerate(starts):
-                for i, after in enumerate(logits[row]):
-                    # kept once: a later block may begin where a rejected one stood
-                    key = (tuple(tokens[row, : i + 1].tolist()), at + i)
-                    seen.setdefault(key, []).append(after)
+            decoded.extend(logits[0])
             return logits
 
-    stops = frozenset({baselines(target)[0][0].tokens[6]})
-    how = dataclasses.replace(GREEDY, stops=stops)
     draft = drafter(build_decoder(tiny(draft_seed, VOCAB), 100), VOCAB)
     watched = dataclasses.replace(target, decoder=Watched(target.decoder, 0))
-    runs = decode(watched.decoder, draft, PROMPTS, IDS, how, LENGTH)
-    lengths = [len(run.tokens) for run in runs]
-    assert len(set(lengths)) > 1
-    decoded = [after for rows in seen.values() for after in rows]
-    seen.clear()
-    for at in range(max(lengths)):
-        wanted = {row: at for row, length in enumerate(lengths) if at < length}
-        found = LosslessCheck(target, how)._logits_at(wanted, IDS, runs, LENGTH.gamma)
-        assert sorted(found) == sorted(wanted)
-        for row, logits in found.items():
-            assert int(logits.argmax()) == runs[row].tokens[at]
-            assert any(logits.equal(after) for after in decoded)
+    run = decode(watched.decoder, draft, PROMPTS[0], IDS[0], GREEDY, LENGTH)
+    for position, token in enumerate(run.tokens):
+        found = LosslessCheck(target, GREEDY, list)._logits_at(position, IDS[0], run, LENGTH)
+        assert int(found.argmax()) == token
+        assert any(found.equal(after) for after in decoded)

@@ -7,11 +7,12 @@ import random
 import numpy as np
 import pytest
 
+from eval.decoding.prompt_run import PromptRun
 from eval.measuring import metrics
 from eval.measuring.cost import break_even_alpha
 from eval.measuring.intervals import NothingToMeasure
 from eval.measuring.metrics import replayed_blocks, replayed_tau
-from eval.measuring.runs import Agreement, DraftLog, PromptRun, StepCosts, check_runs
+from eval.measuring.runs import Agreement, DraftLog, StepCosts, check_runs
 
 COSTS = StepCosts(
     draft_step=0.1,
@@ -324,6 +325,15 @@ def make_log(runs=(), baseline=(), agreement=None, **fields):
     about = {"name": "a", "path": "", "form": "", "vocabulary": {}, "lossless": {}}
     about |= {"gamma": 2, "gamma_policy": "fixed"}
     return DraftLog(runs=runs, baseline=baseline, agreement=agreement, **(about | fields))
+
+
+def test_runs_are_paired_by_prompt_whatever_their_order():
+    runs = [make_run("a"), make_run("b")]
+    base = [make_baseline("b", 2), make_baseline("a", 7)]
+    assert [(run.prompt_id, other.prompt_id) for run, other in metrics.pair(runs, base)] == [
+        ("a", "a"),
+        ("b", "b"),
+    ]
 
 
 def test_gains_are_paired_differences():

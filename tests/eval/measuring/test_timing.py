@@ -6,15 +6,16 @@ from types import SimpleNamespace
 import pytest
 
 from eval.decoding.build import build_decoder
-from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.drafters.lookup import lookup_first
+from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring import metrics, timing
-from eval.measuring.replay import best_length, places
 from eval.measuring.runs import StepCosts
 from eval.measuring.timing import (
-    ALONE,
+    Contender,
     decode_in_turns,
+    fastest_length,
     in_turns,
     over_stock_generate,
     step_costs,
@@ -55,7 +56,8 @@ def other(tiny, drafter):
 
 def baselines(target):
     return [
-        decode(target.decoder, None, *batch, GREEDY, DraftLength(0))[0] for batch in SET.batches(1)
+        decode(target.decoder, None, prompt, ids, GREEDY)
+        for prompt, ids in zip(PROMPTS, IDS, strict=True)
     ]
 
 
@@ -84,12 +86,57 @@ def test_costs_are_those_of_every_width_after_the_warm_up(target, own, monkeypat
     assert timed == [1, 0.5, 2, 0.5, 3, 4] * 5
 
 
-@pytest.mark.parametrize(("verify", "gamma"), [(0.0, 3), (9.0, 1)])
-def test_the_draft_length_is_the_fastest_on_what_was_measured(target, own, verify, gamma):
-    """All is accepted: long drafts pay where a wide call costs no more, else the shortest do."""
-    costs = StepCosts(0.1, 1.0, {width: 1 + verify * (width - 1) for width in range(1, 5)}, 30)
-    replayed = places(target, own, SET, GREEDY, 3)
-    assert best_length(replayed, costs, 3) == DraftLength(gamma)
+def costs_of(draft, wider, block=0.0):
+    """wider: what each token more to verify adds to a step of one second."""
+    verify = {width: 1 + wider * (width - 1) for width in range(1, 8)}
+    return StepCosts(draft, 1.0, verify, 30, block)
+
+
+@pytest.mark.parametrize(("wider", "length"), [(0.0, 6), (9.0, 1)])
+def test_the_draft_length_is_the_fastest_by_acceptance_and_costs(target, own, wider, length):
+    """All is accepted: long drafts pay where a wide step costs no more, else the shortest do."""
+    assert fastest_length(target, own, SET, GREEDY, costs_of(0.1, wider), 6) == length
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=str)
+def test_every_draft_length_is_priced_as_it_decodes(target, other, sampling, monkeypatch):
+    """The price of a length is that of decoding with it, up to where its steps begin."""
+    monkeypatch.setattr(timing, "TUNING_TOKENS", 400)
+    prompts = [Prompt(f"p{i}", prompt="unused") for i in range(24)]
+    many = PromptSet("made up", prompts, [[i, i + 1] for i in range(24)])
+    how = Decoding(sampling, NEVER, 60, rule="token")
+    costs = costs_of(0.15, 0.02)
+
+    def tokens_per_second(length):
+        tokens = seconds = 0.0
+        for prompt, ids in zip(many.prompts, many.ids, strict=True):
+            run = decode(target.decoder, other, prompt, ids, how, length)
+            for drafted, emitted in zip(run.drafted, run.block_tokens, strict=True):
+                tokens += emitted
+                seconds += float(costs.draft(drafted) + costs.verify(drafted + 1))
+        return tokens / seconds
+
+    rates = [tokens_per_second(length) for length in range(1, 5)]
+    chosen = fastest_length(target, other, many, how, costs, 4)
+    assert rates[chosen - 1] > 0.97 * max(rates)
+
+
+def test_what_n_gram_speculation_found_is_priced_as_free(target, other):
+    repeating = PromptSet("made up", PROMPTS[:1], [[3, 1, 3, 1, 3, 1, 3, 1, 3, 1, 3, 1]])
+    steps = []
+
+    class Watched(StepCosts):
+        def draft(self, tokens):
+            steps.append(tokens)
+            return super().draft(tokens)
+
+    costs = Watched(**vars(costs_of(0.5, 0.01)))
+    both = lookup_first(other, NEVER)
+    fastest_length(target, both, repeating, GREEDY, costs, 1)
+    run = decode(target.decoder, both, PROMPTS[0], repeating.ids[0], GREEDY, 1)
+    assert sum(run.free) > 0
+    taken = [n - free for n, free in zip(run.drafted, run.free, strict=True)]
+    assert steps == taken[: run.whole_blocks]
 
 
 def test_contenders_take_turns_at_being_first(journal):
@@ -104,21 +151,16 @@ def test_contenders_take_turns_at_being_first(journal):
     assert found == [[f"{which} on {row}" for (row,) in rows] for which in range(3)]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_every_batch_is_decoded_by_everybody(target, own, other, journal, size):
-    batches = [(PROMPTS[:2], IDS[:2]), (PROMPTS[2:], IDS[2:])] if size == 2 else SET.batches(1)
-    contenders = [ALONE, (own, DraftLength(2)), (other, DraftLength(3))]
-    made = decode_in_turns(target, contenders, batches, GREEDY, journal, "stage")
-    expected = [run.tokens for run in baselines(target)]
+def test_every_prompt_is_decoded_by_everybody(target, own, other, journal):
+    contenders = [Contender(*way, GREEDY) for way in ((None, 0), (own, 2), (other, 3))]
+    made = decode_in_turns(target, contenders, SET, journal)
     assert len(made) == 3
-    for decoded in made:
-        assert [len(batch) for batch in decoded] == [len(prompts) for prompts, _ in batches]
-        assert [run.prompt_id for batch in decoded for run in batch] == ["p0", "p1", "p2"]
-        assert [run.tokens for batch in decoded for run in batch] == expected
-        assert all(run.seconds > 0 for batch in decoded for run in batch)
-    _, first, second = ([run for batch in decoded for run in batch] for decoded in made)
-    assert metrics.tau(first).mean == 3 > metrics.tau(second).mean
-    assert max(second[0].drafted) == 3
+    for runs in made:
+        assert [run.prompt_id for run in runs] == ["p0", "p1", "p2"]
+        assert [run.tokens for run in runs] == [run.tokens for run in baselines(target)]
+        assert all(run.seconds > 0 for run in runs)
+    assert metrics.tau(made[1]).mean == 3 > metrics.tau(made[2]).mean
+    assert max(made[2][0].drafted) == 3
 
 
 def test_stock_generate_is_timed_on_the_same_prompts(target):

@@ -1,4 +1,4 @@
-"""Prompt lookup: what it drafts, and that the output stays the target's."""
+"""N-gram speculation: what it drafts, alone and before a draft."""
 
 import dataclasses
 import random
@@ -7,16 +7,23 @@ import pytest
 import torch
 
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters.drafter import Texts
+from eval.decoding.drafters.causal_lm import CausalLMDrafter
+from eval.decoding.drafters.drafter import Text
 from eval.decoding.drafters.loading import load_drafter
-from eval.decoding.drafters.lookup import AFTER_ONE, LONGEST, TextIndex, looked_up
-from eval.decoding.loop import Decoding, DraftLength, decode
+from eval.decoding.drafters.lookup import (
+    AFTER_ONE,
+    LONGEST,
+    LookupFirst,
+    PromptLookup,
+    TextIndex,
+    looked_up,
+    lookup_first,
+)
+from eval.decoding.drafters.pard import PardDrafter
+from eval.decoding.loop import Decoding
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring.agreement import measure_agreement, target_texts
-from eval.measuring.evaluation import Plan, evaluate
-from eval.measuring.replay import best_length, places
-from eval.measuring.runs import StepCosts
 from eval.prompts import Prompt, PromptSet
 
 VOCAB = 40
@@ -111,32 +118,9 @@ def test_the_end_of_a_turn_is_never_drafted(target, name):
     drafted = {}
     for stop in (END, VOCAB + 1):
         drafter = load_drafter(name, dataclasses.replace(target, stops=frozenset({stop})))
-        (q,) = drafter.teacher_forced(CHAT, answer, [Sampling()], {})
-        texts = Texts([[*CHAT, FENCE]], 99, Sampling(), torch.Generator(), [{}])
-        drafted[stop] = q[0, :, END].sum(), drafter.start(texts).propose(2, 0.0).tokens.tolist()
-    assert drafted == {END: (0, [[3, 4]]), VOCAB + 1: (2, [[END, 1]])}
-
-
-@pytest.mark.parametrize("name", ["prompt-lookup", "lookup-first:prompt-lookup"])
-def test_sessions_look_up_each_row_of_its_own_as_others_leave(target, name):
-    draw = random.Random(1)
-    texts = [draw.choices(range(3), k=draw.randrange(1, 9)) for _ in range(6)]
-    drafter = load_drafter(name, target)
-    session = drafter.start(Texts([*map(list, texts)], 99, Sampling(), torch.Generator(), [{}] * 6))
-    while texts:
-        for _ in range(3):
-            proposal = session.propose(5, 0.0)
-            counts = proposal.counts.tolist() if proposal.counts is not None else None
-            for row, text in enumerate(texts):
-                end = counts[row] if counts else None
-                assert proposal.tokens[row].tolist()[:end] == scanned(text, 5)
-            emitted = [draw.choices(range(3), k=draw.randrange(1, 4)) for _ in texts]
-            session.commit(emitted, [0] * len(texts), {})
-            texts = [text + new for text, new in zip(texts, emitted, strict=True)]
-        # one leaves, the others change places
-        rows = draw.sample(range(len(texts)), len(texts) - 1)
-        session.keep(rows)
-        texts = [texts[row] for row in rows]
+        q = drafter.teacher_forced(CHAT, answer, Sampling(), {})
+        drafted[stop] = q[:, END].sum(), start(drafter, [*CHAT, FENCE]).propose(2).tokens.tolist()
+    assert drafted == {END: (0, [3, 4]), VOCAB + 1: (2, [END, 1])}
 
 
 def test_a_lookup_reads_no_more_of_a_longer_text():
@@ -173,41 +157,15 @@ def test_the_log_of_alpha_looks_up_before_every_token():
         assert tokens == [token for tokens in scans for token in tokens]
 
 
-def test_without_a_match_nothing_is_drafted(target, lookup):
-    ids = [[1, 2, 3], [7, 8, 7]]
-    session = lookup.start(Texts(ids, 50, Sampling(), torch.Generator(), [{}, {}]))
-    proposal = session.propose(4, 0.0)
-    assert proposal.counts.tolist() == [0, 2]
-    assert proposal.tokens[1].tolist() == [8, 7]
-    session.commit([[1], [9]], [0, 0], {})
-    proposal = session.propose(4, 0.0)
-    assert proposal.counts.tolist() == [2, 0]
-    assert proposal.tokens[0].tolist() == [2, 3]
-    session.keep([1])
-    assert session.propose(4, 0.0).tokens.shape == (1, 0)
+def start(drafter, ids, sampling=GREEDY.sampling):
+    return drafter.start(Text([*ids], 60, sampling, torch.Generator().manual_seed(1), {}))
 
 
-@pytest.mark.parametrize("length", [DraftLength(1), DraftLength(4), DraftLength(4, 0.4)], ids=str)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_output_is_the_targets_own(target, lookup, length, temperature):
-    how = Decoding(Sampling(temperature), GREEDY.stops, 40)
-    base = [
-        decode(target.decoder, None, [prompt], [ids], how, length)[0]
-        for prompt, ids in zip(PROMPTS, IDS, strict=True)
-    ]
-    for runs in (
-        [
-            decode(target.decoder, lookup, [prompt], [ids], how, length)[0]
-            for prompt, ids in zip(PROMPTS, IDS, strict=True)
-        ],
-        decode(target.decoder, lookup, PROMPTS, IDS, how, length),
-    ):
-        assert all(len(run.tokens) == 40 for run in runs)
-        # where nothing matches a block is one token of the target's alone
-        assert any(0 in run.drafted for run in runs)
-        if temperature == 0:
-            assert [run.tokens for run in runs] == [run.tokens for run in base]
-            assert sum(sum(run.accepted) for run in runs) > 0
+def test_without_a_match_nothing_is_drafted(lookup):
+    session = start(lookup, [1, 2, 3])
+    assert session.propose(4).tokens.tolist() == []
+    session.commit([1], 0, {})
+    assert session.propose(4).tokens.tolist() == [2, 3]
 
 
 def test_alpha_counts_the_tokens_it_would_have_got(target, lookup, journal):
@@ -220,33 +178,59 @@ def test_alpha_counts_the_tokens_it_would_have_got(target, lookup, journal):
         assert row.guesses == [d[0] if d else -1 for d in drafted]
 
 
-def test_its_best_length_is_its_own_and_knows_no_doubt(target, lookup):
-    texts = places(target, lookup, PromptSet("made up", PROMPTS, IDS), GREEDY, 6)
-    for price, gammas in ((0.001, range(2, 7)), (1.0, [1])):  # of a token more to verify
-        costs = StepCosts(0.0, 1.0, {width: 1 + price * (width - 1) for width in range(1, 8)}, 20)
-        length = best_length(texts, costs, 6)
-        assert length.gamma in gammas
-        assert length.stop_below == 0
+@pytest.fixture
+def behind(target):
+    """A draft behind n-gram speculation: the target itself, always right unless it read wrongly."""
+    draft = CausalLMDrafter(vocab_size=VOCAB, path="itself", vocabulary={}, decoder=target.decoder)
+    return lookup_first(draft, GREEDY.stops)
 
 
-def test_it_stands_in_a_report_like_any_draft(target, lookup, letters, journal):
-    target.tokenizer = letters(VOCAB)
+def test_a_match_of_two_tokens_takes_no_draft_step(behind, monkeypatch):
+    session = start(behind, [1, 2, 3, 9, 1, 2])
+    monkeypatch.setattr(session.session, "propose", None)
+    tokens, q, free = session.propose(6)
+    assert (tokens.tolist(), q, free) == ([3, 9, 1, 2, 3, 9], None, True)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8)], ids=str)
+def test_without_such_a_match_the_draft_writes(behind, sampling):
+    tokens, q, free = start(behind, [7, 8, 7], sampling).propose(3)
+    alone = start(behind.draft, [7, 8, 7], sampling).propose(3)
+    assert not free
+    assert torch.equal(tokens, alone.tokens)
+    assert q is None if sampling.greedy else torch.equal(q, alone.q)
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 4])
+def test_after_a_lookup_the_draft_reads_what_was_emitted(behind, accepted):
+    ids = [1, 2, 3, 9, 1, 2]
+    session = start(behind, ids)
+    emitted = [*session.propose(4).tokens.tolist()[:accepted], 30]
+    session.commit(emitted, accepted, {})
+    fresh = start(behind.draft, [*ids, *emitted])
+    assert session.propose(4).tokens.tolist() == fresh.propose(4).tokens.tolist()
+
+
+def test_the_acceptance_rate_is_that_of_what_would_be_proposed(target, behind, journal):
+    texts = target_texts(target, IDS, GREEDY)
     prompts = PromptSet("made up", PROMPTS, IDS)
-    report = evaluate(
-        target,
-        {"rival": lookup, "again": lookup},
-        prompts,
-        prompts,
-        GREEDY,
-        Plan(None, 3, 3),
-        journal,
-        {"command": "test"},
-    )
-    rival = report.drafts["rival"]
-    assert rival.memory.overhead == 0
-    assert rival.vocabulary.strategy == "prompt lookup"
-    assert rival.lossless.identical == 3
-    assert report.prompts.random_bits == round(5.321928, 2)
-    assert "".join(rival.atlas.heat_map[0].tokens).isascii()
-    assert report.decoding.ended_by_stop == 0
-    assert report.decoding.gamma == report.drafts["again"].gamma
+    found, _ = measure_agreement(target, {"both": behind}, prompts, texts, GREEDY, journal)
+    wrong = 0
+    for row, ids, text in zip(found["both"], IDS, texts, strict=True):
+        for position, guess in enumerate(row.guesses):
+            looked_up = TextIndex(ids + text[:position], GREEDY.stops).following(1, 2)
+            assert guess == (looked_up[0] if looked_up else text[position])
+            wrong += guess != text[position]
+    assert wrong > 0
+
+
+def test_one_pass_of_the_draft_behind_it_is_timed_as_one(target):
+    masked = PardDrafter(vocab_size=VOCAB, vocabulary={}, decoder=target.decoder, mask=0)
+    assert lookup_first(masked, GREEDY.stops).block(20, Sampling(), 3) is not None
+
+
+def test_it_is_named_before_a_colon(target):
+    loaded = load_drafter("lookup-first:prompt-lookup", target)
+    assert isinstance(loaded, LookupFirst)
+    assert isinstance(loaded.draft, PromptLookup)
+    assert loaded.path == "lookup-first:prompt-lookup"

@@ -1,0 +1,409 @@
+"""What every drafter keeps, whatever it is: outputs are the target's, q is what was sampled from.
+
+A new kind of draft is a line in DRAFTERS.
+"""
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from align.transplant import transplant
+from align.vocab_map import build_map
+from eval.decoding.build import build_decoder
+from eval.decoding.drafters.bridged import MapDrafter
+from eval.decoding.drafters.causal_lm import CausalLMDrafter, TokenSession
+from eval.decoding.drafters.drafter import HeadDrafter, Text
+from eval.decoding.drafters.eagle3 import FORMAT as EAGLE3
+from eval.decoding.drafters.eagle3 import Eagle3Session, build_eagle3
+from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
+from eval.decoding.drafters.medusa import MedusaDrafter, MedusaSession
+from eval.decoding.drafters.pard import PardDrafter
+from eval.decoding.loop import Decoding, decode
+from eval.decoding.stock import StockDecoder
+from eval.decoding.target import Target
+from eval.decoding.verification import Sampling
+from eval.decoding.weights import Product
+from eval.measuring.evaluation import Plan, evaluate
+from eval.prompts import Prompt, PromptSet
+from tests.eval.decoding.enumeration import emitted, of_target, played, total_variation
+from tests.eval.decoding.nearest_state import NearestState, StateSession
+from tests.eval.decoding.world import Remembered, make_side
+
+LONGEST, CONTEXT, DEPTH = 40, 90, 4
+NEVER = frozenset({99})
+GREEDY = Decoding(Sampling(), NEVER, LONGEST)
+PROMPT = Prompt("p", prompt="unused")
+TEXTS = [[3, 14, 15, 9, 3, 14], [9], [6, 5, 35, 8, 6, 5, 35], [1, 2], [0, 13, 27, 4, 30]]
+
+
+@dataclasses.dataclass
+class World:
+    """A target, the vocabularies of a pair, and what makes models of so many vocabulary entries."""
+
+    target: Target
+    sides: tuple
+    tiny: Callable  # (seed, vocab) -> a Llama
+    remember: bool  # whether decoders remember: for enumeration
+
+    def model(self, seed, vocab=None):
+        return self.tiny(seed, vocab or self.vocab)
+
+    @property
+    def vocab(self):
+        return len(self.target.decoder.embedding)
+
+    def drafter(self, model, build=build_decoder, context=CONTEXT, kind=CausalLMDrafter, **fields):
+        decoder = build(model, context)
+        decoder = Remembered(decoder) if self.remember else decoder
+        return kind(decoder=decoder, vocab_size=self.vocab, vocabulary=VOCABULARY, **fields)
+
+    def noisy(self):
+        """The target's weights with some noise: right now and then."""
+        model, generator = copy.deepcopy(self.model(0)), torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight += 0.05 * weight.std() * torch.randn(weight.shape, generator=generator)
+        return model
+
+
+VOCABULARY = {"relation": "identical", "strategy": "direct", "coverage": 1.0}
+
+
+def itself(world):
+    return world.drafter(world.model(0))
+
+
+def padded(world):
+    return world.drafter(world.model(9, world.vocab + 8), rows=world.vocab)
+
+
+def trimmed(world):
+    model, kept = world.model(0), torch.arange(0, world.vocab, 2)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight[kept].clone())
+    return world.drafter(model, token_ids=kept)
+
+
+def by_map(world, context=240):
+    target, draft = world.sides
+    model = world.model(3, len(draft.tokens))
+    return world.drafter(model, context=context, kind=MapDrafter, target=target, draft=draft)
+
+
+def transplanted(world):
+    target, draft = world.sides
+    vocab_map, model = build_map(target, draft), world.model(3, len(draft.tokens))
+    return world.drafter(transplant(model, vocab_map, target, draft, world.vocab))
+
+
+def pard(world, seed=0, most=DEPTH):
+    """The mask is the last vocabulary entry, with an embedding of its own."""
+    model, mask = copy.deepcopy(world.model(seed)), world.vocab - 1
+    with torch.no_grad():
+        model.get_input_embeddings().weight[mask].normal_()
+    return world.drafter(model, kind=PardDrafter, mask=mask, most=most)
+
+
+def eagle3(world, kept=None):
+    target, size = world.target, 32
+    shape = {"intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=world.vocab, hidden_size=size, num_hidden_layers=1, **shape)
+    config.norm_before_residual = kept is not None
+    ids = torch.arange(world.vocab) if kept is None else kept(world.vocab)
+    torch.manual_seed(2)
+    model = build_eagle3(config, (1, 2), len(ids)).to_empty(device="cpu")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.fill_(1) if weight.ndim == 1 else weight.normal_(std=0.3)
+    model.set_input_embeddings(target.model.get_input_embeddings())
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    return EAGLE3.drafter(model, ids, target)
+
+
+def medusa(world):
+    torch.manual_seed(0)
+    head = world.target.model.lm_head.weight.detach()
+    return MedusaDrafter(
+        vocab_size=world.vocab,
+        vocabulary=VOCABULARY,
+        layers=(2,),
+        blocks=[Product(0.3 * torch.randn(32, 32), torch.randn(32)) for _ in range(DEPTH)],
+        head=Product(head, None),
+        embedding=torch.zeros(world.vocab, 32),
+    )
+
+
+def nearest_state(world):
+    return NearestState(vocab_size=world.vocab, vocabulary=VOCABULARY, layers=(1, 2))
+
+
+def first(make):
+    return lambda world: lookup_first(make(world), NEVER)
+
+
+# name: what makes it, how much of a greedy draft is accepted
+DRAFTERS = {
+    "itself": (itself, "all"),
+    "noisy": (lambda world: world.drafter(world.noisy()), "some"),
+    "unrelated": (lambda world: world.drafter(world.model(7)), "any"),
+    "trimmed": (trimmed, "some"),
+    "padded": (padded, "any"),
+    "Transformers forward": (lambda world: world.drafter(world.noisy(), StockDecoder), "some"),
+    "by map": (by_map, "any"),
+    "by map, short of room": (lambda world: by_map(world, 14), "any"),
+    "transplanted": (transplanted, "any"),
+    "PARD": (pard, "some"),
+    "PARD, any length": (lambda world: pard(world, 5, None), "any"),
+    "EAGLE-3": (eagle3, "any"),
+    "EAGLE-3, trimmed": (lambda world: eagle3(world, lambda v: torch.arange(0, v, 2)), "any"),
+    "Medusa": (medusa, "any"),
+    "n-gram": (lambda world: prompt_lookup(world.target), "some"),
+    "n-gram, then itself": (first(itself), "some"),
+    "n-gram, then by map": (first(by_map), "some"),
+    "n-gram, then PARD": (first(pard), "some"),
+    "n-gram, then EAGLE-3": (first(eagle3), "some"),
+    "n-gram, then Medusa": (first(medusa), "some"),
+    "nearest state": (nearest_state, "any"),
+}
+
+
+LETTERS = [chr(ord("a") + i) for i in range(26)]
+PAIRS = [[a, b] for a in "aeiou" for b in "nrst"]
+
+
+@pytest.fixture(scope="module")
+def world(tiny, letters, tmp_path_factory):
+    """Letters and pairs of letters, of which target and draft share some, at other ids."""
+    folder, (mine, theirs) = tmp_path_factory.mktemp("sides"), (PAIRS[:14], PAIRS[6:])
+    words = [*LETTERS, *map("".join, mine)]
+    ends = [("<s>", True), ("</s>", True)]
+    target = make_side(folder / "target", words, mine, ends, "</s>")
+    words = [*map("".join, theirs), *LETTERS[::-1]]
+    draft = make_side(folder / "draft", words, theirs, [("<|end|>", True)], "<|end|>")
+
+    loaded = Target("tiny", tiny(0, 42), letters(42), build_decoder(tiny(0, 42), CONTEXT), NEVER)
+    return World(loaded, (target, draft), tiny, remember=False)
+
+
+@pytest.fixture(scope="module")
+def small(tiny, tmp_path_factory):
+    """So few tokens that all outputs can be enumerated; two are padding, one only one side has."""
+    folder = tmp_path_factory.mktemp("small")
+    target = make_side(folder / "target", ["a", "b", "ab", "ba"], [["a", "b"], ["b", "a"]])
+    draft = make_side(folder / "draft", ["aa", "a", "b", "ab"], [["a", "a"], ["a", "b"]])
+
+    decoder = Remembered(build_decoder(tiny(0, 6), 40))
+    return World(Target("tiny", tiny(0, 6), None, decoder, NEVER), (target, draft), tiny, True)
+
+
+@pytest.fixture(scope="module")
+def own(world):
+    """The target's own outputs."""
+    return [decode(world.target.decoder, None, PROMPT, ids, GREEDY).tokens for ids in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def made(world):
+    """The drafter of a name, made once."""
+    drafters = {}
+
+    def make(name):
+        if name not in drafters:
+            drafters[name] = DRAFTERS[name][0](world)
+        return drafters[name]
+
+    return make
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_greedy_outputs_are_the_targets_own(world, made, own, name):
+    drafted = accepted = 0
+    for ids, tokens in zip(TEXTS, own, strict=True):
+        for length in (1, 3, 8):
+            run = decode(world.target.decoder, made(name), PROMPT, ids, GREEDY, length)
+            assert run.tokens == tokens
+            assert run.problem(blocks=True) is None
+            assert max(run.drafted) <= length
+            drafted, accepted = drafted + sum(run.drafted), accepted + sum(run.accepted)
+            if name.startswith("n-gram, then"):
+                free = sum(run.free)
+                assert free <= sum(run.drafted)
+                assert length == 1 or len(ids) < 4 or 0 < free < sum(run.drafted)
+    assert drafted > 0
+    if DRAFTERS[name][1] == "all":
+        assert accepted == drafted
+    if DRAFTERS[name][1] == "some":
+        assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_stops_and_the_length_limit_end_a_text_where_they_end_the_targets(world, made, own, name):
+    ids, tokens = TEXTS[0], own[0]
+    for longest in (1, 2, 3, 6, 12):
+        how = dataclasses.replace(GREEDY, max_new_tokens=longest)
+        run = decode(world.target.decoder, made(name), PROMPT, ids, how, DEPTH)
+        assert run.tokens == tokens[:longest]
+    for stop in {*tokens[:12]}:
+        how = dataclasses.replace(GREEDY, stops=frozenset({stop}))
+        run = decode(world.target.decoder, made(name), PROMPT, ids, how, DEPTH)
+        assert run.tokens == tokens[: tokens.index(stop) + 1]
+        assert run.problem(blocks=True) is None
+
+
+SAMPLED = {
+    "block": Decoding(Sampling(1.5, top_k=3), NEVER, 3),
+    "token": Decoding(Sampling(1.5, top_k=3), NEVER, 3, rule="token"),
+    "top-p": Decoding(Sampling(1.5, top_p=0.7), NEVER, 3),
+}
+REPEATS = [1, 0, 2, 1, 0, 2, 1]
+
+
+@pytest.mark.parametrize("how", SAMPLED)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_sampled_outputs_have_the_targets_distribution(small, monkeypatch, name, how):
+    target, drafter, decoding = small.target.decoder, DRAFTERS[name][0](small), SAMPLED[how]
+    outputs, accepted, _ = emitted(played(monkeypatch), target, drafter, REPEATS, decoding, 2)
+    assert abs(sum(outputs.values()) - 1) < 1e-6
+    assert total_variation(outputs, of_target(target, REPEATS, decoding)) < 1e-5
+    assert accepted > 0
+
+
+def unwarped(monkeypatch):
+    """q is the softmax of other logits than a token was sampled from."""
+    right = HeadDrafter.over_target_ids
+    monkeypatch.setattr(
+        HeadDrafter,
+        "over_target_ids",
+        lambda self, q: right(self, (q.clamp_min(1e-9).log() * 1.3).softmax(-1)),
+    )
+
+
+def tokens_shifted(monkeypatch):
+    """Drafted tokens are named one entry further on than q says."""
+    right = HeadDrafter.to_target_ids
+    monkeypatch.setattr(
+        HeadDrafter, "to_target_ids", lambda self, entries: (right(self, entries) + 1) % 4
+    )
+
+
+@pytest.mark.parametrize("mutant", [unwarped, tokens_shifted])
+@pytest.mark.parametrize("name", ["unrelated", "by map", "EAGLE-3", "Medusa", "PARD"])
+def test_a_q_that_was_not_sampled_from_is_caught(small, monkeypatch, name, mutant):
+    target, drafter, decoding = small.target.decoder, DRAFTERS[name][0](small), SAMPLED["block"]
+    mutant(monkeypatch)
+    outputs, *_ = emitted(played(monkeypatch), target, drafter, REPEATS, decoding, 2)
+    assert total_variation(outputs, of_target(target, REPEATS, decoding)) > 1e-4
+
+
+def states_of(target, ids, layers):
+    states = dict.fromkeys(layers)
+    target.forward(torch.tensor([ids]), 0, target.new_cache(1, len(ids)), states=states)
+    return states
+
+
+@torch.inference_mode()
+def check_proposals(world, drafter, ids, text, sampling):
+    """What is proposed first while a text goes on is what the acceptance rate is taken on.
+
+    Steps draft one to three tokens; those that were proposed as they stand in the text count as
+    accepted. So each step reads on from what was drafted and accepted, or rejected, before it.
+    """
+    target, layers = world.target.decoder, drafter.layers
+    states = states_of(target, [*ids, *text[:-1]], layers)
+    rows = drafter.teacher_forced(ids, text, sampling, states)
+    assert rows.shape == (len(text), world.vocab)
+    read = {layer: state[:, : len(ids)] for layer, state in states.items()}
+    generator = torch.Generator().manual_seed(0)
+    session = drafter.start(Text([*ids, text[0]], CONTEXT, sampling, generator, read))
+    position, proposed = 1, 0
+    for count in itertools.cycle((1, 2, 3)):
+        if position + count >= len(text) - 1:
+            break
+        tokens, q, _ = session.propose(count)
+        if len(tokens) == 0:
+            assert rows[position].sum() == 0
+        elif q is None:
+            assert int(rows[position].argmax()) == int(tokens[0])
+            assert rows[position].max() == 1
+        else:
+            torch.testing.assert_close(q[0], rows[position], atol=1e-5, rtol=1e-4)
+        proposed += len(tokens)
+        pairs = zip(tokens.tolist(), text[position:], strict=False)
+        accepted = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+        emitted = text[position : position + accepted + 1]
+        start = len(ids) + position - 1
+        given = {layer: state[:, start : start + count + 1] for layer, state in states.items()}
+        session.commit(emitted, accepted, given)
+        position += len(emitted)
+    assert proposed > 0
+
+
+def check_all_proposals(world, drafter, own, sampling):
+    for ids, text in zip(TEXTS, own, strict=True):
+        check_proposals(world, drafter, ids, text, sampling)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, top_p=0.95)], ids=str)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_proposals_are_what_the_acceptance_rate_is_taken_on(world, made, own, name, sampling):
+    check_all_proposals(world, made(name), own, sampling)
+
+
+def rolled_back_one_too_little(monkeypatch):
+    right = TokenSession.commit
+
+    def commit(session, emitted, accepted, states):
+        right(session, emitted, accepted, states)
+        session.in_cache = min(session.in_cache + 1, len(session.text) - 1)
+
+    monkeypatch.setattr(TokenSession, "commit", commit)
+
+
+def states_off_by_one(monkeypatch):
+    for kind in (Eagle3Session, MedusaSession, StateSession):
+
+        def commit(session, emitted, accepted, states, right=kind.commit):
+            right(session, emitted, accepted, {k: v.roll(1, 1) for k, v in states.items()})
+
+        monkeypatch.setattr(kind, "commit", commit)
+
+
+def states_of_other_layers(monkeypatch):
+    right = Eagle3Session.commit
+
+    def commit(session, emitted, accepted, states):
+        right(session, emitted, accepted, dict(zip(states, [*states.values()][::-1], strict=True)))
+
+    monkeypatch.setattr(Eagle3Session, "commit", commit)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "name"),
+    [
+        *((rolled_back_one_too_little, name) for name in ("itself", "by map")),
+        *((states_off_by_one, name) for name in ("EAGLE-3", "Medusa", "nearest state")),
+        (states_of_other_layers, "EAGLE-3"),
+    ],
+)
+def test_a_session_that_reads_another_text_is_caught(world, made, own, monkeypatch, mutant, name):
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_all_proposals(world, made(name), own, Sampling())
+
+
+def test_all_stand_in_a_report(world, made, journal):
+    drafters = {name: made(name) for name in DRAFTERS}
+    prompts = [Prompt(str(i), prompt="unused") for i in range(len(TEXTS))]
+    evaluated = PromptSet("made up", prompts, TEXTS)
+    tuning = PromptSet("made up", prompts[:2], [[7, 8, 9, 7, 8], [11, 3]])
+    plan = Plan(None, 3, len(TEXTS))
+    report = evaluate(world.target, drafters, evaluated, tuning, GREEDY, plan, journal, {})
+    for name, draft in report.drafts.items():
+        assert draft.lossless.identical == len(TEXTS)
+        assert 1 <= draft.gamma <= 3
+        assert (draft.alpha.mean == 1) == (name in ("itself", "PARD"))  # the first token is right
+        assert (draft.payoff is None) == name.startswith("n-gram")

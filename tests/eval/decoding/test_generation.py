@@ -1,0 +1,104 @@
+"""Batched outputs of the target alone are those of single prompts, in fp32."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from eval.decoding import forward, generation
+from eval.decoding.build import build_decoder
+from eval.decoding.generation import Kept, generate_batched, rows_at_once, tokens_bar
+from eval.decoding.loop import Decoding, decode
+from eval.decoding.verification import Sampling
+from eval.prompts import Prompt
+
+VOCAB = 61
+NEVER = frozenset({VOCAB + 1})
+LONGEST = 40
+GREEDY = Decoding(Sampling(), NEVER, LONGEST)
+
+
+@pytest.fixture(scope="module")
+def target(tiny):
+    return build_decoder(tiny(0), 80)
+
+
+@pytest.fixture
+def rows():
+    """Prompts of 1 to 17 tokens."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = (5, 1, 9, 2, 17, 4, 12, 3)
+    return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.fixture
+def serial(target, rows):
+    """The target's own outputs, one by one, without a stop."""
+    prompt = Prompt("p", prompt="unused")
+    return [decode(target, None, prompt, ids, GREEDY).tokens for ids in rows]
+
+
+def until(tokens, stops):
+    """The tokens up to the first stop, included."""
+    ends = [i for i, token in enumerate(tokens) if token in stops]
+    return tokens[: ends[0] + 1] if ends else tokens
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 16])
+def test_answers_in_batches_of_any_size_are_those_of_single_rows(target, rows, serial, batch_size):
+    stops = frozenset({serial[0][8], serial[2][15]})  # rows end at different times
+    answers = {
+        answer.index: answer
+        for answer in generate_batched(
+            *(target, rows, Decoding(Sampling(), stops, LONGEST), batch_size, [0] * len(rows)),
+            Kept(lambda logits: (logits.argmax(-1),)),
+        )
+    }
+    assert sorted(answers) == list(range(len(rows)))
+    for index, tokens in enumerate(serial):
+        assert answers[index].tokens == until(tokens, stops)
+        assert [int(best) for (best,) in answers[index].captured] == answers[index].tokens
+
+
+def test_long_prompts_are_answered_fewer_at_once_and_read_in_pieces(target, rows, monkeypatch):
+    """As whole ones are, in a cache of no more slots than short ones may take."""
+    rows.append([7] * 40)
+
+    def answered():
+        made = generate_batched(
+            *(target, rows, Decoding(Sampling(), NEVER, 6), 4, [0] * len(rows)),
+            Kept(lambda logits: (logits.argmax(-1),), True, (0, 2)),
+        )
+        return sorted(made, key=lambda answer: answer.index)
+
+    whole = answered()
+    for module in (forward, generation):
+        monkeypatch.setattr(module, "PIECE", 8)
+    assert [rows_at_once(4, n, 6) for n in (1, 8, 9, 16, 17, 40, 100)] == [4, 4, 2, 2, 1, 1, 1]
+    asked, widths, new_cache, run = [], [], target.new_cache, target.forward
+    monkeypatch.setattr(target, "new_cache", lambda *a: asked.append(a) or new_cache(*a))
+    monkeypatch.setattr(
+        target, "forward", lambda ids, *a, **k: widths.append(ids.shape[1]) or run(ids, *a, **k)
+    )
+    for mine, other in zip(answered(), whole, strict=True):
+        assert (mine.index, mine.tokens) == (other.index, other.tokens)
+        assert mine.captured == other.captured
+        assert len(mine.captured) == len(rows[mine.index]) - 1 + 6
+        torch.testing.assert_close(torch.cat(mine.states), torch.cat(other.states))
+    assert max(widths) == 8
+    # of four buckets the rows that run, and those that are read together
+    assert [count for count, _ in asked] == [1, 1, 1, 1, 2, 1, 4, 4]
+
+
+def test_the_bar_of_answers_ends_at_its_total_however_long_they_are(target, rows):
+    rows = rows[:5]
+    greedily = Decoding(Sampling(), NEVER, 6)
+    made = list(generate_batched(target, rows, greedily, 2, [0] * 5))
+    stops = frozenset({made[0].tokens[1]})  # so that one ends before the others
+    bar = tokens_bar("answers", 5, Decoding(Sampling(), stops, 6))
+    counts = []
+    for _ in generate_batched(target, rows, replace(greedily, stops=stops), 2, [0] * 5, bar=bar):
+        counts.append(bar.n)
+    assert bar.n == bar.total == 30
+    assert counts == sorted(counts)
+    assert 0 < counts[0] < 30
