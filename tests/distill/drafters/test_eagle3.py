@@ -10,7 +10,7 @@ from align.sources import read_json
 from distill.drafters import eagle3
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
-from eval.decoding.drafters.drafter import Texts
+from eval.decoding.drafters.drafter import Text
 from eval.decoding.drafters.eagle3 import FORMAT
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.target import load_target
@@ -64,7 +64,7 @@ def test_steps_of_a_draft_are_those_of_its_session(
     for end in range(4, len(TEXT)):
         known = states(TEXT[: end - 1], LAYERS)
         texts = Texts([TEXT[:end]], 64, Sampling(), torch.Generator(), [known])
-        got = draft.start(texts).propose(gamma, 0.0).tokens[0].tolist()
+        got = draft.start(texts).propose(gamma).tokens.tolist()
         read = torch.stack([known[k] for k in LAYERS], 2)
         read = torch.nn.functional.pad(read, (0, 0, 0, 0, 0, gamma))
         with torch.no_grad():

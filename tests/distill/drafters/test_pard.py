@@ -11,7 +11,7 @@ from distill.drafters.pard import KIND, draw_masks, give_mask, read_with_masks, 
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
 from distill.train import run
-from eval.decoding.drafters.drafter import Texts
+from eval.decoding.drafters.drafter import Text
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.drafters.pard import PardDrafter
 from eval.decoding.target import load_target
@@ -47,10 +47,10 @@ def test_a_run_ends_in_a_folder_that_drafts_at_once(finished, name):
     assert (drafter.mask, drafter.most) == (TOKENS, 3)
     # what our own form drafts, the full form does in a plain pass over text and masks
     text = [5, 7, 9, 11, 3, 250, 8]
-    session = drafter.start(Texts([[*text]], 60, Sampling(), torch.Generator(), [{}]))
+    session = drafter.start(Text(text, 60, Sampling(), torch.Generator(), {}))
     with torch.no_grad():
         logits = plain(torch.tensor([[*text, TOKENS, TOKENS]])).logits[0, -3:]
-    assert session.propose(3, 0.0).tokens[0].tolist() == logits.argmax(-1).tolist()
+    assert session.propose(3).tokens.tolist() == logits.argmax(-1).tolist()
     tuned = read_report(recipe.folder / "report" / "report.json").drafts["tuned"]
     assert tuned.costs.draft_block_ms > 0
 
