@@ -63,8 +63,8 @@ def test_steps_of_a_draft_are_those_of_its_session(
     draft, gamma, seen = FORMAT.drafter(given, ids, target), 3, set()
     for end in range(4, len(TEXT)):
         known = states(TEXT[: end - 1], LAYERS)
-        texts = Texts([TEXT[:end]], 64, Sampling(), torch.Generator(), [known])
-        got = draft.start(texts).propose(gamma).tokens.tolist()
+        so_far = Text(TEXT[:end], 64, Sampling(), torch.Generator(), known)
+        got = draft.start(so_far).propose(gamma).tokens.tolist()
         read = torch.stack([known[k] for k in LAYERS], 2)
         read = torch.nn.functional.pad(read, (0, 0, 0, 0, 0, gamma))
         with torch.no_grad():
