@@ -22,7 +22,7 @@ from eval.engines.local_vllm import speculation
 from eval.engines.server import ServerError
 from eval.engines.transformers_assisted import usage
 from eval.prompts import DATA_SET
-from eval.reporting.report import DraftReport, Report
+from eval.reporting.fields import DraftReport, Report
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
 USUAL_GAMMA = 3  # where no report knows one

@@ -28,7 +28,9 @@ from eval.engines.vllm import VllmServer
 from eval.measuring.evaluation import Plan
 from eval.measuring.evaluation import evaluate as measure
 from eval.measuring.journal import JOURNAL, Journal
-from eval.reporting.report import Report, write_report
+from eval.reporting.build import build_report
+from eval.reporting.fields import Report
+from eval.reporting.files import write_report
 
 
 def evaluate(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target, clock: Clock) -> Report:
@@ -43,7 +45,7 @@ def evaluate(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target, clock
         again = (folder / "report" / "report.json").exists()
         seconds = 60 * recipe.minutes * (EVALUATED - TRAINED) if again else clock.left(EVALUATED)
     with Journal(folder / "report" / JOURNAL) as journal:
-        report = measure(
+        logs = measure(
             target,
             drafts,
             prompts.evaluation,
@@ -53,7 +55,8 @@ def evaluate(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target, clock
             journal,
             made_by,
         )
-        report = report.model_copy(update={"held_out": held_out_curve(folder, prompts.held_out)})
+        curve = held_out_curve(folder, prompts.held_out)
+        report = build_report(*logs).model_copy(update={"held_out": curve})
         write_report(folder / "report", report)
         write_json(folder / "provenance.json", made_by)
         write_card(folder / "draft", folder, [report])

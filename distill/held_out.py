@@ -29,7 +29,7 @@ from distill.teacher.store import Answers, CachedAnswer, Store
 from distill.training_set import answer_rows
 from eval.measuring.intervals import share
 from eval.prompts import PromptSet
-from eval.reporting.report import HeldOutCurve, HeldOutPoint
+from eval.reporting.fields import HeldOutCurve, HeldOutPoint
 
 HELD_OUT = "held_out"  # folder of the measurements
 FIRST_INDEX = 2**30  # of the answers to held-out prompts: no two answers of a run share one

@@ -34,7 +34,7 @@ from distill.export import FULL_FORM
 from distill.hub import push_folder
 from distill.recipe import read_yaml
 from eval.decoding.target import weights_sha256
-from eval.reporting.report import Report, read_report
+from eval.reporting.fields import Report, read_report
 
 NEEDED = (
     "recipe.yaml",

@@ -26,7 +26,8 @@ from align.files import atomic_file
 from eval.engines.counters import growth, read_requests, read_series, total
 from eval.engines.server import Server
 from eval.measuring.intervals import FEWEST_CLUSTERS
-from eval.measuring.traffic import (
+from eval.reporting.fields import DraftReport, Report, ReportError, read_report
+from eval.reporting.traffic import (
     MARGIN,
     Acceptance,
     Difference,
@@ -37,7 +38,6 @@ from eval.measuring.traffic import (
     drafts_lacking,
     measured_acceptance,
 )
-from eval.reporting.report import DraftReport, Report, ReportError, read_report
 
 REMEDY = (
     "Draft and report no longer fit what is served: measure on recent prompts (python -m eval.run "

@@ -6,18 +6,19 @@ local `.jsonl` / `.jsonl.gz` file. A row has `prompt`, completed raw, or `messag
 the target's chat template, with `tools` where it brings them; optionally `category`, `group`
 (prompts of one document or source share it), and `id` or `task_id`. Its other fields are ignored.
 `conversations` (`from` and `value`) and a `prompt` that is a list are messages, too; a last turn of
-the assistant is left out, since the target writes its own. A `prompt` that ends in a Python
-function and brings no category gets the kind of its task (`eval.task_kinds`). `instruction` puts a
-`prompt` into a user's message; `chat_template_kwargs` (`{"enable_thinking": false}`) reach the
+the assistant is left out, since the target writes its own. `instruction` puts a `prompt` into a
+user's message; `chat_template_kwargs` (`{"enable_thinking": false}`) reach the
 template, a row's own before those of the recipe.
 """
 
 from __future__ import annotations
 
+import ast
 import codecs
 import copy
 import gzip
 import hashlib
+import inspect
 import json
 import random
 import re
@@ -33,7 +34,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from align.files import atomic_file
 from align.sources import resolve_file
-from eval.task_kinds import split_task, task_kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,8 +64,6 @@ class PromptError(ValueError):
 class Prompt:
     """One prompt: `prompt` is completed as it stands, `messages` go through a chat template.
 
-    code: of a prompt that asks for a Python function, the code that this function completes.
-    entry_point: the function's name. test: code that defines `check(candidate)`.
     chat_template_kwargs: what the template reads beside the messages. tools: as JSON schemas.
     """
 
@@ -74,9 +72,6 @@ class Prompt:
     messages: list[dict[str, Any]] | None = None
     category: str | None = None
     group: str | None = None
-    code: str | None = None
-    entry_point: str | None = None
-    test: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
 
@@ -277,9 +272,6 @@ class _Row(BaseModel):
     task_id: str | int | None = None
     category: str | int | None = None
     group: str | int | None = None
-    code: str | None = None
-    entry_point: str | None = None
-    test: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
 
@@ -354,21 +346,14 @@ def _parse(row: bytes | dict[str, Any], spec: str, number: int) -> Prompt:
             f"object a line, as {EXAMPLE}."
         ) from error
     names = (parsed.id, parsed.task_id, number)
-    category = parsed.category
-    if category is None and parsed.prompt is not None:
-        category = task_kind(parsed.prompt)
-    judged = parsed.entry_point is not None
     return Prompt(
         str(next(name for name in names if name is not None)),
         parsed.prompt,
         None
         if parsed.messages is None
         else [turn.model_dump(exclude_unset=True) for turn in parsed.messages],
-        None if category is None else str(category),
+        None if parsed.category is None else str(parsed.category),
         None if parsed.group is None else str(parsed.group),
-        parsed.prompt if judged and parsed.code is None else parsed.code,
-        parsed.entry_point,
-        parsed.test if judged else None,
         parsed.chat_template_kwargs,
         parsed.tools or None,
     )
@@ -435,6 +420,31 @@ def _asked(prompt: Prompt, instruction: str) -> Prompt:
     # one pass: what a prompt says is never taken for a place
     content = re.sub("|".join(map(re.escape, parts)), lambda place: parts[place[0]], instruction)
     return replace(prompt, prompt=None, messages=[{"role": "user", "content": content}])
+
+
+def split_task(prompt: str) -> tuple[str, str] | None:
+    """The code of a prompt without its last function's docstring, and that docstring.
+
+    None where the prompt does not end in a function that has nothing but a docstring; there may be
+    imports before it.
+    """
+    try:
+        last = ast.parse(prompt).body[-1]
+    # no Python, a null byte, nothing but comments, nested too deeply for the parser
+    except (SyntaxError, ValueError, IndexError, RecursionError, MemoryError):
+        return None
+    if not isinstance(last, ast.FunctionDef):
+        return None
+    *imports, end = last.body
+    if not (isinstance(end, ast.Expr) and isinstance(end.value, ast.Constant)):
+        return None
+    docstring = end.value.value
+    if not isinstance(docstring, str):
+        return None
+    if not all(isinstance(node, ast.Import | ast.ImportFrom) for node in imports):
+        return None
+    lines = prompt.splitlines()[: end.lineno - 1]
+    return "\n".join(lines).strip("\n"), inspect.cleandoc(docstring)
 
 
 def refuse_repeated_ids(prompts: Iterable[Prompt], spec: str) -> None:

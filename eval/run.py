@@ -60,7 +60,9 @@ from eval.prompts import (
     load_prompts,
     render_set,
 )
-from eval.reporting.report import DraftReport, Report, write_report
+from eval.reporting.build import build_report
+from eval.reporting.fields import DraftReport, Report
+from eval.reporting.files import write_report
 from eval.reporting.text import print_summary
 
 # of a run's recipe where --run is given, else these
@@ -311,7 +313,7 @@ def _measure(args: argparse.Namespace, journal: Journal) -> Report:
         name: load_drafter(spec, target, args.strategy)
         for name, spec in _by_name([_named(draft) for draft in args.draft]).items()
     }
-    return evaluate(
+    logs = evaluate(
         target,
         drafters,
         evaluation,
@@ -321,6 +323,7 @@ def _measure(args: argparse.Namespace, journal: Journal) -> Report:
         journal,
         {"command": sys.argv, "torch": torch.__version__, "seed": args.seed},
     )
+    return build_report(*logs)
 
 
 def _measure_transformers(args: argparse.Namespace, journal: Journal) -> Report:

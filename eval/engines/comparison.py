@@ -21,7 +21,7 @@ from eval.engines.divergences import Row, explain, read_text
 from eval.engines.load import TimedRound, load_point, load_rounds, timed_round
 from eval.engines.server import ServerError
 from eval.engines.vllm import Response, VllmServer
-from eval.measuring.losslessness import divergence
+from eval.measuring.output_check import divergence
 from eval.prompts import Prompt
 
 Start = Callable[[], AbstractContextManager[VllmServer]]  # a context in which a server runs

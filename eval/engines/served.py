@@ -27,10 +27,11 @@ from eval.engines.server import ServerError
 from eval.engines.vllm import Response, VllmServer
 from eval.measuring.evaluation import context_length
 from eval.measuring.intervals import Measured, measure, share
-from eval.measuring.losslessness import ledger
+from eval.measuring.output_check import ledger
 from eval.measuring.runs import DraftLog, Floats, RunLog
 from eval.prompts import PromptSet
-from eval.reporting.report import Report, build_report
+from eval.reporting.build import build_report
+from eval.reporting.fields import Report
 
 PATIENCE = 600.0  # seconds without a byte from a server started here: on a CPU it answers slowly
 WARM_UP = 16  # tokens of a first response that is not counted

@@ -34,11 +34,13 @@ from eval.decoding.verification import Sampling
 from eval.engines.run_log import MISSING, decoding_facts, prompts_used
 from eval.measuring.evaluation import device_name
 from eval.measuring.journal import Journal
-from eval.measuring.losslessness import PARTS_IN_FP32, divergence, ledger, tie
+from eval.measuring.losslessness import PARTS_IN_FP32, tie
+from eval.measuring.output_check import divergence, ledger
 from eval.measuring.runs import Answer, DraftLog, RunLog
 from eval.measuring.timing import in_turns
 from eval.prompts import Prompt, PromptSet
-from eval.reporting.report import Report, build_report
+from eval.reporting.build import build_report
+from eval.reporting.fields import Report
 
 GAMMA_POLICY = "fixed; a drafted end of text ends a draft"
 
@@ -217,6 +219,7 @@ def measure_assisted(
         engine.gamma,
         (device, dtype, versions),
     )
+    machine = environment("transformers", transformers.__version__, engine.model.device)
     rows = list(zip(prompts.prompts, prompts.ids, strict=True))
 
     def runs_of_all(decoding: Decoding) -> list[list[PromptRun]]:
@@ -258,6 +261,7 @@ def measure_assisted(
         decoding=decoding_facts(decoding, ended, gamma=engine.gamma, gamma_policy=GAMMA_POLICY),
         prompts=prompts_used(prompts),
         provenance=provenance | versions | {"resumed": journal.resumed},
+        environment=machine,
         answers=[
             Answer(prompt.id, ids, run.tokens, [], group=prompt.group)
             for (prompt, ids), run in zip(rows, plain, strict=True)

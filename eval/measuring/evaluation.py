@@ -1,4 +1,4 @@
-"""One evaluation, from loaded models to a report."""
+"""One evaluation, from loaded models to its logs."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from eval.decoding.target import Target, tensor_sha256
 from eval.decoding.verification import Sampling
 from eval.measuring import metrics
 from eval.measuring.agreement import bits_per_token, measure_agreement, target_texts
+from eval.measuring.environment import environment
 from eval.measuring.intervals import measure
 from eval.measuring.journal import Journal
 from eval.measuring.losslessness import LosslessCheck
@@ -34,7 +35,6 @@ from eval.measuring.timing import (
     step_costs,
 )
 from eval.prompts import PromptSet
-from eval.reporting.report import Report, build_report
 
 FEWEST = 12  # prompts that are timed, however little time there is: of fewer no interval says much
 PROBED_TOKENS = 256  # of a prompt, by whose logits models are known again
@@ -64,8 +64,8 @@ def evaluate(
     plan: Plan,
     journal: Journal,
     provenance: dict[str, Any],
-) -> Report:
-    """The report of every draft, by name, on the same prompts.
+) -> tuple[RunLog, list[DraftLog]]:
+    """The logs that a report is built from: of the run, and of every draft on the same prompts.
 
     tuning: prompts to choose draft lengths on. journal: keeps what is measured, for a process that
     takes over. Raises ValueError where tuning prompts are evaluated as well, and where a model's
@@ -73,6 +73,7 @@ def evaluate(
     """
     began = time.monotonic()
     _refuse_evaluated(tuning, evaluation, plan)
+    machine = environment("torch", torch.__version__, target.decoder.device)
     _begin(journal, target, drafters, (evaluation, tuning), decoding, plan)
     sampling, seed = decoding.sampling, decoding.seed
     spell, special = spelling(target)
@@ -179,8 +180,9 @@ def evaluate(
         spell=spell,
         special=special,
         target_quantization=gguf_kind(target.spec),
+        environment=machine,
     )
-    return build_report(run, logs)
+    return run, logs
 
 
 def _refuse_evaluated(tuning: PromptSet, evaluation: PromptSet, plan: Plan) -> None:

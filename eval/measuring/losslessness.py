@@ -6,12 +6,11 @@ Legend: V the target's vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor
 from tqdm import tqdm
 
@@ -22,93 +21,10 @@ from eval.decoding.loop import Decoding, decode
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.target import Target
 from eval.measuring.agreement import target_texts
-from eval.measuring.intervals import Count, Part, Positive, Quantity
+from eval.measuring.output_check import divergence, ledger
 from eval.prompts import Prompt, PromptSet
 
 PARTS_IN_FP32: dict[str, Any] = {"tie": False, "why": "the texts part in fp32, too"}
-
-
-class Divergence(Part):
-    """Where a greedy text with a draft parts from the target's own."""
-
-    prompt: str
-    position: Count = Field(description="token of the answer, from 0")
-    target: str = Field(description="the token without a draft")
-    drafted: str = Field(description="the token with it")
-    gap: Quantity | None = Field(description="between the two tokens' logits")
-    error: Quantity | None = Field(
-        description="between two forwards' logits there (of a server: over the text)"
-    )
-    tie: bool
-    why: str = Field("", description="why it is no tie, where gap and error do not say so")
-
-
-class Ledger(Part):
-    """Greedy texts with and without the draft, compared token by token.
-
-    As a text it has the three words that a report uses for them: a text is identical, the same up
-    to ties (it parts where the target cannot tell two tokens apart), or changed (unexplained).
-    """
-
-    prompts: Positive
-    identical: Count
-    tie_divergences: Count
-    unexplained: Count = Field(description="must be 0")
-    divergences: list[Divergence]
-
-    @model_validator(mode="after")
-    def _counts_add_up(self) -> Self:
-        if self.identical + self.tie_divergences + self.unexplained != self.prompts:
-            raise ValueError(
-                f"{self.identical} identical, {self.tie_divergences} ties and {self.unexplained} "
-                f"unexplained do not make up {self.prompts} prompts"
-            )
-        return self
-
-    def __str__(self) -> str:
-        return (
-            f"{self.prompts} texts: {self.identical} identical, {self.tie_divergences} "
-            f"same up to ties, {self.unexplained} changed"
-        )
-
-    @property
-    def verdict(self) -> str:
-        """The worst of the three words that holds for a text of these."""
-        if self.unexplained:
-            return "changed"
-        return "same up to ties" if self.tie_divergences else "identical"
-
-
-def ledger(prompts: int, divergences: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fields of a `Ledger`: so many prompts were compared, and these of them parted."""
-    ties = sum(entry["tie"] for entry in divergences)
-    return {
-        "prompts": prompts,
-        "identical": prompts - len(divergences),
-        "tie_divergences": ties,
-        "unexplained": len(divergences) - ties,
-        "divergences": divergences,
-    }
-
-
-def divergence(
-    baseline: PromptRun, run: PromptRun, text_of: Callable[[list[int]], Any]
-) -> dict[str, Any]:
-    """The ledger's entry of two texts that differ, not explained (yet) as a tie.
-
-    text_of: of the token where they part; of no token where a text ends there.
-    """
-    pairs = list(zip(baseline.tokens, run.tokens, strict=False))
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-    return {
-        "prompt": run.prompt_id,
-        "position": at,
-        "target": text_of(baseline.tokens[at : at + 1]),
-        "drafted": text_of(run.tokens[at : at + 1]),
-        "gap": None,
-        "error": None,
-        "tie": False,
-    }
 
 
 def tie(single: Tensor, wide: Tensor, target: int, drafted: int) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from eval.decoding.prompt_run import PromptRun
@@ -32,12 +31,6 @@ from eval.measuring.intervals import (
     share,
 )
 from eval.measuring.runs import Agreement, DraftLog, Floats, StepCosts
-
-# A loop is a stretch of at least LOOP_TOKENS tokens that repeats a pattern of at most LOOP_PERIOD
-# tokens at least LOOP_REPEATS times. The floor keeps "...", "===" and deep indentation out.
-LOOP_PERIOD = 64
-LOOP_REPEATS = 3
-LOOP_TOKENS = 8
 
 T = TypeVar("T")
 
@@ -148,46 +141,48 @@ def accepted_over_drafted(runs: Sequence[PromptRun]) -> Share:
 
 
 class PositionAcceptance(Part):
-    """Acceptance at one place of the draft, over drafts that got this far."""
+    """Acceptance at one position of the draft, over all drafts, as vLLM's counters have it."""
 
     position: Positive
-    drafts: Count = Field(description="blocks that drafted at least so many tokens")
-    marginal: Share = Field(description="share of these whose tokens up to here all passed")
-    conditional: Share | None = Field(description="the same among those that passed up to here")
+    drafts: Count = Field(description="all drafts: whole blocks with a drafted token")
+    marginal: Share = Field(description="share of drafts whose tokens up to here were all accepted")
+    conditional: Share | None = Field(
+        description="the same, among drafts whose tokens before were all accepted"
+    )
 
 
 def per_position(runs: Sequence[PromptRun]) -> list[PositionAcceptance]:
-    """Acceptance at i = 1..longest draft, over the whole blocks that drafted at least i tokens.
+    """Acceptance at i = 1..longest draft, over all drafts of the whole blocks.
 
-    marginal: share of these whose first i tokens were all accepted; conditional: the same among
-    those of them whose first i-1 were. With drafts of one length conditional_i is
-    marginal_i / marginal_(i-1); with ragged ones it is that ratio within one set of drafts, so
-    it never passes 1.
+    marginal_i: share of drafts whose first i tokens were all accepted; a shorter draft has not
+    accepted i. conditional_i is marginal_i / marginal_(i-1).
     """
-    blocks = [
-        list(zip(run.drafted[: run.whole_blocks], run.accepted[: run.whole_blocks], strict=True))
-        for run in runs
-    ]
-    longest = max((drafted for run in blocks for drafted, _ in run), default=0)
+    longest = max((max(run.drafted[: run.whole_blocks], default=0) for run in runs), default=0)
     if not longest:
         raise NothingToMeasure("nothing was drafted")
-    places = []
+    drafts = []  # (group, accepted tokens of each of its drafts) by prompt
+    for run in runs:
+        pairs = list(zip(run.drafted, run.accepted, strict=True))[: run.whole_blocks]
+        if accepted := [count for drafted, count in pairs if drafted]:
+            drafts.append((run.group, accepted))
+    positions = []
     for i in range(1, longest + 1):
-        reached = [[accepted for drafted, accepted in run if drafted >= i] for run in blocks]
-        rows = [
-            (run.group, sum(a >= i for a in counts), sum(a >= i - 1 for a in counts), len(counts))
-            for run, counts in zip(runs, reached, strict=True)
+        hits = [(g, float(sum(n >= i for n in counts)), len(counts)) for g, counts in drafts]
+        reached = [(group, sum(n >= i - 1 for n in counts)) for group, counts in drafts]
+        passed = [
+            (group, hit, tries)
+            for (group, hit, _), (_, tries) in zip(hits, reached, strict=True)
+            if tries
         ]
-        passed = [(group, hits, tries) for group, hits, tries, _ in rows if tries]
-        places.append(
+        positions.append(
             PositionAcceptance(
                 position=i,
-                drafts=sum(row[3] for row in rows),
-                marginal=share("marginal", [(row[0], row[1], row[3]) for row in rows if row[3]]),
+                drafts=sum(len(counts) for _, counts in drafts),
+                marginal=share("marginal", hits),
                 conditional=share("conditional", passed) if passed else None,
             )
         )
-    return places
+    return positions
 
 
 def replayed_blocks(agreed: Sequence[bool], gamma: int) -> list[int]:
@@ -412,32 +407,7 @@ def memory(log: DraftLog) -> Memory:
     return Memory(**sizes, overhead=overhead, full_form_bytes=log.full_form_bytes)
 
 
-# --- Vanity check, comparison, categories ---
-
-
-def looped(tokens: Sequence[int]) -> NDArray[np.bool_]:
-    """(T,) True where a token stands in a repeated loop.
-
-    A loop of period d is a maximal stretch in which every token from the (d+1)th on equals the
-    one d before it. It counts if d <= 64, the pattern stands there at least 3 times, and the
-    stretch has at least 8 tokens. Loops are easy to draft and flatter a report.
-    """
-    ids = np.asarray(tokens)
-    flags = np.zeros(len(ids), dtype=bool)
-    for period in range(1, min(LOOP_PERIOD, len(ids) // LOOP_REPEATS) + 1):
-        same = np.r_[False, ids[period:] == ids[:-period], False]
-        starts, stops = np.flatnonzero(same[1:] != same[:-1]).reshape(-1, 2).T
-        shortest = max(LOOP_REPEATS * period, LOOP_TOKENS)
-        for start, stop in zip(starts, stops, strict=True):
-            if stop - start + period >= shortest:
-                flags[start : stop + period] = True
-    return flags
-
-
-def loop_share(runs: Sequence[PromptRun]) -> Share:
-    """Share of the emitted tokens that stand in repeated loops (see `looped`)."""
-    rows = [(run.group, float(looped(run.tokens).sum()), len(run.tokens)) for run in runs]
-    return share("loop_share", rows)
+# --- Comparison, categories ---
 
 
 def gain(log: DraftLog, over: DraftLog) -> dict[str, Any]:

@@ -158,7 +158,7 @@ class RunLog:
     over_stock_generate: tokens/s of the baseline over stock `generate`, {mean, ci95, n}, None where
     the baseline is stock. answers: the texts that alpha was taken on. spell: bytes of a token id.
     special: ids that are no text. target_quantization: of the file the target's weights came from,
-    None where they were whole.
+    None where they were whole. environment: fields of the report's `environment`.
     """
 
     target: str
@@ -173,3 +173,4 @@ class RunLog:
     spell: Callable[[int], bytes] = lambda token: b""
     special: frozenset[int] = frozenset()
     target_quantization: str | None = None
+    environment: dict[str, Any] | None = None

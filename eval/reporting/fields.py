@@ -1,63 +1,46 @@
-"""The report of an evaluation: report.json (draftsmith-report/1), report.md, report.html.
+"""The fields of report.json (schema draftsmith-report/1): what they mean, what must hold of them.
 
-The models say which fields a report has, what they mean and what must hold between them. Those of
-a measured part stand where it is measured (eval/measuring/); the whole is here, and how it is
-filled from the raw log. docs/metrics.md has the long definitions.
+The models of a measured quantity stand where it is measured (eval/measuring/); the whole report is
+here. Reading a report needs no torch. docs/metrics.md has the long definitions.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self, TypeVar
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, JsonValue, ValidationError, computed_field, model_validator
+from pydantic import Field, JsonValue, ValidationError, model_validator
 
-from align.files import atomic_file
 from align.sources import abridged
-from eval.decoding.drafters.lookup import LOOKUP, LOOKUP_FIRST
-from eval.decoding.prompt_run import PromptRun
-from eval.decoding.target import weights_sha256
-from eval.measuring import metrics
-from eval.measuring.answer_quality import (
-    COPY_CATEGORIES,
-    Answers,
-    copy_categories,
-    described,
-)
-from eval.measuring.atlas import Atlas, build_atlas, telling_prompts
-from eval.measuring.cost import Payoff, payoff
+from eval.measuring.atlas import Atlas
+from eval.measuring.copy_share import Answers
+from eval.measuring.cost import Payoff
 from eval.measuring.intervals import (
     Both,
     Count,
     Measured,
-    NothingToMeasure,
     Part,
     Positive,
     Quantity,
     Share,
     TokensPerCall,
 )
-from eval.measuring.losslessness import Ledger
 from eval.measuring.metrics import (
     CategoryNumbers,
     Costs,
     Latency,
     Memory,
     PositionAcceptance,
-    agreed,
-    blocks,
-    timed,
 )
-from eval.measuring.runs import Agreement, DraftLog, RunLog, check_runs
-from eval.reporting.warnings import find_warnings, headline, recommendation
+from eval.measuring.output_check import Ledger
+from eval.measuring.runs import Agreement
 
 SCHEMA: Final = "draftsmith-report/1"
 SHOWN_ERRORS = 3
-
-T = TypeVar("T")
+REFERENCE = "torch"  # the engine's name of our reference decoder
+# Paths of drafts without a model of their own (eval/decoding/drafters/lookup.py)
+NGRAM, NGRAM_FIRST = "prompt-lookup", "lookup-first:"
 
 
 class ReportError(ValueError):
@@ -176,10 +159,6 @@ class DraftReport(Part):
     tokens_per_s: Both[Measured] = Field(description="emitted tokens / seconds, prefill in")
     ttft_ms: Both[Measured] = Field(description="time to the first token.")
     itl_ms: Both[Latency] = Field(description="between tokens, a block's time spread over its own.")
-    loop_share: Both[Share] | None = Field(
-        description="share of emitted tokens in a pattern of at most 64 tokens that repeats at "
-        "least 3 times over at least 8 tokens."
-    )
     memory: Memory | None
     payoff: Payoff | None
     by_load: list[LoadPoint] = Field(default=[], description="where loads were asked for")
@@ -195,6 +174,11 @@ class DraftReport(Part):
     counters: Counters | None = Field(description="of a server")
     missing: list[Missing]
     per_prompt: list[PromptSums]
+
+    @property
+    def serves_alone(self) -> bool:
+        """Whether an engine can serve it: n-gram speculation before a draft is ours alone."""
+        return not self.path.startswith(NGRAM_FIRST)
 
     @property
     def agreements(self) -> list[Agreement]:
@@ -222,64 +206,6 @@ class DraftReport(Part):
                 f"speedup is {self.speedup.mean}, but its tokens_per_s give {with_it} / {without}"
             )
         return self
-
-
-def _numbers(log: DraftLog, run: RunLog, shown: Sequence[str]) -> dict[str, Callable[[], Any]]:
-    """Each field above that is made from the logs of the draft and of its run.
-
-    A new number is a function in eval/measuring/metrics.py, a field with its line here, and a row
-    in tables.py. shown: the prompts of the atlas' heat map.
-    """
-    return {
-        "alpha": lambda: metrics.alpha(agreed(log)),
-        "tau": lambda: metrics.tau(blocks(log)),
-        "mean_drafted": lambda: metrics.mean_drafted(blocks(log)),
-        "drafted_calls": lambda: metrics.drafted_calls(blocks(log)),
-        "accepted_over_drafted": lambda: metrics.accepted_over_drafted(blocks(log)),
-        "per_position": lambda: metrics.per_position(blocks(log)),
-        "costs": lambda: Costs.of(timed(log), log.runs),
-        "c": lambda: metrics.c(timed(log)),
-        "verify_ratio": lambda: metrics.verify_ratio(timed(log), metrics.mean_drafted(blocks(log))),
-        "predicted_speedup": lambda: metrics.predicted_speedup(blocks(log), timed(log)),
-        "speedup": lambda: metrics.speedup(log.runs, log.baseline),
-        "decode_speedup": lambda: metrics.decode_speedup(blocks(log), log.baseline),
-        "decode_efficiency": lambda: metrics.decode_efficiency(
-            blocks(log), log.baseline, timed(log)
-        ),
-        "tokens_per_s": lambda: _both(metrics.tokens_per_s, log),
-        "ttft_ms": lambda: _both(metrics.ttft_ms, log),
-        "itl_ms": lambda: _both(metrics.itl_ms, log),
-        "loop_share": lambda: _both(metrics.loop_share, log),
-        "memory": lambda: metrics.memory(log),
-        "payoff": lambda: _payoff(log),
-        "by_category": lambda: metrics.by_category(log, lambda row: row.category),
-        "by_copy_share": lambda: _by_copy_share(log, run),
-        "by_context": lambda: metrics.by_context(log),
-        "atlas": lambda: build_atlas(agreed(log), run, timed(log), shown),
-    }
-
-
-# Fields that are in the draft's log as they are.
-COPIED = ("path form vocabulary gamma gamma_policy by_load lossless counters").split()
-
-
-def _payoff(log: DraftLog) -> Payoff:
-    if log.path.startswith((LOOKUP, LOOKUP_FIRST)):
-        raise NothingToMeasure(
-            "tokens that are looked up cost nothing, so the cost of a step does not price this "
-            "draft; the predicted speed-up takes them as free"
-        )
-    return payoff(timed(log), metrics.alpha(agreed(log)).mean)
-
-
-def _by_copy_share(log: DraftLog, run: RunLog) -> dict[str, CategoryNumbers]:
-    shares = copy_categories(run.answers)
-    return metrics.by_category(log, lambda row: shares.get(row.prompt_id), COPY_CATEGORIES)
-
-
-def _both(metric: Callable[[Sequence[PromptRun]], T], log: DraftLog) -> Both[T]:
-    """A metric of the runs without a draft and with it."""
-    return Both(baseline=metric(log.baseline), speculative=metric(log.runs))
 
 
 class Gain(Part):
@@ -327,6 +253,19 @@ class PromptsUsed(Part):
     chat_template: bool | None = Field(None, description="whether the target has one")
 
 
+class Environment(Part):
+    """The machine and the engine; null where it is not known."""
+
+    engine: str
+    engine_version: str | None
+    hardware: str | None = Field(description="model name of the GPU, or of the CPU")
+    cores: Positive | None = Field(description="CPU cores that the process may use")
+    threads: Positive | None = Field(description="that compute, on a CPU")
+    date: str = Field(description="start of the evaluation, ISO 8601 in UTC")
+    load_average: Quantity | None = Field(description="over one minute, at the start")
+    server_arguments: list[str] | None
+
+
 class HeldOutPoint(Part):
     """The draft on prompts held out of training, at some step of it."""
 
@@ -359,29 +298,13 @@ class Report(Part):
     decoding: DecodingSetting
     prompts: PromptsUsed
     answers: Answers | None = Field(None, description="null: they are not known in token ids")
+    environment: Environment | None = None
     drafts: dict[str, DraftReport] = Field(min_length=1, description="by name")
     gain: list[Gain] = Field(description="difference to the draft named, on the same prompts.")
     provenance: dict[str, JsonValue]
     held_out: HeldOutCurve | None = Field(
         None, description="null: no prompts were held out, or no training was followed"
     )
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def warnings(self) -> list[str]:
-        """What to know before quoting a number; a draft that is not lossless is named first."""
-        return find_warnings(self)
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def headline(self) -> str:
-        """One sentence on the last draft (the tuned one of a training run)."""
-        return headline(self)
-
-    @property
-    def recommendation(self) -> str:
-        """What to serve, in one sentence."""
-        return recommendation(self)
 
     @property
     def target_named(self) -> str:
@@ -425,10 +348,6 @@ class Report(Part):
                 rows.append((first, last, length))
         return schedules
 
-    def ledgers(self) -> list[tuple[str, Ledger]]:
-        """Those of all drafts, by what to call them."""
-        return [(name, draft.lossless) for name, draft in self.drafts.items()]
-
     @model_validator(mode="after")
     def _gains_are_differences(self) -> Self:
         for i, entry in enumerate(self.gain):
@@ -448,122 +367,6 @@ class Report(Part):
                         f"{apart} apart"
                     )
         return self
-
-
-# --- From the raw logs, which every engine fills alike ---
-
-
-def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
-    """The whole report, checked.
-
-    `gain` compares the `rivals`. Raises ValueError for a log that contradicts itself,
-    `ReportError` where the result is not a valid report.
-    """
-    if not drafts:
-        raise ReportError("a report needs at least one draft")
-    names = [draft.name for draft in drafts]
-    if len(set(names)) < len(names):
-        raise ReportError(f"two drafts of one report have the same name: {', '.join(names)}")
-    shown = telling_prompts(drafts[-1].agreement or [])
-    fields = {
-        "schema": SCHEMA,
-        "target": run.target,
-        "target_quantization": run.target_quantization,
-        "engine": run.engine,
-        "device": run.device,
-        "dtype": run.dtype,
-        "baseline": {
-            "tokens_per_s": metrics.tokens_per_s(drafts[0].baseline),
-            "over_stock_generate": run.over_stock_generate,
-        },
-        "decoding": run.decoding,
-        "prompts": run.prompts,
-        "answers": described(run),
-        "drafts": {draft.name: _draft_block(draft, run, shown) for draft in drafts},
-        "gain": [
-            metrics.gain(draft, over)
-            for draft, over in rivals(drafts)
-            # a server that failed has decoded fewer prompts
-            if {run.prompt_id for run in draft.runs} == {run.prompt_id for run in over.runs}
-        ],
-        "provenance": run.provenance,
-    }
-    return checked(fields)
-
-
-def rivals(drafts: Sequence[DraftLog]) -> list[tuple[DraftLog, DraftLog]]:
-    """Each draft with the one that shows what it adds.
-
-    A model with the first model: in a training run, tuned with untuned. A draft behind prompt
-    lookup with lookup alone, which costs nothing to make, and so a lone model.
-    """
-    models = [draft for draft in drafts if not draft.path.startswith((LOOKUP, LOOKUP_FIRST))]
-    behind = [draft for draft in drafts if draft.path.startswith(LOOKUP_FIRST)]
-    alone = next((draft for draft in drafts if draft.path == LOOKUP), None)
-    if len(models) == 1 and alone is not None:
-        behind = models + behind
-    over = alone or (models or behind)[0]
-    pairs = [(draft, models[0]) for draft in models[1:]]
-    return pairs + [(draft, over) for draft in behind if draft is not over]
-
-
-def _draft_block(log: DraftLog, run: RunLog, shown: Sequence[str]) -> dict[str, Any]:
-    """The fields of a `DraftReport`; null where the log holds nothing to measure them on."""
-    for runs in (log.runs, log.baseline):
-        check_runs(runs, blocks="tau" not in log.missing)
-    missing = dict(log.missing)
-    block: dict[str, Any] = {field: getattr(log, field) for field in COPIED}
-    for field, number in _numbers(log, run, shown).items():
-        block[field] = None
-        if field not in missing:
-            try:
-                block[field] = number()
-            except NothingToMeasure as reason:
-                missing[field] = str(reason)
-    return block | {
-        "sha256": weights_sha256(log.path),
-        "missing": [{"field": field, "reason": reason} for field, reason in missing.items()],
-        "per_prompt": _per_prompt(log),
-    }
-
-
-def _per_prompt(log: DraftLog) -> list[dict[str, Any]]:
-    """The sums that every mean and interval above is made from, one row a prompt.
-
-    The run's part is absent for prompts that only alpha was taken on.
-    """
-    rows: dict[str, dict[str, Any]] = {
-        a.prompt_id: {
-            "id": a.prompt_id,
-            "category": a.category,
-            "group": a.group,
-            "prompt_tokens": a.prompt_tokens,
-            "alpha_sum": a.alpha_sum,
-            "positions": a.positions,
-        }
-        for a in log.agreement or []
-    }
-    for run, base in metrics.pair(log.runs, log.baseline):
-        row = rows.setdefault(run.prompt_id, {"id": run.prompt_id})
-        row |= {
-            "category": run.category,
-            "group": run.group,
-            "prompt_tokens": run.prompt_tokens,
-            "tokens": len(run.tokens),
-            "seconds": run.seconds,
-            "baseline_tokens": len(base.tokens),
-            "baseline_seconds": base.seconds,
-        }
-        if "tau" not in log.missing:
-            whole = run.whole_blocks
-            row |= {
-                "calls": len(run.block_tokens),
-                "blocks": whole,
-                "block_tokens": sum(run.block_tokens[:whole]),
-                "drafted": sum(run.drafted[:whole]),
-                "accepted": sum(run.accepted[:whole]),
-            }
-    return list(rows.values())
 
 
 # --- Files ---
@@ -597,24 +400,6 @@ def _problems(error: ValidationError) -> str:
         lines.append(line)
     more = len(lines) - SHOWN_ERRORS
     return "; ".join(lines[:SHOWN_ERRORS]) + (f"; and {more} more" if more > 0 else "")
-
-
-def write_report(folder: Path | str, report: Report) -> None:
-    """Check the report and write report.json, .md and .html into `folder`, each atomically."""
-    # here, not above: they show the models of this module
-    from eval.reporting.page import render_page
-    from eval.reporting.text import render_markdown
-
-    report = checked(report)
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with atomic_file(folder / "report.md") as file:
-        file.write(render_markdown(report))
-    with atomic_file(folder / "report.html") as file:
-        file.write(render_page(report))
-    with atomic_file(folder / "report.json") as file:
-        json.dump(report.model_dump(mode="json"), file, indent=2, allow_nan=False)
-        file.write("\n")
 
 
 def read_report(path: Path | str) -> Report:

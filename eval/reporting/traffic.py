@@ -19,7 +19,7 @@ import numpy as np
 
 from eval.measuring.intervals import FEWEST_CLUSTERS, Measured, measure, share, t_quantile
 from eval.measuring.runs import Floats
-from eval.reporting.report import DraftReport
+from eval.reporting.fields import DraftReport
 
 # Of calls whose traffic has not moved: a third of 1% a week of hourly calls. So far out shares have
 # heavier tails than t, and in simulations this keeps to 1%.

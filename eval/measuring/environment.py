@@ -1,0 +1,35 @@
+"""The machine that an evaluation runs on, as a report names it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def environment(engine: str, version: str | None, device: torch.device) -> dict[str, Any]:
+    """The report's `environment` of an engine that runs in this process, as of now."""
+    on_cpu = device.type != "cuda"
+    return {
+        "engine": engine,
+        "engine_version": version,
+        "hardware": cpu_model() if on_cpu else torch.cuda.get_device_name(device),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "threads": torch.get_num_threads() if on_cpu else None,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "load_average": round(os.getloadavg()[0], 2),
+        "server_arguments": None,
+    }
+
+
+def cpu_model() -> str:
+    """The CPU's model name, as Linux tells it; elsewhere what Python knows."""
+    lines = CPU_INFO.read_text(encoding="utf-8").splitlines() if CPU_INFO.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

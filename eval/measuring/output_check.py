@@ -1,0 +1,97 @@
+"""Greedy outputs with and without a draft, compared token by token: what a report says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+from pydantic import Field, computed_field, model_validator
+
+from eval.decoding.prompt_run import PromptRun
+from eval.measuring.intervals import Count, Part, Positive, Quantity
+
+
+class Divergence(Part):
+    """The first token at which a greedy output with a draft differs from the target's own."""
+
+    prompt: str
+    position: Count = Field(description="token of the response, from 0")
+    target: str = Field(description="the token without a draft")
+    drafted: str = Field(description="the token with it")
+    gap: Quantity | None = Field(description="between the two tokens' log-probabilities, in nats")
+    error: Quantity | None = Field(
+        description="between two forwards' logits there (of a server: over the response)"
+    )
+    tie: bool
+    why: str = Field("", description="why it is a mismatch, where gap and error do not say so")
+
+
+class Ledger(Part):
+    """The output check: exact matches, near-tie divergences and mismatches.
+
+    A near-tie divergence begins where the target's rounding decides between two tokens.
+    """
+
+    prompts: Positive
+    identical: Count
+    tie_divergences: Count
+    unexplained: Count = Field(description="mismatches; must be 0")
+    divergences: list[Divergence]
+
+    @computed_field(description="of the near-tie divergences, in nats")  # type: ignore[prop-decorator]
+    @property
+    def largest_gap(self) -> float | None:
+        """The largest gap of a near-tie divergence, in nats; None without one."""
+        return max((d.gap for d in self.divergences if d.tie and d.gap is not None), default=None)
+
+    @model_validator(mode="after")
+    def _counts_add_up(self) -> Self:
+        if self.identical + self.tie_divergences + self.unexplained != self.prompts:
+            raise ValueError(
+                f"{self.identical} identical, {self.tie_divergences} near-ties and "
+                f"{self.unexplained} unexplained do not make up {self.prompts} prompts"
+            )
+        return self
+
+    def __str__(self) -> str:
+        text = f"{self.identical} of {self.prompts} responses token-identical"
+        if self.tie_divergences:
+            gap = self.largest_gap
+            largest = "" if gap is None else f" (largest gap {gap:.2g} nats)"
+            plural = "s" * (self.tie_divergences > 1)
+            text += f", {self.tie_divergences} near-tie divergence{plural}{largest}"
+        if self.unexplained:
+            text += f", {self.unexplained} MISMATCH{'ES' * (self.unexplained > 1)}"
+        return text
+
+
+def ledger(prompts: int, divergences: list[dict[str, Any]]) -> dict[str, Any]:
+    """The fields of a `Ledger`: so many prompts were compared, and these of them differ."""
+    ties = sum(entry["tie"] for entry in divergences)
+    return {
+        "prompts": prompts,
+        "identical": prompts - len(divergences),
+        "tie_divergences": ties,
+        "unexplained": len(divergences) - ties,
+        "divergences": divergences,
+    }
+
+
+def divergence(
+    baseline: PromptRun, run: PromptRun, text_of: Callable[[list[int]], Any]
+) -> dict[str, Any]:
+    """The entry of two outputs that differ, not explained (yet) as a near-tie.
+
+    text_of: the text of the token where they differ; of no token where an output ends there.
+    """
+    pairs = list(zip(baseline.tokens, run.tokens, strict=False))
+    position = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    return {
+        "prompt": run.prompt_id,
+        "position": position,
+        "target": text_of(baseline.tokens[position : position + 1]),
+        "drafted": text_of(run.tokens[position : position + 1]),
+        "gap": None,
+        "error": None,
+        "tie": False,
+    }
