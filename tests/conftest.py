@@ -13,10 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from align.sources import cache_folder
 from eval.decoding.prompt_run import PromptRun
-from eval.measuring.losslessness import ledger
+from eval.measuring.output_check import ledger
 from eval.measuring.runs import Agreement, Answer, DraftLog, RunLog, StepCosts
 from eval.reporting import page
-from eval.reporting.report import build_report
+from eval.reporting.build import build_report
 
 CORES = getattr(os, "sched_getaffinity", None)
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")  # gw0, gw1, …; None outside of pytest-xdist
@@ -258,6 +258,16 @@ def run_info():
             "random_bits": 15.6,
         },
         provenance={"command": "accelerate launch distill/train.py --recipe code", "seed": 0},
+        environment={
+            "engine": "draftsmith",
+            "engine_version": "1.0",
+            "hardware": "AMD EPYC 9B14",
+            "cores": 2,
+            "threads": 2,
+            "date": "2026-11-25T21:31:07+00:00",
+            "load_average": 0.1,
+            "server_arguments": None,
+        },
         over_stock_generate={"mean": 1.1, "ci95": [1.05, 1.15], "n": 40},
         answers=made_up_answers(50),
         spell=spell,

@@ -32,6 +32,7 @@ from eval.decoding.prompt_run import PromptRun
 from eval.decoding.target import load_on, model_bytes, stop_tokens, tensor_sha256
 from eval.decoding.verification import Sampling
 from eval.engines.run_log import MISSING, decoding_facts, prompts_used
+from eval.measuring.environment import environment
 from eval.measuring.evaluation import device_name
 from eval.measuring.journal import Journal
 from eval.measuring.losslessness import PARTS_IN_FP32, tie

@@ -1,46 +1,33 @@
-"""The tables of a report: one list that the terminal, report.md and report.html are made from.
-
-A cell is plain text; paths and tokens in it stand in backquotes.
-"""
+"""The tables of a report, as text. A token in a cell stands in backquotes."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
 
-from eval.measuring.answer_quality import Answers
-from eval.measuring.atlas import Bucket, Confusion, TokenClass
-from eval.measuring.cost import expected_speedup
+from eval.measuring.copy_share import Answers
 from eval.measuring.intervals import FEWEST_CLUSTERS, Measured
-from eval.measuring.losslessness import Divergence, Ledger
-from eval.measuring.metrics import Costs, Memory
-from eval.reporting.report import DraftReport, HeldOutCurve, Report
+from eval.measuring.metrics import Memory
+from eval.measuring.output_check import Divergence
+from eval.reporting.fields import DraftReport, HeldOutCurve, Report
+from eval.reporting.verdict import in_order, label, size
 
 NOT_MEASURED = "not measured"
-LEDGER_ROWS = 20
-COUNTERS_NOTE = "By the server's own definitions (docs/metrics.md)."
-LEDGER_NOTE = (
-    "Greedy texts with and without the draft, token by token, and where they part. It is a tie "
-    "where the two tokens lie no further apart than twice what two forwards of the target differ "
-    "by, and the texts agree in fp32 (behind a server: and all that follows is its choice too)."
+DIVERGENCES_SHOWN = 20
+FEW_NOTE = f"Parentheses: lowest and highest of fewer than {FEWEST_CLUSTERS} prompts or rounds."
+DIVERGENCE_NOTE = (
+    "The first token at which a greedy response with the draft differs. It is a near-tie where the "
+    "gap is at most twice the error of two forwards of the target, and the responses agree in fp32 "
+    "(behind a server: and every later token is a near-tie, too)."
 )
-TIES = " (at a tie the target's own rounding decides between two tokens: either text is its own)"
 LOAD_NOTE = (
-    "So many requests are kept in flight, of one server after the other, in rounds of twice as "
-    "many; intervals over rounds. Texts are not compared here: bf16 sums depend on what else is in "
-    "the batch."
+    "Requests in flight, one server after the other, in rounds of twice as many; intervals over "
+    "rounds. Responses are not compared here: bf16 sums depend on the batch."
 )
-ANSWERS_NOTE = (
-    "Copied tokens stand in stretches of 8 or more that occur earlier; prompt lookup drafts them "
-    "without a model."
-)
-HELD_OUT_NOTE = "Prompts held out of training; in the first epoch all tokens are new."
 
 
 def _meaning(model: type[BaseModel], field: str) -> str:
@@ -49,19 +36,17 @@ def _meaning(model: type[BaseModel], field: str) -> str:
 
 # One line each, from the fields themselves; docs/metrics.md has the long form.
 DEFINITIONS = {
-    "alpha": _meaning(DraftReport, "alpha"),
-    "tau": _meaning(DraftReport, "tau"),
+    "acceptance rate (alpha)": _meaning(DraftReport, "alpha"),
+    "mean acceptance length (tau)": _meaning(DraftReport, "tau"),
     "accepted/drafted": _meaning(DraftReport, "accepted_over_drafted"),
     "speed-up": _meaning(DraftReport, "speedup"),
     "predicted speed-up": _meaning(DraftReport, "predicted_speedup"),
     "decode efficiency": _meaning(DraftReport, "decode_efficiency"),
-    "c": _meaning(DraftReport, "c"),
+    "cost ratio (c)": _meaning(DraftReport, "c"),
     "verify ratio": _meaning(DraftReport, "verify_ratio"),
     "memory overhead": _meaning(Memory, "overhead"),
     "TTFT": _meaning(DraftReport, "ttft_ms"),
     "ITL": _meaning(DraftReport, "itl_ms"),
-    "lost speed-up": _meaning(TokenClass, "lost_speedup"),
-    "loop share": _meaning(DraftReport, "loop_share"),
     "copy share": _meaning(Answers, "copy_share"),
     "gain": _meaning(Report, "gain"),
     "intervals": _meaning(Measured, "ci95"),
@@ -70,16 +55,17 @@ DEFINITIONS = {
 
 @dataclass(frozen=True)
 class Table:
-    """One table. charted: report.html draws it instead."""
+    """One table; the first cell of a row names the row."""
 
     title: str
     header: list[str]
-    rows: list[list[Any]]
+    rows: list[list[str]]
     note: str = ""
-    charted: bool = False
 
 
-# --- Cells ---
+# --- Cells: label, fields of the report, and how they are written ---
+
+Cells = list[tuple[str, str, Callable[..., str]]]
 
 
 def shown(value: Measured | float | None, form: str = ".2f") -> str:
@@ -87,214 +73,101 @@ def shown(value: Measured | float | None, form: str = ".2f") -> str:
     return NOT_MEASURED if value is None else format(value, form)
 
 
-def prompts_text(value: Measured) -> str:
-    """How many prompts a number rests on: `160`, or `160 in 20 groups` where they name some."""
-    groups = value.clusters if value.clusters != value.n else None
-    return f"{value.n} in {groups} groups" if groups else str(value.n)
-
-
-def size(count: int) -> str:
-    """Bytes in MiB."""
-    return f"{count / 2**20:,.1f} MiB"
-
-
-def gamma_text(gamma: int | None, policy: str) -> str:
-    """A draft length as a table shows it: `3`, or `≤ 6` where drafts may stop before.
-
-    A server does not tell its own.
-    """
-    if gamma is None:
-        return "not known"
-    return f"{'' if policy.startswith('fixed') else '≤ '}{gamma}"
-
-
 def quoted(token: str) -> str:
     """A token in backquotes, its line breaks and bars made harmless in a table."""
     text = token.replace("\n", "⏎").replace("`", "ˋ").replace("|", "¦").replace("\t", "⇥")
-    return f"`{text}`" if text.strip() else f"`{text.replace(' ', '␣')}`"
-
-
-def bounds(bucket: Bucket) -> str:
-    """`9-16` for positions (both ends in), `0.5-1` or `≥ 4` for bits (upper end out)."""
-    return f"≥ {bucket.low:g}" if bucket.high is None else f"{bucket.low:g}-{bucket.high:g}"
-
-
-def _confusions(examples: list[Confusion]) -> str:
-    return ", ".join(
-        f"{quoted(e.target)} drafted as {quoted(e.draft)} ×{e.count}" for e in examples
-    )
-
-
-# --- Lines beside the tables ---
-
-
-def texts_line(name: str, ledger: Ledger) -> str:
-    """One ledger in a sentence, name says what ties are where there are any."""
-    return f"With draft {name}, {ledger}{TIES if ledger.tie_divergences else ''}."
-
-
-def setting_line(report: Report) -> str:
-    """The target, and how it was run."""
-    return (
-        f"Target {report.target_named} on {report.device}, {report.dtype}, engine {report.engine}, "
-        f"temperature {report.decoding.temperature:g}, batch size 1"
-    )
-
-
-def verdict_lines(report: Report) -> list[str]:
-    """Whether each draft pays, where its step costs were timed."""
-    return [
-        f"{name}: {'NOT LOSSLESS, do not serve. ' if d.lossless.unexplained else ''}"
-        f"{d.payoff.verdict}"
-        for name, d in report.drafts.items()
-        if d.payoff
-    ]
-
-
-def missing_lines(report: Report) -> list[str]:
-    """One line for each reason why something could not be measured, with the fields it left out."""
-    lines = []
-    for name, draft in report.drafts.items():
-        reasons: dict[str, list[str]] = {}
-        for entry in draft.missing:
-            label = LABELS.get(entry.field) or _in_words(entry.field)
-            reasons.setdefault(entry.reason, []).append(label)
-        lines += [f"{name}, {', '.join(fields)}: {why}" for why, fields in reasons.items()]
-    return lines
-
-
-# --- What the rows or columns show: label, fields of the report, and how they are written ---
-
-Cells = list[tuple[str, str, Callable[..., str]]]
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(_plain, value))
-    return format(value, ".2f") if isinstance(value, float | Measured) else str(value)
-
-
-def _in_words(field: str) -> str:
-    return field.replace("_", " ").replace("speedup", "speed-up")
-
-
-def _fields(prefix: str, names: str) -> Cells:
-    """Fields under their own names."""
-    cells: Cells = []
-    for name in names.split():
-        label = f"n of {name.removesuffix('.n')}" if name.endswith(".n") else name
-        cells.append((_in_words(label), prefix + name, _plain))
-    return cells
-
-
-RESULT: Cells = [
-    ("alpha", "alpha", shown),
-    ("tau", "tau", shown),
-    ("gamma", "gamma gamma_policy", gamma_text),
-    ("accepted/drafted", "accepted_over_drafted", "{:.0%}".format),
-    ("speed-up", "speedup", shown),
-    ("predicted speed-up", "predicted_speedup", shown),
-    ("decode efficiency", "decode_efficiency", shown),
-    ("tokens/s, no draft", "tokens_per_s.baseline.mean", "{:.1f}".format),
-    ("tokens/s, drafted", "tokens_per_s.speculative.mean", "{:.1f}".format),
-    ("c (draft/target)", "c", "{:.3f}".format),
-    ("memory overhead", "memory.overhead", "{:.1%}".format),
-    ("n of alpha", "alpha", prompts_text),
-    ("n of speed-up", "speedup", prompts_text),
-]
-GAINS: Cells = [
-    ("over", "over", str),
-    ("alpha", "alpha", "{:+.2f}".format),
-    ("tau", "tau", "{:+.2f}".format),
-    ("speed-up", "speedup", "{:+.2f}".format),
-]
-COUNTERS = _fields(
-    "counters.",
-    "num_drafts num_draft_tokens num_accepted_tokens mean_acceptance_length acceptance_rate "
-    "acceptance_per_position",
-)
-
-
-def _by_steps(name: str, costs: Costs) -> str:
-    """What the step costs leave open of a number; empty where they were not timed in rounds."""
-    return "{:.3g} to {:.3g}".format(*costs.ci95[name]) if name in costs.ci95 else ""
+    return f"`{text}`" if text.strip() else f"`{text.replace(' ', '␣')}`" if text else "none"
 
 
 TWO_MS = "{:.1f} / {:.1f} ms".format
+GAIN = "{:+.2f}".format
+RESULT: Cells = [
+    ("speed-up", "speedup", shown),
+    ("acceptance rate (alpha)", "alpha", shown),
+    ("mean acceptance length (tau)", "tau", shown),
+    ("mean acceptance length by the server", "counters.mean_acceptance_length", shown),
+    ("draft length (gamma)", "gamma", str),
+    ("accepted/drafted", "accepted_over_drafted", "{:.0%}".format),
+    ("tokens/s", "tokens_per_s.speculative.mean", "{:.1f}".format),
+    ("prompts timed", "speedup", lambda value: prompts_text(value)),
+]
+GAINS: Cells = [
+    ("over", "over", label),
+    ("speed-up", "speedup", GAIN),
+    ("acceptance rate", "alpha", GAIN),
+    ("mean acceptance length", "tau", GAIN),
+]
 COSTS: Cells = [
+    ("predicted speed-up", "predicted_speedup", shown),
+    ("decode efficiency", "decode_efficiency", shown),
+    ("cost ratio (c)", "c", "{:.3f}".format),
     ("draft step", "costs.draft_step_ms", "{:.2f} ms".format),
-    ("draft, once a block", "costs.draft_block_ms", "{:.2f} ms".format),
     ("target step", "costs.target_step_ms", "{:.2f} ms".format),
-    ("target on gamma + 1", "costs.target_step_ms verify_ratio", lambda t, r: f"{t * r:.2f} ms"),
     ("verify ratio", "verify_ratio", shown),
-    *(
-        (f"{label}, 95% by step costs", "costs", partial(_by_steps, name))
-        for label, name in (
-            ("c", "c"),
-            ("verify ratio", "verify_ratio"),
-            ("predicted speed-up", "predicted_speedup"),
-            ("ceiling", "ceiling_speedup"),
-            ("break-even alpha", "break_even_alpha"),
-        )
-    ),
+    ("break-even acceptance rate", "payoff.break_even_alpha", shown),
+    ("speed-up of a perfect draft", "payoff.ceiling_speedup", shown),
     ("TTFT with / without", "ttft_ms.speculative.mean ttft_ms.baseline.mean", TWO_MS),
     ("ITL p50 with / without", "itl_ms.speculative.p50 itl_ms.baseline.p50", TWO_MS),
     ("ITL p95 with / without", "itl_ms.speculative.p95 itl_ms.baseline.p95", TWO_MS),
+]
+COUNTERS: Cells = [
+    ("drafts", "counters.num_drafts", "{:,}".format),
+    ("accepted/drafted", "counters.acceptance_rate", shown),
+    (
+        "acceptance by position",
+        "counters.acceptance_per_position",
+        lambda shares: ", ".join(f"{share:.2f}" for share in shares),
+    ),
 ]
 DRAFTS: Cells = [
     ("path", "path", "`{}`".format),
     ("form measured", "form", str),
     ("vocabulary", "vocabulary.relation", str),
-    ("strategy", "vocabulary.strategy", str),
-    ("draft length", "gamma_policy", str),
+    ("vocabulary mapping", "vocabulary.strategy", str),
+    ("draft length policy", "gamma_policy", str),
     ("target calls with a draft", "drafted_calls", "{:.0%}".format),
-    ("draft", "memory.draft_bytes", size),
-    ("full form", "memory.full_form_bytes", size),
-    ("target", "memory.target_bytes", size),
-    ("overhead", "memory.overhead", "{:.1%}".format),
-    ("KV bytes a token of the draft", "memory.kv_bytes_per_token.draft", "{:,}".format),
-    ("KV bytes a token of the target", "memory.kv_bytes_per_token.target", "{:,}".format),
-    ("loop share", "loop_share.speculative.mean", "{:.1%}".format),
+    ("memory, form measured", "memory.draft_bytes", size),
+    ("overhead, form measured", "memory.overhead", "{:.1%}".format),
+    ("memory, full-vocabulary", "memory.full_form_bytes", size),
+    ("KV bytes per token", "memory.kv_bytes_per_token.draft", "{:,}".format),
+    ("output check", "lossless", str),
 ]
-# What a field is called, where its own name in words does not say it
-LABELS = {field: label for label, field, _ in reversed(RESULT + DRAFTS)}
-LABELS |= {"per_position": "acceptance by position", "atlas": "rejection atlas"}
-LABELS |= {"counters": "counters of the server", "lossless": "greedy text"}
 ANSWERS: Cells = [
     ("copied", "copy_share.either", "{:.0%}".format),
-    ("of the prompt", "copy_share.of_prompt", "{:.0%}".format),
-    ("of the answer before", "copy_share.of_answer", "{:.0%}".format),
+    ("from the prompt", "copy_share.of_prompt", "{:.0%}".format),
+    ("from the response", "copy_share.of_answer", "{:.0%}".format),
 ]
-POSITIONS = _fields("", "position drafts marginal conditional")
-CATEGORIES = _fields("", "alpha tau speedup alpha.n speedup.n")
-BUCKETS = _fields("", "positions alpha")
+CATEGORIES: Cells = [
+    ("speed-up", "speedup", shown),
+    ("acceptance rate", "alpha", shown),
+    ("mean acceptance length", "tau", shown),
+    ("prompts", "alpha.n", str),
+]
 LOADS: Cells = [
     ("requests at a time", "concurrency", str),
-    ("tokens/s, no draft", "tokens_per_s.baseline", "{:.1f}".format),
-    ("tokens/s, drafted", "tokens_per_s.speculative", "{:.1f}".format),
     ("speed-up", "speedup", shown),
-    ("tokens per call", "mean_acceptance_length", shown),
+    ("tokens/s with", "tokens_per_s.speculative", "{:.1f}".format),
+    ("tokens/s without", "tokens_per_s.baseline", "{:.1f}".format),
+    ("mean acceptance length", "mean_acceptance_length", shown),
     ("ITL p50 with / without", "itl_ms.speculative.p50 itl_ms.baseline.p50", TWO_MS),
     ("ITL p95 with / without", "itl_ms.speculative.p95 itl_ms.baseline.p95", TWO_MS),
-    ("requests", "requests", str),
 ]
-CLASSES: Cells = [
-    ("tokens", "positions", str),
-    ("alpha", "alpha", shown),
-    ("rejected", "rejected", str),
-    ("lost speed-up", "lost_speedup", "{:+.2f}".format),
-    ("most often", "examples", _confusions),
-]
-LEDGER: Cells = [
+DIVERGENCES: Cells = [
     ("prompt", "prompt", str),
     ("token", "position", str),
     ("without a draft", "target", quoted),
     ("with it", "drafted", quoted),
-    ("gap of logits", "gap", "{:.4f}".format),
+    ("gap in nats", "gap", "{:.4f}".format),
     ("error of forwards", "error", "{:.4f}".format),
-    ("verdict", "tie", lambda tie: "tie" if tie else "changed"),
+    ("verdict", "tie", lambda tie: "near-tie" if tie else "mismatch"),
     ("why", "why", str),
 ]
+
+
+def prompts_text(value: Measured) -> str:
+    """How many prompts a number is taken over: `160`, or `160 in 20 groups`."""
+    groups = value.clusters if value.clusters != value.n else None
+    return f"{value.n} in {groups} groups" if groups else str(value.n)
 
 
 def _at(part: BaseModel, path: str) -> Any:
@@ -307,102 +180,103 @@ def _at(part: BaseModel, path: str) -> Any:
 
 def _cells(part: BaseModel, cells: Cells) -> list[str]:
     """Empty where a field is null."""
-    texts = []
-    for _, paths, form in cells:
-        values = [_at(part, path) for path in paths.split()]
-        # that the gamma of a server is not known has words of its own
-        texts.append("" if None in values and form is not gamma_text else form(*values))
-    return texts
+    values = [[_at(part, path) for path in paths.split()] for _, paths, _ in cells]
+    return [
+        "" if None in found else form(*found)
+        for found, (_, _, form) in zip(values, cells, strict=True)
+    ]
+
+
+def _noted(rows: list[list[str]], note: str) -> str:
+    """The note, and what parentheses mean where the rows have some instead of an interval."""
+    few = any(cell.endswith(")") and " to " in cell for row in rows for cell in row)
+    return " ".join(filter(None, [note, FEW_NOTE if few else ""]))
 
 
 def _by_draft(title: str, report: Report, cells: Cells, note: str = "") -> Table:
     """One column a draft; a row that nothing was measured for is left out."""
-    columns = [_cells(draft, cells) for draft in report.drafts.values()]
+    names = in_order(report)
+    columns = [_cells(report.drafts[name], cells) for name in names]
     rows = [
-        [label, *(cell or NOT_MEASURED for cell in row)]
-        for (label, _, _), *row in zip(cells, *columns, strict=True)
+        [row_label, *(cell or NOT_MEASURED for cell in row)]
+        for (row_label, _, _), *row in zip(cells, *columns, strict=True)
         if any(row)
     ]
-    return Table(title, ["", *report.drafts], rows, note)
+    return Table(title, ["", *map(label, names)], rows, _noted(rows, note))
 
 
 def _table(
-    title: str, before: str, rows: Iterable[tuple[str, BaseModel]], cells: Cells, note: str = ""
+    title: str, first: str, parts: Iterable[tuple[str, BaseModel]], cells: Cells, note: str = ""
 ) -> Table:
-    """rows: (text of the first column, whose header is `before`; what the cells are taken from)."""
-    header = [before, *(label for label, _, _ in cells)]
-    return Table(title, header, [[first, *_cells(part, cells)] for first, part in rows], note)
+    """One row for each (text of its first cell, part of the report). A column of nulls leaves."""
+    rows = [[text, *_cells(part, cells)] for text, part in parts]
+    header = [first, *(column for column, _, _ in cells)]
+    kept = [i for i in range(len(header)) if i == 0 or any(row[i] for row in rows)]
+    rows = [[row[i] for i in kept] for row in rows]
+    return Table(title, [header[i] for i in kept], rows, _noted(rows, note))
 
 
-def _by_item(title: str, report: Report, path: str, cells: Cells, note: str = "") -> Table:
-    """One row for each item of every draft's list at `path`."""
-    rows = (
-        (name, part) for name, draft in report.drafts.items() for part in _at(draft, path) or []
-    )
-    return _table(title, "draft", rows, cells, note)
-
-
-def _by_load(report: Report) -> Table:
-    """With vLLM's setting for each draft that pays at some loads only."""
-    schedules = [
-        f" Serve {name} with num_speculative_tokens_per_batch_size {json.dumps(ranges)}."
-        for name, ranges in report.gamma_by_load.items()
-        if len(ranges) > 1
-    ]
-    return _by_item("By load", report, "by_load", LOADS, LOAD_NOTE + "".join(schedules))
+# --- The tables ---
 
 
 def result_table(report: Report) -> Table:
-    """The main table; the gain of the second draft beside it where exactly two are compared."""
-    stock = report.baseline.over_stock_generate
-    compared = f", {stock:.2f} of stock generate" if stock else ""
+    """The main table."""
     note = (
-        "Brackets hold 95% intervals over prompts; parentheses, where these are fewer than "
-        f"{FEWEST_CLUSTERS}, the lowest and the highest. "
-        f"Baseline: {report.baseline.tokens_per_s:.1f} tokens/s{compared}."
+        f"Brackets: 95% intervals over prompts. Target alone: {report.baseline.tokens_per_s:.1f} "
+        "tokens/s"
     )
-    table = _by_draft("Result", report, RESULT, note)
-    if len(report.drafts) != 2 or not report.gain:
-        return table
-    gained = dict(zip((label for label, _, _ in GAINS), _cells(report.gain[0], GAINS), strict=True))
-    rows = [[*row, gained.get(row[0], "")] for row in table.rows]
-    return Table(table.title, [*table.header, "gain"], rows, note)
+    if stock := report.baseline.over_stock_generate:
+        note += f", {stock:.2f} of stock generate"
+    return _by_draft("Results", report, RESULT, f"{note}.")
 
 
-def ledger_table(report: Report) -> Table:
-    """Greedy texts that parted from the target's own: the worst first, LEDGER_ROWS at most."""
-    entries = [(name, entry) for name, ledger in report.ledgers() for entry in ledger.divergences]
+def gain_table(report: Report) -> Table:
+    """What each draft adds to another, on the same prompts."""
+    gains = ((label(gain.draft), gain) for gain in report.gain)
+    return _table("Gains, paired by prompt", "draft", gains, GAINS)
+
+
+def _by_load(report: Report) -> Table:
+    """With vLLM's setting for each draft that is faster at some loads only."""
+    schedules = [
+        f"For {path}: num_speculative_tokens_per_batch_size {json.dumps(ranges)}."
+        for path, ranges in report.gamma_by_load.items()
+        if len(ranges) > 1
+    ]
+    points = (
+        (label(name), point) for name in in_order(report) for point in report.drafts[name].by_load
+    )
+    return _table("By load", "draft", points, LOADS, " ".join([LOAD_NOTE, *schedules]))
+
+
+def divergence_table(report: Report) -> Table:
+    """Responses that differ from the target's own: the worst first, DIVERGENCES_SHOWN at most."""
+    entries = [
+        (label(name), entry)
+        for name, draft in report.drafts.items()
+        for entry in draft.lossless.divergences
+    ]
 
     def doubt(row: tuple[str, Divergence]) -> tuple[bool, float]:
-        """Changed texts first, then those whose gap is the largest part of the error."""
+        """Mismatches first, then those whose gap is the largest part of the error."""
         _, entry = row
         return not entry.tie, entry.gap / entry.error if entry.gap and entry.error else 0.0
 
-    note = LEDGER_NOTE
-    if len(entries) > LEDGER_ROWS:
-        note += f" The {LEDGER_ROWS} least clear of {len(entries)} are shown; report.json has all."
-    worst = sorted(entries, key=doubt, reverse=True)[:LEDGER_ROWS]
-    return _table("Tie ledger", "draft", worst, LEDGER, note)
+    note = DIVERGENCE_NOTE
+    if len(entries) > DIVERGENCES_SHOWN:
+        note += f" The worst {DIVERGENCES_SHOWN} of {len(entries)} are shown; report.json has all."
+    worst = sorted(entries, key=doubt, reverse=True)[:DIVERGENCES_SHOWN]
+    return _table("Output check", "draft", worst, DIVERGENCES, note)
 
 
-def _setting(report: Report) -> Table:
-    """What was run, on what, with which prompts."""
-    prompts = report.prompts
-    rows: list[tuple[str, Any]] = [
-        ("target", report.target_named),
-        ("engine, device, dtype", f"{report.engine}, {report.device}, {report.dtype}"),
-        ("batch size", 1),
-        *((key.replace("_", " "), value) for key, value in report.decoding),
-        ("prompts", f"{prompts.source}, {prompts.n}"),
-        ("prompts sha256", prompts.sha256),
-        ("asked in chat form", f"{prompts.in_chat_form:.0%}"),
-        ("chat template kwargs", " or ".join(map(json.dumps, prompts.chat_template_kwargs))),
-        ("overlap with training", prompts.overlap_with_training),
-        ("bits per prompt token", prompts.bits_per_token),
-        ("bits of a random token", prompts.random_bits),
-    ]
-    texts = [[label, "none" if value is None else value] for label, value in rows]
-    return Table("Setting", ["", ""], texts)
+def _split(report: Report, title: str, field: str) -> Table:
+    """One of by_category, by_copy_share and by_context."""
+    rows = (
+        (f"{category}, {label(name)}", numbers)
+        for name in in_order(report)
+        for category, numbers in getattr(report.drafts[name], field).items()
+    )
+    return _table(title, "prompts, draft", rows, CATEGORIES)
 
 
 def _held_out(curve: HeldOutCurve) -> Table:
@@ -411,8 +285,57 @@ def _held_out(curve: HeldOutCurve) -> Table:
         [f"{p.tokens:,}", str(p.step), shown(p.alpha), f"{p.tau:.2f}", "kept" if p.kept else ""]
         for p in curve.points
     ]
-    header = ["different tokens", "step", "alpha", f"simulated tau, gamma {curve.gamma}", ""]
-    return Table("Held-out prompts while it was trained", header, rows, HELD_OUT_NOTE)
+    simulated = f"simulated mean acceptance length, draft length {curve.gamma}"
+    header = ["different tokens", "step", "acceptance rate", simulated, ""]
+    return Table("Held-out training prompts", header, rows)
+
+
+def _setting(report: Report) -> Table:
+    """What was run, on what machine, with which prompts."""
+    prompts, machine = report.prompts, report.environment
+    rows: list[tuple[str, Any]] = [
+        ("target", report.target_named),
+        ("engine, device, dtype", f"{report.engine}, {report.device}, {report.dtype}"),
+        *((key.replace("_", " "), value) for key, value in machine or ()),
+        *((key.replace("_", " "), value) for key, value in report.decoding if "gamma" not in key),
+        ("prompts", f"{prompts.source}, {prompts.n}"),
+        ("prompts sha256", prompts.sha256),
+        ("in chat form", f"{prompts.in_chat_form:.0%}"),
+        ("chat template kwargs", " or ".join(map(json.dumps, prompts.chat_template_kwargs))),
+        ("overlap with training", prompts.overlap_with_training),
+        ("bits per prompt token", prompts.bits_per_token),
+    ]
+    texts = [[name, str(value)] for name, value in rows if value not in (None, "")]
+    return Table("Setting", ["", ""], texts)
+
+
+def missing_lines(report: Report) -> Iterator[str]:
+    """One line for each reason why something could not be measured, with the fields it left out."""
+    for name, draft in report.drafts.items():
+        reasons: dict[str, list[str]] = {}
+        for entry in draft.missing:
+            reasons.setdefault(entry.reason, []).append(entry.field.replace("_", " "))
+        for why, fields in reasons.items():
+            yield f"{label(name)}, {', '.join(fields)}: {why}"
+
+
+def details(report: Report) -> list[Table]:
+    """The tables behind the results; one that the report holds nothing for is left out."""
+    answers = [] if report.answers is None else [("share of response tokens", report.answers)]
+    every = [
+        _by_load(report),
+        _split(report, "By category", "by_category"),
+        _split(report, "By copied share of the response", "by_copy_share"),
+        _split(report, "By prompt length", "by_context"),
+        _table("Copies in the target's responses", "", answers, ANSWERS),
+        divergence_table(report),
+        _by_draft("Counters of the server", report, COUNTERS),
+        _by_draft("Cost and latency", report, COSTS),
+        _by_draft("Drafts", report, DRAFTS),
+        *([] if report.held_out is None else [_held_out(report.held_out)]),
+        _setting(report),
+    ]
+    return [table for table in every if table.rows]
 
 
 def waterfall(draft: DraftReport) -> dict[str, float]:
@@ -425,7 +348,7 @@ def waterfall(draft: DraftReport) -> dict[str, float]:
         return {}
     assert draft.mean_drafted is not None
     assert draft.verify_ratio is not None
-    drafting = tau.mean / predicted.mean - draft.verify_ratio  # in target steps, a block
+    drafting = tau.mean / predicted.mean - draft.verify_ratio  # in target steps, a draft
     return {
         "all accepted": draft.mean_drafted + 1,
         "tau": tau.mean,
@@ -434,82 +357,3 @@ def waterfall(draft: DraftReport) -> dict[str, float]:
         "decode": decode.mean,
         "wall": draft.speedup.mean,
     }
-
-
-def _waterfalls(report: Report) -> Table:
-    counted = {name: waterfall(draft) for name, draft in report.drafts.items()}
-    priced = {name: speedups for name, speedups in counted.items() if speedups}
-    stages = next(iter(priced.values()), {})
-    rows = [[stage, *(f"{priced[name][stage]:.2f}" for name in priced)] for stage in stages]
-    return Table("Where the speed-up goes", ["", *priced], rows)
-
-
-def gamma_curve(draft: DraftReport) -> list[tuple[int, float, float]]:
-    """(gamma, expected speed-up, that of a perfect draft), positions taken as independent."""
-    if draft.payoff is None or draft.alpha is None or draft.costs is None:
-        return []
-    costs, alpha = draft.costs.steps(), draft.alpha.mean
-    return [
-        (gamma, expected_speedup(alpha, gamma, costs), expected_speedup(1.0, gamma, costs))
-        for gamma in range(1, costs.max_gamma + 1)
-    ]
-
-
-def _curves(report: Report) -> Table:
-    rows = [
-        [name, str(gamma), f"{expected:.2f}", f"{ceiling:.2f}"]
-        for name, draft in report.drafts.items()
-        for gamma, expected, ceiling in gamma_curve(draft)
-    ]
-    return Table("Speed-up by gamma", ["draft", "gamma", "predicted", "ceiling"], rows)
-
-
-def _charted(report: Report) -> list[Table]:
-    """Tables that report.html draws instead."""
-    charted = [
-        _waterfalls(report),
-        _curves(report),
-        _by_item("Acceptance by position", report, "per_position", POSITIONS),
-    ]
-    for name, draft in report.drafts.items():
-        if atlas := draft.atlas:
-            classes = ((token_class.name, token_class) for token_class in atlas.classes)
-            charted.append(_table(f"Rejection atlas, {name}", "class", classes, CLASSES))
-            for unit, buckets in (
-                ("output position", atlas.by_output_position),
-                ("target's entropy in bits", atlas.by_entropy),
-            ):
-                rows = ((bounds(bucket), bucket) for bucket in buckets)
-                charted.append(_table(f"alpha by {unit}, {name}", unit, rows, BUCKETS))
-    return [dataclasses.replace(table, charted=True) for table in charted]
-
-
-def tables(report: Report) -> list[Table]:
-    """All tables; one that the report holds nothing for is left out."""
-    gains = ((gain.draft, gain) for gain in report.gain if len(report.drafts) > 2)
-    categories = {
-        kind: [
-            (f"{category}, {name}", numbers)
-            for name, draft in report.drafts.items()
-            for category, numbers in getattr(draft, kind).items()
-        ]
-        for kind in ("by_category", "by_copy_share", "by_context")
-    }
-    answers = [] if report.answers is None else [("share of tokens or answers", report.answers)]
-    every = [
-        result_table(report),
-        _table("Gain", "draft", gains, GAINS),
-        _by_draft("Counters of the server", report, COUNTERS, COUNTERS_NOTE),
-        *_charted(report),
-        _by_load(report),
-        ledger_table(report),
-        _table("The target's answers", "", answers, ANSWERS, ANSWERS_NOTE),
-        _table("By category", "category, draft", categories["by_category"], CATEGORIES),
-        _table("By copy share", "category, draft", categories["by_copy_share"], CATEGORIES),
-        _table("By context length", "prompt, draft", categories["by_context"], CATEGORIES),
-        *([] if report.held_out is None else [_held_out(report.held_out)]),
-        _by_draft("Cost and latency", report, COSTS),
-        _by_draft("Drafts", report, DRAFTS),
-        _setting(report),
-    ]
-    return [table for table in every if table.rows]

@@ -1,241 +1,144 @@
-"""What a reader must know first of a report: the headline, and every warning.
-
-docs/metrics.md lists the rules.
-"""
+"""What to know before a figure of a report is quoted. docs/metrics.md lists the rules."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from eval.decoding.drafters.lookup import LOOKUP, LOOKUP_FIRST
-from eval.measuring.intervals import FEWEST_CLUSTERS, Measured, Part
-
-if TYPE_CHECKING:  # a report holds what is found here
-    from eval.measuring.losslessness import Ledger
-    from eval.reporting.report import DraftReport, Gain, Report
+from eval.reporting.fields import NGRAM, DraftReport, Report
+from eval.reporting.verdict import label
 
 FEW_DRAFTS = 300
-HIGH_LOOP_SHARE = 0.2
+COPIED_MUCH = 0.5  # of the responses' tokens, from the response itself: mostly loops
 FAIR_BASELINE = 0.95
 USUAL_EFFICIENCY = (0.8, 1.1)
 RANDOM_SHARE = 0.75  # of the bits that random tokens take; text of any language takes far fewer
-# Rules that leave the output as the target's: greedily the same tokens, sampled the same
-# distribution. Whatever else a report names is taken for lossy.
+# Rules that keep the target's output: greedily the same tokens, sampled the same distribution.
 LOSSLESS_RULES = ("greedy match", "block verification", "rejection sampling")
 
 
-def headline(report: Report) -> str:
-    """One sentence on the last draft of the report (the tuned one of a training run)."""
-    name, draft = report.last
-    low, high = draft.speedup.bounds
-    interval = f"95% interval {low:.2f} to {high:.2f}" if draft.speedup.ci95 else "no interval"
-    speedup = f"{draft.speedup.mean:.2f}x ({interval}, {draft.speedup.n} prompts)"
-    if not draft.speedup.ci95:
-        effect = f"was measured on too few prompts to say more than {speedup}"
-    elif low > 1:
-        effect = f"speeds the target up {speedup}"
-    elif high < 1:
-        effect = f"SLOWS the target DOWN to {speedup}"
-    else:
-        effect = f"makes no measurable difference in speed, {speedup}"
-    facts = [
-        _added(gain, report.drafts[gain.over])
-        for gain in _over_lookup(report)
-        if gain.draft == name
-    ]
-    facts += [f"alpha {draft.alpha:.2f}"] if draft.alpha else []
-    if draft.memory:
-        facts.append(f"memory +{draft.memory.overhead:.0%}")
-    facts.append(f"{'NOT LOSSLESS, ' if draft.lossless.unexplained else ''}{draft.lossless}")
-    return f"Draft {name} {effect}: {', '.join(facts)}."
+class ReportWarning(NamedTuple):
+    """A rule of this file, by its code, and what it says of the report."""
+
+    code: str
+    text: str
 
 
-def recommendation(report: Report) -> str:
-    """What to serve, in a sentence: of the drafts that are shown to pay, the surest."""
-    paying = {
-        name: draft
-        for name, draft in report.drafts.items()
-        if draft.speedup.bounds[0] > 1 and not draft.lossless.unexplained
-    }
-    if not paying:
-        return "Serve without a draft: none is shown to be faster and to leave the text as it is."
-    name = max(paying, key=lambda name: paying[name].speedup.bounds[0])
-    draft = paying[name]
-    gamma = "" if draft.gamma is None else f", gamma {draft.gamma}"
-    low, high = draft.speedup.bounds
-    expected = f"expect {draft.speedup.mean:.2f}x, {low:.2f} to {high:.2f} on such prompts."
-    if report.engine == "torch":
-        engines = ""
-        if draft.path.startswith(LOOKUP_FIRST):
-            speedups = [
-                f"{label} {rival.speedup.mean:.2f}x"
-                for label, rival in paying.items()
-                if not rival.path.startswith(LOOKUP_FIRST)
-            ]
-            shown = ", ".join(speedups) or "neither pays"
-            engines = f"; engines look up or draft, not both (here {shown})"
-        return (
-            f"Best: {name} in draftsmith's own decoder{gamma}: {expected} That decoder is no "
-            f"server{engines}: measure the draft in your engine before you serve it."
-        )
-    return f"Serve {name} in {report.engine}{gamma}: {expected}"
-
-
-def _over_lookup(report: Report) -> list[Gain]:
-    """What drafts add to prompt lookup alone, where both were measured."""
-    return [gain for gain in report.gain if report.drafts[gain.over].path == LOOKUP]
-
-
-def _added(gain: Gain, over: DraftReport) -> str:
-    low, high = gain.speedup.bounds
-    adds = "loses" if high < 0 else "adds nothing that shows," if low <= 0 else "adds"
-    if gain.speedup.ci95 is None:
-        adds = "perhaps adds"
-    return f"prompt lookup alone {over.speedup.mean:.2f}x, the draft {adds} {gain.speedup:+.2f}"
-
-
-def find_warnings(report: Report) -> list[str]:
+def find_warnings(report: Report) -> list[ReportWarning]:
     """Every warning about the report, the gravest first."""
-    warnings = [
-        f"NOT LOSSLESS, do not serve draft {name}: {ledger}, greedily, against the target alone"
-        f"{_first_reason(ledger)}."
-        for name, ledger in report.ledgers()
-        if ledger.unexplained
-    ]
-    warnings += _about_setting(report)
-    warnings += _on_few(report)
+    found = [*_mismatches(report), *_about_setting(report), *_about_prompts(report)]
     for name, draft in report.drafts.items():
-        warnings += [f"{name}: {warning}" for warning in _about_draft(draft)]
-    for gain in _over_lookup(report):
-        if gain.speedup.ci95 and gain.speedup.ci95[0] <= 0:
-            shown = "slower" if gain.speedup.ci95[1] < 0 else "not shown to be faster"
-            warnings.append(
-                f"{gain.draft} is {shown} than prompt lookup alone ({gain.speedup:+.2f}x), which "
-                "needs no draft: serve lookup, or train longer."
-            )
-    return warnings + [
-        f"The interval of alpha's gain ({gain.draft} over {gain.over}) holds 0."
-        for gain in report.gain
-        if gain.alpha and gain.alpha.ci95 and gain.alpha.ci95[0] <= 0 <= gain.alpha.ci95[1]
-    ]
+        found += [
+            ReportWarning(code, f"{label(name)}: {text}") for code, text in _about_draft(draft)
+        ]
+    return [*found, *_about_gains(report)]
 
 
-def _first_reason(ledger: Ledger) -> str:
-    """Why the first changed text is not the same up to ties, where that is said in words."""
-    reasons = [entry.why for entry in ledger.divergences if not entry.tie and entry.why]
-    return f" (the first one {reasons[0]})" if reasons else ""
+def _mismatches(report: Report) -> Iterator[ReportWarning]:
+    for name, draft in report.drafts.items():
+        if draft.lossless.unexplained:
+            whys = [d.why for d in draft.lossless.divergences if not d.tie and d.why]
+            first = f" The first: {whys[0]}." if whys else ""
+            text = f"NOT LOSSLESS, do not serve {label(name)}: {draft.lossless}.{first}"
+            yield ReportWarning("mismatch", text)
 
 
-def _on_few(report: Report) -> Iterator[str]:
-    """How many numbers have no interval, in all parts of the report, and where most of them are."""
-    few: Counter[str] = Counter()
-    for part in (report.baseline, *report.drafts.values(), *report.gain):
-        for field, value in part:
-            few[field] += _few_in(value)
-    if total := few.total():
-        most = ", ".join(
-            f"{count} in {field.replace('_', ' ')}" for field, count in few.most_common(3) if count
-        )
-        yield (
-            f"Fewer than {FEWEST_CLUSTERS} prompts (groups, batches) stand behind {total} numbers "
-            f"({most}): too few for a 95% interval; parentheses hold the lowest and the highest."
-        )
-
-
-def _few_in(value: object) -> int:
-    """How many numbers without an interval a value is, or holds."""
-    if isinstance(value, Measured):
-        return value.ci95 is None
-    if isinstance(value, Part):
-        return sum(_few_in(part) for _, part in value)
-    parts = [*value.values()] if isinstance(value, dict) else value
-    return sum(map(_few_in, parts)) if isinstance(parts, list) else 0
-
-
-def _about_setting(report: Report) -> list[str]:
-    """What makes every number of the report look better than it is."""
-    warnings: list[str] = []
-    decoding, prompts = report.decoding, report.prompts
+def _about_setting(report: Report) -> Iterator[ReportWarning]:
+    decoding, stock = report.decoding, report.baseline.over_stock_generate
     if decoding.verification not in LOSSLESS_RULES:
-        warnings.append(
-            f"LOSSY: verification by {decoding.verification!r} is not known to leave the output "
-            f"as the target's; a speed-up bought with other text cannot be compared."
+        yield ReportWarning(
+            "lossy-rule",
+            f"Verification by {decoding.verification!r} is not known to keep the target's output.",
         )
     if decoding.stop_tokens == 0:
-        warnings.append(
-            "No token ends a text, as with ignore_eos: what follows the end of an answer repeats "
-            "itself, is easy to draft, and flatters every number."
+        yield ReportWarning(
+            "no-stop-token",
+            "No token ends a response, as with ignore_eos: text after the end repeats itself and "
+            "is easy to draft, so every figure is flattered.",
         )
     elif decoding.ended_by_stop == 0:
-        warnings.append(
-            f"Not one answer ended by itself within {decoding.max_new_tokens} tokens: if the "
-            f"end of text is ignored, as with ignore_eos, every number is flattered."
+        yield ReportWarning(
+            "none-ended",
+            f"No response ended within {decoding.max_new_tokens} tokens: if the end of text is "
+            "ignored, every figure is flattered.",
         )
+    if stock and stock.mean < FAIR_BASELINE:
+        yield ReportWarning(
+            "slow-baseline",
+            f"The baseline reaches only {stock.mean:.2f} of stock generate's tokens/s, so every "
+            "speed-up is flattered.",
+        )
+
+
+def _about_prompts(report: Report) -> Iterator[ReportWarning]:
+    prompts = report.prompts
     bits, random_bits = prompts.bits_per_token, prompts.random_bits
     if bits is not None and random_bits is not None and bits > RANDOM_SHARE * random_bits:
-        warnings.append(
-            f"The prompts look random: the target finds {bits:.1f} bits in each of their tokens, "
-            f"and random ones hold {random_bits:.1f}. Acceptance on such text says nothing about a "
-            f"domain."
+        yield ReportWarning(
+            "random-prompts",
+            f"The prompts look random: {bits:.1f} bits a token for the target, where random tokens "
+            f"have {random_bits:.1f}. Acceptance on such text says nothing about a domain.",
         )
     if prompts.chat_template and prompts.in_chat_form < 1:
-        warnings.append(
-            f"{1 - prompts.in_chat_form:.0%} of the prompts are completed as they stand, though "
-            "the target has a chat template: an Instruct model answers such prompts with talk and "
-            "copies, which are easy to draft. Ask it as it is served: give `messages`, or an "
-            "`instruction`."
-        )
-    stock = report.baseline.over_stock_generate
-    if stock and stock.mean < FAIR_BASELINE:
-        warnings.append(
-            f"The baseline reaches only {stock.mean:.2f} of stock generate's tokens/s: every "
-            f"speed-up here is flattered by that."
+        yield ReportWarning(
+            "raw-prompts",
+            f"{1 - prompts.in_chat_form:.0%} of the prompts are raw, though the target has a chat "
+            "template. Raw prompts make an Instruct model copy and loop; use `messages` or an "
+            "`instruction`.",
         )
     if prompts.overlap_with_training is None:
-        warnings.append("It is not known whether evaluation prompts were trained on.")
+        text = "It is not known whether evaluation prompts were trained on."
+        yield ReportWarning("overlap-unknown", text)
     elif prompts.overlap_with_training:
-        warnings.append(
-            f"Evaluation prompts overlap with the training data: {prompts.overlap_with_training}."
+        text = f"Evaluation prompts overlap with training data: {prompts.overlap_with_training:g}."
+        yield ReportWarning("overlap", text)
+    if report.answers and report.answers.copy_share.of_answer.mean > COPIED_MUCH:
+        yield ReportWarning(
+            "self-copies",
+            f"{report.answers.copy_share.of_answer.mean:.0%} of the response tokens repeat an "
+            "earlier part of the response, and are easy to draft.",
         )
-    return warnings
 
 
-def _about_draft(draft: DraftReport) -> list[str]:
-    warnings = [
-        f"measured in part only, {entry.reason}"
-        for entry in draft.missing
-        if entry.field == "prompts"
-    ]
+def _about_draft(draft: DraftReport) -> Iterator[tuple[str, str]]:
+    for entry in draft.missing:
+        if entry.field == "prompts":
+            yield "partial", f"measured in part only, {entry.reason}"
     low, high = draft.speedup.bounds
     if high < 1:
-        warnings.append(f"it slows the target down, to {draft.speedup:.2f}x.")
+        yield "slower", f"it slows the target down, to {draft.speedup:.2f}x."
     elif draft.speedup.ci95 and low <= 1:
-        warnings.append("the interval of the speed-up holds 1x; no effect is shown.")
+        yield "no-effect", "the interval of the speed-up holds 1x, so no effect is shown."
     drafts = draft.per_position[0].drafts if draft.per_position else FEW_DRAFTS
     if not draft.per_position and draft.counters:
         drafts = draft.counters.num_drafts
     if drafts < FEW_DRAFTS:
-        warnings.append(
-            f"acceptance rests on {drafts} drafts; take longer answers or more prompts, to have "
-            f"{FEW_DRAFTS} at least."
-        )
-    if draft.loop_share and draft.loop_share.speculative.mean > HIGH_LOOP_SHARE:
-        warnings.append(
-            f"{draft.loop_share.speculative.mean:.0%} of the emitted tokens stand in repeated "
-            f"loops, which are easy to draft; acceptance on useful text is lower."
-        )
+        yield "few-drafts", f"acceptance is measured on {drafts} drafts, fewer than {FEW_DRAFTS}."
     efficiency = draft.decode_efficiency
-    if efficiency and not USUAL_EFFICIENCY[0] <= efficiency.mean <= USUAL_EFFICIENCY[1]:
-        cause = (
-            "look for overhead in the loop or for a noisy machine"
-            if efficiency.mean < 1
-            else "single steps were timed in a slower moment than texts were decoded, so c and the "
-            "predicted speed-up look worse than they are; measure again on a quiet machine"
+    if efficiency and efficiency.mean < USUAL_EFFICIENCY[0]:
+        yield (
+            "overhead",
+            f"decoding reaches {efficiency.mean:.2f} of the predicted speed-up: overhead in the "
+            "loop, or a busy machine.",
         )
-        warnings.append(
-            f"the decode phase reaches {efficiency.mean:.2f} of what its step costs predict; "
-            f"{cause}."
+    if efficiency and efficiency.mean > USUAL_EFFICIENCY[1]:
+        yield (
+            "slow-steps",
+            f"decoding reaches {efficiency.mean:.2f} of the predicted speed-up, because single "
+            "steps were timed on a busy machine. Measure again.",
         )
-    return warnings
+
+
+def _about_gains(report: Report) -> Iterator[ReportWarning]:
+    for gain in report.gain:
+        name, speedup, alpha = label(gain.draft), gain.speedup, gain.alpha
+        if report.drafts[gain.over].path == NGRAM and speedup.ci95 and speedup.ci95[0] <= 0:
+            shown = "slower" if speedup.ci95[1] < 0 else "not shown to be faster"
+            yield ReportWarning(
+                "not-over-ngram",
+                f"{name} is {shown} than n-gram speculation alone ({speedup:+.2f}x), which needs "
+                "no draft.",
+            )
+        if alpha and alpha.ci95 and alpha.ci95[0] <= 0 <= alpha.ci95[1]:
+            text = f"The interval of the acceptance gain holds 0 ({name}, {label(gain.over)})."
+            yield ReportWarning("no-acceptance-gain", text)

@@ -30,7 +30,7 @@ from distill.training_set import DistillationCollator
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.lean import LeanDecoder
 from eval.decoding.target import load_target as load_any_target
-from eval.reporting.report import read_report
+from eval.reporting.fields import read_report
 from eval.run import main
 from tests.distill.conftest import TOKENS
 

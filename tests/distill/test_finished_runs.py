@@ -8,7 +8,7 @@ import pytest
 
 from align.sources import read_json
 from distill.train import run
-from eval.reporting.report import read_report
+from eval.reporting.fields import read_report
 from eval.run import main
 from tests.distill.conftest import RUNS
 

@@ -33,7 +33,7 @@ from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.verification import Sampling
 from eval.prompts import Prompt, PromptSet
-from eval.reporting.report import read_report
+from eval.reporting.fields import read_report
 
 VOCAB = 50
 STEPS = [0, 1, 2, 3, 5, 6, 9, 12, 15, 18, 21, 24]  # of 24, after which the draft is measured

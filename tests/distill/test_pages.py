@@ -16,7 +16,7 @@ from align import check
 from distill.recipe import read_yaml, recipe_files, yaml_text
 from eval import drift
 from eval import run as evaluation
-from eval.reporting.report import read_report
+from eval.reporting.fields import read_report
 from tests.eval.engines.test_counters import page as counters
 from tests.test_docs import PAGES, ROOT, blocks, commands
 

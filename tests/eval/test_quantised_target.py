@@ -18,7 +18,7 @@ from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling, agreement, warp
-from eval.reporting.report import build_report
+from eval.reporting.build import build_report
 from eval.reporting.text import render_markdown
 
 

@@ -9,9 +9,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
+import eval.run
 from eval.measuring import evaluation, timing
 from eval.measuring.metrics import replayed_tau
-from eval.reporting.report import build_report, read_report
+from eval.reporting.build import build_report
+from eval.reporting.fields import read_report
 from eval.run import _named, main
 
 
@@ -194,7 +196,7 @@ def test_the_tau_that_the_log_of_alpha_tells_is_the_one_that_decoding_has(
     """In fp32, fixed gamma, answers that end at the limit."""
     kept = []
     monkeypatch.setattr(
-        evaluation, "build_report", lambda run, logs: kept.extend(logs) or build_report(run, logs)
+        eval.run, "build_report", lambda run, logs: kept.extend(logs) or build_report(run, logs)
     )
     assert run(folder, tmp_path, "--draft", f"d={folder / 'draft'}", "--gamma", "3") == 0
     draft = loaded(tmp_path)["drafts"]["d"]
@@ -215,11 +217,12 @@ def test_a_sampled_run_is_reported_whole(folder, tmp_path):
     assert draft["lossless"]["identical"] == 12  # measured greedily
     values = [value for text in draft["atlas"]["heat_map"] for value in text["values"]]
     assert any(0 < value < 1 for value in values)
-    classes = draft["atlas"]["classes"]
     tokens = sum(row["positions"] for row in draft["per_prompt"])
-    assert sum(entry["positions"] for entry in classes) == tokens
-    rejected = sum(entry["rejected"] for entry in classes)
-    assert rejected == pytest.approx((1 - draft["alpha"]["mean"]) * tokens, abs=0.5)
+    for buckets in (draft["atlas"]["by_output_position"], draft["atlas"]["by_entropy"]):
+        assert sum(entry["positions"] for entry in buckets) == tokens
+        accepted = sum(entry["positions"] * entry["alpha"]["mean"] for entry in buckets)
+        assert accepted == pytest.approx(draft["alpha"]["mean"] * tokens)
+    assert report["environment"]["engine"] == "torch"
 
 
 def test_each_draft_has_the_draft_length_that_is_fastest_for_it(folder, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.reporting.report import read_report
+from eval.reporting.fields import read_report
 from tests.conftest import cache_without_answers
 
 pytestmark = pytest.mark.real

@@ -1,7 +1,5 @@
 """The embedded prompts as they come out of their wheels, and their splits compared pair by pair."""
 
-import collections
-
 import pytest
 
 from align.sources import resolve_folder_in_wheel
@@ -39,13 +37,9 @@ def prompts_of(name):
 def test_code_is_evaluated_on_human_eval():
     training, evaluation = prompts_of("code")
     assert len(evaluation) == 96
-    assert all(p.id.startswith("HumanEval/") and p.entry_point and p.test for p in evaluation)
+    assert all(p.id.startswith("HumanEval/") for p in evaluation)
     assert all(p.prompt and "def " in p.prompt for p in evaluation)
     assert not list(leaks(training, evaluation))
-    kinds = collections.Counter(p.category for p in evaluation)
-    assert kinds.keys() == {"lists", "strings", "numbers", "predicate", "other"}
-    assert all(count >= 10 for kind, count in kinds.items() if kind != "other")
-    assert kinds["other"] < 10
 
 
 def test_legal_is_evaluated_on_held_out_licences():

@@ -22,7 +22,7 @@ from distill.recipe import load_recipe
 from distill.teacher.answers import top_logprobs
 from distill.teacher.served import ServedTarget
 from eval.decoding.target import load_target
-from eval.reporting.report import read_report
+from eval.reporting.fields import read_report
 
 pytestmark = pytest.mark.real
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.reporting.report import read_report
+from eval.reporting.fields import read_report
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "tutorial.md"
@@ -41,7 +41,7 @@ def test_the_notebook_ends_with_a_report_and_a_published_draft(tmp_path, monkeyp
     outputs, drafts = tmp_path / "tutorial" / "outputs", tmp_path / "tutorial" / "drafts"
     report = read_report(outputs / "explain" / "report" / "report.json")
     assert list(report.drafts) == ["untuned", "lookup", "tuned", "tuned+lookup"]
-    assert not any(ledger.unexplained for _, ledger in report.ledgers())
+    assert not any(draft.lossless.unexplained for draft in report.drafts.values())
     assert [text for text in said if "answers: 40 answers (40 at hand)" in text]
     assert (drafts / "explain" / "model.safetensors").is_file()
     assert any('vllm serve explain-target --speculative-config \'{"method"' in t for t in said)

@@ -27,7 +27,7 @@ from eval.engines import local_vllm
 from eval.engines.local_vllm import serve_vllm, speculation
 from eval.engines.vllm import VllmServer
 from eval.prompts import load_prompts, render_set
-from eval.reporting.report import read_report
+from eval.reporting.fields import read_report
 from eval.run import main
 
 RUN = os.environ.get("DRAFTSMITH_RUN")

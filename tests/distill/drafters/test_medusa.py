@@ -10,7 +10,7 @@ from distill.drafters.medusa import fit_heads
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl, head_loss
 from eval.decoding.drafters.medusa import MedusaConfig, MedusaModel
-from eval.reporting.report import read_report
+from eval.reporting.fields import read_report
 
 VOCAB, SIZE, WIDTH, HEADS = 61, 32, 9, 3
 # two answers: of a prompt of 3 tokens and a response of 5, and of 2 and 7

@@ -11,7 +11,7 @@ from distill.recipe import RecipeError
 from distill.train import run
 from eval.decoding import drafters as inference
 from eval.decoding.drafters.formats import formats
-from eval.reporting.report import read_report
+from eval.reporting.fields import read_report
 from tests.distill.conftest import TRIMMED
 
 NEW_KIND = Path(__file__).with_name("new_kind")

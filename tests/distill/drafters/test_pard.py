@@ -16,7 +16,7 @@ from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.drafters.pard import PardDrafter
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
-from eval.reporting.report import read_report
+from eval.reporting.fields import read_report
 from tests.distill.conftest import ROWS, TOKENS
 from tests.distill.drafters.conftest import MASK, VOCAB
 

@@ -12,7 +12,7 @@ from distill.models import of_published
 from distill.train import run
 from eval.decoding.drafters import eagle3, medusa
 from eval.decoding.forward import input_embedding
-from eval.reporting.report import read_report
+from eval.reporting.fields import read_report
 
 KIND_OF = {"speculators": "eagle3", "eagle": "eagle3", "medusa": "medusa"}  # by layout
 

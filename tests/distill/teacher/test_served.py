@@ -25,7 +25,7 @@ from eval.decoding.loop import Decoding
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.engines.server import API_KEY, ServerError
-from eval.reporting.report import read_report
+from eval.reporting.fields import read_report
 from tests import fake_vllm
 from tests.fake_vllm import FakeVllm
 

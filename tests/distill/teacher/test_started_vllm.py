@@ -16,7 +16,7 @@ from distill.train import run
 from eval.decoding.target import load_target
 from eval.engines.environment import VLLM_PYTHON, EngineMissing
 from eval.engines.server import ServerError
-from eval.reporting.report import read_report
+from eval.reporting.fields import read_report
 from tests.distill.teacher.test_served import StandIn
 
 

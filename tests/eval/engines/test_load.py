@@ -9,7 +9,7 @@ from eval.decoding.verification import Sampling
 from eval.engines.load import load_point, load_rounds, timed_round
 from eval.engines.vllm import VllmServer
 from eval.prompts import Prompt
-from eval.reporting.report import Report
+from eval.reporting.fields import Report
 
 PROMPTS = [Prompt(str(i), prompt=f"say {i}") for i in range(10)]
 DECODING = Decoding(Sampling(), frozenset(), 20)

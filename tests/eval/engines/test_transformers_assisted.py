@@ -14,8 +14,9 @@ from eval.decoding.verification import Sampling
 from eval.engines.transformers_assisted import Assisted, log_steps, measure_assisted, usage
 from eval.measuring.runs import check_runs
 from eval.prompts import Prompt, PromptSet
+from eval.reporting.fields import read_report
 from eval.reporting.page import render_page
-from eval.reporting.report import read_report
+from eval.reporting.warnings import find_warnings
 from eval.run import main
 from tests.byte_level import SHAPE, noisy, save
 
@@ -199,7 +200,7 @@ def test_a_sampled_report(folder, tmp_path):
     report = report_of(folder, tmp_path, "--draft", str(folder / "draft"), "--temperature", "0.8")
     assert report.decoding.verification == "rejection sampling"
     assert report.drafts["draft"].lossless.identical == 12  # measured greedily
-    assert not any("LOSSY" in warning for warning in report.warnings)
+    assert "lossy-rule" not in {warning.code for warning in find_warnings(report)}
 
 
 def test_other_tokens_are_not_explained_away(tiny_llama, monkeypatch, journal):
@@ -218,7 +219,7 @@ def test_other_tokens_are_not_explained_away(tiny_llama, monkeypatch, journal):
     how = Decoding(Sampling(), frozenset(), 20)
     report = measure_assisted(engine, timed, how, journal, {})
     assert report.drafts["draft"].lossless.unexplained == 3
-    assert report.warnings[0].startswith("NOT LOSSLESS")
+    assert find_warnings(report)[0].code == "mismatch"
 
 
 @pytest.mark.parametrize("in_fp32", [False, True])

@@ -1,16 +1,11 @@
-"""How much of the target's outputs is copied."""
+"""How much of a response is copied, against a plain search."""
 
 import random
 
 import numpy as np
 import pytest
 
-from eval.measuring.answer_quality import (
-    COPY_TOKENS,
-    copied,
-    copy_categories,
-    described,
-)
+from eval.measuring.copy_share import COPY_TOKENS, copied, copy_categories, described
 from eval.measuring.runs import Answer, RunLog
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from eval.measuring.intervals import share
-from eval.measuring.traffic import (
+from eval.reporting.build import build_report
+from eval.reporting.traffic import (
     Acceptance,
     Estimate,
     NotComparable,
@@ -17,7 +18,6 @@ from eval.measuring.traffic import (
     drafts_lacking,
     measured_acceptance,
 )
-from eval.reporting.report import build_report
 
 GAMMA = 3
 

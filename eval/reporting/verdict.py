@@ -1,0 +1,216 @@
+"""What a report says first: the same lines on the page, in the terminal and in report.md."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from eval.measuring.intervals import Measured
+from eval.measuring.output_check import Ledger
+from eval.reporting.fields import NGRAM, REFERENCE, DraftReport, Report
+
+NAMES = {  # of the drafts of a training run, in the order in which they are shown
+    "untuned": "base draft",
+    "lookup": "n-gram speculation",
+    "tuned": "distilled draft",
+    "tuned+lookup": "n-gram, then distilled draft",
+}
+REFERENCE_ONLY = (
+    "* in the reference decoder only: vLLM 0.32 serves n-gram speculation or a draft; llama-server "
+    "can combine them (n-gram first)."
+)
+
+
+@dataclass(frozen=True)
+class Top:
+    """The first lines of a report. A line that the report has nothing for is empty."""
+
+    verdict: str
+    output: str
+    speedups: list[tuple[str, Measured]]  # by shown name; a star marks REFERENCE_ONLY
+    note: str
+    memory: str
+    command: str
+    setting: str
+
+
+def top(report: Report) -> Top:
+    """The first lines of the report."""
+    drafts = [(name, report.drafts[name]) for name in in_order(report)]
+    starred = report.engine == REFERENCE and not all(draft.serves_alone for _, draft in drafts)
+    return Top(
+        verdict=verdict(report),
+        output=_output(report),
+        speedups=[
+            (label(name) + "*" * (starred and not draft.serves_alone), draft.speedup)
+            for name, draft in drafts
+        ],
+        note=REFERENCE_ONLY if starred else "",
+        memory=_memory(report),
+        command=_command(report),
+        setting=_setting(report),
+    )
+
+
+def in_order(report: Report) -> list[str]:
+    """The names of the drafts as they are shown: NAMES first, then others as they were given."""
+    order = list(NAMES)
+    return sorted(
+        report.drafts,
+        key=lambda name: order.index(base) if (base := _parts(name)[0]) in order else len(order),
+    )
+
+
+def _parts(name: str) -> tuple[str, str]:
+    """A draft's name, and its length where several lengths of it were measured."""
+    base, _, length = name.partition(", gamma ")
+    return base, length
+
+
+def label(name: str) -> str:
+    """What a reader calls the draft."""
+    base, length = _parts(name)
+    shown = NAMES.get(base, base)
+    return f"{shown}, draft length {length}" if length else shown
+
+
+def times(value: Measured) -> str:
+    """A speed-up: `1.61x [1.48, 1.75]`, or `1.61x (1.20 to 2.10)` without an interval."""
+    if value.ci95:
+        return f"{value.mean:.2f}x [{value.ci95[0]:.2f}, {value.ci95[1]:.2f}]"
+    if value.range:
+        return f"{value.mean:.2f}x ({value.range[0]:.2f} to {value.range[1]:.2f})"
+    return f"{value.mean:.2f}x"
+
+
+def size(count: int) -> str:
+    """Bytes in MiB."""
+    return f"{count / 2**20:,.1f} MiB"
+
+
+def measured_in(report: Report) -> str:
+    """The decoder or engine that the figures are of."""
+    if report.engine == REFERENCE:
+        return "the reference decoder"
+    version = report.environment.engine_version if report.environment else None
+    return f"{report.engine} {version}" if version else report.engine
+
+
+def recommended(report: Report) -> str | None:
+    """The draft whose speed-up has the highest lower bound, if that is above 1x.
+
+    Drafts with mismatches are left out, and in the reference decoder those that vLLM cannot serve.
+    """
+    bounds = {
+        name: draft.speedup.bounds[0]
+        for name, draft in report.drafts.items()
+        if not draft.lossless.unexplained
+        and (draft.serves_alone or report.engine != REFERENCE)
+        and draft.speedup.bounds[0] > 1
+    }
+    return max(bounds, key=lambda name: bounds[name], default=None)
+
+
+def verdict(report: Report) -> str:
+    """What to do, in one line, and what its figure was measured in."""
+    engine = measured_in(report)
+    broken = [label(name) for name, d in report.drafts.items() if d.lossless.unexplained]
+    start = f"Do NOT serve {', '.join(broken)}: outputs mismatch the target's. " if broken else ""
+    name = recommended(report)
+    if name is None:
+        most = max(draft.speedup.n for draft in report.drafts.values())
+        if all(draft.speedup.ci95 is None for draft in report.drafts.values()):
+            return f"{start}No verdict: {most} prompts in {engine} are too few for an interval."
+        return f"{start}No draft is shown to be faster than the target alone in {engine}."
+    draft = report.drafts[name]
+    shown = label(name)
+    if draft.gamma and not _parts(name)[1]:
+        shown += f" (draft length {draft.gamma})"
+    figure = f"{times(draft.speedup)}, measured in {engine}"
+    if report.engine != REFERENCE:
+        return f"{start}Serve {shown}: {figure}."
+    ngram = next((d for d in report.drafts.values() if d.path == NGRAM), None)
+    alone = f"; n-gram speculation alone {ngram.speedup.mean:.2f}x" if ngram else ""
+    if draft is ngram:
+        alone = "; no draft is shown to be surer"
+    return f"{start}Test {shown} in your engine: {figure} (no server){alone}."
+
+
+def _output(report: Report) -> str:
+    """The output checks of all drafts as one."""
+    checks = [draft.lossless for draft in report.drafts.values()]
+    total = Ledger(
+        prompts=sum(check.prompts for check in checks),
+        identical=sum(check.identical for check in checks),
+        tie_divergences=sum(check.tie_divergences for check in checks),
+        unexplained=sum(check.unexplained for check in checks),
+        divergences=[entry for check in checks for entry in check.divergences],
+    )
+    drafts = f", {len(checks)} drafts together" if checks[1:] else ""
+    return f"{total} ({report.dtype}, greedy{drafts})"
+
+
+def _trained(report: Report) -> tuple[str, DraftReport] | None:
+    """The draft with weights to serve: the distilled one, else the recommended or last one."""
+    names = [recommended(report), *reversed(report.drafts)]
+    if "tuned" in report.drafts:
+        names.insert(0, "tuned")
+    for name in filter(None, names):
+        draft = report.drafts[name]
+        if draft.serves_alone and draft.path != NGRAM:
+            return name, draft
+    return None
+
+
+def served_bytes(draft: DraftReport) -> tuple[int, float] | None:
+    """Bytes of the full-vocabulary checkpoint, which engines load, and its share of the target."""
+    if draft.memory is None:
+        return None
+    count = draft.memory.full_form_bytes or draft.memory.draft_bytes
+    return count, count / draft.memory.target_bytes
+
+
+def _memory(report: Report) -> str:
+    trained = _trained(report)
+    taken = served_bytes(trained[1]) if trained else None
+    if trained is None or taken is None:
+        return ""
+    count, share = taken
+    name = label(trained[0])
+    return f"{size(count)} to serve {name}, +{share:.0%} of the target (full-vocabulary checkpoint)"
+
+
+def _command(report: Report) -> str:
+    """The command that answers the next question; empty where no draft is recommended."""
+    name = recommended(report)
+    if name is None:
+        return ""
+    if report.engine == "vllm":
+        return "python -m eval.drift report/report.json --metrics http://localhost:8000"
+    draft = report.drafts[name]
+    words = ["python", "-m", "eval.run"]
+    tuned = Path(report.drafts["tuned"].path) if "tuned" in report.drafts else None
+    if tuned is not None and "draft" in tuned.parts:
+        words += ["--run", str(Path(*tuned.parts[: tuned.parts.index("draft")]))]
+    else:
+        words += ["--target", report.target, "--draft", draft.path]
+        words += ["--prompts", report.prompts.source]
+    return shlex.join([*words, "--engine", "vllm", "--gamma", str(draft.gamma or 3)])
+
+
+def _setting(report: Report) -> str:
+    """Target, machine, date and size of the measurement."""
+    machine = report.environment
+    cores = f", {machine.cores} cores" if machine and machine.cores else ""
+    hardware = f"{machine.hardware}{cores}" if machine and machine.hardware else report.device
+    target = report.target_named
+    parts = [
+        f"{target.rpartition('/')[2] if target.startswith('pypi:') else target}, {report.dtype}",
+        hardware,
+        machine.date[:16].replace("T", " ") + " UTC" if machine else "date not known",
+        "batch 1",
+        f"temperature {report.decoding.temperature:g}",
+        f"{report.prompts.n} prompts",
+    ]
+    return " · ".join(parts)
