@@ -275,6 +275,7 @@ def _split(report: Report, title: str, field: str) -> Table:
         (f"{category}, {label(name)}", numbers)
         for name in in_order(report)
         for category, numbers in getattr(report.drafts[name], field).items()
+        if len(getattr(report.drafts[name], field)) > 1  # one is all of the prompts
     )
     return _table(title, "prompts, draft", rows, CATEGORIES)
 
