@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from eval.reporting.fields import NGRAM, DraftReport, Report
-from eval.reporting.verdict import label
+from eval.reporting.verdict import label, times
 
 FEW_DRAFTS = 300
 COPIED_MUCH = 0.5  # of the responses' tokens, from the response itself: mostly loops
@@ -106,7 +106,7 @@ def _about_draft(draft: DraftReport) -> Iterator[tuple[str, str]]:
             yield "partial", f"measured in part only, {entry.reason}"
     low, high = draft.speedup.bounds
     if high < 1:
-        yield "slower", f"it slows the target down, to {draft.speedup:.2f}x."
+        yield "slower", f"it slows the target down, to {times(draft.speedup)}."
     elif draft.speedup.ci95 and low <= 1:
         yield "no-effect", "the interval of the speed-up holds 1x, so no effect is shown."
     drafts = draft.per_position[0].drafts if draft.per_position else FEW_DRAFTS

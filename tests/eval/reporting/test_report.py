@@ -433,7 +433,7 @@ def test_too_few_prompts_give_no_verdict(run_info, measurement):
     assert set(codes(report)) == {"few-drafts"}  # tables carry their own note
     notes = [table.note for table in [result_table(report), *details(report)] if table.note]
     assert sum("fewer than 10" in note for note in notes) >= 2
-    assert not any("fewer than 10" in t.note for t in details(report) if t.title == "Drafts")
+    assert not any("fewer than 10" in t.note for t in details(report) if t.title == "Setting")
 
 
 def with_efficiency(log, factor):
