@@ -10,6 +10,7 @@ from align.sources import read_json
 from distill.drafters import eagle3
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
+from eval.decoding.drafters.drafter import Text
 from eval.decoding.drafters.eagle3 import FORMAT
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.target import load_target
