@@ -30,6 +30,7 @@ from eval.decoding.verification import Sampling
 from eval.decoding.weights import Product
 from eval.measuring.evaluation import Plan, evaluate
 from eval.prompts import Prompt, PromptSet
+from eval.reporting.build import build_report
 from tests.eval.decoding.enumeration import emitted, of_target, played, total_variation
 from tests.eval.decoding.nearest_state import NearestState, StateSession
 from tests.eval.decoding.world import Remembered, make_side
@@ -401,7 +402,8 @@ def test_all_stand_in_a_report(world, made, journal):
     evaluated = PromptSet("made up", prompts, TEXTS)
     tuning = PromptSet("made up", prompts[:2], [[7, 8, 9, 7, 8], [11, 3]])
     plan = Plan(None, 3, len(TEXTS))
-    report = evaluate(world.target, drafters, evaluated, tuning, GREEDY, plan, journal, {})
+    logs = evaluate(world.target, drafters, evaluated, tuning, GREEDY, plan, journal, {})
+    report = build_report(*logs)
     for name, draft in report.drafts.items():
         assert draft.lossless.identical == len(TEXTS)
         assert 1 <= draft.gamma <= 3

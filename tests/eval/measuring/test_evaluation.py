@@ -13,6 +13,7 @@ from eval.decoding.verification import Sampling
 from eval.measuring import evaluation
 from eval.measuring.evaluation import Plan, _begin, evaluate
 from eval.prompts import Prompt, PromptSet
+from eval.reporting.build import build_report
 
 VOCAB = 40
 HOW = Decoding(Sampling(0.7), frozenset({3}), 20, seed=1)
@@ -100,7 +101,7 @@ def evaluated(key, letters, journal, monkeypatch):
         relation = {"relation": "identical", "strategy": "direct", "coverage": 1.0}
         drafter = dataclasses.replace(drafter, vocabulary=relation)
         given = target, {"draft": drafter}, shown, tuning or shown, how, plan, journal, {}
-        return evaluate(*given), clock[0]
+        return build_report(*evaluate(*given)), clock[0]
 
     return make
 
