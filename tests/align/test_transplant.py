@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from align.check import check_pair
 from align.transplant import resized
 from align.vocab_map import MapError
 
@@ -104,17 +103,3 @@ def test_a_mask_whose_row_is_cut_is_no_mask_any_more(sibling, vocabulary, rows, 
     model.config.pard_token = 315
     assert hasattr(resized(model, vocabulary, rows).config, "pard_token") == kept
     assert model.config.pard_token == 315
-
-
-@pytest.mark.parametrize(("rows", "relation"), [(64, "padded"), (48, "identical")])
-def test_a_padded_draft_is_exported_at_the_targets_size(
-    rows, relation, vocabulary, tiny_llama, write_tokenizer, tmp_path
-):
-    vocabulary.count = 10
-    target, draft = (write_tokenizer(tmp_path / name, rows=48) for name in ("target", "draft"))
-    model = tiny_llama(1, vocab_size=64)
-    (model if rows == 64 else resized(model, vocabulary, rows)).save_pretrained(draft)
-    verdict = check_pair(target, draft)
-    assert verdict.relation == relation
-    works = {engine.engine: engine.works for engine in verdict.engines}
-    assert (works["transformers"] == works["vLLM"] == "yes") == (relation == "identical")

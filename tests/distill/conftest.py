@@ -12,9 +12,11 @@ from transformers import PreTrainedTokenizerFast
 
 from distill.prepare import PreparedDraft
 from distill.recipe import build_recipe
+from distill.teacher.store import CachedAnswer
 from distill.train import run
 from distill.trainer import build_trainer
 from tests.conftest import WORKER, cache_without_answers
+from tests.distill.training import FOLLOWED
 
 WORDS = "the cat sat on a mat and the dog ran to the red barn while rain fell on old stones"
 TEXTS = [" ".join(WORDS.split()[i:] + WORDS.split()[:i]) for i in range(18)]
@@ -64,6 +66,13 @@ def no_answers(tmp_path_factory, monkeypatch):
     """No target has answered anything before a test."""
     cache = cache_without_answers(tmp_path_factory.mktemp("cache"))
     monkeypatch.setenv("DRAFTSMITH_CACHE", cache)
+
+
+@pytest.fixture
+def followed(monkeypatch):
+    """Prompts are held out of few as well, and the draft is measured on them often."""
+    for module, name, value in FOLLOWED:
+        monkeypatch.setattr(module, name, value)
 
 
 @pytest.fixture(scope="session")
@@ -145,6 +154,26 @@ def finished(shared, folder, job, tmp_path_factory):
         return job(shared(name.replace(" ", "-"), make), **keys | models)
 
     return recipe
+
+
+def made_answers(count=24, vocab_size=50, top=6):
+    """Random answers of several lengths, with the distributions of a target that nobody has."""
+    generator = torch.Generator().manual_seed(5)
+    answers = []
+    for index in range(count):
+        prompt, response = 3 + index % 4, 4 + index % 7
+        logp = torch.randn(response, vocab_size, generator=generator).log_softmax(-1)
+        logprobs, ids = logp.topk(top, dim=-1)
+        text = torch.randint(2, vocab_size, (prompt + response,), generator=generator)
+        answers.append(CachedAnswer(index, text[:prompt], text[prompt:], ids, logprobs))
+    return answers
+
+
+def plain_recipe(folder, **changes):
+    """A recipe of what trains alone: it names no models and no prompts."""
+    keys = {"target": "unused", "train_prompts": "unused", "eval_prompts": "unused"}
+    keys |= {"output_dir": str(folder), "learning_rate": 1e-2, "per_device_train_batch_size": 4}
+    return build_recipe(keys | {"use_cpu": True, "bf16": False, "disable_tqdm": True} | changes)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from distill import held_out, prompt_sets
+from distill import held_out
 from distill.held_out import (
     FIRST_INDEX,
     HELD_OUT,
@@ -25,7 +25,6 @@ from distill.held_out import (
 from distill.losses import acceptance
 from distill.models import TargetOfRun, check_models
 from distill.prompt_sets import collect_prompts, hold_out
-from distill.recipe import build_recipe
 from distill.teacher.store import CachedAnswer
 from distill.train import run
 from distill.trainer import distil, last_checkpoint
@@ -34,6 +33,7 @@ from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.verification import Sampling
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.fields import read_report
+from tests.distill.conftest import plain_recipe
 
 VOCAB = 50
 STEPS = [0, 1, 2, 3, 5, 6, 9, 12, 15, 18, 21, 24]  # of 24, after which the draft is measured
@@ -53,30 +53,13 @@ def made_answers(count=24, seed=5):
 
 
 @pytest.fixture
-def trained(tmp_path, tiny_llama, plain_trainer, monkeypatch):
+def trained(tmp_path, tiny_llama, plain_trainer, followed):
     """Trains with held-out rows; gives the draft and what was seen."""
-    monkeypatch.setattr(held_out, "SHARE", 10.0)
 
     def train(name="run", patience=None, steps=24, **changes):
-        recipe = build_recipe(
-            {
-                "target": "unused",
-                "train_prompts": "unused",
-                "eval_prompts": "unused",
-                "output_dir": str(tmp_path / name),
-                "learning_rate": 1e-2,
-                "max_steps": steps,
-                "per_device_train_batch_size": 4,
-                "logging_steps": 4,
-                "save_steps": 8,
-                "gamma": 2,
-                "use_cpu": True,
-                "bf16": False,
-                "disable_tqdm": True,
-                "early_stopping_patience": patience,
-            }
-            | changes
-        )
+        keys = {"max_steps": steps, "logging_steps": 4, "save_steps": 8, "gamma": 2}
+        keys |= {"early_stopping_patience": patience}
+        recipe = plain_recipe(tmp_path / name, **keys | changes)
         (tmp_path / name / HELD_OUT).mkdir(parents=True, exist_ok=True)
         shape = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24}
         model = tiny_llama(**shape, pad_token_id=0)
@@ -181,9 +164,7 @@ def test_measuring_keeps_to_its_share(trained, monkeypatch):
     assert [one.step for one in seen] == [0, 9, 17, 24]
 
 
-def test_a_base_draft_that_training_worsens_is_kept(job, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(prompt_sets, "HELD_OUT_PART", 4)
-    monkeypatch.setattr(prompt_sets, "HELD_OUT_FEWEST", 1)
+def test_a_base_draft_that_training_worsens_is_kept(job, tmp_path, followed, capsys):
     recipe = job(tmp_path / "run", draft=str(tmp_path / "target"), max_steps=4, learning_rate=1.0)
     shutil.copytree(recipe.target, tmp_path / "target")
     assert run(recipe) == 0
@@ -283,9 +264,7 @@ def test_a_group_larger_than_what_is_wanted_is_passed_over():
     assert hold_out(many, 2) == ([], many)
 
 
-def test_prompts_that_are_all_alike_are_trained_on(job, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(prompt_sets, "HELD_OUT_PART", 4)
-    monkeypatch.setattr(prompt_sets, "HELD_OUT_FEWEST", 1)
+def test_prompts_that_are_all_alike_are_trained_on(job, tmp_path, followed, capsys):
     template = " ".join(f"word{i}" for i in range(24))
     lines = [json.dumps({"id": str(i), "prompt": f"{template} {i}"}) for i in range(12)]
     (tmp_path / "alike.jsonl").write_text("\n".join(lines))
@@ -325,10 +304,7 @@ def test_prompts_of_one_document_are_one_in_the_curve(tmp_path):
     assert widths[1] > 1.5 * widths[0]
 
 
-def test_a_run_follows_held_out_prompts_and_reports_the_curve(job, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(prompt_sets, "HELD_OUT_PART", 4)
-    monkeypatch.setattr(prompt_sets, "HELD_OUT_FEWEST", 1)
-    monkeypatch.setattr(held_out, "SHARE", 10.0)
+def test_a_run_follows_held_out_prompts_and_reports_the_curve(job, tmp_path, followed, capsys):
     recipe = job(tmp_path / "run", max_steps=12, per_device_train_batch_size=1, gamma=2)
     assert run(recipe) == 0
     shown = capsys.readouterr().out
@@ -348,10 +324,9 @@ def test_a_run_follows_held_out_prompts_and_reports_the_curve(job, tmp_path, mon
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
-def test_of_drafts_of_several_steps_the_first_token_is_followed(job, tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(prompt_sets, "HELD_OUT_PART", 4)
-    monkeypatch.setattr(prompt_sets, "HELD_OUT_FEWEST", 1)
-    monkeypatch.setattr(held_out, "SHARE", 10.0)
+def test_of_drafts_of_several_steps_the_first_token_is_followed(
+    job, tmp_path, followed, monkeypatch, kind
+):
     made = {"draft": None, "drafter": kind, "num_draft_layers": 1, "draft_vocab_size": 270}
     recipe = job(tmp_path / "run", **made, max_steps=30)
     assert run(recipe) == 0

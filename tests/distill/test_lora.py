@@ -46,12 +46,6 @@ def test_the_adapters_on_the_prepared_draft_are_the_merged_draft(
     torch.testing.assert_close(by_peft, merged, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("modules", ["lm_head", "q_proj,lm_head"])
-def test_adapters_on_a_head_are_refused(job, tmp_path, modules):
-    with pytest.raises(RecipeError, match="lora_target_modules"):
-        job(tmp_path, lora_target_modules=modules)
-
-
 @pytest.mark.parametrize("modules", ["q_prj", "q_proj,q_prj", "q_proj, q_prj"])
 def test_adapters_on_what_no_draft_has_are_refused_first(job, tmp_path, modules):
     recipe = job(tmp_path / "run", use_peft=True, lora_target_modules=modules)

@@ -1,3 +1,4 @@
+import dataclasses
 import errno
 import json
 import random
@@ -10,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from safetensors import safe_open
-from transformers import BloomConfig, Lfm2Config, MambaConfig
+from transformers import BloomConfig, Lfm2Config, LlamaConfig, MambaConfig
 
 from align.files import atomic_file
-from align.sources import cache_folder, load_tokenizer
+from align.sources import load_tokenizer, read_json
 from distill import models, train
 from distill.recipe import RecipeError, dump
 from distill.run_folder import refuse_another_run
@@ -52,22 +53,42 @@ def no_target(*_, **__):
     raise AssertionError("the target was loaded")
 
 
+STRANGE = {
+    "mamba": MambaConfig(num_hidden_layers=1, hidden_size=8),
+    "lfm2": Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]),
+    "bloom": BloomConfig(),
+    "short": LlamaConfig(vocab_size=300, max_position_embeddings=32),
+}
+
+
 @pytest.mark.parametrize("dry_run", [False, True])
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        ({"num_draft_layers": 40}, "num_draft_layers 40 must be .* below the target's 2 layers"),
-        ({"draft_vocab_size": 9_999_999}, "draft_vocab_size 9999999 must be .* at most 300"),
-        ({"cache_top_k": 301}, "cache_top_k 301 is more than the 300 tokens"),
-        ({"draft_vocab_size": 256}, "draft_vocab_size 256 must be at least 257 "),
+        (PRUNED | {"num_draft_layers": 40}, "num_draft_layers 40"),
+        (PRUNED | {"draft_vocab_size": 9_999_999}, "draft_vocab_size 9999999"),
+        (PRUNED | {"cache_top_k": 301}, "cache_top_k 301"),
+        (PRUNED | {"draft_vocab_size": 256}, "at least 257"),
+        ({"target": "mamba"}, "linear_attention"),
+        ({"target": "lfm2"}, "conv"),
+        ({"target": "bloom"}, "positions"),
+        ({"draft": "mamba"}, "linear_attention"),  # it would be found out when it is trained
+        ({"draft": "short"}, "32 positions"),
     ],
 )
-def test_what_the_targets_files_refute_is_refused_first(
-    job, tmp_path, monkeypatch, dry_run, changes, message
+def test_what_the_files_refute_is_refused_first(
+    folder, job, tmp_path, monkeypatch, dry_run, changes, named
 ):
+    read = models.read_vocabulary
     monkeypatch.setattr(models, "load_target", no_target)
-    recipe = job(tmp_path / "run", **(PRUNED | changes), dry_run=dry_run)
-    with pytest.raises(ValueError, match=message):
+    monkeypatch.setattr(models, "read_vocabulary", lambda spec: read(str(folder / "target")))
+    for key in changes.keys() & {"target", "draft"}:
+        if changes[key] in STRANGE:
+            STRANGE[changes[key]].save_pretrained(tmp_path / "model")
+            (tmp_path / "model" / "model.safetensors").touch()
+            changes = changes | {key: str(tmp_path / "model")}
+    recipe = job(tmp_path / "run", **changes, dry_run=dry_run)
+    with pytest.raises(ValueError, match=named):
         run(recipe)
     assert not recipe.folder.exists()
 
@@ -78,49 +99,6 @@ def test_a_smallest_head_holds_what_is_forced(folder, job, tmp_path, monkeypatch
     recipe = job(tmp_path / "run", **(PRUNED | {"draft_vocab_size": 257}))  # bytes and the stop
     with pytest.raises(AssertionError, match="the target was loaded"):
         run(recipe)
-
-
-@pytest.mark.parametrize("key", ["target", "draft"])
-@pytest.mark.parametrize("dry_run", [False, True])
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (MambaConfig(num_hidden_layers=1, hidden_size=8), "linear_attention layers keep a state"),
-        (
-            Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]),
-            "conv layers keep",
-        ),
-        (BloomConfig(), "its configuration does not say how many positions it has"),
-    ],
-)
-def test_a_family_that_cannot_be_decoded_is_refused_first(
-    folder, job, tmp_path, monkeypatch, key, dry_run, config, message
-):
-    """The draft's as well: it would be found out when the answers are made and it is trained."""
-    monkeypatch.setattr(models, "load_target", no_target)
-    monkeypatch.setattr(
-        models,
-        "read_vocabulary",
-        lambda spec, read=models.read_vocabulary: read(str(folder / "target")),
-    )
-    config.save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "model.safetensors").touch()
-    recipe = job(tmp_path / "run", **{key: str(tmp_path / "model")}, dry_run=dry_run)
-    with pytest.raises(ValueError, match=f"cannot be decoded here: {message}"):
-        run(recipe)
-    assert not recipe.folder.exists()
-
-
-def test_a_draft_that_reads_fewer_positions_is_refused_first(
-    folder, job, tmp_path, monkeypatch, tiny_llama
-):
-    monkeypatch.setattr(models, "load_target", no_target)
-    short = shutil.copytree(folder / "target", tmp_path / "short")
-    tiny_llama(1, vocab_size=300, max_position_embeddings=32).save_pretrained(short)
-    recipe = job(tmp_path / "run", draft=str(short))
-    with pytest.raises(ValueError, match=r"short', which reads 32 positions, .* take 3\d; lower"):
-        run(recipe)
-    assert not recipe.folder.exists()
 
 
 def test_a_run_that_made_nothing_does_not_claim_its_folder(folder, job, tmp_path, monkeypatch):
@@ -205,29 +183,6 @@ def test_the_target_is_gone_while_the_draft_trains(job, tmp_path, monkeypatch, k
     assert run(recipe) == 0
 
 
-def test_a_run_with_another_learning_rate_trains_on_the_first_ones_answers_at_once(
-    job, tmp_path, monkeypatch
-):
-    trained_on = []
-
-    def distil(recipe, pair, prepared, answers, steps):
-        trained_on.append([answer.text.tolist() for answer in answers])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(train, "distil_draft", distil)
-    for name, rate in (("first", 5e-3), ("second", 1e-3)):
-        with pytest.raises(KeyboardInterrupt):
-            run(job(tmp_path / name, learning_rate=rate))
-        monkeypatch.setattr(models, "load_target", no_target)  # from the first run on
-    assert trained_on[0] == trained_on[1]
-    used = [
-        json.loads((tmp_path / name / "answers.json").read_text()) for name in ("first", "second")
-    ]
-    assert used[0] == used[1]
-    with pytest.raises(RecipeError, match=r"learning_rate: .* a --name of its own; answers that"):
-        run(job(tmp_path / "first", learning_rate=1e-3))
-
-
 def test_a_run_in_one_go_holds_no_draft_while_it_measures(job, tmp_path, monkeypatch):
     drafts = []
 
@@ -247,48 +202,29 @@ def test_a_run_in_one_go_holds_no_draft_while_it_measures(job, tmp_path, monkeyp
     assert len(drafts) == 2
 
 
-def test_a_finished_run_keeps_what_is_needed_and_can_be_run_again(job, tmp_path, monkeypatch):
-    recipe = job(tmp_path / "run", **PRUNED, save_steps=10)
-    assert run(recipe) == 0
-    folder = recipe.folder
+def test_a_finished_run_keeps_what_is_needed_and_can_be_run_again(finished, tmp_path, monkeypatch):
+    folder = shutil.copytree(finished("trimmed").folder, tmp_path / "run")
+    recipe = dataclasses.replace(finished("trimmed"), output_dir=str(folder))
     assert {path.name for path in folder.iterdir()} == {
-        *(
-            "recipe.yaml",
-            "repeat.yaml",
-            "clock.json",
-            "provenance.json",
-            "vocab_check.json",
-            "prompts",
-            "answers.json",
-            "prepared",
-        ),
-        *("checkpoint-40", "draft", "report"),
+        *("recipe.yaml", "repeat.yaml", "clock.json", "provenance.json", "vocab_check.json"),
+        *("prompts", "answers.json", "prepared", "checkpoint-40", "draft", "report"),
     }
     left = {path.name for path in (folder / "checkpoint-40").iterdir()}
     assert {"complete", "model.safetensors", "trainer_state.json"} <= left
-    pickles = [p for p in folder.rglob("*") if p.suffix in (".pt", ".pth", ".bin")]
-    assert not pickles
+    assert not [p for p in folder.rglob("*") if p.suffix in (".pt", ".pth", ".bin")]  # pickles
     assert not (folder / "prepared" / "full_head.safetensors").exists()
     assert [p.parent.name for p in folder.rglob("README.md")] == ["draft"]  # our own card
     with safe_open(folder / "checkpoint-40" / "model.safetensors", "pt") as weights:
         assert "model.embed_tokens.weight" not in weights.keys()  # noqa: SIM118
 
-    before = {p: p.stat().st_mtime_ns for p in folder.glob("draft/*.safetensors")}
-    report = json.loads((folder / "report" / "report.json").read_text())
+    report = read_json(folder / "report" / "report.json")
     (folder / "report" / "report.json").unlink()
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "distil_draft", no_target)  # trains nothing again
-        assert run(recipe) == 0
-    again = json.loads((folder / "report" / "report.json").read_text())
-    assert again["drafts"]["tuned"]["alpha"] == report["drafts"]["tuned"]["alpha"]
-    assert again["provenance"]["hashes"] == report["provenance"]["hashes"]
-    assert again["provenance"]["lost_mass"] == report["provenance"]["lost_mass"] > 0
-    assert before == {p: p.stat().st_mtime_ns for p in folder.glob("draft/*.safetensors")}
-
-    shutil.rmtree(cache_folder() / "teacher")  # what is measured again needs no answers
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch:  # what is measured again needs no answers
         patch.setattr(train, "answer_prompts", no_target)
         assert run(recipe) == 0
+    again = read_json(folder / "report" / "report.json")
+    assert again["provenance"]["hashes"] == report["provenance"]["hashes"]
+    assert again["provenance"]["lost_mass"] == report["provenance"]["lost_mass"] > 0
     weights = folder / "draft" / "compact" / "model.safetensors"
     tuned = weights.read_bytes()
     shutil.rmtree(folder / "draft")  # it is made again from the last checkpoint

@@ -17,8 +17,7 @@ from align.files import DiskFullError
 from distill.drafters.pruned import KIND as PRUNED
 from distill.loss_forward import give_loss_forward, take_loss_forward
 from distill.losses import coarse_loss, forward_kl, sharpen
-from distill.recipe import RecipeError, build_recipe
-from distill.teacher.store import CachedAnswer
+from distill.recipe import RecipeError
 from distill.trainer import (
     SameOrder,
     distil,
@@ -26,6 +25,7 @@ from distill.trainer import (
     training_config,
 )
 from distill.training_set import DistillationCollator, answer_rows
+from tests.distill.conftest import made_answers, plain_recipe
 
 VOCAB = 50
 
@@ -42,43 +42,8 @@ def train(plain_trainer):
     return lambda model, answers, recipe: distil(plain_trainer(recipe, model, answers), recipe)
 
 
-def made_answers(count=24):
-    generator = torch.Generator().manual_seed(5)
-    answers = []
-    for index in range(count):
-        prompt, response = 3 + index % 4, 4 + index % 7
-        logp = torch.randn(response, VOCAB, generator=generator).log_softmax(-1)
-        top, ids = logp.topk(6, dim=-1)
-        answers.append(
-            CachedAnswer(
-                index,
-                torch.randint(2, VOCAB, (prompt,), generator=generator),
-                torch.randint(2, VOCAB, (response,), generator=generator),
-                ids,
-                top,
-            )
-        )
-    return answers
-
-
 def recipe_in(folder, **changes):
-    return build_recipe(
-        {
-            "target": "unused",
-            "train_prompts": "unused",
-            "eval_prompts": "unused",
-            "output_dir": str(folder),
-            "learning_rate": 1e-2,
-            "max_steps": 8,
-            "per_device_train_batch_size": 4,
-            "logging_steps": 1,
-            "save_steps": 4,
-            "use_cpu": True,
-            "bf16": False,
-            "disable_tqdm": True,
-        }
-        | changes
-    )
+    return plain_recipe(folder, **{"max_steps": 8, "logging_steps": 1, "save_steps": 4} | changes)
 
 
 def batch_of(answers, pad=0):

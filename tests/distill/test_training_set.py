@@ -2,22 +2,11 @@ import pytest
 import torch
 
 from distill import training_set as module
-from distill.teacher.store import Answers, CachedAnswer, Store
+from distill.teacher.store import Answers, Store
 from distill.training_set import DistillationCollator, answer_rows
+from tests.distill.conftest import made_answers
 
-VOCAB, TOP = 50, 6
-
-
-def made_answers(count=24):
-    generator = torch.Generator().manual_seed(5)
-    answers = []
-    for index in range(count):
-        prompt, response = 3 + index % 4, 4 + index % 7
-        logp = torch.randn(response, VOCAB, generator=generator).log_softmax(-1)
-        top, ids = logp.topk(TOP, dim=-1)
-        texts = torch.randint(2, VOCAB, (prompt + response,), generator=generator)
-        answers.append(CachedAnswer(index, texts[:prompt], texts[prompt:], ids, top.half()))
-    return answers
+VOCAB = 50
 
 
 def test_a_row_tells_what_its_answer_takes_and_teaches():
@@ -45,7 +34,7 @@ def test_a_batch_has_the_cached_distributions_in_the_rows_of_the_head(tmp_path, 
         expected = [made_answers()[i] for i in some]
         ids = torch.cat([answer.top_ids for answer in expected])
         assert torch.equal(batch["top_ids"], ids if head_rows is None else head_rows[ids])
-        logprobs = torch.cat([answer.top_logprobs for answer in expected])
+        logprobs = torch.cat([answer.top_logprobs.half() for answer in expected])
         assert torch.equal(batch["top_logprobs"], logprobs.float())
         assert batch["index"].tolist() == some
         taught = (batch["labels"] != -100).sum(1).tolist()

@@ -8,12 +8,22 @@ from eval.engines.environment import EngineMissing, vllm_python
 from eval.engines.local_vllm import serve_vllm
 
 
-@pytest.fixture(scope="module")
-def vllm():
-    """Starts servers in fp32: vllm(target, *arguments) -> address. They end with the module."""
+def words_of(keys):
+    """Keys of a recipe as words of the command line."""
+    return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+
+
+@pytest.fixture(scope="session")
+def installed():
+    """The Python of vLLM's environment."""
     try:
-        vllm_python()
+        return vllm_python()
     except EngineMissing as reason:
         pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="module")
+def vllm(installed):
+    """Starts servers in fp32: vllm(target, *arguments) -> address. They end with the module."""
     with ExitStack() as running:
         yield lambda target, *arguments: running.enter_context(serve_vllm(target, *arguments))

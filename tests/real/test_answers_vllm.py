@@ -10,8 +10,8 @@ import pytest
 
 from distill.recipe import load_recipe
 from distill.train import run
-from eval.engines.environment import EngineMissing, vllm_python
 from tests.conftest import cache_without_answers
+from tests.real.conftest import words_of
 
 pytestmark = pytest.mark.real
 
@@ -36,16 +36,13 @@ def running(cache):
     return processes
 
 
-def test_vllm_goes_on_where_our_own_loop_stopped_in_one_store(tmp_path, monkeypatch, capsys):
-    try:
-        vllm_python()
-    except EngineMissing as reason:
-        pytest.skip(str(reason))
+def test_vllm_goes_on_where_our_own_loop_stopped_in_one_store(
+    tmp_path, installed, monkeypatch, capsys
+):
     monkeypatch.setenv("DRAFTSMITH_CACHE", cache_without_answers(tmp_path))
 
     def shown(name, **keys):
-        keys = SHORT | {"output_dir": tmp_path / name} | keys
-        words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+        words = words_of(SHORT | {"output_dir": tmp_path / name} | keys)
         assert run(load_recipe(["--recipe", "code", *words])) == 0
         return capsys.readouterr().out
 

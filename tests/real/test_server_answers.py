@@ -23,6 +23,7 @@ from distill.teacher.answers import top_logprobs
 from distill.teacher.served import ServedTarget
 from eval.decoding.target import load_target
 from eval.reporting.fields import read_report
+from tests.real.conftest import words_of
 
 pytestmark = pytest.mark.real
 
@@ -82,8 +83,7 @@ def arguments(bare, sibling, address, tmp_path_factory):
     keys = SHORT | {"target": bare, "draft": sibling, "dtype": "float32"}
     keys |= {"answers": "server", "answer_url": address}
     keys |= {"output_dir": tmp_path_factory.mktemp("run") / "code"}
-    words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-    return ["--recipe", "code", *words]
+    return ["--recipe", "code", *words_of(keys)]
 
 
 def test_greedy_tokens_are_ours_and_log_probabilities_within_a_thousandth(arguments, bare, weights):

@@ -1,7 +1,7 @@
 """vLLM's own Medusa loads what the kind saves, all of it, and drafts the tokens that we do.
 
-It needs a Python with vLLM (docs/engines.md), and no model. A whole
-run behind a server is tests/real/test_vllm_real.py with DRAFTSMITH_RUN at a medusa run.
+It needs a Python with vLLM (docs/engines.md), and no model. vLLM does not start a server with a
+trimmed head of Medusa; one with a whole head is served by test_vllm_drafts.py.
 """
 
 import json
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from distill.drafters.medusa import KIND
 from eval.decoding.drafters.medusa import MedusaConfig, MedusaModel
-from eval.engines.environment import EngineMissing, environment_of, vllm_python
+from eval.engines.environment import environment_of
 
 pytestmark = pytest.mark.real
 VOCAB, ROWS, SIZE, HEADS = 512, 192, 64, 4
@@ -47,11 +47,7 @@ print(json.dumps({"lacking": sorted(wanted - set(loaded)), "tokens": tokens}))
 """
 
 
-def test_vllms_own_class_loads_it_and_drafts_alike(tmp_path):
-    try:
-        python = vllm_python()
-    except EngineMissing as missing:
-        pytest.skip(str(missing))
+def test_vllms_own_class_loads_it_and_drafts_alike(tmp_path, installed):
     torch.manual_seed(0)
     config = MedusaConfig(
         hidden_size=SIZE, vocab_size=VOCAB, num_heads=HEADS, truncated_vocab_size=ROWS
@@ -64,8 +60,8 @@ def test_vllms_own_class_loads_it_and_drafts_alike(tmp_path):
     states = torch.randn(50, SIZE)
     save_file({"states": states}, tmp_path / "states")
     child = subprocess.run(
-        [python, "-c", CHILD, tmp_path / "heads", tmp_path / "states", str(DRAFTED)],
-        env=environment_of(python) | {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"},
+        [installed, "-c", CHILD, tmp_path / "heads", tmp_path / "states", str(DRAFTED)],
+        env=environment_of(installed) | {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"},
         capture_output=True,
         text=True,
         check=False,

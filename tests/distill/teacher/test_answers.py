@@ -191,15 +191,11 @@ def test_what_is_there_is_not_answered_again(answered, target, tmp_path, monkeyp
     same_answers(resumed, answered(folder=tmp_path / "straight"), 2e-3)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"learning_rate": 1.0, "max_steps": 3}, {"name": "other"}, {"prompts": PROMPTS[::-1]}],
-)
-def test_another_run_reads_the_answers_that_are_there(answered, target, changes):
-    first, never = answered(), Failing(target.decoder, 0)
-    again = answered(decoder=never, **changes)
+def test_a_run_of_the_prompts_in_another_order_reads_the_answers_that_are_there(answered, target):
+    first = answered()
+    again = answered(decoder=Failing(target.decoder, 0), prompts=PROMPTS[::-1])
     texts = [[answer.text.tolist() for answer in answers] for answers in (first, again)]
-    assert texts[1] == texts[0] or texts[1] == texts[0][::-1]
+    assert texts[1] == texts[0][::-1]
     assert [answer.index for answer in again] == list(range(len(PROMPTS)))
 
 

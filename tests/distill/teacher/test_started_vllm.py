@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from align.vocabulary import read_vocabulary
-from distill import held_out, prompt_sets
 from distill.prompt_sets import collect_prompts
 from distill.teacher import answers, served, started_vllm
 from distill.teacher.answers import open_store, who_answers
@@ -42,16 +41,8 @@ def started(monkeypatch):
     return servers
 
 
-@pytest.fixture
-def held(monkeypatch):
-    """Prompts are held out of few as well, and looked at often."""
-    monkeypatch.setattr(prompt_sets, "HELD_OUT_PART", 4)
-    monkeypatch.setattr(prompt_sets, "HELD_OUT_FEWEST", 1)
-    monkeypatch.setattr(held_out, "SHARE", 10.0)
-
-
 def test_a_run_answers_there_and_goes_on_as_one_that_answers_itself(
-    job, tmp_path, started, held, capsys
+    job, tmp_path, started, followed, capsys
 ):
     keys = {"answer_max_new_tokens": 12, "cache_top_k": 6, "max_steps": 6, "gamma": 2}
     recipe = job(tmp_path / "there", answers="vllm", **keys)
