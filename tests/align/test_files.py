@@ -1,6 +1,8 @@
 """Nothing half-written is ever seen, and nothing is lost, whenever the writer dies."""
 
+import os
 import signal
+import stat
 import threading
 import time
 from pathlib import Path
@@ -46,6 +48,36 @@ def test_a_file_appears_whole_and_alone(tmp_path):
         assert path.read_bytes() == "é".encode()
     assert path.read_bytes() == b"\x00"
     assert names(path.parent) == ["report.json"]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What is made durable and what is renamed, in this order; a file is told by its size."""
+    made = []
+
+    def fsync(descriptor):
+        about = os.fstat(descriptor)
+        made.append("parent" if stat.S_ISDIR(about.st_mode) else about.st_size)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "sync", lambda: made.append("everything"))
+    for name in ("replace", "rename"):
+        renames = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda *paths, renames=renames: made.append("rename") or renames(*paths)
+        )
+    return made
+
+
+def test_what_is_written_is_on_the_disk_before_it_takes_its_name(tmp_path, calls):
+    """Else a power cut could leave an empty file under the final name."""
+    with atomic_file(tmp_path / "report.json") as file:
+        file.write("whole")
+    assert calls == [5, "rename", "parent"]
+    calls.clear()
+    with atomic_folder(tmp_path / "draft") as folder:
+        fill(folder, NEW)
+    assert calls == ["everything", "rename", "parent"]
 
 
 def test_an_error_leaves_the_earlier_file(tmp_path):

@@ -5,7 +5,7 @@ import json
 import gguf
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -153,6 +153,26 @@ def test_what_llama_cpp_is_told(checkpoint, tmp_path):
     assert (tokens[447], types[447]) == ("[PAD447]", gguf.TokenType.UNUSED)
     assert types[419] == gguf.TokenType.NORMAL
     assert told["tokenizer.ggml.add_bos_token"] is False
+
+
+@pytest.mark.parametrize("framed", [False, True])
+def test_a_bos_and_an_eos_are_added_only_where_the_tokenizer_adds_them(
+    checkpoint, tmp_path, framed
+):
+    folder = checkpoint(FAMILIES["llama"]())
+    words = load_tokenizer(str(folder))
+    words.bos_token = "!"
+    if framed:
+        words.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            "! $A <|im_end|>",
+            special_tokens=[(t, words.convert_tokens_to_ids(t)) for t in ("!", "<|im_end|>")],
+        )
+    words.save_pretrained(folder)
+    write_gguf(folder, tmp_path / "model.gguf", "f16")
+    told = fields(tmp_path / "model.gguf")
+    assert told["tokenizer.ggml.bos_token_id"] == words.bos_token_id
+    assert told["tokenizer.ggml.add_bos_token"] is framed
+    assert told["tokenizer.ggml.add_eos_token"] is framed
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -187,7 +187,8 @@ def test_an_end_of_text_is_one_whatever_it_is_called(pair_of):
 
 
 def test_a_bos_becomes_what_the_draft_begins_with(pair_of):
-    target, draft = pair_of(added=("<begin>", "</s>"), tokenizer_config={"bos_token": "<begin>"})
+    begin = {"added": ("<begin>", "</s>"), "tokenizer_config": {"bos_token": "<begin>"}}
+    target, draft = pair_of(target=begin, **begin)
     retokenizer = Retokenizer(build_map(target, draft), target, draft)
     assert retokenizer.from_start([8, 0, 1]) == [0, 1]
     draft.prefix = [8]

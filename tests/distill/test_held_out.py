@@ -118,13 +118,14 @@ def worse_after(last):
 
 def test_the_best_weights_come_back_where_the_last_are_worse(trained, monkeypatch):
     monkeypatch.setattr(HeldOut, "metrics", worse_after(12))
-    draft, seen, _ = trained()
+    draft, seen, folder = trained()
     best = best_of(seen)
     assert best.step <= 12
     assert agreement_of(draft) == pytest.approx(best.alpha)
-    # and again from the finished training's checkpoint, with nothing trained
+    # and again from the finished training's checkpoint, with nothing trained, after it has moved
     monkeypatch.setattr(HeldOut, "metrics", None)
-    assert agreement_of(trained()[0]) == pytest.approx(best.alpha)
+    folder.rename(folder.with_name("moved"))
+    assert agreement_of(trained("moved")[0]) == pytest.approx(best.alpha)
 
 
 @pytest.mark.parametrize("save_strategy", ["epoch", "best", "no"])

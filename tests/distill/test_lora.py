@@ -12,7 +12,7 @@ from distill.train import run
 from eval.decoding.drafters.pruned import load_compact
 from eval.decoding.target import load_target
 
-LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 8, "max_steps": 12}
+LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 16, "max_steps": 12}
 
 
 @pytest.mark.parametrize("pruned", [True, False])
@@ -28,7 +28,9 @@ def test_the_adapters_on_the_prepared_draft_are_the_merged_draft(
     files = sorted(path.name for path in adapter.iterdir())
     assert files == ["adapter_config.json", "adapter_model.safetensors"]
     base = str(recipe.folder / "prepared") if pruned else recipe.draft
-    assert read_json(adapter / "adapter_config.json")["base_model_name_or_path"] == base
+    about = read_json(adapter / "adapter_config.json")
+    assert about["base_model_name_or_path"] == base
+    assert (about["r"], about["lora_alpha"]) == (4, 16)  # peft's own are 8 and 8
     assert not (recipe.folder / "draft" / "adapter").exists()
 
     if pruned:

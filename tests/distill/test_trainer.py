@@ -345,6 +345,13 @@ def test_a_checkpoint_cut_short_is_not_resumed_from(tmp_path):
     assert last_checkpoint(tmp_path / "none") is None
 
 
+def test_the_last_checkpoint_is_that_of_the_latest_step_not_the_last_by_name(tmp_path):
+    for step in (9, 90, 100, 1000):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "complete").touch()
+    assert last_checkpoint(tmp_path).name == "checkpoint-1000"
+
+
 def test_a_loss_that_is_not_a_number_names_the_answers(tmp_path, train, tiny_model):
     answers = made_answers(8)
     for answer in answers:

@@ -267,6 +267,17 @@ def test_after_a_rejection_a_draft_by_map_drafts_as_if_it_had_read_the_text_alon
     torch.testing.assert_close(drafts[0].q, drafts[1].q)
 
 
+def test_a_draft_by_map_begins_a_text_as_its_own_tokenizer_does(lettered, monkeypatch):
+    """In what it drafts as in its acceptance rate."""
+    draft, ids = lettered(240), [0, 13, 27]
+    plain = draft.teacher_forced(ids, [4], Sampling(1.0), {})
+    monkeypatch.setitem(vars(draft.draft), "prefix", [7])
+    q = draft.teacher_forced(ids, [4], Sampling(1.0), {})
+    assert (q - plain).abs().max() > 0.01
+    session = draft.start(Text(ids, 100, Sampling(1.0), torch.Generator(), {}))
+    torch.testing.assert_close(session.propose(1).q, q)
+
+
 def test_where_its_context_ends_a_draft_says_nothing(lettered):
     q = lettered(20).teacher_forced([0] * 18, [26, 27, 28, 29], Sampling(1.0), {})
     assert q.sum(-1).round().tolist() == [1, 1, 0, 0]

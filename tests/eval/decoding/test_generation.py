@@ -60,6 +60,19 @@ def test_answers_in_batches_of_any_size_are_those_of_single_rows(target, rows, s
         assert [int(best) for (best,) in answers[index].captured] == answers[index].tokens
 
 
+def test_sampled_answers_do_not_depend_on_those_beside_them(target, rows):
+    how = Decoding(Sampling(0.8), NEVER, 12)
+
+    def answered(numbers):
+        made = generate_batched(target, [rows[i] for i in numbers], how, 3, numbers)
+        return {numbers[answer.index]: answer.tokens for answer in made}
+
+    whole = answered([*range(8)])
+    assert len({tuple(tokens) for tokens in whole.values()}) == 8
+    assert answered([*range(7, -1, -1)]) == whole
+    assert answered([0, 2, 4, 6]) | answered([1, 3, 5, 7]) == whole
+
+
 def test_long_prompts_are_answered_fewer_at_once_and_read_in_pieces(target, rows, monkeypatch):
     """As whole ones are, in a cache of no more slots than short ones may take."""
     rows.append([7] * 40)

@@ -1,12 +1,13 @@
-"""What ends a text: all that the tokenizer and both configurations of the model name."""
+"""What ends a text, and the hash by which weights are known."""
 
+import hashlib
 from types import SimpleNamespace
 
 import pytest
 
 from eval.decoding.build import build_decoder
 from eval.decoding.loop import Decoding, decode
-from eval.decoding.target import stop_tokens
+from eval.decoding.target import stop_tokens, weights_sha256
 from eval.decoding.verification import Sampling
 from eval.prompts import Prompt
 
@@ -43,3 +44,17 @@ def test_a_text_ends_at_whichever_comes_first(tiny, stops):
     for ends in (stops(None, [second, first]), stops([first, second], None)):
         end = min(i for i, token in enumerate(whole) if token in {0, first, second})
         assert text(ends) == whole[: end + 1]
+
+
+def test_the_hash_of_weights_covers_every_file(tmp_path):
+    """It is that of the list that `sha256sum *.safetensors` prints."""
+    for shards in ((b"one",), (b"one", b"two"), (b"one", b"three")):
+        files = {f"model-{i}.safetensors": weights for i, weights in enumerate(shards)}
+        for name, weights in files.items():
+            (tmp_path / name).write_bytes(weights)
+        sums = [f"{hashlib.sha256(w).hexdigest()}  {name}\n" for name, w in files.items()]
+        of_list = hashlib.sha256("".join(sums).encode()).hexdigest()
+        expected = of_list if len(shards) > 1 else sums[0][:64]
+        assert weights_sha256(str(tmp_path)) == expected
+        assert weights_sha256(f"lookup-first:{tmp_path}") == expected
+    assert weights_sha256(str(tmp_path / "none")) is None

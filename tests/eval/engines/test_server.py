@@ -4,7 +4,7 @@ import pytest
 
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.verification import Sampling
-from eval.engines.server import API_KEY, UNPENALISED, Server, ServerError
+from eval.engines.server import API_KEY, Server, ServerError
 from eval.engines.vllm import VllmServer
 from eval.prompts import Prompt
 from tests.fake_vllm import TEXT
@@ -47,7 +47,8 @@ def test_what_a_request_of_a_measured_server_says(fake, chat):
     assert body[("messages" if chat else "prompt")] == (prompt.messages if chat else "two")
     assert (body["temperature"], body["top_k"], body["top_p"]) == (0.7, 50, 0.9)
     assert (body["max_tokens"], body["seed"]) == (20, seed_of(5, "b"))
-    assert UNPENALISED.items() <= body.items()
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_p")
+    assert [body[name] for name in penalties] == [1, 0, 0, 0]
     assert "ignore_eos" not in body
     assert (response.run.tokens, response.prompt_ids) == (TEXT, [1, 2, 3])
     assert response.counters.tolist() == [7, 21, 14, 7, 7, 0]

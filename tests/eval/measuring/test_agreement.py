@@ -20,7 +20,9 @@ from eval.prompts import Prompt, PromptSet
 
 VOCAB = 40
 NEVER = frozenset({VOCAB + 1})
-PROMPTS = [Prompt(f"p{i}", prompt="unused") for i in range(3)]
+PROMPTS = [
+    Prompt(f"p{i}", prompt="unused", group=group) for i, group in enumerate(("a", "a", None))
+]
 IDS = [[3, 14, 15], [9, 2], [6, 5, 35, 8]]
 SET = PromptSet("made up", PROMPTS, IDS)
 GREEDY = Decoding(Sampling(), NEVER, 20)
@@ -68,6 +70,7 @@ def test_alpha_is_one_for_the_target_itself_and_counts_agreeing_positions(
     drafters = {"own": own, "other": other}
     found, _ = measure_agreement(target, drafters, SET, texts, GREEDY, journal)
     assert [row.alpha_sum for row in found["own"]] == [20.0] * 3
+    assert [row.group for row in found["own"]] == ["a", "a", None]
     for row, ids, text in zip(found["other"], IDS, texts, strict=True):
         agreed = 0
         for at, token in enumerate(text):
