@@ -331,6 +331,7 @@ def test_prompts_of_one_document_are_one_cluster(run_info, measurement):
             assert getattr(one, key).ci95 != getattr(other, key).ci95
             assert getattr(one, key).n == getattr(other, key).n
     assert together.drafts["b"].speedup.clusters == 12
+    assert len({row.group for row in together.drafts["b"].agreements}) == 12
     assert "| 40 in 12 groups |" in render_markdown(together)
 
 
