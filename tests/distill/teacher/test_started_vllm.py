@@ -62,6 +62,11 @@ def test_a_run_answers_there_and_goes_on_as_one_that_answers_itself(
     assert report.held_out.points
     assert report.provenance["answers"] == {"vllm": 9}
     assert (recipe.folder / "draft" / "README.md").is_file()
+    vocabulary = read_vocabulary(recipe.target)
+    prompts, store = collect_prompts(recipe, vocabulary), open_store(recipe, vocabulary)
+    again = StartedVllm(recipe, vocabulary, prompts, store)
+    assert len(again.held_out) == 2
+    assert not {*again.held_out} & {*again.answers().names}  # they are not trained on
 
     assert run(job(tmp_path / "here", answers="local", coverage_curve=True, **keys)) == 0
     shown = capsys.readouterr().out
