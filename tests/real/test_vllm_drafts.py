@@ -3,6 +3,8 @@
 It needs a Python with vLLM (docs/engines.md), and no model.
 """
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
+from eval.engines.counters import between
 from eval.engines.local_vllm import serve_vllm, speculation
 from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer
@@ -57,20 +60,21 @@ def accepted(tmp_path, vllm):
 
     Greedy outputs must be those of the target alone.
     """
-    plain = VllmServer(vllm(tmp_path / "target", *("--max-model-len", "256")), 600)
+
+    def served(*arguments):
+        with serve_vllm(tmp_path / "target", *arguments, positions=256) as address:
+            server, greedy = VllmServer(address, 600), Decoding(Sampling(), frozenset(), NEW)
+            before = server.counters()
+            outputs = [server.decode(prompt, greedy).run.tokens for prompt in PROMPTS]
+            return outputs, between(before, server.counters())
+
+    plain = cache(served)  # without arguments: once for all drafts of a test
 
     def compared(draft, gamma):
-        how = Decoding(Sampling(), frozenset(), NEW)
-        config = speculation(draft, gamma)
-        with serve_vllm(tmp_path / "target", *config, positions=256) as address:
-            server = VllmServer(address, 600)
-            before = server.counters()
-            for prompt in PROMPTS:
-                outputs = [side.decode(prompt, how).run.tokens for side in (server, plain)]
-                assert outputs[0] == outputs[1]
-            drafts, _, _, *counts = (server.counters() - before).tolist()
-        assert drafts > 0
-        return np.array(counts) / drafts
+        outputs, counts = served(*speculation(draft, gamma))
+        assert outputs == plain()[0]
+        assert counts.drafts > 0
+        return np.array(counts.accepted_at) / counts.drafts
 
     return compared
 
