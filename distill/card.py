@@ -20,7 +20,6 @@ from eval.decoding.drafters.lookup import LOOKUP_FIRST
 from eval.decoding.target import weights_sha256
 from eval.engines.local_vllm import speculation
 from eval.engines.server import ServerError
-from eval.engines.transformers_assisted import usage
 from eval.prompts import DATA_SET
 from eval.reporting.fields import DraftReport, Report
 
@@ -73,7 +72,6 @@ def write_card(
     short = short_name(spec if abridged(spec) == spec else hub_id or spec)
     base_model = str(started or hub_id or spec)
     gamma = served_gamma(reports, weights)
-    temperature = reports[0].decoding.temperature
     try:
         own_ids = check["used"] == "intersection"
         drafting = speculation(publication.name, gamma, run / "draft", own_ids)
@@ -108,14 +106,8 @@ def write_card(
         eval_prompts=public_name(asked.source).partition("#")[0],
         asked=asked,
         vllm=vllm,
-        transformers=usage(
-            target,
-            publication.name,
-            gamma,
-            chat=asked.in_chat_form == 1,
-            sampling=f"do_sample={temperature > 0}"
-            + (f", temperature={temperature}" if temperature else ""),
-        ),
+        gamma=gamma,
+        temperature=reports[0].decoding.temperature,
         rows=[row for report in reports for row in _rows(report, weights)],
         few_prompts=any(d.speedup.ci95 is None for r in reports for d in r.drafts.values()),
         acceptance=[

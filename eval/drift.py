@@ -20,8 +20,6 @@ if not __package__:
 import argparse
 import math
 
-import numpy as np
-
 from align.files import atomic_file
 from eval.engines.counters import growth, read_requests, read_series, total
 from eval.engines.server import Server
@@ -86,8 +84,7 @@ def _traffic(source: str, since: Path | None, report: Acceptance) -> tuple[Accep
         if text.lstrip().startswith("{"):
             if since is not None:
                 raise NotComparable("--since is for counters; answers count by themselves.")
-            answers = [(name, np.array(row, dtype=np.float64)) for name, row in read_requests(text)]
-            return answered_acceptance(answers, report), ""
+            return answered_acceptance(read_requests(text), report), ""
     series = read_series(text)
     if total(series) is None:
         raise NotComparable(

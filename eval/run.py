@@ -24,6 +24,7 @@ if not __package__:
 
 import argparse
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -34,11 +35,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from align.check import Strategy
 from align.files import DiskFullError
 from align.machine import use_machine
-from align.sources import (
-    load_config,
-    load_tokenizer,
-    read_json,
-)
+from align.sources import load_config, load_tokenizer, read_json
 from eval.decoding.build import build_decoder, longest_context
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.loop import Decoding
@@ -119,6 +116,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--gamma",
         type=_sizes,
+        default=[],
         metavar="N",
         help="draft length; default: chosen on prompts set aside; engine vllm takes several, as "
         "2,4; with --base_url: the one that its server was started with",
@@ -166,49 +164,45 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for key, value in DEFAULTS.items():
         if getattr(args, key) is None:
             setattr(args, key, value)
-    _check_lengths(parser, args, by_length)
     args.served = args.engine == "vllm" and bool(args.base_url or args.baseline_url)
-    if args.engine != "vllm" and args.gamma is not None:
-        if args.gamma[1:]:
-            parser.error(f"engine {args.engine} takes one --gamma, not {args.gamma}")
-        (args.gamma,) = args.gamma
-    if args.concurrency and args.engine != "vllm":
-        parser.error(f"--concurrency is of engine vllm; leave it out with engine {args.engine}")
-    if args.served:
-        if not (args.base_url and args.baseline_url and args.prompts):
-            parser.error("engine vllm needs --base_url, --baseline_url and --prompts")
-        if args.gamma and args.gamma[1:]:
-            parser.error(f"--base_url takes one --gamma, not {args.gamma}: a server has one")
-    elif not (args.target and args.draft and args.prompts):
-        parser.error("give --target, --draft and --prompts, or --run DIR")
-    elif args.engine != "torch":
-        _check_for_engine(parser, args)
+    for reason in _refusals(args, by_length):
+        parser.error(reason)
+    args.draft_length = args.gamma[0] if args.gamma else None
     return args
 
 
-def _check_lengths(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, by_length: bool
-) -> None:
-    if args.max_prompt_length is not None and args.max_prompt_length < 1:
-        parser.error(f"--max_prompt_length is {args.max_prompt_length}, but must be 1 or more")
-    if args.long_prompts == "truncate_left" and args.max_prompt_length is None:
-        parser.error("--long_prompts truncate_left needs --max_prompt_length: how much is kept")
-    if args.engine == "vllm" and (by_length or args.long_prompts == "truncate_left"):
-        parser.error(
+def _refusals(args: argparse.Namespace, by_length: bool) -> Iterator[str]:
+    """Why the options cannot be used together. by_length: the command limits prompts' lengths."""
+    engine, length, several = args.engine, args.max_prompt_length, len(args.gamma) > 1
+    if length is not None and length < 1:
+        yield f"--max_prompt_length is {length}, but must be 1 or more"
+    if args.long_prompts == "truncate_left" and length is None:
+        yield "--long_prompts truncate_left needs --max_prompt_length: how much is kept"
+    if engine == "vllm" and (by_length or args.long_prompts == "truncate_left"):
+        yield (
             "engine vllm renders the prompts itself, whole; leave --max_prompt_length and "
             "--long_prompts out, or give --prompts that are short enough"
         )
-
-
-def _check_for_engine(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse options that only the reference decoder has."""
-    engine = f"engine {args.engine}"
+    if engine != "vllm" and several:
+        yield f"engine {engine} takes one --gamma, not {args.gamma}"
+    if engine != "vllm" and args.concurrency:
+        yield f"--concurrency is of engine vllm; leave it out with engine {engine}"
+    if args.served:
+        if not (args.base_url and args.baseline_url and args.prompts):
+            yield "engine vllm needs --base_url, --baseline_url and --prompts"
+        if several:
+            yield f"--base_url takes one --gamma, not {args.gamma}: a server has one"
+        return
+    if not (args.target and args.draft and args.prompts):
+        yield "give --target, --draft and --prompts, or --run DIR"
+    if engine == "torch":
+        return
     if not args.gamma:
-        parser.error(f"{engine} needs --gamma, 1 or more: it chooses no draft length")
-    if args.output_dir == args.run and args.run is not None:
-        parser.error(f"{engine} needs --output_dir, or it would replace the run's own report")
+        yield f"engine {engine} needs --gamma, 1 or more: it chooses no draft length"
+    if args.run is not None and args.output_dir == args.run:
+        yield f"engine {engine} needs --output_dir, or it would replace the run's own report"
     if args.strategy != "auto" and args.run is None:
-        parser.error(f"--strategy is of engine torch: {args.engine} bridges no vocabularies")
+        yield f"--strategy is of engine torch: {engine} bridges no vocabularies"
 
 
 def _sizes(text: str) -> list[int]:
@@ -254,7 +248,7 @@ def _take_from_run(args: argparse.Namespace) -> None:
             )
     made_by = args.run / "provenance.json"
     overlap = read_json(made_by).get("overlap") if made_by.is_file() else None
-    if args.prompts is None and overlap:  # a run of an older version does not tell
+    if args.prompts is None and overlap:
         args.overlap = overlap["exact"] + overlap["near"]
     args.prompts = args.prompts or str(args.run / "prompts" / "eval.jsonl")
     args.tuning = args.run / "prompts" / "tuning.jsonl"
@@ -292,90 +286,70 @@ def _prompt_sets(
     return drawn.after(aside), drawn.first(aside)
 
 
-def _named(text: str) -> tuple[str, str]:
-    """Name and spec of a [NAME=]SPEC."""
-    name, equals, spec = text.partition("=")
-    if not equals or spec.startswith("="):  # a pypi: spec has == of its own
-        return Path(text).name, text
-    return name, spec
+def _named(text: str, default: str | None = None) -> tuple[str, str]:
+    """Name and value of a [NAME=]SPEC or [NAME=]URL. default: the name of an unnamed one."""
+    name, equals, value = text.partition("=")
+    # a pypi: spec has == of its own, and an address may have =
+    if not equals or value.startswith("=") or "://" in name:
+        return default or Path(text).name, text
+    return name, value
 
 
-def _measure(args: argparse.Namespace, journal: Journal) -> Report:
-    """The report of our own decoder."""
-    use_machine()
-    sampling = _sampling(args)
-    target = load_target(args.target, getattr(torch, args.dtype), args.device, 64)
-    evaluation, tuning = _prompt_sets(args, target.tokenizer, target.model.config)
-    longest = max(args.max_gamma, args.gamma or 0)
-    length = context_length(evaluation.ids + tuning.ids, args.max_new_tokens, longest)
-    target.decoder = build_decoder(target.model, length)
-    drafters = {
-        name: load_drafter(spec, target, args.strategy)
-        for name, spec in _by_name([_named(draft) for draft in args.draft]).items()
-    }
-    logs = evaluate(
-        target,
-        drafters,
-        evaluation,
-        tuning,
-        Decoding(sampling, target.stops, args.max_new_tokens, args.seed, args.verification),
-        Plan(args.gamma, args.max_gamma, args.speed_prompts),
-        journal,
-        {"command": sys.argv, "torch": torch.__version__, "seed": args.seed},
-    )
-    return build_report(*logs)
-
-
-def _measure_transformers(args: argparse.Namespace, journal: Journal) -> Report:
-    """The report of transformers' assisted generation, on the prompts that engine torch times."""
-    use_machine()
-    evaluation, _ = _prompt_sets(args, load_tokenizer(args.target), load_config(args.target))
-    drafts = _by_name([_named(draft) for draft in args.draft])
-    dtype = getattr(torch, args.dtype)
-    engine = Assisted.load(args.target, drafts, args.gamma, dtype, args.device)
-    return measure_assisted(
-        engine,
-        evaluation.drawn(args.speed_prompts, args.seed),
-        Decoding(_sampling(args), engine.stops, args.max_new_tokens, args.seed),
-        journal,
-        {"command": sys.argv, "seed": args.seed},
-    )
-
-
-def _by_name(named: list[tuple[str, str]]) -> dict[str, str]:
+def _by_name(texts: list[str], default: str | None = None) -> dict[str, str]:
     """The spec or address of each name. Raises ValueError for a name that is given twice."""
     by_name: dict[str, str] = {}
-    for name, value in named:
+    for name, value in (_named(text, default) for text in texts):
         if name in by_name:
             raise ValueError(f"Two drafts are called {name!r}; name them: NAME={value}.")
         by_name[name] = value
     return by_name
 
 
-def _named_url(text: str) -> tuple[str, str]:
-    """Name and address of a [NAME=]URL."""
-    name, equals, url = text.partition("=")
-    return ("served", text) if not equals or "://" in name else (name, url)
+def _decoding(args: argparse.Namespace, stops: frozenset[int] = frozenset()) -> Decoding:
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    return Decoding(sampling, stops, args.max_new_tokens, args.seed, args.verification)
 
 
-def _measure_started(args: argparse.Namespace) -> Report:
-    """The report of vLLM servers that are started here."""
+def _measure(args: argparse.Namespace, journal: Journal) -> Report:
+    """The report of the reference decoder."""
     use_machine()
-    vllm_python()
-    evaluation, _ = _prompt_sets(args, load_tokenizer(args.target), load_config(args.target))
-    return measure_started(
-        args.target,
-        _by_name([_named(draft) for draft in args.draft]),
-        args.gamma,
-        evaluation.drawn(args.speed_prompts, args.seed),
-        Decoding(_sampling(args), frozenset(), args.max_new_tokens, args.seed),
-        {"command": sys.argv, "seed": args.seed},
-        args.concurrency,
+    target = load_target(args.target, getattr(torch, args.dtype), args.device, 64)
+    evaluation, tuning = _prompt_sets(args, target.tokenizer, target.model.config)
+    longest = max(args.max_gamma, args.draft_length or 0)
+    length = context_length(evaluation.ids + tuning.ids, args.max_new_tokens, longest)
+    target.decoder = build_decoder(target.model, length)
+    logs = evaluate(
+        target,
+        {
+            name: load_drafter(spec, target, args.strategy)
+            for name, spec in _by_name(args.draft).items()
+        },
+        evaluation,
+        tuning,
+        _decoding(args, target.stops),
+        Plan(args.draft_length, args.max_gamma, args.speed_prompts),
+        journal,
+        {"command": sys.argv, "torch": torch.__version__, "seed": args.seed},
     )
+    return build_report(*logs)
 
 
-def _sampling(args: argparse.Namespace) -> Sampling:
-    return Sampling(args.temperature, args.top_k, args.top_p)
+def _measure_in_engine(args: argparse.Namespace, journal: Journal) -> Report:
+    """The report of transformers, or of vLLM servers that are started here."""
+    use_machine()
+    if args.engine == "vllm":
+        vllm_python()
+    evaluation, _ = _prompt_sets(args, load_tokenizer(args.target), load_config(args.target))
+    prompts = evaluation.drawn(args.speed_prompts, args.seed)  # as the reference decoder times
+    drafts, made_by = _by_name(args.draft), {"command": sys.argv, "seed": args.seed}
+    if args.engine == "vllm":
+        lengths, decoding = args.gamma, _decoding(args)
+        return measure_started(
+            args.target, drafts, lengths, prompts, decoding, made_by, args.concurrency
+        )
+    dtype = getattr(torch, args.dtype)
+    engine = Assisted.load(args.target, drafts, args.draft_length, dtype, args.device)
+    return measure_assisted(engine, prompts, _decoding(args, engine.stops), journal, made_by)
 
 
 def _measure_servers(args: argparse.Namespace) -> Report:
@@ -389,13 +363,13 @@ def _measure_servers(args: argparse.Namespace) -> Report:
     return measure_servers(
         {
             name: VllmServer(url, connections=connections)
-            for name, url in _by_name([_named_url(url) for url in args.base_url]).items()
+            for name, url in _by_name(args.base_url, "served").items()
         },
         VllmServer(args.baseline_url, connections=connections),
         PromptSet(args.prompts, prompts, [], args.overlap),
-        Decoding(_sampling(args), frozenset(), args.max_new_tokens, args.seed),
+        _decoding(args),
         {"command": sys.argv, "seed": args.seed},
-        gamma=args.gamma[0] if args.gamma else None,
+        gamma=args.draft_length,
         loads=args.concurrency,
     )
 
@@ -407,12 +381,10 @@ def main(argv: list[str]) -> int:
         with Journal(folder / JOURNAL) as journal:
             if args.served:
                 report = _measure_servers(args)
-            elif args.engine == "vllm":
-                report = _measure_started(args)
             elif args.engine == "torch":
                 report = _measure(args, journal)
             else:
-                report = _measure_transformers(args, journal)
+                report = _measure_in_engine(args, journal)
             write_report(folder, report)
     except (ValueError, DiskFullError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -438,19 +410,18 @@ def gate(draft: DraftReport, alpha: float | None, speedup: float | None) -> int:
         if floor is None:
             continue
         if measured is None:
-            print(f"FAIL: {name} was not measured, so it cannot be {floor}", file=sys.stderr)
-            status = 1
+            reason = f"{name} was not measured, so it cannot be {floor}"
         elif measured.ci95 is None:
-            print(
-                f"FAIL: {name} rests on {measured.clusters} prompts (documents where they share "
-                f"one), too few for an interval: give {FEWEST_CLUSTERS} at least",
-                file=sys.stderr,
+            reason = (
+                f"{name} rests on {measured.clusters} prompts (documents where they share one), "
+                f"too few for an interval: give {FEWEST_CLUSTERS} at least"
             )
-            status = 1
         elif measured.ci95[0] < floor:
-            low = measured.ci95[0]
-            print(f"FAIL: lower bound of {name} is {low:.3f}, under {floor}", file=sys.stderr)
-            status = 1
+            reason = f"lower bound of {name} is {measured.ci95[0]:.3f}, under {floor}"
+        else:
+            continue
+        print(f"FAIL: {reason}", file=sys.stderr)
+        status = 1
     return status
 
 

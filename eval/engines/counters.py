@@ -9,21 +9,19 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
-import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from eval.measuring.runs import Floats
+from eval.measuring.runs import Speculation
 
-COUNTERS = ["drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"]
 COUNTER = re.compile(
-    rf"^vllm:spec_decode_num_(?P<name>{'|'.join(COUNTERS)})(?:_total)?"
+    r"^vllm:spec_decode_num_(?P<name>drafts|draft_tokens|accepted_tokens(?:_per_pos)?)(?:_total)?"
     r"(?:\{(?P<labels>.*)\})? (?P<value>\S+)",
     re.MULTILINE,
 )
 POSITION = re.compile(r',?position="(\d+)"')
 
-# (place in COUNTERS, position, labels of the engine) -> count
-Series = dict[tuple[int, int, str], float]
+# (name of the counter, position, labels of the engine) -> count
+Series = dict[tuple[str, int, str], float]
 
 
 class CountersError(ValueError):
@@ -36,7 +34,7 @@ def read_series(text: str) -> Series:
     for match in COUNTER.finditer(text):
         position = POSITION.search(match["labels"] or "")
         engine = POSITION.sub("", match["labels"] or "")
-        key = COUNTERS.index(match["name"]), int(position[1] if position else 0), engine
+        key = match["name"], int(position[1] if position else 0), engine
         try:
             series[key] += float(match["value"])
         except ValueError:
@@ -46,21 +44,21 @@ def read_series(text: str) -> Series:
     return dict(series)
 
 
-def total(series: Series) -> Floats | None:
-    """[drafts, draft tokens, accepted tokens, accepted at position 0, at 1, …], of all engines.
-
-    None if one of the first three is absent.
-    """
-    sums: dict[tuple[int, int], float] = defaultdict(float)
-    for (metric, position, _), value in series.items():
-        sums[metric, position] += value
-    if not {0, 1, 2} <= {metric for metric, _ in sums}:
+def total(series: Series) -> Speculation | None:
+    """The counts of all engines together; None where a counter is missing."""
+    sums: dict[tuple[str, int], float] = {}
+    for (name, position, _), value in series.items():
+        sums[name, position] = sums.get((name, position), 0.0) + value
+    at = [sums[key] for key in sorted(sums) if key[0] == "accepted_tokens_per_pos"]
+    try:
+        drafts, drafted = sums["drafts", 0], sums["draft_tokens", 0]
+        return Speculation(drafts, drafted, sums["accepted_tokens", 0], at)
+    except KeyError:
         return None
-    return np.array([sums[place] for place in sorted(sums)])
 
 
 def growth(before: Series, now: Series) -> Series:
-    """What came between two readings. An engine with a counter that fell has started anew."""
+    """The counts between two readings. An engine with a counter that fell has started anew."""
     restarted = {key[2] for key, value in before.items() if now.get(key, 0.0) < value}
     return {
         key: value - (0.0 if key[2] in restarted else before.get(key, 0.0))
@@ -68,22 +66,26 @@ def growth(before: Series, now: Series) -> Series:
     }
 
 
-class Speculation(BaseModel):
-    """`metrics.speculative_decoding` of an answer, as far as it is needed (vLLM 0.32)."""
+def between(before: Series, now: Series) -> Speculation | None:
+    """The total between two readings; None where one of them has no counters."""
+    return total(growth(before, now)) if before else None
+
+
+class _Counts(BaseModel):
+    """`metrics.speculative_decoding` of a response, as far as it is needed (vLLM 0.32)."""
 
     acceptance_histogram: list[int]  # [j]: drafts of which exactly j tokens were accepted
     num_draft_tokens: int
     num_spec_tokens: int
 
     @property
-    def counts(self) -> list[int]:
-        """[drafts, draft tokens, accepted tokens, accepted at position 0, at 1, …]."""
-        at = [sum(self.acceptance_histogram[i:]) for i in range(self.num_spec_tokens + 1)]
-        return [at[0], self.num_draft_tokens, sum(at[1:]), *at[1:]]
+    def speculation(self) -> Speculation:
+        drafts, *at = (sum(self.acceptance_histogram[i:]) for i in range(self.num_spec_tokens + 1))
+        return Speculation(drafts, self.num_draft_tokens, sum(at), list(map(float, at)))
 
 
 class _Metrics(BaseModel):
-    speculative_decoding: Speculation | None = None
+    speculative_decoding: _Counts | None = None
 
 
 class _Line(BaseModel):
@@ -91,11 +93,11 @@ class _Line(BaseModel):
     category: str | None = None
 
 
-def read_requests(text: str) -> list[tuple[str | None, list[int]]]:
-    """(category, counts) of each answer that speculated, from vLLM's answers, one a line.
+def read_requests(text: str) -> list[tuple[str | None, Speculation]]:
+    """(category, counts) of each response that speculated, from vLLM's responses, one a line.
 
-    A `category` beside what vLLM wrote is what the request was about. Raises CountersError for a
-    line that cannot be read, and where no answer has counts.
+    A `category` beside vLLM's own keys is that of the request. Raises CountersError for a line that
+    cannot be read, and where no response has counts.
     """
     speculated = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -112,7 +114,7 @@ def read_requests(text: str) -> list[tuple[str | None, list[int]]]:
             ) from None
         counts = answer.metrics and answer.metrics.speculative_decoding
         if counts and sum(counts.acceptance_histogram):
-            speculated.append((answer.category, counts.counts))
+            speculated.append((answer.category, counts.speculation))
     if not speculated:
         raise CountersError(
             "no answer has metrics.speculative_decoding: start vLLM with "

@@ -15,10 +15,11 @@ from typing import Any
 
 from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
-from eval.engines.vllm import VllmServer, grown
+from eval.engines.counters import between
+from eval.engines.vllm import VllmServer
 from eval.measuring.intervals import Both, measure
 from eval.measuring.metrics import itl_ms, speedup_of
-from eval.measuring.runs import Floats
+from eval.measuring.runs import Speculation
 from eval.prompts import Prompt
 
 ROUNDS = 4  # at each load, at least
@@ -35,11 +36,15 @@ class Round:
 
 @dataclass(frozen=True)
 class TimedRound:
-    """One server's round. counters: their growth; None where the server has none."""
+    """One server's round. counters: the server's counts meanwhile; None where it has none."""
 
     runs: list[PromptRun]
     seconds: float
-    counters: Floats | None
+    counters: Speculation | None
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(run.tokens) for run in self.runs)
 
 
 def load_rounds(prompts: Sequence[Prompt], load: int) -> list[Round]:
@@ -62,24 +67,18 @@ def timed_round(server: VllmServer, asked: Round, decoding: Decoding) -> TimedRo
         answer = partial(server.answer, decoding=decoding)
         runs = [response.run for response in threads.map(answer, asked.prompts)]
     seconds = time.perf_counter() - start
-    return TimedRound(runs, seconds, grown(before, server.counters()))
+    return TimedRound(runs, seconds, between(before, server.counters()))
 
 
 def load_point(load: int, rounds: Sequence[tuple[TimedRound, TimedRound]]) -> dict[str, Any]:
     """A LoadPoint of the report. rounds: without the draft and with it; intervals are over them."""
     rates = [
-        [
-            value
-            for timed in pair
-            for value in (timed.seconds, sum(len(r.tokens) for r in timed.runs))
-        ]
-        for pair in rounds
+        (plain.seconds, plain.tokens, drafted.seconds, drafted.tokens) for plain, drafted in rounds
     ]
-    counted = [drafted.counters for _, drafted in rounds if drafted.counters is not None]
-    lengths = [(drafts + accepted, drafts) for drafts, _, accepted, *_ in counted if drafts]
-    plain_runs, drafted_runs = (
-        [run for timed in side for run in timed.runs] for side in zip(*rounds, strict=True)
-    )
+    counted = [drafted.counters for _, drafted in rounds if drafted.counters]
+    lengths = [(c.drafts + c.accepted, c.drafts) for c in counted if c.drafts]
+    plain_runs = [run for plain, _ in rounds for run in plain.runs]
+    drafted_runs = [run for _, drafted in rounds for run in drafted.runs]
     return {
         "concurrency": load,
         "requests": len(plain_runs),

@@ -49,7 +49,7 @@ def speculation(
 
     draft: a causal LM, a folder in the format of speculators (its config names the method), Medusa
     heads, or a key of METHODS. folder: where the draft's config lies now, if not at `draft`.
-    own_ids: the draft has token ids of its own, and vLLM maps them, greedily only. Raises
+    own_ids: the draft has token ids of its own. vLLM then maps them, and drafts greedily. Raises
     ServerError for a draft that vLLM cannot load.
     """
     if method := METHODS.get(str(draft)):
@@ -74,25 +74,29 @@ def speculation(
     return ["--speculative-config", json.dumps(config)]
 
 
-def draft_folder(draft: str, target: Path, config: PreTrainedConfig, scratch: Path) -> Path:
-    """The folder of a draft for vLLM, which refuses a model with other rows than the target's.
+def loadable_draft(
+    draft: str, target: Path, config: PreTrainedConfig, scratch: Path
+) -> tuple[Path, bool]:
+    """A folder of the draft that vLLM loads, and whether the draft has token ids of its own.
 
-    Where only padding differs (Qwen2.5 has 151,936 rows, or 152,064), it is a copy in `scratch`
-    with the target's rows, as training makes it. config: the target's.
+    vLLM refuses a draft with the target's ids and another number of rows. Where only padding
+    differs (Qwen2.5 has 151,936 rows, or 152,064), the folder is therefore a copy in `scratch` with
+    the target's rows, as training makes it. config: the target's.
     """
     folder = resolve_checkpoint(draft, quantised=True)
     about, rows = read_json(folder / "config.json"), config.get_text_config().vocab_size
     plain = about.get("model_type") in CONFIG_MAPPING and "quantization_config" not in about
-    if not plain or about.get("vocab_size", rows) == rows or "Eagle3" in str(about):
-        return folder
+    if not plain or "Eagle3" in str(about) or not any(folder.glob("tokenizer*")):
+        return folder, False
     vocabulary = read_vocabulary(draft)
-    if compare(read_vocabulary(str(target)), vocabulary).strategy != "padded":
-        return folder
+    strategy = compare(read_vocabulary(str(target)), vocabulary).strategy
+    if strategy != "padded" or about.get("vocab_size", rows) == rows:
+        return folder, strategy in ("remap", "intersection")
     dtype = getattr(torch, str(about.get("dtype", about.get("torch_dtype", "float32"))))
     copy = scratch / str(len(list(scratch.iterdir())))
     resized(load_model(draft, dtype), vocabulary, rows).save_pretrained(copy)
     load_tokenizer(draft).save_pretrained(copy)
-    return copy
+    return copy, False
 
 
 def gpu_arguments(target: PreTrainedConfig, drafts: Iterable[Path] = ()) -> list[str]:

@@ -15,20 +15,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from align.sources import load_config, resolve_checkpoint
 from eval.decoding.loop import Decoding
 from eval.engines.comparison import Comparison, Start, take_turns, there_and_back
-from eval.engines.environment import vllm_python
-from eval.engines.local_vllm import METHODS, draft_folder, gpu_arguments, serve_vllm, speculation
-from eval.engines.run_log import MISSING, decoding_facts, prompts_used
+from eval.engines.local_vllm import METHODS, gpu_arguments, loadable_draft, serve_vllm, speculation
 from eval.engines.server import ServerError
 from eval.engines.vllm import Response, VllmServer
-from eval.measuring.evaluation import context_length
+from eval.measuring.evaluation import context_length, decoding_facts, prompt_facts
 from eval.measuring.intervals import Measured, measure, share
 from eval.measuring.output_check import ledger
-from eval.measuring.runs import DraftLog, Floats, RunLog
+from eval.measuring.runs import REFERENCE_ONLY, DraftLog, RunLog, Speculation
 from eval.prompts import PromptSet
 from eval.reporting.build import build_report
 from eval.reporting.fields import Report
@@ -37,7 +33,7 @@ PATIENCE = 600.0  # seconds without a byte from a server started here: on a CPU 
 WARM_UP = 16  # tokens of a first response that is not counted
 STEPS = ("tau", "mean_drafted", "accepted_over_drafted", "per_position", "decode_speedup")
 UNTOLD = {
-    **MISSING,
+    **REFERENCE_ONLY,
     **dict.fromkeys(STEPS, "a server does not tell a cut last step apart: see counters"),
     "memory": "a server does not tell what its models weigh",
 }
@@ -75,7 +71,7 @@ def measure_servers(
                 f"the same target twice (--served-model-name, if only the names differ)."
             )
         _warm_up(server, prompts, decoding)
-    if (counters := _warm_up(baseline, prompts, decoding)) is not None and counters[0]:
+    if (counters := _warm_up(baseline, prompts, decoding)) and counters.drafts:
         raise ServerError(
             f"{baseline.url} speculates, and a baseline must not; start it without "
             f"--speculative-config, or swap --base_url and --baseline_url."
@@ -103,23 +99,23 @@ def measure_started(
     lengths; of several, a draft's name tells its own. loads: numbers of requests at a time.
     Raises EngineMissing, and ServerError where nothing can be measured.
     """
-    vllm_python()
     positions = context_length(prompts.ids, decoding.max_new_tokens, max(gammas))
     path = resolve_checkpoint(target, quantised=True)
     config = load_config(str(path))
     with tempfile.TemporaryDirectory() as scratch:
-        folders = {
-            draft: draft_folder(draft, path, config, Path(scratch))
+        loadable = {
+            draft: loadable_draft(draft, path, config, Path(scratch))
             for draft in drafts.values()
             if draft not in METHODS
         }
-        on_gpus = gpu_arguments(config, folders.values())
+        on_gpus = gpu_arguments(config, [folder for folder, _ in loadable.values()])
         # with a prefix cache the second request of a prompt costs less than its first
         arguments = ["--no-enable-prefix-caching", *on_gpus]
 
         @contextmanager
         def serving(draft: str = "", gamma: int = 0) -> Iterator[VllmServer]:
-            drafting = speculation(folders.get(draft, draft), gamma) if draft else []
+            folder, own_ids = loadable.get(draft, (draft, False))
+            drafting = speculation(folder, gamma, own_ids=own_ids) if draft else []
             drafting += arguments
             # in the target's dtype, as `vllm serve` does it
             with serve_vllm(
@@ -137,8 +133,8 @@ def measure_started(
             starts.append(partial(serving, draft, gamma))
         comparison = Comparison(starts, prompts.prompts, decoding, loads)
         comparison.run(there_and_back)
-    device, dtype = "cuda" if on_gpus else "cpu", str(config.dtype or "auto")
     provenance = provenance | {"vllm_arguments": arguments}
+    device, dtype = "cuda" if on_gpus else "cpu", str(config.dtype or "auto")
     dtype = dtype.removeprefix("torch.")
     return _report(comparison, served, prompts, provenance, target, device, dtype)
 
@@ -147,8 +143,8 @@ def _running(server: VllmServer) -> Start:
     return lambda: nullcontext(server)
 
 
-def _warm_up(server: VllmServer, prompts: PromptSet, decoding: Decoding) -> Floats | None:
-    """The growth of the server's counters with a first response."""
+def _warm_up(server: VllmServer, prompts: PromptSet, decoding: Decoding) -> Speculation | None:
+    """The server's counts with a first response."""
     return server.decode(prompts.prompts[0], replace(decoding, max_new_tokens=WARM_UP)).counters
 
 
@@ -188,7 +184,7 @@ def _report(
             verification="greedy match" if decoding.sampling.greedy else "the server's own rule",
             stop_tokens=None,
         ),
-        prompts=prompts_used(
+        prompts=prompt_facts(
             replace(prompts, prompts=[p for p in prompts.prompts if p.id in used], ids=[])
         ),
         provenance=provenance | ({"failures": failures} if failures else {}),
@@ -232,7 +228,7 @@ def _counters(responses: Sequence[Response]) -> tuple[dict[str, Any] | None, str
             "the server has no counters vllm:spec_decode_* at /metrics: speculation is off, "
             "--disable-log-stats is set, or it is no vLLM"
         )
-    drafts, drafted, accepted, *accepted_at = np.sum([c for _, c in counted], axis=0).tolist()
+    drafts, drafted, accepted, accepted_at = Speculation.sum(counts for _, counts in counted)
     tokens = sum(len(response.run.tokens) for response in responses)
     # a draft emits one token beside the accepted ones; a last one may be cut by its whole length
     if accepted + drafts > tokens + (len(accepted_at) + 1) * len(counted):
@@ -240,14 +236,14 @@ def _counters(responses: Sequence[Response]) -> tuple[dict[str, Any] | None, str
             f"they grew by {accepted + drafts:.0f} tokens while this run was sent {tokens}: others "
             f"used the server; measure again while it is idle"
         )
-    drafting = [(run, counts) for run, counts in counted if counts[0]]
-    if not any(counts[1] for _, counts in drafting):
+    drafting = [(run, counts) for run, counts in counted if counts.drafts]
+    if not any(counts.drafted for _, counts in drafting):
         return None, "they did not grow while this run was served: nothing was drafted"
 
     def length(category: str | None = None) -> Measured:
         """Mean acceptance length on the prompts of a category; None: on all."""
         chosen = [(run, c) for run, c in drafting if category in (None, run.category)]
-        sums = [(counts[2] + counts[0], counts[0]) for _, counts in chosen]
+        sums = [(counts.accepted + counts.drafts, counts.drafts) for _, counts in chosen]
         return measure("mean_acceptance_length", sums, groups=[run.group for run, _ in chosen])
 
     return {
@@ -256,12 +252,12 @@ def _counters(responses: Sequence[Response]) -> tuple[dict[str, Any] | None, str
         "num_accepted_tokens": round(accepted),
         "mean_acceptance_length": length(),
         "acceptance_rate": share(
-            "acceptance_rate", [(run.group, counts[2], counts[1]) for run, counts in drafting]
+            "acceptance_rate", [(run.group, c.accepted, c.drafted) for run, c in drafting]
         ),
         "acceptance_per_position": [count / drafts for count in accepted_at],
         "per_position": [
-            share("acceptance", [(run.group, counts[i], counts[0]) for run, counts in drafting])
-            for i in range(3, 3 + len(accepted_at))
+            share("acceptance", [(run.group, c.accepted_at[i], c.drafts) for run, c in drafting])
+            for i in range(len(accepted_at))
         ],
         "by_category": {
             category: length(category)

@@ -8,7 +8,6 @@ outside: a streamer sees the tokens emitted, a hook the target's inputs.
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -31,13 +30,12 @@ from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.target import load_on, model_bytes, stop_tokens, tensor_sha256
 from eval.decoding.verification import Sampling
-from eval.engines.run_log import MISSING, decoding_facts, prompts_used
 from eval.measuring.environment import environment
-from eval.measuring.evaluation import device_name
+from eval.measuring.evaluation import decoding_facts, device_name, prompt_facts
 from eval.measuring.journal import Journal
 from eval.measuring.losslessness import PARTS_IN_FP32, tie
 from eval.measuring.output_check import divergence, ledger
-from eval.measuring.runs import Answer, DraftLog, RunLog
+from eval.measuring.runs import REFERENCE_ONLY, Answer, DraftLog, RunLog
 from eval.measuring.timing import in_turns
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.build import build_report
@@ -60,7 +58,6 @@ class Assisted:
         self.stops = stop_tokens(model, tokenizer)
         # `generate` fills what a call leaves open from here: a checkpoint's repetition penalty, say
         model.generation_config = GenerationConfig()
-        self.fingerprints = [_fingerprint(model)]
         self.assistants: list[Any] = []
         self.drafts: list[dict[str, Any]] = []
 
@@ -106,14 +103,13 @@ class Assisted:
             assistant_confidence_threshold=0.0,
         )
         self.assistants.append(model)
-        self.fingerprints.append(_fingerprint(model))
         memory = {
             "target_bytes": model_bytes(self.model),
             "draft_bytes": model_bytes(model),
             "kv_bytes_per_token": {"target": _kv_bytes(self.model), "draft": _kv_bytes(model)},
         }
         about = {"name": name, "path": spec, "vocabulary": vocabulary, "memory": memory}
-        self.drafts.append(about | {"full_form_bytes": model_bytes(model)})
+        self.drafts.append(about | {"full_form_bytes": memory["draft_bytes"]})
 
     def decode(
         self, draft: int | None, prompt: Prompt, ids: list[int], decoding: Decoding
@@ -170,7 +166,7 @@ class Assisted:
         draft: int,
         prompt: Prompt,
         ids: list[int],
-        how: Decoding,
+        greedy: Decoding,
         plain: PromptRun,
         drafted: PromptRun,
     ) -> dict[str, Any]:
@@ -182,12 +178,14 @@ class Assisted:
         at = entry["position"]
         if at == min(len(plain.tokens), len(drafted.tokens)):  # lengths never differ by a tie
             return entry
-        outputs = [self._generate(way, ids, how, logits=True) for way in (None, draft)]
+        outputs = [self._generate(number, ids, greedy, logits=True) for number in (None, draft)]
         single, wide = (output.logits[at][0].float() for output in outputs)
         entry |= tie(single, wide, plain.tokens[at], drafted.tokens[at])
         if entry["tie"]:
-            exact = [self._in_fp32.decode(way, prompt, ids, how).tokens for way in (None, draft)]
-            if exact[0] != exact[1]:
+            alone, assisted = (
+                self._in_fp32.decode(number, prompt, ids, greedy) for number in (None, draft)
+            )
+            if alone.tokens != assisted.tokens:
                 entry |= PARTS_IN_FP32
         return entry
 
@@ -213,7 +211,7 @@ def measure_assisted(
     device, dtype = device_name(engine.model.device), str(engine.model.dtype)[len("torch.") :]
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     journal.begin(
-        engine.fingerprints,
+        [_fingerprint(model) for model in (engine.model, *engine.assistants)],
         [draft["name"] for draft in engine.drafts],
         (prompts.ids, [(prompt.id, prompt.category, prompt.group) for prompt in prompts.prompts]),
         asdict(decoding) | {"stops": sorted(decoding.stops)},
@@ -250,17 +248,22 @@ def measure_assisted(
             lossless=ledger(len(rows), entries),
             gamma=engine.gamma,
             gamma_policy=GAMMA_POLICY,
-            missing=MISSING,
+            missing=REFERENCE_ONLY,
         )
         logs.append(log)
-    ended = [run.tokens[-1] in decoding.stops for run in baseline]
     run = RunLog(
         target=engine.target,
         engine="transformers",
         device=device,
         dtype=dtype,
-        decoding=decoding_facts(decoding, ended, gamma=engine.gamma, gamma_policy=GAMMA_POLICY),
-        prompts=prompts_used(prompts),
+        decoding=decoding_facts(
+            decoding,
+            [run.tokens[-1] in decoding.stops for run in baseline],
+            gamma=engine.gamma,
+            gamma_policy=GAMMA_POLICY,
+            verification="greedy match" if decoding.sampling.greedy else "rejection sampling",
+        ),
+        prompts=prompt_facts(prompts),
         provenance=provenance | versions | {"resumed": journal.resumed},
         environment=machine,
         answers=[
@@ -295,36 +298,6 @@ def log_steps(
         run.last_truncated = len(draft) == max_new_tokens - done - 1 < gamma
         done += len(step)
     return run
-
-
-def usage(
-    target: str, draft: str, gamma: int, chat: bool = False, sampling: str = "do_sample=False"
-) -> str:
-    """Python that uses the draft as it is measured here.
-
-    chat: prompts are sent in chat form. sampling: arguments of `generate`.
-    """
-    inputs = 'tokenizer("...", return_tensors="pt")'
-    if chat:
-        inputs = """tokenizer.apply_chat_template(
-    [{"role": "user", "content": "..."}],
-    add_generation_prompt=True,
-    return_dict=True,
-    return_tensors="pt",
-)"""
-    return f"""from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained({json.dumps(target)})
-target = AutoModelForCausalLM.from_pretrained({json.dumps(target)})
-draft = AutoModelForCausalLM.from_pretrained({json.dumps(draft)})
-# the defaults draft 20 tokens, and stop on low confidence
-draft.generation_config.num_assistant_tokens = {gamma}
-draft.generation_config.num_assistant_tokens_schedule = "constant"
-draft.generation_config.assistant_confidence_threshold = 0
-
-inputs = {inputs}
-output = target.generate(**inputs, assistant_model=draft, {sampling})
-print(tokenizer.decode(output[0]))"""
 
 
 class _Clock(BaseStreamer):

@@ -14,9 +14,9 @@ import numpy as np
 
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.prompt_run import PromptRun
-from eval.engines.counters import read_series, total
+from eval.engines.counters import Series, between, read_series
 from eval.engines.server import UNPENALISED, Server, ServerError
-from eval.measuring.runs import Floats
+from eval.measuring.runs import Speculation
 from eval.prompts import Prompt, chat_request
 
 
@@ -25,36 +25,31 @@ class Response:
     """A server's output to one prompt.
 
     run: tokens and times; what was drafted is not in it. prompt_ids: empty where the server does
-    not tell them. ended: an end-of-text token ended it. counters: by how much the server's counters
-    of speculation grew meanwhile (`counters.total`); None where that is not known.
+    not tell them. ended: an end-of-text token ended it. counters: the server's counts of
+    speculation meanwhile; None where the server has no counters.
     """
 
     run: PromptRun
     prompt_ids: list[int]
     ended: bool
-    counters: Floats | None = None
-
-
-def grown(before: Floats | None, after: Floats | None) -> Floats | None:
-    """The growth between two readings of counters; None where a reading is missing."""
-    return None if before is None or after is None else after - before
+    counters: Speculation | None = None
 
 
 class VllmServer(Server):
     """A vLLM server with its counters of speculation."""
 
-    def counters(self) -> Floats | None:
-        """`counters.total` of the server; None where it has no counters."""
+    def counters(self) -> Series:
+        """The server's counters of speculation now; empty where it has none."""
         try:
-            return total(read_series(self.text("/metrics")))
+            return read_series(self.text("/metrics"))
         except ServerError:  # speed can be measured without them
-            return None
+            return {}
 
     def decode(self, prompt: Prompt, decoding: Decoding) -> Response:
         """One prompt with the growth of the counters, while the server has no other request."""
         before = self.counters()
         response = self.answer(prompt, decoding)
-        return replace(response, counters=grown(before, self.counters()))
+        return replace(response, counters=between(before, self.counters()))
 
     def answer(self, prompt: Prompt, decoding: Decoding) -> Response:
         """One prompt, streamed. Each message of the stream brings one speculation step."""

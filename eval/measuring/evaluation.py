@@ -17,7 +17,6 @@ from align.token_bytes import tokens_of
 from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.drafter import Drafter
 from eval.decoding.loop import Decoding
-from eval.decoding.prompt_run import PromptRun
 from eval.decoding.target import Target, tensor_sha256
 from eval.decoding.verification import Sampling
 from eval.measuring import metrics
@@ -166,9 +165,18 @@ def evaluate(
         engine="torch",
         device=device_name(target.decoder.device),
         dtype=_dtype(target),
-        decoding=_decoding_facts(decoding, baseline)
-        | {"gamma": lengths[-1], "gamma_policy": policy},
-        prompts=_prompt_facts(target, evaluation),
+        decoding=decoding_facts(
+            decoding,
+            [run.tokens[-1] in decoding.stops for run in baseline],
+            gamma=lengths[-1],
+            gamma_policy=policy,
+        ),
+        prompts=prompt_facts(
+            evaluation,
+            bits_per_token=round(bits_per_token(target, evaluation.ids), 2),
+            random_bits=round(math.log2(target.decoder.embedding.shape[0]), 2),
+            chat_template=bool(target.tokenizer.chat_template),
+        ),
         provenance=provenance | {"resumed": journal.resumed},
         over_stock_generate=measure("over_stock_generate", stock, metrics.speedup_of),
         answers=[
@@ -200,30 +208,33 @@ def _refuse_evaluated(tuning: PromptSet, evaluation: PromptSet, plan: Plan) -> N
         )
 
 
-def _decoding_facts(decoding: Decoding, baseline: Sequence[PromptRun]) -> dict[str, Any]:
-    """`RunLog.decoding`, but for the draft length."""
-    ended = [run.tokens[-1] in decoding.stops for run in baseline]
+def decoding_facts(decoding: Decoding, ended: Sequence[bool], **engine: Any) -> dict[str, Any]:
+    """`RunLog.decoding`. ended: whether each output of the baseline reached its end of text.
+
+    engine: the facts that the engine decides, gamma and gamma_policy at least.
+    """
     return {
         **asdict(decoding.sampling),
         "max_new_tokens": decoding.max_new_tokens,
         "verification": decoding.verification,
         "stop_tokens": len(decoding.stops),
         "ended_by_stop": sum(ended) / len(ended),
+        **engine,
     }
 
 
-def _prompt_facts(target: Target, prompts: PromptSet) -> dict[str, Any]:
-    """`RunLog.prompts`."""
+def prompt_facts(prompts: PromptSet, **target: Any) -> dict[str, Any]:
+    """`RunLog.prompts`. target: what only the target's model tells, in the reference decoder."""
     return {
         "source": prompts.source,
         "n": len(prompts.prompts),
         "sha256": prompts.sha256,
         "overlap_with_training": prompts.overlap,
-        "bits_per_token": round(bits_per_token(target, prompts.ids), 2),
-        "random_bits": round(math.log2(target.decoder.embedding.shape[0]), 2),
         "in_chat_form": prompts.in_chat_form,
         "chat_template_kwargs": prompts.chat_template_kwargs,
-        "chat_template": bool(target.tokenizer.chat_template),
+        "bits_per_token": None,
+        "random_bits": None,
+        **target,
     }
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,26 @@ from numpy.typing import NDArray
 from eval.decoding.prompt_run import PromptRun
 
 Floats = NDArray[np.float64]
+
+
+class Speculation(NamedTuple):
+    """An engine's counts of speculation.
+
+    drafts: target calls that verified a draft. drafted, accepted: draft tokens. accepted_at: drafts
+    whose token was accepted, by position [draft length].
+    """
+
+    drafts: float
+    drafted: float
+    accepted: float
+    accepted_at: list[float]
+
+    @classmethod
+    def sum(cls, counts: Iterable[Speculation]) -> Speculation:
+        """The sum of counts that have one draft length."""
+        drafts, drafted, accepted, accepted_at = zip(*counts, strict=True)
+        by_position = [sum(at_position) for at_position in zip(*accepted_at, strict=True)]
+        return cls(sum(drafts), sum(drafted), sum(accepted), by_position)
 
 
 def check_runs(runs: Sequence[PromptRun], blocks: bool = True) -> None:
@@ -121,6 +141,16 @@ class StepCosts:
             raise ValueError(f"step costs must be seconds, the target's above 0, got {self}")
         seconds = np.array([self.target_verify[int(width)] for width in widths])
         return np.asarray(np.interp(tokens, widths, seconds), dtype=np.float64)
+
+
+# Fields of a draft in the report that only the reference decoder can measure, with the reasons.
+REFERENCE_ONLY = {
+    **dict.fromkeys(("alpha", "atlas"), "it gives no distributions: see --engine torch"),
+    **dict.fromkeys(
+        ("costs", "c", "verify_ratio", "predicted_speedup", "decode_efficiency", "payoff"),
+        "its single steps are not timed: see --engine torch",
+    ),
+}
 
 
 @dataclass(frozen=True)

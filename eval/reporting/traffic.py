@@ -15,10 +15,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from eval.measuring.intervals import FEWEST_CLUSTERS, Measured, measure, share, t_quantile
-from eval.measuring.runs import Floats
+from eval.measuring.runs import Speculation
 from eval.reporting.fields import DraftReport
 
 # Of calls whose traffic has not moved: a third of 1% a week of hourly calls. So far out shares have
@@ -136,10 +134,10 @@ def measured_acceptance(draft: DraftReport, engine: str) -> Acceptance:
     return Acceptance(places, {name: Estimate.of(tau, tau.n) for name, tau in enough.items()})
 
 
-def counted_acceptance(counts: Floats, report: Acceptance) -> Acceptance:
-    """Of an engine's counters (eval/engines/counters.py), the traffic's categories unknown."""
+def counted_acceptance(counts: Speculation, report: Acceptance) -> Acceptance:
+    """The acceptance by an engine's counters, without categories."""
     _check_lengths(counts, report)
-    drafts = float(counts[0])
+    drafts = counts.drafts
     return Acceptance(
         [
             Estimate(
@@ -148,41 +146,47 @@ def counted_acceptance(counts: Floats, report: Acceptance) -> Acceptance:
                 place.freedom,
                 drafts,
             )
-            for accepted, place in zip(counts[3:].tolist(), report.positions, strict=True)
+            for accepted, place in zip(counts.accepted_at, report.positions, strict=True)
         ],
         {},
     )
 
 
 def answered_acceptance(
-    answers: Sequence[tuple[str | None, Floats]], report: Acceptance
+    answers: Sequence[tuple[str | None, Speculation]], report: Acceptance
 ) -> Acceptance:
-    """Of (category, counts) of each answer. Raises NotComparable where they are too few."""
+    """The acceptance by (category, counts) of each response.
+
+    Raises NotComparable where they are too few.
+    """
     if len(answers) < FEWEST_CLUSTERS:
         raise NotComparable(
             f"too few drafts to tell: {len(answers)} answers, and {FEWEST_CLUSTERS} are the least."
         )
-    rows = [counts for _, counts in answers]
-    if len({len(row) for row in rows}) > 1:
+    counted = [counts for _, counts in answers]
+    if len({len(counts.accepted_at) for counts in counted}) > 1:
         raise NotComparable("the answers are of several draft lengths; give those of one.")
-    counts = np.sum(rows, axis=0)
-    _check_lengths(counts, report)
+    total = Speculation.sum(counted)
+    _check_lengths(total, report)
     categories = {}
     for name in sorted({name for name, _ in answers if name is not None}):
-        emitted = [(row[0] + row[2], row[0]) for category, row in answers if category == name]
+        emitted = [(c.drafts + c.accepted, c.drafts) for category, c in answers if category == name]
         if len(emitted) >= FEWEST_CLUSTERS:
             categories[name] = Estimate.of(measure(f"tau of {name}", emitted), len(emitted))
     return Acceptance(
         [
-            Estimate.of(share("acceptance", [(None, row[i], row[0]) for row in rows]), counts[0])
-            for i in range(3, len(counts))
+            Estimate.of(
+                share("acceptance", [(None, c.accepted_at[i], c.drafts) for c in counted]),
+                total.drafts,
+            )
+            for i in range(len(total.accepted_at))
         ],
         categories,
     )
 
 
-def _check_lengths(counts: Floats, report: Acceptance) -> None:
-    gamma, (drafts, drafted, _, *places) = len(report.positions), counts.tolist()
+def _check_lengths(counts: Speculation, report: Acceptance) -> None:
+    gamma, (drafts, drafted, _, places) = len(report.positions), counts
     if not drafts:
         raise NotComparable("too few drafts to tell: not one came.")
     chain = [drafts, *places, 0]

@@ -8,6 +8,7 @@ import pytest
 from eval.drift import main
 from eval.engines.counters import read_requests
 from eval.measuring.intervals import measure, share
+from eval.measuring.runs import Speculation
 from eval.reporting.build import build_report
 from eval.reporting.fields import Counters
 from eval.reporting.files import write_report
@@ -70,16 +71,19 @@ def test_a_real_server_s_code_is_as_measured_and_its_legal_texts_moved(sample_re
     lines = (REAL / "vllm-answers.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "others.jsonl").write_text("".join(lines[30:]))
     rows = [counts for _, counts in read_requests("".join(lines[:30]))]
-    drafts, drafted, accepted, *places = (sum(column) for column in zip(*rows, strict=True))
+    drafts, drafted, accepted, accepted_at = Speculation.sum(rows)
     sample_report.drafts["tuned"].counters = Counters(
         num_drafts=drafts,
         num_draft_tokens=drafted,
         num_accepted_tokens=accepted,
-        mean_acceptance_length=measure("length", [(row[0] + row[2], row[0]) for row in rows]),
-        acceptance_rate=share("rate", [(None, row[2], row[1]) for row in rows]),
-        acceptance_per_position=[place / drafts for place in places],
+        mean_acceptance_length=measure(
+            "length", [(row.drafts + row.accepted, row.drafts) for row in rows]
+        ),
+        acceptance_rate=share("rate", [(None, row.accepted, row.drafted) for row in rows]),
+        acceptance_per_position=[count / drafts for count in accepted_at],
         per_position=[
-            share("position", [(None, row[i], row[0]) for row in rows]) for i in (3, 4, 5)
+            share("position", [(None, row.accepted_at[i], row.drafts) for row in rows])
+            for i in range(3)
         ],
     )
     write_report(tmp_path, sample_report)

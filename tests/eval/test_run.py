@@ -84,20 +84,28 @@ def test_long_prompts_are_left_out_before_some_are_set_aside(folder, tmp_path, c
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        (["--long_prompts", "truncate_left"], "needs --max_prompt_length: how much is kept"),
-        (["--max_prompt_length", "0"], "is 0, but must be 1 or more"),
+        ("--target T --draft D --long_prompts truncate_left", "--max_prompt_length"),
+        ("--target T --draft D --max_prompt_length 0", "is 0, but must be 1 or more"),
+        ("--target T --draft D --max_prompt_length 9 --engine vllm", "renders the prompts itself"),
+        ("--target T --draft D --gamma 0", "should be whole numbers, 1 or more"),
+        ("--target T --draft D --gamma 1,2", "takes one --gamma"),
+        ("--target T --draft D --concurrency 1,2", "--concurrency"),
+        ("--target T --draft D --engine vllm", "--gamma"),
         (
-            ["--max_prompt_length", "9", "--engine", "vllm"],
-            "engine vllm renders the prompts itself",
+            "--target T --draft D --engine transformers --gamma 3 --strategy padded",
+            "--strategy",
         ),
+        ("--target T --draft D --engine llama.cpp", "llama.cpp"),
+        ("--engine vllm --base_url http://x", "--baseline_url"),
+        ("--engine vllm --base_url http://x --baseline_url http://y --gamma 1,2", "--gamma"),
     ],
 )
-def test_lengths_that_cannot_be_kept(folder, tmp_path, capsys, options, message):
+def test_options_that_do_not_go_together(capsys, options, named):
     with pytest.raises(SystemExit, match="2"):
-        run(folder, tmp_path, "--draft", "prompt-lookup", *options)
-    assert message in capsys.readouterr().err
+        main([*options.split(), "--prompts", "P"])
+    assert named in capsys.readouterr().err
 
 
 class Interrupted:

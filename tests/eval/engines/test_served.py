@@ -177,7 +177,7 @@ def urls(drafting, plain):
     return ["--base_url", drafting.url, "--baseline_url", plain.url]
 
 
-def test_command_with_running_servers_and_its_gate(fake, tmp_path, prompts, capsys):
+def test_command_with_running_servers_and_its_gate(fake, tmp_path, prompts):
     out = tmp_path / "out"
     servers = urls(fake(3), fake(1))
     assert command(prompts, out, *servers, "--gamma", "3", "--fail_under_speedup", "0.001") == 0
@@ -189,9 +189,6 @@ def test_command_with_running_servers_and_its_gate(fake, tmp_path, prompts, caps
     few = tmp_path / "few.jsonl"
     few.write_text("".join(prompts.read_text().splitlines(keepends=True)[:9]))
     assert command(few, out, *servers, "--fail_under_speedup", "0.001") == 1
-    assert command(prompts, out, *urls(fake(3, dies_after=4), fake(1))) == 2
-    assert "after 2 of 10 prompts" in capsys.readouterr().err
-    assert read_report(out / "report" / "report.json").prompts.n == 2
 
 
 def test_command_with_two_servers_and_loads(fake, tmp_path, prompts, capsys):
@@ -211,26 +208,6 @@ def test_command_with_two_servers_and_loads(fake, tmp_path, prompts, capsys):
     assert "'one'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["--engine", "vllm", "--base_url", "http://localhost:1"], "--baseline_url"),
-        (
-            ["--engine=vllm", "--base_url=http://x", "--baseline_url=http://y", "--gamma=1,2"],
-            "--gamma",
-        ),
-        (["--engine", "vllm", "--target", "T", "--draft", "D"], "--gamma"),
-        (["--target", "T", "--draft", "D", "--concurrency", "1,2"], "--concurrency"),
-        (["--engine", "llama.cpp"], "llama.cpp"),
-    ],
-)
-def test_options_that_do_not_go_together(capsys, options, named):
-    with pytest.raises(SystemExit) as ended:
-        main([*options, "--prompts", "P"])
-    assert ended.value.code == 2
-    assert named in capsys.readouterr().err
-
-
 @pytest.fixture
 def start(monkeypatch):
     """Replaces the start of a vLLM; a draft of gamma tokens has all but one accepted."""
@@ -238,8 +215,7 @@ def start(monkeypatch):
     def replaced(make=lambda config: FakeVllm(step=config["num_speculative_tokens"])):
         starter = Starter(lambda config: FakeVllm() if config is None else make(config))
         monkeypatch.setattr(served, "serve_vllm", starter.serve)
-        for module in ("eval.run", "eval.engines.served"):
-            monkeypatch.setattr(f"{module}.vllm_python", lambda: None)
+        monkeypatch.setattr("eval.run.vllm_python", lambda: None)
         return starter
 
     return replaced
@@ -321,6 +297,9 @@ def test_a_length_that_does_not_start_leaves_the_others(tmp_path, prompts, pair,
 
 # --- What vLLM is given to load
 
+ONE_PROMPT = PromptSet("", [Prompt("a", prompt="x")], [[1]])
+SHORT = Decoding(Sampling(), frozenset(), 8)
+
 
 def quantised(folder):
     folder.mkdir()
@@ -340,9 +319,7 @@ def draft_in_vllm(start, target, draft, look=Path):
         return FakeVllm(step=3)
 
     start(make)
-    prompts = PromptSet("", [Prompt("a", prompt="x")], [[1]])
-    how = Decoding(Sampling(), frozenset(), 8)
-    measure_started(target, {"tuned": draft}, [4], prompts, how, {})
+    measure_started(target, {"tuned": draft}, [4], ONE_PROMPT, SHORT, {})
     return found[0]
 
 
@@ -367,3 +344,23 @@ def test_a_draft_that_differs_in_padding_reaches_vllm_in_the_targets_size(tmp_pa
     assert tokens == same_tokens
     assert (folder == draft) == (rows[0] == rows[1])
     assert rows[0] == rows[1] or not Path(folder).exists()  # it was for the servers
+
+
+@pytest.mark.parametrize("rows", [SMALL, LARGE])
+@pytest.mark.parametrize("own_ids", [False, True])
+def test_vllm_maps_the_ids_of_a_draft_that_has_its_own(tmp_path, start, rows, own_ids):
+    save_sibling(tmp_path / "target", LARGE, 1)
+    save_sibling(tmp_path / "draft", rows, 2)
+    if own_ids:
+        path = tmp_path / "draft" / "tokenizer.json"
+        tokenizer = json.loads(path.read_text())
+        vocabulary = tokenizer["model"]["vocab"]
+        one, other = list(vocabulary)[-2:]
+        vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+        path.write_text(json.dumps(tokenizer))
+    starter = start(lambda config: FakeVllm(step=3))
+    drafts = {"lookup": "prompt-lookup", "own": str(tmp_path / "draft")}
+    measure_started(str(tmp_path / "target"), drafts, [2], ONE_PROMPT, SHORT, {})
+    configs = [config for _, _, _, config, _ in starter.started if config]
+    mapped = {c["method"]: c.get("use_heterogeneous_vocab", False) for c in configs}
+    assert mapped == {"ngram": False, "draft_model": own_ids}

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
-from eval.engines.transformers_assisted import Assisted, log_steps, measure_assisted, usage
+from eval.engines.transformers_assisted import Assisted, log_steps, measure_assisted
 from eval.measuring.runs import check_runs
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.fields import read_report
@@ -23,8 +23,10 @@ from tests.byte_level import SHAPE, noisy, save
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory, tiny_llama):
-    """Drafts `wide` of more rows, and `other`, whose tokens have other ids."""
+    """Drafts `wide` of more rows, `other` with other token ids, and `compact`, a trimmed one."""
     root = tmp_path_factory.mktemp("others")
+    (root / "compact").mkdir()
+    (root / "compact" / "compact.json").write_text("{}")
     save(root / "wide", tiny_llama(spread=4, **SHAPE | {"vocab_size": 264}))
     save(root / "other", tiny_llama(**SHAPE))
     path = root / "other" / "tokenizer.json"
@@ -273,6 +275,7 @@ def test_a_checkpoint_s_own_generation_config_is_left_aside(folder, tmp_path, ti
     ("draft", "says"),
     [
         ("other", "Draft 'other': its vocabulary is .*--engine torch"),
+        ("compact", r"Draft 'compact': .*the folder above compact/"),
         ("prompt-lookup", "Draft 'prompt-lookup': .*--engine torch"),
     ],
 )
@@ -287,30 +290,3 @@ def test_a_draft_of_more_rows_is_cut(folder, others, tmp_path):
     block = report.drafts["wide"]
     assert block.vocabulary.strategy == "padded"
     assert block.lossless.identical == 12
-
-
-def test_the_compact_form_is_refused(folder, tmp_path, capsys):
-    compact = tmp_path / "draft" / "compact"
-    compact.mkdir(parents=True)
-    (compact / "compact.json").write_text("{}")
-    assert run(folder, tmp_path, "--draft", str(compact)) == 2
-    assert "the folder above compact/" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        (("--gamma", "0"), "should be whole numbers, 1 or more"),
-        (("--strategy", "transplant"), "--strategy is of engine torch"),
-    ],
-)
-def test_options_it_cannot_serve(folder, tmp_path, capsys, more, says):
-    with pytest.raises(SystemExit):
-        run(folder, tmp_path, "--draft", str(folder / "draft"), *more)
-    assert says in capsys.readouterr().err
-
-
-def test_the_code_that_uses_the_pair_drafts_so_many_tokens():
-    code = usage("org/target", "draft", 3, chat=True)
-    compile(code, "card", "exec")
-    assert "num_assistant_tokens = 3" in code

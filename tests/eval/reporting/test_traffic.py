@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from eval.measuring.intervals import share
+from eval.measuring.runs import Speculation
 from eval.reporting.build import build_report
 from eval.reporting.traffic import (
     Acceptance,
@@ -28,14 +29,15 @@ def texts(rng, number, alpha, spread=0.1, drafts=30):
     for own in np.clip(rng.normal(alpha, spread, number), 0.02, 0.98):
         right = rng.random((GAMMA, drafts)) < own
         at = np.logical_and.accumulate(right).sum(axis=1)
-        found.append(np.array([drafts, drafts * GAMMA, at.sum(), *at], dtype=float))
+        found.append(Speculation(drafts, drafts * GAMMA, at.sum(), at.tolist()))
     return found
 
 
 def as_report(rows):
     """As `measured_acceptance` gives it, of these answers."""
-    drafts = sum(row[0] for row in rows)
-    places = [share("x", [(None, row[i], row[0]) for row in rows]) for i in range(3, 3 + GAMMA)]
+    drafts = sum(row.drafts for row in rows)
+    shares = ([(None, row.accepted_at[i], row.drafts) for row in rows] for i in range(GAMMA))
+    places = [share("x", share_rows) for share_rows in shares]
     return Acceptance([Estimate.of(place, drafts) for place in places], {})
 
 
@@ -48,7 +50,7 @@ def test_same_traffic_is_as_measured_and_other_traffic_moved():
     alarms, found = 0, 0
     for _ in range(100):
         report = as_report(texts(rng, 40, 0.6))
-        same, other = (np.sum(texts(rng, 150, alpha), axis=0) for alpha in (0.6, 0.4))
+        same, other = (Speculation.sum(texts(rng, 150, alpha)) for alpha in (0.6, 0.4))
         alarms += moved(report, counted_acceptance(same, report))
         found += moved(report, counted_acceptance(other, report))
     assert alarms == 0
@@ -60,7 +62,7 @@ def test_a_report_of_few_prompts_is_never_found_as_measured():
     rng = np.random.default_rng(5)
     report = as_report(texts(rng, 15, 0.6, spread=0.3))
     differences = compare(
-        report, counted_acceptance(np.sum(texts(rng, 10_000, 0.6), axis=0), report)
+        report, counted_acceptance(Speculation.sum(texts(rng, 10_000, 0.6)), report)
     )
     assert not any(difference.moved or difference.as_measured for difference in differences[:1])
     assert drafts_lacking(differences) == math.inf
@@ -85,7 +87,8 @@ def weeks(rng, number, alpha, hours=168, spread=0.15, hourly=66):
         window = np.zeros(3 + GAMMA)
         for hour, row in enumerate(np.stack([drafts, drafts * GAMMA, sum(places), *places], 1)):
             window = window + row
-            differences = compare(report, counted_acceptance(window, report))
+            counts = Speculation(*window[:3], window[3:].tolist())
+            differences = compare(report, counted_acceptance(counts, report))
             lacking = drafts_lacking(differences)
             verdicts[week, hour] = any(d.moved for d in differences) or 2 * bool(lacking)
             if lacking in (0, math.inf):
@@ -111,7 +114,7 @@ def test_drafts_of_one_text_are_not_taken_as_independent():
     """40 answers differ from 40 others by more than 1,200 coins from 1,200 others."""
     rng = np.random.default_rng(1)
     report = as_report(texts(rng, 40, 0.6, spread=0.3))
-    traffic = counted_acceptance(np.sum(texts(rng, 40, 0.6), axis=0), report)
+    traffic = counted_acceptance(Speculation.sum(texts(rng, 40, 0.6)), report)
     coin = np.sqrt(0.6 * 0.4 / 1200)
     assert traffic.positions[0].error == report.positions[0].error > 2 * coin
     assert compare(report, traffic)[0].chance(0.05) > 2 * np.hypot(coin, coin) * 2
@@ -138,24 +141,24 @@ def test_answers_bring_their_own_errors_and_categories():
 def test_few_drafts_hide_a_small_change_and_show_a_large_one():
     rng = np.random.default_rng(3)
     report = as_report(texts(rng, 100, 0.6))
-    few = np.sum(texts(rng, 5, 0.6), axis=0)
+    few = Speculation.sum(texts(rng, 5, 0.6))
     assert not moved(report, counted_acceptance(few, report))
     lacking = drafts_lacking(compare(report, counted_acceptance(few, report)))
     assert 0 < lacking < 95 * 30
-    enough = np.sum(texts(rng, 5 + math.ceil(lacking / 30), 0.6), axis=0)
+    enough = Speculation.sum(texts(rng, 5 + math.ceil(lacking / 30), 0.6))
     assert drafts_lacking(compare(report, counted_acceptance(enough, report))) == 0
-    assert moved(report, counted_acceptance(np.array([150.0, 450, 0, 0, 0, 0]), report))
+    assert moved(report, counted_acceptance(Speculation(150, 450, 0, [0, 0, 0]), report))
     with pytest.raises(NotComparable, match="too few drafts to tell: 9 answers"):
         answered_acceptance([(None, row) for row in texts(rng, 9, 0.6)], report)
-    mixed = [(None, np.ones(6))] * 20 + [(None, np.ones(7))]
+    mixed = [(None, Speculation(1, 3, 3, [1] * gamma)) for gamma in [3] * 20 + [4]]
     with pytest.raises(NotComparable, match="several draft lengths"):
         answered_acceptance(mixed, report)
 
 
 def test_nothing_accepted_on_either_side_is_no_difference():
-    row = np.array([30.0, 90, 0, 0, 0, 0])
-    report = as_report([row] * 20)
-    assert not moved(report, counted_acceptance(20 * row, report))
+    rows = [Speculation(30, 90, 0, [0, 0, 0])] * 20
+    report = as_report(rows)
+    assert not moved(report, counted_acceptance(Speculation.sum(rows), report))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +174,7 @@ def test_nothing_accepted_on_either_side_is_no_difference():
 def test_counts_that_say_nothing_of_the_report(counts, reason):
     report = as_report(texts(np.random.default_rng(4), 20, 0.6))
     with pytest.raises(NotComparable, match=reason):
-        counted_acceptance(np.array(counts, dtype=float), report)
+        counted_acceptance(Speculation(*counts[:3], counts[3:]), report)
 
 
 def test_what_a_report_promises(run_info, measurement):
