@@ -7,6 +7,7 @@ evaluates in what is left. A run that is killed and started again counts the tim
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,11 +26,15 @@ CLOCK = "clock.json"
 ANSWERED, TRAINED, EVALUATED = 1 / 3, 2 / 3, 1.0  # shares of `minutes` at which a stage ends
 SAVING = 0.02  # share of `minutes` before the end of training, for fit, export and saving
 SAFETY = 0.9  # of the time left is filled by a round of answers, at the speed of the one before
-KEPT_EVERY = 20.0  # seconds between two records of the time while a draft is trained
+KEPT_EVERY = 20.0  # seconds between two records of the time
 
 
 class Clock:
-    """Seconds that a run has taken, over all its processes and interruptions."""
+    """Seconds that a run has taken, over all its processes and interruptions.
+
+    Within its `with` block the time is written every few seconds, so that a run that is killed in
+    the middle of a stage has lost no more.
+    """
 
     def __init__(self, folder: Path, minutes: float | None) -> None:
         """minutes: the run's budget; None: the recipe's counts decide how much is done."""
@@ -39,15 +44,30 @@ class Clock:
         # starting Python and loading its packages is time of the run, too
         started = time.time() - psutil.Process().create_time()
         self.start = time.monotonic() - started - kept["seconds"]
+        self.ended = threading.Event()
+        self.keeper = threading.Thread(target=self._keep_until_ended, daemon=True)
+
+    def __enter__(self) -> Clock:
+        self.keeper.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.keeper.join()
+
+    def _keep_until_ended(self) -> None:
+        over = False
+        while not over:
+            over = self.ended.wait(KEPT_EVERY)
+            if self.path.exists():  # `claim_folder` has been passed
+                self.keep()
 
     def seconds(self) -> float:
         return time.monotonic() - self.start
 
     def left(self, share: float) -> float:
-        """Seconds until that share of the minutes is over, the first process's for all."""
-        if self.minutes is None:
-            return math.inf
-        return float(from_first(60 * self.minutes * share - self.seconds()))
+        """Seconds until that share of the minutes is over, by this process's own clock."""
+        return math.inf if self.minutes is None else 60 * self.minutes * share - self.seconds()
 
     def keep(self) -> None:
         """Write the time that the run has taken; `claim_folder` has made its folder."""
@@ -64,7 +84,8 @@ class Clock:
     def training_progress(self) -> float:
         """Share of the time for training that is over, from 0 to 1 and beyond; 0 without minutes.
 
-        Training begins when this is first asked. What an interrupted run has trained counts.
+        A call of all processes: they get the first one's share. Training begins when this is first
+        asked. What an interrupted run has trained counts.
         """
         if self.minutes is None:
             return 0.0
@@ -83,25 +104,21 @@ class TrainingClock(TrainerCallback):
     """
 
     def __init__(self, clock: Clock) -> None:
-        self.clock, self.progress, self.kept = clock, 0.0, clock.seconds()
+        self.clock, self.progress = clock, 0.0
 
     def position(self, step: int, steps: int) -> float:
         """Where the schedule of so many steps stands: by steps, or by time where that is later."""
         return max(float(step), self.progress * steps)
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.progress = min(1.0, self.clock.training_progress())
+
+    on_step_begin = on_train_begin
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.progress >= 1:
             control.should_training_stop = True
             control.should_save = args.save_strategy != "no"
-        if self.clock.seconds() - self.kept > KEPT_EVERY:
-            self.on_save()
-
-    def on_save(self, *_: Any, **__: Any) -> None:
-        self.kept = self.clock.seconds()
-        self.clock.keep()
 
 
 def answers_in_time(
@@ -114,17 +131,16 @@ def answers_in_time(
     round is as large as the speed of the round before allows.
     """
     made, new = 0, min(batch, len(lacking))
-    if clock.left(ANSWERED) <= 0 and total - len(lacking) >= batch:
+    if new and from_first(clock.left(ANSWERED) <= 0 and lacking[0] >= batch):
         new = 0  # a run that goes on has answers enough
     while True:
         made += new
         began = clock.seconds()
         answers = answer(lacking[made] if made < len(lacking) else total)
-        clock.keep()
-        left, took = clock.left(ANSWERED), clock.seconds() - began
         if new == 0 or made == len(lacking):
             return answers
-        more = int(from_first(SAFETY * left * new / took))
+        left, took = from_first((clock.left(ANSWERED), clock.seconds() - began))
+        more = int(SAFETY * left * new / took)
         if more < max(1, batch // 2):
             if made == batch and left < 0:
                 print(f"{made} answers took more than a third of the minutes; give more minutes.")

@@ -9,7 +9,6 @@ early.
 from __future__ import annotations
 
 import bisect
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ from transformers import EvalPrediction, TrainerCallback, TrainerControl, Traine
 from trl import SFTConfig
 
 from align.files import write_json
+from align.sources import read_json
 from distill.clock import TrainingClock
 from distill.teacher.answers import USED
 from distill.teacher.store import Answers, CachedAnswer, Store
@@ -33,7 +33,7 @@ from eval.reporting.fields import HeldOutCurve, HeldOutPoint
 
 HELD_OUT = "held_out"  # folder of the measurements
 FIRST_INDEX = 2**30  # of the answers to held-out prompts: no two answers of a run share one
-SEEN = "seen.json"
+MEASUREMENTS = "measurements.json"
 MEASURED_AT = (0, 1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1)
 SHARE = 0.05  # of the steps' time that measurements take at most, the first and the last aside
 FORWARD = 1 / 3  # of a step's time is a forward pass
@@ -41,77 +41,42 @@ PADDING = -100  # with which transformers pads what an evaluation gathers
 
 
 @dataclass
-class Seen:
-    """A measurement: after how many steps, and of how many different tokens trained on.
+class Measurement:
+    """A measurement after `step` steps, on `tokens` different tokens.
 
-    Sums of each held-out prompt: accepted, lacking (`losses.acceptance`), positions, the target
-    calls that a simulated chain of gamma drafted tokens would take, and, over all drafted tokens
-    that are trained, accepted and how many.
+    Sums over the positions of each held-out prompt: of tokens accepted, of what the cut of the
+    cache lacks (`losses.acceptance`), of positions; and, over all drafted tokens that are trained,
+    of those accepted and of those drafted.
     """
 
     step: int
     tokens: int
-    sums: list[list[float]]
+    accepted: list[float]
+    lacking: list[float]
+    positions: list[int]
+    drafts_accepted: list[float]
+    drafts: list[float]
 
     @property
-    def alpha(self) -> float:
-        accepted, _, positions, *_ = map(sum, zip(*self.sums, strict=True))
-        return accepted / positions
+    def acceptance_rate(self) -> float:
+        return sum(self.accepted) / sum(self.positions)
 
     @property
     def drafted(self) -> float:
         """The share accepted of all drafted tokens that are trained, given those before them.
 
-        The weights with the highest share are the best: later masks and heads still learn when
-        alpha, which is of the first token alone, no longer changes.
+        The weights with the highest share are the best: later masks and heads still learn when the
+        acceptance rate, which counts the first token alone, no longer changes.
         """
-        accepted, _, positions, _, *drafted = map(sum, zip(*self.sums, strict=True))
-        total, tokens = drafted or (accepted, positions)
-        return total / tokens
-
-    @property
-    def lacking(self) -> float:
-        _, lacking, positions, *_ = map(sum, zip(*self.sums, strict=True))
-        return lacking / positions
-
-    @property
-    def tau(self) -> float:
-        """Tokens per target call; the first token of an answer is the prefill's."""
-        _, _, positions, calls, *_ = map(sum, zip(*self.sums, strict=True))
-        return (positions - len(self.sums)) / calls if calls else 1.0
-
-
-@dataclass
-class Followed:
-    """What a run has written of its measurements. gamma: of the simulated tau."""
-
-    gamma: int
-    measurements: list[Seen]
+        return sum(self.drafts_accepted) / sum(self.drafts)
 
 
 def held_out_answers(folder: Path) -> Sequence[CachedAnswer]:
     """The target's answers to the held-out prompts of a run; none where it has not noted any."""
     if not (path := folder / USED).exists():
         return []
-    used = json.loads(path.read_text())
+    used = read_json(path)
     return Answers(Store(Path(used["store"])), used["held_out"], FIRST_INDEX)
-
-
-def simulated_calls(accepted: Sequence[float], gamma: int) -> float:
-    """Expected target calls for tokens that are accepted with these chances, gamma drafted each.
-
-    A call emits what was accepted in a row, and one token more (arXiv 2211.17192). Chances of text
-    that the target wrote: the same text goes on whatever is drafted.
-    """
-    calls = [0.0] * (len(accepted) + gamma + 2)
-    for at in range(len(accepted) - 1, -1, -1):
-        expected, reached = 1.0, 1.0
-        for drafted in range(gamma):
-            chance = accepted[at + drafted] if at + drafted < len(accepted) else 1.0
-            expected += reached * (1 - chance) * calls[at + drafted + 1]
-            reached *= chance
-        calls[at] = expected + reached * calls[at + gamma + 1]
-    return calls[0]
 
 
 class HeldOut(TrainerCallback):
@@ -127,11 +92,10 @@ class HeldOut(TrainerCallback):
         config: SFTConfig,
         trained: Dataset,
         answers: Iterable[CachedAnswer],
-        gamma: int,
         clock: TrainingClock | None = None,
     ) -> None:
         """folder: the run's. trained: the rows that are trained on. answers: the held-out ones."""
-        self.folder, self.gamma = folder / HELD_OUT, gamma
+        self.folder = folder / HELD_OUT
         self.batch = config.train_batch_size * config.gradient_accumulation_steps
         self.batch *= config.world_size
         self.trained_rows = len(trained)
@@ -139,8 +103,8 @@ class HeldOut(TrainerCallback):
         self.cost = FORWARD * len(self.rows) / self.batch  # of a measurement, in steps
         self.passed = 0  # of MEASURED_AT
         self.tokens = sum(trained["tokens"])
-        self.measurements: list[Seen] = []
-        self.sums: list[list[float]] = []  # of `Seen`, of the latest evaluation
+        self.measurements: list[Measurement] = []
+        self.sums: list[list[Any]] = []  # the columns of the latest `Measurement`
 
     def progress(self, state: TrainerState) -> float:
         """How much of the training is over, by steps or by time, from 0 to 1."""
@@ -148,23 +112,21 @@ class HeldOut(TrainerCallback):
         return max(by_time, state.global_step / max(1, state.max_steps))
 
     def metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        """alpha, drafted and the simulated tau, of what `prediction_step` gives of all rows."""
-        self.sums = []
-        for accepted, *others in zip(*prediction.predictions, strict=True):
-            predicted = accepted != PADDING
-            chances = accepted[predicted].tolist()
-            calls = simulated_calls(chances[1:], self.gamma)
-            lacking, drafted, tokens = (float(part[predicted].sum()) for part in others)
-            self.sums.append([sum(chances), lacking, len(chances), calls, drafted, tokens])
-        latest = Seen(0, 0, self.sums)
-        return {"alpha": latest.alpha, "drafted": latest.drafted, "tau": latest.tau}
+        """Acceptance rate and share of drafted tokens, of what `prediction_step` gives."""
+        gathered: Any = prediction.predictions
+        accepted, lacking, drafts_accepted, drafts = gathered  # each [B, T]
+        predicted = accepted != PADDING
+        columns = accepted, lacking, predicted, drafts_accepted, drafts
+        self.sums = [(column * predicted).sum(1).tolist() for column in columns]
+        latest = Measurement(0, 0, *self.sums)
+        return {"alpha": latest.acceptance_rate, "drafted": latest.drafted}
 
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         self.measurements = [
             measurement
-            for measurement in read_followed(self.folder).measurements
+            for measurement in read_measurements(self.folder)
             if measurement.step <= state.global_step
         ]
         self.passed = bisect.bisect_right(MEASURED_AT, self.progress(state))
@@ -185,20 +147,20 @@ class HeldOut(TrainerCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         part = min(1.0, state.global_step * self.batch / self.trained_rows)
-        latest = Seen(state.global_step, round(part * self.tokens), self.sums)
+        latest = Measurement(state.global_step, round(part * self.tokens), *self.sums)
         self.measurements.append(latest)
         better = state.best_metric is None or latest.drafted > state.best_metric
         control.should_save = control.should_save or (better and state.global_step > 0)
         self.passed = bisect.bisect_right(MEASURED_AT, self.progress(state))
         if PartialState().is_main_process:
-            rows = [asdict(measurement) for measurement in self.measurements]
-            write_json(self.folder / SEEN, {"gamma": self.gamma, "seen": rows})
-            lacks = f" (up to {latest.lacking:.3f} more: the cut)" if latest.lacking > 5e-4 else ""
-            line = f"step {latest.step}: held-out alpha {latest.alpha:.3f}{lacks}, "
-            if latest.drafted == latest.alpha:
-                line += f"simulated tau {latest.tau:.2f} at gamma {self.gamma}"
-            else:  # the chain would take each token to be as likely as the first
-                line += f"{latest.drafted:.3f} of all drafted tokens"
+            written = {"measurements": [asdict(each) for each in self.measurements]}
+            write_json(self.folder / MEASUREMENTS, written)
+            line = f"step {latest.step}: held-out acceptance rate {latest.acceptance_rate:.3f}"
+            lacking = sum(latest.lacking) / sum(latest.positions)
+            if lacking > 5e-4:
+                line += f" (up to {lacking:.3f} more: the cut)"
+            if latest.drafted != latest.acceptance_rate:
+                line += f", {latest.drafted:.3f} of all drafted tokens"
             tqdm.write(line + (", the best so far" if better else ""), file=sys.stdout)
 
     def on_train_end(
@@ -206,43 +168,40 @@ class HeldOut(TrainerCallback):
     ) -> None:
         if best := best_of(self.measurements):
             last = state.global_step
-            print(f"held-out alpha {best.alpha:.3f} after step {best.step} of {last}: kept")
+            rate = f"{best.acceptance_rate:.3f}"
+            print(f"held-out acceptance rate {rate} after step {best.step} of {last}: kept")
 
 
-def read_followed(folder: Path) -> Followed:
+def read_measurements(folder: Path) -> list[Measurement]:
     """The measurements of a run; none where it has written none."""
-    path = folder / SEEN
+    path = folder / MEASUREMENTS
     if not path.exists():
-        return Followed(0, [])
-    written = json.loads(path.read_text())
-    return Followed(written["gamma"], [Seen(**fields) for fields in written["seen"]])
+        return []
+    return [Measurement(**fields) for fields in read_json(path)["measurements"]]
 
 
 def held_out_curve(folder: Path, held_out: PromptSet) -> HeldOutCurve | None:
-    """alpha by the tokens trained on, for the report of a run; None where nothing was followed."""
-    followed = read_followed(folder / HELD_OUT)
-    if not followed.measurements:
+    """The acceptance rate by the tokens trained on, for the report of a run; None without any."""
+    measurements = read_measurements(folder / HELD_OUT)
+    if not measurements:
         return None
-    kept = best_of(followed.measurements)
+    kept = best_of(measurements)
+    groups = [prompt.group for prompt in held_out.prompts]
     points = [
         HeldOutPoint(
             step=measurement.step,
             tokens=measurement.tokens,
             alpha=share(
                 "alpha",
-                [
-                    (prompt.group, row[0], row[2])
-                    for prompt, row in zip(held_out.prompts, measurement.sums, strict=True)
-                ],
+                list(zip(groups, measurement.accepted, measurement.positions, strict=True)),
             ),
-            tau=measurement.tau,
             kept=measurement is kept,
         )
-        for measurement in followed.measurements
+        for measurement in measurements
     ]
-    return HeldOutCurve(gamma=followed.gamma, points=points)
+    return HeldOutCurve(points=points)
 
 
-def best_of(measurements: Sequence[Seen]) -> Seen | None:
+def best_of(measurements: Sequence[Measurement]) -> Measurement | None:
     """The measurement of the best weights, the first of equals; None where there is none."""
     return max(measurements, key=lambda measurement: measurement.drafted, default=None)

@@ -50,7 +50,7 @@ COVERED = 256  # answers by which `coverage_curve` judges trimmed vocabularies
 
 
 def run(recipe: Recipe) -> int:
-    """The main job. Each stage finds what an interrupted run left and goes on from there."""
+    """Check the recipe, then do the main job or its dry run; returns an exit status."""
     on_cpu, timeout = recipe.training.get("use_cpu", False), process_timeout(recipe)
     use_machine(join_processes(on_cpu, timeout))
     recipe = of_published(recipe)
@@ -58,7 +58,12 @@ def run(recipe: Recipe) -> int:
     if recipe.dry_run:
         return dry_run(recipe)
     refuse_another_run(recipe)
-    clock = Clock(recipe.folder, recipe.minutes)
+    with Clock(recipe.folder, recipe.minutes) as clock:
+        return run_stages(recipe, clock)
+
+
+def run_stages(recipe: Recipe, clock: Clock) -> int:
+    """The main job. Each stage finds what an interrupted run left and goes on from there."""
     clock.stage("Check the pair, collect prompts")
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)

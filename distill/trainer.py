@@ -47,7 +47,7 @@ from distill.held_out import (
     HeldOut,
     best_of,
     held_out_answers,
-    read_followed,
+    read_measurements,
 )
 from distill.lora import lora_config, save_adapters
 from distill.loss_forward import give_loss_forward, take_loss_forward
@@ -472,8 +472,7 @@ def build_trainer(
     callbacks: list[TrainerCallback] = [] if timing is None else [timing]
     evaluation: dict[str, Any] = {}
     if held_out:
-        gamma = recipe.gamma or recipe.max_gamma
-        followed = HeldOut(recipe.folder, config, rows, held_out, gamma, timing)
+        followed = HeldOut(recipe.folder, config, rows, held_out, timing)
         if len(followed.rows):
             config = training_config(recipe, followed=True)
             evaluation = {"eval_dataset": followed.rows, "compute_metrics": followed.metrics}
@@ -522,7 +521,7 @@ def distil_draft(
     counts = {"max_answers": len(answers), "max_steps": trainer.state.global_step}
     with atomic_file(recipe.folder / REPEAT) as file:
         file.write(dump(recipe, minutes=None, **counts))
-    best = best_of(read_followed(recipe.folder / HELD_OUT).measurements)
+    best = best_of(read_measurements(recipe.folder / HELD_OUT))
     if best is not None and best.step == 0:
         print("no step raised the acceptance rate on held-out prompts: the base draft is kept")
         return read_prepared(recipe, pair).model.float()

@@ -272,14 +272,12 @@ class HeldOutPoint(Part):
     step: Count = Field(description="0: before training")
     tokens: Count = Field(description="different tokens that it was trained on until then")
     alpha: Share
-    tau: float = Field(ge=1, description="simulated: a chain of `gamma` drafted tokens")
     kept: bool = Field(description="these weights became the draft")
 
 
 class HeldOutCurve(Part):
     """alpha while the draft was trained, on prompts held out of training."""
 
-    gamma: Positive = Field(description="of the simulated tau")
     points: Annotated[list[HeldOutPoint], Field(min_length=1)]
 
 

@@ -283,11 +283,10 @@ def _split(report: Report, title: str, field: str) -> Table:
 def _held_out(curve: HeldOutCurve) -> Table:
     """The draft on held-out prompts while it was trained."""
     rows = [
-        [f"{p.tokens:,}", str(p.step), shown(p.alpha), f"{p.tau:.2f}", "kept" if p.kept else ""]
+        [f"{p.tokens:,}", str(p.step), shown(p.alpha), "kept" if p.kept else ""]
         for p in curve.points
     ]
-    simulated = f"simulated mean acceptance length, draft length {curve.gamma}"
-    header = ["different tokens", "step", "acceptance rate", simulated, ""]
+    header = ["different tokens", "step", "acceptance rate", ""]
     return Table("Held-out training prompts", header, rows)
 
 

@@ -1,6 +1,7 @@
 """A run keeps its minutes: by a clock that is moved by hand, and in runs that are cut off."""
 
 import json
+from time import sleep
 from types import SimpleNamespace
 
 import pytest
@@ -57,7 +58,6 @@ def test_answers_are_made_until_their_third_is_over(time, tmp_path, seconds, cac
     assert count == cached + sum(made)
     wanted = max(8, 200 / seconds)
     assert wanted * 0.93 <= count - cached <= wanted
-    assert json.loads((tmp_path / CLOCK).read_text())["seconds"] == time.now
 
 
 def test_answers_that_are_there_take_no_time_and_none_is_made_late(time, tmp_path):
@@ -66,12 +66,34 @@ def test_answers_that_are_there_take_no_time_and_none_is_made_late(time, tmp_pat
     assert answers_in_time(clock, 40, list(range(20, 40)), 8, lambda count: count) == 20
     assert answers_in_time(clock, 40, [], 8, lambda count: count) == 40
 
+    def answer(count):
+        time.now += 1
+        return count
+
+    # another run has answered others than the first prompts
+    assert answers_in_time(clock, 40, list(range(20)), 8, answer) == 8
+
+
+def test_the_time_is_written_within_a_stage(tmp_path, monkeypatch):
+    monkeypatch.setattr(clock_module, "KEPT_EVERY", 0.01)
+    with Clock(tmp_path, 10.0) as clock:
+        clock.keep()
+        clock.path.unlink()  # as if the folder were not claimed
+        sleep(0.1)
+        assert not clock.path.exists()
+        clock.keep()
+        first = json.loads(clock.path.read_text())["seconds"]
+        deadline = clock.seconds() + 20
+        while json.loads(clock.path.read_text())["seconds"] == first:
+            assert clock.seconds() < deadline
+            sleep(0.01)
+
 
 def test_the_learning_rate_stands_where_steps_or_time_have_come_to(time, tmp_path):
     clock = Clock(tmp_path, 10.0)
     time.now = 200.0
     timing = TrainingClock(clock)
-    timing.on_step_begin()
+    timing.on_train_begin()
     assert timing.position(3, 100) == 3  # training has just begun
     time.now = 294.0  # half of the time until 0.98 * 400 seconds is over
     timing.on_step_begin()
@@ -87,6 +109,16 @@ def test_the_learning_rate_stands_where_steps_or_time_have_come_to(time, tmp_pat
     timing.on_step_begin()
     timing.on_step_end(SimpleNamespace(save_strategy="steps"), None, control)
     assert control.should_training_stop
+
+
+def test_all_processes_stop_by_the_first_ones_clock(time, tmp_path, monkeypatch):
+    timing = TrainingClock(Clock(tmp_path, 10.0))  # by this process's own clock nothing is over
+    monkeypatch.setattr(clock_module, "from_first", lambda own: 1.0)
+    control = SimpleNamespace(should_training_stop=False)
+    timing.on_step_begin()
+    timing.on_step_end(SimpleNamespace(save_strategy="steps"), None, control)
+    assert control.should_training_stop
+    assert timing.position(3, 100) == 100
 
 
 def test_a_run_keeps_its_minutes_and_says_what_repeats_it(job, tmp_path):

@@ -1,26 +1,23 @@
-"""alpha on held-out prompts while training: measured, and acted on."""
+"""The acceptance rate on held-out prompts while training: measured, and acted on."""
 
-import itertools
 import json
-import random
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 
-import numpy as np
 import pytest
 import torch
 
+from align.files import write_json
 from distill import held_out
 from distill.held_out import (
     FIRST_INDEX,
     HELD_OUT,
     HeldOut,
-    Seen,
+    Measurement,
     best_of,
     held_out_answers,
     held_out_curve,
-    read_followed,
-    simulated_calls,
+    read_measurements,
 )
 from distill.losses import acceptance
 from distill.models import TargetOfRun, check_models
@@ -67,7 +64,7 @@ def trained(tmp_path, tiny_llama, plain_trainer, followed):
         trainer = plain_trainer(recipe, model, made_answers(), held_out=held)
         return (
             distil(trainer, recipe),
-            read_followed(recipe.folder / HELD_OUT).measurements,
+            read_measurements(recipe.folder / HELD_OUT),
             recipe.folder,
         )
 
@@ -88,15 +85,17 @@ def agreement_of(draft):
 def test_what_is_measured_is_the_drafts_agreement_and_its_best_weights_are_kept(trained, capsys):
     draft, seen, folder = trained()
     assert [one.step for one in seen] == STEPS
-    assert seen[-1].alpha > seen[0].alpha + 0.2
-    best = max(one.alpha for one in seen)
+    assert seen[-1].acceptance_rate > seen[0].acceptance_rate + 0.2
+    best = max(one.acceptance_rate for one in seen)
     assert agreement_of(draft) == pytest.approx(best)
     shown = capsys.readouterr().out
     so_far = [one.step for i, one in enumerate(seen) if best_of(seen[: i + 1]) is one]
     assert shown.count("the best so far") == len(so_far)
     kept = {int(path.parent.name.partition("-")[2]) for path in folder.glob("*/complete")}
     assert {so_far[-1], 24} <= kept
-    assert f"held-out alpha {best:.3f} after step {best_of(seen).step} of 24: kept" in shown
+    assert (
+        f"held-out acceptance rate {best:.3f} after step {best_of(seen).step} of 24: kept" in shown
+    )
     tokens = [one.tokens for one in seen]
     assert tokens[-1] == 24 * 8  # all that were taught; half of them after half an epoch
     assert dict(zip([one.step for one in seen], tokens, strict=True))[3] == 12 * 8
@@ -109,9 +108,9 @@ def worse_after(last):
     def found(self, prediction):
         metrics(self, prediction)
         if len(self.measurements) > STEPS.index(last):
-            self.sums = [[0.0, *sums[1:4], 0.0, sums[5]] for sums in self.sums]
-        latest = Seen(0, 0, self.sums)
-        return {"alpha": latest.alpha, "drafted": latest.drafted, "tau": 1.0}
+            none = [0.0] * len(self.rows)
+            self.sums = [none, *self.sums[1:3], none, self.sums[4]]
+        return {"drafted": Measurement(0, 0, *self.sums).drafted}
 
     return found
 
@@ -121,24 +120,24 @@ def test_the_best_weights_come_back_where_the_last_are_worse(trained, monkeypatc
     draft, seen, folder = trained()
     best = best_of(seen)
     assert best.step <= 12
-    assert agreement_of(draft) == pytest.approx(best.alpha)
+    assert agreement_of(draft) == pytest.approx(best.acceptance_rate)
     # and again from the finished training's checkpoint, with nothing trained, after it has moved
     monkeypatch.setattr(HeldOut, "metrics", None)
     folder.rename(folder.with_name("moved"))
-    assert agreement_of(trained("moved")[0]) == pytest.approx(best.alpha)
+    assert agreement_of(trained("moved")[0]) == pytest.approx(best.acceptance_rate)
 
 
 @pytest.mark.parametrize("save_strategy", ["epoch", "best", "no"])
 def test_the_best_weights_are_kept_however_checkpoints_are_saved(trained, save_strategy):
     draft, seen, _ = trained(save_strategy=save_strategy, steps=8)
-    assert agreement_of(draft) == pytest.approx(best_of(seen).alpha)
+    assert agreement_of(draft) == pytest.approx(best_of(seen).acceptance_rate)
 
 
 def test_training_stops_when_alpha_has_not_risen_for_a_while(trained, monkeypatch):
     monkeypatch.setattr(HeldOut, "metrics", worse_after(2))
     draft, seen, folder = trained(patience=2)
     assert [one.step for one in seen] == STEPS[: STEPS.index(2) + 3]
-    assert agreement_of(draft) == pytest.approx(seen[STEPS.index(2)].alpha)
+    assert agreement_of(draft) == pytest.approx(seen[STEPS.index(2)].acceptance_rate)
     assert last_checkpoint(folder).name == "checkpoint-2"
     again, later, _ = trained(patience=2)  # goes on from there, and stops where it did
     assert later == seen
@@ -170,34 +169,9 @@ def test_a_base_draft_that_training_worsens_is_kept(job, tmp_path, followed, cap
     shutil.copytree(recipe.target, tmp_path / "target")
     assert run(recipe) == 0
     assert "the base draft is kept" in capsys.readouterr().out
-    assert best_of(read_followed(recipe.folder / HELD_OUT).measurements).step == 0
+    assert best_of(read_measurements(recipe.folder / HELD_OUT)).step == 0
     report = read_report(recipe.folder / "report" / "report.json")
     assert report.drafts["tuned"].alpha.mean == report.drafts["untuned"].alpha.mean == 1.0
-
-
-# --- simulated tau
-
-
-@pytest.mark.parametrize("gamma", [1, 2, 4])
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.8, 1.0])
-def test_simulated_tau_is_that_of_a_chain_with_a_constant_alpha(gamma, alpha):
-    tokens = 4000
-    expected = sum(alpha**i for i in range(gamma + 1))  # arXiv 2211.17192, equation 1
-    assert tokens / simulated_calls([alpha] * tokens, gamma) == pytest.approx(expected, rel=2e-3)
-
-
-def test_simulated_calls_are_those_of_all_outcomes_weighed():
-    rng = random.Random(1)
-    chances = [rng.random() for _ in range(6)]
-    gamma, expected = 2, 0.0
-    for outcome in itertools.product([True, False], repeat=6):
-        weight = np.prod([c if hit else 1 - c for c, hit in zip(chances, outcome, strict=True)])
-        at = calls = 0
-        while at < 6:
-            run_of_hits = list(itertools.takewhile(bool, outcome[at : at + gamma]))
-            at, calls = at + len(run_of_hits) + 1, calls + 1
-        expected += weight * calls
-    assert simulated_calls(chances, gamma) == pytest.approx(expected)
 
 
 # --- the bound of the cut
@@ -277,20 +251,19 @@ def test_prompts_that_are_all_alike_are_trained_on(job, tmp_path, followed, caps
 
 
 def test_the_best_weights_are_those_whose_whole_drafts_are_accepted():
-    early = Seen(1, 1, [[9.0, 0.0, 10, 4.0, 9.0, 20]])
-    late = Seen(2, 2, [[8.9, 0.0, 10, 4.0, 14.0, 20]])
-    assert early.alpha > late.alpha
+    early = Measurement(1, 1, [9.0], [0.0], [10], drafts_accepted=[9.0], drafts=[20])
+    late = Measurement(2, 2, [8.9], [0.0], [10], drafts_accepted=[14.0], drafts=[20])
+    assert early.acceptance_rate > late.acceptance_rate
     assert best_of([early, late]) is late
-    assert Seen(1, 1, [[9.0, 0.0, 10, 4.0]]).drafted == 0.9  # as earlier versions wrote it
 
 
 def test_prompts_of_one_document_are_one_in_the_curve(tmp_path):
-    accepted = [2.0, 8.0, 3.0, 7.0, 4.0, 6.0, 2.0, 9.0, 5.0, 8.0, 3.0, 6.0]
-    sums = [[a, 0.0, 10.0, 4.0] for a in accepted for _ in range(3)]
+    rates = [2.0, 8.0, 3.0, 7.0, 4.0, 6.0, 2.0, 9.0, 5.0, 8.0, 3.0, 6.0]
+    accepted, positions = [rate for rate in rates for _ in range(3)], [10] * 36
+    measured = Measurement(5, 90, accepted, [0.0] * 36, positions, accepted, positions)
     folder = tmp_path / HELD_OUT
-    folder.mkdir()
-    written = {"gamma": 3, "seen": [{"step": 5, "tokens": 90, "sums": sums}]}
-    (folder / held_out.SEEN).write_text(json.dumps(written))
+    written = {"measurements": [asdict(measured)]}
+    write_json(folder / held_out.MEASUREMENTS, written)
     documents = [f"document {i // 3}" for i in range(36)]
     (alone,), (together,) = (
         [point.alpha for point in held_out_curve(tmp_path, PromptSet("", prompts, [])).points]
@@ -311,10 +284,12 @@ def test_a_run_follows_held_out_prompts_and_reports_the_curve(job, tmp_path, fol
     shown = capsys.readouterr().out
     assert "9 to train on (" in shown
     assert "2 held out, 1 to choose the draft length" in shown
-    seen = read_followed(recipe.folder / HELD_OUT).measurements
+    seen = read_measurements(recipe.folder / HELD_OUT)
     curve = read_report(recipe.folder / "report" / "report.json").held_out
     assert [point.tokens for point in curve.points] == [one.tokens for one in seen]
-    assert [point.alpha.mean for point in curve.points] == pytest.approx([s.alpha for s in seen])
+    assert [point.alpha.mean for point in curve.points] == pytest.approx(
+        [one.acceptance_rate for one in seen]
+    )
     (kept,) = (point for point in curve.points if point.kept)
     assert kept.alpha.n == 2
     assert kept.alpha.mean == max(point.alpha.mean for point in curve.points)
@@ -329,7 +304,7 @@ def test_of_drafts_of_several_steps_the_first_token_is_followed(
     made = {"draft": None, "drafter": kind, "num_draft_layers": 1, "draft_vocab_size": 270}
     recipe = job(tmp_path / "run", **made, max_steps=30)
     assert run(recipe) == 0
-    best = best_of(read_followed(recipe.folder / HELD_OUT).measurements)
+    best = best_of(read_measurements(recipe.folder / HELD_OUT))
     pair = check_models(recipe)
     target = TargetOfRun(recipe, pair, collect_prompts(recipe, pair.target)).loaded
     # in eight bits another token than the trained weights' may be the best one
@@ -342,5 +317,5 @@ def test_of_drafts_of_several_steps_the_first_token_is_followed(
         teacher_forced_logits(target.decoder, [*ids, *text[:-1]], len(ids), states)
         q = drafter.teacher_forced(ids, text, Sampling(), states)
         found.append(int((q.argmax(-1) == answer.top_ids[:, 0]).sum()))
-    assert found == [accepted for accepted, *_ in best.sums]
+    assert found == best.accepted
     assert sum(found) > 0
