@@ -151,6 +151,20 @@ def test_contenders_take_turns_at_being_first(journal):
     assert found == [[f"{which} on {row}" for (row,) in rows] for which in range(3)]
 
 
+def test_every_contender_warms_up_before_a_prompt_is_timed(target, own, journal, monkeypatch):
+    decoded, undisturbed = [], timing.decode_undisturbed
+
+    def recorded(decoder, contender, prompt, ids):
+        decoded.append((contender.draft_length, contender.decoding.max_new_tokens))
+        return undisturbed(decoder, contender, prompt, ids)
+
+    monkeypatch.setattr(timing, "decode_undisturbed", recorded)
+    contenders = [Contender(None, 0, GREEDY), Contender(own, 2, GREEDY)]
+    runs = decode_in_turns(target, contenders, SET.first(1), journal)
+    assert decoded == [(0, 8), (2, 8), (0, 20), (2, 20)]
+    assert [[len(run.tokens) for run in each] for each in runs] == [[20], [20]]
+
+
 def test_every_prompt_is_decoded_by_everybody(target, own, other, journal):
     contenders = [Contender(*way, GREEDY) for way in ((None, 0), (own, 2), (other, 3))]
     made = decode_in_turns(target, contenders, SET, journal)
