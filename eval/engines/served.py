@@ -31,7 +31,7 @@ from eval.reporting.fields import Report
 
 PATIENCE = 600.0  # seconds without a byte from a server started here: on a CPU it answers slowly
 WARM_UP = 16  # tokens of a first response that is not counted
-STEPS = ("tau", "mean_drafted", "accepted_over_drafted", "per_position", "decode_speedup")
+STEPS = ("tau", "mean_drafted", "accepted_over_drafted", "per_position")
 UNTOLD = {
     **REFERENCE_ONLY,
     **dict.fromkeys(STEPS, "a server does not tell a cut last step apart: see counters"),

@@ -71,21 +71,6 @@ def break_even_alpha(costs: StepCosts) -> float | None:
     return high
 
 
-def price(costs: StepCosts) -> str:
-    """What these costs allow, in a sentence, before any alpha is known."""
-    ceiling, needed = ceiling_speedup(costs), break_even_alpha(costs)
-    lengths = f"up to {costs.max_gamma} drafted tokens"
-    if needed is None:
-        return (
-            f"Cannot pay: even a perfect draft reaches {ceiling:.2f}x with {lengths}. "
-            f"Take a cheaper draft (fewer layers first, then a trimmed head)."
-        )
-    return (
-        f"Can pay: a perfect draft reaches {ceiling:.2f}x with {lengths}; "
-        f"it breaks even at alpha {needed:.2f}."
-    )
-
-
 class Payoff(Part):
     """When the draft pays, from step costs and alpha; best_gamma is taken at the measured alpha.
 
@@ -108,7 +93,11 @@ def payoff(costs: StepCosts, alpha: float) -> Payoff:
     gamma, speedup = best_gamma(alpha, costs)
     ceiling, needed = ceiling_speedup(costs), break_even_alpha(costs)
     if needed is None:
-        verdict = price(costs)
+        verdict = (
+            f"Cannot pay: even a perfect draft reaches {ceiling:.2f}x with up to "
+            f"{costs.max_gamma} drafted tokens. Take a cheaper draft (fewer layers first, then a "
+            "trimmed vocabulary)."
+        )
     else:
         pays = "Pays" if speedup >= WORTH_IT else "Does not pay"
         verdict = (

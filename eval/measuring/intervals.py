@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from statistics import NormalDist
 from typing import Annotated, Generic, Self, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from scipy.special import stdtrit
 
 from eval.measuring.runs import Floats
 
@@ -73,11 +73,6 @@ class Measured(Part):
         """The interval; without one nothing is ruled out."""
         return self.ci95 or (-math.inf, math.inf)
 
-    def within(self, share: float) -> bool:
-        """Whether the interval ends within that share of the number."""
-        low, high = self.bounds
-        return max(high - self.mean, self.mean - low) <= share * abs(self.mean)
-
     @model_validator(mode="after")
     def _interval_runs_forwards(self) -> Self:
         if self.ci95 and self.ci95[0] > self.ci95[1]:
@@ -89,12 +84,6 @@ class Share(Measured):
     """A measured share."""
 
     mean: float = Field(ge=0, le=1)
-
-
-class TokensPerCall(Measured):
-    """A measured number of tokens per target call: one at least."""
-
-    mean: float = Field(ge=1)
 
 
 class Both(Part, Generic[T]):
@@ -130,17 +119,6 @@ def _within_one(mean: float, error: float, t: float, clusters: int) -> tuple[flo
     centre = (mean + width / 2) / (1 + width)
     half = math.sqrt(width * variance + width**2 / 4) / (1 + width)
     return max(centre - half, 0.0), min(centre + half, 1.0)
-
-
-def t_quantile(probability: float, freedom: float) -> float:
-    """Of Student's t (Abramowitz and Stegun 26.7.5); at 97.5% and 3 degrees it is 1% low."""
-    z = NormalDist().inv_cdf(probability)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return z + sum(term / freedom**i for i, term in enumerate(terms, start=1))
 
 
 def _error(deviations: Floats) -> tuple[float, float]:
@@ -190,7 +168,7 @@ def measure(
     ci95 = freedom = None
     if enough:
         error, freedom = _error(deviations)
-        ci95 = ends(mean, error, t_quantile(0.975, freedom), clusters)
+        ci95 = ends(mean, error, float(stdtrit(freedom, 0.975)), clusters)
     return Measured(
         mean=mean,
         ci95=ci95,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -24,7 +24,6 @@ from eval.measuring.intervals import (
     Quantity,
     Rows,
     Share,
-    TokensPerCall,
     difference,
     measure_rows,
     ratio,
@@ -65,12 +64,6 @@ def alpha(agreements: Sequence[Agreement]) -> Share:
     return share("alpha", [(group, total, positions) for group, (total, positions) in rows])
 
 
-def alpha_apart(agreements: Sequence[Agreement], over: Sequence[Agreement]) -> Measured:
-    """alpha minus that of another measurement of the same prompts, paired by prompt."""
-    _same_prompts(*([a.prompt_id for a in side] for side in (agreements, over)))
-    return known(difference("alpha", _alpha_rows(agreements), _alpha_rows(over)), "prompts")
-
-
 def _alpha_rows(agreements: Sequence[Agreement]) -> Rows:
     rows: Rows = {}
     for answer in agreements:
@@ -86,58 +79,59 @@ def _alpha_rows(agreements: Sequence[Agreement]) -> Rows:
     return rows
 
 
-def _whole(run: PromptRun) -> tuple[float, ...]:
-    """Of a run's whole blocks: tokens, calls, drafted, accepted, drafted by a step, seconds."""
-    whole = run.whole_blocks
-    drafted = sum(run.drafted[:whole])
-    return (
-        float(sum(run.block_tokens[:whole])),
-        float(whole),
-        float(drafted),
-        float(sum(run.accepted[:whole])),
-        float(drafted - sum(run.free[:whole])),
-        float(sum(run.block_seconds[:whole])),
-    )
+class StepSums(NamedTuple):
+    """Sums over the whole speculation steps of a prompt, or of many: floats or arrays (...)."""
+
+    emitted: Any
+    steps: Any  # target calls
+    drafted: Any
+    accepted: Any
+    by_model: Any  # drafted tokens that took a draft step: n-gram speculation takes none
+    seconds: Any
+
+    @classmethod
+    def of(cls, columns: Floats) -> Self:
+        """From columns (..., 6) in the order above."""
+        return cls(*np.moveaxis(columns, -1, 0))
 
 
-def _block_rows(runs: Sequence[PromptRun]) -> Rows:
-    return {run.prompt_id: (run.group, _whole(run)) for run in runs if run.whole_blocks}
+def _step_rows(runs: Sequence[PromptRun]) -> Rows:
+    """`StepSums` of each prompt; prompts without a whole step are left out."""
+    rows: Rows = {}
+    for run in runs:
+        if whole := run.whole_blocks:
+            columns = run.block_tokens, run.drafted, run.accepted, run.free, run.block_seconds
+            emitted, drafted, accepted, free, seconds = (
+                float(sum(column[:whole])) for column in columns
+            )
+            sums = StepSums(emitted, float(whole), drafted, accepted, drafted - free, seconds)
+            rows[run.prompt_id] = run.group, sums
+    return rows
 
 
 def tau(runs: Sequence[PromptRun]) -> Measured:
-    """Block efficiency: tokens emitted per target call in the decode phase.
+    """Mean acceptance length: tokens emitted per target call in the decode phase.
 
-    The bonus token is in; what the prefill emitted and a last block that the length limit cut are
-    out.
+    The bonus token counts. Tokens of the prefill and of a last step that the length limit cut do
+    not count.
     """
-    return measure_rows("tau", _block_rows(runs))
+    return measure_rows("tau", _step_rows(runs))
 
 
-def mean_drafted(runs: Sequence[PromptRun], stepped: bool = False) -> float:
-    """Drafted tokens per target call, over the blocks that tau is taken on.
-
-    stepped: only those that took a draft step; what was looked up took none.
-    """
-    totals = np.sum([_whole(run) for run in runs], axis=0)
-    if not runs or not totals[1]:
+def mean_drafted(runs: Sequence[PromptRun]) -> float:
+    """Drafted tokens per target call, over the whole speculation steps."""
+    rows = _step_rows(runs)
+    if not rows:
         raise NothingToMeasure("no target call of the decode phase is whole")
-    return float(totals[4 if stepped else 2] / totals[1])
-
-
-def drafted_calls(runs: Sequence[PromptRun]) -> Share:
-    """Share of target calls with a drafted token to verify: under 1 where a drafter has none."""
-    rows = [
-        (run.group, sum(n > 0 for n in run.drafted[: run.whole_blocks]), run.whole_blocks)
-        for run in runs
-        if run.whole_blocks
-    ]
-    return share("drafted_calls", rows)
+    totals = StepSums.of(np.sum([sums for _, sums in rows.values()], axis=0))
+    return float(totals.drafted / totals.steps)
 
 
 def accepted_over_drafted(runs: Sequence[PromptRun]) -> Share:
-    """Accepted over drafted tokens, over the blocks that tau is taken on."""
-    rows = [(group, row[3], row[2]) for group, row in _block_rows(runs).values() if row[2]]
-    return share("accepted_over_drafted", rows)
+    """Accepted over drafted tokens, over the whole speculation steps."""
+    rows = [(group, StepSums(*columns)) for group, columns in _step_rows(runs).values()]
+    drafting = [(group, sums.accepted, sums.drafted) for group, sums in rows if sums.drafted]
+    return share("accepted_over_drafted", drafting)
 
 
 class PositionAcceptance(Part):
@@ -160,29 +154,26 @@ def per_position(runs: Sequence[PromptRun]) -> list[PositionAcceptance]:
     longest = max((max(run.drafted[: run.whole_blocks], default=0) for run in runs), default=0)
     if not longest:
         raise NothingToMeasure("nothing was drafted")
-    drafts = []  # (group, accepted tokens of each of its drafts) by prompt
+    drafts = []  # group, and accepted tokens of each draft, by prompt
     for run in runs:
         pairs = list(zip(run.drafted, run.accepted, strict=True))[: run.whole_blocks]
         if accepted := [count for drafted, count in pairs if drafted]:
-            drafts.append((run.group, accepted))
-    positions = []
-    for i in range(1, longest + 1):
-        hits = [(g, float(sum(n >= i for n in counts)), len(counts)) for g, counts in drafts]
-        reached = [(group, sum(n >= i - 1 for n in counts)) for group, counts in drafts]
-        passed = [
-            (group, hit, tries)
-            for (group, hit, _), (_, tries) in zip(hits, reached, strict=True)
-            if tries
-        ]
-        positions.append(
-            PositionAcceptance(
-                position=i,
-                drafts=sum(len(counts) for _, counts in drafts),
-                marginal=share("marginal", hits),
-                conditional=share("conditional", passed) if passed else None,
-            )
+            drafts.append((run.group, np.array(accepted)))
+
+    def rows(least: int, i: int) -> list[tuple[str | None, float, float]]:
+        """Drafts with i accepted tokens or more, among those with `least` or more, by prompt."""
+        counts = [(group, (n >= i).sum(), (n >= least).sum()) for group, n in drafts]
+        return [row for row in counts if row[2]]
+
+    return [
+        PositionAcceptance(
+            position=i,
+            drafts=sum(len(counts) for _, counts in drafts),
+            marginal=share("marginal", rows(0, i)),
+            conditional=share("conditional", passed) if (passed := rows(i - 1, i)) else None,
         )
-    return positions
+        for i in range(1, longest + 1)
+    ]
 
 
 def replayed_blocks(agreed: Sequence[bool], gamma: int) -> list[int]:
@@ -238,12 +229,12 @@ class Costs(Part):
             "target_step_ms": lambda steps: 1000 * steps.target_step,
             "c": c,
             "ceiling_speedup": ceiling_speedup,
-            "break_even_alpha": lambda steps: _or_one(break_even_alpha(steps)),
+            "break_even_alpha": lambda steps: 1.0 if (a := break_even_alpha(steps)) is None else a,
         }
-        if totals := [_whole(run) for run in runs if run.whole_blocks]:
-            gamma, sums = mean_drafted(runs), np.sum(totals, axis=0)
+        if rows := _step_rows(runs):
+            gamma, totals = mean_drafted(runs), np.sum([sums for _, sums in rows.values()], axis=0)
             numbers["verify_ratio"] = lambda steps: verify_ratio(steps, gamma)
-            numbers["predicted_speedup"] = lambda steps: float(_predicted(sums, steps))
+            numbers["predicted_speedup"] = lambda steps: float(_predicted(totals, steps))
         intervals = {name: costs.interval(number) for name, number in numbers.items()}
         verify = sorted(costs.target_verify.items())
         return cls(
@@ -266,13 +257,8 @@ class Costs(Part):
         )
 
 
-def _or_one(alpha: float | None) -> float:
-    return 1.0 if alpha is None else alpha
-
-
 def c(costs: StepCosts) -> float:
     """Time of a draft of one token over time of one target step."""
-    costs.verify(1.0)  # the costs are positive
     return float(costs.draft(1.0)) / costs.target_step
 
 
@@ -281,21 +267,20 @@ def verify_ratio(costs: StepCosts, gamma: float) -> float:
     return float(costs.verify(gamma + 1.0)) / costs.target_step
 
 
-def _predicted(totals: Floats, costs: StepCosts) -> Floats:
-    """From the totals of `_whole`'s columns but the seconds."""
-    tokens, calls, drafted, _, stepped = np.moveaxis(totals[..., :5], -1, 0)
-    block = costs.draft(stepped / calls) + costs.verify(drafted / calls + 1.0)
-    return np.asarray(tokens / calls * costs.target_step / block, dtype=np.float64)
+def _predicted(columns: Floats, costs: StepCosts) -> Floats:
+    """From `StepSums` as columns (..., 6)."""
+    sums = StepSums.of(columns)
+    step = costs.draft(sums.by_model / sums.steps) + costs.verify(sums.drafted / sums.steps + 1.0)
+    return np.asarray(sums.emitted / sums.steps * costs.target_step / step, dtype=np.float64)
 
 
 def predicted_speedup(runs: Sequence[PromptRun], costs: StepCosts) -> Measured:
     """tau * t_target(1) / (gamma * t_draft + t_target(gamma + 1)), gamma the mean drafted length.
 
-    Tokens that were looked up count in gamma for the target alone. The interval is that of tau and
-    gamma; what the step costs leave open stands in `Costs.ci95`.
+    Tokens of n-gram speculation count in gamma for the target alone. The interval is that of tau
+    and gamma; `Costs.ci95` has the uncertainty of the step costs.
     """
-    rows = _block_rows(runs)
-    return measure_rows("predicted_speedup", rows, lambda t: _predicted(t, costs))
+    return measure_rows("predicted_speedup", _step_rows(runs), lambda t: _predicted(t, costs))
 
 
 def _speed_rows(runs: Sequence[PromptRun], baseline: Sequence[PromptRun]) -> Rows:
@@ -303,16 +288,6 @@ def _speed_rows(runs: Sequence[PromptRun], baseline: Sequence[PromptRun]) -> Row
         run.prompt_id: (run.group, (base.seconds, len(base.tokens), run.seconds, len(run.tokens)))
         for run, base in pair(runs, baseline)
     }
-
-
-def _decode_rows(runs: Sequence[PromptRun], baseline: Sequence[PromptRun]) -> Rows:
-    """Seconds and tokens as above, of whole blocks alone; then the columns of `_whole`."""
-    rows: Rows = {}
-    for run, base in pair(runs, baseline):
-        if run.whole_blocks and base.whole_blocks:
-            mine, other = _whole(run), _whole(base)
-            rows[run.prompt_id] = run.group, (other[-1], other[0], mine[-1], mine[0], *mine)
-    return rows
 
 
 def speedup_of(totals: Floats) -> Floats:
@@ -325,19 +300,23 @@ def speedup(runs: Sequence[PromptRun], baseline: Sequence[PromptRun]) -> Measure
     return measure_rows("speedup", _speed_rows(runs, baseline), speedup_of)
 
 
-def decode_speedup(runs: Sequence[PromptRun], baseline: Sequence[PromptRun]) -> Measured:
-    """`speedup` without the prefill, over the blocks that tau is taken on."""
-    return measure_rows("decode_speedup", _decode_rows(runs, baseline), speedup_of)
-
-
 def decode_efficiency(
     runs: Sequence[PromptRun], baseline: Sequence[PromptRun], costs: StepCosts
 ) -> Measured:
-    """decode_speedup over predicted_speedup: 1 means no overhead beyond the two models."""
-    rows = _decode_rows(runs, baseline)
-    return measure_rows(
-        "decode_efficiency", rows, lambda t: speedup_of(t) / _predicted(t[..., 4:], costs)
-    )
+    """Decode-phase speed-up over predicted_speedup: 1 means no overhead beyond the two models.
+
+    Both are over the whole speculation steps, without the prefill.
+    """
+    pair(runs, baseline)
+    mine, other = _step_rows(runs), _step_rows(baseline)
+    rows: Rows = {key: (mine[key][0], mine[key][1] + other[key][1]) for key in mine if key in other}
+
+    def efficiency(columns: Floats) -> Floats:
+        drafting, plain = StepSums.of(columns[..., :6]), StepSums.of(columns[..., 6:])
+        decode_speedup = plain.seconds / plain.emitted * drafting.emitted / drafting.seconds
+        return np.asarray(decode_speedup / _predicted(columns[..., :6], costs))
+
+    return measure_rows("decode_efficiency", rows, efficiency)
 
 
 def _run_rows(
@@ -419,9 +398,11 @@ def gain(log: DraftLog, over: DraftLog) -> dict[str, Any]:
     _same_prompts(*speeds)
     gained = {"alpha": None, "tau": None, "speedup": difference("speedup", *speeds, speedup_of)}
     if log.agreement is not None and over.agreement is not None:
-        gained["alpha"] = alpha_apart(log.agreement, over.agreement)
+        alphas = _alpha_rows(log.agreement), _alpha_rows(over.agreement)
+        _same_prompts(*alphas)
+        gained["alpha"] = known(difference("alpha", *alphas), "prompts")
     if "tau" not in log.missing | over.missing:
-        gained["tau"] = difference("tau", _block_rows(log.runs), _block_rows(over.runs))
+        gained["tau"] = difference("tau", _step_rows(log.runs), _step_rows(over.runs))
     return {"draft": log.name, "over": over.name, **gained}
 
 
@@ -429,7 +410,7 @@ class CategoryNumbers(Part):
     """One category of prompts; null where they hold nothing to measure it on."""
 
     alpha: Share | None
-    tau: TokensPerCall | None
+    tau: Measured | None
     speedup: Measured | None
 
 

@@ -96,6 +96,10 @@ class StepCosts:
     draft_block: float = 0.0
     rounds: list[StepCosts] = field(default_factory=list, repr=False)
 
+    def __post_init__(self) -> None:
+        if self.target_step <= 0 or self.draft_step < 0 or min(self.target_verify.values()) <= 0:
+            raise ValueError(f"step costs must be seconds, the target's above 0, got {self}")
+
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
         verify = {int(width): seconds for width, seconds in fields["target_verify"].items()}
@@ -137,8 +141,6 @@ class StepCosts:
                 f"target calls were timed up to {int(widths[-1])} tokens, but {widest:g} are "
                 f"needed; time them up to gamma + 1"
             )
-        if self.target_step <= 0 or self.draft_step < 0 or min(self.target_verify.values()) <= 0:
-            raise ValueError(f"step costs must be seconds, the target's above 0, got {self}")
         seconds = np.array([self.target_verify[int(width)] for width in widths])
         return np.asarray(np.interp(tokens, widths, seconds), dtype=np.float64)
 

@@ -146,7 +146,6 @@ def _numbers(log: DraftLog, run: RunLog, shown: Sequence[str]) -> dict[str, Call
         "alpha": lambda: metrics.alpha(agreed(log)),
         "tau": lambda: metrics.tau(blocks(log)),
         "mean_drafted": lambda: metrics.mean_drafted(blocks(log)),
-        "drafted_calls": lambda: metrics.drafted_calls(blocks(log)),
         "accepted_over_drafted": lambda: metrics.accepted_over_drafted(blocks(log)),
         "per_position": lambda: metrics.per_position(blocks(log)),
         "costs": lambda: Costs.of(timed(log), log.runs),
@@ -154,7 +153,6 @@ def _numbers(log: DraftLog, run: RunLog, shown: Sequence[str]) -> dict[str, Call
         "verify_ratio": lambda: metrics.verify_ratio(timed(log), metrics.mean_drafted(blocks(log))),
         "predicted_speedup": lambda: metrics.predicted_speedup(blocks(log), timed(log)),
         "speedup": lambda: metrics.speedup(log.runs, log.baseline),
-        "decode_speedup": lambda: metrics.decode_speedup(blocks(log), log.baseline),
         "decode_efficiency": lambda: metrics.decode_efficiency(
             blocks(log), log.baseline, timed(log)
         ),

@@ -24,7 +24,6 @@ from eval.measuring.intervals import (
     Positive,
     Quantity,
     Share,
-    TokensPerCall,
 )
 from eval.measuring.metrics import (
     CategoryNumbers,
@@ -127,12 +126,11 @@ class DraftReport(Part):
         "teacher-forced; at temperature 0, how often the two argmaxes agree. Does not depend on "
         "gamma."
     )
-    tau: TokensPerCall | None = Field(
+    tau: Measured | None = Field(
         description="tokens emitted per target call in the decode phase: with the bonus token, "
         "without the prefill token and a last block that the length limit cut."
     )
     mean_drafted: Quantity | None = Field(description="tokens per target call")
-    drafted_calls: Share | None = Field(description="share of target calls that verify any token")
     accepted_over_drafted: Share | None = Field(
         description="share of drafted tokens that verification accepted, over the blocks of tau. "
         "Falls as gamma grows."
@@ -152,7 +150,6 @@ class DraftReport(Part):
         description="wall seconds per emitted token without a draft / with it; prefill in; same "
         "target, engine, dtype and run, prompt by prompt, or in halves one server at a time."
     )
-    decode_speedup: Measured | None = Field(description="over the blocks of tau, prefill out")
     decode_efficiency: Measured | None = Field(
         description="decode-phase speed-up / predicted speed-up; 1: no overhead beyond the models."
     )

@@ -125,7 +125,6 @@ DRAFTS: Cells = [
     ("vocabulary", "vocabulary.relation", str),
     ("vocabulary mapping", "vocabulary.strategy", str),
     ("draft length policy", "gamma_policy", str),
-    ("target calls with a draft", "drafted_calls", "{:.0%}".format),
     ("memory, form measured", "memory.draft_bytes", size),
     ("overhead, form measured", "memory.overhead", "{:.1%}".format),
     ("memory, full-vocabulary", "memory.full_form_bytes", size),
@@ -343,8 +342,8 @@ def waterfall(draft: DraftReport) -> dict[str, float]:
 
     tau is the ideal: drafting free, and a wide target call as cheap as one on a single token.
     """
-    tau, predicted, decode = draft.tau, draft.predicted_speedup, draft.decode_speedup
-    if tau is None or predicted is None or decode is None:
+    tau, predicted, efficiency = draft.tau, draft.predicted_speedup, draft.decode_efficiency
+    if tau is None or predicted is None or efficiency is None:
         return {}
     assert draft.mean_drafted is not None
     assert draft.verify_ratio is not None
@@ -354,6 +353,6 @@ def waterfall(draft: DraftReport) -> dict[str, float]:
         "tau": tau.mean,
         "after draft steps": tau.mean / (1 + drafting),
         "predicted": predicted.mean,
-        "decode": decode.mean,
+        "decode": efficiency.mean * predicted.mean,
         "wall": draft.speedup.mean,
     }

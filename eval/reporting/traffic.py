@@ -15,7 +15,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from eval.measuring.intervals import FEWEST_CLUSTERS, Measured, measure, share, t_quantile
+from scipy.special import stdtrit
+
+from eval.measuring.intervals import FEWEST_CLUSTERS, Measured, measure, share
 from eval.measuring.runs import Speculation
 from eval.reporting.fields import DraftReport
 
@@ -49,7 +51,9 @@ class Estimate:
             )
         low, high = measured.ci95
         freedom = measured.freedom or (measured.clusters or measured.n) - 1.0
-        return cls(measured.mean, (high - low) / 2 / t_quantile(0.975, freedom), freedom, drafts)
+        return cls(
+            measured.mean, (high - low) / 2 / float(stdtrit(freedom, 0.975)), freedom, drafts
+        )
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class Difference:
     def chance(self, level: float) -> float:
         """The difference that chance alone exceeds in a share `level` of cases."""
         error = math.hypot(self.report.error, self.traffic.error)
-        return t_quantile(1 - level / 2, self.freedom) * error
+        return float(stdtrit(self.freedom, 1 - level / 2)) * error
 
     @property
     def freedom(self) -> float:
@@ -103,7 +107,9 @@ class Difference:
         Never more than make it twice as certain as the report: beyond that only a report of more
         prompts tells more, and a window of many hours would hide a change in the last.
         """
-        allowed = (self.margin / 2 / t_quantile(0.975, self.freedom)) ** 2 - self.report.error**2
+        allowed = (
+            self.margin / 2 / float(stdtrit(self.freedom, 0.975))
+        ) ** 2 - self.report.error**2
         return self.traffic.error**2 / max(allowed, self.report.error**2 / 4)
 
 

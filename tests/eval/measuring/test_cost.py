@@ -72,7 +72,6 @@ def test_ceiling_is_the_best_over_the_timed_lengths_only():
 def test_a_draft_as_slow_as_the_target_cannot_pay():
     costs = StepCosts(1.0, 1.0, {1: 1.0, 2: 1.1, 3: 1.2}, 100)
     assert cost.break_even_alpha(costs) is None
-    assert "Cannot pay" in cost.price(costs)
     assert cost.payoff(costs, 0.9).verdict.startswith("Cannot pay")
 
 
@@ -88,7 +87,6 @@ def test_payoff():
     assert block.ceiling_speedup == pytest.approx(31 / 4)
     assert block.verdict.startswith("Pays at alpha 0.80: 2.47x")
     assert cost.payoff(costs, 0.05).verdict.startswith("Does not pay at alpha 0.05")
-    assert "breaks even at alpha 0.10" in cost.price(costs)
 
 
 def test_costs_of_single_tokens_alone_are_refused():

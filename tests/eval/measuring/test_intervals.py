@@ -4,7 +4,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from scipy.stats import t as student
 
 from eval.measuring import intervals, metrics
 from eval.measuring.intervals import Measured, difference, measure, ratio, share
@@ -140,14 +139,6 @@ def test_weaker_intervals_do_not(case, mutant):
 def test_clauses_of_one_document_are_not_independent():
     """Mutant: without their groups."""
     assert coverage("alpha by document", 32, lambda rows: as_share(rows).ci95) < 0.90
-
-
-def test_the_quantile_of_t():
-    for freedom, tolerance in ((2.5, 0.02), (4, 0.004), (9, 2e-4), (31, 1e-5), (1e6, 1e-6)):
-        exact = student.ppf(0.975, freedom)
-        assert intervals.t_quantile(0.975, freedom) == pytest.approx(exact, rel=tolerance)
-    exact = student.ppf(1 - 1e-5, 31)  # as far out as drift goes
-    assert intervals.t_quantile(1 - 1e-5, 31) == pytest.approx(exact, rel=1e-3)
 
 
 # --- what they look like ------------------------------------------------------------------------

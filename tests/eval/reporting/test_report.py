@@ -128,7 +128,7 @@ def test_every_field_of_the_contract_is_there_and_needed(data, read):
         ("drafts.tuned.alpha.ci95", [0.7, 0.5], "ci95 runs backwards"),
         ("drafts.tuned.alpha.ci95", [0.5], r"ci95\[1\]"),
         ("drafts.tuned.alpha.n", 0, "alpha.n"),
-        ("drafts.tuned.tau.mean", 0.9, "tau.mean"),
+        ("drafts.tuned.alpha.mean", 1.9, "alpha.mean"),
         ("drafts.tuned.per_position", [], "per_position"),
         ("drafts.tuned.c", None, "c is null"),
         ("drafts.tuned.speedup.mean", 9.0, "speedup is 9.0"),
@@ -168,7 +168,7 @@ def test_absent_and_cut_off_reports_are_refused(data, tmp_path):
 
 
 def test_what_was_changed_after_building_is_checked_before_writing(sample_report, tmp_path):
-    sample_report.drafts["tuned"].tau.mean = 0.9
+    sample_report.drafts["tuned"].alpha.mean = 1.9
     with pytest.raises(ReportError, match=r"drafts.tuned.tau.mean"):
         write_report(tmp_path, sample_report)
     assert list(tmp_path.iterdir()) == []
@@ -292,7 +292,7 @@ def test_what_an_engine_could_not_measure_is_null_with_its_reason(run_info, meas
     draft = report.drafts["served"]
     reasons = {entry.field: entry.reason for entry in draft.missing}
     assert all(getattr(draft, field) is None for field in reasons)
-    of_steps = "tau mean_drafted accepted_over_drafted per_position decode_speedup".split()
+    of_steps = "tau mean_drafted accepted_over_drafted per_position decode_efficiency".split()
     assert {reasons[field] for field in of_steps} == {"a server does not tell"}
     assert reasons["alpha"] == reasons["atlas"] == "the log holds no teacher-forced distributions"
     assert reasons["c"] == reasons["payoff"] == "the log holds no step costs"
@@ -311,7 +311,7 @@ def test_a_draft_that_proposed_nothing_is_reported(run_info, measurement):
     log = measurement("lookup", 0.6)
     log = dataclasses.replace(log, runs=copy.deepcopy(log.baseline))
     draft = build_report(run_info, [log]).drafts["lookup"]
-    assert (draft.tau.mean, draft.drafted_calls.mean) == (1, 0)
+    assert (draft.tau.mean, draft.mean_drafted) == (1, 0)
     assert draft.accepted_over_drafted is draft.per_position is None
 
 
