@@ -169,7 +169,7 @@ def test_absent_and_cut_off_reports_are_refused(data, tmp_path):
 
 def test_what_was_changed_after_building_is_checked_before_writing(sample_report, tmp_path):
     sample_report.drafts["tuned"].alpha.mean = 1.9
-    with pytest.raises(ReportError, match=r"drafts.tuned.tau.mean"):
+    with pytest.raises(ReportError, match=r"drafts.tuned.alpha.mean"):
         write_report(tmp_path, sample_report)
     assert list(tmp_path.iterdir()) == []
 
