@@ -1,9 +1,9 @@
-"""Does a draft fit a target: how their vocabularies relate, what is wrong, what is lossless.
+"""Check that a draft fits a target: relation of their vocabularies, findings, lossless mapping.
 
     python -m align.check --target T --draft D [--corpus FILE] [--weights] [--json]
 
 Exit code 0: a lossless strategy exists (it is printed); 1: none exists; 2: bad call or input.
-The findings and their codes are in align/checks.py, the rules of strategies here.
+The findings and their codes are in align/checks.py; this file has the rules of the mappings.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class EngineVerdict:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `check_pair` says.
+    """The result of `check_pair`.
 
-    strategy: the strongest lossless way to draft as the models are, None if there is none;
-    tuned_strategy: the one for a draft that is trained, None if it cannot be. shared_ids: under
-    "direct" and "padded" the draft's logits are cut to so many. coverage: share of the target's
-    tokens that the draft has too, weighted by how often they occur in the corpus given, else in
-    the running Python's documentation.
+    strategy: the vocabulary mapping of the unchanged draft, None if no lossless one exists.
+    tuned_strategy: the mapping of a draft that is trained, None if it cannot be trained.
+    shared_ids: the number of ids to which "direct" and "padded" cut the draft's logits. coverage:
+    share of the target's tokens that the draft has, too, weighted by how often they occur in the
+    corpus given, else in the running Python's documentation.
     """
 
     target: str
@@ -119,7 +119,7 @@ def _fatal(findings: list[Finding]) -> bool:
 
 
 def choose_strategy(verdict: Verdict, asked: str, tuned: bool) -> Strategy:
-    """The strategy a run takes: the verdict's under "auto", else the one asked for.
+    """The vocabulary mapping of a run: the verdict's for "auto", else the requested one.
 
     tuned: the draft will be trained. Raises ValueError when none is lossless, or not the one asked.
     """
@@ -166,7 +166,7 @@ def _strategy(pair: Comparison) -> Strategy | None:
 
 
 def _engines(pair: Comparison, strategy: Strategy | None) -> Iterator[EngineVerdict]:
-    """By each engine's own rule, as far as it is known; all of them verify in the target's ids."""
+    """The verdict of each engine by its own rule; all of them verify in the target's ids."""
     if strategy is None:
         yield EngineVerdict("draftsmith", "no", "no lossless strategy; see the fatal findings")
     else:
@@ -198,7 +198,7 @@ def _engines(pair: Comparison, strategy: Strategy | None) -> Iterator[EngineVerd
 
 
 def _llama_cpp_refusal(pair: Comparison) -> str | None:
-    """By the rules of llama.cpp's common/speculative.cpp; None where it drafts."""
+    """Why llama.cpp refuses the pair (common/speculative.cpp); None if it drafts."""
     sizes = [side.config_rows or len(side.tokens) for side in pair.both]
     if abs(sizes[0] - sizes[1]) > 128:
         return f"vocabularies of {sizes[0]} and {sizes[1]}: more than 128 apart"
@@ -213,7 +213,7 @@ def _llama_cpp_refusal(pair: Comparison) -> str | None:
 def _sample() -> list[str]:
     """English prose that every machine has.
 
-    By count a small vocabulary would cover little of a large one, whose tokens are mostly rare.
+    Coverage is weighted by it, because most tokens of a large vocabulary are rare.
     """
     from pydoc_data.topics import topics
 
@@ -223,7 +223,7 @@ def _sample() -> list[str]:
 def _texts(spec: str) -> list[str]:
     """The texts of a corpus, in pieces: a tokenizer is slow on one huge string.
 
-    A .jsonl file (.gz or not) has them under TEXT_KEYS; any other file is all text.
+    A .jsonl file (.gz or not) has texts under TEXT_KEYS; any other file is one text.
     """
     path = resolve_file(spec)
     try:

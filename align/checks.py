@@ -1,6 +1,6 @@
 """The comparison of two vocabularies, and what is wrong with a pair.
 
-A finding has a fix. Differences that change no output stand together in one line, TOK-017.
+A finding has a fix. Differences without effect on the output are one line, TOK-017.
 Codes (docs/vocabulary.md): 001 to 017 are found here; 000 and 013 when files are read
 (align/vocabulary.py), 014 when a saved map is (align/vocab_map.py).
 """
@@ -42,7 +42,7 @@ LOST = 0.2  # probability on tokens that only the draft has
 class Finding:
     """One thing that a check found.
 
-    severity: fatal (no lossless strategy), error (drafting as it is would go wrong: the strategy or
+    severity: fatal (no lossless mapping), error (the unchanged draft would be wrong; the mapping or
     the fix avoids it), warning, info. ids: up to five examples.
     """
 
@@ -74,7 +74,7 @@ class Comparison:
 
     @cached_property
     def differing(self) -> list[int]:
-        """Ids that stand for different bytes; an unused or missing id stands for none."""
+        """Ids with different bytes; an unused or missing id has none."""
         tokens = zip(self.target.tokens, self.draft.tokens, strict=False)
         return [i for i, (a, b) in enumerate(tokens) if is_used(a) and is_used(b) and a[1] != b[1]]
 
@@ -104,7 +104,7 @@ class Comparison:
 
 
 def find(pair: Comparison, strategy: str | None) -> Iterator[Finding]:
-    """What the files of a pair show."""
+    """The findings in the files of a pair."""
     yield from _ids(pair, strategy)
     yield from _rows(pair)
     yield from _special_ids(pair)
@@ -289,7 +289,7 @@ def _trimmed_head(pair: Comparison) -> Iterator[Finding]:
 
 
 def differences(pair: Comparison) -> Iterator[str]:
-    """Names of what differs and changes no output; acceptance may be lower before training."""
+    """Names of differences without effect on the output; they may lower acceptance."""
     target, draft = pair.both
     for side, other, name in ((target, draft, "target"), (draft, target, "draft")):
         count = len(side.used - other.used)

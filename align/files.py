@@ -1,9 +1,8 @@
 """Files and folders that appear whole or not at all, whenever the process dies.
 
-What is written stands first beside its final name, as `.NAME.xxxxxxxx.partial`, and is then
-renamed. The writer holds a lock on `.NAME.xxxxxxxx.partial.lock`, which the kernel drops when the
-process dies, however it dies; so what belongs to a free lock was left by a dead writer, and the
-next one removes it.
+New content is first written to `.NAME.xxxxxxxx.partial` in the same folder and then renamed. The
+writer holds a lock on `.NAME.xxxxxxxx.partial.lock`. The kernel drops the lock when the process
+dies. So a partial file with a free lock was left by a dead writer, and the next writer deletes it.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ def write_json(path: Path, content: Any) -> None:
 def atomic_folder(path: str | Path) -> Iterator[Path]:
     """Give a new empty folder to fill, which takes the name `path` when the block ends well.
 
-    A folder that stood there is replaced as a whole; if the block raises, it stays. Should the
-    process die between the two renames of a replacement, the next call puts the earlier one back.
+    An earlier folder of that name is replaced as a whole; if the block raises, it stays. If the
+    process dies between the two renames of a replacement, the next call restores the earlier one.
     Raises DiskFullError where there is no room.
     """
     path = Path(path)
@@ -70,9 +69,9 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(path: str | Path) -> Iterator[None]:
-    """Hold the lock that stands for `path` among all processes (a file `.NAME.lock` beside it).
+    """Hold the lock on `path` among all processes (a file `.NAME.lock` in the same folder).
 
-    Waits for as long as another process holds it, and says so.
+    Waits while another process holds the lock, and prints that it waits.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +93,7 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def _partial_of(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write under; what still has it in the end is deleted."""
+    """A temporary name in the folder of `path`; a file that still has it at the end is deleted."""
     with disk_full_explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         for lock in path.parent.glob(f".{glob.escape(path.name)}.????????.partial.lock"):

