@@ -36,7 +36,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Publication:
-    """What a card says beyond run and reports.
+    """Facts of a card that are not in the run and its reports.
 
     name: the folder or the repository that the card's commands name. unmet: the conditions of the
     gate that are not met.
@@ -167,7 +167,7 @@ def _rows(report: Report, weights: set[str]) -> Iterator[list[str]]:
 
 
 def _limits(report: Report, weights: set[str]) -> Iterator[str]:
-    """What was compared, on what machine, and where no gain is shown, a sentence each."""
+    """Sentences: what was compared, the machine, and where no gain is shown."""
     engine, decoding = _measured_in(report), report.decoding
     yield (
         f"Measured in {engine} on {report.device}, {report.dtype}, temperature "
@@ -233,7 +233,7 @@ def in_one_file(spec: str) -> bool:
 
 
 def derived_licence(specs: list[str]) -> tuple[str | None, str]:
-    """The licence of a draft made from these models, and where it stands; or None, and why.
+    """The licence of a draft made from these models, and its source; or None, and why.
 
     specs: the target, and the draft that the run started with.
     """

@@ -1,7 +1,7 @@
-"""What a run needs, and what a draft can gain at most: printed, nothing is made.
+"""Print what a run needs and the most that a draft can gain, and write nothing.
 
 Memory is a coarse sum from the models' configs. The gain comes from single steps of target and
-draft, timed where the weights are on this machine.
+draft, which are timed if the weights are on this machine.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def dry_run(recipe: Recipe) -> int:
 
 
 def print_gain(recipe: Recipe, pair: Pair, prompts: Prompts) -> int:
-    """What a draft of each depth, or the sibling, costs and can gain; exit status as `dry_run`."""
+    """Print cost and gain of a draft of each depth, or the sibling; status as `dry_run`."""
     target = TargetOfRun(recipe, pair, prompts).loaded
     lengths = list(map(len, prompts.evaluation.ids))
     context = sum(lengths) // len(lengths) + recipe.max_new_tokens // 2
@@ -91,7 +91,7 @@ def print_gain(recipe: Recipe, pair: Pair, prompts: Prompts) -> int:
 
 
 def print_memory(recipe: Recipe, longest: int, answers: int) -> None:
-    """What the largest stage needs, and what is here. longest: tokens of a prompt."""
+    """Print the largest stage's needs and the machine. longest: tokens of a prompt."""
     target = load_config(recipe.target).get_text_config()
     size = getattr(torch, recipe.dtype).itemsize
     if recipe.sibling is not None:
@@ -121,7 +121,7 @@ def print_memory(recipe: Recipe, longest: int, answers: int) -> None:
 
 
 def parameters(config: PreTrainedConfig) -> int:
-    """How many a model of that config has, tied ones counted once."""
+    """The number of parameters of a model of that config, tied ones counted once."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -130,8 +130,8 @@ def parameters(config: PreTrainedConfig) -> int:
 def print_example(prompts: Prompts, tokenizer: PreTrainedTokenizerBase) -> None:
     """The first training prompt as the target reads it, and where its answer goes.
 
-    A draft that is trained in another form than it is served in guesses badly, and nothing else
-    shows it.
+    Acceptance is low if a draft is served with another prompt form than in training, and nothing
+    else shows that.
     """
     ids = prompts.training.ids[0]
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -121,7 +121,7 @@ def evaluate_served(recipe: Recipe, pair: Pair, prompts: Prompts, clock: Clock) 
 
 
 def serving_command(recipe: Recipe, pair: Pair, served: str) -> str:
-    """What starts vLLM on the target with this run's draft, under the name it has now."""
+    """The command that starts vLLM on the target with this run's draft, under its name."""
     draft = (recipe.folder / "draft").resolve()
     words = ["vllm", "serve", recipe.target, "--served-model-name", served]
     return shlex.join([*words, *speculation(draft, recipe.gamma or USUAL_GAMMA)])

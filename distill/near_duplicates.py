@@ -13,7 +13,7 @@ from eval.prompts import Prompt
 
 SHINGLE = 5  # words
 NEAR_DUPLICATE = 0.5  # Jaccard similarity from which two texts are near-duplicates
-CONTAINED = 0.8  # ... or this share of the shorter one's shingles stands in the other
+CONTAINED = 0.8  # ... or this share of the shorter one's shingles is in the other
 
 
 def shingles(text: str) -> frozenset[str]:
@@ -55,7 +55,7 @@ class NearDuplicates:
 
 @dataclass(frozen=True)
 class Overlap:
-    """What training and evaluation prompts share.
+    """The overlap of training and evaluation prompts.
 
     exact, near: training prompts left that equal, or nearly duplicate, an evaluation prompt; 0,
     because those are dropped. dropped: how many. max_jaccard: of the closest pair that is left.

@@ -58,7 +58,7 @@ class PreparedDraft:
 def prepare_draft(
     recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Answers
 ) -> PreparedDraft:
-    """The untuned draft; what is made for it stays in `prepared/` and is read from there.
+    """The base draft; its files stay in `prepared/` and are read from there.
 
     The target is loaded only where that is not there yet; a sibling needs none.
     """
@@ -118,7 +118,7 @@ def _started(
 
 
 def read_prepared(recipe: Recipe, pair: Pair) -> PreparedDraft:
-    """The untuned draft that `prepare_draft` has left, read again."""
+    """The base draft that `prepare_draft` wrote, read again."""
     if recipe.sibling is not None:
         return _sibling(recipe, pair)
     folder = recipe.folder / "prepared"
@@ -166,7 +166,7 @@ def lost_mass_of(recipe: Recipe) -> float:
 
 
 def print_coverage(pair: Pair, answers: Iterable[CachedAnswer]) -> None:
-    """What share of the target's mass on the answers trimmed heads of each size would lose."""
+    """Print the share of the target's probability that each trimmed vocabulary would lose."""
     mass = domain_mass(answers, pair.vocab_size)
     print("draft_vocab_size  lost mass")
     for size, lost in coverage_curve(mass, forced_tokens(pair.target)):

@@ -5,12 +5,12 @@ python -m distill.publish outputs/code --to drafts/code-draft      # a copy with
 python -m distill.publish outputs/code --report outputs/code-vllm --to drafts/code-draft
 python -m distill.publish outputs/code --push_to_hub ORG/NAME      # to the Hub, private
 
-Nothing is measured here. The card has the run's own report and those that --report names, which
-`python -m eval.run` has made of the same weights.
+This command measures nothing. The card has the run's report and the reports that --report names;
+`python -m eval.run` has made them with the same weights.
 
-Nothing is published unless every report is of these weights, lossless, and on prompts that do not
-overlap with the training prompts, and a licence is known. --force publishes without, and the first
-lines of the card say what is lacking.
+The draft is published only if every report is of these weights, lossless, and on prompts that do
+not overlap with the training prompts, and if a licence is known. --force publishes it all the same;
+the first lines of the card then list the unmet conditions.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ def reports_of(run: Path, named: Sequence[Path]) -> list[Report]:
 def unmet_conditions(
     run: Path, reports: Sequence[Report], weights: set[str], licence: str | None, source: str
 ) -> list[str]:
-    """What a publication needs and this run lacks, a sentence each with its remedy.
+    """The unmet conditions of a publication, a sentence each with its remedy.
 
-    weights: the hashes of the draft's. source: where the licence stands, or why there is none.
+    weights: the hashes of the draft's weights. source: of the licence, or why there is none.
     """
     unmet = []
     again = f"measure it again: python -m eval.run --run {run.name}"

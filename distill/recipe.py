@@ -188,14 +188,14 @@ class Recipe:
 
     @property
     def sampling(self) -> Sampling:
-        """As deployed."""
+        """The deployed temperature, top-k and top-p."""
         return Sampling(self.temperature, self.top_k, self.top_p)
 
 
 OWN = {f.name: f for f in dataclasses.fields(Recipe) if f.name != "training"}
 _REQUIRED = [key for key, f in OWN.items() if f.default is dataclasses.MISSING]
 
-# Ranges of fields that TrainingArguments itself takes as they come.
+# Ranges of fields that TrainingArguments itself does not check.
 _RANGES: list[tuple[str, Any]] = [
     ("per_device_train_batch_size gradient_accumulation_steps", Field(ge=1)),
     ("save_total_limit", Field(ge=2)),  # the latest may be cut short by a kill
@@ -282,7 +282,7 @@ def help_text() -> str:
 
 
 def _yaml() -> YAML:
-    """YAML 1.2: `1e-3` is a number, `no` is text, `010` is ten, a key stands once."""
+    """YAML 1.2: `1e-3` is a number, `no` is text, `010` is ten, a key occurs once."""
     yaml: Any = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False
@@ -290,7 +290,7 @@ def _yaml() -> YAML:
 
 
 def yaml_text(value: Any) -> str:
-    """A value as it stands in a recipe: `null`, `true`, `1e-05`."""
+    """A value in a recipe's form: `null`, `true`, `1e-05`."""
     text = io.StringIO()
     _yaml().dump(value, text)
     return text.getvalue().removesuffix("...\n").strip()

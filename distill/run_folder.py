@@ -79,7 +79,7 @@ def claim_folder(recipe: Recipe, pair: Pair, prompts: Prompts) -> None:
 def provenance(
     recipe: Recipe, prompts: Prompts, lost_mass: float, seconds: float
 ) -> dict[str, Any]:
-    """What made the report: command, versions, commit, seed, hashes of models and prompts.
+    """The origin of a report: command, versions, commit, seed, hashes of models and prompts.
 
     seconds: that the run had taken by then.
     """

@@ -1,10 +1,10 @@
 """Distil a draft for a target on one domain, and report what it is worth.
 
-    accelerate launch distill/train.py --recipe code              embedded models, CPU, no Hub
+    accelerate launch distill/train.py --recipe code              models from PyPI, CPU, no Hub
     accelerate launch distill/train.py --recipe code --dry_run true    what it needs and can gain
     accelerate launch distill/train.py --recipe legal --num_train_epochs 8
 
-Run again after an interruption, the same command goes on where it stopped.
+After an interruption the same command continues the run.
 """
 
 import os

@@ -137,9 +137,9 @@ class SameOrder(LengthGroupedSampler):
 class DraftTrainer(SFTTrainer):
     """A loss of distill/losses.py on response tokens, against the cache (2310.08461).
 
-    trl's own DistillationTrainer teaches on what the draft writes, the target in memory or a server
-    asked at each step; it reads no distributions that are kept, and no head with other rows. Any
-    number of processes computes the same steps; as many as began go on from a checkpoint.
+    trl's own DistillationTrainer trains on the draft's outputs, with the target in memory or on a
+    server at each step. It reads no cached distributions and no trimmed vocabulary. Any number of
+    processes computes the same steps; a checkpoint is continued with the same number.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class DraftTrainer(SFTTrainer):
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The recipe's schedule; with a clock it stands where steps or time have come to."""
+        """The recipe's schedule; with a clock it follows steps or time, whichever is later."""
         schedule: Any = super().create_scheduler(num_training_steps, optimizer)
         if (clock := self.clock) is not None:
             schedule.lr_lambdas = [
@@ -309,13 +309,13 @@ class DraftTrainer(SFTTrainer):
 
     @property
     def processes(self) -> str:
-        """How many train together, and how."""
+        """The number of processes that train together, and how they are joined."""
         count = self.args.world_size
         strategy = self.accelerator.distributed_type.value if count > 1 else "alone"
         return f"{count} process{'es' if count > 1 else ''} ({strategy})"
 
     def whole_model(self) -> PreTrainedModel | PeftModel | None:
-        """The model as it stands, unwrapped and unsharded, on the first process; None elsewhere.
+        """The current model, unwrapped and unsharded, on the first process; None elsewhere.
 
         A call of all processes where it is sharded.
         """
@@ -354,7 +354,7 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 
 def process_timeout(recipe: Recipe) -> float:
-    """Seconds that processes wait for one another: `ddp_timeout`, or as long as any stage takes."""
+    """Seconds that processes wait for one another: `ddp_timeout`, or the longest stage."""
     return float(recipe.training.get("ddp_timeout", WAIT))
 
 
@@ -407,7 +407,7 @@ def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
 
 
 def _refuse_missing_trackers(config: SFTConfig) -> None:
-    """Raise RecipeError for a tracker that is not here; the trainer itself says so after hours."""
+    """Raise RecipeError for a tracker that is not installed; the trainer would fail hours later."""
     trackers: Any = config.report_to  # a list by now
     installed = get_available_reporting_integrations()
     if lacking := [name for name in trackers if name not in installed]:

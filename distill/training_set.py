@@ -1,8 +1,9 @@
-"""The answers a draft is trained on, and the batches made of them.
+"""The outputs that a draft is trained on, as batches.
 
-A batch reads its answers from their store when it is made: nothing is copied, and of a large cache
-only a batch is ever in memory. Legend: B answers, T tokens of the longest, P prompt tokens, R
-response tokens, N response tokens of all answers of a batch, C cached tokens at each.
+A batch reads its outputs from the cache when it is made, so that only one batch is in memory.
+
+Legend: B outputs, T tokens of the longest, P prompt tokens, R response tokens, N response tokens of
+all outputs of a batch, C cached tokens at each.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def _padded(rows: list[Tensor], value: int = 0) -> Tensor:
 class DistillationCollator:
     """Right-padded batches; each response token with the target's distribution there.
 
-    Without an attention mask: no token looks at what follows it, which the padding does.
+    There is no attention mask, because attention is causal and the padding follows the text.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a batch of training holds, and how many tokens of a draft each position trains.
+"""A training batch, and the number of drafted tokens that each position trains.
 
 Legend: B rows, T positions, N response positions of a batch, C cached tokens at each, L layers
 read, H hidden size.
@@ -39,7 +39,7 @@ class TrainingBatch(NamedTuple):
 
 
 class HeadInput(NamedTuple):
-    """What the draft's head reads for M drafted tokens.
+    """Inputs of the draft's LM head for M drafted tokens.
 
     states: [M, H]. entries: of the batch's N positions, those whose distributions these tokens
     learn [M]. weight: of these tokens in the loss.
@@ -57,7 +57,7 @@ def states_before(batch: TrainingBatch) -> Tensor:
 
 
 def drawn_depths(positions: Tensor, width: int, seeds: Tensor, most: int, deeper: float) -> Tensor:
-    """How many tokens of a draft each response position trains [N].
+    """The number of drafted tokens that each response position trains [N].
 
     At least d tokens have the probability deeper ** (d - 1); no position has more than `most`.
     positions: in the flattened batch of that width. seeds: of each row's random numbers.

@@ -308,7 +308,7 @@ class Pairs:
 def unrolled(
     model: PreTrainedModel, input_ids: Tensor, states: Tensor, steps: int
 ) -> Iterator[Tensor]:
-    """What the head reads after each token [B, T, H], at each step of a draft; zero at the first.
+    """The LM head's inputs after each token [B, T, H], at each step of a draft; zero at first.
 
     At step g the target has read all but the last g tokens. states: [B, T, L, H].
     """

@@ -1,4 +1,4 @@
-"""What kinds of draft share when they start: texts of the target, frozen embedding, least squares.
+"""Shared by kinds of draft at their start: the target's texts, frozen embedding, least squares.
 
 Legend: P prompt tokens, R response tokens, L layers read, H hidden size, N rows of a fit, I inputs
 and O outputs of a matrix.

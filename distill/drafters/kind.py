@@ -1,4 +1,4 @@
-"""What training asks of a kind of draft. A kind is a file beside this one that has a KIND.
+"""The interface of a kind in training. A kind is a file in this folder that has a KIND.
 
 The file of the same name in eval/decoding/drafters has what the kind needs to draft. Legend: N
 response positions of a batch, V the target's vocabulary, K rows of the draft's head, H hidden size.
@@ -25,7 +25,7 @@ from eval.decoding.target import Target
 
 @dataclass(frozen=True)
 class Start:
-    """What a draft is made of.
+    """The material of a new draft.
 
     token_ids: target ids of a trimmed head [K]; None for a head over all of V. texts: what the
     draft is fitted to; without texts it has only its shape. layers: the target's states that it
@@ -61,7 +61,7 @@ class Started(NamedTuple):
 
 
 class DraftKind:
-    """How the drafts of one kind are started, trained and saved.
+    """The drafts of one kind: how they are started, trained and saved.
 
     starts_from: what it can be made of. language_model: it is a causal LM by itself, which may have
     adapters, another tokenizer, a GGUF file; made of the target it keeps the first num_draft_layers
@@ -128,13 +128,13 @@ class DraftKind:
         return model
 
     def first_states(self, model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
-        """What the head reads for the first token of a draft, at each response position [N, H]."""
+        """The LM head's inputs for the first drafted token, at each response position [N, H]."""
         output = model.base_model(input_ids=batch.input_ids, use_cache=False)
         states: Tensor = output.last_hidden_state.flatten(0, 1)[batch.positions]
         return states
 
     def head_inputs(self, model: PreTrainedModel, batch: TrainingBatch) -> Iterator[HeadInput]:
-        """What the head reads for all drafted tokens that are trained, the first tokens first."""
+        """The LM head's inputs for all drafted tokens that are trained, the first tokens first."""
         yield HeadInput(self.first_states(model, batch))
 
 

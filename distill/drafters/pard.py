@@ -106,7 +106,7 @@ class Masks(NamedTuple):
 
 
 def draw_masks(batch: TrainingBatch, most: int) -> Masks:
-    """Of drafts of up to `most` tokens; only where the target's distribution there is known."""
+    """Draw masks for drafts of up to `most` tokens, where the target's distribution is cached."""
     positions, width = batch.positions, batch.width
     lengths = drawn_depths(positions, width, batch.seeds, most, DEEPER)
     entries, depths = [], []

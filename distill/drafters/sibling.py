@@ -1,4 +1,4 @@
-"""A sibling: a small model of its own, trained over the target's ids."""
+"""A sibling: a separate small model, trained over the target's ids."""
 
 from distill.drafters.kind import DraftKind
 

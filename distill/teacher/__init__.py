@@ -1,1 +1,1 @@
-"""What the target says: its answers, its distributions over them, its hidden states."""
+"""The target's outputs, its distributions over them, its hidden states."""

@@ -1,4 +1,4 @@
-"""The target answers prompts; its distributions are kept in a store while it does."""
+"""Generate the target's outputs and cache its distributions."""
 
 from __future__ import annotations
 

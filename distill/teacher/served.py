@@ -1,8 +1,8 @@
-"""The target behind an OpenAI-compatible server: it answers there, its weights are never loaded.
+"""Outputs of a target behind an OpenAI-compatible server; its weights are never loaded here.
 
-What goes over are token ids, rendered here; what comes back are token ids, each with the ids and
-log-probabilities of the most likely ones there. vLLM has all that is needed: its /v1/completions
-knows `return_tokens_as_token_ids`.
+A request has the prompt's token ids. The response has token ids, each with the ids and
+log-probabilities of the most likely tokens at its position, as vLLM's /v1/completions returns them
+(`return_tokens_as_token_ids`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Completion(BaseModel):
 
 @dataclass(frozen=True)
 class Request:
-    """What a server is asked for, and what its answer must then be.
+    """A request to a server, and the check of its response.
 
     top: log-probabilities of each token. rows: of the target's vocabulary.
     """
@@ -134,7 +134,7 @@ class Request:
     def _faults(
         self, completion: _Completion, tokens: list[int], prompt: list[int]
     ) -> Iterator[str]:
-        """What is wrong with its model, its prompt or its length."""
+        """Faults of a response's model, prompt or length."""
         choice = completion.choices[0]
         if completion.model != self.model:
             yield f"it comes from model {completion.model!r}; name the target with answer_model"
@@ -365,7 +365,7 @@ class ServedTarget:
         return Store.of(served | what_decides_answers(self.recipe, self.target))
 
     def _unanswered(self, count: int | None = None) -> list[int]:
-        """Of the first prompts, those without an answer."""
+        """Those of the first prompts that have no cached output."""
         return [i for i, name in enumerate(self.names[:count]) if name not in self.store]
 
     # --- what is refused

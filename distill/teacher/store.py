@@ -1,10 +1,11 @@
-"""The target's answers, distributions and hidden states on disk, shared by all runs.
+"""The target's outputs, distributions and hidden states on disk, shared by all runs.
 
-A store is a folder `teacher/KEY` of the cache. KEY is a hash of all that changes an answer, which
-key.json says in words; a learning rate does not, so runs that differ in it read the same answers.
-An entry has a name, a hash of the ids that it belongs to, and a few tensors. A shard is one
-safetensors file of whole entries: written beside, renamed, never changed. So any number of
-processes and runs read and append at once, and a kill loses the shard that is being written.
+A store is a folder `teacher/KEY` of the cache. KEY is a hash of everything that changes an output;
+key.json has it in words. A learning rate changes no output, so runs that differ in it read the
+same store. An entry has a name (a hash of its token ids) and a few tensors. A shard is one
+safetensors file of whole entries. It is written under another name, renamed, and never
+changed. So any number of processes and runs read and append at once, and a kill loses only the
+shard that is being written.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class CacheError(ValueError):
 
 
 def bytes_per_token(top_k: int, vocab_size: int) -> int:
-    """What a response token takes on disk, its own id included."""
+    """Bytes of a response token on disk, its own id included."""
     return top_k * (4 if vocab_size <= 2**16 else 6) + 4
 
 
@@ -81,7 +82,7 @@ class CachedAnswer:
         return torch.cat([self.prompt_ids, self.response_ids])
 
     def packed(self, vocab_size: int) -> Entry:
-        """As it is kept: `bytes_per_token` each."""
+        """The form on disk: `bytes_per_token` each."""
         return {
             "prompt_ids": self.prompt_ids.to(torch.int32),
             "response_ids": self.response_ids.to(torch.int32),
@@ -169,7 +170,7 @@ class Store:
             }
 
     def rows(self, name: str, column: str) -> int:
-        """How many rows an entry has there."""
+        """The number of rows of an entry."""
         path, number = self._places[name]
         ends = self._ends[path][column]
         return int(ends[number + 1] - ends[number])
@@ -180,7 +181,7 @@ class Store:
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def made_by(self, names: Sequence[str]) -> dict[str, int]:
-        """How many of these entries each engine made."""
+        """The number of these entries by the engine that made them."""
         return dict(Counter(self._by[self._places[name][0]] for name in names))
 
     def bytes_on_disk(self) -> int:
@@ -223,7 +224,7 @@ class Answers(Sequence[CachedAnswer]):
 
 
 def _sha256(about: str, tensors: Mapping[str, Tensor]) -> str:
-    """Of all that a shard holds, the tensors' order aside."""
+    """The sha256 of a shard's content, whatever the tensors' order."""
     digest = hashlib.sha256(about.encode())
     for name in sorted(tensors):
         digest.update(name.encode())
@@ -233,7 +234,7 @@ def _sha256(about: str, tensors: Mapping[str, Tensor]) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """A shard, memory-mapped. Raises CacheError for one that is cut or gone."""
+    """A shard, memory-mapped. Raises CacheError for a shard that is truncated or removed."""
     try:
         with safe_open(path, "pt") as file:
             yield file
