@@ -21,10 +21,10 @@ from align.files import atomic_folder, write_json
 from align.machine import from_first
 from align.sources import load_tokenizer, read_json
 from align.vocabulary import Vocabulary
-from distill.near_duplicates import NearDuplicates, Overlap, drop_overlap
 from distill.recipe import Recipe
 from eval.decoding.build import longest_context
 from eval.measuring.intervals import FEWEST_CLUSTERS
+from eval.near_duplicates import NearDuplicates, Overlap, drop_overlap
 from eval.prompts import (
     Lengths,
     Prompt,

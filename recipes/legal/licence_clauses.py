@@ -12,7 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from align.sources import resolve_folder_in_wheel
-from distill.near_duplicates import NEAR_DUPLICATE, NearDuplicates
+from eval.near_duplicates import NEAR_DUPLICATE, NearDuplicates
 from eval.prompts import Prompt
 
 LICENCE_FOLDER = "pypi:licensedcode-data==32.1.0/licensedcode/data/licenses/"

@@ -12,13 +12,6 @@ import pytest
 from align.sources import SourceError, load_tokenizer
 from align.vocabulary import read_vocabulary
 from distill.dry_run import print_example
-from distill.near_duplicates import (
-    CONTAINED,
-    NEAR_DUPLICATE,
-    NearDuplicates,
-    drop_overlap,
-    shingles,
-)
 from distill.prompt_sets import (
     LICENCES,
     STDLIB,
@@ -27,6 +20,13 @@ from distill.prompt_sets import (
     hold_out,
     keep_prompts,
     training_prompts,
+)
+from eval.near_duplicates import (
+    CONTAINED,
+    NEAR_DUPLICATE,
+    NearDuplicates,
+    drop_overlap,
+    shingles,
 )
 from eval.prompts import Prompt, PromptError, split_task
 from recipes.code.stdlib_functions import stdlib_prompts

@@ -3,9 +3,9 @@
 import pytest
 
 from align.sources import resolve_folder_in_wheel
-from distill.near_duplicates import NEAR_DUPLICATE, shingles
 from distill.prompt_sets import evaluation_prompts, training_prompts
 from distill.recipe import load_recipe
+from eval.near_duplicates import NEAR_DUPLICATE, shingles
 from recipes.legal import licence_clauses as legal
 from tests.distill.test_prompt_sets import leaks
 
