@@ -269,8 +269,10 @@ def test_a_killed_holder_frees_its_lock(tmp_path):
             os.kill(os.getpid(), signal.SIGKILL)
     """
     killed(script, tmp_path / "entry")
+    entered = []
     with locked(tmp_path / "entry"):
-        pass
+        entered.append("after the kill")
+    assert entered
 
 
 def test_waiting_for_a_lock_is_said(tmp_path, capsys):

@@ -284,8 +284,8 @@ def test_an_ill_formed_tokenizer(checkpoint):
 def test_what_needs_no_weights_is_read_without(checkpoint):
     pickled(checkpoint)
     quantised(checkpoint)
-    load_tokenizer(str(checkpoint))
-    load_config(str(checkpoint))  # behind a server it is only told apart by its files
+    assert len(load_tokenizer(str(checkpoint))) > 0
+    assert load_config(str(checkpoint)).quantization_config  # a server may run it quantised
 
 
 def test_what_is_not_refused(checkpoint):
