@@ -334,7 +334,7 @@ def test_without_a_corpus_coverage_is_weighted_by_english_text(pair):
         ("corpus.txt", b""),
         ("corpus.txt", b"\xff\xfe"),
         ("corpus.txt.gz", b"plain"),
-        ("corpus.txt.gz", gzip.compress(b"a")[:-9]),
+        ("corpus.txt.gz", gzip.compress(b"a", mtime=0)[:-9]),
         ("prompts.jsonl", b'{"prompt": "a"}\n{'),
         ("prompts.jsonl", b"[1]"),
         ("prompts.jsonl", b'{"messages": [{}]}'),
