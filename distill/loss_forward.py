@@ -47,14 +47,11 @@ def give_loss_forward(model: PreTrainedModel, kind: DraftKind, divergence: Diver
             weight = weight.full_tensor(grad_placements=[Partial("avg")] * weight.device_mesh.ndim)
         if temperature is not None:
             return _acceptance(kind, model, weight, batch, temperature)
-        losses, agreements = [], []
+        losses = []
         for states, entries, share in kind.head_inputs(model, batch):
             cached = batch.top_ids[entries], batch.top_logprobs[entries]
-            loss, agreed = head_loss(states, weight, *cached, divergence)
-            losses.append(share * loss)
-            # scaled to all positions, for kinds that train some only
-            agreements.append(agreed * len(batch.positions) / max(len(states), 1))
-        return ModelOutput(loss=torch.stack(losses).sum(), agreed=agreements[0])
+            losses.append(share * head_loss(states, weight, *cached, divergence))
+        return ModelOutput(loss=torch.stack(losses).sum())
 
     model.forward = forward
 

@@ -67,7 +67,7 @@ LOSSES: dict[str, Divergence] = {
 
 def coarse_loss(
     logits: Tensor, cached_ids: Tensor, cached_logprobs: Tensor, divergence: Divergence
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The loss of each position [N], p and q both merged into K buckets.
 
     logits: the draft's [N, V]. cached_ids: the target's most likely tokens as rows of the draft's
@@ -81,13 +81,12 @@ def coarse_loss(
     vocabulary, and tight when the cached tokens hold nearly all mass: alpha over the vocabulary is
     below the alpha of the buckets by min(p_rest, q_rest) at most.
 
-    Returns the values, whether argmax q is the target's most likely token that the draft has
-    [N, bool], and the gradient of each value in its logits [N, V], in closed form: with
+    Returns the values, and the gradient of each in its logits [N, V], in closed form: with
     g = q dL/dq of a bucket and G their sum, g - q G on a cached token, q (g_rest / q_rest - G) on
     any other. Positions whose cached tokens all lack a row have nothing but the rest: loss and
     gradient are 0.
     """
-    top, best = logits.max(-1, keepdim=True)
+    top = logits.amax(-1, keepdim=True)
     shifted = logits.to(torch.float32, copy=True)  # converted first: mixed dtypes subtract slowly
     shifted -= top.float()
     has_row = cached_ids >= 0
@@ -113,13 +112,11 @@ def coarse_loss(
     value, pull = divergence(p, buckets, logs)
     value = value.masked_fill(~teaches, 0)
     pull = pull.masked_fill(~teaches[:, None], 0)
-    column = cached_logprobs.float().masked_fill(~has_row, float("-inf")).argmax(-1, keepdim=True)
-    agreed = (best == ids.gather(1, column))[:, 0] & has_row.any(-1)
 
     on_rest = pull[:, -1:] / q_rest
     gradient = q.mul_(on_rest - pull.sum(-1, keepdim=True))
     gradient.scatter_add_(1, ids, (pull[:, :-1] - q_cached * on_rest).masked_fill_(~has_row, 0))
-    return value, agreed, gradient
+    return value, gradient
 
 
 def acceptance(
@@ -192,7 +189,7 @@ class _HeadLoss(torch.autograd.Function):
         cached_ids: Tensor,
         cached_logprobs: Tensor,
         divergence: Divergence,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         device = hidden.device.type
         dtype = hidden.dtype
         if torch.is_autocast_enabled(device):
@@ -201,28 +198,25 @@ class _HeadLoss(torch.autograd.Function):
         hidden_gradient = torch.zeros_like(hidden) if hidden_needs else None
         weight_gradient = torch.zeros_like(weight) if weight_needs else None
         total = torch.zeros((), device=hidden.device)
-        agreed = torch.zeros((), dtype=torch.long, device=hidden.device)
         with torch.autocast(device, enabled=False):
             head = weight.to(dtype)
             for at in range(0, len(hidden), CHUNK):
                 part = slice(at, at + CHUNK)
                 ids, states = cached_ids[part], hidden[part].to(dtype)
-                loss, same, gradient = coarse_loss(
+                loss, gradient = coarse_loss(
                     head_logits(states, head), ids, cached_logprobs[part], divergence
                 )
                 total += loss.sum()
-                agreed += same.sum()
                 states, gradient = rounded(states), rounded(gradient.to(dtype))
                 if hidden_gradient is not None:
                     hidden_gradient[part] = (gradient @ head)[: len(ids)]
                 if weight_gradient is not None:
                     weight_gradient += gradient.T @ states
         ctx.save_for_backward(hidden_gradient, weight_gradient)
-        ctx.mark_non_differentiable(agreed)
-        return total, agreed
+        return total
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         gradients = (part if part is None else part * scale for part in ctx.saved_tensors)
         return (*gradients, None, None, None)
 
@@ -233,10 +227,11 @@ def head_loss(
     cached_ids: Tensor,
     cached_logprobs: Tensor,
     divergence: Divergence = forward_kl,
-) -> tuple[Tensor, Tensor]:
-    """The summed `coarse_loss` of the logits `hidden @ weight.T`, and how many agreed.
+) -> Tensor:
+    """The summed `coarse_loss` of the logits `hidden @ weight.T`.
 
     hidden: what the head reads at response positions [N, H]. weight: the head [V, H]. The products
     run in autocast's dtype where that is on. Differentiable once, in hidden and weight.
     """
-    return _HeadLoss.apply(hidden, weight, cached_ids, cached_logprobs, divergence)
+    total: Tensor = _HeadLoss.apply(hidden, weight, cached_ids, cached_logprobs, divergence)
+    return total

@@ -7,9 +7,9 @@ file of your own is given by its path. Every key can be overridden: `--learning_
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
-import enum
 import functools
 import io
 import re
@@ -30,55 +30,6 @@ from eval.prompts import LongPrompts
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
-# Fields of TrainingArguments that a recipe may not set, by the reason.
-_FIXED = {
-    "every row brings its own cached distributions, in columns that must reach the loss": (
-        "remove_unused_columns label_names length_column_name"
-    ),
-    "the key loss names one of distill/losses.py": (
-        "label_smoothing_factor use_liger_kernel liger_kernel_config"
-    ),
-    "target and draft are loaded by this run": "use_cache",
-    "held_out_prompts are measured during training, eval_prompts after it": (
-        "do_train do_eval do_predict eval_strategy eval_steps eval_delay eval_on_start "
-        "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object "
-        "per_device_eval_batch_size bf16_full_eval fp16_full_eval prediction_loss_only "
-        "batch_eval_metrics include_for_metrics load_best_model_at_end metric_for_best_model "
-        "greater_is_better"
-    ),
-    "a draft is published with `python -m distill.publish`": (
-        "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push "
-        "hub_revision"
-    ),
-    "an interrupted run goes on from whole checkpoints only": (
-        "save_only_model enable_jit_checkpoint ignore_data_skip"
-    ),
-    "the key activation_checkpointing sets it": (
-        "gradient_checkpointing gradient_checkpointing_kwargs"
-    ),
-    "what is sharded is sharded by FSDP2 (recipes/accelerate/fsdp2.yaml)": "deepspeed",
-    "the launcher sets it": "local_rank",
-}
-FIXED = {key: reason for reason, keys in _FIXED.items() for key in keys.split()}
-
-# Well-known names of other programs whose spelling is not near the key's.
-OTHER_NAMES = {
-    "model": "target",
-    "teacher": "target",
-    "student": "draft",
-    "assistant": "draft",
-    "method": "drafter",
-    "dataset": "train_prompts",
-    "num_speculative_tokens": "gamma",
-    "max_seq_length": "max_prompt_length",
-    "lr": "learning_rate",
-    "batch_size": "per_device_train_batch_size",
-    "epochs": "num_train_epochs",
-    "warmup_ratio": "warmup_steps",
-    "lora": "use_peft",
-    "logprobs": "cache_top_k",
-}
-
 
 class RecipeError(ValueError):
     """A recipe that cannot be used: which key or file, why, and what to do."""
@@ -92,6 +43,8 @@ Count = Annotated[int, Field(ge=1)]
 AtLeastNone = Annotated[int, Field(ge=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
+UpToOne = Annotated[float, Field(gt=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _key(text: str, default: Any = dataclasses.MISSING) -> Any:
@@ -138,16 +91,16 @@ class Recipe:
     loss: LossName | Literal["auto"] = _key("distill/losses.py; auto goes by temperature", "auto")
     held_out_prompts: AtLeastNone = _key("prompts to measure on while training; at most a 20th", 32)
     early_stopping_patience: Count | None = _key("such measurements without a best; null: never", 5)
-    teacher_temperature: Positive = _key("the draft learns p ** (1 / this); at most 1", 1.0)
+    teacher_temperature: UpToOne = _key("the draft learns p ** (1 / this); at most 1", 1.0)
     activation_checkpointing: bool = _key("recompute activations: slower, far less memory", False)
     use_peft: bool = _key("LoRA instead of full fine-tuning", False)
     lora_r: Count = _key("rank of the adapters", 64)
     lora_alpha: Count = _key("the adapters are scaled by lora_alpha / lora_r", 128)
-    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = _key("dropout on the adapters", 0.0)
+    lora_dropout: BelowOne = _key("dropout on the adapters", 0.0)
     lora_target_modules: Text = _key("all linear layers but the head, or comma list", "all-linear")
     temperature: NotNegative = _key("deployed temperature; 0 is greedy", 0.0)
     top_k: Count | None = _key("deployed top-k; null keeps every token", None)
-    top_p: Annotated[float, Field(gt=0, le=1)] = _key("deployed top-p; 1 keeps every token", 1.0)
+    top_p: UpToOne = _key("deployed top-p; 1 keeps every token", 1.0)
     max_new_tokens: Count = _key("longest response in the evaluation, in tokens", 128)
     gamma: Count | None = _key("draft length; null: chosen on prompts that are not evaluated", None)
     max_gamma: Count = _key("longest draft length tried", 6)
@@ -195,15 +148,22 @@ class Recipe:
 OWN = {f.name: f for f in dataclasses.fields(Recipe) if f.name != "training"}
 _REQUIRED = [key for key, f in OWN.items() if f.default is dataclasses.MISSING]
 
-# Ranges of fields that TrainingArguments itself does not check.
-_RANGES: list[tuple[str, Any]] = [
-    ("per_device_train_batch_size gradient_accumulation_steps", Field(ge=1)),
-    ("save_total_limit", Field(ge=2)),  # the latest may be cut short by a kill
-    ("learning_rate warmup_steps weight_decay max_grad_norm", Field(ge=0)),
-    ("seed data_seed dataloader_num_workers", Field(ge=0)),
-    ("num_train_epochs logging_steps save_steps adam_epsilon", Field(gt=0)),
-    ("adam_beta1 adam_beta2", Field(ge=0, lt=1)),
+# The fields of transformers.TrainingArguments that are keys, too. The run decides all others.
+_TRAINING: list[tuple[Any, str]] = [
+    (Count, "per_device_train_batch_size gradient_accumulation_steps ddp_timeout"),
+    (Literal[-1] | AtLeastNone, "max_steps"),  # 0: the base draft is kept
+    (AtLeastNone, "seed data_seed dataloader_num_workers"),
+    (NotNegative, "learning_rate warmup_steps weight_decay max_grad_norm"),
+    (Positive, "num_train_epochs logging_steps save_steps adam_epsilon"),
+    (BelowOne, "adam_beta1 adam_beta2"),
+    (Annotated[int, Field(ge=2)], "save_total_limit"),  # the latest may be cut short by a kill
+    (bool, "use_cpu bf16 fp16 tf32 disable_tqdm logging_first_step"),
+    (Text, "lr_scheduler_type optim optim_args logging_strategy save_strategy"),
+    (Text, "resume_from_checkpoint run_name project trackio_space_id"),
+    (dict[str, Any], "lr_scheduler_kwargs"),
+    (Text | list[str], "report_to"),
 ]
+TRAINING = {key: kind for kind, keys in _TRAINING for key in keys.split()}
 
 
 def recipe_files() -> dict[str, Path]:
@@ -231,11 +191,7 @@ def find_recipe(name: str) -> Path:
 
 def load_recipe(argv: list[str]) -> Recipe:
     """The checked recipe of `--recipe NAME-or-PATH [--key value …]`. Raises RecipeError."""
-    overrides = _parse_arguments(argv)
-    if "recipe" not in overrides:
-        raise RecipeError(
-            f"No recipe was given; add --recipe and one of {', '.join(recipe_files())}, or a path."
-        )
+    overrides = _arguments(argv)
     path = find_recipe(overrides.pop("recipe"))
     values = {"name": path.stem} | read_yaml(path)
     if "target" in overrides:  # the recipe's own id names another model
@@ -243,6 +199,33 @@ def load_recipe(argv: list[str]) -> Recipe:
     for key, text in overrides.items():
         values[key] = _from_command_line(key, text)
     return build_recipe(values)
+
+
+def _arguments(argv: list[str]) -> dict[str, str]:
+    """The texts that a command line gives to keys; exits as argparse does for its mistakes."""
+    parser = argparse.ArgumentParser(
+        prog="accelerate launch distill/train.py",
+        usage="%(prog)s --recipe NAME-or-PATH [--key value ...]",
+        epilog=f"Fields of transformers.TrainingArguments: {', '.join(TRAINING)}",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    recipes = f"a path, or one of {', '.join(recipe_files())}"
+    parser.add_argument("--recipe", required=True, metavar="NAME-or-PATH", help=recipes)
+    for key in [*OWN, *TRAINING]:
+        text = argparse.SUPPRESS
+        if key in OWN:
+            default = "required" if key in _REQUIRED else yaml_text(OWN[key].default)
+            text = f"({default})  {OWN[key].metadata['help']}"
+        # as for transformers: --use_peft
+        bare: dict[str, Any] = {"nargs": "?", "const": "true"} if _fits(key, True) else {}
+        parser.add_argument(f"--{key}", metavar="VALUE", help=text.replace("%", "%%"), **bare)
+    given, unknown = parser.parse_known_args(argv)
+    for word in unknown:
+        _type_of(word.removeprefix("--").partition("=")[0])
+    if unknown:
+        parser.error(f"{unknown[0]!r} is not a key; write --key value")
+    return vars(given)
 
 
 def build_recipe(values: dict[str, Any]) -> Recipe:
@@ -269,16 +252,6 @@ def build_recipe(values: dict[str, Any]) -> Recipe:
 def dump(recipe: Recipe, **decided: Any) -> str:
     """The resolved recipe as YAML, itself a recipe. decided: values in place of its own."""
     return yaml_text(recipe.values() | decided) + "\n"
-
-
-def help_text() -> str:
-    """Every key of ours with its default and help."""
-    lines = ["accelerate launch distill/train.py --recipe NAME-or-PATH [--key value …]", ""]
-    for key, own in OWN.items():
-        default = "required" if key in _REQUIRED else yaml_text(own.default)
-        lines.append(f"  --{key} ({default})  {own.metadata['help']}")
-    lines += ["", "and most fields of transformers.TrainingArguments (learning_rate, seed …)."]
-    return "\n".join([*lines, f"Recipes: {', '.join(recipe_files())}"])
 
 
 def _yaml() -> YAML:
@@ -308,25 +281,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def _parse_arguments(argv: list[str]) -> dict[str, str]:
-    overrides: dict[str, str] = {}
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        key, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or not key:
-            raise RecipeError(f"{word!r} is not a key; write --key value.")
-        if not equals:
-            if words and not words[0].startswith("--"):
-                value = words.pop(0)
-            elif key != "recipe" and _fits(key, True):  # as for transformers: --use_peft
-                value = "true"
-            else:
-                raise RecipeError(f"--{key} has no value; write --{key} VALUE.")
-        overrides[key] = value
-    return overrides
-
-
 def _from_command_line(key: str, text: str) -> Any:
     """The text as YAML reads it, or as it is where the key wants text: `--name 7`."""
     try:
@@ -347,37 +301,16 @@ def _fits(key: str, value: Any) -> bool:
 @functools.cache
 def _types() -> dict[str, TypeAdapter[Any]]:
     """Key -> its type, to be matched strictly: neither `true` nor `16.5` is a whole number."""
-    from transformers import TrainingArguments  # takes seconds
-
-    hints = typing.get_type_hints(TrainingArguments)
-    kinds: dict[str, Any] = {
-        f.name: _of_members(hints[f.name])
-        for f in dataclasses.fields(TrainingArguments)
-        if f.init and f.name not in FIXED
-    }
-    kinds |= {"max_steps": Literal[-1] | Annotated[int, Field(ge=0)]}  # 0: kept as prepared
-    for keys, limits in _RANGES:
-        kinds |= {key: Annotated[kinds[key], limits] for key in keys.split()}
     hints = typing.get_type_hints(Recipe, include_extras=True)
-    kinds |= {key: hints[key] for key in OWN}
-    strict = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
-    return {key: TypeAdapter(kind, config=strict) for key, kind in kinds.items()}
-
-
-def _of_members(kind: Any) -> Any:
-    """`SchedulerType | str` as transformers means it: the value of a member."""
-    options = typing.get_args(kind)
-    enums = [o for o in options if isinstance(o, type) and issubclass(o, enum.Enum)]
-    return Literal[tuple(member.value for e in enums for member in e)] if enums else kind
+    strict = ConfigDict(strict=True, allow_inf_nan=False)
+    keys = TRAINING | {key: hints[key] for key in OWN}
+    return {key: TypeAdapter(kind, config=strict) for key, kind in keys.items()}
 
 
 def _type_of(key: str) -> TypeAdapter[Any]:
-    if key in FIXED:
-        raise RecipeError(f"{key} cannot be set: {FIXED[key]}. Remove it.")
     if key not in _types():
-        names = OTHER_NAMES | {ours: ours for ours in _types()}
-        near = difflib.get_close_matches(key.replace("-", "_"), names, n=1)
-        hint = f"Did you mean {names[near[0]]!r}?" if near else "docs/recipes.md lists all keys."
+        near = difflib.get_close_matches(key.replace("-", "_"), _types(), n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else "docs/recipes.md lists all keys."
         raise RecipeError(f"Unknown key {key!r}. {hint}")
     return _types()[key]
 
@@ -413,12 +346,7 @@ def _check_together(recipe: Recipe) -> None:
 
 def _contradictions(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
     """Whether these keys contradict each other, the keys, reason and remedy."""
-    training, kind, served = recipe.training, recipe.kind, recipe.answers == "server"
-    yield (
-        recipe.teacher_temperature > 1,
-        "teacher_temperature",
-        "above 1 most of p would move to tokens that were not cached; set it to 1 at most",
-    )
+    kind, served = recipe.kind, recipe.answers == "server"
     yield (
         recipe.answers_per_prompt > 1 and recipe.answer_temperature == 0,
         "answers_per_prompt answer_temperature",
@@ -434,41 +362,23 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
         "temperature top_k top_p",
         "greedy decoding knows no top-k and top-p; set temperature, or leave them out",
     )
-    yield (
-        recipe.device_map is not None and bool(training.get("use_cpu", False)),
-        "device_map use_cpu",
-        "device_map spreads the target over GPUs; leave one of the two out",
-    )
     truncated = recipe.long_prompts == "truncate_left"
-    yield (
-        truncated and recipe.max_prompt_length is None,
-        "long_prompts max_prompt_length",
-        "say how many tokens are kept",
-    )
     yield (
         truncated and recipe.speculative_url is not None,
         "long_prompts speculative_url",
         "the servers render whole prompts; set long_prompts to drop",
     )
     yield (
-        "target" not in kind.starts_from and recipe.draft is None,
+        ("target" if recipe.sibling is None else "sibling") not in kind.starts_from,
         "drafter draft",
-        "it is not made from the target; name the draft, or set drafter to pruned",
+        f"such a drafter starts from a {' or a '.join(kind.starts_from)}; name a sibling with "
+        "draft, or leave draft out to start from the target",
     )
     yield (
-        "sibling" not in kind.starts_from and recipe.sibling is not None,
-        "drafter draft",
-        "such a drafter is made from the target itself; remove one of the two",
-    )
-    yield (
-        recipe.use_peft and not kind.language_model,
-        "use_peft drafter",
-        "adapters of a low rank do not train new weights; set use_peft to false",
-    )
-    yield (
-        recipe.strategy not in ("auto", "direct") and not kind.language_model,
-        "strategy drafter",
-        "such a drafter uses the target's own ids; set strategy to auto",
+        not kind.language_model and (recipe.use_peft or recipe.strategy not in ("auto", "direct")),
+        "drafter use_peft strategy",
+        "such a drafter has new weights and the target's own ids; set use_peft to false and "
+        "strategy to auto",
     )
     yield (
         # the head's adapter would be merged into the embedding too, with no more than a warning
@@ -477,30 +387,16 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
         "adapters on a head tied to the embeddings merge wrongly; name other layers, or all-linear",
     )
     yield (
-        recipe.use_peft and training.get("max_steps") == 0,
-        "max_steps use_peft",
-        "without a step there would be no adapter; leave max_steps out, or set use_peft to false",
-    )
-    yield (
         recipe.answers in ("vllm", "server") and recipe.train_on_prompts,
         "train_on_prompts answers",
         "a server gives distributions of responses only; set train_on_prompts to false",
     )
-    for key in ("answer_url", "answer_model", "speculative_url"):
-        yield (
-            not served and getattr(recipe, key) is not None,
-            f"{key} answers",
-            f"no server of yours is asked; set answers to server, or remove {key}",
-        )
+    urls = [recipe.answer_url, recipe.answer_model, recipe.speculative_url]
     yield (
-        served and recipe.answer_url is None,
-        "answers answer_url",
-        "give the address of the server that serves the target, as http://HOST:PORT",
-    )
-    yield (
-        served and recipe.device_map is not None,
-        "device_map answers",
-        "no target is loaded here then; leave one of the two out",
+        recipe.answer_url is None if served else any(urls),
+        "answers answer_url answer_model speculative_url",
+        "answers: server needs answer_url, http://HOST:PORT, and nothing else takes a server of "
+        "yours; set both, or remove these keys",
     )
     yield (
         served and recipe.sibling is None,

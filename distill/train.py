@@ -28,7 +28,7 @@ from distill.export import export_draft
 from distill.models import Pair, TargetOfRun, check_models, layers_read, of_published
 from distill.prepare import prepare_draft, print_coverage
 from distill.prompt_sets import Prompts, collect_prompts
-from distill.recipe import Recipe, help_text, load_recipe
+from distill.recipe import Recipe, load_recipe
 from distill.run_folder import claim_folder, delete_training_state, refuse_another_run
 from distill.teacher.answers import (
     USED,
@@ -180,9 +180,6 @@ def measure(recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun, c
 
 
 def main(argv: list[str]) -> int:
-    if "--help" in argv or "-h" in argv:
-        print(help_text())
-        return 0
     # Two harmless warnings of peft are hidden: transformers has renamed an attribute, and the
     # embedding of a transplanted draft is saved with its adapters, as it must be.
     for message in ("`is_gradient_checkpointing` is deprecated", "Setting `save_embedding_layers`"):

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate import DistributedType, PartialState
 from accelerate.utils import parse_flag_from_env
 from datasets import Dataset
@@ -92,24 +91,9 @@ def cpu_attention(config: PreTrainedConfig, rows: int, width: int) -> str:
 class _Progress(ProgressCallback):
     """The bar of steps, with the latest loss beside it in place of a line for every log."""
 
-    def __init__(self, loss: LossName) -> None:
-        super().__init__()
-        self.loss = loss
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        super().on_train_begin(*args, **kwargs)
-        if self.training_bar is not None:
-            self.training_bar.set_description("distil")
-
-    def on_prediction_step(self, *_: Any, **__: Any) -> None:
-        """No bar of its own: held-out prompts are few."""
-
     def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
-        if self.training_bar is not None and "learning_rate" in logs:  # not the final totals
-            self.training_bar.set_postfix_str(
-                f"{self.loss} {logs[self.loss]:.3f}, "
-                f"greedy agreement {logs['greedy_agreement']:.2f}"
-            )
+        if self.training_bar is not None and "loss" in logs:  # not the final totals
+            self.training_bar.set_postfix(loss=f"{logs['loss']:.3f}")
 
 
 class SameOrder(LengthGroupedSampler):
@@ -156,17 +140,16 @@ class DraftTrainer(SFTTrainer):
         known from the cache, and 1 is taken. teacher_temperature: below 1 it sharpens p.
         """
         self.teacher_temperature = teacher_temperature
-        self.loss_name, self.temperature = loss, min(temperature, 1.0)
+        self.temperature = min(temperature, 1.0)
         self.fitted_weights = kind.fitted_weights
         self.clock = clock
-        self.sums = torch.zeros(3)  # since the last log, here: divergence, agreements, tokens
         super().__init__(*args, **kwargs)
         # Trainer looks before our forward is attached; it would take the mean of the means of small
         # batches, where short answers weigh more
         self.model_accepts_loss_kwargs = True
         self.remove_callback(PrinterCallback)
         if self.pop_callback(ProgressCallback):
-            self.add_callback(_Progress(loss))
+            self.add_callback(_Progress())
         model: Any = self.model
         # where its weights go in the end when they are sharded
         self.whole = hollow_copy(model) if self.is_fsdp_enabled else None
@@ -230,13 +213,10 @@ class DraftTrainer(SFTTrainer):
                 f"{index.tolist()} of the cache; training stopped before the weights took "
                 "it. Lower learning_rate, or look at those answers; the last checkpoint is whole."
             )
-        sums = torch.stack([outputs.loss.detach(), outputs.agreed.float()])
-        self.sums = self.sums.to(sums.device) + F.pad(sums, (0, 1), value=tokens)
         count = tokens if num_items_in_batch is None else num_items_in_batch
         loss = outputs.loss / count
-        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
-            loss = loss * self.accelerator.num_processes
-        return loss
+        # counted over all processes, whose gradients are averaged
+        return loss if num_items_in_batch is None else loss * self.accelerator.num_processes
 
     def prediction_step(
         self,
@@ -256,19 +236,9 @@ class DraftTrainer(SFTTrainer):
         chances[:, inputs["positions"]] = torch.stack(parts).float()
         return None, tuple(chances.view(-1, *ids.shape)), inputs["labels"]
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        draft: Any = self.model
-        if draft.training:  # an evaluation has metrics of its own
-            total, agreed, tokens = self.accelerator.reduce(self.sums, "sum").tolist()
-            if tokens:
-                self._metrics["train"][self.loss_name].append(total / tokens)
-                self._metrics["train"]["greedy_agreement"].append(agreed / tokens)
-            self.sums = torch.zeros_like(self.sums)
-        super().log(logs, start_time)
-
     def create_accelerator_and_postprocess(self) -> None:
         state = PartialState()
-        sharded = self.args.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP")
+        sharded = parse_flag_from_env("ACCELERATE_USE_FSDP")
         if sharded and state.distributed_type == DistributedType.MULTI_CPU:
             # accelerate shards over accelerators only: over a CPU's processes it would train with
             # DDP and not say so; nothing else depends on this name
@@ -285,9 +255,7 @@ class DraftTrainer(SFTTrainer):
                 policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
                 plugin.mixed_precision_policy = policy
 
-    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Any:
-        if self.args.train_sampling_strategy != "group_by_length":
-            return super()._get_train_sampler(train_dataset)
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> SameOrder:
         rows: Any = self.train_dataset
         lengths = rows[self.args.length_column_name][:]  # a list, faster than one by one
         batch = self.get_total_train_batch_size(self.args)
@@ -303,8 +271,7 @@ class DraftTrainer(SFTTrainer):
         if ended and self.args.resume_from_checkpoint is None:
             self.control.should_training_stop = True  # it had ended: no step more is taken
             return
-        if self.args.train_sampling_strategy == "group_by_length":
-            self.order.epoch = epoch  # accelerate does not reach it behind the batches it skips
+        self.order.epoch = epoch  # accelerate does not reach it behind the batches it skips
         super()._run_epoch(model, epoch, *args, **kwargs)
 
     @property
@@ -353,11 +320,6 @@ def last_checkpoint(folder: Path) -> Path | None:
     return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
-def process_timeout(recipe: Recipe) -> float:
-    """Seconds that processes wait for one another: `ddp_timeout`, or the longest stage."""
-    return float(recipe.training.get("ddp_timeout", WAIT))
-
-
 def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
     """The recipe's SFTConfig. Raises RecipeError for values that transformers refuses.
 
@@ -365,7 +327,6 @@ def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
     are kept.
     """
     values: dict[str, Any] = {
-        "train_sampling_strategy": "group_by_length",
         "report_to": "none",
         "ddp_timeout": WAIT,
         "save_total_limit": 2,

@@ -43,7 +43,7 @@ def test_each_head_learns_the_token_of_its_own_place(monkeypatch):
     top_ids = torch.stack([torch.randperm(rows)[:3] for _ in POSITIONS])
     logprobs = torch.tensor([[0.5, 0.3, 0.1]]).log().repeat(len(POSITIONS), 1)
     states = torch.randn(2, WIDTH, 1, SIZE)
-    total, agreed, first = 0.0, 0, 0
+    total = 0.0
     for entry, place in enumerate(POSITIONS.tolist()):
         row, at = divmod(place, WIDTH)
         for d in range(1, int(DEPTHS[entry]) + 1):
@@ -52,12 +52,11 @@ def test_each_head_learns_the_token_of_its_own_place(monkeypatch):
             # the newest token is at + 1, what head d drafts is at + 1 + d
             x = model.blocks[d - 1](states[row, at, 0])
             goal = [entry + d]
-            loss, same = head_loss(
-                x[None].detach(), model.lm_head.weight.detach(), top_ids[goal], logprobs[goal]
+            total += float(
+                head_loss(
+                    x[None].detach(), model.lm_head.weight.detach(), top_ids[goal], logprobs[goal]
+                )
             )
-            total += float(loss)
-            if d == 1:
-                agreed, first = agreed + int(same), first + 1
     monkeypatch.setattr(medusa, "drawn_depths", lambda *_: DEPTHS)
     give_loss_forward(model, medusa.KIND, forward_kl)
     output = model(
@@ -69,7 +68,6 @@ def test_each_head_learns_the_token_of_its_own_place(monkeypatch):
     )
     # a sum over what was drawn, over what is drawn in the mean: the losses of two halves add up
     assert float(output.loss.detach()) == pytest.approx(total / (1 + 1 / 2 + 1 / 4), rel=1e-4)
-    assert float(output.agreed) == pytest.approx(agreed * len(POSITIONS) / first)
     output.loss.backward()
     assert all(block.layers[0].weight.grad.abs().sum() > 0 for block in model.blocks)
 
