@@ -16,22 +16,16 @@ from align.files import atomic_file
 from align.sources import abridged, read_json, resolve_file
 from distill.drafters.kind import kinds
 from distill.recipe import read_yaml
-from eval.decoding.drafters.lookup import LOOKUP_FIRST
 from eval.decoding.target import weights_sha256
 from eval.engines.local_vllm import speculation
 from eval.engines.server import ServerError
 from eval.prompts import DATA_SET
-from eval.reporting.fields import DraftReport, Report
+from eval.reporting.fields import REFERENCE, DraftReport, Report
+from eval.reporting.verdict import label, measured_in
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
 USUAL_GAMMA = 3  # where no report knows one
-REFERENCE = "torch"  # the engine of our reference decoder in a report
-NAMES = {
-    "untuned": "base draft",
-    "lookup": "n-gram speculation",
-    "tuned": "distilled draft",
-    "tuned+lookup": "n-gram, then distilled draft",
-}
+DISTILLED = label("tuned")
 
 
 @dataclass(frozen=True)
@@ -61,7 +55,7 @@ def write_card(
 
     Raises ValueError for a recipe or a provenance that is missing or broken.
     """
-    recipe, check = read_yaml(run / "recipe.yaml"), read_json(run / "vocab_check.json")
+    recipe = read_yaml(run / "recipe.yaml")
     reports = sorted(reports, key=lambda report: report.engine == REFERENCE)
     asked, weights = reports[0].prompts, draft_weights(run)
     spec, hub_id = str(recipe["target"]), recipe.get("target_hub_id")
@@ -73,8 +67,7 @@ def write_card(
     base_model = str(started or hub_id or spec)
     gamma = served_gamma(reports, weights)
     try:
-        own_ids = check["used"] == "intersection"
-        drafting = speculation(publication.name, gamma, run / "draft", own_ids)
+        drafting = speculation(publication.name, gamma, run / "draft")
         vllm = shlex.join(["vllm", "serve", target, *drafting])
     except ServerError as error:
         vllm = f"# vLLM does not start with it: {error}"
@@ -118,7 +111,7 @@ def write_card(
         ],
         limits=[line for report in reports for line in _limits(report, weights)],
         report=reports[0],
-        recipe_name=recipe.get("name") or "a recipe of its own",
+        recipe_name=recipe.get("name") or "run",
         provenance=read_json(run / "provenance.json"),
     )
     with atomic_file(folder / "README.md") as file:
@@ -131,7 +124,7 @@ def served_gamma(reports: Sequence[Report], weights: set[str]) -> int:
         (report.engine == "vllm", draft.speedup.mean, draft.gamma)
         for report in reports
         for name, draft in report.drafts.items()
-        if _shown_name(name, draft, weights) == NAMES["tuned"] and draft.gamma
+        if _shown_name(name, draft, weights) == DISTILLED and draft.gamma
     ]
     return max(found)[-1] if found else USUAL_GAMMA
 
@@ -140,16 +133,9 @@ def served_gamma(reports: Sequence[Report], weights: set[str]) -> int:
 
 
 def _shown_name(name: str, draft: DraftReport, weights: set[str]) -> str:
-    if draft.sha256 in weights and not draft.path.startswith(LOOKUP_FIRST):
-        return NAMES["tuned"]
-    return NAMES.get(name.removesuffix(f", gamma {draft.gamma}"), name)
-
-
-def _measured_in(report: Report) -> str:
-    if report.engine == REFERENCE:
-        return "our reference decoder"
-    version = report.provenance.get(report.engine)
-    return f"{report.engine} {version}" if version else report.engine
+    """What a reader calls the draft; the draft length has a column of its own."""
+    published = draft.sha256 in weights and draft.serves_alone
+    return DISTILLED if published else label(name.partition(", gamma ")[0])
 
 
 def _rows(report: Report, weights: set[str]) -> Iterator[list[str]]:
@@ -157,7 +143,7 @@ def _rows(report: Report, weights: set[str]) -> Iterator[list[str]]:
     for name, draft in report.drafts.items():
         length = draft.counters.mean_acceptance_length if draft.counters else draft.tau
         yield [
-            _measured_in(report),
+            measured_in(report),
             _shown_name(name, draft, weights),
             "not known" if draft.gamma is None else str(draft.gamma),
             f"{draft.speedup:.2f}",
@@ -168,16 +154,16 @@ def _rows(report: Report, weights: set[str]) -> Iterator[list[str]]:
 
 def _limits(report: Report, weights: set[str]) -> Iterator[str]:
     """Sentences: what was compared, the machine, and where no gain is shown."""
-    engine, decoding = _measured_in(report), report.decoding
+    engine, decoding = measured_in(report), report.decoding
     yield (
         f"Measured in {engine} on {report.device}, {report.dtype}, temperature "
         f"{decoding.temperature:g}, up to {decoding.max_new_tokens} new tokens, one request at a "
         "time. Measure it again on your machine."
     )
     for name, draft in report.drafts.items():
-        ours, check = _shown_name(name, draft, weights), draft.lossless
-        if ours != NAMES["tuned"]:
+        if _shown_name(name, draft, weights) != DISTILLED:
             continue
+        check = draft.lossless
         length = f" at draft length {draft.gamma}" if draft.gamma else ""
         counts = (
             f"{check.prompts} greedy outputs with and without the draft: {check.identical} exact "
@@ -196,7 +182,7 @@ def _limits(report: Report, weights: set[str]) -> Iterator[str]:
             and report.device.startswith("cpu")
             and check.identical == check.prompts
         ):
-            yield "Greedy output was token-identical in our reference decoder on a CPU."
+            yield "Greedy output was token-identical in the reference decoder on a CPU."
 
 
 # --- Names that tell others nothing about the machine they were made on

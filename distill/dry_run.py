@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 from align.machine import machine_lines
 from align.sources import load_config, load_tokenizer, weights_at_hand
 from distill.drafters.pruned import pruned_config
-from distill.models import Pair, TargetOfRun, check_models, check_prunable
+from distill.models import Pair, check_models, check_prunable, target_loader
 from distill.prepare import untrained_drafter
 from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe
@@ -63,7 +63,7 @@ def dry_run(recipe: Recipe) -> int:
 
 def print_gain(recipe: Recipe, pair: Pair, prompts: Prompts) -> int:
     """Print cost and gain of a draft of each depth, or the sibling; status as `dry_run`."""
-    target = TargetOfRun(recipe, pair, prompts).loaded
+    target = target_loader(recipe, prompts)()
     lengths = list(map(len, prompts.evaluation.ids))
     context = sum(lengths) // len(lengths) + recipe.max_new_tokens // 2
     variants = {recipe.kind_name: recipe}

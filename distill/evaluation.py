@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from align.files import write_json
 from align.machine import free_memory
@@ -11,7 +14,6 @@ from distill.card import USUAL_GAMMA, write_card
 from distill.clock import EVALUATED, TRAINED, Clock
 from distill.held_out import held_out_curve
 from distill.models import Pair
-from distill.prepare import lost_mass_of
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe
 from distill.run_folder import provenance
@@ -33,81 +35,24 @@ from eval.reporting.fields import Report
 from eval.reporting.files import write_report
 
 
-def evaluate(recipe: Recipe, pair: Pair, prompts: Prompts, target: Target, clock: Clock) -> Report:
-    """The report, written to `report/`, with `provenance.json` and the draft's model card."""
-    folder = recipe.folder
-    made_by = provenance(recipe, prompts, lost_mass_of(recipe), clock.seconds())
-    drafts = _drafts(recipe, pair, target)
-    free_memory()  # of their weights as they were read
-    seconds = None
-    if recipe.minutes is not None:
-        # a run that has a report already is measured anew, in its usual share of the time
-        again = (folder / "report" / "report.json").exists()
-        seconds = 60 * recipe.minutes * (EVALUATED - TRAINED) if again else clock.left(EVALUATED)
-    with Journal(folder / "report" / JOURNAL) as journal:
-        logs = measure(
-            target,
-            drafts,
-            prompts.evaluation,
-            prompts.tuning,
-            Decoding(recipe.sampling, target.stops, recipe.max_new_tokens, recipe.seed),
-            Plan(recipe.gamma, recipe.max_gamma, recipe.speed_prompts, seconds=seconds),
-            journal,
-            made_by,
-        )
-        curve = held_out_curve(folder, prompts.held_out)
-        report = build_report(*logs).model_copy(update={"held_out": curve})
-        write_report(folder / "report", report)
-        write_json(folder / "provenance.json", made_by)
-        write_card(folder / "draft", folder, [report])
-    return report
+def evaluate(
+    recipe: Recipe, pair: Pair, prompts: Prompts, load: Callable[[], Target], clock: Clock
+) -> Report | None:
+    """The report, written to `report/`, with `provenance.json` and the draft's model card.
 
-
-def _drafts(recipe: Recipe, pair: Pair, target: Target) -> dict[str, Drafter]:
-    """Untuned and tuned, prompt lookup alone and in front of the tuned draft.
-
-    Of a pruned target in the compact form, which is what our decoder runs.
-    """
-    tuned = load_drafter(str(recipe.folder / "draft"), target, pair.strategy)
-    untuned = load_drafter(recipe.draft or str(recipe.folder / "prepared"), target, pair.strategy)
-    untuned.full_form_bytes = tuned.full_form_bytes  # it has no full form on disk
-    drafts: dict[str, Drafter] = {"untuned": untuned, "lookup": prompt_lookup(target)}
-    if recipe.training.get("max_steps") == 0:  # base and distilled draft are the same
-        del drafts["untuned"]
-    return drafts | {"tuned": tuned, "tuned+lookup": lookup_first(tuned, target.stops)}
-
-
-def evaluate_served(recipe: Recipe, pair: Pair, prompts: Prompts, clock: Clock) -> Report | None:
-    """The report of `speculative_url` against `answer_url`, with provenance and model card.
-
-    None where no speculative server is named: then the draft is all there is, and how to serve it
-    is printed. Raises ServerError where one is named and cannot be measured, or not to the end;
-    what was measured by then is in the report.
+    load: gives the target. Where a server answers, the report is of `speculative_url` against
+    `answer_url`; without a speculative server there is none. Raises ServerError where one is named
+    and cannot be measured, or not to the end; what was measured by then is in the report.
     """
     folder = recipe.folder
-    made_by = provenance(recipe, prompts, lost_mass_of(recipe), clock.seconds())
+    made_by = provenance(recipe, prompts, clock.seconds())
+    if recipe.answers == "server":
+        report = _measured_served(recipe, prompts, made_by)
+    else:
+        report = _measured_here(recipe, pair, prompts, load(), clock, made_by)
     write_json(folder / "provenance.json", made_by)
-    served = read_json(folder / USED)["key"]["served model"]
-    advice = (
-        f"Serve the target with this draft where {folder / 'draft'} can be read:\n\n"
-        f"    {serving_command(recipe, pair, served)}\n\nand run the same command again"
-    )
-    if recipe.speculative_url is None:
-        print(f"\nThe draft is made, and not measured. {advice} with --speculative_url http://….")
+    if report is None:
         return None
-    assert recipe.answer_url is not None
-    try:
-        report = measure_servers(
-            {"tuned": VllmServer(recipe.speculative_url, model=served)},
-            VllmServer(recipe.answer_url, model=served),
-            prompts.evaluation.drawn(recipe.speed_prompts, recipe.seed),
-            Decoding(recipe.sampling, frozenset(), recipe.max_new_tokens, recipe.seed),
-            made_by,
-            target=recipe.target,
-            gamma=recipe.gamma,
-        )
-    except ServerError as error:
-        raise ServerError(f"{error}\nThe draft is made, and kept. {advice}.") from None
     report = report.model_copy(update={"held_out": held_out_curve(folder, prompts.held_out)})
     write_report(folder / "report", report)
     write_card(folder / "draft", folder, [report])
@@ -120,8 +65,76 @@ def evaluate_served(recipe: Recipe, pair: Pair, prompts: Prompts, clock: Clock) 
     return report
 
 
-def serving_command(recipe: Recipe, pair: Pair, served: str) -> str:
-    """The command that starts vLLM on the target with this run's draft, under its name."""
+def _measured_here(
+    recipe: Recipe,
+    pair: Pair,
+    prompts: Prompts,
+    target: Target,
+    clock: Clock,
+    made_by: dict[str, Any],
+) -> Report:
+    """The report of the reference decoder."""
+    base = None
+    if recipe.training.get("max_steps") != 0:  # else base and distilled draft are the same
+        base = recipe.draft or str(recipe.folder / "prepared")
+    drafts = _drafts(recipe.folder / "draft", base, pair.strategy, target)
+    free_memory()  # of their weights as they were read
+    seconds = None
+    if recipe.minutes is not None:
+        # a run that has a report already is measured anew, in its usual share of the time
+        again = (recipe.folder / "report" / "report.json").exists()
+        seconds = 60 * recipe.minutes * (EVALUATED - TRAINED) if again else clock.left(EVALUATED)
+    with Journal(recipe.folder / "report" / JOURNAL) as journal:
+        logs = measure(
+            target,
+            drafts,
+            prompts.evaluation,
+            prompts.tuning,
+            Decoding(recipe.sampling, target.stops, recipe.max_new_tokens, recipe.seed),
+            Plan(recipe.gamma, recipe.max_gamma, recipe.speed_prompts, seconds=seconds),
+            journal,
+            made_by,
+        )
+        return build_report(*logs)
+
+
+def _drafts(draft: Path, base: str | None, strategy: str, target: Target) -> dict[str, Drafter]:
+    """The base draft, n-gram speculation, the distilled draft, and n-gram, then distilled draft.
+
+    Drafts of a pruned target are loaded from their trimmed-vocabulary checkpoints.
+    """
+    tuned = load_drafter(str(draft), target, strategy)
+    drafts: dict[str, Drafter] = {}
+    if base is not None:
+        drafts["untuned"] = load_drafter(base, target, strategy)
+        drafts["untuned"].full_form_bytes = tuned.full_form_bytes  # its own is not on disk
+    drafts["lookup"] = prompt_lookup(target)
+    return drafts | {"tuned": tuned, "tuned+lookup": lookup_first(tuned, target.stops)}
+
+
+def _measured_served(recipe: Recipe, prompts: Prompts, made_by: dict[str, Any]) -> Report | None:
+    """The report of two servers; None, and how to serve the draft, where only one is named."""
+    served = read_json(recipe.folder / USED)["key"]["served model"]
     draft = (recipe.folder / "draft").resolve()
     words = ["vllm", "serve", recipe.target, "--served-model-name", served]
-    return shlex.join([*words, *speculation(draft, recipe.gamma or USUAL_GAMMA)])
+    command = shlex.join([*words, *speculation(draft, recipe.gamma or USUAL_GAMMA)])
+    advice = (
+        f"Serve the target with this draft where {recipe.folder / 'draft'} can be read:\n\n"
+        f"    {command}\n\nand run the same command again"
+    )
+    if recipe.speculative_url is None:
+        print(f"\nThe draft is made, and not measured. {advice} with --speculative_url http://….")
+        return None
+    assert recipe.answer_url is not None
+    try:
+        return measure_servers(
+            {"tuned": VllmServer(recipe.speculative_url, model=served)},
+            VllmServer(recipe.answer_url, model=served),
+            prompts.evaluation.drawn(recipe.speed_prompts, recipe.seed),
+            Decoding(recipe.sampling, frozenset(), recipe.max_new_tokens, recipe.seed),
+            made_by,
+            target=recipe.target,
+            gamma=recipe.gamma,
+        )
+    except ServerError as error:
+        raise ServerError(f"{error}\nThe draft is made, and kept. {advice}.") from None

@@ -11,15 +11,10 @@ import re
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError
+from huggingface_hub.errors import HTTPError
 
 # What earlier pushes may have left there under names that this one does not have.
 OURS = ["*.safetensors", "*.safetensors.index.json", "compact/*"]
-REMEDIES: dict[int | None, str] = {
-    401: "the token is not valid: run `hf auth login --force` or set HF_TOKEN to another",
-    403: "the token may not write there: give it write access, or name a repository of yours",
-    413: "it takes no more data: free storage on the Hub, or publish fewer forms",
-}
 
 
 class HubError(ValueError):
@@ -31,7 +26,7 @@ def push_folder(folder: Path, repo_id: str, public: bool) -> str:
 
     The token is that of the environment or of `hf auth login`. Raises HubError for an ill-formed
     name, without a login, for a repository of the other visibility, and where the Hub refuses or
-    is not reached: the same call then goes on.
+    is not reached; the message never has the token. The same call then goes on.
     """
     if not re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", repo_id):
         raise HubError(f"{repo_id!r} is no Hub repository: write it as ORG/NAME")
@@ -51,25 +46,16 @@ def push_folder(folder: Path, repo_id: str, public: bool) -> str:
             commit_message="Draft model",
             delete_patterns=OURS,
         )
-    except LocalTokenNotFoundError:
-        raise HubError("not logged in to the Hub: run `hf auth login` or set HF_TOKEN") from None
     except HubError:
         raise
-    except (HfHubHTTPError, HTTPError, ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, HTTPError, RuntimeError, ValueError) as error:
         # huggingface_hub wraps what stopped the upload of a file in a RuntimeError
         cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
-        raise HubError(_reason(cause, repo_id)) from None
+        text = " ".join(str(cause).split()) or type(cause).__name__
+        if token := get_token():  # should a server repeat it
+            text = text.replace(token, "***")
+        raise HubError(
+            f"the Hub did not take {repo_id} ({text}). Nothing of it is visible there yet; run the "
+            "same command again to go on, or publish with --to FOLDER"
+        ) from None
     return str(address)
-
-
-def _reason(error: BaseException, repo_id: str) -> str:
-    """What to tell a user. Never the token, should a server repeat it."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    if token := get_token():
-        text = text.replace(token, "***")
-    again = "Nothing of it is visible there yet; run the same command again to go on"
-    if not isinstance(error, HfHubHTTPError | ValueError):
-        return f"the Hub was not reached ({text}): go online, or publish with --to FOLDER. {again}"
-    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-    remedy = REMEDIES.get(status, "try again later")
-    return f"the Hub refused {repo_id} ({text}): {remedy}. {again}"

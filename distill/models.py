@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from align.check import Strategy, Verdict, choose_strategy, compare
-from align.machine import free_memory
 from align.sources import (
     load_config,
     load_model,
@@ -33,9 +31,7 @@ from distill.prompt_sets import Prompts
 from distill.recipe import Recipe, build_recipe
 from eval.decoding.build import longest_context, refuse_undecodable
 from eval.decoding.drafters.formats import published_format
-from eval.decoding.forward import Decoder
-from eval.decoding.target import Target
-from eval.decoding.target import load_target as load_any_target
+from eval.decoding.target import Target, load_target
 from eval.measuring.evaluation import context_length
 
 PRUNABLE = ("llama", "qwen2", "qwen3", "mistral")
@@ -43,9 +39,11 @@ PRUNABLE = ("llama", "qwen2", "qwen3", "mistral")
 
 @dataclass(frozen=True)
 class Pair:
-    """The vocabularies of target and draft, and how they are bridged (align/check.py).
+    """The vocabularies of target and draft, and how they are mapped (align/check.py).
 
-    Without a sibling the draft is the target, pruned. vocab_map: for the strategies that need one.
+    Without a sibling the draft is made of the target. vocab_map: for the strategies that need one.
+    layers: the target's hidden states that the draft reads; none for most. mask: the id of the
+    draft's mask; None for kinds without.
     """
 
     target: Vocabulary
@@ -53,6 +51,8 @@ class Pair:
     verdict: Verdict
     strategy: Strategy
     vocab_map: VocabMap | None
+    layers: tuple[int, ...]
+    mask: int | None
 
     @property
     def vocab_size(self) -> int:
@@ -115,12 +115,16 @@ def check_models(recipe: Recipe) -> Pair:
         check_prunable(target.config, recipe.num_draft_layers if keeps_layers else 0)
         if recipe.draft_vocab_size is not None:
             choose_tokens(torch.zeros(target.rows), recipe.draft_vocab_size, forced_tokens(target))
-    mask_of(recipe, target)
     vocab_map = None
     if strategy in ("remap", "transplant"):
         path = recipe.folder / VOCAB_MAP
         vocab_map = load_map(path, target, draft) if path.exists() else build_map(target, draft)
-    return Pair(target, draft, verdict, strategy, vocab_map)
+    published = None  # config.json of the heads that the recipe starts from
+    if recipe.draft is not None and recipe.sibling is None:
+        published = read_json(resolve_checkpoint(recipe.draft, weights=False) / "config.json")
+    layers = recipe.kind.target_layers(target.config, published)
+    mask = mask_token(target) if recipe.kind.added_modules else None
+    return Pair(target, draft, verdict, strategy, vocab_map, layers, mask)
 
 
 def of_published(recipe: Recipe) -> Recipe:
@@ -148,23 +152,6 @@ def of_published(recipe: Recipe) -> Recipe:
     return build_recipe(recipe.values() | keys)
 
 
-def published_about(recipe: Recipe) -> dict[str, Any] | None:
-    """config.json of the draft that the recipe starts from, where others trained it."""
-    if recipe.draft is None or recipe.sibling is not None:
-        return None
-    return read_json(resolve_checkpoint(recipe.draft, weights=False) / "config.json")
-
-
-def layers_read(recipe: Recipe, target: Mapping[str, Any]) -> tuple[int, ...]:
-    """The states of the target of that config that the recipe's draft reads; none for most."""
-    return recipe.kind.target_layers(target, published_about(recipe))
-
-
-def mask_of(recipe: Recipe, target: Vocabulary) -> int | None:
-    """The id of the draft's mask, None for kinds without. Raises ValueError as `mask_token`."""
-    return mask_token(target) if recipe.kind.added_modules else None
-
-
 def check_prunable(config: dict[str, Any], num_layers: int) -> None:
     """Raise ValueError where the target of that config cannot be cut to so many layers."""
     if config["model_type"] not in PRUNABLE:
@@ -185,73 +172,44 @@ def forced_tokens(target: Vocabulary) -> set[int]:
     return {*target.all_stops, *tokenizer.all_special_ids, *byte_units(tokens_of(tokenizer))}
 
 
-class TargetOfRun:
-    """The target of a run: known from its files, its weights loaded when they are first needed."""
-
-    def __init__(self, recipe: Recipe, pair: Pair, prompts: Prompts) -> None:
-        """Raises ValueError where the draft could not read as far as the target."""
-        self.recipe, self.prompts = recipe, prompts
-        if recipe.sibling is not None and recipe.answers != "server":
-            reads = longest_context(load_config(recipe.sibling).get_text_config())
-            if reads < (needed := _context_length(recipe, prompts)):
-                raise ValueError(
-                    f"draft is {recipe.draft!r}, which reads {reads} positions, but the longest "
-                    f"prompt and its answer take {needed}; lower max_prompt_length, "
-                    "max_new_tokens or answer_max_new_tokens, or name another draft."
-                )
-        self.vocab_size = pair.vocab_size
-
-    @cached_property
-    def loaded(self) -> Target:
-        return load_target(self.recipe, self.prompts)
-
-    @property
-    def decoder(self) -> Decoder:
-        return self.loaded.decoder
-
-    @property
-    def stops(self) -> frozenset[int]:
-        return self.loaded.stops
-
-    def release(self) -> None:
-        """Let go of the weights; the next use loads them again."""
-        self.__dict__.pop("loaded", None)
-        free_memory()
+LoadTarget = functools._lru_cache_wrapper[Target]
 
 
-def load_target(recipe: Recipe, prompts: Prompts) -> Target:
-    """The target, its decoder long enough for every prompt and its answer."""
-    return load_any_target(
-        recipe.target,
-        getattr(torch, recipe.dtype),
-        target_device({"device_map": recipe.device_map} | recipe.training),
-        _context_length(recipe, prompts),
-    )
+def target_loader(recipe: Recipe, prompts: Prompts) -> LoadTarget:
+    """Loads the target when it is first called; `cache_clear` lets go of its weights.
 
-
-def _context_length(recipe: Recipe, prompts: Prompts) -> int:
+    Its decoder is long enough for every prompt and its response. Raises ValueError where the draft
+    could not read as far.
+    """
     ids = prompts.evaluation.ids + prompts.training.ids + prompts.tuning.ids
     new = max(recipe.max_new_tokens, recipe.answer_max_new_tokens)
-    return context_length(ids, new, recipe.max_gamma)
+    needed = context_length(ids, new, recipe.max_gamma)
+    if recipe.sibling is not None and recipe.answers != "server":
+        reads = longest_context(load_config(recipe.sibling).get_text_config())
+        if reads < needed:
+            raise ValueError(
+                f"draft is {recipe.draft!r}, which reads {reads} positions, but the longest "
+                f"prompt and its answer take {needed}; lower max_prompt_length, "
+                "max_new_tokens or answer_max_new_tokens, or name another draft."
+            )
+    dtype, device = getattr(torch, recipe.dtype), target_device(recipe)
+    return functools.cache(lambda: load_target(recipe.target, dtype, device, needed))
 
 
-def target_device(keys: Mapping[str, Any]) -> str:
-    """Where a recipe's target is loaded, as of `load_on`. keys: the recipe's, as written."""
-    if keys.get("device_map") is not None:
-        return str(keys["device_map"])
-    on_gpu = torch.cuda.is_available() and not keys.get("use_cpu", False)
+def target_device(recipe: Recipe) -> str:
+    """Where the target is loaded, as of `load_on`."""
+    if recipe.device_map is not None:
+        return recipe.device_map
+    on_gpu = torch.cuda.is_available() and not recipe.training.get("use_cpu", False)
     return "cuda" if on_gpu else "cpu"
 
 
 def load_sibling(pair: Pair) -> PreTrainedModel:
     """The pair's draft in fp32, over the target's vocabulary."""
     model = load_model(pair.draft.spec, torch.float32)
-    if pair.strategy in ("remap", "transplant"):
-        assert pair.vocab_map is not None
-        model = transplant(model, pair.vocab_map, pair.target, pair.draft, pair.vocab_size)
-    else:
-        model = resized(model, pair.draft, pair.vocab_size)
-    return model
+    if pair.vocab_map is not None:
+        return transplant(model, pair.vocab_map, pair.target, pair.draft, pair.vocab_size)
+    return resized(model, pair.draft, pair.vocab_size)
 
 
 def head_rows(token_ids: Tensor | None, vocab_size: int) -> Tensor | None:

@@ -6,7 +6,7 @@ Legend: H hidden size, V the target's vocabulary, K rows of the draft's head.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,11 +22,8 @@ from distill.drafters.initialisation import AnsweredText
 from distill.drafters.kind import Start, Started
 from distill.models import (
     Pair,
-    TargetOfRun,
     forced_tokens,
-    layers_read,
     load_sibling,
-    mask_of,
 )
 from distill.recipe import Recipe
 from distill.teacher.states import states_of
@@ -56,18 +53,18 @@ class PreparedDraft:
 
 
 def prepare_draft(
-    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Answers
+    recipe: Recipe, pair: Pair, load: Callable[[], Target], answers: Answers
 ) -> PreparedDraft:
     """The base draft; its files stay in `prepared/` and are read from there.
 
-    The target is loaded only where that is not there yet; a sibling needs none.
+    load: gives the target where that is not there yet; a sibling needs none.
     """
     if recipe.sibling is not None:
         return read_prepared(recipe, pair)
     folder = recipe.folder / "prepared"
     needed = [PREPARED, *([FULL_HEAD] if recipe.kind.language_model else [])]
     if not all((folder / name).exists() for name in needed):
-        lost = _start(recipe, pair, target.loaded, answers, folder)
+        lost = _start(recipe, pair, load(), answers, folder)
         write_json(folder / PREPARED, {"lost_mass": lost})
     prepared = read_prepared(recipe, pair)
     shape = f"{recipe.num_draft_layers} layers" if recipe.kind.language_model else recipe.kind_name
@@ -77,7 +74,7 @@ def prepare_draft(
 
 def _start(recipe: Recipe, pair: Pair, target: Target, answers: Answers, folder: Path) -> float:
     """Write the untrained draft into the folder; the probability mass that its head loses."""
-    states = states_of(recipe, pair, answers)
+    states = states_of(pair.layers, answers)
     texts = [
         AnsweredText(a.prompt_ids, a.response_ids, None if states is None else states[a.index])
         for a in until(answers, recipe.fit_tokens)
@@ -110,8 +107,8 @@ def _started(
             texts,
             recipe.num_draft_layers,
             recipe.max_gamma,
-            layers_read(recipe, pair.target.config),
-            mask_of(recipe, pair.target),
+            pair.layers,
+            pair.mask,
             None if recipe.draft is None else resolve_checkpoint(recipe.draft),
         )
     )
@@ -126,12 +123,12 @@ def read_prepared(recipe: Recipe, pair: Pair) -> PreparedDraft:
     model, token_ids = recipe.kind.load(folder, embedding)
     head = folder / FULL_HEAD
     full = load_file(head)["full_head"] if head.exists() else None
-    return PreparedDraft(model, token_ids, full, lost_mass_of(recipe))
+    return PreparedDraft(model, token_ids, full, read_json(folder / PREPARED)["lost_mass"])
 
 
 def _sibling(recipe: Recipe, pair: Pair) -> PreparedDraft:
     model = load_sibling(pair)
-    recipe.kind.from_sibling(model, mask_of(recipe, pair.target), recipe.max_gamma)
+    recipe.kind.from_sibling(model, pair.mask, recipe.max_gamma)
     return PreparedDraft(model, None, None, 0.0)
 
 
@@ -156,13 +153,6 @@ def untrained_drafter(recipe: Recipe, pair: Pair, target: Target) -> Drafter:
             path, token_ids = Path(folder), started.token_ids
             recipe.kind.save(path, started.model, token_ids, embedding, recipe.target)
         return load_drafter(folder, target)
-
-
-def lost_mass_of(recipe: Recipe) -> float:
-    """Share of the target's mass that the head of the run's prepared draft cannot draft."""
-    if recipe.sibling is not None:
-        return 0.0
-    return float(read_json(recipe.folder / "prepared" / PREPARED)["lost_mass"])
 
 
 def print_coverage(pair: Pair, answers: Iterable[CachedAnswer]) -> None:

@@ -39,7 +39,6 @@ from eval.reporting.fields import Report, read_report
 NEEDED = (
     "recipe.yaml",
     "provenance.json",
-    "vocab_check.json",
     "draft/config.json",
     "draft/tokenizer.json",
 )

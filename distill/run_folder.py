@@ -17,6 +17,7 @@ from align.files import atomic_file, remove, write_json
 from align.sources import read_json
 from align.vocab_map import VOCAB_MAP, save_map
 from distill.models import Pair
+from distill.prepare import PREPARED
 from distill.prompt_sets import Prompts, keep_prompts
 from distill.recipe import Recipe, RecipeError, chosen_loss, dump, read_yaml
 from distill.teacher.answers import USED
@@ -44,7 +45,7 @@ PACKAGES = "torch transformers trl peft accelerate datasets evaluate gguf safete
 def refuse_another_run(recipe: Recipe) -> None:
     """Raise RecipeError where the output folder holds what another recipe made."""
     path = recipe.folder / "recipe.yaml"
-    if recipe.dry_run or not path.exists():
+    if not path.exists():
         return
     written, asked = read_yaml(path), recipe.values()
     free = set(FREE_KEYS)
@@ -76,9 +77,7 @@ def claim_folder(recipe: Recipe, pair: Pair, prompts: Prompts) -> None:
             file.write(dump(recipe))
 
 
-def provenance(
-    recipe: Recipe, prompts: Prompts, lost_mass: float, seconds: float
-) -> dict[str, Any]:
+def provenance(recipe: Recipe, prompts: Prompts, seconds: float) -> dict[str, Any]:
     """The origin of a report: command, versions, commit, seed, hashes of models and prompts.
 
     seconds: that the run had taken by then.
@@ -91,6 +90,7 @@ def provenance(
         check=False,  # an installed wheel has no repository
     ).stdout.strip()
     used, ids = read_json(recipe.folder / USED), names_of(prompts.training.ids)
+    prepared = recipe.folder / "prepared" / PREPARED  # of a draft that is made of the target
     return {
         "command": sys.argv,
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
@@ -108,7 +108,7 @@ def provenance(
         "loss": dict(zip(("name", "why"), chosen_loss(recipe), strict=True)),
         "answers": used["by"],
         "overlap": asdict(prompts.overlap),
-        "lost_mass": lost_mass,
+        "lost_mass": read_json(prepared)["lost_mass"] if prepared.exists() else 0.0,
         "seconds_before_evaluation": round(seconds, 1),
     }
 

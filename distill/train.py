@@ -10,6 +10,7 @@ After an interruption the same command continues the run.
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 if not __package__:
@@ -23,9 +24,10 @@ from align.machine import free_memory, from_first, join_processes, use_machine
 from align.sources import read_json
 from distill.clock import Clock, answers_in_time
 from distill.dry_run import dry_run
-from distill.evaluation import evaluate, evaluate_served
+from distill.evaluation import evaluate
 from distill.export import export_draft
-from distill.models import Pair, TargetOfRun, check_models, layers_read, of_published
+from distill.held_out import held_out_answers
+from distill.models import Pair, check_models, of_published, target_loader
 from distill.prepare import prepare_draft, print_coverage
 from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe, load_recipe
@@ -41,8 +43,9 @@ from distill.teacher.answers import (
 from distill.teacher.served import ServedTarget
 from distill.teacher.started_vllm import StartedVllm
 from distill.teacher.states import cache_states
-from distill.teacher.store import Answers, Store, names_of
-from distill.trainer import distil_draft, process_timeout, training_config
+from distill.teacher.store import Answers, names_of
+from distill.trainer import WAIT, distil_draft, training_config
+from eval.decoding.target import Target
 from eval.measuring.journal import INTERRUPTED
 from eval.reporting.text import print_summary
 
@@ -51,8 +54,8 @@ COVERED = 256  # answers by which `coverage_curve` judges trimmed vocabularies
 
 def run(recipe: Recipe) -> int:
     """Check the recipe, then do the main job or its dry run; returns an exit status."""
-    on_cpu, timeout = recipe.training.get("use_cpu", False), process_timeout(recipe)
-    use_machine(join_processes(on_cpu, timeout))
+    timeout = float(recipe.training.get("ddp_timeout", WAIT))
+    use_machine(join_processes(recipe.training.get("use_cpu", False), timeout))
     recipe = of_published(recipe)
     training_config(recipe)  # what transformers refuses is refused now, not after minutes
     if recipe.dry_run:
@@ -64,34 +67,54 @@ def run(recipe: Recipe) -> int:
 
 def run_stages(recipe: Recipe, clock: Clock) -> int:
     """The main job. Each stage finds what an interrupted run left and goes on from there."""
+    main_process = PartialState().is_main_process
     clock.stage("Check the pair, collect prompts")
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
-    target = TargetOfRun(recipe, pair, prompts)  # behind a server it is never loaded
-    made_before = (recipe.folder / "draft").exists() and not recipe.coverage_curve
-    served = None if made_before else served_target(recipe, pair, prompts)
-    if served is not None and PartialState().is_main_process:
+    load_target = target_loader(recipe, prompts)  # behind a server it is never loaded
+    draft_exists = (recipe.folder / "draft").exists() and not recipe.coverage_curve
+    served = None if draft_exists else served_target(recipe, pair, prompts)
+    if served is not None and main_process:
         served.check()
     claim_folder(recipe, pair, prompts)
     clock.keep()
-    if made_before:
-        return measure(recipe, pair, prompts, target, clock)
-    clock.stage("The target answers the training prompts")
-    store = open_store(recipe, pair.target) if served is None else served.store
-    held_out = [] if served is None else served.held_out
-    if served is None and prompts.held_out.prompts:
-        held_out = answer_prompts(recipe, prompts.held_out.ids, target, store).names
-    answers = answered(recipe, pair, target, served, store, clock)
-    if recipe.coverage_curve:
-        if PartialState().is_main_process:
-            print_coverage(pair, answers)
+    if not draft_exists:
+        clock.stage("The target answers the training prompts")
+        answers, held_out = answered(recipe, pair, prompts, load_target, served, clock)
+        if recipe.coverage_curve:
+            if main_process:
+                print_coverage(pair, answers)
+            return 0
+        if main_process:
+            note_used(recipe.folder, pair.target, answers, held_out)
+        PartialState().wait_for_everyone()  # they read what was noted
+        cache_states(pair.layers, load_target, answers, held_out_answers(recipe.folder))
+        clock.stage("Prepare the draft")
+        # one process prepares, the others wait and read what it left on disk
+        with PartialState().main_process_first():
+            prepared = prepare_draft(recipe, pair, load_target, answers)
+        load_target.cache_clear()  # the target is not in memory while the draft is trained
+        free_memory()
+        clock.stage("Distil the draft")
+        distilled = distil_draft(recipe, pair, prepared, answers, clock)
+        free_memory()  # trainer and optimiser, which refer to each other
+        if distilled is not None:
+            clock.stage("Save the draft")
+            export_draft(recipe, pair, prepared, distilled, answers)
+        del prepared, distilled
+        free_memory()
+    if not main_process:
         return 0
-    if PartialState().is_main_process:
-        note_used(recipe.folder, pair.target, answers, held_out)
-    PartialState().wait_for_everyone()  # they read what was noted
-    make_draft(recipe, pair, target, answers, clock)
-    free_memory()
-    return measure(recipe, pair, prompts, target, clock)
+    clock.stage("Measure the drafts")
+    report = evaluate(recipe, pair, prompts, load_target, clock)
+    delete_training_state(recipe.folder)
+    clock.stage("Done")
+    if report is not None:
+        print_summary(report)
+    print(f"\nDraft: {recipe.folder / 'draft'}")
+    if report is not None:
+        print(f"Report: {recipe.folder / 'report' / 'report.html'}")
+    return 0
 
 
 def served_target(recipe: Recipe, pair: Pair, prompts: Prompts) -> ServedTarget | None:
@@ -109,26 +132,31 @@ def served_target(recipe: Recipe, pair: Pair, prompts: Prompts) -> ServedTarget 
 def answered(
     recipe: Recipe,
     pair: Pair,
-    target: TargetOfRun,
+    prompts: Prompts,
+    load_target: Callable[[], Target],
     served: ServedTarget | None,
-    store: Store,
     clock: Clock,
-) -> Answers:
-    """The target's answers to the training prompts, as many as the recipe or its minutes allow.
+) -> tuple[Answers, list[str]]:
+    """The target's answers to the training prompts, as many as the recipe or its minutes allow, and
+    the names of its answers to the held-out ones.
 
     For a local target, also store the hidden states that the draft reads.
     """
-    asked = to_answer(recipe, target.prompts.training.ids)
+    store = open_store(recipe, pair.target) if served is None else served.store
+    held_out = [] if served is None else served.held_out
+    if served is None and prompts.held_out.prompts:
+        held_out = answer_prompts(recipe, prompts.held_out.ids, load_target, store).names
+    asked = to_answer(recipe, prompts.training.ids)
     if recipe.coverage_curve:
         asked = asked[:COVERED]
     names = names_of(asked, recipe.train_on_prompts)
     lacking = from_first([i for i, name in enumerate(names) if name not in store])
-    layers = layers_read(recipe, pair.target.config)
 
     def first(count: int) -> Answers:
         if served is not None:
             return served.answers(count)
-        return answer_prompts(recipe, asked[:count], target, store, layers, recipe.train_on_prompts)
+        taught = recipe.train_on_prompts
+        return answer_prompts(recipe, asked[:count], load_target, store, pair.layers, taught)
 
     noted = recipe.folder / USED
     if noted.exists():  # a run goes on with the answers that it has begun to train on
@@ -139,44 +167,7 @@ def answered(
         answers = answers_in_time(clock, len(asked), lacking, recipe.answer_batch_size, first)
     if served is not None:
         served.close()
-    return answers
-
-
-def make_draft(
-    recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Answers, clock: Clock
-) -> None:
-    """`draft/`: prepared, distilled, exported. The target is not in memory while it is trained."""
-    cache_states(recipe, pair, target, answers)
-    clock.stage("Prepare the draft")
-    # one process prepares, the others wait and read what it left on disk
-    with PartialState().main_process_first():
-        prepared = prepare_draft(recipe, pair, target, answers)
-    target.release()
-    clock.stage("Distil the draft")
-    distilled = distil_draft(recipe, pair, prepared, answers, clock)
-    free_memory()  # trainer and optimiser, which refer to each other
-    if distilled is not None:
-        clock.stage("Save the draft")
-        export_draft(recipe, pair, prepared, distilled, answers)
-
-
-def measure(recipe: Recipe, pair: Pair, prompts: Prompts, target: TargetOfRun, clock: Clock) -> int:
-    """The report, by the first process alone."""
-    if not PartialState().is_main_process:
-        return 0
-    clock.stage("Measure the drafts")
-    if recipe.answers == "server":
-        report = evaluate_served(recipe, pair, prompts, clock)
-    else:
-        report = evaluate(recipe, pair, prompts, target.loaded, clock)
-    delete_training_state(recipe.folder)
-    clock.stage("Done")
-    if report is not None:
-        print_summary(report)
-    print(f"\nDraft: {recipe.folder / 'draft'}")
-    if report is not None:
-        print(f"Report: {recipe.folder / 'report' / 'report.html'}")
-    return 0
+    return answers, held_out
 
 
 def main(argv: list[str]) -> int:

@@ -25,7 +25,6 @@ from transformers import (
     EarlyStoppingCallback,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     PrinterCallback,
     ProgressCallback,
     TrainerCallback,
@@ -321,16 +320,15 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 
 def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
-    """The recipe's SFTConfig. Raises RecipeError for values that transformers refuses.
+    """The recipe's SFTConfig. Raises RecipeError for values that transformers refuses, a tracker
+    that is not installed, and a checkpoint that is not there.
 
     followed: the draft is evaluated before training and when `HeldOut` asks, and its best weights
     are kept.
     """
-    values: dict[str, Any] = {
-        "report_to": "none",
-        "ddp_timeout": WAIT,
-        "save_total_limit": 2,
-    } | recipe.training
+    resumed = _resumed(recipe)
+    defaults = {"report_to": "none", "ddp_timeout": WAIT, "save_total_limit": 2}
+    values: dict[str, Any] = defaults | recipe.training
     if followed:
         if values.get("save_strategy") == "no":
             values["save_strategy"] = "best"  # the best weights alone
@@ -338,7 +336,7 @@ def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
             "eval_strategy": "epoch" if values.get("save_strategy") == "epoch" else "steps",
             "eval_steps": values.get("save_steps", SFTConfig.save_steps),
             "eval_delay": math.inf,  # else only when `HeldOut` asks
-            "eval_on_start": _resumed(recipe) is None,
+            "eval_on_start": resumed is None,
             "per_device_eval_batch_size": values.get(
                 "per_device_train_batch_size", SFTConfig.per_device_train_batch_size
             ),
@@ -362,13 +360,6 @@ def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
         ) from error
     # with more the trainer takes torch's DataParallel, which would cut a batch's flat positions
     config._n_gpu = min(1, config.n_gpu)
-    _refuse_missing_trackers(config)
-    _resumed(recipe)
-    return config
-
-
-def _refuse_missing_trackers(config: SFTConfig) -> None:
-    """Raise RecipeError for a tracker that is not installed; the trainer would fail hours later."""
     trackers: Any = config.report_to  # a list by now
     installed = get_available_reporting_integrations()
     if lacking := [name for name in trackers if name not in installed]:
@@ -377,6 +368,7 @@ def _refuse_missing_trackers(config: SFTConfig) -> None:
             f"{', '.join(installed) or 'no tracker'}); run `pip install {lacking[0]}`, or leave "
             "report_to out."
         )
+    return config
 
 
 def _resumed(recipe: Recipe) -> Path | None:
@@ -427,19 +419,17 @@ def build_trainer(
             adapters.ensure_weight_tying = tied
         if modules := recipe.kind.added_modules:
             adapters.modules_to_save = [*(adapters.modules_to_save or []), *modules]
-    config = training_config(recipe)
+    config = training_config(recipe, followed=len(held_out) > 0)
     rows = answer_rows(answers)
     timing = None if clock is None or clock.minutes is None else TrainingClock(clock)
     callbacks: list[TrainerCallback] = [] if timing is None else [timing]
     evaluation: dict[str, Any] = {}
     if held_out:
         followed = HeldOut(recipe.folder, config, rows, held_out, timing)
-        if len(followed.rows):
-            config = training_config(recipe, followed=True)
-            evaluation = {"eval_dataset": followed.rows, "compute_metrics": followed.metrics}
-            callbacks.append(followed)
-            if recipe.early_stopping_patience is not None:
-                callbacks.append(EarlyStoppingCallback(recipe.early_stopping_patience))
+        evaluation = {"eval_dataset": followed.rows, "compute_metrics": followed.metrics}
+        callbacks.append(followed)
+        if recipe.early_stopping_patience is not None:
+            callbacks.append(EarlyStoppingCallback(recipe.early_stopping_patience))
 
     def read(index: int) -> CachedAnswer:
         return answers[index] if index < FIRST_INDEX else held_out[index - FIRST_INDEX]
@@ -448,7 +438,7 @@ def build_trainer(
         model=model,
         args=config,
         train_dataset=rows,
-        data_collator=DistillationCollator(pad_id(tokenizer), read, rows_of_head, states),
+        data_collator=DistillationCollator(tokenizer.pad_token_id or 0, read, rows_of_head, states),
         processing_class=tokenizer,
         peft_config=adapters,
         loss=chosen_loss(recipe)[0],
@@ -472,7 +462,8 @@ def distil_draft(
     """
     if recipe.training.get("max_steps") == 0:
         return prepared.model.float() if PartialState().is_main_process else None
-    states, held_out = states_of(recipe, pair, answers), held_out_answers(recipe.folder)
+    held_out = held_out_answers(recipe.folder)
+    states = states_of(pair.layers, answers, held_out)
     trainer = build_trainer(recipe, pair, prepared, answers, states, held_out, clock)
     rehomed = pair.strategy in ("remap", "transplant")
     keep_adapters = not rehomed and not recipe.kind.added_modules
@@ -527,8 +518,3 @@ def _refuse_other_processes(trainer: DraftTrainer, checkpoint: Path) -> None:
             "it, but weights and optimiser are kept as the processes share them; launch as many "
             "in the same way, or train anew under a --name of its own, from the same answers."
         )
-
-
-def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """A token to pad with; padding is masked by length, so any id does."""
-    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from align.files import write_json
 from align.machine import free_memory, from_first
 from align.vocabulary import Vocabulary
-from distill.models import TargetOfRun, target_device
+from distill.models import target_device
 from distill.recipe import Recipe
 from distill.teacher.store import (
     TAUGHT,
@@ -24,7 +24,6 @@ from distill.teacher.store import (
     CacheError,
     Entry,
     Store,
-    bytes_per_token,
     name_of,
     names_of,
 )
@@ -42,8 +41,7 @@ def who_answers(recipe: Recipe) -> tuple[Literal["local", "vllm", "server"], str
     """What generates the target's responses, and why."""
     if recipe.answers != "auto":
         return recipe.answers, "the recipe names it"
-    keys = {"device_map": recipe.device_map} | recipe.training
-    if target_device(keys) == "cpu":
+    if target_device(recipe) == "cpu":
         return "local", "the target is on the CPU"
     if recipe.train_on_prompts:
         return "local", "train_on_prompts asks for distributions that vLLM is not asked for"
@@ -81,18 +79,18 @@ def to_answer(recipe: Recipe, prompts: list[list[int]]) -> list[list[int]]:
 def answer_prompts(
     recipe: Recipe,
     prompts: list[list[int]],
-    target: Target | TargetOfRun,
+    load: Callable[[], Target],
     store: Store,
     layers: Sequence[int] = (),
     teach_prompts: bool = False,
 ) -> Answers:
     """The target's responses to these prompts (token ids), in their order.
 
-    Those in the store are not made again. layers: their hidden states are stored with new
-    responses. teach_prompts: the distributions within the prompts are stored, too. Every process of
-    a launch calls it: each answers its share, and all return once all have answered. A response's
-    random numbers depend on the recipe's seed and its name in the store alone. Raises ValueError
-    when no response has a token before its stop token.
+    Those in the store are not made again. load: gives the target where one is missing. layers:
+    their hidden states are stored with new responses. teach_prompts: the distributions within the
+    prompts are stored, too. Every process of a launch calls it: each answers its share, and all
+    return once all have answered. A response's random numbers depend on the recipe's seed and its
+    name in the store alone. Raises ValueError when no response has a token before its stop token.
     """
     clock, state = time.monotonic(), PartialState()
     names = names_of(prompts, teach_prompts)
@@ -107,7 +105,7 @@ def answer_prompts(
     if share:
         # counted over all shares: as many rows for any number of processes, for equal bits
         rows = min(recipe.answer_batch_size, len(missing))
-        _answer(recipe, share, rows, target, store, layers, teach_prompts)
+        _answer(recipe, share, rows, load, store, layers, teach_prompts)
     state.wait_for_everyone()
     store.refresh()
     if lacking := sum(name not in store for name in names):
@@ -120,7 +118,7 @@ def answer_prompts(
     lengths = answers.response_lengths
     if teach_prompts:  # their prompts are no part of the responses
         lengths = [n - len(ids) + 1 for n, ids in zip(lengths, prompts, strict=True)]
-    describe(answers, lengths, bytes_per_token(recipe.cache_top_k, target.vocab_size))
+    describe(answers, lengths)
     if state.is_main_process:
         print(f"{len(missing)} of {len(names)} answers made in {time.monotonic() - clock:.0f} s")
     return answers
@@ -130,20 +128,22 @@ def _answer(
     recipe: Recipe,
     share: dict[str, list[int]],
     rows: int,
-    target: Target | TargetOfRun,
+    load: Callable[[], Target],
     store: Store,
     layers: Sequence[int],
     teach_prompts: bool,
 ) -> None:
     """Generate the responses to these prompts, `rows` at once, and store them by name."""
-    decoder, stops = target.decoder, target.stops  # loaded before the progress bar begins
+    target = load()  # before the progress bar begins
     names, prompts = list(share), list(share.values())
     pending: dict[str, Entry] = {}
     states: dict[str, Entry] = {}
-    decoding = Decoding(Sampling(recipe.answer_temperature), stops, recipe.answer_max_new_tokens)
+    decoding = Decoding(
+        Sampling(recipe.answer_temperature), target.stops, recipe.answer_max_new_tokens
+    )
     bar = tokens_bar("target answers", len(names), decoding, not PartialState().is_main_process)
     generated = generate_batched(
-        decoder,
+        target.decoder,
         prompts,
         decoding,
         rows,
@@ -181,7 +181,7 @@ def states_store(store: Store, layers: Sequence[int]) -> Store:
     return Store(folder, store.key | {"layers": list(layers)})
 
 
-def describe(answers: Answers, lengths: list[int], token_bytes: int) -> None:
+def describe(answers: Answers, lengths: list[int]) -> None:
     """Print the size of the responses, of so many tokens each.
 
     Raises ValueError when none has a token before its stop token.
@@ -193,7 +193,7 @@ def describe(answers: Answers, lengths: list[int], token_bytes: int) -> None:
             "should be `messages`."
         )
     if PartialState().is_main_process:
-        print(f"answers: {sum(lengths)} tokens, {token_bytes} B each, in {answers.store.folder}")
+        print(f"answers: {sum(lengths)} tokens, in {answers.store.folder}")
 
 
 def top_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

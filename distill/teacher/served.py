@@ -294,8 +294,7 @@ class ServedTarget:
         PartialState().wait_for_everyone()
         self.store.refresh()
         answers = Answers(self.store, names)
-        token_bytes = bytes_per_token(self.recipe.cache_top_k, self.target.rows)
-        describe(answers, answers.response_lengths, token_bytes)
+        describe(answers, answers.response_lengths)
         if PartialState().is_main_process:
             print(
                 f"{len(missing)} of {first + len(names)} answers made in "

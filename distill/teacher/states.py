@@ -9,7 +9,7 @@ tokens, L layers, H hidden size.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -18,12 +18,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from align.machine import from_first
-from distill.held_out import held_out_answers
-from distill.models import Pair, TargetOfRun, layers_read
-from distill.recipe import Recipe
 from distill.teacher.answers import ANSWERS_PER_SHARD, states_store
 from distill.teacher.store import Answers, CachedAnswer, CacheError, Store, name_of
 from eval.decoding.forward import Decoder, HiddenStates
+from eval.decoding.target import Target
 
 
 class States(Mapping[int, Tensor]):
@@ -46,34 +44,39 @@ class States(Mapping[int, Tensor]):
         return len(self.names)
 
 
-def states_of(recipe: Recipe, pair: Pair, answers: Answers) -> States | None:
-    """The states that the recipe's kind of drafter reads, for answers and held-out answers.
+def states_of(
+    layers: Sequence[int], answers: Answers, held_out: Sequence[CachedAnswer] = ()
+) -> States | None:
+    """The states of these layers over answers and held-out answers; None where no layer is read.
 
-    None when it reads none. Raises CacheError when an answer has none.
+    Raises CacheError when an answer has none.
     """
-    if not (layers := layers_read(recipe, pair.target.config)):
+    if not layers:
         return None
     store = states_store(answers.store, layers)
-    texts = chain(answers, held_out_answers(recipe.folder))
-    names = {answer.index: name_of(answer.text) for answer in texts}
+    names = {answer.index: name_of(answer.text) for answer in chain(answers, held_out)}
     if lacking := [index for index, name in names.items() if name not in store]:
         raise CacheError(
             f"{store.folder} lacks the target's hidden states of {len(lacking)} answers, the first "
-            f"of them number {lacking[0]}, and drafter {recipe.kind_name} reads them; run the same "
-            "command again, which makes them."
+            f"of them number {lacking[0]}, and the draft reads them; run the same command again, "
+            "which makes them."
         )
     return States(store, layers, names)
 
 
-def cache_states(recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Answers) -> None:
-    """Make what `states_of` reads, where it is not there yet.
+def cache_states(
+    layers: Sequence[int],
+    load: Callable[[], Target],
+    answers: Answers,
+    held_out: Sequence[CachedAnswer] = (),
+) -> None:
+    """Make what `states_of` reads, where it is not there yet. load: gives the target.
 
     A call of all processes: each takes its share.
     """
-    if not (layers := layers_read(recipe, pair.target.config)):
+    if not layers:
         return
     store, state = states_store(answers.store, layers), PartialState()
-    held_out = held_out_answers(recipe.folder)
     names = [name_of(answer.text) for answer in chain(answers, held_out)]
     # one process decides: another run may append meanwhile, and all must share out the same texts
     missing = from_first([i for i, name in enumerate(names) if name not in store])
@@ -89,7 +92,7 @@ def cache_states(recipe: Recipe, pair: Pair, target: TargetOfRun, answers: Answe
     ):
         kept = {i: answers[i] if i < len(answers) else held_out[i - len(answers)] for i in shard}
         store.append(
-            {names[i]: {"states": states_at(target.decoder, a, layers)} for i, a in kept.items()},
+            {names[i]: {"states": states_at(load().decoder, a, layers)} for i, a in kept.items()},
             "local",
         )
     state.wait_for_everyone()

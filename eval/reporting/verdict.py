@@ -93,7 +93,9 @@ def measured_in(report: Report) -> str:
     """The decoder or engine that the figures are of."""
     if report.engine == REFERENCE:
         return "the reference decoder"
-    version = report.environment.engine_version if report.environment else None
+    if report.environment:
+        return f"{report.engine} {report.environment.engine_version}"
+    version = report.provenance.get(report.engine)
     return f"{report.engine} {version}" if version else report.engine
 
 

@@ -17,15 +17,13 @@ from align.check import check_pair
 from align.sources import load_model, read_json
 from align.vocab_map import VOCAB_MAP, MapError
 from align.vocabulary import read_vocabulary
-from distill.models import check_models, load_target
+from distill.models import check_models, target_loader
 from distill.prompt_sets import collect_prompts
 from distill.run_folder import claim_folder
-from distill.teacher.answers import answer_prompts
-from distill.teacher.store import Store
 from distill.train import run
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.lean import LeanDecoder
-from eval.decoding.target import load_target as load_any_target
+from eval.decoding.target import load_target
 from eval.reporting.fields import read_report
 from tests.distill.conftest import TOKENS
 
@@ -33,17 +31,6 @@ from tests.distill.conftest import TOKENS
 def run_it(recipe):
     assert run(recipe) == 0
     return read_report(recipe.folder / "report" / "report.json").model_dump(mode="json")
-
-
-def answered(recipe):
-    pair = check_models(recipe)
-    prompts = collect_prompts(recipe, pair.target)
-    target = load_target(recipe, prompts)
-    return (
-        pair,
-        target,
-        answer_prompts(recipe, prompts.training.ids, target, Store(recipe.folder / "store")),
-    )
 
 
 @pytest.mark.parametrize("used", ["transplant", "remap"])
@@ -126,7 +113,7 @@ def test_a_gemma_target_with_a_llama_draft(folder, job, tmp_path):
     report = run_it(recipe)
     pair = check_models(recipe)
     assert pair.strategy == "transplant"
-    target = load_target(recipe, collect_prompts(recipe, pair.target))
+    target = target_loader(recipe, collect_prompts(recipe, pair.target))()
     assert isinstance(target.decoder, LeanDecoder)
     blocks = report["drafts"]
     assert all(block["lossless"]["identical"] == 3 for block in blocks.values())
@@ -189,7 +176,7 @@ def test_a_draft_that_cannot_be_tuned_leaves_nothing_written(
 
 @pytest.mark.parametrize("strategy", ["auto", "intersection", "transplant"])
 def test_a_draft_is_loaded_under_any_strategy(folder, strategy):
-    target = load_any_target(str(folder / "target"), torch.float32, "cpu", 64)
+    target = load_target(str(folder / "target"), torch.float32, "cpu", 64)
     drafter = load_drafter(str(folder / "draft"), target, strategy)
     used = drafter.vocabulary["strategy"]
     assert used == ("intersection" if strategy == "auto" else strategy)

@@ -136,7 +136,7 @@ def test_a_run_keeps_its_minutes_and_says_what_repeats_it(job, tmp_path):
     assert repeated.max_answers == 11
 
 
-@pytest.mark.parametrize("stage", ["answered", "make_draft", "evaluate"])
+@pytest.mark.parametrize("stage", ["answered", "prepare_draft", "evaluate"])
 def test_a_run_that_is_cut_off_in_a_stage_goes_on_with_its_time(job, tmp_path, monkeypatch, stage):
     recipe = job(tmp_path / "run", minutes=5.0, max_steps=4)
 

@@ -20,7 +20,7 @@ from distill.held_out import (
     read_measurements,
 )
 from distill.losses import acceptance
-from distill.models import TargetOfRun, check_models
+from distill.models import check_models, target_loader
 from distill.prompt_sets import collect_prompts, hold_out
 from distill.teacher.store import CachedAnswer
 from distill.train import run
@@ -306,7 +306,7 @@ def test_of_drafts_of_several_steps_the_first_token_is_followed(
     assert run(recipe) == 0
     best = best_of(read_measurements(recipe.folder / HELD_OUT))
     pair = check_models(recipe)
-    target = TargetOfRun(recipe, pair, collect_prompts(recipe, pair.target)).loaded
+    target = target_loader(recipe, collect_prompts(recipe, pair.target))()
     # in eight bits another token than the trained weights' may be the best one
     monkeypatch.setattr(f"eval.decoding.drafters.{kind}.INT8_TERMS", 10**9, raising=False)
     drafter = load_drafter(str(recipe.folder / "draft"), target)

@@ -44,7 +44,6 @@ def run(tmp_path, sample_report, measurement):
     recipe["train_prompts"] = "/home/me/prompts/code.jsonl"
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     (folder / "provenance.json").write_text('{"seed": 0, "git_commit": "1234abc"}')
-    (folder / "vocab_check.json").write_text('{"relation": "identical", "used": "direct"}')
     report = sample_report.model_copy(deep=True)
     report.engine, report.device = "torch", "cpu (2 threads)"
     lossless = report.drafts["tuned"].lossless
@@ -59,6 +58,7 @@ def in_vllm(run, sample_report):
     """The folder of an evaluation of the same run in vLLM, at two draft lengths."""
     report = sample_report.model_copy(deep=True)
     report.engine, report.device, report.provenance = "vllm", "cuda", {"vllm": "0.32.0"}
+    report.environment = None
     tuned = report.drafts["tuned"]
     tuned.sha256 = weights_sha256(str(run / "draft"))
     tuned.alpha, report.gain = None, []
@@ -146,7 +146,7 @@ def test_the_card_has_the_figures_of_the_reports(run, in_vllm, tmp_path):
     served, own = (read_report(folder / "report/report.json") for folder in (in_vllm, run))
     for name, draft in [*served.drafts.items(), *own.drafts.items()]:
         assert f"| {draft.gamma} | {draft.speedup:.2f} | {draft.tau:.2f} | 40 |" in card, name
-    assert card.index("| vllm 0.32.0 |") < card.index("| our reference decoder |")
+    assert card.index("| vllm 0.32.0 |") < card.index("| the reference decoder |")
     assert f"distilled draft {own.drafts['tuned'].alpha:.2f}" in card
     assert "In vllm 0.32.0 at draft length 2 no speed-up is shown: 1.00 [0.92,1.09]." in card
     assert '"num_speculative_tokens": 3' in card  # the faster one in vLLM
@@ -165,21 +165,18 @@ def test_token_identical_is_said_of_a_cpu_without_divergences_only(run, device, 
 
 
 @pytest.mark.parametrize(
-    ("used", "drafter", "config", "words"),
+    ("drafter", "config", "words"),
     [
-        ("direct", None, {}, '"method": "draft_model"'),
-        ("intersection", None, {}, '"use_heterogeneous_vocab": true'),
-        ("direct", "eagle3", {"speculators_model_type": "eagle3"}, '"method": "eagle3"'),
+        (None, {}, '"method": "draft_model"'),
+        ("eagle3", {"speculators_model_type": "eagle3"}, '"method": "eagle3"'),
         (
-            "direct",
             "medusa",
             {"model_type": "medusa", "truncated_vocab_size": 4, "vocab_size": 8},
             "vLLM does not start with it",
         ),
     ],
 )
-def test_the_commands_of_each_kind_of_draft(run, used, drafter, config, words):
-    change(run / "vocab_check.json", used=used)
+def test_the_commands_of_each_kind_of_draft(run, drafter, config, words):
     change(run / "draft" / "config.json", **config)
     change(run / "recipe.yaml", drafter=drafter)
     card = card_of(run)
@@ -336,7 +333,7 @@ def test_a_run_without_its_own_report_takes_the_named_one(run, in_vllm):
     (run / "report" / "report.json").unlink()
     (report,) = reports_of(run, [in_vllm])
     assert report.engine == "vllm"
-    assert "our reference decoder |" not in card_of(run, "--report", str(in_vllm))
+    assert "the reference decoder |" not in card_of(run, "--report", str(in_vllm))
 
 
 # --- Names and licences

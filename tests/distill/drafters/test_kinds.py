@@ -14,7 +14,7 @@ from distill.clock import Clock
 from distill.drafters.kind import kinds
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
-from distill.models import TargetOfRun, check_models
+from distill.models import check_models, target_loader
 from distill.prepare import prepare_draft, untrained_drafter
 from distill.prompt_sets import collect_prompts
 from distill.teacher.answers import USED
@@ -65,18 +65,19 @@ def test_a_step_in_small_batches_is_that_of_a_large_one(finished, tmp_path, name
     folder = shutil.copytree(finished(name).folder, tmp_path / "run")
     recipe = dataclasses.replace(finished(name), output_dir=str(folder))
     pair = check_models(recipe)
-    target = TargetOfRun(recipe, pair, collect_prompts(recipe, pair.target))
+    prompts = collect_prompts(recipe, pair.target)
+    load = target_loader(recipe, prompts)
     store = Store(Path(read_json(folder / USED)["store"]))
-    answers = Answers(store, names_of(target.prompts.training.ids))
+    answers = Answers(store, names_of(prompts.training.ids))
     weights = []
     for rows, together in ((4, 1), (1, 4)):
         keys = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": together}
         keys |= {"max_steps": 2, "save_strategy": "no"}
         other = dataclasses.replace(recipe, training=recipe.training | keys)
-        prepared = prepare_draft(other, pair, target, answers)
+        prepared = prepare_draft(other, pair, load, answers)
         draft = distil_draft(other, pair, prepared, answers, Clock(folder, None))
         weights.append({name: w.detach() for name, w in draft.named_parameters()})
-    before = prepare_draft(recipe, pair, target, answers).model.get_output_embeddings().weight
+    before = prepare_draft(recipe, pair, load, answers).model.get_output_embeddings().weight
     assert not torch.equal(weights[0]["lm_head.weight"], before.float())
     for name, weight in weights[0].items():
         torch.testing.assert_close(weight, weights[1][name], rtol=1e-4, atol=1e-5)

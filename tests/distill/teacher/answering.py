@@ -28,5 +28,5 @@ def answer_share(values, prompts, dies=None):
         Store.append = last
     target = dataclasses.replace(target, stops=frozenset())
     store = Store(recipe.folder / "store")
-    count = len(answers.answer_prompts(recipe, prompts, target, store))
+    count = len(answers.answer_prompts(recipe, prompts, lambda: target, store))
     print(f"process {state.process_index} of {state.num_processes}: {count} answers")

@@ -45,7 +45,7 @@ def answered(job, target, tmp_path):
         asked = to_answer(recipe, prompts)
         endless = dataclasses.replace(target, stops=stops, decoder=decoder or target.decoder)
         store, taught = Store(folder / "store"), recipe.train_on_prompts
-        return answer_prompts(recipe, asked, endless, store, (), taught)
+        return answer_prompts(recipe, asked, lambda: endless, store, (), taught)
 
     return answer
 

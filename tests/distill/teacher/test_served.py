@@ -180,7 +180,7 @@ def test_greedy_answers_are_those_of_the_weights(stand_in, served, asked, job, t
         assert torch.equal(answer.top_logprobs, logprobs.half())
     keys = ("draft", "answer_max_new_tokens", "cache_top_k")
     local = job(tmp_path / "local", **{key: getattr(recipe, key) for key in keys})
-    ours = answer_prompts(local, made.prompts, target, Store(tmp_path / "store"))
+    ours = answer_prompts(local, made.prompts, lambda: target, Store(tmp_path / "store"))
     for answer, other in zip(answers, ours, strict=True):
         assert answer.response_ids.tolist() == other.response_ids.tolist()
         # fp32 sums in batches, then fp16

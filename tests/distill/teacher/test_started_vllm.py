@@ -134,7 +134,7 @@ def test_without_vllm_it_is_refused_with_the_commands_that_install_it(
 def test_who_answers_where_nobody_is_named(
     job, tmp_path, monkeypatch, device, installed, changes, by, why
 ):
-    monkeypatch.setattr(answers, "target_device", lambda keys: device)
+    monkeypatch.setattr(answers, "target_device", lambda recipe: device)
     if not installed:
         monkeypatch.delenv(VLLM_PYTHON)
         monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "empty"))
