@@ -14,16 +14,16 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 
 from align.machine import machine_lines
-from align.sources import load_config, load_tokenizer, weights_at_hand
+from align.sources import load_config, weights_at_hand
 from distill.drafters.pruned import pruned_config
-from distill.models import Pair, check_models, check_prunable, target_loader
+from distill.models import Pair, check_models, target_loader
 from distill.prepare import untrained_drafter
-from distill.prompt_sets import Prompts, collect_prompts
+from distill.prompt_sets import collect_prompts
 from distill.recipe import Recipe
-from distill.teacher.answers import to_answer, who_answers
-from distill.teacher.served import ServedTarget
+from distill.teacher.answers import to_answer
+from distill.teacher.started_vllm import served_target
 from distill.teacher.store import bytes_per_token
-from eval.engines.environment import vllm_python
+from eval.decoding.target import Target
 from eval.measuring.cost import break_even_alpha, ceiling_speedup
 from eval.measuring.timing import step_costs
 
@@ -40,32 +40,26 @@ def dry_run(recipe: Recipe) -> int:
 
     Raises what the checks of a run raise.
     """
-    untimed = why_not_timed(recipe)
-    if untimed is not None and recipe.answers != "server":
-        print_memory(recipe, longest=recipe.max_prompt_length or 512, answers=0)
-        print(f"what a draft can gain: not measured, {untimed}")
-        return 0
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
+    load_target = target_loader(recipe, prompts)
     longest = max(map(len, prompts.training.ids + prompts.evaluation.ids))
     print_memory(recipe, longest, len(to_answer(recipe, prompts.training.ids)))
-    print_example(prompts, load_tokenizer(pair.target.spec))
-    by, why = who_answers(recipe)
-    print(f"answers: {by}, since {why}")
-    if by == "server":
-        served = ServedTarget(recipe, pair.target, prompts)
+    print_example(prompts.training.ids[0], pair.load_tokenizer())
+    served = served_target(recipe, pair.target, prompts)
+    if served is not None:
         served.check()
-        return served.describe()
-    if by == "vllm":
-        vllm_python()
-    return print_gain(recipe, pair, prompts)
+        if recipe.answers == "server":
+            return served.describe()
+    if (untimed := why_not_timed(recipe)) is not None:
+        print(f"what a draft can gain: not measured, {untimed}")
+        return 0
+    return print_gain(recipe, pair, prompts.evaluation.ids, load_target())
 
 
-def print_gain(recipe: Recipe, pair: Pair, prompts: Prompts) -> int:
+def print_gain(recipe: Recipe, pair: Pair, prompts: list[list[int]], target: Target) -> int:
     """Print cost and gain of a draft of each depth, or the sibling; status as `dry_run`."""
-    target = target_loader(recipe, prompts)()
-    lengths = list(map(len, prompts.evaluation.ids))
-    context = sum(lengths) // len(lengths) + recipe.max_new_tokens // 2
+    context = sum(map(len, prompts)) // len(prompts) + recipe.max_new_tokens // 2
     variants = {recipe.kind_name: recipe}
     if recipe.kind.language_model and recipe.sibling is None:
         variants = {
@@ -98,7 +92,6 @@ def print_memory(recipe: Recipe, longest: int, answers: int) -> None:
         draft = parameters(load_config(recipe.sibling).get_text_config())
     else:
         layers = recipe.num_draft_layers if recipe.kind.language_model else 1
-        check_prunable(target.to_dict(), layers)
         draft = parameters(pruned_config(target, layers))
     head_size = (
         getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
@@ -127,13 +120,12 @@ def parameters(config: PreTrainedConfig) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def print_example(prompts: Prompts, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The first training prompt as the target reads it, and where its answer goes.
+def print_example(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Print a prompt as the target reads it, and where its answer goes.
 
     Acceptance is low if a draft is served with another prompt form than in training, and nothing
     else shows that.
     """
-    ids = prompts.training.ids[0]
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     if (more := len(text) - 2 * EXAMPLE) > 0:
         text = f"{text[:EXAMPLE]} [… {more} characters …] {text[-EXAMPLE:]}"

@@ -95,9 +95,8 @@ def check_models(recipe: Recipe) -> Pair:
             "or let a server answer (answers: server)."
         )
     target = read_vocabulary(recipe.target)
-    if recipe.answers != "server" or recipe.sibling is None:  # its weights are read here
-        refuse_quantised(recipe.target, target.config)
     if recipe.answers != "server":  # then neither is decoded here
+        refuse_quantised(recipe.target, target.config)
         for spec in filter(None, (recipe.target, recipe.sibling)):
             refuse_undecodable(load_config(spec))
     refuse_unknown_modules(recipe, load_config(recipe.sibling or recipe.target))

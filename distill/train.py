@@ -38,10 +38,9 @@ from distill.teacher.answers import (
     note_used,
     open_store,
     to_answer,
-    who_answers,
 )
 from distill.teacher.served import ServedTarget
-from distill.teacher.started_vllm import StartedVllm
+from distill.teacher.started_vllm import served_target
 from distill.teacher.states import cache_states
 from distill.teacher.store import Answers, names_of
 from distill.trainer import WAIT, distil_draft, training_config
@@ -73,7 +72,7 @@ def run_stages(recipe: Recipe, clock: Clock) -> int:
     prompts = collect_prompts(recipe, pair.target)
     load_target = target_loader(recipe, prompts)  # behind a server it is never loaded
     draft_exists = (recipe.folder / "draft").exists() and not recipe.coverage_curve
-    served = None if draft_exists else served_target(recipe, pair, prompts)
+    served = None if draft_exists else served_target(recipe, pair.target, prompts)
     if served is not None and main_process:
         served.check()
     claim_folder(recipe, pair, prompts)
@@ -115,18 +114,6 @@ def run_stages(recipe: Recipe, clock: Clock) -> int:
     if report is not None:
         print(f"Report: {recipe.folder / 'report' / 'report.html'}")
     return 0
-
-
-def served_target(recipe: Recipe, pair: Pair, prompts: Prompts) -> ServedTarget | None:
-    """The target where vLLM answers for it, the recipe's own or one started here; else None."""
-    by, why = from_first(who_answers(recipe))
-    if PartialState().is_main_process:
-        print(f"answers: {by}, since {why}")
-    if by == "server":
-        return ServedTarget(recipe, pair.target, prompts)
-    if by == "vllm":
-        return StartedVllm(recipe, pair.target, prompts, open_store(recipe, pair.target))
-    return None
 
 
 def answered(

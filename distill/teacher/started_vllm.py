@@ -5,11 +5,14 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 import torch
+from accelerate import PartialState
 
+from align.machine import from_first
 from align.sources import load_config, resolve_checkpoint
 from align.vocabulary import Vocabulary
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe
+from distill.teacher.answers import open_store, who_answers
 from distill.teacher.served import ServedTarget
 from distill.teacher.store import Store
 from eval.engines.environment import vllm_python
@@ -19,6 +22,18 @@ from eval.engines.server import Server
 LOGPROBS = 20  # a token, which vLLM gives unless it is told otherwise
 # on a CPU vLLM 0.32 crashes at a seeded request whose prompt it reads in chunks
 UNCHUNKED = ["--max-num-batched-tokens", "32768"]
+
+
+def served_target(recipe: Recipe, target: Vocabulary, prompts: Prompts) -> ServedTarget | None:
+    """The target where vLLM answers for it, the recipe's own or one started here; else None."""
+    by, why = from_first(who_answers(recipe))
+    if PartialState().is_main_process:
+        print(f"answers: {by}, since {why}")
+    if by == "server":
+        return ServedTarget(recipe, target, prompts)
+    if by == "vllm":
+        return StartedVllm(recipe, target, prompts, open_store(recipe, target))
+    return None
 
 
 class StartedVllm(ServedTarget):

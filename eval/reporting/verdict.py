@@ -93,9 +93,8 @@ def measured_in(report: Report) -> str:
     """The decoder or engine that the figures are of."""
     if report.engine == REFERENCE:
         return "the reference decoder"
-    if report.environment:
-        return f"{report.engine} {report.environment.engine_version}"
-    version = report.provenance.get(report.engine)
+    made_by = report.provenance.get(report.engine)
+    version = report.environment.engine_version if report.environment else made_by
     return f"{report.engine} {version}" if version else report.engine
 
 

@@ -21,9 +21,7 @@ from distill.models import check_models, target_loader
 from distill.prompt_sets import collect_prompts
 from distill.run_folder import claim_folder
 from distill.train import run
-from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.lean import LeanDecoder
-from eval.decoding.target import load_target
 from eval.reporting.fields import read_report
 from tests.distill.conftest import TOKENS
 
@@ -172,13 +170,3 @@ def test_a_draft_that_cannot_be_tuned_leaves_nothing_written(
     with pytest.raises(ValueError, match=code):
         run(recipe)
     assert not recipe.folder.exists()
-
-
-@pytest.mark.parametrize("strategy", ["auto", "intersection", "transplant"])
-def test_a_draft_is_loaded_under_any_strategy(folder, strategy):
-    target = load_target(str(folder / "target"), torch.float32, "cpu", 64)
-    drafter = load_drafter(str(folder / "draft"), target, strategy)
-    used = drafter.vocabulary["strategy"]
-    assert used == ("intersection" if strategy == "auto" else strategy)
-    larger = drafter.bytes > load_drafter(str(folder / "draft"), target).bytes
-    assert larger == (strategy == "transplant")

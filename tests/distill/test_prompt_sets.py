@@ -433,7 +433,7 @@ def test_a_dry_run_shows_a_prompt_as_the_target_reads_it(chat, monkeypatch, caps
     recipe, target = chat(chat_template_kwargs={"enable_thinking": False})
     prompts = collect_prompts(recipe, target)
     capsys.readouterr()
-    print_example(prompts, load_tokenizer(target.spec))
+    print_example(prompts.training.ids[0], load_tokenizer(target.spec))
     asked, count = prompts.training.prompts[0].text, len(prompts.training.ids[0])
     shown = capsys.readouterr().out
     assert shown == (
@@ -441,7 +441,7 @@ def test_a_dry_run_shows_a_prompt_as_the_target_reads_it(chat, monkeypatch, caps
         f"    {asked}</s>\n    the[the answer begins here]\n"
     )
     monkeypatch.setattr("distill.dry_run.EXAMPLE", 5)
-    print_example(prompts, load_tokenizer(target.spec))
+    print_example(prompts.training.ids[0], load_tokenizer(target.spec))
     cut = len(f"{asked}</s>\nthe") - 10
     assert f"    {asked[:5]} [… {cut} characters …] >\n    the[" in capsys.readouterr().out
 
