@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from align.files import write_json
@@ -73,11 +72,17 @@ def _measured_here(
     clock: Clock,
     made_by: dict[str, Any],
 ) -> Report:
-    """The report of the reference decoder."""
-    base = None
+    """The report of the reference decoder: base draft, n-gram speculation, distilled draft, n-gram,
+    then distilled draft. Those of a pruned target have a trimmed vocabulary there.
+    """
+    tuned = load_drafter(str(recipe.folder / "draft"), target, pair.strategy)
+    drafts: dict[str, Drafter] = {}
     if recipe.training.get("max_steps") != 0:  # else base and distilled draft are the same
-        base = recipe.draft or str(recipe.folder / "prepared")
-    drafts = _drafts(recipe.folder / "draft", base, pair.strategy, target)
+        spec = recipe.draft or str(recipe.folder / "prepared")
+        drafts["untuned"] = load_drafter(spec, target, pair.strategy)
+        drafts["untuned"].full_form_bytes = tuned.full_form_bytes  # its own is not on disk
+    drafts |= {"lookup": prompt_lookup(target), "tuned": tuned}
+    drafts["tuned+lookup"] = lookup_first(tuned, target.stops)
     free_memory()  # of their weights as they were read
     seconds = None
     if recipe.minutes is not None:
@@ -96,20 +101,6 @@ def _measured_here(
             made_by,
         )
         return build_report(*logs)
-
-
-def _drafts(draft: Path, base: str | None, strategy: str, target: Target) -> dict[str, Drafter]:
-    """The base draft, n-gram speculation, the distilled draft, and n-gram, then distilled draft.
-
-    Drafts of a pruned target are loaded from their trimmed-vocabulary checkpoints.
-    """
-    tuned = load_drafter(str(draft), target, strategy)
-    drafts: dict[str, Drafter] = {}
-    if base is not None:
-        drafts["untuned"] = load_drafter(base, target, strategy)
-        drafts["untuned"].full_form_bytes = tuned.full_form_bytes  # its own is not on disk
-    drafts["lookup"] = prompt_lookup(target)
-    return drafts | {"tuned": tuned, "tuned+lookup": lookup_first(tuned, target.stops)}
 
 
 def _measured_served(recipe: Recipe, prompts: Prompts, made_by: dict[str, Any]) -> Report | None:

@@ -61,6 +61,9 @@ from distill.training_set import DistillationCollator, answer_rows
 warnings.filterwarnings("ignore", message="`(is_)?gradient_checkpointing`", category=FutureWarning)
 
 SCORES = 2**26  # bytes of attention scores that a batch on a CPU may keep for its gradients
+# Learning rate where a recipe names none: with full fine-tuning, and with LoRA (docs/lab-notes.md
+# has measurements of the first two; that of a trained draft without LoRA is a careful guess).
+NEW_RATES, TRAINED_RATES = (3e-3, 5e-3), (5e-5, 2e-4)
 SLOW_RATE = 1 / 3  # of the learning rate, for weights that began as a fit
 SEEDS_A_STEP = 2**31 - 1  # more than there are answers; prime: a place counted from it moves
 REPEAT = "repeat.yaml"  # in a run's folder: the recipe with the counts that the run came to
@@ -327,8 +330,13 @@ def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
     are kept.
     """
     resumed = _resumed(recipe)
-    defaults = {"report_to": "none", "ddp_timeout": WAIT, "save_total_limit": 2}
-    values: dict[str, Any] = defaults | recipe.training
+    rates = NEW_RATES if recipe.draft is None else TRAINED_RATES
+    values: dict[str, Any] = {
+        "learning_rate": rates[recipe.use_peft],
+        "report_to": "none",
+        "ddp_timeout": WAIT,
+        "save_total_limit": 2,
+    } | recipe.training
     if followed:
         if values.get("save_strategy") == "no":
             values["save_strategy"] = "best"  # the best weights alone
@@ -492,6 +500,7 @@ def distil(
     if checkpoint is not None:
         _refuse_other_processes(trainer, checkpoint)
         print(f"going on from {checkpoint}")
+    print(f"learning rate: {trainer.args.learning_rate:g}")
     if trainer.args.world_size > 1:
         print(f"training over {trainer.processes}")
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))

@@ -152,18 +152,6 @@ def test_the_card_has_the_figures_of_the_reports(run, in_vllm, tmp_path):
     assert '"num_speculative_tokens": 3' in card  # the faster one in vLLM
 
 
-@pytest.mark.parametrize(("device", "tie"), [("cpu (2 threads)", 0), ("cpu", 1), ("cuda", 0)])
-def test_token_identical_is_said_of_a_cpu_without_divergences_only(run, device, tie):
-    def edit(report):
-        report["device"] = device
-        report["drafts"]["tuned"]["lossless"] |= {"identical": 40 - tie, "tie_divergences": tie}
-
-    change_report(run, edit)
-    card = card_of(run)
-    assert f"{40 - tie} exact matches, {tie} near-tie divergences, 0 mismatches" in card
-    assert ("token-identical" in card) == (device.startswith("cpu") and not tie)
-
-
 @pytest.mark.parametrize(
     ("drafter", "config", "words"),
     [

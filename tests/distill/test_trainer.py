@@ -17,7 +17,7 @@ from align.files import DiskFullError
 from distill.drafters.pruned import KIND as PRUNED
 from distill.loss_forward import give_loss_forward, take_loss_forward
 from distill.losses import coarse_loss, forward_kl, sharpen
-from distill.recipe import RecipeError
+from distill.recipe import RecipeError, build_recipe
 from distill.trainer import (
     SameOrder,
     distil,
@@ -247,6 +247,22 @@ def test_other_processes_than_left_a_checkpoint_are_refused(tmp_path, train, tin
     (tmp_path / "checkpoint-8" / "complete").write_text("2 processes (FSDP)")
     with pytest.raises(RecipeError, match=r"left by 2 processes \(FSDP\), and 1 process \(alone\)"):
         train(tiny_model(), made_answers(), recipe_in(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("draft", "use_peft", "rate"),
+    [
+        (None, False, 3e-3),
+        (None, True, 5e-3),
+        ("org/draft", False, 5e-5),
+        ("org/draft", True, 2e-4),
+    ],
+)
+def test_a_recipe_without_a_learning_rate_trains_at_that_of_its_draft(draft, use_peft, rate):
+    keys = dict.fromkeys(("target", "train_prompts", "eval_prompts"), "unused")
+    keys |= {"draft": draft, "use_peft": use_peft, "use_cpu": True, "bf16": False}
+    assert training_config(build_recipe(keys)).learning_rate == rate  # trl's own is 2e-5
+    assert training_config(build_recipe(keys | {"learning_rate": 0.1})).learning_rate == 0.1
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 8])
