@@ -133,7 +133,7 @@ def served_gamma(reports: Sequence[Report], weights: set[str]) -> int:
 
 
 def _shown_name(name: str, draft: DraftReport, weights: set[str]) -> str:
-    """What a reader calls the draft; the draft length has a column of its own."""
+    """What a reader calls the draft, without its draft length."""
     published = draft.sha256 in weights and draft.serves_alone
     return DISTILLED if published else label(name.partition(", gamma ")[0])
 

@@ -75,14 +75,14 @@ def _measured_here(
     """The report of the reference decoder: base draft, n-gram speculation, distilled draft, n-gram,
     then distilled draft. Those of a pruned target have a trimmed vocabulary there.
     """
-    tuned = load_drafter(str(recipe.folder / "draft"), target, pair.strategy)
+    distilled = load_drafter(str(recipe.folder / "draft"), target, pair.strategy)
     drafts: dict[str, Drafter] = {}
     if recipe.training.get("max_steps") != 0:  # else base and distilled draft are the same
         spec = recipe.draft or str(recipe.folder / "prepared")
         drafts["untuned"] = load_drafter(spec, target, pair.strategy)
-        drafts["untuned"].full_form_bytes = tuned.full_form_bytes  # its own is not on disk
-    drafts |= {"lookup": prompt_lookup(target), "tuned": tuned}
-    drafts["tuned+lookup"] = lookup_first(tuned, target.stops)
+        drafts["untuned"].full_form_bytes = distilled.full_form_bytes  # its own is not on disk
+    drafts |= {"lookup": prompt_lookup(target), "tuned": distilled}
+    drafts["tuned+lookup"] = lookup_first(distilled, target.stops)
     free_memory()  # of their weights as they were read
     seconds = None
     if recipe.minutes is not None:

@@ -1,4 +1,4 @@
-"""The tuned draft as others load it: a checkpoint over the target's whole vocabulary."""
+"""The distilled draft as engines load it: a checkpoint over the target's whole vocabulary."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from distill.teacher.store import CachedAnswer
 from eval.decoding.forward import input_embedding
 from eval.decoding.weights import linear
 
-FULL_FORM = "full_form.json"  # in compact/: how far the two forms agree
+FULL_FORM = "full_form.json"  # in compact/: how far the two checkpoints agree
 SUPPRESSION = (0.0, 5.0, 10.0, 20.0, 40.0, 80.0)  # logits below the fitted ones, tried in order
 CALIBRATION_TOKENS = 8_000  # half to fit the suppression, half to check it
 # The draft has learnt these answers: on new text it is less sure of its own tokens, and gives the
@@ -33,20 +33,22 @@ def export_draft(
     recipe: Recipe,
     pair: Pair,
     prepared: PreparedDraft,
-    tuned: PreTrainedModel,
+    distilled: PreTrainedModel,
     answers: Iterable[CachedAnswer],
 ) -> None:
-    """`draft/`: what engines load, and, of a pruned draft, `draft/compact/` for our decoder."""
+    """Write `draft/`, which engines load. A draft of the target's first layers also gets
+    `draft/compact/`, which the reference decoder loads.
+    """
     kind = recipe.kind
     dtype = getattr(torch, recipe.dtype)
     with atomic_folder(recipe.folder / "draft") as partial:
         if recipe.sibling is not None:
-            kind.exported(tuned.to(dtype)).save_pretrained(partial)
+            kind.exported(distilled.to(dtype)).save_pretrained(partial)
         elif kind.language_model:
-            _export_pruned(partial, recipe, prepared, tuned, answers)
+            _export_pruned(partial, recipe, prepared, distilled, answers)
         else:
             embedding = pair.target_embedding(dtype)
-            kind.save(partial, tuned, prepared.token_ids, embedding, recipe.target)
+            kind.save(partial, distilled, prepared.token_ids, embedding, recipe.target)
         pair.load_tokenizer().save_pretrained(partial)
 
 
@@ -54,12 +56,12 @@ def _export_pruned(
     folder: Path,
     recipe: Recipe,
     prepared: PreparedDraft,
-    tuned: Any,
+    distilled: Any,
     answers: Iterable[CachedAnswer],
 ) -> None:
-    """The full form, over the target's whole vocabulary, and `compact/` in it."""
+    """Write the full-vocabulary checkpoint, and the trimmed-vocabulary one as `compact/` in it."""
     dtype, ids = getattr(torch, recipe.dtype), prepared.token_ids
-    plain = tuned.to(dtype)
+    plain = distilled.to(dtype)
     embedding = input_embedding(plain).to(dtype)
     # a FrozenEmbedding keeps its dtype and gives fp32
     plain.set_input_embeddings(nn.Embedding.from_pretrained(embedding))
@@ -75,25 +77,26 @@ def _export_pruned(
 
 @torch.no_grad()
 def full_vocabulary(
-    tuned: PreTrainedModel,
+    distilled: PreTrainedModel,
     token_ids: Tensor,
     full_head: Tensor,
     answers: Iterable[CachedAnswer],
 ) -> tuple[PreTrainedModel, dict[str, float]]:
-    """The tuned draft under a head over the target's whole vocabulary, for engines that need one.
+    """The distilled draft under a head over the target's whole vocabulary [V, H].
 
-    Rows of trimmed tokens are the fitted ones from before training, lowered by a constant: without
-    it they would win now and then against states that training has moved. A head has no bias here,
-    so the constant is the least-squares row w with w·h = -1 over half of the draft's own states h;
-    the smallest multiple is taken at which, over the other half, the greedy choice is the trimmed
-    head's on 999 of 1000 positions, and the trimmed tokens hold no more than DROPPED_MASS of the
-    draft's probability. Also returns both numbers: `same_choice` and `trimmed_probability`.
+    Entries of trimmed tokens are the fitted ones from before training, lowered by a constant:
+    without it they would win now and then, because training has moved the states. A head has no
+    bias here, so the constant is the least-squares entry w with w·h = -1 over half of the draft's
+    own states h. The smallest multiple is taken at which, over the other half, the greedy choice is
+    the trimmed head's on 999 of 1000 positions, and the trimmed tokens hold no more than
+    DROPPED_MASS of the draft's probability. Also returns both numbers: `same_choice` and
+    `trimmed_probability`.
     """
-    token_ids, full_head = token_ids.to(tuned.device), full_head.to(tuned.device)
+    token_ids, full_head = token_ids.to(distilled.device), full_head.to(distilled.device)
     states = []
     for answer in until(answers, CALIBRATION_TOKENS):
-        ids = torch.cat([answer.prompt_ids, answer.response_ids])[None].to(tuned.device)
-        hidden = tuned.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+        ids = torch.cat([answer.prompt_ids, answer.response_ids])[None].to(distilled.device)
+        hidden = distilled.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
         states.append(hidden[0, len(answer.prompt_ids) - 1 :].float())
     h = torch.cat(states)
     trimmed = torch.ones(len(full_head), dtype=torch.bool, device=h.device)
@@ -101,8 +104,8 @@ def full_vocabulary(
     fitted, h = h.double().tensor_split(2)
     lower = torch.linalg.lstsq(fitted, -torch.ones_like(fitted[:, :1])).solution
     h = h.float()
-    tuned_rows = tuned.get_output_embeddings().weight
-    best, total = _best_and_sum(h, tuned_rows.split(HEAD_ROWS))
+    trained_rows = distilled.get_output_embeddings().weight
+    best, total = _best_and_sum(h, trained_rows.split(HEAD_ROWS))
     # lowered, all trimmed rows lose the same at a position: the best of them stays the best
     pieces = trimmed.nonzero()[:, 0].split(HEAD_ROWS)
     rival, trimmed_sum = _best_and_sum(h, (full_head[rows] for rows in pieces))
@@ -114,21 +117,21 @@ def full_vocabulary(
             break
     else:
         warnings.warn(
-            f"The full-vocabulary form makes another greedy choice than the compact one on "
-            f"{1 - kept:.1%} of positions, and gives {mass:.2%} of its probability to tokens that "
-            f"were trimmed; expect that much less alpha from it.",
+            f"The full-vocabulary checkpoint makes another greedy choice than the trimmed one on "
+            f"{1 - kept:.1%} of positions, and gives {mass:.2%} of its probability to trimmed "
+            "tokens; its acceptance rate is lower by that much.",
             stacklevel=2,
         )
-    head = torch.empty_like(full_head, dtype=tuned_rows.dtype)
+    head = torch.empty_like(full_head, dtype=trained_rows.dtype)
     for rows in pieces:
         head[rows] = (full_head[rows].float() + strength * lower.T.float()).to(head.dtype)
-    head[token_ids] = tuned_rows
-    return with_head(tuned, head), {"same_choice": kept, "trimmed_probability": mass}
+    head[token_ids] = trained_rows
+    return with_head(distilled, head), {"same_choice": kept, "trimmed_probability": mass}
 
 
-def with_head(tuned: PreTrainedModel, head: Tensor) -> PreTrainedModel:
+def with_head(distilled: PreTrainedModel, head: Tensor) -> PreTrainedModel:
     """A copy of the model, on its own weights, with another head [V, H]."""
-    model = copy.deepcopy(tuned, {id(weight): weight for weight in tuned.parameters()})
+    model = copy.deepcopy(distilled, {id(weight): weight for weight in distilled.parameters()})
     model.lm_head = linear(head)
     model.config.vocab_size = head.shape[0]
     return model

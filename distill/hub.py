@@ -29,7 +29,7 @@ def push_folder(folder: Path, repo_id: str, public: bool) -> str:
     is not reached; the message never has the token. The same call then goes on.
     """
     if not re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", repo_id):
-        raise HubError(f"{repo_id!r} is no Hub repository: write it as ORG/NAME")
+        raise HubError(f"{repo_id!r} is not the name of a Hub repository; write it as ORG/NAME")
     api = HfApi()
     try:
         api.whoami()

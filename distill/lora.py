@@ -39,8 +39,8 @@ def refuse_unknown_modules(recipe: Recipe, draft: PreTrainedConfig) -> None:
             last = sorted({module.rpartition(".")[2] for module in modules if "." in module})
             linear = ", ".join(part for part in last if not part.isdigit())
             raise RecipeError(
-                f"lora_target_modules names {name!r}, which no module of the draft is called "
-                f"({linear} are); correct it, or use all-linear."
+                f"lora_target_modules names {name!r}, but the draft's modules are {linear}; "
+                "correct it, or use all-linear."
             )
 
 

@@ -32,8 +32,8 @@ def give_loss_forward(model: PreTrainedModel, kind: DraftKind, divergence: Diver
     if head.bias is not None or softcap:
         addition = "a bias" if head.bias is not None else f"softcap {softcap}"
         raise ValueError(
-            f"TOK-012: the draft's head has {addition}, which the loss here does not know; use "
-            "another draft, or none: the target is pruned."
+            f"TOK-012: the draft's head has {addition}, and the loss here does not compute it; use "
+            "another draft, or none: then the target is pruned."
         )
 
     def forward(temperature: float | None = None, **inputs: Any) -> ModelOutput:
@@ -57,7 +57,7 @@ def give_loss_forward(model: PreTrainedModel, kind: DraftKind, divergence: Diver
 
 
 def take_loss_forward(model: PreTrainedModel) -> None:
-    """Give the model its class's `forward` back, which returns logits."""
+    """Give the model back the `forward` of its class: it returns logits."""
     vars(model).pop("forward", None)
 
 

@@ -60,7 +60,7 @@ class Pair:
         return self.target.rows
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the trained draft, which is the target's."""
+        """The tokenizer of the trained draft: the target's."""
         return load_tokenizer(self.target.spec)
 
     @property
@@ -95,15 +95,20 @@ def check_models(recipe: Recipe) -> Pair:
             "or let a server answer (answers: server)."
         )
     target = read_vocabulary(recipe.target)
-    if recipe.answers != "server":  # then neither is decoded here
-        refuse_quantised(recipe.target, target.config)
-        for spec in filter(None, (recipe.target, recipe.sibling)):
-            refuse_undecodable(load_config(spec))
-    refuse_unknown_modules(recipe, load_config(recipe.sibling or recipe.target))
     draft = target if recipe.sibling is None else read_vocabulary(recipe.sibling)
+    configs = [load_config(spec) for spec in filter(None, (recipe.target, recipe.sibling))]
+    published = None  # config.json of the heads that the recipe starts from
+    if recipe.draft is not None and recipe.sibling is None:
+        published = read_json(resolve_checkpoint(recipe.draft, weights=False) / "config.json")
+    if recipe.answers != "server":  # else neither is decoded here
+        refuse_quantised(recipe.target, target.config)
+        for config in configs:
+            refuse_undecodable(config)
     verdict = compare(target, draft)
     strategy = choose_strategy(verdict, recipe.strategy, tuned=True)
     print(f"vocabulary: {verdict.relation}, strategy {strategy}")
+    mask = mask_token(target) if recipe.kind.added_modules else None
+    refuse_unknown_modules(recipe, configs[-1])
     if recipe.cache_top_k > target.rows:
         raise ValueError(
             f"cache_top_k {recipe.cache_top_k} is more than the {target.rows} tokens of the "
@@ -118,16 +123,15 @@ def check_models(recipe: Recipe) -> Pair:
     if strategy in ("remap", "transplant"):
         path = recipe.folder / VOCAB_MAP
         vocab_map = load_map(path, target, draft) if path.exists() else build_map(target, draft)
-    published = None  # config.json of the heads that the recipe starts from
-    if recipe.draft is not None and recipe.sibling is None:
-        published = read_json(resolve_checkpoint(recipe.draft, weights=False) / "config.json")
     layers = recipe.kind.target_layers(target.config, published)
-    mask = mask_token(target) if recipe.kind.added_modules else None
     return Pair(target, draft, verdict, strategy, vocab_map, layers, mask)
 
 
-def of_published(recipe: Recipe) -> Recipe:
-    """The recipe with the kind and the head of the draft it names, where others trained it."""
+def with_published_kind(recipe: Recipe) -> Recipe:
+    """The recipe with kind and head size of its `draft`, where others trained that draft.
+
+    Raises ValueError for a draft of another kind than the recipe names, or of another target.
+    """
     if recipe.draft is None:
         return recipe
     folder = resolve_checkpoint(recipe.draft, weights=False)
@@ -135,8 +139,8 @@ def of_published(recipe: Recipe) -> Recipe:
     if form is None:
         if not recipe.kind.language_model:
             raise ValueError(
-                f"drafter is {recipe.kind_name!r}, but draft {recipe.draft!r} is no such draft; "
-                "name one, or leave drafter out."
+                f"drafter is {recipe.kind_name!r}, but draft {recipe.draft!r} is of another kind; "
+                "name such a draft, or leave drafter out."
             )
         return recipe
     rows = form.head_rows(read_json(folder / "config.json"))
@@ -187,8 +191,8 @@ def target_loader(recipe: Recipe, prompts: Prompts) -> LoadTarget:
         reads = longest_context(load_config(recipe.sibling).get_text_config())
         if reads < needed:
             raise ValueError(
-                f"draft is {recipe.draft!r}, which reads {reads} positions, but the longest "
-                f"prompt and its answer take {needed}; lower max_prompt_length, "
+                f"draft {recipe.draft!r} reads {reads} positions, but the longest prompt and its "
+                f"response take {needed}; lower max_prompt_length, "
                 "max_new_tokens or answer_max_new_tokens, or name another draft."
             )
     dtype, device = getattr(torch, recipe.dtype), target_device(recipe)

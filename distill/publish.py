@@ -54,7 +54,7 @@ class PublishError(ValueError):
 def check_files(run: Path) -> None:
     """Raise PublishError, or another ValueError, where a file of the run is missing or broken."""
     if not run.is_dir():
-        raise PublishError(f"{run} is no folder: give the output folder of a finished run")
+        raise PublishError(f"{run} is not a folder; give the output folder of a finished run")
     for name in NEEDED:
         path = _present(run / name)
         _ = read_yaml(path) if path.suffix == ".yaml" else read_json(path)

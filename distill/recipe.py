@@ -124,7 +124,7 @@ class Recipe:
 
     @property
     def sibling(self) -> str | None:
-        """`draft` where it is a model of its own, and not heads on the target's states."""
+        """`draft` where it is a whole model, and not heads on the target's states."""
         return self.draft if self.kind.language_model else None
 
     @property
@@ -202,7 +202,7 @@ def load_recipe(argv: list[str]) -> Recipe:
 
 
 def _arguments(argv: list[str]) -> dict[str, str]:
-    """The texts that a command line gives to keys; exits as argparse does for its mistakes."""
+    """The texts that a command line gives to keys. Exits with status 2 for a missing value."""
     parser = argparse.ArgumentParser(
         prog="accelerate launch distill/train.py",
         usage="%(prog)s --recipe NAME-or-PATH [--key value ...]",
@@ -240,9 +240,7 @@ def build_recipe(values: dict[str, Any]) -> Recipe:
                 f"{re.sub('(Input|String) should', 'must', wrong)}; correct its value."
             ) from error
     if lacking := [key for key in _REQUIRED if key not in values]:
-        raise RecipeError(
-            f"The recipe lacks {', '.join(lacking)}, without which there is no run; add it."
-        )
+        raise RecipeError(f"The recipe lacks {', '.join(lacking)}, and a run needs them; add them.")
     training = {key: value for key, value in values.items() if key not in OWN}
     recipe = Recipe(**{k: v for k, v in values.items() if k in OWN}, training=training)
     _check_together(recipe)
@@ -250,7 +248,7 @@ def build_recipe(values: dict[str, Any]) -> Recipe:
 
 
 def dump(recipe: Recipe, **decided: Any) -> str:
-    """The resolved recipe as YAML, itself a recipe. decided: values in place of its own."""
+    """The resolved recipe as YAML, itself a recipe. decided: values that replace the recipe's."""
     return yaml_text(recipe.values() | decided) + "\n"
 
 
@@ -270,7 +268,7 @@ def yaml_text(value: Any) -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The keys of a recipe's file, not checked. Raises RecipeError for what is no mapping."""
+    """The keys of a recipe's file, not checked. Raises RecipeError for a file without keys."""
     try:
         values = _yaml().load(path.read_text(encoding="utf-8"))
     except (YAMLError, UnicodeDecodeError) as error:
@@ -321,10 +319,10 @@ def chosen_loss(recipe: Recipe) -> tuple[LossName, str]:
         return recipe.loss, "the recipe names it"
     if recipe.temperature == 0:
         return "forward_kl", (
-            "greedy verification asks for the likeliest token; of the losses this one, against a "
-            "sharpened p, came out best there (docs/lab-notes.md)"
+            "greedy verification asks for the likeliest token, and this loss, against a sharpened "
+            "p, was the best one measured (docs/lab-notes.md)"
         )
-    return "lk", "rejection sampling accepts sum min(p, q), which this loss raises (2602.23881)"
+    return "lk", "rejection sampling accepts sum min(p, q), and this loss raises it (2602.23881)"
 
 
 def _check_together(recipe: Recipe) -> None:

@@ -57,8 +57,8 @@ def refuse_another_run(recipe: Recipe) -> None:
     if changed:
         detail = "; ".join(f"{k}: {written.get(k)!r} -> {asked.get(k)!r}" for k in changed)
         raise RecipeError(
-            f"{recipe.folder} holds a run of another recipe ({detail}). Give this one a "
-            "--name of its own; answers that the target has given already are used again."
+            f"{recipe.folder} holds a run of another recipe ({detail}). Give this one another "
+            "--name; cached answers are used again."
         )
 
 

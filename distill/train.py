@@ -27,7 +27,7 @@ from distill.dry_run import dry_run
 from distill.evaluation import evaluate
 from distill.export import export_draft
 from distill.held_out import held_out_answers
-from distill.models import Pair, check_models, of_published, target_loader
+from distill.models import Pair, check_models, target_loader, with_published_kind
 from distill.prepare import prepare_draft, print_coverage
 from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe, load_recipe
@@ -55,7 +55,7 @@ def run(recipe: Recipe) -> int:
     """Check the recipe, then do the main job or its dry run; returns an exit status."""
     timeout = float(recipe.training.get("ddp_timeout", WAIT))
     use_machine(join_processes(recipe.training.get("use_cpu", False), timeout))
-    recipe = of_published(recipe)
+    recipe = with_published_kind(recipe)
     training_config(recipe)  # what transformers refuses is refused now, not after minutes
     if recipe.dry_run:
         return dry_run(recipe)

@@ -121,7 +121,7 @@ class SameOrder(LengthGroupedSampler):
 
 
 class DraftTrainer(SFTTrainer):
-    """A loss of distill/losses.py on response tokens, against the cache (2310.08461).
+    """A loss of distill/losses.py on response tokens, against cached distributions (2310.08461).
 
     trl's own DistillationTrainer trains on the draft's outputs, with the target in memory or on a
     server at each step. It reads no cached distributions and no trimmed vocabulary. Any number of
@@ -372,8 +372,8 @@ def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
     installed = get_available_reporting_integrations()
     if lacking := [name for name in trackers if name not in installed]:
         raise RecipeError(
-            f"report_to names {lacking[0]!r}, which is not installed here (there is "
-            f"{', '.join(installed) or 'no tracker'}); run `pip install {lacking[0]}`, or leave "
+            f"report_to names {lacking[0]!r}, but this tracker is not installed (there is "
+            f"{', '.join(installed) or 'none'}); run `pip install {lacking[0]}`, or leave "
             "report_to out."
         )
     return config
@@ -386,8 +386,8 @@ def _resumed(recipe: Recipe) -> Path | None:
         return last_checkpoint(recipe.folder)
     if not (Path(asked) / TRAINER_STATE_NAME).is_file():
         raise RecipeError(
-            f"resume_from_checkpoint is {asked!r}, which is no folder of a checkpoint (it has no "
-            f"{TRAINER_STATE_NAME}); name one, or leave it out: a run goes on from its last."
+            f"resume_from_checkpoint is {asked!r}, but this folder has no {TRAINER_STATE_NAME}; "
+            "name a checkpoint, or leave the key out: a run goes on from its last one."
         )
     return Path(asked)
 
@@ -473,8 +473,7 @@ def distil_draft(
     held_out = held_out_answers(recipe.folder)
     states = states_of(pair.layers, answers, held_out)
     trainer = build_trainer(recipe, pair, prepared, answers, states, held_out, clock)
-    rehomed = pair.strategy in ("remap", "transplant")
-    keep_adapters = not rehomed and not recipe.kind.added_modules
+    keep_adapters = pair.vocab_map is None and not recipe.kind.added_modules
     distilled = distil(trainer, recipe, keep_adapters)
     if distilled is None:
         return None
@@ -504,18 +503,18 @@ def distil(
     if trainer.args.world_size > 1:
         print(f"training over {trainer.processes}")
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    tuned: Any = trainer.whole_model()
+    distilled: Any = trainer.whole_model()
     if not PartialState().is_main_process:
         return None
     if recipe.use_peft:
         if keep_adapters:
-            save_adapters(recipe, tuned)
-        tuned = tuned.merge_and_unload(safe_merge=True)
-    take_loss_forward(tuned)
-    tuned._keys_to_ignore_on_save = None
-    tuned.set_attn_implementation("sdpa")
-    tuned.config.use_cache = True  # SFTTrainer turns it off
-    return tuned.eval()
+            save_adapters(recipe, distilled)
+        distilled = distilled.merge_and_unload(safe_merge=True)
+    take_loss_forward(distilled)
+    distilled._keys_to_ignore_on_save = None
+    distilled.set_attn_implementation("sdpa")
+    distilled.config.use_cache = True  # SFTTrainer turns it off
+    return distilled.eval()
 
 
 def _refuse_other_processes(trainer: DraftTrainer, checkpoint: Path) -> None:
@@ -525,5 +524,5 @@ def _refuse_other_processes(trainer: DraftTrainer, checkpoint: Path) -> None:
         raise RecipeError(
             f"{checkpoint} was left by {processes}, and {trainer.processes} would go on from "
             "it, but weights and optimiser are kept as the processes share them; launch as many "
-            "in the same way, or train anew under a --name of its own, from the same answers."
+            "in the same way, or train anew under another --name, from the same answers."
         )

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from align.sources import load_model, read_json
-from distill.models import of_published
+from distill.models import with_published_kind
 from distill.train import run
 from eval.decoding.drafters import eagle3, medusa
 from eval.decoding.forward import input_embedding
@@ -71,23 +71,23 @@ def test_it_starts_as_it_was_is_tuned_and_leaves_in_its_layout(job, published, t
 
 def test_the_kind_and_the_head_are_read_from_the_draft(job, published, tmp_path):
     root, _ = published
-    found = of_published(job(tmp_path, draft=str(root / "eagle")))
+    found = with_published_kind(job(tmp_path, draft=str(root / "eagle")))
     assert (found.kind_name, found.draft_vocab_size, found.sibling) == ("eagle3", 270, None)
-    whole = of_published(job(tmp_path, draft=str(root / "medusa")))
+    whole = with_published_kind(job(tmp_path, draft=str(root / "medusa")))
     assert (whole.kind_name, whole.draft_vocab_size) == ("medusa", None)
     plain = job(tmp_path)
-    assert of_published(plain) is plain
+    assert with_published_kind(plain) is plain
     with pytest.raises(ValueError, match=r"drafter is 'medusa', but draft .* of kind 'eagle3'"):
-        of_published(job(tmp_path, draft=str(root / "eagle"), drafter="medusa"))
-    with pytest.raises(ValueError, match=r"drafter is 'eagle3', but draft .* is no such draft"):
-        of_published(job(tmp_path, drafter="eagle3"))
+        with_published_kind(job(tmp_path, draft=str(root / "eagle"), drafter="medusa"))
+    with pytest.raises(ValueError, match=r"drafter is 'eagle3', but draft .* is of another kind"):
+        with_published_kind(job(tmp_path, drafter="eagle3"))
     shutil.copytree(root / "eagle", tmp_path / "other")
     about = read_json(root / "eagle" / "config.json") | {"hidden_size": 96}
     (tmp_path / "other" / "config.json").write_text(json.dumps(about))
     with pytest.raises(ValueError, match="name the target that it was made for"):
-        of_published(job(tmp_path, draft=str(tmp_path / "other")))
+        with_published_kind(job(tmp_path, draft=str(tmp_path / "other")))
     with pytest.raises(ValueError, match="use_peft is true"):
-        of_published(job(tmp_path, draft=str(root / "eagle"), use_peft=True))
+        with_published_kind(job(tmp_path, draft=str(root / "eagle"), use_peft=True))
 
 
 @pytest.mark.parametrize(
