@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from align.files import atomic_folder, write_json
+from distill.drafters.kind import Started
 from distill.drafters.pruned import HEAD_ROWS
 from distill.models import Pair
-from distill.prepare import PreparedDraft, until
+from distill.prepare import until
 from distill.recipe import Recipe
 from distill.teacher.store import CachedAnswer
 from eval.decoding.forward import input_embedding
@@ -32,7 +33,7 @@ DROPPED_MASS = 1e-4
 def export_draft(
     recipe: Recipe,
     pair: Pair,
-    prepared: PreparedDraft,
+    prepared: Started,
     distilled: PreTrainedModel,
     answers: Iterable[CachedAnswer],
 ) -> None:
@@ -55,7 +56,7 @@ def export_draft(
 def _export_pruned(
     folder: Path,
     recipe: Recipe,
-    prepared: PreparedDraft,
+    prepared: Started,
     distilled: Any,
     answers: Iterable[CachedAnswer],
 ) -> None:

@@ -4,44 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from align.files import atomic_folder
-from distill.recipe import Recipe, RecipeError
+from distill.recipe import Recipe
 
 
 def lora_config(recipe: Recipe) -> LoraConfig:
-    """The adapters that the recipe asks for."""
-    modules = recipe.lora_target_modules
+    """Adapters on all linear layers: on queries and values alone they are too few.
+
+    The head has none, because an adapter on a head tied to the embedding is merged wrongly.
+    """
     return LoraConfig(
         r=recipe.lora_r,
         lora_alpha=recipe.lora_alpha,
         lora_dropout=recipe.lora_dropout,
-        target_modules=modules if modules == "all-linear" else modules.split(","),
+        target_modules="all-linear",
         task_type="CAUSAL_LM",
     )
-
-
-def refuse_unknown_modules(recipe: Recipe, draft: PreTrainedConfig) -> None:
-    """Raise RecipeError where the recipe's adapters name a module that no such draft has.
-
-    peft itself says so after the answers, and of several names only where none is known.
-    """
-    if not recipe.use_peft or recipe.lora_target_modules == "all-linear":
-        return
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(draft)
-    modules = [name for name, _ in model.named_modules()]
-    for name in recipe.lora_target_modules.split(","):
-        if not any(f".{module}".endswith(f".{name}") for module in modules):
-            last = sorted({module.rpartition(".")[2] for module in modules if "." in module})
-            linear = ", ".join(part for part in last if not part.isdigit())
-            raise RecipeError(
-                f"lora_target_modules names {name!r}, but the draft's modules are {linear}; "
-                "correct it, or use all-linear."
-            )
 
 
 def save_adapters(recipe: Recipe, trained: Any) -> None:

@@ -26,7 +26,6 @@ from align.transplant import resized, transplant
 from align.trim import byte_units, choose_tokens
 from align.vocab_map import VOCAB_MAP, VocabMap, build_map, load_map
 from align.vocabulary import Vocabulary, mask_token, read_vocabulary
-from distill.lora import refuse_unknown_modules
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe, build_recipe
 from eval.decoding.build import longest_context, refuse_undecodable
@@ -96,19 +95,17 @@ def check_models(recipe: Recipe) -> Pair:
         )
     target = read_vocabulary(recipe.target)
     draft = target if recipe.sibling is None else read_vocabulary(recipe.sibling)
-    configs = [load_config(spec) for spec in filter(None, (recipe.target, recipe.sibling))]
     published = None  # config.json of the heads that the recipe starts from
     if recipe.draft is not None and recipe.sibling is None:
         published = read_json(resolve_checkpoint(recipe.draft, weights=False) / "config.json")
     if recipe.answers != "server":  # else neither is decoded here
         refuse_quantised(recipe.target, target.config)
-        for config in configs:
-            refuse_undecodable(config)
+        for spec in filter(None, (recipe.target, recipe.sibling)):
+            refuse_undecodable(load_config(spec))
     verdict = compare(target, draft)
     strategy = choose_strategy(verdict, recipe.strategy, tuned=True)
     print(f"vocabulary: {verdict.relation}, strategy {strategy}")
     mask = mask_token(target) if recipe.kind.added_modules else None
-    refuse_unknown_modules(recipe, configs[-1])
     if recipe.cache_top_k > target.rows:
         raise ValueError(
             f"cache_top_k {recipe.cache_top_k} is more than the {target.rows} tokens of the "

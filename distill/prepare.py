@@ -7,24 +7,18 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from align.files import atomic_file, atomic_folder, write_json
+from align.files import atomic_folder, write_json
 from align.sources import read_json, resolve_checkpoint
 from align.trim import choose_tokens, coverage_curve, lost_mass
 from distill.drafters.initialisation import AnsweredText
 from distill.drafters.kind import Start, Started
-from distill.models import (
-    Pair,
-    forced_tokens,
-    load_sibling,
-)
+from distill.models import Pair, forced_tokens, load_sibling
 from distill.recipe import Recipe
 from distill.teacher.states import states_of
 from distill.teacher.store import Answers, CachedAnswer
@@ -36,25 +30,9 @@ PREPARED = "prepared.json"
 FULL_HEAD = "full_head.safetensors"
 
 
-@dataclass
-class PreparedDraft:
-    """A draft and how its head relates to the target's vocabulary.
-
-    token_ids: target id of each head row [K], None when the head covers the whole vocabulary.
-    full_head: the fitted head over all of V [V, H] that `token_ids` was cut from; None where it is
-    the target's own, or a sibling's. lost_mass: share of the target's mass that the head cannot
-    draft.
-    """
-
-    model: PreTrainedModel
-    token_ids: Tensor | None
-    full_head: Tensor | None
-    lost_mass: float
-
-
 def prepare_draft(
     recipe: Recipe, pair: Pair, load: Callable[[], Target], answers: Answers
-) -> PreparedDraft:
+) -> Started:
     """The base draft; its files stay in `prepared/` and are read from there.
 
     load: gives the target where that is not there yet; a sibling needs none.
@@ -62,18 +40,17 @@ def prepare_draft(
     if recipe.sibling is not None:
         return read_prepared(recipe, pair)
     folder = recipe.folder / "prepared"
-    needed = [PREPARED, *([FULL_HEAD] if recipe.kind.language_model else [])]
-    if not all((folder / name).exists() for name in needed):
-        lost = _start(recipe, pair, load(), answers, folder)
-        write_json(folder / PREPARED, {"lost_mass": lost})
-    prepared = read_prepared(recipe, pair)
+    # a finished run has deleted its fitted head
+    if not (folder / (FULL_HEAD if recipe.kind.language_model else PREPARED)).exists():
+        _start(recipe, pair, load(), answers, folder)
+    lost = read_json(folder / PREPARED)["lost_mass"]
     shape = f"{recipe.num_draft_layers} layers" if recipe.kind.language_model else recipe.kind_name
-    print(f"draft: {shape}, trimmed head loses {prepared.lost_mass:.2%} of p's mass")
-    return prepared
+    print(f"draft: {shape}, trimmed head loses {lost:.2%} of p's mass")
+    return read_prepared(recipe, pair)
 
 
-def _start(recipe: Recipe, pair: Pair, target: Target, answers: Answers, folder: Path) -> float:
-    """Write the untrained draft into the folder; the probability mass that its head loses."""
+def _start(recipe: Recipe, pair: Pair, target: Target, answers: Answers, folder: Path) -> None:
+    """Write the untrained draft, and the probability mass that its head loses, into the folder."""
     states = states_of(pair.layers, answers)
     texts = [
         AnsweredText(a.prompt_ids, a.response_ids, None if states is None else states[a.index])
@@ -87,10 +64,10 @@ def _start(recipe: Recipe, pair: Pair, target: Target, answers: Answers, folder:
     with atomic_folder(folder) as partial:
         embedding = pair.target_embedding(getattr(torch, recipe.dtype))
         recipe.kind.save(partial, started.model, started.token_ids, embedding, recipe.target)
-    if started.full_head is not None:
-        with atomic_file(folder / FULL_HEAD, "wb") as file:
-            save_file({"full_head": started.full_head}, file.name)
-    return 0.0 if started.token_ids is None else lost_mass(mass, started.token_ids)
+        if started.full_head is not None:
+            save_file({"full_head": started.full_head}, partial / FULL_HEAD)
+        lost = 0.0 if started.token_ids is None else lost_mass(mass, started.token_ids)
+        write_json(partial / PREPARED, {"lost_mass": lost})
 
 
 def _started(
@@ -114,7 +91,7 @@ def _started(
     )
 
 
-def read_prepared(recipe: Recipe, pair: Pair) -> PreparedDraft:
+def read_prepared(recipe: Recipe, pair: Pair) -> Started:
     """The base draft that `prepare_draft` wrote, read again."""
     if recipe.sibling is not None:
         return _sibling(recipe, pair)
@@ -123,13 +100,13 @@ def read_prepared(recipe: Recipe, pair: Pair) -> PreparedDraft:
     model, token_ids = recipe.kind.load(folder, embedding)
     head = folder / FULL_HEAD
     full = load_file(head)["full_head"] if head.exists() else None
-    return PreparedDraft(model, token_ids, full, read_json(folder / PREPARED)["lost_mass"])
+    return Started(model, token_ids, full)
 
 
-def _sibling(recipe: Recipe, pair: Pair) -> PreparedDraft:
+def _sibling(recipe: Recipe, pair: Pair) -> Started:
     model = load_sibling(pair)
     recipe.kind.from_sibling(model, pair.mask, recipe.max_gamma)
-    return PreparedDraft(model, None, None, 0.0)
+    return Started(model, None)
 
 
 def untrained_drafter(recipe: Recipe, pair: Pair, target: Target) -> Drafter:

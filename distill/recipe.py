@@ -93,11 +93,10 @@ class Recipe:
     early_stopping_patience: Count | None = _key("such measurements without a best; null: never", 5)
     teacher_temperature: UpToOne = _key("the draft learns p ** (1 / this); at most 1", 1.0)
     activation_checkpointing: bool = _key("recompute activations: slower, far less memory", False)
-    use_peft: bool = _key("LoRA instead of full fine-tuning", False)
+    use_peft: bool = _key("LoRA on all linear layers but the head; false: full fine-tuning", False)
     lora_r: Count = _key("rank of the adapters", 64)
     lora_alpha: Count = _key("the adapters are scaled by lora_alpha / lora_r", 128)
     lora_dropout: BelowOne = _key("dropout on the adapters", 0.0)
-    lora_target_modules: Text = _key("all linear layers but the head, or comma list", "all-linear")
     temperature: NotNegative = _key("deployed temperature; 0 is greedy", 0.0)
     top_k: Count | None = _key("deployed top-k; null keeps every token", None)
     top_p: UpToOne = _key("deployed top-p; 1 keeps every token", 1.0)
@@ -377,12 +376,6 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
         "drafter use_peft strategy",
         "such a drafter has new weights and the target's own ids; set use_peft to false and "
         "strategy to auto",
-    )
-    yield (
-        # the head's adapter would be merged into the embedding too, with no more than a warning
-        re.search("lm_head|embed", recipe.lora_target_modules) is not None,
-        "lora_target_modules",
-        "adapters on a head tied to the embeddings merge wrongly; name other layers, or all-linear",
     )
     yield (
         recipe.answers in ("vllm", "server") and recipe.train_on_prompts,

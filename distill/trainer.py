@@ -37,7 +37,7 @@ from trl import SFTConfig, SFTTrainer
 from align.files import atomic_file, disk_full_explained
 from align.machine import free_memory
 from distill.clock import Clock, TrainingClock
-from distill.drafters.kind import DraftKind
+from distill.drafters.kind import DraftKind, Started
 from distill.held_out import (
     FIRST_INDEX,
     HELD_OUT,
@@ -51,7 +51,7 @@ from distill.lora import lora_config, save_adapters
 from distill.loss_forward import give_loss_forward, take_loss_forward
 from distill.losses import LOSSES, LossName, sharpen
 from distill.models import Pair, head_rows
-from distill.prepare import PreparedDraft, read_prepared
+from distill.prepare import read_prepared
 from distill.recipe import Recipe, RecipeError, chosen_loss, dump
 from distill.teacher.states import states_of
 from distill.teacher.store import Answers, CachedAnswer
@@ -395,7 +395,7 @@ def _resumed(recipe: Recipe) -> Path | None:
 def build_trainer(
     recipe: Recipe,
     pair: Pair,
-    prepared: PreparedDraft,
+    prepared: Started,
     answers: Sequence[CachedAnswer],
     states: Mapping[int, Tensor] | None = None,
     held_out: Sequence[CachedAnswer] = (),
@@ -460,7 +460,7 @@ def build_trainer(
 
 
 def distil_draft(
-    recipe: Recipe, pair: Pair, prepared: PreparedDraft, answers: Answers, clock: Clock
+    recipe: Recipe, pair: Pair, prepared: Started, answers: Answers, clock: Clock
 ) -> PreTrainedModel | None:
     """The distilled draft in fp32, on the first process; None elsewhere.
 

@@ -49,10 +49,11 @@ class Start:
 
 
 class Started(NamedTuple):
-    """An untrained draft, which shares no weights with the target that are trained.
+    """An untrained draft. It shares no trained weights with the target.
 
     token_ids: target id of each entry of its head [K]; None for a head over all of V. full_head:
-    the fitted head over all of V [V, H]; None where it is the target's own.
+    the fitted head over all of V [V, H] that the head was cut from; None where that is the
+    target's, or a sibling's.
     """
 
     model: PreTrainedModel

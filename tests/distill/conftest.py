@@ -10,7 +10,7 @@ from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from distill.prepare import PreparedDraft
+from distill.drafters.kind import Started
 from distill.recipe import build_recipe
 from distill.teacher.store import CachedAnswer
 from distill.train import run
@@ -189,8 +189,7 @@ def plain_trainer():
             ),
             new_rows=new_rows,
         )
-        prepared = PreparedDraft(model, None, None, 0.0)
-        return build_trainer(recipe, pair, prepared, answers, held_out=held_out)
+        return build_trainer(recipe, pair, Started(model, None), answers, held_out=held_out)
 
     return make
 

@@ -192,7 +192,6 @@ def test_ill_typed_values_are_refused(loaded, line, value):
     [
         ("gamma: 9", "gamma max_gamma"),
         ("top_k: 20", "top_k temperature"),
-        ("lora_target_modules: q_proj,lm_head", "lora_target_modules"),
         ("name: ../elsewhere", "name"),
         ("answers_per_prompt: 2", "answers_per_prompt answer_temperature"),
         ("answers: vllm\ntrain_on_prompts: true", "train_on_prompts answers"),
