@@ -22,16 +22,18 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
+import re
 import shutil
 from collections.abc import Sequence
 
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HTTPError
 from safetensors import SafetensorError, safe_open
 
 from align.files import DiskFullError, atomic_folder
 from align.sources import read_json, resolve_checkpoint
 from distill.card import Publication, derived_licence, draft_weights, in_one_file, write_card
 from distill.export import FULL_FORM
-from distill.hub import push_folder
 from distill.recipe import read_yaml
 from eval.decoding.target import weights_sha256
 from eval.reporting.fields import Report, read_report
@@ -47,8 +49,12 @@ NEEDED = (
 SAME_CHOICE, TRIMMED_PROBABILITY = 0.99, 0.005
 
 
+# What earlier pushes may have left there under names that this one does not have.
+OURS = ["*.safetensors", "*.safetensors.index.json", "compact/*"]
+
+
 class PublishError(ValueError):
-    """The run cannot be published as it is."""
+    """The run cannot be published as it is, or the Hub did not take it."""
 
 
 def check_files(run: Path) -> None:
@@ -190,6 +196,50 @@ def publish(
         print(f"target: {target}")
     if push_to_hub is not None:
         print(f"pushed: {push_folder(place, push_to_hub, public)}")
+
+
+def push_folder(folder: Path, repo_id: str, public: bool) -> str:
+    """Upload `folder` to the model repository `repo_id`, made if need be, and return its address.
+
+    huggingface_hub stores large files first, each by its hash, and one commit at the end names them
+    all. So a repository shows the whole draft or what it showed before, and the same call after a
+    failure goes on where it stopped.
+
+    The token is that of the environment or of `hf auth login`, and no message has it. Raises
+    PublishError for an ill-formed name, without a login, for a repository of the other visibility,
+    and where the Hub refuses or is not reached.
+    """
+    if not re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", repo_id):
+        raise PublishError(f"{repo_id!r} is not the name of a Hub repository; write it as ORG/NAME")
+    api = HfApi()
+    try:
+        api.whoami()
+        address = api.create_repo(repo_id, private=not public, exist_ok=True)
+        if api.repo_info(repo_id).private == public:
+            remedy = "leave --public out" if public else "give --public"
+            raise PublishError(
+                f"{repo_id} exists and is {'private' if public else 'public'}: change that in its "
+                f"settings on the Hub, {remedy}, or name another repository"
+            )
+        api.upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            commit_message="Draft model",
+            delete_patterns=OURS,
+        )
+    except PublishError:
+        raise
+    except (OSError, HTTPError, RuntimeError, ValueError) as error:
+        # huggingface_hub wraps what stopped the upload of a file in a RuntimeError
+        cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
+        text = " ".join(str(cause).split()) or type(cause).__name__
+        if token := get_token():  # should a server repeat it
+            text = text.replace(token, "***")
+        raise PublishError(
+            f"the Hub did not take {repo_id} ({text}). Nothing of it is visible there yet; run the "
+            "same command again to go on, or publish with --to FOLDER"
+        ) from None
+    return str(address)
 
 
 def main(argv: list[str] | None = None) -> None:

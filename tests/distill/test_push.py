@@ -7,8 +7,8 @@ import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
-from distill import hub
-from distill.hub import OURS, HubError, push_folder
+from distill import publish
+from distill.publish import OURS, PublishError, push_folder
 
 TOKEN = "hf_NobodyMayReadThis"
 NAME = "me/code-draft"
@@ -21,7 +21,7 @@ def api(monkeypatch):
     api = create_autospec(HfApi, instance=True)
     api.create_repo.return_value = f"https://hub/{NAME}"
     api.repo_info.return_value = SimpleNamespace(private=True)
-    monkeypatch.setattr(hub, "HfApi", lambda: api)
+    monkeypatch.setattr(publish, "HfApi", lambda: api)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     return api
 
@@ -41,7 +41,7 @@ def test_a_push_is_one_commit_that_removes_what_earlier_ones_named_otherwise(api
 @pytest.mark.parametrize("public", [True, False])
 def test_a_repository_of_the_other_visibility_is_refused(api, tmp_path, public):
     api.repo_info.return_value.private = public
-    with pytest.raises(HubError, match="--public"):
+    with pytest.raises(PublishError, match="--public"):
         push_folder(tmp_path, NAME, public)
     assert not api.upload_folder.called
 
@@ -68,7 +68,7 @@ def test_a_fault_is_told_without_the_token_and_the_same_call_goes_on(
     api, tmp_path, stage, error, reason
 ):
     getattr(api, stage).side_effect = error
-    with pytest.raises(HubError, match=reason) as refused:
+    with pytest.raises(PublishError, match=reason) as refused:
         push_folder(tmp_path, NAME, public=False)
     assert TOKEN not in str(refused.value)
     assert api.upload_folder.called == (stage == "upload_folder")
@@ -78,6 +78,6 @@ def test_a_fault_is_told_without_the_token_and_the_same_call_goes_on(
 
 @pytest.mark.parametrize("repo_id", ["code-draft", "a/b/c", "org/", "../x", "org/a b"])
 def test_no_repository_is_refused(api, tmp_path, repo_id):
-    with pytest.raises(HubError, match="ORG/NAME"):
+    with pytest.raises(PublishError, match="ORG/NAME"):
         push_folder(tmp_path, repo_id, public=False)
     assert not api.method_calls
