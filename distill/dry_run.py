@@ -43,10 +43,11 @@ def dry_run(recipe: Recipe) -> int:
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
     load_target = target_loader(recipe, prompts)
-    longest = max(map(len, prompts.training.ids + prompts.evaluation.ids))
-    print_memory(recipe, longest, len(to_answer(recipe, prompts.training.ids)))
     print_example(prompts.training.ids[0], pair.load_tokenizer())
     served = served_target(recipe, pair.target, prompts)
+    longest = max(map(len, prompts.training.ids + prompts.evaluation.ids))
+    answers = len(to_answer(recipe, prompts.training.ids))
+    print_memory(recipe, longest, answers, answers_here=served is None)
     if served is not None:
         served.check()
         if recipe.answers == "server":
@@ -84,8 +85,11 @@ def print_gain(recipe: Recipe, pair: Pair, prompts: list[list[int]], target: Tar
     return 0
 
 
-def print_memory(recipe: Recipe, longest: int, answers: int) -> None:
-    """Print the largest stage's needs and the machine. longest: tokens of a prompt."""
+def print_memory(recipe: Recipe, longest: int, answers: int, answers_here: bool) -> None:
+    """Print the largest stage's needs and the machine.
+
+    longest: tokens of a prompt. answers: their number. answers_here: the reference decoder answers.
+    """
     target = load_config(recipe.target).get_text_config()
     size = getattr(torch, recipe.dtype).itemsize
     if recipe.sibling is not None:
@@ -102,8 +106,9 @@ def print_memory(recipe: Recipe, longest: int, answers: int) -> None:
     stages = {"training": draft * (4 + size if recipe.use_peft else TRAINED_BYTES)}
     if recipe.answers != "server":
         held = parameters(target) * size
-        stages["answering"] = held + tokens * kv
         stages["evaluating"] = held + draft * size
+        if answers_here:
+            stages["answering"] = held + tokens * kv
     name = max(stages, key=lambda stage: stages[stage])
     needed = round(BESIDE * stages[name]) + RUNTIME
     most = answers * recipe.answer_max_new_tokens

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from accelerate import PartialState
 from transformers import AutoConfig
 
 from align.files import atomic_folder, write_json
@@ -148,7 +147,7 @@ def _chosen(recipe: Recipe, training: Rendering, evaluation: Rendering) -> Promp
 def keep_prompts(folder: Path, prompts: Prompts) -> None:
     """Write a run's prompts into its folder, all or none, where they are not there yet."""
     kept = folder / PROMPTS
-    if kept.is_dir() or not PartialState().is_main_process:
+    if kept.is_dir():
         return
     with atomic_folder(kept) as partial:
         for name, part in (

@@ -37,6 +37,7 @@ class RecipeError(ValueError):
 
 Strategy = Literal["auto", "direct", "padded", "remap", "transplant"]
 Answerer = Literal["auto", "local", "vllm", "server"]
+Schedule = Literal["linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt"]
 Text = Annotated[str, Field(min_length=1)]
 HubId = Annotated[str, Field(pattern=r"^\w[\w.-]*/[\w.-]+$")]
 Count = Annotated[int, Field(ge=1)]
@@ -157,9 +158,9 @@ _TRAINING: list[tuple[Any, str]] = [
     (BelowOne, "adam_beta1 adam_beta2"),
     (Annotated[int, Field(ge=2)], "save_total_limit"),  # the latest may be cut short by a kill
     (bool, "use_cpu bf16 fp16 tf32 disable_tqdm logging_first_step"),
-    (Text, "lr_scheduler_type optim optim_args logging_strategy save_strategy"),
-    (Text, "resume_from_checkpoint run_name project trackio_space_id"),
-    (dict[str, Any], "lr_scheduler_kwargs"),
+    (Schedule, "lr_scheduler_type"),
+    (Literal["steps", "epoch", "no", "best"], "save_strategy"),
+    (Text, "optim resume_from_checkpoint run_name project trackio_space_id"),
     (Text | list[str], "report_to"),
 ]
 TRAINING = {key: kind for kind, keys in _TRAINING for key in keys.split()}

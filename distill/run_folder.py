@@ -65,16 +65,15 @@ def refuse_another_run(recipe: Recipe) -> None:
 def claim_folder(recipe: Recipe, pair: Pair, prompts: Prompts) -> None:
     """Write recipe, verdict, map and prompts: from here on the folder is this recipe's.
 
-    All checks have passed by then, and minutes of work follow.
+    The first process calls it when all checks have passed. Minutes of work follow.
     """
     folder = recipe.folder
     if pair.vocab_map is not None and not (folder / VOCAB_MAP).exists():
         save_map(folder / VOCAB_MAP, pair.vocab_map, pair.target, pair.draft)
     write_json(folder / "vocab_check.json", pair.verdict.to_json() | {"used": pair.strategy})
     keep_prompts(folder, prompts)
-    if PartialState().is_main_process:
-        with atomic_file(folder / "recipe.yaml") as file:
-            file.write(dump(recipe))
+    with atomic_file(folder / "recipe.yaml") as file:
+        file.write(dump(recipe))
 
 
 def provenance(recipe: Recipe, prompts: Prompts, seconds: float) -> dict[str, Any]:

@@ -73,10 +73,11 @@ def run_stages(recipe: Recipe, clock: Clock) -> int:
     load_target = target_loader(recipe, prompts)  # behind a server it is never loaded
     draft_exists = (recipe.folder / "draft").exists() and not recipe.coverage_curve
     served = None if draft_exists else served_target(recipe, pair.target, prompts)
-    if served is not None and main_process:
-        served.check()
-    claim_folder(recipe, pair, prompts)
-    clock.keep()
+    if main_process:
+        if served is not None:
+            served.check()
+        claim_folder(recipe, pair, prompts)
+        clock.keep()
     if not draft_exists:
         clock.stage("The target answers the training prompts")
         answers, held_out = answered(recipe, pair, prompts, load_target, served, clock)

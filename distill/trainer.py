@@ -20,7 +20,6 @@ from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils.data import SequentialSampler
 from transformers import (
     EarlyStoppingCallback,
     PreTrainedConfig,
@@ -264,9 +263,6 @@ class DraftTrainer(SFTTrainer):
         self.order = SameOrder(lengths, batch, self.args.seed)
         return self.order
 
-    def _get_eval_sampler(self, eval_dataset: Dataset) -> SequentialSampler:
-        return SequentialSampler(eval_dataset)  # so that measurements are of the same rows in turn
-
     def _run_epoch(self, model: Any, epoch: int, *args: Any, **kwargs: Any) -> None:
         saved: Any = self.state.stateful_callbacks
         ended = saved["TrainerControl"]["args"]["should_training_stop"]
@@ -362,7 +358,8 @@ def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
             remove_unused_columns=False,
             dataset_kwargs={"skip_prepare_dataset": True},
         )
-    except (ValueError, TypeError) as error:
+        SFTTrainer.get_optimizer_cls_and_kwargs(config)  # an optimiser may need another package
+    except (ValueError, TypeError, ImportError) as error:
         raise RecipeError(
             f"SFTConfig refuses the recipe ({error}); correct or remove the key that it names."
         ) from error

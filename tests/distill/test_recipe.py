@@ -93,9 +93,9 @@ def test_names_paths_and_overrides(tmp_path, monkeypatch):
 
 
 def test_command_line_values_take_the_type_of_their_key(loaded):
-    recipe = loaded("", "--name", "7", "--max_steps", "-1", "--lr_scheduler_kwargs", "{a: 1}")
+    recipe = loaded("", "--name", "7", "--max_steps", "-1")
     assert recipe.name == "7"
-    assert recipe.training == {"max_steps": -1, "lr_scheduler_kwargs": {"a": 1}}
+    assert recipe.training == {"max_steps": -1}
     assert loaded("draft: org/draft\n", "--draft", "null").draft is None
     assert loaded("", "--report_to", "[tensorboard]").training["report_to"] == ["tensorboard"]
     thinking = loaded("", "--chat_template_kwargs", '{"enable_thinking": false}')
@@ -170,6 +170,7 @@ def test_a_value_that_is_missing_ends_with_status_2(arguments):
         ("bf16: 1", "1"),
         ("dtype: int8", "int8"),
         ("long_prompts: cut", "cut"),
+        ("lr_scheduler_type: linaer", "linaer"),
         ("chat_template_kwargs: enable_thinking", "enable_thinking"),
         ("target_hub_id: other", "other"),
         ("max_train_prompts: null", "null"),

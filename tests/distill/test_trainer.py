@@ -265,6 +265,12 @@ def test_a_recipe_without_a_learning_rate_trains_at_that_of_its_draft(draft, use
     assert training_config(build_recipe(keys | {"learning_rate": 0.1})).learning_rate == 0.1
 
 
+@pytest.mark.parametrize("optim", ["adamv_torch", "grokadamw"])
+def test_an_optimiser_that_is_not_there_is_refused_first(tmp_path, optim):
+    with pytest.raises(RecipeError, match=f"SFTConfig refuses .*{optim}"):
+        training_config(recipe_in(tmp_path, optim=optim))
+
+
 @pytest.mark.parametrize("gpus", [0, 1, 8])
 def test_one_process_trains_on_one_gpu(tmp_path, monkeypatch, gpus):
     # transformers would wrap the model in DataParallel, and multiply the batch
