@@ -43,7 +43,7 @@ class Publication:
 
 
 def draft_weights(run: Path) -> set[str]:
-    """The hashes of the draft's weights: full-vocabulary, and trimmed-vocabulary where it is."""
+    """The hashes of the draft's checkpoints: full-vocabulary, and trimmed-vocabulary if any."""
     hashes = (weights_sha256(str(form)) for form in (run / "draft", run / "draft" / "compact"))
     return {sha for sha in hashes if sha is not None}
 
@@ -153,7 +153,7 @@ def _rows(report: Report, weights: set[str]) -> Iterator[list[str]]:
 
 
 def _limits(report: Report, weights: set[str]) -> Iterator[str]:
-    """Sentences: what was compared, the machine, and where no gain is shown."""
+    """Sentences on machine and output check, and on settings without a shown speed-up."""
     engine, decoding = measured_in(report), report.decoding
     yield (
         f"Measured in {engine} on {report.device}, {report.dtype}, temperature "
@@ -188,7 +188,7 @@ def is_hub_id(spec: str) -> bool:
 
 
 def public_name(spec: str) -> str:
-    """Hub ids and `pypi:` files stay as they are; of a local path only the last part is kept."""
+    """A Hub id or a `pypi:` file, unchanged; only the last part of a local path."""
     data_set = DATA_SET.fullmatch(spec)
     if is_hub_id(data_set["name"] if data_set else spec) or spec.startswith("pypi:"):
         return spec
@@ -196,8 +196,8 @@ def public_name(spec: str) -> str:
 
 
 def short_name(spec: str) -> str:
-    """The last part of a spec, without the checksum and the ending of a file; of a file in many
-    pieces the first one's distribution.
+    """The last part of a spec, without checksum and file ending. The short name of a file in many
+    pieces is the distribution of the first piece.
     """
     if abridged(spec) != spec:
         return spec.partition(":")[2].partition("==")[0]

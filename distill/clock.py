@@ -1,7 +1,8 @@
-"""The time of a run: one clock that all its stages read, kept in the run's folder.
+"""The time of a run: one clock for all its stages, kept in the run's folder.
 
-A run with `minutes` answers prompts until a third of them is over, trains until two thirds are, and
-evaluates in what is left. A run that is killed and started again counts the time it had used.
+A run with `minutes` answers prompts until a third of them is over and trains until two thirds are
+over. It evaluates in the remaining time. A run that is killed and started again counts the time
+that it had used.
 """
 
 from __future__ import annotations
@@ -32,12 +33,11 @@ KEPT_EVERY = 20.0  # seconds between two records of the time
 class Clock:
     """Seconds that a run has taken, over all its processes and interruptions.
 
-    Within its `with` block the time is written every few seconds, so that a run that is killed in
-    the middle of a stage has lost no more.
+    Within its `with` block the time is written every few seconds, so that a kill loses no more.
     """
 
     def __init__(self, folder: Path, minutes: float | None) -> None:
-        """minutes: the run's budget; None: the recipe's counts decide how much is done."""
+        """minutes: the run's budget. None: the recipe's counts decide how much is done."""
         self.path, self.minutes = folder / CLOCK, minutes
         kept = read_json(self.path) if self.path.exists() else {"seconds": 0.0, "training": None}
         self.training: float | None = kept["training"]
@@ -82,10 +82,10 @@ class Clock:
             self.keep()
 
     def training_progress(self) -> float:
-        """Share of the time for training that is over, from 0 to 1 and beyond; 0 without minutes.
+        """The share of the training time that is over, from 0 to above 1; 0 without minutes.
 
-        A call of all processes: they get the first one's share. Training begins when this is first
-        asked. What an interrupted run has trained counts.
+        All processes call it and get the share of the first one. Training begins at the first call.
+        The training time of an interrupted run counts.
         """
         if self.minutes is None:
             return 0.0
@@ -98,16 +98,16 @@ class Clock:
 
 
 class TrainingClock(TrainerCallback):
-    """Training that ends by a clock; the learning rate follows `position`.
+    """Training that ends by a clock. The learning rate follows `position`.
 
-    All processes have the first one's time, read once before each step.
+    The first process reads its clock once before each step, for all processes.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.progress = clock, 0.0
 
     def position(self, step: int, steps: int) -> float:
-        """Where the schedule of so many steps stands: by steps, or by time where that is later."""
+        """The position in a schedule of so many steps: by steps, or by time where that is later."""
         return max(float(step), self.progress * steps)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -126,9 +126,9 @@ def answers_in_time(
 ) -> Answers:
     """The first answers of a run, as many as its time allows, and one batch at least.
 
-    total: prompts. lacking: the numbers of those without a cached answer, in their order. batch:
-    prompts that are answered at once. answer: gives the answers to the first so many prompts. A
-    round is as large as the speed of the round before allows.
+    total: number of prompts. lacking: the indices of those without a cached answer, ascending.
+    batch: prompts that are answered at once. answer: gives the answers to the first so many
+    prompts. The speed of a round decides how large the next one is.
     """
     made, new = 0, min(batch, len(lacking))
     if new and from_first(clock.left(ANSWERED) <= 0 and lacking[0] >= batch):

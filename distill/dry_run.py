@@ -1,7 +1,7 @@
 """Print what a run needs and the most that a draft can gain, and write nothing.
 
-Memory is a coarse sum from the models' configs. The gain comes from single steps of target and
-draft, which are timed if the weights are on this machine.
+Memory is a coarse sum from the models' configs. The gain is computed from single steps of target
+and draft; they are timed if the weights are on this machine.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def dry_run(recipe: Recipe) -> int:
 
 
 def print_gain(recipe: Recipe, pair: Pair, prompts: list[list[int]], target: Target) -> int:
-    """Print cost and gain of a draft of each depth, or the sibling; status as `dry_run`."""
+    """Print cost and gain of a draft of each depth, or of the sibling; returns an exit status."""
     context = sum(map(len, prompts)) // len(prompts) + recipe.max_new_tokens // 2
     variants = {recipe.kind_name: recipe}
     if recipe.kind.language_model and recipe.sibling is None:

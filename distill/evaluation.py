@@ -39,9 +39,9 @@ def evaluate(
 ) -> Report | None:
     """The report, written to `report/`, with `provenance.json` and the draft's model card.
 
-    load: gives the target. Where a server answers, the report is of `speculative_url` against
-    `answer_url`; without a speculative server there is none. Raises ServerError where one is named
-    and cannot be measured, or not to the end; what was measured by then is in the report.
+    load: gives the target. If a server answers, the report compares `speculative_url` with
+    `answer_url`; without `speculative_url` there is no report. Raises ServerError for a server that
+    cannot be measured. If it fails midway, the report has what was measured by then.
     """
     folder = recipe.folder
     made_by = provenance(recipe, prompts, clock.seconds())
@@ -72,8 +72,8 @@ def _measured_here(
     clock: Clock,
     made_by: dict[str, Any],
 ) -> Report:
-    """The report of the reference decoder: base draft, n-gram speculation, distilled draft, n-gram,
-    then distilled draft. Those of a pruned target have a trimmed vocabulary there.
+    """The report of the reference decoder on base draft, n-gram speculation, distilled draft, and
+    n-gram, then distilled draft. Drafts with two checkpoints are loaded from the trimmed one.
     """
     distilled = load_drafter(str(recipe.folder / "draft"), target, pair.strategy)
     drafts: dict[str, Drafter] = {}
@@ -104,7 +104,7 @@ def _measured_here(
 
 
 def _measured_served(recipe: Recipe, prompts: Prompts, made_by: dict[str, Any]) -> Report | None:
-    """The report of two servers; None, and how to serve the draft, where only one is named."""
+    """The report of two servers. Where only one is named, print how to serve the draft."""
     served = read_json(recipe.folder / USED)["key"]["served model"]
     draft = (recipe.folder / "draft").resolve()
     words = ["vllm", "serve", recipe.target, "--served-model-name", served]

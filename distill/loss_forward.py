@@ -22,10 +22,10 @@ from distill.losses import CHUNK, Divergence, acceptance, head_logits, head_loss
 def give_loss_forward(model: PreTrainedModel, kind: DraftKind, divergence: Divergence) -> None:
     """Make `model.forward` return the summed loss over response positions instead of logits.
 
-    Inside forward, so that DDP's gradient hooks, PEFT's adapters, autocast and FSDP, which has the
-    head's weight whole only in there, all see it. The head is applied to response positions only;
-    called with a `temperature`, it returns what `_acceptance` finds there. Undone by
-    `take_loss_forward`. Raises ValueError for a head that is more than a product.
+    The loss is computed inside forward for DDP's gradient hooks, PEFT's adapters and autocast, and
+    because FSDP has the whole head there only. The head is applied to response positions only.
+    Called with a `temperature`, forward returns `_acceptance`. `take_loss_forward` undoes this.
+    Raises ValueError for a head with a bias or a softcap.
     """
     head: Any = model.get_output_embeddings()
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
@@ -70,8 +70,8 @@ def _acceptance(
 ) -> ModelOutput:
     """`acceptance` of a head of that weight [K, H] at each position [N].
 
-    accepted, lacking: of the first token of a draft. drafted, tokens: the sum over the tokens of
-    drafts that are trained to be the one after the position, and how many these are.
+    accepted, lacking: for the first token of a draft. drafted: the sum over all drafted tokens that
+    are trained for the position. tokens: their number.
     """
 
     def chances(states: Tensor, entries: Tensor | slice) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Target and draft of a run: checked as a pair before anything is made, then loaded."""
+"""Target and draft of a run: checked as a pair first, then loaded."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class Pair:
 
     @property
     def new_rows(self) -> bool:
-        """Whether rows of embedding and head stand for tokens they were never trained on."""
+        """Whether rows of embedding and head belong to tokens that they were not trained on."""
         return self.strategy == "transplant"
 
     def target_embedding(self, dtype: torch.dtype) -> Tensor:
         """The target's input embedding [V, H], on the CPU, mapped anew from its file.
 
-        Pages that are read stay in memory, and the check of its hash reads them all: an embedding
-        to keep is taken after that check.
+        Pages of the file that are read stay in memory. The check of the embedding's hash reads them
+        all, so take an embedding to keep after that check.
         """
         for path in sorted(resolve_checkpoint(self.target.spec).glob("*.safetensors")):
             with safe_open(path, "pt") as file:
@@ -83,9 +83,10 @@ class Pair:
 
 
 def check_models(recipe: Recipe) -> Pair:
-    """The pair, read from files alone. Raises ValueError where the draft cannot be tuned or made.
+    """The pair, read from files alone; no weights are fetched.
 
-    SourceError and MapError name files that are missing, damaged, or of other tokenizers.
+    Raises ValueError where the draft cannot be made or trained; SourceError and MapError name files
+    that are missing, damaged, or of other tokenizers.
     """
     if recipe.device_map is not None and (processes := PartialState().num_processes) > 1:
         raise ValueError(
@@ -176,10 +177,10 @@ LoadTarget = functools._lru_cache_wrapper[Target]
 
 
 def target_loader(recipe: Recipe, prompts: Prompts) -> LoadTarget:
-    """Loads the target when it is first called; `cache_clear` lets go of its weights.
+    """A function that loads the target at its first call; `cache_clear` releases the target.
 
-    Its decoder is long enough for every prompt and its response. Raises ValueError where the draft
-    could not read as far.
+    The target's decoder is long enough for every prompt and its response. Raises ValueError where
+    the context of the draft is shorter.
     """
     ids = prompts.evaluation.ids + prompts.training.ids + prompts.tuning.ids
     new = max(recipe.max_new_tokens, recipe.answer_max_new_tokens)
@@ -197,7 +198,7 @@ def target_loader(recipe: Recipe, prompts: Prompts) -> LoadTarget:
 
 
 def target_device(recipe: Recipe) -> str:
-    """Where the target is loaded, as of `load_on`."""
+    """The device of the target, in the form of `load_on`."""
     if recipe.device_map is not None:
         return recipe.device_map
     on_gpu = torch.cuda.is_available() and not recipe.training.get("use_cpu", False)
@@ -213,7 +214,7 @@ def load_sibling(pair: Pair) -> PreTrainedModel:
 
 
 def head_rows(token_ids: Tensor | None, vocab_size: int) -> Tensor | None:
-    """Each target id's row in a trimmed head [V], -1 where it has none; None for a whole head."""
+    """The entry of each target id in a trimmed head [V], -1 without one; None for a whole head."""
     if token_ids is None:
         return None
     rows = torch.full((vocab_size,), -1)

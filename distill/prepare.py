@@ -1,4 +1,4 @@
-"""The draft before training: a sibling as it is, or one that is made of the target.
+"""The base draft: a sibling, or a draft that is made of the target.
 
 Legend: H hidden size, V the target's vocabulary, K rows of the draft's head.
 """
@@ -33,9 +33,9 @@ FULL_HEAD = "full_head.safetensors"
 def prepare_draft(
     recipe: Recipe, pair: Pair, load: Callable[[], Target], answers: Answers
 ) -> Started:
-    """The base draft; its files stay in `prepared/` and are read from there.
+    """The base draft. It is written to `prepared/` and read from there.
 
-    load: gives the target where that is not there yet; a sibling needs none.
+    load: gives the target, for a draft that is made of it and not in `prepared/` yet.
     """
     if recipe.sibling is not None:
         return read_prepared(recipe, pair)
@@ -92,7 +92,7 @@ def _started(
 
 
 def read_prepared(recipe: Recipe, pair: Pair) -> Started:
-    """The base draft that `prepare_draft` wrote, read again."""
+    """The base draft, as `prepare_draft` has written it."""
     if recipe.sibling is not None:
         return _sibling(recipe, pair)
     folder = recipe.folder / "prepared"
@@ -110,9 +110,9 @@ def _sibling(recipe: Recipe, pair: Pair) -> Started:
 
 
 def untrained_drafter(recipe: Recipe, pair: Pair, target: Target) -> Drafter:
-    """A drafter of the recipe's kind and shape, to be timed before there are answers.
+    """A drafter of the recipe's kind and shape, for timing before there are answers.
 
-    Which entries a trimmed head keeps depends on the answers: here they are the target's first.
+    A trimmed head keeps the target's first entries here, because the choice needs answers.
     """
     if recipe.sibling is not None and not recipe.kind.added_modules:
         return load_drafter(pair.draft.spec, target, pair.strategy)
@@ -141,7 +141,7 @@ def print_coverage(pair: Pair, answers: Iterable[CachedAnswer]) -> None:
 
 
 def domain_mass(answers: Iterable[CachedAnswer], vocab_size: int) -> Tensor:
-    """Probability the target gave each token over the cached positions, summed [V]."""
+    """The target's probability of each token, summed over the cached positions [V]."""
     mass = torch.zeros(vocab_size, dtype=torch.float64)
     for answer in answers:
         p = answer.top_logprobs.double().exp()
@@ -150,7 +150,7 @@ def domain_mass(answers: Iterable[CachedAnswer], vocab_size: int) -> Tensor:
 
 
 def until(answers: Iterable[CachedAnswer], tokens: int) -> Iterator[CachedAnswer]:
-    """The first answers, as many as hold so many response tokens."""
+    """The first answers with so many response tokens in all."""
     for answer in answers:
         if tokens <= 0:
             return

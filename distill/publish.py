@@ -158,10 +158,10 @@ def publish(
 ) -> None:
     """Check the run, copy its draft to a new folder, write its card, and upload it.
 
-    to: None checks only, and writes the card of the run's own draft; a push then takes
-    `published/` in the run. reports: as of `reports_of`. licence: None derives it from target and
-    draft. Raises ValueError for a run that is not whole, an unmet condition and a Hub that refuses;
-    but for the last, nothing has appeared then.
+    to: None checks the run and writes the card of its own draft; a push then copies it to
+    `published/` in the run. reports: as for `reports_of`. licence: None derives it from target and
+    draft. Raises ValueError for an incomplete run or an unmet condition, before anything is
+    written, and for a Hub that refuses.
     """
     check_files(run)
     recipe, measured = read_yaml(run / "recipe.yaml"), reports_of(run, reports)

@@ -32,7 +32,7 @@ RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 
 class RecipeError(ValueError):
-    """A recipe that cannot be used: which key or file, why, and what to do."""
+    """A recipe that cannot be used. The message has key or file, reason and remedy."""
 
 
 Strategy = Literal["auto", "direct", "padded", "remap", "transplant"]
@@ -167,7 +167,7 @@ TRAINING = {key: kind for kind, keys in _TRAINING for key in keys.split()}
 
 
 def recipe_files() -> dict[str, Path]:
-    """Name -> file of every recipe that ships."""
+    """The file of every recipe that ships, by its name."""
     files = (p for p in sorted(RECIPES.rglob("*.yaml")) if p.parent != RECIPES / "accelerate")
     names = ((p.relative_to(RECIPES).with_suffix("").as_posix(), p) for p in files)
     return {name.removesuffix("/default"): path for name, path in names}
@@ -298,7 +298,7 @@ def _fits(key: str, value: Any) -> bool:
 
 @functools.cache
 def _types() -> dict[str, TypeAdapter[Any]]:
-    """Key -> its type, to be matched strictly: neither `true` nor `16.5` is a whole number."""
+    """The type of each key. It is matched strictly: neither `true` nor `16.5` is an integer."""
     hints = typing.get_type_hints(Recipe, include_extras=True)
     strict = ConfigDict(strict=True, allow_inf_nan=False)
     keys = TRAINING | {key: hints[key] for key in OWN}
@@ -343,7 +343,7 @@ def _check_together(recipe: Recipe) -> None:
 
 
 def _contradictions(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
-    """Whether these keys contradict each other, the keys, reason and remedy."""
+    """Triples: whether keys contradict each other, their names, reason and remedy."""
     kind, served = recipe.kind, recipe.answers == "server"
     yield (
         recipe.answers_per_prompt > 1 and recipe.answer_temperature == 0,

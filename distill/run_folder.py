@@ -1,4 +1,4 @@
-"""A run's output folder: whose it is, what made it, and what stays in it at the end."""
+"""A run's output folder: the recipe that it belongs to, its origin, and what stays at the end."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def refuse_another_run(recipe: Recipe) -> None:
 
 
 def claim_folder(recipe: Recipe, pair: Pair, prompts: Prompts) -> None:
-    """Write recipe, verdict, map and prompts: from here on the folder is this recipe's.
+    """Write recipe, verdict, map and prompts. Then the folder belongs to this recipe.
 
-    The first process calls it when all checks have passed. Minutes of work follow.
+    The first process calls it after all checks.
     """
     folder = recipe.folder
     if pair.vocab_map is not None and not (folder / VOCAB_MAP).exists():
@@ -79,7 +79,7 @@ def claim_folder(recipe: Recipe, pair: Pair, prompts: Prompts) -> None:
 def provenance(recipe: Recipe, prompts: Prompts, seconds: float) -> dict[str, Any]:
     """The origin of a report: command, versions, commit, seed, hashes of models and prompts.
 
-    seconds: that the run had taken by then.
+    seconds: the time that the run has taken so far.
     """
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"],
@@ -117,9 +117,9 @@ _SPENT = ["optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "training_arg
 
 
 def delete_training_state(folder: Path) -> None:
-    """Keep of a finished run what it takes to go on, audit and publish.
+    """Delete the files of a finished run that only further training needs.
 
-    The last checkpoint stays, with its weights and marker, and so do both drafts.
+    Both drafts stay, and the last checkpoint with its weights and marker.
     """
     last = last_checkpoint(folder)
     for checkpoint in folder.glob("checkpoint-*"):

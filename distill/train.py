@@ -65,7 +65,7 @@ def run(recipe: Recipe) -> int:
 
 
 def run_stages(recipe: Recipe, clock: Clock) -> int:
-    """The main job. Each stage finds what an interrupted run left and goes on from there."""
+    """The main job. Each stage continues from what an interrupted run has left."""
     main_process = PartialState().is_main_process
     clock.stage("Check the pair, collect prompts")
     pair = check_models(recipe)
@@ -125,10 +125,10 @@ def answered(
     served: ServedTarget | None,
     clock: Clock,
 ) -> tuple[Answers, list[str]]:
-    """The target's answers to the training prompts, as many as the recipe or its minutes allow, and
-    the names of its answers to the held-out ones.
+    """The target's answers to the training prompts, and the names of its held-out answers.
 
-    For a local target, also store the hidden states that the draft reads.
+    The recipe or its minutes decide how many prompts are answered. For a local target, also store
+    the hidden states that the draft reads.
     """
     store = open_store(recipe, pair.target) if served is None else served.store
     held_out = [] if served is None else served.held_out

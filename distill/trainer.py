@@ -64,14 +64,14 @@ SCORES = 2**26  # bytes of attention scores that a batch on a CPU may keep for i
 # has measurements of the first two; that of a trained draft without LoRA is a careful guess).
 NEW_RATES, TRAINED_RATES = (3e-3, 5e-3), (5e-5, 2e-4)
 SLOW_RATE = 1 / 3  # of the learning rate, for weights that began as a fit
-SEEDS_A_STEP = 2**31 - 1  # more than there are answers; prime: a place counted from it moves
+SEEDS_A_STEP = 2**31 - 1  # more than there are answers, so that no two steps share a seed
 REPEAT = "repeat.yaml"  # in a run's folder: the recipe with the counts that the run came to
 COMPLETE = "complete"  # the last file of a checkpoint: how many processes left it, and how
-WAIT = 7 * 24 * 3600  # seconds; a process that dies is noticed by the launcher, at once
+WAIT = 7 * 24 * 3600  # seconds that processes wait for another; the launcher notices a dead one
 
 
 def hollow_copy(model: Any) -> Any:
-    """The same modules without weights: what a gathered state is put into, at no memory."""
+    """A copy of the model without weights, which takes no memory, for a gathered state."""
     empty = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, empty)
 
@@ -79,8 +79,8 @@ def hollow_copy(model: Any) -> Any:
 def cpu_attention(config: PreTrainedConfig, rows: int, width: int) -> str:
     """The attention that a batch of so many rows and tokens trains with on a CPU.
 
-    Two products take 0.9 to 1 of the time of torch's fused attention there (docs/lab-notes.md),
-    but every layer keeps its scores twice, in fp32 and in bf16: bytes that grow as width².
+    Eager attention takes 0.9 to 1 of the time of torch's fused attention there (docs/lab-notes.md),
+    but every layer keeps its scores twice, in fp32 and in bf16. They grow as width².
     """
     text = config.get_text_config()
     if not hasattr(text, "num_attention_heads"):
@@ -100,9 +100,9 @@ class _Progress(ProgressCallback):
 class SameOrder(LengthGroupedSampler):
     """Rows in groups of like length, in an order that depends on the seed and the epoch alone.
 
-    So it is the same for any number of processes, and after any interruption: `batch` rows at a
-    time make an optimiser step, whoever computes them. The last step of an epoch is filled up with
-    rows drawn a second time, the shortest, so that no process is left without.
+    The order is the same for any number of processes and after any interruption. An optimiser step
+    takes the next `batch` rows. The last step of an epoch is filled up with the shortest
+    rows, drawn a second time, so that every process has some.
     """
 
     def __init__(self, lengths: list[int], batch: int, seed: int) -> None:
@@ -137,8 +137,8 @@ class DraftTrainer(SFTTrainer):
         teacher_temperature: float = 1.0,
         **kwargs: Any,
     ) -> None:
-        """kind: of the draft that is trained. temperature: deployed; above 1 acceptance is not
-        known from the cache, and 1 is taken. teacher_temperature: below 1 it sharpens p.
+        """temperature: the deployed one; the acceptance rate is measured at 1 if it is higher,
+        because the cache does not determine it there. teacher_temperature: below 1 it sharpens p.
         """
         self.teacher_temperature = teacher_temperature
         self.temperature = min(temperature, 1.0)
@@ -163,8 +163,8 @@ class DraftTrainer(SFTTrainer):
         return super()._prepare_inputs(inputs | {"top_logprobs": bits})
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Least-squares-initialised weights get a lower learning rate: the full rate destroys the
-        initialisation.
+        """The optimiser. Least-squares-initialised weights get a lower learning rate, because the
+        full rate destroys the initialisation.
         """
         optimizer = super().create_optimizer(model)
         trained: Any = model or self.model
@@ -226,7 +226,9 @@ class DraftTrainer(SFTTrainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> Any:
-        """No loss; four of `loss_forward` where a token is predicted, PADDING elsewhere [B, T]."""
+        """No loss, and the four results of `loss_forward._acceptance`, each [B, T], with PADDING
+        where no token is predicted.
+        """
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             # the same draws each time
@@ -309,11 +311,11 @@ class DraftTrainer(SFTTrainer):
                 file.write(self.processes)
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
-        """None: trl's knows neither target nor report. `write_card` makes the draft's own."""
+        """Write nothing: `write_card` makes the draft's card."""
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The latest checkpoint that was written to its end, None when there is none."""
+    """The latest whole checkpoint; None where there is none."""
     whole = [path.parent for path in folder.glob(f"checkpoint-*/{COMPLETE}")]
     return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
@@ -377,7 +379,7 @@ def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
 
 
 def _resumed(recipe: Recipe) -> Path | None:
-    """The checkpoint that training goes on from, None at its start."""
+    """The checkpoint that training continues; None where it begins."""
     asked = recipe.training.get("resume_from_checkpoint")
     if asked is None:
         return last_checkpoint(recipe.folder)
@@ -400,10 +402,10 @@ def build_trainer(
 ) -> DraftTrainer:
     """A trainer of the prepared draft in fp32.
 
-    An input embedding that is not the head as well stays as it is, unless it has rows that were
-    never trained (a transplant): then LoRA trains embedding and head whole, too. states: as for
-    DistillationCollator. held_out: answers that the acceptance rate is followed on. clock: of a run
-    whose training ends by time.
+    An input embedding that is not tied to the head is frozen. After a transplant it has untrained
+    rows: then it is trained, and LoRA trains embedding and head whole, too. states: as for
+    DistillationCollator. held_out: answers to measure on while training. clock: ends the training
+    of a run with `minutes`.
     """
     model = prepared.model.float()
     rows_of_head = head_rows(prepared.token_ids, pair.vocab_size)
@@ -461,9 +463,10 @@ def distil_draft(
 ) -> PreTrainedModel | None:
     """The distilled draft in fp32, on the first process; None elsewhere.
 
-    `repeat.yaml` gets the keys that train as long on as many answers without a clock. The run keeps
-    the adapters of LoRA, except those of a draft moved onto other tokens, because their base model
-    is not stored anywhere. Where no step raised the acceptance rate, the base draft is kept.
+    Writes `repeat.yaml`: the recipe without `minutes`, with the same number of answers and steps.
+    The run keeps the adapters of LoRA, except those of a draft that was mapped to the target's
+    vocabulary, because their base model is not stored. Where no step raised the acceptance rate,
+    the base draft is kept.
     """
     if recipe.training.get("max_steps") == 0:
         return prepared.model.float() if PartialState().is_main_process else None
@@ -489,8 +492,8 @@ def distil(
 ) -> PreTrainedModel | None:
     """The trainer's draft after training, whole and in fp32; None on all but the first process.
 
-    keep_adapters: whether the run keeps those of LoRA (`save_adapters`) beside the merged draft.
-    Goes on from the last whole checkpoint in the recipe's folder, or from resume_from_checkpoint.
+    Continues from the last whole checkpoint in the recipe's folder, or from resume_from_checkpoint.
+    keep_adapters: write the adapters of LoRA (`save_adapters`) beside the merged draft.
     """
     checkpoint = _resumed(recipe)
     if checkpoint is not None:
@@ -515,11 +518,11 @@ def distil(
 
 
 def _refuse_other_processes(trainer: DraftTrainer, checkpoint: Path) -> None:
-    """Raise RecipeError where other processes than these left the checkpoint."""
+    """Raise RecipeError where another number or kind of processes wrote the checkpoint."""
     marker = checkpoint / COMPLETE
     if marker.exists() and (processes := marker.read_text()) != trainer.processes:
         raise RecipeError(
-            f"{checkpoint} was left by {processes}, and {trainer.processes} would go on from "
-            "it, but weights and optimiser are kept as the processes share them; launch as many "
-            "in the same way, or train anew under another --name, from the same answers."
+            f"{checkpoint} was left by {processes}, and {trainer.processes} cannot continue it; "
+            "launch as many in the same way, or train anew under another --name, from the same "
+            "answers."
         )
