@@ -161,3 +161,11 @@ def disk_full_explained(path: Path) -> Iterator[None]:
             f"The disk is full: {path} could not be written, and what stood there before is "
             "untouched. Free some space or choose another folder, then run the same command again",
         ) from error
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Raise ValueError where this process cannot write into the folder, or make it."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        reason = "is read-only for you" if nearest.is_dir() else "is a file"
+        raise ValueError(f"{folder} cannot be written, because {nearest} {reason}; name another.")

@@ -191,6 +191,16 @@ def weights_at_hand(spec: str) -> bool:
     return any(folder.glob("*.safetensors"))
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint that transformers reads: others may be older ones."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    if index.is_file():
+        return sorted({folder / name for name in read_json(index)["weight_map"].values()})
+    return sorted(folder.glob("*.safetensors"))
+
+
 def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint. Raises SourceError when there is none or it cannot be read."""
     folder = resolve_checkpoint(spec, weights=False)

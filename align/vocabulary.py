@@ -14,7 +14,13 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
-from align.sources import SourceError, load_tokenizer, read_json, resolve_checkpoint
+from align.sources import (
+    SourceError,
+    load_tokenizer,
+    read_json,
+    resolve_checkpoint,
+    weight_files,
+)
 from align.token_bytes import Token, backend_of, backend_tokens, byte_fallback_ids, is_used
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
@@ -259,7 +265,7 @@ def _parse(spec: str, folder: Path) -> Vocabulary:
     elif isinstance(template, list):  # several by name: the default one is what is rendered
         template = next((t["template"] for t in template if t["name"] == "default"), None)
     tensors: dict[str, list[int]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in filter(Path.is_file, weight_files(folder)):  # none of a Hub checkpoint at first
         with open_safetensors(path) as file:
             tensors |= {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}
     about = special_ids, special_texts, stops, template, config, tensors

@@ -10,7 +10,7 @@ import torch
 from accelerate import PartialState
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from align.check import Strategy, Verdict, choose_strategy, compare
 from align.sources import (
@@ -20,6 +20,7 @@ from align.sources import (
     read_json,
     refuse_quantised,
     resolve_checkpoint,
+    weight_files,
 )
 from align.token_bytes import tokens_of
 from align.transplant import resized, transplant
@@ -73,7 +74,7 @@ class Pair:
         Pages of the file that are read stay in memory. The check of the embedding's hash reads them
         all, so take an embedding to keep after that check.
         """
-        for path in sorted(resolve_checkpoint(self.target.spec).glob("*.safetensors")):
+        for path in weight_files(resolve_checkpoint(self.target.spec)):
             with safe_open(path, "pt") as file:
                 names = [n for n in file.keys() if n.endswith("embed_tokens.weight")]  # noqa: SIM118
                 if names:
@@ -208,6 +209,11 @@ def target_device(recipe: Recipe) -> str:
 def load_sibling(pair: Pair) -> PreTrainedModel:
     """The pair's draft in fp32, over the target's vocabulary."""
     model = load_model(pair.draft.spec, torch.float32)
+    ends = vars(model.generation_config)
+    # a file may have a temperature without do_sample, and no such config can be saved
+    model.generation_config = GenerationConfig(
+        **{name: ends.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    )
     if pair.vocab_map is not None:
         return transplant(model, pair.vocab_map, pair.target, pair.draft, pair.vocab_size)
     return resized(model, pair.draft, pair.vocab_size)

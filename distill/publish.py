@@ -30,7 +30,7 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HTTPError
 from safetensors import SafetensorError, safe_open
 
-from align.files import DiskFullError, atomic_folder
+from align.files import DiskFullError, atomic_folder, refuse_unwritable
 from align.sources import read_json, resolve_checkpoint
 from distill.card import Publication, derived_licence, draft_weights, in_one_file, write_card
 from distill.export import FULL_FORM
@@ -169,6 +169,7 @@ def publish(
     if licence is None:
         licence, source = derived_licence([recipe["target"], *filter(None, [recipe.get("draft")])])
     place = to or (run / "published" if push_to_hub else run / "draft")
+    refuse_unwritable(place)
     weights = draft_weights(run)
     unmet = unmet_conditions(run, measured, weights, licence, source)
     name = push_to_hub or place.name

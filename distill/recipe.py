@@ -280,12 +280,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _from_command_line(key: str, text: str) -> Any:
-    """The text as YAML reads it, or as it is where the key wants text: `--name 7`."""
+    """The value as YAML reads it; a text as it is written, because YAML ends `sql #2` at the #."""
     try:
         value = _yaml().load(text)
     except YAMLError:
         return text
-    return text if not _fits(key, value) and _fits(key, text) else value
+    return value if _fits(key, value) and not isinstance(value, str) else text
 
 
 def _fits(key: str, value: Any) -> bool:

@@ -19,9 +19,9 @@ os.environ.setdefault("TQDM_DELAY", "1")  # when tqdm is imported: no bar for wh
 
 from accelerate import PartialState
 
-from align.files import DiskFullError
+from align.files import DiskFullError, refuse_unwritable
 from align.machine import free_memory, from_first, join_processes, use_machine
-from align.sources import read_json
+from align.sources import cache_folder, read_json
 from distill.clock import Clock, answers_in_time
 from distill.dry_run import dry_run
 from distill.evaluation import evaluate
@@ -57,6 +57,8 @@ def run(recipe: Recipe) -> int:
     use_machine(join_processes(recipe.training.get("use_cpu", False), timeout))
     recipe = with_published_kind(recipe)
     training_config(recipe)  # what transformers refuses is refused now, not after minutes
+    for folder in (recipe.folder, cache_folder() / "teacher"):
+        refuse_unwritable(folder)
     if recipe.dry_run:
         return dry_run(recipe)
     refuse_another_run(recipe)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -307,6 +308,7 @@ class DraftTrainer(SFTTrainer):
         if self.args.should_save:
             (folder / "README.md").unlink(missing_ok=True)  # peft's
             # written last: a checkpoint without it was cut short and is never resumed from
+            os.sync()
             with atomic_file(folder / COMPLETE) as file:
                 file.write(self.processes)
 
@@ -315,8 +317,12 @@ class DraftTrainer(SFTTrainer):
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The latest whole checkpoint; None where there is none."""
-    whole = [path.parent for path in folder.glob(f"checkpoint-*/{COMPLETE}")]
+    """The latest whole checkpoint; None where there is none. A power cut may leave empty files."""
+    whole = [
+        path.parent
+        for path in folder.glob(f"checkpoint-*/{COMPLETE}")
+        if all(file.stat().st_size for file in path.parent.rglob("*") if file.is_file())
+    ]
     return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 

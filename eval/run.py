@@ -33,7 +33,7 @@ from ruamel.yaml import YAML
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from align.check import Strategy
-from align.files import DiskFullError
+from align.files import DiskFullError, refuse_unwritable
 from align.machine import use_machine
 from align.sources import load_config, load_tokenizer, read_json
 from eval.decoding.build import build_decoder, longest_context
@@ -378,6 +378,7 @@ def main(argv: list[str]) -> int:
     try:
         args = parse(argv)
         folder = (args.output_dir or Path("outputs/eval")) / "report"
+        refuse_unwritable(folder)
         with Journal(folder / JOURNAL) as journal:
             if args.served:
                 report = _measure_servers(args)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from align.sources import load_model, load_tokenizer
+from align.sources import load_model, load_tokenizer, weight_files
 from eval.decoding.build import build_decoder
 from eval.decoding.forward import Decoder
 
@@ -77,7 +77,7 @@ def weights_sha256(path: str) -> str | None:
     path: as in a log, `lookup-first:FOLDER`. None where it names no files on this machine.
     """
     place = Path(path.removeprefix("lookup-first:"))
-    files = [place] if place.is_file() else sorted(place.glob("*.safetensors"))
+    files = [place] if place.is_file() else weight_files(place)
     lines = []
     for file in files:
         with file.open("rb") as opened:

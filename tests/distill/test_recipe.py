@@ -102,6 +102,12 @@ def test_command_line_values_take_the_type_of_their_key(loaded):
     assert thinking.chat_template_kwargs == {"enable_thinking": False}
 
 
+@pytest.mark.parametrize("text", ["Write it. # no prose", "two\nlines", "{prompt}", '"so"', "- a"])
+def test_a_text_is_taken_as_written(loaded, text):
+    assert loaded("", "--instruction", text).instruction == text
+    assert loaded("", f"--output_dir=out/{text}").output_dir == f"out/{text}"
+
+
 def test_a_boolean_key_without_a_value_is_true(loaded):
     recipe = loaded("", "--use_peft", "--seed", "1", "--use_cpu")
     assert recipe.use_peft

@@ -10,15 +10,18 @@ import weakref
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 from transformers import BloomConfig, Lfm2Config, LlamaConfig, MambaConfig
 
 from align.files import atomic_file
-from align.sources import load_tokenizer, read_json
+from align.sources import load_model, load_tokenizer, read_json
 from distill import models, train
+from distill.models import check_models
 from distill.recipe import RecipeError, dump
 from distill.run_folder import refuse_another_run
 from distill.train import main, run
+from eval.decoding.target import weights_sha256
 from eval.prompts import PromptError
 from tests.distill.conftest import WORDS
 
@@ -44,6 +47,45 @@ def test_what_is_not_foreseen_keeps_its_traceback(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "check_models", check)
     with pytest.raises(PermissionError):
         main(["--recipe", "code", "--output_dir", str(tmp_path)])
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_what_cannot_be_written_is_refused_first(job, tmp_path, monkeypatch, cache):
+    (tmp_path / "file").touch()
+    if cache:
+        monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(train, "check_models", no_target)
+    recipe = job(tmp_path / ("run" if cache else "file/run"))
+    with pytest.raises(ValueError, match=f"because {tmp_path / 'file'} is a file"):
+        run(recipe)
+
+
+def test_shards_of_an_older_checkpoint_are_not_read(folder, job, tmp_path):
+    model = load_model(str(folder / "target"), torch.float32)
+    shutil.copytree(folder / "target", tmp_path / "sharded")
+    (tmp_path / "sharded" / "model.safetensors").unlink()
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    expected = weights_sha256(str(tmp_path / "sharded"))
+    model.get_input_embeddings().weight.data.zero_()
+    model.save_pretrained(tmp_path / "older")
+    stale = tmp_path / "older" / "model.safetensors"
+    stale.rename(tmp_path / "sharded" / "model-0.safetensors")
+    pair = check_models(job(tmp_path / "run", target=str(tmp_path / "sharded"), **PRUNED))
+    assert pair.target_embedding(torch.float32).abs().sum() > 0
+    assert weights_sha256(str(tmp_path / "sharded")) == expected
+
+
+@pytest.mark.parametrize("use_peft", [False, True])
+def test_a_sibling_with_a_temperature_and_no_do_sample_is_trained_and_saved(
+    folder, job, tmp_path, monkeypatch, use_peft
+):
+    sibling = shutil.copytree(folder / "draft", tmp_path / "sibling")
+    changed = read_json(sibling / "generation_config.json") | {"temperature": 0.9, "top_p": 0.6}
+    (sibling / "generation_config.json").write_text(json.dumps(changed))
+    monkeypatch.setattr(train, "evaluate", lambda *_: None)
+    recipe = job(tmp_path / "run", draft=str(sibling), max_steps=2, save_steps=1, use_peft=use_peft)
+    assert run(recipe) == 0
+    assert (recipe.folder / "draft" / "model.safetensors").is_file()
 
 
 PRUNED = {"draft": None, "num_draft_layers": 1, "draft_vocab_size": 270}

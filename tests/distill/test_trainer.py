@@ -339,10 +339,12 @@ def test_the_last_checkpoint_is_that_of_the_latest_step_that_is_whole(tmp_path):
     assert last_checkpoint(tmp_path) is None
     for step in (9, 90, 100, 1000):
         (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}" / "complete").touch()
+        (tmp_path / f"checkpoint-{step}" / "complete").write_text("1 process (alone)")
     assert last_checkpoint(tmp_path).name == "checkpoint-1000"
     (tmp_path / "checkpoint-1000" / "complete").unlink()  # cut short
     assert last_checkpoint(tmp_path).name == "checkpoint-100"
+    (tmp_path / "checkpoint-100" / "optimizer.pt").touch()  # emptied by a power cut
+    assert last_checkpoint(tmp_path).name == "checkpoint-90"
 
 
 def test_a_loss_that_is_not_a_number_names_the_answers(tmp_path, train, tiny_model):
