@@ -107,6 +107,10 @@ def check_models(recipe: Recipe) -> Pair:
     verdict = compare(target, draft)
     strategy = choose_strategy(verdict, recipe.strategy, tuned=True)
     print(f"vocabulary: {verdict.relation}, strategy {strategy}")
+    vocab_map = None
+    if strategy in ("remap", "transplant"):
+        path = recipe.folder / VOCAB_MAP
+        vocab_map = load_map(path, target, draft) if path.exists() else build_map(target, draft)
     mask = mask_token(target) if recipe.kind.added_modules else None
     if recipe.cache_top_k > target.rows:
         raise ValueError(
@@ -118,10 +122,6 @@ def check_models(recipe: Recipe) -> Pair:
         check_prunable(target.config, recipe.num_draft_layers if keeps_layers else 0)
         if recipe.draft_vocab_size is not None:
             choose_tokens(torch.zeros(target.rows), recipe.draft_vocab_size, forced_tokens(target))
-    vocab_map = None
-    if strategy in ("remap", "transplant"):
-        path = recipe.folder / VOCAB_MAP
-        vocab_map = load_map(path, target, draft) if path.exists() else build_map(target, draft)
     layers = recipe.kind.target_layers(target.config, published)
     return Pair(target, draft, verdict, strategy, vocab_map, layers, mask)
 
@@ -183,6 +183,7 @@ def target_loader(recipe: Recipe, prompts: Prompts) -> LoadTarget:
     The target's decoder is long enough for every prompt and its response. Raises ValueError where
     the context of the draft is shorter.
     """
+    dtype, device = getattr(torch, recipe.dtype), target_device(recipe)
     ids = prompts.evaluation.ids + prompts.training.ids + prompts.tuning.ids
     new = max(recipe.max_new_tokens, recipe.answer_max_new_tokens)
     needed = context_length(ids, new, recipe.max_gamma)
@@ -194,7 +195,6 @@ def target_loader(recipe: Recipe, prompts: Prompts) -> LoadTarget:
                 f"response take {needed}; lower max_prompt_length, "
                 "max_new_tokens or answer_max_new_tokens, or name another draft."
             )
-    dtype, device = getattr(torch, recipe.dtype), target_device(recipe)
     return functools.cache(lambda: load_target(recipe.target, dtype, device, needed))
 
 
