@@ -429,6 +429,16 @@ def test_a_run_keeps_the_prompts_with_which_it_began(chat, followed, held_out):
         collect_prompts(replace(recipe, dry_run=True), target)
 
 
+def test_raw_prompts_to_a_target_with_a_chat_template_are_noticed_first(chat, capsys):
+    recipe, target = chat()
+    collect_prompts(recipe, target)
+    assert "are raw" not in capsys.readouterr().out
+    rows = [json.dumps({"prompt": f"{i} of many plain prompts {i * i}"}) for i in range(12)]
+    Path(recipe.train_prompts).write_text("\n".join(rows))
+    collect_prompts(recipe, target)
+    assert "Warning: 100% of the training prompts are raw" in capsys.readouterr().out
+
+
 def test_a_dry_run_shows_a_prompt_as_the_target_reads_it(chat, monkeypatch, capsys):
     recipe, target = chat(chat_template_kwargs={"enable_thinking": False})
     prompts = collect_prompts(recipe, target)
