@@ -174,10 +174,7 @@ def forced_tokens(target: Vocabulary) -> set[int]:
     return {*target.all_stops, *tokenizer.all_special_ids, *byte_units(tokens_of(tokenizer))}
 
 
-LoadTarget = functools._lru_cache_wrapper[Target]
-
-
-def target_loader(recipe: Recipe, prompts: Prompts) -> LoadTarget:
+def target_loader(recipe: Recipe, prompts: Prompts) -> functools._lru_cache_wrapper[Target]:
     """A function that loads the target at its first call; `cache_clear` releases the target.
 
     The target's decoder is long enough for every prompt and its response. Raises ValueError where

@@ -103,8 +103,8 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
     )
     if tokenizer.chat_template and sets.training.in_chat_form < 1:
         print(
-            f"Warning: {1 - sets.training.in_chat_form:.0%} of the training prompts are raw, though "
-            "the target has a chat template: set instruction, or give `messages`."
+            f"Warning: {1 - sets.training.in_chat_form:.0%} of the training prompts are raw, "
+            "though the target has a chat template: set instruction, or give `messages`."
         )
     timed = sets.evaluation.drawn(recipe.speed_prompts, recipe.seed).prompts
     groups = len({(prompt.group, prompt.group or prompt.id) for prompt in timed})

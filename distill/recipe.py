@@ -216,7 +216,7 @@ def _arguments(argv: list[str]) -> dict[str, str]:
         text = argparse.SUPPRESS
         if key in OWN:
             default = "required" if key in _REQUIRED else yaml_text(OWN[key].default)
-            text = f"({default})  {OWN[key].metadata['help']}"
+            text = f"({default}) {OWN[key].metadata['help']}"
         # as for transformers: --use_peft
         bare: dict[str, Any] = {"nargs": "?", "const": "true"} if _fits(key, True) else {}
         parser.add_argument(f"--{key}", metavar="VALUE", help=text.replace("%", "%%"), **bare)
