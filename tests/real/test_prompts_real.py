@@ -51,4 +51,6 @@ def test_no_held_out_licence_has_a_near_duplicate_in_training():
     held_out = documents(True)
     assert len(held_out) > 150
     pairs = ((a, b) for a in documents(False) for b in held_out)
-    assert max(len(a & b) / len(a | b) for a, b in pairs) < NEAR_DUPLICATE
+    for a, b in pairs:
+        if min(len(a), len(b)) >= NEAR_DUPLICATE * max(len(a), len(b)):  # else it cannot be
+            assert len(a & b) / len(a | b) < NEAR_DUPLICATE

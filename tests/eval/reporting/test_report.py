@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -24,9 +23,9 @@ from eval.reporting.tables import DEFINITIONS, details, divergence_table, result
 from eval.reporting.text import print_summary, render_markdown
 from eval.reporting.verdict import in_order, recommended, top, verdict
 from eval.reporting.warnings import find_warnings
+from tests.conftest import assert_golden
 
 GOLDEN = Path(__file__).parent / "golden"
-UPDATE = "UPDATE_GOLDEN"  # the environment variable that writes the golden files anew
 CONTRACT = {
     "": "schema target engine device dtype baseline decoding prompts drafts gain provenance "
     "environment",
@@ -565,7 +564,7 @@ def page_top(page):
 
 @pytest.mark.parametrize("name", ["report.md", "top.html", "summary.txt"])
 def test_golden(four_drafts, name):
-    """What a reader sees first. UPDATE_GOLDEN=1 pytest … writes the files anew."""
+    """What a reader sees first."""
     if name == "report.md":
         text = render_markdown(four_drafts)
     elif name == "top.html":
@@ -575,7 +574,4 @@ def test_golden(four_drafts, name):
         print_summary(four_drafts, Console(file=stream, width=80))
         text = stream.getvalue()
         assert max(map(len, text.splitlines())) <= 80
-    path = GOLDEN / name
-    if os.environ.get(UPDATE):
-        path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8")
+    assert_golden(GOLDEN / name, text)
