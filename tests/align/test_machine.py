@@ -3,18 +3,16 @@
 And processes that meet: as many as were asked for, and as patient.
 """
 
-import os
 import platform
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
 from align import machine as this_machine
 from align.machine import ProcessError, join_processes, machine_lines
-from tests.align.conftest import ROOT
 from tests.align.meeting import let_tensors_die, wait_for_the_first
 from tests.ranks import run_ranks
 
@@ -43,18 +41,14 @@ def test_a_process_waits_as_long_as_it_is_told_to(tmp_path, timeout, long_enough
         assert "imed out" in waited  # gloo's own words, with a capital or without
 
 
-def test_a_launcher_that_starts_fewer_processes_than_asked_for_is_found_out(tmp_path):
-    script = tmp_path / "joins.py"
-    script.write_text("from align.machine import join_processes\njoin_processes(True, 60)\n")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    done = subprocess.run(
-        [*command, "--main_process_port", "0", str(script)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode != 0
-    assert "Several processes were asked for, but the launcher started one" in done.stderr
+def test_a_launcher_that_starts_fewer_processes_than_asked_for_is_found_out(monkeypatch):
+    words = ["--cpu", "--num_processes", "2", "--main_process_port", "0", "train.py"]
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
+    _, environment = prepare_simple_launcher_cmd_env(arguments)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ProcessError, match="the launcher started one"):
+        join_processes(True, 60)
 
 
 @pytest.mark.parametrize(

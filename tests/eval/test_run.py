@@ -149,18 +149,16 @@ def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys
 
     calls, whole = counted("whole"), loaded(tmp_path / "whole")
     assert whole["provenance"]["resumed"] is False
-    for after in (9, 70):
-        out = f"cut after {after}"
-        cut = counted(out, after)
-        assert "Measured so far: target texts, step costs" in capsys.readouterr().err
-        assert not (tmp_path / out / "report" / "report.json").exists()
-        # only a row that was begun and the stages' warm-ups are decoded a second time
-        assert cut + counted(out) <= calls + 20
-        report = loaded(tmp_path / out)
-        assert report["provenance"]["resumed"] is True
-        assert untimed(report) == untimed(whole)
-        names = sorted(path.name for path in (tmp_path / out / "report").iterdir())
-        assert names == ["report.html", "report.json", "report.md"]
+    cut = counted("cut", 40)
+    assert "Measured so far: target texts, step costs" in capsys.readouterr().err
+    assert not (tmp_path / "cut" / "report" / "report.json").exists()
+    # only a row that was begun and the stages' warm-ups are decoded a second time
+    assert cut + counted("cut") <= calls + 20
+    report = loaded(tmp_path / "cut")
+    assert report["provenance"]["resumed"] is True
+    assert untimed(report) == untimed(whole)
+    names = sorted(path.name for path in (tmp_path / "cut" / "report").iterdir())
+    assert names == ["report.html", "report.json", "report.md"]
 
 
 @pytest.mark.parametrize(

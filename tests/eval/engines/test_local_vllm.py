@@ -1,9 +1,9 @@
 """vLLM servers started here, with a stand-in for vLLM: ready, refused, and always ended."""
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 import urllib.request
@@ -151,18 +151,20 @@ def test_a_server_that_is_never_ready(monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends them")
 def test_a_server_ends_with_a_process_that_is_killed():
-    code = (
-        "from eval.engines.local_vllm import serve_vllm; import urllib.request\n"
-        "with serve_vllm('T') as url:\n"
-        "    print(urllib.request.urlopen(url + '/health').read().decode(), flush=True)\n"
-        "    input()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=-1, stdout=-1, text=True, env=os.environ
-    ) as started:
-        *processes, _ = eval(started.stdout.readline())
-        assert all(map(alive, processes))
-        started.kill()
+    fork = multiprocessing.get_context("fork")
+    receiving, sending = fork.Pipe()
+
+    def serve():
+        with serve_vllm("T") as url:
+            sending.send(ask(url))
+            time.sleep(60)
+
+    started = fork.Process(target=serve)
+    started.start()
+    *processes, _ = receiving.recv()
+    assert all(map(alive, processes))
+    started.kill()
+    started.join()
     assert ended(processes)
 
 

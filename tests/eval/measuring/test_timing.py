@@ -102,9 +102,9 @@ def test_the_draft_length_is_the_fastest_by_acceptance_and_costs(target, own, wi
 def test_every_draft_length_is_priced_as_it_decodes(target, other, sampling, monkeypatch):
     """The price of a length is that of decoding with it, up to where its steps begin."""
     monkeypatch.setattr(timing, "TUNING_TOKENS", 400)
-    prompts = [Prompt(f"p{i}", prompt="unused") for i in range(24)]
-    many = PromptSet("made up", prompts, [[i, i + 1] for i in range(24)])
-    how = Decoding(sampling, NEVER, 60, rule="token")
+    prompts = [Prompt(f"p{i}", prompt="unused") for i in range(10)]
+    many = PromptSet("made up", prompts, [[i, i + 1] for i in range(10)])
+    how = Decoding(sampling, NEVER, 40, rule="token")
     costs = costs_of(0.15, 0.02)
 
     def tokens_per_second(length):
