@@ -131,40 +131,22 @@ def made_up_run(rng, prompt_id, alpha, gamma, blocks=10):
     )
 
 
-PIECES = [
-    *["    ", "total", " =", " ", "0", "\n", "    ", "for", " value", " in", " values", ":", "\n"],
-    *[
-        "       ",
-        " total",
-        " +=",
-        " value",
-        "  #",
-        " add",
-        " <up>",
-        "\n",
-        "    ",
-        "return",
-        " total",
-    ],
-    *[" /", " len", "(", "values", ")", "\n"],
-]
+PIECES = (
+    "    |total| =| |0|\n|    |for| value| in| values|:|\n|"
+    "       | total| +=| value|  #| add| <up>|\n|    |return| total| /| len|(|values|)|\n"
+).split("|")
 
 
 def spell(token):
-    """The bytes of a made-up token id: the pieces above, over and over."""
+    """The bytes of a made-up token id."""
     return PIECES[token % len(PIECES)].encode()
 
 
 def made_up_answers(prompts):
     rng = random.Random(1)
+    tokens, bits = list(range(len(PIECES))), [0.01, 0.3, 0.7, 1.5, 3.0, 5.0]
     return [
-        Answer(
-            str(i),
-            [1, 2],
-            list(range(len(PIECES))),
-            [rng.choice([0.01, 0.3, 0.7, 1.5, 3.0, 5.0]) for _ in PIECES],
-            b"def mean(values):\n",
-        )
+        Answer(str(i), [1, 2], tokens, [rng.choice(bits) for _ in tokens], b"def mean(values):\n")
         for i in range(prompts)
     ]
 
@@ -203,15 +185,8 @@ def made_up_measurement(name, alpha, prompts=40, **changes):
         "lossless": ledger(
             prompts,
             [
-                {
-                    "prompt": str(i),
-                    "position": 7 + i,
-                    "target": " value",
-                    "drafted": "|`<b>`",
-                    "gap": 0.01,
-                    "error": 0.03,
-                    "tie": True,
-                }
+                {"prompt": str(i), "position": 7 + i, "target": " value", "drafted": "|`<b>`"}
+                | {"gap": 0.01, "error": 0.03, "tie": True}
                 for i in range(2)
             ],
         ),
