@@ -2,10 +2,10 @@
 
 Tensors have shapes, devices and no data (torch's FakeTensorMode), on a made-up device `gpu`: torch
 refuses `cuda` in a build without it. What needs data (a number, a list, a mask's count) is made up,
-too. The checks run in a process of their own, since a made-up device stays.
+too. The checks run in another process, because torch keeps a made-up device.
 """
 
-import json
+import multiprocessing
 import traceback
 from contextlib import contextmanager
 from functools import partial
@@ -45,7 +45,6 @@ from eval.decoding.verification import Sampling, agreement, argmax, warp
 from eval.measuring.agreement import entropy_bits, teacher_forced_logits
 from eval.measuring.timing import fastest_length, step_costs
 from eval.prompts import Prompt, PromptSet
-from tests.ranks import run_ranks
 
 GPU, OTHER_GPU = "gpu:0", "gpu:1"
 PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
@@ -381,20 +380,7 @@ CHECKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    """Name of a check -> its traceback, empty where it went through."""
-    ((status, printed),) = run_ranks(tmp_path_factory.mktemp("devices"), 1, run_checks)
-    assert status == 0, printed
-    return json.loads(printed.splitlines()[-1])
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_tensors_of_two_devices_never_meet(outcomes, name):
-    assert outcomes[name] == ""
-
-
-def run_checks():
+def run_checks(sending):
     _setup_privateuseone_for_python_backend("gpu", Backend())
     found = {}
     for name, check in CHECKS.items():
@@ -404,4 +390,22 @@ def run_checks():
             found[name] = ""
         except Exception:
             found[name] = traceback.format_exc()
-    print(json.dumps(found))
+    sending.send(found)
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """Name of a check -> its traceback, empty where it went through."""
+    fork = multiprocessing.get_context("fork")
+    receiving, sending = fork.Pipe()
+    process = fork.Process(target=run_checks, args=[sending])
+    process.start()
+    sending.close()  # so that a process that ends without a word is no wait
+    found = receiving.recv()
+    process.join()
+    return found
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_tensors_of_two_devices_never_meet(outcomes, name):
+    assert outcomes[name] == ""
