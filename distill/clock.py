@@ -124,13 +124,15 @@ class TrainingClock(TrainerCallback):
 def answers_in_time(
     clock: Clock, total: int, lacking: list[int], batch: int, answer: Callable[[int], Answers]
 ) -> Answers:
-    """The first answers of a run, as many as its time allows, and one batch at least.
+    """The first answers of a run, as many as its time allows.
 
     total: number of prompts. lacking: the indices of those without a cached answer, ascending.
     batch: prompts that are answered at once. answer: gives the answers to the first so many
-    prompts. The speed of a round decides how large the next one is.
+    prompts. The speed of a round decides how large the next one is. The first round is small,
+    because a whole batch may take longer than the time for all.
     """
-    made, new = 0, min(batch, len(lacking))
+    first = max(1, batch // 8)
+    made, new = 0, min(first, len(lacking))
     if new and from_first(clock.left(ANSWERED) <= 0 and lacking[0] >= batch):
         new = 0  # a run that goes on has answers enough
     while True:
@@ -141,8 +143,8 @@ def answers_in_time(
             return answers
         left, took = from_first((clock.left(ANSWERED), clock.seconds() - began))
         more = int(SAFETY * left * new / took)
-        if more < max(1, batch // 2):
-            if made == batch and left < 0:
+        if more < max(1, first // 2):
+            if made == first and left < 0:
                 print(f"{made} answers took more than a third of the minutes; give more minutes.")
             return answers
         new = min(more, len(lacking) - made)

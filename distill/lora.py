@@ -27,7 +27,7 @@ def lora_config(recipe: Recipe) -> LoraConfig:
 def save_adapters(recipe: Recipe, trained: Any) -> None:
     """Write the adapters of a PeftModel to the run's `adapter/`, in peft's format."""
     with atomic_folder(recipe.folder / "adapter") as partial:
-        base = recipe.draft or str(recipe.folder / "prepared")
+        base = recipe.draft or str((recipe.folder / "prepared").resolve())
         trained.peft_config["default"].base_model_name_or_path = base
         trained.save_pretrained(str(partial), save_embedding_layers=False)
         (partial / "README.md").unlink()  # peft's template of a card

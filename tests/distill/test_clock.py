@@ -44,7 +44,9 @@ def test_without_minutes_nothing_ends_by_time(time, tmp_path):
     assert clock.training_progress() == 0
 
 
-@pytest.mark.parametrize(("seconds", "cached"), [(0.1, 0), (0.1, 500), (1.0, 0), (30.0, 0)])
+@pytest.mark.parametrize(
+    ("seconds", "cached"), [(0.1, 0), (0.1, 500), (1.0, 0), (30.0, 0), (300.0, 0)]
+)
 def test_answers_are_made_until_their_third_is_over(time, tmp_path, seconds, cached):
     clock, total, made = Clock(tmp_path, 10.0), 5000, []
 
@@ -56,8 +58,8 @@ def test_answers_are_made_until_their_third_is_over(time, tmp_path, seconds, cac
 
     count = answers_in_time(clock, total, list(range(cached, total)), 8, answer)
     assert count == cached + sum(made)
-    wanted = max(8, 200 / seconds)
-    assert wanted * 0.93 <= count - cached <= wanted
+    assert time.now <= 200 or sum(made) == 1  # not a whole batch where that takes too long
+    assert sum(made) >= 0.93 * (200 / seconds) - 1
 
 
 def test_answers_that_are_there_take_no_time_and_none_is_made_late(time, tmp_path):
@@ -71,7 +73,7 @@ def test_answers_that_are_there_take_no_time_and_none_is_made_late(time, tmp_pat
         return count
 
     # another run has answered others than the first prompts
-    assert answers_in_time(clock, 40, list(range(20)), 8, answer) == 8
+    assert answers_in_time(clock, 40, list(range(20)), 8, answer) == 1
 
 
 def test_the_time_is_written_within_a_stage(tmp_path, monkeypatch):
@@ -123,7 +125,7 @@ def test_all_processes_stop_by_the_first_ones_clock(time, tmp_path, monkeypatch)
 
 def test_a_run_keeps_its_minutes_and_says_what_repeats_it(job, tmp_path):
     keys = {"max_steps": -1, "num_train_epochs": 1000.0, "early_stopping_patience": None}
-    recipe = job(tmp_path / "run", minutes=0.5, **keys)
+    recipe = job(tmp_path / "run", minutes=0.5, answer_batch_size=96, **keys)
     assert run(recipe) == 0
     kept = json.loads((recipe.folder / CLOCK).read_text())
     # the time for training was used, though 1,000 epochs were not over
