@@ -21,7 +21,7 @@ from distill.prepare import untrained_drafter
 from distill.prompt_sets import collect_prompts
 from distill.recipe import Recipe
 from distill.teacher.answers import to_answer
-from distill.teacher.started_vllm import served_target
+from distill.teacher.started_vllm import answering_target
 from distill.teacher.store import bytes_per_token
 from eval.decoding.target import Target
 from eval.measuring.cost import break_even_alpha, ceiling_speedup
@@ -44,14 +44,14 @@ def dry_run(recipe: Recipe) -> int:
     prompts = collect_prompts(recipe, pair.target)
     load_target = target_loader(recipe, prompts)
     print_example(prompts.training.ids[0], pair.load_tokenizer())
-    served = served_target(recipe, pair.target, prompts)
+    answering = answering_target(recipe, pair, prompts, load_target)
     longest = max(map(len, prompts.training.ids + prompts.evaluation.ids))
-    answers = len(to_answer(recipe, prompts.training.ids))
-    print_memory(recipe, longest, answers, answers_here=served is None)
-    if served is not None:
-        served.check()
-        if recipe.answers == "server":
-            return served.describe()
+    asked = to_answer(prompts.training.ids, recipe.answers_per_prompt, recipe.max_answers)
+    print_memory(recipe, longest, len(asked), answers_here=answering.by == "local")
+    answering.check()
+    if recipe.answers == "server":
+        print(f"the server at {recipe.answer_url} fits this recipe")
+        return 0
     if (untimed := why_not_timed(recipe)) is not None:
         print(f"what a draft can gain: not measured, {untimed}")
         return 0

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from align.files import atomic_folder, write_json
-from distill.drafters.kind import Started
+from distill.drafters.kind import Draft
 from distill.drafters.pruned import HEAD_ROWS
 from distill.models import Pair
 from distill.prepare import until
@@ -33,7 +33,7 @@ DROPPED_MASS = 1e-4
 def export_draft(
     recipe: Recipe,
     pair: Pair,
-    prepared: Started,
+    prepared: Draft,
     distilled: PreTrainedModel,
     answers: Iterable[CachedAnswer],
 ) -> None:
@@ -49,14 +49,14 @@ def export_draft(
             _export_pruned(partial, recipe, prepared, distilled, answers)
         else:
             embedding = pair.target_embedding(dtype)
-            kind.save(partial, distilled, prepared.token_ids, embedding, recipe.target)
+            kind.save(partial, Draft(distilled, prepared.token_ids), embedding, recipe.target)
         pair.load_tokenizer().save_pretrained(partial)
 
 
 def _export_pruned(
     folder: Path,
     recipe: Recipe,
-    prepared: Started,
+    prepared: Draft,
     distilled: Any,
     answers: Iterable[CachedAnswer],
 ) -> None:
@@ -73,7 +73,7 @@ def _export_pruned(
         full, agreement = full_vocabulary(plain, ids, prepared.full_head, answers)
         write_json(folder / "compact" / FULL_FORM, agreement)
     recipe.kind.exported(full).save_pretrained(folder)
-    recipe.kind.save(folder / "compact", plain, ids, embedding, recipe.target)
+    recipe.kind.save(folder / "compact", Draft(plain, ids), embedding, recipe.target)
 
 
 @torch.no_grad()

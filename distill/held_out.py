@@ -1,9 +1,8 @@
-"""A draft on held-out prompts while it is trained: the trainer's evaluation, and when it is due.
+"""The acceptance rate on held-out prompts during training, and when it is measured.
 
-Some training prompts are never trained on, nor is what nearly repeats them. The target answers them
-as it does the others, and the draft is measured on these answers, teacher-forced: before the first
-step and at shares of the training (MEASURED_AT). The trainer keeps the best weights, and may stop
-early.
+Some training prompts and their near-duplicates are never trained on. The target answers them like
+the others. The draft is measured on these answers, teacher-forced: before the first step and at
+shares of the training (MEASURED_AT). The trainer keeps the best weights, and may stop early.
 """
 
 from __future__ import annotations
@@ -18,22 +17,20 @@ from typing import Any
 from accelerate import PartialState
 from datasets import Dataset
 from tqdm import tqdm
-from transformers import EvalPrediction, TrainerCallback, TrainerControl, TrainerState
+from transformers import EvalPrediction, TrainerCallback, TrainerState
 from trl import SFTConfig
 
 from align.files import write_json
 from align.sources import read_json
 from distill.clock import TrainingClock
-from distill.teacher.answers import USED
-from distill.teacher.store import Answers, CachedAnswer, Store
+from distill.teacher.store import CachedAnswer
 from distill.training_set import answer_rows
 from eval.measuring.intervals import share
 from eval.prompts import PromptSet
 from eval.reporting.fields import HeldOutCurve, HeldOutPoint
 
-HELD_OUT = "held_out"  # folder of the measurements
 FIRST_INDEX = 2**30  # of the answers to held-out prompts: no two answers of a run share one
-MEASUREMENTS = "measurements.json"
+MEASUREMENTS = "held_out/measurements.json"  # in a run's folder
 MEASURED_AT = (0, 1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1)
 SHARE = 0.05  # of the steps' time that measurements take at most, the first and the last aside
 FORWARD = 1 / 3  # of a step's time is a forward pass
@@ -71,14 +68,6 @@ class Measurement:
         return sum(self.drafts_accepted) / sum(self.drafts)
 
 
-def held_out_answers(folder: Path) -> Sequence[CachedAnswer]:
-    """The target's answers to the held-out prompts of a run; none where it has not noted any."""
-    if not (path := folder / USED).exists():
-        return []
-    used = read_json(path)
-    return Answers(Store(Path(used["store"])), used["held_out"], FIRST_INDEX)
-
-
 class HeldOut(TrainerCallback):
     """When the draft is evaluated, on which rows, by which metrics; prints and keeps the results.
 
@@ -95,7 +84,7 @@ class HeldOut(TrainerCallback):
         clock: TrainingClock | None = None,
     ) -> None:
         """folder: the run's. trained: the rows that are trained on. answers: the held-out ones."""
-        self.folder = folder / HELD_OUT
+        self.folder = folder
         self.batch = config.train_batch_size * config.gradient_accumulation_steps
         self.batch *= config.world_size
         self.trained_rows = len(trained)
@@ -121,9 +110,7 @@ class HeldOut(TrainerCallback):
         latest = Measurement(0, 0, *self.sums)
         return {"alpha": latest.acceptance_rate, "drafted": latest.drafted}
 
-    def on_train_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.measurements = [
             measurement
             for measurement in read_measurements(self.folder)
@@ -134,20 +121,16 @@ class HeldOut(TrainerCallback):
             best = Path(args.output_dir) / f"checkpoint-{state.best_global_step}"
             state.best_model_checkpoint = str(best)
 
-    def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         progress = self.progress(state)
         due = bisect.bisect_right(MEASURED_AT, progress) > self.passed
         # the first measurement, before any step, does not count
         affordable = self.cost * len(self.measurements) <= SHARE * state.global_step
         control.should_evaluate = progress >= 1 or (due and affordable)
 
-    def on_evaluate(
-        self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        part = min(1.0, state.global_step * self.batch / self.trained_rows)
-        latest = Measurement(state.global_step, round(part * self.tokens), *self.sums)
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        seen = min(1.0, state.global_step * self.batch / self.trained_rows)
+        latest = Measurement(state.global_step, round(seen * self.tokens), *self.sums)
         self.measurements.append(latest)
         better = state.best_metric is None or latest.drafted > state.best_metric
         control.should_save = control.should_save or (better and state.global_step > 0)
@@ -155,7 +138,10 @@ class HeldOut(TrainerCallback):
         if PartialState().is_main_process:
             written = {"measurements": [asdict(each) for each in self.measurements]}
             write_json(self.folder / MEASUREMENTS, written)
-            line = f"step {latest.step}: held-out acceptance rate {latest.acceptance_rate:.3f}"
+            rate = latest.acceptance_rate
+            line = f"step {latest.step}: held-out acceptance rate {rate:.3f}"
+            if latest.step == 0:
+                line += f" (training can add {1 - rate:.3f} at most)"
             lacking = sum(latest.lacking) / sum(latest.positions)
             if lacking > 5e-4:
                 line += f" (up to {lacking:.3f} more: the cut)"
@@ -163,9 +149,7 @@ class HeldOut(TrainerCallback):
                 line += f", {latest.drafted:.3f} of all drafted tokens"
             tqdm.write(line + (", the best so far" if better else ""), file=sys.stdout)
 
-    def on_train_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if best := best_of(self.measurements):
             last = state.global_step
             rate = f"{best.acceptance_rate:.3f}"
@@ -182,7 +166,7 @@ def read_measurements(folder: Path) -> list[Measurement]:
 
 def held_out_curve(folder: Path, held_out: PromptSet) -> HeldOutCurve | None:
     """The acceptance rate by the tokens trained on, for the report of a run; None without any."""
-    measurements = read_measurements(folder / HELD_OUT)
+    measurements = read_measurements(folder)
     if not measurements:
         return None
     kept = best_of(measurements)

@@ -47,11 +47,9 @@ def give_loss_forward(model: PreTrainedModel, kind: DraftKind, divergence: Diver
             weight = weight.full_tensor(grad_placements=[Partial("avg")] * weight.device_mesh.ndim)
         if temperature is not None:
             return _acceptance(kind, model, weight, batch, temperature)
-        losses = []
-        for states, entries, share in kind.head_inputs(model, batch):
-            cached = batch.top_ids[entries], batch.top_logprobs[entries]
-            losses.append(share * head_loss(states, weight, *cached, divergence))
-        return ModelOutput(loss=torch.stack(losses).sum())
+        states, entries, share = kind.head_input(model, batch)
+        cached = batch.top_ids[entries], batch.top_logprobs[entries]
+        return ModelOutput(loss=share * head_loss(states, weight, *cached, divergence))
 
     model.forward = forward
 
@@ -87,11 +85,10 @@ def _acceptance(
     accepted, lacking = chances(kind.first_states(model, batch), slice(None))
     drafted, tokens = accepted.clone(), torch.ones_like(accepted)
     if kind.trains_later_tokens:
-        every = torch.arange(len(tokens), device=tokens.device)
-        drafted, tokens = torch.zeros_like(drafted), torch.zeros_like(tokens)
-        for states, entries, _ in kind.head_inputs(model, batch):
-            if len(states):  # several of them may be the one after the same position
-                chance = chances(states, entries)[0]
-                drafted.index_add_(0, every[entries], chance)
-                tokens.index_add_(0, every[entries], torch.ones_like(chance))
+        states, entries, _ = kind.head_input(model, batch)
+        every = torch.arange(len(tokens), device=tokens.device)[entries]
+        chance = chances(states, entries)[0]
+        # several of them may be the one after the same position
+        drafted = torch.zeros_like(drafted).index_add_(0, every, chance)
+        tokens = torch.zeros_like(tokens).index_add_(0, every, torch.ones_like(chance))
     return ModelOutput(accepted=accepted, lacking=lacking, drafted=drafted, tokens=tokens)

@@ -22,12 +22,12 @@ Divergence = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def forward_kl(p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(p || q) = sum p log(p / q): q must cover all that p says."""
+    """KL(p || q) = sum p log(p / q): q must cover every token that is likely under p."""
     return torch.special.xlogy(p, p).sum(-1) - (p * log_q).sum(-1), -p
 
 
 def reverse_kl(p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(q || p) = sum q log(q / p): q keeps to what p says. p is at least `P_FLOOR`."""
+    """KL(q || p) = sum q log(q / p): q avoids what is unlikely under p, at least `P_FLOOR`."""
     ratio = log_q - p.clamp_min(P_FLOOR).log()
     return (q * ratio).sum(-1), q * (ratio + 1)
 
@@ -41,7 +41,7 @@ def jsd(p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def tv(p: Tensor, q: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """1 - alpha = 1 - sum min(p, q): the chance of a rejection (arXiv 2310.08461)."""
+    """1 - alpha = 1 - sum min(p, q): the probability of a rejection (arXiv 2310.08461)."""
     return 1 - torch.minimum(p, q).sum(-1), -q * (q < p)
 
 
@@ -122,11 +122,12 @@ def coarse_loss(
 def acceptance(
     logits: Tensor, cached_ids: Tensor, cached_logprobs: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """The chance that the draft's token is accepted at each position [N], and what it may lack [N].
+    """The acceptance rate at each position [N], a lower bound, and the bound's largest error [N].
 
-    As for `coarse_loss`, with p as it is. At temperature 0 whether the two argmaxes agree, exactly.
-    Else, with S the cached tokens and P_S, Q_S their mass, sum_S min(p, q), which is at most
-    min(1 - P_S, 1 - Q_S) less than alpha: what the cut of the cache cannot tell.
+    The arguments are those of `coarse_loss`; p is not restricted to the draft's head. At
+    temperature 0 the value is exact: whether the two argmaxes agree. Else let S be the cached
+    tokens and P_S, Q_S their mass. The value is sum_S min(p, q). The tokens that are not cached add
+    at most min(1 - P_S, 1 - Q_S).
     """
     if temperature == 0:
         # a token without a row is -1, and nothing that is drafted
@@ -147,9 +148,9 @@ def sharpen(logprobs: Tensor, temperature: float) -> Tensor:
     """Cached log p [N, C], best first, after p ** (1 / temperature); the rest has what they lack.
 
     The powers of the rest, of mass r, are not known, but none of its tokens is likelier than the
-    last cached one, p_C. So they sum to at most r min(r, p_C) ** (1 / temperature - 1), which is
-    what the rest gets here: never too little, so that q is not inflated on the cached tokens, and
-    little, since p_C is. temperature: at most 1. Above, the sum has no useful bound.
+    last cached one, p_C. So they sum to at most r min(r, p_C) ** (1 / temperature - 1). The rest
+    gets this bound: too little would inflate q on the cached tokens, and p_C is small. temperature:
+    at most 1, because above 1 the sum has no useful bound.
     """
     assert 0 < temperature <= 1, temperature
     power = 1 / temperature

@@ -16,8 +16,7 @@ from torch import Tensor
 from align.files import atomic_folder, write_json
 from align.sources import read_json, resolve_checkpoint
 from align.trim import choose_tokens, coverage_curve, lost_mass
-from distill.drafters.initialisation import AnsweredText
-from distill.drafters.kind import Start, Started
+from distill.drafters.kind import Draft, Start
 from distill.models import Pair, forced_tokens, load_sibling
 from distill.recipe import Recipe
 from distill.teacher.states import states_of
@@ -32,7 +31,7 @@ FULL_HEAD = "full_head.safetensors"
 
 def prepare_draft(
     recipe: Recipe, pair: Pair, load: Callable[[], Target], answers: Answers
-) -> Started:
+) -> Draft:
     """The base draft. It is written to `prepared/` and read from there.
 
     load: gives the target, for a draft that is made of it and not in `prepared/` yet.
@@ -51,19 +50,14 @@ def prepare_draft(
 
 def _start(recipe: Recipe, pair: Pair, target: Target, answers: Answers, folder: Path) -> None:
     """Write the untrained draft, and the probability mass that its head loses, into the folder."""
-    states = states_of(pair.layers, answers)
-    texts = [
-        AnsweredText(a.prompt_ids, a.response_ids, None if states is None else states[a.index])
-        for a in until(answers, recipe.fit_tokens)
-    ]
     mass = domain_mass(answers, pair.vocab_size)
     ids = None
     if recipe.draft_vocab_size is not None and recipe.draft is None:
         ids = choose_tokens(mass, recipe.draft_vocab_size, forced_tokens(pair.target))
-    started = _started(recipe, pair, target, ids, texts)
+    started = _started(recipe, pair, target, ids, answers)
     with atomic_folder(folder) as partial:
         embedding = pair.target_embedding(getattr(torch, recipe.dtype))
-        recipe.kind.save(partial, started.model, started.token_ids, embedding, recipe.target)
+        recipe.kind.save(partial, started, embedding, recipe.target)
         if started.full_head is not None:
             save_file({"full_head": started.full_head}, partial / FULL_HEAD)
         lost = 0.0 if started.token_ids is None else lost_mass(mass, started.token_ids)
@@ -75,38 +69,39 @@ def _started(
     pair: Pair,
     target: Target,
     token_ids: Tensor | None,
-    texts: list[AnsweredText],
-) -> Started:
+    answers: Answers | None,
+) -> Draft:
+    """The draft fitted to the first answers; without answers it has only its shape."""
     return recipe.kind.start(
         Start(
             target,
             token_ids,
-            texts,
+            [] if answers is None else list(until(answers, recipe.fit_tokens)),
             recipe.num_draft_layers,
             recipe.max_gamma,
             pair.layers,
             pair.mask,
             None if recipe.draft is None else resolve_checkpoint(recipe.draft),
+            None if answers is None else states_of(answers.store, pair.layers),
         )
     )
 
 
-def read_prepared(recipe: Recipe, pair: Pair) -> Started:
+def read_prepared(recipe: Recipe, pair: Pair) -> Draft:
     """The base draft, as `prepare_draft` has written it."""
     if recipe.sibling is not None:
         return _sibling(recipe, pair)
     folder = recipe.folder / "prepared"
     embedding = pair.target_embedding(getattr(torch, recipe.dtype))
-    model, token_ids = recipe.kind.load(folder, embedding)
     head = folder / FULL_HEAD
     full = load_file(head)["full_head"] if head.exists() else None
-    return Started(model, token_ids, full)
+    return recipe.kind.load(folder, embedding)._replace(full_head=full)
 
 
-def _sibling(recipe: Recipe, pair: Pair) -> Started:
+def _sibling(recipe: Recipe, pair: Pair) -> Draft:
     model = load_sibling(pair)
     recipe.kind.from_sibling(model, pair.mask, recipe.max_gamma)
-    return Started(model, None)
+    return Draft(model)
 
 
 def untrained_drafter(recipe: Recipe, pair: Pair, target: Target) -> Drafter:
@@ -125,10 +120,8 @@ def untrained_drafter(recipe: Recipe, pair: Pair, target: Target) -> Drafter:
         else:
             size = recipe.draft_vocab_size
             ids = None if size is None else torch.arange(size, device=target.decoder.device)
-            started = _started(recipe, pair, target, ids, [])
-            embedding = pair.target_embedding(dtype)
-            path, token_ids = Path(folder), started.token_ids
-            recipe.kind.save(path, started.model, token_ids, embedding, recipe.target)
+            started = _started(recipe, pair, target, ids, None)
+            recipe.kind.save(Path(folder), started, pair.target_embedding(dtype), recipe.target)
         return load_drafter(folder, target)
 
 

@@ -14,7 +14,7 @@ import functools
 import io
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,6 +25,8 @@ from ruamel.yaml.error import YAMLError
 
 from distill.drafters.kind import DraftKind, kinds
 from distill.losses import LossName
+from distill.teacher.store import AnswerSettings
+from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
 from eval.prompts import LongPrompts
 
@@ -143,6 +145,12 @@ class Recipe:
     def sampling(self) -> Sampling:
         """The deployed temperature, top-k and top-p."""
         return Sampling(self.temperature, self.top_k, self.top_p)
+
+    def answer_settings(self, stops: Iterable[int]) -> AnswerSettings:
+        """How the target answers prompts. stops: its stop tokens."""
+        sampling, longest = Sampling(self.answer_temperature), self.answer_max_new_tokens
+        decoding = Decoding(sampling, frozenset(stops), longest, self.seed)
+        return AnswerSettings(decoding, self.cache_top_k, self.answer_batch_size)
 
 
 OWN = {f.name: f for f in dataclasses.fields(Recipe) if f.name != "training"}

@@ -10,7 +10,7 @@ After an interruption the same command continues the run.
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 if not __package__:
@@ -20,31 +20,23 @@ os.environ.setdefault("TQDM_DELAY", "1")  # when tqdm is imported: no bar for wh
 from accelerate import PartialState
 
 from align.files import DiskFullError, refuse_unwritable
-from align.machine import free_memory, from_first, join_processes, use_machine
+from align.machine import free_memory, join_processes, use_machine
 from align.sources import cache_folder, read_json
 from distill.clock import Clock, answers_in_time
 from distill.dry_run import dry_run
 from distill.evaluation import evaluate
 from distill.export import export_draft
-from distill.held_out import held_out_answers
-from distill.models import Pair, check_models, target_loader, with_published_kind
+from distill.held_out import FIRST_INDEX
+from distill.models import check_models, target_loader, with_published_kind
 from distill.prepare import prepare_draft, print_coverage
 from distill.prompt_sets import Prompts, collect_prompts
 from distill.recipe import Recipe, load_recipe
 from distill.run_folder import claim_folder, delete_training_state, refuse_another_run
-from distill.teacher.answers import (
-    USED,
-    answer_prompts,
-    note_used,
-    open_store,
-    to_answer,
-)
-from distill.teacher.served import ServedTarget
-from distill.teacher.started_vllm import served_target
+from distill.teacher.answers import USED, AnsweringTarget, note_used, to_answer
+from distill.teacher.started_vllm import answering_target
 from distill.teacher.states import cache_states
 from distill.teacher.store import Answers, names_of
 from distill.trainer import WAIT, distil_draft, training_config
-from eval.decoding.target import Target
 from eval.measuring.journal import INTERRUPTED
 from eval.reporting.text import print_summary
 
@@ -74,23 +66,25 @@ def run_stages(recipe: Recipe, clock: Clock) -> int:
     prompts = collect_prompts(recipe, pair.target)
     load_target = target_loader(recipe, prompts)  # behind a server it is never loaded
     draft_exists = (recipe.folder / "draft").exists() and not recipe.coverage_curve
-    served = None if draft_exists else served_target(recipe, pair.target, prompts)
+    target = None if draft_exists else answering_target(recipe, pair, prompts, load_target)
     if main_process:
-        if served is not None:
-            served.check()
+        if target is not None:
+            target.check()
         claim_folder(recipe, pair, prompts)
         clock.keep()
-    if not draft_exists:
+    if target is not None:
         clock.stage("The target answers the training prompts")
-        answers, held_out = answered(recipe, pair, prompts, load_target, served, clock)
+        with closing(target):
+            held_out = target.answers(prompts.held_out.ids, first_index=FIRST_INDEX)
+            answers = answered(recipe, prompts, target, clock)
         if recipe.coverage_curve:
             if main_process:
                 print_coverage(pair, answers)
             return 0
         if main_process:
-            note_used(recipe.folder, pair.target, answers, held_out)
-        PartialState().wait_for_everyone()  # they read what was noted
-        cache_states(pair.layers, load_target, answers, held_out_answers(recipe.folder))
+            note_used(recipe.folder, pair.target, answers)
+        texts = Answers(target.store, answers.names + held_out.names)
+        cache_states(texts, pair.layers, load_target)
         clock.stage("Prepare the draft")
         # one process prepares, the others wait and read what it left on disk
         with PartialState().main_process_first():
@@ -98,7 +92,7 @@ def run_stages(recipe: Recipe, clock: Clock) -> int:
         load_target.cache_clear()  # the target is not in memory while the draft is trained
         free_memory()
         clock.stage("Distil the draft")
-        distilled = distil_draft(recipe, pair, prepared, answers, clock)
+        distilled = distil_draft(recipe, pair, prepared, answers, held_out, clock)
         free_memory()  # trainer and optimiser, which refer to each other
         if distilled is not None:
             clock.stage("Save the draft")
@@ -119,45 +113,23 @@ def run_stages(recipe: Recipe, clock: Clock) -> int:
     return 0
 
 
-def answered(
-    recipe: Recipe,
-    pair: Pair,
-    prompts: Prompts,
-    load_target: Callable[[], Target],
-    served: ServedTarget | None,
-    clock: Clock,
-) -> tuple[Answers, list[str]]:
-    """The target's answers to the training prompts, and the names of its held-out answers.
-
-    The recipe or its minutes decide how many prompts are answered. For a local target, also store
-    the hidden states that the draft reads.
-    """
-    store = open_store(recipe, pair.target) if served is None else served.store
-    held_out = [] if served is None else served.held_out
-    if served is None and prompts.held_out.prompts:
-        held_out = answer_prompts(recipe, prompts.held_out.ids, load_target, store).names
-    asked = to_answer(recipe, prompts.training.ids)
+def answered(recipe: Recipe, prompts: Prompts, target: AnsweringTarget, clock: Clock) -> Answers:
+    """The target's answers to the training prompts, as many as the recipe or its minutes allow."""
+    asked = to_answer(prompts.training.ids, recipe.answers_per_prompt, recipe.max_answers)
     if recipe.coverage_curve:
         asked = asked[:COVERED]
-    names = names_of(asked, recipe.train_on_prompts)
-    lacking = from_first([i for i, name in enumerate(names) if name not in store])
+    taught = recipe.train_on_prompts
 
     def first(count: int) -> Answers:
-        if served is not None:
-            return served.answers(count)
-        taught = recipe.train_on_prompts
-        return answer_prompts(recipe, asked[:count], load_target, store, pair.layers, taught)
+        return target.answers(asked[:count], taught)
 
     noted = recipe.folder / USED
     if noted.exists():  # a run goes on with the answers that it has begun to train on
-        answers = first(read_json(noted)["count"])
-    elif recipe.minutes is None:
-        answers = first(len(asked))
-    else:
-        answers = answers_in_time(clock, len(asked), lacking, recipe.answer_batch_size, first)
-    if served is not None:
-        served.close()
-    return answers, held_out
+        return first(read_json(noted)["count"])
+    if recipe.minutes is None:
+        return first(len(asked))
+    lacking = target.store.missing(names_of(asked, taught))
+    return answers_in_time(clock, len(asked), lacking, recipe.answer_batch_size, first)
 
 
 def main(argv: list[str]) -> int:

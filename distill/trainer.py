@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,12 @@ from trl import SFTConfig, SFTTrainer
 from align.files import atomic_file, disk_full_explained
 from align.machine import free_memory
 from distill.clock import Clock, TrainingClock
-from distill.drafters.kind import DraftKind, Started
+from distill.drafters.kind import Draft, DraftKind
 from distill.held_out import (
     FIRST_INDEX,
-    HELD_OUT,
     PADDING,
     HeldOut,
     best_of,
-    held_out_answers,
     read_measurements,
 )
 from distill.lora import lora_config, save_adapters
@@ -53,7 +51,7 @@ from distill.losses import LOSSES, LossName, sharpen
 from distill.models import Pair, head_rows
 from distill.prepare import read_prepared
 from distill.recipe import Recipe, RecipeError, chosen_loss, dump
-from distill.teacher.states import states_of
+from distill.teacher.states import States, states_of
 from distill.teacher.store import Answers, CachedAnswer
 from distill.training_set import DistillationCollator, answer_rows
 
@@ -400,9 +398,9 @@ def _resumed(recipe: Recipe) -> Path | None:
 def build_trainer(
     recipe: Recipe,
     pair: Pair,
-    prepared: Started,
+    prepared: Draft,
     answers: Sequence[CachedAnswer],
-    states: Mapping[int, Tensor] | None = None,
+    states: States | None = None,
     held_out: Sequence[CachedAnswer] = (),
     clock: Clock | None = None,
 ) -> DraftTrainer:
@@ -465,7 +463,12 @@ def build_trainer(
 
 
 def distil_draft(
-    recipe: Recipe, pair: Pair, prepared: Started, answers: Answers, clock: Clock
+    recipe: Recipe,
+    pair: Pair,
+    prepared: Draft,
+    answers: Answers,
+    held_out: Answers,
+    clock: Clock,
 ) -> PreTrainedModel | None:
     """The distilled draft in fp32, on the first process; None elsewhere.
 
@@ -476,8 +479,7 @@ def distil_draft(
     """
     if recipe.training.get("max_steps") == 0:
         return prepared.model.float() if PartialState().is_main_process else None
-    held_out = held_out_answers(recipe.folder)
-    states = states_of(pair.layers, answers, held_out)
+    states = states_of(answers.store, pair.layers)
     trainer = build_trainer(recipe, pair, prepared, answers, states, held_out, clock)
     keep_adapters = pair.vocab_map is None and not recipe.kind.added_modules
     distilled = distil(trainer, recipe, keep_adapters)
@@ -486,7 +488,7 @@ def distil_draft(
     counts = {"max_answers": len(answers), "max_steps": trainer.state.global_step}
     with atomic_file(recipe.folder / REPEAT) as file:
         file.write(dump(recipe, minutes=None, **counts))
-    best = best_of(read_measurements(recipe.folder / HELD_OUT))
+    best = best_of(read_measurements(recipe.folder))
     if best is not None and best.step == 0:
         print("no step raised the acceptance rate on held-out prompts: the base draft is kept")
         return read_prepared(recipe, pair).model.float()

@@ -8,7 +8,7 @@ all outputs of a batch, C cached tokens at each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -47,11 +47,11 @@ class DistillationCollator:
         pad_token_id: int,
         read: Callable[[int], CachedAnswer],
         head_rows: Tensor | None = None,
-        states: Mapping[int, Tensor] | None = None,
+        states: Callable[[CachedAnswer], Tensor] | None = None,
     ) -> None:
         """read: the answer of an index. head_rows: for each target id its row in the draft's head
-        [V], -1 where it has none; None when they are equal. states: of the answer of each index
-        the target's hidden states [P + R - 1, L, H], for a draft that reads them.
+        [V], -1 where it has none; None when they are equal. states: the target's hidden states over
+        an answer [P + R - 1, L, H], for a draft that reads them.
         """
         self.pad_token_id, self.read, self.head_rows = pad_token_id, read, head_rows
         self.states = states
@@ -67,7 +67,7 @@ class DistillationCollator:
             len(answer.prompt_ids) - 1 + torch.arange(len(answer.response_ids))
             for answer in answers
         ]
-        # only counted by the trainer, which leaves the first of each row out
+        # the trainer only counts them, without the first of each row
         labels = [F.pad(torch.ones_like(at), (1, 0), value=-100) for at in predicting]
         width = input_ids.shape[1]
         top_ids = torch.cat([answer.top_ids for answer in answers])
@@ -80,7 +80,7 @@ class DistillationCollator:
             "index": torch.tensor([answer.index for answer in answers]),
         }
         if self.states is not None:
-            states = [self.states[answer.index] for answer in answers]
+            states = [self.states(answer) for answer in answers]
             # the last token is only predicted: its state is not read
             batch["states"] = _padded([F.pad(s, (0, 0, 0, 0, 0, 1)) for s in states])
         return batch

@@ -26,14 +26,13 @@ from torch.utils.backend_registration import (
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from distill.drafters import eagle3, medusa, pruned
-from distill.drafters.initialisation import AnsweredText
+from distill.drafters.initialisation import read_states
 from distill.drafters.kind import Start
 from distill.export import full_vocabulary
 from distill.loss_forward import give_loss_forward
 from distill.losses import forward_kl
 from distill.models import head_rows
 from distill.teacher.answers import top_logprobs
-from distill.teacher.states import states_at
 from distill.teacher.store import CachedAnswer
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.formats import formats
@@ -281,7 +280,8 @@ def choosing_gamma():
 
 
 def keeping_states():
-    assert states_at(target().decoder, answers()[0], (0, 1, 2)).device.type == "cpu"
+    states = read_states(target().decoder, answers()[0].text, (0, 1, 2))
+    assert {state.device for state in states} == {torch.device(GPU)}
 
 
 def every_way(whole, drafter):
@@ -326,10 +326,11 @@ def a_target_on_two_devices():
 def started(kind, whole, fitted):
     """A draft of that kind and its head's ids; fitted: on answers, not of its shape alone."""
     layers = kind.target_layers(SHAPE.to_dict())
-    states = torch.zeros((14, len(layers), H), dtype=torch.bfloat16) if layers else None
-    texts = [AnsweredText(a.prompt_ids, a.response_ids, states) for a in answers()]
-    ids = torch.zeros(K, dtype=torch.long)
-    return kind.start(Start(whole, ids, texts if fitted else [], 1, 3, layers, 0))
+    states, ids = torch.zeros((14, len(layers), H), dtype=torch.bfloat16), torch.zeros(K).long()
+    read = (lambda answer: states) if fitted and layers else None
+    return kind.start(
+        Start(whole, ids, list(answers()) if fitted else [], 1, 3, layers, 0, None, read)
+    )
 
 
 def starting(kind):

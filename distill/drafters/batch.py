@@ -39,10 +39,12 @@ class TrainingBatch(NamedTuple):
 
 
 class HeadInput(NamedTuple):
-    """Inputs of the draft's LM head for M drafted tokens.
+    """Inputs of the draft's LM head for all M drafted tokens that a batch trains.
 
     states: [M, H]. entries: of the batch's N positions, those whose distributions these tokens
-    learn [M]. weight: of these tokens in the loss.
+    learn [M]; a slice of them all. weight: of the sum of their losses. They are one input of one
+    head, because each product with a head keeps a gradient as large as the head until the backward
+    pass.
     """
 
     states: Tensor

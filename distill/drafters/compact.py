@@ -1,4 +1,4 @@
-"""compact.json and the id tensors of a draft that shares its target's embedding, as written.
+"""The folder of a draft that shares its target's embedding, as written.
 
 Legend: V the target's vocabulary, K rows of the draft's head, H hidden size.
 """
@@ -6,20 +6,29 @@ Legend: V the target's vocabulary, K rows of the draft's head, H hidden size.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from eval.decoding.drafters.compact import COMPACT
 from eval.decoding.target import tensor_sha256
 
 
-def write_about(folder: Path, kind: str, embedding: Tensor, **more: Any) -> None:
-    """Write compact.json of a draft of that kind; `embedding` is the target's [V, H]."""
+def write_compact(
+    folder: Path, kind: str, tensors: Mapping[str, Tensor], embedding: Tensor, **more: Any
+) -> None:
+    """Write model.safetensors in the dtype of the target's `embedding` [V, H], and compact.json."""
     about = {"format": COMPACT, "drafter": kind, "embedding_sha256": tensor_sha256(embedding)}
     (folder / "compact.json").write_text(json.dumps(about | more, indent=2))
+    stored = {
+        name: (tensor.to(embedding.dtype) if tensor.is_floating_point() else tensor).contiguous()
+        for name, tensor in tensors.items()
+    }
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def target_id_maps(token_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:

@@ -17,29 +17,22 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
 from align.sources import load_config, read_json
 from distill.drafters.batch import HeadInput, TrainingBatch
-from distill.drafters.compact import target_id_maps, write_about
-from distill.drafters.initialisation import (
-    AnsweredText,
-    FrozenEmbedding,
-    least_squares,
-    read_states,
-)
-from distill.drafters.kind import DraftKind, Start, Started
+from distill.drafters.compact import target_id_maps, write_compact
+from distill.drafters.initialisation import FrozenEmbedding, least_squares, read_states
+from distill.drafters.kind import Draft, DraftKind, Start
 from eval.decoding.drafters import eagle3
 from eval.decoding.drafters.eagle3 import EMBEDDING, LAYERS, MIDLAYER, PREFIX, build_eagle3
 from eval.decoding.forward import input_embedding
-from eval.decoding.target import Target
 
 SPECULATORS = "0.3.0"  # the version of its format
 EAGLE = "LlamaForCausalLMEagle3"  # the architecture in the layout of EAGLE's own code
-RIDGE = 1e-2  # of maps from many states, which the fit's tokens determine poorly otherwise
+RIDGE = 1e-2  # of the fit: its tokens alone determine maps from many states poorly
 STEPS = 3  # of a draft that are trained at once
 
 
@@ -53,38 +46,30 @@ class Eagle3(DraftKind):
         return eagle3.target_layers(target, published)
 
     @torch.no_grad()
-    def start(self, start: Start) -> Started:
+    def start(self, start: Start) -> Draft:
         target, token_ids = start.target, start.token_ids
         if start.published is None:
             model = from_target(target.model, start.layers, start.head())
         else:
             config = target.model.config.get_text_config()
             model, token_ids = eagle3.load_eagle3(start.published, target.decoder.embedding, config)
-        model = to_train(model, usual_sizes(model, start.texts), target.decoder.embedding)
+        model = to_train(model, usual_sizes(start), target.decoder.embedding)
         if start.published is None and start.texts:
-            fit(model, target, start.texts)
-        return Started(model, token_ids)
+            fit(model, start)
+        return Draft(model, token_ids)
 
-    def save(
-        self,
-        folder: Path,
-        model: PreTrainedModel,
-        token_ids: Tensor | None,
-        embedding: Tensor,
-        target: str,
-    ) -> None:
-        trained: Any = model
-        layers, sizes = list(trained.target_layers), trained.sizes
+    def save(self, folder: Path, draft: Draft, embedding: Tensor, target: str) -> None:
+        model: Any = draft.model
+        layers, sizes = list(model.target_layers), model.sizes
         tensors = {
-            name.removeprefix(PREFIX): weight.to(embedding.dtype).contiguous()
+            name.removeprefix(PREFIX): weight
             for name, weight in model.state_dict().items()
             if name != EMBEDDING
         }
-        fc = trained.model.fc.weight.detach().unflatten(1, (len(layers), -1)) / sizes[:, None]
-        tensors["fc.weight"] = fc.flatten(1).to(embedding.dtype)
+        fc = tensors["fc.weight"].unflatten(1, (len(layers), -1)) / sizes[:, None]
+        tensors["fc.weight"] = fc.flatten(1)
         rows = len(tensors["lm_head.weight"])
-        ids = torch.arange(rows) if token_ids is None else token_ids
-        shape = trained.config.to_dict()
+        shape = model.config.to_dict()
         before = {"norm_before_residual": shape.pop("norm_before_residual", False)}
         dtype = {"torch_dtype": str(embedding.dtype).removeprefix("torch.")}
         if shape.pop("as_eagle", False):
@@ -96,27 +81,30 @@ class Eagle3(DraftKind):
         else:
             about = _as_speculators(shape, rows, layers, target) | before | dtype
         (folder / "config.json").write_text(json.dumps(about, indent=2))
-        write_about(folder, self.name, embedding, layers=layers, sizes=sizes.tolist())
-        if rows < len(embedding):  # of a whole head vLLM takes no map
-            tensors |= target_id_maps(ids, len(embedding))
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        if draft.token_ids is not None and rows < len(embedding):  # vLLM refuses a whole head's map
+            tensors |= target_id_maps(draft.token_ids, len(embedding))
+        about_sizes = {"layers": layers, "sizes": sizes.tolist()}
+        write_compact(folder, self.name, tensors, embedding, **about_sizes)
 
-    def load(self, folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tensor | None]:
+    def load(self, folder: Path, embedding: Tensor) -> Draft:
         model, token_ids = eagle3.load_eagle3(folder, embedding)
         sizes = read_json(folder / "compact.json")["sizes"]
-        return to_train(model, torch.tensor(sizes), embedding), token_ids
+        return Draft(to_train(model, torch.tensor(sizes), embedding), token_ids)
 
     def first_states(self, model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
         (y,) = unrolled(model, batch.input_ids, batch.states, 1)
         return y.flatten(0, 1)[batch.positions]
 
-    def head_inputs(self, model: PreTrainedModel, batch: TrainingBatch) -> Iterator[HeadInput]:
+    def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:
         entries = torch.arange(len(batch.positions), device=batch.positions.device)
+        states, learned = [], []
         for y in unrolled(model, batch.input_ids, batch.states, STEPS):
             positions = batch.positions[entries]
-            yield HeadInput(y.flatten(0, 1)[positions], entries, 1 / STEPS)
+            states.append(y.flatten(0, 1)[positions])
+            learned.append(entries)
             # only what comes right after another response position is a later token of a draft
             entries = entries[1:][positions[1:] == positions[:-1] + 1]
+        return HeadInput(torch.cat(states), torch.cat(learned), 1 / STEPS)
 
 
 KIND = Eagle3()
@@ -133,7 +121,7 @@ def _as_speculators(
         "draft_vocab_size": rows,
         "norm_before_fc": False,
         LAYERS: layers,
-        # vLLM takes three, whatever is named, unless the layer's own config has their number
+        # vLLM reads three states unless the layer's own config has their number
         "transformer_layer_config": shape
         | {"architectures": ["LlamaForCausalLM"], "num_aux_hidden_states": len(layers)},
         "speculators_config": {
@@ -154,11 +142,9 @@ def layer_config(target: PreTrainedConfig) -> LlamaConfig:
         *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),
         *("num_key_value_heads", "rms_norm_eps", "rope_parameters", "max_position_embeddings"),
     )
-    heads: Any = target
     config = LlamaConfig(
         **{key: getattr(target, key) for key in kept},
-        head_dim=getattr(target, "head_dim", None)
-        or heads.hidden_size // heads.num_attention_heads,
+        head_dim=getattr(target, "head_dim", None),
         num_hidden_layers=1,
         tie_word_embeddings=False,
     )
@@ -178,19 +164,15 @@ def from_target(target: PreTrainedModel, layers: Sequence[int], head: Tensor) ->
     for weight in body.layers.parameters():
         weight.zero_()
     body.fc.weight.zero_()
-    for norm in (body.norm, body.layers[0].hidden_norm):
-        norm.weight.fill_(1)
+    body.layers[0].hidden_norm.weight.fill_(1)
     size = config.hidden_size
-    first: Any = target.get_submodule("model.layers.0")
-    last: Any = target.get_submodule("model.norm")
-    layer = body.layers[0]
-    for name in ("q_proj", "k_proj", "v_proj"):
-        getattr(layer.self_attn, name).weight[:, :size] = getattr(first.self_attn, name).weight
-    for name in ("gate_proj", "up_proj"):
-        getattr(layer.mlp, name).weight.copy_(getattr(first.mlp, name).weight)
-    layer.input_layernorm.weight.copy_(first.input_layernorm.weight)
-    layer.post_attention_layernorm.weight.copy_(first.post_attention_layernorm.weight)
-    body.norm.weight.copy_(last.weight)
+    weights = dict(target.named_parameters())
+    for name, weight in body.named_parameters():
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            weight[:, :size] = weights[f"model.{name}"]
+        elif name.endswith(("gate_proj.weight", "up_proj.weight", "layernorm.weight")):
+            weight.copy_(weights[f"model.{name}"])
+    body.norm.weight.copy_(weights["model.norm.weight"])
     model.lm_head.weight.copy_(head)
     body.rotary_emb = type(body.rotary_emb)(config).to(embedding.device)
     return model.eval()
@@ -205,12 +187,11 @@ def to_train(model: Any, sizes: Tensor, embedding: Tensor) -> LlamaForCausalLM:
     return trained
 
 
-def usual_sizes(model: Any, texts: Sequence[AnsweredText]) -> Tensor:
+def usual_sizes(start: Start) -> Tensor:
     """The root mean square of each layer's states in the texts [L]; ones without texts."""
-    states = [text.states for text in texts if text.states is not None]
-    if not states:
-        return torch.ones(len(model.target_layers))
-    return torch.cat(states).float().pow(2).mean((0, 2)).sqrt()
+    if start.states is None:
+        return torch.ones(len(start.layers))
+    return torch.cat(list(map(start.states, start.texts))).float().pow(2).mean((0, 2)).sqrt()
 
 
 @torch.no_grad()
@@ -224,14 +205,14 @@ def divide_states(model: Any, sizes: Tensor) -> None:
     fc.mul_(model.sizes.repeat_interleave(fc.shape[1] // len(sizes)))
 
 
-def fit(model: LlamaForCausalLM, target: Target, texts: Sequence[AnsweredText]) -> None:
+def fit(model: LlamaForCausalLM, start: Start) -> None:
     """Fit `from_target`'s draft to what the target's final norm makes, its weights left out."""
     body: Any = model.model
     layer, width = body.layers[0], body.fc.in_features
     # 1. The state before the MLP, from the target's states and the attention's output
     read = (
         (torch.cat([states, attended], 1), goal)
-        for states, attended, goal in _fitted_states(model, target, texts)
+        for states, attended, goal in _fitted_states(model, start)
     )
     maps = least_squares(read, RIDGE)
     body.fc.weight.copy_(maps[:, :width])
@@ -239,7 +220,7 @@ def fit(model: LlamaForCausalLM, target: Target, texts: Sequence[AnsweredText]) 
 
     # 2. The remaining error, from the inner values of the MLP
     def inner_values() -> Iterator[tuple[Tensor, Tensor]]:
-        for states, attended, goal in _fitted_states(model, target, texts):
+        for states, attended, goal in _fitted_states(model, start):
             x = body.fc(states) + layer.self_attn.o_proj(attended)
             normed = layer.post_attention_layernorm(x)
             yield F.silu(layer.mlp.gate_proj(normed)) * layer.mlp.up_proj(normed), goal - x
@@ -247,21 +228,19 @@ def fit(model: LlamaForCausalLM, target: Target, texts: Sequence[AnsweredText]) 
     layer.mlp.down_proj.weight.copy_(least_squares(inner_values(), RIDGE))
 
 
-def _fitted_states(
-    model: PreTrainedModel, target: Target, texts: Sequence[AnsweredText]
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _fitted_states(model: PreTrainedModel, start: Start) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """At each text's N response positions: the states before [N, L * H], the attention's output
     [N, heads * D], and what the draft's last state should be [N, H].
     """
     body: Any = model.base_model
-    last: Any = target.model.get_submodule("model.norm")
-    depth = target.model.config.get_text_config().num_hidden_layers
-    for text in texts:
-        assert text.states is not None
-        ids = torch.cat([text.prompt_ids, text.response_ids])[None, :-1].to(model.device)
-        (final,) = read_states(target, text, (depth,))
-        goal = (final / last.weight.float().to(final.device))[1:].to(model.device)
-        before = scaled(model, text.states[None, :-1].to(model.device))
+    target: Any = start.target.model
+    last, depth = target.model.norm, target.config.get_text_config().num_hidden_layers
+    assert start.states is not None
+    for text in start.texts:
+        ids = text.text[None, :-1].to(model.device)
+        (final,) = read_states(start.target.decoder, text.text, (depth,))
+        goal = (final.float() / last.weight.float().to(final.device))[1:].to(model.device)
+        before = scaled(model, start.states(text)[None, :-1].to(model.device))
         pairs = Pairs(model, ids.shape[1] - 1)
         attended = pairs.attend(body.embed_tokens(ids[:, 1:]), body.fc(before))
         response = slice(max(0, len(text.prompt_ids) - 2), None)  # the first token has no pair
@@ -287,8 +266,8 @@ class Pairs:
     def attend(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """The heads' output of this step [B, T, heads * D], of embeddings and states [B, T, H].
 
-        A pair of step g sees the first step's up to g pairs before it, what the target has read,
-        and of each later step the one pair of the same draft.
+        At step g a pair sees the first step's pairs up to g before it: what the target has read.
+        It also sees one pair of each later step: that of its own draft.
         """
         layer, attention, step = self.layer, self.layer.self_attn, len(self.past)
         read = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(hidden)], -1)

@@ -1,4 +1,4 @@
-"""Shared by kinds of draft at their start: the target's texts, frozen embedding, least squares.
+"""How drafts start, for all kinds: a frozen embedding, states of the target, least squares.
 
 Legend: P prompt tokens, R response tokens, L layers read, H hidden size, N rows of a fit, I inputs
 and O outputs of a matrix.
@@ -7,25 +7,13 @@ and O outputs of a matrix.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from eval.decoding.forward import HiddenStates, in_pieces
-from eval.decoding.target import Target
+from eval.decoding.forward import Decoder, HiddenStates, in_pieces
 
 RIDGE = 1e-4  # relative to the mean diagonal: only keeps a solve well conditioned
-
-
-class AnsweredText(NamedTuple):
-    """A prompt [P], the target's response [R], and the target's states at all tokens but the last
-    [P + R - 1, L, H]; None for a draft that reads none.
-    """
-
-    prompt_ids: Tensor
-    response_ids: Tensor
-    states: Tensor | None = None
 
 
 class FrozenEmbedding(nn.Embedding):
@@ -46,15 +34,16 @@ class FrozenEmbedding(nn.Embedding):
         return super().forward(input).float()
 
 
-def read_states(target: Target, text: AnsweredText, layers: Sequence[int]) -> list[Tensor]:
-    """The target's states of these layers at the text's tokens but the last [P + R - 1, H] each, in
-    fp32. The layers are numbered as in eval/decoding/forward.py.
+def read_states(decoder: Decoder, ids: Tensor, layers: Sequence[int]) -> list[Tensor]:
+    """The target's states of these layers at the tokens [T] of a text but the last [T - 1, H] each.
+
+    The layers are numbered as in eval/decoding/forward.py.
     """
-    ids = torch.cat([text.prompt_ids, text.response_ids])[None, :-1].to(target.decoder.device)
+    read = ids[None, :-1].to(decoder.device)
     states: HiddenStates = dict.fromkeys(layers)
-    for _ in in_pieces(target.decoder, ids, 0, target.decoder.new_cache(*ids.shape), states=states):
+    for _ in in_pieces(decoder, read, 0, decoder.new_cache(*read.shape), states=states):
         pass
-    return [state[0].float() for state in states.values() if state is not None]
+    return [state[0] for state in states.values() if state is not None]
 
 
 def least_squares(pieces: Iterable[tuple[Tensor, Tensor]], ridge: float = RIDGE) -> Tensor:

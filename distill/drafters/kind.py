@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from distill import drafters
 from distill.drafters.batch import HeadInput, TrainingBatch
-from distill.drafters.initialisation import AnsweredText
+from distill.teacher.store import CachedAnswer
 from eval.decoding.target import Target
 
 
@@ -27,20 +27,22 @@ from eval.decoding.target import Target
 class Start:
     """The material of a new draft.
 
-    token_ids: target ids of a trimmed head [K]; None for a head over all of V. texts: what the
-    draft is fitted to; without texts it has only its shape. layers: the target's states that it
-    reads. mask: the id of its mask token, for kinds that have one. published: the folder of a draft
-    of this kind to start from; its head replaces `token_ids`.
+    token_ids: target ids of a trimmed head [K]; None for a head over all of V. texts: answers that
+    the draft is fitted to; without texts it has only its shape. layers: the target's states that
+    the draft reads; `states` gives them at all tokens of an answer but the last [P + R - 1, L, H].
+    mask: the id of its mask token, for kinds that have one. published: the folder of a draft of
+    this kind to start from; its head replaces `token_ids`.
     """
 
     target: Target
     token_ids: Tensor | None
-    texts: Sequence[AnsweredText]
+    texts: Sequence[CachedAnswer]
     num_layers: int
     max_gamma: int
-    layers: tuple[int, ...]
+    layers: tuple[int, ...] = ()
     mask: int | None = None
     published: Path | None = None
+    states: Callable[[CachedAnswer], Tensor] | None = None
 
     def head(self) -> Tensor:
         """The target's own head, its vocabulary entries of `token_ids` [K, H]."""
@@ -48,8 +50,8 @@ class Start:
         return weight.clone() if self.token_ids is None else weight[self.token_ids]
 
 
-class Started(NamedTuple):
-    """An untrained draft. It shares no trained weights with the target.
+class Draft(NamedTuple):
+    """A draft in training. It shares no weights with the target that are trained.
 
     token_ids: target id of each entry of its head [K]; None for a head over all of V. full_head:
     the fitted head over all of V [V, H] that the head was cut from; None where that is the
@@ -57,7 +59,7 @@ class Started(NamedTuple):
     """
 
     model: PreTrainedModel
-    token_ids: Tensor | None
+    token_ids: Tensor | None = None
     full_head: Tensor | None = None
 
 
@@ -68,7 +70,7 @@ class DraftKind:
     adapters, another tokenizer, a GGUF file; made of the target it keeps the first num_draft_layers
     layers. fitted_weights: beginnings of the names of weights that start from least squares and
     need a lower learning rate. added_modules: names of the modules that it adds to a language
-    model, trained whole beside adapters. trains_later_tokens: its `head_inputs` has more than the
+    model, trained whole beside adapters. trains_later_tokens: its `head_input` has more than the
     first tokens of drafts.
     """
 
@@ -80,7 +82,7 @@ class DraftKind:
 
     @property
     def name(self) -> str:
-        """The name of its file, which recipes and compact.json have."""
+        """The name of its file; recipes and compact.json use it."""
         return type(self).__module__.rpartition(".")[2]
 
     def target_layers(
@@ -92,10 +94,10 @@ class DraftKind:
         """
         return ()
 
-    def start(self, start: Start) -> Started:
+    def start(self, start: Start) -> Draft:
         """The untrained draft that is made of the target, for kinds that start from one.
 
-        Its model is a PreTrainedModel, which trl, peft and FSDP save, load and wrap. Raises
+        Its model is a PreTrainedModel, because trl, peft and FSDP save, load and wrap it. Raises
         ValueError for a published draft of another target, or one that cannot be trained here.
         """
         raise NotImplementedError
@@ -103,14 +105,7 @@ class DraftKind:
     def from_sibling(self, model: PreTrainedModel, mask: int | None, max_gamma: int) -> None:
         """Make a sibling over the target's ids a draft of this kind. mask: as in Start."""
 
-    def save(
-        self,
-        folder: Path,
-        model: PreTrainedModel,
-        token_ids: Tensor | None,
-        embedding: Tensor,
-        target: str,
-    ) -> None:
+    def save(self, folder: Path, draft: Draft, embedding: Tensor, target: str) -> None:
         """Write the form that `load` and our decoder read into an existing folder.
 
         embedding: the target's [V, H], whose dtype is taken and whose hash is kept. target: its
@@ -118,9 +113,10 @@ class DraftKind:
         """
         raise NotImplementedError
 
-    def load(self, folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tensor | None]:
-        """The model that `save` wrote, ready to be trained on the target's embedding, and its
-        head's ids [K]. Raises ValueError where it was made for another target.
+    def load(self, folder: Path, embedding: Tensor) -> Draft:
+        """The draft that `save` wrote, ready to be trained on the target's embedding.
+
+        Raises ValueError where it was made for another target.
         """
         raise NotImplementedError
 
@@ -134,9 +130,9 @@ class DraftKind:
         states: Tensor = output.last_hidden_state.flatten(0, 1)[batch.positions]
         return states
 
-    def head_inputs(self, model: PreTrainedModel, batch: TrainingBatch) -> Iterator[HeadInput]:
-        """The LM head's inputs for all drafted tokens that are trained, the first tokens first."""
-        yield HeadInput(self.first_states(model, batch))
+    def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:
+        """The LM head's inputs for all drafted tokens that are trained."""
+        return HeadInput(self.first_states(model, batch))
 
 
 @functools.cache

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -30,9 +29,9 @@ from distill.drafters.batch import (
     mean_depth,
     states_before,
 )
-from distill.drafters.compact import write_about
-from distill.drafters.initialisation import AnsweredText, least_squares
-from distill.drafters.kind import DraftKind, Start, Started
+from distill.drafters.compact import write_compact
+from distill.drafters.initialisation import least_squares
+from distill.drafters.kind import Draft, DraftKind, Start
 from eval.decoding.drafters.medusa import MedusaConfig, MedusaModel, load_heads
 
 BIAS = 2.0  # of a block, in root mean squares of what it is to add
@@ -49,11 +48,11 @@ class Medusa(DraftKind):
         return (target["num_hidden_layers"],)
 
     @torch.no_grad()
-    def start(self, start: Start) -> Started:
+    def start(self, start: Start) -> Draft:
         """Heads that all draft what the target's own head says, then fitted; in fp32."""
         if start.published is not None:
             config = start.target.model.config.get_text_config()
-            return Started(*load_heads(start.published, start.target.decoder.embedding, config))
+            return Draft(*load_heads(start.published, start.target.decoder.embedding, config))
         head = start.head()
         model = MedusaModel(
             MedusaConfig(
@@ -66,78 +65,78 @@ class Medusa(DraftKind):
         for weight in model.blocks.parameters():
             weight.zero_()
         model.lm_head.weight.copy_(head)
-        if start.texts:
-            fit_heads(model, start.texts)
-        return Started(model, start.token_ids)
+        if start.states is not None:
+            fit_heads(
+                model, [start.states(text)[len(text.prompt_ids) - 1 :, 0] for text in start.texts]
+            )
+        return Draft(model, start.token_ids)
 
-    def save(
-        self,
-        folder: Path,
-        model: PreTrainedModel,
-        token_ids: Tensor | None,
-        embedding: Tensor,
-        target: str,
-    ) -> None:
-        tensors = {name: tensor.to(embedding.dtype) for name, tensor in model.state_dict().items()}
-        if token_ids is not None:
-            tensors["token_map"] = token_ids.cpu()
-        model.config.architectures = ["MedusaModel"]
-        model.config.save_pretrained(folder)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        write_about(folder, self.name, embedding)
+    def save(self, folder: Path, draft: Draft, embedding: Tensor, target: str) -> None:
+        tensors = dict(draft.model.state_dict())
+        if draft.token_ids is not None:
+            tensors["token_map"] = draft.token_ids.cpu()
+        draft.model.config.architectures = ["MedusaModel"]
+        draft.model.config.save_pretrained(folder)
+        write_compact(folder, self.name, tensors, embedding)
 
-    def load(self, folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tensor | None]:
-        return load_heads(folder, embedding)
+    def load(self, folder: Path, embedding: Tensor) -> Draft:
+        return Draft(*load_heads(folder, embedding))
 
     def first_states(self, model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
         heads: Any = model
         states: Tensor = heads.blocks[0](states_before(batch)[:, 0].to(heads.lm_head.weight.dtype))
         return states
 
-    def head_inputs(self, model: PreTrainedModel, batch: TrainingBatch) -> Iterator[HeadInput]:
+    def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:
         """The sum over the depths drawn, divided by how many a position has on average."""
         heads: Any = model
         positions, width, dtype = batch.positions, batch.width, heads.lm_head.weight.dtype
         depths = drawn_depths(positions, width, batch.seeds, len(heads.blocks), DEEPER)
-        rows, states = positions // width, batch.states[..., 0, :].flatten(0, 1)
-        weight = 1 / mean_depth(len(heads.blocks), DEEPER)
+        rows, read = positions // width, batch.states[..., 0, :].flatten(0, 1)
+        states, learned = [], []
         for depth, block in enumerate(heads.blocks, start=1):
             drawn = (depths[: len(depths) - depth] >= depth).nonzero()[:, 0]
             # of the N positions, those whose answer has another token so much later
             entries = drawn[rows[drawn] == rows[drawn + depth]]
-            read = states[positions[entries]].to(dtype)
-            yield HeadInput(block(read), entries + depth, weight)
+            states.append(block(read[positions[entries]].to(dtype)))
+            learned.append(entries + depth)
+        weight = 1 / mean_depth(len(heads.blocks), DEEPER)
+        return HeadInput(torch.cat(states), torch.cat(learned), weight)
 
 
 KIND = Medusa()
 
 
 @torch.no_grad()
-def fit_heads(model: MedusaModel, texts: Sequence[AnsweredText]) -> None:
-    """The closed form of the module's docstring, from the states of these texts."""
-    size, depths = model.config.hidden_size, range(1, len(model.blocks) + 1)
+def fit_heads(model: MedusaModel, texts: Sequence[Tensor]) -> None:
+    """The closed form of the module's docstring, from a text's states at response positions [N, H]
+    each.
+    """
+    # no text has states farther apart than its length: deeper heads stay as they are
+    deepest = min(len(model.blocks), max(map(len, texts)) - 1)
+    if deepest < 1:
+        return
+    size, depths = model.config.hidden_size, range(1, deepest + 1)
     maps = [least_squares(_pairs(texts, depth)) - torch.eye(size) for depth in depths]
     squares, count = torch.zeros(len(maps), size), 0
     for x, _ in _pairs(texts, 1):
         squares += torch.stack([(x @ added.T).pow(2).sum(0) for added in maps])
         count += len(x)
     bias = BIAS * (squares / count).sqrt().amax(0)
-    for block, added in zip(model.blocks, maps, strict=True):
+    for block, added in zip(model.blocks, maps, strict=False):
         layer: Any = block.layers[0]  # type: ignore[index]
         layer.weight.copy_(added)
         layer.bias.copy_(bias)
     to_state = least_squares(
         (block(x), y)
-        for depth, block in zip(depths, model.blocks, strict=True)
+        for depth, block in zip(depths, model.blocks, strict=False)
         for x, y in _pairs(texts, depth)
     )
     model.lm_head.weight.copy_(model.lm_head.weight @ to_state)
 
 
-def _pairs(texts: Sequence[AnsweredText], depth: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The target's states at a text's response positions and those `depth` tokens later [N, H]."""
-    for text in texts:
-        assert text.states is not None
-        states = text.states[len(text.prompt_ids) - 1 :, 0].float()
+def _pairs(texts: Sequence[Tensor], depth: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """A text's states, in fp32, and those `depth` tokens later [N, H]."""
+    for states in texts:
         if len(states) > depth:
-            yield states[:-depth], states[depth:]
+            yield states[:-depth].float(), states[depth:].float()

@@ -1,15 +1,15 @@
-"""PARD as it is trained: a language model with a mask, which learns all tokens of a draft at once.
+"""PARD in training (arXiv 2504.18583): a language model learns all tokens of a draft at once.
 
-The mask's embedding is trained, and the model beside it. Training reads each text once, and behind
-it chains of masks whose anchors and lengths are drawn anew each step: a mask sees the text up to
-its anchor and the masks of its chain before it. Longer chains are rarer. Legend: B rows, T tokens
+For each later token it reads a mask, whose embedding is trained together with the model. A pass
+reads a text and, behind it, chains of masks. Their anchors and lengths are drawn anew at each step;
+longer chains are rarer. A mask sees the text up to its anchor and the masks before it in its chain.
+Legend: B rows, T tokens
 of a text, L of it and its masks, N response positions, M masks that are trained, H hidden size.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from distill.drafters.batch import WIDTH, HeadInput, TrainingBatch, drawn_depths, mean_depth
-from distill.drafters.kind import Start, Started
+from distill.drafters.kind import Draft, Start
 from distill.drafters.pruned import Pruned
 from eval.decoding.drafters.pruned import MASK
 from eval.decoding.weights import linear
@@ -31,32 +31,34 @@ class Pard(Pruned):
     added_modules = (MASK,)
     trains_later_tokens = True
 
-    def start(self, start: Start) -> Started:
+    def start(self, start: Start) -> Draft:
         started = super().start(start)
         self.from_sibling(started.model, start.mask, start.max_gamma)
         return started
 
     def from_sibling(self, model: PreTrainedModel, mask: int | None, max_gamma: int) -> None:
         assert mask is not None
-        # one that drafts with masks already goes on with its own
+        # a sibling that drafts with masks already keeps its mask
         give_mask(model, getattr(model.config, "pard_token", mask), max_gamma)
 
     def exported(self, model: PreTrainedModel) -> PreTrainedModel:
         return with_mask_row(model)
 
-    def head_inputs(self, model: PreTrainedModel, batch: TrainingBatch) -> Iterator[HeadInput]:
+    def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:
         """The sum over the tokens drawn, divided by how many a position has on average."""
         masked: Any = model
         most = masked.config.pard_tokens
         drawn = draw_masks(batch, most)
-        weight = 1 / mean_depth(most, DEEPER)
         states = read_with_masks(model, batch, drawn)
         length = states.shape[1]
-        flat = states.flatten(0, 1)
-        positions = batch.positions // batch.width * length + batch.positions % batch.width
-        yield HeadInput(flat[positions], weight=weight)
-        at = drawn.rows * length + batch.width + drawn.slots
-        yield HeadInput(flat[at], drawn.entries + drawn.depths, weight)
+        first = batch.positions // batch.width * length + batch.positions % batch.width
+        later = drawn.rows * length + batch.width + drawn.slots
+        every = torch.arange(len(first), device=first.device)
+        return HeadInput(
+            states.flatten(0, 1)[torch.cat([first, later])],
+            torch.cat([every, drawn.entries + drawn.depths]),
+            1 / mean_depth(most, DEEPER),
+        )
 
 
 KIND = Pard()

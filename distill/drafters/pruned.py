@@ -12,19 +12,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from distill.drafters.compact import target_id_maps, write_about
-from distill.drafters.initialisation import (
-    AnsweredText,
-    FrozenEmbedding,
-    least_squares,
-    read_states,
-)
-from distill.drafters.kind import DraftKind, Start, Started
+from distill.drafters.compact import target_id_maps, write_compact
+from distill.drafters.initialisation import FrozenEmbedding, least_squares, read_states
+from distill.drafters.kind import Draft, DraftKind, Start
+from distill.teacher.store import CachedAnswer
 from eval.decoding.drafters.pruned import EMBEDDING, load_compact
 from eval.decoding.forward import input_embedding
 from eval.decoding.target import Target
@@ -37,7 +32,7 @@ class Pruned(DraftKind):
     language_model = True
 
     @torch.no_grad()
-    def start(self, start: Start) -> Started:
+    def start(self, start: Start) -> Draft:
         """The head is fitted by least squares: it maps the RMS-normalised state after the last kept
         layer to the state that the target's head reads. Folded into the head it costs nothing.
         """
@@ -55,31 +50,20 @@ class Pruned(DraftKind):
             full_head = torch.cat([(part.float() @ projection).to(part.dtype) for part in entries])
             head = full_head if start.token_ids is None else full_head[start.token_ids]
         model = build_pruned(start.target.model, start.num_layers, head)
-        return Started(model, start.token_ids, full_head)
+        return Draft(model, start.token_ids, full_head)
 
-    def save(
-        self,
-        folder: Path,
-        model: PreTrainedModel,
-        token_ids: Tensor | None,
-        embedding: Tensor,
-        target: str,
-    ) -> None:
-        tensors = {
-            name: weight.to(embedding.dtype).contiguous()
-            for name, weight in model.state_dict().items()
-            if name != EMBEDDING
-        }
-        if token_ids is not None:
-            tensors |= target_id_maps(token_ids, len(embedding))
-        model.config.save_pretrained(folder)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        write_about(folder, self.name, embedding)
+    def save(self, folder: Path, draft: Draft, embedding: Tensor, target: str) -> None:
+        weights = draft.model.state_dict()
+        tensors = {name: weights[name] for name in weights if name != EMBEDDING}
+        if draft.token_ids is not None:
+            tensors |= target_id_maps(draft.token_ids, len(embedding))
+        draft.model.config.save_pretrained(folder)
+        write_compact(folder, self.name, tensors, embedding)
 
-    def load(self, folder: Path, embedding: Tensor) -> tuple[PreTrainedModel, Tensor | None]:
+    def load(self, folder: Path, embedding: Tensor) -> Draft:
         model, token_ids = load_compact(folder, embedding)
         model.set_input_embeddings(FrozenEmbedding(embedding))
-        return model, token_ids
+        return Draft(model, token_ids)
 
 
 KIND = Pruned()
@@ -119,14 +103,15 @@ def build_pruned(target: PreTrainedModel, num_layers: int, head: Tensor) -> PreT
 
 
 def fitted_states(
-    target: Target, texts: Sequence[AnsweredText], num_layers: int
+    target: Target, texts: Sequence[CachedAnswer], num_layers: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """For each text the RMS-normalised states after so many layers, and the states that the
     target's head reads, at the response positions [N, H] each, in fp32.
     """
     config: Any = target.model.config
     for text in tqdm(texts, desc="fit head", unit="answer"):
-        early, final = read_states(target, text, (num_layers, config.num_hidden_layers))
+        layers = (num_layers, config.num_hidden_layers)
+        early, final = (s.float() for s in read_states(target.decoder, text.text, layers))
         response = slice(len(text.prompt_ids) - 1, None)
         normed = F.rms_norm(early[response], (config.hidden_size,), eps=config.rms_norm_eps)
         yield normed, final[response]

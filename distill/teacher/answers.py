@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from accelerate import PartialState
@@ -15,198 +15,191 @@ from torch import Tensor
 from align.files import write_json
 from align.machine import free_memory, from_first
 from align.vocabulary import Vocabulary
-from distill.models import target_device
-from distill.recipe import Recipe
 from distill.teacher.store import (
     TAUGHT,
     Answers,
+    AnswerSettings,
     CachedAnswer,
-    CacheError,
     Entry,
     Store,
     name_of,
     names_of,
 )
 from eval.decoding.generation import Kept, generate_batched, prefill_groups, tokens_bar
-from eval.decoding.loop import Decoding, seed_of
+from eval.decoding.loop import seed_of
 from eval.decoding.target import Target, weights_sha256
-from eval.decoding.verification import Sampling
 from eval.engines.environment import EngineMissing, vllm_python
 
 ANSWERS_PER_SHARD = 64  # at most so many answers of a process are lost to a kill
-USED = "answers.json"  # in a run's folder: which store it reads, and what of it
+USED = "answers.json"  # in a run's folder: the store and the answers that it is trained on
+
+Answerer = Literal["local", "vllm", "server"]
 
 
-def who_answers(recipe: Recipe) -> tuple[Literal["local", "vllm", "server"], str]:
-    """What generates the target's responses, and why."""
-    if recipe.answers != "auto":
-        return recipe.answers, "the recipe names it"
-    if target_device(recipe) == "cpu":
+def who_answers(
+    answers: Answerer | Literal["auto"], device: str, taught: bool
+) -> tuple[Answerer, str]:
+    """What generates the target's outputs, and why.
+
+    answers: the recipe's key. device: where the target is loaded. taught: whether the distributions
+    within the prompts are learned, too.
+    """
+    if answers != "auto":
+        return answers, "the recipe names it"
+    if device == "cpu":
         return "local", "the target is on the CPU"
-    if recipe.train_on_prompts:
+    if taught:
         return "local", "train_on_prompts asks for distributions that vLLM is not asked for"
     try:
         vllm_python()
     except EngineMissing as error:
-        return "local", f"{error}; on a GPU it should be faster, which is not measured yet"
-    return "vllm", "on a GPU it should be faster than our own loop, which is not measured yet"
+        return "local", f"{error}; on a GPU it should be faster (not measured yet)"
+    return "vllm", "on a GPU it should be faster than our own loop (not measured yet)"
 
 
-def open_store(recipe: Recipe, target: Vocabulary) -> Store:
-    """The store of this target's answers under this recipe. A call of all processes."""
+def open_store(settings: AnswerSettings, target: Vocabulary, dtype: str) -> Store:
+    """The store of this target's answers. A call of all processes."""
     key = {}
     if PartialState().is_main_process:  # it reads all the target's weights
-        key = {"target weights": weights_sha256(str(target.folder)), "dtype": recipe.dtype}
-    return Store.of(from_first(key) | what_decides_answers(recipe, target))
+        key = {"target weights": weights_sha256(str(target.folder)), "dtype": dtype}
+    return Store.of(from_first(key) | settings.key)
 
 
-def what_decides_answers(recipe: Recipe, target: Vocabulary) -> dict[str, Any]:
-    """The settings that two runs on one model must share to share their responses."""
-    key = {
-        "answer_temperature": recipe.answer_temperature,
-        "answer_max_new_tokens": recipe.answer_max_new_tokens,
-        "cache_top_k": recipe.cache_top_k,
-        "stop tokens": sorted(target.all_stops),
-    }
-    return key | ({"seed": recipe.seed} if recipe.answer_temperature else {})
+def to_answer(prompts: list[list[int]], per_prompt: int, most: int | None) -> list[list[int]]:
+    """The training prompts (token ids), one for each answer of a run."""
+    return (prompts * per_prompt)[:most]
 
 
-def to_answer(recipe: Recipe, prompts: list[list[int]]) -> list[list[int]]:
-    """The training prompts (token ids) of a run, one for each response."""
-    return (prompts * recipe.answers_per_prompt)[: recipe.max_answers]
+class AnsweringTarget:
+    """A target that answers prompts, and the store of its answers; every process has one.
 
-
-def answer_prompts(
-    recipe: Recipe,
-    prompts: list[list[int]],
-    load: Callable[[], Target],
-    store: Store,
-    layers: Sequence[int] = (),
-    teach_prompts: bool = False,
-) -> Answers:
-    """The target's responses to these prompts (token ids), in their order.
-
-    Those in the store are not made again. load: gives the target where one is missing. layers:
-    their hidden states are stored with new responses. teach_prompts: the distributions within the
-    prompts are stored, too. Every process of a launch calls it: each answers its share, and all
-    return once all have answered. A response's random numbers depend on the recipe's seed and its
-    name in the store alone. Raises ValueError when no response has a token before its stop token.
+    by: the name under which the store counts its answers.
     """
-    clock, state = time.monotonic(), PartialState()
-    names = names_of(prompts, teach_prompts)
-    # one process decides: another run may append meanwhile, and all must share out the same prompts
-    missing = from_first([i for i, name in enumerate(names) if name not in store])
-    groups = prefill_groups([prompts[i] for i in missing])
-    share = {
-        names[missing[i]]: prompts[missing[i]]
-        for group in groups[state.process_index :: state.num_processes]
-        for i in group
-    }
-    if share:
+
+    by: Answerer
+
+    def __init__(self, store: Store, settings: AnswerSettings) -> None:
+        self.store, self.settings = store, settings
+
+    def check(self) -> None:
+        """Refuse what cannot answer, before a run makes anything. Only the first process calls."""
+
+    def close(self) -> None:
+        """Release what was started for the answers."""
+
+    def answers(
+        self, prompts: list[list[int]], taught: bool = False, first_index: int = 0
+    ) -> Answers:
+        """The answers to these prompts (token ids), in their order. A call of all processes.
+
+        Answers in the store are not made again. An answer's random numbers depend on the seed and
+        its name in the store alone. taught: the distributions within the prompts are stored, too.
+        first_index: of the first answer. Raises ValueError where all answers are empty, ServerError
+        where a server fails; then the answers in the store stay.
+        """
+        if not prompts:
+            return Answers(self.store, [])
+        clock, names = time.monotonic(), names_of(prompts, taught)
+        missing = self.store.missing(names)
+        self._make({names[i]: prompts[i] for i in missing}, taught)
+        self.store.wait_for(names)
+        answers = Answers(self.store, names, first_index)
+        lengths = answers.response_lengths
+        if taught:  # their prompts are no part of the responses
+            lengths = [n - len(ids) + 1 for n, ids in zip(lengths, prompts, strict=True)]
+        if max(lengths) <= 1:
+            raise ValueError(
+                f"All {len(lengths)} answers of the target are empty: it stops at its first "
+                "token, and there is nothing to distil. Check the chat template, and whether the "
+                "prompts should be `messages`."
+            )
+        if PartialState().is_main_process:
+            print(
+                f"{len(missing)} of {len(names)} answers made in {time.monotonic() - clock:.0f} s: "
+                f"{sum(lengths)} tokens in {self.store.folder}"
+            )
+        return answers
+
+    def _make(self, missing: Mapping[str, list[int]], taught: bool) -> None:
+        """Store the answers to these prompts by their names. Each process makes its share."""
+        raise NotImplementedError
+
+
+class LocalTarget(AnsweringTarget):
+    """A target that is loaded here. layers: its hidden states are stored with new answers."""
+
+    by = "local"
+
+    def __init__(
+        self,
+        store: Store,
+        settings: AnswerSettings,
+        load: Callable[[], Target],
+        layers: Sequence[int] = (),
+    ) -> None:
+        """load: gives the target where an answer is missing."""
+        super().__init__(store, settings)
+        self.load, self.layers = load, layers
+
+    def _make(self, missing: Mapping[str, list[int]], taught: bool) -> None:
+        state, settings = PartialState(), self.settings
+        names, prompts = list(missing), list(missing.values())
+        groups = prefill_groups(prompts)[state.process_index :: state.num_processes]
+        share = [i for group in groups for i in group]
+        if not share:
+            return
         # counted over all shares: as many rows for any number of processes, for equal bits
-        rows = min(recipe.answer_batch_size, len(missing))
-        _answer(recipe, share, rows, load, store, layers, teach_prompts)
-    state.wait_for_everyone()
-    store.refresh()
-    if lacking := sum(name not in store for name in names):
-        raise CacheError(
-            f"{store.folder} lacks {lacking} of {len(names)} answers after every process has "
-            "answered its share: the processes do not see the same folder. Set DRAFTSMITH_CACHE "
-            "to a folder on a disk that all of them share."
+        rows = min(settings.batch_size, len(missing))
+        names, prompts = [names[i] for i in share], [prompts[i] for i in share]
+        target = self.load()  # before the progress bar begins
+        bar = tokens_bar("target answers", len(share), settings.decoding, not state.is_main_process)
+        generated = generate_batched(
+            target.decoder,
+            prompts,
+            settings.decoding,
+            rows,
+            # with its prompt taught an answer is the same
+            [seed_of(settings.decoding.seed, name.removesuffix(TAUGHT)) for name in names],
+            Kept(lambda logits: top_logprobs(logits, settings.top_k), taught, self.layers),
+            bar,
         )
-    answers = Answers(store, names)
-    lengths = answers.response_lengths
-    if teach_prompts:  # their prompts are no part of the responses
-        lengths = [n - len(ids) + 1 for n, ids in zip(lengths, prompts, strict=True)]
-    describe(answers, lengths)
-    if state.is_main_process:
-        print(f"{len(missing)} of {len(names)} answers made in {time.monotonic() - clock:.0f} s")
-    return answers
-
-
-def _answer(
-    recipe: Recipe,
-    share: dict[str, list[int]],
-    rows: int,
-    load: Callable[[], Target],
-    store: Store,
-    layers: Sequence[int],
-    teach_prompts: bool,
-) -> None:
-    """Generate the responses to these prompts, `rows` at once, and store them by name."""
-    target = load()  # before the progress bar begins
-    names, prompts = list(share), list(share.values())
-    pending: dict[str, Entry] = {}
-    states: dict[str, Entry] = {}
-    decoding = Decoding(
-        Sampling(recipe.answer_temperature), target.stops, recipe.answer_max_new_tokens
-    )
-    bar = tokens_bar("target answers", len(names), decoding, not PartialState().is_main_process)
-    generated = generate_batched(
-        target.decoder,
-        prompts,
-        decoding,
-        rows,
-        # with its prompt taught an answer is the same
-        [seed_of(recipe.seed, name.removesuffix(TAUGHT)) for name in names],
-        Kept(lambda logits: top_logprobs(logits, recipe.cache_top_k), teach_prompts, layers),
-        bar,
-    )
-    for count, answer in enumerate(generated, start=1):
-        ids, logprobs = zip(*answer.captured, strict=True)
-        text = torch.tensor(prompts[answer.index] + answer.tokens)
-        start = len(text) - len(ids)
-        pending[names[answer.index]] = CachedAnswer(
-            index=answer.index,
-            prompt_ids=text[:start],
-            response_ids=text[start:],
-            top_ids=torch.stack(ids).cpu(),
-            top_logprobs=torch.stack(logprobs).cpu(),
-        ).packed(target.vocab_size)
-        if layers:
-            states[name_of(text)] = {"states": torch.cat(answer.states)}
-        if count % ANSWERS_PER_SHARD == 0 or count == len(names):
-            # states first: those of an answer that is kept without them take another pass
-            if layers:
-                states_store(store, layers).append(states, "local")
-            store.append(pending, "local")
-            free_memory()  # caches of other sizes leave holes: half a gigabyte with 135M parameters
-            pending, states = {}, {}
-    bar.close()
-
-
-def states_store(store: Store, layers: Sequence[int]) -> Store:
-    """The store of these layers' hidden states, by the name of the text they were read on."""
-    folder = store.folder / f"states-{'-'.join(map(str, layers))}"
-    return Store(folder, store.key | {"layers": list(layers)})
-
-
-def describe(answers: Answers, lengths: list[int]) -> None:
-    """Print the size of the responses, of so many tokens each.
-
-    Raises ValueError when none has a token before its stop token.
-    """
-    if max(lengths) <= 1:
-        raise ValueError(
-            f"All {len(lengths)} answers of the target are empty: it stops at its first token, "
-            "and there is nothing to distil. Check the chat template, and whether the prompts "
-            "should be `messages`."
-        )
-    if PartialState().is_main_process:
-        print(f"answers: {sum(lengths)} tokens, in {answers.store.folder}")
+        pending: dict[str, Entry] = {}
+        states: dict[str, Entry] = {}
+        for count, answer in enumerate(generated, start=1):
+            ids, logprobs = zip(*answer.captured, strict=True)
+            text = torch.tensor(prompts[answer.index] + answer.tokens)
+            start = len(text) - len(ids)
+            pending[names[answer.index]] = CachedAnswer(
+                index=answer.index,
+                prompt_ids=text[:start],
+                response_ids=text[start:],
+                top_ids=torch.stack(ids).cpu(),
+                top_logprobs=torch.stack(logprobs).cpu(),
+            ).packed(target.vocab_size)
+            if self.layers:
+                states[name_of(text)] = {"states": torch.cat(answer.states)}
+            if count % ANSWERS_PER_SHARD == 0 or count == len(share):
+                # states first: those of an answer that is kept without them take another pass
+                if self.layers:
+                    self.store.of_states(self.layers).append(states, self.by)
+                self.store.append(pending, self.by)
+                free_memory()  # caches of other sizes leave holes: 0.5 GB with 135M parameters
+                pending, states = {}, {}
+        bar.close()
 
 
 def top_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Ids and natural-log probabilities [B, C] of the C most likely tokens of logits [B, V]."""
-    top, ids = logits.topk(count, dim=-1)
+    ids = logits.topk(count, dim=-1).indices.sort(dim=-1).values
+    # bf16 logits can be equal: the lowest id stands first, because greedy decoding takes that one
+    top, order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(-1, order)
     # the normaliser in fp32 over all V: what the kept tokens lack of 1 is the mass of all others
     return ids, top.float() - logits.float().logsumexp(-1, keepdim=True)
 
 
-def note_used(
-    folder: Path, target: Vocabulary, answers: Answers, held_out: Sequence[str] = ()
-) -> None:
-    """Write into a run's folder which responses it uses. held_out: names of the held-out ones."""
+def note_used(folder: Path, target: Vocabulary, answers: Answers) -> None:
+    """Write into a run's folder which answers it is trained on."""
     store, template = answers.store, str(target.chat_template or "")
     used = {
         "store": str(store.folder),
@@ -216,6 +209,5 @@ def note_used(
         "count": len(answers),
         "by": store.made_by(answers.names),
         "answers": store.sha256_of(answers.names),
-        "held_out": held_out,
     }
     write_json(folder / USED, used)

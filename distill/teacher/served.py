@@ -8,12 +8,11 @@ log-probabilities of the most likely tokens at its position, as vLLM's /v1/compl
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import islice
 from multiprocessing.pool import ThreadPool
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -22,22 +21,17 @@ from accelerate import PartialState
 from pydantic import BaseModel, Field, ValidationError
 from tqdm import tqdm
 
+from align.machine import from_first
 from align.sources import load_tokenizer, read_json
 from align.vocabulary import Vocabulary
-from distill.prompt_sets import Prompts
-from distill.recipe import Recipe
-from distill.teacher.answers import (
-    ANSWERS_PER_SHARD,
-    USED,
-    describe,
-    to_answer,
-    what_decides_answers,
-)
-from distill.teacher.store import Answers, CachedAnswer, Store, bytes_per_token, names_of
+from distill.teacher.answers import ANSWERS_PER_SHARD, USED, Answerer, AnsweringTarget
+from distill.teacher.store import Answers, AnswerSettings, CachedAnswer, Store, names_of
 from eval.decoding.loop import seed_of
 from eval.engines.server import PATIENT, UNPENALISED, Server, ServerError, token_ids
 
-TIMEOUT = 600.0  # seconds for one whole answer, which is sent when it has ended
+# The server sends an answer when it has ended: at least so many seconds, a second for each token of
+# the longest one.
+TIMEOUT = 600.0
 UNCHANGED = {"top_p": 1.0, "top_k": -1, **UNPENALISED}
 ROUNDING = 1e-3  # of log-probabilities and of their mass
 MASKED = -9000.0  # no softmax goes so low: vLLM writes -9999 for minus infinity
@@ -53,15 +47,14 @@ Array = np.ndarray[Any, Any]
 
 
 class _Logprobs(BaseModel):
-    tokens: list[str]
     top_logprobs: list[dict[str, float]]
 
 
 class _Choice(BaseModel):
     finish_reason: Literal["stop", "length"]
     logprobs: _Logprobs
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
+    token_ids: list[int]
+    prompt_token_ids: list[int]
 
 
 class _Completion(BaseModel):
@@ -98,8 +91,8 @@ class Request:
             **UNCHANGED,
         }
 
-    def read(self, sent: Any, index: int, prompt: list[int]) -> CachedAnswer:
-        """The answer in the form of our own. Raises ServerError for one that was not asked for.
+    def read(self, sent: Any, prompt: list[int]) -> CachedAnswer:
+        """The answer to store. Raises ServerError for one that the request does not allow.
 
         sent: the JSON of /v1/completions.
         """
@@ -109,13 +102,13 @@ class Request:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise ServerError(
-                f"it is no completion with log-probabilities ({where}: {first['msg']}); use vLLM"
+                f"it is not a completion with token ids and log-probabilities ({where}: "
+                f"{first['msg']}); use vLLM 0.10.2 or later"
             ) from None
-        logprobs = completion.choices[0].logprobs
-        tokens = token_ids(logprobs.tokens)
-        for fault in self._faults(completion, tokens, prompt):
+        for fault in self._faults(completion, prompt):
             raise ServerError(fault)
-        ids, values = self._top(logprobs.top_logprobs)
+        tokens = completion.choices[0].token_ids
+        ids, values = self._top(completion.choices[0].logprobs.top_logprobs)
         if self.temperature == 0:
             chosen = np.where(ids == np.array(tokens)[:, None], values, -np.inf).max(1)
             if (wrong := (chosen < values[:, 0] - ROUNDING).nonzero()[0]).size:
@@ -124,26 +117,26 @@ class Request:
                     "switch off what changes the distribution there (a penalty, a mask)"
                 )
         return CachedAnswer(
-            index=index,
+            index=0,
             prompt_ids=torch.tensor(prompt),
             response_ids=torch.tensor(tokens),
             top_ids=torch.from_numpy(ids),
             top_logprobs=torch.from_numpy(values).float(),
         )
 
-    def _faults(
-        self, completion: _Completion, tokens: list[int], prompt: list[int]
-    ) -> Iterator[str]:
+    def _faults(self, completion: _Completion, prompt: list[int]) -> Iterator[str]:
         """Faults of a response's model, prompt or length."""
         choice = completion.choices[0]
+        tokens = choice.token_ids
         if completion.model != self.model:
             yield f"it comes from model {completion.model!r}; name the target with answer_model"
-        if choice.prompt_token_ids not in (None, prompt):
-            yield "the prompt's tokens are others there; serve it without a limit on prompts"
-        count = len(choice.logprobs.top_logprobs)
-        if len(tokens) != count or choice.token_ids not in (None, tokens):
-            cut = f"{len(tokens)} tokens, {count} distributions, or other token ids"
-            yield f"it was cut: {cut}; use vLLM"
+        if choice.prompt_token_ids != prompt:
+            yield (
+                f"the server reads the prompt as tokens {choice.prompt_token_ids[:8]}… and not "
+                f"{prompt[:8]}…; serve the target of this recipe, without a limit on prompts"
+            )
+        if len(tokens) != (count := len(choice.logprobs.top_logprobs)):
+            yield f"it has {len(tokens)} tokens and {count} distributions; use vLLM"
         if choice.finish_reason == "length" and len(tokens) != self.max_tokens:
             yield (
                 f"it ended by length after {len(tokens)} of {self.max_tokens} tokens; raise "
@@ -172,24 +165,19 @@ class Request:
         ids[named] = token_ids(key for row in rows for key in row)
         logprobs = np.full(named.shape, -np.inf)
         logprobs[named] = [p for row in rows for p in row.values()]
-        if (odd := ~((logprobs > MASKED) & (logprobs <= ROUNDING)) & named).any():
+        best = np.argsort(-logprobs, axis=1, kind="stable")[:, : self.top]
+        ids, logprobs = (np.take_along_axis(part, best, axis=1) for part in (ids, logprobs))
+        mass = np.exp(logprobs).sum(1)
+        if not ((logprobs > MASKED).all() and (mass <= 1 + ROUNDING).all()):  # NaN is neither
             raise ServerError(
-                f"{logprobs[odd][0]} is no log-probability: above 0 is a logit, below {MASKED:g} a "
-                "masked token, NaN an overflow; serve with --logprobs-mode raw_logprobs"
+                f"its log-probabilities go down to {logprobs.min():g} and their probabilities sum "
+                f"to {mass.max():.3g}, so they are not the model's own; serve with "
+                "--logprobs-mode raw_logprobs"
             )
-        in_order = np.sort(ids, axis=1)
-        if ((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] >= 0)).any():
-            raise ServerError("it names an id twice at one token; use another server")
         if ids.max() >= self.rows:
             raise ServerError(
                 f"token {ids.max()} is beyond the {self.rows} rows of the target's vocabulary; "
                 "serve the target of this recipe"
-            )
-        best = np.argsort(-logprobs, axis=1, kind="stable")[:, : self.top]
-        ids, logprobs = (np.take_along_axis(part, best, axis=1) for part in (ids, logprobs))
-        if (mass := float(np.exp(logprobs).sum(1).max())) > 1 + ROUNDING:
-            raise ServerError(
-                f"probabilities sum to {mass:.3f}; serve with --logprobs-mode raw_logprobs"
             )
         return ids, np.minimum(logprobs, 0)
 
@@ -206,219 +194,159 @@ def _difference(before: CachedAnswer, now: CachedAnswer) -> float:
     return sum(gaps) / len(gaps)
 
 
-class ServedTarget:
-    """The target of a recipe behind `answer_url`.
+def open_server(url: str, model: str | None, settings: AnswerSettings) -> Server:
+    """The server at that address, with a connection for each prompt in flight and the witnesses'.
 
-    prompts: those that are held out, then the training prompts. names: of their responses in the
-    store. held_out: names of the held-out prompts' responses.
+    model: which of those served; None: the only one.
+    """
+    timeout = max(TIMEOUT, float(settings.decoding.max_new_tokens))
+    return Server(url, timeout, model, settings.batch_size + 1)
+
+
+def served_store(
+    server: Server, settings: AnswerSettings, folder: Path, prompts: list[list[int]]
+) -> Store:
+    """The store of the served model's answers. A call of all processes: the first asks the server.
+
+    folder: of a run. Nothing is asked where the run has noted a store with answers to all prompts.
+    Raises ServerError where the target is not served.
+    """
+    key: dict[str, Any] = {}
+    if PartialState().is_main_process:
+        key = read_json(folder / USED)["key"] if (folder / USED).exists() else {}
+        if not key or unanswered(Store.of(key), prompts):
+            key = _served_model(server) | settings.key
+    return Store.of(from_first(key))
+
+
+def unanswered(store: Store, prompts: list[list[int]]) -> bool:
+    """Whether any of these prompts has no answer in the store."""
+    return any(name not in store for name in names_of(prompts))
+
+
+def _served_model(server: Server) -> dict[str, str]:
+    """The key of a store, as the server tells it. Raises ServerError for another model."""
+    entries = {entry["id"]: entry for entry in server.models}
+    ambiguous = server.asked_model is None and len(entries) > 1
+    if ambiguous or server.model not in entries:
+        raise ServerError(
+            f"{server.url} serves {', '.join(entries)}, and answer_model is "
+            f"{server.asked_model!r}; name one of them."
+        )
+    root = entries[server.model].get("root") or "not told"
+    return {
+        "target weights": f"served as {server.model}, root {root}",
+        "served model": server.model,
+        "dtype": "of the server",
+    }
+
+
+class ServedTarget(AnsweringTarget):
+    """A target behind a server; the first process prompts it, the others wait.
+
+    prompts: all that may be answered. witnesses: first tokens of this model's earlier outputs.
     """
 
-    by = "server"
-    patience = PATIENT  # with a request that failed
+    by: Answerer = "server"
+    patience = PATIENT  # retries of a request that failed
 
-    def __init__(self, recipe: Recipe, target: Vocabulary, prompts: Prompts) -> None:
-        self.recipe, self.target = recipe, target
-        self.texts = [prompt.text for prompt in prompts.training.prompts]
-        training = to_answer(recipe, prompts.training.ids)
-        self.prompts = [*prompts.held_out.ids, *training]
-        self.held_out = names_of(prompts.held_out.ids)
-        self.names = [*self.held_out, *names_of(training)]
-        self.witnesses: list[CachedAnswer] = []  # their first tokens show another model
+    def __init__(
+        self,
+        store: Store,
+        settings: AnswerSettings,
+        target: Vocabulary,
+        prompts: list[list[int]],
+        server: Server | None = None,
+    ) -> None:
+        super().__init__(store, settings)
+        self.target, self.prompts, self.running = target, prompts, server
+        self.witnesses: list[CachedAnswer] = []
 
-    @cached_property
+    @property
     def server(self) -> Server:
-        assert self.recipe.answer_url is not None
-        return self._server(self.recipe.answer_url, self.recipe.answer_model)
-
-    def _server(self, url: str, model: str | None = None) -> Server:
-        connections = self.recipe.answer_batch_size + 1  # and the witnesses'
-        return Server(url, TIMEOUT, model, connections)
-
-    def close(self) -> None:
-        """Nothing: the server is not this run's."""
+        assert self.running is not None
+        return self.running
 
     def check(self) -> None:
-        """Refuse a server that does not fit, before anything is made.
-
-        Nothing is asked where all answers are there. Raises ServerError with value, reason and
-        remedy.
-        """
-        if self._unanswered():
+        """Raises ServerError for a server that does not fit, unless all answers are there."""
+        if unanswered(self.store, self.prompts):
             self._check_server()
 
-    def _check_server(self) -> None:
-        self._check_tokenizer()
-        request = self._request()
-        # a whole answer to the longest prompt shows everything that an answer can lack
-        longest = max(range(len(self.prompts)), key=lambda i: len(self.prompts[i]))
-        self._ask(longest, request)
-        self._check_stop(self.prompts[longest])
-        # other runs' prompts may be longer than the server was started for
-        room = len(self.prompts[longest])
-        fit = (name for name in self.store if self.store.rows(name, "prompt_ids") <= room)
-        cached = Answers(self.store, list(islice(fit, WITNESSES)))
-        # at temperature 1 they are raw however the server takes them
-        first = replace(request, max_tokens=1, temperature=1.0)
-        self.witnesses = list(cached) or [
-            self._completed(prompt, first) for prompt in self.prompts[:WITNESSES]
-        ]
-        self._check_witnesses()
-
-    def describe(self) -> int:
-        """Print what is left to answer and what it will weigh; exit status 0.
-
-        How long the server takes, and what a draft costs beside it, cannot be told from here.
-        """
-        tokens = len(self._unanswered()) * self.recipe.answer_max_new_tokens
-        each = bytes_per_token(self.recipe.cache_top_k, self.target.rows)
-        print(f"{self.server.url} serves {self.server.model!r} and fits this recipe")
-        print(
-            f"answers: {tokens} tokens at most, {tokens * each / 2**20:.0f} MiB on disk; how long "
-            "they take is the server's affair"
-        )
-        return 0
-
-    def answers(self, count: int | None = None) -> Answers:
-        """Responses to the first `count` training prompts, in their order.
-
-        The held-out prompts are answered as well. Responses in the store are not asked for again.
-        The main process asks, the others wait. Raises ServerError when the server fails for too
-        long, sends what it must not, or serves another model midway; what was kept by then stays.
-        """
-        clock = time.monotonic()
-        first = len(self.held_out)
-        names = self.names[first:][:count]
-        missing = self._unanswered(first + len(names))
-        if PartialState().is_main_process and missing:
-            self._answer(missing)
-        PartialState().wait_for_everyone()
-        self.store.refresh()
-        answers = Answers(self.store, names)
-        describe(answers, answers.response_lengths)
-        if PartialState().is_main_process:
-            print(
-                f"{len(missing)} of {first + len(names)} answers made in "
-                f"{time.monotonic() - clock:.0f} s"
-            )
-        return answers
-
-    def _answer(self, unanswered: list[int]) -> None:
+    def _make(self, missing: Mapping[str, list[int]], taught: bool) -> None:
+        if not missing or not PartialState().is_main_process:
+            return
         self.server.retries = self.patience
-        request = self._request()
+        request = self.request()
+
+        def answer(item: tuple[str, list[int]]) -> tuple[str, CachedAnswer]:
+            name, prompt = item
+            return name, self.ask(prompt, request, seed_of(self.settings.decoding.seed, name))
+
         bar = tqdm(
-            total=len(unanswered),
+            total=len(missing),
             desc=f"answers of {self.server.url}",
             unit="answer",
             file=sys.stderr,
         )
-        with bar, ThreadPool(min(self.recipe.answer_batch_size, len(unanswered))) as pool:
-            answers = pool.imap_unordered(lambda i: self._ask(i, request), unanswered)
-            while shard := list(islice(answers, ANSWERS_PER_SHARD)):
+        with bar, ThreadPool(min(self.settings.batch_size, len(missing))) as pool:
+            answers = pool.imap_unordered(answer, missing.items())
+            while shard := dict(islice(answers, ANSWERS_PER_SHARD)):
                 self._check_witnesses()  # so the answers before it are the same model's
-                packed = {self.names[a.index]: a.packed(self.target.rows) for a in shard}
+                packed = {name: a.packed(self.target.rows) for name, a in shard.items()}
                 self.store.append(packed, self.by)
                 bar.update(len(shard))
 
-    def _request(self) -> Request:
+    def request(self) -> Request:
+        decoding = self.settings.decoding
         return Request(
             self.server.model,
-            self.recipe.answer_temperature,
-            self.recipe.answer_max_new_tokens,
-            self.recipe.cache_top_k,
-            frozenset(self.target.all_stops),
+            decoding.sampling.temperature,
+            decoding.max_new_tokens,
+            self.settings.top_k,
+            decoding.stops,
             self.target.rows,
         )
 
-    def _ask(self, index: int, request: Request) -> CachedAnswer:
-        """The answer to prompt `index`; its random numbers depend on its name and the seed."""
-        seed = seed_of(self.recipe.seed, self.names[index])
-        return self._completed(self.prompts[index], request, index, seed)
-
-    def _completed(
-        self, prompt: list[int], request: Request, index: int = 0, seed: int = 0
+    def ask(
+        self, prompt: list[int], request: Request, seed: int = 0, text: str | None = None
     ) -> CachedAnswer:
-        sent = self.server.ask("/v1/completions", request.body(prompt, seed), f" to prompt {index}")
+        """The server's answer to a prompt. Raises ServerError for one that must not be used.
+
+        text: sent in place of the prompt's ids; the server must tokenize it to these ids.
+        """
+        about, body = f" to a prompt of {len(prompt)} tokens", request.body(text or prompt, seed)
+        sent = self.server.ask("/v1/completions", body, about)
         try:
-            return request.read(sent, index, prompt)
+            return request.read(sent, prompt)
         except ServerError as error:
             raise ServerError(
-                f"{self.server.url}, answer to prompt {index} ({len(prompt)} tokens): {error}. "
-                "Nothing of it was kept."
+                f"{self.server.url}, answer{about}: {error}. Nothing of it was kept."
             ) from None
-
-    # --- what is there already
-
-    @cached_property
-    def store(self) -> Store:
-        """The store of the served model. Raises ServerError for another model than is asked for."""
-        if (used := self.recipe.folder / USED).exists():
-            store = Store.of(read_json(used)["key"])
-            if all(name in store for name in self.names):
-                return store  # whether the server still runs or not
-        name, root = self.server.model, self._entry().get("root") or "not told"
-        served = {
-            "target weights": f"served as {name}, root {root}",
-            "served model": name,
-            "dtype": "of the server",
-        }
-        return Store.of(served | what_decides_answers(self.recipe, self.target))
-
-    def _unanswered(self, count: int | None = None) -> list[int]:
-        """Those of the first prompts that have no cached output."""
-        return [i for i, name in enumerate(self.names[:count]) if name not in self.store]
 
     # --- what is refused
 
-    def _entry(self) -> dict[str, Any]:
-        """The target as the server lists it. Raises ServerError where it is not there."""
-        server, entries = self.server, {entry["id"]: entry for entry in self.server.models}
-        if server.asked_model is None and len(entries) > 1:
-            raise ServerError(
-                f"{server.url} serves {', '.join(entries)}; name the target with answer_model."
-            )
-        if server.model not in entries:
-            raise ServerError(
-                f"{server.url} serves {', '.join(entries)}, not {server.model!r}; correct "
-                "answer_model or answer_url, or leave answer_model null."
-            )
-        return entries[server.model]
-
-    def _check_tokenizer(self) -> None:
-        """Refuse a server that cuts a few texts into other token ids."""
-        tokenizer = load_tokenizer(self.target.spec)
-        for text in [TEXT, *self.texts[:8]]:
-            own_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            body = replace(self._request(), max_tokens=1).body(text)
-            sent = self.server.ask("/v1/completions", body, " to a text")
-            server_ids = sent["choices"][0].get("prompt_token_ids")
-            if not isinstance(server_ids, list):
-                raise ServerError(
-                    f"{self.server.url} does not tell how it cuts a text into tokens "
-                    "(return_token_ids), so that its ids may mean anything; use vLLM 0.10.2 or "
-                    "later."
-                )
-            if own_ids != server_ids:
-                raise ServerError(
-                    f"{self.server.url} cuts {text[:40]!r}… into {server_ids[:8]}…, the tokenizer "
-                    f"of {self.target.spec!r} into {own_ids[:8]}…: its ids mean other tokens. "
-                    "Serve the target of this recipe."
-                )
-
-    def _check_stop(self, prompt: list[int]) -> None:
-        """Refuse a server that leaves the stop token out: the first token is made a stop token."""
-        first = replace(self._request(), max_tokens=1, temperature=0.0)
-        stops = frozenset(self._completed(prompt, first).top_ids[0, :1].tolist())
-        self._completed(prompt, replace(self._request(), temperature=0.0, stops=stops))
+    def _check_server(self) -> None:
+        """Raise ServerError where tokenizer, output or distribution are not the target's."""
+        request, longest = self.request(), max(self.prompts, key=len)
+        first, tokenizer = replace(request, max_tokens=1), load_tokenizer(self.target.spec)
+        for text in [TEXT, *(str(tokenizer.decode(ids)) for ids in self.prompts[:8])]:
+            self.ask(tokenizer(text, add_special_tokens=False)["input_ids"], first, text=text)
+        self.ask(longest, request)  # a whole answer shows everything that an answer can lack
+        # other runs' prompts may be longer than the server was started for
+        fit = (n for n in self.store if self.store.rows(n, "prompt_ids") <= len(longest))
+        cached = Answers(self.store, list(islice(fit, WITNESSES)))
+        # at temperature 1 they are raw however the server takes them
+        raw = replace(first, temperature=1.0)
+        self.witnesses = list(cached) or [self.ask(p, raw) for p in self.prompts[:WITNESSES]]
+        self._check_witnesses()
 
     def _check_witnesses(self) -> None:
-        """The model is the one whose answers are kept, and gives raw log-probabilities.
+        """Raise ServerError where the witnesses' log-probabilities are no longer the same.
 
-        They are asked for at the temperature of the answers, which must not change them.
+        They are requested at the temperature of the answers: it must not change them.
         """
-        first = replace(self._request(), max_tokens=1)
-        moved = [
-            _difference(w, self._completed(w.prompt_ids.tolist(), first)) for w in self.witnesses
-        ]
+        first = replace(self.request(), max_tokens=1)
+        moved = [_difference(w, self.ask(w.prompt_ids.tolist(), first)) for w in self.witnesses]
         if (mean := sum(moved) / len(moved)) > ANOTHER_MODEL:
             raise ServerError(
                 f"{self.server.url} gives log-probabilities that differ by {mean:.2f} nats from "

@@ -1,7 +1,8 @@
-"""A vLLM that the run starts on this machine for missing answers, and ends after them."""
+"""Where the target answers; a vLLM that the run starts for missing answers, and ends after them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 import torch
@@ -10,34 +11,52 @@ from accelerate import PartialState
 from align.machine import from_first
 from align.sources import load_config, resolve_checkpoint
 from align.vocabulary import Vocabulary
+from distill.models import Pair, target_device
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe
-from distill.teacher.answers import open_store, who_answers
-from distill.teacher.served import ServedTarget
-from distill.teacher.store import Store
+from distill.teacher.answers import (
+    AnsweringTarget,
+    LocalTarget,
+    open_store,
+    to_answer,
+    who_answers,
+)
+from distill.teacher.served import ServedTarget, open_server, served_store, unanswered
+from distill.teacher.store import AnswerSettings, Store
+from eval.decoding.target import Target
 from eval.engines.environment import vllm_python
-from eval.engines.local_vllm import serve_vllm, tensor_parallel
+from eval.engines.local_vllm import gpu_arguments, serve_vllm
 from eval.engines.server import Server
 
-LOGPROBS = 20  # a token, which vLLM gives unless it is told otherwise
+LOGPROBS = 20  # vLLM's default --max-logprobs
 # on a CPU vLLM 0.32 crashes at a seeded request whose prompt it reads in chunks
 UNCHUNKED = ["--max-num-batched-tokens", "32768"]
 
 
-def served_target(recipe: Recipe, target: Vocabulary, prompts: Prompts) -> ServedTarget | None:
-    """The target where vLLM answers for it, the recipe's own or one started here; else None."""
-    by, why = from_first(who_answers(recipe))
+def answering_target(
+    recipe: Recipe, pair: Pair, prompts: Prompts, load: Callable[[], Target]
+) -> AnsweringTarget:
+    """The target where it answers: here, in a vLLM of this run, or behind a server."""
+    device, taught = target_device(recipe), recipe.train_on_prompts
+    by, why = from_first(who_answers(recipe.answers, device, taught))
     if PartialState().is_main_process:
         print(f"answers: {by}, since {why}")
+    settings = recipe.answer_settings(pair.target.all_stops)
+    prompted = prompts.held_out.ids + to_answer(
+        prompts.training.ids, recipe.answers_per_prompt, recipe.max_answers
+    )
     if by == "server":
-        return ServedTarget(recipe, target, prompts)
+        server = open_server(str(recipe.answer_url), recipe.answer_model, settings)
+        store = served_store(server, settings, recipe.folder, prompted)
+        return ServedTarget(store, settings, pair.target, prompted, server)
+    store = open_store(settings, pair.target, recipe.dtype)
     if by == "vllm":
-        return StartedVllm(recipe, target, prompts, open_store(recipe, target))
-    return None
+        return StartedVllm(store, settings, pair.target, prompted, recipe.dtype)
+    return LocalTarget(store, settings, load, pair.layers)
 
 
 class StartedVllm(ServedTarget):
-    """The target of a recipe in that vLLM. Its answers are kept with those of our own loop.
+    """A target in that vLLM. Its answers are kept with those of our own loop.
 
     They are the same model's in the same dtype, and differ as those of two batch sizes do.
     """
@@ -45,46 +64,43 @@ class StartedVllm(ServedTarget):
     by = "vllm"
     patience = Server.retries  # none: it is not started a second time
 
-    def __init__(self, recipe: Recipe, target: Vocabulary, prompts: Prompts, store: Store) -> None:
-        super().__init__(recipe, target, prompts)
-        self.store = store
-        self.running = ExitStack()  # the server, from the first answer that lacks until `close`
+    def __init__(
+        self,
+        store: Store,
+        settings: AnswerSettings,
+        target: Vocabulary,
+        prompts: list[list[int]],
+        dtype: str,
+    ) -> None:
+        super().__init__(store, settings, target, prompts)
+        self.dtype, self.stack = dtype, ExitStack()
 
     def check(self) -> None:
         """Raises EngineMissing where there is no vLLM and an answer is lacking."""
-        if self._unanswered():
+        if unanswered(self.store, self.prompts):
             vllm_python()
 
     def close(self) -> None:
-        self.running.close()
-        self.__dict__.pop("server", None)
+        self.stack.close()
+        self.running = None
 
-    def _answer(self, unanswered: list[int]) -> None:
-        try:
-            if "server" not in self.__dict__:
-                self._start()
-            super()._answer(unanswered)
-        except BaseException:  # an interruption must not leave a server behind, either
-            self.close()
-            raise
+    def _make(self, missing: Mapping[str, list[int]], taught: bool) -> None:
+        if missing and PartialState().is_main_process and self.running is None:
+            self._start()
+        super()._make(missing, taught)
 
     def _start(self) -> None:
-        gpus = torch.cuda.device_count()
-        arguments = ["--max-logprobs", str(max(LOGPROBS, self.recipe.cache_top_k))]
-        if gpus:
-            parts = tensor_parallel(gpus, load_config(self.recipe.target))
-            arguments += ["--tensor-parallel-size", str(parts)]
-        else:
-            arguments += UNCHUNKED
+        arguments = ["--max-logprobs", str(max(LOGPROBS, self.settings.top_k))]
+        arguments += gpu_arguments(load_config(self.target.spec)) or UNCHUNKED
         print(f"vLLM starts, with {' '.join(arguments)}", flush=True)
-        url = self.running.enter_context(
+        url = self.stack.enter_context(
             serve_vllm(
-                resolve_checkpoint(self.recipe.target),
+                resolve_checkpoint(self.target.spec),
                 *arguments,
-                positions=max(map(len, self.prompts)) + self.recipe.answer_max_new_tokens,
-                dtype=self.recipe.dtype,
-                eager=not gpus,
+                positions=max(map(len, self.prompts)) + self.settings.decoding.max_new_tokens,
+                dtype=self.dtype,
+                eager=not torch.cuda.is_available(),
             )
         )
-        self.server = self._server(url)
+        self.running = open_server(url, None, self.settings)
         self._check_server()

@@ -1,85 +1,48 @@
-"""The target's hidden states over the answers, for drafts that read them.
+"""The target's hidden states over its answers, for drafts that read them.
 
-They are stored while the target answers (distill/teacher/answers.py). A text without them, such as
-a held-out one, is read in one teacher-forced pass by the decoder that gives them while drafting.
-The states at all tokens but the last are stored, in bf16. Legend: P prompt tokens, R response
-tokens, L layers, H hidden size.
+They are stored while the target answers (distill/teacher/answers.py). An answer that was stored
+without them is read in one teacher-forced pass. Legend: P prompt tokens, R response tokens, L
+layers, H hidden size.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
 
 import torch
 from accelerate import PartialState
 from torch import Tensor
 from tqdm import tqdm
 
-from align.machine import from_first
-from distill.teacher.answers import ANSWERS_PER_SHARD, states_store
-from distill.teacher.store import Answers, CachedAnswer, CacheError, Store, name_of
-from eval.decoding.forward import Decoder, HiddenStates
+from distill.drafters.initialisation import read_states
+from distill.teacher.answers import ANSWERS_PER_SHARD
+from distill.teacher.store import Answers, CachedAnswer, Store, name_of
 from eval.decoding.target import Target
 
-
-class States(Mapping[int, Tensor]):
-    """Index of an answer -> the states of `layers` at its tokens but the last [P + R - 1, L, H].
-
-    Read from disk each time they are asked for.
-    """
-
-    def __init__(self, store: Store, layers: Sequence[int], names: dict[int, str]) -> None:
-        """names: index of an answer -> the name of its text."""
-        self.store, self.layers, self.names = store, tuple(layers), names
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.store[self.names[index]]["states"]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
+# Gives the states at all tokens of an answer but the last [P + R - 1, L, H], in bf16, from disk.
+States = Callable[[CachedAnswer], Tensor]
 
 
-def states_of(
-    layers: Sequence[int], answers: Answers, held_out: Sequence[CachedAnswer] = ()
-) -> States | None:
-    """The states of these layers over answers and held-out answers; None where no layer is read.
-
-    Raises CacheError when an answer has none.
-    """
+def states_of(answers: Store, layers: Sequence[int]) -> States | None:
+    """The states of these layers that lie beside the answers of a store; None without layers."""
     if not layers:
         return None
-    store = states_store(answers.store, layers)
-    names = {answer.index: name_of(answer.text) for answer in chain(answers, held_out)}
-    if lacking := [index for index, name in names.items() if name not in store]:
-        raise CacheError(
-            f"{store.folder} lacks the target's hidden states of {len(lacking)} answers, the first "
-            f"of them number {lacking[0]}, and the draft reads them; run the same command again, "
-            "which makes them."
-        )
-    return States(store, layers, names)
+    store = answers.of_states(layers)
+    return lambda answer: store[name_of(answer.text)]["states"]
 
 
-def cache_states(
-    layers: Sequence[int],
-    load: Callable[[], Target],
-    answers: Answers,
-    held_out: Sequence[CachedAnswer] = (),
-) -> None:
-    """Make what `states_of` reads, where it is not there yet. load: gives the target.
+@torch.inference_mode()
+def cache_states(answers: Answers, layers: Sequence[int], load: Callable[[], Target]) -> None:
+    """Make what `states_of` reads for these answers, where it is not there yet.
 
-    A call of all processes: each takes its share.
+    A call of all processes: each makes its share. load: gives the target.
     """
     if not layers:
         return
-    store, state = states_store(answers.store, layers), PartialState()
-    names = [name_of(answer.text) for answer in chain(answers, held_out)]
-    # one process decides: another run may append meanwhile, and all must share out the same texts
-    missing = from_first([i for i, name in enumerate(names) if name not in store])
+    store, state = answers.store.of_states(layers), PartialState()
+    names = [name_of(answer.text) for answer in answers]
+    missing = store.missing(names)
     shards = [
         missing[at : at + ANSWERS_PER_SHARD] for at in range(0, len(missing), ANSWERS_PER_SHARD)
     ]
@@ -90,23 +53,13 @@ def cache_states(
         file=sys.stderr,
         disable=not state.is_main_process,
     ):
-        kept = {i: answers[i] if i < len(answers) else held_out[i - len(answers)] for i in shard}
-        store.append(
-            {names[i]: {"states": states_at(load().decoder, a, layers)} for i, a in kept.items()},
-            "local",
-        )
-    state.wait_for_everyone()
-    store.refresh()
+        entries = {}
+        for i in shard:
+            states = read_states(load().decoder, answers[i].text, layers)
+            stored = [state.to(torch.bfloat16).cpu() for state in states]
+            entries[names[i]] = {"states": torch.stack(stored, 1)}
+        store.append(entries, "local")
+    store.wait_for(names)
     if state.is_main_process:
         size = store.bytes_on_disk() / 2**20
         print(f"hidden states of layers {list(layers)}: {size:.0f} MiB in {store.folder}")
-
-
-@torch.inference_mode()
-def states_at(decoder: Decoder, answer: CachedAnswer, layers: Sequence[int]) -> Tensor:
-    """The states of `layers` at the tokens of an answer but the last [P + R - 1, L, H], in bf16."""
-    ids = answer.text[None, :-1].to(decoder.device)
-    states: HiddenStates = dict.fromkeys(layers)
-    decoder.forward(ids, 0, decoder.new_cache(1, ids.shape[1]), True, states)
-    kept = [state[0] for state in states.values() if state is not None]
-    return torch.stack(kept, dim=1).to(torch.bfloat16).cpu()

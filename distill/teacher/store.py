@@ -17,16 +17,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from align.files import atomic_file, locked, write_json
+from align.machine import from_first
 from align.sources import cache_folder
+from eval.decoding.loop import Decoding
 
 TAUGHT = "-taught"  # ends the name of an answer that holds distributions within its prompt
 
@@ -35,6 +38,30 @@ Entry = Mapping[str, Tensor]
 
 class CacheError(ValueError):
     """Something in a store that must not be used, or that a run needs and is not there."""
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """How the target is prompted for its outputs.
+
+    top_k: log-probabilities stored at each token. batch_size: prompts that are answered at once.
+    """
+
+    decoding: Decoding
+    top_k: int
+    batch_size: int
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What two runs on one model must share to share their outputs."""
+        temperature = self.decoding.sampling.temperature
+        key = {
+            "answer_temperature": temperature,
+            "answer_max_new_tokens": self.decoding.max_new_tokens,
+            "cache_top_k": self.top_k,
+            "stop tokens": sorted(self.decoding.stops),
+        }
+        return key | ({"seed": self.decoding.seed} if temperature else {})
 
 
 def bytes_per_token(top_k: int, vocab_size: int) -> int:
@@ -91,6 +118,14 @@ class CachedAnswer:
         }
 
 
+class _Shard(NamedTuple):
+    """ends: by column, where its entries end. sha256: of its content. by: what made its entries."""
+
+    ends: dict[str, np.ndarray[Any, Any]]
+    sha256: str
+    by: str
+
+
 class Store:
     """The entries of a folder, by name. Only their places are in memory."""
 
@@ -101,9 +136,7 @@ class Store:
         """
         self.folder, self.key = folder, dict(key or {})
         self._places: dict[str, tuple[Path, int]] = {}  # shard, and number there
-        self._ends: dict[Path, dict[str, Any]] = {}  # of a shard, by column, where entries end
-        self._sha256: dict[Path, str] = {}  # of a shard's contents, as they were written
-        self._by: dict[Path, str] = {}  # what made a shard's entries
+        self._shards: dict[Path, _Shard] = {}
         self.refresh()
 
     @classmethod
@@ -111,6 +144,11 @@ class Store:
         """The one in the cache whose entries depend on this."""
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
         return cls(cache_folder() / "teacher" / digest, key)
+
+    def of_states(self, layers: Sequence[int]) -> Store:
+        """The store of these layers' hidden states, by the name of the text they were read on."""
+        folder = self.folder / f"states-{'-'.join(map(str, layers))}"
+        return Store(folder, self.key | {"layers": list(layers)})
 
     def append(self, entries: Mapping[str, Entry], by: str) -> None:
         """Write a shard of those that are not there yet. by: what made them.
@@ -122,7 +160,7 @@ class Store:
             new = {name: entry for name, entry in entries.items() if name not in self}
             if not new:
                 return
-            if not self._ends:
+            if not self._shards:
                 write_json(self.folder / "key.json", self.key)
             columns = next(iter(new.values())).keys()
             tensors = {c: torch.cat([entry[c] for entry in new.values()]) for c in columns}
@@ -134,25 +172,47 @@ class Store:
                 }
             )
             metadata = {"about": about, "sha256": _sha256(about, tensors)}
-            last = max((int(path.stem[-6:]) for path in self._ends), default=-1)
+            last = max((int(path.stem[-6:]) for path in self._shards), default=-1)
             path = self.folder / f"shard-{last + 1:06d}.safetensors"
             with atomic_file(path, "wb") as file:
                 file.write(save(tensors, metadata=metadata))
             self._take_in(path, metadata)
 
     def refresh(self) -> None:
-        """Take in the shards written since, by whatever process."""
+        """Take in the shards that any process has written since."""
         for path in sorted(self.folder.glob("shard-*.safetensors")):
-            if path not in self._ends:
+            if path not in self._shards:
                 with opened(path) as file:
                     self._take_in(path, file.metadata())
 
     def _take_in(self, path: Path, metadata: dict[str, str]) -> None:
-        about, self._sha256[path] = json.loads(metadata["about"]), metadata["sha256"]
-        self._by[path] = about.get("by", "not recorded")
-        lengths = about["lengths"].items()
-        self._ends[path] = {column: np.cumsum([0, *each]) for column, each in lengths}
+        about = json.loads(metadata["about"])
+        ends = {name: np.cumsum([0, *each]) for name, each in about["lengths"].items()}
+        by = about.get("by", "not recorded")
+        self._shards[path] = _Shard(ends, metadata["sha256"], by)
         self._places |= {name: (path, number) for number, name in enumerate(about["names"])}
+
+    def missing(self, names: Sequence[str]) -> list[int]:
+        """The numbers of the names without an entry. A call of all processes.
+
+        The first process decides: another run may append meanwhile, and all must share out the
+        same.
+        """
+        return from_first([i for i, name in enumerate(names) if name not in self])
+
+    def wait_for(self, names: Sequence[str]) -> None:
+        """Wait until all processes have written their share of these entries.
+
+        Raises CacheError where some are still missing.
+        """
+        PartialState().wait_for_everyone()
+        self.refresh()
+        if lacking := sum(name not in self for name in names):
+            raise CacheError(
+                f"{self.folder} lacks {lacking} of {len(names)} entries after every process has "
+                "made its share: the processes do not see the same folder. Set DRAFTSMITH_CACHE "
+                "to a folder on a disk that all of them share."
+            )
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
@@ -166,26 +226,26 @@ class Store:
         with opened(path) as file:
             return {
                 column: file.get_slice(column)[ends[number] : ends[number + 1]].clone()
-                for column, ends in self._ends[path].items()
+                for column, ends in self._shards[path].ends.items()
             }
 
     def rows(self, name: str, column: str) -> int:
         """The number of rows of an entry."""
         path, number = self._places[name]
-        ends = self._ends[path][column]
+        ends = self._shards[path].ends[column]
         return int(ends[number + 1] - ends[number])
 
     def sha256_of(self, names: Sequence[str]) -> str:
         """A hash of these names and of the contents of their shards."""
-        lines = [f"{name} {self._sha256[self._places[name][0]]}\n" for name in names]
+        lines = [f"{name} {self._shards[self._places[name][0]].sha256}\n" for name in names]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def made_by(self, names: Sequence[str]) -> dict[str, int]:
         """The number of these entries by the engine that made them."""
-        return dict(Counter(self._by[self._places[name][0]] for name in names))
+        return dict(Counter(self._shards[self._places[name][0]].by for name in names))
 
     def bytes_on_disk(self) -> int:
-        return sum(path.stat().st_size for path in self._ends)
+        return sum(path.stat().st_size for path in self._shards)
 
 
 class Answers(Sequence[CachedAnswer]):
@@ -198,16 +258,8 @@ class Answers(Sequence[CachedAnswer]):
     def __len__(self) -> int:
         return len(self.names)
 
-    @overload
-    def __getitem__(self, number: int) -> CachedAnswer: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> Answers: ...
-
-    def __getitem__(self, number: int | slice) -> CachedAnswer | Answers:
+    def __getitem__(self, number: int) -> CachedAnswer:  # type: ignore[override]
         at = range(len(self))[number]
-        if isinstance(at, range):
-            return Answers(self.store, self.names[at.start : at.stop], self.first + at.start)
         entry = self.store[self.names[at]]
         return CachedAnswer(
             index=self.first + at,
@@ -224,7 +276,7 @@ class Answers(Sequence[CachedAnswer]):
 
 
 def _sha256(about: str, tensors: Mapping[str, Tensor]) -> str:
-    """The sha256 of a shard's content, whatever the tensors' order."""
+    """The sha256 of a shard's content; it does not depend on the tensors' order."""
     digest = hashlib.sha256(about.encode())
     for name in sorted(tensors):
         digest.update(name.encode())

@@ -10,7 +10,7 @@ from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from distill.drafters.kind import Started
+from distill.drafters.kind import Draft
 from distill.recipe import build_recipe
 from distill.teacher.store import CachedAnswer
 from distill.train import run
@@ -189,7 +189,7 @@ def plain_trainer():
             ),
             new_rows=new_rows,
         )
-        return build_trainer(recipe, pair, Started(model, None), answers, held_out=held_out)
+        return build_trainer(recipe, pair, Draft(model, None), answers, held_out=held_out)
 
     return make
 

@@ -15,7 +15,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
 
 from distill import train
-from distill.held_out import HELD_OUT, read_measurements
+from distill.held_out import read_measurements
 from distill.recipe import RecipeError, dump
 from distill.trainer import last_checkpoint
 from tests.distill import training
@@ -162,7 +162,7 @@ def test_two_processes_make_the_draft_of_one_though_either_is_killed(
     assert f"training over 2 processes ({how})" in shown
     alone = straight(**changes)
     assert_same_draft(two.folder, alone, resumed)
-    theirs, ours = (read_measurements(folder / HELD_OUT) for folder in (alone, two.folder))
+    theirs, ours = (read_measurements(folder) for folder in (alone, two.folder))
     assert theirs
     assert [a.step for a in theirs] == [b.step for b in ours]
     for a, b in zip(theirs, ours, strict=True):

@@ -147,7 +147,7 @@ def test_a_run_that_made_nothing_does_not_claim_its_folder(folder, job, tmp_path
     with pytest.raises((PromptError, ValueError), match="trian"):
         run(mistyped)
     assert not mistyped.folder.exists()
-    monkeypatch.setattr(train, "answer_prompts", no_target)
+    monkeypatch.setattr(models, "load_target", no_target)
     with pytest.raises(AssertionError, match="the target was loaded"):  # it went as far as that
         run(job(tmp_path / "run"))
     with pytest.raises(RecipeError, match=r"another recipe \(max_steps: 40 -> 41\)"):
@@ -258,7 +258,7 @@ def test_a_finished_run_keeps_what_is_needed_and_can_be_run_again(finished, tmp_
     report = read_json(folder / "report" / "report.json")
     (folder / "report" / "report.json").unlink()
     with monkeypatch.context() as patch:  # what is measured again needs no answers
-        patch.setattr(train, "answer_prompts", no_target)
+        patch.setattr(train, "answering_target", no_target)
         assert run(recipe) == 0
     again = read_json(folder / "report" / "report.json")
     assert again["provenance"]["hashes"] == report["provenance"]["hashes"]

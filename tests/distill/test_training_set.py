@@ -44,7 +44,7 @@ def test_a_batch_has_the_cached_distributions_in_the_rows_of_the_head(tmp_path, 
 def test_a_batch_has_one_of_few_widths_and_nothing_is_at_its_end():
     answers = made_answers()
     states = {a.index: torch.randn(len(a.text) - 1, 2, 4) for a in answers}
-    collate = DistillationCollator(7, answers.__getitem__, None, states)
+    collate = DistillationCollator(7, answers.__getitem__, None, lambda a: states[a.index])
     for first in range(len(answers)):
         part = answers[first : first + 3]
         batch = collate([{"index": answer.index} for answer in part])

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from align.sources import gguf_kind, load_model
 from align.to_gguf import write_gguf
 from distill.drafters import pruned
+from distill.drafters.kind import Draft
 from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.loading import load_drafter
 from eval.decoding.target import load_target
@@ -38,7 +39,7 @@ def folder(tmp_path_factory, tiny_llama):
     whole = load_model(str(root / "target"), torch.float32)
     embedding = whole.get_input_embeddings().weight.detach()
     (root / "draft" / "compact").mkdir()
-    pruned.KIND.save(root / "draft" / "compact", whole, None, embedding, "")
+    pruned.KIND.save(root / "draft" / "compact", Draft(whole), embedding, "")
     write_gguf(root / "target", root / "target.gguf", "q4_0")
     return root
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from align.sources import load_model, load_tokenizer, resolve_checkpoint
-from align.vocabulary import read_vocabulary
 from distill.drafters.pruned import build_pruned
+from distill.models import check_models
 from distill.prompt_sets import collect_prompts
 from distill.recipe import load_recipe
 from distill.teacher.answers import top_logprobs
-from distill.teacher.served import ServedTarget
+from distill.teacher.started_vllm import answering_target
 from eval.decoding.target import load_target
 from eval.reporting.fields import read_report
 from tests.real.conftest import words_of
@@ -86,13 +86,14 @@ def arguments(bare, sibling, address, tmp_path_factory):
     return ["--recipe", "code", *words_of(keys)]
 
 
-def test_greedy_tokens_are_ours_and_log_probabilities_within_a_thousandth(arguments, bare, weights):
-    recipe, vocabulary = load_recipe(arguments), read_vocabulary(str(bare))
-    served = ServedTarget(recipe, vocabulary, collect_prompts(recipe, vocabulary))
+def test_greedy_tokens_are_ours_and_log_probabilities_within_a_thousandth(arguments, weights):
+    recipe = load_recipe(arguments)
+    pair = check_models(recipe)
+    served = answering_target(recipe, pair, collect_prompts(recipe, pair.target), None)
     served.check()
-    request = served._request()
+    request = served.request()
     with ThreadPoolExecutor(8) as pool:  # many in flight: before they are rounded to fp16
-        answers = list(pool.map(lambda i: served._ask(i, request), range(len(served.prompts))))
+        answers = list(pool.map(lambda prompt: served.ask(prompt, request), served.prompts))
     target = load_target(str(weights), torch.float32, "cpu", 1024)
     tokens = ties = 0
     worst = 0.0

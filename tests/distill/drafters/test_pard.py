@@ -129,12 +129,12 @@ def test_masks_that_see_or_stand_wrong_are_caught(model, monkeypatch, mutant):
 
 def test_a_loss_on_masks_alone_reaches_the_mask_and_no_token_behind_the_anchor(model):
     batch = batch_of([16], [11])
-    first, later = KIND.head_inputs(model, batch)
-    assert first.states.shape[0] == len(batch.positions)
-    assert later.states.shape[0] == len(later.entries) > 0
-    (gradient,) = torch.autograd.grad(later.states.sum(), model.mask.weight, retain_graph=True)
+    states, entries, _ = KIND.head_input(model, batch)
+    first, later = states.split([len(batch.positions), len(states) - len(batch.positions)])
+    assert len(entries) == len(states)
+    (gradient,) = torch.autograd.grad(later.sum(), model.mask.weight, retain_graph=True)
     assert gradient.abs().sum() > 0
-    (none,) = torch.autograd.grad(first.states.sum(), model.mask.weight)
+    (none,) = torch.autograd.grad(first.sum(), model.mask.weight)
     assert not none.any()
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from transformers import GemmaConfig, LlamaForCausalLM
 
 from align.trim import choose_tokens
-from distill.drafters.initialisation import AnsweredText, FrozenEmbedding
+from distill.drafters.initialisation import FrozenEmbedding
 from distill.drafters.kind import Start
 from distill.drafters.pruned import KIND, build_pruned
 from distill.export import full_vocabulary
@@ -50,8 +50,7 @@ def as_target(model):
 def prune_and_fit(target, answers, num_layers, head_size, forced):
     mass = domain_mass(answers, VOCAB)
     ids = None if head_size is None else choose_tokens(mass, head_size, forced)
-    texts = [AnsweredText(a.prompt_ids, a.response_ids) for a in answers]
-    return KIND.start(Start(as_target(target), ids, texts, num_layers, 3, ()))
+    return KIND.start(Start(as_target(target), ids, answers, num_layers, 3, ()))
 
 
 def states(target, answers, num_layers):

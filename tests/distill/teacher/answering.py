@@ -1,6 +1,5 @@
 """What each process of a run does that answers prompts; started by test_answers.py."""
 
-import dataclasses
 import os
 import signal
 
@@ -26,7 +25,7 @@ def answer_share(values, prompts, dies=None):
             os.kill(os.getpid(), signal.SIGKILL)
 
         Store.append = last
-    target = dataclasses.replace(target, stops=frozenset())
-    store = Store(recipe.folder / "store")
-    count = len(answers.answer_prompts(recipe, prompts, lambda: target, store))
+    store, settings = Store(recipe.folder / "store"), recipe.answer_settings([])
+    local = answers.LocalTarget(store, settings, lambda: target)
+    count = len(local.answers(prompts))
     print(f"process {state.process_index} of {state.num_processes}: {count} answers")

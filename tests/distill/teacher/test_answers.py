@@ -1,5 +1,6 @@
 import dataclasses
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -7,14 +8,10 @@ from scipy.stats import chi2
 
 from align.vocabulary import read_vocabulary
 from distill.teacher import answers as module
-from distill.teacher.answers import (
-    answer_prompts,
-    open_store,
-    to_answer,
-    top_logprobs,
-)
+from distill.teacher.answers import LocalTarget, open_store, to_answer, top_logprobs
 from distill.teacher.store import Answers, CacheError, Store, names_of
 from eval.decoding.target import load_target
+from eval.decoding.verification import argmax
 from tests.distill.teacher.answering import answer_share
 from tests.ranks import run_ranks
 
@@ -30,7 +27,7 @@ def target(folder):
 def answered(job, target, tmp_path):
     """The answers to PROMPTS in a store in tmp_path, by a target that never stops."""
 
-    def answer(prompts=PROMPTS, stops=frozenset(), decoder=None, folder=tmp_path, **changes):
+    def answer(prompts=PROMPTS, stops=(), decoder=None, folder=tmp_path, **changes):
         recipe = job(
             folder,
             **{
@@ -42,10 +39,12 @@ def answered(job, target, tmp_path):
                 **changes,
             },
         )
-        asked = to_answer(recipe, prompts)
-        endless = dataclasses.replace(target, stops=stops, decoder=decoder or target.decoder)
-        store, taught = Store(folder / "store"), recipe.train_on_prompts
-        return answer_prompts(recipe, asked, lambda: endless, store, (), taught)
+        asked = to_answer(prompts, recipe.answers_per_prompt, recipe.max_answers)
+        stood_in = dataclasses.replace(target, decoder=decoder or target.decoder)
+        store, settings = Store(folder / "store"), recipe.answer_settings(stops)
+        return LocalTarget(store, settings, lambda: stood_in).answers(
+            asked, recipe.train_on_prompts
+        )
 
     return answer
 
@@ -97,9 +96,9 @@ def test_an_answer_does_not_depend_on_those_beside_it(answered, tmp_path, batch)
 
 
 def test_each_draw_of_a_prompt_is_another(answered):
-    answers = answered(prompts=PROMPTS[:2], answers_per_prompt=6)
-    assert [answer.prompt_ids.tolist() for answer in answers] == PROMPTS[:2] * 6
-    assert len({tuple(answer.response_ids.tolist()) for answer in answers}) == 12
+    answers = answered(prompts=PROMPTS[:2], answers_per_prompt=6, max_answers=11)
+    assert [answer.prompt_ids.tolist() for answer in answers] == (PROMPTS[:2] * 6)[:11]
+    assert len({tuple(answer.response_ids.tolist()) for answer in answers}) == 11
 
 
 def test_first_tokens_are_drawn_from_the_distribution_at_the_temperature(answered, target):
@@ -141,21 +140,16 @@ def test_processes_make_the_cache_of_one_and_a_killed_run_goes_on(job, answered,
     for rank, (status, printed) in enumerate(resumed):
         assert status == 0, printed
         assert f"process {rank} of 3: 20 answers" in printed
-    assert "".join(printed for _, printed in resumed).count("answers: 240 tokens") == 1
+    assert "".join(printed for _, printed in resumed).count(": 240 tokens in") == 1
     assert all(path.read_bytes() == content for path, content in before.items())
     # prompts are read together with others after a kill: other sums, then fp16
     same_answers(alone, Answers(Store(folder / "store"), names_of(prompts)), 2e-3)
 
 
 def test_processes_that_do_not_share_a_folder_are_told(answered, monkeypatch):
-    class First:
-        is_main_process, process_index, num_processes, device = True, 0, 2, torch.device("cpu")
-
-        def wait_for_everyone(self):
-            pass
-
-    monkeypatch.setattr(module, "PartialState", First)
-    with pytest.raises(CacheError, match=r"lacks 1 of 5 answers .* a disk that all of them share"):
+    first = SimpleNamespace(is_main_process=True, process_index=0, num_processes=2)
+    monkeypatch.setattr(module, "PartialState", lambda: first)
+    with pytest.raises(CacheError, match=r"lacks 1 of 5 entries .* a disk that all of them share"):
         answered()
 
 
@@ -191,20 +185,17 @@ def test_what_is_there_is_not_answered_again(answered, target, tmp_path, monkeyp
     same_answers(resumed, answered(folder=tmp_path / "straight"), 2e-3)
 
 
-def test_a_run_of_the_prompts_in_another_order_reads_the_answers_that_are_there(answered, target):
+def test_of_more_prompts_in_another_order_only_the_new_ones_are_answered(
+    answered, target, tmp_path
+):
     first = answered()
-    again = answered(decoder=Failing(target.decoder, 0), prompts=PROMPTS[::-1])
-    texts = [[answer.text.tolist() for answer in answers] for answers in (first, again)]
-    assert texts[1] == texts[0][::-1]
-    assert [answer.index for answer in again] == list(range(len(PROMPTS)))
-
-
-def test_of_more_prompts_only_the_new_ones_are_answered(answered, target, tmp_path):
-    answered()
     counted = Failing(target.decoder, 1000)
-    more = [[7, 7, 7], *PROMPTS, [3, 4]]
+    more = [[7, 7, 7], *PROMPTS[::-1], [3, 4]]
     answers = answered(prompts=more, decoder=counted)
     assert [answer.prompt_ids.tolist() for answer in answers] == more
+    assert [answer.index for answer in answers] == list(range(len(more)))
+    texts = [[answer.text.tolist() for answer in some] for some in (first, answers)]
+    assert texts[1][1:-1] == texts[0][::-1]
     assert counted.calls == 1 + 12  # both prompts are read at once, then a token at a time
     assert len(list(tmp_path.glob("store/shard-*"))) == 2
 
@@ -216,7 +207,9 @@ def key(job, folder, tmp_path):
     def make(**changes):
         keys = {"answer_temperature": 0.8, "seed": 1, "target": "target"} | changes
         recipe = job(tmp_path, **keys | {"target": str(folder / keys["target"])})
-        return open_store(recipe, read_vocabulary(recipe.target)).folder.name
+        target = read_vocabulary(recipe.target)
+        settings = recipe.answer_settings(target.all_stops)
+        return open_store(settings, target, recipe.dtype).folder.name
 
     return make
 
@@ -268,6 +261,15 @@ def test_each_of_several_ends_of_text_ends_an_answer_and_is_taught(answered, tmp
 def test_answers_that_are_all_empty_are_an_error(answered):
     with pytest.raises(ValueError, match="All 5 answers of the target are empty: it stops at its"):
         answered(stops=frozenset(range(300)))
+
+
+def test_of_equally_likely_tokens_the_generated_one_stands_first():
+    logits = torch.randn(200, 1000).to(torch.bfloat16)
+    for column in torch.randint(1000, (3, 200, 1)):
+        logits.scatter_(1, column, logits.amax(-1, keepdim=True))
+    ids, logprobs = top_logprobs(logits, 5)
+    assert torch.equal(ids[:, 0], argmax(logits))
+    assert (logprobs.diff(dim=-1) <= 0).all()
 
 
 def test_what_the_top_tokens_lack_of_one_is_the_mass_of_the_rest():

@@ -1,16 +1,17 @@
 """A vLLM of the run's own, with a stand-in for it: started when needed, and always ended."""
 
 import sys
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 import torch
 
-from align.vocabulary import read_vocabulary
+from distill.models import check_models
 from distill.prompt_sets import collect_prompts
-from distill.teacher import answers, served, started_vllm
-from distill.teacher.answers import open_store, who_answers
-from distill.teacher.started_vllm import StartedVllm
+from distill.teacher import served, started_vllm
+from distill.teacher.answers import who_answers
+from distill.teacher.started_vllm import answering_target
+from distill.teacher.store import names_of
 from distill.train import run
 from eval.decoding.target import load_target
 from eval.engines.environment import VLLM_PYTHON, EngineMissing
@@ -49,7 +50,7 @@ def test_a_run_answers_there_and_goes_on_as_one_that_answers_itself(
     assert run(recipe) == 0
     shown = capsys.readouterr().out
     assert "answers: vllm, since the recipe names it" in shown
-    assert "11 of 11 answers made" in shown  # two of them are held out
+    assert shown.count("2 of 2 answers made") == shown.count("9 of 9 answers made") == 1
     ((server, target, _, about),) = started
     assert server.ended
     assert str(target) == recipe.target
@@ -62,17 +63,10 @@ def test_a_run_answers_there_and_goes_on_as_one_that_answers_itself(
     assert report.held_out.points
     assert report.provenance["answers"] == {"vllm": 9}
     assert (recipe.folder / "draft" / "README.md").is_file()
-    vocabulary = read_vocabulary(recipe.target)
-    prompts, store = collect_prompts(recipe, vocabulary), open_store(recipe, vocabulary)
-    again = StartedVllm(recipe, vocabulary, prompts, store)
-    assert len(again.held_out) == 2
-    assert not {*again.held_out} & {*again.answers().names}  # they are not trained on
-
-    assert run(job(tmp_path / "here", answers="local", coverage_curve=True, **keys)) == 0
-    shown = capsys.readouterr().out
-    assert shown.count("0 of 2 answers made") == shown.count("0 of 9 answers made") == 1
-    assert run(job(tmp_path / "again", answers="vllm", coverage_curve=True, **keys)) == 0
-    assert "0 of 11 answers made" in capsys.readouterr().out
+    for by in ("local", "vllm"):
+        assert run(job(tmp_path / by, answers=by, coverage_curve=True, **keys)) == 0
+        shown = capsys.readouterr().out
+        assert shown.count("0 of 2 answers made") == shown.count("0 of 9 answers made") == 1
     assert len(started) == 1
 
 
@@ -80,9 +74,8 @@ def test_a_run_answers_there_and_goes_on_as_one_that_answers_itself(
 def asked(job, tmp_path):
     """A recipe's target that is to answer in a vLLM of its own."""
     recipe = job(tmp_path / "run", answers="vllm", answer_batch_size=2, answer_max_new_tokens=12)
-    vocabulary = read_vocabulary(recipe.target)
-    store = open_store(recipe, vocabulary)
-    return StartedVllm(recipe, vocabulary, collect_prompts(recipe, vocabulary), store)
+    pair = check_models(recipe)
+    return answering_target(recipe, pair, collect_prompts(recipe, pair.target), None)
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, ServerError])
@@ -96,16 +89,16 @@ def test_it_ends_whatever_happens_and_what_it_answered_stays(asked, started, mon
             raise failure
 
     monkeypatch.setattr(asked.store, "append", fails)
-    with pytest.raises(failure):
-        asked.answers()
+    with pytest.raises(failure), closing(asked):
+        asked.answers(asked.prompts)
     assert started[0][0].ended
-    kept = 11 - len(asked._unanswered())
+    kept = 11 - len(asked.store.missing(names_of(asked.prompts)))
     assert 0 < kept < 11
     monkeypatch.setattr(asked.store, "append", append)
-    assert len(asked.answers()) == 11
-    asked.close()
+    with closing(asked):
+        assert len(asked.answers(asked.prompts)) == 11
     assert started[1][0].ended
-    assert started[1][0].answered < 11 - kept + 3  # the check, and none of those that are there
+    assert started[1][0].answered < 11 - kept + 2  # the check, and none of those that are there
 
 
 def test_without_vllm_it_is_refused_with_the_commands_that_install_it(
@@ -121,23 +114,22 @@ def test_without_vllm_it_is_refused_with_the_commands_that_install_it(
 
 
 @pytest.mark.parametrize(
-    ("device", "installed", "changes", "by", "why"),
+    ("device", "installed", "answers", "taught", "by", "why"),
     [
-        ("cpu", True, {}, "local", "on the CPU"),
-        ("cuda", True, {}, "vllm", "should be faster"),
-        ("cuda", True, {"train_on_prompts": True}, "local", "train_on_prompts"),
-        ("cuda", False, {}, "local", "pip install"),
-        ("cuda", True, {"answers": "local"}, "local", "the recipe names it"),
-        ("cpu", False, {"answers": "vllm"}, "vllm", "the recipe names it"),
+        ("cpu", True, "auto", False, "local", "on the CPU"),
+        ("cuda", True, "auto", False, "vllm", "should be faster"),
+        ("cuda", True, "auto", True, "local", "train_on_prompts"),
+        ("cuda", False, "auto", False, "local", "pip install"),
+        ("cuda", True, "local", False, "local", "the recipe names it"),
+        ("cpu", False, "vllm", False, "vllm", "the recipe names it"),
     ],
 )
 def test_who_answers_where_nobody_is_named(
-    job, tmp_path, monkeypatch, device, installed, changes, by, why
+    tmp_path, monkeypatch, device, installed, answers, taught, by, why
 ):
-    monkeypatch.setattr(answers, "target_device", lambda recipe: device)
     if not installed:
         monkeypatch.delenv(VLLM_PYTHON)
         monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "empty"))
-    chosen, reason = who_answers(job(tmp_path / "run", **changes))
+    chosen, reason = who_answers(answers, device, taught)
     assert chosen == by
     assert why in reason
