@@ -8,14 +8,14 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from eval.decoding.forward import Decoder
+from eval.decoding.fused import FusedDecoder
 from eval.decoding.graphs import CudaGraphs, GraphedDecoder
-from eval.decoding.lean import LeanDecoder
-from eval.decoding.stock import StockDecoder, refuse_states
+from eval.decoding.transformers_forward import TransformersDecoder, refuse_states
 from eval.decoding.weights import INT8_TERMS
 
 # Families whose blocks are RMSNorm, rotary attention with grouped keys, a gated MLP, and no more.
 # Not Gemma-2: torch's fused attention cannot cap scores.
-LEAN_FAMILIES = (
+FUSED_FAMILIES = (
     "llama",
     "mistral",
     "qwen2",
@@ -63,9 +63,9 @@ def build_decoder(
     No weight is copied: the decoder reads the model's own, of which those it fuses become views.
     context_length: positions a row will ever have (prompt and answer). embedding: a tensor equal to
     the model's input embedding, shared instead of the model's own (a pruned draft reads its
-    target's). int8: the layers and the head copied in eight bits where the lean decoder has kernels
-    for their shapes; other logits than the model's, so for drafts only. fp32: computes in fp32, the
-    model's weights converted a piece at a time as they are used.
+    target's). int8: the layers and the head copied in eight bits where a fused forward has kernels
+    for their shapes; the logits differ from the model's, so for drafts only. fp32: computes in
+    fp32, the model's weights converted a piece at a time as they are used.
     """
     config = model.config.get_text_config()
     longest = longest_context(config)
@@ -74,25 +74,29 @@ def build_decoder(
             f"A context of {context_length} tokens was asked for, but {config.model_type} reads "
             f"{longest} positions by the same angles; shorten max_new_tokens or the prompts."
         )
-    if _is_lean(model):
+    if _is_fusible(model):
         int8 = int8 and _fits_int8(model)
-        lean = LeanDecoder(model, context_length, embedding, int8, fp32)
+        fused = FusedDecoder(model, context_length, embedding, int8, fp32)
         # an fp32 check converts each weight as it is used: no launch holds it up
-        if fp32 or lean.device.type != "cuda" or {*lean.devices, lean.head.device} != {lean.device}:
-            return lean
-        return GraphedDecoder(lean, CudaGraphs(lean.device))
+        if (
+            fp32
+            or fused.device.type != "cuda"
+            or {*fused.devices, fused.head.device} != {fused.device}
+        ):
+            return fused
+        return GraphedDecoder(fused, CudaGraphs(fused.device))
     if len(places := {str(p.device) for p in model.parameters()}) > 1:
         raise ValueError(
             f"The layers of a {config.model_type} model lie on {', '.join(sorted(places))}, but "
-            f"only those of {', '.join(LEAN_FAMILIES)} may be spread; load it on one device, or "
+            f"only those of {', '.join(FUSED_FAMILIES)} may be spread; load it on one device, or "
             "let a server answer (answers: server)."
         )
-    return StockDecoder(model, context_length, fp32)
+    return TransformersDecoder(model, context_length, fp32)
 
 
-def _is_lean(model: PreTrainedModel) -> bool:
+def _is_fusible(model: PreTrainedModel) -> bool:
     config: Any = model.config
-    if config.model_type not in LEAN_FAMILIES:
+    if config.model_type not in FUSED_FAMILIES:
         return False
     gemma = config.model_type == "gemma3_text"
     if gemma and (config.use_bidirectional_attention or config.final_logit_softcapping):

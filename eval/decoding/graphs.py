@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from eval.decoding.forward import HiddenStates, KVCache
-from eval.decoding.lean import LeanDecoder
+from eval.decoding.fused import FusedDecoder
 
 WIDEST = 16  # tokens of a recorded forward at most
 BUCKET = 256  # slots
@@ -68,31 +68,31 @@ class CudaGraphs:
 
 
 class GraphedDecoder:
-    """A lean decoder whose forwards of one row and a few tokens are recorded and replayed.
+    """A fused decoder whose forwards of one row and a few tokens are recorded and replayed.
 
     recordings: count of all such decoders, so that a timing shows whether it held one.
     """
 
     recordings = 0
 
-    def __init__(self, lean: LeanDecoder, record: Record) -> None:
-        self.lean, self.record = lean, record
-        self.embedding, self.device, self.dtype = lean.embedding, lean.device, lean.dtype
-        self.context_length = lean.context_length
-        self.own_bytes = lean.own_bytes
+    def __init__(self, fused: FusedDecoder, record: Record) -> None:
+        self.fused, self.record = fused, record
+        self.embedding, self.device, self.dtype = fused.embedding, fused.device, fused.dtype
+        self.context_length = fused.context_length
+        self.own_bytes = fused.own_bytes
         self._free: dict[int, list[StaticCache]] = defaultdict(list)  # by slots
         self._numbers = itertools.count()
         self._recorded: dict[tuple[Any, ...], Callable[[], list[Tensor]]] = {}
         self._tokens: dict[int, Tensor] = {}  # by width
-        self._start = torch.zeros(1, dtype=torch.long, device=lean.device)
+        self._start = torch.zeros(1, dtype=torch.long, device=fused.device)
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
         if rows > 1:
-            return self.lean.new_cache(rows, slots)
+            return self.fused.new_cache(rows, slots)
         slots = -(-slots // BUCKET) * BUCKET
         free = self._free[slots]
         if not free:
-            new = self.lean.new_cache(1, slots)
+            new = self.fused.new_cache(1, slots)
             free.append(StaticCache(new.keys, new.values, next(self._numbers)))
         pooled = free.pop()
         cache = StaticCache(pooled.keys, pooled.values, pooled.number)
@@ -110,7 +110,7 @@ class GraphedDecoder:
     ) -> Tensor:
         width = tokens.shape[1]
         if not isinstance(cache, StaticCache) or isinstance(start, Tensor) or width > WIDEST:
-            return self.lean.forward(tokens, start, cache, last_only, states)
+            return self.fused.forward(tokens, start, cache, last_only, states)
         length = -(-(start + width) // BUCKET) * BUCKET
         layers = tuple(states or ())
         key = (cache.number, width, length, last_only, layers)
@@ -140,7 +140,7 @@ class GraphedDecoder:
         def run(tokens: Tensor, start: Tensor, *held: Tensor) -> list[Tensor]:
             states: HiddenStates = dict.fromkeys(layers)
             cached = KVCache([*held[:count]], [*held[count:]])
-            logits = self.lean.static_forward(tokens, start, cached, length, last_only, states)
+            logits = self.fused.static_forward(tokens, start, cached, length, last_only, states)
             return [logits, *(state for state in states.values() if state is not None)]
 
         return self.record(run, [read, self._start, *cache.keys, *cache.values])

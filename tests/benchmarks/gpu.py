@@ -138,7 +138,7 @@ def main(shape):
     how = Decoding(Sampling(), frozenset(), new_tokens)
     figures |= measured(target, drafter, prompts, ids, how)
     if isinstance(target.decoder, GraphedDecoder):
-        target.decoder, drafter.decoder = target.decoder.lean, drafter.decoder.lean
+        target.decoder, drafter.decoder = target.decoder.fused, drafter.decoder.fused
         figures["without CUDA graphs"] = measured(target, drafter, prompts, ids, how)
     print(json.dumps(figures, indent=1))
     return figures

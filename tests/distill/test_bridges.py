@@ -21,7 +21,7 @@ from distill.models import check_models, target_loader
 from distill.prompt_sets import collect_prompts
 from distill.run_folder import claim_folder
 from distill.train import run
-from eval.decoding.lean import LeanDecoder
+from eval.decoding.fused import FusedDecoder
 from eval.reporting.fields import read_report
 from tests.distill.conftest import TOKENS
 
@@ -112,7 +112,7 @@ def test_a_gemma_target_with_a_llama_draft(folder, job, tmp_path):
     pair = check_models(recipe)
     assert pair.strategy == "transplant"
     target = target_loader(recipe, collect_prompts(recipe, pair.target))()
-    assert isinstance(target.decoder, LeanDecoder)
+    assert isinstance(target.decoder, FusedDecoder)
     blocks = report["drafts"]
     assert all(block["lossless"]["identical"] == 3 for block in blocks.values())
     assert blocks["tuned"]["vocabulary"]["relation"] == "identical"  # padding rows included

@@ -49,7 +49,7 @@ def test_logits_are_those_of_the_cpu(tiny_llama):
 
 def test_a_replayed_graph_computes_what_the_forward_does(tiny_llama):
     graphed = build_decoder(tiny_llama(1, spread=4, num_key_value_heads=2).cuda(), 600)
-    plain, generator = graphed.lean, torch.Generator().manual_seed(4)
+    plain, generator = graphed.fused, torch.Generator().manual_seed(4)
     caches = graphed.new_cache(1, 600), plain.new_cache(1, 600)
     at = 0
     for width in [30, 1, 4, 1, 220, 4, 1, 3, 1, 4, 1, 1]:  # beyond the first bucket of slots

@@ -12,7 +12,7 @@ from align.vocab_map import build_map
 from align.vocabulary import read_vocabulary
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.loading import load_drafter
-from eval.decoding.lean import LeanDecoder
+from eval.decoding.fused import FusedDecoder
 from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
@@ -93,7 +93,7 @@ def pair():
     ids = render_set("", short, target.tokenizer, 500, NEW).ids
     context = max(map(len, ids)) + NEW + 8
     target.decoder = build_decoder(target.model, context)
-    assert isinstance(target.decoder, LeanDecoder)
+    assert isinstance(target.decoder, FusedDecoder)
     answers = target_texts(target, ids, Decoding(Sampling(), target.stops, NEW))
     exact = load_target(GEMMA, torch.float32, "cpu", context)
     return target, exact, PromptSet("HumanEval", short, ids), answers

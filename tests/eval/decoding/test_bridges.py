@@ -115,7 +115,7 @@ def test_no_strategy_changes_the_model_it_is_given(checkpoints, load, monkeypatc
 
 
 def plain_q(name, model, context, sampling):
-    """q after `context` [V] by the stock model and the tables above, token by token."""
+    """q after `context` [V] by the model of transformers and the tables above, token by token."""
     _, strategy, words, _ = BRIDGES[name]
     own = [*words["tokens"], *(word for word, _ in words.get("added", []))]
     if name == "trimmed":

@@ -24,8 +24,8 @@ from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
 from eval.decoding.drafters.medusa import MedusaDrafter, MedusaSession
 from eval.decoding.drafters.pard import PardDrafter
 from eval.decoding.loop import Decoding, decode
-from eval.decoding.stock import StockDecoder
 from eval.decoding.target import Target
+from eval.decoding.transformers_forward import TransformersDecoder
 from eval.decoding.verification import Sampling
 from eval.decoding.weights import Product
 from eval.measuring.evaluation import Plan, evaluate
@@ -153,7 +153,10 @@ DRAFTERS = {
     "unrelated": (lambda world: world.drafter(world.model(7)), "any"),
     "trimmed": (trimmed, "some"),
     "padded": (padded, "any"),
-    "Transformers forward": (lambda world: world.drafter(world.noisy(), StockDecoder), "some"),
+    "Transformers forward": (
+        lambda world: world.drafter(world.noisy(), TransformersDecoder),
+        "some",
+    ),
     "by map": (by_map, "any"),
     "by map, short of room": (lambda world: by_map(world, 14), "any"),
     "transplanted": (transplanted, "any"),

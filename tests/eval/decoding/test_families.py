@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from eval.decoding.build import build_decoder
-from eval.decoding.lean import BATCHED_ROWS, LeanDecoder
-from eval.decoding.stock import StockDecoder
+from eval.decoding.fused import BATCHED_ROWS, FusedDecoder
+from eval.decoding.transformers_forward import TransformersDecoder
 
 PAGE = Path(__file__).parents[3] / "docs/families.md"
 VOCAB, CONTEXT, WINDOW = 53, 48, 8
@@ -128,7 +128,7 @@ FAMILIES = {
     "Mamba": {},
     "DeepseekV32": MLA,
 }
-LEAN = "Llama,Mistral,Qwen2,Qwen3,Gemma3 Gemma3TextConfig,Phi3,Olmo2,Granite,SmolLM3".split(",")
+FUSED = "Llama,Mistral,Qwen2,Qwen3,Gemma3 Gemma3TextConfig,Phi3,Olmo2,Granite,SmolLM3".split(",")
 
 
 def made(family):
@@ -186,7 +186,9 @@ def row(family):
     """The row of a family in the table."""
     model, hidden = made(family), ""
     decoder, refusal = built(model)
-    kind = "lean" if isinstance(decoder, LeanDecoder) else "stock" if decoder else "refused"
+    kind = (
+        "fused" if isinstance(decoder, FusedDecoder) else "Transformers" if decoder else "refused"
+    )
     if decoder and "sliding_window" in FAMILIES[family]:
         hidden = "window"
     if decoder and "attention_chunk_size" in FAMILIES[family]:
@@ -204,26 +206,26 @@ def test_a_family_has_the_logits_of_transformers_or_is_refused(family):
         return
     exact = plain(model)
     for dtype in (torch.float32, torch.bfloat16):
-        stock = plain(model.to(dtype))
+        theirs = plain(model.to(dtype))
         decoders = [build_decoder(model, CONTEXT)]
-        if isinstance(decoders[0], LeanDecoder):
-            decoders.append(StockDecoder(model, CONTEXT))
+        if isinstance(decoders[0], FusedDecoder):
+            decoders.append(TransformersDecoder(model, CONTEXT))
         for decoder in decoders:
             whole, places, ragged = decoded(decoder)
             some, rounded = (
-                x.gather(1, places[..., None].expand_as(ragged)) for x in (exact, stock)
+                x.gather(1, places[..., None].expand_as(ragged)) for x in (exact, theirs)
             )
-            for got, want, theirs in ((whole, exact, stock), (ragged, some, rounded)):
+            for got, want, other in ((whole, exact, theirs), (ragged, some, rounded)):
                 if dtype == torch.float32:
                     torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
                 else:  # both are off by rounding, in another order: none twice as far as the other
-                    assert (got - want).norm() < 2 * (theirs - want).norm()
+                    assert (got - want).norm() < 2 * (other - want).norm()
 
 
-@pytest.mark.parametrize("family", LEAN)
-def test_a_lean_token_has_the_bits_in_a_block_that_it_has_alone(family):
+@pytest.mark.parametrize("family", FUSED)
+def test_a_token_of_a_fused_forward_has_the_bits_in_a_block_that_it_has_alone(family):
     decoder, _ = built(made(family).to(torch.bfloat16))
-    assert isinstance(decoder, LeanDecoder)
+    assert isinstance(decoder, FusedDecoder)
     text, cache = texts()[:1], decoder.new_cache(1, CONTEXT)
     decoder.forward(text[:, :35], 0, cache)
     block = decoder.forward(text[:, 35:], 35, cache)
@@ -238,7 +240,7 @@ def test_a_window_may_hide_whole_blocks_of_slots(dtype):
     model = transformers.MistralForCausalLM(transformers.MistralConfig(**shape)).eval().to(dtype)
     text = torch.randint(3, VOCAB, (1, 1300), generator=torch.Generator().manual_seed(1))
     decoder = build_decoder(model, 1400)
-    assert isinstance(decoder, LeanDecoder)
+    assert isinstance(decoder, FusedDecoder)
     cache, many = decoder.new_cache(1, 1400), decoder.new_cache(BATCHED_ROWS, 1400)
     decoder.forward(text[:, :1290], 0, cache)
     block = decoder.forward(text[:, 1290:], 1290, cache)
@@ -263,11 +265,11 @@ def page():
 Made by `python tests/eval/decoding/test_families.py` and kept up to date by its tests, from tiny
 random models of transformers' own classes.
 
-- **lean**: our own forward, the fastest.
-- **stock**: the modules of transformers on our cache, as exact but slower.
+- **fused**: a fused forward written here, the fastest.
+- **Transformers**: the modules of transformers on our cache, as exact but slower.
 - **refused**: in one sentence when the model is loaded, before anything is spent.
 
-Lean and stock have the logits of transformers' own forward, in fp32 and within rounding in bf16: of
+Both have the logits of transformers' own forward, in fp32 and within rounding in bf16: of
 a row alone, of rows at different positions, after drafted tokens were taken back, and beyond the
 window or the chunk, which is a mask over a cache of the whole text. A family that is not here is
 tried on eight tokens when it is loaded, and refused if its logits differ.

@@ -22,9 +22,9 @@ from transformers import (
 from eval.decoding import weights
 from eval.decoding.build import build_decoder
 from eval.decoding.forward import KVCache, causal_bias
-from eval.decoding.lean import BATCHED_ROWS, LeanDecoder, batched_attention
-from eval.decoding.stock import StockDecoder
+from eval.decoding.fused import BATCHED_ROWS, FusedDecoder, batched_attention
 from eval.decoding.target import model_bytes
+from eval.decoding.transformers_forward import TransformersDecoder
 from eval.decoding.weights import INT8_ROWS, Int8Weight
 
 VOCAB, CONTEXT = 53, 48
@@ -84,8 +84,8 @@ def model(request):
 
 def decoders(model):
     built = build_decoder(model, CONTEXT)
-    assert isinstance(built, LeanDecoder)
-    return [built, StockDecoder(model, CONTEXT)]
+    assert isinstance(built, FusedDecoder)
+    return [built, TransformersDecoder(model, CONTEXT)]
 
 
 def plain(model, rows):
@@ -333,7 +333,9 @@ def test_a_decoder_in_fp32_has_the_logits_of_a_deep_copy(kind, stock, monkeypatc
     text, width = torch.tensor(drawn(20, 20)), 14
     (want, exact, rounded) = (
         build_decoder(copied, CONTEXT),
-        StockDecoder(model, CONTEXT, True) if stock else build_decoder(model, CONTEXT, fp32=True),
+        TransformersDecoder(model, CONTEXT, True)
+        if stock
+        else build_decoder(model, CONTEXT, fp32=True),
         build_decoder(model, CONTEXT),
     )
 

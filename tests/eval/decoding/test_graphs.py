@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from eval.decoding import graphs, lean, loop
+from eval.decoding import fused, graphs, loop
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters import pard
 from eval.decoding.drafters.causal_lm import CausalLMDrafter
 from eval.decoding.drafters.lookup import lookup_first
 from eval.decoding.graphs import GraphedDecoder, StaticCache
 from eval.decoding.loop import Decoding, decode
-from eval.decoding.stock import StockDecoder
 from eval.decoding.target import Target
+from eval.decoding.transformers_forward import TransformersDecoder
 from eval.decoding.verification import Sampling
 from eval.measuring.timing import Contender, decode_in_turns
 from eval.prompts import Prompt, PromptSet
@@ -46,7 +46,7 @@ class Recorder:
 
 @pytest.fixture
 def pair(tiny, monkeypatch):
-    """A lean decoder, the same one graphed, and its recorder; buckets of 32 slots."""
+    """A fused decoder, the same one graphed, and its recorder; buckets of 32 slots."""
     monkeypatch.setattr(graphs, "BUCKET", 32)
     monkeypatch.setattr(graphs, "WIDEST", 6)
     plain = build_decoder(tiny(0), CONTEXT)
@@ -98,9 +98,9 @@ def test_what_a_replay_returned_stays_after_the_next(pair):
 
 def test_a_number_read_by_the_host_is_caught(pair, monkeypatch):
     _, graphed, _ = pair
-    bias = lean.causal_bias
+    bias = fused.causal_bias
     monkeypatch.setattr(
-        lean, "causal_bias", lambda start, *rest: bias(torch.tensor([int(start)]), *rest)
+        fused, "causal_bias", lambda start, *rest: bias(torch.tensor([int(start)]), *rest)
     )
     with pytest.raises(RuntimeError, match="get value out of a tracing tensor"):
         graphed.forward(torch.tensor([[5]]), 3, graphed.new_cache(1, 40))
@@ -187,14 +187,14 @@ def test_nothing_is_recorded_within_a_timed_text(tiny, pair, monkeypatch, journa
     assert all(run.seconds < 1000 for runs in decoded for run in runs)
 
 
-@pytest.mark.parametrize("build", ["graphed", "stock"])
+@pytest.mark.parametrize("build", ["graphed", "Transformers"])
 def test_a_pard_mask_is_read_by_every_decoder(tiny, pair, monkeypatch, build):
     """Its embedding replaces the target's own of that token, which the target goes on reading."""
     plain, _, recorder = pair
     mask = VOCAB - 1
     decoders = {
         "graphed": lambda *given, int8: GraphedDecoder(build_decoder(*given), recorder),
-        "stock": lambda model, context, *_, int8: StockDecoder(model, context),
+        "Transformers": lambda model, context, *_, int8: TransformersDecoder(model, context),
     }
     monkeypatch.setattr(pard, "build_decoder", decoders[build])
     model = copy.deepcopy(tiny(0))

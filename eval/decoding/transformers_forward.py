@@ -22,7 +22,7 @@ PROBE_LENGTH = 8
 
 
 class _Slots:
-    """Where the running forward of a StockDecoder writes: `start` as in Decoder.forward."""
+    """Where the running forward of a TransformersDecoder writes: `start` as in Decoder.forward."""
 
     def __init__(self, start: int | Tensor, rows: int, width: int, device: torch.device) -> None:
         if isinstance(start, Tensor):
@@ -125,7 +125,7 @@ def refuse_states(config: Any, stateful: bool) -> None:
         )
 
 
-class StockDecoder:
+class TransformersDecoder:
     """Any causal LM of transformers behind the same interface, computed by its own modules.
 
     It is tried on a few tokens when it is built: that shows the shapes of a family's keys and

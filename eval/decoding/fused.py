@@ -69,19 +69,19 @@ class _Places(NamedTuple):
     write: Callable[[Tensor, Tensor], None]
 
 
-_Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # as of LeanDecoder._attention
+_Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # as of FusedDecoder._attention
 
 
 def _put(held: Tensor, at: slice, new: Tensor) -> None:
     held[:, :, at] = new
 
 
-class LeanDecoder:
+class FusedDecoder:
     """The weights of a Llama-like model with q/k/v and gate/up fused and no module overhead.
 
-    Same arithmetic as the stock model in the same dtype up to the order of sums (tests compare
-    them). Where the model's layers lie on several devices, each computes on its own; logits and
-    states come back to the embedding's.
+    In the same dtype the arithmetic is that of transformers' modules up to the order of sums. Where
+    the layers lie on several devices, each computes on its own; logits and states come back to the
+    embedding's.
     """
 
     def __init__(
