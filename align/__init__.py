@@ -1,4 +1,4 @@
-"""Whether a draft fits a target, and where models, tokenizers and files come from."""
+"""The fit of a draft to a target, and the sources of models, tokenizers and files."""
 
 import os
 

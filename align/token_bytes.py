@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 # Kind and bytes. A plain tuple, not a class, because the garbage collector would walk through up to
 # 262k objects again and again.
@@ -29,7 +29,7 @@ _SPACE_MARK = "\u2581"  # ▁, SentencePiece's space
 
 
 def is_used(token: Token | None) -> TypeGuard[Token]:
-    """Whether a text may hold the token."""
+    """True if a text may contain the token."""
     return token is not None and token[0] != "unused"
 
 
@@ -45,9 +45,8 @@ def backend_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The content of its tokenizer.json. Raises ValueError for one without a Rust backend."""
     if not tokenizer.is_fast:
         raise ValueError(
-            f"{type(tokenizer).__name__} is a slow tokenizer, which does not say which bytes its "
-            "tokens stand for; add the tokenizer.json of its fast form, or use a model that has "
-            "one."
+            f"{type(tokenizer).__name__} is a slow tokenizer and does not say which bytes its "
+            "tokens are; add the tokenizer.json of its fast form, or use a model that has one."
         )
     backend: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
     return backend
@@ -123,24 +122,12 @@ def _component_types(component: dict[str, Any] | None) -> Iterator[str]:
             yield from _component_types(part)
 
 
-def _byte_alphabet() -> dict[int, str]:
-    """GPT-2's alphabet turned round, as a table for str.translate.
-
-    Printable Latin-1 characters stand for their own byte; the other bytes, in order, for the
-    characters from U+0100 on. A character of Latin-1 outside the alphabet is sent to U+FFFF, so
-    that encoding it fails.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {0x100 + i: chr(byte) for i, byte in enumerate(others)}
-    return table | dict.fromkeys(others, "\uffff")
-
-
-_ALPHABET = _byte_alphabet()
+# GPT-2's alphabet: a character for each byte
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def _from_byte_alphabet(piece: str) -> bytes:
     try:
-        return piece.translate(_ALPHABET).encode("latin-1")
-    except UnicodeEncodeError:  # not written in the alphabet: the decoder takes it literally, too
+        return bytes([_BYTES[character] for character in piece])
+    except KeyError:  # not written in the alphabet: the decoder takes it literally, too
         return piece.encode()

@@ -37,7 +37,7 @@ def resized(model: PreTrainedModel, draft: Vocabulary, rows: int) -> PreTrainedM
         raise MapError(
             f"TOK-002: the tokenizer of {draft.spec!r} has ids up to {draft.count - 1}, so its "
             f"head cannot be cut to the target's {rows} rows; use strategy remap, or a draft "
-            "without tokens of its own."
+            "with the target's tokens alone."
         )
     old = model.get_output_embeddings().weight.shape[0]
     if rows == old:
@@ -66,15 +66,15 @@ def transplant(
     A mapped token keeps its row. A new token is split by the draft's tokenizer: its input row is
     that of the last piece, its output row the front-weighted mean of the pieces' rows. If
     the two are tied, this mean is both. Ids without a token get a row that is never likely.
-    Raises MapError for a head with a bias or a soft cap, which new rows would not have.
+    Raises MapError for a head with a bias or a soft cap, because new rows would not have it.
     """
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     if head.bias is not None or draft.logit_changes:
         addition = "a bias" if head.bias is not None else str(draft.logit_changes)
         raise MapError(
-            f"TOK-012: the head of {draft.spec!r} has {addition}, which rows of new tokens cannot "
-            "take over; use strategy intersection, or another draft."
+            f"TOK-012: the head of {draft.spec!r} has {addition}, and rows of new tokens cannot "
+            "take it over; use strategy intersection, or another draft."
         )
     if rows < target.count:
         raise MapError(
@@ -83,8 +83,10 @@ def transplant(
         )
     tied = head.weight is embedding.weight
     retokenizer = Retokenizer(vocab_map, target, draft)
-    pieces = [_pieces(i, retokenizer) for i in range(min(rows, len(target.tokens)))]
-    pieces += [[]] * (rows - len(pieces))
+    pieces = [
+        retokenizer.of_token(i) if is_used(token) else [] for i, token in enumerate(target.tokens)
+    ][:rows]
+    pieces += [[]] * (rows - len(pieces))  # none for entries without a token
     unused = torch.tensor([not piece for piece in pieces])
     old_in, old_out = embedding.weight.detach(), head.weight.detach()
     new_out = _weighted(old_out, pieces)
@@ -107,11 +109,6 @@ def transplant(
     if hasattr(moved.config, PARD_TOKEN):  # the row is another token's now
         delattr(moved.config, PARD_TOKEN)
     return moved
-
-
-def _pieces(i: int, retokenizer: Retokenizer) -> list[int]:
-    """Draft ids of the target's token i; none for an id without a token."""
-    return retokenizer.of_token(i) if is_used(retokenizer.target.token(i)) else []
 
 
 def _weighted(rows: Tensor, pieces: list[list[int]]) -> Tensor:

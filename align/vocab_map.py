@@ -15,7 +15,7 @@ from torch import Tensor
 
 from align.files import atomic_file
 from align.token_bytes import Token
-from align.vocabulary import Vocabulary, open_safetensors
+from align.vocabulary import Vocabulary
 
 VOCAB_MAP = "vocab_map.safetensors"  # in a run's folder
 FORMAT = "draftsmith-vocab-map/1"
@@ -46,8 +46,8 @@ def build_map(target: Vocabulary, draft: Vocabulary) -> VocabMap:
     """The map of a pair. Raises MapError if they share no token that has text."""
     if not any(kind == "normal" for kind, _ in target.used & draft.used):
         raise MapError(
-            f"TOK-001: of {len(target.used)} and {len(draft.used)} tokens {target.spec!r} and "
-            f"{draft.spec!r} share none that stands for text; name another draft."
+            f"TOK-001: {target.spec!r} ({len(target.used)} tokens) and {draft.spec!r} "
+            f"({len(draft.used)}) have no text token in common; name another draft."
         )
     to_target = _look_up(target.id_of, draft.tokens)
     to_draft = _look_up(draft.id_of, target.tokens)
@@ -63,32 +63,11 @@ def _look_up(ids: dict[Token, int], tokens: list[Token | None]) -> Tensor:
 
 
 def save_map(path: Path, vocab_map: VocabMap, target: Vocabulary, draft: Vocabulary) -> None:
-    """Write the map and the hashes of the tokenizers it was made from."""
+    """Write the map, for others to read, and the hashes of the tokenizers it was made from."""
     tensors = {"to_target": vocab_map.to_target.int(), "to_draft": vocab_map.to_draft.int()}
+    hashes = {"target_sha256": target.sha256, "draft_sha256": draft.sha256}
     with atomic_file(path, "wb") as file:
-        file.write(save(tensors, _header(target, draft)))
-
-
-def load_map(path: Path, target: Vocabulary, draft: Vocabulary) -> VocabMap:
-    """The map saved at `path`.
-
-    Raises MapError when it was made of other tokenizers, SourceError when the file is not whole.
-    """
-    with open_safetensors(path) as file:
-        header = file.metadata() or {}
-        tensors = {n: torch.from_numpy(file.get_tensor(n)).long() for n in sorted(file.keys())}
-    for name, value in _header(target, draft).items():
-        if header.get(name) != value:
-            raise MapError(
-                f"TOK-014: {path} was not made for {target.spec} and {draft.spec} ({name} is "
-                f"{header.get(name)}, not {value}); delete the map, it is made again from the "
-                "tokenizers."
-            )
-    return VocabMap(**tensors)
-
-
-def _header(target: Vocabulary, draft: Vocabulary) -> dict[str, str]:
-    return {"format": FORMAT, "target_sha256": target.sha256, "draft_sha256": draft.sha256}
+        file.write(save(tensors, {"format": FORMAT} | hashes))
 
 
 @dataclass(frozen=True)

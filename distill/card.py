@@ -19,7 +19,6 @@ from distill.recipe import read_yaml
 from eval.decoding.target import weights_sha256
 from eval.engines.local_vllm import speculation
 from eval.engines.server import ServerError
-from eval.prompts import DATA_SET
 from eval.reporting.fields import REFERENCE, DraftReport, Report
 from eval.reporting.verdict import label, measured_in
 
@@ -189,8 +188,8 @@ def is_hub_id(spec: str) -> bool:
 
 def public_name(spec: str) -> str:
     """A Hub id or a `pypi:` file, unchanged; only the last part of a local path."""
-    data_set = DATA_SET.fullmatch(spec)
-    if is_hub_id(data_set["name"] if data_set else spec) or spec.startswith("pypi:"):
+    name = re.split("[@:]", spec)[0]  # without revision, configuration and split
+    if is_hub_id(name) or spec.startswith("pypi:"):
         return spec
     return Path(spec).name
 

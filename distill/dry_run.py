@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 
 from align.machine import machine_lines
-from align.sources import load_config, weights_at_hand
+from align.sources import load_config, weights_cached
 from distill.drafters.pruned import pruned_config
 from distill.models import Pair, check_models, target_loader
 from distill.prepare import untrained_drafter
@@ -141,7 +141,7 @@ def print_example(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
 def why_not_timed(recipe: Recipe) -> str | None:
     """Why no step of this run can be timed here; None where it can."""
     for spec in filter(None, (recipe.target, recipe.draft)):
-        if not weights_at_hand(spec):
+        if not weights_cached(spec):
             return f"the weights of {spec} are not on this machine (`hf download {spec}`)"
     on_gpu = not recipe.training.get("use_cpu", False)
     if on_gpu and recipe.training.get("bf16", True) and not torch.cuda.is_available():

@@ -22,10 +22,9 @@ from align.sources import (
     resolve_checkpoint,
     weight_files,
 )
-from align.token_bytes import tokens_of
 from align.transplant import resized, transplant
 from align.trim import byte_units, choose_tokens
-from align.vocab_map import VOCAB_MAP, VocabMap, build_map, load_map
+from align.vocab_map import VocabMap, build_map
 from align.vocabulary import Vocabulary, mask_token, read_vocabulary
 from distill.prompt_sets import Prompts
 from distill.recipe import Recipe, build_recipe
@@ -101,16 +100,13 @@ def check_models(recipe: Recipe) -> Pair:
     if recipe.draft is not None and recipe.sibling is None:
         published = read_json(resolve_checkpoint(recipe.draft, weights=False) / "config.json")
     if recipe.answers != "server":  # else neither is decoded here
-        refuse_quantised(recipe.target, target.config)
+        refuse_quantised(recipe.target, target.folder)
         for spec in filter(None, (recipe.target, recipe.sibling)):
             refuse_undecodable(load_config(spec))
     verdict = compare(target, draft)
     strategy = choose_strategy(verdict, recipe.strategy, tuned=True)
     print(f"vocabulary: {verdict.relation}, strategy {strategy}")
-    vocab_map = None
-    if strategy in ("remap", "transplant"):
-        path = recipe.folder / VOCAB_MAP
-        vocab_map = load_map(path, target, draft) if path.exists() else build_map(target, draft)
+    vocab_map = build_map(target, draft) if strategy in ("remap", "transplant") else None
     mask = mask_token(target) if recipe.kind.added_modules else None
     if recipe.cache_top_k > target.rows:
         raise ValueError(
@@ -170,8 +166,7 @@ def check_prunable(config: dict[str, Any], num_layers: int) -> None:
 
 def forced_tokens(target: Vocabulary) -> set[int]:
     """Ids that a trimmed head always keeps: stops, special tokens, the byte units."""
-    tokenizer = load_tokenizer(target.spec)
-    return {*target.all_stops, *tokenizer.all_special_ids, *byte_units(tokens_of(tokenizer))}
+    return {*target.all_stops, *target.tokenizer.all_special_ids, *byte_units(target.tokens)}
 
 
 def target_loader(recipe: Recipe, prompts: Prompts) -> functools._lru_cache_wrapper[Target]:

@@ -12,20 +12,20 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from transformers import AutoConfig
 
 from align.files import atomic_folder, write_json
 from align.machine import from_first
-from align.sources import load_tokenizer, read_json
+from align.sources import read_json
 from align.vocabulary import Vocabulary
 from distill.recipe import Recipe
 from eval.decoding.build import longest_context
 from eval.measuring.intervals import FEWEST_CLUSTERS
 from eval.near_duplicates import NearDuplicates, Overlap, drop_overlap
 from eval.prompts import (
-    Lengths,
     Prompt,
     PromptError,
     PromptSet,
@@ -71,37 +71,32 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
     a draft is evaluated on the prompts that its training prompts were compared with. Raises
     PromptError, SourceError.
     """
-    tokenizer = load_tokenizer(target.spec)
     config = AutoConfig.from_pretrained(target.folder).get_text_config()
     room = longest_context(config) - recipe.max_gamma - 1
-    lengths = Lengths(recipe.max_prompt_length, recipe.long_prompts)
-    longest = max(recipe.answer_max_new_tokens, recipe.max_new_tokens)
+    lengths = recipe.max_prompt_length, recipe.long_prompts
 
-    def training(part: list[Prompt]) -> PromptSet:
-        return rendered(recipe.train_prompts, part, longest)
-
-    def evaluation(part: list[Prompt]) -> PromptSet:
-        return rendered(recipe.eval_prompts, part, recipe.max_new_tokens)
-
-    def rendered(source: str, part: list[Prompt], new_tokens: int) -> PromptSet:
+    def rendered(source: str, new_tokens: int, part: list[Prompt]) -> PromptSet:
         asked = in_chat_form(
-            part, recipe.instruction, tokenizer.chat_template, recipe.chat_template_kwargs
+            part, recipe.instruction, target.tokenizer.chat_template, recipe.chat_template_kwargs
         )
-        return render_set(source, asked, tokenizer, room, new_tokens, lengths)
+        return render_set(source, asked, target.tokenizer, room, new_tokens, *lengths)
 
+    longest = max(recipe.answer_max_new_tokens, recipe.max_new_tokens)
+    training = partial(rendered, recipe.train_prompts, longest)
+    evaluation = partial(rendered, recipe.eval_prompts, recipe.max_new_tokens)
     if not recipe.dry_run and from_first((recipe.folder / PROMPTS).is_dir()):
         sets = _kept(recipe.folder / PROMPTS, training, evaluation)
     else:
         sets = _chosen(recipe, training, evaluation)
-    near = sets.overlap.exact + sets.overlap.near
-    sets = replace(sets, evaluation=replace(sets.evaluation, overlap=near))
+    # training prompts that overlap are dropped
+    sets = replace(sets, evaluation=replace(sets.evaluation, overlap=0))
     print(
         f"prompts: {len(sets.training.ids)} to train on "
         f"({sum(map(len, sets.training.ids))} tokens), {len(sets.held_out.ids)} held out, "
         f"{len(sets.tuning.ids)} to choose the draft length, {len(sets.evaluation.ids)} to "
         f"evaluate\nprompts: {sets.overlap.dropped} dropped as near-duplicates"
     )
-    if tokenizer.chat_template and sets.training.in_chat_form < 1:
+    if target.tokenizer.chat_template and sets.training.in_chat_form < 1:
         print(
             f"Warning: {1 - sets.training.in_chat_form:.0%} of the training prompts are raw, "
             "though the target has a chat template: set instruction, or give `messages`."
@@ -179,7 +174,6 @@ def training_prompts(
     elif spec == LICENCES:
         source = licence_prompts(held_out=False)
     else:
-        _refuse_unknown_builder(spec)
         source = open_prompts(spec)
     order = list(range(len(source)))
     random.Random(seed).shuffle(order)
@@ -198,18 +192,12 @@ def evaluation_prompts(spec: str, limit: int | None, seed: int) -> list[Prompt]:
     """Evaluation prompts; the licence builder gives those of documents held out from training."""
     if spec == STDLIB:
         raise PromptError(
-            f"eval_prompts is {spec!r}, which is to train on and has no held-out part; evaluate on "
-            "HumanEval, another data set or a file."
+            f"eval_prompts is {spec!r}, but these prompts are to train on and have no held-out "
+            "part; evaluate on HumanEval, another data set or a file."
         )
     if spec == LICENCES:
         return draw(licence_prompts(held_out=True), limit, seed)
-    _refuse_unknown_builder(spec)
     return load_prompts(spec, limit, seed)
-
-
-def _refuse_unknown_builder(spec: str) -> None:
-    if spec.startswith("embedded:"):
-        raise PromptError(f"There are no prompts {spec!r}; there are {STDLIB} and {LICENCES}.")
 
 
 def _held_out(

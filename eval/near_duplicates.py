@@ -12,13 +12,16 @@ from itertools import chain
 from eval.prompts import Prompt
 
 SHINGLE = 5  # words
+# Scripts without spaces between words, from Thai to Han: each character counts as a word.
+UNSPACED = "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]"
+WORD = re.compile(rf"{UNSPACED}|(?:(?!{UNSPACED})\w)+")
 NEAR_DUPLICATE = 0.5  # Jaccard similarity from which two texts are near-duplicates
 CONTAINED = 0.8  # ... or this share of the shorter one's shingles is in the other
 
 
 def shingles(text: str) -> frozenset[str]:
     """The runs of SHINGLE words of a text, in lower case; a shorter text is one run."""
-    words = re.findall(r"\w+", text.lower())
+    words = WORD.findall(text.lower()) or text.split()  # emoji are no words
     count = max(len(words) - SHINGLE + 1, 1)
     return frozenset(" ".join(words[i : i + SHINGLE]) for i in range(count))
 
@@ -47,7 +50,7 @@ class NearDuplicates:
             yield i, count / (len(runs) + size - count), count / min(len(runs), size)
 
     def closest(self, text: str) -> tuple[bool, float]:
-        """Whether the text nearly duplicates one of them, and its largest Jaccard similarity."""
+        """True if the text nearly duplicates one of them; and its largest Jaccard similarity."""
         similar = list(self.similar(text))
         near = any(jaccard >= NEAR_DUPLICATE or share >= CONTAINED for _, jaccard, share in similar)
         return near, max((jaccard for _, jaccard, _ in similar), default=0.0)
@@ -55,21 +58,14 @@ class NearDuplicates:
 
 @dataclass(frozen=True)
 class Overlap:
-    """The overlap of training and evaluation prompts.
+    """The overlap of training and evaluation prompts. Training prompts that overlap are dropped.
 
-    exact, near: training prompts left that equal, or nearly duplicate, an evaluation prompt; 0,
-    because those are dropped. dropped: how many. max_jaccard: of the closest pair that is left.
+    dropped: how many equalled, or nearly duplicated, an evaluation prompt. max_jaccard: of the
+    closest pair that is left.
     """
 
-    exact: int
-    near: int
     dropped: int
     max_jaccard: float
-    threshold: float = NEAR_DUPLICATE
-    method: str = (
-        f"Jaccard similarity of {SHINGLE}-word shingles, exact; also a prompt that holds "
-        f"{CONTAINED:.0%} of another's shingles is a near-duplicate"
-    )
 
 
 def drop_overlap(
@@ -88,4 +84,4 @@ def drop_overlap(
         elif (content := json.dumps([prompt.prompt, prompt.messages, prompt.tools])) not in kept:
             kept[content] = prompt
             largest = max(largest, similarity)
-    return list(kept.values()), Overlap(0, 0, dropped, round(largest, 4))
+    return list(kept.values()), Overlap(dropped, round(largest, 4))

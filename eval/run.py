@@ -49,7 +49,6 @@ from eval.measuring.evaluation import Plan, context_length, evaluate
 from eval.measuring.intervals import FEWEST_CLUSTERS
 from eval.measuring.journal import INTERRUPTED, JOURNAL, Journal
 from eval.prompts import (
-    Lengths,
     LongPrompts,
     Prompt,
     PromptSet,
@@ -247,9 +246,8 @@ def _take_from_run(args: argparse.Namespace) -> None:
                 "were asked; give --prompts, or leave it out."
             )
     made_by = args.run / "provenance.json"
-    overlap = read_json(made_by).get("overlap") if made_by.is_file() else None
-    if args.prompts is None and overlap:
-        args.overlap = overlap["exact"] + overlap["near"]
+    if args.prompts is None and made_by.is_file() and "overlap" in read_json(made_by):
+        args.overlap = 0  # the run has dropped what overlapped
     args.prompts = args.prompts or str(args.run / "prompts" / "eval.jsonl")
     args.tuning = args.run / "prompts" / "tuning.jsonl"
     if args.strategy == "auto":
@@ -264,14 +262,14 @@ def _prompt_sets(
     args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
 ) -> tuple[PromptSet, PromptSet]:
     """Prompts to evaluate and prompts to choose gamma on, which are never the same."""
-    lengths = Lengths(args.max_prompt_length, args.long_prompts)
+    lengths = args.max_prompt_length, args.long_prompts
     room = longest_context(config.get_text_config()) - args.max_gamma - 1
 
     def rendered(part: list[Prompt]) -> PromptSet:
         asked = in_chat_form(
             part, args.instruction, tokenizer.chat_template, args.chat_template_kwargs
         )
-        return render_set(args.prompts, asked, tokenizer, room, args.max_new_tokens, lengths)
+        return render_set(args.prompts, asked, tokenizer, room, args.max_new_tokens, *lengths)
 
     prompts = rendered(load_prompts(args.prompts, args.max_prompts, args.seed))
     prompts = replace(prompts, overlap=args.overlap)

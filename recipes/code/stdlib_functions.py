@@ -30,12 +30,12 @@ _RETURN_TYPES = {
     "int": r"Returns? (a|the) (number|length|size|count|index|integer)",
     "str": r"Returns? (a|the) (\w+ )?(string|name|text)",
 }
-_IN_CONTEXT = 0.05  # share that stand after another function of their module
+_IN_CONTEXT = 0.05  # share of prompts that show another function of the module first
 
 
 @dataclass(frozen=True)
 class _Function:
-    """A documented function of the standard library, a method made to stand alone."""
+    """A documented function of the standard library; a method is written as a function."""
 
     identity: str
     name: str
@@ -49,7 +49,7 @@ def stdlib_prompts() -> list[Prompt]:
 
     They look like those of HumanEval, on which drafts are evaluated: imports, signature and
     docstring, for a function to be written; a recipe's `instruction` says how an Instruct model is
-    asked to. Some stand after another function of their module (`category` says so).
+    asked to. Some show another function of their module first (`category` is "in context").
     """
     prompts = []
     for function in _documented_functions():

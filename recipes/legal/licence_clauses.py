@@ -51,7 +51,7 @@ def licence_prompts(held_out: bool) -> list[Prompt]:
 
 @functools.cache
 def _licence_split() -> tuple[list[_Clause], list[_Clause]]:
-    """Clauses to train on, and held-out ones. One document stands for all its near-duplicates."""
+    """Clauses to train on, and held-out ones, from one document of each near-duplicate group."""
     documents = dict(_licence_texts(resolve_folder_in_wheel(LICENCE_FOLDER)))
     names = _representatives(documents)
     random.Random("held-out licences").shuffle(names)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-
-from align.token_bytes import _byte_alphabet
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable
@@ -135,8 +134,8 @@ def sentencepiece(pieces, merges):
 
 def spell(content):
     """Bytes in GPT-2's alphabet, as a byte-level vocabulary writes them."""
-    alphabet = {ord(v): chr(k) for k, v in _byte_alphabet().items() if v != "\uffff"}
-    return "".join(alphabet.get(byte, chr(byte)) for byte in content)
+    alphabet = bytes_to_unicode()
+    return "".join(alphabet[byte] for byte in content)
 
 
 def byte_level(vocabulary, added=()):

@@ -273,17 +273,3 @@ def test_a_killed_holder_frees_its_lock(tmp_path):
     with locked(tmp_path / "entry"):
         entered.append("after the kill")
     assert entered
-
-
-def test_waiting_for_a_lock_is_said(tmp_path, capsys):
-    def wait():
-        with locked(tmp_path / "entry"):
-            pass
-
-    with locked(tmp_path / "entry"):
-        waiting = threading.Thread(target=wait)
-        waiting.start()
-        waiting.join(2.5)
-    waiting.join(30)
-    assert not waiting.is_alive()
-    assert "Waiting for another process" in capsys.readouterr().err

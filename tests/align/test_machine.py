@@ -64,13 +64,10 @@ def test_launches_that_cannot_train_are_refused(monkeypatch, flag, message):
         join_processes(True, 60)
 
 
-FILES = {"/proc/cpuinfo": "model name\t: Some CPU\nflags\t\t: fpu avx2 avx512_bf16\n"}
-
-
 @pytest.fixture
 def machine(monkeypatch):
     """A machine with 16 GiB free, and as much on disk: the files that tell so, to be changed."""
-    files = dict(FILES)
+    files = {}
     monkeypatch.setattr(this_machine, "_read", lambda path: files.get(path, ""))
     memory = SimpleNamespace(available=2**34)
     monkeypatch.setattr(this_machine.psutil, "virtual_memory", lambda: memory)
@@ -82,15 +79,10 @@ def machine(monkeypatch):
 def test_what_a_run_needs_is_held_against_the_machine(machine, tmp_path):
     about, memory, disk = machine_lines(2**32, 2**35, tmp_path / "not" / "made", on_gpu=True)
     assert f"torch {torch.__version__}, " in about
-    assert about.endswith("cores of Some CPU (avx512_bf16)")
     assert memory == "memory: 4.0 GiB needed, 16.0 free"
     assert disk.startswith(f"disk of {tmp_path}: 32.0 GiB needed, 16.0 free: TOO LITTLE")
-
-
-def test_an_old_cpu_in_a_small_container(machine, tmp_path):
-    machine["/proc/cpuinfo"] = ""
+    # a container has less
     machine["/sys/fs/cgroup/memory.max"] = f"{3 * 2**30}\n"
     machine["/sys/fs/cgroup/memory.current"] = f"{2**30}\n"
-    about, memory, _ = machine_lines(2**32, 0, tmp_path, on_gpu=False)
-    assert "no products in bf16" in about
+    _, memory, _ = machine_lines(2**32, 0, tmp_path, on_gpu=False)
     assert memory.startswith("memory: 4.0 GiB needed, 2.0 free: TOO LITTLE")

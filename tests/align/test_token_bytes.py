@@ -3,7 +3,6 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from align import token_bytes
 from align.token_bytes import backend_tokens, tokens_of
 from tests.align.conftest import STRINGS, byte_level, sentencepiece, spell
 
@@ -131,14 +130,3 @@ def test_tokens_that_do_not_stand_for_bytes_are_refused():
     }
     with pytest.raises(ValueError, match="'WordPiece'"):
         backend_tokens(backend)
-
-
-def test_each_token_of_a_large_vocabulary_is_read_once(monkeypatch):
-    read = []
-    spelled = token_bytes._from_byte_alphabet
-    monkeypatch.setattr(
-        token_bytes, "_from_byte_alphabet", lambda piece: read.append(piece) or spelled(piece)
-    )
-    tokens = backend_tokens(byte_level({f"Ġtoken{i}": i for i in range(262_144)}))
-    assert tokens[-1] == ("normal", b" token262143")
-    assert len(read) == len(tokens)

@@ -4,9 +4,9 @@ import json
 import random
 
 import pytest
+from safetensors import safe_open
 
-from align.sources import SourceError
-from align.vocab_map import VOCAB_MAP, MapError, Retokenizer, build_map, load_map, save_map
+from align.vocab_map import VOCAB_MAP, MapError, Retokenizer, build_map, save_map
 from align.vocabulary import read_vocabulary
 from tests.align import conftest
 from tests.align.conftest import STRINGS
@@ -19,7 +19,8 @@ def write(folder, tokenizer):
     eos = tokenizer.token_to_id("<|im_end|>")
     config = {"model_type": "llama", "vocab_size": size, "eos_token_id": eos}
     (folder / "config.json").write_text(json.dumps(config))
-    special = {"eos_token": "<|im_end|>"} if eos is not None else {}
+    special = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    special |= {"eos_token": "<|im_end|>"} if eos is not None else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
     return read_vocabulary(str(folder))
 
@@ -60,7 +61,7 @@ def test_a_text_reaches_the_draft_byte_by_byte(both_ways):
     target, draft = both_ways
     retokenizer = Retokenizer(build_map(target, draft), target, draft)
     for text in STRINGS:
-        ids = target.encode(text.encode())
+        ids = target.longest_match(text.encode())
         assert target.bytes_of(ids) == text.encode()
         assert draft.bytes_of(retokenizer.continuation(ids)) == text.encode()
 
@@ -70,7 +71,7 @@ def test_an_emoji_cut_at_every_byte_is_written(both_ways):
     parts = [part for at in range(1, len(data)) for part in (data[:at], data[at:])]
     for vocabulary in both_ways:
         for part in (*parts, b"\x80\xbf"):
-            assert vocabulary.bytes_of(vocabulary.encode(part)) == part
+            assert vocabulary.bytes_of(vocabulary.longest_match(part)) == part
 
 
 def test_the_map_round_trips_by_bytes(both_ways):
@@ -105,8 +106,7 @@ def test_a_byte_piece_listed_after_the_written_one_does_not_win(
     found = build_map(vocabulary, byte_level)
     newline = byte_level.longest_match(b"\n")
     written = vocabulary.backend["model"]["vocab"]["\n"]
-    assert found.to_target[newline].tolist() == [written] == vocabulary.encode(b"\n")
-    assert vocabulary.longest_match(b"\n") == vocabulary.encode(b"\n")
+    assert found.to_target[newline].tolist() == [written] == vocabulary.longest_match(b"\n")
 
 
 def test_any_order_of_the_vocabulary_gives_the_same_map(both_ways, tmp_path):
@@ -123,23 +123,6 @@ def test_any_order_of_the_vocabulary_gives_the_same_map(both_ways, tmp_path):
     assert ours.to_draft.equal(theirs.to_draft)
     assert ours.to_target.equal(theirs.to_target)
     assert [side.sha256 for side in both_ways] == [side.sha256 for side in again]
-
-
-def test_a_space_that_sentencepiece_begins_texts_with_is_taken_off(
-    sentencepiece, byte_level, tmp_path
-):
-    def prepend(backend):
-        parts = [{"type": "Prepend", "prepend": "▁"}, backend["normalizer"]]
-        backend["normalizer"] = {"type": "Sequence", "normalizers": parts}
-
-    draft = rewritten(sentencepiece, tmp_path / "llama", prepend)
-    retokenizer = Retokenizer(build_map(byte_level, draft), byte_level, draft)
-    for text in STRINGS:
-        raw, written = draft.encode_plain(text), text.replace("▁", " ")
-        assert draft.bytes_of(raw) == (b" " if text else b"") + written.encode()
-        assert draft.bytes_of(draft.encode(text.encode())) == text.encode()
-        ids = retokenizer.continuation(byte_level.encode(text.encode()))
-        assert draft.bytes_of(ids) == text.encode()
 
 
 @pytest.fixture
@@ -160,11 +143,10 @@ def pair_of(tmp_path, write_tokenizer):
         ({"rows": 64}, [*range(10)]),
         ({"tokens": "bacdefgh"}, [1, 0, *range(2, 10)]),
         ({"tokens": "abcdefg"}, [*range(7), 8, 9]),
-        ({"tokens": [*"abc", None, *"efgh"]}, [0, 1, 2, -1, *range(4, 10)]),
         ({"tokens": "abcdefghi"}, [*range(8), -1, 8, 9]),
         ({"tokens": "abcdwxyz"}, [0, 1, 2, 3, -1, -1, -1, -1, 8, 9]),
     ],
-    ids=["identical", "padded", "permuted", "subset", "holes", "superset", "intersection"],
+    ids=["identical", "padded", "permuted", "subset", "superset", "intersection"],
 )
 def test_each_relation(pair_of, draft, to_target):
     assert build_map(*pair_of(**draft)).to_target.tolist() == to_target
@@ -196,45 +178,12 @@ def test_a_bos_becomes_what_the_draft_begins_with(pair_of):
     assert retokenizer.continuation([99]) == []  # a padding row of the target stands for nothing
 
 
-# --- saved
-
-
-@pytest.fixture
-def saved(pair_of, tmp_path):
+def test_a_saved_map_names_its_tokenizers(pair_of, tmp_path):
     target, draft = pair_of(tokens="abcdwxyz")
-    save_map(tmp_path / VOCAB_MAP, build_map(target, draft), target, draft)
-    return tmp_path / VOCAB_MAP, target, draft
-
-
-def test_a_saved_map_comes_back(saved):
-    path, target, draft = saved
-    ours, theirs = load_map(path, target, draft), build_map(target, draft)
-    assert ours.to_target.equal(theirs.to_target)
-    assert ours.to_draft.equal(theirs.to_draft)
-
-
-@pytest.mark.parametrize("whose", ["target", "draft"])
-def test_a_map_of_another_tokenizer_is_refused(saved, write_tokenizer, tmp_path, whose):
-    path, target, draft = saved
-    other = read_vocabulary(write_tokenizer(tmp_path / "other", tokens="hgfedcba"))
-    pair = (other, draft) if whose == "target" else (target, other)
-    with pytest.raises(MapError, match=rf"TOK-014: .*{whose}_sha256"):
-        load_map(path, *pair)
-
-
-@pytest.mark.parametrize("length", [0, 20, 200])
-def test_a_damaged_map_is_refused(saved, length):
-    path, target, draft = saved
-    path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(SourceError, match=VOCAB_MAP):
-        load_map(path, target, draft)
-
-
-def test_another_file_is_no_map(saved):
-    from safetensors.torch import save_file
-    from torch import zeros
-
-    path, target, draft = saved
-    save_file({"x": zeros(1)}, path)
-    with pytest.raises(MapError, match="TOK-014"):
-        load_map(path, target, draft)
+    vocab_map = build_map(target, draft)
+    save_map(tmp_path / VOCAB_MAP, vocab_map, target, draft)
+    with safe_open(tmp_path / VOCAB_MAP, "pt") as file:
+        header = file.metadata()
+        for name in ("to_target", "to_draft"):
+            assert file.get_tensor(name).equal(getattr(vocab_map, name))
+    assert (header["target_sha256"], header["draft_sha256"]) == (target.sha256, draft.sha256)

@@ -15,11 +15,9 @@ from transformers import (
 
 from align.check import check_pair
 from align.sources import load_model, read_json
-from align.vocab_map import VOCAB_MAP, MapError
-from align.vocabulary import read_vocabulary
+from align.vocab_map import VOCAB_MAP
 from distill.models import check_models, target_loader
 from distill.prompt_sets import collect_prompts
-from distill.run_folder import claim_folder
 from distill.train import run
 from eval.decoding.fused import FusedDecoder
 from eval.reporting.fields import read_report
@@ -128,19 +126,6 @@ def test_the_coverage_curve_is_printed(job, tmp_path, capsys):
     assert lines[head].split() == ["draft_vocab_size", "lost", "mass"]
     assert lines[-1].split() == ["300", "0.000%"]
     assert not (tmp_path / "run" / "prepared").exists()
-
-
-def test_a_map_of_other_tokenizers_stops_the_run(job, tmp_path):
-    recipe = job(tmp_path / "run")
-    pair = check_models(recipe)
-    claim_folder(recipe, pair, collect_prompts(recipe, pair.target))
-    header = (recipe.folder / VOCAB_MAP).read_bytes()
-    old = read_vocabulary(recipe.draft).sha256.encode()
-    (recipe.folder / VOCAB_MAP).write_bytes(header.replace(old, b"0" * 64))
-    kept = {path: path.read_bytes() for path in recipe.folder.glob("*.*")}
-    with pytest.raises(MapError, match=r"TOK-014: .*delete the map"):
-        run(recipe)
-    assert kept == {path: path.read_bytes() for path in recipe.folder.glob("*.*")}
 
 
 def without_tokenizer(folder):

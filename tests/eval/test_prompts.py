@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerFast
 
 from align.sources import SourceError
 from eval.prompts import (
-    Lengths,
     LongPrompts,
     Prompt,
     PromptError,
@@ -106,6 +105,7 @@ def talk(*turns, **fields):
 
 
 UNFINISHED = {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+HALF_A_CHARACTER = {"tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]}
 NAMELESS = {"tool_calls": [{"name": "f"}]}
 
 
@@ -113,10 +113,8 @@ NAMELESS = {"tool_calls": [{"name": "f"}]}
     ("content", "place"),
     [
         (b"", "holds no prompt"),
-        (b"\n \n", "holds no prompt"),
         (b'{"prompt": "a"}\n{"prompt": "b\xff"}\n', "line 2"),
         (b'\xef\xbb\xbf{"prompt": "a"}\n\xff', "line 2"),
-        (b'{"prompt": "a"}\nprompt: b\n', "line 2"),
         (b'{"prompt": "a"}\n\n{"prompt": "b"', "line 3"),
         (b'["a"]\n', "line 1"),
         (b'{"text": "a"}\n', "neither of `prompt` and `messages`"),
@@ -125,13 +123,10 @@ NAMELESS = {"tool_calls": [{"name": "f"}]}
         (b'{"prompt": 3}', "line 1 `prompt`"),
         (b'{"prompt": "\\ud800"}', "line 1"),
         (b'{"prompt": ["a"]}', "`messages` `0`"),
-        (b'{"prompt": [{"role": "user"}]}', "`messages` `0`"),
         (b'{"prompt": "a", "category": ["x"]}', "`category`"),
         (b'{"prompt": "a", "id": true}', "`id`"),
         (b'{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}', "'x'"),
         (b'{"messages": "hello"}', "`messages`"),
-        (talk(), "line 1"),
-        (talk({"role": "user"}), "`messages` `0`"),
         (talk({"role": "user", "content": ["part"]}), "`messages` `0` `content`"),
         (talk({"role": "user", "content": " "}), "line 1"),
         (talk({"role": "assistant", "content": "a"}), "line 1"),
@@ -139,7 +134,8 @@ NAMELESS = {"tool_calls": [{"name": "f"}]}
         (talk({"role": "assistant"} | NAMELESS), "`messages` `0`"),
         (talk({"role": "assistant"} | UNFINISHED), "`messages` `0`"),
         (talk(tools="f"), "`tools`"),
-        (talk(tools={"name": "f"}), "`tools`"),
+        (talk({"role": "assistant"} | HALF_A_CHARACTER), "`messages` `0`"),
+        (b'{"prompt": "What is this?", "image_files": ["a.png"]}', "image_files"),
         (talk(chat_template_kwargs="x"), "`chat_template_kwargs`"),
         (b'{"conversations": [{"from": "bing", "value": "a"}]}', "'bing'"),
         (b'{"conversations": [{"from": "human"}]}', "`messages` `0`"),
@@ -196,22 +192,14 @@ def test_a_data_set_of_the_hub(monkeypatch):
     ]
 
 
-@pytest.mark.parametrize(
-    "spec",
-    ["org/set:", "org/set::test", "org/set:main:", "a/b/c", "org/set@", "org/set:a:b:c", "x y"],
-)
-def test_a_data_set_that_is_spelt_wrongly(spec):
-    with pytest.raises(PromptError, match="NAME:CONFIG:SPLIT"):
-        load_prompts(spec)
-
-
-def test_a_data_set_that_cannot_be_loaded(monkeypatch):
+@pytest.mark.parametrize("spec", ["org/set", "org/set:a:b:c", "x y"])
+def test_a_data_set_that_cannot_be_loaded(monkeypatch, spec):
     def offline(*args, **kwargs):
         raise ConnectionError("no route to the Hub")
 
     monkeypatch.setattr("datasets.load_dataset", offline)
-    with pytest.raises(PromptError, match=r"org/set.*no route to the Hub"):
-        load_prompts("org/set")
+    with pytest.raises(PromptError, match=rf"{spec}.*no route to the Hub.*NAME:CONFIG:SPLIT"):
+        load_prompts(spec)
 
 
 def test_a_limit_draws_with_the_seed_and_keeps_the_order(written):
@@ -451,8 +439,9 @@ def test_a_turn_that_the_template_would_leave_out_is_refused(letters, role):
     turns = [{"role": role, "content": " Be brief.\n"}, {"role": "user", "content": "Why?"}]
     with pytest.raises(PromptError, match=f"'q7': .*{role}"):
         render(Prompt("q7", None, turns), letters)
-    letters.chat_template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}"
+    letters.chat_template = (  # a template may read a switch from the turn and not write it
+        "{% for m in messages %}{{ m.role }}: {{ m.content | replace('brief', '') | trim }}\n"
+        "{% endfor %}"
     )
     assert letters.decode(render(Prompt("q7", None, turns), letters)).startswith(f"{role}: Be")
 
@@ -461,8 +450,7 @@ def test_long_prompts_are_refused_dropped_or_cut_and_counted(tokenizer, capsys):
     prompts = [Prompt("short", "select"), Prompt("long", "select name from t ?")]
 
     def rendered(tokens, long_prompts, context=10):
-        lengths = Lengths(tokens, long_prompts)
-        sets = render_set("made up", prompts, tokenizer, context, 4, lengths)
+        sets = render_set("made up", prompts, tokenizer, context, 4, tokens, long_prompts)
         both = zip(sets.prompts, sets.ids, strict=True)
         return [(p.id, " ".join(WORDS[i] for i in ids)) for p, ids in both]
 

@@ -63,7 +63,7 @@ def test_drafts_and_rivals_in_one_report(folder, tmp_path, capsys):
 def test_what_a_chat_template_reads_is_refused_where_nothing_reads_it(folder, tmp_path, capsys):
     off = ("--draft", "prompt-lookup", "--chat_template_kwargs", '{"enable_thinking": false}')
     assert run(folder, tmp_path, *off) == 2
-    assert "but the target has no chat template to read it" in capsys.readouterr().err
+    assert "all prompts are completed raw" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         run(folder, tmp_path, "--draft", "prompt-lookup", "--chat_template_kwargs", "no")
     assert "'no' should be a JSON object, as" in capsys.readouterr().err

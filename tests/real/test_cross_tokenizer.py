@@ -49,7 +49,6 @@ def test_the_check_says_what_to_do(sides):
     assert verdict.tuned_strategy == "transplant"
     works = {engine.engine: engine.works for engine in verdict.engines}
     assert works == {
-        "draftsmith": "yes",
         "transformers": "greedy only",
         "vLLM": "yes",
         "llama.cpp": "no",

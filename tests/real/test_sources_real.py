@@ -86,7 +86,5 @@ def test_the_model_goes_on_sensibly(folder):
 def test_the_target_fits_itself_as_draft():
     verdict = check_pair(SPEC, SPEC, corpus=str(ROOT / "align" / "check.py"))
     assert (verdict.relation, verdict.strategy, verdict.coverage) == ("identical", "direct", 1.0)
-    # what any pair of this tokenizer is told; nothing about the two together
-    told = [(finding.code, finding.severity) for finding in verdict.findings]
-    assert told == [("TOK-010", "info")]
+    assert not verdict.findings
     assert verdict.shared_ids == 49152

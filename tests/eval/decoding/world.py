@@ -37,7 +37,8 @@ def make_side(folder, tokens, merges=(), added=(), eos=None):
     size = len(tokens) + len(added)
     (folder / "tokenizer.json").write_text(json.dumps(backend))
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": size}))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos} if eos else {}))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"eos_token": eos} if eos else {})
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
     return read_vocabulary(str(folder))
 
 
