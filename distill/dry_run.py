@@ -24,7 +24,7 @@ from distill.teacher.answers import to_answer
 from distill.teacher.started_vllm import answering_target
 from distill.teacher.store import bytes_per_token
 from eval.decoding.target import Target
-from eval.measuring.cost import break_even_alpha, ceiling_speedup
+from eval.measuring.cost import break_even_acceptance_rate, ceiling_speedup
 from eval.measuring.timing import step_costs
 
 EXAMPLE = 1000  # characters shown of the beginning of a prompt, and of its end
@@ -75,7 +75,7 @@ def print_gain(recipe: Recipe, pair: Pair, prompts: list[list[int]], target: Tar
         (costs,) = step_costs(
             target.decoder, [drafter], context, recipe.max_gamma, recipe.sampling, REPEATS
         )
-        needed, ceiling = break_even_alpha(costs), ceiling_speedup(costs)
+        needed, ceiling = break_even_acceptance_rate(costs), ceiling_speedup(costs)
         c, shown = costs.draft(1) / costs.target_step, "none" if needed is None else f"{needed:.2f}"
         print(f"{name:>10}  {c:>6.3f}  {shown:>26}  {ceiling:>12.2f}x")
         ceilings.append(ceiling)

@@ -1,31 +1,39 @@
-"""alpha and tau of a draft as a metric of Hugging Face `evaluate`, loaded from this folder.
+"""Acceptance rate and mean acceptance length of a draft, as a metric of Hugging Face `evaluate`.
 
     metric = evaluate.load("eval/acceptance")
     metric.compute(predictions=draft_tokens, references=target_tokens, gamma=4)
 
-The same pure functions as a report's (eval/measuring/metrics.py), on token ids alone.
+The numbers of a report (eval/measuring/metrics.py), from token ids alone.
 """
+
+from collections.abc import Sequence
 
 import datasets
 import evaluate
 
-from eval.measuring.metrics import alpha, or_none, replayed_tau
-from eval.measuring.runs import Agreement
+from eval.measuring.metrics import (
+    ACCEPTANCE_RATE,
+    MEAN_ACCEPTANCE_LENGTH,
+    PromptSums,
+    measured,
+    measured_or_none,
+)
 
 DESCRIPTION = """
 How often the argmax of a draft model is the token that the target model generated, and how many
 tokens greedy speculative decoding with that draft emits per target call (arXiv 2211.17192).
 """
 INPUTS = """
-predictions: for each answer of the target, the draft's argmax token id at every position, given
-    the target's own tokens before it (teacher-forced).
-references: the target's greedy answers as token ids, as long as the predictions; taken as ended by
-    the length limit.
-gamma: the draft length that tau is taken at.
+predictions: for each response of the target, the draft's argmax token id at every position, given
+    the target's tokens before it (teacher-forced).
+references: the target's greedy responses as token ids, as long as the predictions; taken as ended
+    by the length limit.
+gamma: the draft length of tau.
 
-Returns `alpha` and `tau`, each {"mean", "ci95", "n", "clusters", "freedom", "range"}: the interval
-and the range over the answers; ci95 is null of fewer than 10. tau has the bonus token in, the
-prefill token and a cut last block out; null where no answer is long enough for one whole block.
+Returns `alpha` (acceptance rate) and `tau` (mean acceptance length), each {"mean", "ci95", "n",
+"clusters", "freedom", "range"}: interval and range over the responses; ci95 is null for fewer than
+10. tau counts the bonus token, and neither the prefill token nor a cut last step; it is null where
+no response is long enough for one whole step.
 """
 CITATION = """
 @inproceedings{leviathan2023fast,
@@ -35,6 +43,41 @@ CITATION = """
   year={2023}
 }
 """
+
+
+def replayed_steps(agreed: Sequence[bool], draft_length: int) -> list[int]:
+    """Tokens that each whole speculation step of greedy decoding would emit.
+
+    agreed: for each token of the target's response, whether the draft's argmax is that token,
+    teacher-forced. Exact for a draft that drafts every token as its first, because up to its first
+    wrong token it has seen nothing but the target's text. The response ends at its length limit.
+    Near it a draft is as short as there is room, and a last step so cut is left out.
+    """
+    emitted, position, drafted = [], 1, draft_length  # the first token comes from the prefill
+    while position < len(agreed):
+        drafted = min(draft_length, len(agreed) - position - 1)
+        right = 0
+        while right < drafted and agreed[position + right]:
+            right += 1
+        emitted.append(right + 1)
+        position += emitted[-1]
+    return emitted if drafted == draft_length else emitted[:-1]
+
+
+def table_of(responses: Sequence[Sequence[bool]], draft_length: int) -> list[PromptSums]:
+    """The rows of responses, each as `agreed` of `replayed_steps`."""
+    return [
+        PromptSums(
+            id=str(i),
+            category=None,
+            alpha_sum=sum(agreed),
+            positions=len(agreed),
+            block_tokens=sum(steps),
+            blocks=len(steps),
+        )
+        for i, agreed in enumerate(responses)
+        for steps in [replayed_steps(agreed, draft_length)]
+    ]
 
 
 class Acceptance(evaluate.Metric):
@@ -54,17 +97,21 @@ class Acceptance(evaluate.Metric):
     ) -> dict[str, object]:
         if gamma < 1:
             raise ValueError(f"gamma is {gamma}, but a draft has at least 1 token; give 1 or more.")
-        answers = []
         for i, (drafted, tokens) in enumerate(zip(predictions, references, strict=True)):
             if len(drafted) != len(tokens):
                 raise ValueError(
-                    f"Answer {i} has {len(drafted)} predictions for {len(tokens)} tokens; give one "
-                    "for every position."
+                    f"Response {i} has {len(drafted)} predictions for {len(tokens)} tokens; give "
+                    "one for every position."
                 )
-            values = [float(a == b) for a, b in zip(drafted, tokens, strict=True)]
-            answers.append(Agreement(str(i), None, sum(values), len(values), values))
-        tau = or_none(lambda: replayed_tau(answers, gamma))
+        table = table_of(
+            [
+                [a == b for a, b in zip(*pair, strict=True)]
+                for pair in zip(predictions, references, strict=True)
+            ],
+            gamma,
+        )
+        length = measured_or_none(MEAN_ACCEPTANCE_LENGTH, table)
         return {
-            "alpha": alpha(answers).model_dump(mode="json"),
-            "tau": tau.model_dump(mode="json") if tau else None,
+            "alpha": measured(ACCEPTANCE_RATE, table).model_dump(mode="json"),
+            "tau": length.model_dump(mode="json") if length else None,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from eval.prompts import Prompt
@@ -31,10 +31,6 @@ class PromptRun:
     group: str | None = None  # prompts of one document or source share it; None: its own
     prefill_tokens: int = 1  # tokens that the prefill emitted: more where an engine drafts for it
     free: list[int] = field(default_factory=list)  # of `drafted`, how many took no step of a model
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        return cls(**fields)
 
     @classmethod
     def of(

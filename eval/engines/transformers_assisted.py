@@ -228,7 +228,7 @@ def measure_assisted(
         for decode in decoders:  # warm-up, not counted
             decode(*rows[0])
         stage = f"speed at T={decoding.sampling.temperature:g}"
-        return in_turns(decoders, rows, journal, stage, PromptRun.from_json)
+        return in_turns(decoders, rows, journal, stage)
 
     baseline, *runs = runs_of_all(decoding)
     greedy = replace(decoding, sampling=Sampling())  # losslessness is always measured greedily

@@ -23,7 +23,7 @@ from eval.measuring.journal import Journal
 from eval.measuring.runs import Agreement
 from eval.prompts import Prompt, PromptSet
 
-SURPRISE_PROMPTS = 8  # these, and SURPRISE_TOKENS of each, tell text from noise
+SURPRISE_PROMPTS = 8  # so many, and SURPRISE_TOKENS of each, tell text from noise
 SURPRISE_TOKENS = 256
 BATCH = 48
 
@@ -31,15 +31,15 @@ BATCH = 48
 def target_texts(
     target: Target, prompts: Sequence[list[int]], decoding: Decoding
 ) -> list[list[int]]:
-    """The target's own output for each prompt, batched: on it the acceptance rate is taken."""
-    answers: list[list[int]] = [[] for _ in prompts]
+    """The target's response to each prompt, batched: on it the acceptance rate is taken."""
+    responses: list[list[int]] = [[] for _ in prompts]
     seeds = [seed_of(decoding.seed, str(number)) for number in range(len(prompts))]
     rows = min(BATCH, len(prompts))
     with tokens_bar("target texts", len(prompts), decoding) as bar:
-        made = generate_batched(target.decoder, list(prompts), decoding, rows, seeds, bar=bar)
-        for answer in made:
-            answers[answer.index] = answer.tokens
-    return answers
+        generated = generate_batched(target.decoder, list(prompts), decoding, rows, seeds, bar=bar)
+        for answer in generated:
+            responses[answer.index] = answer.tokens
+    return responses
 
 
 @torch.inference_mode()
@@ -54,7 +54,7 @@ def measure_agreement(
     """The acceptance rate of each draft on each prompt, in one target pass.
 
     Also the entropy in bits of the target's distribution at temperature 1, at each position
-    [prompts][positions]. Raises ValueError where the target's logits are no numbers.
+    [prompts][positions]. Raises ValueError if the target's logits are NaN or infinite.
     """
     layers = {layer for drafter in drafters.values() for layer in drafter.layers}
 
@@ -65,9 +65,9 @@ def measure_agreement(
         bits = entropy_bits(scores)[0]
         if not bits.isfinite().all():
             raise ValueError(
-                f"{target.spec} gives logits that are no numbers in its answer to prompt "
-                f"{prompt.id}: its weights are damaged, or too large for float16; take a "
-                "checkpoint that is whole, or --dtype bfloat16 or float32."
+                f"{target.spec} gives NaN or infinite logits in its response to prompt "
+                f"{prompt.id}, because its weights are damaged or too large for float16. Take a "
+                "whole checkpoint, or --dtype bfloat16 or float32."
             )
         p = warp(scores[0], decoding.sampling)
         agreements = {}
@@ -109,9 +109,9 @@ def entropy_bits(logits: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def bits_per_token(target: Target, prompt_ids: Sequence[list[int]]) -> float:
-    """Mean surprise of the target, in bits, at the tokens of a few of the prompts.
+    """Mean surprise of the target, in bits, at the tokens of a few prompts.
 
-    Tokens drawn at random cost log2(V) bits at least on average, whatever the model.
+    Tokens drawn at random have at least log2(V) bits on average for every model.
     """
     bits, count = 0.0, 0
     for ids in prompt_ids[:SURPRISE_PROMPTS]:

@@ -1,7 +1,7 @@
-"""The rejection atlas: where a draft is rejected, and which tokens it takes for which.
+"""The rejection atlas: where a draft is rejected, and which tokens it confuses.
 
-Everything comes from the teacher-forced log of the acceptance rate (`Agreement` with its positions,
-one `Answer` a prompt).
+It is made from the teacher-forced log of the acceptance rate: an `Agreement` with its positions and
+an `Answer` for each prompt.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HEAT_TOKENS = 16  # shorter responses show too little for a heat map
 
 
 class Confusion(Part):
-    """A token of the target that the draft took for another."""
+    """A token of the target, and the token that the draft preferred."""
 
     target: str
     draft: str
@@ -50,7 +50,7 @@ class HeatMap(Part):
 
 
 class Atlas(Part):
-    """Where a draft is rejected, and which tokens it takes for which."""
+    """Where a draft is rejected, and which tokens it confuses."""
 
     by_output_position: list[Bucket]
     by_entropy: list[Bucket] = Field(description="bits of the target's distribution")
@@ -94,7 +94,7 @@ def _confusions(
     pieces: Sequence[list[bytes]],
     spelt: Callable[[int], str],
 ) -> list[Confusion]:
-    """The most frequent pairs of the target's token and the draft's, each with one context."""
+    """The most frequent pairs of the target's token and the draft's, each with one example."""
     counts: Counter[tuple[bytes, int]] = Counter()
     contexts: dict[tuple[bytes, int], str] = {}
     for agreement, answer, spelling in zip(agreements, answers, pieces, strict=True):

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from eval.measuring.intervals import Part, Share, share
-from eval.measuring.runs import Answer, RunLog
+from eval.measuring.runs import Answer
 
 COPY_TOKENS = 8  # in a row that occur earlier as well: shorter runs are the language's own
-COPIED_LITTLE, COPIED_MUCH = 0.1, 0.3  # of a response, for categories
-COPY_CATEGORIES = (  # the least copied first
+COPIED_LITTLE, COPIED_MUCH = 0.1, 0.3  # of a response, for classes
+COPY_CLASSES = (  # the least copied first
     f"below {COPIED_LITTLE:.0%} copied",
     f"{COPIED_LITTLE:.0%} to {COPIED_MUCH:.0%} copied",
     f"above {COPIED_MUCH:.0%} copied",
@@ -47,7 +47,9 @@ def copied(prompt: Sequence[int], answer: Sequence[int]) -> NDArray[np.bool_]:
     earlier in the response; a loop copies itself.
     """
     flags = np.zeros((2, len(answer)), dtype=bool)
-    in_prompt, in_answer = _runs(prompt), set[tuple[int, ...]]()
+    starts = range(len(prompt) - COPY_TOKENS + 1)
+    in_prompt = {tuple(prompt[start : start + COPY_TOKENS]) for start in starts}
+    in_answer = set[tuple[int, ...]]()
     for start in range(len(answer) - COPY_TOKENS + 1):
         run = tuple(answer[start : start + COPY_TOKENS])
         flags[0, start : start + COPY_TOKENS] |= run in in_prompt
@@ -56,38 +58,31 @@ def copied(prompt: Sequence[int], answer: Sequence[int]) -> NDArray[np.bool_]:
     return flags
 
 
-def _runs(tokens: Sequence[int]) -> set[tuple[int, ...]]:
-    starts = range(len(tokens) - COPY_TOKENS + 1)
-    return {tuple(tokens[start : start + COPY_TOKENS]) for start in starts}
-
-
-def copy_categories(answers: Sequence[Answer]) -> dict[str, str]:
+def copy_classes(answers: Sequence[Answer]) -> dict[str, str]:
     """Prompt id -> how much of its response is copied, in words."""
-    categories = {}
+    classes = {}
     for answer in answers:
         mean = copied(answer.prompt, answer.tokens).any(axis=0).mean()
         level = int(mean >= COPIED_LITTLE) + int(mean > COPIED_MUCH)
-        categories[answer.prompt_id] = COPY_CATEGORIES[level]
-    return categories
+        classes[answer.prompt_id] = COPY_CLASSES[level]
+    return classes
 
 
-def described(run: RunLog) -> Answers | None:
-    """`Answers` of a run's log; None where the log holds no responses."""
-    if not run.answers:
+def described(answers: Sequence[Answer]) -> Answers | None:
+    """The copy share of the responses; None where there are none."""
+    if not answers:
         return None
-    flags = [copied(answer.prompt, answer.tokens) for answer in run.answers]
+    flags = [(answer.group, copied(answer.prompt, answer.tokens)) for answer in answers]
 
-    def share_of(name: str, sources: list[int]) -> Share:
+    def share_of(sources: list[int]) -> Share:
         rows = [
-            (answer.group, float(flag[sources].any(axis=0).sum()), float(flag.shape[1]))
-            for answer, flag in zip(run.answers, flags, strict=True)
+            (group, float(flag[sources].any(axis=0).sum()), float(flag.shape[1]))
+            for group, flag in flags
         ]
-        return share(name, rows)
+        return share("copy_share", rows)
 
     return Answers(
         copy_share=CopyShare(
-            either=share_of("copy_share", [0, 1]),
-            of_prompt=share_of("copy_share of the prompt", [0]),
-            of_answer=share_of("copy_share of the response", [1]),
+            either=share_of([0, 1]), of_prompt=share_of([0]), of_answer=share_of([1])
         )
     )

@@ -1,114 +1,118 @@
-"""When a draft pays: arithmetic on measured step costs, before and after anything is trained.
+"""What a draft can gain: arithmetic on measured step costs, before and after training.
 
-The speed-up of a draft of length gamma is tau * t_target(1) / (gamma * t_draft + t_target(gamma+1))
-with tau = (1 - alpha^(gamma+1)) / (1 - alpha), which holds if every position is accepted with the
-same probability, independently (arXiv 2211.17192, equation 1). The paper takes a verification as
-free (t_target(gamma+1) = t_target(1)); here its measured time is used. A draft that runs elsewhere
-adds a round trip, and its bytes over the bandwidth, to each block's time (docs/serving.md).
+Drafts of g tokens give the speed-up L(g) * t_target(1) / (t_draft(g) + t_target(g + 1)). L(g) is
+the mean acceptance length 1 + m_1 + … + m_g, where m_i is the share of drafts whose first i tokens
+are all accepted. Before it is measured, m_i = a^i: one acceptance rate a at every position,
+independently (arXiv 2211.17192, equation 1). The paper takes verification as free, t_target(g + 1)
+= t_target(1); here its measured time is used. A draft that runs elsewhere adds a round trip, and
+its bytes over the bandwidth, to each speculation step (docs/serving.md).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Self
+
 from pydantic import Field
+from scipy.optimize import bisect
 
 from eval.measuring.intervals import Count, Part, Quantity
 from eval.measuring.runs import StepCosts
 
-# Below this a speed-up is lost in the noise of a serving machine.
-WORTH_IT = 1.05
+WORTH_IT = 1.05  # a lower speed-up is lost in the noise of a serving machine
 
 
-def iid_tau(alpha: float, gamma: int) -> float:
-    """Tokens per target call, bonus token included: (1 - alpha^(gamma+1)) / (1 - alpha).
+class Costs(Part):
+    """Isolated forwards at the run's mean context length, batch size 1, milliseconds."""
 
-    Summed as 1 + alpha + … + alpha^gamma, which needs no special case at alpha = 1.
-    """
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"alpha is a share of probability, between 0 and 1, not {alpha}")
-    if gamma < 0:
-        raise ValueError(f"gamma is a number of drafted tokens, 0 or more, not {gamma}")
-    return float(sum(alpha**i for i in range(gamma + 1)))
+    draft_step_ms: Quantity
+    draft_block_ms: Quantity = Field(default=0.0, description="once a draft, besides its steps")
+    target_step_ms: Quantity
+    target_verify_ms: dict[str, Quantity] = Field(description="by number of tokens in the call")
+    context_length: Count
 
-
-def expected_speedup(alpha: float, gamma: int, costs: StepCosts) -> float:
-    """Decode-phase speed-up over the plain target at batch 1, without overhead."""
-    block = float(costs.draft(gamma) + costs.verify(gamma + 1.0))
-    return iid_tau(alpha, gamma) * costs.target_step / block
-
-
-def best_gamma(alpha: float, costs: StepCosts) -> tuple[int, float]:
-    """The draft length with the highest expected speed-up, and that speed-up.
-
-    Looks at 1..costs.max_gamma, the lengths whose verification was timed; the shortest wins a tie.
-    """
-    if costs.max_gamma < 1:
-        raise ValueError(
-            "no draft length can be priced: time target calls on at least 2 tokens, not only on 1"
+    @classmethod
+    def of(cls, costs: StepCosts) -> Self:
+        """The step costs in milliseconds."""
+        verify = sorted(costs.target_verify.items())
+        return cls(
+            draft_step_ms=1000 * costs.draft_step,
+            draft_block_ms=1000 * costs.draft_block,
+            target_step_ms=1000 * costs.target_step,
+            target_verify_ms={str(width): 1000 * seconds for width, seconds in verify},
+            context_length=costs.context_length,
         )
-    speedups = [expected_speedup(alpha, gamma, costs) for gamma in range(1, costs.max_gamma + 1)]
+
+
+def same_at_every_position(acceptance_rate: float, draft_length: int) -> list[float]:
+    """m_1 … m_g if every position is accepted with this probability, independently."""
+    return [acceptance_rate**i for i in range(1, draft_length + 1)]
+
+
+def expected_speedup(accepted: Sequence[float], costs: StepCosts) -> float:
+    """Decode-phase speed-up of drafts of len(accepted) tokens over the target alone.
+
+    accepted: m_1 … m_g. At batch size 1, without overhead.
+    """
+    draft_length = len(accepted)
+    step = float(costs.draft(draft_length) + costs.verify(draft_length + 1.0))
+    return (1 + sum(accepted)) * costs.target_step / step
+
+
+def best_draft_length(accepted: Sequence[float], costs: StepCosts) -> tuple[int, float]:
+    """The draft length, up to len(accepted), with the highest expected speed-up; that speed-up.
+
+    The shortest wins a tie.
+    """
+    speedups = [
+        expected_speedup(accepted[:length], costs) for length in range(1, len(accepted) + 1)
+    ]
     best = max(speedups)
     return speedups.index(best) + 1, best
 
 
 def ceiling_speedup(costs: StepCosts) -> float:
-    """The speed-up of a perfect draft (alpha = 1) at its best length: no training can pass it."""
-    return best_gamma(1.0, costs)[1]
+    """The speed-up of a perfect draft at its best length; no training can pass it."""
+    return _best_at(1.0, costs)
 
 
-def break_even_alpha(costs: StepCosts) -> float | None:
-    """The smallest alpha at which some draft length reaches 1x; None if not even alpha = 1 does."""
+def break_even_acceptance_rate(costs: StepCosts) -> float | None:
+    """The smallest acceptance rate that reaches 1x at some draft length; None if 1 does not."""
     if ceiling_speedup(costs) <= 1:
         return None
-    low, high = 0.0, 1.0
-    if best_gamma(low, costs)[1] >= 1:
-        return low
-    for _ in range(50):  # the speed-up rises with alpha at every length, so bisection is exact
-        middle = (low + high) / 2
-        if best_gamma(middle, costs)[1] >= 1:
-            high = middle
-        else:
-            low = middle
-    return high
+    if _best_at(0.0, costs) >= 1:
+        return 0.0
+    return float(bisect(lambda rate: _best_at(rate, costs) - 1, 0.0, 1.0))
+
+
+def _best_at(acceptance_rate: float, costs: StepCosts) -> float:
+    accepted = same_at_every_position(acceptance_rate, costs.longest_draft)
+    return best_draft_length(accepted, costs)[1]
 
 
 class Payoff(Part):
-    """When the draft pays, from step costs and alpha; best_gamma is taken at the measured alpha.
+    """The cost estimate: what the draft can gain by its step costs and its acceptance."""
 
-    `costs.ci95` has what the step costs leave open of ceiling and break-even.
-    """
-
-    ceiling_speedup: Quantity = Field(description="at alpha = 1")
-    break_even_alpha: float | None = Field(description="null: not even alpha = 1 breaks even")
-    best_gamma: Count
+    ceiling_speedup: Quantity = Field(description="of a perfect draft")
+    break_even_alpha: float | None = Field(
+        description="same acceptance rate at every position; null: not even 1 breaks even"
+    )
+    best_gamma: Count = Field(
+        description="by acceptance at each position; up to the drafted length"
+    )
     best_gamma_speedup: Quantity
-    verdict: str
+    verdict: str = Field(description="pays, does not pay, cannot pay, or inconclusive")
 
 
-def _between(ends: tuple[float, float] | None) -> str:
-    return f" ({ends[0]:.2f} to {ends[1]:.2f} by the spread of the step costs)" if ends else ""
-
-
-def payoff(costs: StepCosts, alpha: float) -> Payoff:
-    """For a draft of this alpha."""
-    gamma, speedup = best_gamma(alpha, costs)
-    ceiling, needed = ceiling_speedup(costs), break_even_alpha(costs)
-    if needed is None:
-        verdict = (
-            f"Cannot pay: even a perfect draft reaches {ceiling:.2f}x with up to "
-            f"{costs.max_gamma} drafted tokens. Take a cheaper draft (fewer layers first, then a "
-            "trimmed vocabulary)."
-        )
-    else:
-        pays = "Pays" if speedup >= WORTH_IT else "Does not pay"
-        verdict = (
-            f"{pays} at alpha {alpha:.2f}: {speedup:.2f}x expected at its best length, gamma "
-            f"{gamma}. Break-even is at alpha {needed:.2f}; a perfect draft would reach "
-            f"{ceiling:.2f}x{_between(costs.interval(ceiling_speedup))}."
-        )
+def payoff(costs: StepCosts, accepted: Sequence[float]) -> Payoff:
+    """The estimate for a draft with this acceptance by position, m_1 … m_g."""
+    draft_length, speedup = best_draft_length(accepted, costs)
+    needed = break_even_acceptance_rate(costs)
+    verdict = "pays" if speedup >= WORTH_IT else "does not pay"
     return Payoff(
-        ceiling_speedup=ceiling,
+        ceiling_speedup=ceiling_speedup(costs),
         break_even_alpha=needed,
-        best_gamma=gamma,
+        best_gamma=draft_length,
         best_gamma_speedup=speedup,
-        verdict=verdict,
+        verdict="cannot pay" if needed is None else verdict,
     )

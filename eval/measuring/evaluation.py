@@ -35,8 +35,8 @@ from eval.measuring.timing import (
 )
 from eval.prompts import PromptSet
 
-FEWEST = 12  # prompts that are timed, however little time there is: of fewer no interval says much
-PROBED_TOKENS = 256  # of a prompt, by whose logits models are known again
+FEWEST = 12  # timed prompts, however little time is left: an interval needs some
+PROBED_TOKENS = 256  # of a prompt, whose logits identify the models
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Plan:
     """How much an evaluation measures.
 
     draft_length: of all drafts; None chooses the fastest of each, up to max_draft_length.
-    speed_prompts: how many are timed. seconds: that the whole evaluation may take; prompts are
-    timed until they are over, FEWEST at least. None: all of speed_prompts are timed.
+    speed_prompts: how many are timed. seconds: for the whole evaluation; prompts are timed until
+    the seconds are over, but at least FEWEST. None: all of speed_prompts are timed.
     """
 
     draft_length: int | None
@@ -64,11 +64,11 @@ def evaluate(
     journal: Journal,
     provenance: dict[str, Any],
 ) -> tuple[RunLog, list[DraftLog]]:
-    """The logs that a report is built from: of the run, and of every draft on the same prompts.
+    """The logs that a report is built from: the run's, and each draft's on the same prompts.
 
     tuning: prompts to choose draft lengths on. journal: keeps what is measured, for a process that
-    takes over. Raises ValueError where tuning prompts are evaluated as well, and where a model's
-    logits are no numbers.
+    goes on. Raises ValueError if tuning prompts are evaluated as well, and if a model's logits are
+    NaN or infinite.
     """
     began = time.monotonic()
     _refuse_evaluated(tuning, evaluation, plan)
@@ -77,10 +77,10 @@ def evaluate(
     sampling, seed = decoding.sampling, decoding.seed
     spell, special = spelling(target)
 
-    # 1. The target's own texts, on which acceptance rates are taken.
+    # 1. The target's responses, on which acceptance rates are taken.
     texts = journal.once("target texts", lambda: target_texts(target, evaluation.ids, decoding))
 
-    # 2. Step costs, in the middle of a text of mean length.
+    # 2. Step costs, in the middle of a response of mean length.
     middles = [len(ids) + len(text) // 2 for ids, text in zip(evaluation.ids, texts, strict=True)]
     context = sum(middles) // len(middles)
     longest = max(plan.max_draft_length, plan.draft_length or 0)
@@ -108,17 +108,17 @@ def evaluate(
     timed = evaluation.drawn(plan.speed_prompts, seed)
     stock = journal.once("stock generate", lambda: over_stock_generate(target, timed, decoding))
 
-    # 5. The timed prompts, in turns without a draft and with each, until time is over. Where tokens
-    # are sampled, each prompt is decoded greedily as well: losslessness is compared greedily.
+    # 5. The timed prompts, in turns without a draft and with each, until time is over. If tokens
+    # are sampled, prompts are decoded greedily as well, because only greedy outputs are compared.
     greedy = replace(decoding, sampling=Sampling())
     contenders = [
-        Contender(drafter, length, how)
-        for how in ([decoding] if sampling.greedy else [decoding, greedy])
+        Contender(drafter, length, setting)
+        for setting in ([decoding] if sampling.greedy else [decoding, greedy])
         for drafter, length in zip([None, *drafters.values()], [0, *lengths], strict=True)
     ]
 
-    def time_is_over(measured: Sequence[Any]) -> bool:
-        if plan.seconds is None or len(measured) < FEWEST:
+    def time_is_over(measured: int) -> bool:
+        if plan.seconds is None or measured < FEWEST:
             return False
         return time.monotonic() - began >= plan.seconds
 
@@ -127,7 +127,7 @@ def evaluate(
     greedy_baseline, *greedy_runs = decoded[-1 - len(drafters) :]
     timed = timed.first(len(baseline))
 
-    # 6. Greedy texts with and without each draft are compared.
+    # 6. Greedy outputs with and without each draft are compared.
     check = LosslessCheck(
         target, greedy, lambda ids: b"".join(map(spell, ids)).decode("utf-8", "replace")
     )
@@ -211,7 +211,7 @@ def _refuse_evaluated(tuning: PromptSet, evaluation: PromptSet, plan: Plan) -> N
 def decoding_facts(decoding: Decoding, ended: Sequence[bool], **engine: Any) -> dict[str, Any]:
     """`RunLog.decoding`. ended: whether each output of the baseline reached its end of text.
 
-    engine: the facts that the engine decides, gamma and gamma_policy at least.
+    engine: the fields that depend on the engine, at least gamma and gamma_policy.
     """
     return {
         **asdict(decoding.sampling),
@@ -224,7 +224,7 @@ def decoding_facts(decoding: Decoding, ended: Sequence[bool], **engine: Any) -> 
 
 
 def prompt_facts(prompts: PromptSet, **target: Any) -> dict[str, Any]:
-    """`RunLog.prompts`. target: what only the target's model tells, in the reference decoder."""
+    """`RunLog.prompts`. target: the fields that only the reference decoder measures."""
     return {
         "source": prompts.source,
         "n": len(prompts.prompts),
@@ -250,16 +250,16 @@ def _begin(
     decoding: Decoding,
     plan: Plan,
 ) -> None:
-    """Go on from what the journal holds of exactly these models, prompts and settings.
+    """Go on from what the journal holds for exactly these models, prompts and settings.
 
-    The seconds are no such setting: a process that takes over has fewer left.
+    The plan's seconds are left out, because a process that goes on has fewer left.
     """
     ids, dtype = parts[0].ids[0][:PROBED_TOKENS], _dtype(target)
     logits = teacher_forced_logits(target.decoder, ids, 1)
-    known_by = [_hash_of_numbers(target.spec, logits, dtype)]
-    known_by += [_hash_of_numbers(name, d.probe(ids), dtype) for name, d in drafters.items()]
+    hashes = [_hash_of_numbers(target.spec, logits, dtype)]
+    hashes += [_hash_of_numbers(name, d.probe(ids), dtype) for name, d in drafters.items()]
     journal.begin(
-        known_by,
+        hashes,
         [(name, drafter.path, drafter.vocabulary) for name, drafter in drafters.items()],
         [(part.ids, [(p.id, p.category, p.group) for p in part.prompts]) for part in parts],
         asdict(decoding) | {"stops": sorted(decoding.stops)},
@@ -269,20 +269,20 @@ def _begin(
 
 
 def _hash_of_numbers(name: str, computed: Tensor, dtype: str) -> str:
-    """The hash by which a model is known again; the argmax of NaN would pass for a token.
+    """The hash that identifies a model. Raises ValueError for NaN, whose argmax passes for a token.
 
-    Minus infinity is a number here: it rules a token out.
+    Minus infinity is allowed, because it rules a token out.
     """
     if computed.isnan().any() or computed.isposinf().any():
         raise ValueError(
-            f"{name} gives logits that are no numbers in {dtype}: its weights are damaged, or too "
-            "large for float16; take a checkpoint that is whole, or --dtype bfloat16 or float32."
+            f"{name} gives NaN or infinite logits in {dtype}, because its weights are damaged or "
+            "too large for float16. Take a whole checkpoint, or --dtype bfloat16 or float32."
         )
     return tensor_sha256(computed)
 
 
 def spelling(target: Target) -> tuple[Callable[[int], bytes], frozenset[int]]:
-    """The bytes of a token id of the target, none for one that no token has; its special ids."""
+    """A function from a target's token id to its bytes (empty if unknown), and the special ids."""
     tokens = tokens_of(target.tokenizer)
 
     def spell(token: int) -> bytes:
@@ -299,6 +299,6 @@ def device_name(device: torch.device) -> str:
     return f"cpu ({torch.get_num_threads()} threads)"
 
 
-def context_length(ids: Sequence[Sequence[int]], max_new_tokens: int, max_gamma: int) -> int:
-    """Positions that the longest prompt, its answer and one draft beyond it may take."""
-    return max(map(len, ids)) + max_new_tokens + max_gamma + 1
+def context_length(ids: Sequence[Sequence[int]], max_new_tokens: int, longest_draft: int) -> int:
+    """Positions that the longest prompt, its response and one draft beyond it may take."""
+    return max(map(len, ids)) + max_new_tokens + longest_draft + 1

@@ -22,12 +22,10 @@ T = TypeVar("T")
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Quantity = Annotated[float, Field(ge=0)]
-# Prompt id -> its group and its columns; a statistic is a function of the columns' totals
-Rows = dict[str, tuple[str | None, tuple[float, ...]]]
 
 
 class NothingToMeasure(ValueError):
-    """The log holds nothing that the asked number could be computed from."""
+    """No prompt has what a number is computed from."""
 
 
 class Part(BaseModel):
@@ -98,19 +96,23 @@ def ratio(totals: Floats) -> Floats:
     return totals[..., 0] / totals[..., 1]
 
 
-def _around(mean: float, error: float, t: float, clusters: int) -> tuple[float, float]:
-    """Ends of the interval of a number that may have either sign."""
+# An interval's two ends from mean, standard error, quantile of Student's t, and clusters
+Ends = Callable[[float, float, float, int], tuple[float, float]]
+
+
+def around(mean: float, error: float, t: float, clusters: int) -> tuple[float, float]:
+    """The interval of a number that may have either sign."""
     return mean - t * error, mean + t * error
 
 
-def _above_zero(mean: float, error: float, t: float, clusters: int) -> tuple[float, float]:
-    """Of a positive number: on the scale of its logarithm."""
+def above_zero(mean: float, error: float, t: float, clusters: int) -> tuple[float, float]:
+    """The interval of a positive number, on the scale of its logarithm."""
     factor = math.exp(t * error / mean) if error else 1.0
     return mean / factor, mean * factor
 
 
-def _within_one(mean: float, error: float, t: float, clusters: int) -> tuple[float, float]:
-    """Of a share: Wilson's, at as many independent trials as would err as much.
+def within_one(mean: float, error: float, t: float, clusters: int) -> tuple[float, float]:
+    """The interval of a share: Wilson's, for as many independent trials as have this error.
 
     A share of 0 or 1 does not vary, and so does not show its error: a cluster counts as one trial.
     """
@@ -124,9 +126,9 @@ def _within_one(mean: float, error: float, t: float, clusters: int) -> tuple[flo
 def _error(deviations: Floats) -> tuple[float, float]:
     """The jackknife's standard error, and its degrees of freedom.
 
-    deviations: (clusters,), by how much the number changes without each. Where a few of them make
-    most of it, the error is itself uncertain: Satterthwaite's degrees of freedom from the kurtosis,
-    2n / (kurtosis - 1), n - 1 at most.
+    deviations: (clusters,), how much the number changes without each cluster. The error is itself
+    uncertain if a few clusters make most of it. Its degrees of freedom are therefore
+    Satterthwaite's, from the kurtosis: 2n / (kurtosis - 1), n - 1 at most.
     """
     n = len(deviations)
     squares = (deviations - deviations.mean()) ** 2
@@ -142,18 +144,22 @@ def measure(
     rows: Sequence[Sequence[float]],
     statistic: Callable[[Floats], Floats] = ratio,
     groups: Sequence[str | None] | None = None,
-    ends: Callable[[float, float, float, int], tuple[float, float]] = _above_zero,
+    ends: Ends = above_zero,
 ) -> Measured:
     """`statistic` of the column totals, with its 95% interval.
 
-    rows: one a prompt, K columns. statistic: (..., K) totals -> (...) values. groups: of each row;
-    rows of one group vary together, one without a group alone. ends: of the interval, by what
-    values the number can take. Raises `NothingToMeasure` without rows, ValueError where the result
-    is not a finite number.
+    rows: K columns for each prompt. statistic: (..., K) totals -> (...) values. groups: the group
+    of each row; rows of one group are one cluster, a row without a group is its own. ends: the
+    interval by the values that the number can take. Raises `NothingToMeasure` without rows,
+    ValueError where the result is not a finite number.
     """
     if not rows:
         raise NothingToMeasure(f"no prompt holds anything to measure {name} on")
-    columns = _by_group(np.asarray(rows, dtype=np.float64), groups or [None] * len(rows))
+    sums: dict[str | int, Floats] = {}
+    for i, (row, group) in enumerate(zip(rows, groups or [None] * len(rows), strict=True)):
+        key = i if group is None else group
+        sums[key] = sums.get(key, 0.0) + np.asarray(row, dtype=np.float64)
+    columns = np.array(list(sums.values()))
     totals, clusters = columns.sum(axis=0), len(columns)
     enough = clusters >= FEWEST_CLUSTERS
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -179,45 +185,8 @@ def measure(
     )
 
 
-def _by_group(columns: Floats, groups: Sequence[str | None]) -> Floats:
-    """Sums of the rows of each group, which varies as a whole."""
-    places: dict[str | int, int] = {}
-    index = [
-        places.setdefault(i if group is None else group, len(places))
-        for i, group in enumerate(groups)
-    ]
-    sums = np.zeros((len(places), columns.shape[1]))
-    np.add.at(sums, index, columns)
-    return sums
-
-
-def measure_rows(name: str, rows: Rows, statistic: Callable[[Floats], Floats] = ratio) -> Measured:
-    """`measure` of rows that know their groups."""
-    columns = [columns for _, columns in rows.values()]
-    return measure(name, columns, statistic, [group for group, _ in rows.values()])
-
-
 def share(name: str, rows: Sequence[tuple[str | None, float, float]]) -> Share:
     """Sum over count of one row (group, sum, count) a prompt; each sum within 0 and its count."""
     sums = [(min(max(total, 0.0), count), count) for _, total, count in rows]
-    groups = [row[0] for row in rows]
-    return Share.model_validate(measure(name, sums, groups=groups, ends=_within_one))
-
-
-def difference(
-    name: str, rows: Rows, over: Rows, statistic: Callable[[Floats], Floats] = ratio
-) -> Measured | None:
-    """`statistic` of `rows` minus that of `over`, paired by prompt.
-
-    None where they share no prompt.
-    """
-    keys = [key for key in rows if key in over]
-
-    def apart(totals: Floats) -> Floats:
-        width = totals.shape[-1] // 2
-        return statistic(totals[..., :width]) - statistic(totals[..., width:])
-
-    if not keys:
-        return None
-    columns = [rows[key][1] + over[key][1] for key in keys]
-    return measure(f"gain of {name}", columns, apart, [rows[key][0] for key in keys], _around)
+    groups = [group for group, _, _ in rows]
+    return Share.model_validate(measure(name, sums, groups=groups, ends=within_one))

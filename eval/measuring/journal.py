@@ -1,8 +1,8 @@
-"""What an evaluation has measured by now, kept row by row, so that an interrupted one goes on.
+"""What an evaluation has measured so far, kept so that an interrupted one goes on.
 
-A journal is a file of lines, each a crc32 and JSON. The first tells what is being measured; each
-later one holds a row of a stage: `[stage, number, of how many, value]`. What follows a line that is
-not as it was written is measured again.
+A journal is a file of lines, each a crc32 and JSON. The first is the hash of what is measured; each
+later one holds a result of a stage: `[stage, number, value]`. What follows a damaged line is
+measured again.
 """
 
 from __future__ import annotations
@@ -29,16 +29,15 @@ R = TypeVar("R")
 
 
 class Journal:
-    """The rows measured so far, in `path`. The file goes once the `with` block ends well.
+    """The results so far, in the file `path`. The file is removed once the `with` block ends well.
 
-    Whatever ends the block early, it says what is kept. resumed: whether another process measured
-    some of the rows. Raises DiskFullError where there is no room.
+    An error that ends the block early prints what is kept. resumed: whether another process
+    measured some of the results.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.taken: dict[str, list[Any]] = {}  # stage -> the values of its rows, as JSON
-        self.totals: dict[str, int] = {}
+        self.results: dict[str, list[Any]] = {}  # by stage, as JSON
         self.resumed = False
 
     def __enter__(self) -> Self:
@@ -52,7 +51,7 @@ class Journal:
     ) -> None:
         if kind is None:
             self.path.unlink(missing_ok=True)
-        elif self.taken:
+        elif self.results:
             print(
                 f"\nMeasured so far: {self.progress()}. It is kept in {self.path}; run the same "
                 "command again to go on from there.",
@@ -60,9 +59,9 @@ class Journal:
             )
 
     def begin(self, *settings: Any) -> None:
-        """Take up the rows that a file about just this holds; one about anything else is replaced.
+        """Take up the results that the file has for these settings; others are replaced.
 
-        settings: all that a row depends on, as JSON can hold it.
+        settings: all that a result depends on, as JSON can hold it.
         """
         about = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
         kept = [_line(about)]
@@ -74,20 +73,19 @@ class Journal:
                 "measured anew.",
                 file=sys.stderr,
             )
-        for stage, number, total, value in lines:
-            rows = self.taken.setdefault(stage, [])
-            if number == len(rows):  # of two processes at one file the first counts
-                rows.append(value)
-                self.totals[stage] = total
-                kept.append(_line([stage, number, total, value]))
-        self.resumed = bool(self.taken)
+        for stage, number, value in lines:
+            results = self.results.setdefault(stage, [])
+            if number == len(results):  # of two processes at one file the first counts
+                results.append(value)
+                kept.append(_line([stage, number, value]))
+        self.resumed = bool(self.results)
         if self.resumed:
             print(f"Measured before, and kept: {self.progress()}.", file=sys.stderr)
         with atomic_file(self.path) as file:
             file.writelines(kept)
 
     def _lines(self) -> list[Any]:
-        """What the lines hold, up to the first that a kill, a full disk or a bit has damaged."""
+        """The values of the lines up to the first that a kill, a full disk or a bit has damaged."""
         values: list[Any] = []
         for line in self.path.read_bytes().splitlines(True) if self.path.exists() else []:
             checksum, _, text = line.partition(b" ")
@@ -97,13 +95,8 @@ class Journal:
         return values
 
     def progress(self) -> str:
-        """The stages in their order, with how far those are that are not at their end."""
-        return ", ".join(
-            stage
-            if len(rows) == self.totals[stage]
-            else f"{stage} {len(rows)}/{self.totals[stage]}"
-            for stage, rows in self.taken.items()
-        )
+        """The stages in their order, with their numbers of results."""
+        return ", ".join(f"{stage} {len(results)}" for stage, results in self.results.items())
 
     def each(
         self,
@@ -112,35 +105,35 @@ class Journal:
         measure: Callable[[int, Row], Any],
         read: Callable[[Any], R],
         unit: str | None,
-        enough: Callable[[list[R]], bool] | None = None,
+        enough: Callable[[int], bool] = lambda measured: False,
     ) -> list[R]:
         """What `measure` gives for each numbered row, as `read` makes it of its JSON again.
 
-        Rows that were measured before are not measured again. unit: what a progress bar counts;
-        None shows none. enough: of the results so far, whether the rest can be left out.
+        Rows that were measured before are not measured again. unit: what the progress bar counts;
+        None shows no bar. enough: whether the other rows are left out after so many. Raises
+        DiskFullError.
         """
-        taken = self.taken.get(stage, [])
-        results = [read(value) for value in taken]
+        results = self.results.get(stage, [])
+        start = len(results)
         bar = tqdm(
-            list(enumerate(rows))[len(taken) :],
+            rows[start:],
             desc=stage,
-            unit=unit or "row",
-            initial=len(taken),
-            total=len(rows) if enough is None else None,  # which end nobody knows
+            unit=unit or "",
+            initial=start,
+            total=len(rows),
             disable=unit is None,
         )
-        for number, row in bar:
-            if enough is not None and enough(results):
+        for number, row in enumerate(bar, start):
+            if enough(number):
                 bar.close()
                 break
-            # through JSON at once, so that a row is the same whenever it was measured
+            # through JSON at once, so that a result is the same whenever it was measured
             value = json.loads(json.dumps(measure(number, row), default=dataclasses.asdict))
             with disk_full_explained(self.path), self.path.open("a", encoding="utf-8") as file:
-                file.write(_line([stage, number, len(rows), value]))
-            self.taken.setdefault(stage, []).append(value)
-            self.totals[stage] = len(rows)
-            results.append(read(value))
-        return results
+                file.write(_line([stage, number, value]))
+            results.append(value)
+            self.results[stage] = results
+        return [read(value) for value in results]
 
     def once(
         self,
@@ -148,7 +141,7 @@ class Journal:
         measure: Callable[[], Any],
         read: Callable[[Any], Any] = lambda value: value,
     ) -> Any:
-        """`each` of a stage that is one row."""
+        """`each` of a stage that has one result."""
         return self.each(stage, [None], lambda _number, _row: measure(), read, None)[0]
 
 

@@ -1,4 +1,4 @@
-"""Whether a draft changed a word: greedy texts compared, and every difference explained or counted.
+"""The output check: greedy outputs compared, and every difference explained or counted.
 
 Legend: V the target's vocabulary.
 """
@@ -24,14 +24,14 @@ from eval.measuring.agreement import target_texts
 from eval.measuring.output_check import divergence, ledger
 from eval.prompts import Prompt, PromptSet
 
-PARTS_IN_FP32: dict[str, Any] = {"tie": False, "why": "the texts part in fp32, too"}
+PARTS_IN_FP32: dict[str, Any] = {"tie": False, "why": "the outputs diverge in fp32, too"}
 
 
 def tie(single: Tensor, wide: Tensor, target: int, drafted: int) -> dict[str, Any]:
-    """`{gap, error, tie}`: can the error of two forwards have changed the order of two tokens?
+    """`{gap, error, tie}`: whether the error of two forwards can swap the order of two tokens.
 
-    single, wide: the logits [V] of both forwards at the position where two texts part. Each of the
-    two logits may be off by the error, so a gap of up to twice the error can be a tie.
+    single, wide: the logits [V] of both forwards at the position where two outputs diverge. Each of
+    the two logits may be off by the error, so a gap of up to twice the error can be a tie.
     """
     gap = abs(float(single[target] - single[drafted]))
     error = float((single - wide).abs().max())
@@ -48,9 +48,9 @@ class LosslessCheck:
     def __init__(
         self, target: Target, decoding: Decoding, text_of: Callable[[list[int]], str]
     ) -> None:
-        """text_of: of the target's token ids."""
+        """text_of: the text of token ids of the target."""
         self.target, self.decoding, self.text_of = target, decoding, text_of
-        self.exact_texts: dict[str, list[int]] = {}  # prompt id -> the target's text in fp32
+        self.exact_outputs: dict[str, list[int]] = {}  # of the target in fp32, by prompt id
 
     @cached_property
     def exact(self) -> Decoder:
@@ -65,16 +65,16 @@ class LosslessCheck:
         baseline: Sequence[PromptRun],
         runs: Sequence[PromptRun],
     ) -> dict[str, Any]:
-        """`ledger` of greedy runs of these prompts, without the draft and with it."""
+        """The output check of greedy runs of these prompts, without the draft and with it."""
         entries: list[dict[str, Any]] = []
-        near: list[tuple[Prompt, list[int], dict[str, Any]]] = []  # prompts that may part at a tie
+        near: list[tuple[Prompt, list[int], dict[str, Any]]] = []  # those that may be near-ties
         rows = zip(prompts.prompts, prompts.ids, baseline, runs, strict=True)
         for prompt, ids, base, run in rows:
             if base.tokens == run.tokens:
                 continue
             entry = divergence(base, run, self.text_of)
             position = entry["position"]
-            # a text that merely ends earlier can never be a tie
+            # an output that merely ends earlier can never be a near-tie
             if position < min(len(base.tokens), len(run.tokens)):
                 single = self._logits_at(position, ids, base, 0)
                 wide = self._logits_at(position, ids, run, draft_length)
@@ -82,10 +82,10 @@ class LosslessCheck:
             if entry["tie"]:
                 near.append((prompt, ids, entry))
             entries.append(entry)
-        self._read_exactly({prompt.id: ids for prompt, ids, _ in near})
+        self._generate_exactly({prompt.id: ids for prompt, ids, _ in near})
         for prompt, ids, entry in tqdm(near, desc="check ties in fp32", unit="prompt"):
             exact = decode(self.exact, drafter, prompt, ids, self.decoding, draft_length)
-            if exact.tokens != self.exact_texts[prompt.id]:
+            if exact.tokens != self.exact_outputs[prompt.id]:
                 entry |= PARTS_IN_FP32
         return ledger(len(runs), entries)
 
@@ -93,27 +93,27 @@ class LosslessCheck:
     def _logits_at(
         self, position: int, ids: list[int], run: PromptRun, draft_length: int
     ) -> Tensor:
-        """The target's logits [V] for that token of a run, its forwards replayed."""
+        """The target's logits [V] for that token of a run, by replaying its forwards."""
         decoder = self.target.decoder
         # as many slots as `decode` took
         cache = decoder.new_cache(1, len(ids) + self.decoding.max_new_tokens + draft_length)
         *_, logits = in_pieces(decoder, torch.tensor([ids], device=decoder.device), 0, cache)
-        first, count = 0, 1  # the tokens of the run that these logits are of
+        first, count = 0, 1  # the logits are of `count` tokens of the run from `first`
         steps = iter(zip(run.drafted, run.block_tokens, strict=True))
         while position >= first + count:
             first += count
             drafted, count = next(steps)
             read = run.tokens[first - 1 : first + drafted]
-            # what was drafted beyond the text is not known and changes nothing before it
+            # tokens drafted beyond the output are not known and change nothing before it
             read += read[-1:] * (1 + drafted - len(read))
             tokens = torch.tensor([read], device=decoder.device)
             logits = decoder.forward(tokens, len(ids) + first - 1, cache)
         return logits[0, position - first].float()
 
-    def _read_exactly(self, ids: dict[str, list[int]]) -> None:
-        """Take up the target's fp32 texts of these prompts, where not known yet."""
-        unknown = {prompt: ids[prompt] for prompt in ids if prompt not in self.exact_texts}
+    def _generate_exactly(self, ids: dict[str, list[int]]) -> None:
+        """Generate the target's fp32 outputs for these prompts, where not known yet."""
+        unknown = {prompt: ids[prompt] for prompt in ids if prompt not in self.exact_outputs}
         if unknown:
             exact = dataclasses.replace(self.target, decoder=self.exact)
-            texts = target_texts(exact, list(unknown.values()), self.decoding)
-            self.exact_texts |= zip(unknown, texts, strict=True)
+            outputs = target_texts(exact, list(unknown.values()), self.decoding)
+            self.exact_outputs |= zip(unknown, outputs, strict=True)

@@ -1,6 +1,6 @@
-"""The numbers of a report, as pure functions of the raw log of an evaluation (runs.py).
+"""The numbers of a report, all made from one table with a row of sums for each prompt.
 
-Every measured number is a ratio of sums over prompts, its interval that of intervals.py.
+Every measured number is a ratio of sums over prompts; intervals.py makes its interval.
 docs/metrics.md says in prose what is in each number and what is not.
 """
 
@@ -8,130 +8,260 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, computed_field
 
 from eval.decoding.prompt_run import PromptRun
-from eval.measuring.cost import break_even_alpha, ceiling_speedup
 from eval.measuring.intervals import (
     Count,
+    Ends,
     Measured,
     NothingToMeasure,
     Part,
     Positive,
     Quantity,
-    Rows,
     Share,
-    difference,
-    measure_rows,
+    above_zero,
+    around,
+    measure,
     ratio,
     share,
+    within_one,
 )
-from eval.measuring.runs import Agreement, DraftLog, Floats, StepCosts
+from eval.measuring.runs import Agreement, Floats, StepCosts
 
-T = TypeVar("T")
+# --- The table ---
+
+# Left out of the report where it was not measured
+Sum = Annotated[int | None, Field(ge=0, exclude_if=lambda value: value is None)]
+Amount = Annotated[float | None, Field(ge=0, exclude_if=lambda value: value is None)]
 
 
-def pair(
-    runs: Sequence[PromptRun], baseline: Sequence[PromptRun]
-) -> list[tuple[PromptRun, PromptRun]]:
-    """(run, baseline run) of each prompt, in the order of `runs`.
+class PromptSums(Part):
+    """The sums of one prompt, from which every mean and interval of a draft is made.
 
-    Raises ValueError where the two logs are not of the same prompts.
+    A block is a speculation step that counts: a last one that the length limit cut does not.
     """
-    by_prompt = {run.prompt_id: run for run in baseline}
-    _same_prompts([run.prompt_id for run in runs], list(by_prompt))
-    return [(run, by_prompt[run.prompt_id]) for run in runs]
+
+    id: str
+    category: str | None
+    group: Annotated[str | None, Field(exclude_if=lambda value: value is None)] = None
+    prompt_tokens: Sum = None
+    alpha_sum: Amount = None
+    positions: Sum = None
+    tokens: Sum = None
+    seconds: Amount = None
+    prefill_seconds: Amount = None
+    baseline_tokens: Sum = None
+    baseline_seconds: Amount = None
+    baseline_prefill_seconds: Amount = None
+    baseline_block_tokens: Sum = None
+    baseline_block_seconds: Amount = None
+    calls: Annotated[Sum, Field(description="target calls of the decode phase")] = None
+    blocks: Annotated[Sum, Field(description="of these, the whole ones; so below")] = None
+    block_tokens: Sum = None
+    block_seconds: Amount = None
+    drafted: Sum = None
+    looked_up: Annotated[Sum, Field(description="of these, by n-grams before a draft")] = None
+    accepted: Sum = None
+    accepted_at: Annotated[
+        list[int] | None,
+        Field(
+            description="drafts, then those whose first i tokens were all accepted, i = 1, 2, …",
+            exclude_if=lambda value: value is None,
+        ),
+    ] = None
 
 
-def _same_prompts(ids: Iterable[str], other_ids: Iterable[str]) -> None:
-    odd = sorted(set(ids) ^ set(other_ids))
-    if odd:
+def prompt_table(
+    runs: Sequence[PromptRun],
+    baseline: Sequence[PromptRun],
+    agreements: Iterable[Agreement] = (),
+    steps_known: bool = True,
+) -> list[PromptSums]:
+    """The rows of a draft's prompts: the timed ones, then those with an acceptance rate alone.
+
+    steps_known: whether the runs tell what was drafted and accepted. Raises ValueError for a run
+    that contradicts itself, and if the baseline has other prompts.
+    """
+    alone = {run.prompt_id: run for run in baseline}
+    if sorted(run.prompt_id for run in runs) != sorted(alone):
         raise ValueError(
-            f"a paired comparison needs the same prompts on both sides, but {len(odd)} are on one "
-            f"side only, {odd[0]!r} among them"
+            "the runs and the baseline are not of the same prompts, or a prompt occurs twice"
         )
-
-
-# --- Acceptance ---
-
-
-def alpha(agreements: Sequence[Agreement]) -> Share:
-    """Mean over positions of sum_x min(p, q) (arXiv 2211.17192, theorem 3.5)."""
-    rows = _alpha_rows(agreements).values()
-    return share("alpha", [(group, total, positions) for group, (total, positions) in rows])
-
-
-def _alpha_rows(agreements: Sequence[Agreement]) -> Rows:
-    rows: Rows = {}
-    for answer in agreements:
-        total, positions = answer.alpha_sum, float(answer.positions)
-        # bf16 or fp32 sums of probabilities may pass 1 in the last digits
+    rows: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        base = alone[run.prompt_id]
+        if problem := run.problem(steps_known) or base.problem(steps_known):
+            raise ValueError(f"the log of prompt {run.prompt_id!r} cannot be used: {problem}")
+        row = rows[run.prompt_id] = {
+            "id": run.prompt_id,
+            "category": run.category,
+            "group": run.group,
+            "prompt_tokens": run.prompt_tokens,
+            "tokens": len(run.tokens),
+            "seconds": run.seconds,
+            "prefill_seconds": run.prefill_seconds,
+            "baseline_tokens": len(base.tokens),
+            "baseline_seconds": base.seconds,
+            "baseline_prefill_seconds": base.prefill_seconds,
+        }
+        if steps_known:
+            row |= _steps(run)
+        if steps_known and base.whole_blocks:
+            whole = slice(base.whole_blocks)
+            row["baseline_block_tokens"] = sum(base.block_tokens[whole])
+            row["baseline_block_seconds"] = sum(base.block_seconds[whole])
+    for response in agreements:
+        total, positions = response.alpha_sum, response.positions
+        # fp32 sums of probabilities may pass 1 in the last digits
         if not -1e-3 * positions <= total <= (1 + 1e-3) * positions:
             raise ValueError(
-                f"prompt {answer.prompt_id!r}: alpha_sum {total} is not within 0 and the "
-                f"{answer.positions} positions it was summed over"
+                f"prompt {response.prompt_id!r}: alpha_sum {total} is not within 0 and the "
+                f"{positions} positions it was summed over"
             )
-        if positions:
-            rows[answer.prompt_id] = answer.group, (min(max(total, 0.0), positions), positions)
-    return rows
+        row = rows.setdefault(
+            response.prompt_id,
+            {
+                "id": response.prompt_id,
+                "category": response.category,
+                "group": response.group,
+                "prompt_tokens": response.prompt_tokens,
+            },
+        )
+        row |= {"alpha_sum": min(max(total, 0.0), positions), "positions": positions}
+    return [PromptSums(**row) for row in rows.values()]
 
 
-class StepSums(NamedTuple):
-    """Sums over the whole speculation steps of a prompt, or of many: floats or arrays (...)."""
-
-    emitted: Any
-    steps: Any  # target calls
-    drafted: Any
-    accepted: Any
-    by_model: Any  # drafted tokens that took a draft step: n-gram speculation takes none
-    seconds: Any
-
-    @classmethod
-    def of(cls, columns: Floats) -> Self:
-        """From columns (..., 6) in the order above."""
-        return cls(*np.moveaxis(columns, -1, 0))
-
-
-def _step_rows(runs: Sequence[PromptRun]) -> Rows:
-    """`StepSums` of each prompt; prompts without a whole step are left out."""
-    rows: Rows = {}
-    for run in runs:
-        if whole := run.whole_blocks:
-            columns = run.block_tokens, run.drafted, run.accepted, run.free, run.block_seconds
-            emitted, drafted, accepted, free, seconds = (
-                float(sum(column[:whole])) for column in columns
-            )
-            sums = StepSums(emitted, float(whole), drafted, accepted, drafted - free, seconds)
-            rows[run.prompt_id] = run.group, sums
-    return rows
+def _steps(run: PromptRun) -> dict[str, Any]:
+    whole = slice(run.whole_blocks)
+    drafted = run.drafted[whole]
+    accepted = [count for count, length in zip(run.accepted[whole], drafted, strict=True) if length]
+    return {
+        "calls": len(run.block_tokens),
+        "blocks": run.whole_blocks,
+        "block_tokens": sum(run.block_tokens[whole]),
+        "block_seconds": sum(run.block_seconds[whole]),
+        "drafted": sum(drafted),
+        "looked_up": sum(run.free[whole]),
+        "accepted": sum(run.accepted[whole]),
+        "accepted_at": [
+            sum(count >= i for count in accepted) for i in range(max(drafted, default=0) + 1)
+        ],
+    }
 
 
-def tau(runs: Sequence[PromptRun]) -> Measured:
-    """Mean acceptance length: tokens emitted per target call in the decode phase.
+# --- Numbers ---
 
-    The bonus token counts. Tokens of the prefill and of a last step that the length limit cut do
-    not count.
+
+class Number(NamedTuple):
+    """A number that is computed from the totals of some columns of the table.
+
+    A prompt counts where all columns are measured and the last is not 0.
     """
-    return measure_rows("tau", _step_rows(runs))
+
+    name: str
+    columns: tuple[str, ...]
+    statistic: Callable[[Floats], Floats] = ratio  # (..., columns) totals -> (...) values
+    ends: Ends = above_zero
 
 
-def mean_drafted(runs: Sequence[PromptRun]) -> float:
-    """Drafted tokens per target call, over the whole speculation steps."""
-    rows = _step_rows(runs)
-    if not rows:
-        raise NothingToMeasure("no target call of the decode phase is whole")
-    totals = StepSums.of(np.sum([sums for _, sums in rows.values()], axis=0))
-    return float(totals.drafted / totals.steps)
+def speedup_of(totals: Floats) -> Floats:
+    """Seconds a token without a draft over the same with it, of both sums of each in this order."""
+    return ratio(totals[..., :2]) / ratio(totals[..., 2:])
 
 
-def accepted_over_drafted(runs: Sequence[PromptRun]) -> Share:
-    """Accepted over drafted tokens, over the whole speculation steps."""
-    rows = [(group, StepSums(*columns)) for group, columns in _step_rows(runs).values()]
-    drafting = [(group, sums.accepted, sums.drafted) for group, sums in rows if sums.drafted]
-    return share("accepted_over_drafted", drafting)
+# arXiv 2211.17192, theorem 3.5
+ACCEPTANCE_RATE = Number("alpha", ("alpha_sum", "positions"), ends=within_one)
+MEAN_ACCEPTANCE_LENGTH = Number("tau", ("block_tokens", "blocks"))
+ACCEPTED_OVER_DRAFTED = Number("accepted_over_drafted", ("accepted", "drafted"), ends=within_one)
+SPEEDUP = Number(
+    "speedup", ("baseline_seconds", "baseline_tokens", "seconds", "tokens"), speedup_of
+)
+TOKENS_PER_S = Number("tokens_per_s", ("tokens", "seconds"))
+BASELINE_TOKENS_PER_S = Number("tokens_per_s", ("baseline_tokens", "baseline_seconds"))
+COMPARED = (ACCEPTANCE_RATE, MEAN_ACCEPTANCE_LENGTH, SPEEDUP)  # by category and between drafts
+
+
+def predicted_speedup(costs: StepCosts) -> Number:
+    """tau * t_target(1) / (gamma * t_draft + t_target(gamma + 1)), gamma the mean drafted length.
+
+    Tokens of n-gram speculation count in gamma for the target alone. The interval is that of tau
+    and gamma.
+    """
+
+    def predicted(totals: Floats) -> Floats:
+        emitted, drafted, looked_up, blocks = np.moveaxis(totals, -1, 0)
+        step = costs.draft((drafted - looked_up) / blocks) + costs.verify(drafted / blocks + 1.0)
+        return np.asarray(emitted / blocks * costs.target_step / step, dtype=np.float64)
+
+    columns = ("block_tokens", "drafted", "looked_up", "blocks")
+    return Number("predicted_speedup", columns, predicted)
+
+
+def decode_efficiency(costs: StepCosts) -> Number:
+    """Decode-phase speed-up over `predicted_speedup`: 1 means no overhead beyond the two models."""
+    predicted = predicted_speedup(costs)
+    measured = ("baseline_block_seconds", "baseline_block_tokens", "block_seconds")
+    return Number(
+        "decode_efficiency",
+        (*measured, *predicted.columns),
+        lambda totals: speedup_of(totals[..., :4]) / predicted.statistic(totals[..., 3:]),
+    )
+
+
+def _rows(number: Number, table: Iterable[PromptSums]) -> dict[str, tuple[PromptSums, list[float]]]:
+    """The columns of each prompt that counts, by its id."""
+    rows = {}
+    for row in table:
+        values = [getattr(row, column) for column in number.columns]
+        if None not in values and values[-1]:
+            rows[row.id] = row, values
+    return rows
+
+
+def measured(number: Number, table: Iterable[PromptSums]) -> Measured:
+    """The number over the table. Raises `NothingToMeasure` where no prompt counts."""
+    rows = _rows(number, table).values()
+    groups = [row.group for row, _ in rows]
+    return measure(
+        number.name, [values for _, values in rows], number.statistic, groups, number.ends
+    )
+
+
+def measured_or_none(number: Number, table: Iterable[PromptSums]) -> Measured | None:
+    """The number over the table; None where no prompt counts."""
+    try:
+        return measured(number, table)
+    except NothingToMeasure:
+        return None
+
+
+def difference(
+    number: Number, table: Iterable[PromptSums], over: Iterable[PromptSums]
+) -> Measured | None:
+    """The number of one table minus that of another, paired by prompt.
+
+    None where no prompt counts in both.
+    """
+    mine, other = _rows(number, table), _rows(number, over)
+    pairs = [(row, values + other[key][1]) for key, (row, values) in mine.items() if key in other]
+
+    def apart(totals: Floats) -> Floats:
+        width = len(number.columns)
+        return number.statistic(totals[..., :width]) - number.statistic(totals[..., width:])
+
+    if not pairs:
+        return None
+    columns, groups = [values for _, values in pairs], [row.group for row, _ in pairs]
+    return measure(f"gain of {number.name}", columns, apart, groups, around)
+
+
+def mean_drafted(table: Iterable[PromptSums]) -> float:
+    """Drafted tokens per target call, over the whole blocks."""
+    return measured(Number("mean_drafted", ("drafted", "blocks"), ends=around), table).mean
 
 
 class PositionAcceptance(Part):
@@ -145,194 +275,51 @@ class PositionAcceptance(Part):
     )
 
 
-def per_position(runs: Sequence[PromptRun]) -> list[PositionAcceptance]:
+def per_position(table: Iterable[PromptSums]) -> list[PositionAcceptance]:
     """Acceptance at i = 1..longest draft, over all drafts of the whole blocks.
 
     marginal_i: share of drafts whose first i tokens were all accepted; a shorter draft has not
     accepted i. conditional_i is marginal_i / marginal_(i-1).
     """
-    longest = max((max(run.drafted[: run.whole_blocks], default=0) for run in runs), default=0)
-    if not longest:
+    drafting = [(row.group, row.accepted_at) for row in table if row.accepted_at and row.drafted]
+    if not drafting:
         raise NothingToMeasure("nothing was drafted")
-    drafts = []  # group, and accepted tokens of each draft, by prompt
-    for run in runs:
-        pairs = list(zip(run.drafted, run.accepted, strict=True))[: run.whole_blocks]
-        if accepted := [count for drafted, count in pairs if drafted]:
-            drafts.append((run.group, np.array(accepted)))
+    longest = max(len(counts) for _, counts in drafting)
+    padded = [(group, counts + [0] * (longest - len(counts))) for group, counts in drafting]
 
-    def rows(least: int, i: int) -> list[tuple[str | None, float, float]]:
-        """Drafts with i accepted tokens or more, among those with `least` or more, by prompt."""
-        counts = [(group, (n >= i).sum(), (n >= least).sum()) for group, n in drafts]
-        return [row for row in counts if row[2]]
+    def among(earlier: int, i: int) -> Share | None:
+        """Drafts whose first i tokens were accepted, among those whose first `earlier` were."""
+        rows = [(group, counts[i], counts[earlier]) for group, counts in padded if counts[earlier]]
+        return share("acceptance", rows) if rows else None
 
     return [
-        PositionAcceptance(
-            position=i,
-            drafts=sum(len(counts) for _, counts in drafts),
-            marginal=share("marginal", rows(0, i)),
-            conditional=share("conditional", passed) if (passed := rows(i - 1, i)) else None,
+        PositionAcceptance.model_validate(
+            {
+                "position": i,
+                "drafts": sum(counts[0] for _, counts in drafting),
+                "marginal": among(0, i),
+                "conditional": among(i - 1, i),
+            }
         )
-        for i in range(1, longest + 1)
+        for i in range(1, longest)
     ]
 
 
-def replayed_blocks(agreed: Sequence[bool], gamma: int) -> list[int]:
-    """Tokens that each whole block of greedy decoding with `gamma` drafted tokens would emit.
-
-    agreed: for each token of the target's answer, whether argmax q is that token, teacher-forced.
-    Exact for a draft that drafts every token as its first: up to its first wrong token it has seen
-    nothing but the target's text. The answer ends at its length limit: near it drafts are as short
-    as there is room, and a last block so cut is left out.
-    """
-    emitted, at, drafted = [], 1, gamma  # the first token comes from the prefill
-    while at < len(agreed):
-        drafted = min(gamma, len(agreed) - at - 1)
-        right = 0
-        while right < drafted and agreed[at + right]:
-            right += 1
-        emitted.append(right + 1)
-        at += emitted[-1]
-    return emitted if drafted == gamma else emitted[:-1]
-
-
-def replayed_tau(agreements: Sequence[Agreement], gamma: int) -> Measured:
-    """tau of greedy decoding with drafts of `gamma` tokens, from the log of alpha alone."""
-    rows: Rows = {}
-    for answer in agreements:
-        if blocks := replayed_blocks([value == 1.0 for value in answer.values], gamma):
-            rows[answer.prompt_id] = answer.group, (sum(blocks), len(blocks))
-    return measure_rows("replayed tau", rows)
-
-
-# --- Cost and speed ---
-
-
-class Costs(Part):
-    """Isolated forwards at the run's mean context length, batch size 1, milliseconds."""
-
-    draft_step_ms: Quantity
-    draft_block_ms: Quantity = Field(default=0.0, description="once a draft, besides its steps")
-    target_step_ms: Quantity
-    target_verify_ms: dict[str, Quantity] = Field(description="by number of tokens in the call")
-    context_length: Count
-    ci95: dict[str, tuple[float, float]] = Field(
-        {},
-        description="of the median over the rounds in which the steps were timed: of the steps and "
-        "of what is computed from them, by name; prompts as they are. A break-even of 1: none.",
-    )
-
-    @classmethod
-    def of(cls, costs: StepCosts, runs: Sequence[PromptRun]) -> Self:
-        """The step costs in milliseconds, with what they leave open of numbers on these runs."""
-        numbers: dict[str, Callable[[StepCosts], float]] = {
-            "draft_step_ms": lambda steps: 1000 * steps.draft_step,
-            "target_step_ms": lambda steps: 1000 * steps.target_step,
-            "c": c,
-            "ceiling_speedup": ceiling_speedup,
-            "break_even_alpha": lambda steps: 1.0 if (a := break_even_alpha(steps)) is None else a,
-        }
-        if rows := _step_rows(runs):
-            gamma, totals = mean_drafted(runs), np.sum([sums for _, sums in rows.values()], axis=0)
-            numbers["verify_ratio"] = lambda steps: verify_ratio(steps, gamma)
-            numbers["predicted_speedup"] = lambda steps: float(_predicted(totals, steps))
-        intervals = {name: costs.interval(number) for name, number in numbers.items()}
-        verify = sorted(costs.target_verify.items())
-        return cls(
-            draft_step_ms=1000 * costs.draft_step,
-            draft_block_ms=1000 * costs.draft_block,
-            target_step_ms=1000 * costs.target_step,
-            target_verify_ms={str(width): 1000 * seconds for width, seconds in verify},
-            context_length=costs.context_length,
-            ci95={name: ends for name, ends in intervals.items() if ends},
-        )
-
-    def steps(self) -> StepCosts:
-        """The step costs in seconds again."""
-        return StepCosts(
-            self.draft_step_ms / 1000,
-            self.target_step_ms / 1000,
-            {int(width): ms / 1000 for width, ms in self.target_verify_ms.items()},
-            self.context_length,
-            self.draft_block_ms / 1000,
-        )
-
-
-def c(costs: StepCosts) -> float:
+def cost_ratio(costs: StepCosts) -> float:
     """Time of a draft of one token over time of one target step."""
     return float(costs.draft(1.0)) / costs.target_step
 
 
-def verify_ratio(costs: StepCosts, gamma: float) -> float:
-    """Time of a target call on gamma + 1 tokens over the time of one on a single token."""
-    return float(costs.verify(gamma + 1.0)) / costs.target_step
+def verify_ratio(costs: StepCosts, draft_length: float) -> float:
+    """Time of a target call on draft_length + 1 tokens over the time of one on a single token."""
+    return float(costs.verify(draft_length + 1.0)) / costs.target_step
 
 
-def _predicted(columns: Floats, costs: StepCosts) -> Floats:
-    """From `StepSums` as columns (..., 6)."""
-    sums = StepSums.of(columns)
-    step = costs.draft(sums.by_model / sums.steps) + costs.verify(sums.drafted / sums.steps + 1.0)
-    return np.asarray(sums.emitted / sums.steps * costs.target_step / step, dtype=np.float64)
-
-
-def predicted_speedup(runs: Sequence[PromptRun], costs: StepCosts) -> Measured:
-    """tau * t_target(1) / (gamma * t_draft + t_target(gamma + 1)), gamma the mean drafted length.
-
-    Tokens of n-gram speculation count in gamma for the target alone. The interval is that of tau
-    and gamma; `Costs.ci95` has the uncertainty of the step costs.
-    """
-    return measure_rows("predicted_speedup", _step_rows(runs), lambda t: _predicted(t, costs))
-
-
-def _speed_rows(runs: Sequence[PromptRun], baseline: Sequence[PromptRun]) -> Rows:
-    return {
-        run.prompt_id: (run.group, (base.seconds, len(base.tokens), run.seconds, len(run.tokens)))
-        for run, base in pair(runs, baseline)
-    }
-
-
-def speedup_of(totals: Floats) -> Floats:
-    """Seconds a token without a draft over the same with it, of both sums of each in this order."""
-    return ratio(totals[..., :2]) / ratio(totals[..., 2:])
-
-
-def speedup(runs: Sequence[PromptRun], baseline: Sequence[PromptRun]) -> Measured:
-    """Wall seconds per emitted token without a draft over the same with it, prefill included."""
-    return measure_rows("speedup", _speed_rows(runs, baseline), speedup_of)
-
-
-def decode_efficiency(
-    runs: Sequence[PromptRun], baseline: Sequence[PromptRun], costs: StepCosts
-) -> Measured:
-    """Decode-phase speed-up over predicted_speedup: 1 means no overhead beyond the two models.
-
-    Both are over the whole speculation steps, without the prefill.
-    """
-    pair(runs, baseline)
-    mine, other = _step_rows(runs), _step_rows(baseline)
-    rows: Rows = {key: (mine[key][0], mine[key][1] + other[key][1]) for key in mine if key in other}
-
-    def efficiency(columns: Floats) -> Floats:
-        drafting, plain = StepSums.of(columns[..., :6]), StepSums.of(columns[..., 6:])
-        decode_speedup = plain.seconds / plain.emitted * drafting.emitted / drafting.seconds
-        return np.asarray(decode_speedup / _predicted(columns[..., :6], costs))
-
-    return measure_rows("decode_efficiency", rows, efficiency)
-
-
-def _run_rows(
-    runs: Sequence[PromptRun], columns: Callable[[PromptRun], tuple[float, float]]
-) -> Rows:
-    return {run.prompt_id: (run.group, columns(run)) for run in runs}
-
-
-def tokens_per_s(runs: Sequence[PromptRun]) -> Measured:
-    """Emitted tokens per wall second, prefill included."""
-    return measure_rows("tokens_per_s", _run_rows(runs, lambda run: (len(run.tokens), run.seconds)))
-
-
-def ttft_ms(runs: Sequence[PromptRun]) -> Measured:
-    """Milliseconds from the start to the first token, mean over prompts."""
-    return measure_rows("ttft_ms", _run_rows(runs, lambda run: (1000 * run.prefill_seconds, 1)))
+def ttft_ms(table: Sequence[PromptSums], column: str) -> Measured:
+    """Milliseconds from the start to the first token, mean over prompts, from that column."""
+    timed = [(row.group, seconds) for row in table if (seconds := getattr(row, column)) is not None]
+    milliseconds = [(1000 * seconds, 1.0) for _, seconds in timed]
+    return measure("ttft_ms", milliseconds, groups=[group for group, _ in timed])
 
 
 class Latency(Part):
@@ -348,7 +335,7 @@ def itl_ms(runs: Sequence[PromptRun]) -> Latency:
     seconds = np.array([s for run in runs for s in run.block_seconds])
     tokens = np.array([k for run in runs for k in run.block_tokens], dtype=np.int64)
     if not tokens.sum():
-        raise NothingToMeasure("itl_ms: no token was emitted after the prefill of an answer")
+        raise NothingToMeasure("itl_ms: no token was emitted after the prefill")
     p50, p95 = np.percentile(np.repeat(1000 * seconds / tokens, tokens), [50, 95])
     return Latency(p50=float(p50), p95=float(p95), tokens=int(tokens.sum()))
 
@@ -364,46 +351,18 @@ class Memory(Part):
     """Bytes in the form measured."""
 
     target_bytes: Positive
-    draft_bytes: Count
+    draft_bytes: Count = Field(description="shared tensors not counted")
     kv_bytes_per_token: OfBoth
-    overhead: Quantity = Field(
-        description="bytes of the draft (shared tensors not counted) / of the target, as measured."
-    )
     full_form_bytes: Count | None = Field(description="of the form that other engines load")
 
-    @model_validator(mode="after")
-    def _overhead_is_that_of_the_bytes(self) -> Self:
-        overhead = self.draft_bytes / self.target_bytes
-        if not math.isclose(self.overhead, overhead, rel_tol=1e-6):
-            raise ValueError(f"overhead is {self.overhead}, but its bytes give {overhead}")
-        return self
+    @computed_field(description="draft_bytes / target_bytes")  # type: ignore[prop-decorator]
+    @property
+    def overhead(self) -> float:
+        """Bytes of the draft over bytes of the target."""
+        return self.draft_bytes / self.target_bytes
 
 
-def memory(log: DraftLog) -> Memory:
-    """Bytes of the two models in the form measured."""
-    sizes = known(log.memory, "bytes")
-    overhead = sizes["draft_bytes"] / sizes["target_bytes"]
-    return Memory(**sizes, overhead=overhead, full_form_bytes=log.full_form_bytes)
-
-
-# --- Comparison, categories ---
-
-
-def gain(log: DraftLog, over: DraftLog) -> dict[str, Any]:
-    """alpha, tau and speedup minus those of another draft, paired by prompt.
-
-    None where one of the two has no such number, or they share no prompt that has it.
-    """
-    speeds = _speed_rows(log.runs, log.baseline), _speed_rows(over.runs, over.baseline)
-    _same_prompts(*speeds)
-    gained = {"alpha": None, "tau": None, "speedup": difference("speedup", *speeds, speedup_of)}
-    if log.agreement is not None and over.agreement is not None:
-        alphas = _alpha_rows(log.agreement), _alpha_rows(over.agreement)
-        _same_prompts(*alphas)
-        gained["alpha"] = known(difference("alpha", *alphas), "prompts")
-    if "tau" not in log.missing | over.missing:
-        gained["tau"] = difference("tau", _step_rows(log.runs), _step_rows(over.runs))
-    return {"draft": log.name, "over": over.name, **gained}
+# --- Classes of prompts ---
 
 
 class CategoryNumbers(Part):
@@ -414,33 +373,29 @@ class CategoryNumbers(Part):
     speedup: Measured | None
 
 
-def by_category(
-    log: DraftLog,
-    category_of: Callable[[PromptRun | Agreement], str | None],
+def by_class(
+    table: Iterable[PromptSums],
+    class_of: Callable[[PromptSums], str | None],
     order: Iterable[str] | None = None,
 ) -> dict[str, CategoryNumbers]:
-    """alpha, tau and speedup of each category; prompts without one are left out.
+    """The `COMPARED` numbers of each class of prompts; prompts without a class are left out.
 
-    order: of all categories; None: by name.
+    order: of all classes; None: by name.
     """
-    agreements = log.agreement or []
-    names = {category_of(a) for a in agreements} | {category_of(run) for run in log.runs}
-    numbers = {}
-    for name in order or sorted(name for name in names if name is not None):
-        if name not in names:
-            continue
-        pairs = [(r, base) for r, base in pair(log.runs, log.baseline) if category_of(r) == name]
-        runs, baseline = [run for run, _ in pairs], [base for _, base in pairs]
-        values = {
-            "alpha": or_none(alpha, [a for a in agreements if category_of(a) == name]),
-            "tau": None if "tau" in log.missing else or_none(tau, runs),
-            "speedup": or_none(speedup, runs, baseline),
-        }
-        numbers[name] = CategoryNumbers.model_validate(values)
-    return numbers
+    classes: dict[str, list[PromptSums]] = {}
+    for row in table:
+        if (name := class_of(row)) is not None:
+            classes.setdefault(name, []).append(row)
+    return {
+        name: CategoryNumbers.model_validate(
+            {number.name: measured_or_none(number, classes[name]) for number in COMPARED}
+        )
+        for name in order or sorted(classes)
+        if name in classes
+    }
 
 
-CONTEXTS = {  # classes of prompts by length: the most tokens that one has
+CONTEXTS = {  # classes of prompts by length: the most tokens that a prompt of the class has
     "below 512 tokens": 511,
     "512 to 2,048 tokens": 2_048,
     "2,048 to 8,192 tokens": 8_192,
@@ -448,45 +403,7 @@ CONTEXTS = {  # classes of prompts by length: the most tokens that one has
 }
 
 
-def by_context(log: DraftLog) -> dict[str, CategoryNumbers]:
-    """`by_category` by the prompt's length, the shortest first; unknown lengths are left out."""
-
-    def length(row: PromptRun | Agreement) -> str | None:
-        tokens = row.prompt_tokens  # 0: a server did not tell
-        return next(name for name, most in CONTEXTS.items() if tokens <= most) if tokens else None
-
-    return by_category(log, length, CONTEXTS)
-
-
-def or_none(metric: Callable[..., Measured], *logs: Sequence[object]) -> Measured | None:
-    """The metric of the logs; None where they hold nothing to measure it on."""
-    try:
-        return metric(*logs)
-    except NothingToMeasure:
-        return None
-
-
-# --- What a draft's log holds; each raises `NothingToMeasure` where it does not ---
-
-
-def known(value: T | None, name: str) -> T:
-    if value is None:
-        raise NothingToMeasure(f"the log holds no {name}")
-    return value
-
-
-def timed(log: DraftLog) -> StepCosts:
-    """The step costs."""
-    return known(log.costs, "step costs")
-
-
-def agreed(log: DraftLog) -> list[Agreement]:
-    """The log of alpha."""
-    return known(log.agreement, "teacher-forced distributions")
-
-
-def blocks(log: DraftLog) -> list[PromptRun]:
-    """The runs, where it is known what they drafted and accepted."""
-    if reason := log.missing.get("tau"):
-        raise NothingToMeasure(reason)
-    return log.runs
+def context_class(row: PromptSums) -> str | None:
+    """The class of the prompt's length; None where it is not known, as a server's 0."""
+    tokens = row.prompt_tokens
+    return next(name for name, most in CONTEXTS.items() if tokens <= most) if tokens else None

@@ -12,7 +12,7 @@ from eval.measuring.intervals import Count, Part, Positive, Quantity
 
 
 class Divergence(Part):
-    """The first token at which a greedy output with a draft differs from the target's own."""
+    """The first token at which a greedy output with a draft differs from the target's."""
 
     prompt: str
     position: Count = Field(description="token of the response, from 0")
@@ -20,7 +20,7 @@ class Divergence(Part):
     drafted: str = Field(description="the token with it")
     gap: Quantity | None = Field(description="between the two tokens' log-probabilities, in nats")
     error: Quantity | None = Field(
-        description="between two forwards' logits there (of a server: over the response)"
+        description="between two forwards' logits there (for a server: over the response)"
     )
     tie: bool
     why: str = Field("", description="why it is a mismatch, where gap and error do not say so")
@@ -66,7 +66,7 @@ class Ledger(Part):
 
 
 def ledger(prompts: int, divergences: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fields of a `Ledger`: so many prompts were compared, and these of them differ."""
+    """The fields of a `Ledger` of so many prompts with these divergences."""
     ties = sum(entry["tie"] for entry in divergences)
     return {
         "prompts": prompts,
@@ -80,9 +80,9 @@ def ledger(prompts: int, divergences: list[dict[str, Any]]) -> dict[str, Any]:
 def divergence(
     baseline: PromptRun, run: PromptRun, text_of: Callable[[list[int]], Any]
 ) -> dict[str, Any]:
-    """The entry of two outputs that differ, not explained (yet) as a near-tie.
+    """The entry of two outputs that differ, not yet explained as a near-tie.
 
-    text_of: the text of the token where they differ; of no token where an output ends there.
+    text_of: the text of the token where they differ; it gets no token where an output ends there.
     """
     pairs = list(zip(baseline.tokens, run.tokens, strict=False))
     position = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -35,22 +34,12 @@ class Speculation(NamedTuple):
         return cls(sum(drafts), sum(drafted), sum(accepted), by_position)
 
 
-def check_runs(runs: Sequence[PromptRun], blocks: bool = True) -> None:
-    """Raise ValueError, naming the prompt, for a log that contradicts itself."""
-    prompt_ids: set[str] = set()
-    for run in runs:
-        problem = "it occurs twice" if run.prompt_id in prompt_ids else run.problem(blocks)
-        if problem:
-            raise ValueError(f"the log of prompt {run.prompt_id!r} cannot be used: {problem}")
-        prompt_ids.add(run.prompt_id)
-
-
 @dataclass(frozen=True)
 class Answer:
-    """The target's answer that alpha was taken on, in token ids; shared by all drafts.
+    """The target's response on which the acceptance rate is taken; shared by all drafts.
 
-    prompt: all that it was given. entropy: bits of the target's distribution that each token was
-    drawn from, at temperature 1. before: the text that it continues, empty after a chat template.
+    prompt, tokens: token ids. entropy: bits of the target's distribution at temperature 1, for each
+    token. before: the text that the response continues, empty after a chat template.
     """
 
     prompt_id: str
@@ -63,11 +52,10 @@ class Answer:
 
 @dataclass
 class Agreement:
-    """sum_x min(p, q) summed over the positions of one target-generated answer, teacher-forced.
+    """sum_x min(p, q) over the positions of one response of the target, teacher-forced.
 
     At temperature 0 a position adds 1 where argmax p = argmax q, else 0. values: what each position
-    added. guesses: argmax q at each, as a target id; -1 where nothing is proposed. prompt_tokens:
-    None where only the answer is known.
+    added. guesses: argmax q at each, as a target id; -1 where nothing is proposed.
     """
 
     prompt_id: str
@@ -82,19 +70,17 @@ class Agreement:
 
 @dataclass
 class StepCosts:
-    """Seconds of isolated steps at the run's mean context length, batch size 1.
+    """Median seconds of isolated steps at the run's mean context length, batch size 1.
 
-    A step is forward, head, and argmax or the warpers; the random draw is not timed. draft_block:
-    what a draft takes once, however many tokens it has, besides a draft_step for each. rounds: what
-    these are the medians of, a round of all steps each.
+    A step is forward, head, and argmax or the logits processors; the random draw is not timed.
+    draft_block: what a draft takes once, for any number of tokens, besides a draft_step for each.
     """
 
     draft_step: float
     target_step: float
-    target_verify: dict[int, float]  # key: number of tokens in the call, 1..max_gamma+1
+    target_verify: dict[int, float]  # key: number of tokens in the call, 1..longest_draft + 1
     context_length: int
     draft_block: float = 0.0
-    rounds: list[StepCosts] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         if self.target_step <= 0 or self.draft_step < 0 or min(self.target_verify.values()) <= 0:
@@ -103,24 +89,10 @@ class StepCosts:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
         verify = {int(width): seconds for width, seconds in fields["target_verify"].items()}
-        rounds = [cls.from_json(costs) for costs in fields["rounds"]]
-        return cls(**fields | {"target_verify": verify, "rounds": rounds})
-
-    def interval(self, number: Callable[[StepCosts], float]) -> tuple[float, float] | None:
-        """The 95% interval of a number made from step costs, of its median over the rounds.
-
-        A round's steps were timed within the same moment, so what slows all of them cancels out of
-        a ratio. It says nothing of slower hours. None of fewer than 6 rounds.
-        """
-        if len(self.rounds) < 6:
-            return None
-        values = sorted(map(number, self.rounds))
-        beyond = int((len(values) - 1.96 * math.sqrt(len(values))) / 2)  # of Binomial(n, 1/2)
-        middle = number(self)
-        return min(values[beyond], middle), max(values[-1 - beyond], middle)
+        return cls(**fields | {"target_verify": verify})
 
     @property
-    def max_gamma(self) -> int:
+    def longest_draft(self) -> int:
         """The longest draft whose verification was timed."""
         return max(self.target_verify) - 1
 
@@ -130,7 +102,7 @@ class StepCosts:
         return np.asarray(block + self.draft_step * np.asarray(tokens), dtype=np.float64)
 
     def verify(self, tokens: float | Floats) -> Floats:
-        """Seconds of a target call on `tokens` tokens; between timed widths, a straight line.
+        """Seconds of a target call on so many tokens, interpolated between timed widths.
 
         Raises ValueError for a width beyond the widest one timed.
         """
@@ -139,7 +111,7 @@ class StepCosts:
         if widest > widths[-1] + 1e-9:
             raise ValueError(
                 f"target calls were timed up to {int(widths[-1])} tokens, but {widest:g} are "
-                f"needed; time them up to gamma + 1"
+                f"needed; time them up to the draft length + 1"
             )
         seconds = np.array([self.target_verify[int(width)] for width in widths])
         return np.asarray(np.interp(tokens, widths, seconds), dtype=np.float64)
@@ -159,10 +131,10 @@ REFERENCE_ONLY = {
 class DraftLog:
     """One draft on the prompts of a run; `runs` and `baseline` are interleaved, prompt by prompt.
 
-    What an engine cannot measure is None, and `missing` says why: report field -> reason.
+    What an engine cannot measure is None, and `missing` has the reason by report field.
     gamma: the draft length chosen for this draft. memory: {target_bytes, draft_bytes,
-    kv_bytes_per_token: {target, draft}} in the form measured. lossless: the ledger of greedy texts.
-    by_load: points of eval/engines/load.py. counters: a server's own.
+    kv_bytes_per_token: {target, draft}} in the form measured. lossless: the output check.
+    by_load: points of eval/engines/load.py. counters: a server's.
     """
 
     name: str
@@ -187,10 +159,10 @@ class DraftLog:
 class RunLog:
     """What all drafts of a run have in common; decoding and prompts as in the report.
 
-    over_stock_generate: tokens/s of the baseline over stock `generate`, {mean, ci95, n}, None where
-    the baseline is stock. answers: the texts that alpha was taken on. spell: bytes of a token id.
-    special: ids that are no text. target_quantization: of the file the target's weights came from,
-    None where they were whole. environment: fields of the report's `environment`.
+    over_stock_generate: tokens/s of the baseline over stock `generate`, {mean, ci95, n}; None where
+    the baseline is stock. spell: the bytes of a token id. special: ids that have no text.
+    target_quantization: that of the target's GGUF file; None for whole weights. environment: fields
+    of the report's `environment`.
     """
 
     target: str

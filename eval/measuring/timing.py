@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -24,9 +24,8 @@ from eval.measuring.journal import Journal
 from eval.measuring.runs import StepCosts
 from eval.prompts import Prompt, PromptSet
 
-R = TypeVar("R")
-
 COST_REPEATS = 30  # rounds in which all steps are timed
+WARM_UP_ROUNDS = 3
 STOCK_PROMPTS = 10  # the fewest that give an interval
 STOCK_TOKENS = 24
 WARM_UP_TOKENS = 8
@@ -45,51 +44,44 @@ def step_costs(
     target: Decoder,
     drafters: Sequence[Drafter],
     context_length: int,
-    max_gamma: int,
+    longest_draft: int,
     sampling: Sampling,
     repeats: int = COST_REPEATS,
 ) -> list[StepCosts]:
     """Median seconds of isolated steps at one context length, of each drafter beside one target.
 
     A step is what the decoder does for it: forward, head, and the choice of a token. All steps are
-    timed once a round; each draft's follows a call of the target, as in decoding.
+    timed once a round. The step of each draft follows a call of the target, as in decoding.
     """
     synchronise = torch.cuda.synchronize if target.device.type == "cuda" else lambda: None
     steps: dict[tuple[str, int], Callable[[], None]] = {}
-    for place in range(max(max_gamma + 1, len(drafters))):
-        if place <= max_gamma:
-            steps["target", place + 1] = timed_step(target, place + 1, context_length, sampling)
-        if place < len(drafters):
-            steps["draft", place] = drafters[place].step(context_length, sampling)
-            if (block := drafters[place].block(context_length, sampling, max_gamma)) is not None:
-                steps["block", place] = block
-    rounds: list[dict[tuple[str, int], float]] = []
-    for repeat in tqdm(range(repeats + 3), desc="step costs", unit="round"):
-        seconds = {}
+    for number in range(max(longest_draft + 1, len(drafters))):
+        if number <= longest_draft:
+            steps["target", number + 1] = timed_step(target, number + 1, context_length, sampling)
+        if number < len(drafters):
+            steps["draft", number] = drafters[number].step(context_length, sampling)
+            block = drafters[number].block(context_length, sampling, longest_draft)
+            if block is not None:
+                steps["block", number] = block
+    seconds: dict[tuple[str, int], list[float]] = {step: [] for step in steps}
+    for repeat in tqdm(range(WARM_UP_ROUNDS + repeats), desc="step costs", unit="round"):
         for step, run in steps.items():
             synchronise()
             clock = time.perf_counter()
             run()
             synchronise()
-            seconds[step] = time.perf_counter() - clock
-        if repeat >= 3:
-            rounds.append(seconds)
-    median = {step: statistics.median(seconds[step] for seconds in rounds) for step in steps}
-
-    def costs(place: int, seconds: dict[tuple[str, int], float]) -> StepCosts:
-        verify = {width: seconds["target", width] for width in range(1, max_gamma + 2)}
-        step, block = seconds["draft", place], 0.0
-        if ("block", place) in seconds:  # another token is another column of one pass
-            last = max(0.0, seconds["block", place] - step) / max(1, max_gamma - 1)
-            step, block = last, step - last
-        return StepCosts(step, verify[1], verify, context_length, block)
-
-    return [
-        dataclasses.replace(
-            costs(place, median), rounds=[costs(place, seconds) for seconds in rounds]
-        )
-        for place in range(len(drafters))
-    ]
+            if repeat >= WARM_UP_ROUNDS:
+                seconds[step].append(time.perf_counter() - clock)
+    median = {step: statistics.median(seconds[step]) for step in steps}
+    verify = {width: median["target", width] for width in range(1, longest_draft + 2)}
+    costs = []
+    for number in range(len(drafters)):
+        step, once = median["draft", number], 0.0
+        if ("block", number) in median:  # in a parallel draft one more token is one more column
+            column = max(0.0, median["block", number] - step) / max(1, longest_draft - 1)
+            step, once = column, step - column
+        costs.append(StepCosts(step, verify[1], verify, context_length, once))
+    return costs
 
 
 def fastest_length(
@@ -110,8 +102,8 @@ def fastest_length(
         decoding, rule="token", max_new_tokens=min(decoding.max_new_tokens, TUNING_TOKENS)
     )
     steps: list[tuple[int, int, bool]] = []  # tokens drafted, accepted, and whether they were free
-    rows = list(zip(prompts.prompts, prompts.ids, strict=True))
-    for prompt, ids in tqdm(rows, desc="choose draft length", unit="prompt"):
+    tuning = list(zip(prompts.prompts, prompts.ids, strict=True))
+    for prompt, ids in tqdm(tuning, desc="choose draft length", unit="prompt"):
         run = decode(target.decoder, drafter, prompt, ids, decoding, longest)
         whole = slice(run.whole_blocks)
         free = map(bool, run.free[whole])
@@ -131,9 +123,9 @@ def fastest_length(
 def decode_undisturbed(
     target: Decoder, contender: Contender, prompt: Prompt, ids: list[int]
 ) -> PromptRun:
-    """`decode`, again where graphs were recorded meanwhile, which takes longer than the text.
+    """`decode`, again where CUDA graphs were recorded meanwhile, because recording takes time.
 
-    The same text needs the same graphs, so the second time they are there.
+    The same prompt needs the same graphs, so the second time they are there.
     """
     drafter, draft_length, decoding = contender
     while True:
@@ -148,11 +140,11 @@ def decode_in_turns(
     contenders: Sequence[Contender],
     prompts: PromptSet,
     journal: Journal,
-    enough: Callable[[list[list[PromptRun]]], bool] | None = None,
+    enough: Callable[[int], bool] = lambda measured: False,
 ) -> list[list[PromptRun]]:
     """Every prompt decoded by every contender: runs [contenders][prompts].
 
-    enough: of the runs [prompts][contenders] so far, whether the rest can be left out.
+    enough: whether the other prompts are left out after so many.
     """
     rows = list(zip(prompts.prompts, prompts.ids, strict=True))
     for contender in contenders:  # warm-up, not counted
@@ -160,35 +152,32 @@ def decode_in_turns(
         short = dataclasses.replace(contender.decoding, max_new_tokens=new_tokens)
         decode_undisturbed(target.decoder, contender._replace(decoding=short), *rows[0])
     decoders = [partial(decode_undisturbed, target.decoder, contender) for contender in contenders]
-    return in_turns(decoders, rows, journal, "timed prompts", PromptRun.from_json, enough)
+    return in_turns(decoders, rows, journal, "timed prompts", enough)
 
 
 def in_turns(
-    decoders: Sequence[Callable[..., R]],
-    rows: Sequence[tuple[Any, ...]],
+    decoders: Sequence[Callable[..., PromptRun]],
+    rows: Sequence[tuple[Prompt, list[int]]],
     journal: Journal,
     stage: str,
-    read: Callable[[Any], R],
-    enough: Callable[[list[list[R]]], bool] | None = None,
-) -> list[list[R]]:
-    """What each decoder makes of each row [decoders][rows], row by row.
+    enough: Callable[[int], bool] = lambda measured: False,
+) -> list[list[PromptRun]]:
+    """Each (prompt, ids) decoded by each decoder [decoders][prompts], prompt by prompt.
 
-    The order rotates from row to row, so that no contender always runs on a cool machine. read: a
-    result from its JSON. enough: of the results [rows][decoders] so far.
+    The order rotates from prompt to prompt, so that no decoder always runs on a cool machine.
     """
 
-    def measure(turn: int, row: tuple[Any, ...]) -> list[R]:
-        results = {}
+    def measure(turn: int, row: tuple[Prompt, list[int]]) -> list[PromptRun]:
+        runs = {}
         for i in range(len(decoders)):
             number = (turn + i) % len(decoders)
-            results[number] = decoders[number](*row)
-        return [results[number] for number in range(len(decoders))]
+            runs[number] = decoders[number](*row)
+        return [runs[number] for number in range(len(decoders))]
 
-    def read_row(row: Any) -> list[R]:
-        return list(map(read, row))
-
-    in_rows = journal.each(stage, rows, measure, read_row, "prompt", enough)
-    return [[row[number] for row in in_rows] for number in range(len(decoders))]
+    by_prompt = journal.each(
+        stage, rows, measure, lambda runs: [PromptRun(**run) for run in runs], "prompt", enough
+    )
+    return [[runs[number] for runs in by_prompt] for number in range(len(decoders))]
 
 
 def over_stock_generate(
@@ -196,8 +185,8 @@ def over_stock_generate(
 ) -> list[tuple[float, ...]]:
     """Our baseline beside transformers' `generate` on the same model, in turns.
 
-    A row a prompt: tokens and seconds of ours, tokens and seconds of stock. Both greedy: the cost
-    of a step hardly depends on how its token is chosen.
+    For each prompt: tokens and seconds of ours, tokens and seconds of stock. Both are greedy,
+    because the cost of a step hardly depends on how its token is chosen.
     """
     new_tokens = min(decoding.max_new_tokens, STOCK_TOKENS)
     greedy = Decoding(Sampling(), decoding.stops, new_tokens, decoding.seed)

@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from eval.decoding.prompt_run import PromptRun
 from eval.decoding.target import weights_sha256
 from eval.measuring import metrics
 from eval.measuring.atlas import build_atlas, telling_prompts
-from eval.measuring.copy_share import COPY_CATEGORIES, copy_categories, described
-from eval.measuring.cost import Payoff, payoff
+from eval.measuring.copy_share import COPY_CLASSES, copy_classes, described
+from eval.measuring.cost import Costs, Payoff, payoff
 from eval.measuring.intervals import Both, NothingToMeasure
-from eval.measuring.metrics import CategoryNumbers, Costs, agreed, blocks, timed
-from eval.measuring.runs import DraftLog, RunLog, check_runs
-from eval.reporting.fields import NGRAM, NGRAM_FIRST, SCHEMA, Report, ReportError, checked
+from eval.measuring.metrics import PromptSums, measured, prompt_table
+from eval.measuring.runs import DraftLog, RunLog, StepCosts
+from eval.reporting.fields import NGRAM, NGRAM_FIRST, SCHEMA, Report, checked
 
 # Fields that are in the draft's log as they are.
 COPIED = ("path form vocabulary gamma gamma_policy by_load lossless counters").split()
 
-T = TypeVar("T")
+Table = Sequence[PromptSums]
 
 
 def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
     """The whole report, checked.
 
-    `gain` compares the `rivals`. Raises ValueError for a log that contradicts itself,
-    `ReportError` where the result is not a valid report.
+    Raises ValueError for a log that contradicts itself, `ReportError` where the result is not a
+    valid report.
     """
-    if not drafts:
-        raise ReportError("a report needs at least one draft")
-    names = [draft.name for draft in drafts]
-    if len(set(names)) < len(names):
-        raise ReportError(f"two drafts of one report have the same name: {', '.join(names)}")
+    tables = {
+        draft.name: prompt_table(
+            draft.runs, draft.baseline, draft.agreement or (), "tau" not in draft.missing
+        )
+        for draft in drafts
+    }
     shown = telling_prompts(drafts[-1].agreement or [])
+    copied = copy_classes(run.answers)
     fields = {
         "schema": SCHEMA,
         "target": run.target,
@@ -42,147 +43,123 @@ def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
         "device": run.device,
         "dtype": run.dtype,
         "baseline": {
-            "tokens_per_s": metrics.tokens_per_s(drafts[0].baseline),
+            "tokens_per_s": measured(metrics.BASELINE_TOKENS_PER_S, tables[drafts[0].name]),
             "over_stock_generate": run.over_stock_generate,
         },
         "decoding": run.decoding,
         "prompts": run.prompts,
-        "answers": described(run),
+        "answers": described(run.answers),
         "environment": run.environment,
-        "drafts": {draft.name: _draft_block(draft, run, shown) for draft in drafts},
+        "drafts": {
+            draft.name: _draft_block(draft, tables[draft.name], run, shown, copied)
+            for draft in drafts
+        },
         "gain": [
-            metrics.gain(draft, over)
-            for draft, over in rivals(drafts)
+            {"draft": draft, "over": over}
+            | {
+                number.name: metrics.difference(number, tables[draft], tables[over])
+                for number in metrics.COMPARED
+            }
+            for draft, over in compared(drafts)
             # a server that failed has decoded fewer prompts
-            if {run.prompt_id for run in draft.runs} == {run.prompt_id for run in over.runs}
+            if {row.id for row in tables[draft]} == {row.id for row in tables[over]}
         ],
         "provenance": run.provenance,
     }
     return checked(fields)
 
 
-def rivals(drafts: Sequence[DraftLog]) -> list[tuple[DraftLog, DraftLog]]:
-    """Each draft with the one that shows what it adds.
+def compared(drafts: Sequence[DraftLog]) -> list[tuple[str, str]]:
+    """Which draft is compared with which, by name.
 
-    A model with the first model: in a training run, tuned with untuned. A draft behind prompt
-    lookup with lookup alone, which costs nothing to make, and so a lone model.
+    Each model with the first, as the distilled draft with the base draft; then every draft with
+    n-gram speculation alone, which needs no model.
     """
-    models = [draft for draft in drafts if not draft.path.startswith((NGRAM, NGRAM_FIRST))]
-    behind = [draft for draft in drafts if draft.path.startswith(NGRAM_FIRST)]
-    alone = next((draft for draft in drafts if draft.path == NGRAM), None)
-    if len(models) == 1 and alone is not None:
-        behind = models + behind
-    over = alone or (models or behind)[0]
-    pairs = [(draft, models[0]) for draft in models[1:]]
-    return pairs + [(draft, over) for draft in behind if draft is not over]
+    models = [draft.name for draft in drafts if not draft.path.startswith((NGRAM, NGRAM_FIRST))]
+    pairs = [(name, models[0]) for name in models[1:]]
+    for ngram in (draft for draft in drafts if draft.path == NGRAM):
+        pairs += [(draft.name, ngram.name) for draft in drafts if draft is not ngram]
+    return pairs
 
 
-def _draft_block(log: DraftLog, run: RunLog, shown: Sequence[str]) -> dict[str, Any]:
-    """The fields of a `DraftReport`; null where the log holds nothing to measure them on."""
-    for runs in (log.runs, log.baseline):
-        check_runs(runs, blocks="tau" not in log.missing)
-    missing = dict(log.missing)
-    block: dict[str, Any] = {field: getattr(log, field) for field in COPIED}
-    for field, number in _numbers(log, run, shown).items():
-        block[field] = None
+def _draft_block(
+    log: DraftLog, table: Table, run: RunLog, shown: Sequence[str], copied: Mapping[str, str]
+) -> dict[str, Any]:
+    """The fields of a `DraftReport`; null where there is nothing to measure them on."""
+    missing, block = dict(log.missing), dict[str, Any]()
+    for field, number in _numbers(log, table, run, shown, copied).items():
         if field not in missing:
             try:
                 block[field] = number()
             except NothingToMeasure as reason:
                 missing[field] = str(reason)
-    return block | {
+    copies = {field: getattr(log, field) for field in COPIED}
+    return {
+        **dict.fromkeys(missing),
+        **block,
+        **copies,
         "sha256": weights_sha256(log.path),
         "missing": [{"field": field, "reason": reason} for field, reason in missing.items()],
-        "per_prompt": _per_prompt(log),
+        "per_prompt": table,
     }
 
 
-def _per_prompt(log: DraftLog) -> list[dict[str, Any]]:
-    """The sums that every mean and interval above is made from, one row a prompt.
+def _numbers(
+    log: DraftLog, table: Table, run: RunLog, shown: Sequence[str], copied: Mapping[str, str]
+) -> dict[str, Callable[[], Any]]:
+    """Each field of a `DraftReport` that is computed.
 
-    The run's part is absent for prompts that only alpha was taken on.
+    A new number is a `Number` in eval/measuring/metrics.py, a field in fields.py, its line here,
+    and a row in tables.py. shown: the prompts of the atlas' heat map. copied: how much of each
+    prompt's response is copied.
     """
-    rows: dict[str, dict[str, Any]] = {
-        a.prompt_id: {
-            "id": a.prompt_id,
-            "category": a.category,
-            "group": a.group,
-            "prompt_tokens": a.prompt_tokens,
-            "alpha_sum": a.alpha_sum,
-            "positions": a.positions,
-        }
-        for a in log.agreement or []
-    }
-    for run, base in metrics.pair(log.runs, log.baseline):
-        row = rows.setdefault(run.prompt_id, {"id": run.prompt_id})
-        row |= {
-            "category": run.category,
-            "group": run.group,
-            "prompt_tokens": run.prompt_tokens,
-            "tokens": len(run.tokens),
-            "seconds": run.seconds,
-            "baseline_tokens": len(base.tokens),
-            "baseline_seconds": base.seconds,
-        }
-        if "tau" not in log.missing:
-            whole = run.whole_blocks
-            row |= {
-                "calls": len(run.block_tokens),
-                "blocks": whole,
-                "block_tokens": sum(run.block_tokens[:whole]),
-                "drafted": sum(run.drafted[:whole]),
-                "accepted": sum(run.accepted[:whole]),
-            }
-    return list(rows.values())
-
-
-def _numbers(log: DraftLog, run: RunLog, shown: Sequence[str]) -> dict[str, Callable[[], Any]]:
-    """Each field of a `DraftReport` that is computed from the logs of the draft and of its run.
-
-    A new number is a function in eval/measuring/metrics.py, a field in fields.py, its line here,
-    and a row in tables.py. shown: the prompts of the atlas' heat map.
-    """
-    return {
-        "alpha": lambda: metrics.alpha(agreed(log)),
-        "tau": lambda: metrics.tau(blocks(log)),
-        "mean_drafted": lambda: metrics.mean_drafted(blocks(log)),
-        "accepted_over_drafted": lambda: metrics.accepted_over_drafted(blocks(log)),
-        "per_position": lambda: metrics.per_position(blocks(log)),
-        "costs": lambda: Costs.of(timed(log), log.runs),
-        "c": lambda: metrics.c(timed(log)),
-        "verify_ratio": lambda: metrics.verify_ratio(timed(log), metrics.mean_drafted(blocks(log))),
-        "predicted_speedup": lambda: metrics.predicted_speedup(blocks(log), timed(log)),
-        "speedup": lambda: metrics.speedup(log.runs, log.baseline),
-        "decode_efficiency": lambda: metrics.decode_efficiency(
-            blocks(log), log.baseline, timed(log)
+    numbers: dict[str, Callable[[], Any]] = {
+        "tau": lambda: measured(metrics.MEAN_ACCEPTANCE_LENGTH, table),
+        "mean_drafted": lambda: metrics.mean_drafted(table),
+        "accepted_over_drafted": lambda: measured(metrics.ACCEPTED_OVER_DRAFTED, table),
+        "per_position": lambda: metrics.per_position(table),
+        "speedup": lambda: measured(metrics.SPEEDUP, table),
+        "tokens_per_s": lambda: Both(
+            baseline=measured(metrics.BASELINE_TOKENS_PER_S, table),
+            speculative=measured(metrics.TOKENS_PER_S, table),
         ),
-        "tokens_per_s": lambda: _both(metrics.tokens_per_s, log),
-        "ttft_ms": lambda: _both(metrics.ttft_ms, log),
-        "itl_ms": lambda: _both(metrics.itl_ms, log),
-        "memory": lambda: metrics.memory(log),
-        "payoff": lambda: _payoff(log),
-        "by_category": lambda: metrics.by_category(log, lambda row: row.category),
-        "by_copy_share": lambda: _by_copy_share(log, run),
-        "by_context": lambda: metrics.by_context(log),
-        "atlas": lambda: build_atlas(agreed(log), run, shown),
+        "ttft_ms": lambda: Both(
+            baseline=metrics.ttft_ms(table, "baseline_prefill_seconds"),
+            speculative=metrics.ttft_ms(table, "prefill_seconds"),
+        ),
+        "itl_ms": lambda: Both(
+            baseline=metrics.itl_ms(log.baseline), speculative=metrics.itl_ms(log.runs)
+        ),
+        "by_category": lambda: metrics.by_class(table, lambda row: row.category),
+        "by_copy_share": lambda: metrics.by_class(
+            table, lambda row: copied.get(row.id), COPY_CLASSES
+        ),
+        "by_context": lambda: metrics.by_class(table, metrics.context_class, metrics.CONTEXTS),
     }
+    if (agreement := log.agreement) is not None:
+        numbers |= {
+            "alpha": lambda: measured(metrics.ACCEPTANCE_RATE, table),
+            "atlas": lambda: build_atlas(agreement, run, shown),
+        }
+    if (costs := log.costs) is not None:
+        numbers |= {
+            "costs": lambda: Costs.of(costs),
+            "c": lambda: metrics.cost_ratio(costs),
+            "verify_ratio": lambda: metrics.verify_ratio(costs, metrics.mean_drafted(table)),
+            "predicted_speedup": lambda: measured(metrics.predicted_speedup(costs), table),
+            "decode_efficiency": lambda: measured(metrics.decode_efficiency(costs), table),
+            "payoff": lambda: _payoff(log, costs, table),
+        }
+    if (memory := log.memory) is not None:
+        numbers["memory"] = lambda: memory | {"full_form_bytes": log.full_form_bytes}
+    return numbers
 
 
-def _payoff(log: DraftLog) -> Payoff:
+def _payoff(log: DraftLog, costs: StepCosts, table: Table) -> Payoff:
     if log.path.startswith((NGRAM, NGRAM_FIRST)):
         raise NothingToMeasure(
             "break-even is not computed for n-gram drafts: their cost per token is not constant"
         )
-    block = payoff(timed(log), metrics.alpha(agreed(log)).mean)
-    low, high = metrics.speedup(log.runs, log.baseline).bounds
-    return block.model_copy(update={"verdict": "inconclusive"}) if low <= 1 <= high else block
-
-
-def _by_copy_share(log: DraftLog, run: RunLog) -> dict[str, CategoryNumbers]:
-    shares = copy_categories(run.answers)
-    return metrics.by_category(log, lambda row: shares.get(row.prompt_id), COPY_CATEGORIES)
-
-
-def _both(metric: Callable[[Sequence[PromptRun]], T], log: DraftLog) -> Both[T]:
-    """A metric of the runs without a draft and with it."""
-    return Both(baseline=metric(log.baseline), speculative=metric(log.runs))
+    estimate = payoff(costs, [entry.marginal.mean for entry in metrics.per_position(table)])
+    low, high = measured(metrics.SPEEDUP, table).bounds
+    return estimate.model_copy(update={"verdict": "inconclusive"}) if low <= 1 <= high else estimate

@@ -1,12 +1,11 @@
-"""The fields of report.json (schema draftsmith-report/1): what they mean, what must hold of them.
+"""The fields of report.json (schema draftsmith-report/1), their meaning and their checks.
 
-The models of a measured quantity stand where it is measured (eval/measuring/); the whole report is
-here. Reading a report needs no torch. docs/metrics.md has the long definitions.
+The model of a measured quantity stands beside its measurement (eval/measuring/). Reading a report
+needs no torch. docs/metrics.md has the long definitions.
 """
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -15,30 +14,21 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 from align.sources import abridged
 from eval.measuring.atlas import Atlas
 from eval.measuring.copy_share import Answers
-from eval.measuring.cost import Payoff
-from eval.measuring.intervals import (
-    Both,
-    Count,
-    Measured,
-    Part,
-    Positive,
-    Quantity,
-    Share,
-)
+from eval.measuring.cost import Costs, Payoff
+from eval.measuring.intervals import Both, Count, Measured, Part, Positive, Quantity, Share
 from eval.measuring.metrics import (
     CategoryNumbers,
-    Costs,
     Latency,
     Memory,
     PositionAcceptance,
+    PromptSums,
 )
 from eval.measuring.output_check import Ledger
-from eval.measuring.runs import Agreement
 
 SCHEMA: Final = "draftsmith-report/1"
 SHOWN_ERRORS = 3
 REFERENCE = "torch"  # the engine's name of our reference decoder
-# Paths of drafts without a model of their own (eval/decoding/drafters/lookup.py)
+# Paths of n-gram drafts, as eval/decoding/drafters/lookup.py has them
 NGRAM, NGRAM_FIRST = "prompt-lookup", "lookup-first:"
 
 
@@ -47,7 +37,7 @@ class ReportError(ValueError):
 
 
 class Vocabulary(Part):
-    """How the draft's vocabulary relates to the target's, and what is done about it."""
+    """How the draft's vocabulary relates to the target's, and how it is mapped."""
 
     relation: str
     strategy: str
@@ -55,14 +45,14 @@ class Vocabulary(Part):
 
 
 class LoadPoint(Part):
-    """Served with so many requests at a time; a round is what varies, n the number of rounds."""
+    """Served at one concurrency. Intervals are over rounds of requests; n is their number."""
 
     concurrency: Positive
     requests: Positive
     tokens_per_s: Both[Measured] = Field(description="of all requests together")
     speedup: Measured = Field(description="of these tokens/s")
     itl_ms: Both[Latency]
-    mean_acceptance_length: Measured | None = Field(description="null: it has no counters")
+    mean_acceptance_length: Measured | None = Field(description="null: the server has no counters")
 
 
 class Counters(Part):
@@ -85,42 +75,17 @@ class Missing(Part):
     reason: str
 
 
-# Left out where it was not measured
-Sum = Annotated[int | None, Field(ge=0, exclude_if=lambda value: value is None)]
-Amount = Annotated[float | None, Field(exclude_if=lambda value: value is None)]
-
-
-class PromptSums(Part):
-    """The sums that all means are made from."""
-
-    id: str
-    category: str | None
-    group: Annotated[str | None, Field(exclude_if=lambda value: value is None)] = None
-    alpha_sum: Amount = None
-    positions: Sum = None
-    prompt_tokens: Sum = None
-    tokens: Sum = None
-    seconds: Amount = None
-    baseline_tokens: Sum = None
-    baseline_seconds: Amount = None
-    calls: Annotated[Sum, Field(description="target calls of the decode phase")] = None
-    blocks: Annotated[Sum, Field(description="of these, the whole ones; so below")] = None
-    block_tokens: Sum = None
-    drafted: Sum = None
-    accepted: Sum = None
-
-
 class DraftReport(Part):
     """One draft. A number is null only where `missing` gives the reason."""
 
     path: str
     sha256: str | None = Field(
-        default=None, description="of the weights measured; null: they are no files here"
+        default=None, description="of the weights measured; null: there is no file of them"
     )
     form: str
     vocabulary: Vocabulary
-    gamma: Count | None = Field(description="draft length chosen for it; null: a server's own")
-    gamma_policy: str = Field(description="how a block's draft length is found")
+    gamma: Count | None = Field(description="draft length chosen for it; null: not known")
+    gamma_policy: str = Field(description="how the draft length was chosen")
     alpha: Share | None = Field(
         description="mean over positions of sum_x min(p, q) on text the target generated, "
         "teacher-forced; at temperature 0, how often the two argmaxes agree. Does not depend on "
@@ -143,8 +108,7 @@ class DraftReport(Part):
     )
     predicted_speedup: Measured | None = Field(
         description="tau * t_target(1) / (gamma * t_draft + t_target(gamma + 1)) from isolated "
-        "forwards, gamma the mean drafted length. Its interval is over prompts; that of the "
-        "step costs stands in costs.ci95."
+        "forwards, gamma the mean drafted length."
     )
     speedup: Measured = Field(
         description="wall seconds per emitted token without a draft / with it; prefill in; same "
@@ -162,10 +126,10 @@ class DraftReport(Part):
     lossless: Ledger
     by_category: dict[str, CategoryNumbers]
     by_copy_share: dict[str, CategoryNumbers] = Field(
-        default={}, description="by how much of the target's answer is copied"
+        default={}, description="by the copied share of the target's response"
     )
     by_context: dict[str, CategoryNumbers] = Field(
-        default={}, description="by how many tokens the prompt has"
+        default={}, description="by the length of the prompt"
     )
     atlas: Atlas | None
     counters: Counters | None = Field(description="of a server")
@@ -174,17 +138,8 @@ class DraftReport(Part):
 
     @property
     def serves_alone(self) -> bool:
-        """Whether an engine can serve it: n-gram speculation before a draft is ours alone."""
+        """Whether vLLM can serve it: it does not combine n-gram speculation with a draft."""
         return not self.path.startswith(NGRAM_FIRST)
-
-    @property
-    def agreements(self) -> list[Agreement]:
-        """The sums of alpha by prompt, of prompts that it was taken on."""
-        return [
-            Agreement(row.id, row.category, row.alpha_sum, row.positions, group=row.group)
-            for row in self.per_prompt
-            if row.alpha_sum is not None and row.positions is not None
-        ]
 
     @model_validator(mode="after")
     def _null_has_a_reason(self) -> Self:
@@ -195,18 +150,9 @@ class DraftReport(Part):
                 raise ValueError(f"{name} is null, and `missing` does not say why")
         return self
 
-    @model_validator(mode="after")
-    def _speedup_is_that_of_the_rates(self) -> Self:
-        with_it, without = self.tokens_per_s.speculative.mean, self.tokens_per_s.baseline.mean
-        if not math.isclose(with_it, self.speedup.mean * without, rel_tol=1e-6):
-            raise ValueError(
-                f"speedup is {self.speedup.mean}, but its tokens_per_s give {with_it} / {without}"
-            )
-        return self
-
 
 class Gain(Part):
-    """What a draft has more than another, on the same prompts."""
+    """The difference of a draft's numbers to another draft's, on the same prompts."""
 
     draft: str
     over: str
@@ -223,7 +169,7 @@ class Baseline(Part):
 
 
 class DecodingSetting(Part):
-    """How texts were decoded."""
+    """How the outputs were decoded."""
 
     temperature: Quantity
     top_k: Count | None
@@ -232,8 +178,8 @@ class DecodingSetting(Part):
     gamma: Count | None = Field(description="the last draft's")
     gamma_policy: str
     verification: str
-    stop_tokens: Count | None = Field(description="0: the end is ignored; null: a server knows")
-    ended_by_stop: float = Field(ge=0, le=1, description="share of the baseline's answers")
+    stop_tokens: Count | None = Field(description="0: the end is ignored; null: not known")
+    ended_by_stop: float = Field(ge=0, le=1, description="share of the baseline's outputs")
 
 
 class PromptsUsed(Part):
@@ -251,29 +197,29 @@ class PromptsUsed(Part):
 
 
 class Environment(Part):
-    """The machine and the engine; null where it is not known."""
+    """The machine and the engine. Null: not known."""
 
     engine: str
     engine_version: str | None
     hardware: str | None = Field(description="model name of the GPU, or of the CPU")
     cores: Positive | None = Field(description="CPU cores that the process may use")
-    threads: Positive | None = Field(description="that compute, on a CPU")
+    threads: Positive | None = Field(description="threads that compute, on a CPU")
     date: str = Field(description="start of the evaluation, ISO 8601 in UTC")
     load_average: Quantity | None = Field(description="over one minute, at the start")
     server_arguments: list[str] | None
 
 
 class HeldOutPoint(Part):
-    """The draft on prompts held out of training, at some step of it."""
+    """The draft on prompts held out of training, at one training step."""
 
     step: Count = Field(description="0: before training")
-    tokens: Count = Field(description="different tokens that it was trained on until then")
+    tokens: Count = Field(description="different tokens trained on until then")
     alpha: Share
     kept: bool = Field(description="these weights became the draft")
 
 
 class HeldOutCurve(Part):
-    """alpha while the draft was trained, on prompts held out of training."""
+    """The acceptance rate during training, on prompts held out of it."""
 
     points: Annotated[list[HeldOutPoint], Field(min_length=1)]
 
@@ -284,7 +230,7 @@ class Report(Part):
     schema_name: Annotated[Literal["draftsmith-report/1"], Field(alias="schema")]
     target: str
     target_quantization: str | None = Field(
-        None, description="of the GGUF file that the target's weights come from, e.g. Q4_0"
+        None, description="of the target's GGUF file, e.g. Q4_0"
     )
     engine: str
     device: str
@@ -292,7 +238,7 @@ class Report(Part):
     baseline: Baseline
     decoding: DecodingSetting
     prompts: PromptsUsed
-    answers: Answers | None = Field(None, description="null: they are not known in token ids")
+    answers: Answers | None = Field(None, description="null: their token ids are not known")
     environment: Environment | None = None
     drafts: dict[str, DraftReport] = Field(min_length=1, description="by name")
     gain: list[Gain] = Field(description="difference to the draft named, on the same prompts.")
@@ -303,77 +249,57 @@ class Report(Part):
 
     @property
     def target_named(self) -> str:
-        """The target without its file's checksum, and how the file is quantised where it is."""
+        """The target without its file's checksum, with the quantisation of a GGUF file."""
         quantised = self.target_quantization
         target = abridged(self.target).partition("#")[0]
         return f"{target} (GGUF {quantised})" if quantised else target
 
     @property
     def last(self) -> tuple[str, DraftReport]:
-        """The draft that the headline is about."""
+        """The draft that was named last; its bounds decide the exit status of eval.run."""
         return list(self.drafts.items())[-1]
 
     @property
     def tuned(self) -> tuple[str, DraftReport]:
-        """The draft that is published: a training run's tuned one by itself, else the last."""
+        """A training run's distilled draft; of other reports the last draft."""
         return ("tuned", self.drafts["tuned"]) if "tuned" in self.drafts else self.last
 
     @property
-    def gamma_by_load(self) -> dict[str, list[tuple[int, int, int]]]:
-        """Rows (first load, last load, draft length) by each draft's path, as vLLM takes them.
+    def draft_length_by_load(self) -> dict[str, list[tuple[int, int, int]]]:
+        """(first load, last load, draft length) by each draft's path, as vLLM takes them.
 
-        They are its num_speculative_tokens_per_batch_size: the length whose gain is the surest,
-        where one is shown, all of the interval or of the rounds above 1x; else none. A measured
-        load stands for all up to the next one.
+        vLLM's key is num_speculative_tokens_per_batch_size. The length is the one whose speed-up
+        has the highest lower bound above 1x (interval, or range over rounds), else 0. A measured
+        load stands for all loads up to the next one.
         """
-        at_load: dict[str, dict[int, list[tuple[float, int]]]] = {}
+        lengths: dict[str, dict[int, tuple[float, int]]] = {}  # lower bound, length by path, load
         for draft in self.drafts.values():
             for point in draft.by_load if draft.gamma else ():
-                gains = at_load.setdefault(draft.path, {})
-                surest = (point.speedup.ci95 or point.speedup.range or (0.0,))[0]
-                gains.setdefault(point.concurrency, [(1.0, 0)]).append((surest, draft.gamma or 0))
+                bound = (point.speedup.ci95 or point.speedup.range or (0.0,))[0]
+                loads = lengths.setdefault(draft.path, {})
+                best = loads.get(point.concurrency, (1.0, 0))
+                loads[point.concurrency] = max(best, (bound, draft.gamma or 0))
         schedules: dict[str, list[tuple[int, int, int]]] = {}
-        for path, gains in at_load.items():
-            rows = schedules[path] = []
-            ends = [load - 1 for load in list(gains)[1:]] + list(gains)[-1:]
-            for last, (_, length) in zip(ends, map(max, gains.values()), strict=True):
-                first = rows[-1][1] + 1 if rows else 1
-                if rows and rows[-1][2] == length:
-                    first = rows.pop()[0]
-                rows.append((first, last, length))
+        for path, loads in lengths.items():
+            schedule = schedules[path] = []
+            ends = [load - 1 for load in list(loads)[1:]] + list(loads)[-1:]
+            for last, (_, length) in zip(ends, loads.values(), strict=True):
+                first = schedule[-1][1] + 1 if schedule else 1
+                if schedule and schedule[-1][2] == length:
+                    first = schedule.pop()[0]
+                schedule.append((first, last, length))
         return schedules
 
     @model_validator(mode="after")
-    def _gains_are_differences(self) -> Self:
+    def _gains_are_of_these_drafts(self) -> Self:
         for i, entry in enumerate(self.gain):
             for name in (entry.draft, entry.over):
                 if name not in self.drafts:
                     raise ValueError(f"gain[{i}] compares with {name!r}, which is no draft of it")
-            for field in ("alpha", "tau", "speedup"):
-                gained = getattr(entry, field)
-                mine, other = (getattr(self.drafts[n], field) for n in (entry.draft, entry.over))
-                # a gain may rest on fewer prompts than either side's own number
-                if not (gained and mine and other and mine.n == other.n == gained.n):
-                    continue
-                apart = mine.mean - other.mean
-                if not math.isclose(gained.mean, apart, rel_tol=1e-6, abs_tol=1e-9):
-                    raise ValueError(
-                        f"gain[{i}].{field} is {gained.mean}, but the drafts' own numbers are "
-                        f"{apart} apart"
-                    )
         return self
 
 
-# --- Files ---
-
-
-def report_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of a report.json."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **Report.model_json_schema(mode="serialization"),
-        "title": SCHEMA,
-    }
+# --- Reading ---
 
 
 def checked(value: Any) -> Report:
@@ -385,11 +311,11 @@ def checked(value: Any) -> Report:
 
 
 def _problems(error: ValidationError) -> str:
-    """The first problems, each with the place of its field."""
+    """The first problems, each with the path of its field."""
     lines = []
     for problem in error.errors(include_url=False):
-        place = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in problem["loc"])
-        line = f"report{place}: {problem['msg'].removeprefix('Value error, ')}"
+        path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in problem["loc"])
+        line = f"report{path}: {problem['msg'].removeprefix('Value error, ')}"
         if isinstance(problem["input"], str | int | float | None):
             line += f", not {problem['input']!r:.80}"
         lines.append(line)

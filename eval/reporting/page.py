@@ -1,7 +1,7 @@
-"""report.html: one file that needs nothing else, for a browser in the light or dark, and for paper.
+"""report.html: one file without script, network or fonts, for light, dark and paper.
 
-No script, no network, no font of its own. The markup stands in page.html.j2 and charts.html.j2,
-which escape every text of the report; here are the scales and the data of the charts.
+The markup stands in page.html.j2 and charts.html.j2, which escape every text of the report. This
+module has the scales and the data of the charts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from eval.reporting.tables import (
     missing_lines,
     result_table,
     shown,
-    waterfall,
 )
 from eval.reporting.verdict import in_order, label, times, top
 from eval.reporting.warnings import find_warnings
@@ -36,17 +35,17 @@ Drafts = dict[str, DraftReport]  # by shown name
 
 
 def is_numeric(cell: str) -> bool:
-    """Whether a cell stays on one line: a number and its unit do, a hash must break."""
+    """Whether a cell stays on one line: a number with its unit does, a hash must break."""
     return NUMERIC.match(cell) is not None
 
 
 def visible(token: str) -> str:
-    """A token with its white space to be seen."""
+    """A token with visible white space."""
     return token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·") or "∅"
 
 
 def bounds(bucket: Bucket) -> str:
-    """`9-16` for positions (both ends in), `0.5-1` or `≥ 4` for bits (upper end out)."""
+    """`9-16` for positions (both ends included), `0.5-1` or `≥ 4` for bits (upper end excluded)."""
     return f"≥ {bucket.low:g}" if bucket.high is None else f"{bucket.low:g}-{bucket.high:g}"
 
 
@@ -86,21 +85,30 @@ def acceptance_charts(drafts: Drafts) -> list[dict[str, Any]]:
     return [chart for chart in charts if chart["bars"]]
 
 
-def waterfall_rows(draft: DraftReport) -> list[tuple[str, float | None, float]]:
-    """(label, start, end) from the longest step to the wall clock; totals have no start."""
-    if not (speedups := waterfall(draft)):
+def waterfall(draft: DraftReport) -> list[tuple[str, float | None, float]]:
+    """(label, start, end) from the longest step to the wall clock; totals have no start.
+
+    One cost after the other is counted. Empty where not all of it was measured.
+    """
+    length, predicted, efficiency = draft.tau, draft.predicted_speedup, draft.decode_efficiency
+    if length is None or predicted is None or efficiency is None:
         return []
-    longest, tau, drafted, predicted, decode, wall = speedups.values()
+    assert draft.mean_drafted is not None
+    assert draft.verify_ratio is not None
+    longest = draft.mean_drafted + 1
+    drafting = length.mean / predicted.mean - draft.verify_ratio  # in target steps, a draft
+    drafted = length.mean / (1 + drafting)
+    decode = efficiency.mean * predicted.mean
     return [
         (f"All of {draft.mean_drafted:.2f} drafted tokens accepted", None, longest),
-        ("Rejected tokens", longest, tau),
-        ("Mean acceptance length: drafting is free", None, tau),
-        (f"Draft steps, cost ratio {draft.c:.3f}", tau, drafted),
-        (f"Wider target calls, ×{draft.verify_ratio:.2f}", drafted, predicted),
-        ("Predicted", None, predicted),
-        ("Overhead of the loop", predicted, decode),
-        ("Prefill, cut steps", decode, wall),
-        ("Wall clock", None, wall),
+        ("Rejected tokens", longest, length.mean),
+        ("Mean acceptance length: drafting is free", None, length.mean),
+        (f"Draft steps, cost ratio {draft.c:.3f}", length.mean, drafted),
+        (f"Wider target calls, ×{draft.verify_ratio:.2f}", drafted, predicted.mean),
+        ("Predicted", None, predicted.mean),
+        ("Overhead of the loop", predicted.mean, decode),
+        ("Prefill, cut steps", decode, draft.speedup.mean),
+        ("Wall clock", None, draft.speedup.mean),
     ]
 
 
@@ -133,25 +141,21 @@ def render_page(report: Report) -> str:
     name, draft = report.tuned
     names = in_order(report)
     coloured = [name, *(other for other in names if other != name)]
-    checks = [each.lossless for each in report.drafts.values()]
-    broken, ties = (sum(getattr(c, f) for c in checks) for f in ("unexplained", "tie_divergences"))
+    drafts = report.drafts.values()
+    broken = any(each.lossless.unexplained for each in drafts)
+    ties = any(each.lossless.tie_divergences for each in drafts)
+    ends = [(each.speedup.ci95 or (0.0, each.speedup.mean))[1] for each in drafts]
     page = (
         _environment()
         .get_template("page.html.j2")
         .render(
             top=top(report),
             mark="bad" if broken else "tie" if ties else "good",
-            widest=max(
-                [
-                    1.0,
-                    *(d.speedup.bounds[1] for d in report.drafts.values() if d.speedup.ci95),
-                    *(d.speedup.mean for d in report.drafts.values()),
-                ]
-            ),
+            widest=max(1.0, *ends),
             colours={label(each): f"var(--s{coloured.index(each) % COLOURS})" for each in names},
             warnings=[warning.text for warning in find_warnings(report)],
             name=label(name),
-            waterfall=waterfall_rows(draft),
+            waterfall=waterfall(draft),
             results=result_table(report),
             gains=gain_table(report),
             charts=acceptance_charts({label(each): report.drafts[each] for each in names}),

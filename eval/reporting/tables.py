@@ -11,7 +11,6 @@ from pydantic import BaseModel
 
 from eval.measuring.copy_share import Answers
 from eval.measuring.intervals import FEWEST_CLUSTERS, Measured
-from eval.measuring.metrics import Memory
 from eval.measuring.output_check import Divergence
 from eval.reporting.fields import DraftReport, HeldOutCurve, Report
 from eval.reporting.verdict import in_order, label, size
@@ -20,7 +19,7 @@ NOT_MEASURED = "not measured"
 DIVERGENCES_SHOWN = 20
 FEW_NOTE = f"Parentheses: lowest and highest of fewer than {FEWEST_CLUSTERS} prompts or rounds."
 DIVERGENCE_NOTE = (
-    "The first token at which a greedy response with the draft differs. It is a near-tie where the "
+    "The first token at which a greedy response with the draft differs. It is a near-tie if the "
     "gap is at most twice the error of two forwards of the target, and the responses agree in fp32 "
     "(behind a server: and every later token is a near-tie, too)."
 )
@@ -28,34 +27,30 @@ LOAD_NOTE = (
     "Requests in flight, one server after the other, in rounds of twice as many; intervals over "
     "rounds. Responses are not compared here: bf16 sums depend on the batch."
 )
-
-
-def _meaning(model: type[BaseModel], field: str) -> str:
-    return str(model.model_fields[field].description)
-
-
 # One line each, from the fields themselves; docs/metrics.md has the long form.
 DEFINITIONS = {
-    "acceptance rate (alpha)": _meaning(DraftReport, "alpha"),
-    "mean acceptance length (tau)": _meaning(DraftReport, "tau"),
-    "accepted/drafted": _meaning(DraftReport, "accepted_over_drafted"),
-    "speed-up": _meaning(DraftReport, "speedup"),
-    "predicted speed-up": _meaning(DraftReport, "predicted_speedup"),
-    "decode efficiency": _meaning(DraftReport, "decode_efficiency"),
-    "cost ratio (c)": _meaning(DraftReport, "c"),
-    "verify ratio": _meaning(DraftReport, "verify_ratio"),
-    "memory overhead": _meaning(Memory, "overhead"),
-    "TTFT": _meaning(DraftReport, "ttft_ms"),
-    "ITL": _meaning(DraftReport, "itl_ms"),
-    "copy share": _meaning(Answers, "copy_share"),
-    "gain": _meaning(Report, "gain"),
-    "intervals": _meaning(Measured, "ci95"),
+    term: str(model.model_fields[field].description)
+    for term, model, field in (
+        ("acceptance rate (alpha)", DraftReport, "alpha"),
+        ("mean acceptance length (tau)", DraftReport, "tau"),
+        ("accepted/drafted", DraftReport, "accepted_over_drafted"),
+        ("speed-up", DraftReport, "speedup"),
+        ("predicted speed-up", DraftReport, "predicted_speedup"),
+        ("decode efficiency", DraftReport, "decode_efficiency"),
+        ("cost ratio (c)", DraftReport, "c"),
+        ("verify ratio", DraftReport, "verify_ratio"),
+        ("TTFT", DraftReport, "ttft_ms"),
+        ("ITL", DraftReport, "itl_ms"),
+        ("copy share", Answers, "copy_share"),
+        ("gain", Report, "gain"),
+        ("intervals", Measured, "ci95"),
+    )
 }
 
 
 @dataclass(frozen=True)
 class Table:
-    """One table; the first cell of a row names the row."""
+    """One table; the first cell of a row is its label."""
 
     title: str
     header: list[str]
@@ -79,6 +74,12 @@ def quoted(token: str) -> str:
     return f"`{text}`" if text.strip() else f"`{text.replace(' ', '␣')}`" if text else "none"
 
 
+def prompts_text(value: Measured) -> str:
+    """How many prompts a number is taken over: `160`, or `160 in 20 groups`."""
+    groups = value.clusters if value.clusters != value.n else None
+    return f"{value.n} in {groups} groups" if groups else str(value.n)
+
+
 TWO_MS = "{:.1f} / {:.1f} ms".format
 GAIN = "{:+.2f}".format
 RESULT: Cells = [
@@ -89,7 +90,7 @@ RESULT: Cells = [
     ("draft length (gamma)", "gamma", str),
     ("accepted/drafted", "accepted_over_drafted", "{:.0%}".format),
     ("tokens/s", "tokens_per_s.speculative.mean", "{:.1f}".format),
-    ("prompts timed", "speedup", lambda value: prompts_text(value)),
+    ("prompts timed", "speedup", prompts_text),
 ]
 GAINS: Cells = [
     ("over", "over", label),
@@ -97,7 +98,17 @@ GAINS: Cells = [
     ("acceptance rate", "alpha", GAIN),
     ("mean acceptance length", "tau", GAIN),
 ]
-COSTS: Cells = [
+DRAFTS: Cells = [
+    ("path", "path", "`{}`".format),
+    ("form measured", "form", str),
+    ("vocabulary", "vocabulary.relation", str),
+    ("vocabulary mapping", "vocabulary.strategy", str),
+    ("draft length policy", "gamma_policy", str),
+    ("output check", "lossless", str),
+    ("memory, form measured", "memory.draft_bytes", size),
+    ("overhead, form measured", "memory.overhead", "{:.1%}".format),
+    ("memory, full-vocabulary", "memory.full_form_bytes", size),
+    ("KV bytes per token", "memory.kv_bytes_per_token.draft", "{:,}".format),
     ("predicted speed-up", "predicted_speedup", shown),
     ("decode efficiency", "decode_efficiency", shown),
     ("cost ratio (c)", "c", "{:.3f}".format),
@@ -109,32 +120,13 @@ COSTS: Cells = [
     ("TTFT with / without", "ttft_ms.speculative.mean ttft_ms.baseline.mean", TWO_MS),
     ("ITL p50 with / without", "itl_ms.speculative.p50 itl_ms.baseline.p50", TWO_MS),
     ("ITL p95 with / without", "itl_ms.speculative.p95 itl_ms.baseline.p95", TWO_MS),
-]
-COUNTERS: Cells = [
-    ("drafts", "counters.num_drafts", "{:,}".format),
-    ("accepted/drafted", "counters.acceptance_rate", shown),
+    ("drafts by the server", "counters.num_drafts", "{:,}".format),
+    ("accepted/drafted by the server", "counters.acceptance_rate", shown),
     (
-        "acceptance by position",
+        "acceptance by position by the server",
         "counters.acceptance_per_position",
         lambda shares: ", ".join(f"{share:.2f}" for share in shares),
     ),
-]
-DRAFTS: Cells = [
-    ("path", "path", "`{}`".format),
-    ("form measured", "form", str),
-    ("vocabulary", "vocabulary.relation", str),
-    ("vocabulary mapping", "vocabulary.strategy", str),
-    ("draft length policy", "gamma_policy", str),
-    ("memory, form measured", "memory.draft_bytes", size),
-    ("overhead, form measured", "memory.overhead", "{:.1%}".format),
-    ("memory, full-vocabulary", "memory.full_form_bytes", size),
-    ("KV bytes per token", "memory.kv_bytes_per_token.draft", "{:,}".format),
-    ("output check", "lossless", str),
-]
-ANSWERS: Cells = [
-    ("copied", "copy_share.either", "{:.0%}".format),
-    ("from the prompt", "copy_share.of_prompt", "{:.0%}".format),
-    ("from the response", "copy_share.of_answer", "{:.0%}".format),
 ]
 CATEGORIES: Cells = [
     ("speed-up", "speedup", shown),
@@ -163,14 +155,8 @@ DIVERGENCES: Cells = [
 ]
 
 
-def prompts_text(value: Measured) -> str:
-    """How many prompts a number is taken over: `160`, or `160 in 20 groups`."""
-    groups = value.clusters if value.clusters != value.n else None
-    return f"{value.n} in {groups} groups" if groups else str(value.n)
-
-
 def _at(part: BaseModel, path: str) -> Any:
-    """The value of `memory.overhead`, say; None where a part on the way is null."""
+    """The value of a path such as `memory.overhead`; None where a part on the path is null."""
     value: Any = part
     for name in path.split("."):
         value = None if value is None else getattr(value, name)
@@ -179,21 +165,21 @@ def _at(part: BaseModel, path: str) -> Any:
 
 def _cells(part: BaseModel, cells: Cells) -> list[str]:
     """Empty where a field is null."""
-    values = [[_at(part, path) for path in paths.split()] for _, paths, _ in cells]
-    return [
-        "" if None in found else form(*found)
-        for found, (_, _, form) in zip(values, cells, strict=True)
-    ]
+    texts = []
+    for _, paths, form in cells:
+        values = [_at(part, path) for path in paths.split()]
+        texts.append("" if None in values else form(*values))
+    return texts
 
 
 def _noted(rows: list[list[str]], note: str) -> str:
-    """The note, and what parentheses mean where the rows have some instead of an interval."""
+    """The note, with the meaning of parentheses where the rows have some instead of an interval."""
     few = any(cell.endswith(")") and " to " in cell for row in rows for cell in row)
     return " ".join(filter(None, [note, FEW_NOTE if few else ""]))
 
 
 def _by_draft(title: str, report: Report, cells: Cells, note: str = "") -> Table:
-    """One column a draft; a row that nothing was measured for is left out."""
+    """One column for each draft; a row without any value is left out."""
     names = in_order(report)
     columns = [_cells(report.drafts[name], cells) for name in names]
     rows = [
@@ -207,7 +193,7 @@ def _by_draft(title: str, report: Report, cells: Cells, note: str = "") -> Table
 def _table(
     title: str, first: str, parts: Iterable[tuple[str, BaseModel]], cells: Cells, note: str = ""
 ) -> Table:
-    """One row for each (text of its first cell, part of the report). A column of nulls leaves."""
+    """One row for each (label, part of the report); a column without any value is left out."""
     rows = [[text, *_cells(part, cells)] for text, part in parts]
     header = [first, *(column for column, _, _ in cells)]
     kept = [i for i in range(len(header)) if i == 0 or any(row[i] for row in rows)]
@@ -230,16 +216,16 @@ def result_table(report: Report) -> Table:
 
 
 def gain_table(report: Report) -> Table:
-    """What each draft adds to another, on the same prompts."""
+    """The gain of each draft over another, on the same prompts."""
     gains = ((label(gain.draft), gain) for gain in report.gain)
     return _table("Gains, paired by prompt", "draft", gains, GAINS)
 
 
 def _by_load(report: Report) -> Table:
-    """With vLLM's setting for each draft that is faster at some loads only."""
+    """The loads, with vLLM's setting for each draft that is faster at some loads only."""
     schedules = [
         f"For {path}: num_speculative_tokens_per_batch_size {json.dumps(ranges)}."
-        for path, ranges in report.gamma_by_load.items()
+        for path, ranges in report.draft_length_by_load.items()
         if len(ranges) > 1
     ]
     points = (
@@ -268,19 +254,19 @@ def divergence_table(report: Report) -> Table:
     return _table("Output check", "draft", worst, DIVERGENCES, note)
 
 
-def _split(report: Report, title: str, field: str) -> Table:
-    """One of by_category, by_copy_share and by_context."""
+def _by_class(report: Report, title: str, field: str) -> Table:
+    """The numbers of by_category, by_copy_share or by_context."""
     rows = (
         (f"{category}, {label(name)}", numbers)
         for name in in_order(report)
         for category, numbers in getattr(report.drafts[name], field).items()
-        if len(getattr(report.drafts[name], field)) > 1  # one is all of the prompts
+        if len(getattr(report.drafts[name], field)) > 1  # one class has all of the prompts
     )
     return _table(title, "prompts, draft", rows, CATEGORIES)
 
 
 def _held_out(curve: HeldOutCurve) -> Table:
-    """The draft on held-out prompts while it was trained."""
+    """The acceptance rate on held-out prompts during training."""
     rows = [
         [f"{p.tokens:,}", str(p.step), shown(p.alpha), "kept" if p.kept else ""]
         for p in curve.points
@@ -290,8 +276,9 @@ def _held_out(curve: HeldOutCurve) -> Table:
 
 
 def _setting(report: Report) -> Table:
-    """What was run, on what machine, with which prompts."""
+    """Models, machine, decoding and prompts."""
     prompts, machine = report.prompts, report.environment
+    copies = report.answers and report.answers.copy_share
     rows: list[tuple[str, Any]] = [
         ("target", report.target_named),
         ("engine, device, dtype", f"{report.engine}, {report.device}, {report.dtype}"),
@@ -303,8 +290,11 @@ def _setting(report: Report) -> Table:
         ("chat template kwargs", " or ".join(map(json.dumps, prompts.chat_template_kwargs))),
         ("overlap with training", prompts.overlap_with_training),
         ("bits per prompt token", prompts.bits_per_token),
+        ("copied share of the responses", copies and f"{copies.either.mean:.0%}"),
+        ("copied from the prompt", copies and f"{copies.of_prompt.mean:.0%}"),
+        ("copied from the response", copies and f"{copies.of_answer.mean:.0%}"),
     ]
-    texts = [[name, str(value)] for name, value in rows if value not in (None, "")]
+    texts = [[row_label, str(value)] for row_label, value in rows if value not in (None, "")]
     return Table("Setting", ["", ""], texts)
 
 
@@ -320,39 +310,14 @@ def missing_lines(report: Report) -> Iterator[str]:
 
 def details(report: Report) -> list[Table]:
     """The tables behind the results; one that the report holds nothing for is left out."""
-    answers = [] if report.answers is None else [("share of response tokens", report.answers)]
     every = [
         _by_load(report),
-        _split(report, "By category", "by_category"),
-        _split(report, "By copied share of the response", "by_copy_share"),
-        _split(report, "By prompt length", "by_context"),
-        _table("Copies in the target's responses", "", answers, ANSWERS),
+        _by_class(report, "By category", "by_category"),
+        _by_class(report, "By copied share of the response", "by_copy_share"),
+        _by_class(report, "By prompt length", "by_context"),
         divergence_table(report),
-        _by_draft("Counters of the server", report, COUNTERS),
-        _by_draft("Cost and latency", report, COSTS),
         _by_draft("Drafts", report, DRAFTS),
         *([] if report.held_out is None else [_held_out(report.held_out)]),
         _setting(report),
     ]
     return [table for table in every if table.rows]
-
-
-def waterfall(draft: DraftReport) -> dict[str, float]:
-    """Speed-ups as one cost after the other is counted; empty where not all of it was measured.
-
-    tau is the ideal: drafting free, and a wide target call as cheap as one on a single token.
-    """
-    tau, predicted, efficiency = draft.tau, draft.predicted_speedup, draft.decode_efficiency
-    if tau is None or predicted is None or efficiency is None:
-        return {}
-    assert draft.mean_drafted is not None
-    assert draft.verify_ratio is not None
-    drafting = tau.mean / predicted.mean - draft.verify_ratio  # in target steps, a draft
-    return {
-        "all accepted": draft.mean_drafted + 1,
-        "tau": tau.mean,
-        "after draft steps": tau.mean / (1 + drafting),
-        "predicted": predicted.mean,
-        "decode": efficiency.mean * predicted.mean,
-        "wall": draft.speedup.mean,
-    }

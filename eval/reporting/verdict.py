@@ -1,4 +1,4 @@
-"""What a report says first: the same lines on the page, in the terminal and in report.md."""
+"""The first lines of a report: the same on the page, in the terminal and in report.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from eval.measuring.intervals import Measured
 from eval.measuring.output_check import Ledger
-from eval.reporting.fields import NGRAM, REFERENCE, DraftReport, Report
+from eval.reporting.fields import NGRAM, REFERENCE, Report
 
 NAMES = {  # of the drafts of a training run, in the order in which they are shown
     "untuned": "base draft",
@@ -16,7 +16,7 @@ NAMES = {  # of the drafts of a training run, in the order in which they are sho
     "tuned": "distilled draft",
     "tuned+lookup": "n-gram, then distilled draft",
 }
-REFERENCE_ONLY = (
+REFERENCE_NOTE = (
     "* in the reference decoder only: vLLM 0.32 serves n-gram speculation or a draft; llama-server "
     "can combine them (n-gram first)."
 )
@@ -28,7 +28,7 @@ class Top:
 
     verdict: str
     output: str
-    speedups: list[tuple[str, Measured]]  # by shown name; a star marks REFERENCE_ONLY
+    speedups: list[tuple[str, Measured]]  # by shown name; a star marks REFERENCE_NOTE
     note: str
     memory: str
     command: str
@@ -38,15 +38,14 @@ class Top:
 def top(report: Report) -> Top:
     """The first lines of the report."""
     drafts = [(name, report.drafts[name]) for name in in_order(report)]
-    starred = report.engine == REFERENCE and not all(draft.serves_alone for _, draft in drafts)
+    starred = {
+        name for name, draft in drafts if report.engine == REFERENCE and not draft.serves_alone
+    }
     return Top(
         verdict=verdict(report),
         output=_output(report),
-        speedups=[
-            (label(name) + "*" * (starred and not draft.serves_alone), draft.speedup)
-            for name, draft in drafts
-        ],
-        note=REFERENCE_ONLY if starred else "",
+        speedups=[(label(name) + "*" * (name in starred), draft.speedup) for name, draft in drafts],
+        note=REFERENCE_NOTE if starred else "",
         memory=_memory(report),
         command=_command(report),
         setting=_setting(report),
@@ -54,7 +53,7 @@ def top(report: Report) -> Top:
 
 
 def in_order(report: Report) -> list[str]:
-    """The names of the drafts as they are shown: NAMES first, then others as they were given."""
+    """The names of the drafts as they are shown: NAMES first, then the others as given."""
     order = list(NAMES)
     return sorted(
         report.drafts,
@@ -69,19 +68,16 @@ def _parts(name: str) -> tuple[str, str]:
 
 
 def label(name: str) -> str:
-    """What a reader calls the draft."""
+    """The name of a draft as it is shown."""
     base, length = _parts(name)
     shown = NAMES.get(base, base)
     return f"{shown}, draft length {length}" if length else shown
 
 
 def times(value: Measured) -> str:
-    """A speed-up: `1.61x [1.48, 1.75]`, or `1.61x (1.20 to 2.10)` without an interval."""
-    if value.ci95:
-        return f"{value.mean:.2f}x [{value.ci95[0]:.2f}, {value.ci95[1]:.2f}]"
-    if value.range:
-        return f"{value.mean:.2f}x ({value.range[0]:.2f} to {value.range[1]:.2f})"
-    return f"{value.mean:.2f}x"
+    """A speed-up: `1.61x [1.48,1.75]`, or `1.61x (1.20 to 2.10)` without an interval."""
+    mean, _, interval = f"{value:.2f}".partition(" ")
+    return f"{mean}x {interval}".rstrip()
 
 
 def size(count: int) -> str:
@@ -114,14 +110,14 @@ def recommended(report: Report) -> str | None:
 
 
 def verdict(report: Report) -> str:
-    """What to do, in one line, and what its figure was measured in."""
+    """What to do, in one line, with its figure and the engine that the figure is of."""
     engine = measured_in(report)
     broken = [label(name) for name, d in report.drafts.items() if d.lossless.unexplained]
     start = f"Do NOT serve {', '.join(broken)}: outputs mismatch the target's. " if broken else ""
     name = recommended(report)
     if name is None:
-        most = max(draft.speedup.n for draft in report.drafts.values())
         if all(draft.speedup.ci95 is None for draft in report.drafts.values()):
+            most = max(draft.speedup.n for draft in report.drafts.values())
             return f"{start}No verdict: {most} prompts in {engine} are too few for an interval."
         return f"{start}No draft is shown to be faster than the target alone in {engine}."
     draft = report.drafts[name]
@@ -152,34 +148,21 @@ def _output(report: Report) -> str:
     return f"{total} ({report.dtype}, greedy{drafts})"
 
 
-def _trained(report: Report) -> tuple[str, DraftReport] | None:
-    """The draft with weights to serve: the distilled one, else the recommended or last one."""
-    names = [recommended(report), *reversed(report.drafts)]
-    if "tuned" in report.drafts:
-        names.insert(0, "tuned")
-    for name in filter(None, names):
-        draft = report.drafts[name]
-        if draft.serves_alone and draft.path != NGRAM:
-            return name, draft
-    return None
-
-
-def served_bytes(draft: DraftReport) -> tuple[int, float] | None:
-    """Bytes of the full-vocabulary checkpoint, which engines load, and its share of the target."""
-    if draft.memory is None:
-        return None
-    count = draft.memory.full_form_bytes or draft.memory.draft_bytes
-    return count, count / draft.memory.target_bytes
-
-
 def _memory(report: Report) -> str:
-    trained = _trained(report)
-    taken = served_bytes(trained[1]) if trained else None
-    if trained is None or taken is None:
-        return ""
-    count, share = taken
-    name = label(trained[0])
-    return f"{size(count)} to serve {name}, +{share:.0%} of the target (full-vocabulary checkpoint)"
+    """Memory of the draft with weights to serve: distilled, else recommended, else the last.
+
+    It is that of the full-vocabulary checkpoint, which engines load.
+    """
+    names = ["tuned"] if "tuned" in report.drafts else []
+    for name in filter(None, [*names, recommended(report), *reversed(report.drafts)]):
+        draft = report.drafts[name]
+        if draft.serves_alone and draft.path != NGRAM and (memory := draft.memory):
+            count = memory.full_form_bytes or memory.draft_bytes
+            return (
+                f"{size(count)} to serve {label(name)}, +{count / memory.target_bytes:.0%} of the "
+                "target (full-vocabulary checkpoint)"
+            )
+    return ""
 
 
 def _command(report: Report) -> str:

@@ -131,14 +131,16 @@ def _about_draft(draft: DraftReport) -> Iterator[tuple[str, str]]:
 
 def _about_gains(report: Report) -> Iterator[ReportWarning]:
     for gain in report.gain:
-        name, speedup, alpha = label(gain.draft), gain.speedup, gain.alpha
-        if report.drafts[gain.over].path == NGRAM and speedup.ci95 and speedup.ci95[0] <= 0:
-            shown = "slower" if speedup.ci95[1] < 0 else "not shown to be faster"
-            yield ReportWarning(
-                "not-over-ngram",
-                f"{name} is {shown} than n-gram speculation alone ({speedup:+.2f}x), which needs "
-                "no draft.",
-            )
-        if alpha and alpha.ci95 and alpha.ci95[0] <= 0 <= alpha.ci95[1]:
+        name, speedup, acceptance = label(gain.draft), gain.speedup.ci95, gain.alpha
+        if report.drafts[gain.over].path == NGRAM:
+            # the base draft is judged by what training made of it
+            if gain.draft != "untuned" and speedup and speedup[0] <= 0:
+                shown = "slower" if speedup[1] < 0 else "not shown to be faster"
+                yield ReportWarning(
+                    "not-over-ngram",
+                    f"{name} is {shown} than n-gram speculation alone "
+                    f"({gain.speedup.mean:+.2f}x), which needs no draft.",
+                )
+        elif acceptance and acceptance.ci95 and acceptance.ci95[0] <= 0 <= acceptance.ci95[1]:
             text = f"The interval of the acceptance gain holds 0 ({name}, {label(gain.over)})."
             yield ReportWarning("no-acceptance-gain", text)

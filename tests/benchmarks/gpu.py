@@ -170,14 +170,18 @@ def measured(target, drafter, prompts, ids, how):
     figures["over stock generate"] = round(stock / seconds, 3)
     for probability in ACCEPTANCES:
         runs = run(Forced(drafter, texts, probability))
+        table = metrics.prompt_table(runs, baseline)
+        predicted = metrics.predicted_speedup(costs)
         figures[f"forced acceptance {probability:g}"] = {
-            "tau": round(metrics.tau(runs).mean, 2),
-            "speed-up": round(metrics.speedup(runs, baseline).mean, 3),
+            "tau": round(metrics.measured(metrics.MEAN_ACCEPTANCE_LENGTH, table).mean, 2),
+            "speed-up": round(metrics.measured(metrics.SPEEDUP, table).mean, 3),
             "texts as without a draft": sum(
                 one.tokens == other.tokens for one, other in zip(runs, baseline, strict=True)
             ),
-            "predicted": round(metrics.predicted_speedup(runs, costs).mean, 3),
-            "decode efficiency": round(metrics.decode_efficiency(runs, baseline, costs).mean, 3),
+            "predicted": round(metrics.measured(predicted, table).mean, 3),
+            "decode efficiency": round(
+                metrics.measured(metrics.decode_efficiency(costs), table).mean, 3
+            ),
             "speed-up over stock": round(stock / sum(one.seconds for one in runs), 3),
         }
     return figures

@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 import eval.run
+from eval.acceptance.acceptance import table_of
 from eval.measuring import evaluation, timing
-from eval.measuring.metrics import replayed_tau
+from eval.measuring.metrics import MEAN_ACCEPTANCE_LENGTH, measured
 from eval.reporting.build import build_report
 from eval.reporting.fields import read_report
 from eval.run import _named, main
@@ -209,7 +210,8 @@ def test_the_tau_that_the_log_of_alpha_tells_is_the_one_that_decoding_has(
     assert draft["alpha"]["n"] == draft["tau"]["n"] == 12
     assert 0.2 < draft["alpha"]["mean"] < 0.95
     (log,) = kept
-    assert replayed_tau(log.agreement, 3).mean == draft["tau"]["mean"]
+    table = table_of([[value == 1 for value in a.values] for a in log.agreement], 3)
+    assert measured(MEAN_ACCEPTANCE_LENGTH, table).mean == draft["tau"]["mean"]
 
 
 def test_a_sampled_run_is_reported_whole(folder, tmp_path):
@@ -276,5 +278,5 @@ def test_logits_that_are_no_numbers(folder, tmp_path, capsys, broken):
     drafts = ("--draft", f"tuned={tmp_path / 'models' / 'draft'}", "--gamma", "1")
     assert run(tmp_path / "models", tmp_path, *drafts) == 2
     name = "tuned" if broken == "draft" else str(tmp_path / "models" / "target")
-    assert f"error: {name} gives logits that are no numbers in float32" in capsys.readouterr().err
+    assert f"error: {name} gives NaN or infinite logits in float32" in capsys.readouterr().err
     assert not (tmp_path / "report").exists()

@@ -18,7 +18,7 @@ from eval.decoding.target import load_target
 from eval.decoding.verification import Sampling
 from eval.measuring.agreement import measure_agreement, target_texts
 from eval.measuring.journal import Journal
-from eval.measuring.metrics import alpha
+from eval.measuring.metrics import ACCEPTANCE_RATE, measured, prompt_table
 from eval.prompts import PromptSet, load_prompts, render_set
 from tests.real.test_sources_real import SPEC as SMOL
 
@@ -74,7 +74,7 @@ def test_every_bridge_drafts_and_changes_no_token(pair, tmp_path, strategy):
     how = Decoding(Sampling(), target.stops, NEW)
     journal = Journal(tmp_path / "measured.jsonl")
     found, _ = measure_agreement(target, {strategy: drafter}, prompts, answers, how, journal)
-    agreed = alpha(found[strategy])
+    agreed = measured(ACCEPTANCE_RATE, prompt_table([], [], found[strategy]))
     print(f"{strategy}: alpha {agreed.mean:.3f}")
     assert agreed.mean > 0.2
     for prompt, ids in zip(prompts.prompts[:2], prompts.ids[:2], strict=True):

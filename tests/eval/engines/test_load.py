@@ -81,4 +81,4 @@ def test_the_length_to_serve_with_at_each_load(lowest_of, ranges):
         )
         for gamma, points in lowest_of.items()
     }
-    assert Report.model_construct(drafts=drafts).gamma_by_load == ranges
+    assert Report.model_construct(drafts=drafts).draft_length_by_load == ranges

@@ -260,7 +260,7 @@ def test_servers_are_started_for_every_draft_and_length(tmp_path, prompts, pair,
         assert draft.lossless.identical == draft.speedup.n == 10
         assert draft.counters.mean_acceptance_length.mean == draft.gamma
         assert [point.concurrency for point in draft.by_load] == [1, 2]
-    assert set(report.gamma_by_load) == {"prompt-lookup", str(tmp_path / "draft")}
+    assert set(report.draft_length_by_load) == {"prompt-lookup", str(tmp_path / "draft")}
 
 
 def test_gpus_share_a_server(tmp_path, prompts, pair, start, monkeypatch):

@@ -1,6 +1,5 @@
 """`--engine transformers`: its counts by hand and against our decoder, its text, its refusals."""
 
-import dataclasses
 import json
 import re
 
@@ -12,7 +11,6 @@ from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
 from eval.engines.transformers_assisted import Assisted, log_steps, measure_assisted
-from eval.measuring.runs import check_runs
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.fields import read_report
 from eval.reporting.page import render_page
@@ -85,7 +83,7 @@ def logged(*calls, max_new_tokens, gamma=3):
 def test_blocks_by_hand(last, drafted, accepted):
     """A last block counts, whoever ended the text in it."""
     run = logged(([5, 6, 7], [5, 6, 7, 8]), ([1, 1, 1], [2]), last, max_new_tokens=12)
-    check_runs([run])
+    assert run.problem(blocks=True) is None
     assert run.tokens == [1, 2, 4, 5, 6, 7, 8, 2, 3, 9]
     assert (run.prefill_tokens, run.prefill_seconds) == (3, 1.0)
     assert run.block_seconds == pytest.approx([0.1, 0.2, 0.3])
@@ -108,7 +106,7 @@ def test_blocks_by_hand(last, drafted, accepted):
 )
 def test_a_block_that_the_length_limit_can_cut_does_not_count(last, max_new_tokens, truncated):
     run = logged(([1, 1, 1], [2]), last, max_new_tokens=max_new_tokens)
-    check_runs([run])
+    assert run.problem(blocks=True) is None
     assert run.last_truncated == truncated
     assert run.whole_blocks == (1 if truncated else 2)
 
@@ -128,7 +126,7 @@ def test_lossless_in_fp32(tiny_llama, noise, gamma):
     plain, drafted = (engine.decode(way, Prompt("a"), [5, 6, 7], how) for way in (None, 0))
     assert drafted.tokens == plain.tokens
     assert len(plain.tokens) == 30
-    check_runs([plain, dataclasses.replace(drafted, prompt_id="b")])
+    assert plain.problem(blocks=True) is drafted.problem(blocks=True) is None
     if noise == 0:  # the target itself: every token is accepted
         assert drafted.drafted[0] == drafted.accepted[0] == gamma
         assert drafted.accepted == drafted.drafted
@@ -138,7 +136,7 @@ def test_lossless_in_fp32(tiny_llama, noise, gamma):
     runs = [engine.decode(way, Prompt("a"), [5, 6, 7], how) for way in (None, 0)]
     assert runs[0].tokens == runs[1].tokens == plain.tokens[: plain.tokens.index(*stops) + 1]
     assert runs[1].whole_blocks == len(runs[1].block_tokens)
-    check_runs(runs[1:])
+    assert runs[1].problem(blocks=True) is None
 
 
 def test_the_target_as_its_own_draft_is_accepted_when_sampled(tiny_llama):

@@ -6,9 +6,6 @@ import math
 import pytest
 import torch
 
-from eval.decoding.build import build_decoder
-from eval.decoding.loop import Decoding, decode
-from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 from eval.measuring.agreement import (
     bits_per_token,
@@ -16,47 +13,7 @@ from eval.measuring.agreement import (
     measure_agreement,
     target_texts,
 )
-from eval.prompts import Prompt, PromptSet
-
-VOCAB = 40
-NEVER = frozenset({VOCAB + 1})
-PROMPTS = [
-    Prompt(f"p{i}", prompt="unused", group=group) for i, group in enumerate(("a", "a", None))
-]
-IDS = [[3, 14, 15], [9, 2], [6, 5, 35, 8]]
-SET = PromptSet("made up", PROMPTS, IDS)
-GREEDY = Decoding(Sampling(), NEVER, 20)
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny_llama):
-    return lambda seed: tiny_llama(
-        seed, spread=4, vocab_size=VOCAB, eos_token_id=None, bos_token_id=None
-    )
-
-
-@pytest.fixture(scope="module")
-def target(tiny):
-    model = tiny(0)
-    return Target("tiny", model, None, build_decoder(model, 100), NEVER)
-
-
-@pytest.fixture(scope="module")
-def own(target, drafter):
-    """The target as its own draft."""
-    return drafter(target.decoder, VOCAB)
-
-
-@pytest.fixture(scope="module")
-def other(tiny, drafter):
-    return drafter(build_decoder(tiny(1), 100), VOCAB)
-
-
-def baselines(target):
-    return [
-        decode(target.decoder, None, prompt, ids, GREEDY)
-        for prompt, ids in zip(PROMPTS, IDS, strict=True)
-    ]
+from tests.eval.measuring.made_up import GREEDY, IDS, SET, VOCAB, baselines
 
 
 def test_texts_are_the_targets_own_whatever_the_batch(target):
@@ -94,9 +51,9 @@ def test_logits_that_are_no_numbers_in_one_answer_are_refused(target, own, journ
             return logits.where(tokens[:, -logits.shape[1] :, None] != rare, float("nan"))
 
     poisoned = dataclasses.replace(target, decoder=Poisoned())
-    with pytest.raises(ValueError, match="no numbers in its answer to prompt p1"):
+    with pytest.raises(ValueError, match="prompt p1"):
         measure_agreement(poisoned, {"own": own}, SET, texts, GREEDY, journal)
-    assert len(journal.taken["acceptance rate"]) == 1
+    assert len(journal.results["acceptance rate"]) == 1
 
 
 def test_sampled_alpha_is_the_overlap_of_the_distributions(target, other, journal):

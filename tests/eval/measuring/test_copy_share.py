@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from eval.measuring.copy_share import COPY_TOKENS, copied, copy_categories, described
-from eval.measuring.runs import Answer, RunLog
+from eval.measuring.copy_share import COPY_TOKENS, copied, copy_classes, described
+from eval.measuring.runs import Answer
 
 
 def plainly(prompt, answer):
@@ -44,22 +44,18 @@ def test_a_copy_is_eight_tokens_long():
     assert copied([], [1, 2] * 8).sum(axis=1).tolist() == [0, 14]  # a loop copies itself
 
 
-def run_log(answers):
-    return RunLog("t", "torch", "cpu", "float32", {}, {}, {}, answers=answers)
-
-
 def test_shares_are_of_all_tokens_and_categories_of_each_answer():
     text, new = list(range(20)), list(range(100, 110))
     copy = Answer("copy", text, text[:10], [])
     fresh = Answer("fresh", text, new * 1, [])
     some = Answer("some", text, [*text[:8], *range(200, 232)], [])
-    report = described(run_log([copy, fresh, some]))
+    report = described([copy, fresh, some])
     assert report.copy_share.either.mean == pytest.approx(18 / 60)
     assert report.copy_share.of_prompt.mean == pytest.approx(18 / 60)
     assert report.copy_share.of_answer.mean == 0
-    assert copy_categories([copy, fresh, some]) == {
+    assert copy_classes([copy, fresh, some]) == {
         "copy": "above 30% copied",
         "fresh": "below 10% copied",
         "some": "10% to 30% copied",
     }
-    assert described(run_log([])) is None
+    assert described([]) is None

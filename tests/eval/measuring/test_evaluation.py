@@ -18,6 +18,7 @@ from eval.reporting.build import build_report
 VOCAB = 40
 HOW = Decoding(Sampling(0.7), frozenset({3}), 20, seed=1)
 PROMPTS = PromptSet("made up", [Prompt("a", prompt="x"), Prompt("b", prompt="y")], [[3, 1], [9]])
+CATEGORISED = Prompt("a", prompt="x", category="odd")
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +33,17 @@ def key(tiny_llama, drafter):
     target = Target("tiny", model, None, build_decoder(model, 60), HOW.stops)
     other = drafter(build_decoder(tiny_llama(1, vocab_size=VOCAB), 60), VOCAB)
 
-    def make(target=target, draft=other, prompts=PROMPTS, how=HOW, plan=Plan(2, 3, 2)):  # noqa: B008
+    def make(
+        target=target,
+        draft=other,
+        prompts=PROMPTS,
+        tuning=PROMPTS,
+        how=HOW,
+        plan=Plan(2, 3, 2),  # noqa: B008
+    ):
         journal = Begun()
         with torch.inference_mode():
-            _begin(journal, target, {"draft": draft}, (prompts, PROMPTS), how, plan)
+            _begin(journal, target, {"draft": draft}, (prompts, tuning), how, plan)
         return journal.what
 
     make.target = target
@@ -47,12 +55,15 @@ def key(tiny_llama, drafter):
     [
         {"how": dataclasses.replace(HOW, sampling=Sampling(0.8))},
         {"how": dataclasses.replace(HOW, sampling=Sampling(0.7, top_k=5))},
+        {"how": dataclasses.replace(HOW, sampling=Sampling(0.7, top_p=0.9))},
         {"how": dataclasses.replace(HOW, stops=frozenset({4}))},
         {"how": dataclasses.replace(HOW, max_new_tokens=21)},
         {"how": dataclasses.replace(HOW, seed=2)},
         {"how": dataclasses.replace(HOW, rule="token")},
         {"prompts": dataclasses.replace(PROMPTS, ids=[[3, 1], [8]])},
         {"prompts": dataclasses.replace(PROMPTS, prompts=PROMPTS.prompts[::-1])},
+        {"prompts": dataclasses.replace(PROMPTS, prompts=[CATEGORISED, PROMPTS.prompts[1]])},
+        {"tuning": dataclasses.replace(PROMPTS, ids=[[3, 1], [8]])},
         {"plan": Plan(3, 3, 2)},
     ],
 )
@@ -61,8 +72,12 @@ def test_another_evaluation_has_another_key(key, changes):
     assert key(**changes) != key()
 
 
-def test_other_models_have_another_key(key, drafter):
-    assert key(draft=drafter(key.target.decoder, VOCAB)) != key()
+def test_other_models_have_another_key(key, drafter, tiny_llama):
+    same, other = (build_decoder(tiny_llama(seed, vocab_size=VOCAB), 60) for seed in (1, 2))
+    assert key(draft=drafter(same, VOCAB)) == key()
+    assert key(draft=drafter(other, VOCAB)) != key()
+    assert key(draft=drafter(same, VOCAB, path="lookup-first:draft")) != key()
+    assert key(target=dataclasses.replace(key.target, decoder=other)) != key()
 
 
 def test_models_are_known_by_the_first_tokens_of_a_long_prompt(key, monkeypatch):
@@ -85,9 +100,9 @@ def evaluated(key, letters, journal, monkeypatch):
     decode_in_turns = evaluation.decode_in_turns
 
     def turns(target, contenders, prompts, journal, over):
-        def ticking(rows):
-            clock[0] = float(len(rows))
-            return over(rows)
+        def ticking(measured):
+            clock[0] = float(measured)
+            return over(measured)
 
         return decode_in_turns(target, contenders, prompts, journal, ticking)
 

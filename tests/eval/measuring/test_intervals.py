@@ -1,14 +1,11 @@
 """Intervals: how often they hold the truth, what they rest on, and what they look like."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
-from eval.measuring import intervals, metrics
-from eval.measuring.intervals import Measured, difference, measure, ratio, share
+from eval.measuring import intervals
+from eval.measuring.intervals import Measured, around, measure, ratio, share
 from eval.measuring.metrics import speedup_of
-from eval.measuring.runs import Agreement
 
 # --- data that look like ours: (trials, prompts, columns) ---------------------------------------
 
@@ -62,13 +59,7 @@ def as_share(rows):
 
 
 def as_gain(statistic):
-    def gain(rows):
-        half = len(rows[0]) // 2
-        sides = ({str(i): (None, tuple(row[part])) for i, row in enumerate(rows)} for part in
-                 (slice(half), slice(half, None)))  # fmt: skip
-        return difference("it", *sides, statistic)
-
-    return gain
+    return lambda rows: measure("it", [*rows], apart(statistic), ends=around)
 
 
 def by_document(rows):
@@ -183,20 +174,6 @@ def test_a_group_varies_as_a_whole():
     assert measured.ci95 == pytest.approx(added.ci95)
     assert (measured.n, measured.clusters, added.n) == (24, 23, 23)
     assert measure("it", rows, groups=[None] * 24) == measure("it", rows)
-
-
-def test_documents_that_clauses_share_make_an_interval_wider():
-    rng = np.random.default_rng(3)
-    agreements = [
-        Agreement(f"{i}.{j}", None, float(k), 40, group=str(i))
-        for i, alpha in enumerate(rng.uniform(0.2, 0.9, 12))
-        for j, k in enumerate(rng.binomial(40, alpha, size=10))
-    ]
-    measured = metrics.alpha(agreements)
-    alone = metrics.alpha([dataclasses.replace(answer, group=None) for answer in agreements])
-    assert np.diff(measured.ci95) > 1.5 * np.diff(alone.ci95)
-    assert measured.n == alone.n == 120
-    assert (measured.clusters, alone.clusters) == (12, 120)
 
 
 def test_the_error_is_that_of_the_delta_method():

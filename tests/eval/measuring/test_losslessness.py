@@ -6,36 +6,11 @@ import pytest
 import torch
 
 from eval.decoding.build import build_decoder
-from eval.decoding.loop import Decoding, decode
-from eval.decoding.target import Target
-from eval.decoding.verification import Sampling
+from eval.decoding.loop import decode
 from eval.measuring.losslessness import LosslessCheck, tie
-from eval.prompts import Prompt, PromptSet
+from tests.eval.measuring.made_up import GREEDY, IDS, PROMPTS, SET, VOCAB, baselines
 
-VOCAB = 40
-NEVER = frozenset({VOCAB + 1})
-PROMPTS = [Prompt(f"p{i}", prompt="unused") for i in range(3)]
-IDS = [[3, 14, 15], [9, 2], [6, 5, 35, 8]]
-SET = PromptSet("made up", PROMPTS, IDS)
-GREEDY = Decoding(Sampling(), NEVER, 20)
 LENGTH = 3
-
-
-@pytest.fixture(scope="module")
-def target(tiny):
-    model = tiny(0, VOCAB)
-    return Target("tiny", model, None, build_decoder(model, 100), NEVER)
-
-
-@pytest.fixture(scope="module")
-def own(target, drafter):
-    """The target as its own draft."""
-    return drafter(target.decoder, VOCAB)
-
-
-def baselines(target):
-    rows = zip(PROMPTS, IDS, strict=True)
-    return [decode(target.decoder, None, prompt, ids, GREEDY) for prompt, ids in rows]
 
 
 def changed(run, at):
@@ -128,7 +103,7 @@ def test_replayed_steps_give_the_logits_that_were_decoded_with(target, tiny, dra
             decoded.extend(logits[0])
             return logits
 
-    draft = drafter(build_decoder(tiny(draft_seed, VOCAB), 100), VOCAB)
+    draft = drafter(build_decoder(tiny(draft_seed), 100), VOCAB)
     watched = dataclasses.replace(target, decoder=Watched(target.decoder, 0))
     run = decode(watched.decoder, draft, PROMPTS[0], IDS[0], GREEDY, LENGTH)
     for position, token in enumerate(run.tokens):

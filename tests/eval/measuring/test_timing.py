@@ -1,14 +1,12 @@
 """Texts in turns, step costs and draft lengths, on tiny models whose answers are known."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
 
-from eval.decoding.build import build_decoder
 from eval.decoding.drafters.lookup import lookup_first
 from eval.decoding.loop import Decoding, decode
-from eval.decoding.target import Target
+from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
 from eval.measuring import metrics, timing
 from eval.measuring.runs import StepCosts
@@ -21,44 +19,7 @@ from eval.measuring.timing import (
     step_costs,
 )
 from eval.prompts import Prompt, PromptSet
-
-VOCAB = 40
-NEVER = frozenset({VOCAB + 1})
-PROMPTS = [Prompt(f"p{i}", prompt="unused") for i in range(3)]
-IDS = [[3, 14, 15], [9, 2], [6, 5, 35, 8]]
-SET = PromptSet("made up", PROMPTS, IDS)
-GREEDY = Decoding(Sampling(), NEVER, 20)
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny_llama):
-    return lambda seed: tiny_llama(
-        seed, spread=4, vocab_size=VOCAB, eos_token_id=None, bos_token_id=None
-    )
-
-
-@pytest.fixture(scope="module")
-def target(tiny):
-    model = tiny(0)
-    return Target("tiny", model, None, build_decoder(model, 100), NEVER)
-
-
-@pytest.fixture(scope="module")
-def own(target, drafter):
-    """The target as its own draft."""
-    return drafter(target.decoder, VOCAB)
-
-
-@pytest.fixture(scope="module")
-def other(tiny, drafter):
-    return drafter(build_decoder(tiny(1), 100), VOCAB)
-
-
-def baselines(target):
-    return [
-        decode(target.decoder, None, prompt, ids, GREEDY)
-        for prompt, ids in zip(PROMPTS, IDS, strict=True)
-    ]
+from tests.eval.measuring.made_up import GREEDY, IDS, NEVER, PROMPTS, SET, baselines
 
 
 def test_costs_are_those_of_every_width_after_the_warm_up(target, own, monkeypatch):
@@ -80,9 +41,8 @@ def test_costs_are_those_of_every_width_after_the_warm_up(target, own, monkeypat
     monkeypatch.setattr(type(own), "step", lambda *_: step(0.5))
     both = step_costs(target.decoder, [own, own], 30, 3, Sampling(), repeats=2)
     quiet = StepCosts(0.5, 1.0, {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}, 30)
+    assert both == [quiet] * 2
     # the target's steps are timed once for both drafts
-    assert [dataclasses.replace(costs, rounds=[]) for costs in both] == [quiet] * 2
-    assert both[0].rounds == [quiet] * 2
     assert timed == [1, 0.5, 2, 0.5, 3, 4] * 5
 
 
@@ -140,13 +100,18 @@ def test_what_n_gram_speculation_found_is_priced_as_free(target, other):
 def test_contenders_take_turns_at_being_first(journal):
     calls = []
 
-    def contender(which):
-        return lambda row: calls.append(which) or f"{which} on {row}"
+    def contender(number):
+        def decoded(prompt, ids):
+            calls.append(number)
+            return PromptRun(prompt.id, None, number, ids, 1.0, [], [], [], [], False)
 
-    rows = [("a",), ("b",), ("c",)]
-    found = in_turns([contender(which) for which in range(3)], rows, journal, "stage", str)
+        return decoded
+
+    rows = list(zip(PROMPTS, IDS, strict=True))
+    found = in_turns([contender(number) for number in range(3)], rows, journal, "stage")
     assert calls == [0, 1, 2, 1, 2, 0, 2, 0, 1]
-    assert found == [[f"{which} on {row}" for (row,) in rows] for which in range(3)]
+    assert [[run.prompt_tokens for run in runs] for runs in found] == [[0] * 3, [1] * 3, [2] * 3]
+    assert [[run.tokens for run in runs] for runs in found] == [IDS] * 3
 
 
 def test_every_contender_warms_up_before_a_prompt_is_timed(target, own, journal, monkeypatch):
@@ -171,7 +136,9 @@ def test_every_prompt_is_decoded_by_everybody(target, own, other, journal):
         assert [run.prompt_id for run in runs] == ["p0", "p1", "p2"]
         assert [run.tokens for run in runs] == [run.tokens for run in baselines(target)]
         assert all(run.seconds > 0 for run in runs)
-    assert metrics.tau(made[1]).mean == 3 > metrics.tau(made[2]).mean
+    tables = [metrics.prompt_table(runs, made[0]) for runs in made[1:]]
+    lengths = [metrics.measured(metrics.MEAN_ACCEPTANCE_LENGTH, rows).mean for rows in tables]
+    assert lengths[0] == 3 > lengths[1]
     assert max(made[2][0].drafted) == 3
 
 

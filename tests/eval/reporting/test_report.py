@@ -15,11 +15,11 @@ from rich.console import Console
 from eval.decoding.drafters import lookup
 from eval.measuring.output_check import ledger
 from eval.reporting import fields
-from eval.reporting.build import build_report, rivals
-from eval.reporting.fields import DraftReport, ReportError, read_report, report_schema
+from eval.reporting.build import build_report, compared
+from eval.reporting.fields import ReportError, read_report
 from eval.reporting.files import write_report
-from eval.reporting.page import render_page
-from eval.reporting.tables import DEFINITIONS, details, divergence_table, result_table, waterfall
+from eval.reporting.page import render_page, waterfall
+from eval.reporting.tables import details, divergence_table, result_table
 from eval.reporting.text import print_summary, render_markdown
 from eval.reporting.verdict import in_order, recommended, top, verdict
 from eval.reporting.warnings import find_warnings
@@ -48,7 +48,7 @@ CONTRACT = {
     "drafts.tuned.by_category.odd": "alpha tau speedup",
     "gain.0": "draft over alpha tau speedup",
 }
-OPTIONAL = {"environment", "drafts.tuned.by_category.odd"}
+OPTIONAL = {"environment", "drafts.tuned.by_category.odd", "overhead"}
 
 
 @pytest.fixture
@@ -122,20 +122,14 @@ def test_every_field_of_the_contract_is_there_and_needed(data, read):
         ("drafts.tuned.itl_ms.baseline.p95", float("inf"), "p95"),
         ("drafts.tuned.alpha.mean", 1.2, "alpha.mean"),
         ("drafts.tuned.alpha.mean", "0.5", "alpha.mean"),
-        ("drafts.tuned.alpha.n", True, "alpha.n"),
         ("drafts.tuned.alpha", 0.6, "drafts.tuned.alpha"),
         ("drafts.tuned.alpha.ci95", [0.7, 0.5], "ci95 runs backwards"),
         ("drafts.tuned.alpha.ci95", [0.5], r"ci95\[1\]"),
         ("drafts.tuned.alpha.n", 0, "alpha.n"),
-        ("drafts.tuned.alpha.mean", 1.9, "alpha.mean"),
         ("drafts.tuned.per_position", [], "per_position"),
         ("drafts.tuned.c", None, "c is null"),
-        ("drafts.tuned.speedup.mean", 9.0, "speedup is 9.0"),
-        ("drafts.tuned.memory.overhead", 0.05, "overhead is 0.05"),
         ("drafts.tuned.lossless.identical", 7, "40 prompts"),
-        ("drafts.tuned.lossless.prompts", 0, "lossless.prompts"),
         ("drafts.tuned.atlas.confusions.0.target", 3, r"confusions\[0\].target"),
-        ("gain.0.tau.mean", 5.0, r"gain\[0\].tau is 5.0"),
         ("gain.0.over", "other", r"gain\[0\] compares with 'other'"),
         ("drafts", {}, "drafts"),
     ],
@@ -171,31 +165,6 @@ def test_what_was_changed_after_building_is_checked_before_writing(sample_report
     with pytest.raises(ReportError, match=r"drafts.tuned.alpha.mean"):
         write_report(tmp_path, sample_report)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_schema_is_that_of_the_reports(data):
-    jsonschema = pytest.importorskip("jsonschema", reason="of the test extra, not installed here")
-    schema = report_schema()
-    jsonschema.Draft202012Validator.check_schema(schema)
-    jsonschema.validate(data, schema)
-    assert set(schema["$defs"]["DraftReport"]["properties"]) == set(data["drafts"]["tuned"])
-    assert set(schema["properties"]) == set(data)
-    for path, value in (
-        ("drafts.tuned.alpha.mean", 1.2),
-        ("drafts.tuned.alpha.ci95", [0.5]),
-        ("drafts.tuned.per_position", []),
-        ("schema", "draftsmith-report/2"),
-        ("drafts", {}),
-    ):
-        broken = copy.deepcopy(data)
-        put(broken, path, value)
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(broken, schema)
-
-
-def test_every_definition_is_that_of_its_field():
-    assert all(len(text) > 20 for text in DEFINITIONS.values())
-    assert DEFINITIONS["speed-up"] == DraftReport.model_fields["speedup"].description
 
 
 def test_paths_of_ngram_drafts_are_the_decoders():
@@ -251,12 +220,11 @@ def test_heat_maps_of_all_drafts_show_the_same_responses(sample_report):
 def test_the_waterfall_counts_one_cost_after_the_other(sample_report):
     """3 tokens drafted of 0.1 target steps each, wide calls of 1.1, no overhead."""
     draft = sample_report.drafts["tuned"]
-    speedups, tau = waterfall(draft), draft.tau.mean
-    assert speedups["all accepted"] == 4
-    assert speedups["after draft steps"] == pytest.approx(tau / 1.3)
-    assert speedups["predicted"] == pytest.approx(tau / (0.3 + 1.1))
-    assert speedups["decode"] == pytest.approx(tau / (0.3 + 1.1))
-    assert speedups["wall"] == draft.speedup.mean < speedups["decode"]
+    rows, tau = waterfall(draft), draft.tau.mean
+    ends = [4, tau, tau, tau / 1.3, *[tau / (0.3 + 1.1)] * 3, draft.speedup.mean]
+    assert [end for _, _, end in rows] == pytest.approx([*ends, draft.speedup.mean])
+    assert [rows[i][1] for i in (0, 2, 5, 8)] == [None] * 4  # the totals
+    assert [rows[i][1] for i in (1, 3, 4, 6, 7)] == [rows[i][2] for i in (0, 2, 3, 5, 6)]
 
 
 def test_per_prompt_rows_give_the_means_again(data):
@@ -267,7 +235,8 @@ def test_per_prompt_rows_give_the_means_again(data):
     assert alpha == pytest.approx(draft["alpha"]["mean"])
     timed = [row for row in rows if "seconds" in row]
     assert len(timed) == 40  # what was not measured is absent
-    total = {key: sum(row[key] for row in timed) for key in timed[0].keys() - {"id", "category"}}
+    summed = timed[0].keys() - {"id", "category", "accepted_at"}
+    total = {key: sum(row[key] for row in timed) for key in summed}
     assert total["block_tokens"] / total["blocks"] == pytest.approx(draft["tau"]["mean"])
     baseline = total["baseline_seconds"] / total["baseline_tokens"]
     speedup = baseline / (total["seconds"] / total["tokens"])
@@ -276,6 +245,8 @@ def test_per_prompt_rows_give_the_means_again(data):
 
 def test_what_an_engine_could_not_measure_is_null_with_its_reason(run_info, measurement):
     """As from a server: no distributions, no step times, no drafted tokens."""
+    unknown = "tau alpha atlas memory costs c verify_ratio predicted_speedup payoff "
+    unknown += "decode_efficiency"
     log = dataclasses.replace(
         measurement("served", 0.6),
         agreement=None,
@@ -283,7 +254,7 @@ def test_what_an_engine_could_not_measure_is_null_with_its_reason(run_info, meas
         memory=None,
         gamma=None,
         gamma_policy="of the server",
-        missing={"tau": "a server does not tell"},
+        missing=dict.fromkeys(unknown.split(), "a server does not tell"),
     )
     for run in log.runs:
         run.drafted = run.accepted = [0] * len(run.drafted)
@@ -291,16 +262,14 @@ def test_what_an_engine_could_not_measure_is_null_with_its_reason(run_info, meas
     draft = report.drafts["served"]
     reasons = {entry.field: entry.reason for entry in draft.missing}
     assert all(getattr(draft, field) is None for field in reasons)
-    of_steps = "tau mean_drafted accepted_over_drafted per_position decode_efficiency".split()
-    assert {reasons[field] for field in of_steps} == {"a server does not tell"}
-    assert reasons["alpha"] == reasons["atlas"] == "the log holds no teacher-forced distributions"
-    assert reasons["c"] == reasons["payoff"] == "the log holds no step costs"
+    assert set(unknown.split()) < set(reasons)
+    assert reasons["per_position"] == "nothing was drafted"
     assert draft.by_category["odd"].speedup is not None
     assert draft.by_category["odd"].tau is None
     assert "blocks" not in draft.per_prompt[0].model_dump()
     rows = {row[0] for row in result_table(report).rows}
     assert not any("alpha" in row or "tau" in row for row in rows)
-    assert "decode efficiency: a server does not tell" in render_page(report)
+    assert "a server does not tell" in render_page(report)
     (gain,) = build_report(run_info, [log, dataclasses.replace(log, name="again")]).gain
     assert gain.alpha is gain.tau is None
     assert gain.speedup.mean == 0
@@ -330,32 +299,24 @@ def test_prompts_of_one_document_are_one_cluster(run_info, measurement):
             assert getattr(one, key).ci95 != getattr(other, key).ci95
             assert getattr(one, key).n == getattr(other, key).n
     assert together.drafts["b"].speedup.clusters == 12
-    assert len({row.group for row in together.drafts["b"].agreements}) == 12
+    assert len({row.group for row in together.drafts["b"].per_prompt}) == 12
     assert "| 40 in 12 groups |" in render_markdown(together)
-
-
-def test_no_drafts_twice_the_same_name_or_other_prompts_are_errors(run_info, measurement):
-    with pytest.raises(ReportError, match="at least one draft"):
-        build_report(run_info, [])
-    with pytest.raises(ReportError, match="same name"):
-        build_report(run_info, [measurement("a", 0.5), measurement("a", 0.6)])
 
 
 @pytest.mark.parametrize(
     ("paths", "pairs"),
     [
         (["a", "b", "c"], [("b", "a"), ("c", "a")]),
-        (["prompt-lookup", "a"], [("a", "prompt-lookup")]),
         (["a", "prompt-lookup"], [("a", "prompt-lookup")]),
-        (["a", "lookup-first:a"], [("lookup-first:a", "a")]),
-        (["prompt-lookup", "lookup-first:a"], [("lookup-first:a", "prompt-lookup")]),
-        (["lookup-first:a", "lookup-first:b"], [("lookup-first:b", "lookup-first:a")]),
+        (
+            ["a", "prompt-lookup", "b", "lookup-first:b"],
+            [("b", "a"), *((name, "prompt-lookup") for name in ("a", "b", "lookup-first:b"))],
+        ),
         (["prompt-lookup"], []),
     ],
 )
 def test_each_draft_is_compared_with_what_shows_its_worth(measurement, paths, pairs):
-    drafts = [measurement(path, 0.5, path=path) for path in paths]
-    assert [(draft.name, over.name) for draft, over in rivals(drafts)] == pairs
+    assert compared([measurement(path, 0.5, path=path) for path in paths]) == pairs
 
 
 def test_ngram_drafts_have_no_break_even(four_drafts):
