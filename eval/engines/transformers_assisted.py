@@ -180,7 +180,7 @@ class Assisted:
             return entry
         outputs = [self._generate(number, ids, greedy, logits=True) for number in (None, draft)]
         single, wide = (output.logits[at][0].float() for output in outputs)
-        entry |= tie(single, wide, plain.tokens[at], drafted.tokens[at])
+        entry |= tie(single, wide, plain.tokens[at], drafted.tokens[at], self.model.dtype)
         if entry["tie"]:
             alone, assisted = (
                 self._in_fp32.decode(number, prompt, ids, greedy) for number in (None, draft)

@@ -20,8 +20,8 @@ DIVERGENCES_SHOWN = 20
 FEW_NOTE = f"Parentheses: lowest and highest of fewer than {FEWEST_CLUSTERS} prompts or rounds."
 DIVERGENCE_NOTE = (
     "The first token at which a greedy response with the draft differs. It is a near-tie if the "
-    "gap is at most twice the error of two forwards of the target, and the responses agree in fp32 "
-    "(behind a server: and every later token is a near-tie, too)."
+    "gap is at most twice the error of two forwards of the target and below a cap, and the "
+    "responses agree in fp32 (behind a server: and every later token is a near-tie, too)."
 )
 LOAD_NOTE = (
     "Requests in flight, one server after the other, in rounds of twice as many; intervals over "

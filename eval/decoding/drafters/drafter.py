@@ -224,6 +224,8 @@ def timed_step(
     cut: Callable[[Tensor], Tensor] = lambda logits: logits,
 ) -> Callable[[], None]:
     """A step on `width` tokens as decoding takes it: forward, head, the choice of a token."""
-    tokens = torch.ones((1, width), dtype=torch.long, device=decoder.device)
+    # different tokens, because in a mixture of experts each brings its experts' weights
+    numbers = torch.arange(width, device=decoder.device)[None]
+    tokens = (1 + 997 * numbers) % len(decoder.embedding)
     cache = decoder.new_cache(1, context_length + width)
     return timed_choice(lambda: cut(decoder.forward(tokens, context_length, cache)), sampling)

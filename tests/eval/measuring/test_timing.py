@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from eval.decoding.drafters.lookup import lookup_first
 from eval.decoding.loop import Decoding, decode
@@ -19,7 +20,7 @@ from eval.measuring.timing import (
     step_costs,
 )
 from eval.prompts import Prompt, PromptSet
-from tests.eval.measuring.made_up import GREEDY, IDS, NEVER, PROMPTS, SET, baselines
+from tests.eval.measuring.made_up import GREEDY, IDS, NEVER, PROMPTS, SET, VOCAB, baselines
 
 
 def test_costs_are_those_of_every_width_after_the_warm_up(target, own, monkeypatch):
@@ -44,6 +45,24 @@ def test_costs_are_those_of_every_width_after_the_warm_up(target, own, monkeypat
     assert both == [quiet] * 2
     # the target's steps are timed once for both drafts
     assert timed == [1, 0.5, 2, 0.5, 3, 4] * 5
+
+
+def test_a_timed_step_reads_different_tokens():
+    """In a mixture of experts equal tokens share their experts, and a wide call would look free."""
+    read = []
+
+    class Recorder:
+        device, embedding = torch.device("cpu"), torch.zeros(VOCAB, 2)
+
+        def new_cache(self, rows, slots):
+            return None
+
+        def forward(self, tokens, start, cache):
+            read.append(tokens[0].tolist())
+            return torch.zeros(1, tokens.shape[1], VOCAB)
+
+    timing.timed_step(Recorder(), 7, 30, Sampling())()
+    assert len(set(*read)) == 7
 
 
 def costs_of(draft, wider, block=0.0):
