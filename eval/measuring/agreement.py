@@ -29,11 +29,14 @@ BATCH = 48
 
 
 def target_texts(
-    target: Target, prompts: Sequence[list[int]], decoding: Decoding
+    target: Target, prompts: Sequence[list[int]], decoding: Decoding, first: int = 0
 ) -> list[list[int]]:
-    """The target's response to each prompt, batched: on it the acceptance rate is taken."""
+    """The target's response to each prompt, batched: on it the acceptance rate is taken.
+
+    first: number of the first prompt; a prompt's random numbers depend on its number.
+    """
     responses: list[list[int]] = [[] for _ in prompts]
-    seeds = [seed_of(decoding.seed, str(number)) for number in range(len(prompts))]
+    seeds = [seed_of(decoding.seed, str(number)) for number in range(first, first + len(prompts))]
     rows = min(BATCH, len(prompts))
     with tokens_bar("target texts", len(prompts), decoding) as bar:
         generated = generate_batched(target.decoder, list(prompts), decoding, rows, seeds, bar=bar)

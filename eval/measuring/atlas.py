@@ -6,10 +6,11 @@ an `Answer` for each prompt.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
+import numpy as np
 from pydantic import Field
 
 from eval.measuring.intervals import Part, Positive, Share, share
@@ -119,46 +120,37 @@ def text_of(piece: bytes) -> str:
 def _buckets(
     agreements: Sequence[Agreement],
     edges: Sequence[tuple[float, float | None]],
-    bucket_of: Sequence[Sequence[int]],
+    quantities: Sequence[Sequence[float]],
 ) -> list[Bucket]:
-    """bucket_of: for each position of each agreement, the index of its pair of edges."""
-    rows: dict[int, list[tuple[str | None, float, float]]] = defaultdict(list)
-    for agreement, buckets in zip(agreements, bucket_of, strict=True):
-        sums: dict[int, float] = defaultdict(float)
-        for value, bucket in zip(agreement.values, buckets, strict=True):
-            sums[bucket] += value
-        for bucket, positions in Counter(buckets).items():
-            rows[bucket].append((agreement.group, sums[bucket], float(positions)))
-    return [
-        Bucket(
-            low=low,
-            high=high,
-            positions=int(sum(row[2] for row in rows[i])),
-            alpha=share("alpha of a bucket", rows[i]),
-        )
-        for i, (low, high) in enumerate(edges)
-        if i in rows
-    ]
+    """The acceptance rate by a quantity of each position; empty buckets are left out."""
+    sums = []  # group, sums of values and positions by bucket, of each response
+    for agreement, quantity in zip(agreements, quantities, strict=True):
+        bucket = np.searchsorted([low for low, _ in edges], quantity, side="right") - 1
+        total = np.bincount(bucket, agreement.values, len(edges))
+        sums.append((agreement.group, total, np.bincount(bucket, minlength=len(edges))))
+    buckets = []
+    for i, (low, high) in enumerate(edges):
+        rows = [(group, float(total[i]), float(n[i])) for group, total, n in sums if n[i]]
+        if rows:
+            positions = int(sum(n for _, _, n in rows))
+            alpha = share("alpha of a bucket", rows)
+            buckets.append(Bucket(low=low, high=high, positions=positions, alpha=alpha))
+    return buckets
 
 
 def _by_output_position(agreements: Sequence[Agreement]) -> list[Bucket]:
     """The acceptance rate at response tokens 1-8, 9-16, 17-32, and so on by doubling."""
-    longest = max(len(a.values) for a in agreements)
-    edges = [(1, 8)]
-    while edges[-1][1] < longest:
-        edges.append((edges[-1][1] + 1, 2 * edges[-1][1]))
-    bucket = [i for i, (low, high) in enumerate(edges) for _ in range(low, high + 1)]
-    return _buckets(agreements, edges, [bucket[: len(a.values)] for a in agreements])
+    ends = [8]
+    while ends[-1] < max(len(a.values) for a in agreements):
+        ends.append(2 * ends[-1])
+    edges = list(zip([1, *(end + 1 for end in ends[:-1])], ends, strict=True))
+    return _buckets(agreements, edges, [range(1, len(a.values) + 1) for a in agreements])
 
 
 def _by_entropy(agreements: Sequence[Agreement], answers: Sequence[Answer]) -> list[Bucket]:
     """The acceptance rate by the entropy of the target's distribution."""
     edges = list(zip(ENTROPY_EDGES, [*ENTROPY_EDGES[1:], None], strict=True))
-    buckets = [
-        [sum(bits >= low for low in ENTROPY_EDGES) - 1 for bits in answer.entropy]
-        for answer in answers
-    ]
-    return _buckets(agreements, edges, buckets)
+    return _buckets(agreements, edges, [answer.entropy for answer in answers])
 
 
 def telling_prompts(agreements: Sequence[Agreement]) -> list[str]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from eval.decoding.loop import Decoding
 from eval.decoding.target import Target, tensor_sha256
 from eval.decoding.verification import Sampling
 from eval.measuring import metrics
-from eval.measuring.agreement import bits_per_token, measure_agreement, target_texts
+from eval.measuring.agreement import BATCH, bits_per_token, measure_agreement, target_texts
 from eval.measuring.environment import environment
 from eval.measuring.intervals import measure
 from eval.measuring.journal import Journal
@@ -36,6 +37,7 @@ from eval.measuring.timing import (
 from eval.prompts import PromptSet
 
 FEWEST = 12  # timed prompts, however little time is left: an interval needs some
+SHARE_OF_RESPONSES = 0.25  # of the time; as much again is needed for their acceptance rates
 PROBED_TOKENS = 256  # of a prompt, whose logits identify the models
 
 
@@ -77,8 +79,25 @@ def evaluate(
     sampling, seed = decoding.sampling, decoding.seed
     spell, special = spelling(target)
 
-    # 1. The target's responses, on which acceptance rates are taken.
-    texts = journal.once("target texts", lambda: target_texts(target, evaluation.ids, decoding))
+    def time_is_over(share: float) -> bool:
+        """Whether this share of the plan's seconds is over."""
+        return plan.seconds is not None and time.monotonic() - began >= share * plan.seconds
+
+    # 1. The target's responses, on which acceptance rates are taken. If time is short, the prompts
+    # without a response are left out of the evaluation.
+    drawn = evaluation.drawn(len(evaluation.prompts), seed)
+    pieces = [drawn.after(start).first(BATCH) for start in range(0, len(drawn.prompts), BATCH)]
+    responses = journal.each(
+        "target texts",
+        pieces,
+        lambda number, piece: target_texts(target, piece.ids, decoding, number * BATCH),
+        list,
+        None,
+        lambda measured: measured > 0 and time_is_over(SHARE_OF_RESPONSES),
+    )
+    by_id = dict(zip((prompt.id for prompt in drawn.prompts), chain(*responses), strict=False))
+    evaluation = evaluation.of_ids(set(by_id))
+    texts = [by_id[prompt.id] for prompt in evaluation.prompts]
 
     # 2. Step costs, in the middle of a response of mean length.
     middles = [len(ids) + len(text) // 2 for ids, text in zip(evaluation.ids, texts, strict=True)]
@@ -117,12 +136,13 @@ def evaluate(
         for drafter, length in zip([None, *drafters.values()], [0, *lengths], strict=True)
     ]
 
-    def time_is_over(measured: int) -> bool:
-        if plan.seconds is None or measured < FEWEST:
-            return False
-        return time.monotonic() - began >= plan.seconds
-
-    decoded = decode_in_turns(target, contenders, timed, journal, time_is_over)
+    decoded = decode_in_turns(
+        target,
+        contenders,
+        timed,
+        journal,
+        lambda measured: measured >= FEWEST and time_is_over(1.0),
+    )
     baseline, *runs = decoded[: 1 + len(drafters)]
     greedy_baseline, *greedy_runs = decoded[-1 - len(drafters) :]
     timed = timed.first(len(baseline))

@@ -92,8 +92,8 @@ def test_models_are_known_by_the_first_tokens_of_a_long_prompt(key, monkeypatch)
 
 @pytest.fixture
 def evaluated(key, letters, journal, monkeypatch):
-    """Evaluates so many prompts on a clock that only timed prompts move, a second each; the report,
-    and the clock when it was made.
+    """Evaluates so many prompts on a clock that timed prompts and each batch of responses move, by
+    a second; the report.
     """
     clock = [0.0]
     monkeypatch.setattr(evaluation, "time", SimpleNamespace(monotonic=lambda: clock[0]))
@@ -107,6 +107,13 @@ def evaluated(key, letters, journal, monkeypatch):
         return decode_in_turns(target, contenders, prompts, journal, ticking)
 
     monkeypatch.setattr(evaluation, "decode_in_turns", turns)
+    target_texts = evaluation.target_texts
+
+    def texts(*given):
+        clock[0] += 1
+        return target_texts(*given)
+
+    monkeypatch.setattr(evaluation, "target_texts", texts)
     target = dataclasses.replace(key.target, tokenizer=letters(VOCAB))
 
     def make(drafter, count, seconds, tuning=None, how=HOW):
@@ -116,7 +123,7 @@ def evaluated(key, letters, journal, monkeypatch):
         relation = {"relation": "identical", "strategy": "direct", "coverage": 1.0}
         drafter = dataclasses.replace(drafter, vocabulary=relation)
         given = target, {"draft": drafter}, shown, tuning or shown, how, plan, journal, {}
-        return build_report(*evaluate(*given)), clock[0]
+        return build_report(*evaluate(*given))
 
     return make
 
@@ -131,11 +138,18 @@ def evaluated(key, letters, journal, monkeypatch):
     ],
 )
 def test_prompts_are_timed_until_time_is_over(key, drafter, evaluated, count, seconds, timed):
-    report, _ = evaluated(drafter(key.target.decoder, VOCAB), count, seconds)
+    report = evaluated(drafter(key.target.decoder, VOCAB), count, seconds)
     draft = report.drafts["draft"]
     assert draft.speedup.n == draft.lossless.prompts == timed
     assert draft.alpha.n == count  # on all evaluation prompts
     assert draft.lossless.identical == timed  # compared greedily, though tokens were sampled
+
+
+def test_where_time_is_short_fewer_prompts_are_evaluated(key, drafter, evaluated, monkeypatch):
+    monkeypatch.setattr(evaluation, "BATCH", 4)
+    report = evaluated(drafter(key.target.decoder, VOCAB), 20, 8.0)  # a quarter: two batches
+    draft = report.drafts["draft"]
+    assert draft.alpha.n == draft.speedup.n == report.prompts.n == 8
 
 
 @pytest.mark.parametrize("shared", [[1, 3, 1], [99, 3, 99]])
@@ -146,7 +160,7 @@ def test_draft_lengths_are_not_chosen_on_evaluated_prompts(key, drafter, evaluat
         with pytest.raises(ValueError, match="'t' would choose the draft length and be evaluated"):
             evaluated(draft, 4, None, tuning)
     else:
-        report, _ = evaluated(draft, 4, None, tuning)
+        report = evaluated(draft, 4, None, tuning)
         assert report.decoding.gamma_policy == "fixed, fastest on 1 other prompts"
 
 
