@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import Field, computed_field
+from pydantic import Field, SerializerFunctionWrapHandler, computed_field, model_serializer
 
 from eval.decoding.prompt_run import PromptRun
 from eval.measuring.intervals import (
@@ -34,45 +34,42 @@ from eval.measuring.runs import Agreement, Floats, StepCosts
 
 # --- The table ---
 
-# Left out of the report where it was not measured
-Sum = Annotated[int | None, Field(ge=0, exclude_if=lambda value: value is None)]
-Amount = Annotated[float | None, Field(ge=0, exclude_if=lambda value: value is None)]
-
 
 class PromptSums(Part):
     """The sums of one prompt, from which every mean and interval of a draft is made.
 
-    A block is a speculation step that counts: a last one that the length limit cut does not.
+    A block is a speculation step that counts: a last one that the length limit cut does not. What
+    was not measured is None, and left out of the report.
     """
 
     id: str
-    category: str | None
-    group: Annotated[str | None, Field(exclude_if=lambda value: value is None)] = None
-    prompt_tokens: Sum = None
-    alpha_sum: Amount = None
-    positions: Sum = None
-    tokens: Sum = None
-    seconds: Amount = None
-    prefill_seconds: Amount = None
-    baseline_tokens: Sum = None
-    baseline_seconds: Amount = None
-    baseline_prefill_seconds: Amount = None
-    baseline_block_tokens: Sum = None
-    baseline_block_seconds: Amount = None
-    calls: Annotated[Sum, Field(description="target calls of the decode phase")] = None
-    blocks: Annotated[Sum, Field(description="of these, the whole ones; so below")] = None
-    block_tokens: Sum = None
-    block_seconds: Amount = None
-    drafted: Sum = None
-    looked_up: Annotated[Sum, Field(description="of these, by n-grams before a draft")] = None
-    accepted: Sum = None
-    accepted_at: Annotated[
-        list[int] | None,
-        Field(
-            description="drafts, then those whose first i tokens were all accepted, i = 1, 2, …",
-            exclude_if=lambda value: value is None,
-        ),
-    ] = None
+    category: str | None = None
+    group: str | None = None
+    prompt_tokens: Count | None = None
+    alpha_sum: Quantity | None = None
+    positions: Count | None = None
+    tokens: Count | None = None
+    seconds: Quantity | None = None
+    prefill_seconds: Quantity | None = None
+    baseline_tokens: Count | None = None
+    baseline_seconds: Quantity | None = None
+    baseline_prefill_seconds: Quantity | None = None
+    baseline_block_tokens: Count | None = None
+    baseline_block_seconds: Quantity | None = None
+    calls: Count | None = Field(None, description="target calls of the decode phase")
+    blocks: Count | None = Field(None, description="of these, the whole ones; so below")
+    block_tokens: Count | None = None
+    block_seconds: Quantity | None = None
+    drafted: Count | None = None
+    looked_up: Count | None = Field(None, description="of these, by n-grams before a draft")
+    accepted: Count | None = None
+    accepted_at: list[Count] | None = Field(
+        None, description="drafts, then those whose first i tokens were all accepted, i = 1, 2, …"
+    )
+
+    @model_serializer(mode="wrap")
+    def _without_nulls(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in fields(self).items() if value is not None}
 
 
 def prompt_table(

@@ -43,7 +43,8 @@ def print_summary(report: Report, console: Console | None = None) -> None:
 def _grid(table: Table) -> Iterator[str]:
     lines = [table.header, ["---"] * len(table.header), *table.rows]
     yield f"## {table.title}"
-    yield "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    cells = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+    yield "\n".join("| " + " | ".join(line) + " |" for line in cells)
     if table.note:
         yield table.note
 

@@ -25,6 +25,8 @@ from eval.reporting.verdict import in_order, recommended, top, verdict
 from eval.reporting.warnings import find_warnings
 from tests.conftest import assert_golden
 
+MISMATCH = {"prompt": "3", "position": 7, "target": "a", "drafted": "b", "tie": False}
+MISMATCH |= {"gap": None, "error": None}
 GOLDEN = Path(__file__).parent / "golden"
 CONTRACT = {
     "": "schema target engine device dtype baseline decoding prompts drafts gain provenance "
@@ -80,7 +82,7 @@ def read(tmp_path):
     return through_a_file
 
 
-def at(report, path):
+def value_at(report, path):
     value = report
     for key in filter(None, path.split(".")):
         value = value[int(key)] if isinstance(value, list) else value[key]
@@ -89,7 +91,7 @@ def at(report, path):
 
 def put(report, path, value):
     parent, _, key = path.rpartition(".")
-    holder = at(report, parent)
+    holder = value_at(report, parent)
     holder[int(key) if isinstance(holder, list) else key] = value
 
 
@@ -102,13 +104,13 @@ def codes(report):
 
 def test_every_field_of_the_contract_is_there_and_needed(data, read):
     for path, keys in CONTRACT.items():
-        assert set(keys.split()) <= set(at(data, path)), path
+        assert set(keys.split()) <= set(value_at(data, path)), path
     for path, keys in CONTRACT.items():
         for key in keys.split() if path not in OPTIONAL else ():
             if key in OPTIONAL:
                 continue
             broken = copy.deepcopy(data)
-            del at(broken, path)[key]
+            del value_at(broken, path)[key]
             place = f"report.{path}.{key}".replace("..", ".").replace("gain.0", "gain[0]")
             with pytest.raises(ReportError, match=f"{re.escape(place)}: Field required"):
                 read(broken)
@@ -397,83 +399,33 @@ def test_too_few_prompts_give_no_verdict(run_info, measurement):
     assert not any("fewer than 10" in t.note for t in details(report) if t.title == "Setting")
 
 
-def with_efficiency(log, factor):
-    """The log with step costs so many times as long."""
-    verify = {w: s if w == 1 else s * factor for w, s in log.costs.target_verify.items()}
-    costs = dataclasses.replace(
-        log.costs, draft_step=log.costs.draft_step * factor, target_verify=verify
-    )
-    return dataclasses.replace(log, costs=costs)
-
-
-def cut(log, steps):
-    """The log with so many speculation steps a prompt."""
-    runs = [
-        dataclasses.replace(
-            run,
-            tokens=run.tokens[: 1 + sum(run.block_tokens[:steps])],
-            **{
-                key: getattr(run, key)[:steps]
-                for key in ("block_seconds", "block_tokens", "drafted", "accepted")
-            },
-        )
-        for run in log.runs
-    ]
-    return dataclasses.replace(log, runs=runs)
-
-
-def speed(mean, low, high):
-    return {"mean": mean, "ci95": [low, high], "n": 40}
-
-
 @pytest.mark.parametrize(
-    ("part", "below", "above", "code"),
+    ("path", "below", "above", "code"),
     [
-        ("verification", "greedy match", "typical acceptance", "lossy-rule"),
-        ("stop_tokens", 1, 0, "no-stop-token"),
-        ("ended_by_stop", 0.01, 0.0, "none-ended"),
-        ("bits_per_token", 11.6, 11.8, "random-prompts"),
-        ("overlap_with_training", 0.0, None, "overlap-unknown"),
-        ("overlap_with_training", 0.0, 0.25, "overlap"),
-        ("over_stock_generate", speed(0.96, 0.9, 1), speed(0.94, 0.9, 1), "slow-baseline"),
-        ("chat", 1.0, 0.25, "raw-prompts"),
-        ("efficiency", 1.0, 0.5, "overhead"),
-        ("efficiency", 1.0, 2.0, "slow-steps"),
-        ("steps", 8, 7, "few-drafts"),
-        ("speedup", (1.1, 1.2), (0.9, 1.2), "no-effect"),
-        ("speedup", (1.1, 1.2), (0.8, 0.9), "slower"),
-        ("missing", {}, {"prompts": "the server failed"}, "partial"),
-        ("unexplained", 0, 1, "mismatch"),
+        ("decoding.verification", "greedy match", "typical acceptance", "lossy-rule"),
+        ("decoding.stop_tokens", 1, 0, "no-stop-token"),
+        ("decoding.ended_by_stop", 0.01, 0.0, "none-ended"),
+        ("prompts.bits_per_token", 11.6, 11.8, "random-prompts"),
+        ("prompts.overlap_with_training", 0.0, None, "overlap-unknown"),
+        ("prompts.overlap_with_training", 0.0, 0.25, "overlap"),
+        ("prompts.in_chat_form", 1.0, 0.25, "raw-prompts"),
+        ("baseline.over_stock_generate.mean", 0.96, 0.94, "slow-baseline"),
+        ("drafts.tuned.decode_efficiency.mean", 0.81, 0.79, "overhead"),
+        ("drafts.tuned.decode_efficiency.mean", 1.09, 1.11, "slow-steps"),
+        ("drafts.tuned.per_position.0.drafts", 300, 299, "few-drafts"),
+        ("drafts.tuned.speedup.ci95", [1.1, 1.2], [0.9, 1.2], "no-effect"),
+        ("drafts.tuned.speedup.ci95", [1.1, 1.2], [0.8, 0.9], "slower"),
+        ("drafts.tuned.missing", [], [{"field": "prompts", "reason": "it failed"}], "partial"),
+        ("drafts.tuned.lossless", ledger(40, []), ledger(40, [MISMATCH]), "mismatch"),
     ],
 )
-def test_warnings(run_info, measurement, part, below, above, code):
-    def found(value):
-        log, info = measurement("tuned", 0.6), run_info
-        if part in info.decoding:
-            info = dataclasses.replace(info, decoding=info.decoding | {part: value})
-        elif part in info.prompts:
-            info = dataclasses.replace(info, prompts=info.prompts | {part: value})
-        elif part == "chat":
-            about = {"in_chat_form": value, "chat_template": True}
-            info = dataclasses.replace(info, prompts=info.prompts | about)
-        elif part == "over_stock_generate":
-            info = dataclasses.replace(info, over_stock_generate=value)
-        elif part == "efficiency":
-            log = with_efficiency(log, value)
-        elif part == "steps":
-            log = cut(log, value)
-        elif part == "missing":
-            log = dataclasses.replace(log, missing=value)
-        elif part == "unexplained":
-            counts = {"identical": 40 - value, "tie_divergences": 0, "unexplained": value}
-            log = dataclasses.replace(log, lossless=log.lossless | counts)
-        report = build_report(info, [log])
-        if part == "speedup":
-            report.drafts["tuned"].speedup.ci95 = value
-        return codes(report)
-
-    assert found(below) == []
-    assert found(above) == [code]
+def test_warnings(run_info, measurement, read, path, below, above, code):
+    data = build_report(run_info, [measurement("tuned", 0.6)]).model_dump(mode="json")
+    data["prompts"] |= {"chat_template": True, "in_chat_form": 1.0}
+    put(data, path, below)
+    assert codes(read(data)) == []
+    put(data, path, above)
+    assert codes(read(data)) == [code]
 
 
 def test_gains_that_are_not_shown_are_warned_about(run_info, measurement):
@@ -486,9 +438,8 @@ def test_gains_that_are_not_shown_are_warned_about(run_info, measurement):
 
 
 def test_mismatches_come_first_and_cannot_be_hidden(run_info, measurement, tmp_path):
-    log = measurement("tuned", 0.6)
-    entry = log.lossless["divergences"][0] | {"tie": False, "why": "the reason"}
-    broken = dataclasses.replace(log, lossless=ledger(40, [entry]))
+    wrong = ledger(40, [MISMATCH | {"why": "the reason"}])
+    broken = measurement("tuned", 0.6, lossless=wrong)
     write_report(tmp_path, build_report(run_info, [broken]))
     path = tmp_path / "report.json"
     hidden = json.loads(path.read_text()) | {"warnings": [], "headline": "All is well."}
@@ -501,12 +452,10 @@ def test_mismatches_come_first_and_cannot_be_hidden(run_info, measurement, tmp_p
 
 
 def test_a_long_output_check_shows_the_worst_first(run_info, measurement):
-    draft = measurement("tuned", 0.6)
-    near = draft.lossless["divergences"][0]
-    ties = [near | {"prompt": f"t{i}", "gap": i / 100, "error": 0.4} for i in range(30)]
-    other = near | {"prompt": "changed", "gap": None, "error": None, "tie": False}
-    draft = dataclasses.replace(draft, lossless=ledger(40, [*ties, other]))
-    report = build_report(run_info, [draft])
+    near = MISMATCH | {"error": 0.4, "tie": True}
+    ties = [near | {"prompt": f"t{i}", "gap": i / 100} for i in range(30)]
+    checks = ledger(40, [*ties, MISMATCH | {"prompt": "changed"}])
+    report = build_report(run_info, [measurement("tuned", 0.6, lossless=checks)])
     table = divergence_table(report)
     prompts = [row[table.header.index("prompt")] for row in table.rows]
     assert prompts == ["changed", *(f"t{i}" for i in range(29, 10, -1))]
@@ -521,6 +470,11 @@ def page_top(page):
     """The page without its style and details, one tag a line."""
     body = page.partition("<body>")[2].partition("<details")[0]
     return re.sub(r"\n\s*\n+", "\n", body)
+
+
+def test_a_draft_with_a_bar_in_its_name_is_one_column(run_info, measurement):
+    text = render_markdown(build_report(run_info, [measurement("a|b", 0.6)]))
+    assert "| a\\|b |" in text
 
 
 @pytest.mark.parametrize("name", ["report.md", "top.html", "summary.txt"])
