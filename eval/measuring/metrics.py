@@ -56,15 +56,16 @@ class PromptSums(Part):
     baseline_prefill_seconds: Quantity | None = None
     baseline_block_tokens: Count | None = None
     baseline_block_seconds: Quantity | None = None
-    calls: Count | None = Field(None, description="target calls of the decode phase")
-    blocks: Count | None = Field(None, description="of these, the whole ones; so below")
+    calls: Count | None = Field(default=None, description="target calls of the decode phase")
+    blocks: Count | None = Field(default=None, description="of these, the whole ones; so below")
     block_tokens: Count | None = None
     block_seconds: Quantity | None = None
     drafted: Count | None = None
-    looked_up: Count | None = Field(None, description="of these, by n-grams before a draft")
+    looked_up: Count | None = Field(default=None, description="of these, by n-grams before a draft")
     accepted: Count | None = None
     accepted_at: list[Count] | None = Field(
-        None, description="drafts, then those whose first i tokens were all accepted, i = 1, 2, …"
+        default=None,
+        description="drafts, then those whose first i tokens were all accepted, i = 1, 2, …",
     )
 
     @model_serializer(mode="wrap")

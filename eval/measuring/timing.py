@@ -76,11 +76,11 @@ def step_costs(
     verify = {width: median["target", width] for width in range(1, longest_draft + 2)}
     costs = []
     for number in range(len(drafters)):
-        step, once = median["draft", number], 0.0
+        token, once = median["draft", number], 0.0
         if ("block", number) in median:  # in a parallel draft one more token is one more column
-            column = max(0.0, median["block", number] - step) / max(1, longest_draft - 1)
-            step, once = column, step - column
-        costs.append(StepCosts(step, verify[1], verify, context_length, once))
+            column = max(0.0, median["block", number] - token) / max(1, longest_draft - 1)
+            token, once = column, token - column
+        costs.append(StepCosts(token, verify[1], verify, context_length, once))
     return costs
 
 

@@ -29,6 +29,7 @@ from eval.reporting.warnings import find_warnings
 COLOURS = 5  # --s0 … --s4 of page.css; the distilled draft takes the first
 WIDTH, HEIGHT = 480, 240  # of a chart, in its own units
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 12, 42  # margins around its plot
+LONGEST_NUMBER = 28  # characters of a number with its interval or unit; more is a sentence
 NUMERIC = re.compile(r"[+\-−]?\d[\d.,]*(?!\w)|not measured")
 
 Drafts = dict[str, DraftReport]  # by shown name
@@ -36,7 +37,7 @@ Drafts = dict[str, DraftReport]  # by shown name
 
 def is_numeric(cell: str) -> bool:
     """Whether a cell stays on one line: a number with its unit does, a hash must break."""
-    return NUMERIC.match(cell) is not None
+    return NUMERIC.match(cell) is not None and len(cell) <= LONGEST_NUMBER
 
 
 def visible(token: str) -> str:

@@ -294,7 +294,11 @@ def _setting(report: Report) -> Table:
         ("copied from the prompt", copies and f"{copies.of_prompt.mean:.0%}"),
         ("copied from the response", copies and f"{copies.of_answer.mean:.0%}"),
     ]
-    texts = [[row_label, str(value)] for row_label, value in rows if value not in (None, "")]
+    texts = [
+        [row_label, f"{value:.3g}" if isinstance(value, float) else str(value)]
+        for row_label, value in rows
+        if value not in (None, "")
+    ]
     return Table("Setting", ["", ""], texts)
 
 

@@ -49,10 +49,10 @@ def test_drafts_and_rivals_in_one_report(folder, tmp_path, capsys):
     assert own["alpha"]["mean"] == own["accepted_over_drafted"]["mean"] == 1
     assert own["tau"]["mean"] == 3
     assert own["atlas"]["confusions"] == []
-    assert [entry["draft"] for entry in report["gain"]] == ["self"]
+    gains = [(entry["draft"], entry["over"]) for entry in report["gain"]]
+    assert gains == [("self", "bad"), ("bad", "prompt-lookup"), ("self", "prompt-lookup")]
     costs = [draft["costs"] for draft in report["drafts"].values()]
     assert len({cost["target_step_ms"] for cost in costs}) == 1  # one target, timed once
-    assert all(cost["ci95"]["c"][0] < cost["ci95"]["c"][1] for cost in costs)
     assert {d["lossless"]["unexplained"] for d in report["drafts"].values()} == {0}
     # by category: answers have 24 tokens, alpha is taken on all of them
     assert own["by_category"]["odd"]["alpha"]["n"] == 6
@@ -151,7 +151,7 @@ def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys
     calls, whole = counted("whole"), loaded(tmp_path / "whole")
     assert whole["provenance"]["resumed"] is False
     cut = counted("cut", 40)
-    assert "Measured so far: target texts, step costs" in capsys.readouterr().err
+    assert "target texts 1, step costs 1" in capsys.readouterr().err
     assert not (tmp_path / "cut" / "report" / "report.json").exists()
     # only a row that was begun and the stages' warm-ups are decoded a second time
     assert cut + counted("cut") <= calls + 20

@@ -74,7 +74,7 @@ def test_a_whole_report_of_two_servers(fake):
     missing = {entry.field for entry in draft.missing}
     assert missing >= {"alpha", "tau", "c", "memory"}
     assert all(getattr(draft, field) is None for field in missing)
-    assert "Counters of the server" in render_page(report)
+    assert "drafts by the server" in render_page(report)
     assert measure(fake(3), fake(1)).drafts["served"].gamma is None  # nobody told it
 
 

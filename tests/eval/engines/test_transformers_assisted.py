@@ -188,7 +188,7 @@ def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys
     with monkeypatch.context() as patched:
         patched.setattr(Assisted, "decode", interrupted)
         assert run(folder, tmp_path / "cut", *drafts) == 130
-    assert "speed at T=0 2/12." in capsys.readouterr().err
+    assert "speed at T=0 2" in capsys.readouterr().err
     resumed = report_of(folder, tmp_path / "cut", *drafts)
     assert resumed.provenance["resumed"]
     for name, draft in resumed.drafts.items():

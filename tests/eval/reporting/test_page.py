@@ -136,6 +136,7 @@ def test_any_number_of_drafts_is_drawn(run_info, measurement, drafts):
         ("not measured", True),
         ("22703ebb9ab8e5e4710568ac218feb2e", False),  # a hash that did widen the page
         ("4710568921812" * 5 + "a", False),
+        ("15 of 15 responses token-identical", False),
         ("pypi:dist==0.1/model.gguf", False),
         ("", False),
     ],
