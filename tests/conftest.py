@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from align.sources import cache_folder
 from eval.decoding.prompt_run import PromptRun
+from eval.measuring import timing
 from eval.measuring.output_check import ledger
 from eval.measuring.runs import Agreement, Answer, DraftLog, RunLog, StepCosts
 from eval.reporting import page
@@ -70,8 +71,9 @@ def session_cache(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="session")
 def spared():
-    """No test sees its machine lose power, so none waits for the disk; templates are read once."""
+    """No test waits for the disk; templates are read once; steps are timed in few rounds."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing.step_costs, "__defaults__", (12,))  # an interval needs ten
         patch.setattr(os, "fsync", lambda descriptor: None)
         patch.setattr(os, "sync", lambda: None)
         patch.setattr(page, "_environment", functools.cache(page._environment))

@@ -26,7 +26,7 @@ def let_tensors_die(megabytes, growing):
     torch.ones(megabytes << 18)
     before = faults_and_pages()
     alive = []
-    for more in range(8 if growing else 40):
+    for more in range(4 if growing else 16):
         torch.ones((megabytes << 18) + growing * more * (megabytes << 14))
         if growing:
             alive.append(torch.ones(1 << 16))

@@ -47,6 +47,8 @@ def test_it_leaves_what_is_promised(recipe):
         assert draft["vocab_size"] == target["vocab_size"]
 
 
+# others are read again in the same way when they are started again
+@pytest.mark.parametrize("recipe", ["trimmed", "eagle3", "pard lora"], indirect=True)
 def test_measured_again_it_has_the_same_acceptance_rate(recipe, tmp_path):
     given = ["--run", str(recipe.folder), "--gamma", "1", "--output_dir", str(tmp_path)]
     assert main(given) == 0

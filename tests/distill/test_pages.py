@@ -21,7 +21,7 @@ from tests.test_docs import PAGES, ROOT, blocks, commands
 
 # what every recipe gets on top, to be as short as possible
 SHORT = {"dtype": "float32", "use_cpu": True, "bf16": False, "max_steps": 4, "cache_top_k": 30,
-         "answer_max_new_tokens": 24, "max_new_tokens": 16, "tuning_prompts": 1, "speed_prompts": 2,
+         "answer_max_new_tokens": 12, "max_new_tokens": 8, "tuning_prompts": 1, "speed_prompts": 2,
          "max_gamma": 2, "lora_r": 4, "disable_tqdm": True, "minutes": None, "num_draft_layers": 1,
          "draft_vocab_size": None, "warmup_steps": 0, "fit_tokens": 400,
          "max_train_prompts": 12, "max_eval_prompts": None,

@@ -305,8 +305,8 @@ def test_a_prompt_in_context_has_a_whole_function_before_it(stdlib):
 
 def test_the_standard_library_is_drawn_the_same_way_every_time(stdlib, monkeypatch):
     evaluation = [Prompt("e", HUMAN_EVAL_LIKE)]
+    monkeypatch.setattr("distill.prompt_sets.stdlib_prompts", lambda: stdlib)
     once, overlap = training_prompts(STDLIB, evaluation, 200, 5)
-    monkeypatch.setattr("distill.prompt_sets.stdlib_prompts", lambda: stdlib)  # built before
     again, _ = training_prompts(STDLIB, evaluation, 200, 5)
     assert once == again
     assert len(once) == 200

@@ -188,7 +188,7 @@ def test_who_answers_may_change_in_a_folder_and_what_is_asked_may_not(job, tmp_p
 
 @pytest.mark.parametrize("kind", [PRUNED, {}])
 def test_the_target_is_gone_while_the_draft_trains(job, tmp_path, monkeypatch, kind):
-    recipe = job(tmp_path / "run", **kind)
+    recipe = job(tmp_path / "run", **kind, max_steps=4)
     loaded, drafts = [], []
 
     def load(*args, load=models.load_target):
@@ -236,7 +236,7 @@ def test_a_run_in_one_go_holds_no_draft_while_it_measures(job, tmp_path, monkeyp
     monkeypatch.setattr(train, "distil_draft", distil)
     monkeypatch.setattr(train, "evaluate", measure)
     with pytest.raises(KeyboardInterrupt):
-        run(job(tmp_path / "run", **PRUNED))
+        run(job(tmp_path / "run", **PRUNED, max_steps=4))
     assert len(drafts) == 2
 
 

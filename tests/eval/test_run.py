@@ -139,7 +139,7 @@ def untimed(report):
 def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys):
     what = (
         *("--draft", f"d={folder / 'draft'}", "--draft", f"self={folder / 'target'}"),
-        *("--gamma", "2", "--temperature", "0.7"),
+        *("--gamma", "2", "--temperature", "0.7", "--max_new_tokens", "12"),
     )
 
     def counted(out, after=None):

@@ -1,9 +1,8 @@
 from tests.benchmarks import gpu
 
 
-def test_the_program_of_the_figures_runs_without_a_gpu(monkeypatch):
+def test_the_program_of_the_figures_runs_without_a_gpu():
     """Of a tiny pair on the CPU: the timings mean nothing, the counts do."""
-    monkeypatch.setattr("eval.measuring.timing.COST_REPEATS", 1)
     figures = gpu.main("tiny")
     found = figures["forced acceptance 1"]
     assert found["tau"] == gpu.GAMMA + 1

@@ -18,6 +18,8 @@ from eval.reporting.warnings import find_warnings
 from eval.run import main
 from tests.byte_level import SHAPE, noisy, save
 
+FEW = ("--max_new_tokens", "8")
+
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory, tiny_llama):
@@ -175,7 +177,7 @@ def test_one_report_of_two_drafts(folder, tmp_path):
 
 
 def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys):
-    drafts = ("--draft", f"bad={folder / 'draft'}", "--draft", f"self={folder / 'target'}")
+    drafts = (*FEW, "--draft", f"bad={folder / 'draft'}", "--draft", f"self={folder / 'target'}")
     whole = report_of(folder, tmp_path / "whole", *drafts)
     calls, decode = [], Assisted.decode
 
@@ -197,7 +199,9 @@ def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys
 
 
 def test_a_sampled_report(folder, tmp_path):
-    report = report_of(folder, tmp_path, "--draft", str(folder / "draft"), "--temperature", "0.8")
+    report = report_of(
+        folder, tmp_path, "--draft", str(folder / "draft"), "--temperature", "0.8", *FEW
+    )
     assert report.decoding.verification == "rejection sampling"
     assert report.drafts["draft"].lossless.identical == 12  # measured greedily
     assert "lossy-rule" not in {warning.code for warning in find_warnings(report)}
@@ -284,7 +288,7 @@ def test_drafts_that_cannot_assist(folder, others, tmp_path, capsys, draft, says
 
 
 def test_a_draft_of_more_rows_is_cut(folder, others, tmp_path):
-    report = report_of(folder, tmp_path, "--draft", str(others / "wide"))
+    report = report_of(folder, tmp_path, "--draft", str(others / "wide"), *FEW)
     block = report.drafts["wide"]
     assert block.vocabulary.strategy == "padded"
     assert block.lossless.identical == 12
