@@ -6,17 +6,15 @@
 The numbers of a report (eval/measuring/metrics.py), from token ids alone.
 """
 
-from collections.abc import Sequence
-
 import datasets
 import evaluate
 
 from eval.measuring.metrics import (
     ACCEPTANCE_RATE,
     MEAN_ACCEPTANCE_LENGTH,
-    PromptSums,
     measured,
     measured_or_none,
+    replayed_table,
 )
 
 DESCRIPTION = """
@@ -45,41 +43,6 @@ CITATION = """
 """
 
 
-def replayed_steps(agreed: Sequence[bool], draft_length: int) -> list[int]:
-    """Tokens that each whole speculation step of greedy decoding would emit.
-
-    agreed: for each token of the target's response, whether the draft's argmax is that token,
-    teacher-forced. Exact for a draft that drafts every token as its first, because up to its first
-    wrong token it has seen nothing but the target's text. The response ends at its length limit.
-    Near it a draft is as short as there is room, and a last step so cut is left out.
-    """
-    emitted, position, drafted = [], 1, draft_length  # the first token comes from the prefill
-    while position < len(agreed):
-        drafted = min(draft_length, len(agreed) - position - 1)
-        right = 0
-        while right < drafted and agreed[position + right]:
-            right += 1
-        emitted.append(right + 1)
-        position += emitted[-1]
-    return emitted if drafted == draft_length else emitted[:-1]
-
-
-def table_of(responses: Sequence[Sequence[bool]], draft_length: int) -> list[PromptSums]:
-    """The rows of responses, each as `agreed` of `replayed_steps`."""
-    return [
-        PromptSums(
-            id=str(i),
-            category=None,
-            alpha_sum=sum(agreed),
-            positions=len(agreed),
-            block_tokens=sum(steps),
-            blocks=len(steps),
-        )
-        for i, agreed in enumerate(responses)
-        for steps in [replayed_steps(agreed, draft_length)]
-    ]
-
-
 class Acceptance(evaluate.Metric):
     """Greedy acceptance of a draft."""
 
@@ -103,7 +66,7 @@ class Acceptance(evaluate.Metric):
                     f"Response {i} has {len(drafted)} predictions for {len(tokens)} tokens; give "
                     "one for every position."
                 )
-        table = table_of(
+        table = replayed_table(
             [
                 [a == b for a, b in zip(*pair, strict=True)]
                 for pair in zip(predictions, references, strict=True)

@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 import eval.run
-from eval.acceptance.acceptance import table_of
 from eval.measuring import evaluation, timing
-from eval.measuring.metrics import MEAN_ACCEPTANCE_LENGTH, measured
+from eval.measuring.metrics import MEAN_ACCEPTANCE_LENGTH, measured, replayed_table
 from eval.reporting.build import build_report
 from eval.reporting.fields import read_report
 from eval.run import _named, main
@@ -210,7 +209,7 @@ def test_the_tau_that_the_log_of_alpha_tells_is_the_one_that_decoding_has(
     assert draft["alpha"]["n"] == draft["tau"]["n"] == 12
     assert 0.2 < draft["alpha"]["mean"] < 0.95
     (log,) = kept
-    table = table_of([[value == 1 for value in a.values] for a in log.agreement], 3)
+    table = replayed_table([[value == 1 for value in a.values] for a in log.agreement], 3)
     assert measured(MEAN_ACCEPTANCE_LENGTH, table).mean == draft["tau"]["mean"]
 
 

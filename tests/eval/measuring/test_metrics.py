@@ -339,3 +339,20 @@ def test_a_log_that_contradicts_itself_is_refused(change, message):
         setattr(run, name, value)
     with pytest.raises(ValueError, match=message):
         table([run])
+
+
+@pytest.mark.parametrize(
+    ("agreed", "draft_length", "steps"),
+    [
+        ("1111111", 2, [3, 3]),  # prefill, 3, 3 tokens
+        ("1011011", 2, [1, 3]),  # prefill, a wrong one corrected, 3 tokens, one left
+        ("0111", 3, []),  # no room for a draft of 3 and the bonus token
+        ("01111", 3, [4]),
+        # shorter drafts near the end count, the last one does not
+        ("1100000", 3, [2, 1, 1, 1]),
+        ("1000000", 1, [1, 1, 1, 1, 1]),
+        ("", 2, []),
+    ],
+)
+def test_steps_by_replay(agreed, draft_length, steps):
+    assert metrics.replayed_steps([mark == "1" for mark in agreed], draft_length) == steps
