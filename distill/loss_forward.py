@@ -72,7 +72,7 @@ def _acceptance(
     are trained for the position. tokens: their number.
     """
 
-    def chances(states: Tensor, entries: Tensor | slice) -> tuple[Tensor, Tensor]:
+    def chances(states: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
         cached = batch.top_ids[entries], batch.top_logprobs[entries]
         parts = zip(*(part.split(CHUNK) for part in (states, *cached)), strict=True)
         each = [
@@ -82,13 +82,12 @@ def _acceptance(
         accepted, lacking = (torch.cat(part) for part in zip(*each, strict=True))
         return accepted, lacking
 
-    accepted, lacking = chances(kind.first_states(model, batch), slice(None))
-    drafted, tokens = accepted.clone(), torch.ones_like(accepted)
-    if kind.trains_later_tokens:
-        states, entries, _ = kind.head_input(model, batch)
-        every = torch.arange(len(tokens), device=tokens.device)[entries]
-        chance = chances(states, entries)[0]
-        # several of them may be the one after the same position
-        drafted = torch.zeros_like(drafted).index_add_(0, every, chance)
-        tokens = torch.zeros_like(tokens).index_add_(0, every, torch.ones_like(chance))
-    return ModelOutput(accepted=accepted, lacking=lacking, drafted=drafted, tokens=tokens)
+    states, entries, _ = kind.head_input(model, batch)
+    chance, lacking = chances(states, entries)
+    count = len(batch.positions)
+    # several drafted tokens may be the one after the same position
+    drafted = torch.zeros_like(chance[:count]).index_add_(0, entries, chance)
+    tokens = torch.zeros_like(drafted).index_add_(0, entries, torch.ones_like(chance))
+    return ModelOutput(
+        accepted=chance[:count], lacking=lacking[:count], drafted=drafted, tokens=tokens
+    )

@@ -10,7 +10,6 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 WIDTH = 16  # divides T: oneDNN keeps 5 MB for good for each width (losses.rounded)
@@ -37,25 +36,24 @@ class TrainingBatch(NamedTuple):
         """T."""
         return self.input_ids.shape[1]
 
+    @property
+    def entries(self) -> Tensor:
+        """The numbers of all response positions [N]."""
+        return torch.arange(len(self.positions), device=self.positions.device)
+
 
 class HeadInput(NamedTuple):
     """Inputs of the draft's LM head for all M drafted tokens that a batch trains.
 
-    states: [M, H]. entries: of the batch's N positions, those whose distributions these tokens
-    learn [M]; a slice of them all. weight: of the sum of their losses. They are one input of one
-    head, because each product with a head keeps a gradient as large as the head until the backward
-    pass.
+    states: [M, H], the first N for the first token of a draft at each position. entries: of the
+    batch's N positions, those whose distributions these tokens learn [M]. weight: of the sum of
+    their losses. They are one input of one head, because each product with a head keeps a gradient
+    as large as the head until the backward pass.
     """
 
     states: Tensor
-    entries: Tensor | slice = slice(None)
+    entries: Tensor
     weight: float = 1.0
-
-
-def states_before(batch: TrainingBatch) -> Tensor:
-    """The target's states when a token is drafted [N, L, H]: it has not read the newest token."""
-    shifted = F.pad(batch.states, (0, 0, 0, 0, 1, 0))[:, :-1]
-    return shifted.flatten(0, 1)[batch.positions]
 
 
 def drawn_depths(positions: Tensor, width: int, seeds: Tensor, most: int, deeper: float) -> Tensor:

@@ -38,7 +38,6 @@ STEPS = 3  # of a draft that are trained at once
 
 class Eagle3(DraftKind):
     fitted_weights = ("lm_head", "model.fc")
-    trains_later_tokens = True
 
     def target_layers(
         self, target: Mapping[str, Any], published: Mapping[str, Any] | None = None
@@ -91,12 +90,8 @@ class Eagle3(DraftKind):
         sizes = read_json(folder / "compact.json")["sizes"]
         return Draft(to_train(model, torch.tensor(sizes), embedding), token_ids)
 
-    def first_states(self, model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
-        (y,) = unrolled(model, batch.input_ids, batch.states, 1)
-        return y.flatten(0, 1)[batch.positions]
-
     def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:
-        entries = torch.arange(len(batch.positions), device=batch.positions.device)
+        entries = batch.entries
         states, learned = [], []
         for y in unrolled(model, batch.input_ids, batch.states, STEPS):
             positions = batch.positions[entries]

@@ -70,15 +70,13 @@ class DraftKind:
     adapters, another tokenizer, a GGUF file; made of the target it keeps the first num_draft_layers
     layers. fitted_weights: beginnings of the names of weights that start from least squares and
     need a lower learning rate. added_modules: names of the modules that it adds to a language
-    model, trained whole beside adapters. trains_later_tokens: its `head_input` has more than the
-    first tokens of drafts.
+    model, trained whole beside adapters.
     """
 
     starts_from: tuple[Literal["target", "sibling"], ...] = ("target",)
     language_model = False
     fitted_weights: tuple[str, ...] = ()
     added_modules: tuple[str, ...] = ()
-    trains_later_tokens = False
 
     @property
     def name(self) -> str:
@@ -124,15 +122,10 @@ class DraftKind:
         """A trained language model as engines load it."""
         return model
 
-    def first_states(self, model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
-        """The LM head's inputs for the first drafted token, at each response position [N, H]."""
-        output = model.base_model(input_ids=batch.input_ids, use_cache=False)
-        states: Tensor = output.last_hidden_state.flatten(0, 1)[batch.positions]
-        return states
-
     def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:
         """The LM head's inputs for all drafted tokens that are trained."""
-        return HeadInput(self.first_states(model, batch))
+        output = model.base_model(input_ids=batch.input_ids, use_cache=False)
+        return HeadInput(output.last_hidden_state.flatten(0, 1)[batch.positions], batch.entries)
 
 
 @functools.cache

@@ -27,7 +27,6 @@ from distill.drafters.batch import (
     TrainingBatch,
     drawn_depths,
     mean_depth,
-    states_before,
 )
 from distill.drafters.compact import write_compact
 from distill.drafters.initialisation import least_squares
@@ -40,7 +39,6 @@ DEEPER = 0.5  # probability that a position which trains head d trains head d + 
 
 class Medusa(DraftKind):
     fitted_weights = ("blocks", "lm_head")
-    trains_later_tokens = True
 
     def target_layers(
         self, target: Mapping[str, Any], published: Mapping[str, Any] | None = None
@@ -82,25 +80,22 @@ class Medusa(DraftKind):
     def load(self, folder: Path, embedding: Tensor) -> Draft:
         return Draft(*load_heads(folder, embedding))
 
-    def first_states(self, model: PreTrainedModel, batch: TrainingBatch) -> Tensor:
-        heads: Any = model
-        states: Tensor = heads.blocks[0](states_before(batch)[:, 0].to(heads.lm_head.weight.dtype))
-        return states
-
     def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:
         """The sum over the depths drawn, divided by how many a position has on average."""
         heads: Any = model
-        positions, width, dtype = batch.positions, batch.width, heads.lm_head.weight.dtype
-        depths = drawn_depths(positions, width, batch.seeds, len(heads.blocks), DEEPER)
-        rows, read = positions // width, batch.states[..., 0, :].flatten(0, 1)
-        states, learned = [], []
-        for depth, block in enumerate(heads.blocks, start=1):
+        positions, width, blocks = batch.positions, batch.width, heads.blocks
+        depths = drawn_depths(positions, width, batch.seeds, len(blocks), DEEPER)
+        read, dtype = batch.states[..., 0, :].flatten(0, 1), heads.lm_head.weight.dtype
+        # when a token is drafted, the target has not read the newest token
+        before = torch.where(positions[:, None] % width > 0, read[positions - 1], 0)
+        states, learned = [blocks[0](before.to(dtype))], [batch.entries]
+        for depth, block in enumerate(blocks[1:], start=2):
             drawn = (depths[: len(depths) - depth] >= depth).nonzero()[:, 0]
             # of the N positions, those whose answer has another token so much later
-            entries = drawn[rows[drawn] == rows[drawn + depth]]
+            entries = drawn[positions[drawn] // width == positions[drawn + depth] // width]
             states.append(block(read[positions[entries]].to(dtype)))
             learned.append(entries + depth)
-        weight = 1 / mean_depth(len(heads.blocks), DEEPER)
+        weight = 1 / mean_depth(len(blocks), DEEPER)
         return HeadInput(torch.cat(states), torch.cat(learned), weight)
 
 

@@ -29,7 +29,6 @@ DEEPER = 0.6  # probability that an anchor with masks to some depth has one more
 class Pard(Pruned):
     starts_from = ("target", "sibling")
     added_modules = (MASK,)
-    trains_later_tokens = True
 
     def start(self, start: Start) -> Draft:
         started = super().start(start)
@@ -53,10 +52,9 @@ class Pard(Pruned):
         length = states.shape[1]
         first = batch.positions // batch.width * length + batch.positions % batch.width
         later = drawn.rows * length + batch.width + drawn.slots
-        every = torch.arange(len(first), device=first.device)
         return HeadInput(
             states.flatten(0, 1)[torch.cat([first, later])],
-            torch.cat([every, drawn.entries + drawn.depths]),
+            torch.cat([batch.entries, drawn.entries + drawn.depths]),
             1 / mean_depth(most, DEEPER),
         )
 

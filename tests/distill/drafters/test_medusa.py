@@ -46,12 +46,14 @@ def test_each_head_learns_the_token_of_its_own_place(monkeypatch):
     total = 0.0
     for entry, place in enumerate(POSITIONS.tolist()):
         row, at = divmod(place, WIDTH)
-        for d in range(1, int(DEPTHS[entry]) + 1):
-            if entry + d >= len(POSITIONS) or POSITIONS[entry + d] // WIDTH != row:
-                continue
-            # the newest token is at + 1, what head d drafts is at + 1 + d
-            x = model.blocks[d - 1](states[row, at, 0])
-            goal = [entry + d]
+        # the first head learns at each position, from the state before it
+        learned = [(entry, 0, states[row, at - 1, 0])]
+        for d in range(2, int(DEPTHS[entry]) + 1):
+            if entry + d < len(POSITIONS) and POSITIONS[entry + d] // WIDTH == row:
+                # the newest token is at + 1, what head d drafts is at + 1 + d
+                learned.append((entry + d, d - 1, states[row, at, 0]))
+        for goal, head, state in learned:
+            x, goal = model.blocks[head](state), [goal]
             total += float(
                 head_loss(
                     x[None].detach(), model.lm_head.weight.detach(), top_ids[goal], logprobs[goal]
