@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -23,6 +23,7 @@ T = TypeVar("T")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _KEPT = 2**28  # bytes
 _GLIBC = platform.libc_ver()[0] == "glibc"
+_host_groups: list[Any] = []  # of all processes, over gloo: one where `join_processes` met several
 
 
 class ProcessError(ValueError):
@@ -69,9 +70,20 @@ def join_processes(on_cpu: bool, timeout: float) -> int:
         )
     if state.num_processes > 1 and state.is_main_process:
         print(f"processes: {state.num_processes}, {state.backend}, {state.device.type}")
+    if state.num_processes > 1:
+        limit = datetime.timedelta(seconds=timeout)
+        _host_groups.append(torch.distributed.new_group(backend="gloo", timeout=limit))
     if not state.is_main_process:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the first process prints
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def wait_on_host() -> None:
+    """Wait for all processes. An NCCL barrier is a kernel that spins on the GPU meanwhile."""
+    if _host_groups:
+        torch.distributed.barrier(_host_groups[0])
+    else:
+        PartialState().wait_for_everyone()
 
 
 def from_first(value: T) -> T:

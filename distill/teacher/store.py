@@ -21,13 +21,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from accelerate import PartialState
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from align.files import atomic_file, locked, write_json
-from align.machine import from_first
+from align.machine import from_first, wait_on_host
 from align.sources import cache_folder
 from eval.decoding.loop import Decoding
 
@@ -205,7 +204,7 @@ class Store:
 
         Raises CacheError where some are still missing.
         """
-        PartialState().wait_for_everyone()
+        wait_on_host()  # the first process may have a vLLM on all GPUs
         self.refresh()
         if lacking := sum(name not in self for name in names):
             raise CacheError(

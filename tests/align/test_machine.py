@@ -3,16 +3,18 @@
 And processes that meet: as many as were asked for, and as patient.
 """
 
+import os
 import platform
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import PartialState
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
 from align import machine as this_machine
-from align.machine import ProcessError, join_processes, machine_lines
+from align.machine import ProcessError, join_processes, machine_lines, wait_on_host
 from tests.align.meeting import let_tensors_die, wait_for_the_first
 from tests.ranks import run_ranks
 
@@ -86,3 +88,16 @@ def test_what_a_run_needs_is_held_against_the_machine(machine, tmp_path):
     machine["/sys/fs/cgroup/memory.current"] = f"{2**30}\n"
     _, memory, _ = machine_lines(2**32, 0, tmp_path, on_gpu=False)
     assert memory.startswith("memory: 4.0 GiB needed, 2.0 free: TOO LITTLE")
+
+
+def meet_on_the_host():
+    join_processes(True, 60)
+    PartialState.wait_for_everyone = None  # with NCCL it would spin on the GPUs
+    wait_on_host()
+    os.write(1, b"met")
+
+
+def test_processes_wait_for_each_other_without_a_gpu(tmp_path):
+    for status, printed in run_ranks(tmp_path, 2, meet_on_the_host):
+        assert status == 0, printed
+        assert "met" in printed
