@@ -161,7 +161,8 @@ def _strategy(pair: Comparison) -> Strategy | None:
     rows = min(target.rows, draft.rows)
     if pair.relation == "disjoint" or any(side.rows < side.count for side in pair.both):
         return None
-    if not pair.differing and rows >= max(target.count, draft.count):
+    same_ids = not pair.differing and pair.relation != "permuted"
+    if same_ids and rows >= max(target.count, draft.count):
         return "direct" if pair.relation == "identical" else "padded"
     if target.used <= draft.used and draft.head_is_plain:
         return "remap"

@@ -82,7 +82,11 @@ class Comparison:
     def relation(self) -> Relation:
         """The draft's vocabulary against the target's (subset: the draft has fewer tokens)."""
         target, draft = self.both
-        if not self.differing and {raw for _, raw in target.used} == {raw for _, raw in draft.used}:
+        placed = [
+            {(i, token[1]) for i, token in enumerate(side.tokens) if is_used(token)}
+            for side in self.both
+        ]
+        if placed[0] == placed[1]:
             rows = [(len(side.tokens), side.rows) for side in self.both]
             return "identical" if rows[0] == rows[1] else "padded"
         if target.used == draft.used:

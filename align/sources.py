@@ -240,9 +240,10 @@ def load_model(spec: str, dtype: torch.dtype, spread: bool = False) -> PreTraine
             f"incomplete: fetch or copy {folder} again."
         ) from error
     except ValueError as error:
+        reason = _one_line(error).partition(" for this kind of")[0]  # what follows lists all kinds
         raise SourceError(
-            f"{spec!r} cannot be loaded as a causal language model ({_one_line(error)}); name a "
-            "decoder-only text model."
+            f"{spec!r} cannot be loaded as a causal language model ({reason}); name a decoder-only "
+            "text model."
         ) from error
     _refuse_incomplete(spec, loaded)
     # what accelerate would bring in layer by layer is a `meta` tensor meanwhile

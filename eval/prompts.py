@@ -76,6 +76,8 @@ class _Turn(TypedDict):
 
 def _says_or_calls(turn: dict[str, Any]) -> dict[str, Any]:
     calls = turn.get("tool_calls") or []
+    if not calls:  # templates ask whether there is a list, not whether it is empty
+        turn.pop("tool_calls", None)
     if turn.get("content") is None and (turn["role"] != "assistant" or not calls):
         raise ValueError("no `content`; only an assistant's `tool_calls` need none")
     for call in calls:

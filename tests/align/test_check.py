@@ -88,6 +88,12 @@ def test_the_target_as_its_own_draft(write):
     assert not verdict.findings
 
 
+def test_a_token_where_the_other_has_a_placeholder(pair):
+    target = {"added": (*ENDS, "<tool>", "[PAD11]")}
+    verdict = pair(target=target, added=(*ENDS, "[PAD10]", "<tool>"))
+    assert (verdict.relation, verdict.strategy) == ("permuted", "remap")
+
+
 OTHERS = {"tokens": "abcdefgX"}
 SOFT_CAP = {"config": {"final_logit_softcapping": 30.0}}
 

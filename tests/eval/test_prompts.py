@@ -100,6 +100,16 @@ def test_conversations_in_the_forms_of_other_data_sets(written):
     assert {prompt.prompt for prompt in prompts} == {None}
 
 
+def test_an_empty_list_of_calls_is_none(written):
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "tool_calls": []},
+        {"role": "user", "content": "c", "tool_calls": None},
+    ]
+    (prompt,) = load_prompts(written([{"messages": turns}]))
+    assert [turn.keys() for turn in prompt.messages] == [{"role", "content"}] * 3
+
+
 def talk(*turns, **fields):
     return json.dumps({"messages": turns} | fields).encode()
 
