@@ -10,6 +10,7 @@ from align.check import compare
 from align.sources import load_model
 from align.transplant import transplant
 from align.vocab_map import MapError, Retokenizer, VocabMap, build_map
+from distill.drafters.kind import Draft
 from distill.drafters.pruned import KIND
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters import bridged as bridges
@@ -66,7 +67,8 @@ def checkpoints(tmp_path_factory, tiny_llama):
             embedding = target_embedding()
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight[KEPT])
             (folder / name / "compact").mkdir()
-            KIND.save(folder / name / "compact", model, torch.tensor(KEPT), embedding, "")
+            draft = Draft(model, torch.tensor(KEPT))
+            KIND.save(folder / name / "compact", draft, embedding, "")
     return folder
 
 
