@@ -192,7 +192,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.reply(sent, cut=fault == "cut")
 
     def stream(self, ids, tokens, finish, chat):
-        """A chat tells the prompt's ids in a message of its own, a completion with the first."""
+        """A chat sends the prompt's ids in a separate message, a completion with its first."""
         server = self.server
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")

@@ -12,6 +12,7 @@ from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from accelerate import dispatch_model
@@ -67,7 +68,7 @@ class MadeUpData(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.Tensor.tolist:
-            return _zeros(args[0].shape)
+            return np.zeros(args[0].shape, int).tolist()
         made_up = {"item": 1, "__int__": 1, "__index__": 1, "__float__": 1.0, "__bool__": True}
         if isinstance(args[0] if args else None, torch.Tensor) and func.__name__ in made_up:
             return made_up[func.__name__]
@@ -98,10 +99,6 @@ def _asked(args, kwargs):
         elif isinstance(one, (torch.device, str)):
             found["device"] = torch.device(one)
     return found.values()
-
-
-def _zeros(shape):
-    return 0 if not shape else [_zeros(shape[1:]) for _ in range(shape[0])]
 
 
 class AsCudaIndexes(TorchDispatchMode):
@@ -160,7 +157,7 @@ def converted(module, convert, recurse=True):
 
 @contextmanager
 def pretended():
-    quiet = torch.autograd.set_multithreading_enabled(False)  # the device has no thread of its own
+    quiet = torch.autograd.set_multithreading_enabled(False)  # the device has no thread
     with (
         FakeTensorMode(),
         AsCudaIndexes(),
@@ -198,7 +195,7 @@ def build(rows=V, layers=2, dtype=torch.bfloat16, home=lambda name: GPU):
 
 
 def answers(count=3):
-    """As they are read from the cache."""
+    """Cached outputs, as a run reads them."""
 
     def ids(*shape):
         return torch.zeros(shape, dtype=torch.long)
@@ -228,13 +225,13 @@ def spread_target():
 
 
 def answering():
-    for temperature in (0.0, 0.7):
-        made = generate_batched(
-            *(target().decoder, [[1, 2, 3], [4, 5], [6]]),
-            *(Decoding(Sampling(temperature), frozenset({299}), 5), 2, [0, 1, 2]),
-            Kept(lambda logits: top_logprobs(logits, 15)),
-        )
-        assert len([ids.cpu() for a in made for ids, _ in a.captured[:1]]) == 3
+    for whole in (target(), spread_target()):
+        for temperature in (0.0, 0.7):
+            decoding = Decoding(Sampling(temperature), whole.stops, 5)
+            kept = Kept(lambda logits: top_logprobs(logits, 15))
+            prompts = [[1, 2, 3], [4, 5], [6]]
+            made = generate_batched(whole.decoder, prompts, decoding, 2, [0, 1, 2], kept)
+            assert len([ids.cpu() for a in made for ids, _ in a.captured[:1]]) == 3
 
 
 def token_ids():
@@ -306,20 +303,8 @@ def measuring():
 def a_target_on_two_devices():
     whole = spread_target()
     assert {p.device for p in whole.model.parameters()} == {*map(torch.device, (GPU, OTHER_GPU))}
-    made = generate_batched(
-        *(whole.decoder, [[1, 2, 3], [4, 5], [6]]),
-        *(Decoding(Sampling(), frozenset({299}), 5), 2, [0, 1, 2]),
-        Kept(lambda logits: top_logprobs(logits, 15)),
-    )
-    assert len([ids.cpu() for a in made for ids, _ in a.captured[:1]]) == 3
-    states = dict.fromkeys((0, 1, 2))
-    whole.decoder.forward(
-        torch.zeros((1, 4), dtype=torch.long, device=GPU),
-        0,
-        whole.decoder.new_cache(1, 8),
-        False,
-        states,
-    )
+    states, ids = dict.fromkeys((0, 1, 2)), torch.zeros((1, 4), dtype=torch.long, device=GPU)
+    whole.decoder.forward(ids, 0, whole.decoder.new_cache(1, 8), states=states)
     assert {state.device for state in states.values()} == {torch.device(GPU)}
 
 
@@ -368,13 +353,9 @@ def training(kind):
     model(**batch, temperature=0.0)
 
 
-CHECKS = {
-    check.__name__: check
-    for check in (
-        *(answering, rows_of_a_trimmed_head, exporting, decoding, measuring),
-        *(looking_up, choosing_gamma, keeping_states, a_target_on_two_devices),
-    )
-} | {
+WITHOUT_A_KIND = (answering, rows_of_a_trimmed_head, exporting, decoding, measuring, looking_up)
+WITHOUT_A_KIND += (choosing_gamma, keeping_states, a_target_on_two_devices)
+CHECKS = {check.__name__: check for check in WITHOUT_A_KIND} | {
     f"{check.__name__} {kind.__name__.rpartition('.')[2]}": partial(check, kind.KIND)
     for check in (starting, drafting, training)
     for kind in (pruned, eagle3, medusa)

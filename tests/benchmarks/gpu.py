@@ -104,7 +104,7 @@ def random_pair(shape, device):
 
 
 def stock_seconds(target, ids, new_tokens):
-    """Of stock `generate`, the end of a text ignored."""
+    """Seconds of stock `generate`, which ignores the end of a text."""
     config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
     config.eos_token_id = None
     tokens = torch.tensor([ids], device=target.decoder.device)

@@ -96,7 +96,7 @@ def test_greedy_texts_are_the_targets_own(pair, length):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sampled_first_tokens_have_the_targets_distribution(pair, dtype):
-    """Of the second token after a prompt, which a draft has a part in, over 4,000 seeds."""
+    """The second token of an output depends on the draft; 4,000 seeds are drawn."""
     target, drafter = pair(dtype)
     counts = {}
     for name, with_it in (("alone", None), ("drafted", drafter)):

@@ -2,7 +2,7 @@ from tests.benchmarks import gpu
 
 
 def test_the_program_of_the_figures_runs_without_a_gpu():
-    """Of a tiny pair on the CPU: the timings mean nothing, the counts do."""
+    """On a CPU the times of a tiny pair mean nothing, but the counts are right."""
     figures = gpu.main("tiny")
     found = figures["forced acceptance 1"]
     assert found["tau"] == gpu.GAMMA + 1

@@ -1,4 +1,4 @@
-"""A real vLLM for CPUs, in an environment of its own."""
+"""A real vLLM for CPUs, in a separate environment."""
 
 from contextlib import ExitStack
 

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.real
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# A process of its own: MKL reads how it is to sum when it is first used.
+# Another process, because MKL reads at its first use how it shall sum.
 SCRIPT = """
 from align.machine import use_machine
 use_machine()

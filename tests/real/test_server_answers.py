@@ -79,7 +79,7 @@ def address(vllm, weights):
 
 @pytest.fixture(scope="module")
 def arguments(bare, sibling, address, tmp_path_factory):
-    """Of a short run of the recipe `code` whose target is behind the server."""
+    """The command line of a short run of the recipe `code` with the target behind the server."""
     keys = SHORT | {"target": bare, "draft": sibling, "dtype": "float32"}
     keys |= {"answers": "server", "answer_url": address}
     keys |= {"output_dir": tmp_path_factory.mktemp("run") / "code"}

@@ -167,7 +167,7 @@ def contents(answers):
 
 
 def shards():
-    """Of all stores."""
+    """The shards of all stores."""
     return {path: path.read_bytes() for path in cache_folder().glob("teacher/*/shard-*")}
 
 

@@ -36,7 +36,7 @@ def test_a_kernel_that_sums_some_rows_otherwise_is_noticed(monkeypatch, group):
     fewest = {"rows": 4}
 
     def kernel(q, keys, values, mask):
-        """Of fewer rows than so many, in all or in what is left beyond 32, another last bit."""
+        """The last bit differs if there are fewer rows than so many, in all or beyond 32."""
         out = torch.zeros((*q.shape[:3], values.shape[3]), dtype=q.dtype)
         for at in range(0, q.shape[2], 32):
             part = slice(at, min(at + 32, q.shape[2]))

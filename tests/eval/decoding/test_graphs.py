@@ -130,7 +130,7 @@ def test_caches_are_given_back_and_never_shared(pair):
 
 
 def draft(tiny, graph):
-    """Of weights near the target's."""
+    """A draft whose weights are near the target's."""
     near = tiny(0)
     torch.manual_seed(0)
     with torch.no_grad():

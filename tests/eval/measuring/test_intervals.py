@@ -47,7 +47,7 @@ def two_speeds(rng, shape):
 
 
 def documents(rng, shape):
-    """Of each document two clauses that are alike, as one row a clause."""
+    """Two clauses of each document, which are alike; one row is one clause."""
     trials, groups = shape
     alike = np.repeat(rng.beta(3, 2, (trials, groups)), 2, axis=1)
     counts = np.ceil(rng.lognormal(3.5, 0.8, alike.shape)).astype(int)
