@@ -2,11 +2,10 @@
 
     python -m eval.drift report.json --metrics http://localhost:8000
     python -m eval.drift report.json --metrics http://localhost:8000 --since last.prom
-    python -m eval.drift report.json --metrics answers.jsonl
 
-Counters are vLLM's: a server's /metrics or a file of it, or its answers with their own counts, one
-a line (docs/serving.md). Prompts that were not served are measured by eval.run. Exit status: 0 as
-measured; 1 moved away; 2 for input that cannot be used, and where the two are not told apart yet.
+Counters are vLLM's: a server's /metrics, or a file of it (docs/serving.md). Prompts that were not
+served are measured by eval.run. Exit status: 0 as measured; 1 moved away; 2 for a bad call or
+input; 3 inconclusive so far; 4 where the server, or its counters, are not there.
 """
 
 from __future__ import annotations
@@ -21,26 +20,28 @@ import argparse
 import math
 
 from align.files import atomic_file
-from eval.engines.counters import growth, read_requests, read_series, total
-from eval.engines.server import Server
-from eval.measuring.intervals import FEWEST_CLUSTERS
+from eval.engines.counters import growth, read_series, total
+from eval.engines.server import Server, ServerError
+from eval.measuring.runs import Speculation
 from eval.reporting.fields import DraftReport, Report, ReportError, read_report
 from eval.reporting.traffic import (
     MARGIN,
-    Acceptance,
     Difference,
-    NotComparable,
-    answered_acceptance,
     compare,
     counted_acceptance,
     drafts_lacking,
     measured_acceptance,
 )
 
+AS_MEASURED, MOVED, BAD_INPUT, INCONCLUSIVE, NO_COUNTERS = range(5)  # exit statuses
 REMEDY = (
     "Draft and report no longer fit what is served: measure on recent prompts (python -m eval.run "
     "--run DIR --prompts RECENT --output_dir NEW), then train on their like."
 )
+
+
+class NoCounters(ValueError):
+    """A server or a page without counters of speculation."""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -50,8 +51,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("report", type=Path, metavar="REPORT", help="a report.json")
     parser.add_argument(
         "--metrics",
+        required=True,
         metavar="URL|FILE",
-        help="a vLLM server, what its /metrics said, or its answers with their counts, one a line",
+        help="a vLLM server, or a file of what its /metrics said",
     )
     parser.add_argument(
         "--since",
@@ -61,10 +63,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "up to date, and made where there is none",
     )
     parser.add_argument("--draft", help="of the report; default: tuned, or its last")
-    args = parser.parse_args(argv)
-    if args.metrics is None:
-        parser.error("--metrics is required: a vLLM server, or a file of what it counted")
-    return args
+    return parser.parse_args(argv)
 
 
 def _read(path: Path) -> str:
@@ -74,22 +73,18 @@ def _read(path: Path) -> str:
         raise ReportError(f"{path} cannot be read as text ({error}); correct the path.") from None
 
 
-def _traffic(source: str, since: Path | None, report: Acceptance) -> tuple[Acceptance, str]:
-    """What a server or a file has counted, and a server's counters as they stand."""
+def _traffic(source: str, since: Path | None) -> tuple[Speculation, str]:
+    """What a server or a file of its page has counted, and the lines to keep for the next call."""
     is_server = source.startswith(("http://", "https://"))
     if is_server:
         text = Server(source.rstrip("/").removesuffix("/metrics")).text("/metrics")
     else:
         text = _read(Path(source))
-        if text.lstrip().startswith("{"):
-            if since is not None:
-                raise NotComparable("--since is for counters; answers count by themselves.")
-            return answered_acceptance(read_requests(text), report), ""
     series = read_series(text)
     if total(series) is None:
-        raise NotComparable(
+        raise NoCounters(
             f"{source} has no counters vllm:spec_decode_*: the server has no draft, "
-            "--disable-log-stats is set, or it is no vLLM; start vLLM with --speculative-config "
+            "--disable-log-stats is set, or it is not vLLM. Start vLLM with --speculative-config "
             "and without --disable-log-stats."
         )
     if since is not None and (since.exists() or not is_server):
@@ -97,21 +92,16 @@ def _traffic(source: str, since: Path | None, report: Acceptance) -> tuple[Accep
     counts = total(series)
     assert counts is not None
     lines = (f"{line}\n" for line in text.splitlines() if "spec_decode" in line)
-    return counted_acceptance(counts, report), "".join(lines) if is_server else ""
-
-
-def _verdict(difference: Difference) -> str:
-    if difference.moved:
-        return "MOVED"
-    return "as measured" if difference.as_measured else "not told apart"
+    return counts, "".join(lines) if is_server else ""
 
 
 def _line(difference: Difference) -> str:
+    verdict = "as measured" if difference.as_measured else "inconclusive"
     parts = (
-        f"{difference.name:24} report {difference.report.mean:.3f}",
+        f"position {difference.position:<3} report {difference.report.mean:.3f}",
         f"traffic {difference.traffic.mean:.3f}",
-        f"{difference.by:+.3f} ± {difference.chance(0.05):.3f}",
-        _verdict(difference),
+        f"{difference.mean:+.3f} ± {difference.chance(0.05):.3f}",
+        "MOVED" if difference.moved else verdict,
     )
     return "   ".join(parts)
 
@@ -119,40 +109,40 @@ def _line(difference: Difference) -> str:
 def check_traffic(draft: DraftReport, report: Report, source: str, since: Path | None) -> int:
     """Compare, print, and return the exit status. Raises ValueError for input of no use."""
     promised = measured_acceptance(draft, report.engine)
-    traffic, counters = _traffic(source, since, promised)
-    differences = compare(promised, traffic)
+    counts, page = _traffic(source, since)
+    if not counts.drafts:
+        print("inconclusive: the server has drafted nothing yet")
+        return INCONCLUSIVE
+    differences = compare(promised, counted_acceptance(counts, promised))
     lacking = drafts_lacking(differences)
     # where more drafts may tell they stay in the next reading: where little is served, hours add up
-    if counters and since is not None and lacking in (0, math.inf):
+    if page and since is not None and lacking in (0, math.inf):
         with atomic_file(since) as file:
-            file.write(counters)
+            file.write(page)
     for difference in differences:
         print(_line(difference))
-    # bare counters know no categories
-    apart = promised.categories.keys() ^ traffic.categories.keys() if traffic.categories else ()
-    for name in sorted(apart):
-        where = "report" if name in traffic.categories else "traffic"
-        print(f"category {name}: not compared, fewer than {FEWEST_CLUSTERS} prompts in the {where}")
-    drafts = f"{promised.positions[0].drafts:,.0f} and {traffic.positions[0].drafts:,.0f} drafts"
+    drafts = f"{promised[0].drafts:,.0f} and {counts.drafts:,.0f} drafts"
     if moved := [difference for difference in differences if difference.moved]:
-        way = "less" if moved[0].by < 0 else "more"
+        direction = "less" if moved[0].mean < 0 else "more"
+        positions = ", ".join(str(difference.position) for difference in moved)
         print(
-            f"\nmoved away ({drafts}): {way} is accepted than measured at "
-            f"{', '.join(difference.name for difference in moved)}. {REMEDY}"
+            f"\nmoved away ({drafts}): {direction} is accepted than measured at position "
+            f"{positions}. {REMEDY}"
         )
-        return 1
+        return MOVED
     if lacking:
         remedy = (
             "more drafts will not tell, a report of more prompts may (eval.run --speed_prompts)"
             if lacking == math.inf
-            else f"too few drafts to tell, about {lacking:,.0f} more are needed"
+            else f"about {lacking:,.0f} more drafts are needed"
         )
-        raise NotComparable(
-            f"not told apart ({drafts}): a change of {MARGIN:g} of acceptance is neither shown nor "
+        print(
+            f"\ninconclusive ({drafts}): a change of {MARGIN:g} of acceptance is neither shown nor "
             f"ruled out; {remedy}."
         )
+        return INCONCLUSIVE
     print(f"\nas measured ({drafts}): no position differs by {MARGIN:g} or more")
-    return 0
+    return AS_MEASURED
 
 
 def main(argv: list[str]) -> int:
@@ -167,7 +157,7 @@ def main(argv: list[str]) -> int:
         return check_traffic(report.drafts[name], report, args.metrics, args.since)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return NO_COUNTERS if isinstance(error, ServerError | NoCounters) else BAD_INPUT
 
 
 if __name__ == "__main__":

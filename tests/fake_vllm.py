@@ -129,6 +129,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if self.path == "/v1/models":
             self.reply({"data": [{"id": name, "root": server.root} for name in server.names]})
+        elif self.path == "/version":
+            self.reply({"version": "0.32.0"})
         elif self.path == "/metrics" and server.metrics:
             self.reply(server.page)
         else:
@@ -221,7 +223,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class Starter:
-    """In the place of `serve_vllm`: every start is recorded in `started`, as a Start.
+    """In the place of `serve_vllm`: `started` has every start's target, arguments and config.
 
     make: a FakeVllm from a start's speculative config, which is None for a server without a draft.
     """
@@ -230,12 +232,12 @@ class Starter:
         self.make, self.started, self.running, self.most_running = make, [], 0, 0
 
     @contextmanager
-    def serve(self, target, *arguments, **options):
+    def serve(self, target, *arguments):
         config = None
         if "--speculative-config" in arguments:
             config = json.loads(arguments[arguments.index("--speculative-config") + 1])
         server = self.make(config)
-        self.started.append((target, arguments, options, config, server))
+        self.started.append((target, arguments, config))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:

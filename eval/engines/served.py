@@ -8,25 +8,33 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from align.sources import load_config, resolve_checkpoint
 from eval.decoding.loop import Decoding
-from eval.engines.comparison import Comparison, Start, take_turns, there_and_back
+from eval.engines.comparison import (
+    Comparison,
+    Contender,
+    Response,
+    runs_already,
+    take_turns,
+    there_and_back,
+)
 from eval.engines.local_vllm import METHODS, gpu_arguments, loadable_draft, serve_vllm, speculation
 from eval.engines.server import ServerError
-from eval.engines.vllm import Response, VllmServer
-from eval.measuring.evaluation import context_length, decoding_facts, prompt_facts
+from eval.engines.vllm import VllmServer
+from eval.measuring.environment import environment
+from eval.measuring.evaluation import context_length
 from eval.measuring.intervals import Measured, measure, share
-from eval.measuring.output_check import ledger
-from eval.measuring.runs import REFERENCE_ONLY, DraftLog, RunLog, Speculation
+from eval.measuring.runs import REFERENCE_ONLY, Speculation
 from eval.prompts import PromptSet
-from eval.reporting.build import build_report
 from eval.reporting.fields import Report
 
 PATIENCE = 600.0  # seconds without a byte from a server started here: on a CPU it answers slowly
@@ -37,15 +45,6 @@ UNTOLD = {
     **dict.fromkeys(STEPS, "a server does not tell a cut last step apart: see counters"),
     "memory": "a server does not tell what its models weigh",
 }
-
-
-@dataclass(frozen=True)
-class ServedDraft:
-    """A draft behind a server. gamma: its draft length; None where it is not known here."""
-
-    name: str
-    path: str
-    gamma: int | None
 
 
 def measure_servers(
@@ -76,12 +75,23 @@ def measure_servers(
             f"{baseline.url} speculates, and a baseline must not; start it without "
             f"--speculative-config, or swap --base_url and --baseline_url."
         )
-    starts = [_running(server) for server in (baseline, *drafts.values())]
-    comparison = Comparison(starts, prompts.prompts, decoding, loads)
+    machine = environment("vllm", baseline.version, torch.device("cpu"))
+    # another machine's, perhaps
+    machine |= dict.fromkeys(("hardware", "cores", "threads", "load_average"))
+    contenders = [Contender(runs_already(baseline))]
+    for name, server in drafts.items():
+        facts = _facts(server.address, gamma)
+        contenders.append(Contender(runs_already(server), name, facts))
+    comparison = Comparison(contenders, prompts, decoding, loads)
     comparison.run(take_turns)
-    served = [ServedDraft(name, server.address, gamma) for name, server in drafts.items()]
-    named = target or baseline.model
-    return _report(comparison, served, prompts, provenance, named, baseline.host)
+    return _report(
+        comparison,
+        provenance,
+        target=target or baseline.model,
+        device=baseline.host,
+        dtype="dtype of the server",
+        environment=machine,
+    )
 
 
 def measure_started(
@@ -103,44 +113,52 @@ def measure_started(
     path = resolve_checkpoint(target, quantised=True)
     config = load_config(str(path))
     with tempfile.TemporaryDirectory() as scratch:
-        loadable = {
-            draft: loadable_draft(draft, path, config, Path(scratch))
-            for draft in drafts.values()
-            if draft not in METHODS
-        }
-        on_gpus = gpu_arguments(config, [folder for folder, _ in loadable.values()])
-        # with a prefix cache the second request of a prompt costs less than its first
-        arguments = ["--no-enable-prefix-caching", *on_gpus]
+        loadable: dict[str, tuple[str | Path, bool]] = {draft: (draft, False) for draft in METHODS}
+        unreadable: dict[str, str] = {}
+        for draft in {*drafts.values()} - METHODS.keys():
+            try:
+                loadable[draft] = loadable_draft(draft, path, config, Path(scratch))
+            except (ValueError, OSError) as error:  # the others can be measured
+                unreadable[draft] = str(error)
+        if unreadable.keys() >= {*drafts.values()}:
+            raise ServerError("; ".join(unreadable.values()))
+        folders = [folder for folder, _ in loadable.values() if isinstance(folder, Path)]
+        on_gpus = gpu_arguments(config, folders)
+        # In the target's dtype, as `vllm serve` has it. With a prefix cache the second request of a
+        # prompt costs less than its first.
+        arguments = ["--dtype", "auto", "--max-model-len", str(positions)]
+        arguments += ["--no-enable-prefix-caching", *(on_gpus or ["--enforce-eager"])]
+        device = torch.device("cuda" if on_gpus else "cpu")
+        machine = environment("vllm", None, device)
+        machine |= {"threads": None, "server_arguments": arguments}
 
         @contextmanager
         def serving(draft: str = "", gamma: int = 0) -> Iterator[VllmServer]:
-            folder, own_ids = loadable.get(draft, (draft, False))
+            folder, own_ids = loadable.get(draft, ("", False))
             drafting = speculation(folder, gamma, own_ids=own_ids) if draft else []
-            drafting += arguments
-            # in the target's dtype, as `vllm serve` does it
-            with serve_vllm(
-                path, *drafting, positions=positions, dtype="auto", eager=not on_gpus
-            ) as url:
+            with serve_vllm(path, *drafting, *arguments) as url:
                 server = VllmServer(url, PATIENCE, connections=max([1, *loads]))
+                machine["engine_version"] = server.version
                 _warm_up(server, prompts, decoding)
                 yield server
 
-        served: list[ServedDraft] = []
-        starts: list[Start] = [serving]
+        contenders = [Contender(serving)]
         for gamma, (name, draft) in product(gammas, drafts.items()):
             name = f"{name}, gamma {gamma}" if gammas[1:] else name
-            served.append(ServedDraft(name, draft, gamma))
-            starts.append(partial(serving, draft, gamma))
-        comparison = Comparison(starts, prompts.prompts, decoding, loads)
+            contender = Contender(partial(serving, draft, gamma), name, _facts(draft, gamma))
+            if draft in unreadable:
+                contender.failures["prompts"] = unreadable[draft]
+            contenders.append(contender)
+        comparison = Comparison(contenders, prompts, decoding, loads)
         comparison.run(there_and_back)
-    provenance = provenance | {"vllm_arguments": arguments}
-    device, dtype = "cuda" if on_gpus else "cpu", str(config.dtype or "auto")
-    dtype = dtype.removeprefix("torch.")
-    return _report(comparison, served, prompts, provenance, target, device, dtype)
-
-
-def _running(server: VllmServer) -> Start:
-    return lambda: nullcontext(server)
+    return _report(
+        comparison,
+        provenance,
+        target=target,
+        device=device.type,
+        dtype=str(config.dtype or "auto").removeprefix("torch."),
+        environment=machine,
+    )
 
 
 def _warm_up(server: VllmServer, prompts: PromptSet, decoding: Decoding) -> Speculation | None:
@@ -148,76 +166,29 @@ def _warm_up(server: VllmServer, prompts: PromptSet, decoding: Decoding) -> Spec
     return server.decode(prompts.prompts[0], replace(decoding, max_new_tokens=WARM_UP)).counters
 
 
-def _report(
-    comparison: Comparison,
-    drafts: Sequence[ServedDraft],
-    prompts: PromptSet,
-    provenance: dict[str, Any],
-    target: str,
-    device: str,
-    dtype: str = "dtype of the server",
-) -> Report:
-    """The report of the drafts that decoded prompts; `failures` of its provenance are the others.
-
-    Raises ServerError where none did.
-    """
-    numbered = list(enumerate(drafts, 1))
-    logs = [_log(comparison, i, draft) for i, draft in numbered if comparison.pairs(i)]
-    failures = "; ".join(
-        f"{draft.name} {failure}" for i, draft in numbered if (failure := comparison.failure(i))
-    )
-    if not logs:
-        raise ServerError(failures)
-    used = {run.prompt_id for log in logs for run in log.runs}
-    decoding = comparison.decoding
-    run = RunLog(
-        target=target,
-        engine="vllm",
-        device=device,
-        dtype=dtype,
-        decoding=decoding_facts(
-            decoding,
-            [o.timed.ended for (server, _), o in comparison.outputs.items() if not server],
-            gamma=logs[-1].gamma,
-            gamma_policy=logs[-1].gamma_policy,
-            # greedy tokens are compared one by one; how the server judges sampled ones is unknown
-            verification="greedy match" if decoding.sampling.greedy else "the server's own rule",
-            stop_tokens=None,
-        ),
-        prompts=prompt_facts(
-            replace(prompts, prompts=[p for p in prompts.prompts if p.id in used], ids=[])
-        ),
-        provenance=provenance | ({"failures": failures} if failures else {}),
-    )
-    return build_report(run, logs)
-
-
-def _log(comparison: Comparison, server: int, draft: ServedDraft) -> DraftLog:
-    """The log of a draft on the prompts that its server and the baseline decoded."""
-    pairs = comparison.pairs(server)
-    plain, drafted = ([comparison.outputs[s, i].timed for i in pairs] for s in (0, server))
-    counters, no_counters = _counters(drafted)
-    by_load, no_load = comparison.by_load(server)
-    missing = {
-        "prompts": comparison.failure(server) if len(pairs) < len(comparison.prompts) else "",
-        "by_load": no_load,
-        **UNTOLD,
-        "counters": no_counters,
+def _facts(path: str, gamma: int | None) -> dict[str, Any]:
+    return {
+        "path": path,
+        "form": "served",
+        "vocabulary": {"relation": "of the server", "strategy": "of the server", "coverage": None},
+        "gamma": gamma,
+        "gamma_policy": "fixed" if gamma else "of the server",
+        "missing": UNTOLD,
     }
-    return DraftLog(
-        name=draft.name,
-        path=draft.path,
-        form="served",
-        vocabulary={"relation": "of the server", "strategy": "of the server", "coverage": None},
-        runs=[response.run for response in drafted],
-        baseline=[response.run for response in plain],
-        lossless=ledger(len(pairs), comparison.divergent(server)),
-        gamma=draft.gamma,
-        gamma_policy="fixed" if draft.gamma else "of the server",
-        by_load=by_load,
-        counters=counters,
-        missing={field: reason for field, reason in missing.items() if reason},
-    )
+
+
+def _report(comparison: Comparison, provenance: dict[str, Any], **facts: Any) -> Report:
+    """The report of the drafts that decoded prompts, with their servers' counters."""
+    logs = []
+    for draft in comparison.drafting:
+        if pairs := comparison.pairs(draft):
+            log = comparison.log(draft)
+            counters, reason = _counters([draft.outputs[i].timed for i in pairs])
+            missing = log.missing | ({"counters": reason} if reason else {})
+            logs.append(replace(log, counters=counters, missing=missing))
+    # how a server judges sampled tokens is unknown
+    rule = "the server's own rule"
+    return comparison.report(logs, provenance, rule, None, engine="vllm", **facts)
 
 
 def _counters(responses: Sequence[Response]) -> tuple[dict[str, Any] | None, str]:
@@ -226,7 +197,7 @@ def _counters(responses: Sequence[Response]) -> tuple[dict[str, Any] | None, str
     if not counted:
         return None, (
             "the server has no counters vllm:spec_decode_* at /metrics: speculation is off, "
-            "--disable-log-stats is set, or it is no vLLM"
+            "--disable-log-stats is set, or it is not vLLM"
         )
     drafts, drafted, accepted, accepted_at = Speculation.sum(counts for _, counts in counted)
     tokens = sum(len(response.run.tokens) for response in responses)

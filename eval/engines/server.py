@@ -73,7 +73,8 @@ class Server:
         self._key = os.environ.get(API_KEY, "").strip()
         if not (self._key.isascii() and self._key.isprintable()):  # urllib3's error would tell it
             raise ServerError(f"{API_KEY} has characters that no request can bring; correct it.")
-        proxy = None if proxy_bypass(self.host) else getproxies().get(parts.scheme)
+        direct = self.host in ("localhost", "127.0.0.1", "::1") or proxy_bypass(self.host)
+        proxy = None if direct else getproxies().get(parts.scheme)
         self._pool = (
             ProxyManager(proxy, maxsize=connections) if proxy else PoolManager(maxsize=connections)
         )

@@ -7,36 +7,30 @@ after each request (counters vllm:spec_decode_*, docs.vllm.ai).
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from eval.decoding.loop import Decoding, seed_of
 from eval.decoding.prompt_run import PromptRun
+from eval.engines.comparison import Output, Response
 from eval.engines.counters import Series, between, read_series
+from eval.engines.divergences import Logprobs, explain, read_output
 from eval.engines.server import UNPENALISED, Server, ServerError
-from eval.measuring.runs import Speculation
 from eval.prompts import Prompt, chat_request
 
 
-@dataclass(frozen=True)
-class Response:
-    """A server's output to one prompt.
-
-    run: tokens and times; what was drafted is not in it. prompt_ids: empty where the server does
-    not tell them. ended: an end-of-text token ended it. counters: the server's counts of
-    speculation meanwhile; None where the server has no counters.
-    """
-
-    run: PromptRun
-    prompt_ids: list[int]
-    ended: bool
-    counters: Speculation | None = None
-
-
 class VllmServer(Server):
-    """A vLLM server with its counters of speculation."""
+    """A vLLM server as an `Engine`, with its counters of speculation."""
+
+    @cached_property
+    def version(self) -> str | None:
+        """vLLM's version; None where the server does not tell it."""
+        try:
+            return str(self.ask("/version")["version"])
+        except (ServerError, LookupError, TypeError):
+            return None
 
     def counters(self) -> Series:
         """The server's counters of speculation now; empty where it has none."""
@@ -49,7 +43,7 @@ class VllmServer(Server):
         """One prompt with the growth of the counters, while the server has no other request."""
         before = self.counters()
         response = self.answer(prompt, decoding)
-        return replace(response, counters=between(before, self.counters()))
+        return response._replace(counters=between(before, self.counters()))
 
     def answer(self, prompt: Prompt, decoding: Decoding) -> Response:
         """One prompt, streamed. Each message of the stream brings one speculation step."""
@@ -71,10 +65,13 @@ class VllmServer(Server):
             path, body = "/v1/chat/completions", body | chat_request(prompt)
         times, steps = [time.perf_counter()], []
         prompt_ids: list[int] = []
-        prompt_tokens, finish = 0, None
+        usage: dict[str, int] = {}
+        finish = None
         for message in self.stream(path, body, f" to prompt {prompt.id!r}"):
             now = time.perf_counter()
-            prompt_tokens = (message.get("usage") or {}).get("prompt_tokens", prompt_tokens)
+            if error := message.get("error"):
+                raise ServerError(f"{self.url} failed at prompt {prompt.id!r}: {error}")
+            usage = message.get("usage") or usage
             prompt_ids = message.get("prompt_token_ids") or prompt_ids  # of a chat
             for choice in message.get("choices", []):
                 prompt_ids = choice.get("prompt_token_ids") or prompt_ids
@@ -84,10 +81,24 @@ class VllmServer(Server):
                     times.append(now)
         if finish is None:
             raise ServerError(f"{self.url} broke off in the middle of prompt {prompt.id!r}.")
-        if not steps:
+        sent = sum(map(len, steps))
+        if not sent or sent != usage.get("completion_tokens", sent):
             raise ServerError(
-                f"{self.url} sent no token ids for prompt {prompt.id!r}; use a vLLM that knows "
-                f"return_token_ids (0.10.2 or later)."
+                f"{self.url} sent {sent} token ids for prompt {prompt.id!r}, of "
+                f"{usage.get('completion_tokens')} tokens; use vLLM 0.14 or later, with "
+                f"return_token_ids."
             )
-        run = PromptRun.of(prompt, prompt_tokens, np.diff(times).tolist(), steps)
+        seconds = np.diff(times).tolist()
+        run = PromptRun.of(prompt, usage.get("prompt_tokens", 0), seconds, steps)
         return Response(run, prompt_ids, finish == "stop")
+
+    def read(self, greedy: Response) -> list[Logprobs] | str:
+        """The log-probabilities that this server gives its own output, or why it gives none."""
+        return read_output(self, greedy.prompt_ids, greedy.run.tokens)
+
+    def explain(
+        self, plain: Response, drafted: Output, position: int, greedy: Decoding
+    ) -> dict[str, Any]:
+        """As `Engine` has it, by log-probabilities of this server and the one that drafts."""
+        outputs = plain.run.tokens, drafted.greedy.run.tokens
+        return explain(self, drafted.reading, plain.prompt_ids, outputs, position)

@@ -87,8 +87,10 @@ def test_long_prompts_are_left_out_before_some_are_set_aside(folder, tmp_path, c
     ("options", "named"),
     [
         ("--target T --draft D --long_prompts truncate_left", "--max_prompt_length"),
-        ("--target T --draft D --max_prompt_length 0", "is 0, but must be 1 or more"),
-        ("--target T --draft D --max_prompt_length 9 --engine vllm", "renders the prompts itself"),
+        (
+            "--target T --draft D --max_prompt_length 9 --long_prompts truncate_left --engine vllm",
+            "renders whole prompts",
+        ),
         ("--target T --draft D --gamma 0", "should be whole numbers, 1 or more"),
         ("--target T --draft D --gamma 1,2", "takes one --gamma"),
         ("--target T --draft D --concurrency 1,2", "--concurrency"),
@@ -100,6 +102,10 @@ def test_long_prompts_are_left_out_before_some_are_set_aside(folder, tmp_path, c
         ("--target T --draft D --engine llama.cpp", "llama.cpp"),
         ("--engine vllm --base_url http://x", "--baseline_url"),
         ("--engine vllm --base_url http://x --baseline_url http://y --gamma 1,2", "--gamma"),
+        (
+            "--engine vllm --base_url http://x --baseline_url http://y --max_prompt_length 9",
+            "whole",
+        ),
     ],
 )
 def test_options_that_do_not_go_together(capsys, options, named):

@@ -4,8 +4,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from eval.engines.environment import EngineMissing, vllm_python
-from eval.engines.local_vllm import serve_vllm
+from eval.engines.local_vllm import EngineMissing, serve_vllm, vllm_python
+
+FP32 = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048")
 
 
 def words_of(keys):
@@ -26,4 +27,6 @@ def installed():
 def vllm(installed):
     """Starts servers in fp32: vllm(target, *arguments) -> address. They end with the module."""
     with ExitStack() as running:
-        yield lambda target, *arguments: running.enter_context(serve_vllm(target, *arguments))
+        yield lambda target, *arguments: running.enter_context(
+            serve_vllm(target, *FP32, *arguments)
+        )

@@ -22,6 +22,7 @@ from eval.engines.vllm import VllmServer
 from eval.prompts import Prompt
 from tests.distill.conftest import TEXTS
 from tests.distill.drafters.test_published import KIND_OF, publish
+from tests.real.conftest import FP32
 from tests.siblings import LARGE, SMALL, save_sibling
 
 pytestmark = pytest.mark.real
@@ -62,7 +63,7 @@ def accepted(tmp_path, vllm):
     """
 
     def served(*arguments):
-        with serve_vllm(tmp_path / "target", *arguments, positions=256) as address:
+        with serve_vllm(tmp_path / "target", *FP32, *arguments) as address:
             server, greedy = VllmServer(address, 600), Decoding(Sampling(), frozenset(), NEW)
             before = server.counters()
             outputs = [server.decode(prompt, greedy).run.tokens for prompt in PROMPTS]

@@ -25,6 +25,7 @@ from eval.run import main
 
 RUN = os.environ.get("DRAFTSMITH_RUN")
 PROMPTS, TOKENS, GAMMA, SEED = 12, 64, 3, 42
+BF16 = ("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "2048")
 
 pytestmark = [
     pytest.mark.real,
@@ -95,13 +96,13 @@ def in_bf16(recipe, draft, vllm, tmp_path_factory):
     (folder / "sitecustomize.py").write_text(UNVERIFIED)
     target = resolve_checkpoint(recipe["target"])
     clean, reports = local_vllm.environment_of, []
-    with serve_vllm(target, dtype="bfloat16") as baseline:
+    with serve_vllm(target, *BF16) as baseline:
         for more in ({}, {"PYTHONPATH": str(folder)}):
             with (
                 mock.patch.object(
                     local_vllm, "environment_of", lambda python, m=more: clean(python) | m
                 ),
-                serve_vllm(target, *speculation(draft, GAMMA), dtype="bfloat16") as speculative,
+                serve_vllm(target, *BF16, *speculation(draft, GAMMA)) as speculative,
             ):
                 out = tmp_path_factory.mktemp("bf16")
                 reports.append(measured(speculative, baseline, out).drafts["served"].lossless)

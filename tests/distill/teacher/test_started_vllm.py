@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import closing, contextmanager
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from distill.teacher.started_vllm import answering_target
 from distill.teacher.store import names_of
 from distill.train import run
 from eval.decoding.target import load_target
-from eval.engines.environment import VLLM_PYTHON, EngineMissing
+from eval.engines.local_vllm import VLLM_PYTHON, EngineMissing
 from eval.engines.server import ServerError
 from eval.reporting.fields import read_report
 from tests.distill.teacher.test_served import StandIn
@@ -22,14 +23,14 @@ from tests.distill.teacher.test_served import StandIn
 
 @pytest.fixture(autouse=True)
 def started(monkeypatch):
-    """Every server that was started, with the arguments: (server, target, arguments, keys)."""
+    """Every server that was started, with the arguments: (server, target, arguments)."""
     servers = []
 
     @contextmanager
-    def serve(target, *arguments, **keys):
+    def serve(target, *arguments):
         model = load_target(str(target), torch.float32, "cpu", 128)
         server = StandIn(model, names=["target"], ended=False)
-        servers.append((server, target, arguments, keys))
+        servers.append((server, target, arguments))
         try:
             yield server.url
         finally:
@@ -51,12 +52,13 @@ def test_a_run_answers_there_and_goes_on_as_one_that_answers_itself(
     shown = capsys.readouterr().out
     assert "answers: vllm, since the recipe names it" in shown
     assert shown.count("2 of 2 answers made") == shown.count("9 of 9 answers made") == 1
-    ((server, target, _, about),) = started
+    ((server, target, arguments),) = started
+    options = dict(pairwise(arguments))
     assert server.ended
     assert str(target) == recipe.target
-    assert about["dtype"] == recipe.dtype
+    assert options["--dtype"] == recipe.dtype
     longest = max(len(b["prompt"]) for _, b in server.requests if b.get("max_tokens", 0) > 1)
-    assert about["positions"] == longest + 12
+    assert options["--max-model-len"] == str(longest + 12)
     report = read_report(recipe.folder / "report" / "report.json")
     assert {"untuned", "tuned", "tuned+lookup"} <= set(report.drafts)
     assert report.drafts["tuned"].lossless.unexplained == 0

@@ -1,29 +1,35 @@
-"""The order in which servers do their work, and what is left when one of them fails."""
+"""The order in which contenders do their work, and what is left when one of them fails."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
 
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
-from eval.engines.comparison import Comparison, take_turns, there_and_back
+from eval.engines.comparison import (
+    Comparison,
+    Contender,
+    runs_already,
+    take_turns,
+    there_and_back,
+)
 from eval.engines.server import ServerError
 from eval.engines.vllm import VllmServer
-from eval.prompts import Prompt
+from eval.prompts import Prompt, PromptSet
 
-PROMPTS = [Prompt(str(i), prompt=f"say {i}") for i in range(4)]
+PROMPTS = PromptSet("made up", [Prompt(str(i), prompt=f"say {i}") for i in range(4)], [])
 GREEDY = Decoding(Sampling(), frozenset(), 20)
 
 
 def told(visits):
-    """Visits as text: server and prompts, rounds after a bar, ! where the baseline judges."""
+    """Visits as text: contender and prompts, rounds after a bar, ! where the baseline judges."""
 
     def digits(numbers):
         return "".join(map(str, numbers))
 
     return " ".join(
-        f"{'ABC'[v.server]}{digits(v.prompts)}{'|' * bool(v.rounds)}{digits(v.rounds)}"
+        f"{'ABC'[v.contender]}{digits(v.prompts)}{'|' * bool(v.rounds)}{digits(v.rounds)}"
         f"{'!' * v.judges}"
         for v in visits
     )
@@ -39,47 +45,54 @@ def test_servers_that_run_one_at_a_time_go_there_and_back():
     assert told(there_and_back(3, 4, 2)) == "A02|0 B02|0 C0213|01 B13|1 A13|1!"
 
 
-def compared(servers, order=take_turns, loads=(), starts=None):
+def compared(servers, order=take_turns, loads=(), running=None):
     clients = [VllmServer(server.url, 5.0, connections=4) for server in servers]
+    running = running or [runs_already(client) for client in clients]
     comparison = Comparison(
-        starts or [partial(nullcontext, client) for client in clients], PROMPTS, GREEDY, loads
+        [Contender(context, str(i)) for i, context in enumerate(running)], PROMPTS, GREEDY, loads
     )
     comparison.run(order)
     return comparison
+
+
+def pairs(comparison):
+    return [comparison.pairs(draft) for draft in comparison.drafting]
 
 
 @pytest.mark.parametrize("order", [take_turns, there_and_back])
 def test_all_work_is_done_once(fake, order):
     servers = [fake(1), fake(2), fake(3)]
     comparison = compared(servers, order, [2])
-    assert [comparison.pairs(draft) for draft in (1, 2)] == [[0, 1, 2, 3]] * 2
+    assert pairs(comparison) == [[0, 1, 2, 3]] * 2
     assert [len(server.streamed) for server in servers] == [4 + 16] * 3  # 4 rounds of 4 requests
-    for draft in (1, 2):
+    for length, draft in enumerate(comparison.drafting, 2):
         assert comparison.failure(draft) == ""
         assert comparison.divergent(draft) == []
         ((point,), reason) = comparison.by_load(draft)
         assert (point["concurrency"], point["requests"], reason) == (2, 16, "")
-        assert point["mean_acceptance_length"].mean == draft + 1
+        assert point["mean_acceptance_length"].mean == length
 
 
 @pytest.mark.parametrize(
     ("order", "failing", "responses", "left"),
     [
-        (take_turns, 1, 2, {1: [0, 1], 2: [0, 1, 2, 3]}),  # a draft's failure is its own
-        (take_turns, 0, 2, {1: [0, 1], 2: [0, 1]}),  # without the baseline nothing is compared
-        (there_and_back, 1, 1, {1: [0], 2: [0, 1, 2, 3]}),
-        (there_and_back, 1, 2, {1: [0, 2], 2: [0, 1, 2, 3]}),
-        (there_and_back, 0, 1, {1: [0], 2: [0]}),
-        (there_and_back, 0, 3, {1: [0, 1, 2], 2: [0, 1, 2]}),
+        (take_turns, 1, 2, [[0, 1], [0, 1, 2, 3]]),  # a draft's failure is its own
+        (take_turns, 0, 2, [[0, 1], [0, 1]]),  # without the baseline nothing is compared
+        (there_and_back, 1, 1, [[0], [0, 1, 2, 3]]),
+        (there_and_back, 0, 1, [[0], [0]]),
+        (there_and_back, 0, 3, [[0, 1, 2], [0, 1, 2]]),
     ],
 )
-def test_rows_from_before_a_failure_and_those_of_others_stay(fake, order, failing, responses, left):
+def test_outputs_from_before_a_failure_and_those_of_others_stay(
+    fake, order, failing, responses, left
+):
     servers = [fake(1), fake(2), fake(3)]
     servers[failing].refuses_after = responses
     comparison = compared(servers, order)
-    assert {draft: comparison.pairs(draft) for draft in (1, 2)} == left
-    assert f"after {responses} of 4 prompts" in comparison.failure(failing)
-    assert "answered 400" in comparison.failure(failing)
+    assert pairs(comparison) == left
+    failure = comparison.failure([comparison.baseline, *comparison.drafting][failing])
+    assert f"after {responses} of 4 prompts" in failure
+    assert "answered 400" in failure
     if order is there_and_back and failing == 0:
         assert len(servers[2].streamed) == 1 + (responses == 3) * 3  # none that is worth nothing
 
@@ -92,28 +105,26 @@ def test_a_failure_at_a_load_leaves_the_prompts_and_the_loads_before(fake, order
     servers = [fake(1), fake(3)]
     servers[failing].refuses_after = 4 + 8 + 3  # at 1, all of 4 rounds of 2; some at 4
     comparison = compared(servers, order, [1, 4])
-    assert comparison.pairs(1) == [0, 1, 2, 3]
-    points, reason = comparison.by_load(1)
+    assert pairs(comparison) == [[0, 1, 2, 3]]
+    points, reason = comparison.by_load(*comparison.drafting)
     assert [point["concurrency"] for point in points] == loads
     assert "at 4 requests at a time" in reason
 
 
 @pytest.mark.parametrize(
-    ("failing", "times", "left"), [(1, [0], []), (1, [1], [0, 2]), (0, [1], [0, 2]), (0, [0], [])]
+    ("failing", "time", "left"), [(1, 0, []), (1, 1, [0, 2]), (0, 1, [0, 2]), (0, 0, [])]
 )
-def test_a_server_that_does_not_start(fake, failing, times, left):
+def test_a_server_that_does_not_start(fake, failing, time, left):
     """The first time, or for its second half."""
     servers, started = [fake(1), fake(3), fake(3)], [0, 0, 0]
 
     @contextmanager
     def start(number):
         started[number] += 1
-        if number == failing and started[number] - 1 in times:
+        if number == failing and started[number] - 1 == time:
             raise ServerError("no memory")
         yield VllmServer(servers[number].url, 5.0)
 
     comparison = compared(servers, there_and_back, (), [partial(start, i) for i in range(3)])
-    assert comparison.pairs(1) == left
-    assert comparison.failure(failing) == "no memory"
-    if failing == 1:
-        assert comparison.pairs(2) == [0, 1, 2, 3]
+    assert pairs(comparison) == [left, [0, 1, 2, 3] if failing else left]
+    assert comparison.failure(comparison.drafting[0]) == "no memory"

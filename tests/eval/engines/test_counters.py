@@ -6,17 +6,13 @@ concern speculation, and its answers, all but the first two cut down to their co
 vllm-metrics-legal.prom is the same server's after 60 licence clauses more.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 
-from eval.engines.counters import CountersError, growth, read_requests, read_series, total
-from eval.measuring.runs import Speculation
+from eval.engines.counters import CountersError, between, growth, read_series, total
 
 HERE = Path(__file__).parent
-PAGE = (HERE / "vllm-metrics.prom").read_text()
-ANSWERS = (HERE / "vllm-answers.jsonl").read_text()
 
 TWO_ENGINES = """
 # TYPE vllm:spec_decode_num_drafts counter
@@ -74,37 +70,23 @@ def test_an_idle_engine_and_an_idle_position_are_not_taken_for_started_anew():
     assert total(growth(before, before)) == (0, 0, 0, [0, 0])
 
 
-def test_the_page_of_a_real_server_agrees_with_its_own_answers():
-    rows = [counts for _, counts in read_requests(ANSWERS)]
-    assert total(read_series(PAGE)) == Speculation.sum(rows)
-    assert len(rows) == 60
-    assert rows[0] == (35, 105, 12, [7, 3, 2])
-    assert {category for category, _ in read_requests(ANSWERS)} > {"numbers", "strings"}
+def test_a_process_that_started_anew_counts_from_nothing_though_it_has_drafted_more():
+    def of(started, drafts, accepted):
+        created = f'vllm:spec_decode_num_drafts_created{{engine="0",model_name="target"}} {started}'
+        return read_series(page(0, drafts, accepted) + created + "\n")
+
+    old, new = of(1.7e9, 1000, 600), of(1.8e9, 1500, 700)
+    assert total(growth(old, new)) == (1500, 1500, 700, [700])
+    assert total(growth(new, of(1.8e9, 1600, 720))) == (100, 100, 20, [20])
+    with pytest.raises(CountersError):  # another replica's
+        growth(new, old)
+    assert between(new, old) is None
 
 
-def test_answers_that_speculated_nothing_are_passed_over():
-    idle = {"metrics": {"speculative_decoding": None}}
-    none = {"acceptance_histogram": [0, 0], "num_draft_tokens": 0, "num_spec_tokens": 1}
-    more = [{}, {"metrics": None}, idle, {"metrics": {"speculative_decoding": none}}]
-    text = "".join(json.dumps(row) + "\n" for row in more) + "\n" + ANSWERS
-    assert read_requests(text) == read_requests(ANSWERS)
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ('{"metrics": {}}', "--per-request-spec-decode-metrics"),
-        ('{"metrics": {}}\n{"metr', "line 2 is no answer of vLLM"),
-        (
-            '{"metrics": {"speculative_decoding": {"num_spec_tokens": 3}}}',
-            "line 1 .*metrics.speculative_decoding.acceptance_histogram: Field required",
-        ),
-        ("[1]", "line 1 is no answer of vLLM"),
-    ],
-)
-def test_answers_that_cannot_be_read(text, reason):
-    with pytest.raises(CountersError, match=reason):
-        read_requests(text)
+def test_the_page_of_a_real_server():
+    series = read_series((HERE / "vllm-metrics.prom").read_text())
+    assert total(series) == (1510, 4530, 1272, [703, 358, 211])
+    assert total(growth(series, series)) == (0, 0, 0, [0, 0, 0])
 
 
 def test_a_counter_that_is_no_number():

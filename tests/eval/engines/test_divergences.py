@@ -1,10 +1,8 @@
-"""Divergences of servers' greedy texts: ties flipped by rounding, and drafts not verified."""
+"""Divergences of servers' greedy outputs: ties flipped by rounding, and drafts not verified."""
 
 import json
 import re
 import zlib
-from contextlib import nullcontext
-from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +10,13 @@ import torch
 
 from eval.decoding.loop import Decoding
 from eval.decoding.verification import Sampling
-from eval.engines.comparison import Comparison, take_turns, there_and_back
+from eval.engines.comparison import (
+    Comparison,
+    Contender,
+    runs_already,
+    take_turns,
+    there_and_back,
+)
 from eval.engines.divergences import WIDEST_TIE
 from eval.engines.served import measure_servers
 from eval.engines.vllm import VllmServer
@@ -99,36 +103,37 @@ def texts(fake):
     return compare
 
 
+def compared(servers, order):
+    """The comparison of a server without a draft and one with it, and its divergences."""
+    contenders = [Contender(runs_already(VllmServer(s.url, 5.0))) for s in servers]
+    prompts = PromptSet("made up", PROMPTS, [])
+    comparison = Comparison(contenders, prompts, Decoding(Sampling(), frozenset(), LENGTH))
+    comparison.run(order)
+    return comparison, comparison.divergent(contenders[1])
+
+
 @pytest.mark.parametrize("draft", [{}, {"draft": Model(0.02, 0.5)}])
 def test_servers_that_run_one_at_a_time_are_judged_alike(fake, draft):
     servers = (
         fake(1, Served("blocks of 1", Model())),
         fake(3, Served("blocks of 3", Model(), **draft)),
     )
-    starts = [partial(nullcontext, VllmServer(server.url, 5.0)) for server in servers]
-    entries = []
-    for order in (take_turns, there_and_back):
-        comparison = Comparison(starts, PROMPTS, Decoding(Sampling(), frozenset(), LENGTH), [])
-        comparison.run(order)
-        entries.append(comparison.divergent(1))
-    assert entries[0] == entries[1]
-    assert len(entries[0]) >= 4
+    at_once, one_at_a_time = (compared(servers, order)[1] for order in (take_turns, there_and_back))
+    assert at_once == one_at_a_time
+    assert len(at_once) >= 4
 
 
 @pytest.mark.parametrize("order", [take_turns, there_and_back])
 @pytest.mark.parametrize("down", [False, True])
-def test_texts_from_before_a_failure_of_the_baseline_are_judged(fake, order, down):
-    """It refuses a prompt and goes on; or it fails for good, and then excuses no text."""
+def test_outputs_from_before_a_failure_of_the_baseline_are_judged(fake, order, down):
+    """It refuses a prompt and goes on; or it fails for good, and then excuses no output."""
     servers = fake(1, Served("blocks of 1", Model())), fake(3, Served("blocks of 3", Model()))
     if down:
         servers[0].refuses_after = 5
     else:
         servers[0].faults = [*[None] * 5, 400]
-    starts = [partial(nullcontext, VllmServer(server.url, 5.0)) for server in servers]
-    comparison = Comparison(starts, PROMPTS, Decoding(Sampling(), frozenset(), LENGTH), [])
-    comparison.run(order)
-    assert len(comparison.pairs(1)) == 5
-    entries = comparison.divergent(1)
+    comparison, entries = compared(servers, order)
+    assert len(comparison.baseline.outputs) == 5
     assert len(entries) >= 3
     assert {entry["tie"] for entry in entries} == {not down}
     assert all(("not explained: " in entry["why"]) == down for entry in entries)

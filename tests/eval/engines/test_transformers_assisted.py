@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from eval.decoding.loop import Decoding
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
-from eval.engines.transformers_assisted import Assisted, log_steps, measure_assisted
+from eval.engines.transformers_assisted import Assisted, Draft, log_steps, measure_assisted
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.fields import read_report
 from eval.reporting.page import render_page
@@ -49,18 +49,19 @@ def report_of(folder, out, *more, engine="transformers"):
     return read_report(out / "report" / "report.json")
 
 
-class Ids:
-    """A tokenizer, as far as an engine needs one."""
-
-    eos_token_id, decode = None, staticmethod(str)
-
-
 def assisted(target, draft=None, gamma=3):
-    engine = Assisted("tiny", target, Ids(), gamma)
-    if draft is not None:
-        about = {"relation": "identical", "strategy": "direct", "coverage": 1.0}
-        engine.add("draft", "tiny", draft, about)
-    return engine
+    return Assisted(target, {"a": [5, 6, 7], "b": [5, 6, 7]}, draft, 0 if draft is None else gamma)
+
+
+def measured(target, draft, gamma, count, tokens):
+    """The output check of a draft on so many prompts, and the report."""
+    prompts = [Prompt(str(i), prompt="x") for i in range(count)]
+    timed = PromptSet("made up", prompts, [[5, 6, i] for i in range(count)])
+    how = Decoding(Sampling(), frozenset(), tokens)
+    about = {"relation": "identical", "strategy": "direct", "coverage": 1.0}
+    drafts = {"draft": Draft("tiny", draft, about)}
+    report = measure_assisted("tiny", target, drafts, gamma, timed, how, {}, str)
+    return report.drafts["draft"].lossless, report
 
 
 PREFILL = ([1, 2, 3], [1, 2, 4])  # drafted and emitted by the first call: not of the decode phase
@@ -115,7 +116,7 @@ def test_a_block_that_the_length_limit_can_cut_does_not_count(last, max_new_toke
 
 def test_each_prompt_has_random_numbers_of_its_own(tiny_llama):
     engine, how = assisted(tiny_llama(spread=1)), Decoding(Sampling(1.0), frozenset(), 20)
-    one, again, other = (engine.decode(None, Prompt(i), [5, 6, 7], how).tokens for i in "aab")
+    one, again, other = (engine.decode(Prompt(i), how).run.tokens for i in "aab")
     assert one == again
     assert one != other
 
@@ -123,9 +124,10 @@ def test_each_prompt_has_random_numbers_of_its_own(tiny_llama):
 @pytest.mark.parametrize("noise", [0.0, 0.1, 10.0])
 @pytest.mark.parametrize("gamma", [1, 4])
 def test_lossless_in_fp32(tiny_llama, noise, gamma):
-    engine = assisted(tiny_llama(spread=4), noisy(tiny_llama(spread=4), noise), gamma)
+    target, prompt = tiny_llama(spread=4), Prompt("a")
+    engines = assisted(target), assisted(target, noisy(tiny_llama(spread=4), noise), gamma)
     how = Decoding(Sampling(), frozenset(), 30)
-    plain, drafted = (engine.decode(way, Prompt("a"), [5, 6, 7], how) for way in (None, 0))
+    plain, drafted = (engine.decode(prompt, how).run for engine in engines)
     assert drafted.tokens == plain.tokens
     assert len(plain.tokens) == 30
     assert plain.problem(blocks=True) is drafted.problem(blocks=True) is None
@@ -135,17 +137,19 @@ def test_lossless_in_fp32(tiny_llama, noise, gamma):
     # a stop amid the text ends both in the same place, in a block that counts
     stops = frozenset(plain.tokens[11:12])
     how = Decoding(Sampling(), stops, 30)
-    runs = [engine.decode(way, Prompt("a"), [5, 6, 7], how) for way in (None, 0)]
-    assert runs[0].tokens == runs[1].tokens == plain.tokens[: plain.tokens.index(*stops) + 1]
-    assert runs[1].whole_blocks == len(runs[1].block_tokens)
-    assert runs[1].problem(blocks=True) is None
+    outputs = [engine.decode(prompt, how) for engine in engines]
+    expected = plain.tokens[: plain.tokens.index(*stops) + 1]
+    assert [output.run.tokens for output in outputs] == [expected, expected]
+    assert all(output.ended for output in outputs)
+    run = outputs[1].run
+    assert run.whole_blocks == len(run.block_tokens)
+    assert run.problem(blocks=True) is None
 
 
 def test_the_target_as_its_own_draft_is_accepted_when_sampled(tiny_llama):
     """At temperature 1: else transformers warps the draft's distribution twice."""
     engine = assisted(tiny_llama(spread=4), tiny_llama(spread=4))
-    how = Decoding(Sampling(1.0), frozenset(), 40)
-    run = engine.decode(0, Prompt("a"), [5, 6, 7], how)
+    run = engine.decode(Prompt("a"), Decoding(Sampling(1.0), frozenset(), 40)).run
     assert run.accepted == run.drafted
     assert run.drafted[:8] == [3] * 8
 
@@ -176,28 +180,6 @@ def test_one_report_of_two_drafts(folder, tmp_path):
     assert tokens == {row.id: row.tokens for row in ours.drafts["bad"].per_prompt}
 
 
-def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys):
-    drafts = (*FEW, "--draft", f"bad={folder / 'draft'}", "--draft", f"self={folder / 'target'}")
-    whole = report_of(folder, tmp_path / "whole", *drafts)
-    calls, decode = [], Assisted.decode
-
-    def interrupted(*args, **kwargs):
-        calls.append(args)
-        if len(calls) == 3 + 2 * 3 + 2:  # the warm-up, two prompts, and within the third
-            raise KeyboardInterrupt
-        return decode(*args, **kwargs)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Assisted, "decode", interrupted)
-        assert run(folder, tmp_path / "cut", *drafts) == 130
-    assert "speed at T=0 2" in capsys.readouterr().err
-    resumed = report_of(folder, tmp_path / "cut", *drafts)
-    assert resumed.provenance["resumed"]
-    for name, draft in resumed.drafts.items():
-        assert draft.tau == whole.drafts[name].tau
-        assert draft.lossless == whole.drafts[name].lossless
-
-
 def test_a_sampled_report(folder, tmp_path):
     report = report_of(
         folder, tmp_path, "--draft", str(folder / "draft"), "--temperature", "0.8", *FEW
@@ -207,10 +189,9 @@ def test_a_sampled_report(folder, tmp_path):
     assert "lossy-rule" not in {warning.code for warning in find_warnings(report)}
 
 
-def test_other_tokens_are_not_explained_away(tiny_llama, monkeypatch, journal):
+def test_other_tokens_are_not_explained_away(tiny_llama, monkeypatch):
     """A verification that mostly takes the draft's word is found out."""
     target = tiny_llama(spread=4)
-    engine = assisted(target, noisy(tiny_llama(spread=4), 10.0), 2)
     honest = type(target)._get_candidate_generator
 
     def believed(self, *args, **given):
@@ -218,19 +199,15 @@ def test_other_tokens_are_not_explained_away(tiny_llama, monkeypatch, journal):
         return honest(self, *args, **given)
 
     monkeypatch.setattr(type(target), "_get_candidate_generator", believed)
-    prompts = [Prompt(str(i), prompt="x") for i in range(3)]
-    timed = PromptSet("made up", prompts, [[5, 6, i] for i in range(3)])
-    how = Decoding(Sampling(), frozenset(), 20)
-    report = measure_assisted(engine, timed, how, journal, {})
-    assert report.drafts["draft"].lossless.unexplained == 3
+    found, report = measured(target, noisy(tiny_llama(spread=4), 10.0), 2, 3, 20)
+    assert found.unexplained == 3
     assert find_warnings(report)[0].code == "mismatch"
 
 
 @pytest.mark.parametrize("in_fp32", [False, True])
-def test_a_tie_is_one_only_where_fp32_agrees(tiny_llama, journal, in_fp32):
+def test_a_tie_is_one_only_where_fp32_agrees(tiny_llama, in_fp32):
     """A target whose wide forwards have other last bits, in bf16 alone or in fp32 as well."""
     target = tiny_llama().bfloat16()
-    engine = assisted(target, tiny_llama().bfloat16(), 4)
 
     def blur(model, args, output):
         logits = output.logits
@@ -238,11 +215,7 @@ def test_a_tie_is_one_only_where_fp32_agrees(tiny_llama, journal, in_fp32):
             logits += 0.02 * torch.linspace(0, 1, logits.shape[-1])
 
     target.register_forward_hook(blur)
-    prompts = [Prompt(str(i), prompt="x") for i in range(6)]
-    timed = PromptSet("made up", prompts, [[5, 6, i] for i in range(6)])
-    how = Decoding(Sampling(), frozenset(), 24)
-    report = measure_assisted(engine, timed, how, journal, {"command": "test"})
-    found = report.drafts["draft"].lossless
+    found, _ = measured(target, tiny_llama().bfloat16(), 4, 6, 24)
     ties, unexplained = found.tie_divergences, found.unexplained
     assert (ties == 0 < unexplained) if in_fp32 else (unexplained == 0 < ties)
     assert all(entry.gap <= 2 * entry.error for entry in found.divergences)
@@ -259,18 +232,12 @@ def test_the_report_of_a_run_is_not_replaced(folder, tmp_path, capsys):
     assert "--output_dir" in capsys.readouterr().err
 
 
-def test_a_checkpoint_s_own_generation_config_is_left_aside(folder, tmp_path, tiny_llama):
-    model = tiny_llama(spread=4, vocab_size=257, eos_token_id=256)
-    model.generation_config = GenerationConfig(repetition_penalty=5.0, eos_token_id=256)
-    save(tmp_path / "target", model)
-    how = Decoding(Sampling(), frozenset([256]), 24)
-    texts = [
-        Assisted.load(str(where), {}, 3, torch.float32, "cpu")
-        .decode(None, Prompt("a"), [5, 6, 7], how)
-        .tokens
-        for where in (folder / "target", tmp_path / "target")
-    ]
-    assert texts[0] == texts[1]
+def test_a_checkpoint_s_own_generation_config_is_left_aside(tiny_llama):
+    model = tiny_llama(spread=4)
+    how = Decoding(Sampling(), frozenset(), 24)
+    plain = assisted(model).decode(Prompt("a"), how).run.tokens
+    model.generation_config = GenerationConfig(repetition_penalty=5.0)
+    assert assisted(model).decode(Prompt("a"), how).run.tokens == plain
 
 
 @pytest.mark.parametrize(
