@@ -148,8 +148,7 @@ def made_up_answers(prompts):
     rng = random.Random(1)
     tokens, bits = list(range(len(PIECES))), [0.01, 0.3, 0.7, 1.5, 3.0, 5.0]
     return [
-        Answer(str(i), [1, 2], tokens, [rng.choice(bits) for _ in tokens], b"def mean(values):\n")
-        for i in range(prompts)
+        Answer(str(i), [1, 2], tokens, [rng.choice(bits) for _ in tokens]) for i in range(prompts)
     ]
 
 
@@ -219,8 +218,6 @@ def run_info():
             "n": 50,
             "sha256": "ab" * 32,
             "overlap_with_training": 0.0,
-            "bits_per_token": 3.1,
-            "random_bits": 15.6,
         },
         provenance={"command": "accelerate launch distill/train.py --recipe code", "seed": 0},
         environment={

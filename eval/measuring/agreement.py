@@ -23,8 +23,6 @@ from eval.measuring.journal import Journal
 from eval.measuring.runs import Agreement
 from eval.prompts import Prompt, PromptSet
 
-SURPRISE_PROMPTS = 8  # so many, and SURPRISE_TOKENS of each, tell text from noise
-SURPRISE_TOKENS = 256
 BATCH = 48
 
 
@@ -108,21 +106,3 @@ def entropy_bits(logits: Tensor) -> Tensor:
     scores = logits.float().clamp_min(torch.finfo(torch.float32).min)
     mean = torch.linalg.vecdot(scores.softmax(-1), scores)
     return ((scores.logsumexp(-1) - mean) / math.log(2)).clamp_min(0)
-
-
-@torch.inference_mode()
-def bits_per_token(target: Target, prompt_ids: Sequence[list[int]]) -> float:
-    """Mean surprise of the target, in bits, at the tokens of a few prompts.
-
-    Tokens drawn at random have at least log2(V) bits on average for every model.
-    """
-    bits, count = 0.0, 0
-    for ids in prompt_ids[:SURPRISE_PROMPTS]:
-        if len(ids) < 2:
-            continue
-        prompt = ids[:SURPRISE_TOKENS]
-        logits = teacher_forced_logits(target.decoder, prompt[:-1], 1)
-        chosen = torch.tensor([prompt[1:]], device=logits.device)[..., None]
-        bits -= float(logits.float().log_softmax(-1).gather(-1, chosen).sum()) / math.log(2)
-        count += len(prompt) - 1
-    return bits / max(count, 1)

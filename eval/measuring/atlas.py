@@ -17,7 +17,6 @@ from eval.measuring.intervals import Part, Positive, Share, share
 from eval.measuring.runs import Agreement, Answer, RunLog
 
 EXAMPLES = 12
-CONTEXT = 32  # characters before an example
 ENTROPY_EDGES = (0.0, 0.1, 0.5, 1.0, 2.0, 4.0)  # bits
 HEAT_TOKENS = 16  # shorter responses show too little for a heat map
 
@@ -28,7 +27,6 @@ class Confusion(Part):
     target: str
     draft: str
     count: Positive
-    before: str = Field(description="the text before one such token")
 
 
 class Bucket(Part):
@@ -84,31 +82,24 @@ def build_atlas(agreements: Sequence[Agreement], run: RunLog, shown: Sequence[st
     return Atlas(
         by_output_position=_by_output_position(agreements),
         by_entropy=_by_entropy(agreements, answers),
-        confusions=_confusions(agreements, answers, pieces, spelt),
+        confusions=_confusions(agreements, pieces, spelt),
         heat_map=[heat_maps[prompt] for prompt in shown],
     )
 
 
 def _confusions(
-    agreements: Sequence[Agreement],
-    answers: Sequence[Answer],
-    pieces: Sequence[list[bytes]],
-    spelt: Callable[[int], str],
+    agreements: Sequence[Agreement], pieces: Sequence[list[bytes]], spelt: Callable[[int], str]
 ) -> list[Confusion]:
-    """The most frequent pairs of the target's token and the draft's, each with one example."""
-    counts: Counter[tuple[bytes, int]] = Counter()
-    contexts: dict[tuple[bytes, int], str] = {}
-    for agreement, answer, spelling in zip(agreements, answers, pieces, strict=True):
-        for i, (piece, guess) in enumerate(zip(spelling, agreement.guesses, strict=True)):
-            if agreement.values[i] >= 0.5:
-                continue
-            counts[piece, guess] += 1
-            if (piece, guess) not in contexts:
-                before = answer.before[-CONTEXT:] + b"".join(spelling[:i])
-                contexts[piece, guess] = text_of(before[-CONTEXT:])
+    """The most frequent pairs of the target's token and the draft's."""
+    counts = Counter(
+        (piece, guess)
+        for agreement, spelling in zip(agreements, pieces, strict=True)
+        for piece, guess, value in zip(spelling, agreement.guesses, agreement.values, strict=True)
+        if value < 0.5
+    )
     return [
-        Confusion(target=text_of(key[0]), draft=spelt(key[1]), count=n, before=contexts[key])
-        for key, n in counts.most_common(EXAMPLES)
+        Confusion(target=text_of(piece), draft=spelt(guess), count=count)
+        for (piece, guess), count in counts.most_common(EXAMPLES)
     ]
 
 

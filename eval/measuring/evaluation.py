@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +20,7 @@ from eval.decoding.loop import Decoding
 from eval.decoding.target import Target, tensor_sha256
 from eval.decoding.verification import Sampling
 from eval.measuring import metrics
-from eval.measuring.agreement import BATCH, bits_per_token, measure_agreement, target_texts
+from eval.measuring.agreement import BATCH, measure_agreement, target_texts
 from eval.measuring.environment import environment
 from eval.measuring.intervals import measure
 from eval.measuring.journal import Journal
@@ -193,14 +192,12 @@ def evaluate(
         ),
         prompts=prompt_facts(
             evaluation,
-            bits_per_token=round(bits_per_token(target, evaluation.ids), 2),
-            random_bits=round(math.log2(target.decoder.embedding.shape[0]), 2),
             chat_template=bool(target.tokenizer.chat_template),
         ),
         provenance=provenance | {"resumed": journal.resumed},
         over_stock_generate=measure("over_stock_generate", stock, metrics.speedup_of),
         answers=[
-            Answer(prompt.id, ids, text, bits, (prompt.prompt or "").encode(), prompt.group)
+            Answer(prompt.id, ids, text, bits, prompt.group)
             for prompt, ids, text, bits in zip(
                 evaluation.prompts, evaluation.ids, texts, entropy, strict=True
             )
@@ -252,8 +249,6 @@ def prompt_facts(prompts: PromptSet, **target: Any) -> dict[str, Any]:
         "overlap_with_training": prompts.overlap,
         "in_chat_form": prompts.in_chat_form,
         "chat_template_kwargs": prompts.chat_template_kwargs,
-        "bits_per_token": None,
-        "random_bits": None,
         **target,
     }
 

@@ -39,14 +39,13 @@ class Answer:
     """The target's response on which the acceptance rate is taken; shared by all drafts.
 
     prompt, tokens: token ids. entropy: bits of the target's distribution at temperature 1, for each
-    token. before: the text that the response continues, empty after a chat template.
+    token.
     """
 
     prompt_id: str
     prompt: list[int]
     tokens: list[int]
     entropy: list[float]
-    before: bytes = b""
     group: str | None = None
 
 

@@ -26,7 +26,6 @@ from eval.measuring.metrics import (
 from eval.measuring.output_check import Ledger
 
 SCHEMA: Final = "draftsmith-report/1"
-SHOWN_ERRORS = 3
 REFERENCE = "torch"  # the engine's name of our reference decoder
 # Paths of n-gram drafts, as eval/decoding/drafters/lookup.py has them
 NGRAM, NGRAM_FIRST = "prompt-lookup", "lookup-first:"
@@ -189,8 +188,6 @@ class PromptsUsed(Part):
     n: Count
     sha256: str
     overlap_with_training: float | None
-    bits_per_token: float | None = Field(description="the target's mean surprise at a token")
-    random_bits: float | None = Field(description="log2 of the vocabulary: of a random token")
     in_chat_form: float = Field(0, ge=0, le=1, description="share asked as messages")
     chat_template_kwargs: list[dict[str, JsonValue]] = Field([], description="of the messages")
     chat_template: bool | None = Field(None, description="whether the target has one")
@@ -303,24 +300,18 @@ class Report(Part):
 
 
 def checked(value: Any) -> Report:
-    """The value as a report. Raises `ReportError`, naming the fields and what is wrong."""
+    """The value as a report. Raises `ReportError` with the first wrong field."""
     try:
         return Report.model_validate(value)
     except ValidationError as error:
-        raise ReportError(_problems(error)) from None
+        raise ReportError(_problem(error)) from None
 
 
-def _problems(error: ValidationError) -> str:
-    """The first problems, each with the path of its field."""
-    lines = []
-    for problem in error.errors(include_url=False):
-        path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in problem["loc"])
-        line = f"report{path}: {problem['msg'].removeprefix('Value error, ')}"
-        if isinstance(problem["input"], str | int | float | None):
-            line += f", not {problem['input']!r:.80}"
-        lines.append(line)
-    more = len(lines) - SHOWN_ERRORS
-    return "; ".join(lines[:SHOWN_ERRORS]) + (f"; and {more} more" if more > 0 else "")
+def _problem(error: ValidationError) -> str:
+    """The first problem, with the path of its field."""
+    problem = error.errors(include_url=False)[0]
+    path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in problem["loc"])
+    return f"report{path}: {problem['msg'].removeprefix('Value error, ')}"
 
 
 def read_report(path: Path | str) -> Report:
@@ -335,4 +326,4 @@ def read_report(path: Path | str) -> Report:
             raise ReportError(
                 f"{path} is not whole JSON ({error.errors()[0]['msg']}): evaluate again"
             ) from None
-        raise ReportError(f"{path}: {_problems(error)}") from None
+        raise ReportError(f"{path}: {_problem(error)}") from None

@@ -11,7 +11,6 @@ from pydantic import BaseModel
 
 from eval.measuring.copy_share import Answers
 from eval.measuring.intervals import FEWEST_CLUSTERS, Measured
-from eval.measuring.output_check import Divergence
 from eval.reporting.fields import DraftReport, HeldOutCurve, Report
 from eval.reporting.verdict import in_order, label, size
 
@@ -235,23 +234,19 @@ def _by_load(report: Report) -> Table:
 
 
 def divergence_table(report: Report) -> Table:
-    """Responses that differ from the target's own: the worst first, DIVERGENCES_SHOWN at most."""
-    entries = [
-        (label(name), entry)
-        for name, draft in report.drafts.items()
-        for entry in draft.lossless.divergences
-    ]
-
-    def doubt(row: tuple[str, Divergence]) -> tuple[bool, float]:
-        """Mismatches first, then those whose gap is the largest part of the error."""
-        _, entry = row
-        return not entry.tie, entry.gap / entry.error if entry.gap and entry.error else 0.0
-
+    """Responses that differ from the target's, mismatches first; DIVERGENCES_SHOWN at most."""
+    entries = sorted(
+        (
+            (label(name), entry)
+            for name, draft in report.drafts.items()
+            for entry in draft.lossless.divergences
+        ),
+        key=lambda row: (row[1].tie, -(row[1].gap or 0.0)),
+    )
     note = DIVERGENCE_NOTE
     if len(entries) > DIVERGENCES_SHOWN:
         note += f" The worst {DIVERGENCES_SHOWN} of {len(entries)} are shown; report.json has all."
-    worst = sorted(entries, key=doubt, reverse=True)[:DIVERGENCES_SHOWN]
-    return _table("Output check", "draft", worst, DIVERGENCES, note)
+    return _table("Output check", "draft", entries[:DIVERGENCES_SHOWN], DIVERGENCES, note)
 
 
 def _by_class(report: Report, title: str, field: str) -> Table:
@@ -289,7 +284,6 @@ def _setting(report: Report) -> Table:
         ("in chat form", f"{prompts.in_chat_form:.0%}"),
         ("chat template kwargs", " or ".join(map(json.dumps, prompts.chat_template_kwargs))),
         ("overlap with training", prompts.overlap_with_training),
-        ("bits per prompt token", prompts.bits_per_token),
         ("copied share of the responses", copies and f"{copies.either.mean:.0%}"),
         ("copied from the prompt", copies and f"{copies.of_prompt.mean:.0%}"),
         ("copied from the response", copies and f"{copies.of_answer.mean:.0%}"),

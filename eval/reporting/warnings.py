@@ -12,7 +12,6 @@ FEW_DRAFTS = 300
 COPIED_MUCH = 0.5  # of the responses' tokens, from the response itself: mostly loops
 FAIR_BASELINE = 0.95
 USUAL_EFFICIENCY = (0.8, 1.1)
-RANDOM_SHARE = 0.75  # of the bits that random tokens take; text of any language takes far fewer
 # Rules that keep the target's output: greedily the same tokens, sampled the same distribution.
 LOSSLESS_RULES = ("greedy match", "block verification", "rejection sampling")
 
@@ -72,13 +71,6 @@ def _about_setting(report: Report) -> Iterator[ReportWarning]:
 
 def _about_prompts(report: Report) -> Iterator[ReportWarning]:
     prompts = report.prompts
-    bits, random_bits = prompts.bits_per_token, prompts.random_bits
-    if bits is not None and random_bits is not None and bits > RANDOM_SHARE * random_bits:
-        yield ReportWarning(
-            "random-prompts",
-            f"The prompts look random: {bits:.1f} bits a token for the target, where random tokens "
-            f"have {random_bits:.1f}. Acceptance on such text says nothing about a domain.",
-        )
     if prompts.chat_template and prompts.in_chat_form < 1:
         yield ReportWarning(
             "raw-prompts",

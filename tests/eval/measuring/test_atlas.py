@@ -33,9 +33,9 @@ def atlas():
     return build_atlas(agreements, run_of(*answers), telling_prompts(agreements))
 
 
-def test_confusions_are_counted_with_one_context(atlas):
+def test_confusions_are_counted(atlas):
     (confusion,) = atlas.confusions
-    assert confusion.model_dump() == {"target": " 1", "draft": " <9>", "count": 6, "before": "x ="}
+    assert confusion.model_dump() == {"target": " 1", "draft": " <9>", "count": 6}
 
 
 def test_a_position_without_a_proposal_is_an_empty_token():

@@ -405,7 +405,6 @@ def test_too_few_prompts_give_no_verdict(run_info, measurement):
         ("decoding.verification", "greedy match", "typical acceptance", "lossy-rule"),
         ("decoding.stop_tokens", 1, 0, "no-stop-token"),
         ("decoding.ended_by_stop", 0.01, 0.0, "none-ended"),
-        ("prompts.bits_per_token", 11.6, 11.8, "random-prompts"),
         ("prompts.overlap_with_training", 0.0, None, "overlap-unknown"),
         ("prompts.overlap_with_training", 0.0, 0.25, "overlap"),
         ("prompts.in_chat_form", 1.0, 0.25, "raw-prompts"),
