@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,49 +30,31 @@ DROPPED_MASS = 1e-4
 
 
 def export_draft(
-    recipe: Recipe,
-    pair: Pair,
-    prepared: Draft,
-    distilled: PreTrainedModel,
-    answers: Iterable[CachedAnswer],
+    recipe: Recipe, pair: Pair, prepared: Draft, distilled: Any, answers: Iterable[CachedAnswer]
 ) -> None:
     """Write `draft/`, which engines load. A draft of the target's first layers also gets
     `draft/compact/`, which the reference decoder loads.
     """
-    kind = recipe.kind
-    dtype = getattr(torch, recipe.dtype)
+    kind, dtype, ids = recipe.kind, getattr(torch, recipe.dtype), prepared.token_ids
     with atomic_folder(recipe.folder / "draft") as partial:
-        if recipe.sibling is not None:
-            kind.exported(distilled.to(dtype)).save_pretrained(partial)
-        elif kind.language_model:
-            _export_pruned(partial, recipe, prepared, distilled, answers)
-        else:
-            embedding = pair.target_embedding(dtype)
-            kind.save(partial, Draft(distilled, prepared.token_ids), embedding, recipe.target)
         pair.load_tokenizer().save_pretrained(partial)
-
-
-def _export_pruned(
-    folder: Path,
-    recipe: Recipe,
-    prepared: Draft,
-    distilled: Any,
-    answers: Iterable[CachedAnswer],
-) -> None:
-    """Write the full-vocabulary checkpoint, and the trimmed-vocabulary one as `compact/` in it."""
-    dtype, ids = getattr(torch, recipe.dtype), prepared.token_ids
-    plain = distilled.to(dtype)
-    embedding = input_embedding(plain).to(dtype)
-    # a FrozenEmbedding keeps its dtype and gives fp32
-    plain.set_input_embeddings(nn.Embedding.from_pretrained(embedding))
-    (folder / "compact").mkdir()
-    full = plain
-    if ids is not None:
-        assert prepared.full_head is not None
-        full, agreement = full_vocabulary(plain, ids, prepared.full_head, answers)
-        write_json(folder / "compact" / FULL_FORM, agreement)
-    recipe.kind.exported(full).save_pretrained(folder)
-    recipe.kind.save(folder / "compact", Draft(plain, ids), embedding, recipe.target)
+        if not kind.language_model:
+            draft = Draft(distilled, ids)
+            kind.save(partial, draft, pair.target_embedding(dtype), recipe.target)
+            return
+        full = distilled.to(dtype)
+        if recipe.sibling is None:
+            compact = partial / "compact"
+            compact.mkdir()
+            embedding = input_embedding(full).to(dtype)
+            # a FrozenEmbedding keeps its dtype and gives fp32
+            full.set_input_embeddings(nn.Embedding.from_pretrained(embedding))
+            kind.save(compact, Draft(full, ids), embedding, recipe.target)
+            if ids is not None:
+                assert prepared.full_head is not None
+                full, agreement = full_vocabulary(full, ids, prepared.full_head, answers)
+                write_json(compact / FULL_FORM, agreement)
+        kind.exported(full).save_pretrained(partial)
 
 
 @torch.no_grad()
@@ -127,15 +108,10 @@ def full_vocabulary(
     for rows in pieces:
         head[rows] = (full_head[rows].float() + strength * lower.T.float()).to(head.dtype)
     head[token_ids] = trained_rows
-    return with_head(distilled, head), {"same_choice": kept, "trimmed_probability": mass}
-
-
-def with_head(distilled: PreTrainedModel, head: Tensor) -> PreTrainedModel:
-    """A copy of the model, on its own weights, with another head [V, H]."""
+    # a copy on the same weights
     model = copy.deepcopy(distilled, {id(weight): weight for weight in distilled.parameters()})
-    model.lm_head = linear(head)
-    model.config.vocab_size = head.shape[0]
-    return model
+    model.lm_head, model.config.vocab_size = linear(head), len(head)
+    return model, {"same_choice": kept, "trimmed_probability": mass}
 
 
 def _best_and_sum(h: Tensor, pieces: Iterable[Tensor]) -> tuple[Tensor, Tensor]:

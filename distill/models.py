@@ -62,11 +62,6 @@ class Pair:
         """The tokenizer of the trained draft: the target's."""
         return load_tokenizer(self.target.spec)
 
-    @property
-    def new_rows(self) -> bool:
-        """Whether rows of embedding and head belong to tokens that they were not trained on."""
-        return self.strategy == "transplant"
-
     def target_embedding(self, dtype: torch.dtype) -> Tensor:
         """The target's input embedding [V, H], on the CPU, mapped anew from its file.
 

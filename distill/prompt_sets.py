@@ -8,6 +8,7 @@ reads its sources once and keeps the prompts in its folder, where every later st
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -43,7 +44,7 @@ from recipes.legal.licence_clauses import licence_prompts
 STDLIB = "embedded:stdlib-functions"
 LICENCES = "embedded:licence-clauses"
 PROMPTS = "prompts"  # in a run's folder: the prompts as they were asked
-OVERLAP = "overlap.json"
+OVERLAP, IDS = "overlap.json", "ids.json"
 HELD_OUT_PART = 20  # one in so many training prompts is held out at most
 HELD_OUT_FEWEST = 8  # the acceptance rate on fewer prompts says little
 
@@ -85,7 +86,7 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
     training = partial(rendered, recipe.train_prompts, longest)
     evaluation = partial(rendered, recipe.eval_prompts, recipe.max_new_tokens)
     if not recipe.dry_run and from_first((recipe.folder / PROMPTS).is_dir()):
-        sets = _kept(recipe.folder / PROMPTS, training, evaluation)
+        sets = _kept(recipe)
     else:
         sets = _chosen(recipe, training, evaluation)
     # training prompts that overlap are dropped
@@ -111,16 +112,25 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
     return sets
 
 
-def _kept(folder: Path, training: Rendering, evaluation: Rendering) -> Prompts:
-    """The prompts that `keep_prompts` has left in a run's folder."""
+def _kept(recipe: Recipe) -> Prompts:
+    """The prompts that `keep_prompts` has left in a run's folder.
+
+    Their ids are kept as well, because a chat template may render the date.
+    """
+    folder = recipe.folder / PROMPTS
     print(f"prompts: those in {folder}, with which the run began")
-    held_out = folder / "held_out.jsonl"
+    ids = read_json(folder / IDS)
+
+    def part(name: str, source: str) -> PromptSet:
+        prompts = load_prompts(str(folder / f"{name}.jsonl")) if ids[name] else []
+        return PromptSet(source, prompts, ids[name])
+
     return Prompts(
-        training(load_prompts(str(folder / "train.jsonl"))),
-        training(load_prompts(str(folder / "tuning.jsonl"))),
-        evaluation(load_prompts(str(folder / "eval.jsonl"))),
+        part("train", recipe.train_prompts),
+        part("tuning", recipe.train_prompts),
+        part("eval", recipe.eval_prompts),
         Overlap(**read_json(folder / OVERLAP)),
-        training(load_prompts(str(held_out)) if held_out.exists() else []),
+        part("held_out", recipe.train_prompts),
     )
 
 
@@ -149,16 +159,19 @@ def keep_prompts(folder: Path, prompts: Prompts) -> None:
     kept = folder / PROMPTS
     if kept.is_dir():
         return
+    parts = {
+        "train": prompts.training,
+        "tuning": prompts.tuning,
+        "eval": prompts.evaluation,
+        "held_out": prompts.held_out,
+    }
     with atomic_folder(kept) as partial:
-        for name, part in (
-            ("train", prompts.training),
-            ("tuning", prompts.tuning),
-            ("eval", prompts.evaluation),
-            ("held_out", prompts.held_out),
-        ):
+        for name, part in parts.items():
             if part.prompts:
                 write_prompts(partial / f"{name}.jsonl", part.prompts)
         write_json(partial / OVERLAP, asdict(prompts.overlap))
+        ids = {name: part.ids for name, part in parts.items()}
+        (partial / IDS).write_text(json.dumps(ids), encoding="utf-8")
 
 
 def training_prompts(

@@ -99,7 +99,6 @@ class Recipe:
     use_peft: bool = _key("LoRA on all linear layers but the head; false: full fine-tuning", False)
     lora_r: Count = _key("rank of the adapters", 64)
     lora_alpha: Count = _key("the adapters are scaled by lora_alpha / lora_r", 128)
-    lora_dropout: BelowOne = _key("dropout on the adapters", 0.0)
     temperature: NotNegative = _key("deployed temperature; 0 is greedy", 0.0)
     top_k: Count | None = _key("deployed top-k; null keeps every token", None)
     top_p: UpToOne = _key("deployed top-p; 1 keeps every token", 1.0)

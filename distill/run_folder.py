@@ -26,19 +26,10 @@ from distill.trainer import last_checkpoint
 from eval.prompts import prompts_sha256
 
 # What two runs of one folder may differ in.
-FREE_KEYS = {
-    "dry_run",
-    "coverage_curve",
-    "resume_from_checkpoint",
-    "output_dir",
-    "logging_steps",
-    "save_steps",
-    "report_to",
-    "answer_url",
-    "speculative_url",
-    "target_hub_id",
-    "device_map",
-}
+FREE_KEYS = set(
+    "dry_run coverage_curve resume_from_checkpoint output_dir logging_steps save_steps report_to "
+    "answer_url speculative_url target_hub_id device_map".split()
+)
 PACKAGES = "torch transformers trl peft accelerate datasets evaluate gguf safetensors".split()
 
 

@@ -25,7 +25,6 @@ from transformers import (
     EarlyStoppingCallback,
     PreTrainedConfig,
     PreTrainedModel,
-    PrinterCallback,
     ProgressCallback,
     TrainerCallback,
 )
@@ -147,7 +146,6 @@ class DraftTrainer(SFTTrainer):
         # Trainer looks before our forward is attached; it would take the mean of the means of small
         # batches, where short answers weigh more
         self.model_accepts_loss_kwargs = True
-        self.remove_callback(PrinterCallback)
         if self.pop_callback(ProgressCallback):
             self.add_callback(_Progress())
         model: Any = self.model
@@ -417,14 +415,15 @@ def build_trainer(
     names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = embedding is not None and head.weight is embedding.weight
-    if embedding is not None and not tied and not pair.new_rows:
+    new_rows = pair.strategy == "transplant"  # for tokens that the draft was never trained on
+    if embedding is not None and not tied and not new_rows:
         embedding.weight.requires_grad_(False)
         # it is read from where it came from; most of a small draft's checkpoint would be this
         model._keys_to_ignore_on_save = {f"{names[embedding]}.weight"}
     adapters = None
     if recipe.use_peft:
-        adapters = lora_config(recipe)
-        if pair.new_rows:
+        adapters = lora_config(recipe.lora_r, recipe.lora_alpha)
+        if new_rows:
             whole = [embedding] if tied else [embedding, head]
             adapters.modules_to_save = [names[part] for part in whole]
             adapters.ensure_weight_tying = tied
@@ -501,11 +500,18 @@ def distil(
     """The trainer's draft after training, whole and in fp32; None on all but the first process.
 
     Continues from the last whole checkpoint in the recipe's folder, or from resume_from_checkpoint.
+    Raises RecipeError for a checkpoint of another number or kind of processes.
     keep_adapters: write the adapters of LoRA (`save_adapters`) beside the merged draft.
     """
     checkpoint = _resumed(recipe)
     if checkpoint is not None:
-        _refuse_other_processes(trainer, checkpoint)
+        marker = checkpoint / COMPLETE
+        if marker.exists() and (processes := marker.read_text()) != trainer.processes:
+            raise RecipeError(
+                f"{checkpoint} was left by {processes}, and {trainer.processes} cannot continue "
+                "it; launch as many in the same way, or train anew under another --name, from the "
+                "same answers."
+            )
         print(f"going on from {checkpoint}")
     print(f"learning rate: {trainer.args.learning_rate:g}")
     if trainer.args.world_size > 1:
@@ -516,21 +522,11 @@ def distil(
         return None
     if recipe.use_peft:
         if keep_adapters:
-            save_adapters(recipe, distilled)
+            base = recipe.draft or str((recipe.folder / "prepared").resolve())
+            save_adapters(distilled, base, recipe.folder / "adapter")
         distilled = distilled.merge_and_unload(safe_merge=True)
     take_loss_forward(distilled)
     distilled._keys_to_ignore_on_save = None
     distilled.set_attn_implementation("sdpa")
     distilled.config.use_cache = True  # SFTTrainer turns it off
     return distilled.eval()
-
-
-def _refuse_other_processes(trainer: DraftTrainer, checkpoint: Path) -> None:
-    """Raise RecipeError where another number or kind of processes wrote the checkpoint."""
-    marker = checkpoint / COMPLETE
-    if marker.exists() and (processes := marker.read_text()) != trainer.processes:
-        raise RecipeError(
-            f"{checkpoint} was left by {processes}, and {trainer.processes} cannot continue it; "
-            "launch as many in the same way, or train anew under another --name, from the same "
-            "answers."
-        )

@@ -180,14 +180,14 @@ def plain_recipe(folder, **changes):
 def plain_trainer():
     """Makes the trainer of a model that is no pair's draft, and whose head covers all words."""
 
-    def make(recipe, model, answers, held_out=(), new_rows=False):
+    def make(recipe, model, answers, held_out=(), strategy="direct"):
         words = models.WordLevel({f"w{i}": i for i in range(model.vocab_size)}, unk_token="w0")
         pair = SimpleNamespace(
             vocab_size=model.vocab_size,
             load_tokenizer=lambda: PreTrainedTokenizerFast(
                 tokenizer_object=Tokenizer(words), pad_token="w0", eos_token="w1"
             ),
-            new_rows=new_rows,
+            strategy=strategy,
         )
         return build_trainer(recipe, pair, Draft(model, None), answers, held_out=held_out)
 

@@ -452,6 +452,14 @@ def test_a_run_keeps_the_prompts_with_which_it_began(chat, followed, held_out):
         collect_prompts(replace(recipe, dry_run=True), target)
 
 
+def test_a_template_with_the_time_is_rendered_when_a_run_begins(chat):
+    recipe, target = chat("{{ strftime_now('%H:%M:%S.%f') }} " + SWITCHED)
+    first = collect_prompts(recipe, target)
+    assert collect_prompts(recipe, target) != first
+    keep_prompts(recipe.folder, first)
+    assert collect_prompts(recipe, target) == first
+
+
 def test_raw_prompts_to_a_target_with_a_chat_template_are_noticed_first(chat, capsys):
     recipe, target = chat()
     collect_prompts(recipe, target)

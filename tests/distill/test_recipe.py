@@ -181,7 +181,7 @@ def test_a_value_that_is_missing_ends_with_status_2(arguments):
         ("target_hub_id: other", "other"),
         ("max_train_prompts: null", "null"),
         ("top_p: 1.5", "1.5"),
-        ("lora_dropout: 1", "1"),
+        ("adam_beta2: 1", "1"),
         ("teacher_temperature: 1.5", "1.5"),
         ("domain: ''", "''"),
         ("held_out_prompts: -1", "-1"),

@@ -163,7 +163,7 @@ def test_lora_trains_the_new_rows_of_a_transplant_as_well(
         return tiny_llama(vocab_size=VOCAB, pad_token_id=0, tie_word_embeddings=tied)
 
     recipe = recipe_in(tmp_path, use_peft=True, lora_r=4, lora_alpha=8)
-    trainer = plain_trainer(recipe, model(), made_answers(), new_rows=True)
+    trainer = plain_trainer(recipe, model(), made_answers(), strategy="transplant")
     tuned = distil(trainer, recipe)
     assert type(tuned) is LlamaForCausalLM
     assert tuned.state_dict().keys() == model().state_dict().keys()
