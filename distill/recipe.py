@@ -394,7 +394,7 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
     yield (
         recipe.answer_url is None if served else any(urls),
         "answers answer_url answer_model speculative_url",
-        "answers: server needs answer_url, http://HOST:PORT, and nothing else takes a server of "
+        "answers: server needs answer_url (http://HOST:PORT), and other answers use no server of "
         "yours; set both, or remove these keys",
     )
     yield (

@@ -62,6 +62,7 @@ SCORES = 2**26  # bytes of attention scores that a batch on a CPU may keep for i
 # has measurements of the first two; that of a trained draft without LoRA is a careful guess).
 NEW_RATES, TRAINED_RATES = (3e-3, 5e-3), (5e-5, 2e-4)
 SLOW_RATE = 1 / 3  # of the learning rate, for weights that began as a fit
+OTHER_LAUNCHES = ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")  # of accelerate
 SEEDS_A_STEP = 2**31 - 1  # more than there are answers, so that no two steps share a seed
 REPEAT = "repeat.yaml"  # in a run's folder: the recipe with the counts that the run came to
 COMPLETE = "complete"  # the last file of a checkpoint: how many processes left it, and how
@@ -244,16 +245,10 @@ class DraftTrainer(SFTTrainer):
             # DDP and not say so; nothing else depends on this name
             state.distributed_type = DistributedType.MULTI_GPU
         super().create_accelerator_and_postprocess()
-        if self.is_fsdp_enabled:
-            plugin = self.accelerator.state.fsdp_plugin
-            if plugin.fsdp_version != 2:
-                raise RecipeError(
-                    f"fsdp_version is {plugin.fsdp_version}, with which no draft was ever trained; "
-                    "set it to 2, as recipes/accelerate/fsdp2.yaml does."
-                )
-            if self.args.bf16:  # accelerate's own policy would sum gradients in bf16, too
-                policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-                plugin.mixed_precision_policy = policy
+        if self.is_fsdp_enabled and self.args.bf16:
+            # accelerate's own policy would sum gradients in bf16, too
+            policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+            self.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> SameOrder:
         rows: Any = self.train_dataset
@@ -323,12 +318,22 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 
 def training_config(recipe: Recipe, followed: bool = False) -> SFTConfig:
-    """The recipe's SFTConfig. Raises RecipeError for values that transformers refuses, a tracker
-    that is not installed, and a checkpoint that is not there.
+    """The recipe's SFTConfig.
+
+    Raises RecipeError for values that transformers refuses, a tracker that is not installed, a
+    checkpoint that is not there, and a launcher that shards otherwise than by FSDP2.
 
     followed: the draft is evaluated before training and when `HeldOut` asks, and its best weights
     are kept.
     """
+    others = [name for name in OTHER_LAUNCHES if parse_flag_from_env(f"ACCELERATE_USE_{name}")]
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION") != "2":
+        others.append("FSDP of version 1")
+    if others:
+        raise RecipeError(
+            f"accelerate launch was configured for {others[0]}, but a draft is trained with DDP or "
+            "FSDP2 only; use recipes/accelerate/multi_gpu.yaml or fsdp2.yaml."
+        )
     resumed = _resumed(recipe)
     rates = NEW_RATES if recipe.draft is None else TRAINED_RATES
     values: dict[str, Any] = {

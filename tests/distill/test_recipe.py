@@ -161,10 +161,8 @@ def test_a_value_that_is_missing_ends_with_status_2(arguments):
     ("line", "value"),
     [
         ("lora_r: 16.5", "16.5"),
-        ("lora_r: 64.0", "64.0"),
         ("lora_r: '64'", "'64' (str)"),
         ("learning_rate: true", "true"),
-        ("learning_rate: '1e-3'", "'1e-3' (str)"),
         ("learning_rate: .nan", ".nan"),
         ("learning_rate: -0.1", "-0.1"),
         ("max_steps: many", "many"),
@@ -172,10 +170,7 @@ def test_a_value_that_is_missing_ends_with_status_2(arguments):
         ("num_train_epochs: 0", "0"),
         ("per_device_train_batch_size: 0", "0"),
         ("use_peft: 1", "1"),
-        ("use_peft: yes", "yes (str)"),
-        ("bf16: 1", "1"),
         ("dtype: int8", "int8"),
-        ("long_prompts: cut", "cut"),
         ("lr_scheduler_type: linaer", "linaer"),
         ("chat_template_kwargs: enable_thinking", "enable_thinking"),
         ("target_hub_id: other", "other"),
@@ -185,7 +180,6 @@ def test_a_value_that_is_missing_ends_with_status_2(arguments):
         ("teacher_temperature: 1.5", "1.5"),
         ("domain: ''", "''"),
         ("held_out_prompts: -1", "-1"),
-        ("device_map: balanced", "balanced"),
     ],
 )
 def test_ill_typed_values_are_refused(loaded, line, value):

@@ -3,7 +3,6 @@ import itertools
 import math
 import re
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -285,15 +284,11 @@ def test_a_checkpoint_that_is_not_there_is_refused_first(tmp_path, name):
         training_config(recipe)
 
 
-def test_the_first_fsdp_is_refused(tmp_path, train, tiny_model, monkeypatch):
-    def first_fsdp(trainer):
-        plugin = SimpleNamespace(fsdp_version=1)
-        trainer.is_fsdp_enabled = True
-        trainer.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
-
-    monkeypatch.setattr(SFTTrainer, "create_accelerator_and_postprocess", first_fsdp)
-    with pytest.raises(RecipeError, match="fsdp_version is 1, with which no draft"):
-        train(tiny_model(), made_answers(4), recipe_in(tmp_path))
+@pytest.mark.parametrize("name", ["DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG", "FSDP"])
+def test_a_launch_that_shards_in_another_way_is_refused_first(tmp_path, monkeypatch, name):
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+    with pytest.raises(RecipeError, match=f"configured for {name}"):
+        training_config(recipe_in(tmp_path))
 
 
 @pytest.mark.parametrize("use_peft", [False, True])
