@@ -14,8 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFound
 
 from align.files import atomic_file
 from align.sources import abridged, read_json, resolve_file
-from distill.drafters.kind import kinds
-from distill.recipe import read_yaml
+from distill.recipe import build_recipe, read_yaml
 from eval.decoding.target import weights_sha256
 from eval.engines.local_vllm import speculation
 from eval.engines.server import ServerError
@@ -54,16 +53,13 @@ def write_card(
 
     Raises ValueError for a recipe or a provenance that is missing or broken.
     """
-    recipe = read_yaml(run / "recipe.yaml")
+    recipe = build_recipe(read_yaml(run / "recipe.yaml"))
     reports = sorted(reports, key=lambda report: report.engine == REFERENCE)
-    asked, weights = reports[0].prompts, draft_weights(run)
-    spec, hub_id = str(recipe["target"]), recipe.get("target_hub_id")
-    domain, started = str(recipe.get("domain", "")).strip(), recipe.get("draft")
-    kind = recipe.get("drafter") or ("sibling" if started else "pruned")
+    weights, spec, hub_id = draft_weights(run), recipe.target, recipe.target_hub_id
     name = publication.name.rpartition("/")[2]
     target = f"{name}-target" if in_one_file(spec) else public_name(spec)
     short = short_name(spec if abridged(spec) == spec else hub_id or spec)
-    base_model = str(started or hub_id or spec)
+    base_model = recipe.draft or hub_id or spec
     gamma = served_gamma(reports, weights)
     try:
         drafting = speculation(publication.name, gamma, run / "draft")
@@ -76,8 +72,10 @@ def write_card(
             license=publication.licence,
             library_name="transformers",
             pipeline_tag="text-generation",
-            tags=["speculative-decoding", "draft-model", "draftsmith"]
-            + ([re.sub(r"\W+", "-", domain).lower()] if domain else []),
+            tags=[
+                *("speculative-decoding", "draft-model", "draftsmith"),
+                re.sub(r"\W+", "-", recipe.domain.strip()).lower(),
+            ],
             target=public_name(spec),
         ),
         template_path=str(TEMPLATE),
@@ -86,17 +84,14 @@ def write_card(
         short=short,
         target=target,
         target_source=abridged(public_name(spec)).partition("#")[0],
-        target_hub_id=hub_id,
         in_one_file=in_one_file(spec),
-        domain=domain,
-        kind=kind,
-        language_model=kinds()[kind].language_model,
+        recipe=recipe,
         trimmed=(run / "draft" / "compact").is_dir(),
         in_engines=reports[0].engine != REFERENCE,
-        started=started and abridged(public_name(str(started))),
-        train_prompts=public_name(str(recipe.get("train_prompts", "the recipe"))),
-        eval_prompts=public_name(asked.source).partition("#")[0],
-        asked=asked,
+        started=recipe.draft and abridged(public_name(recipe.draft)),
+        train_prompts=public_name(recipe.train_prompts),
+        eval_prompts=public_name(reports[0].prompts.source).partition("#")[0],
+        asked=reports[0].prompts,
         vllm=vllm,
         gamma=gamma,
         temperature=reports[0].decoding.temperature,
@@ -110,7 +105,6 @@ def write_card(
         ],
         limits=[line for report in reports for line in _limits(report, weights)],
         report=reports[0],
-        recipe_name=recipe.get("name") or "run",
         provenance=read_json(run / "provenance.json"),
     )
     with atomic_file(folder / "README.md") as file:

@@ -41,7 +41,7 @@ def run(tmp_path, sample_report, measurement):
     save_file({"weight": torch.arange(64.0)}, draft / "model.safetensors")
     save_file({"weight": torch.arange(8.0)}, draft / "compact" / "model.safetensors")
     recipe = {"name": "code", "target": "org/target-135m", "domain": "Python code"}
-    recipe["train_prompts"] = "/home/me/prompts/code.jsonl"
+    recipe |= {"train_prompts": "/home/me/prompts/code.jsonl", "eval_prompts": "org/prompts"}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     (folder / "provenance.json").write_text('{"seed": 0, "git_commit": "1234abc"}')
     report = sample_report.model_copy(deep=True)
