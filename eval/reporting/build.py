@@ -15,8 +15,9 @@ from eval.measuring.metrics import PromptSums, measured, prompt_table
 from eval.measuring.runs import DraftLog, RunLog, StepCosts
 from eval.reporting.fields import NGRAM, NGRAM_FIRST, SCHEMA, Report, checked
 
-# Fields that are in the draft's log as they are.
-COPIED = ("path form vocabulary gamma gamma_policy by_load lossless counters").split()
+# Fields that are in the logs as they are
+OF_RUN = "target target_quantization engine device dtype decoding prompts environment provenance"
+OF_DRAFT = "path form vocabulary gamma gamma_policy by_load lossless counters"
 
 Table = Sequence[PromptSums]
 
@@ -36,20 +37,13 @@ def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
     shown = telling_prompts(drafts[-1].agreement or [])
     copied = copy_classes(run.answers)
     fields = {
+        **{field: getattr(run, field) for field in OF_RUN.split()},
         "schema": SCHEMA,
-        "target": run.target,
-        "target_quantization": run.target_quantization,
-        "engine": run.engine,
-        "device": run.device,
-        "dtype": run.dtype,
         "baseline": {
             "tokens_per_s": measured(metrics.BASELINE_TOKENS_PER_S, tables[drafts[0].name]),
             "over_stock_generate": run.over_stock_generate,
         },
-        "decoding": run.decoding,
-        "prompts": run.prompts,
         "answers": described(run.answers),
-        "environment": run.environment,
         "drafts": {
             draft.name: _draft_block(draft, tables[draft.name], run, shown, copied)
             for draft in drafts
@@ -64,7 +58,6 @@ def build_report(run: RunLog, drafts: Sequence[DraftLog]) -> Report:
             # a server that failed has decoded fewer prompts
             if {row.id for row in tables[draft]} == {row.id for row in tables[over]}
         ],
-        "provenance": run.provenance,
     }
     return checked(fields)
 
@@ -93,11 +86,10 @@ def _draft_block(
                 block[field] = number()
             except NothingToMeasure as reason:
                 missing[field] = str(reason)
-    copies = {field: getattr(log, field) for field in COPIED}
     return {
         **dict.fromkeys(missing),
         **block,
-        **copies,
+        **{field: getattr(log, field) for field in OF_DRAFT.split()},
         "sha256": weights_sha256(log.path),
         "missing": [{"field": field, "reason": reason} for field, reason in missing.items()],
         "per_prompt": table,

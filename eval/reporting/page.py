@@ -22,6 +22,7 @@ from eval.reporting.tables import (
     missing_lines,
     result_table,
     shown,
+    visible,
 )
 from eval.reporting.verdict import in_order, label, times, top
 from eval.reporting.warnings import find_warnings
@@ -38,11 +39,6 @@ Drafts = dict[str, DraftReport]  # by shown name
 def is_numeric(cell: str) -> bool:
     """Whether a cell stays on one line: a number with its unit does, a hash must break."""
     return NUMERIC.match(cell) is not None and len(cell) <= LONGEST_NUMBER
-
-
-def visible(token: str) -> str:
-    """A token with visible white space."""
-    return token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·") or "∅"
 
 
 def bounds(bucket: Bucket) -> str:

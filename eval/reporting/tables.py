@@ -67,10 +67,14 @@ def shown(value: Measured | float | None, form: str = ".2f") -> str:
     return NOT_MEASURED if value is None else format(value, form)
 
 
+def visible(token: str) -> str:
+    """A token with visible white space."""
+    return token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·") or "∅"
+
+
 def quoted(token: str) -> str:
-    """A token in backquotes, its line breaks and bars made harmless in a table."""
-    text = token.replace("\n", "⏎").replace("`", "ˋ").replace("|", "¦").replace("\t", "⇥")
-    return f"`{text}`" if text.strip() else f"`{text.replace(' ', '␣')}`" if text else "none"
+    """A token in backquotes."""
+    return f"`{visible(token).replace('`', 'ˋ')}`"
 
 
 def prompts_text(value: Measured) -> str:
