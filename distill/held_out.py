@@ -88,7 +88,7 @@ class HeldOut(TrainerCallback):
         self.batch = config.train_batch_size * config.gradient_accumulation_steps
         self.batch *= config.world_size
         self.trained_rows = len(trained)
-        self.rows, self.clock = answer_rows(answers), clock
+        self.rows, self.clock = answer_rows(answers, FIRST_INDEX), clock
         self.cost = FORWARD * len(self.rows) / self.batch  # of a measurement, in steps
         self.passed = 0  # of MEASURED_AT
         self.tokens = sum(trained["tokens"])

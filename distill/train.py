@@ -26,7 +26,6 @@ from distill.clock import Clock, answers_in_time
 from distill.dry_run import dry_run
 from distill.evaluation import evaluate
 from distill.export import export_draft
-from distill.held_out import FIRST_INDEX
 from distill.models import check_models, target_loader, with_published_kind
 from distill.prepare import prepare_draft, print_coverage
 from distill.prompt_sets import Prompts, collect_prompts
@@ -75,7 +74,7 @@ def run_stages(recipe: Recipe, clock: Clock) -> int:
     if target is not None:
         clock.stage("The target answers the training prompts")
         with closing(target):
-            held_out = target.answers(prompts.held_out.ids, first_index=FIRST_INDEX)
+            held_out = target.answers(prompts.held_out.ids)
             answers = answered(recipe, prompts, target, clock)
         if recipe.coverage_curve:
             if main_process:

@@ -21,13 +21,19 @@ from distill.drafters.batch import WIDTH
 from distill.teacher.store import CachedAnswer
 
 
-def answer_rows(answers: Iterable[CachedAnswer]) -> Dataset:
-    """One row an answer: its index, the length of its text, and how many tokens it teaches."""
-    rows = [
-        (a.index, len(a.prompt_ids) + len(a.response_ids), len(a.response_ids)) for a in answers
-    ]
-    index, lengths, tokens = zip(*rows, strict=True) if rows else ([], [], [])
-    return Dataset.from_dict({"index": index, "length": lengths, "tokens": tokens})
+def answer_rows(answers: Iterable[CachedAnswer], first: int = 0) -> Dataset:
+    """One row an answer: its index, the length of its text, and how many tokens it teaches.
+
+    first: the index of the first answer.
+    """
+    sizes = [(len(a.prompt_ids), len(a.response_ids)) for a in answers]
+    return Dataset.from_dict(
+        {
+            "index": list(range(first, first + len(sizes))),
+            "length": [prompt + response for prompt, response in sizes],
+            "tokens": [response for _, response in sizes],
+        }
+    )
 
 
 def _padded(rows: list[Tensor], value: int = 0) -> Tensor:
@@ -77,7 +83,7 @@ class DistillationCollator:
             "positions": torch.cat([b * width + at for b, at in enumerate(predicting)]),
             "top_ids": top_ids if self.head_rows is None else self.head_rows[top_ids],
             "top_logprobs": torch.cat([answer.top_logprobs for answer in answers]).float(),
-            "index": torch.tensor([answer.index for answer in answers]),
+            "index": torch.tensor([row["index"] for row in rows]),
         }
         if self.states is not None:
             states = [self.states(answer) for answer in answers]

@@ -200,7 +200,7 @@ def answers(count=3):
     def ids(*shape):
         return torch.zeros(shape, dtype=torch.long)
 
-    return [CachedAnswer(i, ids(6), ids(9), ids(9, 15), torch.zeros(9, 15)) for i in range(count)]
+    return [CachedAnswer(ids(6), ids(9), ids(9, 15), torch.zeros(9, 15)) for _ in range(count)]
 
 
 def as_target(model):

@@ -87,15 +87,13 @@ class AnsweringTarget:
     def close(self) -> None:
         """Release what was started for the answers."""
 
-    def answers(
-        self, prompts: list[list[int]], taught: bool = False, first_index: int = 0
-    ) -> Answers:
+    def answers(self, prompts: list[list[int]], taught: bool = False) -> Answers:
         """The answers to these prompts (token ids), in their order. A call of all processes.
 
         Answers in the store are not made again. An answer's random numbers depend on the seed and
         its name in the store alone. taught: the distributions within the prompts are stored, too.
-        first_index: of the first answer. Raises ValueError where all answers are empty, ServerError
-        where a server fails; then the answers in the store stay.
+        Raises ValueError where all answers are empty, ServerError where a server fails; then the
+        answers in the store stay.
         """
         if not prompts:
             return Answers(self.store, [])
@@ -103,7 +101,7 @@ class AnsweringTarget:
         missing = self.store.missing(names)
         self._make({names[i]: prompts[i] for i in missing}, taught)
         self.store.wait_for(names)
-        answers = Answers(self.store, names, first_index)
+        answers = Answers(self.store, names)
         lengths = answers.response_lengths
         if taught:  # their prompts are no part of the responses
             lengths = [n - len(ids) + 1 for n, ids in zip(lengths, prompts, strict=True)]
@@ -170,7 +168,6 @@ class LocalTarget(AnsweringTarget):
             text = torch.tensor(prompts[answer.index] + answer.tokens)
             start = len(text) - len(ids)
             pending[names[answer.index]] = CachedAnswer(
-                index=answer.index,
                 prompt_ids=text[:start],
                 response_ids=text[start:],
                 top_ids=torch.stack(ids).cpu(),

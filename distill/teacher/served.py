@@ -117,7 +117,6 @@ class Request:
                     "switch off what changes the distribution there (a penalty, a mask)"
                 )
         return CachedAnswer(
-            index=0,
             prompt_ids=torch.tensor(prompt),
             response_ids=torch.tensor(tokens),
             top_ids=torch.from_numpy(ids),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,11 +92,10 @@ class CachedAnswer:
     """One answer: prompt_ids [P], response_ids [R]; top_ids, top_logprobs [R, C], best first.
 
     The log-probabilities are those of the raw logits, before any warper; the mass that they lack
-    is that of all other tokens. index: its number in a run. Where prompts teach as well, prompt_ids
-    is their first token, and response_ids has the others.
+    is that of all other tokens. Where prompts teach as well, prompt_ids is their first token, and
+    response_ids has the others.
     """
 
-    index: int
     prompt_ids: Tensor
     response_ids: Tensor
     top_ids: Tensor
@@ -250,18 +249,15 @@ class Store:
 class Answers(Sequence[CachedAnswer]):
     """Answers of a store in a run's order; each is read from disk when it is asked for."""
 
-    def __init__(self, store: Store, names: Sequence[str], first: int = 0) -> None:
-        """first: the index of the first of them."""
-        self.store, self.names, self.first = store, list(names), first
+    def __init__(self, store: Store, names: Iterable[str]) -> None:
+        self.store, self.names = store, list(names)
 
     def __len__(self) -> int:
         return len(self.names)
 
     def __getitem__(self, number: int) -> CachedAnswer:  # type: ignore[override]
-        at = range(len(self))[number]
-        entry = self.store[self.names[at]]
+        entry = self.store[self.names[number]]
         return CachedAnswer(
-            index=self.first + at,
             prompt_ids=entry["prompt_ids"].long(),
             response_ids=entry["response_ids"].long(),
             top_ids=entry["top_ids"].long(),

@@ -165,7 +165,7 @@ def made_answers(count=24, vocab_size=50, top=6):
         logp = torch.randn(response, vocab_size, generator=generator).log_softmax(-1)
         logprobs, ids = logp.topk(top, dim=-1)
         text = torch.randint(2, vocab_size, (prompt + response,), generator=generator)
-        answers.append(CachedAnswer(index, text[:prompt], text[prompt:], ids, logprobs))
+        answers.append(CachedAnswer(text[:prompt], text[prompt:], ids, logprobs))
     return answers
 
 

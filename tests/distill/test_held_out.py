@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,6 @@ from align.files import write_json
 from align.sources import read_json
 from distill import held_out
 from distill.held_out import (
-    FIRST_INDEX,
     HeldOut,
     Measurement,
     best_of,
@@ -41,12 +40,12 @@ def made_answers(count=24, seed=5):
     """Answers of a target that says the token after the last one: it can be learnt."""
     generator = torch.Generator().manual_seed(seed)
     answers = []
-    for index in range(count):
+    for _ in range(count):
         start = int(torch.randint(2, VOCAB, (1,), generator=generator))
         text = (start + torch.arange(12)) % (VOCAB - 2) + 2
         ids = torch.stack([text[4:], (text[4:] + 1) % VOCAB], dim=1)
         logprobs = torch.tensor([0.9, 0.05]).log().expand(8, 2)
-        answers.append(CachedAnswer(index, text[:4], text[4:], ids, logprobs))
+        answers.append(CachedAnswer(text[:4], text[4:], ids, logprobs))
     return answers
 
 
@@ -60,8 +59,8 @@ def trained(tmp_path, tiny_llama, plain_trainer, followed):
         recipe = plain_recipe(tmp_path / name, **keys | changes)
         shape = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24}
         model = tiny_llama(**shape, pad_token_id=0)
-        held = [replace(a, index=FIRST_INDEX + a.index) for a in made_answers(10, seed=6)]
-        trainer = plain_trainer(recipe, model, made_answers(), held_out=held)
+        held_out = made_answers(10, seed=6)
+        trainer = plain_trainer(recipe, model, made_answers(), held_out=held_out)
         return (
             distil(trainer, recipe),
             read_measurements(recipe.folder),

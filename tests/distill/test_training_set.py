@@ -21,9 +21,10 @@ def test_a_row_tells_what_its_answer_takes_and_teaches():
 @pytest.mark.parametrize("trimmed", [False, True])
 def test_a_batch_has_the_cached_distributions_in_the_rows_of_the_head(tmp_path, trimmed):
     store = Store(tmp_path)
-    for some in (made_answers()[10:], made_answers()[:10]):
-        store.append({str(answer.index): answer.packed(VOCAB) for answer in some}, "local")
-    answers = Answers(store, [str(answer.index) for answer in made_answers()])
+    packed = {str(i): answer.packed(VOCAB) for i, answer in enumerate(made_answers())}
+    for some in (list(packed)[10:], list(packed)[:10]):
+        store.append({name: packed[name] for name in some}, "local")
+    answers = Answers(store, packed)
     head_rows = None
     if trimmed:
         head_rows = torch.full((VOCAB,), -1)
@@ -43,11 +44,11 @@ def test_a_batch_has_the_cached_distributions_in_the_rows_of_the_head(tmp_path, 
 
 def test_a_batch_has_one_of_few_widths_and_nothing_is_at_its_end():
     answers = made_answers()
-    states = {a.index: torch.randn(len(a.text) - 1, 2, 4) for a in answers}
-    collate = DistillationCollator(7, answers.__getitem__, None, lambda a: states[a.index])
+    read = {id(answer): torch.randn(len(answer.text) - 1, 2, 4) for answer in answers}
+    collate = DistillationCollator(7, answers.__getitem__, None, lambda answer: read[id(answer)])
     for first in range(len(answers)):
         part = answers[first : first + 3]
-        batch = collate([{"index": answer.index} for answer in part])
+        batch = collate([{"index": first + i} for i in range(len(part))])
         ids = batch["input_ids"]
         longest = max(len(answer.text) for answer in part)
         assert ids.shape[1] == -(-longest // module.WIDTH) * module.WIDTH
@@ -57,7 +58,7 @@ def test_a_batch_has_one_of_few_widths_and_nothing_is_at_its_end():
             assert torch.equal(ids[row, :end], answer.text)
             assert (ids[row, end:] == 7).all()
             known = batch["states"][row]
-            assert torch.equal(known[: end - 1], states[answer.index])
+            assert torch.equal(known[: end - 1], read[id(answer)])
             assert not known[end - 1 :].any()
         said = torch.cat([answer.response_ids for answer in part])
         assert torch.equal(ids.flatten()[batch["positions"] + 1], said)

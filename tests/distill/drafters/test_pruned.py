@@ -39,7 +39,7 @@ def answers(target):
         with torch.no_grad():
             logits = target(ids[None]).logits[0, prompt - 1 : -1]
         top, top_ids = logits.log_softmax(-1).topk(8, dim=-1)
-        made.append(CachedAnswer(index, ids[:prompt], ids[prompt:], top_ids, top))
+        made.append(CachedAnswer(ids[:prompt], ids[prompt:], top_ids, top))
     return made
 
 

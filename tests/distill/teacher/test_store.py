@@ -18,23 +18,20 @@ def answer(index, prompt=5, response=7, count=4):
         return torch.randint(0, 60_000, shape, generator=generator)
 
     top = -torch.rand(response, count, generator=generator)
-    return CachedAnswer(index, ids(prompt), ids(response), ids(response, count), top)
+    return CachedAnswer(ids(prompt), ids(response), ids(response, count), top)
 
 
-def packed(*answers, vocab_size=60_001):
-    return {str(answer.index): answer.packed(vocab_size) for answer in answers}
-
-
-def put(store, *answers, **about):
-    store.append(packed(*answers, **about), "local")
+def put(store, *numbers, by="local", vocab_size=60_001, **sizes):
+    """Store the answers of these numbers, named by them."""
+    store.append({str(i): answer(i, **sizes).packed(vocab_size) for i in numbers}, by)
 
 
 @pytest.mark.parametrize("vocab_size", [60_001, 200_000])
 def test_round_trip_in_both_id_widths(tmp_path, vocab_size):
-    given = {i: answer(i, *sizes) for i, sizes in ((3, (5, 7)), (0, (1, 1)), (1, (2, 9)))}
+    given = {3: answer(3), 1: answer(1), 0: answer(0, 1, 1)}
     store = Store(tmp_path)
-    put(store, given[3], given[0], vocab_size=vocab_size)
-    put(store, given[1], vocab_size=vocab_size)
+    put(store, 3, 1, vocab_size=vocab_size)
+    put(store, 0, vocab_size=vocab_size, prompt=1, response=1)
     for opened in (store, Store(tmp_path)):
         for i, read in zip(given, Answers(opened, map(str, given)), strict=True):
             assert torch.equal(read.prompt_ids, given[i].prompt_ids)
@@ -47,22 +44,22 @@ def test_round_trip_in_both_id_widths(tmp_path, vocab_size):
 
 def test_at_most_64_bytes_of_distribution_a_token(tmp_path):
     store = Store(tmp_path)
-    put(store, *(answer(i, 20, 2_000, count=15) for i in range(3)), vocab_size=49_152)
+    put(store, *range(3), vocab_size=49_152, prompt=20, response=2_000, count=15)
     # 15 entries of 4 bytes, the token's own id, the headers
     assert store.bytes_on_disk() < 66 * 3 * 2_000
 
 
 def test_answers_stand_in_the_order_that_is_asked_for_whoever_wrote_them(tmp_path):
     ours, theirs = Store(tmp_path), Store(tmp_path)
-    put(ours, answer(3), answer(0, 2, 1))
+    put(ours, 3, 0)
     assert "3" not in theirs  # until it looks again
-    put(theirs, answer(3), answer(5))  # what is there already is left out
+    put(theirs, 3, response=1)  # what is there already is left out
+    put(theirs, 5, response=1)
     ours.refresh()
     for store in (ours, theirs, Store(tmp_path)):
         assert sorted(store) == ["0", "3", "5"]
-        answers = Answers(store, ["5", "0", "3"], first=10)
-        assert [a.index for a in answers] == [10, 11, 12]
-        assert answers.response_lengths == [7, 1, 7]
+        answers = Answers(store, ["5", "0", "3"])
+        assert answers.response_lengths == [1, 7, 7]
         assert torch.equal(answers[-1].response_ids, answer(3).response_ids)
         with pytest.raises(IndexError):
             answers[3]
@@ -81,7 +78,7 @@ def test_what_was_used_is_known_by_its_contents(tmp_path):
     hashes = set()
     for part, (count, names) in enumerate([(4, "01"), (4, "01"), (5, "01"), (4, "10")]):
         store = Store(tmp_path / str(part))
-        put(store, answer(0, count=count), answer(1, count=count))
+        put(store, 0, 1, count=count)
         hashes.add(store.sha256_of(names))
     assert len(hashes) == 3
 
@@ -90,7 +87,7 @@ def test_what_changes_an_answer_has_a_store_of_its_own(monkeypatch, tmp_path):
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
     store = Store.of(KEY)
     assert not list(tmp_path.iterdir())  # before there is an answer
-    put(store, answer(0))
+    put(store, 0)
     assert json.loads((store.folder / "key.json").read_text()) == KEY
     assert "0" in Store.of(dict(reversed(KEY.items())))
     for change in ({"target weights": "xyz"}, {"seed": 2}, {"more": None}):
@@ -99,7 +96,7 @@ def test_what_changes_an_answer_has_a_store_of_its_own(monkeypatch, tmp_path):
 
 def test_a_shard_that_is_cut_or_gone_is_an_error(tmp_path):
     store = Store(tmp_path)
-    put(store, answer(0), answer(1))
+    put(store, 0, 1)
     (shard,) = tmp_path.glob("shard-*")
     shard.write_bytes(shard.read_bytes()[:-10])
     with pytest.raises(CacheError, match=shard.name):
@@ -113,15 +110,15 @@ def test_a_shard_that_is_cut_or_gone_is_an_error(tmp_path):
 
 def test_who_made_an_answer_is_kept_with_it(tmp_path):
     store = Store(tmp_path)
-    put(store, answer(0), answer(1))
-    store.append(packed(answer(1), answer(2)), "vllm")  # of these, one is there already
+    put(store, 0, 1)
+    put(store, 1, 2, by="vllm")  # of these, one is there already
     for opened in (store, Store(tmp_path)):
         assert opened.made_by(["0", "1", "2"]) == {"local": 2, "vllm": 1}
 
 
 def test_a_shard_cut_short_while_writing_is_never_seen(tmp_path, monkeypatch):
     store = Store(tmp_path)
-    put(store, answer(0))
+    put(store, 0)
 
     def full_disk(*_, **__):
         raise OSError(28, "No space left on device")
@@ -129,15 +126,15 @@ def test_a_shard_cut_short_while_writing_is_never_seen(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(module, "save", full_disk)
         with pytest.raises(DiskFullError, match="disk is full"):
-            put(store, answer(1))
+            put(store, 1)
     for opened in (store, Store(tmp_path)):
         assert list(opened) == ["0"]
-    put(store, answer(1))
+    put(store, 1)
     assert not list(tmp_path.glob(".*.partial"))
 
 
 def test_only_the_answers_that_are_asked_for_are_read(tmp_path, monkeypatch):
-    put(Store(tmp_path), *(answer(i) for i in range(20)))
+    put(Store(tmp_path), *range(20))
     opened, safe_open = [], module.safe_open
 
     def counted(path, framework):
@@ -148,5 +145,5 @@ def test_only_the_answers_that_are_asked_for_are_read(tmp_path, monkeypatch):
     answers = Answers(Store(tmp_path), map(str, range(20)))
     assert len(answers) == len(answers.response_lengths) == 20
     assert len(opened) == 1  # for where they stand
-    assert [a.index for a in until(answers, 15)] == [0, 1, 2]  # of 7 tokens each
+    assert len(list(until(answers, 15))) == 3  # of 7 tokens each
     assert len(opened) <= 5
