@@ -104,18 +104,6 @@ def assert_close(got, want):
     torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("width", [1, 3, 7])
-def test_a_text_fed_in_blocks_has_the_logits_of_one_forward(model, width):
-    (text,) = drawn(23)
-    (want,) = plain(model, [text])
-    for decoder in decoders(model):
-        cache = decoder.new_cache(1, CONTEXT)
-        parts = [decoder.forward(torch.tensor([text[:5]]), 0, cache)]
-        for at in range(5, len(text), width):
-            parts.append(decoder.forward(torch.tensor([text[at : at + width]]), at, cache))
-        assert_close(torch.cat(parts, dim=1)[0], want)
-
-
 @pytest.mark.parametrize("count", [2, BATCHED_ROWS, BATCHED_ROWS + 3])
 @pytest.mark.parametrize("width", [1, 4])
 def test_ragged_rows_have_the_logits_of_each_row_alone(model, count, width):
@@ -132,19 +120,6 @@ def test_ragged_rows_have_the_logits_of_each_row_alone(model, count, width):
         got = decoder.forward(torch.tensor(tails), torch.tensor(heads), cache)
         for i, (row, head) in enumerate(zip(rows, heads, strict=True)):
             assert_close(got[i, : len(row) - head], want[i][head:])
-
-
-def test_rolling_back_is_starting_again_at_an_earlier_position(model):
-    text, rejected = drawn(15, 6)
-    (want,) = plain(model, [text])
-    for decoder in decoders(model):
-        cache = decoder.new_cache(1, CONTEXT)
-        decoder.forward(torch.tensor([text[:8]]), 0, cache)
-        decoder.forward(torch.tensor([rejected]), 8, cache)  # six drafted tokens, none accepted
-        assert_close(decoder.forward(torch.tensor([text[8:10]]), 8, cache)[0], want[8:10])
-        assert_close(
-            decoder.forward(torch.tensor([text[10:]]), torch.tensor([10]), cache)[0], want[10:]
-        )
 
 
 def test_last_only_is_the_last_position(model):
