@@ -11,9 +11,8 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from transformers import AutoConfig
@@ -48,8 +47,6 @@ OVERLAP, IDS = "overlap.json", "ids.json"
 HELD_OUT_PART = 20  # one in so many training prompts is held out at most
 HELD_OUT_FEWEST = 8  # the acceptance rate on fewer prompts says little
 
-Rendering = Callable[[list[Prompt]], PromptSet]
-
 
 @dataclass(frozen=True)
 class Prompts:
@@ -72,23 +69,10 @@ def collect_prompts(recipe: Recipe, target: Vocabulary) -> Prompts:
     a draft is evaluated on the prompts that its training prompts were compared with. Raises
     PromptError, SourceError.
     """
-    config = AutoConfig.from_pretrained(target.folder).get_text_config()
-    room = longest_context(config) - recipe.max_gamma - 1
-    lengths = recipe.max_prompt_length, recipe.long_prompts
-
-    def rendered(source: str, new_tokens: int, part: list[Prompt]) -> PromptSet:
-        asked = in_chat_form(
-            part, recipe.instruction, target.tokenizer.chat_template, recipe.chat_template_kwargs
-        )
-        return render_set(source, asked, target.tokenizer, room, new_tokens, *lengths)
-
-    longest = max(recipe.answer_max_new_tokens, recipe.max_new_tokens)
-    training = partial(rendered, recipe.train_prompts, longest)
-    evaluation = partial(rendered, recipe.eval_prompts, recipe.max_new_tokens)
     if not recipe.dry_run and from_first((recipe.folder / PROMPTS).is_dir()):
         sets = _kept(recipe)
     else:
-        sets = _chosen(recipe, training, evaluation)
+        sets = _chosen(recipe, target)
     # training prompts that overlap are dropped
     sets = replace(sets, evaluation=replace(sets.evaluation, overlap=0))
     print(
@@ -134,16 +118,27 @@ def _kept(recipe: Recipe) -> Prompts:
     )
 
 
-def _chosen(recipe: Recipe, training: Rendering, evaluation: Rendering) -> Prompts:
+def _chosen(recipe: Recipe, target: Vocabulary) -> Prompts:
     """The prompts that a recipe draws from its sources."""
+    config = AutoConfig.from_pretrained(target.folder).get_text_config()
+    room = longest_context(config) - recipe.max_gamma - 1
+    lengths = recipe.max_prompt_length, recipe.long_prompts
+
+    def rendered(source: str, new_tokens: int, part: list[Prompt]) -> PromptSet:
+        asked = in_chat_form(
+            part, recipe.instruction, target.tokenizer.chat_template, recipe.chat_template_kwargs
+        )
+        return render_set(source, asked, target.tokenizer, room, new_tokens, *lengths)
+
     chosen = evaluation_prompts(recipe.eval_prompts, recipe.max_eval_prompts, recipe.seed)
-    measured = evaluation(chosen)
+    measured = rendered(recipe.eval_prompts, recipe.max_new_tokens, chosen)
     fitting = {prompt.id for prompt in measured.prompts}
     # compared raw: in chat form all prompts share the instruction
     compared = [prompt for prompt in chosen if prompt.id in fitting]
     limit = recipe.max_train_prompts + recipe.tuning_prompts
     prompts, overlap = training_prompts(recipe.train_prompts, compared, limit, recipe.seed)
-    pool = training(prompts)
+    longest = max(recipe.answer_max_new_tokens, recipe.max_new_tokens)
+    pool = rendered(recipe.train_prompts, longest, prompts)
     tuning, others = pool.first(recipe.tuning_prompts), pool.after(recipe.tuning_prompts)
     if not others.prompts:
         raise PromptError(

@@ -58,7 +58,6 @@ SPEAKERS = {"human": "user", "gpt": "assistant", "system": "system", "tool": "to
 TELLING = 40  # characters of a turn that says what is asked
 EXAMPLE = '{"prompt": "…"} or {"messages": [{"role": "…", "content": "…"}]}'
 SHOWN = ("image", "images", "image_files", "audio", "audios", "video", "videos")
-SET_HERE = ("messages", "tools", "add_generation_prompt")  # of what a chat template reads
 
 
 class PromptError(ValueError):
@@ -538,11 +537,6 @@ def _as_sent(turn: dict[str, Any]) -> dict[str, Any]:
 def _refuse_unread(prompt: Prompt, template: str) -> None:
     """Raise PromptError for what the template would leave out without a word."""
     kwargs, turns = prompt.chat_template_kwargs or {}, prompt.messages or []
-    if decided := [name for name in kwargs if name in SET_HERE]:
-        raise PromptError(
-            f"Prompt {prompt.id!r}: chat_template_kwargs has {decided[0]!r}, but the prompt itself "
-            "decides that; remove it."
-        )
     calls = any(turn.get("tool_calls") for turn in turns)
     for name in [*kwargs, *["tools"] * bool(prompt.tools), *["tool_calls"] * calls]:
         if not re.search(rf"\b{re.escape(name)}\b", template):
