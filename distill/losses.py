@@ -1,7 +1,7 @@
 """The losses that pull the draft q towards the target p, from the target's cached distributions.
 
-Legend: N response positions, V rows of the draft's head, H hidden size, C cached tokens a position,
-K = C + 1 buckets: each cached token, and the rest (all other tokens).
+Legend: N response positions, V entries of the draft's head, H hidden size, C cached tokens a
+position, K = C + 1 buckets: each cached token, and the rest (all other tokens).
 """
 
 from __future__ import annotations
@@ -70,11 +70,10 @@ def coarse_loss(
 ) -> tuple[Tensor, Tensor]:
     """The loss of each position [N], p and q both merged into K buckets.
 
-    logits: the draft's [N, V]. cached_ids: the target's most likely tokens as rows of the draft's
-    head [N, C], -1 where the draft has no such row. cached_logprobs: their log p [N, C], natural
-    log.
+    logits: the draft's [N, V]. cached_ids: the target's most likely tokens as entries of the
+    draft's head [N, C], -1 where it has none. cached_logprobs: their log p [N, C], natural log.
 
-    p is first restricted to tokens in the draft's head: the mass of cached tokens without a row
+    p is first restricted to tokens in the draft's head: the mass of cached tokens without an entry
     is dropped and the remainder renormalised. The bucket of the rest is what keeps the loss from
     inflating q on the cached tokens (a renormalised top-k teaches p/P_S; arXiv 2503.16870). Merging
     buckets can only lower a KL, JSD or TV, so these are lower bounds of those over the full
@@ -83,13 +82,13 @@ def coarse_loss(
 
     Returns the values, and the gradient of each in its logits [N, V], in closed form: with
     g = q dL/dq of a bucket and G their sum, g - q G on a cached token, q (g_rest / q_rest - G) on
-    any other. Positions whose cached tokens all lack a row have nothing but the rest: loss and
+    any other. Positions whose cached tokens all lack an entry have nothing but the rest: loss and
     gradient are 0.
     """
     top = logits.amax(-1, keepdim=True)
     shifted = logits.to(torch.float32, copy=True)  # converted first: mixed dtypes subtract slowly
     shifted -= top.float()
-    has_row = cached_ids >= 0
+    has_entry = cached_ids >= 0
     ids = cached_ids.clamp_min(0)
     log_q = shifted.gather(1, ids)
     q = shifted.exp_()
@@ -99,23 +98,23 @@ def coarse_loss(
 
     p = cached_logprobs.float().exp()
     p_rest = (1 - p.sum(-1)).clamp_min(0)
-    p = p.masked_fill(~has_row, 0)
+    p = p.masked_fill(~has_entry, 0)
     kept = p.sum(-1) + p_rest
     # what fp16 storage leaves of a position without any token of the draft's head is rounding error
-    teaches = ~(kept <= 1e-3) & has_row.any(-1)  # NaN is not hidden
+    teaches = ~(kept <= 1e-3) & has_entry.any(-1)  # NaN is not hidden
     p = torch.cat([p, p_rest[:, None]], dim=1) / kept.clamp_min(1e-3)[:, None]
 
-    q_cached = log_q.exp().masked_fill(~has_row, 0)
+    q_cached = log_q.exp().masked_fill(~has_entry, 0)
     q_rest = 1 - q_cached.sum(-1, keepdim=True).clamp_max(1 - 1e-6)
     buckets = torch.cat([q_cached, q_rest], dim=1)
-    logs = torch.cat([log_q.masked_fill(~has_row, 0), q_rest.log()], dim=1)
+    logs = torch.cat([log_q.masked_fill(~has_entry, 0), q_rest.log()], dim=1)
     value, pull = divergence(p, buckets, logs)
     value = value.masked_fill(~teaches, 0)
     pull = pull.masked_fill(~teaches[:, None], 0)
 
     on_rest = pull[:, -1:] / q_rest
     gradient = q.mul_(on_rest - pull.sum(-1, keepdim=True))
-    gradient.scatter_add_(1, ids, (pull[:, :-1] - q_cached * on_rest).masked_fill_(~has_row, 0))
+    gradient.scatter_add_(1, ids, (pull[:, :-1] - q_cached * on_rest).masked_fill_(~has_entry, 0))
     return value, gradient
 
 
@@ -130,11 +129,11 @@ def acceptance(
     at most min(1 - P_S, 1 - Q_S).
     """
     if temperature == 0:
-        # a token without a row is -1, and nothing that is drafted
+        # a token without an entry is -1 and is never drafted
         return (logits.argmax(-1) == cached_ids[:, 0]).float(), logits.new_zeros(len(logits))
-    has_row = cached_ids >= 0
+    has_entry = cached_ids >= 0
     q = (logits.float() / temperature).softmax(-1).gather(1, cached_ids.clamp_min(0))
-    q = q.masked_fill(~has_row, 0)
+    q = q.masked_fill(~has_entry, 0)
     if temperature == 1:
         p = cached_logprobs.float().exp()
         lacking = torch.minimum(1 - p.sum(-1), 1 - q.sum(-1))
@@ -201,16 +200,16 @@ class _HeadLoss(torch.autograd.Function):
         total = torch.zeros((), device=hidden.device)
         with torch.autocast(device, enabled=False):
             head = weight.to(dtype)
-            for at in range(0, len(hidden), CHUNK):
-                part = slice(at, at + CHUNK)
-                ids, states = cached_ids[part], hidden[part].to(dtype)
+            for start in range(0, len(hidden), CHUNK):
+                chunk = slice(start, start + CHUNK)
+                ids, states = cached_ids[chunk], hidden[chunk].to(dtype)
                 loss, gradient = coarse_loss(
-                    head_logits(states, head), ids, cached_logprobs[part], divergence
+                    head_logits(states, head), ids, cached_logprobs[chunk], divergence
                 )
                 total += loss.sum()
                 states, gradient = rounded(states), rounded(gradient.to(dtype))
                 if hidden_gradient is not None:
-                    hidden_gradient[part] = (gradient @ head)[: len(ids)]
+                    hidden_gradient[chunk] = (gradient @ head)[: len(ids)]
                 if weight_gradient is not None:
                     weight_gradient += gradient.T @ states
         ctx.save_for_backward(hidden_gradient, weight_gradient)
@@ -218,7 +217,7 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = (part if part is None else part * scale for part in ctx.saved_tensors)
+        gradients = (saved if saved is None else saved * scale for saved in ctx.saved_tensors)
         return (*gradients, None, None, None)
 
 

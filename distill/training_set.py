@@ -55,9 +55,9 @@ class DistillationCollator:
         head_rows: Tensor | None = None,
         states: Callable[[CachedAnswer], Tensor] | None = None,
     ) -> None:
-        """read: the answer of an index. head_rows: for each target id its row in the draft's head
-        [V], -1 where it has none; None when they are equal. states: the target's hidden states over
-        an answer [P + R - 1, L, H], for a draft that reads them.
+        """read: the answer of an index. head_rows: for each target id its entry in the draft's head
+        [V], -1 where it has none; None when they are equal. states: the target's hidden states at
+        the tokens of an answer but the last [P + R - 1, L, H], for a draft that reads them.
         """
         self.pad_token_id, self.read, self.head_rows = pad_token_id, read, head_rows
         self.states = states
@@ -74,13 +74,13 @@ class DistillationCollator:
             for answer in answers
         ]
         # the trainer only counts them, without the first of each row
-        labels = [F.pad(torch.ones_like(at), (1, 0), value=-100) for at in predicting]
+        labels = [F.pad(torch.ones_like(p), (1, 0), value=-100) for p in predicting]
         width = input_ids.shape[1]
         top_ids = torch.cat([answer.top_ids for answer in answers])
         batch = {
             "input_ids": input_ids,
             "labels": _padded(labels, -100),
-            "positions": torch.cat([b * width + at for b, at in enumerate(predicting)]),
+            "positions": torch.cat([b * width + p for b, p in enumerate(predicting)]),
             "top_ids": top_ids if self.head_rows is None else self.head_rows[top_ids],
             "top_logprobs": torch.cat([answer.top_logprobs for answer in answers]).float(),
             "index": torch.tensor([row["index"] for row in rows]),

@@ -267,12 +267,12 @@ class Pairs:
         layer, attention, step = self.layer, self.layer.self_attn, len(self.past)
         read = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(hidden)], -1)
         shape = (*read.shape[:2], -1, attention.head_dim)
-        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-        q, k, v = (part(read).view(shape).transpose(1, 2) for part in parts)
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        q, k, v = (project(read).view(shape).transpose(1, 2) for project in projections)
         q, k = apply_rotary_pos_emb(q, k, *self.rotary)
         groups = attention.num_key_value_groups
         self.past.append((repeat_kv(k, groups), repeat_kv(v, groups)))
-        keys, values = (torch.cat(part, 2) for part in zip(*self.past, strict=True))
+        keys, values = (torch.cat(steps, 2) for steps in zip(*self.past, strict=True))
         same_draft = [self.distances == step - later for later in range(1, step + 1)]
         visible = torch.cat([self.distances >= step, *same_draft], 1)
         attended = F.scaled_dot_product_attention(q, keys, values, visible)

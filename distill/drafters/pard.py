@@ -95,8 +95,10 @@ def with_mask_row(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class Masks(NamedTuple):
-    """Masks that are trained [M each]: the row of each, its place behind the row's text, the entry
-    of its anchor among the N positions, and how many tokens after the anchor it stands.
+    """Masks that are trained, [M] each.
+
+    rows: of the batch. slots: how many masks stand before it behind the row's text. entries: of its
+    anchor among the N positions. depths: tokens from the anchor to the mask.
     """
 
     rows: Tensor
@@ -143,9 +145,9 @@ def read_with_masks(model: PreTrainedModel, batch: TrainingBatch, masks: Masks) 
     anchors = behind(batch.positions[masks.entries] % width, 0)
     entries, depths = behind(masks.entries, -1), behind(masks.depths, 0)
     visible = torch.zeros((rows, length, length), dtype=torch.bool, device=ids.device)
-    place = torch.arange(width, device=ids.device)
-    visible[:, :width, :width] = place <= place[:, None]
-    visible[:, width:, :width] = place <= anchors[..., None]
+    numbers = torch.arange(width, device=ids.device)
+    visible[:, :width, :width] = numbers <= numbers[:, None]
+    visible[:, width:, :width] = numbers <= anchors[..., None]
     same = entries[:, :, None] == entries[:, None]
     visible[:, width:, width:] = same & (depths[:, None] <= depths[:, :, None])
     embedded = masked.get_input_embeddings()(ids)
@@ -154,6 +156,6 @@ def read_with_masks(model: PreTrainedModel, batch: TrainingBatch, masks: Masks) 
     return masked.base_model(
         inputs_embeds=torch.cat([embedded, mask], 1),
         attention_mask=visible[:, None],
-        position_ids=torch.cat([place.expand(rows, -1), anchors + depths], 1),
+        position_ids=torch.cat([numbers.expand(rows, -1), anchors + depths], 1),
         use_cache=False,
     ).last_hidden_state

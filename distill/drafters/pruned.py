@@ -47,7 +47,7 @@ class Pruned(DraftKind):
             entries = target_head.weight.split(HEAD_ROWS)
             states = fitted_states(start.target, start.texts, start.num_layers)
             projection = least_squares(states).to(entries[0].device)
-            full_head = torch.cat([(part.float() @ projection).to(part.dtype) for part in entries])
+            full_head = torch.cat([(w.float() @ projection).to(w.dtype) for w in entries])
             head = full_head if start.token_ids is None else full_head[start.token_ids]
         model = build_pruned(start.target.model, start.num_layers, head)
         return Draft(model, start.token_ids, full_head)

@@ -165,7 +165,7 @@ class Request:
         logprobs = np.full(named.shape, -np.inf)
         logprobs[named] = [p for row in rows for p in row.values()]
         best = np.argsort(-logprobs, axis=1, kind="stable")[:, : self.top]
-        ids, logprobs = (np.take_along_axis(part, best, axis=1) for part in (ids, logprobs))
+        ids, logprobs = (np.take_along_axis(each, best, axis=1) for each in (ids, logprobs))
         mass = np.exp(logprobs).sum(1)
         if not ((logprobs > MASKED).all() and (mass <= 1 + ROUNDING).all()):  # NaN is neither
             raise ServerError(
