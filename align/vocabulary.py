@@ -1,4 +1,4 @@
-"""The vocabulary of a checkpoint: tokens, special ids, rows of the head. Loads no model."""
+"""The vocabulary of a checkpoint: tokens, special ids, size. Loads no model."""
 
 from __future__ import annotations
 

@@ -181,15 +181,6 @@ def checkpoint(tmp_path, write_tokenizer, tiny_llama):
     return folder
 
 
-def test_a_local_checkpoint(checkpoint):
-    assert resolve_checkpoint(str(checkpoint)) == checkpoint
-    assert load_tokenizer(str(checkpoint)).eos_token_id == 9
-    model = load_model(str(checkpoint), torch.bfloat16)
-    assert model.dtype == torch.bfloat16
-    assert not model.training
-    assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
-
-
 @pytest.mark.parametrize("spec", ["./no/such/folder", "a/b/c", "not a name", "nobody/nothing"])
 def test_a_missing_model(spec, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
