@@ -363,6 +363,7 @@ CHECKS = {check.__name__: check for check in WITHOUT_A_KIND} | {
 
 
 def run_checks(sending):
+    torch.set_num_threads(1)  # a fork has none of its parent's threads
     _setup_privateuseone_for_python_backend("gpu", Backend())
     found = {}
     for name, check in CHECKS.items():
