@@ -11,7 +11,6 @@ from eval.decoding.forward import Decoder
 from eval.decoding.fused import FusedDecoder
 from eval.decoding.graphs import CudaGraphs, GraphedDecoder
 from eval.decoding.transformers_forward import TransformersDecoder, refuse_states
-from eval.decoding.weights import INT8_TERMS
 
 # Families whose blocks are RMSNorm, rotary attention with grouped keys, a gated MLP, and no more.
 # Not Gemma-2: torch's fused attention cannot cap scores.
@@ -75,7 +74,6 @@ def build_decoder(
             f"{longest} positions by the same angles; shorten max_new_tokens or the prompts."
         )
     if _is_fusible(model):
-        int8 = int8 and _fits_int8(model)
         fused = FusedDecoder(model, context_length, embedding, int8, fp32)
         # an fp32 check converts each weight as it is used: no launch holds it up
         if (
@@ -110,11 +108,3 @@ def _is_fusible(model: PreTrainedModel) -> bool:
         and all(rope["rope_type"] in TABULATED_ROPE for rope in ropes)
         and all(rope.get("partial_rotary_factor", 1) == 1 for rope in ropes)
     )
-
-
-def _fits_int8(model: PreTrainedModel) -> bool:
-    """Whether every product sums a multiple of INT8_TERMS terms."""
-    config: Any = model.config
-    attention: Any = model.get_submodule("model.layers.0.self_attn")
-    heads = config.num_attention_heads * attention.head_dim
-    return all(k % INT8_TERMS == 0 for k in (config.hidden_size, heads, config.intermediate_size))

@@ -55,14 +55,18 @@ class KVCache:
 
 
 def empty_cache(
-    shape: tuple[int, ...], dtype: torch.dtype, devices: Sequence[torch.device]
+    keys: Sequence[tuple[int, ...]],
+    values: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    devices: Sequence[torch.device],
 ) -> KVCache:
-    """devices: where each layer's keys and values are."""
+    """A cache of these shapes, a layer each. devices: where each layer's keys and values are."""
     # zeros, not empty: a masked slot still enters a product, and 0 * nan is nan
-    keys, values = (
-        [torch.zeros(shape, dtype=dtype, device=device) for device in devices] for _ in range(2)
+    made = (
+        [torch.zeros(s, dtype=dtype, device=d) for s, d in zip(shapes, devices, strict=True)]
+        for shapes in (keys, values)
     )
-    return KVCache(keys, values)
+    return KVCache(*made)
 
 
 def causal_bias(
@@ -147,10 +151,3 @@ def in_pieces(
             read[layer].append(state)
     if states:
         states.update({layer: torch.cat(parts, 1) for layer, parts in read.items()})
-
-
-def nested_bytes(held: Any) -> int:
-    """Bytes of the tensors in a nest of tuples."""
-    if isinstance(held, Tensor):
-        return held.nbytes
-    return sum(map(nested_bytes, held or ()))

@@ -13,14 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eval.decoding import cpu_bits
-from eval.decoding.forward import (
-    HiddenStates,
-    KVCache,
-    causal_bias,
-    empty_cache,
-    nested_bytes,
-)
-from eval.decoding.weights import Fp32Product, Product
+from eval.decoding.forward import HiddenStates, KVCache, causal_bias, empty_cache
+from eval.decoding.weights import INT8_TERMS, Product
 
 BATCHED_ROWS = 8  # from so many rows on, attention is two batched products on a CPU
 
@@ -59,21 +53,18 @@ class _Kind(NamedTuple):
     rotary: str | None
 
 
-class _Places(NamedTuple):
-    """Where the new positions of a forward are: their rotary angles, and what puts keys or values
-    [B, key heads, T, D] into a cache's tensor.
+class _Step(NamedTuple):
+    """What the layers of a kind share in one forward: the rotary angles of the new positions, what
+    puts keys or values [B, key heads, T, D] into a cache's tensor, and the attention.
+
+    attend: from q [B, heads, T, D], keys and values [B, key heads, S, D] to what reshapes to
+    [B, T, heads * D].
     """
 
     cos: Tensor
     sin: Tensor
     write: Callable[[Tensor, Tensor], None]
-
-
-_Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # as of FusedDecoder._attention
-
-
-def _put(held: Tensor, at: slice, new: Tensor) -> None:
-    held[:, :, at] = new
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class FusedDecoder:
@@ -98,7 +89,6 @@ class FusedDecoder:
         self.embedding = body.embed_tokens.weight.detach() if embedding is None else embedding
         self.device = self.embedding.device
         self.dtype = torch.float32 if fp32 else self.embedding.dtype
-        product = Product if self.dtype == self.embedding.dtype else Fp32Product
         self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
         self.group = self.heads // self.key_heads
         self.eps = config.rms_norm_eps
@@ -106,8 +96,11 @@ class FusedDecoder:
         self.together = self.device.type == "cpu" and cpu_bits.sums_alike(
             self.group, self.head_size, self.dtype
         )
-        self.product = partial(product.of, int8=int8)
         self.config = config
+        # a product's terms as the kernel of eight bits reads them
+        sums = (config.hidden_size, self.heads * self.head_size, config.intermediate_size)
+        int8 = int8 and not any(terms % INT8_TERMS for terms in sums)
+        self.product = partial(Product.of, int8=int8)
         gemma = config.model_type == "gemma3_text"
         self.activation = partial(F.gelu, approximate="tanh") if gemma else F.silu
         self.layers = [self._layer(layer) for layer in body.layers]
@@ -123,7 +116,7 @@ class FusedDecoder:
         self.query_scale = 1.0 if scale == usual else scale / usual
         head = model.get_output_embeddings()
         tied = head.weight is body.embed_tokens.weight and not int8
-        self.head = product(self.embedding, head.bias) if tied else self.product(head)
+        self.head = Product(self.embedding, head.bias) if tied else self.product(head)
         self.devices = [layer.qkv.device for layer in self.layers]
         self.kinds = [self._kind(number) for number in range(len(self.layers))]
         self.angles = {kind: self._angles(body, kind) for kind in {*self.kinds}}
@@ -201,7 +194,8 @@ class FusedDecoder:
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
         shape = (rows, self.key_heads, cpu_bits.whole_blocks(slots), self.head_size)
-        return empty_cache(shape, self.dtype, self.devices)
+        shapes = [shape] * len(self.layers)
+        return empty_cache(shapes, shapes, self.dtype, self.devices)
 
     @torch.inference_mode()
     def forward(
@@ -211,97 +205,31 @@ class FusedDecoder:
         cache: KVCache,
         last_only: bool = False,
         states: HiddenStates | None = None,
+        length: int | None = None,
     ) -> Tensor:
-        rows, width = tokens.shape
+        """As of Decoder.forward. length: attend over so many slots, whatever is in them.
 
-        def on(kind: _Kind) -> tuple[_Places, _Attend]:
-            attend = self._attention(rows, width, start, cache.slots, kind)
-            return self._places(start, rows, width, kind), attend
-
-        return self._through_layers(tokens, cache, on, last_only, states)
-
-    @torch.inference_mode()
-    def static_forward(
-        self,
-        tokens: Tensor,
-        start: Tensor,
-        cache: KVCache,
-        length: int,
-        last_only: bool,
-        states: HiddenStates,
-    ) -> Tensor:
-        """As `forward`, attending over the first `length` slots, whatever is in them.
-
-        start: on the device [B]. Nothing is read by the host, and no shape depends on a number on
-        the device: what was recorded once (graphs.py) is right for any other tokens and start. For
-        a model on one device.
+        With a length, `start` is on the device [B] and the model on one device. Then the host reads
+        nothing and no shape depends on a number on the device, so what was recorded once
+        (graphs.py) is right for any other tokens and start.
         """
-        rows, width = tokens.shape
-
-        def on(kind: _Kind) -> tuple[_Places, _Attend]:
-            mask = causal_bias(start, width, length, self.dtype, kind.window)
-            mask = mask.repeat(1, self.group, 1)[:, None]
-            attend = self._grouped(F.scaled_dot_product_attention, rows, width, length, mask)
-            return self._places(start, rows, width, kind), attend
-
-        return self._through_layers(tokens, cache, on, last_only, states)
-
-    def _places(self, start: int | Tensor, rows: int, width: int, kind: _Kind) -> _Places:
-        cos, sin = self.angles[kind]
-        if isinstance(start, int):
-            at = slice(start, start + width)
-            return _Places(cos[at], sin[at], lambda held, new: _put(held, at, new))
-        positions = start.to(kind.device)[:, None] + torch.arange(width, device=kind.device)
-        row_index = torch.arange(rows, device=kind.device)[:, None]
-
-        def write(held: Tensor, new: Tensor) -> None:
-            held[row_index, :, positions] = new.transpose(1, 2)
-
-        return _Places(cos[positions][:, None], sin[positions][:, None], write)
-
-    def _through_layers(
-        self,
-        tokens: Tensor,
-        cache: KVCache,
-        on: Callable[[_Kind], tuple[_Places, _Attend]],
-        last_only: bool,
-        states: HiddenStates | None,
-    ) -> Tensor:
-        """on: what the layers of a kind share."""
         rows, width = tokens.shape
         x = F.embedding(tokens, self.embedding).to(self.dtype)
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
-        on, turned = functools.cache(on), self.heads + self.key_heads
-        current: _Kind | None = None
+
+        @functools.cache
+        def step_of(kind: _Kind) -> _Step:
+            return self._step(rows, width, start, cache.slots, kind, length)
+
         for number, (layer, keys, values, kind) in enumerate(
             zip(self.layers, cache.keys, cache.values, self.kinds, strict=True)
         ):
             if states and number in states:
                 states[number] = x.to(self.device)
-            if kind != current:
-                current = kind
-                (cos, sin, write), attend = on(kind)
-                x = x.to(kind.device)
-            h = layer.qkv(self._norm(x, layer.input_norm))
-            if layer.head_norms is not None:
-                h = self._normed_heads(h, layer.head_norms)
-            qkv = h.view(rows, width, -1, self.head_size).transpose(1, 2)
-            qk, v = qkv[:, :turned], qkv[:, turned:]
-            qk = qk * cos + torch.roll(qk, self.head_size // 2, -1) * sin
-            if cos.dtype != x.dtype:  # OLMo-2 turns in fp32
-                qk = qk.to(x.dtype)
-            q, k = qk[:, : self.heads], qk[:, self.heads :]
-            if self.query_scale != 1:
-                q = q * self.query_scale
-            write(keys, k)
-            write(values, v)
-            h = attend(q, keys, values).reshape(rows, width, self.heads * self.head_size)
-            h = self._norm(layer.output(h), layer.attention_norm)
-            x = torch.add(x, h, alpha=self.residual_scale)
-            gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, dim=-1)
-            h = self._norm(layer.down(self.activation(gate) * up), layer.added_norm)
-            x = torch.add(x, h, alpha=self.residual_scale)
+            x = x.to(kind.device)
+            h = self._norm(x, layer.input_norm)
+            x = self._through_layer(layer, h, x, keys, values, step_of(kind))
         last = len(self.layers)
         if last_only and not (states and last in states):
             x = x[:, -1:]
@@ -312,51 +240,99 @@ class FusedDecoder:
         logits = self.head(x.to(self.head.device)).to(self.device)
         return logits if self.logits_scale == 1 else logits * self.logits_scale
 
-    def _attention(
-        self, rows: int, width: int, start: int | Tensor, slots: int, kind: _Kind
-    ) -> _Attend:
-        """The attention of one forward, from q [B, heads, T, D], keys and values [B, key heads, S,
-        D] to what reshapes to [B, T, heads * D].
-        """
-        device, on_cpu = kind.device, kind.device.type == "cpu"
+    def _through_layer(
+        self, layer: _Layer, h: Tensor, x: Tensor, keys: Tensor, values: Tensor, step: _Step
+    ) -> Tensor:
+        """x [B, T, H] after a layer. h: what its products for attention read, of x."""
+        rows, width = h.shape[:2]
+        h, turned = layer.qkv(h), self.heads + self.key_heads
+        if layer.head_norms is not None:
+            h = self._normed_heads(h, layer.head_norms)
+        qkv = h.view(rows, width, -1, self.head_size).transpose(1, 2)
+        qk, v = qkv[:, :turned], qkv[:, turned:]
+        qk = qk * step.cos + torch.roll(qk, self.head_size // 2, -1) * step.sin
+        if qk.dtype != x.dtype:  # OLMo-2 turns in fp32
+            qk = qk.to(x.dtype)
+        q, k = qk[:, : self.heads], qk[:, self.heads :]
+        if self.query_scale != 1:
+            q = q * self.query_scale
+        step.write(keys, k)
+        step.write(values, v)
+        h = step.attend(q, keys, values).reshape(rows, width, self.heads * self.head_size)
+        h = self._norm(layer.output(h), layer.attention_norm)
+        x = torch.add(x, h, alpha=self.residual_scale)
+        gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, dim=-1)
+        h = self._norm(layer.down(self.activation(gate) * up), layer.added_norm)
+        return torch.add(x, h, alpha=self.residual_scale)
+
+    def _step(
+        self,
+        rows: int,
+        width: int,
+        start: int | Tensor,
+        slots: int,
+        kind: _Kind,
+        length: int | None = None,
+    ) -> _Step:
+        (cos, sin), device = self.angles[kind], kind.device
+        if isinstance(start, int):
+            new = slice(start, start + width)
+            first = torch.tensor([start], device=device)
+            cos, sin = cos[new], sin[new]
+
+            def write(held: Tensor, values: Tensor) -> None:
+                held[:, :, new] = values
+        else:
+            first = start.to(device)
+            positions = first[:, None] + torch.arange(width, device=device)
+            row_index = torch.arange(rows, device=device)[:, None]
+            cos, sin = cos[positions][:, None], sin[positions][:, None]
+
+            def write(held: Tensor, values: Tensor) -> None:
+                held[row_index, :, positions] = values.transpose(1, 2)
+
+        def grouped(attention: Any, length: int, mask: Tensor | None) -> _Step:
+            def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+                # heads that share a key head are folded into the query length: no repeated keys
+                folded = q.reshape(rows, self.key_heads, self.group * width, self.head_size)
+                h = attention(folded, keys[:, :, :length], values[:, :, :length], mask)
+                return h.reshape(rows, self.heads, width, self.head_size).transpose(1, 2)
+
+            return _Step(cos, sin, write, attend)
+
+        if length is not None:
+            mask = causal_bias(first, width, length, self.dtype, kind.window)
+            mask = mask.repeat(1, self.group, 1)[:, None]
+            return grouped(F.scaled_dot_product_attention, length, mask)
+        on_cpu = device.type == "cpu"
         many = rows >= BATCHED_ROWS and on_cpu
         if isinstance(start, int):
             end = start + width
-            first = torch.tensor([start], device=device)
         else:
             # products of whole tensors copy no slice, and generate_batched keeps `slots` tight
             end = slots if many else int(start.max()) + width
-            first = start.to(device)
         length = min(cpu_bits.whole_blocks(end), slots) if on_cpu else end
-        mask = None
         masked = kind.window is not None or length > end or not isinstance(start, int)
-        if many or width > 1 or masked or self.together:
-            mask = causal_bias(first, width, length, self.dtype, kind.window)
+        if not (many or width > 1 or masked or self.together):
+            return grouped(F.scaled_dot_product_attention, length, None)
+        mask = causal_bias(first, width, length, self.dtype, kind.window)
         if rows == 1 and 1 < width <= cpu_bits.WIDEST and on_cpu:
-            assert mask is not None
-            return cpu_bits.BlockAttention(mask, end - width, slots, self.group, self.together)
-        attention: Any = batched_attention if many else F.scaled_dot_product_attention
-        if mask is not None:
-            mask = mask.repeat(1, self.group, 1)[:, None]
-            if many:
-                mask = mask.expand(rows, self.key_heads, -1, -1).flatten(0, 1)
-            elif self.together:
-                mask = cpu_bits.enough_rows(mask)
-                attention = cpu_bits.alike
-        return self._grouped(attention, rows, width, length, mask)
+            block = cpu_bits.BlockAttention(mask, end - width, slots, self.group, self.together)
+            return _Step(cos, sin, write, block)
+        mask = mask.repeat(1, self.group, 1)[:, None]
+        if many:
+            mask = mask.expand(rows, self.key_heads, -1, -1).flatten(0, 1)
+            return grouped(batched_attention, length, mask)
+        if self.together:
+            return grouped(cpu_bits.alike, length, cpu_bits.enough_rows(mask))
+        return grouped(F.scaled_dot_product_attention, length, mask)
 
-    def _grouped(
-        self, attention: Any, rows: int, width: int, length: int, mask: Tensor | None
-    ) -> _Attend:
-        """What `_attention` returns, over the first `length` slots."""
 
-        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            # heads that share a key head are folded into the query length: no repeated keys
-            folded = q.reshape(rows, self.key_heads, self.group * width, self.head_size)
-            h = attention(folded, keys[:, :, :length], values[:, :, :length], mask)
-            return h.reshape(rows, self.heads, width, self.head_size).transpose(1, 2)
-
-        return attend
+def nested_bytes(held: Any) -> int:
+    """Bytes of the tensors in a nest of tuples."""
+    if isinstance(held, Tensor):
+        return held.nbytes
+    return sum(map(nested_bytes, held or ()))
 
 
 def batched_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

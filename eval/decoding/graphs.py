@@ -1,17 +1,16 @@
 """Small forwards on a GPU as CUDA graphs: recorded once, replayed by a single launch.
 
 A step of a small draft is some hundred kernels, each of which takes longer to launch than to run. A
-recorded forward reads and writes memory of fixed addresses, and its shapes are fixed: so caches are
-taken from a pool and given back to it, attention runs over whole buckets of slots, the unused ones
-masked, and tokens and position are copied in. Batches and wide forwards, as of a prompt, run as
-they are.
+recorded forward reads and writes memory of fixed addresses, and its shapes are fixed. Therefore all
+caches have the size of the context and are used again, attention runs over whole buckets of slots,
+the unused ones masked, and tokens and position are copied in. Batches, and wide forwards such as a
+prompt's, are not recorded.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,23 +79,22 @@ class GraphedDecoder:
         self.embedding, self.device, self.dtype = fused.embedding, fused.device, fused.dtype
         self.context_length = fused.context_length
         self.own_bytes = fused.own_bytes
-        self._free: dict[int, list[StaticCache]] = defaultdict(list)  # by slots
+        self._slots = -(-fused.context_length // BUCKET) * BUCKET
+        self._free: list[StaticCache] = []
         self._numbers = itertools.count()
         self._recorded: dict[tuple[Any, ...], Callable[[], list[Tensor]]] = {}
         self._tokens: dict[int, Tensor] = {}  # by width
         self._start = torch.zeros(1, dtype=torch.long, device=fused.device)
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
-        if rows > 1:
+        if rows > 1 or slots > self._slots:
             return self.fused.new_cache(rows, slots)
-        slots = -(-slots // BUCKET) * BUCKET
-        free = self._free[slots]
-        if not free:
-            new = self.fused.new_cache(1, slots)
-            free.append(StaticCache(new.keys, new.values, next(self._numbers)))
-        pooled = free.pop()
+        if not self._free:
+            new = self.fused.new_cache(1, self._slots)
+            self._free.append(StaticCache(new.keys, new.values, next(self._numbers)))
+        pooled = self._free.pop()
         cache = StaticCache(pooled.keys, pooled.values, pooled.number)
-        weakref.finalize(cache, free.append, pooled).atexit = False
+        weakref.finalize(cache, self._free.append, pooled).atexit = False
         return cache
 
     @torch.inference_mode()
@@ -140,7 +138,7 @@ class GraphedDecoder:
         def run(tokens: Tensor, start: Tensor, *held: Tensor) -> list[Tensor]:
             states: HiddenStates = dict.fromkeys(layers)
             cached = KVCache([*held[:count]], [*held[count:]])
-            logits = self.fused.static_forward(tokens, start, cached, length, last_only, states)
+            logits = self.fused.forward(tokens, start, cached, last_only, states, length)
             return [logits, *(state for state in states.values() if state is not None)]
 
         return self.record(run, [read, self._start, *cache.keys, *cache.values])

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from eval.decoding.forward import HiddenStates, KVCache, input_embedding
+from eval.decoding.forward import HiddenStates, KVCache, empty_cache, input_embedding
 from eval.decoding.weights import in_fp32
 
 # What layers read of a text; a window or a chunk is a mask over a cache of all of it.
@@ -170,15 +170,10 @@ class TransformersDecoder:
         return sum(p.nbytes for p in self.model.parameters() if p.data_ptr() != shared)
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
-        # zeros, not empty: a masked slot still enters a product, and 0 * nan is nan
         keys, values = (
-            [
-                torch.zeros((rows, heads, slots, size), dtype=self.dtype, device=self.device)
-                for heads, size in shapes
-            ]
-            for shapes in self.shapes
+            [(rows, heads, slots, size) for heads, size in sizes] for sizes in self.shapes
         )
-        return KVCache(keys, values)
+        return empty_cache(keys, values, self.dtype, [self.device] * len(keys))
 
     @torch.inference_mode()
     def forward(

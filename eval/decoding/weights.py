@@ -80,22 +80,16 @@ class Product(NamedTuple):
         return weight.nbytes if isinstance(weight, Tensor) else sum(part.nbytes for part in weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """F.linear of [B, T, K]. Eight bits, which only a draft has, promise no equal bits."""
+        """F.linear of [B, T, K] in its dtype. Eight bits, for drafts only, promise no equal bits."""
         if isinstance(self.weight, Tensor):
+            if x.dtype != self.weight.dtype:
+                return fp32_linear(x, self.weight, self.bias)
             return cpu_bits.linear(x, self.weight, self.bias)
         values, scales = self.weight
         if x.shape[0] * x.shape[1] > INT8_ROWS:
             return F.linear(x, values.to(x.dtype) * scales[:, None], self.bias)
         y = torch._weight_int8pack_mm(x.flatten(0, 1), values, scales).view(*x.shape[:2], -1)
         return y if self.bias is None else y + self.bias
-
-
-class Fp32Product(Product):
-    """The same for inputs in fp32, whatever the weight is in."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        assert isinstance(self.weight, Tensor)
-        return fp32_linear(x, self.weight, self.bias)
 
 
 def linear(weight: Tensor) -> nn.Linear:

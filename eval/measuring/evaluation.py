@@ -16,6 +16,7 @@ from align.sources import gguf_kind
 from align.token_bytes import tokens_of
 from eval.decoding.drafters.causal_lm import teacher_forced_logits
 from eval.decoding.drafters.drafter import Drafter
+from eval.decoding.forward import HiddenStates
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target, tensor_sha256
 from eval.decoding.verification import Sampling
@@ -270,9 +271,13 @@ def _begin(
     The plan's seconds are left out, because a process that goes on has fewer left.
     """
     ids, dtype = parts[0].ids[0][:PROBED_TOKENS], _dtype(target)
-    logits = teacher_forced_logits(target.decoder, ids, 1)
+    states: HiddenStates = dict.fromkeys(k for drafter in drafters.values() for k in drafter.layers)
+    logits = teacher_forced_logits(target.decoder, ids, 1, states)
     hashes = [_hash_of_numbers(target.spec, logits, dtype)]
-    hashes += [_hash_of_numbers(name, d.probe(ids), dtype) for name, d in drafters.items()]
+    for name, drafter in drafters.items():
+        # the last token of a text is not read
+        q = drafter.teacher_forced(ids[:1], [*ids[1:], 0], Sampling(1.0), states)
+        hashes.append(_hash_of_numbers(name, q, dtype))
     journal.begin(
         hashes,
         [(name, drafter.path, drafter.vocabulary) for name, drafter in drafters.items()],

@@ -55,9 +55,11 @@ def step_costs(
     """
     synchronise = torch.cuda.synchronize if target.device.type == "cuda" else lambda: None
     steps: dict[tuple[str, int], Callable[[], None]] = {}
+    cache = target.new_cache(1, context_length + longest_draft + 1)
     for number in range(max(longest_draft + 1, len(drafters))):
         if number <= longest_draft:
-            steps["target", number + 1] = timed_step(target, number + 1, context_length, sampling)
+            width = number + 1
+            steps["target", width] = timed_step(target, cache, width, context_length, sampling)
         if number < len(drafters):
             steps["draft", number] = drafters[number].step(context_length, sampling)
             block = drafters[number].block(context_length, sampling, longest_draft)

@@ -45,7 +45,8 @@ class CausalLMDrafter(HeadDrafter):
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:
         # in ids of its own its context may be shorter than the target's
         position = min(context_length, self.decoder.context_length - 1)
-        return timed_step(self.decoder, 1, position, sampling, self.cut)
+        cache = self.decoder.new_cache(1, position + 1)
+        return timed_step(self.decoder, cache, 1, position, sampling, self.cut)
 
     def read(self, ids: Sequence[int], begins: bool = False) -> list[int]:
         """Target ids as the draft's own; begins: they are the beginning of a text."""
@@ -73,13 +74,6 @@ class CausalLMDrafter(HeadDrafter):
         read = [i for piece in pieces[: max(1, fits)] for i in piece][:context]
         logits = teacher_forced_logits(self.decoder, read, prompt)[0]
         return logits[(ends[:fits] - prompt + 1).to(logits.device)], 0
-
-    @torch.inference_mode()
-    def probe(self, ids: list[int]) -> Tensor:
-        draft_ids = [i % self.decoder.embedding.shape[0] for i in ids][
-            : self.decoder.context_length
-        ]
-        return teacher_forced_logits(self.decoder, draft_ids, 1)
 
 
 def teacher_forced_logits(

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eval.decoding.forward import Decoder, HiddenStates
+from eval.decoding.forward import Decoder, HiddenStates, KVCache
 from eval.decoding.verification import Sampling, argmax, sample, warp
 
 # [1, K] of the drafted token at a depth from 0 on, after the entry of the head that was drafted
@@ -120,10 +120,6 @@ class Drafter(ABC):
         """The layers it reads, of the target's [1, T, H] each, in its own order [1, T, L * H]."""
         return torch.cat([states[k] for k in self.layers], -1).to(dtype)  # type: ignore[misc]
 
-    def probe(self, ids: list[int]) -> Tensor:
-        """Numbers that this drafter computes from a text of target ids; finite if it is sound."""
-        return torch.zeros(1)
-
 
 @dataclass(kw_only=True)
 class HeadDrafter(Drafter):
@@ -218,14 +214,14 @@ def timed_choice(logits: Callable[[], Tensor], sampling: Sampling) -> Callable[[
 
 def timed_step(
     decoder: Decoder,
+    cache: KVCache,
     width: int,
-    context_length: int,
+    position: int,
     sampling: Sampling,
     cut: Callable[[Tensor], Tensor] = lambda logits: logits,
 ) -> Callable[[], None]:
-    """A step on `width` tokens as decoding takes it: forward, head, the choice of a token."""
+    """A step on `width` tokens at a position as decoding takes it: forward, choice of a token."""
     # different tokens, because in a mixture of experts each brings its experts' weights
     numbers = torch.arange(width, device=decoder.device)[None]
     tokens = (1 + 997 * numbers) % len(decoder.embedding)
-    cache = decoder.new_cache(1, context_length + width)
-    return timed_choice(lambda: cut(decoder.forward(tokens, context_length, cache)), sampling)
+    return timed_choice(lambda: cut(decoder.forward(tokens, position, cache)), sampling)

@@ -33,10 +33,10 @@ from eval.decoding.drafters.compact import (
 )
 from eval.decoding.drafters.drafter import Session, Text, on_target_ids, timed_choice
 from eval.decoding.drafters.formats import DraftFormat
-from eval.decoding.forward import PIECE, HiddenStates, KVCache, causal_bias
+from eval.decoding.forward import PIECE, HiddenStates, KVCache
+from eval.decoding.fused import FusedDecoder
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
-from eval.decoding.weights import INT8_TERMS, Product
 
 EMBEDDING, PREFIX = "model.embed_tokens.weight", "model."
 LAYERS = "eagle_aux_hidden_state_layer_ids"  # in config.json: the target's states that are read
@@ -186,96 +186,48 @@ def load_eagle3(
     return model.to(embedding.device).eval(), token_ids
 
 
-class Eagle3Decoder:
-    """The layer over a cache of its own, for inference."""
+class Eagle3Decoder(FusedDecoder):
+    """The layer over a cache of its own, for inference; on a CPU in eight bits."""
 
     def __init__(self, model: PreTrainedModel, context_length: int, embedding: Tensor) -> None:
-        config: Any = model.config
-        body: Any = model.base_model
-        layer, attention = body.layers[0], body.layers[0].self_attn
         # a target in fp32 is there to be compared with, and so is its draft
         int8 = embedding.device.type == "cpu" and embedding.dtype != torch.float32
-        int8 = int8 and config.hidden_size % INT8_TERMS == 0
-        self.embedding, self.device, self.dtype = embedding, embedding.device, embedding.dtype
-        self.context_length, self.eps = context_length, config.rms_norm_eps
-        self.key_heads, self.head_size = config.num_key_value_heads, config.head_dim
-        self.heads = config.num_attention_heads
+        super().__init__(model, context_length, embedding, int8)
+        config: Any = model.config
+        body: Any = model.base_model
         self.norm_before_residual = config.norm_before_residual
-        self.norms = [
-            norm.weight.detach().to(self.dtype)
-            for norm in (
-                layer.input_layernorm,
-                layer.hidden_norm,
-                layer.post_attention_layernorm,
-                body.norm,
-            )
-        ]
-        self.fc = Product.of(body.fc, int8=int8)
-        self.qkv = Product.of(attention.q_proj, attention.k_proj, attention.v_proj, int8=int8)
-        self.output = Product.of(attention.o_proj, int8=int8)
-        self.gate_up = Product.of(layer.mlp.gate_proj, layer.mlp.up_proj, int8=int8)
-        self.down = Product.of(layer.mlp.down_proj, int8=int8)
-        self.head = Product.of(model.get_submodule("lm_head"), int8=int8)  # type: ignore[arg-type]
-        positions = torch.arange(context_length, device=self.device)[None]
-        cos, sin = body.rotary_emb(embedding[:1, :1], positions)
-        half = self.head_size // 2
-        self.cos = cos[0]
-        self.sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+        self.hidden_norm = self._scale(body.layers[0].hidden_norm)
+        self.fc = self.product(body.fc)
 
     def own_bytes(self) -> int:
-        products = (self.fc, self.qkv, self.output, self.gate_up, self.down, self.head)
-        return sum(part.nbytes for part in (*products, *self.norms))
-
-    def new_cache(self, rows: int, slots: int) -> KVCache:
-        shape = (rows, self.key_heads, slots, self.head_size)
-        keys, values = torch.zeros((2, *shape), dtype=self.dtype, device=self.device)
-        return KVCache([keys], [values])
+        return super().own_bytes() + self.hidden_norm.nbytes + self.fc.nbytes
 
     @torch.inference_mode()
-    def forward(
+    def read(
         self, tokens: Tensor, hidden: Tensor, start: int, cache: KVCache
     ) -> tuple[Tensor, Tensor]:
         """What the head reads, and the state for the next pair [1, T, H] each.
 
         tokens: [1, T]. hidden: their states [1, T, H]. start: the number of the first pair.
         """
-        _, width, size = hidden.shape
-        norm_in, norm_hidden, norm_post, norm_end = self.norms
-        end = start + width
-        cos, sin = self.cos[start:end], self.sin[start:end]
-        embedded = F.rms_norm(F.embedding(tokens, self.embedding), (size,), norm_in, self.eps)
-        normed = F.rms_norm(hidden, (size,), norm_hidden, self.eps)
-        qkv = (
-            self.qkv(torch.cat([embedded, normed], -1))
-            .view(1, width, -1, self.head_size)
-            .transpose(1, 2)
+        (layer,), (kind,) = self.layers, self.kinds
+        embedded = self._norm(F.embedding(tokens, self.embedding), layer.input_norm)
+        normed = self._norm(hidden, self.hidden_norm)
+        step = self._step(1, tokens.shape[1], start, cache.slots, kind)
+        hidden = self._through_layer(
+            layer,
+            torch.cat([embedded, normed], -1),
+            normed if self.norm_before_residual else hidden,
+            *(cache.keys[0], cache.values[0], step),
         )
-        turned = self.heads + self.key_heads
-        qk, v = qkv[:, :turned], qkv[:, turned:]
-        qk = qk * cos + torch.roll(qk, self.head_size // 2, -1) * sin
-        keys, values = cache.keys[0], cache.values[0]
-        keys[:, :, start:end] = qk[:, self.heads :]
-        values[:, :, start:end] = v
-        first = torch.tensor([start], device=self.device)
-        h = F.scaled_dot_product_attention(
-            qk[:, : self.heads],
-            keys[:, :, :end],
-            values[:, :, :end],
-            causal_bias(first, width, end, self.dtype)[:, None],
-            enable_gqa=True,
-        )
-        before = normed if self.norm_before_residual else hidden
-        hidden = before + self.output(h.transpose(1, 2).reshape(1, width, -1))
-        gate, up = self.gate_up(F.rms_norm(hidden, (size,), norm_post, self.eps)).chunk(2, dim=-1)
-        hidden = hidden + self.down(F.silu(gate) * up)
-        return F.rms_norm(hidden, (size,), norm_end, self.eps), hidden
+        return self._norm(hidden, self.final_norm), hidden
 
     def from_start(self, tokens: Tensor, hidden: Tensor, cache: KVCache | None = None) -> Tensor:
-        """What the head reads of a text's first pairs, as of `forward`."""
+        """What the head reads of a text's first pairs, as of `read`."""
         cache = cache or self.new_cache(1, tokens.shape[1])
         pieces = zip(tokens.split(PIECE, 1), hidden.split(PIECE, 1), strict=True)
         read = [
-            self.forward(piece, states, number * PIECE, cache)[0]
+            self.read(piece, states, number * PIECE, cache)[0]
             for number, (piece, states) in enumerate(pieces)
         ]
         return torch.cat(read, 1)
@@ -283,7 +235,7 @@ class Eagle3Decoder:
 
 @dataclass(kw_only=True)
 class Eagle3Drafter(CausalLMDrafter):
-    decoder: Eagle3Decoder  # type: ignore[assignment]
+    decoder: Eagle3Decoder
 
     def fused(self, states: HiddenStates) -> Tensor:
         """The states it reads [1, T, H], of the target's [1, T, H] a layer."""
@@ -311,15 +263,9 @@ class Eagle3Drafter(CausalLMDrafter):
             (1, 1, decoder.embedding.shape[1]), dtype=decoder.dtype, device=decoder.device
         )
         cache = decoder.new_cache(1, context_length + 1)
-
         return timed_choice(
-            lambda: decoder.head(decoder.forward(token, hidden, context_length, cache)[0]), sampling
+            lambda: decoder.head(decoder.read(token, hidden, context_length, cache)[0]), sampling
         )
-
-    def probe(self, ids: list[int]) -> Tensor:
-        decoder = self.decoder
-        tokens = torch.tensor([ids[: decoder.context_length]], device=decoder.device)
-        return decoder.head(decoder.from_start(tokens, F.embedding(tokens, decoder.embedding)))
 
 
 class Eagle3Session(TokenSession):
@@ -350,7 +296,7 @@ class Eagle3Session(TokenSession):
         else:
             tokens = self.drafter.to_own_ids(before)[None]
             hidden, start = self.hidden, len(self.text) + depth - 2
-        y, hidden = decoder.forward(tokens, hidden, start, self.cache)
+        y, hidden = decoder.read(tokens, hidden, start, self.cache)
         self.hidden = hidden[:, -1:]
         return decoder.head(y[:, -1:])[:, -1]
 

@@ -11,7 +11,7 @@ more often, one of a single token less often (figures: docs/lab-notes.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import takewhile
 
 import torch
@@ -131,7 +131,6 @@ def prompt_lookup(target: Target) -> PromptLookup:
         path=LOOKUP,
         form="no model",
         vocabulary={"relation": "identical", "strategy": "prompt lookup", "coverage": 1.0},
-        full_form_bytes=None,
         device=target.decoder.device,
         stops=target.stops,
     )
@@ -162,9 +161,6 @@ class LookupFirst(Drafter):
     ) -> Callable[[], None] | None:
         return self.draft.block(context_length, sampling, count)
 
-    def probe(self, ids: list[int]) -> Tensor:
-        return self.draft.probe(ids)
-
 
 class LookupFirstSession(Session):
     def __init__(self, session: Session, text: Text, stops: frozenset[int]) -> None:
@@ -183,15 +179,6 @@ class LookupFirstSession(Session):
 
 def lookup_first(draft: Drafter, stops: frozenset[int]) -> LookupFirst:
     """That draft behind n-gram speculation. stops: of the target."""
-    return LookupFirst(
-        draft=draft,
-        stops=stops,
-        vocab_size=draft.vocab_size,
-        path=f"{LOOKUP_FIRST}{draft.path}",
-        form=draft.form,
-        vocabulary=draft.vocabulary,
-        bytes=draft.bytes,
-        full_form_bytes=draft.full_form_bytes,
-        kv_bytes_per_token=draft.kv_bytes_per_token,
-        layers=draft.layers,
-    )
+    about = {field.name: getattr(draft, field.name) for field in fields(Drafter)}
+    about["path"] = f"{LOOKUP_FIRST}{draft.path}"
+    return LookupFirst(draft=draft, stops=stops, **about)

@@ -172,11 +172,6 @@ class MedusaDrafter(HeadDrafter):
         state = self.embedding.new_zeros((1, 1, self.embedding.shape[1]))
         return timed_choice(lambda: self.logits(state, 0)[:, -1], sampling)
 
-    @torch.inference_mode()
-    def probe(self, ids: list[int]) -> Tensor:
-        state = self.embedding.new_ones((1, 1, self.embedding.shape[1]))
-        return torch.stack([self.logits(state, depth) for depth in range(len(self.blocks))])
-
 
 class MedusaSession(Session):
     """`state` [1, 1, H]: the target's before the newest token."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,16 +18,12 @@ from torch import Tensor, nn
 from eval.decoding.build import build_decoder
 from eval.decoding.drafters.causal_lm import CausalLMDrafter, TokenSession
 from eval.decoding.drafters.drafter import Logits, Session, Text, on_target_ids, timed_step
-from eval.decoding.drafters.formats import DraftFormat
-from eval.decoding.drafters.pruned import load_compact
+from eval.decoding.drafters.pruned import Pruned
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
 
 
-class Pard(DraftFormat):
-    def load(self, folder: Path, target: Target) -> PardDrafter:
-        return self.drafter(*load_compact(folder, target.decoder.embedding), target)
-
+class Pard(Pruned):
     def drafter(self, model: Any, token_ids: Tensor | None, target: Target) -> PardDrafter:
         """The target's first layers with their own mask; on a CPU in eight bits."""
         # a copy: the target reads its own embedding of that token
@@ -61,7 +56,8 @@ class PardDrafter(CausalLMDrafter):
         return PardSession(self, text)
 
     def block(self, context_length: int, sampling: Sampling, count: int) -> Callable[[], None]:
-        return timed_step(self.decoder, count, context_length, sampling, self.cut)
+        cache = self.decoder.new_cache(1, context_length + count)
+        return timed_step(self.decoder, cache, count, context_length, sampling, self.cut)
 
 
 class PardSession(TokenSession):

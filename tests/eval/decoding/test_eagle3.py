@@ -83,10 +83,9 @@ def test_a_long_prompt_is_read_in_pieces(target, draft, monkeypatch):
     torch.testing.assert_close(draft().decoder.from_start(tokens, hidden), once)
 
 
-def test_a_step_can_be_timed_and_probed(draft):
+def test_a_step_can_be_timed(draft):
     drafter = draft()
     for sampling in (Sampling(), Sampling(0.7)):
         drafter.step(20, sampling)()
-    assert drafter.probe([1, 2, 3]).isfinite().all()
     assert drafter.bytes > 0
     assert drafter.kv_bytes_per_token > 0

@@ -38,7 +38,7 @@ def test_costs_are_those_of_every_width_after_the_warm_up(target, own, monkeypat
         return run
 
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock))
-    monkeypatch.setattr(timing, "timed_step", lambda target, width, *_: step(width))
+    monkeypatch.setattr(timing, "timed_step", lambda target, cache, width, *_: step(width))
     monkeypatch.setattr(type(own), "step", lambda *_: step(0.5))
     both = step_costs(target.decoder, [own, own], 30, 3, Sampling(), repeats=2)
     quiet = StepCosts(0.5, 1.0, {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}, 30)
