@@ -1,8 +1,8 @@
 """Accept, reject, resample: the target's distribution stays (arXiv 2211.17192, 2403.10444).
 
 Pure functions on tensors. Legend: G drafted tokens, V vocabulary, "…" dimensions in front that are
-kept (none where one text is decoded). p is the target's distribution and q the draft's, both after
-every logits processor, both over the *target's* ids.
+kept. p is the target's distribution and q the draft's, both after every logits processor, both over
+the *target's* ids.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
     return scores.softmax(-1)
 
 
-def sample(probabilities: Tensor, generator: torch.Generator | None = None) -> Tensor:
+def sample(probabilities: Tensor, generator: torch.Generator) -> Tensor:
     """One id for each row of [..., V], without leaving the device.
 
     One uniform number a row: exponential noise over V costs thirty times as much on a CPU.
@@ -139,7 +139,9 @@ def verify(
     p = warp(logits, sampling)
     if q is None:
         q = torch.zeros_like(p[:-1]).scatter_(-1, draft_tokens[:, None], 1.0)
-    return verify_sampled(p, q, draft_tokens, generator, rule)
+    chances, residual = acceptance(p, q, draft_tokens, rule)
+    accepted = sample(chances, generator)
+    return accepted, sample(residual.index_select(0, accepted[None])[0], generator)
 
 
 def verify_greedy(target_tokens: Tensor, draft_tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,26 +153,10 @@ def verify_greedy(target_tokens: Tensor, draft_tokens: Tensor) -> tuple[Tensor, 
     return accepted, target_tokens.gather(0, accepted[None])[0]
 
 
-def verify_sampled(
-    p: Tensor,
-    q: Tensor,
-    draft_tokens: Tensor,
-    generator: torch.Generator | None = None,
-    rule: Rule = "block",
-) -> tuple[Tensor, Tensor]:
-    """Accepted count [...] and the next token [...], so that what is emitted has distribution p.
-
-    p: [..., G+1, V]; q: [..., G, V], exactly those that draft_tokens [..., G] were sampled from.
-    """
-    chances, residual = acceptance(p, q, draft_tokens, rule)
-    accepted = sample(chances, generator)
-    index = accepted[..., None, None].expand(*accepted.shape, 1, p.shape[-1])
-    return accepted, sample(residual.gather(-2, index)[..., 0, :], generator)
-
-
 def acceptance(p: Tensor, q: Tensor, draft_tokens: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """The chance that n drafted tokens are accepted [..., G+1], and what is sampled then
-    [..., G+1, V].
+    """The chance that n drafted tokens are accepted [G+1], and what is sampled then [G+1, V].
+
+    p: [G+1, V]. q: [G, V], exactly those that draft_tokens [G] were sampled from.
 
     "token" (arXiv 2211.17192): token x passes with a_i = min(1, p(x)/q(x)), as long as all before
     it did. After the first that does not, max(p - q, 0) is sampled.
@@ -183,30 +169,28 @@ def acceptance(p: Tensor, q: Tensor, draft_tokens: Tensor, rule: Rule) -> tuple[
     Both sample p itself after the whole draft. How many tokens are drafted may depend on the text
     before them.
     """
-    index = draft_tokens[..., None]
+    index = draft_tokens[:, None]
     tiny = torch.finfo(q.dtype).tiny  # 0 / 0 is 0: what p never says is never accepted
-    p_drafted = p[..., :-1, :].gather(-1, index)
-    ratio = (p_drafted / q.gather(-1, index).clamp_min(tiny))[..., 0]
-    weights = torch.ones_like(p[..., 0])
+    ratio = (p[:-1].gather(-1, index) / q.gather(-1, index).clamp_min(tiny))[:, 0]
+    weights = torch.ones_like(p[:, 0])
     if rule == "block":
-        for i in range(ratio.shape[-1]):
-            weights[..., i + 1] = (weights[..., i] * ratio[..., i]).clamp_max(1)
-    rejected = (weights[..., :-1, None] * p[..., :-1, :] - q).clamp_min(0)
-    residual = torch.cat([rejected, p[..., -1:, :]], dim=-2)
+        for i in range(len(ratio)):
+            weights[i + 1] = (weights[i] * ratio[i]).clamp_max(1)
+    residual = torch.cat([(weights[:-1, None] * p[:-1] - q).clamp_min(0), p[-1:]])
     mass = residual.sum(-1)
     if rule == "block":
-        weight, remaining = weights[..., 1:-1], mass[..., 1:-1]
+        weight, remaining = weights[1:-1], mass[1:-1]
         share = remaining / (remaining + (1 - weight))  # in this order: a small term is not lost
         # 0 / 0 where p = q: the next token passes in any case
         share = share.masked_fill((remaining == 0) & (weight == 1), 1)
-        passes = torch.cat([share, weights[..., -1:]], dim=-1)
-        fails = (1 - passes).flip(-1).cumprod(-1).flip(-1)
+        passes = torch.cat([share, weights[-1:]])
+        fails = (1 - passes).flip(0).cumprod(0).flip(0)
         chances = F.pad(passes, (1, 0), value=1) * F.pad(fails, (0, 1), value=1)
     else:
-        passes = ratio.clamp_max(1).cumprod(-1)
+        passes = ratio.clamp_max(1).cumprod(0)
         chances = F.pad(passes, (1, 0), value=1) - F.pad(passes, (0, 1))
     # where p = q up to rounding leaves nothing, p is right
-    return chances, torch.where((mass <= 0)[..., None], p, residual)
+    return chances, torch.where((mass <= 0)[:, None], p, residual)
 
 
 def agreement(p: Tensor, q: Tensor) -> Tensor:

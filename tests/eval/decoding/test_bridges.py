@@ -9,7 +9,7 @@ import torch
 from align.check import compare
 from align.sources import load_model
 from align.transplant import transplant
-from align.vocab_map import MapError, Retokenizer, VocabMap, build_map
+from align.vocab_map import MapError, Retokenizer, build_map
 from distill.drafters.kind import Draft
 from distill.drafters.pruned import KIND
 from eval.decoding.build import build_decoder
@@ -211,15 +211,13 @@ PAIRS = [[a, b] for a in "aeiou" for b in "nrst"]
 
 @pytest.fixture(scope="module")
 def lettered(tmp_path_factory, tiny_llama):
-    """Makes a draft by map of so many positions: letters and pairs of letters, of which it shares
-    some with the target, at other ids.
-    """
+    """A draft by map: letters and pairs of letters, some of them the target's, at other ids."""
     folder = tmp_path_factory.mktemp("lettered")
     mine, theirs = PAIRS[:14], PAIRS[6:]
     target = make_side(folder / "target", LETTERS + ["".join(pair) for pair in mine], mine)
     draft = make_side(folder / "draft", ["".join(p) for p in theirs] + LETTERS[::-1], theirs)
     model = tiny_llama(3, spread=4, vocab_size=len(draft.tokens))
-    return lambda context: by_map(target, draft, build_decoder(model, context), 42)
+    return by_map(target, draft, build_decoder(model, 240), 42)
 
 
 def by_map(target, draft, decoder, vocab_size):
@@ -242,46 +240,15 @@ def test_a_draft_that_cannot_spell_every_token_reads_on_without_them(tmp_path, t
         assert q[:, 2:4].sum() == 0
 
 
-@pytest.mark.parametrize("accepted", range(4))
-def test_after_a_rejection_a_draft_by_map_drafts_as_if_it_had_read_the_text_alone(
-    lettered, accepted
-):
-    """The target's own token is none of the draft's: it is read in pieces, the first over a slot
-    where a rejected token stood.
-    """
-    draft = lettered(240)
-
-    def session(ids):
-        generator = torch.Generator().manual_seed(1)
-        return draft.start(Text(ids, 100, Sampling(1.0), generator, {}))
-
-    ids = [0, 13, 27, 4, 30]
-    going_on = session(ids)
-    proposed = going_on.propose(4).tokens.tolist()
-    emitted = [*proposed[:accepted], 26]  # "an", of which the draft has the letters alone
-    going_on.commit(emitted, accepted, {})
-    fresh = session([*ids, *emitted])
-    for started in (going_on, fresh):
-        started.generator.manual_seed(2)
-    drafts = going_on.propose(3), fresh.propose(3)
-    assert drafts[0].tokens.tolist() == drafts[1].tokens.tolist()
-    torch.testing.assert_close(drafts[0].q, drafts[1].q)
-
-
 def test_a_draft_by_map_begins_a_text_as_its_own_tokenizer_does(lettered, monkeypatch):
     """In what it drafts as in its acceptance rate."""
-    draft, ids = lettered(240), [0, 13, 27]
+    draft, ids = lettered, [0, 13, 27]
     plain = draft.teacher_forced(ids, [4], Sampling(1.0), {})
     monkeypatch.setitem(vars(draft.draft), "prefix", [7])
     q = draft.teacher_forced(ids, [4], Sampling(1.0), {})
     assert (q - plain).abs().max() > 0.01
     session = draft.start(Text(ids, 100, Sampling(1.0), torch.Generator(), {}))
     torch.testing.assert_close(session.propose(1).q, q)
-
-
-def test_where_its_context_ends_a_draft_says_nothing(lettered):
-    q = lettered(20).teacher_forced([0] * 18, [26, 27, 28, 29], Sampling(1.0), {})
-    assert q.sum(-1).round().tolist() == [1, 1, 0, 0]
 
 
 # --- remap and transplant
@@ -309,7 +276,6 @@ def test_remapped_logits_are_the_old_ones_in_the_targets_order(shuffled, model):
         "remap",
         "remap",
     )
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     vocab_map = build_map(target, draft)
     moved = transplant(model, vocab_map, target, draft, 40)
     ids = torch.tensor([[3, 1, 4, 1, 5, 26, 9]])
@@ -319,20 +285,6 @@ def test_remapped_logits_are_the_old_ones_in_the_targets_order(shuffled, model):
     assert (moved.get_output_embeddings().weight is moved.get_input_embeddings().weight) == (
         model.config.tie_word_embeddings
     )
-    # the model given is what it was
-    assert model.config.vocab_size == 50
-    assert before.keys() == model.state_dict().keys()
-    assert all(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_an_inverted_permutation_is_caught(shuffled, model):
-    target, draft = shuffled
-    right = build_map(target, draft)
-    wrong = VocabMap(right.to_draft, right.to_target)
-    moved = transplant(model, wrong, target, draft, 27)
-    ids = torch.tensor([[3, 1, 4, 1, 5, 26, 9]])
-    old = model(right.to_draft[ids]).logits
-    assert not torch.allclose(moved(ids).logits, old[..., right.to_draft], atol=0.1)
 
 
 def test_new_tokens_get_rows_of_their_pieces(tmp_path, tiny_llama):

@@ -14,7 +14,10 @@ from transformers import LlamaConfig
 
 from align.transplant import transplant
 from align.vocab_map import build_map
+from eval.decoding import forward
 from eval.decoding.build import build_decoder
+from eval.decoding.drafters import causal_lm
+from eval.decoding.drafters import eagle3 as eagle3_module
 from eval.decoding.drafters.bridged import MapDrafter
 from eval.decoding.drafters.causal_lm import CausalLMDrafter, TokenSession
 from eval.decoding.drafters.drafter import HeadDrafter, Text
@@ -355,6 +358,19 @@ def check_all_proposals(world, drafter, own, sampling):
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_proposals_are_what_the_acceptance_rate_is_taken_on(world, made, own, name, sampling):
     check_all_proposals(world, made(name), own, sampling)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_long_text_is_read_in_pieces(world, made, own, monkeypatch, name):
+    target, drafter, ids, text = world.target.decoder, made(name), TEXTS[0] * 3, own[1]
+    states = states_of(target, [*ids, *text[:-1]], drafter.layers)
+    whole = drafter.teacher_forced(ids, text, Sampling(1.0), states)
+    tokens = decode(target, None, PROMPT, ids, GREEDY).tokens
+    for module in (forward, causal_lm, eagle3_module):
+        monkeypatch.setattr(module, "PIECE", 7)
+    pieces = drafter.teacher_forced(ids, text, Sampling(1.0), states)
+    torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-4)
+    assert decode(target, drafter, PROMPT, ids, GREEDY, DEPTH).tokens == tokens
 
 
 def rolled_back_one_too_little(monkeypatch):

@@ -109,7 +109,7 @@ def test_a_number_read_by_the_host_is_caught(pair, monkeypatch):
 def test_caches_are_given_back_and_never_shared(pair):
     _, graphed, recorder = pair
     one, other = graphed.new_cache(1, 40), graphed.new_cache(1, 50)
-    assert one.slots == other.slots == 224  # the context in whole buckets
+    assert one.slots == other.slots == 256  # the whole context
     assert one.number != other.number
     assert one.keys[0].data_ptr() != other.keys[0].data_ptr()
     expected = graphed.forward(torch.tensor([[5, 6]]), 0, one)
@@ -123,7 +123,7 @@ def test_caches_are_given_back_and_never_shared(pair):
     assert torch.equal(graphed.forward(torch.tensor([[5, 6]]), 0, again), expected)
     assert len(recorder.made) == 1
     assert not isinstance(graphed.new_cache(2, 40), StaticCache)
-    assert not isinstance(graphed.new_cache(1, 225), StaticCache)
+    assert not isinstance(graphed.new_cache(1, 257), StaticCache)
     resized = again.resized(40)
     assert not isinstance(resized, StaticCache)
     resized.keys[0].zero_()

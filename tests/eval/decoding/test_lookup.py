@@ -23,24 +23,15 @@ from eval.decoding.drafters.pard import PardDrafter
 from eval.decoding.loop import Decoding
 from eval.decoding.target import Target
 from eval.decoding.verification import Sampling
-from eval.measuring.agreement import measure_agreement, target_texts
-from eval.prompts import Prompt, PromptSet
 
 VOCAB = 40
 GREEDY = Decoding(Sampling(), frozenset({VOCAB + 1}), 40)
-PROMPTS = [Prompt(f"p{i}", prompt="unused") for i in range(3)]
-IDS = [[3, 14, 15, 9, 3, 14], [9, 2], [6, 5, 35, 8, 6, 5]]
 
 
 @pytest.fixture(scope="module")
 def target(tiny_llama):
     model = tiny_llama(0, spread=4, vocab_size=VOCAB, eos_token_id=None, bos_token_id=None)
     return Target("tiny", model, None, build_decoder(model, 100), GREEDY.stops)
-
-
-@pytest.fixture
-def lookup(target):
-    return load_drafter("prompt-lookup", target)
 
 
 def scanned(text, count, shortest=1, stops=GREEDY.stops):
@@ -157,25 +148,8 @@ def test_the_log_of_alpha_looks_up_before_every_token():
         assert tokens == [token for tokens in scans for token in tokens]
 
 
-def start(drafter, ids, sampling=GREEDY.sampling):
-    return drafter.start(Text([*ids], 60, sampling, torch.Generator().manual_seed(1), {}))
-
-
-def test_without_a_match_nothing_is_drafted(lookup):
-    session = start(lookup, [1, 2, 3])
-    assert session.propose(4).tokens.tolist() == []
-    session.commit([1], 0, {})
-    assert session.propose(4).tokens.tolist() == [2, 3]
-
-
-def test_alpha_counts_the_tokens_it_would_have_got(target, lookup, journal):
-    texts = target_texts(target, IDS, GREEDY)
-    prompts = PromptSet("made up", PROMPTS, IDS)
-    found, _ = measure_agreement(target, {"rival": lookup}, prompts, texts, GREEDY, journal)
-    for row, ids, text in zip(found["rival"], IDS, texts, strict=True):
-        drafted = [scanned(ids + text[:at], 1) for at in range(len(text))]
-        assert row.alpha_sum == sum(d == [t] for d, t in zip(drafted, text, strict=True))
-        assert row.guesses == [d[0] if d else -1 for d in drafted]
+def start(drafter, ids):
+    return drafter.start(Text([*ids], 60, Sampling(), torch.Generator().manual_seed(1), {}))
 
 
 @pytest.fixture
@@ -190,38 +164,6 @@ def test_a_match_of_two_tokens_takes_no_draft_step(behind, monkeypatch):
     monkeypatch.setattr(session.session, "propose", None)
     tokens, q, free = session.propose(6)
     assert (tokens.tolist(), q, free) == ([3, 9, 1, 2, 3, 9], None, True)
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8)], ids=str)
-def test_without_such_a_match_the_draft_writes(behind, sampling):
-    tokens, q, free = start(behind, [7, 8, 7], sampling).propose(3)
-    alone = start(behind.draft, [7, 8, 7], sampling).propose(3)
-    assert not free
-    assert torch.equal(tokens, alone.tokens)
-    assert q is None if sampling.greedy else torch.equal(q, alone.q)
-
-
-@pytest.mark.parametrize("accepted", [0, 1, 4])
-def test_after_a_lookup_the_draft_reads_what_was_emitted(behind, accepted):
-    ids = [1, 2, 3, 9, 1, 2]
-    session = start(behind, ids)
-    emitted = [*session.propose(4).tokens.tolist()[:accepted], 30]
-    session.commit(emitted, accepted, {})
-    fresh = start(behind.draft, [*ids, *emitted])
-    assert session.propose(4).tokens.tolist() == fresh.propose(4).tokens.tolist()
-
-
-def test_the_acceptance_rate_is_that_of_what_would_be_proposed(target, behind, journal):
-    texts = target_texts(target, IDS, GREEDY)
-    prompts = PromptSet("made up", PROMPTS, IDS)
-    found, _ = measure_agreement(target, {"both": behind}, prompts, texts, GREEDY, journal)
-    wrong = 0
-    for row, ids, text in zip(found["both"], IDS, texts, strict=True):
-        for position, guess in enumerate(row.guesses):
-            looked_up = TextIndex(ids + text[:position], GREEDY.stops).following(1, 2)
-            assert guess == (looked_up[0] if looked_up else text[position])
-            wrong += guess != text[position]
-    assert wrong > 0
 
 
 def test_one_pass_of_the_draft_behind_it_is_timed_as_one(target):

@@ -5,9 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from eval.decoding import forward
 from eval.decoding.build import build_decoder
-from eval.decoding.drafters import causal_lm
 from eval.decoding.loop import Decoding, _emit, decode
 from eval.decoding.prompt_run import PromptRun
 from eval.decoding.verification import Sampling
@@ -57,16 +55,6 @@ def test_only_a_last_step_that_had_room_for_fewer_is_left_out(target, adversary,
     for length, cut in ((10, False), (11, True)):
         run = decode(target, drafter(target), PROMPT, IDS, how, length)
         assert run.last_truncated == cut
-
-
-def test_prompts_are_read_in_pieces_before_they_are_continued(target, drafter, monkeypatch):
-    how = Decoding(Sampling(), NEVER, 20)
-    whole = decode(target, None, PROMPT, IDS * 3, how).tokens
-    for module in (forward, causal_lm):
-        monkeypatch.setattr(module, "PIECE", 4)
-    run = decode(target, drafter(target), PROMPT, IDS * 3, how, 3)
-    assert run.tokens == whole
-    assert run.accepted == run.drafted
 
 
 def test_random_numbers_depend_on_the_seed_and_the_prompt(tiny, drafter):

@@ -5,11 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from eval.decoding.build import build_decoder
-from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import stop_tokens, weights_sha256
-from eval.decoding.verification import Sampling
-from eval.prompts import Prompt
 
 
 @pytest.fixture
@@ -30,20 +26,6 @@ def stops(tiny):
 )
 def test_every_end_of_text_is_known(stops, config, generation, expected):
     assert stops(config, generation) == expected
-
-
-def test_a_text_ends_at_whichever_comes_first(tiny, stops):
-    decoder = build_decoder(tiny(0), 60)
-
-    def text(stops):
-        how = Decoding(Sampling(), stops, 20)
-        return decode(decoder, None, Prompt("p", prompt="unused"), [5, 6, 7], how).tokens
-
-    whole = text(frozenset())
-    second, first = whole[9], whole[3]
-    for ends in (stops(None, [second, first]), stops([first, second], None)):
-        end = min(i for i, token in enumerate(whole) if token in {0, first, second})
-        assert text(ends) == whole[: end + 1]
 
 
 def test_the_hash_of_weights_covers_every_file(tmp_path):
