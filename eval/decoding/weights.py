@@ -80,7 +80,7 @@ class Product(NamedTuple):
         return weight.nbytes if isinstance(weight, Tensor) else sum(part.nbytes for part in weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """F.linear of [B, T, K] in its dtype. In eight bits a token has other bits beside others."""
+        """F.linear of [B, T, K] in its dtype. In eight bits the bits depend on B and T."""
         if isinstance(self.weight, Tensor):
             if x.dtype != self.weight.dtype:
                 return fp32_linear(x, self.weight, self.bias)

@@ -110,8 +110,8 @@ class TokenSession(Session):
             self.read_ahead()
 
     def read_ahead(self) -> None:
-        """Read the text, all but its newest token."""
-        if len(self.text) > 1:
+        """Read the text, all but its newest token, if its own ids leave room for a draft."""
+        if 1 < len(self.text) <= self.slots:
             decoder = self.drafter.decoder
             tokens = torch.tensor([self.text[:-1]], device=decoder.device)
             list(in_pieces(decoder, tokens, 0, self.cache))
