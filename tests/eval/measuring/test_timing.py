@@ -54,14 +54,11 @@ def test_a_timed_step_reads_different_tokens():
     class Recorder:
         device, embedding = torch.device("cpu"), torch.zeros(VOCAB, 2)
 
-        def new_cache(self, rows, slots):
-            return None
-
         def forward(self, tokens, start, cache):
             read.append(tokens[0].tolist())
             return torch.zeros(1, tokens.shape[1], VOCAB)
 
-    timing.timed_step(Recorder(), 7, 30, Sampling())()
+    timing.timed_step(Recorder(), None, 7, 30, Sampling())()
     assert len(set(*read)) == 7
 
 
