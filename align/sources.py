@@ -556,7 +556,8 @@ def refuse_quantised(spec: str, folder: Path) -> None:
     config = read_json(folder / "config.json")
     for key in ("quantization_config", "compression_config", "quantization"):
         if declared := config.get(key):
-            raise _quantised(spec, declared.get("quant_method", f"what {key} in config.json says"))
+            method = declared.get("quant_method") if isinstance(declared, dict) else declared
+            raise _quantised(spec, method or f"what {key} in config.json says")
     if (folder / "hf_quant_config.json").is_file():
         raise _quantised(spec, "what hf_quant_config.json says")
 

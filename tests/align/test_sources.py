@@ -249,6 +249,7 @@ def config_is(text):
         (quantised, "gptq"),
         (lambda folder: edit_config(folder, compression_config={"format": "int"}), "compression"),
         (lambda folder: edit_config(folder, quantization={"bits": 4}), "quantization"),
+        (lambda folder: edit_config(folder, quantization="int4"), "int4"),
         (lambda folder: (folder / "hf_quant_config.json").touch(), "hf_quant_config"),
         (scaled, "weight_scale"),
         (lambda folder: edit_config(folder, model_type="t5"), "decoder-only"),
