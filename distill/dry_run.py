@@ -43,7 +43,7 @@ def dry_run(recipe: Recipe) -> int:
     pair = check_models(recipe)
     prompts = collect_prompts(recipe, pair.target)
     load_target = target_loader(recipe, prompts)
-    print_example(prompts.training.ids[0], pair.load_tokenizer())
+    print_example(prompts.training.ids[0], pair.target.tokenizer)
     answering = answering_target(recipe, pair, prompts, load_target)
     longest = max(map(len, prompts.training.ids + prompts.evaluation.ids))
     asked = to_answer(prompts.training.ids, recipe.answers_per_prompt, recipe.max_answers)

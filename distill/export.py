@@ -37,7 +37,7 @@ def export_draft(
     """
     kind, dtype, ids = recipe.kind, getattr(torch, recipe.dtype), prepared.token_ids
     with atomic_folder(recipe.folder / "draft") as partial:
-        pair.load_tokenizer().save_pretrained(partial)
+        pair.target.tokenizer.save_pretrained(partial)
         if not kind.language_model:
             draft = Draft(distilled, ids)
             kind.save(partial, draft, pair.target_embedding(dtype), recipe.target)

@@ -10,13 +10,12 @@ import torch
 from accelerate import PartialState
 from safetensors import safe_open
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel
 
 from align.check import Strategy, Verdict, choose_strategy, compare
 from align.sources import (
     load_config,
     load_model,
-    load_tokenizer,
     read_json,
     refuse_quantised,
     resolve_checkpoint,
@@ -57,10 +56,6 @@ class Pair:
     def vocab_size(self) -> int:
         """Rows of the target's embedding."""
         return self.target.rows
-
-    def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the trained draft: the target's."""
-        return load_tokenizer(self.target.spec)
 
     def target_embedding(self, dtype: torch.dtype) -> Tensor:
         """The target's input embedding [V, H], on the CPU, mapped anew from its file.

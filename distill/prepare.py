@@ -116,7 +116,7 @@ def untrained_drafter(recipe: Recipe, pair: Pair, target: Target) -> Drafter:
         if recipe.sibling is not None:
             model = _sibling(recipe, pair).model.to(dtype)
             recipe.kind.exported(model).save_pretrained(folder)
-            pair.load_tokenizer().save_pretrained(folder)
+            pair.target.tokenizer.save_pretrained(folder)
         else:
             size = recipe.draft_vocab_size
             ids = None if size is None else torch.arange(size, device=target.decoder.device)

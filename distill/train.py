@@ -46,10 +46,10 @@ def run(recipe: Recipe) -> int:
     """Check the recipe, then do the main job or its dry run; returns an exit status."""
     timeout = float(recipe.training.get("ddp_timeout", WAIT))
     use_machine(join_processes(recipe.training.get("use_cpu", False), timeout))
-    recipe = with_published_kind(recipe)
-    training_config(recipe)  # what transformers refuses is refused now, not after minutes
     for folder in (recipe.folder, cache_folder() / "teacher"):
         refuse_unwritable(folder)
+    recipe = with_published_kind(recipe)
+    training_config(recipe)  # what transformers refuses is refused now, not after minutes
     if recipe.dry_run:
         return dry_run(recipe)
     refuse_another_run(recipe)

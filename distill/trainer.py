@@ -416,7 +416,7 @@ def build_trainer(
     """
     model = prepared.model.float()
     rows_of_head = head_rows(prepared.token_ids, pair.vocab_size)
-    tokenizer = pair.load_tokenizer()
+    tokenizer = copy.deepcopy(pair.target.tokenizer)  # the trainer changes its own
     names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = embedding is not None and head.weight is embedding.weight

@@ -184,8 +184,10 @@ def plain_trainer():
         words = models.WordLevel({f"w{i}": i for i in range(model.vocab_size)}, unk_token="w0")
         pair = SimpleNamespace(
             vocab_size=model.vocab_size,
-            load_tokenizer=lambda: PreTrainedTokenizerFast(
-                tokenizer_object=Tokenizer(words), pad_token="w0", eos_token="w1"
+            target=SimpleNamespace(
+                tokenizer=PreTrainedTokenizerFast(
+                    tokenizer_object=Tokenizer(words), pad_token="w0", eos_token="w1"
+                )
             ),
             strategy=strategy,
         )
