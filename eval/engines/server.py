@@ -1,4 +1,4 @@
-"""Talking to an OpenAI-compatible server: requests, retries, and errors that say what to do."""
+"""Requests to an OpenAI-compatible server, with retries and errors that name a remedy."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from urllib.request import getproxies, proxy_bypass
 from urllib3 import BaseHTTPResponse, PoolManager, ProxyManager, Retry
 from urllib3.exceptions import HTTPError, MaxRetryError, ReadTimeoutError
 
-API_KEY = "DRAFTSMITH_API_KEY"  # the environment variable whose value every request brings along
+API_KEY = "DRAFTSMITH_API_KEY"  # the environment variable of the key that requests carry
 TIMEOUT = 120.0  # seconds without a byte from a server
-# Five minutes in all: time for a server to be started anew. Later tries wait longer, each a little
-# else, lest all that are in flight come back at once; a server's own Retry-After goes before.
+# Five minutes in all, so that a server can be restarted. Later tries wait longer, each for a random
+# time, so that not all requests come back at once. A server's Retry-After has priority.
 PATIENT = Retry(
     total=10,
-    read=3,  # of silence, or of an answer that broke off
+    read=3,  # timeouts, or responses that broke off
     backoff_factor=1,
     backoff_max=60,
     backoff_jitter=1,
     status_forcelist=(429, 500, 502, 503, 504),
-    allowed_methods=None,  # a completion that was asked for twice is the same completion
-    raise_on_status=False,  # the last response says more than that there were too many
+    allowed_methods=None,  # all: a repeated completion is the same completion
+    raise_on_status=False,  # the last response is the better message
     retry_after_max=300,
 )
-# A server takes what is not said from the checkpoint's generation config.
+# A server takes options that a request omits from the checkpoint's generation config.
 UNPENALISED = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,
@@ -39,9 +39,9 @@ UNPENALISED = {
 
 
 class ServerError(ValueError):
-    """A server that cannot be used: says which, why, and what to do.
+    """A server that cannot be used: which, why, and the remedy.
 
-    status: what it answered with; None where it did not answer.
+    status: the HTTP status of its response; None without a response.
     """
 
     status: int | None = None
@@ -50,7 +50,7 @@ class ServerError(ValueError):
 class Server:
     """One OpenAI-compatible server; `url` with or without its /v1. Threads may share it."""
 
-    retries = Retry(total=0, raise_on_status=False)  # of a request that failed
+    retries = Retry(total=0, raise_on_status=False)
 
     def __init__(
         self,
@@ -59,20 +59,20 @@ class Server:
         model: str | None = None,
         connections: int = 1,
     ) -> None:
-        """timeout: seconds without a byte. model: which of those served; None: the first.
+        """timeout: seconds without a byte. model: a name of a served model; None: the first one.
 
         connections: how many are kept open.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ServerError(f"{url!r} is no address of a server; write http://HOST:PORT.")
+            raise ServerError(f"{url!r} is not the address of a server; write http://HOST:PORT.")
         self.url = url.rstrip("/").removesuffix("/v1")
         self.host, self.address = parts.hostname, parts.netloc.rpartition("@")[2]
         self.timeout = timeout
         self.asked_model = model
         self._key = os.environ.get(API_KEY, "").strip()
-        if not (self._key.isascii() and self._key.isprintable()):  # urllib3's error would tell it
-            raise ServerError(f"{API_KEY} has characters that no request can bring; correct it.")
+        if not (self._key.isascii() and self._key.isprintable()):  # urllib3's error would show it
+            raise ServerError(f"{API_KEY} has characters that a request cannot carry; correct it.")
         direct = self.host in ("localhost", "127.0.0.1", "::1") or proxy_bypass(self.host)
         proxy = None if direct else getproxies().get(parts.scheme)
         self._pool = (
@@ -83,7 +83,7 @@ class Server:
     def _request(
         self, path: str, body: dict[str, Any] | None, about: str, whole: bool
     ) -> Iterator[BaseHTTPResponse]:
-        """The response, to be read within the block; what goes wrong there is a ServerError."""
+        """The response, to be read within the block; errors there become a ServerError."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         if self._key:
@@ -103,18 +103,17 @@ class Server:
                 said = response.data.decode("utf-8", "replace")
                 said = said.replace(self._key or API_KEY, API_KEY)[:300]
                 if response.status in (401, 403):
-                    said += f"; set {API_KEY} to a key that it takes"
+                    said += f"; set {API_KEY} to a valid key"
                 error = ServerError(f"{self.url}{path} answered {response.status}{about}: {said}")
                 error.status = response.status
                 raise error
             try:
                 yield response
             finally:
-                response.close()  # read whole, its connection is back in the pool already
+                response.close()  # no effect after a whole response: its connection is in the pool
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ServerError(
-                f"{self.url}{path} sent what is not JSON ({error}); is this an OpenAI-compatible "
-                f"server?"
+                f"{self.url}{path} sent no JSON ({error}); is this an OpenAI-compatible server?"
             ) from None
         except HTTPError as error:
             reason = error.reason if isinstance(error, MaxRetryError) else error
@@ -127,16 +126,16 @@ class Server:
             raise ServerError(f"{self.url} {why}.") from None
 
     def ask(self, path: str, body: dict[str, Any] | None = None, about: str = "") -> Any:
-        """The JSON that a GET, or a POST of `body`, is answered with.
+        """The JSON response to a GET, or to a POST of `body`.
 
-        about: what for, as " to prompt 3". Raises ServerError once the retries are spent, and for a
-        key that stands twice in an object.
+        about: the request in an error, as " to prompt 3". Raises ServerError after the last retry,
+        and for an object that has a key twice.
         """
         with self._request(path, body, about, whole=True) as response:
             return json.loads(response.data, object_pairs_hook=_unique)
 
     def stream(self, path: str, body: dict[str, Any], about: str = "") -> Iterator[Any]:
-        """The messages of a streamed answer as they arrive."""
+        """The messages of a streamed response as they arrive."""
         with self._request(path, body, about, whole=False) as response:
             unfinished = b""
             while piece := response.read1():
@@ -146,13 +145,13 @@ class Server:
                         yield json.loads(line.removeprefix(b"data: "))
 
     def text(self, path: str) -> str:
-        """What a GET is answered with."""
+        """The response to a GET."""
         with self._request(path, None, "", whole=True) as response:
             return response.data.decode("utf-8", "replace")
 
     @cached_property
     def models(self) -> list[dict[str, Any]]:
-        """What it serves, as /v1/models has it: `id` of each, and with vLLM `root`, …"""
+        """The served models, as /v1/models lists them: `id` of each, and with vLLM `root`, …"""
         listed = self.ask("/v1/models")
         try:
             models = [card | {"id": str(card["id"])} for card in listed["data"]]
@@ -164,12 +163,12 @@ class Server:
 
     @property
     def model(self) -> str:
-        """The name of the model that is asked."""
+        """The name of the model in requests."""
         return str(self.asked_model or self.models[0]["id"])
 
 
 def token_ids(texts: Iterable[str]) -> list[int]:
-    """The ids that texts `token_id:N` stand for. Raises ServerError for any other text."""
+    """The N of each text `token_id:N`. Raises ServerError for any other text."""
     named = list(texts)
     if strange := [t for t in named if not (t[:9] == "token_id:" and t[9:].isdecimal())]:
         raise ServerError(
@@ -180,10 +179,10 @@ def token_ids(texts: Iterable[str]) -> list[int]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object, unless a key stands twice in it, so that one of its values would be lost."""
+    """The object. Raises ServerError if it has a key twice, because a value would be lost."""
     if len(dict(pairs)) < len(pairs):
         raise ServerError(
-            f"The server sent an object that has a key twice ({pairs!s:.80}…); is something "
-            f"between here and the server that rewrites answers?"
+            f"The server sent an object that has a key twice ({pairs!s:.80}…); does a "
+            f"proxy rewrite its responses?"
         )
     return dict(pairs)

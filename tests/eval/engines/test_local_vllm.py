@@ -157,6 +157,12 @@ def test_trimmed_medusa_heads_are_refused_before_a_server_starts(tmp_path):
         speculation(tmp_path, 3)
 
 
+def test_a_path_from_which_vllm_would_take_another_method_is_refused(tmp_path):
+    (tmp_path / "eagle3-runs").mkdir()
+    with pytest.raises(ServerError, match="eagle3-runs"):
+        speculation(tmp_path / "eagle3-runs", 3)
+
+
 def test_a_server_that_refuses():
     with (
         pytest.raises(ServerError, match=r"ended with status 1 .*ValueError: draft and target"),
