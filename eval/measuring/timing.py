@@ -80,8 +80,12 @@ def step_costs(
     for number in range(len(drafters)):
         token, once = median["draft", number], 0.0
         if ("block", number) in median:  # in a parallel draft one more token is one more column
-            column = max(0.0, median["block", number] - token) / max(1, longest_draft - 1)
-            token, once = column, token - column
+            block = median["block", number]
+            # noise can make a short block dear or cheap; neither part of its time is below 0
+            column = max(
+                0.0, min((block - token) / max(1, longest_draft - 1), block / longest_draft)
+            )
+            token, once = column, max(0.0, token - column)
         costs.append(StepCosts(token, verify[1], verify, context_length, once))
     return costs
 

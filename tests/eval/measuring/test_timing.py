@@ -62,6 +62,31 @@ def test_a_timed_step_reads_different_tokens():
     assert len(set(*read)) == 7
 
 
+@pytest.mark.parametrize(
+    ("step", "block", "token", "once"),
+    [(2.0, 4.0, 1.0, 1.0), (1.0, 6.0, 2.0, 0.0), (3.0, 2.0, 0, 3.0)],
+)
+def test_no_part_of_a_parallel_draft_costs_less_than_nothing(
+    target, own, monkeypatch, step, block, token, once
+):
+    """Drafts of 1 and 3 tokens are timed; noise may make either the dearer one."""
+    clock = 0.0
+
+    def taking(seconds):
+        def run():
+            nonlocal clock
+            clock += seconds
+
+        return run
+
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock))
+    monkeypatch.setattr(timing, "timed_step", lambda *_: taking(1.0))
+    monkeypatch.setattr(type(own), "step", lambda *_: taking(step))
+    monkeypatch.setattr(type(own), "block", lambda *_: taking(block))
+    (costs,) = step_costs(target.decoder, [own], 30, 3, Sampling(), repeats=2)
+    assert (costs.draft_step, costs.draft_block) == (token, once)
+
+
 def costs_of(draft, wider, block=0.0):
     """wider: what each token more to verify adds to a step of one second."""
     verify = {width: 1 + wider * (width - 1) for width in range(1, 8)}
