@@ -27,17 +27,19 @@ BATCH = 48
 
 
 def target_texts(
-    target: Target, prompts: Sequence[list[int]], decoding: Decoding, first: int = 0
+    target: Target, prompts: Mapping[str, list[int]], decoding: Decoding
 ) -> list[list[int]]:
     """The target's response to each prompt, batched: on it the acceptance rate is taken.
 
-    first: number of the first prompt; a prompt's random numbers depend on its number.
+    prompts: the token ids of each prompt id, on which the prompt's random numbers depend.
     """
     responses: list[list[int]] = [[] for _ in prompts]
-    seeds = [seed_of(decoding.seed, str(number)) for number in range(first, first + len(prompts))]
+    seeds = [seed_of(decoding.seed, prompt_id) for prompt_id in prompts]
     rows = min(BATCH, len(prompts))
     with tokens_bar("target texts", len(prompts), decoding) as bar:
-        generated = generate_batched(target.decoder, list(prompts), decoding, rows, seeds, bar=bar)
+        generated = generate_batched(
+            target.decoder, list(prompts.values()), decoding, rows, seeds, bar=bar
+        )
         for answer in generated:
             responses[answer.index] = answer.tokens
     return responses

@@ -86,11 +86,12 @@ def evaluate(
     # 1. The target's responses, on which acceptance rates are taken. If time is short, the prompts
     # without a response are left out of the evaluation.
     drawn = evaluation.drawn(len(evaluation.prompts), seed)
-    pieces = [drawn.after(start).first(BATCH) for start in range(0, len(drawn.prompts), BATCH)]
+    asked = list(zip((prompt.id for prompt in drawn.prompts), drawn.ids, strict=True))
+    pieces = [dict(asked[start : start + BATCH]) for start in range(0, len(asked), BATCH)]
     responses = journal.each(
         "target texts",
         pieces,
-        lambda number, piece: target_texts(target, piece.ids, decoding, number * BATCH),
+        lambda _number, piece: target_texts(target, piece, decoding),
         list,
         None,
         lambda measured: measured > 0 and time_is_over(SHARE_OF_RESPONSES),

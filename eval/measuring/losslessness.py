@@ -126,5 +126,5 @@ class LosslessCheck:
         unknown = {prompt: ids[prompt] for prompt in ids if prompt not in self.exact_outputs}
         if unknown:
             exact = dataclasses.replace(self.target, decoder=self.exact)
-            outputs = target_texts(exact, list(unknown.values()), self.decoding)
+            outputs = target_texts(exact, unknown, self.decoding)
             self.exact_outputs |= zip(unknown, outputs, strict=True)

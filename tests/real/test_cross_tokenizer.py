@@ -93,6 +93,8 @@ def pair():
     context = max(map(len, ids)) + NEW + 8
     target.decoder = build_decoder(target.model, context)
     assert isinstance(target.decoder, FusedDecoder)
-    answers = target_texts(target, ids, Decoding(Sampling(), target.stops, NEW))
+    answers = target_texts(
+        target, dict(zip("abc", ids, strict=True)), Decoding(Sampling(), target.stops, NEW)
+    )
     exact = load_target(GEMMA, torch.float32, "cpu", context)
     return target, exact, PromptSet("HumanEval", short, ids), answers

@@ -13,15 +13,26 @@ from eval.measuring.agreement import (
 )
 from tests.eval.measuring.made_up import GREEDY, IDS, SET, baselines
 
+BY_ID = dict(zip(("p0", "p1", "p2"), IDS, strict=True))
+
 
 def test_texts_are_the_targets_own_whatever_the_batch(target):
-    assert target_texts(target, IDS, GREEDY) == [run.tokens for run in baselines(target)]
+    assert target_texts(target, BY_ID, GREEDY) == [run.tokens for run in baselines(target)]
+
+
+def test_sampled_texts_depend_on_the_prompts_id_alone(target):
+    sampled = dataclasses.replace(GREEDY, sampling=Sampling(temperature=1.0))
+    texts = target_texts(target, BY_ID, sampled)
+    alone = [target_texts(target, {name: ids}, sampled)[0] for name, ids in BY_ID.items()]
+    renamed = target_texts(target, {f"other {name}": ids for name, ids in BY_ID.items()}, sampled)
+    assert texts == alone
+    assert all(text != other for text, other in zip(texts, renamed, strict=True))
 
 
 def test_alpha_is_one_for_the_target_itself_and_counts_agreeing_positions(
     target, own, other, journal
 ):
-    texts = target_texts(target, IDS, GREEDY)
+    texts = target_texts(target, BY_ID, GREEDY)
     drafters = {"own": own, "other": other}
     found, _ = measure_agreement(target, drafters, SET, texts, GREEDY, journal)
     assert [row.alpha_sum for row in found["own"]] == [20.0] * 3
@@ -37,7 +48,7 @@ def test_alpha_is_one_for_the_target_itself_and_counts_agreeing_positions(
 
 
 def test_logits_that_are_no_numbers_in_one_answer_are_refused(target, own, journal):
-    texts = target_texts(target, IDS, GREEDY)
+    texts = target_texts(target, BY_ID, GREEDY)
     rare = next(token for token in texts[1][:-1] if token not in [*IDS[0], *texts[0]])
 
     class Poisoned:
@@ -55,7 +66,7 @@ def test_logits_that_are_no_numbers_in_one_answer_are_refused(target, own, journ
 
 
 def test_sampled_alpha_is_the_overlap_of_the_distributions(target, other, journal):
-    texts = target_texts(target, IDS, GREEDY)
+    texts = target_texts(target, BY_ID, GREEDY)
     how = dataclasses.replace(GREEDY, sampling=Sampling(temperature=0.7))
     found, _ = measure_agreement(target, {"other": other}, SET, texts, how, journal)
     ids, text = IDS[0], texts[0]
@@ -71,7 +82,7 @@ def test_sampled_alpha_is_the_overlap_of_the_distributions(target, other, journa
 
 
 def test_the_log_of_alpha_keeps_positions_guesses_and_entropy(target, other, journal):
-    texts = target_texts(target, IDS, GREEDY)
+    texts = target_texts(target, BY_ID, GREEDY)
     found, entropy = measure_agreement(target, {"other": other}, SET, texts, GREEDY, journal)
     for row, bits, ids, text in zip(found["other"], entropy, IDS, texts, strict=True):
         assert len(row.values) == len(row.guesses) == len(bits) == row.positions
