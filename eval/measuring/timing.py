@@ -80,10 +80,10 @@ def step_costs(
     for number in range(len(drafters)):
         token, once = median["draft", number], 0.0
         if ("block", number) in median:  # in a parallel draft one more token is one more column
-            block = median["block", number]
-            # noise can make a short block dear or cheap; neither part of its time is below 0
+            longest = median["block", number]
+            # noise can make the shorter draft the dearer one; no part of its time is below 0
             column = max(
-                0.0, min((block - token) / max(1, longest_draft - 1), block / longest_draft)
+                0.0, min((longest - token) / max(1, longest_draft - 1), longest / longest_draft)
             )
             token, once = column, max(0.0, token - column)
         costs.append(StepCosts(token, verify[1], verify, context_length, once))
