@@ -66,12 +66,19 @@ def compared(drafts: Sequence[DraftLog]) -> list[tuple[str, str]]:
     """Which draft is compared with which, by name.
 
     Each model with the first, as the distilled draft with the base draft; then every draft with
-    n-gram speculation alone, which needs no model.
+    n-gram speculation alone, which needs no model. Of one that was measured at several draft
+    lengths, the same length is taken.
     """
-    models = [draft.name for draft in drafts if not draft.path.startswith((NGRAM, NGRAM_FIRST))]
-    pairs = [(name, models[0]) for name in models[1:]]
-    for ngram in (draft for draft in drafts if draft.path == NGRAM):
-        pairs += [(draft.name, ngram.name) for draft in drafts if draft is not ngram]
+    models = [draft for draft in drafts if not draft.path.startswith((NGRAM, NGRAM_FIRST))]
+    first = [draft for draft in models if draft.path == models[0].path]
+    ngram = [draft for draft in drafts if draft.path == NGRAM]
+    pairs = []
+    for contenders, rivals in ((models, first), (drafts, ngram)):
+        for draft in contenders if rivals else ():
+            rival = next((r for r in rivals if r.gamma == draft.gamma), rivals[0])
+            at_another_length = draft.path == rival.path and draft.gamma != rival.gamma
+            if draft is not rival and not at_another_length:
+                pairs.append((draft.name, rival.name))
     return pairs
 
 

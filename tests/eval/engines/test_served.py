@@ -260,6 +260,10 @@ def test_servers_are_started_for_every_draft_and_length(tmp_path, prompts, pair,
     }
     assert {name: (d.gamma, d.path) for name, d in report.drafts.items()} == named
     assert {draft.gamma_policy for draft in report.drafts.values()} == {"fixed"}
+    assert [(gain.draft, gain.over) for gain in report.gain] == [
+        ("own, gamma 2", "lookup, gamma 2"),
+        ("own, gamma 3", "lookup, gamma 3"),
+    ]
     for draft in report.drafts.values():
         assert draft.lossless.identical == draft.speedup.n == 10
         assert draft.counters.mean_acceptance_length.mean == draft.gamma
