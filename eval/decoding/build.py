@@ -38,8 +38,11 @@ def longest_context(config: Any) -> int:
             "how many positions it has (max_position_embeddings); use a model of another family."
         )
     rope = getattr(config, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings") or longest
     if rope.get("rope_type") == "longrope":  # all angles are others from this many tokens on
-        longest = min(longest, rope.get("original_max_position_embeddings", longest))
+        return min(longest, original)
+    if rope.get("rope_type") == "yarn":  # the angles are fixed; many configs keep the old length
+        return max(longest, int(original * rope["factor"]))
     return longest
 
 

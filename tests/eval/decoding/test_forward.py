@@ -189,6 +189,19 @@ def test_what_a_decoder_cannot_do_is_said():
         build_decoder(spread, CONTEXT)
 
 
+def test_yarn_reads_positions_beyond_those_that_its_config_keeps():
+    """Qwen2.5 names 32k positions beside a factor of 4."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    rope |= {"original_max_position_embeddings": 16}
+    shape = SHAPE | {"max_position_embeddings": 16, "rope_parameters": rope}
+    model, (text,) = randomised(LlamaForCausalLM(LlamaConfig(**shape))), drawn(60)
+    decoder = build_decoder(model, 64)
+    got = decoder.forward(torch.tensor([text]), 0, decoder.new_cache(1, 64))[0]
+    assert_close(got, plain(model, [text])[0])
+    with pytest.raises(ValueError, match="llama reads 64 positions"):
+        build_decoder(model, 65)
+
+
 def storages(model, decoder=None):
     """Bytes of each piece of memory that holds weights of the model or the decoder, by address."""
     held = [*model.parameters()]
