@@ -1,9 +1,9 @@
 """Equal bits on a CPU: a token verified among others has, to the bit, the logits it has alone.
 
-Else bf16 decides near-ties in another way, and half of all texts part from the target's own. A
-CPU's kernels sum in an order that depends on the shapes; these functions keep products and
-attention to shapes that agree (measurements: docs/lab-notes.md). The order within MKL is fixed in
-align/machine.py.
+Without them bf16 resolves near-ties differently, and half of all outputs diverge from the target's.
+A CPU's kernels sum in an order that depends on the shapes. These functions keep products and
+attention to shapes that agree (measurements: docs/lab-notes.md). align/machine.py fixes the order
+within MKL.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KERNEL_ROWS = 32  # query rows that torch's fused attention takes at a time
 FEWEST_ROWS = 4  # of fewer of them the sums have another order
 TRIED_WIDTHS, TRIED_SLOTS = (2, 3, 4, 5, 7), (64, 180, 256, 320)
 TRIED_HEADS, TRIALS = 32, 8
-ROW_SUMS = 1024  # oneDNN sums more terms of a single row in another order than of two
+ROW_SUMS = 1024  # for more terms than this oneDNN sums a single row in another order than two
 
 
 def whole_blocks(slots: int) -> int:
@@ -31,9 +31,9 @@ def whole_blocks(slots: int) -> int:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear of [B, T, K], a row alone computed beside a copy of itself where sums are long.
+    """F.linear of [B, T, K]. Where sums are long, a single row is computed beside its own copy.
 
-    Two rows take no longer than one: the weights are read once.
+    Two rows take no longer than one, because the weights are read once.
     """
     alone = x.shape[0] * x.shape[1] == 1 and x.shape[2] > ROW_SUMS
     if alone and x.dtype == torch.bfloat16 and x.device.type == "cpu":
@@ -44,10 +44,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class BlockAttention:
     """Attention of a few positions of one row, each with the bits that it has alone.
 
-    Each attends over as many slots as alone. Where this machine's kernel allows (`sums_alike`)
-    positions attend together, otherwise as rows of their own.
-    bias: as of `forward.causal_bias` [1, T, S]. first: the first position. slots: of the cache.
-    group: query heads that share a key head.
+    Each position attends over as many slots as alone. The positions attend together where this
+    machine's kernel allows (`sums_alike`), otherwise each in a separate row.
+    bias: from `forward.causal_bias` [1, T, S]. first: the first position. slots: the cache's
+    number. group: how many query heads share a key head.
     """
 
     def __init__(self, bias: Tensor, first: int, slots: int, group: int, together: bool) -> None:
@@ -100,7 +100,7 @@ def alike(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
 
 
 def enough_rows(x: Tensor) -> Tensor:
-    """x [..., T, D] with as many rows as its sums need to have the order of more: zeros."""
+    """x [..., T, D] padded with rows of zeros until its sums have the order of more rows."""
     return F.pad(x, (0, 0, 0, max(0, FEWEST_ROWS - x.shape[-2])))
 
 
@@ -109,8 +109,8 @@ def enough_rows(x: Tensor) -> Tensor:
 def sums_alike(group: int, head_size: int, dtype: torch.dtype) -> bool:
     """Whether attention of several positions at once has, on this machine, the bits of each alone.
 
-    Tried on random numbers (0.3 s), since it depends on the kernels of the CPU at hand. Rounded to
-    bf16 other sums seldom show (a head's output in 1 to 5 of 500), hence so many.
+    Random numbers are tried (0.3 s), because it depends on this CPU's kernels. They are many,
+    because rounding to bf16 hides most other sums: 1 to 5 of 500 outputs of a head differ.
     """
     if 2 * group > KERNEL_ROWS:
         return False

@@ -3,8 +3,8 @@
 Legend: B rows, T new positions a row, S cache slots, H hidden size, V rows of the output head. A
 layer's number is its place in transformers' `hidden_states`: 0 the embeddings, k the state after k
 layers, the last one after the final norm.
-A row's position is its slot in the cache, so rolling back is nothing but a smaller `start`: the
-slots beyond it are masked and then overwritten.
+A row's position is its slot in the cache. Therefore a smaller `start` rolls back: the slots beyond
+it are masked and then overwritten.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def causal_bias(
 ) -> Tensor:
     """Added to attention scores [B, T=width, S=length]: 0 where a position may look, else -inf.
 
-    start: first new position of each row [B]. Slots past a row's own position hold stale or
-    unwritten keys and are masked. window: so many slots, its own included, does a position look at.
+    start: first new position of each row [B]. Slots past a row's position hold stale or unwritten
+    keys and are masked. window: number of slots that a position looks at, its own included.
     """
     positions = (start[:, None] + torch.arange(width, device=start.device))[..., None]
     slots = torch.arange(length, device=start.device)
@@ -137,10 +137,10 @@ def in_pieces(
     last_only: bool = True,
     states: HiddenStates | None = None,
 ) -> Iterator[Tensor]:
-    """The logits of a long text [B, T], a piece of it after another: each as of Decoder.forward.
+    """The logits of a long text [B, T], piece by piece, each as Decoder.forward returns it.
 
-    What one forward needs beside the cache does not grow with T then: its activations, and a mask
-    of T by S. states: in the end those of the whole text.
+    So the memory for activations and for the mask does not grow with T. states: at the end, those
+    of the whole text.
     """
     read: dict[int, list[Any]] = {layer: [] for layer in states or ()}
     for piece in tokens.split(PIECE, dim=1):

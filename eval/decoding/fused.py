@@ -16,9 +16,9 @@ from eval.decoding import cpu_bits
 from eval.decoding.forward import HiddenStates, KVCache, causal_bias, empty_cache
 from eval.decoding.weights import INT8_TERMS, Product
 
-BATCHED_ROWS = 8  # from so many rows on, attention is two batched products on a CPU
+BATCHED_ROWS = 8  # fewest rows for which attention is two batched products on a CPU
 
-# A layer's norms: of what attention reads and what it adds, of what the MLP reads and what it adds.
+# A layer's norms: before and after attention, before and after the MLP.
 LLAMA_NORMS = ("input_layernorm", None, "post_attention_layernorm", None)
 NORMS = {
     "gemma3_text": (
@@ -30,7 +30,7 @@ NORMS = {
     "olmo2": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
 }
 HEAD_NORMS = ("qwen3", "gemma3_text", "olmo2")
-UNTURNED = "unturned"  # layers that no angles turn (some of SmolLM3)
+UNTURNED = "unturned"  # layers without rotary angles (some of SmolLM3)
 
 
 class _Layer(NamedTuple):
@@ -46,7 +46,7 @@ class _Layer(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """What layers share. window: tokens that a position reads (None: all). rotary: whose angles."""
+    """What layers share. window: tokens that a position reads (None: all). rotary: their angles."""
 
     device: torch.device
     window: int | None
@@ -207,7 +207,7 @@ class FusedDecoder:
         states: HiddenStates | None = None,
         length: int | None = None,
     ) -> Tensor:
-        """As of Decoder.forward. length: attend over so many slots, whatever is in them.
+        """See Decoder.forward. length: number of slots to attend over, whatever is in them.
 
         With a length, `start` is on the device [B] and the model on one device. Then the host reads
         nothing and no shape depends on a number on the device, so what was recorded once
@@ -339,7 +339,7 @@ def batched_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Scaled dot-product attention of many rows as two batched products.
 
     q [B, heads, T, D], k and v [B, heads, S, D], mask [B * heads, T, S], added to the scores.
-    torch's fused CPU kernel walks through the rows one by one: twice the time from about eight on.
+    torch's fused CPU kernel reads the rows one by one: twice the time from about eight rows on.
     """
     scores = torch.baddbmm(
         mask, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=q.shape[-1] ** -0.5

@@ -1,4 +1,4 @@
-"""Batched generation by the target alone: ragged rows, finished ones replaced at once."""
+"""Batched generation by the target alone: rows of unequal length, replaced when they end."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ PREFILL_ROWS = 4  # prompts of up to PIECE tokens read at once: each weight serv
 
 @dataclass
 class Answer:
-    """The target's answer to prompt number `index`: tokens, a stop token included when emitted.
+    """The target's output for prompt number `index`: its tokens, an emitted stop token included.
 
-    captured: whatever `capture` returned for the raw logits at each of these tokens; where prompts
-    were captured too, first at each of the prompt's but its first. states: the target's hidden
-    states at every token of prompt and answer but the last, in pieces [T, L, H] on the host, bf16.
+    captured: what `capture` returned for the raw logits at each of these tokens. If prompts are
+    captured too, those at the prompt's tokens but its first precede. states: the target's hidden
+    states at every token of prompt and output but the last, in pieces [T, L, H] on the host, bf16.
     """
 
     index: int
@@ -35,15 +35,16 @@ class Answer:
 
 
 def tokens_bar(name: str, answers: int, decoding: Decoding, disable: bool = False) -> tqdm[Any]:
-    """A progress bar of so many answers. All take long, and rows end together: it counts tokens."""
+    """A progress bar that counts tokens, because outputs take long and end together."""
     total = answers * decoding.max_new_tokens
     return tqdm(desc=name, total=total, unit="token", unit_scale=True, disable=disable)
 
 
 def prefill_groups(prompts: Sequence[list[int]]) -> list[list[int]]:
-    """The numbers of prompts that are read together, in the order in which they are.
+    """The numbers of the prompts that are read together, in their order.
 
-    Longest first: rows that run together have similar lengths, and attention reads less.
+    The longest are first: then rows that run together have similar lengths, and attention reads
+    less.
     """
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     long = sum(len(prompt) > PIECE for prompt in prompts)
@@ -52,25 +53,25 @@ def prefill_groups(prompts: Sequence[list[int]]) -> list[list[int]]:
 
 
 def rows_at_once(batch_size: int, prompt: int, new: int) -> int:
-    """Rows that run together of prompts of so many tokens, each with up to `new` more.
+    """How many rows run together. prompt: tokens of the longest prompt; new: tokens of an output.
 
-    batch_size, for prompts of up to PIECE tokens; of longer ones no more than take the same slots
-    of a cache, their lengths rounded up to powers of two.
+    batch_size for prompts of up to PIECE tokens. Longer prompts, their lengths rounded up to powers
+    of two, take no more slots of a cache.
     """
     return max(1, batch_size * (PIECE + new) // (_bucket(prompt) + new))
 
 
 def _bucket(prompt: int) -> int:
-    """PIECE times the power of two that holds a prompt of so many tokens."""
+    """PIECE times the power of two that holds a prompt of this many tokens."""
     return PIECE << max(0, -(-prompt // PIECE) - 1).bit_length()
 
 
 class Kept(NamedTuple):
-    """What answers keep beside their tokens.
+    """What is kept beside the tokens of an output.
 
     capture: called on the raw logits [B, V] of each step; row b of each tensor it returns goes to
-    the answer that holds row b. in_prompts: it is called on those within each prompt, too. layers:
-    those of the hidden states that are kept, numbered as in forward.py.
+    the output in row b. in_prompts: `capture` is called on the logits within each prompt, too.
+    layers: whose hidden states are kept, numbered as in forward.py.
     """
 
     capture: Callable[[Tensor], tuple[Tensor, ...]] | None = None
@@ -90,14 +91,14 @@ def generate_batched(
     kept: Kept = TOKENS_ALONE,
     bar: tqdm[Any] | None = None,
 ) -> Iterator[Answer]:
-    """Answers as they finish, not in order. `prompts` are token ids, none of them empty.
+    """Outputs in the order in which they end. `prompts` are token ids, none of them empty.
 
     A row that ends is given to the next prompt at once, so that no step is spent on finished rows.
     Prompts longer than PIECE run apart from shorter ones, and fewer at once (`rows_at_once`).
-    seeds: one a prompt, from which all random numbers of its answer come. Every step has as many
-    rows, and prompts are read in `prefill_groups`: with the same ones read together, an answer's
-    bits do not depend on what else runs beside it, as long as the cache has as many slots.
-    bar: counts tokens, those that an answer leaves unused too: `tokens_bar`.
+    seeds: one for each prompt; all random numbers of its output come from it. Every step has the
+    same number of rows, and prompts are read in `prefill_groups`. Therefore an output's bits depend
+    only on the prompts that are read with it and on the slots of the cache.
+    bar: from `tokens_bar`; it also counts the tokens that an output leaves unused.
     """
 
     def bucket(group: list[int]) -> int:
@@ -123,7 +124,7 @@ def _generate(
     kept: Kept,
     bar: tqdm[Any] | None,
 ) -> Iterator[Answer]:
-    """As generate_batched, of prompts that run together, the longest first."""
+    """`generate_batched` for prompts that run together, the longest first."""
     sampling, capture, layers = decoding.sampling, kept.capture, kept.layers
     queue = prefill_groups(prompts)
     longest = len(prompts[0])
@@ -132,8 +133,8 @@ def _generate(
     waiting: list[int] = []  # prompts in the rows of `prefilled`, the last of them first
     in_prompts: dict[int, list[tuple[Tensor, ...]]] = {}  # captured of those
     in_heads: dict[int, list[Tensor]] = {}  # and their states
-    # each row's answer, the token it reads next, and that token's position; a row without an answer
-    # stays where it is, which is at 0
+    # each row's output, the token it reads next, and that token's position; a row without an output
+    # stays at position 0
     answers: list[Answer | None] = []
     tokens, positions, used, moves = torch.zeros((4, rows), dtype=torch.long, device=target.device)
     # one random number for each token that a row may still emit; how many it has `used`

@@ -28,7 +28,7 @@ WARM_UPS = 2  # before a recording, so that kernels are chosen and workspaces ex
 
 @dataclass
 class StaticCache(KVCache):
-    """A cache of one row whose tensors stay where they are. number: of these tensors."""
+    """A cache of one row with tensors at fixed addresses. number: identifies these tensors."""
 
     number: int
 
@@ -36,12 +36,12 @@ class StaticCache(KVCache):
         return KVCache([*self.keys], [*self.values]).resized(slots)
 
 
-# From a function and the tensors it reads, a function that runs it on their values by then.
+# Takes a function and the tensors it reads; returns a function that runs it on their new values.
 Record = Callable[[Callable[..., list[Tensor]], Sequence[Tensor]], Callable[[], list[Tensor]]]
 
 
 class CudaGraphs:
-    """`Record` on a GPU. All graphs share one pool of memory: none runs beside another."""
+    """`Record` on a GPU. All graphs share one pool of memory, because only one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.pool = device, torch.cuda.graph_pool_handle()
@@ -69,7 +69,7 @@ class CudaGraphs:
 class GraphedDecoder:
     """A fused decoder whose forwards of one row and a few tokens are recorded and replayed.
 
-    recordings: count of all such decoders, so that a timing shows whether it held one.
+    recordings: counted over all such decoders, so that a timing can see whether one fell into it.
     """
 
     recordings = 0

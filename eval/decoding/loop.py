@@ -128,9 +128,9 @@ def _emit(
     """
     drafted = len(draft)
     emitted = [*draft[:accepted], next_token]
-    # The last step is left out of the mean acceptance length wherever a step that starts here could
-    # be cut by the length limit, even if this one was not: else the mean would rest on the shorter
-    # steps.
+    # The last step is left out of the mean acceptance length wherever the length limit could cut a
+    # step that starts here, even if this step is whole. Otherwise only the long steps would be
+    # missing, and the mean would be too small.
     run.last_truncated = room < draft_length and room <= drafted
     end = next((i for i, token in enumerate(emitted) if token in stops), None)
     if end is not None:

@@ -38,7 +38,7 @@ class Target:
 def load_target(spec: str, dtype: torch.dtype, device: str, context_length: int) -> Target:
     """The target of a spec, ready to decode contexts of `context_length` tokens on a device.
 
-    device: as of `load_on`.
+    device: see `load_on`.
     """
     model, tokenizer = load_on(spec, dtype, device), load_tokenizer(spec)
     decoder = build_decoder(model, context_length)

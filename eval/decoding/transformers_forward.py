@@ -16,7 +16,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from eval.decoding.forward import HiddenStates, KVCache, empty_cache, input_embedding
 from eval.decoding.weights import in_fp32
 
-# What layers read of a text; a window or a chunk is a mask over a cache of all of it.
+# What layers read of a text. A window or a chunk is a mask over a cache of the whole text.
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 PROBE_LENGTH = 8
 
@@ -36,7 +36,7 @@ class _Slots:
 class _SlotLayer(CacheLayerMixin):
     """One layer of a KVCache in the shape that transformers' attention modules write to.
 
-    Without keys and values it makes them at its first update, of PROBE_LENGTH slots.
+    Without keys and values, the first update makes them with PROBE_LENGTH slots.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class _SlotLayer(CacheLayerMixin):
 def _masks_by_row(slots: _Slots) -> Iterator[None]:
     """Within it a model's masks are evaluated at the positions of each row.
 
-    transformers makes masks from functions of two positions (causal, window, chunk, whatever a
-    family combines), but lets all rows start at the same one.
+    transformers makes masks from functions of two positions (causal, window, chunk, or a family's
+    combination), but lets all rows start at the same position.
     """
 
     def mask(
@@ -109,7 +109,7 @@ def _masks_by_row(slots: _Slots) -> Iterator[None]:
 def refuse_states(config: Any, stateful: bool) -> None:
     """Raise ValueError for layers that cannot be rolled back by position, or read row by row.
 
-    stateful: as the model's class says of itself.
+    stateful: whether the model's class says that it has a state.
     """
     refused = f"A {config.model_type} model cannot be decoded here: "
     unknown = {*(getattr(config, "layer_types", None) or [])} - ATTENTION_KINDS
@@ -128,9 +128,9 @@ def refuse_states(config: Any, stateful: bool) -> None:
 class TransformersDecoder:
     """Any causal LM of transformers behind the same interface, computed by its own modules.
 
-    It is tried on a few tokens when it is built: that shows the shapes of a family's keys and
-    values (MLA has two sizes, a layer may share another's), and that rows at different positions,
-    one of them rolled back, have the logits of transformers' own forward.
+    The constructor tries it on a few tokens. The trial shows the shapes of a family's keys and
+    values (MLA has two sizes, a layer may share another's). It also shows that rows at different
+    positions, one of them rolled back, have the logits of transformers' own forward.
     """
 
     def __init__(

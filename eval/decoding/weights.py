@@ -103,7 +103,7 @@ def fused(parts: Sequence[nn.Linear]) -> Tensor:
     """The weights of products that read the same input, one below the other [N, K].
 
     The parts' own weights become views of it: the model computes, saves and is pruned as before.
-    Where they are that already, as after an earlier call, nothing is copied.
+    Where they are views already, as after an earlier call, nothing is copied.
     """
     weights = [part.weight.detach() for part in parts]
     first, size = weights[0], sum(len(weight) for weight in weights)
@@ -124,10 +124,10 @@ def fused(parts: Sequence[nn.Linear]) -> Tensor:
 
 
 def _unload(weights: Sequence[Tensor]) -> None:
-    """Let go of the pages of a file that these were read from; reading them would fetch them again.
+    """Release the file pages that these weights were read from; a later read loads them again.
 
-    transformers maps a checkpoint's file into memory, and all that was read of it stays there for
-    as long as any of its tensors lives.
+    transformers maps a checkpoint's file into memory. The pages that were read stay in memory as
+    long as any tensor of the file exists.
     """
     if sys.platform != "linux":
         return
@@ -146,8 +146,8 @@ def _unload(weights: Sequence[Tensor]) -> None:
 def fp32_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear in fp32 of a weight [N, K] in fewer bits, converted a few rows at a time.
 
-    All pieces use one buffer: else outputs would fill the holes of freed pieces, and each new piece
-    would take more memory.
+    All pieces use one buffer. Otherwise outputs fill the holes of freed pieces, and each new piece
+    takes more memory.
     """
     pieces = _pieces(weight)
     buffer = torch.empty(pieces[0].shape, dtype=torch.float32, device=weight.device)
@@ -173,10 +173,10 @@ class _Fp32Products(TorchFunctionMode):
 
 @contextmanager
 def in_fp32(model: nn.Module) -> Iterator[None]:
-    """Within it the model computes in fp32, each module's weights converted while it runs.
+    """Within it the model computes in fp32: each module's weights are converted while it runs.
 
-    A product's a few rows at a time, of an embedding the rows that are read, of any other module
-    (a norm, a mixture's experts) all at once. Afterwards the model is as it was.
+    A product's weight is converted a few rows at a time, an embedding's in the rows that are read,
+    any other module's (a norm, a mixture's experts) at once. Afterwards the model is unchanged.
     """
     saved: dict[nn.Module, dict[str, Any]] = {}
 

@@ -38,7 +38,7 @@ from eval.engines.comparison import (
 )
 from eval.measuring.environment import environment
 from eval.measuring.evaluation import device_name
-from eval.measuring.losslessness import PARTS_IN_FP32, tie
+from eval.measuring.losslessness import DIVERGES_IN_FP32, tie
 from eval.measuring.runs import REFERENCE_ONLY
 from eval.prompts import Prompt, PromptSet
 from eval.reporting.fields import Report
@@ -142,7 +142,7 @@ class Assisted:
                 engine._generate(ids, greedy) for engine in (replace(exact, assistant=None), exact)
             ]
             if not torch.equal(*outputs):
-                entry |= PARTS_IN_FP32
+                entry |= DIVERGES_IN_FP32
         return entry
 
     @cached_property

@@ -25,7 +25,7 @@ from eval.measuring.output_check import divergence, ledger
 from eval.prompts import Prompt, PromptSet
 
 WIDEST_TIE = {torch.bfloat16: 1.0, torch.float16: 0.25, torch.float32: 0.01}  # nats
-PARTS_IN_FP32: dict[str, Any] = {"tie": False, "why": "the outputs diverge in fp32, too"}
+DIVERGES_IN_FP32: dict[str, Any] = {"tie": False, "why": "the outputs diverge in fp32, too"}
 
 
 def tie(
@@ -97,7 +97,7 @@ class LosslessCheck:
         for prompt, ids, entry in tqdm(near, desc="check ties in fp32", unit="prompt"):
             exact = decode(self.exact, drafter, prompt, ids, self.decoding, draft_length)
             if exact.tokens != self.exact_outputs[prompt.id]:
-                entry |= PARTS_IN_FP32
+                entry |= DIVERGES_IN_FP32
         return ledger(len(runs), entries)
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""A draft with a vocabulary of its own: the tokens that both vocabularies have are drafted.
+"""A draft with another vocabulary: it drafts the tokens that both vocabularies have.
 
 arXiv 2502.05202 describes it as token-level intersection. Legend: K vocabulary entries of the
 draft's head that may be drafted.

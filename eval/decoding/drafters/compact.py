@@ -1,6 +1,6 @@
 """compact.json and the tensors of a draft that shares its target's embedding, as read.
 
-Legend: K rows of the draft's head.
+Legend: K vocabulary entries of the draft's head.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def weights_of(folder: Path, device: str) -> dict[str, Tensor]:
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Make these the model's weights. Raises ValueError where they are not all it has."""
+    """Load these weights into the model. Raises ValueError where others are due."""
     try:
         model.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
@@ -70,7 +70,7 @@ def refuse_other_target(
 
 
 def read_token_ids(folder: Path, tensors: dict[str, Tensor]) -> Tensor | None:
-    """Target id of each head row [K], taken out of the tensors; None where it has them all.
+    """Target id of each entry of the head [K], removed from the tensors; None for a whole head.
 
     Raises ValueError where d2t and t2d disagree.
     """

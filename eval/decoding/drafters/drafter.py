@@ -42,9 +42,9 @@ def no_draft(device: torch.device) -> Proposal:
 
 
 class Text(NamedTuple):
-    """A text, prompt and first token, as a drafter takes it up.
+    """A text, prompt and first token, as a drafter gets it.
 
-    ids: of the target. slots: how many tokens the text may have in the end. generator: of the
+    ids: the target's. slots: how many tokens the text may have in the end. generator: for the
     random numbers that drafts are sampled with. states: the target's hidden states at all tokens
     but the last [1, T, H].
     """
@@ -77,10 +77,10 @@ class Session(ABC):
 class Drafter(ABC):
     """A drafter as loaded.
 
-    vocab_size: V. vocabulary: how its own relates to the target's. form: which of its saved forms
-    runs, full_form_bytes: what the form for other engines weighs. bytes: its own in memory, what it
-    shares with the target not counted. layers: the target's hidden states it reads, numbered as in
-    forward.py.
+    vocab_size: V. vocabulary: how its vocabulary relates to the target's. form: which of its
+    checkpoints runs. full_form_bytes: size of the full-vocabulary checkpoint for other engines.
+    bytes: in memory, without what it shares with the target. layers: the target's hidden states
+    that it reads, numbered as in forward.py.
     """
 
     vocab_size: int
@@ -189,9 +189,9 @@ class HeadDrafter(Drafter):
 
 
 def on_target_ids(token_ids: Tensor | None, embedding: Tensor) -> dict[str, Any]:
-    """What is known of a draft made for the target of that embedding [V, H], in its compact form.
+    """Fields of a drafter in its compact form, made for the target with this embedding [V, H].
 
-    token_ids: as of a HeadDrafter.
+    token_ids: see HeadDrafter.
     """
     coverage = 1.0 if token_ids is None else len(token_ids) / len(embedding)
     return {
@@ -203,7 +203,7 @@ def on_target_ids(token_ids: Tensor | None, embedding: Tensor) -> dict[str, Any]
 
 
 def timed_choice(logits: Callable[[], Tensor], sampling: Sampling) -> Callable[[], None]:
-    """A step to be timed: what computes the logits, and the choice of a token."""
+    """A step to be timed: it computes the logits and chooses a token."""
 
     def run() -> None:
         scores = logits()

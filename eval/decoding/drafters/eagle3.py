@@ -7,7 +7,7 @@ before it; pair i belongs to token i + 1.
 
 A folder holds the checkpoint as vLLM and speculators load it, or in the layout of EAGLE's own code
 where it came so, and compact.json where draftsmith made it. Legend: B rows, T pairs, L layers read,
-H hidden size, K rows of the head, V the target's vocabulary.
+H hidden size, K entries of the head, V the target's vocabulary.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def load_eagle3(
 
 
 class Eagle3Decoder(FusedDecoder):
-    """The layer over a cache of its own, for inference; on a CPU in eight bits."""
+    """The layer over its cache, for inference; on a CPU in eight bits."""
 
     def __init__(self, model: PreTrainedModel, context_length: int, embedding: Tensor) -> None:
         # a target in fp32 is there to be compared with, and so is its draft

@@ -1,7 +1,7 @@
 """How drafts lie in folders. A kind of draft is a file beside this one that has a FORMAT.
 
-The file of the same name in distill/drafters has how it is trained. Legend: K rows of the draft's
-head.
+The file of the same name in distill/drafters has how it is trained. Legend: K vocabulary
+entries of the draft's head.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DraftFormat:
         return type(self).__module__.rpartition(".")[2]
 
     def head_rows(self, config: Mapping[str, Any]) -> int | None:
-        """Rows of the head of a published draft, by its config.json; None for any other model."""
+        """Vocabulary entries of a published draft's head, by its config.json; None for others."""
         return None
 
     def check_config(self, folder: Path, target: PreTrainedConfig) -> None:

@@ -17,11 +17,11 @@ from eval.decoding.target import Target, tensor_sha256
 def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
     """The drafter of a spec.
 
-    `prompt-lookup`, `lookup-first:SPEC`; a folder with a compact form (or that form itself), which
-    is of the kind that its compact.json names, or, for another target than it was made for
-    (quantised otherwise, say), its full form; EAGLE-3 or Medusa heads as others publish them.
-    Anything else is a model of its own, whose vocabulary is bridged by `strategy` (align/check.py).
-    Raises ValueError when no lossless strategy exists for the pair, or the one asked for is none.
+    spec: `prompt-lookup`; `lookup-first:SPEC`; a folder with a compact form, or that form itself,
+    whose compact.json names its kind; EAGLE-3 or Medusa heads as others publish them; or any other
+    model, whose vocabulary is mapped by `strategy` (align/check.py). For another target than it was
+    made for, for example one quantised differently, a folder's full-vocabulary checkpoint is taken.
+    Raises ValueError if no lossless strategy exists for the pair, or `strategy` is not lossless.
     """
     if spec == LOOKUP:
         return prompt_lookup(target)

@@ -3,9 +3,9 @@
 The longest of the last 5, 4, 3, 2 or 1 tokens that stand earlier in the text are looked up, the
 latest such place taken, and the tokens after it drafted, over the text's end if need be (arXiv
 2304.04487 drafts from references like this; transformers calls it `prompt_lookup_num_tokens`).
-Without a match nothing is drafted (`prompt-lookup`), or a draft writes what is new
-(`lookup-first:SPEC`): a match of two tokens is as often right as a small draft, a longer one far
-more often, one of a single token less often (figures: docs/lab-notes.md).
+Without a match nothing is drafted (`prompt-lookup`), or a draft model drafts (`lookup-first:SPEC`).
+A match of two tokens is as often right as a small draft, a longer match far more often, a match of
+one token less often (figures: docs/lab-notes.md).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ SHORTEST_FIRST = 2  # tokens that must match before a draft is not asked
 class TextIndex:
     """A text and where each of its n-grams last stood, so that a lookup does not read the text.
 
-    stops: tokens that end a turn, which are never drafted: the target adds a token of its own to
-    every draft, so they save no call, and what ends a prompt seldom stands within an answer.
+    stops: tokens that end a turn. They are never drafted: the target adds a token to every draft,
+    so they save no step, and the end of a prompt seldom stands within an output.
     """
 
     def __init__(self, tokens: Iterable[int], stops: frozenset[int]) -> None:

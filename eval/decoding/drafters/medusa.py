@@ -5,7 +5,7 @@ head d drafts the token d places after the newest: a residual block, then an out
 share. There is no cache of keys and values, and no model that reads the text: a head is a step.
 
 A folder holds the checkpoint as vLLM loads it (its MedusaModel), and compact.json where draftsmith
-made it. Legend: B rows, T positions, D heads, H hidden size, K rows of the output head, V the
+made it. Legend: B rows, T positions, D heads, H hidden size, K entries of the output head, V the
 target's vocabulary.
 """
 

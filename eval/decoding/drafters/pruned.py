@@ -1,8 +1,8 @@
-"""The target's own first layers, under a head of their own.
+"""The target's first layers under a separate head.
 
 A folder's compact form (`draft/compact/`) holds the draft's own tensors only: its layers, its norm,
 its head over `token_ids`. The input embedding is the target's, shared in memory and named by its
-hash. Legend: H hidden size, V the target's vocabulary, K rows of the draft's head.
+hash. Legend: H hidden size, V the target's vocabulary, K entries of the draft's head.
 """
 
 from __future__ import annotations

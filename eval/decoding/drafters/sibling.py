@@ -1,4 +1,4 @@
-"""A sibling: a small model of its own, its vocabulary bridged to the target's where they differ."""
+"""A sibling: a small model of the family, its vocabulary mapped to the target's if they differ."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONGER = 2  # a text in a draft's own ids has at most so many times the target's
 def sibling_drafter(model: Any, spec: str, target: Target, strategy: str) -> CausalLMDrafter:
     """The drafter of a model that was loaded from that spec, whose tokenizer it has.
 
-    strategy: how the vocabularies are bridged (align/check.py). Raises ValueError when no lossless
+    strategy: how the vocabularies are mapped (align/check.py). Raises ValueError when no lossless
     one exists for the pair, or the one asked for is none.
     """
     target_vocab, draft_vocab = read_vocabulary(target.spec), read_vocabulary(spec)
