@@ -26,6 +26,7 @@ from eval.decoding.drafters.eagle3 import Eagle3Session, build_eagle3
 from eval.decoding.drafters.lookup import lookup_first, prompt_lookup
 from eval.decoding.drafters.medusa import MedusaDrafter, MedusaSession
 from eval.decoding.drafters.pard import PardDrafter
+from eval.decoding.graphs import GraphedDecoder
 from eval.decoding.loop import Decoding, decode
 from eval.decoding.target import Target
 from eval.decoding.transformers_forward import TransformersDecoder
@@ -104,12 +105,17 @@ def transplanted(world):
     return world.drafter(transplant(model, vocab_map, target, draft, world.vocab))
 
 
-def pard(world, seed=0, most=DEPTH):
+def graphed(model, context):
+    """A decoder on static buffers whose graphs run eagerly at each replay."""
+    return GraphedDecoder(build_decoder(model, context), lambda run, inputs: lambda: run(*inputs))
+
+
+def pard(world, seed=0, most=DEPTH, build=build_decoder):
     """The mask is the last vocabulary entry, with an embedding of its own."""
     model, mask = copy.deepcopy(world.model(seed)), world.vocab - 1
     with torch.no_grad():
         model.get_input_embeddings().weight[mask].normal_()
-    return world.drafter(model, kind=PardDrafter, mask=mask, most=most)
+    return world.drafter(model, build, kind=PardDrafter, mask=mask, most=most)
 
 
 def eagle3(world, kept=None):
@@ -160,11 +166,13 @@ DRAFTERS = {
         lambda world: world.drafter(world.noisy(), TransformersDecoder),
         "some",
     ),
+    "graphed": (lambda world: world.drafter(world.noisy(), graphed), "some"),
     "by map": (by_map, "any"),
     "by map, short of room": (lambda world: by_map(world, 14), "any"),
     "transplanted": (transplanted, "any"),
     "PARD": (pard, "some"),
     "PARD, any length": (lambda world: pard(world, 5, None), "any"),
+    "PARD, graphed": (lambda world: pard(world, build=graphed), "some"),
     "EAGLE-3": (eagle3, "any"),
     "EAGLE-3, trimmed": (lambda world: eagle3(world, lambda v: torch.arange(0, v, 2)), "any"),
     "Medusa": (medusa, "any"),
