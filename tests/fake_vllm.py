@@ -129,6 +129,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if self.path == "/v1/models":
             self.reply({"data": [{"id": name, "root": server.root} for name in server.names]})
+        elif self.path == "/health":
+            self.reply({})
         elif self.path == "/version":
             self.reply({"version": "0.32.0"})
         elif self.path == "/metrics" and server.metrics:
