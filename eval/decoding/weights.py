@@ -86,7 +86,7 @@ class Product(NamedTuple):
                 return fp32_linear(x, self.weight, self.bias)
             return cpu_bits.linear(x, self.weight, self.bias)
         values, scales = self.weight
-        if x.shape[0] * x.shape[1] > INT8_ROWS:
+        if not 0 < x.shape[0] * x.shape[1] <= INT8_ROWS:
             return F.linear(x, values.to(x.dtype) * scales[:, None], self.bias)
         y = torch._weight_int8pack_mm(x.flatten(0, 1), values, scales).view(*x.shape[:2], -1)
         return y if self.bias is None else y + self.bias

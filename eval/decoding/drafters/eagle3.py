@@ -224,6 +224,8 @@ class Eagle3Decoder(FusedDecoder):
 
     def from_start(self, tokens: Tensor, hidden: Tensor, cache: KVCache | None = None) -> Tensor:
         """What the head reads of a text's first pairs, as of `read`."""
+        if tokens.shape[1] == 0:  # a text of one token has no pair
+            return hidden
         cache = cache or self.new_cache(1, tokens.shape[1])
         pieces = zip(tokens.split(PIECE, 1), hidden.split(PIECE, 1), strict=True)
         read = [
@@ -253,7 +255,7 @@ class Eagle3Drafter(CausalLMDrafter):
         hidden = self.fused({k: states[k][:, :-1] for k in self.layers})  # type: ignore[index]
         # of a prompt of one token there is no pair before the first token of the text
         first = max(0, tokens.shape[1] - len(text))
-        logits = decoder.head(decoder.from_start(tokens, hidden)[0, first:])
+        logits = decoder.head(decoder.from_start(tokens, hidden)[:, first:])[0]
         return logits, len(text) - len(logits)
 
     def step(self, context_length: int, sampling: Sampling) -> Callable[[], None]:

@@ -369,6 +369,14 @@ def test_proposals_are_what_the_acceptance_rate_is_taken_on(world, made, own, na
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
+def test_one_token_after_a_prompt_of_one_token_has_a_distribution(world, made, name):
+    states = states_of(world.target.decoder, [9], made(name).layers)
+    q = made(name).teacher_forced([9], [5], Sampling(1.0), states)
+    assert q.shape == (1, world.vocab)
+    assert float(q.sum()) in (0, pytest.approx(1, abs=1e-5))
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_a_long_text_is_read_in_pieces(world, made, own, monkeypatch, name):
     target, drafter, ids, text = world.target.decoder, made(name), TEXTS[0] * 3, own[1]
     states = states_of(target, [*ids, *text[:-1]], drafter.layers)
