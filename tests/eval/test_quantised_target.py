@@ -51,10 +51,10 @@ def loaded(folder, name):
 
 def test_a_draft_made_for_one_form_drafts_for_the_other(folder, capsys):
     assert load_drafter(str(folder / "draft"), loaded(folder, "target")).form == "compact"
-    assert "full form" not in capsys.readouterr().err
+    assert "full-vocabulary" not in capsys.readouterr().err
     target = loaded(folder, "target.gguf")
     drafter = load_drafter(str(folder / "draft"), target)
-    assert "taking the full form" in capsys.readouterr().err
+    assert "taking the full-vocabulary" in capsys.readouterr().err
     assert drafter.form != "compact"
     assert drafter.vocabulary["relation"] == "identical"
     # the target as it was drafts for itself in four bits: near it, and not it

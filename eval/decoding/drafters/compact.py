@@ -25,14 +25,14 @@ def check_compact(folder: Path, embedding: Tensor) -> Mapping[str, Any]:
     if about.get("format") != COMPACT:
         raise ValueError(
             f"{folder} has format {about.get('format')!r}, not {COMPACT!r}; it was written by "
-            "another version: use the full form beside it, or make the draft again."
+            "another version: use the full-vocabulary checkpoint beside it, or make it again."
         )
     if about["embedding_sha256"] != tensor_sha256(embedding):
         raise ValueError(
             f"{folder} was made for another target: its input embedding has hash "
             f"{about['embedding_sha256'][:12]}…, this target's is "
             f"{tensor_sha256(embedding)[:12]}…. Use the target it was made for, in the same "
-            "dtype, or the full form beside it."
+            "dtype, or the full-vocabulary checkpoint beside it."
         )
     return about
 

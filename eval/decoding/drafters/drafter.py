@@ -189,7 +189,7 @@ class HeadDrafter(Drafter):
 
 
 def on_target_ids(token_ids: Tensor | None, embedding: Tensor) -> dict[str, Any]:
-    """Fields of a drafter in its compact form, made for the target with this embedding [V, H].
+    """Fields of a trimmed-vocabulary drafter for the target with this embedding [V, H].
 
     token_ids: see HeadDrafter.
     """

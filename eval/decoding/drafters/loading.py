@@ -17,10 +17,11 @@ from eval.decoding.target import Target, tensor_sha256
 def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
     """The drafter of a spec.
 
-    spec: `prompt-lookup`; `lookup-first:SPEC`; a folder with a compact form, or that form itself,
-    whose compact.json names its kind; EAGLE-3 or Medusa heads as others publish them; or any other
-    model, whose vocabulary is mapped by `strategy` (align/check.py). For another target than it was
-    made for, for example one quantised differently, a folder's full-vocabulary checkpoint is taken.
+    spec: `prompt-lookup`; `lookup-first:SPEC`; a folder with a trimmed-vocabulary checkpoint, or
+    that checkpoint itself, whose compact.json names its kind; EAGLE-3 or Medusa heads as others
+    publish them; or any other model, whose vocabulary is mapped by `strategy` (align/check.py). For
+    another target than it was made for, for example one quantised differently, a folder's
+    full-vocabulary checkpoint is taken.
     Raises ValueError if no lossless strategy exists for the pair, or `strategy` is not lossless.
     """
     if spec == LOOKUP:
@@ -40,8 +41,9 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
             )
         if folder != Path(spec) and _of_another_target(about, target):
             print(
-                f"{spec} was made for another target, so its compact form, which shares that "
-                "target's embedding, cannot draft here: taking the full form.",
+                f"{spec} was made for another target. Its trimmed-vocabulary checkpoint shares "
+                "that target's embedding and cannot draft here: taking the full-vocabulary "
+                "checkpoint.",
                 file=sys.stderr,
             )
             break
@@ -59,6 +61,6 @@ def load_drafter(spec: str, target: Target, strategy: str = "auto") -> Drafter:
 
 
 def _of_another_target(about: dict[str, Any], target: Target) -> bool:
-    """Whether a compact form shares an embedding that is not this target's."""
+    """Whether a trimmed-vocabulary checkpoint shares an embedding that is not this target's."""
     shared = about.get("embedding_sha256")
     return shared is not None and shared != tensor_sha256(target.decoder.embedding)

@@ -1,6 +1,6 @@
 """The target's first layers under a separate head.
 
-A folder's compact form (`draft/compact/`) holds the draft's own tensors only: its layers, its norm,
+A folder's trimmed-vocabulary checkpoint (`draft/compact/`) holds the draft's layers, its norm and
 its head over `token_ids`. The input embedding is the target's, shared in memory and named by its
 hash. Legend: H hidden size, V the target's vocabulary, K entries of the draft's head.
 """
