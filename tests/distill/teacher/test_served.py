@@ -209,7 +209,7 @@ def test_a_key_opens_the_server_and_is_written_nowhere(stand_in, served, asked, 
     secret = "sk-a9f3"
     server, drafting = stand_in(key=secret), stand_in(key=secret, **SPECULATES)
     recipe = served(server, speculative_url=drafting.url)
-    with pytest.raises(ServerError, match=r"answered 401.*set DRAFTSMITH_API_KEY to a key"):
+    with pytest.raises(ServerError, match=r"answered 401.*DRAFTSMITH_API_KEY"):
         asked(recipe)
     monkeypatch.setenv(API_KEY, f"{secret}\n")  # as a file has it
     assert run(recipe) == 0
