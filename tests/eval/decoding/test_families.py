@@ -184,17 +184,17 @@ def built(model):
 
 def row(family):
     """The row of a family in the table."""
-    model, hidden = made(family), ""
+    model = made(family)
     decoder, refusal = built(model)
+    note = re.sub("^.*cannot be decoded here: |; use a .*$", "", refusal)
     kind = (
         "fused" if isinstance(decoder, FusedDecoder) else "Transformers" if decoder else "refused"
     )
     if decoder and "sliding_window" in FAMILIES[family]:
-        hidden = "window"
+        note = "window"
     if decoder and "attention_chunk_size" in FAMILIES[family]:
-        hidden = "chunk"
-    reason = re.sub("^.*cannot be decoded here: |; use a .*$", "", refusal)
-    return f"| {family.split()[0]} | `{model.config.model_type}` | {kind} | {hidden} | {reason} |"
+        note = "chunk"
+    return f"| `{model.config.model_type}` | {kind} | {note} |"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -267,15 +267,15 @@ random models of transformers' own classes.
 
 - **fused**: a fused forward written here, the fastest.
 - **Transformers**: the modules of transformers on our cache, as exact but slower.
-- **refused**: in one sentence when the model is loaded, before anything is spent.
+- **refused**: with an error when the model is loaded.
 
-Both have the logits of transformers' own forward, in fp32 and within rounding in bf16: of
-a row alone, of rows at different positions, after drafted tokens were taken back, and beyond the
-window or the chunk, which is a mask over a cache of the whole text. A family that is not here is
-tried on eight tokens when it is loaded, and refused if its logits differ.
+Both forwards have the logits of transformers' own forward, in fp32 and within rounding in bf16,
+also in batches, after rejected tokens, and beyond a sliding window or a chunk (these are masks; the
+cache keeps the whole text). A family that is not here is tried on eight tokens when it is loaded,
+and refused if its logits differ.
 
-| family | `model_type` | decoder | masks | why it is refused |
-| --- | --- | --- | --- | --- |
+| `model_type` | decoder | attention window or chunk; reason of a refusal |
+| --- | --- | --- |
 {rows}
 """
 
