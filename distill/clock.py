@@ -1,8 +1,8 @@
 """The time of a run: one clock for all its stages, kept in the run's folder.
 
-A run with `minutes` answers prompts until a third of them is over and trains until two thirds are
-over. It evaluates in the remaining time. A run that is killed and started again counts the time
-that it had used.
+In a run with `minutes` the target answers prompts until a third of the minutes is over, and the
+draft is trained until two thirds are over. The evaluation uses the remaining time. A run that is
+killed and started again counts the time that it had used.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from distill.teacher.store import Answers
 
 CLOCK = "clock.json"
 ANSWERED, TRAINED, EVALUATED = 1 / 3, 2 / 3, 1.0  # shares of `minutes` at which a stage ends
-SAVING = 0.02  # share of `minutes` before the end of training, for fit, export and saving
-SAFETY = 0.9  # of the time left is filled by a round of answers, at the speed of the one before
+SAVING = 0.02  # share of `minutes` that training leaves for fit, export and saving
+SAFETY = 0.9  # share of the time left that a round of answers fills, at the last round's speed
 KEPT_EVERY = 20.0  # seconds between two records of the time
 
 
 class Clock:
     """Seconds that a run has taken, over all its processes and interruptions.
 
-    Within its `with` block the time is written every few seconds, so that a kill loses no more.
+    training: the second at which training began; None before. Within the clock's `with` block the
+    time is written every KEPT_EVERY seconds, so that a kill loses no more.
     """
 
     def __init__(self, folder: Path, minutes: float | None) -> None:

@@ -1,4 +1,8 @@
-"""The distilled draft as engines load it: a checkpoint over the target's whole vocabulary."""
+"""The distilled draft as engines load it.
+
+A language model is written as a full-vocabulary checkpoint. EAGLE-3 and Medusa drafts are written
+in the formats of engines, where a head may be trimmed.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +36,8 @@ DROPPED_MASS = 1e-4
 def export_draft(
     recipe: Recipe, pair: Pair, prepared: Draft, distilled: Any, answers: Iterable[CachedAnswer]
 ) -> None:
-    """Write `draft/`, which engines load. A draft of the target's first layers also gets
-    `draft/compact/`, which the reference decoder loads.
+    """Write `draft/`, which engines load. A draft of the target's first layers (pruned, PARD) also
+    gets `draft/compact/`, whose head may be trimmed; only the reference decoder loads that folder.
     """
     kind, dtype, ids = recipe.kind, getattr(torch, recipe.dtype), prepared.token_ids
     with atomic_folder(recipe.folder / "draft") as partial:

@@ -2,7 +2,8 @@
 
 Some training prompts and their near-duplicates are never trained on. The target answers them like
 the others. The draft is measured on these answers, teacher-forced: before the first step and at
-shares of the training (MEASURED_AT). The trainer keeps the best weights, and may stop early.
+shares of the training (MEASURED_AT). The trainer keeps the weights with the highest share of
+accepted tokens (`Measurement.drafted`), and may stop early.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from eval.measuring.intervals import share
 from eval.prompts import PromptSet
 from eval.reporting.fields import HeldOutCurve, HeldOutPoint
 
-FIRST_INDEX = 2**30  # of the answers to held-out prompts: no two answers of a run share one
+FIRST_INDEX = 2**30  # index of the first held-out answer: no two answers of a run share one
 MEASUREMENTS = "held_out/measurements.json"  # in a run's folder
 MEASURED_AT = (0, 1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1)
-SHARE = 0.05  # of the steps' time that measurements take at most, the first and the last aside
-FORWARD = 1 / 3  # of a step's time is a forward pass
-PADDING = -100  # with which transformers pads what an evaluation gathers
+SHARE = 0.05  # most time of measurements over time of steps; the first and the last do not count
+FORWARD = 1 / 3  # time of a forward pass over time of a training step
+PADDING = -100  # transformers pads the gathered results of an evaluation with this value
 
 
 @dataclass
@@ -62,8 +63,9 @@ class Measurement:
     def drafted(self) -> float:
         """The share accepted of all drafted tokens that are trained, given those before them.
 
-        The weights with the highest share are the best: later masks and heads still learn when the
-        acceptance rate, which counts the first token alone, no longer changes.
+        The weights with the highest share are the best. Kinds that train one token a position have
+        the acceptance rate here. The acceptance rate of pard, eagle3 and medusa counts the first
+        token alone, and their later tokens still improve when the first does not.
         """
         return sum(self.drafts_accepted) / sum(self.drafts)
 

@@ -47,7 +47,7 @@ def give_loss_forward(model: PreTrainedModel, kind: DraftKind, divergence: Diver
             weight = weight.full_tensor(grad_placements=[Partial("avg")] * weight.device_mesh.ndim)
         if temperature is not None:
             return _acceptance(kind, model, weight, batch, temperature)
-        states, entries, share = kind.head_input(model, batch)
+        states, entries, share = kind.head_input(model, batch)  # share: HeadInput.weight
         cached = batch.top_ids[entries], batch.top_logprobs[entries]
         return ModelOutput(loss=share * head_loss(states, weight, *cached, divergence))
 

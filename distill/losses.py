@@ -1,7 +1,7 @@
 """The losses that pull the draft q towards the target p, from the target's cached distributions.
 
-Legend: N response positions, V entries of the draft's head, H hidden size, C cached tokens a
-position, K = C + 1 buckets: each cached token, and the rest (all other tokens).
+Legend: N response positions, K entries of the draft's head, H hidden size, C cached tokens at a
+position. p and q are merged into C + 1 buckets: each cached token, and the rest (all other tokens).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CHUNK = 1024  # response positions whose logits exist at once
 ROWS = 64  # the rows of a product are padded to a multiple of it: `rounded`
 P_FLOOR = 1e-6  # below it fp16 storage cannot tell the mass of the rest from 0
 
-# A loss of p, q and log q [N, K]: its values [N], and q times its derivative in q [N, K].
+# A loss of p, q and log q [N, C + 1]: its values [N], and q times its derivative in q [N, C + 1].
 Divergence = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -68,9 +68,9 @@ LOSSES: dict[str, Divergence] = {
 def coarse_loss(
     logits: Tensor, cached_ids: Tensor, cached_logprobs: Tensor, divergence: Divergence
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each position [N], p and q both merged into K buckets.
+    """The loss of each position [N], p and q both merged into C + 1 buckets.
 
-    logits: the draft's [N, V]. cached_ids: the target's most likely tokens as entries of the
+    logits: the draft's [N, K]. cached_ids: the target's most likely tokens as entries of the
     draft's head [N, C], -1 where it has none. cached_logprobs: their log p [N, C], natural log.
 
     p is first restricted to tokens in the draft's head: the mass of cached tokens without an entry
@@ -80,7 +80,7 @@ def coarse_loss(
     vocabulary, and tight when the cached tokens hold nearly all mass: alpha over the vocabulary is
     below the alpha of the buckets by min(p_rest, q_rest) at most.
 
-    Returns the values, and the gradient of each in its logits [N, V], in closed form: with
+    Returns the values, and the gradient of each in its logits [N, K], in closed form: with
     g = q dL/dq of a bucket and G their sum, g - q G on a cached token, q (g_rest / q_rest - G) on
     any other. Positions whose cached tokens all lack an entry have nothing but the rest: loss and
     gradient are 0.
@@ -170,14 +170,14 @@ def rounded(rows: Tensor) -> Tensor:
 
 
 def head_logits(states: Tensor, weight: Tensor) -> Tensor:
-    """Logits [N, V] of a head of that weight [V, H] after the states [N, H]."""
+    """Logits [N, K] of a head of that weight [K, H] after the states [N, H]."""
     return F.linear(rounded(states), weight)[: len(states)]
 
 
 class _HeadLoss(torch.autograd.Function):
     """The head and its loss in one: gradients are taken while a chunk's logits exist.
 
-    So [N, V] logits are never in memory at once, and the backward pass does not compute the head
+    So [N, K] logits are never in memory at once, and the backward pass does not compute the head
     again (2410.10989 fuses cross-entropy in this way).
     """
 
@@ -230,7 +230,7 @@ def head_loss(
 ) -> Tensor:
     """The summed `coarse_loss` of the logits `hidden @ weight.T`.
 
-    hidden: what the head reads at response positions [N, H]. weight: the head [V, H]. The products
+    hidden: what the head reads at response positions [N, H]. weight: the head [K, H]. The products
     run in autocast's dtype where that is on. Differentiable once, in hidden and weight.
     """
     total: Tensor = _HeadLoss.apply(hidden, weight, cached_ids, cached_logprobs, divergence)

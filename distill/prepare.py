@@ -32,9 +32,9 @@ FULL_HEAD = "full_head.safetensors"
 def prepare_draft(
     recipe: Recipe, pair: Pair, load: Callable[[], Target], answers: Answers
 ) -> Draft:
-    """The base draft. It is written to `prepared/` and read from there.
+    """The base draft. A draft made of the target is written to `prepared/` and read from there.
 
-    load: gives the target, for a draft that is made of it and not in `prepared/` yet.
+    load: gives the target; it is called where `prepared/` is not complete.
     """
     if recipe.sibling is not None:
         return read_prepared(recipe, pair)
@@ -49,7 +49,7 @@ def prepare_draft(
 
 
 def _start(recipe: Recipe, pair: Pair, target: Target, answers: Answers, folder: Path) -> None:
-    """Write the untrained draft, and the probability mass that its head loses, into the folder."""
+    """Write the base draft, made of the target, and the mass that its head loses, into `folder`."""
     mass = domain_mass(answers, pair.vocab_size)
     ids = None
     if recipe.draft_vocab_size is not None and recipe.draft is None:
@@ -71,7 +71,7 @@ def _started(
     token_ids: Tensor | None,
     answers: Answers | None,
 ) -> Draft:
-    """The draft fitted to the first answers; without answers it has only its shape."""
+    """The kind's base draft, fitted to the first answers; without answers it is not fitted."""
     return recipe.kind.start(
         Start(
             target,

@@ -58,11 +58,12 @@ from distill.training_set import DistillationCollator, answer_rows
 warnings.filterwarnings("ignore", message="`(is_)?gradient_checkpointing`", category=FutureWarning)
 
 SCORES = 2**26  # bytes of attention scores that a batch on a CPU may keep for its gradients
-# Learning rate where a recipe names none: with full fine-tuning, and with LoRA (docs/lab-notes.md
-# has measurements of the first two; that of a trained draft without LoRA is a careful guess).
+# Learning rates where a recipe names none: (full fine-tuning, LoRA). NEW_RATES are for a draft made
+# of the target, TRAINED_RATES for the recipe's `draft`. docs/lab-notes.md has measurements of
+# NEW_RATES; 5e-5 is a careful guess.
 NEW_RATES, TRAINED_RATES = (3e-3, 5e-3), (5e-5, 2e-4)
-SLOW_RATE = 1 / 3  # of the learning rate, for weights that began as a fit
-OTHER_LAUNCHES = ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")  # of accelerate
+SLOW_RATE = 1 / 3  # factor on the learning rate of least-squares-initialised weights
+OTHER_LAUNCHES = ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")  # accelerate's, refused here
 SEEDS_A_STEP = 2**31 - 1  # more than there are answers, so that no two steps share a seed
 REPEAT = "repeat.yaml"  # in a run's folder: the recipe with the counts that the run came to
 COMPLETE = "complete"  # the last file of a checkpoint: how many processes left it, and how
@@ -274,9 +275,10 @@ class DraftTrainer(SFTTrainer):
         return f"{count} process{'es' if count > 1 else ''} ({strategy})"
 
     def whole_model(self) -> PreTrainedModel | PeftModel | None:
-        """The current model, unwrapped and unsharded, on the first process; None elsewhere.
+        """The current model, unwrapped and unsharded.
 
-        A call of all processes where it is sharded.
+        A sharded model (FSDP) is gathered: all processes call this, and only the first one gets
+        the model, the others None. Without sharding each process gets its own.
         """
         if self.whole is None:
             return self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
@@ -477,9 +479,9 @@ def distil_draft(
     """The distilled draft in fp32, on the first process; None elsewhere.
 
     Writes `repeat.yaml`: the recipe without `minutes`, with the same number of answers and steps.
-    The run keeps the adapters of LoRA, except those of a draft that was mapped to the target's
-    vocabulary, because their base model is not stored. Where no step raised the acceptance rate,
-    the base draft is kept.
+    `adapter/` gets the adapters of LoRA, except for PARD, because its base model has no mask, and
+    for a draft transplanted to the target's vocabulary, because its base model is not stored. If
+    no measurement after a step is better than the first one (`best_of`), the base draft is kept.
     """
     if recipe.training.get("max_steps") == 0:
         return prepared.model.float() if PartialState().is_main_process else None

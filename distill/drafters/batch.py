@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-WIDTH = 16  # divides T: oneDNN keeps 5 MB for good for each width (losses.rounded)
+WIDTH = 16  # divides T: a step of a new T leaves 5 MB in oneDNN (losses.rounded: per product)
 
 
 class TrainingBatch(NamedTuple):
@@ -45,10 +45,10 @@ class TrainingBatch(NamedTuple):
 class HeadInput(NamedTuple):
     """Inputs of the draft's LM head for all M drafted tokens that a batch trains.
 
-    states: [M, H], the first N for the first token of a draft at each position. entries: of the
-    batch's N positions, those whose distributions these tokens learn [M]. weight: of the sum of
-    their losses. They are one input of one head, because each product with a head keeps a gradient
-    as large as the head until the backward pass.
+    states: [M, H], the first N for the first token of a draft at each position. entries: the number
+    of the position (0 to N - 1) whose distribution each token learns [M]. weight: the factor on the
+    sum of the M losses. All states are one input of one head, because each product with a head
+    keeps a gradient as large as the head until the backward pass.
     """
 
     states: Tensor

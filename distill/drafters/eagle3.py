@@ -4,8 +4,8 @@ The later steps read what the layer made itself. The draft starts from least squ
 keys and values of the embeddings are those of the target's first layer, those of the states are
 zero; `fc` and the attention's output map, then the last map of the MLP, are fitted to the state
 that the target's head reads. Or it starts from a published draft. Legend: B rows, T pairs, N
-response positions, L layers read, H hidden size, K rows of the head, S slots, V the target's
-vocabulary.
+response positions, L layers read, H hidden size, D size of an attention head, K entries of the LM
+head, V the target's vocabulary.
 """
 
 from __future__ import annotations
@@ -191,9 +191,10 @@ def usual_sizes(start: Start) -> Tensor:
 
 @torch.no_grad()
 def divide_states(model: Any, sizes: Tensor) -> None:
-    """Let `scaled` divide each layer's states by its size [L], and `fc` read what that gives.
+    """Keep each layer's size [L] in the model for `scaled`; multiply the columns of `fc` by it.
 
-    The products stay the same. Layers of unequal size would learn at unequal rates.
+    The output of `fc` on scaled states is what it was on the plain ones. Without scaling, layers
+    with larger states would learn faster.
     """
     fc = model.model.fc.weight
     model.register_buffer("sizes", sizes.to(fc), persistent=False)
@@ -201,7 +202,9 @@ def divide_states(model: Any, sizes: Tensor) -> None:
 
 
 def fit(model: LlamaForCausalLM, start: Start) -> None:
-    """Fit `from_target`'s draft to what the target's final norm makes, its weights left out."""
+    """Fit the draft of `from_target`: its last state becomes the target's normalised final state,
+    before the weights of the final norm.
+    """
     body: Any = model.model
     layer, width = body.layers[0], body.fc.in_features
     # 1. The state before the MLP, from the target's states and the attention's output

@@ -1,4 +1,6 @@
-"""How drafts start, for all kinds: a frozen embedding, states of the target, least squares.
+"""For drafts made of the target: a frozen embedding, the target's states, least squares.
+
+`read_states` also makes the states that distill/teacher/states.py keeps on disk.
 
 Legend: P prompt tokens, R response tokens, L layers read, H hidden size, N rows of a fit, I inputs
 and O outputs of a matrix.

@@ -1,7 +1,8 @@
 """The interface of a kind in training. A kind is a file in this folder that has a KIND.
 
-The file of the same name in eval/decoding/drafters has what the kind needs to draft. Legend: N
-response positions of a batch, V the target's vocabulary, K rows of the draft's head, H hidden size.
+The file of the same name in eval/decoding/drafters has what the kind needs to draft. docs/files.md
+tells how a kind is added. Legend: P prompt and R response tokens of an answer, C cached tokens at a
+position, L layers read, V the target's vocabulary, K entries of the draft's head, H hidden size.
 """
 
 from __future__ import annotations
@@ -66,11 +67,13 @@ class Draft(NamedTuple):
 class DraftKind:
     """The drafts of one kind: how they are started, trained and saved.
 
-    starts_from: what it can be made of. language_model: it is a causal LM by itself, which may have
-    adapters, another tokenizer, a GGUF file; made of the target it keeps the first num_draft_layers
-    layers. fitted_weights: beginnings of the names of weights that start from least squares and
-    need a lower learning rate. added_modules: names of the modules that it adds to a language
-    model, trained whole beside adapters.
+    A kind that starts from the target defines `start`, `save` and `load`, or is a subclass of
+    `Pruned`. starts_from: what a draft can be made of. language_model: the draft is a causal LM by
+    itself, which may have adapters, another tokenizer, a GGUF file; made of the target it keeps
+    the first num_draft_layers layers. fitted_weights: beginnings of the names of weights that start
+    from least squares and need a lower learning rate. added_modules: names of the modules that are
+    added to a language model and trained whole beside adapters: today PARD's mask alone, so that
+    models.py looks for a mask token where there are any.
     """
 
     starts_from: tuple[Literal["target", "sibling"], ...] = ("target",)
@@ -93,15 +96,17 @@ class DraftKind:
         return ()
 
     def start(self, start: Start) -> Draft:
-        """The untrained draft that is made of the target, for kinds that start from one.
+        """The base draft that is made of the target, or read from `start.published`.
 
-        Its model is a PreTrainedModel, because trl, peft and FSDP save, load and wrap it. Raises
-        ValueError for a published draft of another target, or one that cannot be trained here.
+        Its model is a PreTrainedModel, because trl, peft and FSDP save, load and wrap it. If there
+        are texts, a language model comes with a `full_head`: the export of a trimmed head needs it,
+        and without it `prepare_draft` starts the draft anew at each launch. Raises ValueError for a
+        published draft of another target, or one that cannot be trained here.
         """
         raise NotImplementedError
 
     def from_sibling(self, model: PreTrainedModel, mask: int | None, max_gamma: int) -> None:
-        """Make a sibling over the target's ids a draft of this kind. mask: as in Start."""
+        """Add to a model over the target's ids what this kind adds to it. mask: see Start."""
 
     def save(self, folder: Path, draft: Draft, embedding: Tensor, target: str) -> None:
         """Write the form that `load` and our decoder read into an existing folder.

@@ -3,8 +3,8 @@
 For each later token it reads a mask, whose embedding is trained together with the model. A pass
 reads a text and, behind it, chains of masks. Their anchors and lengths are drawn anew at each step;
 longer chains are rarer. A mask sees the text up to its anchor and the masks before it in its chain.
-Legend: B rows, T tokens
-of a text, L of it and its masks, N response positions, M masks that are trained, H hidden size.
+Legend: B rows, T tokens of a text, L tokens of a text and its masks, N response positions, M masks
+that are trained, H hidden size.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Pard(Pruned):
 
     def start(self, start: Start) -> Draft:
         started = super().start(start)
+        # the target's first layers get a mask in the same way as a sibling
         self.from_sibling(started.model, start.mask, start.max_gamma)
         return started
 

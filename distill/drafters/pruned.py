@@ -25,7 +25,7 @@ from eval.decoding.forward import input_embedding
 from eval.decoding.target import Target
 from eval.decoding.weights import linear
 
-HEAD_ROWS = 4096  # of a head are in fp32 at once
+HEAD_ROWS = 4096  # rows of a head that are in fp32 at once
 
 
 class Pruned(DraftKind):

@@ -1,9 +1,10 @@
 """The target's outputs, distributions and hidden states on disk, shared by all runs.
 
-A store is a folder `teacher/KEY` of the cache. KEY is a hash of everything that changes an output;
-key.json has it in words. A learning rate changes no output, so runs that differ in it read the
-same store. An entry has a name (a hash of its token ids) and a few tensors. A shard is one
-safetensors file of whole entries. It is written under another name, renamed, and never
+A store is a folder `teacher/KEY` of the cache. KEY is a hash of what runs must share to share the
+outputs: model, dtype and `AnswerSettings.key`; key.json has them in words. Our own loop or a vLLM
+of the run, batch size and device are not in the key: they change an output by rounding only. A
+learning rate changes no output. An entry has a name (a hash of its token ids) and a few tensors. A
+shard is one safetensors file of whole entries. It is written under another name, renamed, and never
 changed. So any number of processes and runs read and append at once, and a kill loses only the
 shard that is being written.
 """
@@ -191,10 +192,10 @@ class Store:
         self._places |= {name: (path, number) for number, name in enumerate(about["names"])}
 
     def missing(self, names: Sequence[str]) -> list[int]:
-        """The numbers of the names without an entry. A call of all processes.
+        """The indices in `names` of those without an entry. A call of all processes.
 
-        The first process decides: another run may append meanwhile, and all must share out the
-        same.
+        Another run may append meanwhile. So the first process decides for all, because they share
+        out the missing entries among themselves.
         """
         return from_first([i for i, name in enumerate(names) if name not in self])
 
