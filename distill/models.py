@@ -141,11 +141,14 @@ def with_published_kind(recipe: Recipe) -> Recipe:
 
 
 def check_prunable(config: dict[str, Any], num_layers: int) -> None:
-    """Raise ValueError where the target of that config cannot be cut to so many layers."""
+    """Raise ValueError where no draft of any kind can be made from the target of that config.
+
+    num_layers: the layers that a pruned draft keeps; 0 for kinds that keep none.
+    """
     if config["model_type"] not in PRUNABLE:
         raise ValueError(
-            f"A target of type {config['model_type']!r} cannot be pruned in depth here "
-            f"({', '.join(PRUNABLE)} can); name a sibling with --draft."
+            f"A draft cannot be made from a target of type {config['model_type']!r}, only from "
+            f"{', '.join(PRUNABLE)}; name a sibling with --draft, and --drafter sibling or pard."
         )
     if num_layers >= config["num_hidden_layers"]:
         raise ValueError(

@@ -42,9 +42,11 @@ def prepare_draft(
     # a finished run has deleted its fitted head
     if not (folder / (FULL_HEAD if recipe.kind.language_model else PREPARED)).exists():
         _start(recipe, pair, load(), answers, folder)
-    lost = read_json(folder / PREPARED)["lost_mass"]
     shape = f"{recipe.num_draft_layers} layers" if recipe.kind.language_model else recipe.kind_name
-    print(f"draft: {shape}, trimmed head loses {lost:.2%} of p's mass")
+    if recipe.draft_vocab_size is not None:
+        lost = read_json(folder / PREPARED)["lost_mass"]
+        shape += f", trimmed head loses {lost:.2%} of the target's probability"
+    print(f"draft: {shape}")
     return read_prepared(recipe, pair)
 
 

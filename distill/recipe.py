@@ -62,7 +62,7 @@ class Recipe:
     target: Text = _key("model to speed up: Hub id, folder, GGUF file or pypi: file")
     train_prompts: Text = _key("training prompts: Hub data set, pypi: file, .jsonl or embedded:…")
     eval_prompts: Text = _key("prompts to evaluate on; near-duplicates are never trained on")
-    name: Text = _key("name of the run and its output folder; default: the recipe file's", "run")
+    name: Text = _key("name of run and output folder; a file without it gives its own name", "run")
     domain: Text = _key("what the draft is for, in words, for the model card", "general")
     target_hub_id: HubId | None = _key("ORG/NAME for the model card, of a target in a file", None)
     draft: Text | None = _key("a sibling to tune, or heads that others trained", None)
@@ -78,7 +78,7 @@ class Recipe:
     strategy: Strategy = _key("vocabulary mapping; auto moves foreign vocabularies over", "auto")
     num_draft_layers: Count = _key("layers kept of a pruned target", 2)
     draft_vocab_size: Count | None = _key("vocabulary entries of the draft's head; null: all", None)
-    fit_tokens: Count = _key("response tokens that the head is fitted on", 20_000)
+    fit_tokens: Count = _key("response tokens for the least-squares initialisation", 20_000)
     device_map: Literal["auto"] | None = _key("auto: the target's layers over all GPUs", None)
     answers: Answerer = _key("what generates the responses", "auto")
     answer_url: Text | None = _key("address of the server that answers, http://HOST:PORT", None)
@@ -326,8 +326,8 @@ def chosen_loss(recipe: Recipe) -> tuple[LossName, str]:
         return recipe.loss, "the recipe names it"
     if recipe.temperature == 0:
         return "forward_kl", (
-            "greedy verification asks for the likeliest token, and this loss, against a sharpened "
-            "p, was the best one measured (docs/lab-notes.md)"
+            "greedy verification asks for the likeliest token, and of the losses measured this one "
+            "was best, with teacher_temperature 0.5 (docs/lab-notes.md)"
         )
     return "lk", "rejection sampling accepts sum min(p, q), and this loss raises it (2602.23881)"
 

@@ -496,7 +496,7 @@ def distil_draft(
         file.write(dump(recipe, minutes=None, **counts))
     best = best_of(read_measurements(recipe.folder))
     if best is not None and best.step == 0:
-        print("no step raised the acceptance rate on held-out prompts: the base draft is kept")
+        print("training did not improve the draft on held-out prompts: the base draft is kept")
         return read_prepared(recipe, pair).model.float()
     return distilled
 

@@ -106,7 +106,7 @@ class DraftKind:
         raise NotImplementedError
 
     def from_sibling(self, model: PreTrainedModel, mask: int | None, max_gamma: int) -> None:
-        """Add to a model over the target's ids what this kind adds to it. mask: see Start."""
+        """Make a model a draft of this kind: a sibling over the target's ids. mask: see Start."""
 
     def save(self, folder: Path, draft: Draft, embedding: Tensor, target: str) -> None:
         """Write the form that `load` and our decoder read into an existing folder.
