@@ -1,7 +1,6 @@
 """The forward pass of a draft that is trained: from a batch to its loss, whatever its kind.
 
-Legend: N response positions of the batch, H hidden size, K rows of the draft's head, C cached
-tokens.
+Legend: N response positions of the batch, H hidden size, K rows of the draft's head.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Target and draft of a run: checked as a pair first, then loaded."""
+"""Target and draft of a run: checked as a pair first, then loaded.
+
+Legend: V the target's vocabulary, H hidden size.
+"""
 
 from __future__ import annotations
 

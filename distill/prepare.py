@@ -1,6 +1,6 @@
 """The base draft: a sibling, or a draft that is made of the target.
 
-Legend: H hidden size, V the target's vocabulary, K rows of the draft's head.
+Legend: V the target's vocabulary.
 """
 
 from __future__ import annotations

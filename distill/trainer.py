@@ -1,6 +1,6 @@
 """Distillation from cached distributions: an SFTTrainer whose loss never sees the target.
 
-Legend: B rows, T padded length, N response positions of the batch, H hidden size, C cached tokens.
+Legend: B rows, T padded length.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A batch reads its outputs from the cache when it is made, so that only one batch is in memory.
 
 Legend: B outputs, T tokens of the longest, P prompt tokens, R response tokens, N response tokens of
-all outputs of a batch, C cached tokens at each.
+all outputs of a batch, C cached tokens at each, V the target's vocabulary, L layers, H hidden size.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A training batch, and the number of drafted tokens that each position trains.
 
 Legend: B rows, T positions, N response positions of a batch, C cached tokens at each, L layers
-read, H hidden size.
+read, H hidden size, M drafted tokens that a batch trains.
 """
 
 from __future__ import annotations

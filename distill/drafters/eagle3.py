@@ -5,7 +5,7 @@ keys and values of the embeddings are those of the target's first layer, those o
 zero; `fc` and the attention's output map, then the last map of the MLP, are fitted to the state
 that the target's head reads. Or it starts from a published draft. Legend: B rows, T pairs, N
 response positions, L layers read, H hidden size, D size of an attention head, K entries of the LM
-head, V the target's vocabulary.
+head.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 `read_states` also makes the states that distill/teacher/states.py keeps on disk.
 
-Legend: P prompt tokens, R response tokens, L layers read, H hidden size, N rows of a fit, I inputs
-and O outputs of a matrix.
+Legend: T tokens of a text, H hidden size, N rows of a fit, I inputs and O outputs of a matrix.
 """
 
 from __future__ import annotations

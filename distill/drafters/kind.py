@@ -1,8 +1,8 @@
 """The interface of a kind in training. A kind is a file in this folder that has a KIND.
 
 The file of the same name in eval/decoding/drafters has what the kind needs to draft. docs/files.md
-tells how a kind is added. Legend: P prompt and R response tokens of an answer, C cached tokens at a
-position, L layers read, V the target's vocabulary, K entries of the draft's head, H hidden size.
+tells how a kind is added. Legend: P prompt and R response tokens of an answer, L layers read, V the
+target's vocabulary, K entries of the draft's head, H hidden size.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ heads start from least squares (`fit_heads`):
 3. One more least-squares map, over all depths, takes out what b adds and what is not linear. It is
    multiplied into the output head.
 
-Legend: N response positions, D heads, L layers read, H hidden size, K rows of the output head.
+Legend: N response positions, H hidden size.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The target's own first layers, under a head fitted to the target's.
 
-Legend: H hidden size, V the target's vocabulary, K rows of the draft's head.
+Legend: H hidden size, K rows of the draft's head, N response positions of a text.
 """
 
 from __future__ import annotations
