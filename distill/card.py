@@ -22,7 +22,7 @@ from eval.reporting.fields import REFERENCE, DraftReport, Report
 from eval.reporting.verdict import label, measured_in
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
-USUAL_GAMMA = 3  # where no report knows one
+USUAL_GAMMA = 3  # draft length where no report has one
 DISTILLED = label("tuned")
 
 

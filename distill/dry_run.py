@@ -29,10 +29,10 @@ from eval.measuring.timing import step_costs
 
 EXAMPLE = 1000  # characters shown of the beginning of a prompt, and of its end
 DEPTHS = range(1, 5)  # layers of a pruned draft that are tried
-REPEATS = 5  # of each timed step
-TRAINED_BYTES = 16  # of a trained parameter in fp32: weight, gradient, two moments of AdamW
-BESIDE = 1.3  # times the sum: activations, logits, what an allocator cannot use
-RUNTIME = 2**30  # bytes of a process, or of a GPU's context
+REPEATS = 5  # how often each step is timed
+TRAINED_BYTES = 16  # a trained parameter in fp32: weight, gradient, two moments of AdamW
+BESIDE = 1.3  # factor on the sum: activations, logits, what an allocator cannot use
+RUNTIME = 2**30  # bytes that a process, or a GPU's context, takes by itself
 
 
 def dry_run(recipe: Recipe) -> int:

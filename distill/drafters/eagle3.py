@@ -30,10 +30,10 @@ from eval.decoding.drafters import eagle3
 from eval.decoding.drafters.eagle3 import EMBEDDING, LAYERS, MIDLAYER, PREFIX, build_eagle3
 from eval.decoding.forward import input_embedding
 
-SPECULATORS = "0.3.0"  # the version of its format
+SPECULATORS = "0.3.0"  # the version of the format of speculators
 EAGLE = "LlamaForCausalLMEagle3"  # the architecture in the layout of EAGLE's own code
-RIDGE = 1e-2  # of the fit: its tokens alone determine maps from many states poorly
-STEPS = 3  # of a draft that are trained at once
+RIDGE = 1e-2  # ridge of the fit: its tokens alone determine maps from many states poorly
+STEPS = 3  # steps of a draft that are trained at once
 
 
 class Eagle3(DraftKind):

@@ -33,7 +33,7 @@ from distill.drafters.initialisation import least_squares
 from distill.drafters.kind import Draft, DraftKind, Start
 from eval.decoding.drafters.medusa import MedusaConfig, MedusaModel, load_heads
 
-BIAS = 2.0  # of a block, in root mean squares of what it is to add
+BIAS = 2.0  # a block's bias over the root mean square of W x, which the block is to add
 DEEPER = 0.5  # probability that a position which trains head d trains head d + 1, too
 
 

@@ -33,7 +33,7 @@ from eval.engines.server import PATIENT, UNPENALISED, Server, ServerError, token
 # the longest one.
 TIMEOUT = 600.0
 UNCHANGED = {"top_p": 1.0, "top_k": -1, **UNPENALISED}
-ROUNDING = 1e-3  # of log-probabilities and of their mass
+ROUNDING = 1e-3  # largest rounding error of a log-probability, and of the mass of all
 MASKED = -9000.0  # no softmax goes so low: vLLM writes -9999 for minus infinity
 WITNESSES = 4
 # Mean difference of the witnesses' log-probabilities, in nats, from which on it is another model:
