@@ -1,7 +1,7 @@
-"""The fit of a draft to a target, and the sources of models, tokenizers and files."""
+"""Check whether a draft fits a target, map vocabularies, and fetch models and files."""
 
 import os
 
-# Before huggingface_hub is imported: it reads the variable once. People tune on private text, and
-# trl and transformers report usage unless told not to.
+# huggingface_hub reads this variable once, at its import. trl and transformers report usage by
+# default, and users train on private text.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

@@ -2,8 +2,8 @@
 
     python -m align.check --target T --draft D [--corpus FILE] [--weights] [--json]
 
-Exit code 0: a lossless strategy exists (it is printed); 1: none exists; 2: bad call or input.
-The findings and their codes are in align/checks.py; this file has the rules of the mappings.
+Exit code 0: a lossless mapping exists (it is printed); 1: none exists; 2: bad call or input.
+The findings and their codes are in align/checks.py; this file chooses the mapping.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from align.vocabulary import Vocabulary, read_vocabulary
 Works = Literal["yes", "greedy only", "no"]
 Strategy = Literal["direct", "padded", "remap", "intersection", "transplant"]
 
-SAMPLE_TOPICS = 12  # some 40 kB
-# Keys under which a row of a .jsonl corpus, or a message in it, has text.
+SAMPLE_TOPICS = 12  # about 40 kB of text
+# Keys with text in a line of a .jsonl corpus, or in a message of such a line.
 TEXT_KEYS = ("prompt", "text", "completion", "content", "value")
 
 
 @dataclass(frozen=True)
 class EngineVerdict:
-    """An engine's answer to the unchanged pair: `works`, and the reason or the argument (`why`)."""
+    """Whether an engine can serve the unchanged pair. why: the reason, or the engine's argument."""
 
     engine: str
     works: Works
@@ -51,8 +51,8 @@ class Verdict:
     strategy: the vocabulary mapping of the unchanged draft, None if no lossless one exists.
     tuned_strategy: the mapping of a draft that is trained, None if it cannot be trained.
     shared_ids: the number of ids to which "direct" and "padded" cut the draft's logits. coverage:
-    share of the target's tokens that the draft has, too, weighted by how often they occur in the
-    corpus given, else in the running Python's documentation.
+    share of the target's tokens that the draft also has, weighted by their frequency in the corpus,
+    or in the running Python's documentation if no corpus is given.
     """
 
     target: str
@@ -76,10 +76,10 @@ class Verdict:
 def check_pair(
     target: str, draft: str, weights: bool = False, corpus: str | None = None
 ) -> Verdict:
-    """Compare the vocabularies of two specs (`align.sources`) and what their configs say of them.
+    """Compare the vocabularies of two models by their specs (`align.sources`).
 
-    weights: also load the models and try them (check 16). corpus: a text or prompt file to weigh
-    tokens with. Raises ValueError for input that is missing or ill-formed.
+    weights: also load the models and run them on a text (TOK-016). corpus: a text or prompt file
+    whose tokens weight the coverage. Raises ValueError for input that is missing or ill-formed.
     """
     target_side = read_vocabulary(target, weights)
     draft_side = target_side if draft == target else read_vocabulary(draft, weights)
@@ -89,9 +89,9 @@ def check_pair(
 def compare(
     target: Vocabulary, draft: Vocabulary, weights: bool = False, corpus: str | None = None
 ) -> Verdict:
-    """The verdict of `check_pair` on vocabularies that were read already."""
-    # Coverage is weighted, because most tokens of a large vocabulary are rare. Every machine has
-    # this English prose.
+    """`check_pair` for vocabularies that are already read."""
+    # Coverage is weighted, because most tokens of a large vocabulary are rare. Every Python
+    # installation contains this English prose.
     texts = [topics[name] for name in sorted(topics)][:SAMPLE_TOPICS]
     if corpus is not None:
         texts = _texts(corpus)
@@ -123,9 +123,10 @@ def _fatal(findings: list[Finding]) -> bool:
 
 
 def choose_strategy(verdict: Verdict, asked: str, tuned: bool) -> Strategy:
-    """The vocabulary mapping of a run: the verdict's for "auto", else the requested one.
+    """The vocabulary mapping of a run: the requested one, or the verdict's for "auto".
 
-    tuned: the draft will be trained. Raises ValueError when none is lossless, or not the one asked.
+    If the ids already agree, the verdict's mapping replaces a requested one that would change ids.
+    tuned: the draft will be trained. Raises ValueError if no mapping or not this one is lossless.
     """
     assert asked in ("auto", *get_args(Strategy)), asked
     best = verdict.tuned_strategy if tuned else verdict.strategy
@@ -149,8 +150,8 @@ def choose_strategy(verdict: Verdict, asked: str, tuned: bool) -> Strategy:
     lossless = lossless - {"intersection"} if tuned else lossless | {"intersection"}
     if asked not in lossless:
         raise ValueError(
-            f"strategy {asked!r} does not fit {verdict.draft!r}, whose vocabulary is "
-            f"{verdict.relation} to the target's; use {best!r}, or auto. "
+            f"strategy {asked!r} does not fit {verdict.draft!r} (relation of the vocabularies: "
+            f"{verdict.relation}); use {best!r}, or auto. "
             f"{reasons('TOK-001', 'TOK-012')}"
         )
     return asked
@@ -170,7 +171,7 @@ def _strategy(pair: Comparison) -> Strategy | None:
 
 
 def _engines(pair: Comparison) -> Iterator[EngineVerdict]:
-    """The verdict of each engine by its own rule; all of them verify in the target's ids."""
+    """Each engine's verdict by that engine's rule. All engines verify in the target's ids."""
     sizes = f"config vocab_size {pair.target.rows} and {pair.draft.rows}"
     if pair.target.rows == pair.draft.rows:
         works: Works = "no" if pair.differing else "yes"
@@ -203,7 +204,7 @@ def _llama_cpp_refusal(pair: Comparison) -> str | None:
     if [pair.target.prefix, pair.target.suffix] != [pair.draft.prefix, pair.draft.suffix]:
         return "they put other tokens before or behind a text"
     for i in range(5, min(sizes)):
-        # a GGUF file names a vocabulary entry without a token by its id; kinds are not compared
+        # in a GGUF file an entry without a token is named by its id; kinds are not compared
         names = {token[1] if (token := side.token(i)) else b"[PAD%d]" % i for side in pair.both}
         if len(names) > 1:
             return f"the texts of token {i} differ"
@@ -211,9 +212,9 @@ def _llama_cpp_refusal(pair: Comparison) -> str | None:
 
 
 def _texts(spec: str) -> list[str]:
-    """The texts of a corpus, in pieces: a tokenizer is slow on one huge string.
+    """The texts under TEXT_KEYS of a .jsonl corpus (.gz or not); the pieces of any other file.
 
-    A .jsonl file (.gz or not) has texts under TEXT_KEYS; any other file is one text.
+    A tokenizer is slow on one huge string. Raises SourceError for an unreadable file.
     """
     path = resolve_file(spec)
     texts: list[str] = []

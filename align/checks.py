@@ -1,8 +1,8 @@
 """The comparison of two vocabularies, and what is wrong with a pair.
 
-A finding has a fix. Differences without effect on the output are one line, TOK-017.
-Codes (docs/vocabulary.md): 001 to 017 are found here; 000 and 013 when files are read
-(align/vocabulary.py), 015 when a draft is loaded (eval/decoding/drafters/compact.py).
+A finding has a fix. All differences without effect on the output are one finding, TOK-017.
+docs/vocabulary.md lists the codes. Three of them are raised elsewhere: 000 (align/vocabulary.py)
+and 013 (align/sources.py) when files are read, 015 (eval/decoding/drafters/compact.py) at loading.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ Relation = Literal[
 ]
 Severity = Literal["fatal", "error", "warning", "info"]
 
-# Keys of a tokenizer.json that are compared by their tokens, or that are not used here.
+# Keys of a tokenizer.json that are not compared: their tokens are compared, or they are not used.
 _NOT_COMPARED = {"version", "truncation", "padding", "added_tokens", "model", "vocab"}
 _CHAT = [
     {"role": "system", "content": "Answer briefly."},
     {"role": "user", "content": "Write a function."},
 ]
 _PROBE = "def f(x):\n\t\treturn x  # é\n    if a == b:\r\n        pass\n\n\n"
-LEAK = 0.01  # probability on ids without a token: worth a warning
-LOST = 0.2  # probability on tokens that only the draft has
+LEAK = 0.01  # more probability than this on ids without a token gives a warning
+LOST = 0.2  # more probability than this on tokens that only the draft has gives a warning
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a check found.
+    """A problem or a difference of a pair, with its fix.
 
     severity: fatal (no lossless mapping), error (the unchanged draft would be wrong; the mapping or
     the fix avoids it), warning, info. ids: up to five examples.
@@ -58,7 +58,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The vocabularies of a target and a draft, compared."""
+    """The comparison of a target's and a draft's vocabulary."""
 
     target: Vocabulary
     draft: Vocabulary
@@ -69,18 +69,18 @@ class Comparison:
 
     @property
     def each(self) -> tuple[Vocabulary, ...]:
-        """Both vocabularies, or one where a target drafts for itself."""
+        """Both vocabularies; only one if the draft has the target's."""
         return (self.target,) if self.draft is self.target else self.both
 
     @cached_property
     def differing(self) -> list[int]:
-        """Ids with different bytes; an unused or missing id has none."""
+        """Ids that both vocabularies use for different bytes."""
         tokens = zip(self.target.tokens, self.draft.tokens, strict=False)
         return [i for i, (a, b) in enumerate(tokens) if is_used(a) and is_used(b) and a[1] != b[1]]
 
     @cached_property
     def relation(self) -> Relation:
-        """The draft's vocabulary against the target's (subset: the draft has fewer tokens)."""
+        """The relation of the draft's vocabulary to the target's (subset: the draft has fewer)."""
         target, draft = self.both
         placed = [
             {(i, token[1]) for i, token in enumerate(side.tokens) if is_used(token)}
@@ -99,7 +99,7 @@ class Comparison:
         return "intersection" if shared else "disjoint"
 
     def coverage(self, texts: Sequence[str]) -> float:
-        """Share of the target's tokens in the texts that the draft has; by count if empty."""
+        """Share of the texts' target tokens that the draft has; of all tokens without texts."""
         target, draft = self.both
         # verbose: transformers would warn of texts longer than its model_max_length
         encoded = target.tokenizer(list(texts), add_special_tokens=False, verbose=False)
@@ -108,7 +108,7 @@ class Comparison:
 
 
 def find(pair: Comparison, strategy: str | None) -> Iterator[Finding]:
-    """The findings in the files of a pair."""
+    """The findings from the tokenizer and config files of a pair."""
     yield from _ids(pair, strategy)
     for side in pair.each:
         yield from _entries(side)
@@ -176,7 +176,7 @@ def _entries(side: Vocabulary) -> Iterator[Finding]:
 
 
 def _splitting(side: Vocabulary) -> Iterator[Finding]:
-    """transformers may replace what tokenizer.json says by the rules of a named class."""
+    """transformers may replace the rules of tokenizer.json by those of the tokenizer class."""
     path = side.folder / "tokenizer.json"
     if not path.is_file():
         return
@@ -250,7 +250,7 @@ def differences(pair: Comparison) -> Iterator[str]:
 
 
 def find_by_weights(target: Vocabulary, draft: Vocabulary, strategy: str) -> Iterator[Finding]:
-    """TOK-016: what the models give to a probe text; loads one after the other in fp32."""
+    """TOK-016: faults of the models' probabilities on a probe text. Loads one model at a time."""
     retokenizer = None
     if strategy not in ("direct", "padded"):
         retokenizer = Retokenizer(build_map(target, draft), target, draft)

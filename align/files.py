@@ -24,10 +24,10 @@ from filelock import FileLock, Timeout
 
 @contextmanager
 def atomic_file(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """Open a new file (mode "w", UTF-8, or "wb") that becomes `path` once the block ends well.
+    """Open a new file (mode "w", UTF-8, or "wb") that replaces `path` when the block has ended.
 
-    Until then, and for good if the block raises, `path` is what it was before.
-    Raises DiskFullError where there is no room.
+    If the block raises, `path` keeps its earlier content.
+    Raises DiskFullError if the disk is full.
     """
     assert mode in ("w", "wb"), mode
     with _partial_of(Path(path)) as partial:
@@ -39,26 +39,26 @@ def atomic_file(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """`content` as JSON in a new file `path`. Raises DiskFullError where there is no room."""
+    """Write `content` as JSON to a new file `path`. Raises DiskFullError if the disk is full."""
     with atomic_file(path) as file:
         json.dump(content, file, indent=2)
 
 
 @contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """Give a new empty folder to fill. It takes the name `path` when the block ends well.
+    """Yield a new empty folder, which is renamed to `path` when the block has ended.
 
-    An earlier folder of that name is replaced as a whole; if the block raises, it stays. If the
-    process dies between the two renames of a replacement, the next call restores the earlier one.
-    Raises DiskFullError where there is no room.
+    An earlier folder `path` is replaced as a whole; if the block raises, it stays. If the process
+    dies between the two renames of a replacement, the next call restores the earlier folder.
+    Raises DiskFullError if the disk is full.
     """
     path = Path(path)
     with _partial_of(path) as partial:
         partial.mkdir()
         yield partial
-        readable = partial.stat().st_mode & 0o666  # as the umask has it
+        readable = partial.stat().st_mode & 0o666  # depends on the umask
         for weights in partial.rglob("*.safetensors"):
-            weights.chmod(readable)  # safetensors 0.8 lets their writer alone read them
+            weights.chmod(readable)  # safetensors 0.8 makes them readable by the owner only
         os.sync()  # one call: a folder may hold tens of thousands of files
         if path.is_dir() and not path.is_symlink():
             path.rename(_replaced(partial))
@@ -86,14 +86,14 @@ def locked(path: str | Path) -> Iterator[None]:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or folder so that no half of it is ever seen under its name."""
+    """Delete a file or folder. Under its name it is never visible in part."""
     with _partial_of(path) as partial, suppress(FileNotFoundError):
         path.rename(partial)
 
 
 @contextmanager
 def _partial_of(path: Path) -> Iterator[Path]:
-    """A temporary name in the folder of `path`; a file that still has it at the end is deleted."""
+    """Yield a temporary path beside `path`; a file that has it at the end is deleted."""
     with disk_full_explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         for lock in path.parent.glob(f".{glob.escape(path.name)}.????????.partial.lock"):
@@ -109,19 +109,19 @@ def _partial_of(path: Path) -> Iterator[Path]:
 
 
 def _replaced(partial: Path) -> Path:
-    """The name of the earlier folder, whole, while the new one takes its own."""
+    """The temporary name of the earlier folder while the new folder is renamed."""
     return partial.with_suffix(".replaced")
 
 
 def _clear(lock: Path, path: Path) -> None:
-    """Delete what a writer of `path` leaves, and put back a folder that it had moved aside."""
+    """Delete the temporary files of a writer of `path`; restore a folder that it moved aside."""
     partial = lock.with_suffix("")
     replaced = _replaced(partial)
     _delete(partial)
     if replaced.exists() and not path.exists():
         replaced.rename(path)
     elif replaced.exists():
-        replaced.rename(partial)  # so that no half of it is ever put back
+        replaced.rename(partial)  # a folder that is deleted in part must not be restored
         _delete(partial)
     lock.unlink(missing_ok=True)
 
@@ -134,7 +134,7 @@ def _delete(path: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Make a rename in `folder` outlive a power cut."""
+    """Make renames in `folder` survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -143,28 +143,28 @@ def _sync(folder: Path) -> None:
 
 
 class DiskFullError(OSError):
-    """The disk is full: what could not be written, and what to do."""
+    """The disk is full; the message names the file and the remedy."""
 
 
 @contextmanager
 def disk_full_explained(path: Path) -> Iterator[None]:
-    """Raise DiskFullError, naming `path`, for whatever a full disk makes a library raise."""
+    """Replace the exceptions that a full disk causes by a DiskFullError that names `path`."""
     try:
         yield
     except Exception as error:
-        # safetensors and torch report a full disk in exceptions of their own, as text
+        # safetensors and torch raise other exceptions, with the reason as text
         code = error.errno if isinstance(error, OSError) else None
         if code not in (errno.ENOSPC, errno.EDQUOT) and "No space left on device" not in str(error):
             raise
         raise DiskFullError(
             code or errno.ENOSPC,
-            f"The disk is full: {path} could not be written, and what stood there before is "
-            "untouched. Free some space or choose another folder, then run the same command again",
+            f"The disk is full: {path} could not be written; its earlier content is "
+            "unchanged. Free some space or choose another folder, then run the same command again",
         ) from error
 
 
 def refuse_unwritable(folder: Path) -> None:
-    """Raise ValueError where this process cannot write into the folder, or make it."""
+    """Raise ValueError if this process cannot create the folder or write into it."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         reason = "is read-only for you" if nearest.is_dir() else "is a file"

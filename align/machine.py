@@ -21,35 +21,35 @@ from accelerate.utils import broadcast_object_list, get_int_from_env
 T = TypeVar("T")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-_KEPT = 2**28  # bytes
+_KEPT = 2**28  # bytes of freed memory that malloc keeps
 _GLIBC = platform.libc_ver()[0] == "glibc"
-_host_groups: list[Any] = []  # of all processes, over gloo: one where `join_processes` met several
+_host_groups: list[Any] = []  # one gloo group of all processes, if a run has several
 
 
 class ProcessError(ValueError):
-    """Processes that could not do the run together: what was found, why, and what to do."""
+    """The launched processes cannot do the run together: value, reason, remedy."""
 
 
 def join_processes(on_cpu: bool, timeout: float) -> int:
-    """Meet the other processes of this run; returns how many share this machine.
+    """Join the other processes of this run. Returns the number of processes on this machine.
 
     Call it before any other use of accelerate's state, because the process group keeps its first
     timeout. timeout: seconds that a process waits for the others; one of them may work alone for
-    minutes. Raises ProcessError where the launcher started fewer processes
-    than it was asked for, and for a setting under which models would be loaded empty.
+    minutes. Raises ProcessError if fewer processes started than were requested, for DeepSpeed, and
+    for a setting under which models would be loaded without weights.
     """
     world_size = get_int_from_env(["PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"], 1)
     if world_size > 1 and not on_cpu and not torch.cuda.is_available():
         on_cpu = True
-        os.environ["ACCELERATE_USE_CPU"] = "true"  # what reads the state later sees the same
-    # `accelerate launch` gives an address to meet at when it is asked for several processes. Only
-    # torchrun starts and counts them, and the launcher calls torchrun for GPUs alone.
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # accelerate's state must agree
+    # `accelerate launch` sets MASTER_PORT if several processes are requested. Only torchrun starts
+    # them and sets WORLD_SIZE, and the launcher calls torchrun for GPUs only.
     started_one = "ACCELERATE_USE_CPU" in os.environ and "WORLD_SIZE" not in os.environ
     if started_one and "MASTER_PORT" in os.environ and world_size == 1:
         raise ProcessError(
             "Several processes were asked for, but the launcher started one: `accelerate launch "
-            "--cpu` knows no others. Add --config_file recipes/accelerate/cpu_2.yaml and "
-            "--num_processes, or unset MASTER_PORT if one process is meant."
+            "--cpu` cannot start more. Add --config_file recipes/accelerate/cpu_2.yaml and "
+            "--num_processes, or unset MASTER_PORT if one process is intended."
         )
     if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() in ("true", "1"):
         raise ProcessError(
@@ -79,7 +79,7 @@ def join_processes(on_cpu: bool, timeout: float) -> int:
 
 
 def wait_on_host() -> None:
-    """Wait for all processes. An NCCL barrier is a kernel that spins on the GPU meanwhile."""
+    """Wait for all processes. Not by NCCL, because its barrier keeps the GPU busy."""
     if _host_groups:
         torch.distributed.barrier(_host_groups[0])
     else:
@@ -94,21 +94,21 @@ def from_first(value: T) -> T:
 
 
 def use_machine(processes: int = 1) -> None:
-    """Give this process its share of the cores, the memory it frees, and sums in a fixed order.
+    """Set the number of threads, malloc, MKL and oneDNN for this process.
 
     `accelerate launch` starts every process with a single thread.
     glibc returns freed tensors of a few megabytes to the kernel and requests them again. The
     page faults then take longer than the arithmetic (sampling for 48 rows of 49k logits: 48 ms, not
-    5). Larger tensors are still returned: kept, they fragment the memory (heads of 600 MB in
-    training: 23 GiB after 30 steps, not 9).
-    MKL's order of summation by default depends on a tensor's address, so that a verified token
-    could have other last bits than the same token alone.
+    5). Larger tensors are still returned, because they would fragment the memory (with heads of
+    600 MB: 23 GiB after 30 training steps, not 9).
+    By default MKL's order of summation depends on a tensor's address. Then the logits of a verified
+    token could differ in the last bits from those of the same token decoded alone.
     oneDNN caches kernels for the last 1,024 shapes of a product. Batches of all lengths fill this
     cache with 0.6 GB, though few shapes occur again (docs/lab-notes.md). It also keeps 0.3 MB per
-    shape for good; no setting changes that, so training uses few shapes (`losses.rounded`).
-    processes: how many of them share this machine.
+    shape, which no setting changes: therefore training uses few shapes (`losses.rounded`).
+    processes: the number of processes on this machine.
     """
-    # read by MKL and oneDNN at their first call; what is set already is the user's choice
+    # MKL and oneDNN read these at their first call; a value that is already set is the user's
     os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     torch.set_num_threads(max(1, _cores() // processes))
@@ -125,7 +125,7 @@ def free_memory() -> None:
     """
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # another process, as a vLLM, may need it
+        torch.cuda.empty_cache()  # another process, for example vLLM, may need it
     if _GLIBC:
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -136,12 +136,12 @@ def memory_left() -> int:
     limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
     if limit.isdecimal() and used.isdecimal():
         files = re.findall(r"^(?:in)?active_file (\d+)", _read("/sys/fs/cgroup/memory.stat"), re.M)
-        return min(free, int(limit) - int(used) + sum(map(int, files)))  # read again when needed
+        return min(free, int(limit) - int(used) + sum(map(int, files)))  # of the page cache
     return free
 
 
 def machine_lines(memory: int, disk: int, folder: Path, on_gpu: bool) -> list[str]:
-    """Lines on this machine and what a run needs: bytes of memory, and of disk in `folder`."""
+    """Text on this machine beside a run's needs: bytes of memory, bytes of disk in `folder`."""
     about = f"machine: torch {torch.__version__}, {_cores()} cores"
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = {"memory": memory_left(), f"disk of {nearest}": shutil.disk_usage(nearest).free}
@@ -164,5 +164,5 @@ def _cores() -> int:
 
 
 def _read(path: str) -> str:
-    """A file of Linux; empty on other systems."""
+    """The content of a system file of Linux; "" on other systems."""
     return Path(path).read_text(encoding="utf-8") if Path(path).exists() else ""

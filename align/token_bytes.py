@@ -18,7 +18,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 # 262k objects again and again.
 Token = tuple[Literal["normal", "special", "unused"], bytes]
 
-# Placeholders that model makers leave for later, and the padding of converted vocabularies.
+# Placeholders that model makers reserve, and the padding of converted vocabularies.
 _UNUSED = re.compile(
     r"(<\|?|\[|>>|<｜)(vision_)?(unused(_token)?|reserved(_special_token)?|place▁?holder(▁no▁)?"
     r"|dummy|special|pad|control|extra(_id)?)_?\d+(\|?>|\]|<<|｜>)",
@@ -42,21 +42,21 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase) -> list[Token | None]:
 
 
 def backend_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The content of its tokenizer.json. Raises ValueError for one without a Rust backend."""
+    """The content of the tokenizer's tokenizer.json. Raises ValueError for a slow tokenizer."""
     if not tokenizer.is_fast:
         raise ValueError(
-            f"{type(tokenizer).__name__} is a slow tokenizer and does not say which bytes its "
-            "tokens are; add the tokenizer.json of its fast form, or use a model that has one."
+            f"{type(tokenizer).__name__} is a slow tokenizer, so the bytes of its tokens are "
+            "unknown; add the tokenizer.json of its fast form, or use a model that has this file."
         )
     backend: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
     return backend
 
 
 def backend_tokens(backend: dict[str, Any]) -> list[Token | None]:
-    """The tokens of a parsed tokenizer.json, as `tokens_of`.
+    """The token of every id of a parsed tokenizer.json; None for an id that no token has.
 
-    Raises ValueError when it is neither byte-level BPE nor SentencePiece-like: then its tokens do
-    not stand for bytes (WordPiece, for one, does not say where spaces were).
+    Raises ValueError if it is neither byte-level BPE nor SentencePiece-like, because then tokens
+    do not stand for bytes (WordPiece, for example, drops spaces).
     """
     model = backend["model"]
     kinds = set(_component_types(backend.get("decoder")))
@@ -90,14 +90,14 @@ def backend_tokens(backend: dict[str, Any]) -> list[Token | None]:
             tokens[i] = ("special", literal.encode())
         elif byte_level or pieces.get(i) != literal:
             tokens[i] = ("normal", literal.encode())
-        # else a SentencePiece symbol that was added as well ("▁▁" of Gemma): written as a piece
+        # else a SentencePiece piece that is also an added token (Gemma's "▁▁"): its bytes stay
     return tokens
 
 
 def byte_fallback_ids(backend: dict[str, Any]) -> set[int]:
-    """Ids of SentencePiece's `<0x41>`, with which a byte is written that no other piece has.
+    """Ids of SentencePiece's byte tokens (`<0x41>`), for bytes that no other piece has.
 
-    They are bytes only if model or decoder say so; elsewhere "<0x0A>" is six characters.
+    None if model and decoder have no byte fallback: then "<0x0A>" is a text of six characters.
     """
     model = backend["model"]
     if not (
@@ -129,5 +129,5 @@ _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 def _from_byte_alphabet(piece: str) -> bytes:
     try:
         return bytes([_BYTES[character] for character in piece])
-    except KeyError:  # not written in the alphabet: the decoder takes it literally, too
+    except KeyError:  # not in the alphabet: the decoder also takes such a piece literally
         return piece.encode()

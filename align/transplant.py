@@ -5,7 +5,7 @@ draft has every token of the target ("remap"), rows only move and the logits sta
 ("transplant") the rows of new tokens are computed from those of their pieces, and the draft is then
 distilled. Every engine can serve the result.
 
-Legend: V rows of the target, D rows of the draft, H hidden size.
+Legend: V vocabulary entries of the target, H hidden size.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from align.token_bytes import is_used
 from align.vocab_map import MapError, Retokenizer, VocabMap
 from align.vocabulary import Vocabulary
 
-# A new token's output row leans to its first piece, because the draft predicted that piece: the
-# weights are FRONT ** 0, FRONT ** 1, …, normalised.
+# In a new token's output row the first piece weighs most, because the draft predicted that piece:
+# the weights are FRONT ** 0, FRONT ** 1, …, normalised.
 FRONT = 0.5
-PARD_TOKEN = "pard_token"  # in a config: which row is the mask of a draft (drafters/pard.py)
-NEVER = -1e4  # a bias that fp16 holds and that no logit makes up for
+PARD_TOKEN = "pard_token"  # config key: the id of a draft's mask (distill/drafters/pard.py)
+NEVER = -1e4  # a bias within fp16's range that no logit outweighs
 
 
 def resized(model: PreTrainedModel, draft: Vocabulary, rows: int) -> PreTrainedModel:
-    """A copy of `model`, on its own weights, with so many rows; `model` itself is left as it is.
+    """A copy of `model` with `rows` vocabulary entries; `model` itself if it already has these.
 
-    New rows are never likely. Raises MapError where a token's row would be cut.
+    It shares the other weights. New entries are never likely. Raises MapError if a token is cut.
     """
     if rows < draft.count:
         raise MapError(
             f"TOK-002: the tokenizer of {draft.spec!r} has ids up to {draft.count - 1}, so its "
             f"head cannot be cut to the target's {rows} rows; use strategy remap, or a draft "
-            "with the target's tokens alone."
+            "with only the target's tokens."
         )
     old = model.get_output_embeddings().weight.shape[0]
     if rows == old:
         return model
     memo = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
     moved: Any = copy.deepcopy(model, memo)
-    moved.resize_token_embeddings(rows, mean_resizing=False)  # its mean has noise on it
+    moved.resize_token_embeddings(rows, mean_resizing=False)  # would add noise
     if rows < old:
         if getattr(moved.config, PARD_TOKEN, -1) >= rows:
             delattr(moved.config, PARD_TOKEN)
@@ -61,20 +61,20 @@ def resized(model: PreTrainedModel, draft: Vocabulary, rows: int) -> PreTrainedM
 def transplant(
     model: PreTrainedModel, vocab_map: VocabMap, target: Vocabulary, draft: Vocabulary, rows: int
 ) -> PreTrainedModel:
-    """A copy of `model` over the target's ids [rows = V]; `model` itself is left as it is.
+    """A copy of `model` over the target's ids [rows = V]; `model` itself is not changed.
 
-    A mapped token keeps its row. A new token is split by the draft's tokenizer: its input row is
-    that of the last piece, its output row the front-weighted mean of the pieces' rows. If
-    the two are tied, this mean is both. Ids without a token get a row that is never likely.
-    Raises MapError for a head with a bias or a soft cap, because new rows would not have it.
+    A mapped token keeps its row. A new token is split into tokens of the draft: its input row is
+    that of the last piece, its output row the front-weighted mean of the pieces' rows. If the
+    weights are tied, this mean is used for both. Ids without a token get a row that is never
+    likely. Raises MapError for a head with a bias or changed logits, and for too few rows.
     """
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     if head.bias is not None or draft.logit_changes:
         addition = "a bias" if head.bias is not None else str(draft.logit_changes)
         raise MapError(
-            f"TOK-012: the head of {draft.spec!r} has {addition}, and rows of new tokens cannot "
-            "take it over; use strategy intersection, or another draft."
+            f"TOK-012: the head of {draft.spec!r} has {addition}, and new tokens have no value "
+            "for it; use strategy intersection, or another draft."
         )
     if rows < target.count:
         raise MapError(
@@ -106,7 +106,7 @@ def transplant(
     new_embedding.padding_idx = None
     moved.config.get_text_config().vocab_size = moved.vocab_size = rows
     _rewrite_special_ids(moved, target)
-    if hasattr(moved.config, PARD_TOKEN):  # the row is another token's now
+    if hasattr(moved.config, PARD_TOKEN):  # the id is another token's now
         delattr(moved.config, PARD_TOKEN)
     return moved
 
@@ -129,10 +129,10 @@ def _weighted(rows: Tensor, pieces: list[list[int]]) -> Tensor:
 def _unlikely(head: Tensor) -> Tensor:
     """A row [H] of an embedding or head [V, H] for ids without a token: the mean of all.
 
-    In a head its logit is the mean of all at every state, whatever training makes of the states:
-    never the best, and at any temperature no more of q than the average row (Jensen's inequality).
-    A zero row is among the likely ones where most logits are below 0, and one along the states'
-    mean direction wherever a state turns away from it (docs/lab-notes.md).
+    In a head its logit is the mean of all logits at every state, also after training. So it is
+    never the best, and at any temperature its probability is at most 1 / V (Jensen's inequality).
+    A zero row would be likely at states where most logits are negative, and a row opposite to the
+    mean state at states that turn away from this mean (docs/lab-notes.md).
     """
     return head.mean(0, dtype=torch.float32).to(head.dtype)
 

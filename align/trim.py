@@ -14,21 +14,22 @@ from align.token_bytes import Token
 
 
 def byte_units(tokens: Iterable[Token | None]) -> list[int]:
-    """Ids of the tokens of a single byte: with them a trimmed draft can still write anything."""
+    """Ids of the single-byte tokens. A trimmed draft needs these to write every text."""
     return [i for i, token in enumerate(tokens) if token is not None and len(token[1]) == 1]
 
 
 def choose_tokens(mass: Tensor, size: int, forced: Iterable[int]) -> Tensor:
-    """The `size` ids [K], ascending, with the most of the target's mass; `forced` always kept.
+    """The `size` ids [K] with the most probability mass, and always `forced`, ascending.
 
-    mass: how much probability the target gave each token on the domain [V].
+    mass: the target's probability of each token on the domain [V]. Raises ValueError for a `size`
+    below the number of `forced` or above V.
     """
     keep = torch.zeros(len(mass), dtype=torch.bool)
     keep[torch.tensor(sorted(set(forced)), dtype=torch.long)] = True
     if not int(keep.sum()) <= size <= len(mass):
         raise ValueError(
             f"draft_vocab_size {size} must be at least {int(keep.sum())} (stops, special tokens "
-            f"and the byte units are always kept) and at most {len(mass)}, the target's "
+            f"and single bytes are always kept) and at most {len(mass)}, the target's "
             "vocabulary; choose a size between, or null to keep the whole head."
         )
     ranked = mass.masked_fill(keep, -1).argsort(descending=True, stable=True)
@@ -37,9 +38,9 @@ def choose_tokens(mass: Tensor, size: int, forced: Iterable[int]) -> Tensor:
 
 
 def coverage_curve(mass: Tensor, forced: Iterable[int]) -> list[tuple[int, float]]:
-    """(head size, lost mass) for trimmed heads from the smallest possible to the whole vocabulary.
+    """Pairs (head size, lost mass). The lost mass never grows with the size.
 
-    mass: as for `choose_tokens` [V]. The sizes double; the lost mass never grows.
+    The sizes are the powers of two that have room for `forced`, then V. mass: see `choose_tokens`.
     """
     kept = set(forced)
     size, sizes = 1 << max(len(kept) - 1, 1).bit_length(), []
@@ -50,5 +51,5 @@ def coverage_curve(mass: Tensor, forced: Iterable[int]) -> list[tuple[int, float
 
 
 def lost_mass(mass: Tensor, kept: Tensor) -> float:
-    """Share of the target's probability on trimmed tokens; it bounds acceptance."""
+    """Share of the target's probability on trimmed tokens: a bound of 1 - acceptance rate."""
     return 1 - float(mass[kept].sum() / mass.sum())

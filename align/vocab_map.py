@@ -27,7 +27,7 @@ class MapError(ValueError):
 
 @dataclass(frozen=True)
 class VocabMap:
-    """to_target: target id of each draft id [D], -1 for none; to_draft: the other way round [V].
+    """to_target: target id of each draft id [D]; to_draft: draft id of each target id [V]; or -1.
 
     Several draft ids may have one target id (equal tokens): their probabilities add up.
     `to_target[to_draft[t]]` is t, or the id of a token that equals t's.
@@ -51,7 +51,7 @@ def build_map(target: Vocabulary, draft: Vocabulary) -> VocabMap:
         )
     to_target = _look_up(target.id_of, draft.tokens)
     to_draft = _look_up(draft.id_of, target.tokens)
-    # an end of text is one whatever it is called
+    # the two EOS tokens are mapped to each other even if their names differ
     mine, theirs = (side.special_ids.get("eos_token") for side in (target, draft))
     if mine is not None and theirs is not None and to_draft[mine] < 0 and to_target[theirs] < 0:
         to_draft[mine], to_target[theirs] = theirs, mine
@@ -63,7 +63,7 @@ def _look_up(ids: dict[Token, int], tokens: list[Token | None]) -> Tensor:
 
 
 def save_map(path: Path, vocab_map: VocabMap, target: Vocabulary, draft: Vocabulary) -> None:
-    """Write the map, for others to read, and the hashes of the tokenizers it was made from."""
+    """Write the map, and the hashes of the two tokenizers, to a safetensors file."""
     tensors = {"to_target": vocab_map.to_target.int(), "to_draft": vocab_map.to_draft.int()}
     hashes = {"target_sha256": target.sha256, "draft_sha256": draft.sha256}
     with atomic_file(path, "wb") as file:
@@ -72,9 +72,9 @@ def save_map(path: Path, vocab_map: VocabMap, target: Vocabulary, draft: Vocabul
 
 @dataclass(frozen=True)
 class Retokenizer:
-    """Target ids as draft ids: the mapped token, else its bytes in the draft's tokens.
+    """Converts target ids to draft ids: to the mapped token, else to draft tokens of its bytes.
 
-    A target's BOS becomes the draft's BOS.
+    At the start of a text the draft's prefix (its BOS, if any) replaces the target's BOS.
     """
 
     vocab_map: VocabMap
@@ -83,11 +83,11 @@ class Retokenizer:
     _cache: dict[int, list[int]] = field(default_factory=dict)
 
     def from_start(self, ids: Sequence[int]) -> list[int]:
-        """Draft ids of a text from its start."""
+        """Draft ids of a text from its start; at least one."""
         bos = self.target.special_ids.get("bos_token")
         text = ids[1:] if ids and ids[0] == bos else ids
         whole = [*self.draft.prefix, *self.continuation(text)]
-        # a model needs something to begin with: without a BOS, texts follow the end of another
+        # a model needs at least one token; if there is no BOS, texts follow an EOS in training
         return whole or [self.draft.special_ids.get("eos_token") or 0]
 
     def continuation(self, ids: Sequence[int]) -> list[int]:
@@ -95,7 +95,7 @@ class Retokenizer:
         return [piece for i in ids for piece in self.of_token(i)]
 
     def of_token(self, i: int) -> list[int]:
-        """Draft ids of one target id; none for padding."""
+        """Draft ids of one target id; none for an id without a token."""
         if i not in self._cache:
             mapped = int(self.vocab_map.to_draft[i]) if i < len(self.vocab_map.to_draft) else -1
             data = self.target.bytes_of([i])

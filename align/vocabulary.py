@@ -30,13 +30,13 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 @dataclass
 class Vocabulary:
-    """The vocabulary of a target or a draft: its tokenizer, and what its config files say of it.
+    """The vocabulary of a target or a draft, from its tokenizer and config files.
 
-    tokenizer: transformers' own, with which prompts are rendered. backend: the content of its
+    tokenizer: the transformers tokenizer, which renders prompts. backend: the content of its
     tokenizer.json. tokens: the token of every id (align/token_bytes.py), None where there is none.
     special_ids: an id for each of SPECIAL_NAMES, None if the tokenizer has no such token.
-    all_stops: ids that end a text by tokenizer, config or generation config. config: the text
-    model's. head_bias: whether the LM head has a bias; False if no weights are cached.
+    all_stops: ids that end a text, from tokenizer, config and generation config. config: of the
+    text model. head_bias: whether the LM head has a bias; False if no weights are cached.
     """
 
     spec: str
@@ -52,7 +52,7 @@ class Vocabulary:
 
     @property
     def rows(self) -> int:
-        """Entries of embedding and head by the config; one for each id where it does not say."""
+        """Vocabulary entries of embedding and head: the config's vocab_size, else `count`."""
         return self.config.get("vocab_size") or self.count
 
     @property
@@ -62,7 +62,7 @@ class Vocabulary:
 
     @property
     def head_is_plain(self) -> bool:
-        """True if logits are the head's product alone: then new tokens need only new rows."""
+        """True if logits are only the head's product, so that new tokens need only new rows."""
         return not (self.head_bias or self.logit_changes)
 
     @cached_property
@@ -77,7 +77,7 @@ class Vocabulary:
 
     @cached_property
     def sha256(self) -> str:
-        """The hash of what decides ids: the content of tokenizer.json."""
+        """The hash of tokenizer.json without truncation and padding."""
         parts = {k: v for k, v in self.backend.items() if k not in ("truncation", "padding")}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -88,7 +88,7 @@ class Vocabulary:
 
     @property
     def suffix(self) -> list[int]:
-        """The ids that the tokenizer puts behind every text, as an EOS saved by mistake."""
+        """The ids that the tokenizer puts after every text, for example an EOS by mistake."""
         return self._around_a_text[1]
 
     @cached_property
@@ -156,10 +156,10 @@ def read_vocabulary(spec: str, weights: bool = False) -> Vocabulary:
 
 
 def mask_token(vocabulary: Vocabulary) -> int:
-    """An id that no text has: of the rows behind the last token, or a special token that is no stop
-    and that neither the tokenizer nor the chat template puts into a text.
+    """An id that occurs in no text: the first entry after the last token, or a special token that
+    is no stop and that neither the tokenizer nor the chat template adds to a text.
 
-    Raises ValueError where there is none.
+    Raises ValueError if there is none.
     """
     if vocabulary.count < vocabulary.rows:
         return vocabulary.count
@@ -169,8 +169,8 @@ def mask_token(vocabulary: Vocabulary) -> int:
         if token["special"] and token["id"] not in used and token["content"] not in template:
             return int(token["id"])
     raise ValueError(
-        f"The vocabulary of {vocabulary.spec} has no row that no text uses, and a draft of kind "
-        "pard needs one for its mask; use another drafter."
+        f"The vocabulary of {vocabulary.spec} has no entry that no text uses, and a draft of "
+        "kind pard needs one for its mask; use another drafter."
     )
 
 
@@ -186,20 +186,20 @@ def _parse(spec: str, folder: Path) -> Vocabulary:
     ends = special_ids["eos_token"], config.get("eos_token_id", top.get("eos_token_id"))
     stops = set().union(*map(_as_set, (*ends, generation.get("eos_token_id"))))
     template: Any = tokenizer.chat_template
-    if isinstance(template, dict):  # several by name: the default one is what is rendered
+    if isinstance(template, dict):  # several by name: prompts use the default one
         template = template.get("default")
     head_bias = False
-    for path in filter(Path.is_file, weight_files(folder)):  # none of a Hub checkpoint at first
+    for path in filter(Path.is_file, weight_files(folder)):  # a Hub checkpoint may have none yet
         try:
             with safe_open(path, framework="numpy") as file:
                 head_bias |= any(name.endswith(_HEAD_BIASES) for name in file.keys())  # noqa: SIM118
         except SafetensorError as error:
             raise SourceError(
-                f"{path} is no whole safetensors file ({error}); fetch or copy it again."
+                f"{path} is not a complete safetensors file ({error}); fetch or copy it again."
             ) from error
     about = special_ids, stops, template, config, head_bias
     vocabulary = Vocabulary(spec, folder, tokenizer, backend, tokens, *about)
-    # Gemma 3 1B has an image token beyond its rows; no text contains it
+    # Gemma 3 1B has an image token beyond its vocab_size; no text contains it
     while len(tokens) > vocabulary.rows and len(tokens) - 1 not in stops:
         if tokens[-1] is None or tokens[-1][0] != "special":
             break

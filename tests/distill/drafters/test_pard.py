@@ -157,5 +157,5 @@ def test_a_held_out_text_says_how_many_of_all_drafted_tokens_are_accepted(tiny_l
 
 def test_a_vocabulary_without_a_free_row_is_refused(job, folder, tmp_path):
     recipe = job(tmp_path, drafter="pard", draft=str(folder / "target"))
-    with pytest.raises(ValueError, match=r"no row that no text uses.*use another drafter"):
+    with pytest.raises(ValueError, match=r"no entry that no text uses.*use another drafter"):
         run(recipe)
