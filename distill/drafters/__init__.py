@@ -1,1 +1,1 @@
-"""Kinds of draft as they are trained: how each starts, what its head reads, what is exported."""
+"""The kinds of draft in training: how each starts, what its LM head reads, what is exported."""

@@ -18,10 +18,10 @@ WIDTH = 16  # divides T: a step of a new T leaves 5 MB in oneDNN (losses.rounded
 class TrainingBatch(NamedTuple):
     """B rows padded to T tokens, N response positions in all.
 
-    input_ids: [B, T], padded behind. positions: in the flattened batch, where the next token is
-    predicted [N]. top_ids, top_logprobs: the target's most likely tokens there [N, C]. states: its
-    hidden states [B, T, L, H], zeros where a text has ended. seeds: of each row's random numbers
-    [B].
+    input_ids: [B, T], padded at the end. positions: where the next token is predicted, in the
+    flattened batch [N]. top_ids, top_logprobs: the target's most likely tokens there, as entries of
+    the draft's head or -1 [N, C]. states: the target's hidden states [B, T, L, H], zeros after a
+    text. seeds: a random seed for each row [B].
     """
 
     input_ids: Tensor
@@ -59,8 +59,8 @@ class HeadInput(NamedTuple):
 def drawn_depths(positions: Tensor, width: int, seeds: Tensor, most: int, deeper: float) -> Tensor:
     """The number of drafted tokens that each response position trains [N].
 
-    At least d tokens have the probability deeper ** (d - 1); no position has more than `most`.
-    positions: in the flattened batch of that width. seeds: of each row's random numbers.
+    The number is d or more with probability deeper ** (d - 1), and at most `most`.
+    positions: in the flattened batch of rows of `width`. seeds: a random seed for each row.
     """
     counts = (positions // width).bincount(minlength=len(seeds)).tolist()
     uniform = torch.cat(
@@ -76,6 +76,6 @@ def drawn_depths(positions: Tensor, width: int, seeds: Tensor, most: int, deeper
 def mean_depth(most: int, deeper: float) -> float:
     """The mean of what `drawn_depths` draws.
 
-    Losses are divided by this mean. The number that was drawn differs between processes.
+    Losses are divided by this mean, because the number that is drawn differs between processes.
     """
     return float(sum(deeper**depth for depth in range(most)))

@@ -1,4 +1,4 @@
-"""The folder of a draft that shares its target's embedding, as written.
+"""Write the folder of a draft that shares its target's embedding.
 
 Legend: V the target's vocabulary, K rows of the draft's head, H hidden size.
 """
@@ -34,7 +34,7 @@ def write_compact(
 def target_id_maps(token_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
     """A trimmed head's ids [K] as other engines store them.
 
-    d2t: the target's id less the entry's own number [K]. t2d: which target ids have an entry [V].
+    d2t: target id minus entry number [K]. t2d: whether a target id has an entry [V].
     """
     entries = torch.arange(len(token_ids), device=token_ids.device)
     has_entry = torch.zeros(vocab_size, dtype=torch.bool)

@@ -1,6 +1,6 @@
-"""EAGLE-3 as it is trained: over several steps of a draft at once (training-time test).
+"""EAGLE-3 (arXiv 2503.01840) in training: several steps of a draft at once (training-time test).
 
-The later steps read what the layer made itself. The draft starts from least squares: the queries,
+The later steps read the layer's own output. The draft starts from least squares: the queries,
 keys and values of the embeddings are those of the target's first layer, those of the states are
 zero; `fc` and the attention's output map, then the last map of the MLP, are fitted to the state
 that the target's head reads. Or it starts from a published draft. Legend: B rows, T pairs, N
@@ -97,7 +97,7 @@ class Eagle3(DraftKind):
             positions = batch.positions[entries]
             states.append(y.flatten(0, 1)[positions])
             learned.append(entries)
-            # only what comes right after another response position is a later token of a draft
+            # a later token of a draft must directly follow another response position
             entries = entries[1:][positions[1:] == positions[:-1] + 1]
         return HeadInput(torch.cat(states), torch.cat(learned), 1 / STEPS)
 
@@ -108,7 +108,7 @@ KIND = Eagle3()
 def _as_speculators(
     shape: dict[str, Any], rows: int, layers: list[int], target: str
 ) -> dict[str, Any]:
-    """config.json of the format of speculators. shape: of the layer."""
+    """config.json in the format of speculators. shape: the layer's config."""
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -148,9 +148,9 @@ def layer_config(target: PreTrainedConfig) -> LlamaConfig:
 
 
 def from_target(target: PreTrainedModel, layers: Sequence[int], head: Tensor) -> LlamaForCausalLM:
-    """The draft in fp32 with all that is taken from the target; the fitted maps are zero.
+    """The draft in fp32 with weights that come from the target; the maps that `fit` sets are zero.
 
-    It shares nothing with the target but the embedding. head: [K, H].
+    No weights are shared. `to_train` sets the embedding, which is empty here. head: [K, H].
     """
     config = layer_config(target.config.get_text_config())
     embedding = input_embedding(target)
@@ -174,7 +174,7 @@ def from_target(target: PreTrainedModel, layers: Sequence[int], head: Tensor) ->
 
 
 def to_train(model: Any, sizes: Tensor, embedding: Tensor) -> LlamaForCausalLM:
-    """The model in fp32 on the target's frozen embedding, its states divided by these sizes [L]."""
+    """The model in fp32 with the target's frozen embedding, which divides states by `sizes` [L]."""
     model = model.float()
     model.set_input_embeddings(FrozenEmbedding(embedding))
     divide_states(model, sizes)
@@ -183,7 +183,7 @@ def to_train(model: Any, sizes: Tensor, embedding: Tensor) -> LlamaForCausalLM:
 
 
 def usual_sizes(start: Start) -> Tensor:
-    """The root mean square of each layer's states in the texts [L]; ones without texts."""
+    """The root mean square of each layer's states in the texts [L]; ones without states."""
     if start.states is None:
         return torch.ones(len(start.layers))
     return torch.cat(list(map(start.states, start.texts))).float().pow(2).mean((0, 2)).sqrt()
@@ -227,8 +227,8 @@ def fit(model: LlamaForCausalLM, start: Start) -> None:
 
 
 def _fitted_states(model: PreTrainedModel, start: Start) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """At each text's N response positions: the states before [N, L * H], the attention's output
-    [N, heads * D], and what the draft's last state should be [N, H].
+    """At each text's N response positions: the scaled target states [N, L * H], the attention's
+    output [N, heads * D], and the goal of the draft's last state [N, H].
     """
     body: Any = model.base_model
     target: Any = start.target.model
@@ -246,12 +246,12 @@ def _fitted_states(model: PreTrainedModel, start: Start) -> Iterator[tuple[Tenso
 
 
 def scaled(model: PreTrainedModel, states: Tensor) -> Tensor:
-    """The target's states [B, T, L, H], each layer divided by its usual size [B, T, L * H]."""
+    """The target's states [B, T, L, H], each layer divided by its size [B, T, L * H]."""
     return (states.float() / model.get_buffer("sizes")[:, None]).flatten(2)
 
 
 class Pairs:
-    """The attention over T pairs, one step of a draft after another."""
+    """The attention of a draft over T pairs. Each call of `attend` is the next step."""
 
     def __init__(self, model: PreTrainedModel, pairs: int) -> None:
         body: Any = model.base_model
@@ -264,8 +264,8 @@ class Pairs:
     def attend(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """The heads' output of this step [B, T, heads * D], of embeddings and states [B, T, H].
 
-        At step g a pair sees the first step's pairs up to g before it: what the target has read.
-        It also sees one pair of each later step: that of its own draft.
+        At step g a pair sees the first step's pairs at least g before it, because the target has
+        read these. It also sees one pair of each later step: the pair of the same draft.
         """
         layer, attention, step = self.layer, self.layer.self_attn, len(self.past)
         read = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(hidden)], -1)
@@ -285,7 +285,7 @@ class Pairs:
 def unrolled(
     model: PreTrainedModel, input_ids: Tensor, states: Tensor, steps: int
 ) -> Iterator[Tensor]:
-    """The LM head's inputs after each token [B, T, H], at each step of a draft; zero at first.
+    """For each step of a draft, the LM head's inputs at each token [B, T, H]; zero at the first.
 
     At step g the target has read all but the last g tokens. states: [B, T, L, H].
     """

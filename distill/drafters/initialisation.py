@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from eval.decoding.forward import Decoder, HiddenStates, in_pieces
 
-RIDGE = 1e-4  # relative to the mean diagonal: only keeps a solve well conditioned
+RIDGE = 1e-4  # relative to the mean diagonal; only for a well-conditioned solve
 
 
 class FrozenEmbedding(nn.Embedding):
     """An embedding that is not trained: it keeps its dtype in a model that is trained in fp32.
 
-    Its output is in fp32 and has exactly the numbers of its rows.
+    Its output is in fp32 and is exactly equal to the stored rows.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -36,7 +36,7 @@ class FrozenEmbedding(nn.Embedding):
 
 
 def read_states(decoder: Decoder, ids: Tensor, layers: Sequence[int]) -> list[Tensor]:
-    """The target's states of these layers at the tokens [T] of a text but the last [T - 1, H] each.
+    """The target's states of each layer [T - 1, H], at all tokens `ids` [T] but the last.
 
     The layers are numbered as in eval/decoding/forward.py.
     """

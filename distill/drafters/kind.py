@@ -1,4 +1,4 @@
-"""The interface of a kind in training. A kind is a file in this folder that has a KIND.
+"""The interface of a kind of draft in training: a file in this folder that defines KIND.
 
 The file of the same name in eval/decoding/drafters has what the kind needs to draft. docs/files.md
 tells how a kind is added. Legend: P prompt and R response tokens of an answer, L layers read, V the
@@ -26,11 +26,11 @@ from eval.decoding.target import Target
 
 @dataclass(frozen=True)
 class Start:
-    """The material of a new draft.
+    """The arguments of `DraftKind.start`.
 
-    token_ids: target ids of a trimmed head [K]; None for a head over all of V. texts: answers that
-    the draft is fitted to; without texts it has only its shape. layers: the target's states that
-    the draft reads; `states` gives them at all tokens of an answer but the last [P + R - 1, L, H].
+    token_ids: target ids of a trimmed head [K]; None for a head over all of V. texts: answers
+    for the least-squares initialisation, which needs texts. layers: the target's states that the
+    draft reads; `states` gives them at all tokens of an answer but the last [P + R - 1, L, H].
     mask: the id of its mask token, for kinds that have one. published: the folder of a draft of
     this kind to start from; its head replaces `token_ids`.
     """
@@ -46,17 +46,17 @@ class Start:
     states: Callable[[CachedAnswer], Tensor] | None = None
 
     def head(self) -> Tensor:
-        """The target's own head, its vocabulary entries of `token_ids` [K, H]."""
+        """The target's LM head, cut to the vocabulary entries of `token_ids` [K, H]."""
         weight = self.target.model.get_output_embeddings().weight.detach()
         return weight.clone() if self.token_ids is None else weight[self.token_ids]
 
 
 class Draft(NamedTuple):
-    """A draft in training. It shares no weights with the target that are trained.
+    """A draft in training. No weight that is trained is shared with the target.
 
     token_ids: target id of each entry of its head [K]; None for a head over all of V. full_head:
-    the fitted head over all of V [V, H] that the head was cut from; None where that is the
-    target's, or a sibling's.
+    the least-squares head [V, H] that the draft's head was cut from; None if the head is
+    the target's or a sibling's.
     """
 
     model: PreTrainedModel
@@ -83,13 +83,13 @@ class DraftKind:
 
     @property
     def name(self) -> str:
-        """The name of its file; recipes and compact.json use it."""
+        """The name of the kind's file, as in recipes and in compact.json."""
         return type(self).__module__.rpartition(".")[2]
 
     def target_layers(
         self, target: Mapping[str, Any], published: Mapping[str, Any] | None = None
     ) -> tuple[int, ...]:
-        """The target's hidden states that it reads, numbered as in eval/decoding/forward.py.
+        """The target's hidden states that a draft reads, numbered as in eval/decoding/forward.py.
 
         target: the target's config. published: config.json of a published draft.
         """
@@ -109,22 +109,22 @@ class DraftKind:
         """Make a model a draft of this kind: a sibling over the target's ids. mask: see Start."""
 
     def save(self, folder: Path, draft: Draft, embedding: Tensor, target: str) -> None:
-        """Write the form that `load` and our decoder read into an existing folder.
+        """Write the draft to an existing folder, as `load` and the reference decoder read it.
 
-        embedding: the target's [V, H], whose dtype is taken and whose hash is kept. target: its
-        name.
+        embedding: the target's [V, H]; the draft gets its dtype, and its hash is stored. target:
+        the target's name.
         """
         raise NotImplementedError
 
     def load(self, folder: Path, embedding: Tensor) -> Draft:
         """The draft that `save` wrote, ready to be trained on the target's embedding.
 
-        Raises ValueError where it was made for another target.
+        Raises ValueError if it was made for another target.
         """
         raise NotImplementedError
 
     def exported(self, model: PreTrainedModel) -> PreTrainedModel:
-        """A trained language model as engines load it."""
+        """A trained language model in the form that engines load."""
         return model
 
     def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:
@@ -135,7 +135,7 @@ class DraftKind:
 
 @functools.cache
 def kinds() -> dict[str, DraftKind]:
-    """Every kind of draft by its name: the files beside this one that have a KIND."""
+    """Every kind of draft by its name: the files in this folder that define KIND."""
     names = [module.name for module in pkgutil.iter_modules(drafters.__path__)]
     modules = [importlib.import_module(f"{drafters.__name__}.{name}") for name in names]
     return {module.KIND.name: module.KIND for module in modules if hasattr(module, "KIND")}

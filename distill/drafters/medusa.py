@@ -1,4 +1,4 @@
-"""Medusa heads as they are trained: from the target's cached states alone.
+"""Medusa heads (arXiv 2401.10774) in training, from the target's cached states alone.
 
 From the state at token t, head d learns the target's distribution over the token after t + d. The
 heads start from least squares (`fit_heads`):
@@ -47,7 +47,7 @@ class Medusa(DraftKind):
 
     @torch.no_grad()
     def start(self, start: Start) -> Draft:
-        """Heads that all draft what the target's own head says, then fitted; in fp32."""
+        """Heads equal to the target's head, then fitted, in fp32; or published heads."""
         if start.published is not None:
             config = start.target.model.config.get_text_config()
             return Draft(*load_heads(start.published, start.target.decoder.embedding, config))
@@ -81,7 +81,7 @@ class Medusa(DraftKind):
         return Draft(*load_heads(folder, embedding))
 
     def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:
-        """The sum over the depths drawn, divided by how many a position has on average."""
+        """Their losses are divided by the mean number of depths at a position."""
         heads: Any = model
         positions, width, blocks = batch.positions, batch.width, heads.blocks
         depths = drawn_depths(positions, width, batch.seeds, len(blocks), DEEPER)
@@ -91,7 +91,7 @@ class Medusa(DraftKind):
         states, learned = [blocks[0](before.to(dtype))], [batch.entries]
         for depth, block in enumerate(blocks[1:], start=2):
             drawn = (depths[: len(depths) - depth] >= depth).nonzero()[:, 0]
-            # of the N positions, those whose answer has another token so much later
+            # only if the same answer has a token `depth` later
             entries = drawn[positions[drawn] // width == positions[drawn + depth] // width]
             states.append(block(read[positions[entries]].to(dtype)))
             learned.append(entries + depth)
@@ -104,10 +104,8 @@ KIND = Medusa()
 
 @torch.no_grad()
 def fit_heads(model: MedusaModel, texts: Sequence[Tensor]) -> None:
-    """The closed form of the module's docstring, from a text's states at response positions [N, H]
-    each.
-    """
-    # no text has states farther apart than its length: deeper heads stay as they are
+    """Fit the heads as in the module's docstring, to each text's states [N, H] at its response."""
+    # heads deeper than the longest text cannot be fitted
     deepest = min(len(model.blocks), max(map(len, texts)) - 1)
     if deepest < 1:
         return

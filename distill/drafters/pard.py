@@ -38,14 +38,14 @@ class Pard(Pruned):
 
     def from_sibling(self, model: PreTrainedModel, mask: int | None, max_gamma: int) -> None:
         assert mask is not None
-        # a sibling that drafts with masks already keeps its mask
+        # a PARD draft keeps its mask
         give_mask(model, getattr(model.config, "pard_token", mask), max_gamma)
 
     def exported(self, model: PreTrainedModel) -> PreTrainedModel:
         return with_mask_row(model)
 
     def head_input(self, model: PreTrainedModel, batch: TrainingBatch) -> HeadInput:
-        """The sum over the tokens drawn, divided by how many a position has on average."""
+        """Their losses are divided by the mean number of drafted tokens at a position."""
         masked: Any = model
         most = masked.config.pard_tokens
         drawn = draw_masks(batch, most)
@@ -65,12 +65,12 @@ KIND = Pard()
 
 @torch.no_grad()
 def give_mask(model: PreTrainedModel, token: int, most: int) -> None:
-    """Make `model.mask` of that row of its embedding, for drafts of up to `most` tokens."""
+    """Add `model.mask`, a copy of embedding entry `token`, for drafts of up to `most` tokens."""
     embedding: Any = model.get_input_embeddings()
     if embedding.weight.ndim != 2 or hasattr(embedding, "embed_scale"):
         raise ValueError(
-            f"A {model.config.model_type} model scales what its embedding holds, which a mask here "
-            "does not; use another drafter than pard."
+            f"A {model.config.model_type} model scales its embedding, but PARD does not scale the "
+            "mask; use another drafter than pard."
         )
     mask = nn.Embedding(1, embedding.weight.shape[1]).to(embedding.weight)
     mask.weight.copy_(embedding.weight[token : token + 1])
@@ -81,7 +81,7 @@ def give_mask(model: PreTrainedModel, token: int, most: int) -> None:
 
 @torch.no_grad()
 def with_mask_row(model: PreTrainedModel) -> PreTrainedModel:
-    """The model as engines load it, on its own weights: the mask is a row of its embedding."""
+    """A copy as engines load it, with the mask in the embedding; other weights are shared."""
     whole: Any = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     rows = whole.get_input_embeddings().weight.clone()
     rows[whole.config.pard_token] = whole.mask.weight[0]
@@ -98,8 +98,8 @@ def with_mask_row(model: PreTrainedModel) -> PreTrainedModel:
 class Masks(NamedTuple):
     """Masks that are trained, [M] each.
 
-    rows: of the batch. slots: how many masks stand before it behind the row's text. entries: of its
-    anchor among the N positions. depths: tokens from the anchor to the mask.
+    rows: the row of the batch. slots: the number of masks before it in the row. entries: the number
+    of its anchor among the N positions. depths: tokens from the anchor to the mask.
     """
 
     rows: Tensor
@@ -115,7 +115,7 @@ def draw_masks(batch: TrainingBatch, most: int) -> Masks:
     entries, depths = [], []
     for depth in range(1, most):
         drawn = (lengths[: max(0, len(lengths) - depth)] > depth).nonzero()[:, 0]
-        # as many tokens later in the same text
+        # `depth` tokens later in the same text
         drawn = drawn[positions[drawn + depth] == positions[drawn] + depth]
         entries.append(drawn)
         depths.append(torch.full_like(drawn, depth))
@@ -128,7 +128,7 @@ def draw_masks(batch: TrainingBatch, most: int) -> Masks:
 
 
 def read_with_masks(model: PreTrainedModel, batch: TrainingBatch, masks: Masks) -> Tensor:
-    """The last states [B, L, H] of the texts with the masks behind them."""
+    """The last states [B, L, H] of the texts followed by the masks."""
     masked: Any = model
     ids = batch.input_ids
     rows, width = ids.shape
@@ -153,7 +153,7 @@ def read_with_masks(model: PreTrainedModel, batch: TrainingBatch, masks: Masks) 
     visible[:, width:, width:] = same & (depths[:, None] <= depths[:, :, None])
     embedded = masked.get_input_embeddings()(ids)
     mask = masked.mask(ids.new_zeros(1)).to(embedded.dtype).expand(*shape, -1)
-    masked.config._attn_implementation = "sdpa"  # which takes such a mask as it is
+    masked.config._attn_implementation = "sdpa"  # because it accepts this attention mask
     return masked.base_model(
         inputs_embeds=torch.cat([embedded, mask], 1),
         attention_mask=visible[:, None],

@@ -1,4 +1,4 @@
-"""The target's own first layers, under a head fitted to the target's.
+"""The target's first layers with an LM head from least squares.
 
 Legend: H hidden size, K rows of the draft's head, N response positions of a text.
 """
@@ -33,8 +33,8 @@ class Pruned(DraftKind):
 
     @torch.no_grad()
     def start(self, start: Start) -> Draft:
-        """The head is fitted by least squares: it maps the RMS-normalised state after the last kept
-        layer to the state that the target's head reads. Folded into the head it costs nothing.
+        """A least-squares map leads from the RMS-normalised state after the last kept layer to the
+        state that the target's head reads. It is multiplied into the head, so it costs no time.
         """
         target_head = start.target.model.get_output_embeddings()
         if target_head.bias is not None:
@@ -70,7 +70,7 @@ KIND = Pruned()
 
 
 def pruned_config(target: PreTrainedConfig, num_layers: int) -> Any:
-    """The target's config for its first layers under a head of their own."""
+    """The target's config, changed to its first layers and an untied head."""
     config: Any = copy.deepcopy(target)
     config.num_hidden_layers = num_layers
     config.tie_word_embeddings = False
@@ -80,7 +80,7 @@ def pruned_config(target: PreTrainedConfig, num_layers: int) -> Any:
 
 
 def build_pruned(target: PreTrainedModel, num_layers: int, head: Tensor) -> PreTrainedModel:
-    """The target's first layers, sharing its embedding, under a `head` [K, H] of their own.
+    """The target's first layers with another `head` [K, H]; the embedding is shared.
 
     All weights lie on the embedding's device, wherever the target's layers are.
     """
@@ -93,7 +93,7 @@ def build_pruned(target: PreTrainedModel, num_layers: int, head: Tensor) -> PreT
         if not name.startswith("layers.") or int(name.split(".")[1]) < num_layers
     }
     kept["embed_tokens.weight"] = embedding
-    # the fitted projection starts from the plain normalised state
+    # the head was fitted to normalised states without weights
     kept["norm.weight"] = torch.ones_like(kept["norm.weight"])
     model.model.load_state_dict(kept, assign=True)
     model.model.rotary_emb = type(target.model.rotary_emb)(config).to(embedding.device)

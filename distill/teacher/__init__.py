@@ -1,1 +1,1 @@
-"""The target's outputs, its distributions over them, its hidden states."""
+"""Generate and cache the target's outputs, distributions and hidden states."""

@@ -30,7 +30,7 @@ from eval.decoding.loop import seed_of
 from eval.decoding.target import Target, weights_sha256
 from eval.engines.local_vllm import EngineMissing, vllm_python
 
-ANSWERS_PER_SHARD = 64  # at most so many answers of a process are lost to a kill
+ANSWERS_PER_SHARD = 64  # a process that is killed loses at most this number of answers
 USED = "answers.json"  # in a run's folder: the store and the answers that it is trained on
 
 Answerer = Literal["local", "vllm", "server"]
@@ -42,7 +42,7 @@ def who_answers(
     """What generates the target's outputs, and why.
 
     answers: the recipe's key. device: where the target is loaded. taught: whether the distributions
-    within the prompts are learned, too.
+    within the prompts are also learned.
     """
     if answers != "auto":
         return answers, "the recipe names it"
@@ -58,7 +58,7 @@ def who_answers(
 
 
 def open_store(settings: AnswerSettings, target: Vocabulary, dtype: str) -> Store:
-    """The store of this target's answers. A call of all processes."""
+    """The store of this target's answers. All processes must call it."""
     key = {}
     if PartialState().is_main_process:  # it reads all the target's weights
         key = {"target weights": weights_sha256(str(target.folder)), "dtype": dtype}
@@ -66,7 +66,7 @@ def open_store(settings: AnswerSettings, target: Vocabulary, dtype: str) -> Stor
 
 
 def to_answer(prompts: list[list[int]], per_prompt: int, most: int | None) -> list[list[int]]:
-    """The training prompts (token ids), one for each answer of a run."""
+    """The prompts (token ids) of a run's answers: each prompt `per_prompt` times, up to `most`."""
     return (prompts * per_prompt)[:most]
 
 
@@ -82,18 +82,18 @@ class AnsweringTarget:
         self.store, self.settings = store, settings
 
     def check(self) -> None:
-        """Refuse what cannot answer, before a run makes anything. Only the first process calls."""
+        """Raise an error if the target cannot answer. The first process calls it before a run."""
 
     def close(self) -> None:
         """Release what was started for the answers."""
 
     def answers(self, prompts: list[list[int]], taught: bool = False) -> Answers:
-        """The answers to these prompts (token ids), in their order. A call of all processes.
+        """The answers to these prompts (token ids), in their order. All processes must call it.
 
-        Answers in the store are not made again. An answer's random numbers depend on the seed and
-        its name in the store alone. taught: the distributions within the prompts are stored, too.
-        Raises ValueError where all answers are empty, ServerError where a server fails; then the
-        answers in the store stay.
+        Only answers that the store lacks are generated. An answer's random numbers depend only on
+        the seed and its name in the store. taught: also store the distributions within the prompts.
+        Raises ValueError if all answers are empty, and ServerError if a server fails; the answers
+        in the store stay.
         """
         if not prompts:
             return Answers(self.store, [])
@@ -124,7 +124,7 @@ class AnsweringTarget:
 
 
 class LocalTarget(AnsweringTarget):
-    """A target that is loaded here. layers: its hidden states are stored with new answers."""
+    """A target in this process. layers: hidden states that are stored with new answers."""
 
     by = "local"
 
@@ -135,7 +135,7 @@ class LocalTarget(AnsweringTarget):
         load: Callable[[], Target],
         layers: Sequence[int] = (),
     ) -> None:
-        """load: gives the target where an answer is missing."""
+        """load: returns the target; called only if an answer is missing."""
         super().__init__(store, settings)
         self.load, self.layers = load, layers
 
@@ -146,7 +146,7 @@ class LocalTarget(AnsweringTarget):
         share = [i for group in groups for i in group]
         if not share:
             return
-        # counted over all shares: as many rows for any number of processes, for equal bits
+        # of all shares: equal batches, so equal bits, for any number of processes
         rows = min(settings.batch_size, len(missing))
         names, prompts = [names[i] for i in share], [prompts[i] for i in share]
         target = self.load()  # before the progress bar begins
@@ -156,7 +156,7 @@ class LocalTarget(AnsweringTarget):
             prompts,
             settings.decoding,
             rows,
-            # with its prompt taught an answer is the same
+            # `taught` must not change the answer
             [seed_of(settings.decoding.seed, name.removesuffix(TAUGHT)) for name in names],
             Kept(lambda logits: top_logprobs(logits, settings.top_k), taught, self.layers),
             bar,
@@ -176,11 +176,11 @@ class LocalTarget(AnsweringTarget):
             if self.layers:
                 states[name_of(text)] = {"states": torch.cat(answer.states)}
             if count % ANSWERS_PER_SHARD == 0 or count == len(share):
-                # states first: those of an answer that is kept without them take another pass
+                # states first: an answer stored without states needs a second pass for them
                 if self.layers:
                     self.store.of_states(self.layers).append(states, self.by)
                 self.store.append(pending, self.by)
-                free_memory()  # caches of other sizes leave holes: 0.5 GB with 135M parameters
+                free_memory()  # KV caches fragment the memory: 0.5 GB with 135M parameters
                 pending, states = {}, {}
         bar.close()
 
@@ -188,15 +188,15 @@ class LocalTarget(AnsweringTarget):
 def top_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Ids and natural-log probabilities [B, C] of the C most likely tokens of logits [B, V]."""
     ids = logits.topk(count, dim=-1).indices.sort(dim=-1).values
-    # bf16 logits can be equal: the lowest id stands first, because greedy decoding takes that one
+    # of equal bf16 logits the lowest id comes first, because greedy decoding takes this id
     top, order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(-1, order)
-    # the normaliser in fp32 over all V: what the kept tokens lack of 1 is the mass of all others
+    # normalised in fp32 over all V, so the mass that is missing to 1 is that of other tokens
     return ids, top.float() - logits.float().logsumexp(-1, keepdim=True)
 
 
 def note_used(folder: Path, target: Vocabulary, answers: Answers) -> None:
-    """Write into a run's folder which answers it is trained on."""
+    """Write USED: which store and which answers the run is trained on."""
     store, template = answers.store, str(target.chat_template or "")
     used = {
         "store": str(store.folder),

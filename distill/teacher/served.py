@@ -29,15 +29,15 @@ from distill.teacher.store import Answers, AnswerSettings, CachedAnswer, Store, 
 from eval.decoding.loop import seed_of
 from eval.engines.server import PATIENT, UNPENALISED, Server, ServerError, token_ids
 
-# The server sends an answer when it has ended: at least so many seconds, a second for each token of
-# the longest one.
+# Smallest timeout in seconds. A server sends only complete answers, so a longer answer gets one
+# second for each of its tokens.
 TIMEOUT = 600.0
 UNCHANGED = {"top_p": 1.0, "top_k": -1, **UNPENALISED}
 ROUNDING = 1e-3  # largest rounding error of a log-probability, and of the mass of all
-MASKED = -9000.0  # no softmax goes so low: vLLM writes -9999 for minus infinity
+MASKED = -9000.0  # lower than any softmax: vLLM writes -9999 for minus infinity
 WITNESSES = 4
-# Mean difference of the witnesses' log-probabilities, in nats, from which on it is another model:
-# SmolLM2-135M in bf16 is off its fp32 self by 0.09 at most, with noise of 2% on its weights by 0.23
+# A larger mean difference of the witnesses' log-probabilities, in nats, means another model.
+# SmolLM2-135M in bf16 differs from fp32 by 0.09 at most, and with 2% noise on its weights by 0.23
 # at least (40 code prompts, four at a time).
 ANOTHER_MODEL = 0.2
 TEXT = "Ærø, 東京 🙂\n\tdef f(x):  # 3.14159 × 10⁶\n\n    return x['key'] or ''  "
@@ -66,7 +66,7 @@ class _Completion(BaseModel):
 class Request:
     """A request to a server, and the check of its response.
 
-    top: log-probabilities of each token. rows: of the target's vocabulary.
+    top: number of log-probabilities per token. rows: vocabulary entries of the target.
     """
 
     model: str
@@ -92,9 +92,9 @@ class Request:
         }
 
     def read(self, sent: Any, prompt: list[int]) -> CachedAnswer:
-        """The answer to store. Raises ServerError for one that the request does not allow.
+        """The checked answer. Raises ServerError if the response does not fit the request.
 
-        sent: the JSON of /v1/completions.
+        sent: the JSON response of /v1/completions.
         """
         try:
             completion = _Completion.model_validate(sent)
@@ -114,7 +114,7 @@ class Request:
             if (wrong := (chosen < values[:, 0] - ROUNDING).nonzero()[0]).size:
                 raise ServerError(
                     f"token {tokens[wrong[0]]} was chosen greedily and is not the most likely one; "
-                    "switch off what changes the distribution there (a penalty, a mask)"
+                    "switch off what changes the server's distribution (a penalty, a mask)"
                 )
         return CachedAnswer(
             prompt_ids=torch.tensor(prompt),
@@ -152,11 +152,11 @@ class Request:
 
     def _top(self, rows: list[dict[str, float]]) -> tuple[Array, Array]:
         """Ids and log-probabilities [R, top] of the most likely tokens, best first."""
-        # a row has the chosen token as well where that is none of the most likely
+        # a row also has the chosen token if this is not one of the most likely
         counts = np.array([len(row) for row in rows])
         if counts.min() < self.top:
             raise ServerError(
-                f"it has {counts.min()} log-probabilities a token, and {self.top} were asked for; "
+                f"it has {counts.min()} log-probabilities a token, but {self.top} were requested; "
                 f"lower cache_top_k, or serve with --max-logprobs {self.top}"
             )
         named = np.arange(counts.max()) < counts[:, None]
@@ -167,7 +167,7 @@ class Request:
         best = np.argsort(-logprobs, axis=1, kind="stable")[:, : self.top]
         ids, logprobs = (np.take_along_axis(each, best, axis=1) for each in (ids, logprobs))
         mass = np.exp(logprobs).sum(1)
-        if not ((logprobs > MASKED).all() and (mass <= 1 + ROUNDING).all()):  # NaN is neither
+        if not ((logprobs > MASKED).all() and (mass <= 1 + ROUNDING).all()):  # NaN fails, too
             raise ServerError(
                 f"its log-probabilities go down to {logprobs.min():g} and their probabilities sum "
                 f"to {mass.max():.3g}, so they are not the model's own; serve with "
@@ -175,7 +175,7 @@ class Request:
             )
         if ids.max() >= self.rows:
             raise ServerError(
-                f"token {ids.max()} is beyond the {self.rows} rows of the target's vocabulary; "
+                f"token {ids.max()} is beyond the {self.rows} entries of the target's vocabulary; "
                 "serve the target of this recipe"
             )
         return ids, np.minimum(logprobs, 0)
@@ -184,7 +184,7 @@ class Request:
 def _difference(before: CachedAnswer, now: CachedAnswer) -> float:
     """Mean difference of the first token's log-probabilities, in nats, over the tokens of `before`.
 
-    A token that `now` does not name counts as likely as the last token that it names.
+    A token that `now` lacks counts as the lowest one of `now`, or as before if that is lower.
     """
     logprobs = dict(zip(now.top_ids[0].tolist(), now.top_logprobs[0].tolist(), strict=True))
     lowest = min(logprobs.values())
@@ -194,9 +194,9 @@ def _difference(before: CachedAnswer, now: CachedAnswer) -> float:
 
 
 def open_server(url: str, model: str | None, settings: AnswerSettings) -> Server:
-    """The server at that address, with a connection for each prompt in flight and the witnesses'.
+    """The server at this address, with a connection per prompt in flight and one for witnesses.
 
-    model: which of those served; None: the only one.
+    model: the target's name on the server; None: the server has only one model.
     """
     timeout = max(TIMEOUT, float(settings.decoding.max_new_tokens))
     return Server(url, timeout, model, settings.batch_size + 1)
@@ -205,10 +205,10 @@ def open_server(url: str, model: str | None, settings: AnswerSettings) -> Server
 def served_store(
     server: Server, settings: AnswerSettings, folder: Path, prompts: list[list[int]]
 ) -> Store:
-    """The store of the served model's answers. A call of all processes: the first asks the server.
+    """The store of the served model's answers. All processes must call it.
 
-    folder: of a run. Nothing is asked where the run has noted a store with answers to all prompts.
-    Raises ServerError where the target is not served.
+    The first process asks the server for its models, unless the store that is noted in the run's
+    folder has all answers. Raises ServerError if the target is not served.
     """
     key: dict[str, Any] = {}
     if PartialState().is_main_process:
@@ -224,7 +224,7 @@ def unanswered(store: Store, prompts: list[list[int]]) -> bool:
 
 
 def _served_model(server: Server) -> dict[str, str]:
-    """The key of a store, as the server tells it. Raises ServerError for another model."""
+    """The store's key, from the server's model list. Raises ServerError for another model."""
     entries = {entry["id"]: entry for entry in server.models}
     ambiguous = server.asked_model is None and len(entries) > 1
     if ambiguous or server.model not in entries:
@@ -243,11 +243,11 @@ def _served_model(server: Server) -> dict[str, str]:
 class ServedTarget(AnsweringTarget):
     """A target behind a server; the first process prompts it, the others wait.
 
-    prompts: all that may be answered. witnesses: first tokens of this model's earlier outputs.
+    prompts: all prompts of the run. witnesses: earlier answers of this model, to detect a change.
     """
 
     by: Answerer = "server"
-    patience = PATIENT  # retries of a request that failed
+    patience = PATIENT  # retries of a failed request
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class ServedTarget(AnsweringTarget):
         return self.running
 
     def check(self) -> None:
-        """Raises ServerError for a server that does not fit, unless all answers are there."""
+        """Raise ServerError if the server does not fit, unless all answers are stored."""
         if unanswered(self.store, self.prompts):
             self._check_server()
 
@@ -290,7 +290,7 @@ class ServedTarget(AnsweringTarget):
         with bar, ThreadPool(min(self.settings.batch_size, len(missing))) as pool:
             answers = pool.imap_unordered(answer, missing.items())
             while shard := dict(islice(answers, ANSWERS_PER_SHARD)):
-                self._check_witnesses()  # so the answers before it are the same model's
+                self._check_witnesses()  # so the answers before this line are from the same model
                 packed = {name: a.packed(self.target.rows) for name, a in shard.items()}
                 self.store.append(packed, self.by)
                 bar.update(len(shard))
@@ -330,27 +330,27 @@ class ServedTarget(AnsweringTarget):
         first, tokenizer = replace(request, max_tokens=1), load_tokenizer(self.target.spec)
         for text in [TEXT, *(str(tokenizer.decode(ids)) for ids in self.prompts[:8])]:
             self.ask(tokenizer(text, add_special_tokens=False)["input_ids"], first, text=text)
-        self.ask(longest, request)  # a whole answer shows everything that an answer can lack
+        self.ask(longest, request)  # only a complete answer can show every fault
         # other runs' prompts may be longer than the server was started for
         fit = (n for n in self.store if self.store.rows(n, "prompt_ids") <= len(longest))
         cached = Answers(self.store, list(islice(fit, WITNESSES)))
-        # at temperature 1 they are raw however the server takes them
+        # at temperature 1 log-probabilities are the same before and after scaling
         raw = replace(first, temperature=1.0)
         self.witnesses = list(cached) or [self.ask(p, raw) for p in self.prompts[:WITNESSES]]
         self._check_witnesses()
 
     def _check_witnesses(self) -> None:
-        """Raise ServerError where the witnesses' log-probabilities are no longer the same.
+        """Raise ServerError if the witnesses' log-probabilities have changed.
 
-        They are requested at the temperature of the answers: it must not change them.
+        Requests have the temperature of the answers, because it must not change them.
         """
         first = replace(self.request(), max_tokens=1)
         moved = [_difference(w, self.ask(w.prompt_ids.tolist(), first)) for w in self.witnesses]
         if (mean := sum(moved) / len(moved)) > ANOTHER_MODEL:
             raise ServerError(
                 f"{self.server.url} gives log-probabilities that differ by {mean:.2f} nats from "
-                f"earlier ones of {self.server.model!r} at the same {len(moved)} prompts: it is "
-                "another model now, or they come after the temperature. Serve the first model "
-                "again, or this one under another --served-model-name; in vLLM with "
+                f"earlier ones of {self.server.model!r} at the same {len(moved)} prompts: it has "
+                "another model now, or scales them by temperature. Serve the first model again, or "
+                "this one under another --served-model-name; start vLLM with "
                 "--logprobs-mode raw_logprobs."
             )

@@ -1,4 +1,4 @@
-"""Where the target answers; a vLLM that the run starts for missing answers, and ends after them."""
+"""Where the target answers, and the vLLM that a run starts if answers are missing."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from eval.engines.local_vllm import gpu_arguments, serve_vllm, vllm_python
 from eval.engines.server import Server
 
 LOGPROBS = 20  # vLLM's default --max-logprobs
-# vLLM 0.32 crashes there at a seeded request whose prompt it reads in chunks
+# on a CPU vLLM 0.32 crashes at a seeded request whose prompt is prefilled in chunks
 ON_CPU = ["--enforce-eager", "--max-num-batched-tokens", "32768"]
 
 
 def answering_target(
     recipe: Recipe, pair: Pair, prompts: Prompts, load: Callable[[], Target]
 ) -> AnsweringTarget:
-    """The target where it answers: here, in a vLLM of this run, or behind a server."""
+    """The target in this process, in a vLLM of this run, or behind a server."""
     device, taught = target_device(recipe), recipe.train_on_prompts
     by, why = from_first(who_answers(recipe.answers, device, taught))
     if PartialState().is_main_process:
@@ -54,13 +54,13 @@ def answering_target(
 
 
 class StartedVllm(ServedTarget):
-    """A target in that vLLM. Its answers are kept with those of our own loop.
+    """A target in a vLLM that the run starts. Its answers share the reference decoder's store.
 
-    They are the same model's in the same dtype, and differ as those of two batch sizes do.
+    Model and dtype are the same, so the answers differ only as those of two batch sizes do.
     """
 
     by = "vllm"
-    patience = Server.retries  # none: it is not started a second time
+    patience = Server.retries  # none, because vLLM is not restarted
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class StartedVllm(ServedTarget):
         self.dtype, self.stack = dtype, ExitStack()
 
     def check(self) -> None:
-        """Raises EngineMissing where there is no vLLM and an answer is lacking."""
+        """Raise EngineMissing if an answer is missing and vLLM is not installed."""
         if unanswered(self.store, self.prompts):
             vllm_python()
 

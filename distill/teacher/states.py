@@ -25,7 +25,7 @@ States = Callable[[CachedAnswer], Tensor]
 
 
 def states_of(answers: Store, layers: Sequence[int]) -> States | None:
-    """The states of these layers that lie beside the answers of a store; None without layers."""
+    """A function that reads an answer's states of these layers; None without layers."""
     if not layers:
         return None
     store = answers.of_states(layers)
@@ -34,9 +34,9 @@ def states_of(answers: Store, layers: Sequence[int]) -> States | None:
 
 @torch.inference_mode()
 def cache_states(answers: Answers, layers: Sequence[int], load: Callable[[], Target]) -> None:
-    """Make what `states_of` reads for these answers, where it is not there yet.
+    """Compute and store the missing states of these answers.
 
-    A call of all processes: each makes its share. load: gives the target.
+    All processes must call it; each computes its share. load: returns the target.
     """
     if not layers:
         return

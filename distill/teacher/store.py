@@ -1,8 +1,8 @@
 """The target's outputs, distributions and hidden states on disk, shared by all runs.
 
 A store is a folder `teacher/KEY` of the cache. KEY is a hash of what runs must share to share the
-outputs: model, dtype and `AnswerSettings.key`; key.json has them in words. Our own loop or a vLLM
-of the run, batch size and device are not in the key: they change an output by rounding only. A
+outputs: model, dtype and `AnswerSettings.key`; key.json has them in words. Reference decoder or
+vLLM, batch size and device are not in the key: they change an output by rounding only. A
 learning rate changes no output. An entry has a name (a hash of its token ids) and a few tensors. A
 shard is one safetensors file of whole entries. It is written under another name, renamed, and never
 changed. So any number of processes and runs read and append at once, and a kill loses only the
@@ -31,13 +31,13 @@ from align.machine import from_first, wait_on_host
 from align.sources import cache_folder
 from eval.decoding.loop import Decoding
 
-TAUGHT = "-taught"  # ends the name of an answer that holds distributions within its prompt
+TAUGHT = "-taught"  # ends the name of an answer with distributions within its prompt
 
 Entry = Mapping[str, Tensor]
 
 
 class CacheError(ValueError):
-    """Something in a store that must not be used, or that a run needs and is not there."""
+    """An entry of a store is damaged or missing: value, reason, remedy."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class AnswerSettings:
 
     @property
     def key(self) -> dict[str, Any]:
-        """What two runs on one model must share to share their outputs."""
+        """The settings that must be equal for two runs on one model to share outputs."""
         temperature = self.decoding.sampling.temperature
         key = {
             "answer_temperature": temperature,
@@ -65,20 +65,20 @@ class AnswerSettings:
 
 
 def bytes_per_token(top_k: int, vocab_size: int) -> int:
-    """Bytes of a response token on disk, its own id included."""
+    """Bytes on disk per response token, with its id."""
     return top_k * (4 if vocab_size <= 2**16 else 6) + 4
 
 
 def name_of(ids: Sequence[int] | Tensor) -> str:
-    """The name that token ids have in a store."""
+    """The name of token ids in a store: the start of their hash."""
     bits = torch.as_tensor(ids, dtype=torch.int64).numpy().tobytes()
     return hashlib.sha256(bits).hexdigest()[:32]
 
 
 def names_of(prompts: Sequence[Sequence[int]], taught: bool = False) -> list[str]:
-    """Each prompt's answer by name, numbered, since a prompt may be answered several times.
+    """The name of each prompt's answer. It has a number, because a prompt may have several answers.
 
-    taught: with distributions within the prompts.
+    taught: the answers have distributions within the prompts.
     """
     times: Counter[str] = Counter()
     names = []
@@ -92,9 +92,9 @@ def names_of(prompts: Sequence[Sequence[int]], taught: bool = False) -> list[str
 class CachedAnswer:
     """One answer: prompt_ids [P], response_ids [R]; top_ids, top_logprobs [R, C], best first.
 
-    The log-probabilities are those of the raw logits, before any warper; the mass that they lack
-    is that of all other tokens. Where prompts teach as well, prompt_ids is their first token, and
-    response_ids has the others.
+    The log-probabilities are those of the raw logits, before any logits processor; the mass that
+    they lack is that of all other tokens. If the prompt is taught, prompt_ids is its first token,
+    and response_ids has all other tokens.
     """
 
     prompt_ids: Tensor
@@ -108,7 +108,7 @@ class CachedAnswer:
         return torch.cat([self.prompt_ids, self.response_ids])
 
     def packed(self, vocab_size: int) -> Entry:
-        """The form on disk: `bytes_per_token` each."""
+        """The entry on disk, with `bytes_per_token` bytes for each response token."""
         return {
             "prompt_ids": self.prompt_ids.to(torch.int32),
             "response_ids": self.response_ids.to(torch.int32),
@@ -118,7 +118,7 @@ class CachedAnswer:
 
 
 class _Shard(NamedTuple):
-    """ends: by column, where its entries end. sha256: of its content. by: what made its entries."""
+    """ends: the ends of the entries, by column. by: what generated the entries."""
 
     ends: dict[str, np.ndarray[Any, Any]]
     sha256: str
@@ -126,12 +126,12 @@ class _Shard(NamedTuple):
 
 
 class Store:
-    """The entries of a folder, by name. Only their places are in memory."""
+    """The entries of a folder, by name. Only their positions in the shards are in memory."""
 
     def __init__(self, folder: Path, key: Mapping[str, Any] | None = None) -> None:
-        """key: what the entries depend on. Nothing is written before the first entry is.
+        """key: the settings on which the entries depend. The folder is made by the first `append`.
 
-        Raises CacheError for a shard that is cut short.
+        Raises CacheError for a truncated shard.
         """
         self.folder, self.key = folder, dict(key or {})
         self._places: dict[str, tuple[Path, int]] = {}  # shard, and number there
@@ -140,7 +140,7 @@ class Store:
 
     @classmethod
     def of(cls, key: Mapping[str, Any]) -> Store:
-        """The one in the cache whose entries depend on this."""
+        """The store in the cache with this key."""
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
         return cls(cache_folder() / "teacher" / digest, key)
 
@@ -150,7 +150,7 @@ class Store:
         return Store(folder, self.key | {"layers": list(layers)})
 
     def append(self, entries: Mapping[str, Entry], by: str) -> None:
-        """Write a shard of those that are not there yet. by: what made them.
+        """Write a shard of the entries that the store lacks. by: what generated them.
 
         Raises DiskFullError.
         """
@@ -178,7 +178,7 @@ class Store:
             self._take_in(path, metadata)
 
     def refresh(self) -> None:
-        """Take in the shards that any process has written since."""
+        """Read the index of shards that any process has added."""
         for path in sorted(self.folder.glob("shard-*.safetensors")):
             if path not in self._shards:
                 with opened(path) as file:
@@ -192,17 +192,17 @@ class Store:
         self._places |= {name: (path, number) for number, name in enumerate(about["names"])}
 
     def missing(self, names: Sequence[str]) -> list[int]:
-        """The indices in `names` of those without an entry. A call of all processes.
+        """The indices in `names` of names without an entry. All processes must call it.
 
-        Another run may append meanwhile. So the first process decides for all, because they share
-        out the missing entries among themselves.
+        All get the list of the first process, because another run may append meanwhile, and the
+        processes divide the list among themselves.
         """
         return from_first([i for i, name in enumerate(names) if name not in self])
 
     def wait_for(self, names: Sequence[str]) -> None:
         """Wait until all processes have written their share of these entries.
 
-        Raises CacheError where some are still missing.
+        Raises CacheError if some are still missing.
         """
         wait_on_host()  # the first process may have a vLLM on all GPUs
         self.refresh()
@@ -229,7 +229,7 @@ class Store:
             }
 
     def rows(self, name: str, column: str) -> int:
-        """The number of rows of an entry."""
+        """The number of rows of an entry in this column."""
         path, number = self._places[name]
         ends = self._shards[path].ends[column]
         return int(ends[number + 1] - ends[number])
@@ -288,5 +288,5 @@ def opened(path: Path) -> Iterator[Any]:
             yield file
     except (SafetensorError, FileNotFoundError) as error:
         raise CacheError(
-            f"{path} is damaged ({error}); delete it and run again: only what it held is made anew."
+            f"{path} is damaged ({error}); delete it and run again: only its entries are remade."
         ) from error
